@@ -1,0 +1,66 @@
+# Every target is listed by `make help`.
+SHELL := /bin/bash
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+# The wheel of torch to install, e.g. TORCH="torch==2.11.0 --index-url https://example.org/cu130".
+TORCH ?= torch==2.13.0
+MODEL ?= demo
+PROTOC_VENV := build/protoc
+PUBLIC_PROTOS := quire/v1/generation.proto quire/v1/model.proto
+INTERNAL_PROTOS := quire/plan/v1/plan.proto quire/link/v1/link.proto
+
+.DEFAULT_GOAL := help
+.PHONY: help setup run test lint format protos protos-check model clean
+
+help: ## list the targets
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sort | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
+
+# torch goes first and alone: resolved together with the rest, pip would take gigabytes of CUDA packages.
+$(VENV)/.installed: pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -c "import torch" 2>/dev/null || $(BIN)/pip install --quiet $(TORCH)
+	$(BIN)/pip install --quiet --editable '.[worker,dev]'
+	touch $@
+
+setup: $(VENV)/.installed ## create .venv with everything that run and test need
+
+run: setup ## serve the embedded model, show one streamed answer, keep serving until Ctrl-C
+	@exec $(BIN)/quire serve --model $(MODEL) --show-sample
+
+test: setup ## every promise that can be checked in 15 minutes on 2 cores
+	@exec $(BIN)/python -m tests.run
+
+lint: setup ## ruff, mypy --strict, buf lint, buf breaking, generated stubs up to date
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/buf lint
+	@if git rev-parse --verify --quiet origin/main >/dev/null; \
+	 then $(BIN)/buf breaking --against '.git#branch=origin/main'; \
+	 elif git cat-file -e main:buf.yaml 2>/dev/null; then $(BIN)/buf breaking --against '.git#branch=main'; fi
+
+format: setup ## format the code
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+# The generated code must not be newer than the oldest protobuf runtime we support, so its compiler has its own venv.
+$(PROTOC_VENV)/.installed:
+	$(PYTHON) -m venv $(PROTOC_VENV)
+	$(PROTOC_VENV)/bin/pip install --quiet grpcio-tools==1.76.0 mypy-protobuf==5.1.0
+	touch $@
+
+protos: $(PROTOC_VENV)/.installed ## generate Python code from protos/
+	PATH="$(PROTOC_VENV)/bin:$$PATH" $(PROTOC_VENV)/bin/python -m grpc_tools.protoc -Iprotos \
+	  --python_out=. --grpc_python_out=. --mypy_out=quiet:. --mypy_grpc_out=quiet:. $(PUBLIC_PROTOS)
+	PATH="$(PROTOC_VENV)/bin:$$PATH" $(PROTOC_VENV)/bin/python -m grpc_tools.protoc -Iprotos \
+	  --python_out=protos --mypy_out=quiet:protos $(INTERNAL_PROTOS)
+
+protos-check: protos ## fail when the committed generated code is not what protos/ says
+	git diff --exit-code -- quire/v1 protos
+
+model: setup ## train the embedded model again (up to 3 hours on 2 cores, resumable)
+	$(BIN)/python -m tools.demo_model.train
+
+clean: ## remove what can be made again
+	rm -rf build $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info

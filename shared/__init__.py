@@ -1,0 +1,1 @@
+"""What every process needs: configuration, columns, sockets, telemetry, logging, errors. Imports no service."""

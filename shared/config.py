@@ -1,0 +1,161 @@
+"""The typed configuration: frozen dataclasses whose fields carry their own help text.
+
+One name per setting everywhere: the field `max_num_seqs` is the flag `--max-num-seqs` and the variable
+`QUIRE_MAX_NUM_SEQS`. A flag wins over the environment, the environment over the default. Names follow vLLM's where the
+meaning is the same.
+"""
+
+import argparse
+import dataclasses
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+ConfigT = TypeVar("ConfigT")
+
+
+class ConfigError(ValueError):
+    """A setting that cannot be used; the message names it and the remedy."""
+
+
+def _option(default: Any, help_text: str, *, choices: tuple[str, ...] = (), unit: str = "") -> Any:  # noqa: ANN401
+    return field(default=default, metadata={"help": help_text, "choices": choices, "unit": unit})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerConfig:
+    """What the scheduler core process needs."""
+
+    frontend_address: str = _option("ipc:///tmp/quire-frontends", "ZeroMQ address that front ends connect to")
+    worker_address: str = _option("ipc:///tmp/quire-workers", "ZeroMQ address that workers connect to")
+    policy: str = _option("fcfs", "order of admission", choices=("fcfs",))
+    batching: str = _option("continuous", "batching mode", choices=("continuous",))
+    prefix_cache: str = _option("off", "sharing of equal prompt prefixes", choices=("off",))
+    max_num_seqs: int = _option(64, "most requests running at once per worker")
+    max_num_batched_tokens: int = _option(512, "most tokens computed in one step of a worker")
+    max_queued_requests: int = _option(4096, "most requests waiting; more are refused with RESOURCE_EXHAUSTED")
+    max_plans_in_flight: int = _option(2, "plans sent ahead to a worker (1 or 2)")
+    worker_wait_s: float = _option(60.0, "how long requests wait for a worker before they end UNAVAILABLE", unit="s")
+    worker_silence_s: float = _option(5.0, "a worker hearing nothing for so long connects again", unit="s")
+    step_deadline_s: float = _option(120.0, "ceiling of a step's deadline until enough steps were measured", unit="s")
+    stall_timeout_s: float = _option(60.0, "a reader that takes nothing for so long is cancelled", unit="s")
+    frontend_lease_s: float = _option(10.0, "a front end silent for so long is lost", unit="s")
+    trace_steps: bool = _option(True, "make step traces for steps that hold a traced request")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerConfig:
+    """What one worker process needs."""
+
+    worker_address: str = _option("ipc:///tmp/quire-workers", "ZeroMQ address of the scheduler")
+    worker_id: str = _option("worker-0", "stable name of this worker")
+    model: str = _option("demo", "'demo', the folder of a Hugging Face checkpoint, or a hub id")
+    served_model_name: str = _option("", "name that requests give; default: the folder's name")
+    device: str = _option("auto", "'auto' (CUDA if there is one, else CPU), 'cpu' or 'cuda[:N]'")
+    dtype: str = _option("auto", "type of weights and KV", choices=("auto", "float32", "bfloat16", "float16"))
+    load_format: str = _option("auto", "'auto' reads the weights, 'random' makes them", choices=("auto", "random"))
+    block_size: int = _option(16, "tokens per KV block")
+    kv_cache_memory: str = _option("512MiB", "memory for KV blocks on a CPU, e.g. 2GiB")
+    gpu_memory_utilization: float = _option(0.9, "share of a GPU's memory that the worker may use")
+    max_num_seqs: int = _option(64, "rows the worker can hold")
+    max_num_batched_tokens: int = _option(512, "most tokens the worker computes in one step")
+    max_model_len: int = _option(0, "longest sequence; 0: what the model's positions allow")
+    num_threads: int = _option(0, "CPU threads for torch; 0: all cores")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FrontendConfig:
+    """What one front-end process needs."""
+
+    frontend_address: str = _option("ipc:///tmp/quire-frontends", "ZeroMQ address of the scheduler core")
+    frontend_id: str = _option("frontend-0", "stable name of this front end")
+    model: str = _option("demo", "where the tokenizer is: 'demo', a checkpoint folder, or a hub id")
+    host: str = _option("127.0.0.1", "address to listen on")
+    grpc_port: int = _option(50051, "port for gRPC; 0: any free one")
+    http_port: int = _option(8000, "port for HTTP; 0: any free one")
+    stream_credit: int = _option(65536, "bytes of output a stream may be ahead of its reader", unit="bytes")
+    default_max_tokens: int = _option(256, "max_tokens for requests that give none")
+    grace_period_s: float = _option(10.0, "how long running requests may go on after SIGTERM", unit="s")
+
+
+def add_options(parser: argparse.ArgumentParser, *configs: type[Any]) -> None:
+    """Adds one flag per distinct field of the given configuration classes."""
+    seen: set[str] = set()
+    for option in (option for config in configs for option in dataclasses.fields(config)):
+        if option.name in seen:
+            continue
+        seen.add(option.name)
+        flag = "--" + option.name.replace("_", "-")
+        help_text = f"{option.metadata['help']} (default: {option.default!s})".replace("%", "%%")
+        if option.type is bool or option.type == "bool":
+            parser.add_argument(flag, action=argparse.BooleanOptionalAction, default=None, help=help_text)
+        else:
+            parser.add_argument(
+                flag,
+                type=type(option.default),
+                default=None,
+                choices=option.metadata["choices"] or None,
+                metavar=None if option.metadata["choices"] else type(option.default).__name__.upper(),
+                help=help_text,
+            )
+
+
+def from_options(
+    config: type[ConfigT], options: argparse.Namespace, environ: Mapping[str, str] = os.environ
+) -> ConfigT:
+    """The configuration from parsed flags, then the environment, then defaults.
+
+    Raises:
+        ConfigError: an environment variable that does not parse.
+    """
+    values: dict[str, Any] = {}
+    for option in dataclasses.fields(config):  # type: ignore[arg-type]
+        given = getattr(options, option.name, None)
+        variable = "QUIRE_" + option.name.upper()
+        if given is not None:
+            values[option.name] = given
+        elif variable in environ:
+            values[option.name] = _parse(variable, environ[variable], option)
+    return config(**values)
+
+
+def to_flags(config: object) -> list[str]:
+    """The flags that give another process the same configuration."""
+    flags: list[str] = []
+    for option in dataclasses.fields(config):  # type: ignore[arg-type]
+        value = getattr(config, option.name)
+        flag = option.name.replace("_", "-")
+        if isinstance(value, bool):
+            flags.append(f"--{flag}" if value else f"--no-{flag}")
+        else:
+            flags.append(f"--{flag}={value}")
+    return flags
+
+
+def parse_bytes(text: str) -> int:
+    """Bytes from '512MiB', '2GiB', '1000000' and the like.
+
+    Raises:
+        ConfigError: not a size.
+    """
+    units = {"KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "KB": 10**3, "MB": 10**6, "GB": 10**9, "B": 1, "": 1}
+    stripped = text.strip().upper()
+    number = stripped.rstrip("KMGIB")
+    unit = stripped[len(number) :]
+    try:
+        return int(float(number) * units[unit])
+    except (ValueError, KeyError):
+        raise ConfigError(f"{text!r} is not a size in bytes; write 512MiB or 2GiB, for example") from None
+
+
+def _parse(variable: str, text: str, option: "dataclasses.Field[Any]") -> Any:  # noqa: ANN401
+    choices = option.metadata["choices"]
+    if choices and text not in choices:
+        raise ConfigError(f"{variable}={text!r}: choose one of {', '.join(choices)}")
+    try:
+        if isinstance(option.default, bool):
+            return {"1": True, "true": True, "0": False, "false": False}[text.lower()]
+        return type(option.default)(text)
+    except (ValueError, KeyError):
+        raise ConfigError(f"{variable}={text!r} is no {type(option.default).__name__}") from None

@@ -1,0 +1,93 @@
+"""ZeroMQ sockets as Quire uses them: bounded, never lingering, one frame per message, ROUTER at the scheduler.
+
+Nothing here blocks and nothing here decides. A ROUTER refuses to send to a peer that is gone (`ROUTER_MANDATORY`),
+which is how the death of a process is noticed; `send_to` turns that into a value. A frame larger than `max_message`
+makes ZeroMQ drop the connection.
+"""
+
+import enum
+from pathlib import Path
+
+import zmq
+
+PLAN_MAX_MESSAGE = 64 << 20
+"""Largest frame between scheduler and worker, bytes."""
+LINK_MAX_MESSAGE = 16 << 20
+"""Largest frame between front end and core, bytes."""
+
+
+class SendOutcome(enum.Enum):
+    """What became of a message handed to a ROUTER."""
+
+    SENT = "sent"
+    FULL = "full"
+    """The peer is connected but takes nothing; the message was dropped."""
+    GONE = "gone"
+    """There is no such peer (any more)."""
+
+
+def bind_router(context: "zmq.Context[zmq.Socket[bytes]]", address: str, *, max_message: int) -> "zmq.Socket[bytes]":
+    """A ROUTER bound to `address` (`ipc://…` or `tcp://…`); see `endpoint` for the port that `:*` became."""
+    socket = context.socket(zmq.ROUTER)
+    socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+    # A routing id is never reused by an honest peer: a second owner of one is refused.
+    socket.setsockopt(zmq.ROUTER_HANDOVER, 0)
+    _bound(socket, max_message)
+    if address.startswith("ipc://"):
+        Path(address.removeprefix("ipc://")).unlink(missing_ok=True)
+    socket.bind(address)
+    return socket
+
+
+def connect_dealer(
+    context: "zmq.Context[zmq.Socket[bytes]]", address: str, *, identity: bytes, max_message: int
+) -> "zmq.Socket[bytes]":
+    """A DEALER with the routing id `identity`, connected to `address` (now, or as soon as somebody binds it)."""
+    socket = context.socket(zmq.DEALER)
+    socket.setsockopt(zmq.IDENTITY, identity)
+    socket.setsockopt(zmq.RECONNECT_IVL, 20)
+    socket.setsockopt(zmq.RECONNECT_IVL_MAX, 500)
+    _bound(socket, max_message)
+    socket.connect(address)
+    return socket
+
+
+def endpoint(socket: "zmq.Socket[bytes]") -> str:
+    """The address the socket is bound to, with the port the system chose."""
+    value = socket.getsockopt(zmq.LAST_ENDPOINT)
+    assert isinstance(value, bytes)
+    return value.rstrip(b"\0").decode()
+
+
+def send_to(router: "zmq.Socket[bytes]", peer: bytes, payload: bytes) -> SendOutcome:
+    """Sends one message to `peer` without ever blocking."""
+    try:
+        router.send_multipart((peer, payload), flags=zmq.DONTWAIT, copy=True)
+    except zmq.Again:
+        return SendOutcome.FULL
+    except zmq.ZMQError as error:
+        if error.errno != zmq.EHOSTUNREACH:
+            raise
+        return SendOutcome.GONE
+    return SendOutcome.SENT
+
+
+def receive_from(router: "zmq.Socket[bytes]") -> tuple[bytes, bytes] | None:
+    """The next (peer, payload) of a ROUTER, or None when nothing is there. Frames of another shape are skipped."""
+    while True:
+        try:
+            frames = router.recv_multipart(flags=zmq.DONTWAIT)
+        except zmq.Again:
+            return None
+        if len(frames) == 2:
+            return frames[0], frames[1]
+
+
+def _bound(socket: "zmq.Socket[bytes]", max_message: int) -> None:
+    socket.setsockopt(zmq.LINGER, 0)
+    socket.setsockopt(zmq.SNDHWM, 1000)
+    socket.setsockopt(zmq.RCVHWM, 1000)
+    socket.setsockopt(zmq.MAXMSGSIZE, max_message)
+    # A dead or frozen peer on another machine is noticed without traffic of ours.
+    socket.setsockopt(zmq.HEARTBEAT_IVL, 500)
+    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 2000)

@@ -1,0 +1,75 @@
+"""OpenTelemetry as every process uses it: one tracer provider, W3C trace context, export off the hot path.
+
+Spans are exported by OTLP/gRPC from a background thread when an `OTEL_EXPORTER_OTLP_*ENDPOINT` is set or
+`OTEL_TRACES_EXPORTER=otlp`; sampling, batch sizes, resource attributes and the rest are read from the `OTEL_*`
+variables by the SDK itself. Without an endpoint the provider samples nothing, so that spans cost next to nothing.
+
+A trace context crosses processes as the text of a W3C `traceparent`, the empty string meaning "not traced".
+"""
+
+import os
+
+from opentelemetry import context as otel_context
+from opentelemetry import trace
+from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor
+from opentelemetry.sdk.trace.sampling import ALWAYS_OFF
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+MAX_LINKS = 128
+"""The SDK drops further links of a span silently."""
+
+_PROPAGATOR = TraceContextTextMapPropagator()
+
+
+class Telemetry:
+    """The tracer of one process; `shutdown` flushes what has not been exported."""
+
+    def __init__(self, service: str) -> None:
+        resource = Resource.create({"service.name": service, "process.pid": os.getpid()})
+        if exporting():
+            self._provider = TracerProvider(resource=resource)
+            self._provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
+        else:
+            self._provider = TracerProvider(resource=resource, sampler=ALWAYS_OFF)
+        self.tracer = self._provider.get_tracer("quire")
+
+    def shutdown(self) -> None:
+        """Exports what is pending, bounded in time by the exporter's own timeout."""
+        self._provider.shutdown()
+
+
+def exporting() -> bool:
+    """Whether the environment asks for spans to be exported."""
+    if os.environ.get("OTEL_SDK_DISABLED", "").lower() == "true":
+        return False
+    exporter = os.environ.get("OTEL_TRACES_EXPORTER", "")
+    if exporter:
+        return "otlp" in exporter.split(",")
+    return any(
+        os.environ.get(name)
+        for name in ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
+    )
+
+
+def to_traceparent(span: trace.Span) -> str:
+    """The span's context as a W3C traceparent, or "" when it is not sampled."""
+    context = span.get_span_context()
+    if not (context.is_valid and context.trace_flags.sampled):
+        return ""
+    carrier: dict[str, str] = {}
+    _PROPAGATOR.inject(carrier, trace.set_span_in_context(span, otel_context.Context()))
+    return carrier.get("traceparent", "")
+
+
+def from_traceparent(traceparent: str) -> otel_context.Context:
+    """The context to start a child span in; an empty or malformed traceparent gives an empty context."""
+    return _PROPAGATOR.extract({"traceparent": traceparent}, otel_context.Context())
+
+
+def link_to(traceparent: str) -> trace.Link | None:
+    """A link to the span that a traceparent names, or None when it names none."""
+    context = trace.get_current_span(from_traceparent(traceparent)).get_span_context()
+    return trace.Link(context) if context.is_valid else None
