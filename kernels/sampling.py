@@ -90,7 +90,8 @@ def process_logits_reference(logits: torch.Tensor, params: SamplingTensors) -> t
     removed &= top_p < 1.0
     removed[:, -1] = False
     ordered = ordered.masked_fill(removed, -torch.inf)
+    kept = torch.empty_like(scores).scatter_(1, index, ordered)
 
-    probs = ordered.softmax(dim=-1)
-    ordered = ordered.masked_fill(probs < params.min_p.unsqueeze(1) * probs[:, -1:], -torch.inf)
-    return torch.where(random, torch.empty_like(scores).scatter_(1, index, ordered), scores)
+    probs = kept.softmax(dim=-1)
+    unlikely = probs < params.min_p.unsqueeze(1) * probs.amax(dim=-1, keepdim=True)
+    return torch.where(random, kept.masked_fill(unlikely, -torch.inf), scores)

@@ -1,0 +1,240 @@
+"""Attention of a flat batch of rows over a paged KV cache (PagedAttention; Kwon et al., SOSP 2023).
+
+A step runs T tokens of R rows concatenated: rows in decode bring one token, rows in prefill a chunk of their prompt.
+`kernels.kv_cache` has already written the chunk's own keys and values, so every key a query may see is in the cache.
+
+    query           [T, num_heads, head_dim]; any strides over tokens and heads
+    k_cache,v_cache [num_blocks, num_kv_heads, block_size, head_dim]; contiguous
+    block_tables    [R, max_blocks_per_row] int32; entries beyond the row's last page are never followed
+    query_start     [R + 1] int32; row r owns tokens query_start[r] .. query_start[r + 1]
+    context_lens    [R] int32; tokens of the row including this chunk
+    result          [T, num_heads, head_dim], dtype of query
+
+Rules: query i of row r sits at position ``context_lens[r] - query_len[r] + i`` and sees the keys j with
+``j <= position`` and, under a sliding window of w, ``position - j < w``. Logits are ``scale * q · k``, under a soft cap c
+then ``c * tanh(logit / c)`` (Gemma 2). Query head h reads KV head ``h // (num_heads / num_kv_heads)``. A row with context 0
+(padding of a captured graph) gets zeros. What lies in a page beyond the row's context never reaches the result, not even as
+NaN: a page may have held the keys of a row that failed.
+
+The CPU path gathers pages and calls torch's fused SDPA: rows in decode together, padded to the longest of a group
+whose lengths are within a factor of two; rows in prefill one by one, in tiles of queries.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+_PREFILL_TILE = 256  # queries per SDPA call on CPU: bounds the mask and skips the keys above the diagonal
+
+
+def paged_attention(
+    query: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    query_start: torch.Tensor,
+    context_lens: torch.Tensor,
+    *,
+    max_query_len: int,
+    scale: float,
+    sliding_window: int | None = None,
+    soft_cap: float | None = None,
+) -> torch.Tensor:
+    """Causal attention of every query over its row's pages (shapes and rules: see the module).
+
+    ``max_query_len`` is the longest chunk in the batch, known to the host: 1 means that every row is in decode.
+    ``sliding_window`` counts the visible positions including the query's own.
+    """
+    return _paged_attention_cpu(
+        query, k_cache, v_cache, block_tables, query_start, context_lens, scale, sliding_window, soft_cap
+    )
+
+
+def paged_attention_reference(
+    query: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    query_start: torch.Tensor,
+    context_lens: torch.Tensor,
+    *,
+    max_query_len: int,
+    scale: float,
+    sliding_window: int | None = None,
+    soft_cap: float | None = None,
+) -> torch.Tensor:
+    """Plain torch form of `paged_attention`: one row at a time, the whole score matrix, in float32 or query's float64."""
+    wide = torch.promote_types(query.dtype, torch.float32)
+    group_size = query.shape[1] // k_cache.shape[1]
+    out = torch.zeros_like(query)
+    starts, contexts = query_start.tolist(), context_lens.tolist()
+    for row, context in enumerate(contexts):
+        start, end = starts[row], starts[row + 1]
+        if context == 0:
+            continue
+        pages = block_tables[row, : -(-context // k_cache.shape[2])].long()
+        keys = k_cache[pages].transpose(1, 2).flatten(0, 1)[:context].to(wide)  # [context, num_kv_heads, head_dim]
+        values = v_cache[pages].transpose(1, 2).flatten(0, 1)[:context].to(wide)
+        keys, values = (x.repeat_interleave(group_size, dim=1) for x in (keys, values))
+        scores = torch.einsum("qhd,khd->hqk", query[start:end].to(wide), keys) * scale
+        if soft_cap is not None:
+            scores = soft_cap * torch.tanh(scores / soft_cap)
+        positions = torch.arange(context, device=query.device)
+        visible = _visible(positions[context - (end - start) :], positions, sliding_window)
+        probs = scores.masked_fill(~visible, -torch.inf).softmax(dim=-1)
+        out[start:end] = torch.einsum("hqk,khd->qhd", probs, values).to(query.dtype)
+    return out
+
+
+def _visible(query_pos: torch.Tensor, key_pos: torch.Tensor, sliding_window: int | None) -> torch.Tensor:
+    """Which keys each query sees, from positions ``[..., num_queries]`` and ``[..., num_keys]``."""
+    distance = query_pos.unsqueeze(-1) - key_pos.unsqueeze(-2)
+    visible = distance >= 0
+    if sliding_window is not None:
+        visible &= distance < sliding_window
+    return visible
+
+
+def _paged_attention_cpu(
+    query: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    query_start: torch.Tensor,
+    context_lens: torch.Tensor,
+    scale: float,
+    sliding_window: int | None,
+    soft_cap: float | None,
+) -> torch.Tensor:
+    out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+    block_size = k_cache.shape[2]
+    starts, contexts = query_start.tolist(), context_lens.tolist()
+    decode_groups: dict[int, list[int]] = {}  # rows by the order of magnitude of the keys they read
+    for row, context in enumerate(contexts):
+        start, end = starts[row], starts[row + 1]
+        if context == 0:
+            out[start:end] = 0
+        elif end - start == 1:
+            visible = context if sliding_window is None else min(context, sliding_window)
+            decode_groups.setdefault((-(-visible // block_size)).bit_length(), []).append(row)
+        elif end > start:
+            out[start:end] = _prefill_row(
+                query[start:end], k_cache, v_cache, block_tables[row], context, scale, sliding_window, soft_cap
+            )
+    for rows in decode_groups.values():
+        lens = [contexts[row] for row in rows]
+        if len(rows) == len(contexts):  # the common case, every row in one group: nothing to pick out
+            out.copy_(_decode_rows(query, k_cache, v_cache, block_tables, lens, scale, sliding_window, soft_cap))
+            continue
+        tokens = torch.tensor([starts[row] for row in rows])
+        tables = block_tables[torch.tensor(rows)]
+        out[tokens] = _decode_rows(
+            query[tokens], k_cache, v_cache, tables, lens, scale, sliding_window, soft_cap
+        )
+    return out
+
+
+def _prefill_row(
+    query: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    context: int,
+    scale: float,
+    sliding_window: int | None,
+    soft_cap: float | None,
+) -> torch.Tensor:
+    """Attention of one row's chunk ``[query_len, num_heads, head_dim]``; its queries end at position context - 1."""
+    block_size = k_cache.shape[2]
+    first_pos = context - query.shape[0]
+    first_page = 0 if sliding_window is None else max(0, first_pos - sliding_window + 1) // block_size
+    first_key = first_page * block_size
+    pages = block_table[first_page : -(-context // block_size)].long().unsqueeze(0)
+    keys = _gather_pages(k_cache, pages)[:, :, : context - first_key].to(query.dtype)
+    values = _gather_pages(v_cache, pages)[:, :, : context - first_key].to(query.dtype)
+
+    tiles = []
+    positions = torch.arange(context)
+    for begin in range(first_pos, context, _PREFILL_TILE):
+        end = min(begin + _PREFILL_TILE, context)
+        low = first_key if sliding_window is None else max(first_key, begin - sliding_window + 1)
+        tile = query[begin - first_pos : end - first_pos].transpose(0, 1).unsqueeze(0)
+        visible = _visible(positions[begin:end], positions[low:end], sliding_window)
+        seen = slice(low - first_key, end - first_key)
+        tiles.append(_attend(tile, keys[:, :, seen], values[:, :, seen], visible, scale, soft_cap))
+    return torch.cat(tiles, dim=2).squeeze(0).transpose(0, 1)
+
+
+def _decode_rows(
+    query: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    context_lens: list[int],
+    scale: float,
+    sliding_window: int | None,
+    soft_cap: float | None,
+) -> torch.Tensor:
+    """Attention of one query per row ``[num_rows, num_heads, head_dim]``, all rows padded to the longest.
+
+    The queries that share a KV head stand in SDPA's query dimension, so that each key is read once for all of them.
+    """
+    num_rows, num_heads, head_dim = query.shape
+    num_kv_heads, block_size = k_cache.shape[1:3]
+    contexts = torch.tensor(context_lens)
+    first_visible = torch.zeros_like(contexts)
+    if sliding_window is not None:
+        first_visible = (contexts - sliding_window).clamp_(min=0)
+    first_page, last_page = first_visible // block_size, (contexts - 1) // block_size
+    num_pages = int((last_page - first_page).max()) + 1
+    columns = first_page.unsqueeze(1) + torch.arange(num_pages)
+    pages = block_tables.long().gather(1, columns.minimum(last_page.unsqueeze(1)))
+    keys, values = _gather_pages(k_cache, pages), _gather_pages(v_cache, pages)
+
+    positions = (first_page * block_size).unsqueeze(1) + torch.arange(num_pages * block_size)
+    visible: torch.Tensor | None = (positions < contexts.unsqueeze(1)) & (positions >= first_visible.unsqueeze(1))
+    assert visible is not None
+    if bool(visible.all()):
+        visible = None
+    else:
+        # A masked key still meets the query, and 0 x NaN is NaN: blank what lies beyond the row's context.
+        row, position = (~visible).nonzero(as_tuple=True)
+        keys[row, :, position] = 0
+        values[row, :, position] = 0
+        visible = visible[:, None, None]
+    packed = query.reshape(num_rows, num_kv_heads, num_heads // num_kv_heads, head_dim)
+    out = _attend(packed, keys.to(query.dtype), values.to(query.dtype), visible, scale, soft_cap)
+    return out.reshape(num_rows, num_heads, head_dim)
+
+
+def _gather_pages(cache: torch.Tensor, pages: torch.Tensor) -> torch.Tensor:
+    """Copy pages ``[num_rows, num_pages]`` into ``[num_rows, num_kv_heads, num_pages * block_size, head_dim]``.
+
+    Gathering (page, head) tiles rather than pages puts the heads first without a second copy.
+    """
+    num_kv_heads, block_size, head_dim = cache.shape[1:]
+    tiles = pages.unsqueeze(1) * num_kv_heads + torch.arange(num_kv_heads).unsqueeze(1)
+    gathered = cache.view(-1, block_size * head_dim).index_select(0, tiles.flatten())
+    return gathered.view(pages.shape[0], num_kv_heads, pages.shape[1] * block_size, head_dim)
+
+
+def _attend(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    visible: torch.Tensor | None,
+    scale: float,
+    soft_cap: float | None,
+) -> torch.Tensor:
+    """Masked attention of ``[batch, heads, num_queries, head_dim]`` over ``[batch, num_kv_heads, num_keys, head_dim]``."""
+    if soft_cap is None:
+        return scaled_dot_product_attention(
+            query, keys, values, attn_mask=visible, scale=scale, enable_gqa=query.shape[1] != keys.shape[1]
+        )
+    group_size = query.shape[1] // keys.shape[1]
+    scores = query @ keys.repeat_interleave(group_size, dim=1).transpose(-1, -2) * scale
+    scores = soft_cap * torch.tanh(scores.float() / soft_cap)
+    if visible is not None:
+        scores = scores.masked_fill(~visible, -torch.inf)
+    return scores.softmax(dim=-1).to(query.dtype) @ values.repeat_interleave(group_size, dim=1)
