@@ -22,10 +22,14 @@ whose lengths are within a factor of two; rows in prefill one by one, in tiles o
 
 from __future__ import annotations
 
+from operator import sub
+
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 _PREFILL_TILE = 256  # queries per SDPA call on CPU: bounds the mask and skips the keys above the diagonal
+_DECODE_PADDING = 128  # keys: padding a row this far costs less than another call
+_DECODE_ELEMENTS = 1 << 20  # keys gathered at once: K and V stay in the core's cache until they are used
 
 
 def paged_attention(
@@ -110,29 +114,36 @@ def _paged_attention_cpu(
     out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     block_size = k_cache.shape[2]
     starts, contexts = query_start.tolist(), context_lens.tolist()
-    decode_groups: dict[int, list[int]] = {}  # rows by the order of magnitude of the keys they read
+    decode: list[tuple[int, int]] = []  # (keys to read, row)
     for row, context in enumerate(contexts):
         start, end = starts[row], starts[row + 1]
         if context == 0:
             out[start:end] = 0
         elif end - start == 1:
-            visible = context if sliding_window is None else min(context, sliding_window)
-            decode_groups.setdefault((-(-visible // block_size)).bit_length(), []).append(row)
+            decode.append((context if sliding_window is None else min(context, sliding_window), row))
         elif end > start:
             out[start:end] = _prefill_row(
                 query[start:end], k_cache, v_cache, block_tables[row], context, scale, sliding_window, soft_cap
             )
-    for rows in decode_groups.values():
-        lens = [contexts[row] for row in rows]
-        if len(rows) == len(contexts):  # the common case, every row in one group: nothing to pick out
-            out.copy_(_decode_rows(query, k_cache, v_cache, block_tables, lens, scale, sliding_window, soft_cap))
-            continue
+    for rows in _decode_groups(sorted(decode), k_cache[0].numel() // k_cache.shape[2]):
         tokens = torch.tensor([starts[row] for row in rows])
+        lens = [contexts[row] for row in rows]
         tables = block_tables[torch.tensor(rows)]
-        out[tokens] = _decode_rows(
-            query[tokens], k_cache, v_cache, tables, lens, scale, sliding_window, soft_cap
-        )
+        out[tokens] = _decode_rows(query[tokens], k_cache, v_cache, tables, lens, scale, sliding_window, soft_cap)
     return out
+
+
+def _decode_groups(rows_by_len: list[tuple[int, int]], elements_per_token: int) -> list[list[int]]:
+    """Split rows, given as ascending (keys to read, row), into groups to be padded and computed together."""
+    groups: list[list[int]] = []
+    shortest = 0
+    for num_keys, row in rows_by_len:
+        too_different = num_keys > max(2 * shortest, _DECODE_PADDING)
+        if not groups or too_different or len(groups[-1]) * num_keys * elements_per_token > _DECODE_ELEMENTS:
+            groups.append([])
+            shortest = num_keys
+        groups[-1].append(row)
+    return groups
 
 
 def _prefill_row(
@@ -182,29 +193,37 @@ def _decode_rows(
     """
     num_rows, num_heads, head_dim = query.shape
     num_kv_heads, block_size = k_cache.shape[1:3]
-    contexts = torch.tensor(context_lens)
-    first_visible = torch.zeros_like(contexts)
-    if sliding_window is not None:
-        first_visible = (contexts - sliding_window).clamp_(min=0)
-    first_page, last_page = first_visible // block_size, (contexts - 1) // block_size
-    num_pages = int((last_page - first_page).max()) + 1
-    columns = first_page.unsqueeze(1) + torch.arange(num_pages)
-    pages = block_tables.long().gather(1, columns.minimum(last_page.unsqueeze(1)))
-    keys, values = _gather_pages(k_cache, pages), _gather_pages(v_cache, pages)
+    first_keys = [0 if sliding_window is None else max(0, context - sliding_window) for context in context_lens]
+    first_pages = [key // block_size for key in first_keys]
+    last_pages = [(context - 1) // block_size for context in context_lens]
+    num_pages = max(map(sub, last_pages, first_pages)) + 1
+    # Keys are counted from the start of each row's first gathered page from here on.
+    begins = [key % block_size for key in first_keys]
+    ends = [context - page * block_size for context, page in zip(context_lens, first_pages, strict=True)]
 
-    positions = (first_page * block_size).unsqueeze(1) + torch.arange(num_pages * block_size)
-    visible: torch.Tensor | None = (positions < contexts.unsqueeze(1)) & (positions >= first_visible.unsqueeze(1))
-    assert visible is not None
-    if bool(visible.all()):
-        visible = None
-    else:
-        # A masked key still meets the query, and 0 x NaN is NaN: blank what lies beyond the row's context.
-        row, position = (~visible).nonzero(as_tuple=True)
-        keys[row, :, position] = 0
-        values[row, :, position] = 0
-        visible = visible[:, None, None]
+    columns = torch.tensor(first_pages).unsqueeze(1) + torch.arange(num_pages)
+    columns = columns.minimum(torch.tensor(last_pages).unsqueeze(1))
+    pages = block_tables.gather(1, columns)
+    keys, values = _gather_pages(k_cache, pages), _gather_pages(v_cache, pages)
     packed = query.reshape(num_rows, num_kv_heads, num_heads // num_kv_heads, head_dim)
-    out = _attend(packed, keys.to(query.dtype), values.to(query.dtype), visible, scale, soft_cap)
+
+    begin, end = min(begins), max(ends)
+    keys, values = keys[:, :, begin:end].to(query.dtype), values[:, :, begin:end].to(query.dtype)
+    if begin == max(begins) and end == min(ends):
+        out = _attend(packed, keys, values, None, scale, soft_cap)
+    else:
+        positions = torch.arange(begin, end)
+        visible = positions < torch.tensor(ends).unsqueeze(1)
+        if sliding_window is not None:
+            visible &= positions >= torch.tensor(begins).unsqueeze(1)
+        out = _attend(packed, keys, values, visible[:, None, None], scale, soft_cap)
+        if bool(out.isnan().any()):
+            # A masked key still meets the query, and 0 x NaN is NaN. Pages that once held a failed row's NaNs are rare,
+            # so blank what lies beyond the rows' contexts only once it shows.
+            row, position = (~visible).nonzero(as_tuple=True)
+            keys[row, :, position] = 0
+            values[row, :, position] = 0
+            out = _attend(packed, keys, values, visible[:, None, None], scale, soft_cap)
     return out.reshape(num_rows, num_heads, head_dim)
 
 
