@@ -1,0 +1,309 @@
+"""What both clients share: building request messages, reading response messages, turning a failed call into
+an error.
+
+Pure functions, no connection. A value that does not fit its field (a negative count, text that is not
+Unicode) is refused here with the field's name, as the server would do it.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import grpc
+from google.protobuf.duration_pb2 import Duration
+from google.rpc import error_details_pb2, status_pb2  # type: ignore[import-untyped]
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+from quire import errors
+from quire.types import (
+    Completion,
+    Delta,
+    Finished,
+    FinishReason,
+    Message,
+    Model,
+    Timings,
+    Tokenized,
+    Usage,
+)
+from quire.v1 import generation_pb2 as pb
+from quire.v1 import model_pb2
+
+CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
+    # A detokenized million tokens is more than gRPC's default of 4 MiB.
+    ("grpc.max_receive_message_length", 64 << 20),
+)
+
+_STATUS_KEY = "grpc-status-details-bin"
+_PUSHBACK_KEY = "grpc-retry-pushback-ms"
+_PROPAGATOR = TraceContextTextMapPropagator()
+_REASONS = {
+    pb.FINISH_REASON_STOP: FinishReason.STOP,
+    pb.FINISH_REASON_LENGTH: FinishReason.LENGTH,
+}
+
+
+class FailedCall(Protocol):
+    """What grpc's and grpc.aio's errors have in common."""
+
+    def code(self) -> grpc.StatusCode: ...
+    def details(self) -> str | None: ...
+    def trailing_metadata(self) -> Any: ...
+
+
+def trace_metadata() -> tuple[tuple[str, str], ...]:
+    """The current OpenTelemetry context as call metadata; empty when nothing is being traced."""
+    carrier: dict[str, str] = {}
+    _PROPAGATOR.inject(carrier)
+    return tuple(carrier.items())
+
+
+def build_generate(
+    prompt: str | None,
+    *,
+    messages: Sequence[Message] | None = None,
+    token_ids: Sequence[int] | None = None,
+    model: str = "",
+    max_tokens: int | None = None,
+    temperature: float | None = None,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    min_p: float | None = None,
+    seed: int | None = None,
+    stop: str | Sequence[str] = (),
+    stop_token_ids: Sequence[int] = (),
+    ignore_eos: bool = False,
+    include_special_tokens: bool = False,
+    request_id: str = "",
+) -> pb.GenerateRequest:
+    """The request message; `quire.types.GenerateOptions` documents the arguments.
+
+    Raises:
+        InvalidRequestError: no prompt or several, or a value that its field cannot hold.
+    """
+    _exactly_one(text=prompt, messages=messages, token_ids=token_ids)
+    request = pb.GenerateRequest()
+    _set(request, "request_id", request_id)
+    _set(request, "model", model)
+    _set(request, "text", prompt)
+    if messages is not None:
+        _set_chat(request.chat, messages)
+    if token_ids is not None:
+        request.token_ids.SetInParent()
+        _extend("token_ids.ids", request.token_ids.ids.extend, token_ids)
+    sampling = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p, "seed": seed}
+    for field, value in sampling.items():
+        _set(request.sampling, field, value, "sampling.")
+    _set(request.stop, "max_tokens", max_tokens, "stop.")
+    _extend("stop.stop_strings", request.stop.stop_strings.extend, [stop] if isinstance(stop, str) else stop)
+    _extend("stop.stop_token_ids", request.stop.stop_token_ids.extend, stop_token_ids)
+    _set(request.stop, "ignore_eos", ignore_eos, "stop.")
+    _set(request.output, "include_special_tokens", include_special_tokens, "output.")
+    return request
+
+
+def build_tokenize(
+    text: str | None, messages: Sequence[Message] | None, *, model: str, add_special_tokens: bool
+) -> pb.TokenizeRequest:
+    """The request message for text or a conversation.
+
+    Raises:
+        InvalidRequestError: neither or both are given, or a value that its field cannot hold.
+    """
+    _exactly_one(text=text, messages=messages)
+    request = pb.TokenizeRequest(omit_special_tokens=not add_special_tokens)
+    _set(request, "model", model)
+    _set(request, "text", text)
+    if messages is not None:
+        _set_chat(request.chat, messages)
+    return request
+
+
+def build_detokenize(
+    token_ids: Sequence[int], *, model: str, include_special_tokens: bool
+) -> pb.DetokenizeRequest:
+    """The request message.
+
+    Raises:
+        InvalidRequestError: an id that no token can have.
+    """
+    request = pb.DetokenizeRequest(include_special_tokens=include_special_tokens)
+    _set(request, "model", model)
+    _extend("token_ids", request.token_ids.extend, token_ids)
+    return request
+
+
+def read_delta(delta: pb.Delta) -> Delta:
+    """A delta as the client gives it."""
+    return Delta(delta.choice, delta.first_index, tuple(delta.token_ids), delta.text)
+
+
+def read_finished(finished: pb.Finished) -> Finished:
+    """The end of a generation.
+
+    Raises:
+        ServerError: a reason that this API does not know.
+    """
+    if finished.reason not in _REASONS:
+        raise errors.ServerError(f"the server ended with an unknown reason ({finished.reason})")
+    stop = finished.WhichOneof("stop")
+    return Finished(
+        reason=_REASONS[finished.reason],
+        stop_string=finished.stop_string if stop == "stop_string" else None,
+        stop_token_id=finished.stop_token_id if stop == "stop_token_id" else None,
+        usage=Usage(
+            finished.usage.prompt_tokens,
+            finished.usage.completion_tokens,
+            finished.usage.cached_prompt_tokens,
+            finished.usage.preemptions,
+        ),
+        timings=Timings(
+            _seconds(finished.timings.queued),
+            _seconds(finished.timings.first_token),
+            _seconds(finished.timings.total),
+        ),
+        request_id=finished.request_id,
+        model=finished.model,
+    )
+
+
+def read_tokenized(response: pb.TokenizeResponse) -> Tokenized:
+    """The tokens of a prompt."""
+    return Tokenized(tuple(response.token_ids), response.max_model_len)
+
+
+def read_model(model: model_pb2.Model) -> Model:
+    """A served model."""
+    return Model(
+        name=model.name,
+        architecture=model.architecture,
+        max_model_len=model.max_model_len,
+        vocab_size=model.vocab_size,
+        eos_token_ids=tuple(model.eos_token_ids),
+        dtype=model.dtype,
+        has_chat_template=model.has_chat_template,
+        fingerprint=model.fingerprint,
+    )
+
+
+def join(deltas: Sequence[Delta], finished: Finished | None) -> Completion:
+    """A whole answer from its parts.
+
+    Raises:
+        ServerError: the stream ended without saying how.
+    """
+    return Completion(
+        text="".join(delta.text for delta in deltas),
+        token_ids=tuple(token for delta in deltas for token in delta.token_ids),
+        finished=require_finished(finished),
+    )
+
+
+def require_finished(finished: Finished | None) -> Finished:
+    """The end of a generation whose stream is over.
+
+    Raises:
+        ServerError: the stream ended without saying how.
+    """
+    if finished is None:
+        raise errors.ServerError("the stream ended without a final message")
+    return finished
+
+
+def read_error(call: FailedCall) -> errors.QuireError:
+    """The typed error of a failed call. Details that cannot be read are left out, never raised."""
+    code = call.code().name
+    trailers = _text_and_bytes(call.trailing_metadata())
+    status = _parse(status_pb2.Status, trailers.get(_STATUS_KEY))
+    info, bad_request, retry = (
+        error_details_pb2.ErrorInfo(),
+        error_details_pb2.BadRequest(),
+        error_details_pb2.RetryInfo(),
+    )
+    retry_after_s = _pushback(trailers.get(_PUSHBACK_KEY))
+    for detail in status.details:
+        if detail.Is(info.DESCRIPTOR):
+            detail.Unpack(info)
+        elif detail.Is(bad_request.DESCRIPTOR):
+            detail.Unpack(bad_request)
+        elif detail.Is(retry.DESCRIPTOR):
+            detail.Unpack(retry)
+            retry_after_s = _seconds(retry.retry_delay)
+    reason = info.reason if info.domain == errors.DOMAIN else ""
+    return errors.class_for(code, reason)(
+        status.message or call.details() or code,
+        code=code,
+        reason=reason,
+        retry_after_s=retry_after_s,
+        violations=[errors.FieldViolation(v.field, v.description) for v in bad_request.field_violations],
+        metadata=info.metadata,
+    )
+
+
+def _exactly_one(**inputs: object) -> None:
+    given = [name for name, value in inputs.items() if value is not None]
+    if len(given) != 1:
+        what = f"{' and '.join(given)} are given" if given else "none is given"
+        raise _invalid("input", f"give exactly one of {', '.join(inputs)}; {what}")
+
+
+def _set(message: Any, field: str, value: object, parent: str = "") -> None:
+    """Sets a field unless the value is the one that an absent field stands for."""
+    if value is None or value is False or (value == "" and field != "text"):
+        return
+    try:
+        setattr(message, field, value)
+    except (ValueError, TypeError) as error:
+        raise _invalid(parent + field, str(error)) from None
+
+
+def _extend(field: str, extend: Callable[[Any], object], values: Sequence[object]) -> None:
+    try:
+        extend(values)
+    except (ValueError, TypeError) as error:
+        raise _invalid(field, str(error)) from None
+
+
+def _set_chat(chat: pb.ChatInput, messages: Sequence[Message]) -> None:
+    chat.SetInParent()
+    for index, message in enumerate(messages):
+        unknown = set(message) - {"role", "content"}
+        if unknown or len(message) != 2:
+            raise _invalid(f"chat.messages[{index}]", "give a 'role' and a 'content', nothing else")
+        turn = chat.messages.add()
+        for field in ("role", "content"):
+            _set(turn, field, message[field], f"chat.messages[{index}].")
+
+
+def _invalid(field: str, description: str) -> errors.InvalidRequestError:
+    return errors.InvalidRequestError(
+        f"{field}: {description}",
+        code="INVALID_ARGUMENT",
+        violations=[errors.FieldViolation(field, description)],
+    )
+
+
+def _seconds(duration: Duration) -> float:
+    return duration.seconds + duration.nanos / 1e9
+
+
+def _text_and_bytes(metadata: Any) -> Mapping[str, str | bytes]:
+    return dict(metadata or ())
+
+
+def _parse(kind: type[status_pb2.Status], data: str | bytes | None) -> status_pb2.Status:
+    status = kind()
+    if isinstance(data, bytes):
+        try:
+            status.ParseFromString(data)
+        except Exception:  # protobuf's DecodeError; a damaged detail must not hide the error itself
+            return kind()
+    return status
+
+
+def _pushback(value: str | bytes | None) -> float | None:
+    """gRPC's own hint, in milliseconds; negative means do not retry."""
+    try:
+        milliseconds = int(value) if value is not None else -1
+    except ValueError:
+        return None
+    return milliseconds / 1000 if milliseconds >= 0 else None

@@ -1,0 +1,193 @@
+"""The asyncio Python client: the same calls as `quire.client`, awaited and iterated with `async for`.
+
+An `AsyncClient` belongs to the event loop that it was made in.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from types import TracebackType
+from typing import Any, Protocol, Self, Unpack
+
+import grpc
+import grpc.aio
+
+from quire import _mapping, errors
+from quire.types import Completion, Delta, Finished, GenerateOptions, Message, Model, Tokenized
+from quire.v1 import generation_pb2 as pb
+from quire.v1 import model_pb2
+from quire.v1.generation_pb2_grpc import GenerationServiceAsyncStub, GenerationServiceStub
+from quire.v1.model_pb2_grpc import ModelServiceAsyncStub, ModelServiceStub
+
+
+class _Call(Protocol):
+    """A running server-streaming call."""
+
+    async def read(self) -> Any: ...
+    def cancel(self) -> bool: ...
+
+
+class AsyncGeneration(AsyncIterator[Delta]):
+    """A running request: an asynchronous iterator of deltas, then a `finished` result."""
+
+    def __init__(self, call: _Call) -> None:
+        self._call = call
+        self._cancelled = False
+        self.finished: Finished | None = None
+        """How it ended; None until the iteration is over."""
+
+    async def __anext__(self) -> Delta:
+        """The next delta.
+
+        Raises:
+            QuireError: the request failed; the class tells why.
+        """
+        try:
+            while (response := await self._call.read()) is not grpc.aio.EOF:
+                assert isinstance(response, pb.GenerateResponse)
+                event = response.WhichOneof("event")
+                if event == "delta":
+                    return _mapping.read_delta(response.delta)
+                if event == "finished":
+                    self.finished = _mapping.read_finished(response.finished)
+        except grpc.aio.AioRpcError as error:
+            raise _mapping.read_error(error) from None
+        except asyncio.CancelledError:
+            # grpc.aio says the same for "the call was cancelled" and "the reading task is being cancelled".
+            if self._cancelled:
+                raise errors.CancelledError("the call was cancelled", code="CANCELLED") from None
+            raise
+        _mapping.require_finished(self.finished)
+        raise StopAsyncIteration
+
+    async def result(self) -> Completion:
+        """Waits for the end and gives everything that was not yet iterated over as one answer.
+
+        Raises:
+            QuireError: the request failed.
+        """
+        return _mapping.join([delta async for delta in self], self.finished)
+
+    def cancel(self) -> None:
+        """Stops the request; a later iteration raises `CancelledError` unless it had ended."""
+        self._cancelled = True
+        self._call.cancel()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, _type: type[BaseException] | None, _value: BaseException | None, _trace: TracebackType | None
+    ) -> None:
+        self.cancel()
+
+
+class AsyncClient:
+    """A connection to a Quire server.
+
+    Args:
+        target: "HOST:PORT" of the gRPC listener, or any other gRPC target.
+        credentials: for TLS; without them the connection is in the clear.
+    """
+
+    def __init__(self, target: str, *, credentials: grpc.ChannelCredentials | None = None) -> None:
+        if credentials is None:
+            self._channel = grpc.aio.insecure_channel(target, _mapping.CHANNEL_OPTIONS)
+        else:
+            self._channel = grpc.aio.secure_channel(target, credentials, _mapping.CHANNEL_OPTIONS)
+        self._generation: GenerationServiceAsyncStub = GenerationServiceStub(self._channel)
+        self._models: ModelServiceAsyncStub = ModelServiceStub(self._channel)
+
+    def generate(
+        self, prompt: str | None = None, *, timeout: float | None = None, **options: Unpack[GenerateOptions]
+    ) -> AsyncGeneration:
+        """Starts generating from a text, from `messages=[…]` or from `token_ids=[…]`.
+
+        Args:
+            prompt: the text to continue.
+            timeout: seconds until the server stops and the iteration raises `DeadlineError`.
+            options: see `quire.GenerateOptions`.
+
+        Raises:
+            InvalidRequestError: a value that its field cannot hold. All other errors come while iterating.
+        """
+        request = _mapping.build_generate(prompt, **options)
+        metadata = _mapping.trace_metadata()
+        return AsyncGeneration(self._generation.Generate(request, timeout=timeout, metadata=metadata))
+
+    async def tokenize(
+        self,
+        text: str | None = None,
+        *,
+        messages: Sequence[Message] | None = None,
+        model: str = "",
+        add_special_tokens: bool = True,
+        timeout: float | None = None,  # noqa: ASYNC109 - it becomes the deadline that the server sees
+    ) -> Tokenized:
+        """The token ids that `generate` would run on.
+
+        Raises:
+            QuireError: the call failed.
+        """
+        request = _mapping.build_tokenize(text, messages, model=model, add_special_tokens=add_special_tokens)
+        try:
+            return _mapping.read_tokenized(
+                await self._generation.Tokenize(request, timeout=timeout, metadata=_mapping.trace_metadata())
+            )
+        except grpc.aio.AioRpcError as error:
+            raise _mapping.read_error(error) from None
+
+    async def detokenize(
+        self,
+        token_ids: Sequence[int],
+        *,
+        model: str = "",
+        include_special_tokens: bool = False,
+        timeout: float | None = None,  # noqa: ASYNC109 - it becomes the deadline that the server sees
+    ) -> str:
+        """The text of a token sequence.
+
+        Raises:
+            QuireError: the call failed.
+        """
+        request = _mapping.build_detokenize(
+            token_ids, model=model, include_special_tokens=include_special_tokens
+        )
+        try:
+            response = await self._generation.Detokenize(
+                request, timeout=timeout, metadata=_mapping.trace_metadata()
+            )
+        except grpc.aio.AioRpcError as error:
+            raise _mapping.read_error(error) from None
+        return response.text
+
+    async def get_model(
+        self,
+        name: str = "",
+        *,
+        timeout: float | None = None,  # noqa: ASYNC109 - it becomes the deadline that the server sees
+    ) -> Model:
+        """Describes a served model; by default the one that is served.
+
+        Raises:
+            QuireError: the call failed.
+        """
+        request = model_pb2.GetModelRequest(name=name)
+        try:
+            response = await self._models.GetModel(
+                request, timeout=timeout, metadata=_mapping.trace_metadata()
+            )
+        except grpc.aio.AioRpcError as error:
+            raise _mapping.read_error(error) from None
+        return _mapping.read_model(response.model)
+
+    async def close(self) -> None:
+        """Closes the connection; requests that still run are cancelled."""
+        await self._channel.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, _type: type[BaseException] | None, _value: BaseException | None, _trace: TracebackType | None
+    ) -> None:
+        await self.close()

@@ -1,0 +1,133 @@
+"""The values that the Python client takes and gives: plain, frozen, and the same for `Client` and
+`AsyncClient`.
+
+They carry what the public proto carries, in Python's terms: durations are seconds, columns are tuples, what
+is absent is None. How they become messages and come from messages is `quire._mapping`'s business.
+"""
+
+import enum
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypedDict
+
+Message = Mapping[str, str]
+"""One turn of a conversation: {"role": "user", "content": "…"}."""
+
+
+class GenerateOptions(TypedDict, total=False):
+    """Everything that `generate` takes beside the prompt as text. What is left out takes the server's
+    default."""
+
+    messages: Sequence[Message]
+    """A conversation in place of the text; the server renders it with the model's chat template."""
+    token_ids: Sequence[int]
+    """Token ids in place of the text, used as they are."""
+    model: str
+    """The model's name; by default the one that is served."""
+    max_tokens: int
+    """Most tokens to generate."""
+    temperature: float
+    """0 is greedy."""
+    top_k: int
+    """Keep the k most likely tokens; 0 keeps all."""
+    top_p: float
+    """Keep the smallest set of tokens whose probability reaches p."""
+    min_p: float
+    """Drop tokens less likely than min_p times the most likely one."""
+    seed: int
+    """Two runs of one request with one seed draw the same noise."""
+    stop: str | Sequence[str]
+    """Generation ends where one of these strings appears; the string is not part of the text."""
+    stop_token_ids: Sequence[int]
+    """Generation ends after one of these tokens."""
+    ignore_eos: bool
+    """Go on after the model's end-of-sequence token."""
+    include_special_tokens: bool
+    """Write special tokens into the text."""
+    request_id: str
+    """Chosen by the caller; drawn by the server otherwise."""
+
+
+class FinishReason(enum.Enum):
+    """Why generation ended."""
+
+    STOP = "stop"
+    """The model's end-of-sequence token, a stop token or a stop string."""
+    LENGTH = "length"
+    """`max_tokens` or the end of the model's context."""
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """More output. A delta never ends inside a character; its text may belong to earlier tokens that were
+    held back."""
+
+    choice: int
+    first_index: int
+    """Index of the first of these tokens within the answer."""
+    token_ids: tuple[int, ...]
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """What a request consumed."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_prompt_tokens: int
+    preemptions: int
+    """How often the request was paused for lack of memory or a lost worker, and later continued."""
+
+
+@dataclass(frozen=True, slots=True)
+class Timings:
+    """Where the time went, in seconds since the request arrived, measured by the server."""
+
+    queued_s: float
+    first_token_s: float
+    total_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """How a generation ended."""
+
+    reason: FinishReason
+    stop_string: str | None
+    stop_token_id: int | None
+    usage: Usage
+    timings: Timings
+    request_id: str
+    model: str
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """A whole answer."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    finished: Finished
+
+
+@dataclass(frozen=True, slots=True)
+class Tokenized:
+    """The tokens of a prompt, and how long a sequence the model takes."""
+
+    token_ids: tuple[int, ...]
+    max_model_len: int
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """A served model."""
+
+    name: str
+    architecture: str
+    max_model_len: int
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    dtype: str
+    has_chat_template: bool
+    fingerprint: str
