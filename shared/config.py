@@ -34,11 +34,17 @@ class SchedulerConfig:
     prefix_cache: str = _option("off", "sharing of equal prompt prefixes", choices=("off",))
     max_num_seqs: int = _option(64, "most requests running at once per worker")
     max_num_batched_tokens: int = _option(512, "most tokens computed in one step of a worker")
-    max_queued_requests: int = _option(4096, "most requests waiting; more are refused with RESOURCE_EXHAUSTED")
+    max_queued_requests: int = _option(
+        4096, "most requests waiting; more are refused with RESOURCE_EXHAUSTED"
+    )
     max_plans_in_flight: int = _option(2, "plans sent ahead to a worker (1 or 2)")
-    worker_wait_s: float = _option(60.0, "how long requests wait for a worker before they end UNAVAILABLE", unit="s")
+    worker_wait_s: float = _option(
+        60.0, "how long requests wait for a worker before they end UNAVAILABLE", unit="s"
+    )
     worker_silence_s: float = _option(5.0, "a worker hearing nothing for so long connects again", unit="s")
-    step_deadline_s: float = _option(120.0, "ceiling of a step's deadline until enough steps were measured", unit="s")
+    step_deadline_s: float = _option(
+        120.0, "ceiling of a step's deadline until enough steps were measured", unit="s"
+    )
     stall_timeout_s: float = _option(60.0, "a reader that takes nothing for so long is cancelled", unit="s")
     frontend_lease_s: float = _option(10.0, "a front end silent for so long is lost", unit="s")
     trace_steps: bool = _option(True, "make step traces for steps that hold a traced request")
@@ -54,7 +60,9 @@ class WorkerConfig:
     served_model_name: str = _option("", "name that requests give; default: the folder's name")
     device: str = _option("auto", "'auto' (CUDA if there is one, else CPU), 'cpu' or 'cuda[:N]'")
     dtype: str = _option("auto", "type of weights and KV", choices=("auto", "float32", "bfloat16", "float16"))
-    load_format: str = _option("auto", "'auto' reads the weights, 'random' makes them", choices=("auto", "random"))
+    load_format: str = _option(
+        "auto", "'auto' reads the weights, 'random' makes them", choices=("auto", "random")
+    )
     block_size: int = _option(16, "tokens per KV block")
     kv_cache_memory: str = _option("512MiB", "memory for KV blocks on a CPU, e.g. 2GiB")
     gpu_memory_utilization: float = _option(0.9, "share of a GPU's memory that the worker may use")
@@ -139,7 +147,16 @@ def parse_bytes(text: str) -> int:
     Raises:
         ConfigError: not a size.
     """
-    units = {"KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "KB": 10**3, "MB": 10**6, "GB": 10**9, "B": 1, "": 1}
+    units = {
+        "KIB": 1 << 10,
+        "MIB": 1 << 20,
+        "GIB": 1 << 30,
+        "KB": 10**3,
+        "MB": 10**6,
+        "GB": 10**9,
+        "B": 1,
+        "": 1,
+    }
     stripped = text.strip().upper()
     number = stripped.rstrip("KMGIB")
     unit = stripped[len(number) :]

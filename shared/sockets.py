@@ -26,7 +26,9 @@ class SendOutcome(enum.Enum):
     """There is no such peer (any more)."""
 
 
-def bind_router(context: "zmq.Context[zmq.Socket[bytes]]", address: str, *, max_message: int) -> "zmq.Socket[bytes]":
+def bind_router(
+    context: "zmq.Context[zmq.Socket[bytes]]", address: str, *, max_message: int
+) -> "zmq.Socket[bytes]":
     """A ROUTER bound to `address` (`ipc://…` or `tcp://…`); see `endpoint` for the port that `:*` became."""
     socket = context.socket(zmq.ROUTER)
     socket.setsockopt(zmq.ROUTER_MANDATORY, 1)

@@ -49,8 +49,7 @@ def exporting() -> bool:
     if exporter:
         return "otlp" in exporter.split(",")
     return any(
-        os.environ.get(name)
-        for name in ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
+        os.environ.get(name) for name in ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
     )
 
 

@@ -1,0 +1,128 @@
+"""What an answered step means: which tokens go to whom, and which requests have come to their end.
+
+The tokens of rows that their request still occupies are handled as arrays. A request that has left its row (its last
+step was planned, it was preempted, it ended) is found through the worker's departures; tokens for one that has ended
+are discarded and counted: they are the price of planning ahead.
+"""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from scheduler_svc.core.events import Int32Array, StepDone
+from scheduler_svc.core.request import Request, RequestState
+from scheduler_svc.core.rows import FREE
+from scheduler_svc.core.worker import Worker
+
+
+class ProtocolViolationError(Exception):
+    """A worker's answer does not fit its plan; the worker cannot be trusted any further."""
+
+
+@dataclass(slots=True)
+class Settled:
+    """The outcome of one step."""
+
+    rows: Int32Array
+    """Rows that got a token, still occupied by the same request."""
+    tokens: Int32Array
+    first_indices: Int32Array
+    late: list[tuple[Request, int, int]] = field(default_factory=list)
+    """(request, index, token) for requests that had left their row."""
+    stopped: list[tuple[Request, int]] = field(default_factory=list)
+    """Requests whose newest token is one of their stop tokens, and that token."""
+    at_limit: list[Request] = field(default_factory=list)
+    failed: list[tuple[Request, str]] = field(default_factory=list)
+    prefilled: list[Request] = field(default_factory=list)
+    resettled: list[Request] = field(default_factory=list)
+    """Requests that no step in flight names any more."""
+
+
+def settle(worker: Worker, event: StepDone, now: float) -> Settled:
+    """Applies the answer to the oldest step in flight.
+
+    Raises:
+        ProtocolViolationError: the step is not the oldest in flight, or the rows are not those of the plan.
+    """
+    if not worker.in_flight or worker.in_flight[0].step != event.step:
+        expected = worker.in_flight[0].step if worker.in_flight else None
+        raise ProtocolViolationError(f"answer to step {event.step}, expected {expected}")
+    record = worker.in_flight[0]
+    kept = ~np.isin(record.rows, [failure.row for failure in event.failures])
+    answered, generations = record.rows[kept], record.generations[kept]
+    if not (np.array_equal(answered, event.rows) and len(event.tokens) == len(event.rows)):
+        raise ProtocolViolationError(f"the rows of step {event.step} are not those of its plan")
+    if len(event.tokens) and not 0 <= event.tokens.min() <= event.tokens.max() < worker.model.vocab_size:
+        raise ProtocolViolationError(f"step {event.step} sampled a token outside the vocabulary")
+
+    worker.in_flight.popleft()
+    worker.answered_step = record.step
+    worker.clock.observe(record.num_tokens, now - record.started)
+    if worker.in_flight:
+        worker.in_flight[0].started = now
+    settled = _settle_rows(worker, answered, generations, event.tokens)
+    for failure in event.failures:
+        request = _occupant(worker, failure.row, failure.generation)
+        if request is not None:
+            settled.failed.append((request, failure.reason))
+    for row in record.prefilled:
+        request = worker.rows.requests[row]
+        if request is not None and request.traceparent:
+            settled.prefilled.append(request)
+    _settle_departures(worker, record.step, settled)
+    worker.pool.step_answered(record.step)
+    return settled
+
+
+def _settle_rows(
+    worker: Worker, answered: Int32Array, generations: Int32Array, tokens: Int32Array
+) -> Settled:
+    rows = worker.rows
+    alive = (rows.generation[answered] == generations) & (rows.state[answered] != FREE)
+    late: list[tuple[int, int, int]] = []
+    if not alive.all():
+        gone = ~alive
+        late = list(
+            zip(answered[gone].tolist(), generations[gone].tolist(), tokens[gone].tolist(), strict=True)
+        )
+        answered, tokens = answered[alive], tokens[alive]
+    settled = Settled(answered, tokens, rows.commit(answered, tokens))
+    worker.counters.generated_tokens += len(tokens)
+    for position in rows.stopped(answered, tokens).tolist():
+        request = rows.requests[int(answered[position])]
+        assert request is not None
+        settled.stopped.append((request, int(tokens[position])))
+    for row, generation, token in late:
+        _settle_late(worker, worker.departed[row, generation].request, token, settled)
+    return settled
+
+
+def _settle_late(worker: Worker, request: Request, token: int, settled: Settled) -> None:
+    if request.state is RequestState.FINISHED:
+        worker.counters.discarded_tokens += 1
+        return
+    settled.late.append((request, request.num_generated, token))
+    request.tokens.append(token)
+    worker.counters.generated_tokens += 1
+    if token in request.stop_token_ids:
+        settled.stopped.append((request, token))
+    elif len(request.tokens) >= request.limit:
+        settled.at_limit.append(request)
+
+
+def _settle_departures(worker: Worker, step: int, settled: Settled) -> None:
+    if not worker.departed:
+        return
+    for key, departure in list(worker.departed.items()):
+        if departure.last_step <= step:
+            del worker.departed[key]
+            departure.request.unsettled = False
+            settled.resettled.append(departure.request)
+
+
+def _occupant(worker: Worker, row: int, generation: int) -> Request | None:
+    """Whose row it was in the given generation, or None if the worker made it up."""
+    if worker.rows.generation[row] == generation and worker.rows.requests[row] is not None:
+        return worker.rows.requests[row]
+    departure = worker.departed.get((row, generation))
+    return departure.request if departure is not None else None

@@ -1,0 +1,120 @@
+"""Everything the core asks the outside to do. Effects are carried out in order."""
+
+import enum
+from dataclasses import dataclass
+
+from scheduler_svc.core.events import Int32Array, ModelFacts, Peer
+
+
+class EndReason(enum.Enum):
+    """Why a request ended; the names are those of the link protocol's EndReason."""
+
+    STOP = "stop"
+    STOP_STRING = "stop_string"
+    LENGTH = "length"
+    CANCELLED = "cancelled"
+    DEADLINE = "deadline"
+    QUEUE_FULL = "queue_full"
+    INVALID = "invalid"
+    NO_WORKER = "no_worker"
+    ROW_FAILED = "row_failed"
+    STALLED = "stalled"
+    SHUTDOWN = "shutdown"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokensReady:
+    """New tokens of one front end's streams, one per stream."""
+
+    frontend: Peer
+    streams: Int32Array
+    first_indices: Int32Array
+    """Index of the token within the generated tokens of its stream."""
+    tokens: Int32Array
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestEnded:
+    """A request ended; emitted exactly once per request, after its last tokens."""
+
+    frontend: Peer
+    stream: int
+    request_id: str
+    reason: EndReason
+    message: str = ""
+    retry_ms: int = 0
+    completion_tokens: int = 0
+    stop_token_id: int = 0
+    cached_prompt_tokens: int = 0
+    preemptions: int = 0
+    queued_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServiceChanged:
+    """What front ends must know has changed."""
+
+    ready: bool
+    model: ModelFacts | None
+    max_model_len: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FrontendUnknown:
+    """A front end that the core does not know sent something: it must say hello and submit again."""
+
+    frontend: Peer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerWelcomed:
+    """A worker's epoch begins."""
+
+    worker: Peer
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerRefused:
+    """A worker cannot serve here; it exits."""
+
+    worker: Peer
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerUnknown:
+    """A worker without a valid epoch sent something, or was given up: it must say hello again."""
+
+    worker: Peer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttemptPrefilled:
+    """A traced request's prompt is computed; its first token of this attempt is there."""
+
+    frontend: Peer
+    stream: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttemptEnded:
+    """A traced request left its worker."""
+
+    frontend: Peer
+    stream: int
+    outcome: str
+    """"finished", "preempted", "worker lost" or an end reason."""
+
+
+Effect = (
+    TokensReady
+    | RequestEnded
+    | ServiceChanged
+    | FrontendUnknown
+    | WorkerWelcomed
+    | WorkerRefused
+    | WorkerUnknown
+    | AttemptPrefilled
+    | AttemptEnded
+)

@@ -1,0 +1,168 @@
+"""Everything that can happen to the scheduler core.
+
+Events carry values only; whoever builds them has already checked their shape (columns of equal length, ids that fit
+their type), not their meaning: a stale epoch, an unknown stream or a surprising row is the core's to judge.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+Int32Array = npt.NDArray[np.int32]
+Peer = bytes
+"""ZeroMQ routing id of one incarnation of a front end or worker."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FrontendJoined:
+    """A front end said hello."""
+
+    frontend: Peer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FrontendLost:
+    """A front end's lease ran out or its connection is gone; nobody reads its streams any more."""
+
+    frontend: Peer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestArrived:
+    """A front end submits a request (or submits it again to a new core)."""
+
+    frontend: Peer
+    stream: int
+    request_id: str
+    token_ids: Int32Array
+    """The prompt, then whatever was delivered before."""
+    num_prompt_tokens: int
+    max_tokens: int
+    """Most tokens to generate in all, at least 1."""
+    stop_token_ids: Int32Array
+    sampling: bytes
+    """Serialized sampling parameters, passed to the worker unread."""
+    credit: int
+    """Bytes of output the reader has room for."""
+    deadline: float | None
+    """Core time."""
+    traceparent: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestCancelled:
+    """The client of a stream has gone."""
+
+    frontend: Peer
+    stream: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StopMatched:
+    """The front end found a stop string; generated tokens after the first `keep_tokens` do not count."""
+
+    frontend: Peer
+    stream: int
+    keep_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CreditGranted:
+    """A reader took `credit` bytes."""
+
+    frontend: Peer
+    stream: int
+    credit: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelFacts:
+    """What a worker says of its model."""
+
+    name: str
+    architecture: str
+    fingerprint: str
+    max_model_len: int
+    vocab_size: int
+    dtype: str
+    eos_token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerHello:
+    """A worker presents itself (again)."""
+
+    worker: Peer
+    worker_id: str
+    model: ModelFacts
+    block_size: int
+    num_blocks: int
+    max_rows: int
+    max_tokens_per_step: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerLost:
+    """A worker's connection is gone, it said goodbye, or what it sent makes no sense."""
+
+    worker: Peer
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerCompiling:
+    """A worker compiles and will be silent for up to `expected_s`."""
+
+    worker: Peer
+    epoch: int
+    expected_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FailedRow:
+    """A row that failed alone."""
+
+    row: int
+    generation: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepDone:
+    """A worker answered a plan."""
+
+    worker: Peer
+    epoch: int
+    step: int
+    rows: Int32Array
+    """Rows that sampled, ascending."""
+    tokens: Int32Array
+    """One token per row."""
+    failures: tuple[FailedRow, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimePassed:
+    """Nothing happened but time; deadlines are looked at."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShutdownRequested:
+    """End every request now."""
+
+
+Event = (
+    FrontendJoined
+    | FrontendLost
+    | RequestArrived
+    | RequestCancelled
+    | StopMatched
+    | CreditGranted
+    | WorkerHello
+    | WorkerLost
+    | WorkerCompiling
+    | StepDone
+    | TimePassed
+    | ShutdownRequested
+)

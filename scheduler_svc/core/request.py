@@ -1,0 +1,101 @@
+"""One request: its tokens, its limits and where it is in its life.
+
+    WAITING ──admitted──► RUNNING ──last step planned──► ENDING ──answered──► FINISHED
+       ▲                     │                              │
+       └──preempted, worker lost────────────────────────────┘      (any state ──► FINISHED)
+
+A request that left its worker may still be named by steps in flight; until those are answered it is *unsettled* and is
+not admitted again, because its newest tokens are not known yet.
+"""
+
+import enum
+from array import array
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+
+from scheduler_svc.core.events import Int32Array, Peer
+
+TOKEN_BYTES = 4
+"""What one token costs of a stream's credit."""
+_STORY_LENGTH = 64
+
+
+class RequestKey(NamedTuple):
+    """A request as its front end names it."""
+
+    frontend: Peer
+    stream: int
+
+
+class RequestState(enum.Enum):
+    """See the module's picture."""
+
+    WAITING = enum.auto()
+    RUNNING = enum.auto()
+    ENDING = enum.auto()
+    FINISHED = enum.auto()
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """A request from arrival to end."""
+
+    key: RequestKey
+    request_id: str
+    tokens: "array[int]"
+    """Prompt and delivered tokens; the newest ones of a running request are still in its row."""
+    num_prompt_tokens: int
+    limit: int
+    """Most tokens, prompt included."""
+    stop_token_ids: Int32Array
+    sampling: bytes
+    allowed: int
+    """Most tokens, prompt included, that the reader's credit allows."""
+    deadline: float | None
+    traceparent: str
+    arrival: float
+    sequence: int
+    """Order of arrival."""
+    state: RequestState = RequestState.WAITING
+    queued: bool = False
+    """It is in the waiting queue."""
+    queued_since: float = 0.0
+    first_planned: float | None = None
+    starved_since: float | None = None
+    """Since when it has been without credit."""
+    attempts: int = 0
+    preemptions: int = 0
+    unsettled: bool = False
+    """Steps in flight still name a row that it has left."""
+    credit_remainder: int = 0
+    story: list[tuple[float, str]] = field(default_factory=list)
+    """What happened when; bounded."""
+
+    @property
+    def num_generated(self) -> int:
+        """Delivered tokens, as far as they are not in a row."""
+        return len(self.tokens) - self.num_prompt_tokens
+
+    def grant(self, credit: int) -> None:
+        """The reader has room for `credit` more bytes."""
+        tokens, self.credit_remainder = divmod(self.credit_remainder + credit, TOKEN_BYTES)
+        self.allowed += tokens
+
+    def note(self, now: float, what: str) -> None:
+        """Adds a line to the request's story."""
+        if len(self.story) < _STORY_LENGTH:
+            self.story.append((now, what))
+
+
+def to_tokens(values: Int32Array) -> "array[int]":
+    """A growable copy of a token column."""
+    tokens = array("i")
+    tokens.frombytes(np.ascontiguousarray(values, dtype=np.int32).tobytes())
+    return tokens
+
+
+def as_column(tokens: "array[int]") -> Int32Array:
+    """The tokens as `[n] int32`, copied, because the request's log goes on growing."""
+    return np.array(tokens, dtype=np.int32)

@@ -1,0 +1,171 @@
+"""The running requests of one worker as a struct of arrays.
+
+A steady decode step must cost what changed, not what runs; so everything that every step looks at is a numpy array
+indexed by row, and Python objects are touched only for rows that arrive, leave or cross a block boundary.
+
+The central array is `length`: the number of tokens a row has *as planned*, that is, when all steps in flight have been
+answered. A decode step of a row writes the KV of its token `length - 1` and adds one token.
+
+Invariants, for rows that are not free:
+    num_prompt <= committed <= length <= limit
+    PREFILL: computed < length == committed;  DECODE: computed is not kept, it is length - 1
+    capacity == len(blocks) * block_size
+"""
+
+import numpy as np
+
+from scheduler_svc.core.events import Int32Array
+from scheduler_svc.core.request import Request
+
+FREE, PREFILL, DECODE = 0, 1, 2
+
+_RECENT = 64
+"""Tokens kept per row before they are moved to the request's own log."""
+_STOPS = 4
+"""Stop tokens that are compared by array; requests with more are looked at one by one."""
+_NO_TOKEN = -1
+_INT32_MAX = np.iinfo(np.int32).max
+
+
+class RowTable:
+    """Rows [0, max_rows)."""
+
+    def __init__(self, max_rows: int, block_size: int) -> None:
+        self.max_rows = max_rows
+        self.block_size = block_size
+        self.requests: list[Request | None] = [None] * max_rows
+        self.blocks: list[list[int]] = [[] for _ in range(max_rows)]
+        self.state = np.zeros(max_rows, np.int8)
+        self.generation = np.zeros(max_rows, np.int32)
+        self.length = np.zeros(max_rows, np.int32)
+        self.committed = np.zeros(max_rows, np.int32)
+        self.computed = np.zeros(max_rows, np.int32)
+        self.limit = np.zeros(max_rows, np.int32)
+        self.allowed = np.zeros(max_rows, np.int32)
+        self.capacity = np.zeros(max_rows, np.int32)
+        self.held = np.zeros(max_rows, np.bool_)
+        self.num_prompt = np.zeros(max_rows, np.int32)
+        self.stream = np.zeros(max_rows, np.int32)
+        self.frontend = np.zeros(max_rows, np.int32)
+        self.sequence = np.zeros(max_rows, np.int64)
+        self.traced: set[int] = set()
+        self._stops = np.full((max_rows, _STOPS), _NO_TOKEN, np.int32)
+        self._many_stops: dict[int, frozenset[int]] = {}
+        self._recent = np.zeros((max_rows, _RECENT), np.int32)
+        self._num_recent = np.zeros(max_rows, np.int32)
+        self._free = list(range(max_rows - 1, -1, -1))
+
+    @property
+    def num_free(self) -> int:
+        """Rows that can be occupied."""
+        return len(self._free)
+
+    @property
+    def num_running(self) -> int:
+        """Rows that are occupied."""
+        return self.max_rows - len(self._free)
+
+    def occupy(self, request: Request, frontend_index: int, blocks: list[int]) -> int:
+        """Puts a request into a free row, in prefill; returns the row."""
+        row = self._free.pop()
+        num_tokens = len(request.tokens)
+        self.requests[row] = request
+        self.blocks[row] = blocks
+        self.state[row] = PREFILL
+        self.generation[row] += 1
+        self.length[row] = self.committed[row] = num_tokens
+        self.computed[row] = 0
+        self.limit[row] = request.limit
+        self.set_allowed(row, request.allowed)
+        self.capacity[row] = len(blocks) * self.block_size
+        self.held[row] = False
+        self.num_prompt[row] = request.num_prompt_tokens
+        self.stream[row] = request.key.stream
+        self.frontend[row] = frontend_index
+        self.sequence[row] = request.sequence
+        self._num_recent[row] = 0
+        stops = request.stop_token_ids
+        self._stops[row] = _NO_TOKEN
+        if len(stops) <= _STOPS:
+            self._stops[row, : len(stops)] = stops
+        else:
+            self._many_stops[row] = frozenset(stops.tolist())
+        if request.traceparent:
+            self.traced.add(row)
+        return row
+
+    def vacate(self, row: int) -> tuple[Request, list[int]]:
+        """Frees a row; returns its request, with all committed tokens, and its blocks."""
+        request = self.requests[row]
+        assert request is not None
+        self._flush(row, request)
+        blocks = self.blocks[row]
+        self.requests[row] = None
+        self.blocks[row] = []
+        self.state[row] = FREE
+        self.held[row] = False
+        self.traced.discard(row)
+        self._many_stops.pop(row, None)
+        self._free.append(row)
+        return request, blocks
+
+    def set_allowed(self, row: int, allowed: int) -> None:
+        """Most tokens that the reader's credit allows."""
+        self.allowed[row] = min(allowed, _INT32_MAX)
+
+    def grow(self, row: int, block: int) -> None:
+        """Appends a block to the row's table."""
+        self.blocks[row].append(block)
+        self.capacity[row] += self.block_size
+
+    def commit(self, rows: Int32Array, tokens: Int32Array) -> Int32Array:
+        """Appends one token to each of distinct rows; returns the index of each among its generated tokens."""
+        first_indices: Int32Array = self.committed[rows] - self.num_prompt[rows]
+        self.committed[rows] += 1
+        slots = self._num_recent[rows]
+        self._recent[rows, slots] = tokens
+        self._num_recent[rows] = slots + 1
+        for row in rows[slots == _RECENT - 1].tolist():
+            request = self.requests[row]
+            assert request is not None
+            self._flush(row, request)
+        return first_indices
+
+    def stopped(self, rows: Int32Array, tokens: Int32Array) -> Int32Array:
+        """Positions within `rows` at which the token ends its row's request."""
+        hits = (self._stops[rows] == tokens[:, None]).any(axis=1)
+        if self._many_stops:
+            for position, (row, token) in enumerate(zip(rows.tolist(), tokens.tolist(), strict=True)):
+                hits[position] |= token in self._many_stops.get(row, ())
+        return np.flatnonzero(hits).astype(np.int32)
+
+    def occupied(self) -> list[int]:
+        """The rows that are not free."""
+        positions: list[int] = np.flatnonzero(self.state).tolist()
+        return positions
+
+    def num_generated(self, row: int) -> int:
+        """Tokens that the row's request has generated and delivered."""
+        return int(self.committed[row] - self.num_prompt[row])
+
+    def validate(self) -> None:
+        """Checks the invariants of the module's docstring."""
+        for row in range(self.max_rows):
+            request = self.requests[row]
+            assert (self.state[row] == FREE) == (request is None)
+            if request is None:
+                assert not self.blocks[row]
+                continue
+            assert self.num_prompt[row] <= self.committed[row] <= self.length[row] <= self.limit[row]
+            assert self.capacity[row] == len(self.blocks[row]) * self.block_size
+            assert len(request.tokens) + self._num_recent[row] == self.committed[row]
+            if self.state[row] == PREFILL:
+                assert self.computed[row] < self.length[row] == self.committed[row]
+            else:
+                assert self.capacity[row] >= self.length[row] - 1
+        assert sorted(self._free) == np.flatnonzero(self.state == FREE).tolist()
+
+    def _flush(self, row: int, request: Request) -> None:
+        count = self._num_recent[row]
+        request.tokens.frombytes(self._recent[row, :count].tobytes())
+        self._num_recent[row] = 0

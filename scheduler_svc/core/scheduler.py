@@ -1,0 +1,561 @@
+"""The state machine: one `handle` for everything that happens, one `plan` for what a worker does next.
+
+It owns the requests, from arrival to end, and routes each event to the part that knows: `planner` for what a step
+holds, `commit` for what its answer means. Every request ends in `_end`, exactly once.
+"""
+
+import heapq
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from scheduler_svc.core import events as ev
+from scheduler_svc.core.block_pool import BlockPool
+from scheduler_svc.core.commit import ProtocolViolationError, Settled, settle
+from scheduler_svc.core.config import CoreConfig
+from scheduler_svc.core.effects import (
+    AttemptEnded,
+    AttemptPrefilled,
+    Effect,
+    EndReason,
+    FrontendUnknown,
+    RequestEnded,
+    ServiceChanged,
+    TokensReady,
+    WorkerRefused,
+    WorkerUnknown,
+    WorkerWelcomed,
+)
+from scheduler_svc.core.plan import Plan
+from scheduler_svc.core.planner import Planner
+from scheduler_svc.core.request import TOKEN_BYTES, Request, RequestKey, RequestState, to_tokens
+from scheduler_svc.core.rows import DECODE, RowTable
+from scheduler_svc.core.step_clock import StepClock
+from scheduler_svc.core.waiting import WaitingQueue
+from scheduler_svc.core.worker import Worker, WorkerCounters
+
+OWN_STALL_S = 0.5
+"""When time jumps by more than this between two events, it was the scheduler that stood still."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerStats:
+    """A worker's state for metrics; blocks as in `quire_kv_blocks`."""
+
+    worker_id: str
+    blocks_total: int
+    blocks_free: int
+    blocks_cached: int
+    blocks_held: int
+    rows_running: int
+    plans_in_flight: int
+    last_step_tokens: int
+    counters: WorkerCounters
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerStats:
+    """The core's state for metrics."""
+
+    running: int
+    waiting: int
+    frontends: int
+    ended: dict[EndReason, int]
+    workers: list[WorkerStats]
+
+
+class Scheduler:
+    """The scheduler core. `incarnation` is a random 64-bit number that no earlier core had."""
+
+    def __init__(self, config: CoreConfig, incarnation: int) -> None:
+        self._config = config
+        self._next_epoch = incarnation
+        self._frontends: dict[ev.Peer, int] = {}
+        self._frontend_names: list[ev.Peer] = []
+        self._requests: dict[RequestKey, Request] = {}
+        self._running: dict[RequestKey, tuple[Worker, int]] = {}
+        self._waiting = WaitingQueue()
+        self._starved: dict[RequestKey, Request] = {}
+        """Waiting requests whose readers have no credit."""
+        self._workers: dict[ev.Peer, Worker] = {}
+        self._model: ev.ModelFacts | None = None
+        self._deadlines: list[tuple[float, int, RequestKey]] = []
+        self._sequence = 0
+        self._without_worker_since: float | None = None
+        self._last_time: float | None = None
+        self._ended: dict[EndReason, int] = dict.fromkeys(EndReason, 0)
+        self._service: tuple[bool, ev.ModelFacts | None, int] = (False, None, 0)
+        self._effects: list[Effect] = []
+        self._handlers: dict[type, Callable[..., None]] = {
+            ev.FrontendJoined: self._frontend_joined,
+            ev.FrontendLost: self._frontend_lost,
+            ev.RequestArrived: self._request_arrived,
+            ev.RequestCancelled: self._request_cancelled,
+            ev.StopMatched: self._stop_matched,
+            ev.CreditGranted: self._credit_granted,
+            ev.WorkerHello: self._worker_hello,
+            ev.WorkerLost: self._worker_lost,
+            ev.WorkerCompiling: self._worker_compiling,
+            ev.StepDone: self._step_done,
+            ev.TimePassed: self._time_passed,
+            ev.ShutdownRequested: self._shutdown_requested,
+        }
+
+    # ---------------------------------------------------------------- the two entry points
+
+    def handle(self, event: ev.Event, now: float) -> list[Effect]:
+        """Takes one event in and returns what is to be done, in order."""
+        self._excuse_own_stall(now)
+        self._handlers[type(event)](event, now)
+        return self._take_effects()
+
+    def plan(self, peer: ev.Peer, now: float) -> Plan | None:
+        """The next plan for a worker, or None: nothing to do, too early, or enough plans in flight.
+
+        Effects of planning (preemptions, requests that can never run) are returned by `take_effects`.
+        """
+        worker = self._workers.get(peer)
+        if worker is None:
+            return None
+        due = worker.plan_due(self._config.max_plans_in_flight)
+        if due is None or due > now:
+            return None
+        outcome = Planner(worker, self._waiting, self._config, self._frontends, now).run()
+        for refusal in outcome.refused:
+            self._end(refusal.request, refusal.reason, now, message=refusal.message)
+        for request in outcome.preempted:
+            request.preemptions += 1
+            request.note(now, f"preempted on {worker.worker_id}")
+            self._attempt_ended(request, "preempted")
+            self._requeue(request, now)
+        for request in outcome.ending:
+            self._running.pop(request.key)
+        if outcome.plan is not None:
+            for admission in outcome.plan.admissions:
+                key = RequestKey(admission.frontend, admission.stream)
+                # A request may be admitted for its last step: then it has left its row already.
+                if self._requests[key].state is RequestState.RUNNING:
+                    self._running[key] = (worker, admission.row)
+        return outcome.plan
+
+    def take_effects(self) -> list[Effect]:
+        """Effects that planning has produced since the last call of `handle` or of this."""
+        return self._take_effects()
+
+    def next_plan_due(self, now: float) -> float | None:
+        """The next time after `now` at which a plan becomes due by itself."""
+        due = [worker.plan_due(self._config.max_plans_in_flight) for worker in self._workers.values()]
+        return min((time for time in due if time is not None and time > now), default=None)
+
+    def workers(self) -> list[ev.Peer]:
+        """The workers that may be planned for."""
+        return list(self._workers)
+
+    def stats(self) -> SchedulerStats:
+        """Figures for metrics."""
+        return SchedulerStats(
+            running=sum(worker.rows.num_running for worker in self._workers.values()),
+            waiting=len(self._waiting) + len(self._starved),
+            frontends=len(self._frontends),
+            ended=dict(self._ended),
+            workers=[
+                WorkerStats(
+                    worker_id=worker.worker_id,
+                    blocks_total=worker.pool.num_blocks,
+                    blocks_free=worker.pool.num_free,
+                    blocks_cached=0,
+                    blocks_held=worker.pool.num_held,
+                    rows_running=worker.rows.num_running,
+                    plans_in_flight=len(worker.in_flight),
+                    last_step_tokens=worker.last_tokens,
+                    counters=worker.counters,
+                )
+                for worker in self._workers.values()
+            ],
+        )
+
+    def story(self, frontend: ev.Peer, stream: int) -> list[tuple[float, str]]:
+        """What happened to a live request, with times."""
+        request = self._requests.get(RequestKey(frontend, stream))
+        return list(request.story) if request is not None else []
+
+    def validate(self) -> None:
+        """Checks every invariant that spans parts; for tests and simulation."""
+        for worker in self._workers.values():
+            worker.validate()
+            for row in worker.rows.occupied():
+                request = worker.rows.requests[row]
+                assert request is not None
+                assert self._running[request.key] == (worker, row)
+        queued = self._waiting.requests() + list(self._starved.values())
+        assert len({request.key for request in queued}) == len(queued), "a request waits twice"
+        ending = [r.key for r in self._requests.values() if r.state is RequestState.ENDING]
+        live = [request.key for request in queued] + list(self._running) + ending
+        assert sorted(live) == sorted(self._requests), "a request is nowhere or in two places"
+        assert all(request.state is RequestState.WAITING for request in queued)
+
+    # ---------------------------------------------------------------- front ends and requests
+
+    def _frontend_joined(self, event: ev.FrontendJoined, now: float) -> None:
+        if event.frontend not in self._frontends:
+            self._frontends[event.frontend] = len(self._frontend_names)
+            self._frontend_names.append(event.frontend)
+
+    def _frontend_lost(self, event: ev.FrontendLost, now: float) -> None:
+        for request in [r for r in self._requests.values() if r.key.frontend == event.frontend]:
+            self._end(request, EndReason.CANCELLED, now)
+        self._frontends.pop(event.frontend, None)
+
+    def _request_arrived(self, event: ev.RequestArrived, now: float) -> None:
+        if event.frontend not in self._frontends:
+            self._effects.append(FrontendUnknown(frontend=event.frontend))
+            return
+        key = RequestKey(event.frontend, event.stream)
+        if key in self._requests:
+            return  # submitted twice by a front end in doubt; the first one stands
+        self._sequence += 1
+        request = Request(
+            key=key,
+            request_id=event.request_id,
+            tokens=to_tokens(event.token_ids),
+            num_prompt_tokens=event.num_prompt_tokens,
+            limit=event.num_prompt_tokens + event.max_tokens,
+            stop_token_ids=event.stop_token_ids,
+            sampling=event.sampling,
+            allowed=len(event.token_ids) + event.credit // TOKEN_BYTES,
+            credit_remainder=event.credit % TOKEN_BYTES,
+            deadline=event.deadline,
+            traceparent=event.traceparent,
+            arrival=now,
+            sequence=self._sequence,
+        )
+        self._requests[key] = request
+        request.note(now, "arrived")
+        if not 0 < request.num_prompt_tokens <= len(request.tokens):
+            self._end(
+                request, EndReason.INVALID, now, message="the prompt is empty or longer than the tokens given"
+            )
+        elif len(request.tokens) >= request.limit:
+            self._end(request, EndReason.LENGTH, now)
+        elif len(self._waiting) + len(self._starved) >= self._config.max_queued_requests:
+            self._end(
+                request,
+                EndReason.QUEUE_FULL,
+                now,
+                message=f"{self._config.max_queued_requests} requests are waiting already",
+                retry_ms=self._retry_ms(now),
+            )
+        else:
+            if request.deadline is not None:
+                heapq.heappush(self._deadlines, (request.deadline, request.sequence, key))
+            self._requeue(request, now)
+
+    def _request_cancelled(self, event: ev.RequestCancelled, now: float) -> None:
+        request = self._requests.get(RequestKey(event.frontend, event.stream))
+        if request is not None:
+            self._end(request, EndReason.CANCELLED, now)
+
+    def _stop_matched(self, event: ev.StopMatched, now: float) -> None:
+        request = self._requests.get(RequestKey(event.frontend, event.stream))
+        if request is not None:
+            self._end(request, EndReason.STOP_STRING, now, completion_tokens=event.keep_tokens)
+
+    def _credit_granted(self, event: ev.CreditGranted, now: float) -> None:
+        key = RequestKey(event.frontend, event.stream)
+        request = self._requests.get(key)
+        if request is None:
+            return
+        request.grant(event.credit)
+        request.starved_since = None
+        if key in self._running:
+            worker, row = self._running[key]
+            worker.rows.set_allowed(row, request.allowed)
+        elif key in self._starved:
+            del self._starved[key]
+            self._requeue(request, now)
+
+    def _requeue(self, request: Request, now: float) -> None:
+        """Puts a request among the waiting, from wherever it was."""
+        self._running.pop(request.key, None)
+        request.state = RequestState.WAITING
+        request.queued_since = now
+        if request.allowed > len(request.tokens):
+            self._waiting.push(request)
+        else:
+            request.starved_since = now
+            self._starved[request.key] = request
+
+    def _end(
+        self,
+        request: Request,
+        reason: EndReason,
+        now: float,
+        *,
+        message: str = "",
+        retry_ms: int = 0,
+        completion_tokens: int | None = None,
+        stop_token_id: int = 0,
+    ) -> None:
+        """The one exit: whatever state a request is in, it leaves here, once."""
+        assert self._requests.pop(request.key) is request
+        was = request.state
+        request.state = RequestState.FINISHED
+        running = self._running.pop(request.key, None)
+        if running is not None:
+            worker, row = running
+            worker.vacate(row)
+            self._attempt_ended(request, reason.value)
+        elif request.key in self._starved:
+            del self._starved[request.key]
+        elif request.queued:
+            self._waiting.forget(request)
+        elif was is RequestState.ENDING:
+            self._attempt_ended(request, reason.value)
+        self._ended[reason] += 1
+        self._effects.append(
+            RequestEnded(
+                frontend=request.key.frontend,
+                stream=request.key.stream,
+                request_id=request.request_id,
+                reason=reason,
+                message=message,
+                retry_ms=retry_ms,
+                completion_tokens=request.num_generated if completion_tokens is None else completion_tokens,
+                stop_token_id=stop_token_id,
+                preemptions=request.preemptions,
+                queued_s=(request.first_planned or now) - request.arrival,
+            )
+        )
+
+    def _retry_ms(self, now: float) -> int:
+        """When a refused client should try again: about as long as the head of the queue has waited."""
+        head = self._waiting.head()
+        waited = now - head.queued_since if head is not None else 0.0
+        return int(1000 * min(30.0, max(0.1, waited)))
+
+    # ---------------------------------------------------------------- workers and steps
+
+    def _worker_hello(self, event: ev.WorkerHello, now: float) -> None:
+        for peer, worker in list(self._workers.items()):
+            if worker.worker_id == event.worker_id or peer == event.worker:
+                self._lose(worker, "it said hello again", now)
+        if not self._workers and not self._requests:
+            self._model = None  # nobody depends on the model served so far
+        reason = self._refusal(event)
+        if reason is not None:
+            self._effects.append(WorkerRefused(worker=event.worker, reason=reason))
+            self._announce()
+            return
+        self._model = event.model
+        self._next_epoch = (self._next_epoch + 1) % (1 << 64)
+        self._workers[event.worker] = Worker(
+            peer=event.worker,
+            worker_id=event.worker_id,
+            epoch=self._next_epoch,
+            model=event.model,
+            max_tokens_per_step=event.max_tokens_per_step,
+            max_model_len=min(event.model.max_model_len, event.num_blocks * event.block_size),
+            rows=RowTable(event.max_rows, event.block_size),
+            pool=BlockPool(event.num_blocks),
+            clock=StepClock(self._config.step_deadline_s),
+        )
+        self._without_worker_since = None
+        self._effects.append(WorkerWelcomed(worker=event.worker, epoch=self._next_epoch))
+        self._announce()
+
+    def _refusal(self, event: ev.WorkerHello) -> str | None:
+        if min(event.num_blocks, event.block_size, event.max_rows) < 1:
+            return "num_blocks, block_size and max_rows must be at least 1"
+        rows = min(event.max_rows, self._config.max_num_seqs)
+        if event.max_tokens_per_step < rows:
+            return (
+                f"max_num_batched_tokens of the worker ({event.max_tokens_per_step}) must be at least its"
+                f" max_num_seqs ({rows})"
+            )
+        if self._model is not None and self._model.fingerprint != event.model.fingerprint:
+            return (
+                f"this scheduler serves {self._model.name} ({self._model.fingerprint[:12]}), the worker loaded"
+                f" {event.model.name} ({event.model.fingerprint[:12]}): start it with the same model"
+            )
+        return None
+
+    def _worker_lost(self, event: ev.WorkerLost, now: float) -> None:
+        worker = self._workers.get(event.worker)
+        if worker is not None:
+            self._lose(worker, event.reason, now)
+            self._announce()
+
+    def _lose(self, worker: Worker, reason: str, now: float) -> None:
+        """Ends a worker's epoch: what ran there waits again, with every token that was delivered."""
+        del self._workers[worker.peer]
+        survivors = [worker.vacate(row) for row in worker.rows.occupied()]
+        ending = [
+            departure.request
+            for departure in worker.departed.values()
+            if departure.request.state is RequestState.ENDING
+        ]
+        for departure in worker.departed.values():
+            departure.request.unsettled = False
+        for request in survivors + ending:
+            request.preemptions += 1
+            request.note(now, f"lost {worker.worker_id}: {reason}")
+            self._attempt_ended(request, "worker lost")
+            self._requeue(request, now)
+        if not self._workers:
+            self._without_worker_since = now
+
+    def _worker_compiling(self, event: ev.WorkerCompiling, now: float) -> None:
+        worker = self._known(event)
+        if worker is not None:
+            worker.compiling_until = now + event.expected_s
+
+    def _step_done(self, event: ev.StepDone, now: float) -> None:
+        worker = self._known(event)
+        if worker is None:
+            return
+        try:
+            settled = settle(worker, event, now)
+        except ProtocolViolationError as error:
+            self._give_up(worker, str(error), now)
+            return
+        self._deliver(worker, settled)
+        for request in settled.prefilled:
+            self._effects.append(AttemptPrefilled(frontend=request.key.frontend, stream=request.key.stream))
+        for request, token in settled.stopped:
+            self._end(request, EndReason.STOP, now, stop_token_id=token)
+        for request in settled.at_limit:
+            self._end(request, EndReason.LENGTH, now)
+        for request, reason in settled.failed:
+            if request.state is not RequestState.FINISHED:
+                self._end(request, EndReason.ROW_FAILED, now, message=reason)
+
+    def _deliver(self, worker: Worker, settled: Settled) -> None:
+        rows = worker.rows
+        owners = rows.frontend[settled.rows]
+        for index in np.unique(owners).tolist():
+            mine = owners == index
+            picked = settled.rows if mine.all() else settled.rows[mine]
+            self._effects.append(
+                TokensReady(
+                    frontend=self._frontend_names[index],
+                    streams=rows.stream[picked],
+                    first_indices=settled.first_indices[mine],
+                    tokens=settled.tokens[mine],
+                )
+            )
+        for request, index, token in settled.late:
+            self._effects.append(
+                TokensReady(
+                    frontend=request.key.frontend,
+                    streams=np.array([request.key.stream], np.int32),
+                    first_indices=np.array([index], np.int32),
+                    tokens=np.array([token], np.int32),
+                )
+            )
+
+    def _known(self, event: ev.StepDone | ev.WorkerCompiling) -> Worker | None:
+        """The worker of an event, or None when its epoch is over."""
+        worker = self._workers.get(event.worker)
+        if worker is None:
+            self._effects.append(WorkerUnknown(worker=event.worker))
+            return None
+        return worker if worker.epoch == event.epoch else None
+
+    def _give_up(self, worker: Worker, reason: str, now: float) -> None:
+        self._lose(worker, reason, now)
+        self._effects.append(WorkerUnknown(worker=worker.peer))
+        self._announce()
+
+    def _announce(self) -> None:
+        """Tells front ends what is served, if that changed."""
+        lengths = [worker.max_model_len for worker in self._workers.values()]
+        service = (bool(self._workers), self._model, min(lengths, default=self._service[2]))
+        if service != self._service:
+            self._service = service
+            self._effects.append(self.service_state())
+
+    def service_state(self) -> ServiceChanged:
+        """What front ends must know now."""
+        ready, model, max_model_len = self._service
+        return ServiceChanged(ready=ready, model=model, max_model_len=max_model_len)
+
+    # ---------------------------------------------------------------- time
+
+    def _time_passed(self, event: ev.TimePassed, now: float) -> None:
+        for worker in list(self._workers.values()):
+            deadline = worker.step_deadline()
+            if deadline is not None and now > deadline:
+                self._give_up(worker, f"step {worker.answered_step + 1} is overdue", now)
+        while self._deadlines and self._deadlines[0][0] <= now:
+            _, sequence, key = heapq.heappop(self._deadlines)
+            request = self._requests.get(key)
+            if request is not None and request.sequence == sequence:
+                self._end(
+                    request,
+                    EndReason.DEADLINE,
+                    now,
+                    message="the deadline passed before the answer was complete",
+                )
+        self._end_unserved(now)
+        self._end_stalled(now)
+
+    def _end_unserved(self, now: float) -> None:
+        if self._workers:
+            return
+        if self._without_worker_since is None:
+            self._without_worker_since = now
+        for request in self._waiting.requests():
+            waited = now - max(request.arrival, self._without_worker_since)
+            if waited > self._config.worker_wait_s:
+                self._end(
+                    request,
+                    EndReason.NO_WORKER,
+                    now,
+                    message=f"no worker was there for {self._config.worker_wait_s:g} s; try again later",
+                )
+
+    def _end_stalled(self, now: float) -> None:
+        for worker in self._workers.values():
+            rows = worker.rows
+            for row in np.flatnonzero((rows.state == DECODE) & (rows.committed >= rows.allowed)).tolist():
+                request = rows.requests[row]
+                assert request is not None
+                if request.starved_since is None:
+                    request.starved_since = now
+        for request in list(self._requests.values()) if self._config.stall_timeout_s else ():
+            if (
+                request.starved_since is not None
+                and now - request.starved_since > self._config.stall_timeout_s
+            ):
+                self._end(
+                    request,
+                    EndReason.STALLED,
+                    now,
+                    message=f"the reader took nothing for {self._config.stall_timeout_s:g} s",
+                )
+
+    def _excuse_own_stall(self, now: float) -> None:
+        """When the scheduler itself stood still, no worker is blamed for it."""
+        if self._last_time is not None and now - self._last_time > OWN_STALL_S:
+            for worker in self._workers.values():
+                for step in worker.in_flight:
+                    step.deadline += now - self._last_time
+        self._last_time = now
+
+    def _shutdown_requested(self, event: ev.ShutdownRequested, now: float) -> None:
+        for request in list(self._requests.values()):
+            self._end(request, EndReason.SHUTDOWN, now, message="the service is shutting down")
+
+    # ---------------------------------------------------------------- small helpers
+
+    def _attempt_ended(self, request: Request, outcome: str) -> None:
+        if request.traceparent:
+            self._effects.append(
+                AttemptEnded(frontend=request.key.frontend, stream=request.key.stream, outcome=outcome)
+            )
+
+    def _take_effects(self) -> list[Effect]:
+        effects = self._effects
+        self._effects = []
+        return effects

@@ -1,0 +1,58 @@
+"""How long a worker's steps take: when the next plan is due, and when to give the worker up.
+
+Durations are learned per size class (power of two of the step's tokens) as a smoothed mean and mean deviation, in the
+way TCP estimates round trips (Jacobson, SIGCOMM 1988), together with the largest of the recent ones. A plan goes out
+*just in time*: late enough that arrivals and cancels catch the next step, early enough that the worker never waits.
+"""
+
+from collections import deque
+from dataclasses import dataclass, field
+
+LEAD_S = 0.002
+"""Time for planning, encoding and the link, before any deviation."""
+MIN_DEADLINE_S = 1.0
+DEADLINE_FACTOR = 8.0
+MIN_SAMPLES = 20
+"""Steps of a size class to see before its deadline is derived from them."""
+_RECENT = 100
+
+
+@dataclass(slots=True)
+class _Estimate:
+    mean: float
+    deviation: float
+    recent: deque[float] = field(default_factory=lambda: deque(maxlen=_RECENT))
+
+
+class StepClock:
+    """Learns from measured steps; all times in seconds."""
+
+    def __init__(self, deadline_ceiling: float) -> None:
+        self._deadline_ceiling = deadline_ceiling
+        self._estimates: dict[int, _Estimate] = {}
+
+    def observe(self, num_tokens: int, duration: float) -> None:
+        """Takes in one measured step."""
+        size = num_tokens.bit_length()
+        estimate = self._estimates.get(size)
+        if estimate is None:
+            estimate = self._estimates[size] = _Estimate(mean=duration, deviation=duration / 2)
+        else:
+            estimate.deviation += 0.25 * (abs(duration - estimate.mean) - estimate.deviation)
+            estimate.mean += 0.125 * (duration - estimate.mean)
+        estimate.recent.append(duration)
+
+    def lead(self, num_tokens: int) -> float | None:
+        """How long after its start a step of this size wants its successor sent. None: at once, nothing is known."""
+        estimate = self._estimates.get(num_tokens.bit_length())
+        if estimate is None:
+            return None
+        return max(0.0, estimate.mean - 4 * estimate.deviation - LEAD_S)
+
+    def deadline(self, num_tokens: int) -> float:
+        """How long a step of this size may take before its worker counts as hung."""
+        estimate = self._estimates.get(num_tokens.bit_length())
+        if estimate is None or len(estimate.recent) < MIN_SAMPLES:
+            return self._deadline_ceiling
+        # With at most 100 samples the 99th percentile is the largest.
+        return min(self._deadline_ceiling, max(MIN_DEADLINE_S, DEADLINE_FACTOR * max(estimate.recent)))

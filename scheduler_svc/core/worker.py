@@ -1,0 +1,115 @@
+"""One worker in one epoch, as the scheduler sees it: pool, rows, steps in flight, timing.
+
+A row that a request leaves is handed out again at once (a plan's leaves come before its admissions), but steps in
+flight may still sample it. Those answers are told apart by the row's generation; `departed` remembers for whom they
+are until the last such step is answered.
+"""
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from scheduler_svc.core.block_pool import BlockPool
+from scheduler_svc.core.events import Int32Array, ModelFacts, Peer
+from scheduler_svc.core.request import Request
+from scheduler_svc.core.rows import RowTable
+from scheduler_svc.core.step_clock import StepClock
+
+
+@dataclass(slots=True)
+class StepInFlight:
+    """A plan that was sent and not answered."""
+
+    step: int
+    rows: Int32Array
+    """Rows that sample in it, ascending."""
+    generations: Int32Array
+    """Their generations when it was planned."""
+    prefilled: list[int]
+    """Those of the rows whose first token of this attempt it is."""
+    num_tokens: int
+    started: float
+    """When it began on the worker, as far as is known: sent, or its predecessor answered."""
+    deadline: float
+
+
+@dataclass(frozen=True, slots=True)
+class Departure:
+    """A request that left a row which steps up to `last_step` may still sample."""
+
+    request: Request
+    last_step: int
+
+
+@dataclass(slots=True)
+class WorkerCounters:
+    """Totals of one epoch."""
+
+    steps: int = 0
+    scheduled_tokens: int = 0
+    generated_tokens: int = 0
+    discarded_tokens: int = 0
+    preemptions: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class Worker:
+    """A worker that was welcomed."""
+
+    peer: Peer
+    worker_id: str
+    epoch: int
+    model: ModelFacts
+    max_tokens_per_step: int
+    max_model_len: int
+    """Longest sequence: the model's positions and the pool's size allow no more."""
+    rows: RowTable
+    pool: BlockPool
+    clock: StepClock
+    in_flight: deque[StepInFlight] = field(default_factory=deque)
+    departed: dict[tuple[int, int], Departure] = field(default_factory=dict)
+    prefilling: list[int] = field(default_factory=list)
+    """Rows in prefill, in order of arrival."""
+    pending_leaves: list[int] = field(default_factory=list)
+    """Rows to name as leaves in the next plan."""
+    last_step: int = 0
+    answered_step: int = 0
+    last_tokens: int = 0
+    compiling_until: float = 0.0
+    counters: WorkerCounters = field(default_factory=WorkerCounters)
+
+    def vacate(self, row: int) -> Request:
+        """Takes a request out of its row; blocks and answers in flight are accounted for. Returns the request."""
+        generation = int(self.rows.generation[row])
+        if row in self.prefilling:
+            self.prefilling.remove(row)
+        request, blocks = self.rows.vacate(row)
+        self.pool.release(blocks, last_step=self.last_step, answered_step=self.answered_step)
+        self.pending_leaves.append(row)
+        if self.in_flight:
+            self.departed[row, generation] = Departure(request, self.last_step)
+            request.unsettled = True
+        return request
+
+    def step_deadline(self) -> float | None:
+        """When the oldest step in flight is overdue, or None when nothing is in flight."""
+        return max(self.in_flight[0].deadline, self.compiling_until) if self.in_flight else None
+
+    def plan_due(self, max_in_flight: int) -> float | None:
+        """When the next plan should go out: 0 for at once, None for not before an answer."""
+        if len(self.in_flight) >= max_in_flight:
+            return None
+        if not self.in_flight:
+            return 0.0
+        newest = self.in_flight[-1]
+        lead = self.clock.lead(newest.num_tokens)
+        return 0.0 if lead is None else newest.started + lead
+
+    def validate(self) -> None:
+        """Checks rows, pool and their agreement."""
+        self.rows.validate()
+        self.pool.validate(self.rows.blocks)
+        assert len(self.prefilling) == len(set(self.prefilling)) == int((self.rows.state == 1).sum())
+        assert [entry.step for entry in self.in_flight] == list(
+            range(self.answered_step + 1, self.last_step + 1)
+        )
+        assert all(departure.last_step > self.answered_step for departure in self.departed.values())
