@@ -6,17 +6,45 @@ The gate and up projections are one GEMM, so their outputs arrive side by side: 
 Rounding is that of `transformers`: silu in float32, rounded to the dtype, then the product rounded again.
 """
 
+# ruff: noqa: N803 - compile-time parameters of kernels are upper case, as everywhere in Triton
+
 from __future__ import annotations
 
 import torch
 
+from kernels._triton import Pointer, Scalar, kernel, runs_on_triton, tl
+
+_TILE = 1024  # elements per program
+
 
 def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
     """``silu(gate_up[:, :I]) * gate_up[:, I:]`` for ``gate_up`` ``[num_tokens, 2 * I]``, in its dtype."""
-    return silu_mul_reference(gate_up)
+    if not runs_on_triton(gate_up):
+        return silu_mul_reference(gate_up)
+    num_tokens, width = gate_up.shape
+    out = torch.empty(num_tokens, width // 2, dtype=gate_up.dtype, device=gate_up.device)
+    grid = (num_tokens, -(-(width // 2) // _TILE))
+    _silu_mul_kernel[grid](gate_up, out, gate_up.stride(0), width // 2, TILE=_TILE)
+    return out
 
 
 def silu_mul_reference(gate_up: torch.Tensor) -> torch.Tensor:
     """Plain torch form of `silu_mul`; also the CPU path."""
     gate, up = gate_up.chunk(2, dim=-1)
     return torch.nn.functional.silu(gate) * up
+
+
+@kernel
+def _silu_mul_kernel(
+    gate_up_ptr: Pointer, out_ptr: Pointer, token_stride: Scalar, intermediate: Scalar, TILE: tl.constexpr
+) -> None:
+    """One program: one tile of one token."""
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    inside = column < intermediate
+    gate = tl.load(gate_up_ptr + token * token_stride + column, mask=inside, other=0.0)
+    up = tl.load(gate_up_ptr + token * token_stride + intermediate + column, mask=inside, other=0.0)
+    wide = gate.to(tl.float32)
+    silu = (wide / (1.0 + tl.exp(-wide))).to(gate.dtype)
+    product = silu.to(tl.float32) * up.to(tl.float32)
+    tl.store(out_ptr + token * intermediate + column, product.to(gate.dtype), mask=inside)

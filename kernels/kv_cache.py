@@ -1,16 +1,20 @@
 """Writing keys and values into the paged cache (PagedAttention; Kwon et al., SOSP 2023).
 
-The cache of one layer is ``[num_blocks, num_kv_heads, block_size, head_dim]``: block-major, and head-major inside a
-block, so that the tile of one (block, head) is contiguous: attention reads such tiles, one head at a time. A *slot*
-is the place of one token: ``slot = block_id * block_size + offset``.
+The cache of one layer is ``[num_blocks, num_kv_heads, block_size, head_dim]``: block-major, and head-major
+inside a block, so that the tile of one (block, head) is contiguous: attention reads such tiles, one head at a
+time. A *slot* is the place of one token: ``slot = block_id * block_size + offset``.
 
-Rules: a negative slot writes nothing (padding rows of a captured graph); two tokens of one call never name the same
-slot; key and value are cast to the cache's dtype; blocks that no slot names keep their content.
+Rules: a negative slot writes nothing (padding rows of a captured graph); two tokens of one call never name
+the same slot; key and value are cast to the cache's dtype; blocks that no slot names keep their content.
 """
+
+# ruff: noqa: N803 - compile-time parameters of kernels are upper case, as everywhere in Triton
 
 from __future__ import annotations
 
 import torch
+
+from kernels._triton import Pointer, Scalar, kernel, next_power_of_2, runs_on_triton, tl
 
 
 def write_kv(
@@ -26,7 +30,25 @@ def write_kv(
     k_cache, v_cache: ``[num_blocks, num_kv_heads, block_size, head_dim]``.
     slot_mapping: ``[num_tokens]`` int64; negative: do not write.
     """
-    write_kv_reference(key, value, k_cache, v_cache, slot_mapping)
+    if not runs_on_triton(key):
+        write_kv_reference(key, value, k_cache, v_cache, slot_mapping)
+        return
+    num_tokens, num_kv_heads, head_dim = key.shape
+    _write_kv_kernel[(num_tokens,)](
+        key,
+        value,
+        k_cache,
+        v_cache,
+        slot_mapping,
+        key.stride(0),
+        key.stride(1),
+        value.stride(0),
+        value.stride(1),
+        NUM_KV_HEADS=num_kv_heads,
+        BLOCK_SIZE=k_cache.shape[2],
+        HEAD_DIM=head_dim,
+        TILE=next_power_of_2(num_kv_heads * head_dim),
+    )
 
 
 def write_kv_reference(
@@ -44,3 +66,35 @@ def write_kv_reference(
     block, offset = slot_mapping // block_size, slot_mapping % block_size
     k_cache[block, :, offset] = key.to(k_cache.dtype)
     v_cache[block, :, offset] = value.to(v_cache.dtype)
+
+
+@kernel
+def _write_kv_kernel(
+    key_ptr: Pointer,
+    value_ptr: Pointer,
+    k_cache_ptr: Pointer,
+    v_cache_ptr: Pointer,
+    slot_mapping_ptr: Pointer,
+    key_token_stride: Scalar,
+    key_head_stride: Scalar,
+    value_token_stride: Scalar,
+    value_head_stride: Scalar,
+    NUM_KV_HEADS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    TILE: tl.constexpr,
+) -> None:
+    """One program: all heads of one token."""
+    token = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slot_mapping_ptr + token)
+    if slot < 0:
+        return
+    block, offset = slot // BLOCK_SIZE, slot % BLOCK_SIZE
+    element = tl.arange(0, TILE)
+    head, dim = element // HEAD_DIM, element % HEAD_DIM
+    inside = element < NUM_KV_HEADS * HEAD_DIM
+    place = ((block * NUM_KV_HEADS + head) * BLOCK_SIZE + offset) * HEAD_DIM + dim
+    key = tl.load(key_ptr + token * key_token_stride + head * key_head_stride + dim, mask=inside)
+    tl.store(k_cache_ptr + place, key.to(k_cache_ptr.dtype.element_ty), mask=inside)
+    value = tl.load(value_ptr + token * value_token_stride + head * value_head_stride + dim, mask=inside)
+    tl.store(v_cache_ptr + place, value.to(v_cache_ptr.dtype.element_ty), mask=inside)

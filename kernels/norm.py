@@ -7,17 +7,25 @@ Shapes: ``x`` is ``[..., dim]`` with any leading shape, ``weight`` is ``[dim]``;
 
 Rounding is that of the models in `transformers`, so that 16-bit activations agree with theirs bit for bit:
 
-* ``weight_offset == 0`` (Llama and its family): normalise in float32, round to ``x.dtype``, then multiply by weight.
+* ``weight_offset == 0`` (Llama and its family): normalise in float32, round to ``x.dtype``, then multiply by
+  weight.
 * ``weight_offset == 1`` (Gemma stores ``weight - 1``): normalise and multiply in float32, then round once.
 
-With ``residual`` the sum ``x + residual`` is rounded to ``x.dtype`` first and the norm is taken of the rounded sum.
+With ``residual`` the sum ``x + residual`` is rounded to ``x.dtype`` first and the norm is taken of the
+rounded sum.
 """
+
+# ruff: noqa: N803 - compile-time parameters of kernels are upper case, as everywhere in Triton
 
 from __future__ import annotations
 
 from typing import overload
 
 import torch
+
+from kernels._triton import Pointer, Scalar, kernel, next_power_of_2, runs_on_triton, tl
+
+_ELEMENTS = 2048  # per program: short vectors (QK-norm) share one
 
 
 @overload
@@ -38,9 +46,11 @@ def rms_norm(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """RMSNorm over the last dimension of ``x`` ``[..., dim]``, result in ``x.dtype``.
 
-    With ``residual`` (same shape and dtype as ``x``) returns ``(norm(x + residual), x + residual)``: the second is the
-    residual stream for the next addition. Nothing is modified in place.
+    With ``residual`` (same shape and dtype as ``x``) returns ``(norm(x + residual), x + residual)``: the
+    second is the residual stream for the next addition. Nothing is modified in place.
     """
+    if runs_on_triton(x):
+        return _rms_norm_triton(x, weight, eps, residual, weight_offset)
     if residual is None:
         return rms_norm_reference(x, weight, eps, weight_offset=weight_offset)
     return rms_norm_reference(x, weight, eps, residual=residual, weight_offset=weight_offset)
@@ -72,3 +82,82 @@ def rms_norm_reference(
     else:
         normed = (normed * (weight_offset + weight.to(wide))).to(x.dtype)
     return normed if residual is None else (normed, summed)
+
+
+def _rms_norm_triton(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None, weight_offset: float
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    dim = x.shape[-1]
+    # Two leading dimensions with strides of their own: the heads of a packed QKV projection are read in
+    # place.
+    vectors = x if x.dim() == 3 and x.stride(-1) == 1 else x.reshape(-1, 1, dim).contiguous()
+    outer, inner = vectors.shape[:2]
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    added = None if residual is None else residual.contiguous()
+    summed = None if residual is None else torch.empty_like(out)
+    tile = next_power_of_2(dim)
+    rows = max(1, _ELEMENTS // tile)
+    _rms_norm_kernel[(-(-outer * inner // rows),)](
+        vectors,
+        added,
+        weight,
+        out,
+        summed,
+        vectors.stride(0),
+        vectors.stride(1),
+        outer * inner,
+        inner,
+        eps,
+        weight_offset,
+        DIM=dim,
+        ROWS=rows,
+        TILE=tile,
+        HAS_RESIDUAL=residual is not None,
+        OFFSET_WEIGHT=weight_offset != 0.0,
+        num_warps=4 if tile <= 4096 else 8,
+    )
+    return out if summed is None else (out, summed)
+
+
+@kernel
+def _rms_norm_kernel(
+    x_ptr: Pointer,
+    residual_ptr: Pointer,
+    weight_ptr: Pointer,
+    out_ptr: Pointer,
+    summed_ptr: Pointer,
+    outer_stride: Scalar,
+    inner_stride: Scalar,
+    num_vectors: Scalar,
+    inner: Scalar,
+    eps: Scalar,
+    weight_offset: Scalar,
+    DIM: tl.constexpr,
+    ROWS: tl.constexpr,
+    TILE: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    OFFSET_WEIGHT: tl.constexpr,
+) -> None:
+    """One program: ROWS vectors. Vector v is x[v // inner, v % inner]; outputs and residual are
+    contiguous."""
+    vector = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    dim = tl.arange(0, TILE)[None, :]
+    inside = (vector < num_vectors) & (dim < DIM)
+    x = tl.load(
+        x_ptr + (vector // inner) * outer_stride + (vector % inner) * inner_stride + dim,
+        mask=inside,
+        other=0.0,
+    )
+    place = vector * DIM + dim
+    if HAS_RESIDUAL:
+        added = tl.load(residual_ptr + place, mask=inside, other=0.0)
+        x = (x.to(tl.float32) + added.to(tl.float32)).to(x.dtype)
+        tl.store(summed_ptr + place, x, mask=inside)
+    wide = x.to(tl.float32)
+    normed = wide * tl.rsqrt(tl.sum(wide * wide, 1, keep_dims=True) / DIM + eps)
+    weight = tl.load(weight_ptr + dim, mask=dim < DIM, other=0.0).to(tl.float32)
+    if OFFSET_WEIGHT:
+        normed = normed * (weight_offset + weight)
+    else:
+        normed = normed.to(x.dtype).to(tl.float32) * weight
+    tl.store(out_ptr + place, normed.to(x.dtype), mask=inside)

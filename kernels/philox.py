@@ -1,45 +1,46 @@
 """Counter-based random numbers: Philox4x32-10 (Salmon, Moraes, Dror, Shaw: Parallel random numbers, SC 2011).
 
-A counter-based generator is a function from (key, counter) to random words, without state. That is what lets a
-request continue with the same noise on another worker, in another batch, after any interruption: the noise of a token
-depends only on who asks and where. This is the specification; everything that samples uses it.
+A counter-based generator is a function from (key, counter) to random words, without state. That is what lets
+a request continue with the same noise on another worker, in another batch, after any interruption: the noise
+of a token depends only on who asks and where. This is the specification; everything that samples uses it.
 
     key      = the request's 64-bit seed: key[0] = low 32 bits, key[1] = high 32 bits
     counter  = (vocab_index // 4, position, choice, 0), four unsigned 32-bit words
                position: absolute position in its sequence of the token being sampled (prompt tokens count)
                choice:   which of the n choices of the request, from 0
-    words    = philox4x32(counter, key), ten rounds, multipliers and Weyl constants of the paper (as Random123)
-    word     = words[vocab_index % 4]
-    u        = ((word >> 9) + 0.5) · 2⁻²³            in float32
+    words    = philox4x32(counter, key), ten rounds, multipliers and Weyl constants of the paper (as
+    Random123) word     = words[vocab_index % 4] u        = ((word >> 9) + 0.5) · 2⁻²³            in float32
     gumbel   = -log(-log(u))                         in float32
 
-The words are bit-equal in torch and in Triton, and so is ``u``: ``word >> 9`` has 23 bits, hence with the half a bit
-below it fills float32's 24-bit significand exactly and nothing is rounded: 2⁻²⁴ <= u <= 1 - 2⁻²⁴. (One bit more
-would be rounded, at the top to u = 1, whose gumbel is infinite: in a vocabulary of 128 k that happens to some token in
-1 of 130 draws, and that token would win whatever its logit.) The logarithms are the platform's own, and may differ
-between devices in their last places, by at most a few 1e-6 in a gumbel.
+The words are bit-equal in torch and in Triton, and so is ``u``: ``word >> 9`` has 23 bits, hence with the
+half a bit below it fills float32's 24-bit significand exactly and nothing is rounded: 2⁻²⁴ <= u <= 1 - 2⁻²⁴.
+(One bit more would be rounded, at the top to u = 1, whose gumbel is infinite: in a vocabulary of 128 k that
+happens to some token in 1 of 130 draws, and that token would win whatever its logit.) The logarithms are the
+platform's own, and may differ between devices in their last places, by at most a few 1e-6 in a gumbel.
 
-Consequence for truth in advertising: gumbel lies in [-2.82, 16.64], so a token more than 19.45 nats below the best
-one is never drawn (its probability is below 4e-9).
+Consequence for truth in advertising: gumbel lies in [-2.82, 16.64], so a token more than 19.45 nats below the
+best one is never drawn (its probability is below 4e-9).
 """
+
+# ruff: noqa: N803 - compile-time parameters of kernels are upper case, as everywhere in Triton
 
 from __future__ import annotations
 
 import torch
+
+from kernels._triton import Tile, jit, tl
 
 _MASK = 0xFFFFFFFF
 _MULTIPLIER_0, _MULTIPLIER_1 = 0xD2511F53, 0xCD9E8D57
 _WEYL_0, _WEYL_1 = 0x9E3779B9, 0xBB67AE85
 _ROUNDS = 10
 
-# The range of `gumbel`, rounded outwards far enough for any platform's log: -log(-log(2**-24)), -log(2**-24 + 2**-49).
-GUMBEL_MIN, GUMBEL_MAX = -2.8123, 16.6356
-
 Words = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def philox4x32(counter: Words, key: tuple[torch.Tensor, torch.Tensor]) -> Words:
-    """Ten rounds of Philox4x32; every word is an int64 tensor holding an unsigned 32-bit value; shapes broadcast.
+    """Ten rounds of Philox4x32; every word is an int64 tensor holding an unsigned 32-bit value; shapes
+    broadcast.
 
     torch has no 32 x 32 -> 64 bit product, but int64 multiplication wraps, so its 64 bits are the right ones.
     """
@@ -95,3 +96,26 @@ def uniform_from_words(words: torch.Tensor) -> torch.Tensor:
 def gumbel_from_words(words: torch.Tensor) -> torch.Tensor:
     """Standard Gumbel noise ``-log(-log(u))`` in float32, finite for every word."""
     return uniform_from_words(words).log_().neg_().log_().neg_()
+
+
+@jit
+def philox_words_tile(
+    seed: Tile, position: Tile, choice: Tile, first_group: Tile, TILE: tl.constexpr
+) -> Tile:
+    """In a kernel: the uint32 words of TILE neighbouring vocabulary indices, from index ``4 * first_group``
+    on.
+
+    seed: int64 scalar; position, choice: int32 scalars; one counter serves four indices.
+    """
+    group = first_group + tl.arange(0, TILE // 4)
+    zero = group * 0
+    w0, w1, w2, w3 = tl.philox(seed, group, zero + position, zero + choice, zero)
+    # join() adds an innermost dimension: [[w0, w1], [w2, w3]] per counter, read out in index order.
+    return tl.reshape(tl.join(tl.join(w0, w2), tl.join(w1, w3)), (TILE,))
+
+
+@jit
+def gumbel_tile(words: Tile) -> Tile:
+    """In a kernel: `gumbel_from_words`."""
+    u = ((words >> 9).to(tl.float32) + 0.5) * 1.1920928955078125e-07  # 2 ** -23
+    return -tl.log(-tl.log(u))

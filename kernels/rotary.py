@@ -1,28 +1,64 @@
 """Rotary position embedding (Su et al., 2021) in the half-rotation form of GPT-NeoX, Llama and Qwen.
 
-Dimension ``i`` of a head pairs with dimension ``i + rotary_dim / 2``; the pair is rotated by the token's angle:
+Dimension ``i`` of a head pairs with dimension ``i + rotary_dim / 2``; the pair is rotated by the token's
+angle:
 
     out[i]        = x[i] · cos[i] - x[i + half] · sin[i]
     out[i + half] = x[i + half] · cos[i] + x[i] · sin[i]
 
 Shapes: query ``[num_tokens, num_heads, head_dim]``, key ``[num_tokens, num_kv_heads, head_dim]``, cos and sin
-``[num_tokens, rotary_dim / 2]`` float32, already gathered at each token's position (the worker owns the tables and
-their scaling). With ``rotary_dim < head_dim`` the remaining dimensions pass through (partial rotary).
+``[num_tokens, rotary_dim / 2]`` float32, already gathered at each token's position (the worker owns the
+tables and their scaling). With ``rotary_dim < head_dim`` the remaining dimensions pass through (partial
+rotary).
 
-The products are formed in float32 and rounded once. `transformers` rounds cos and sin to the model's dtype first, so
-in 16 bits it is further from the exact rotation and differs from ours in the last place; in float32 they agree.
+The products are formed in float32 and rounded once. `transformers` rounds cos and sin to the model's dtype
+first, so in 16 bits it is further from the exact rotation and differs from ours in the last place; in float32
+they agree.
 """
+
+# ruff: noqa: N803 - compile-time parameters of kernels are upper case, as everywhere in Triton
 
 from __future__ import annotations
 
 import torch
 
+from kernels._triton import Pointer, Scalar, kernel, next_power_of_2, runs_on_triton, tl
+
+_HEADS = 8  # heads per program
+
 
 def apply_rotary(
     query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rotate query and key by their tokens' angles; returns new tensors in their dtypes (shapes: see the module)."""
-    return apply_rotary_reference(query, key, cos, sin)
+    """Rotate query and key by their tokens' angles; returns new tensors in their dtypes (shapes: see the
+    module)."""
+    if not runs_on_triton(query):
+        return apply_rotary_reference(query, key, cos, sin)
+    num_tokens, num_heads, head_dim = query.shape
+    num_kv_heads = key.shape[1]
+    query_out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+    key_out = torch.empty(key.shape, dtype=key.dtype, device=key.device)
+    _rotary_kernel[(num_tokens, -(-(num_heads + num_kv_heads) // _HEADS))](
+        query,
+        key,
+        query_out,
+        key_out,
+        cos,
+        sin,
+        query.stride(0),
+        query.stride(1),
+        key.stride(0),
+        key.stride(1),
+        cos.stride(0),
+        sin.stride(0),
+        NUM_HEADS=num_heads,
+        NUM_KV_HEADS=num_kv_heads,
+        HEAD_DIM=head_dim,
+        HALF=cos.shape[1],
+        HEADS=_HEADS,
+        TILE=next_power_of_2(head_dim),
+    )
+    return query_out, key_out
 
 
 def apply_rotary_reference(
@@ -42,3 +78,55 @@ def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tens
     if 2 * half < x.shape[-1]:
         out[..., 2 * half :] = x[..., 2 * half :]
     return out
+
+
+@kernel
+def _rotary_kernel(
+    query_ptr: Pointer,
+    key_ptr: Pointer,
+    query_out_ptr: Pointer,
+    key_out_ptr: Pointer,
+    cos_ptr: Pointer,
+    sin_ptr: Pointer,
+    query_token_stride: Scalar,
+    query_head_stride: Scalar,
+    key_token_stride: Scalar,
+    key_head_stride: Scalar,
+    cos_stride: Scalar,
+    sin_stride: Scalar,
+    NUM_HEADS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HALF: tl.constexpr,
+    HEADS: tl.constexpr,
+    TILE: tl.constexpr,
+) -> None:
+    """One program: HEADS heads of one token, counted through the query's and then the key's.
+
+    Every element reads its partner too (from the cache line that holds it), so that partial rotary and head
+    dimensions that are no power of two need no second path.
+    """
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
+    dim = tl.arange(0, TILE)[None, :]
+    rotated = dim < 2 * HALF
+    partner = tl.where(rotated, tl.where(dim < HALF, dim + HALF, dim - HALF), dim)
+    angle = dim % HALF
+    cos = tl.load(cos_ptr + token * cos_stride + angle, mask=rotated, other=1.0)
+    sin = tl.load(sin_ptr + token * sin_stride + angle, mask=rotated, other=0.0)
+    sin = tl.where(dim < HALF, -sin, sin)
+
+    in_query = (head < NUM_HEADS) & (dim < HEAD_DIM)
+    base = query_ptr + token * query_token_stride + head * query_head_stride
+    x = tl.load(base + dim, mask=in_query, other=0.0).to(tl.float32)
+    y = tl.load(base + partner, mask=in_query, other=0.0).to(tl.float32)
+    out = (x * cos + y * sin).to(query_out_ptr.dtype.element_ty)
+    tl.store(query_out_ptr + (token * NUM_HEADS + head) * HEAD_DIM + dim, out, mask=in_query)
+
+    head -= NUM_HEADS
+    in_key = (head >= 0) & (head < NUM_KV_HEADS) & (dim < HEAD_DIM)
+    base = key_ptr + token * key_token_stride + head * key_head_stride
+    x = tl.load(base + dim, mask=in_key, other=0.0).to(tl.float32)
+    y = tl.load(base + partner, mask=in_key, other=0.0).to(tl.float32)
+    out = (x * cos + y * sin).to(key_out_ptr.dtype.element_ty)
+    tl.store(key_out_ptr + (token * NUM_KV_HEADS + head) * HEAD_DIM + dim, out, mask=in_key)

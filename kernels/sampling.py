@@ -1,36 +1,53 @@
 """Sampling the next token of each row: temperature, top-k, top-p, min-p and the draw.
 
-The filters are those of `transformers`' generation, in its order and with its rules; each works on what the previous
-one left, on float32 logits:
+The filters are those of `transformers`' generation, in its order and with its rules; each works on what the
+previous one left, on float32 logits:
 
-1. temperature: divide. A row with temperature 0 is *greedy*: no filter, no noise, the largest logit, ties to the lowest index.
+1. temperature: divide. A row with temperature 0 is *greedy*: no filter, no noise, the largest logit, ties to
+   the lowest index.
 2. top-k: remove what is smaller than the k-th largest (ties with it stay).
-3. top-p (nucleus; Holtzman et al., 2020): sort ascending, remove while the cumulative probability is <= 1 - p; the most probable
-   token always stays.
+3. top-p (nucleus; Holtzman et al., 2020): sort ascending, remove while the cumulative probability is <= 1 -
+   p; the most probable token always stays.
 4. min-p (Nguyen et al., 2024): remove what is less probable than p times the most probable token.
 
-The draw is Gumbel-max: the argmax of ``logit + gumbel`` is distributed as softmax(logit). The noise is a pure function
-of (seed, position, choice, vocabulary index), specified in `kernels.philox`, so no draw depends on the batch around it.
+The draw is Gumbel-max: the argmax of ``logit + gumbel`` is distributed as softmax(logit). The noise is a pure
+function of (seed, position, choice, vocabulary index), specified in `kernels.philox`, so no draw depends on
+the batch around it.
 
-`nonfinite_rows` finds rows whose logits cannot be sampled from. `sample` still returns a valid token index for such rows: the
-worker fails them alone, after the step.
+`nonfinite_rows` finds rows whose logits cannot be sampled from. `sample` still returns a valid token index
+for such rows: the worker fails them alone, after the step.
+
+On CUDA the draw is a Triton kernel (tiles of the vocabulary, then a reduction per row), while truncation is
+one `torch.sort` of the batch: no host synchronisation, but more memory traffic than selection without a sort
+would need.
 """
+
+# ruff: noqa: N803 - compile-time parameters of kernels are upper case, as everywhere in Triton
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
-from kernels.philox import gumbel_from_words, random_words
+from kernels._triton import Pointer, Scalar, kernel, next_power_of_2, runs_on_triton, tl
+from kernels.philox import gumbel_from_words, gumbel_tile, philox_words_tile, random_words, random_words_at
+
+_SMALL_VOCAB = 4096  # up to here one batched sort is cheaper than looking at each row
+_DRAW_TILE = 1024  # logits per program of the Triton draw
+_COLDEST = 1e-30  # a smaller temperature could overflow a logit; this one is greedy already
+_DENSE_ELEMENTS = (
+    1 << 16
+)  # logits given noise at once: Philox on CPU makes a dozen passes over eight bytes for each
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingTensors:
     """Sampling parameters of a batch: one entry per row, on the device of the logits.
 
-    The two booleans live on the host, because they choose what is launched; they may be true without need (slower, same
-    result), never false wrongly.
+    The two booleans live on the host, because they choose what is launched; they may be true without need
+    (slower, same result), never false wrongly.
     """
 
     temperature: torch.Tensor  # [num_rows] float32; 0: greedy
@@ -45,13 +62,16 @@ class SamplingTensors:
 
 
 def sample(logits: torch.Tensor, params: SamplingTensors) -> torch.Tensor:
-    """The next token of each row: ``[num_rows]`` int64, from ``logits`` ``[num_rows, vocab_size]`` of any float dtype.
+    """The next token of each row: ``[num_rows]`` int64, from ``logits`` ``[num_rows, vocab_size]`` of any
+    float dtype.
 
     A batch of greedy rows costs one argmax; a batch without truncation never sorts.
     """
     if not params.any_random:
         return logits.argmax(dim=-1)
-    return sample_reference(logits, params)
+    if runs_on_triton(logits):
+        return _gumbel_argmax_triton(process_logits_reference(logits, params), params)
+    return _sample_cpu(logits, params)
 
 
 def nonfinite_rows(logits: torch.Tensor) -> torch.Tensor:
@@ -69,7 +89,8 @@ def sample_reference(logits: torch.Tensor, params: SamplingTensors) -> torch.Ten
 
 
 def process_logits_reference(logits: torch.Tensor, params: SamplingTensors) -> torch.Tensor:
-    """The float32 scores ``[num_rows, vocab_size]`` that the draw is made from: scaled, removed tokens at -inf.
+    """The float32 scores ``[num_rows, vocab_size]`` that the draw is made from: scaled, removed tokens at
+    -inf.
 
     One ascending sort serves both top-k and top-p; nothing is read back to the host.
     """
@@ -95,3 +116,161 @@ def process_logits_reference(logits: torch.Tensor, params: SamplingTensors) -> t
     probs = kept.softmax(dim=-1)
     unlikely = probs < params.min_p.unsqueeze(1) * probs.amax(dim=-1, keepdim=True)
     return torch.where(random, kept.masked_fill(unlikely, -torch.inf), scores)
+
+
+def _sample_cpu(logits: torch.Tensor, params: SamplingTensors) -> torch.Tensor:
+    """`sample` on CPU: each row gets only the work that its own parameters ask for."""
+    tokens = logits.argmax(dim=-1)
+    vocab_size = logits.shape[1]
+    random = (params.temperature > 0) & ~nonfinite_rows(logits)
+    sparse = random & ((params.top_k > 0) | (params.top_p < 1.0) | (params.min_p > 0))
+    if vocab_size <= _SMALL_VOCAB:
+        sparse = torch.zeros_like(sparse)
+    dense_rows = (random & ~sparse).nonzero().squeeze(1)
+    for rows in torch.split(dense_rows, max(1, _DENSE_ELEMENTS // vocab_size)):
+        tokens[rows] = sample_reference(logits[rows], _of_rows(params, rows))
+    sparse_rows = sparse.nonzero().squeeze(1)
+    if sparse_rows.numel():
+        tokens[sparse_rows] = _sample_sparse(logits[sparse_rows], _of_rows(params, sparse_rows))
+    return tokens
+
+
+def _of_rows(params: SamplingTensors, rows: torch.Tensor) -> SamplingTensors:
+    return SamplingTensors(
+        temperature=params.temperature[rows],
+        top_k=params.top_k[rows],
+        top_p=params.top_p[rows],
+        min_p=params.min_p[rows],
+        seed=params.seed[rows],
+        choice=params.choice[rows],
+        position=params.position[rows],
+        any_random=params.any_random,
+        any_truncation=params.any_truncation,
+    )
+
+
+def _sample_sparse(logits: torch.Tensor, params: SamplingTensors) -> torch.Tensor:
+    """`sample` for random rows that all truncate: a large vocabulary is neither sorted nor given noise as a
+    whole.
+
+    Filters run row by row; the rows' survivors, padded to the longest, then share one draw: a hundred small
+    tensor operations make up Philox, and each costs more than the numbers in it.
+    """
+    top_ks, top_ps, min_ps = params.top_k.tolist(), params.top_p.tolist(), params.min_p.tolist()
+    scaled = logits.to(torch.float32) / params.temperature.clamp(min=_COLDEST).unsqueeze(1)
+    survivors = [
+        _survivors(scores, top_k, top_p, min_p)
+        for scores, top_k, top_p, min_p in zip(scaled, top_ks, top_ps, min_ps, strict=True)
+    ]
+    index = pad_sequence([index for index, _ in survivors], batch_first=True)
+    scores = pad_sequence([scores for _, scores in survivors], batch_first=True, padding_value=-torch.inf)
+    noise = gumbel_from_words(random_words_at(params.seed, params.position, params.choice, index))
+    winner = (scores + noise).argmax(dim=1, keepdim=True)
+    return index.gather(1, winner).squeeze(1)
+
+
+def _survivors(
+    scores: torch.Tensor, top_k: int, top_p: float, min_p: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The tokens of one row that the filters leave: ascending indices and their scores."""
+    vocab_size = scores.shape[0]
+    kept = torch.ones_like(scores, dtype=torch.bool)
+    if 0 < top_k < vocab_size:
+        kept = scores >= scores.topk(top_k).values[-1]
+    index = kept.nonzero().squeeze(1)
+    scores = scores[index]
+    if top_p < 1.0:
+        # Tokens too improbable to fill the tail of 1 - p even all together are gone: only the others need
+        # sorting.
+        probs = scores.softmax(dim=0)
+        possible = probs >= 0.999 * (1.0 - top_p) / vocab_size
+        tail = probs.masked_fill(possible, 0.0).sum()
+        place = possible.nonzero().squeeze(1)
+        ordered, order = probs[place].sort(stable=True)
+        nucleus = ordered.cumsum(dim=0) + tail > 1.0 - top_p
+        nucleus[-1] = True
+        kept = torch.zeros_like(possible).index_fill_(0, place[order[nucleus]], True)
+        index, scores = index[kept], scores[kept]
+    if min_p > 0.0:
+        probs = scores.softmax(dim=0)
+        kept = probs >= min_p * probs.max()
+        index, scores = index[kept], scores[kept]
+    return index, scores
+
+
+def _gumbel_argmax_triton(scores: torch.Tensor, params: SamplingTensors) -> torch.Tensor:
+    """The draw over processed float32 scores ``[num_rows, vocab_size]``: tiles of the vocabulary, then
+    rows."""
+    num_rows, vocab_size = scores.shape
+    num_tiles = -(-vocab_size // _DRAW_TILE)
+    tile_score = torch.empty(num_rows, num_tiles, dtype=torch.float32, device=scores.device)
+    tile_token = torch.empty(num_rows, num_tiles, dtype=torch.int32, device=scores.device)
+    tokens = torch.empty(num_rows, dtype=torch.int64, device=scores.device)
+    _gumbel_argmax_tiles_kernel[(num_rows, num_tiles)](
+        scores,
+        params.temperature,
+        params.seed,
+        params.choice,
+        params.position,
+        tile_score,
+        tile_token,
+        scores.stride(0),
+        vocab_size,
+        num_tiles,
+        TILE=_DRAW_TILE,
+    )
+    _gumbel_argmax_rows_kernel[(num_rows,)](
+        tile_score, tile_token, tokens, num_tiles, TILES=next_power_of_2(num_tiles)
+    )
+    return tokens
+
+
+@kernel
+def _gumbel_argmax_tiles_kernel(
+    scores_ptr: Pointer,
+    temperature_ptr: Pointer,
+    seed_ptr: Pointer,
+    choice_ptr: Pointer,
+    position_ptr: Pointer,
+    tile_score_ptr: Pointer,
+    tile_token_ptr: Pointer,
+    row_stride: Scalar,
+    vocab_size: Scalar,
+    num_tiles: Scalar,
+    TILE: tl.constexpr,
+) -> None:
+    """One program: the best perturbed score in one tile of one row's vocabulary, ties to the lowest index."""
+    row = tl.program_id(0)
+    tile = tl.program_id(1)
+    token = tile * TILE + tl.arange(0, TILE)
+    inside = token < vocab_size
+    score = tl.load(scores_ptr + row.to(tl.int64) * row_stride + token, mask=inside, other=-float("inf"))
+    score = tl.where(score == score, score, -float("inf"))  # a NaN must not make the index meaningless
+    if tl.load(temperature_ptr + row) > 0:
+        words = philox_words_tile(
+            tl.load(seed_ptr + row),
+            tl.load(position_ptr + row),
+            tl.load(choice_ptr + row),
+            tile * (TILE // 4),
+            TILE,
+        )
+        score += gumbel_tile(words)
+    best, best_token = tl.max(score, 0, return_indices=True, return_indices_tie_break_left=True)
+    tl.store(tile_score_ptr + row * num_tiles + tile, best)
+    tl.store(tile_token_ptr + row * num_tiles + tile, tile * TILE + best_token)
+
+
+@kernel
+def _gumbel_argmax_rows_kernel(
+    tile_score_ptr: Pointer,
+    tile_token_ptr: Pointer,
+    tokens_ptr: Pointer,
+    num_tiles: Scalar,
+    TILES: tl.constexpr,
+) -> None:
+    """One program: the best tile of one row, ties to the first tile."""
+    row = tl.program_id(0)
+    tile = tl.arange(0, TILES)
+    score = tl.load(tile_score_ptr + row * num_tiles + tile, mask=tile < num_tiles, other=-float("inf"))
+    _, best_tile = tl.max(score, 0, return_indices=True, return_indices_tie_break_left=True)
+    tl.store(tokens_ptr + row, tl.load(tile_token_ptr + row * num_tiles + best_tile).to(tl.int64))
