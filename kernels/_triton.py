@@ -46,9 +46,6 @@ __all__ = [
     "INTERPRETED",
     "Kernel",
     "Launch",
-    "Pointer",
-    "Scalar",
-    "Tile",
     "jit",
     "kernel",
     "next_power_of_2",
@@ -59,12 +56,6 @@ __all__ = [
 ]
 
 INTERPRETED = HAVE_TRITON and os.environ.get("TRITON_INTERPRET") == "1"
-
-# What a kernel's parameters are at run time. Triton reads only `tl.constexpr` from annotations; these are for
-# the reader.
-Pointer = Any  # the address of a tensor's first element
-Scalar = Any  # an integer or float argument
-Tile = Any  # a value inside a kernel: scalar or block
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,9 +95,9 @@ def kernel(function: Callable[..., None]) -> Kernel:
     return Kernel(function)
 
 
-def jit(function: Callable[..., Tile]) -> Callable[..., Tile]:
+def jit(function: Callable[..., Any]) -> Callable[..., Any]:
     """Make ``function`` a device function, callable from kernels only."""
-    compiled: Callable[..., Tile] = triton.jit(function) if HAVE_TRITON else function
+    compiled: Callable[..., Any] = triton.jit(function) if HAVE_TRITON else function
     return compiled
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import torch
 
-from kernels._triton import Pointer, Scalar, kernel, runs_on_triton, tl
+from kernels._triton import kernel, runs_on_triton, tl
 
 _TILE = 1024  # elements per program
 
@@ -36,7 +36,7 @@ def silu_mul_reference(gate_up: torch.Tensor) -> torch.Tensor:
 
 @kernel
 def _silu_mul_kernel(
-    gate_up_ptr: Pointer, out_ptr: Pointer, token_stride: Scalar, intermediate: Scalar, TILE: tl.constexpr
+    gate_up_ptr: tl.tensor, out_ptr: tl.tensor, token_stride: tl.tensor, intermediate: tl.tensor, TILE: tl.constexpr
 ) -> None:
     """One program: one tile of one token."""
     token = tl.program_id(0).to(tl.int64)

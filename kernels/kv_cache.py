@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import torch
 
-from kernels._triton import Pointer, Scalar, kernel, next_power_of_2, runs_on_triton, tl
+from kernels._triton import kernel, next_power_of_2, runs_on_triton, tl
 
 
 def write_kv(
@@ -70,15 +70,15 @@ def write_kv_reference(
 
 @kernel
 def _write_kv_kernel(
-    key_ptr: Pointer,
-    value_ptr: Pointer,
-    k_cache_ptr: Pointer,
-    v_cache_ptr: Pointer,
-    slot_mapping_ptr: Pointer,
-    key_token_stride: Scalar,
-    key_head_stride: Scalar,
-    value_token_stride: Scalar,
-    value_head_stride: Scalar,
+    key_ptr: tl.tensor,
+    value_ptr: tl.tensor,
+    k_cache_ptr: tl.tensor,
+    v_cache_ptr: tl.tensor,
+    slot_mapping_ptr: tl.tensor,
+    key_token_stride: tl.tensor,
+    key_head_stride: tl.tensor,
+    value_token_stride: tl.tensor,
+    value_head_stride: tl.tensor,
     NUM_KV_HEADS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr,

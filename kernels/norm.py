@@ -23,7 +23,7 @@ from typing import overload
 
 import torch
 
-from kernels._triton import Pointer, Scalar, kernel, next_power_of_2, runs_on_triton, tl
+from kernels._triton import kernel, next_power_of_2, runs_on_triton, tl
 
 _ELEMENTS = 2048  # per program: short vectors (QK-norm) share one
 
@@ -121,17 +121,17 @@ def _rms_norm_triton(
 
 @kernel
 def _rms_norm_kernel(
-    x_ptr: Pointer,
-    residual_ptr: Pointer,
-    weight_ptr: Pointer,
-    out_ptr: Pointer,
-    summed_ptr: Pointer,
-    outer_stride: Scalar,
-    inner_stride: Scalar,
-    num_vectors: Scalar,
-    inner: Scalar,
-    eps: Scalar,
-    weight_offset: Scalar,
+    x_ptr: tl.tensor,
+    residual_ptr: tl.tensor,
+    weight_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    summed_ptr: tl.tensor,
+    outer_stride: tl.tensor,
+    inner_stride: tl.tensor,
+    num_vectors: tl.tensor,
+    inner: tl.tensor,
+    eps: tl.tensor,
+    weight_offset: tl.tensor,
     DIM: tl.constexpr,
     ROWS: tl.constexpr,
     TILE: tl.constexpr,
@@ -156,8 +156,7 @@ def _rms_norm_kernel(
     wide = x.to(tl.float32)
     normed = wide * tl.rsqrt(tl.sum(wide * wide, 1, keep_dims=True) / DIM + eps)
     weight = tl.load(weight_ptr + dim, mask=dim < DIM, other=0.0).to(tl.float32)
-    if OFFSET_WEIGHT:
-        normed = normed * (weight_offset + weight)
-    else:
-        normed = normed.to(x.dtype).to(tl.float32) * weight
+    if not OFFSET_WEIGHT:
+        normed = normed.to(x.dtype).to(tl.float32)
+    normed = normed * (weight_offset + weight)
     tl.store(out_ptr + place, normed.to(x.dtype), mask=inside)

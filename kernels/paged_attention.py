@@ -45,7 +45,7 @@ from operator import sub
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from kernels._triton import Pointer, Scalar, Tile, jit, kernel, next_power_of_2, runs_on_triton, tl
+from kernels._triton import jit, kernel, next_power_of_2, runs_on_triton, tl
 
 _PREFILL_TILE = 256  # queries per SDPA call on CPU: bounds the mask and skips the keys above the diagonal
 _DECODE_PADDING = 128  # keys: padding a row this far costs less than another call
@@ -112,9 +112,7 @@ def paged_attention_reference(
         if context == 0:
             continue
         pages = block_tables[row, : -(-context // k_cache.shape[2])].long()
-        keys = (
-            k_cache[pages].transpose(1, 2).flatten(0, 1)[:context].to(wide)
-        )  # [context, num_kv_heads, head_dim]
+        keys = k_cache[pages].transpose(1, 2).flatten(0, 1)[:context].to(wide)  # [context, num_kv_heads, head_dim]
         values = v_cache[pages].transpose(1, 2).flatten(0, 1)[:context].to(wide)
         keys, values = (x.repeat_interleave(group_size, dim=1) for x in (keys, values))
         scores = torch.einsum("qhd,khd->hqk", query[start:end].to(wide), keys) * scale
@@ -171,9 +169,7 @@ def _paged_attention_cpu(
         tokens = torch.tensor([starts[row] for row in rows])
         lens = [contexts[row] for row in rows]
         tables = block_tables[torch.tensor(rows)]
-        out[tokens] = _decode_rows(
-            query[tokens], k_cache, v_cache, tables, lens, scale, sliding_window, soft_cap
-        )
+        out[tokens] = _decode_rows(query[tokens], k_cache, v_cache, tables, lens, scale, sliding_window, soft_cap)
     return out
 
 
@@ -239,9 +235,7 @@ def _decode_rows(
     """
     num_rows, num_heads, head_dim = query.shape
     num_kv_heads, block_size = k_cache.shape[1:3]
-    first_keys = [
-        0 if sliding_window is None else max(0, context - sliding_window) for context in context_lens
-    ]
+    first_keys = [0 if sliding_window is None else max(0, context - sliding_window) for context in context_lens]
     first_pages = [key // block_size for key in first_keys]
     last_pages = [(context - 1) // block_size for context in context_lens]
     num_pages = max(map(sub, last_pages, first_pages)) + 1
@@ -380,9 +374,7 @@ def _paged_attention_triton(
 
     if max_query_len > 1:
         tuning = _prefill_tuning(head_dim, group_size)
-        num_tiles = (
-            num_tokens // (tuning.block_m // group_size) + num_rows
-        )  # an upper bound: one partial tile per row
+        num_tiles = num_tokens // (tuning.block_m // group_size) + num_rows  # an upper bound: one partial tile per row
         _prefill_kernel[(num_tiles, num_kv_heads)](
             *inputs,
             out,
@@ -401,9 +393,7 @@ def _paged_attention_triton(
     if num_splits == 1:
         partial, lse = out, None
     else:
-        partial = torch.empty(
-            num_rows, num_heads, num_splits, head_dim, dtype=torch.float32, device=query.device
-        )
+        partial = torch.empty(num_rows, num_heads, num_splits, head_dim, dtype=torch.float32, device=query.device)
         lse = torch.empty(num_rows, num_heads, num_splits, dtype=torch.float32, device=query.device)
     _decode_kernel[(num_rows, num_kv_heads, num_splits)](
         *inputs,
@@ -433,17 +423,17 @@ def _paged_attention_triton(
 
 @jit
 def _gather_tile(
-    cache_ptr: Pointer,
-    table_ptr: Pointer,
-    position: Tile,
-    inside: Tile,
-    kv_head: Tile,
-    dim: Tile,
+    cache_ptr: tl.tensor,
+    table_ptr: tl.tensor,
+    position: tl.tensor,
+    inside: tl.tensor,
+    kv_head: tl.tensor,
+    dim: tl.tensor,
     NUM_KV_HEADS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     DIM_TILE: tl.constexpr,
-) -> Tile:
+) -> tl.tensor:
     """The keys or values at some positions of one row, ``[positions, DIM_TILE]``; zeros outside."""
     block = tl.load(table_ptr + position // BLOCK_SIZE, mask=inside, other=0).to(tl.int64)
     offset = ((block * NUM_KV_HEADS + kv_head) * BLOCK_SIZE + position % BLOCK_SIZE) * HEAD_DIM
@@ -454,7 +444,9 @@ def _gather_tile(
 
 
 @jit
-def _scores(query: Tile, keys: Tile, scale: Tile, soft_cap: Tile, CAPPED: tl.constexpr) -> Tile:
+def _scores(
+    query: tl.tensor, keys: tl.tensor, scale: tl.tensor, soft_cap: tl.tensor, CAPPED: tl.constexpr
+) -> tl.tensor:
     """Logits in units of log2(e): the softmax below works with exp2."""
     scores = tl.dot(query, tl.trans(keys.to(query.dtype)), input_precision="ieee") * scale
     if CAPPED:
@@ -463,7 +455,9 @@ def _scores(query: Tile, keys: Tile, scale: Tile, soft_cap: Tile, CAPPED: tl.con
 
 
 @jit
-def _accumulate(scores: Tile, values: Tile, acc: Tile, row_max: Tile, row_sum: Tile) -> Tile:
+def _accumulate(
+    scores: tl.tensor, values: tl.tensor, acc: tl.tensor, row_max: tl.tensor, row_sum: tl.tensor
+) -> tl.tuple:
     """One step of the online softmax: returns acc, row_max and row_sum with these keys taken in."""
     new_max = tl.maximum(row_max, tl.max(scores, 1))
     base = tl.where(new_max == -float("inf"), 0.0, new_max)  # a row that has seen no key yet
@@ -475,20 +469,20 @@ def _accumulate(scores: Tile, values: Tile, acc: Tile, row_max: Tile, row_sum: T
 
 @kernel
 def _decode_kernel(
-    query_ptr: Pointer,
-    k_cache_ptr: Pointer,
-    v_cache_ptr: Pointer,
-    block_tables_ptr: Pointer,
-    query_start_ptr: Pointer,
-    context_lens_ptr: Pointer,
-    partial_ptr: Pointer,
-    lse_ptr: Pointer,
-    query_token_stride: Scalar,
-    query_head_stride: Scalar,
-    table_stride: Scalar,
-    scale: Scalar,
-    sliding_window: Scalar,
-    soft_cap: Scalar,
+    query_ptr: tl.tensor,
+    k_cache_ptr: tl.tensor,
+    v_cache_ptr: tl.tensor,
+    block_tables_ptr: tl.tensor,
+    query_start_ptr: tl.tensor,
+    context_lens_ptr: tl.tensor,
+    partial_ptr: tl.tensor,
+    lse_ptr: tl.tensor,
+    query_token_stride: tl.tensor,
+    query_head_stride: tl.tensor,
+    table_stride: tl.tensor,
+    scale: tl.tensor,
+    sliding_window: tl.tensor,
+    soft_cap: tl.tensor,
     NUM_KV_HEADS: tl.constexpr,
     GROUP_SIZE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
@@ -582,10 +576,10 @@ def _decode_kernel(
 
 @kernel
 def _combine_splits_kernel(
-    partial_ptr: Pointer,
-    lse_ptr: Pointer,
-    query_start_ptr: Pointer,
-    out_ptr: Pointer,
+    partial_ptr: tl.tensor,
+    lse_ptr: tl.tensor,
+    query_start_ptr: tl.tensor,
+    out_ptr: tl.tensor,
     NUM_HEADS: tl.constexpr,
     NUM_SPLITS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -614,20 +608,20 @@ def _combine_splits_kernel(
 
 @kernel
 def _prefill_kernel(
-    query_ptr: Pointer,
-    k_cache_ptr: Pointer,
-    v_cache_ptr: Pointer,
-    block_tables_ptr: Pointer,
-    query_start_ptr: Pointer,
-    context_lens_ptr: Pointer,
-    out_ptr: Pointer,
-    num_rows: Scalar,
-    query_token_stride: Scalar,
-    query_head_stride: Scalar,
-    table_stride: Scalar,
-    scale: Scalar,
-    sliding_window: Scalar,
-    soft_cap: Scalar,
+    query_ptr: tl.tensor,
+    k_cache_ptr: tl.tensor,
+    v_cache_ptr: tl.tensor,
+    block_tables_ptr: tl.tensor,
+    query_start_ptr: tl.tensor,
+    context_lens_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    num_rows: tl.tensor,
+    query_token_stride: tl.tensor,
+    query_head_stride: tl.tensor,
+    table_stride: tl.tensor,
+    scale: tl.tensor,
+    sliding_window: tl.tensor,
+    soft_cap: tl.tensor,
     NUM_KV_HEADS: tl.constexpr,
     GROUP_SIZE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
@@ -669,9 +663,7 @@ def _prefill_kernel(
     dim = tl.arange(0, DIM_TILE)
     query_mask = in_tile[:, None] & (dim < HEAD_DIM)[None, :]
     token = (start + query_index).to(tl.int64)
-    query_place = (
-        query_ptr + token[:, None] * query_token_stride + head[:, None] * query_head_stride + dim[None, :]
-    )
+    query_place = query_ptr + token[:, None] * query_token_stride + head[:, None] * query_head_stride + dim[None, :]
     query = tl.load(query_place, mask=query_mask, other=0.0)
 
     # Keys up to the last query of the tile; those before the first query are seen by all, unless a window

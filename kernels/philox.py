@@ -28,7 +28,7 @@ from __future__ import annotations
 
 import torch
 
-from kernels._triton import Tile, jit, tl
+from kernels._triton import jit, tl
 
 _MASK = 0xFFFFFFFF
 _MULTIPLIER_0, _MULTIPLIER_1 = 0xD2511F53, 0xCD9E8D57
@@ -56,9 +56,7 @@ def philox4x32(counter: Words, key: tuple[torch.Tensor, torch.Tensor]) -> Words:
     return c0, c1, c2, c3
 
 
-def random_words(
-    seed: torch.Tensor, position: torch.Tensor, choice: torch.Tensor, vocab_size: int
-) -> torch.Tensor:
+def random_words(seed: torch.Tensor, position: torch.Tensor, choice: torch.Tensor, vocab_size: int) -> torch.Tensor:
     """The word of every vocabulary index: ``[num_rows, vocab_size]`` int64 with unsigned 32-bit values.
 
     seed ``[num_rows]`` int64, position and choice ``[num_rows]`` int32.
@@ -80,9 +78,7 @@ def random_words_at(
     return words.gather(-1, (vocab_index & 3).unsqueeze(-1)).squeeze(-1)
 
 
-def _words_of_group(
-    seed: torch.Tensor, position: torch.Tensor, choice: torch.Tensor, group: torch.Tensor
-) -> Words:
+def _words_of_group(seed: torch.Tensor, position: torch.Tensor, choice: torch.Tensor, group: torch.Tensor) -> Words:
     key = (seed & _MASK).unsqueeze(1), (seed >> 32 & _MASK).unsqueeze(1)
     row = position.to(torch.int64).unsqueeze(1), choice.to(torch.int64).unsqueeze(1)
     return philox4x32((group, row[0], row[1], torch.zeros_like(row[0])), key)
@@ -100,8 +96,8 @@ def gumbel_from_words(words: torch.Tensor) -> torch.Tensor:
 
 @jit
 def philox_words_tile(
-    seed: Tile, position: Tile, choice: Tile, first_group: Tile, TILE: tl.constexpr
-) -> Tile:
+    seed: tl.tensor, position: tl.tensor, choice: tl.tensor, first_group: tl.tensor, TILE: tl.constexpr
+) -> tl.tensor:
     """In a kernel: the uint32 words of TILE neighbouring vocabulary indices, from index ``4 * first_group``
     on.
 
@@ -115,7 +111,7 @@ def philox_words_tile(
 
 
 @jit
-def gumbel_tile(words: Tile) -> Tile:
+def gumbel_tile(words: tl.tensor) -> tl.tensor:
     """In a kernel: `gumbel_from_words`."""
     u = ((words >> 9).to(tl.float32) + 0.5) * 1.1920928955078125e-07  # 2 ** -23
     return -tl.log(-tl.log(u))

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import torch
 
-from kernels._triton import Pointer, Scalar, kernel, next_power_of_2, runs_on_triton, tl
+from kernels._triton import kernel, next_power_of_2, runs_on_triton, tl
 
 _HEADS = 8  # heads per program
 
@@ -82,18 +82,18 @@ def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tens
 
 @kernel
 def _rotary_kernel(
-    query_ptr: Pointer,
-    key_ptr: Pointer,
-    query_out_ptr: Pointer,
-    key_out_ptr: Pointer,
-    cos_ptr: Pointer,
-    sin_ptr: Pointer,
-    query_token_stride: Scalar,
-    query_head_stride: Scalar,
-    key_token_stride: Scalar,
-    key_head_stride: Scalar,
-    cos_stride: Scalar,
-    sin_stride: Scalar,
+    query_ptr: tl.tensor,
+    key_ptr: tl.tensor,
+    query_out_ptr: tl.tensor,
+    key_out_ptr: tl.tensor,
+    cos_ptr: tl.tensor,
+    sin_ptr: tl.tensor,
+    query_token_stride: tl.tensor,
+    query_head_stride: tl.tensor,
+    key_token_stride: tl.tensor,
+    key_head_stride: tl.tensor,
+    cos_stride: tl.tensor,
+    sin_stride: tl.tensor,
     NUM_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,

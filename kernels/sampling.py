@@ -31,15 +31,13 @@ from dataclasses import dataclass
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from kernels._triton import Pointer, Scalar, kernel, next_power_of_2, runs_on_triton, tl
+from kernels._triton import kernel, next_power_of_2, runs_on_triton, tl
 from kernels.philox import gumbel_from_words, gumbel_tile, philox_words_tile, random_words, random_words_at
 
 _SMALL_VOCAB = 4096  # up to here one batched sort is cheaper than looking at each row
 _DRAW_TILE = 1024  # logits per program of the Triton draw
 _COLDEST = 1e-30  # a smaller temperature could overflow a logit; this one is greedy already
-_DENSE_ELEMENTS = (
-    1 << 16
-)  # logits given noise at once: Philox on CPU makes a dozen passes over eight bytes for each
+_DENSE_ELEMENTS = 1 << 16  # logits given noise at once: Philox on CPU makes a dozen passes over eight bytes for each
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,9 +167,7 @@ def _sample_sparse(logits: torch.Tensor, params: SamplingTensors) -> torch.Tenso
     return index.gather(1, winner).squeeze(1)
 
 
-def _survivors(
-    scores: torch.Tensor, top_k: int, top_p: float, min_p: float
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _survivors(scores: torch.Tensor, top_k: int, top_p: float, min_p: float) -> tuple[torch.Tensor, torch.Tensor]:
     """The tokens of one row that the filters leave: ascending indices and their scores."""
     vocab_size = scores.shape[0]
     kept = torch.ones_like(scores, dtype=torch.bool)
@@ -219,24 +215,22 @@ def _gumbel_argmax_triton(scores: torch.Tensor, params: SamplingTensors) -> torc
         num_tiles,
         TILE=_DRAW_TILE,
     )
-    _gumbel_argmax_rows_kernel[(num_rows,)](
-        tile_score, tile_token, tokens, num_tiles, TILES=next_power_of_2(num_tiles)
-    )
+    _gumbel_argmax_rows_kernel[(num_rows,)](tile_score, tile_token, tokens, num_tiles, TILES=next_power_of_2(num_tiles))
     return tokens
 
 
 @kernel
 def _gumbel_argmax_tiles_kernel(
-    scores_ptr: Pointer,
-    temperature_ptr: Pointer,
-    seed_ptr: Pointer,
-    choice_ptr: Pointer,
-    position_ptr: Pointer,
-    tile_score_ptr: Pointer,
-    tile_token_ptr: Pointer,
-    row_stride: Scalar,
-    vocab_size: Scalar,
-    num_tiles: Scalar,
+    scores_ptr: tl.tensor,
+    temperature_ptr: tl.tensor,
+    seed_ptr: tl.tensor,
+    choice_ptr: tl.tensor,
+    position_ptr: tl.tensor,
+    tile_score_ptr: tl.tensor,
+    tile_token_ptr: tl.tensor,
+    row_stride: tl.tensor,
+    vocab_size: tl.tensor,
+    num_tiles: tl.tensor,
     TILE: tl.constexpr,
 ) -> None:
     """One program: the best perturbed score in one tile of one row's vocabulary, ties to the lowest index."""
@@ -262,10 +256,10 @@ def _gumbel_argmax_tiles_kernel(
 
 @kernel
 def _gumbel_argmax_rows_kernel(
-    tile_score_ptr: Pointer,
-    tile_token_ptr: Pointer,
-    tokens_ptr: Pointer,
-    num_tiles: Scalar,
+    tile_score_ptr: tl.tensor,
+    tile_token_ptr: tl.tensor,
+    tokens_ptr: tl.tensor,
+    num_tiles: tl.tensor,
     TILES: tl.constexpr,
 ) -> None:
     """One program: the best tile of one row, ties to the first tile."""

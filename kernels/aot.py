@@ -1,0 +1,264 @@
+"""Compiling every kernel specialisation that the worker reaches, without a GPU.
+
+Triton compiles a kernel for the types of its arguments and the values of its compile-time parameters,
+normally when it is first launched. Here each case is a call of an operation's public function with meta
+tensors: `record_launches` notes what would have been launched, and each note is compiled for an architecture
+to a cubin, of which registers, spilled bytes and shared memory are reported. So a kernel that does not
+compile, or spills, shows on any machine, and what is compiled cannot drift from what is launched.
+
+    python -m kernels.aot                 the cases of CI
+    python -m kernels.aot --all           every case
+    python -m kernels.aot --json FILE     the table as JSON as well
+
+Specialisation follows Triton's own rule for launches: an integer 1 becomes a constant, integers divisible by
+16 and all tensors (the allocator aligns them) are marked so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kernels._triton import HAVE_TRITON, Launch, record_launches, triton
+from kernels.activation import silu_mul
+from kernels.kv_cache import write_kv
+from kernels.norm import rms_norm
+from kernels.paged_attention import paged_attention
+from kernels.rotary import apply_rotary
+from kernels.sampling import SamplingTensors, sample
+
+ARCHITECTURES = (80, 90)
+
+_TYPE_NAMES = {
+    torch.float32: "fp32",
+    torch.float16: "fp16",
+    torch.bfloat16: "bf16",
+    torch.int32: "i32",
+    torch.int64: "i64",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One call of an operation. ``call`` makes it, on meta tensors."""
+
+    name: str
+    call: Callable[[], object]
+    in_ci: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Compiled:
+    """What one kernel specialisation needs on one architecture."""
+
+    case: str
+    kernel: str
+    architecture: int  # compute capability, 90 for sm_90
+    registers: int  # per thread
+    spill_bytes: int  # per thread; local memory, which these kernels use for nothing else
+    shared_bytes: int  # per program
+    num_warps: int
+
+
+def cases() -> list[Case]:
+    """The specialisations that the worker reaches today."""
+    found = []
+    for head_dim in (64, 128, 256):
+        for group_size in (1, 4, 8):
+            for block_size in (16, 32):
+                name = f"head_dim {head_dim}, group {group_size}, page {block_size}"
+                in_ci = group_size == 4 and block_size == 16
+                call = partial(_attention, head_dim, group_size, block_size)
+                found.append(Case(f"attention {name}", call, in_ci))
+    gemma = partial(_attention, 256, 2, 16, sliding_window=4096, soft_cap=50.0)
+    found.append(Case("attention head_dim 256, group 2, page 16, window, cap", gemma, True))
+    found.append(Case("write_kv 8x128, page 16", _write_kv, True))
+    found.append(Case("rms_norm 4096, residual", partial(_rms_norm, (4096,), True, 0.0), True))
+    found.append(Case("rms_norm 1024", partial(_rms_norm, (1024,), False, 0.0), False))
+    found.append(Case("rms_norm heads of 128", partial(_rms_norm, (32, 128), False, 0.0), False))
+    found.append(Case("rms_norm 2304, residual, gemma", partial(_rms_norm, (2304,), True, 1.0), False))
+    found.append(Case("rotary 32+8 heads of 128", partial(_rotary, 128), True))
+    found.append(Case("rotary 32+8 heads of 80, partial", partial(_rotary, 80), False))
+    found.append(Case("silu_mul 14336", _silu_mul, True))
+    found.append(Case("sample 128256", _sample, True))
+    return found
+
+
+def _meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def _attention(
+    head_dim: int,
+    group_size: int,
+    block_size: int,
+    *,
+    sliding_window: int | None = None,
+    soft_cap: float | None = None,
+) -> None:
+    cache = _meta(1024, 8, block_size, head_dim)
+    paged_attention(
+        _meta(512, 8 * group_size, head_dim),
+        cache,
+        cache,
+        _meta(4, 4096 // block_size, dtype=torch.int32),
+        _meta(5, dtype=torch.int32),
+        _meta(4, dtype=torch.int32),
+        max_query_len=509,
+        scale=head_dim**-0.5,
+        sliding_window=sliding_window,
+        soft_cap=soft_cap,
+    )
+
+
+def _write_kv() -> None:
+    cache = _meta(1024, 8, 16, 128)
+    write_kv(_meta(32, 8, 128), _meta(32, 8, 128), cache, cache, _meta(32, dtype=torch.int64))
+
+
+def _rms_norm(shape: tuple[int, ...], with_residual: bool, weight_offset: float) -> None:
+    x, weight = _meta(32, *shape), _meta(shape[-1])
+    if with_residual:
+        rms_norm(x, weight, 1e-5, residual=_meta(32, *shape), weight_offset=weight_offset)
+    else:
+        rms_norm(x, weight, 1e-5, weight_offset=weight_offset)
+
+
+def _rotary(head_dim: int) -> None:
+    angles = _meta(32, 32 if head_dim < 128 else 64, dtype=torch.float32)
+    apply_rotary(_meta(32, 32, head_dim), _meta(32, 8, head_dim), angles, angles)
+
+
+def _silu_mul() -> None:
+    silu_mul(_meta(32, 2 * 14336))
+
+
+def _sample() -> None:
+    floats = _meta(32, dtype=torch.float32)
+    ints = _meta(32, dtype=torch.int32)
+    params = SamplingTensors(
+        temperature=floats,
+        top_k=ints,
+        top_p=floats,
+        min_p=floats,
+        seed=_meta(32, dtype=torch.int64),
+        choice=ints,
+        position=ints,
+        any_random=True,
+        any_truncation=True,
+    )
+    sample(_meta(32, 128256), params)
+
+
+def compile_cases(chosen: Iterable[Case], architectures: Iterable[int] = ARCHITECTURES) -> Iterator[Compiled]:
+    """Compile what each case launches for each architecture; a kernel that does not compile raises."""
+    if not HAVE_TRITON:
+        raise RuntimeError("compiling kernels needs triton, which is not installed")
+    targets = list(architectures)
+    seen: set[str] = set()
+    for case in chosen:
+        with record_launches() as launches:
+            case.call()
+        for launch in launches:
+            for architecture in targets:
+                source, options = _source_of(launch)
+                key = f"{architecture} {source.hash()} {options}"
+                if key not in seen:
+                    seen.add(key)
+                    yield _compile(case.name, launch, source, options, architecture)
+
+
+def _source_of(launch: Launch) -> tuple[Any, dict[str, Any]]:
+    """A launch as Triton's compiler takes it: the source with types and constants, and the options."""
+    from triton.compiler import ASTSource
+
+    function = launch.kernel.function
+    names = function.arg_names
+    values = dict(zip(names, launch.args, strict=False))
+    values |= {name: value for name, value in launch.options.items() if name in names}
+    options = {name: value for name, value in launch.options.items() if name not in names}
+    signature: dict[str, str] = {}
+    constants: dict[tuple[int, ...], Any] = {}
+    attributes: dict[tuple[int, ...], list[list[Any]]] = {}
+    for index, (parameter, name) in enumerate(zip(function.params, names, strict=True)):
+        value = values[name]
+        if parameter.is_constexpr or value is None or (isinstance(value, int) and value == 1):
+            signature[name] = "constexpr"
+            constants[(index,)] = value
+        elif isinstance(value, torch.Tensor):
+            signature[name] = "*" + _TYPE_NAMES[value.dtype]
+            attributes[(index,)] = [["tt.divisibility", 16]]
+        elif isinstance(value, int):
+            signature[name] = "i32"
+            if value % 16 == 0:
+                attributes[(index,)] = [["tt.divisibility", 16]]
+        else:
+            signature[name] = "fp32"
+    return ASTSource(function, signature, constants, attributes), options
+
+
+def _compile(case: str, launch: Launch, source: Any, options: dict[str, Any], architecture: int) -> Compiled:
+    from triton.backends.compiler import GPUTarget
+
+    binary = triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=options)
+    registers, spill_bytes = _resource_usage(binary.asm["cubin"])
+    return Compiled(
+        case=case,
+        kernel=launch.kernel.name,
+        architecture=architecture,
+        registers=registers,
+        spill_bytes=spill_bytes,
+        shared_bytes=binary.metadata.shared,
+        num_warps=binary.metadata.num_warps,
+    )
+
+
+def _resource_usage(cubin: bytes) -> tuple[int, int]:
+    """Registers and bytes of local memory per thread, as the tool that comes with triton reads them from a
+    cubin."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
+        listing = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    usage = re.search(r"REG:(\d+) STACK:(\d+) .*?LOCAL:(\d+)", listing)
+    if usage is None:
+        raise RuntimeError(f"cuobjdump printed no resource usage: {listing!r}")
+    registers, stack, local = map(int, usage.groups())
+    return registers, stack + local
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Compile and print the table; 0 if everything compiled."""
+    parser = argparse.ArgumentParser(prog="python -m kernels.aot", description="Compile the kernels without a GPU.")
+    parser.add_argument("--all", action="store_true", help="every case, not only those of CI")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the table as JSON, too")
+    options = parser.parse_args(arguments)
+
+    rows = []
+    print(f"{'sm':>3} {'regs':>5} {'spill B':>8} {'shared B':>9} {'warps':>6}  kernel")
+    for row in compile_cases(case for case in cases() if options.all or case.in_ci):
+        rows.append(row)
+        print(
+            f"{row.architecture:>3} {row.registers:>5} {row.spill_bytes:>8} {row.shared_bytes:>9} {row.num_warps:>6}"
+            f"  {row.kernel} ({row.case})",
+            flush=True,
+        )
+    if options.json:
+        options.json.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
