@@ -118,9 +118,7 @@ def build_tokenize(
     return request
 
 
-def build_detokenize(
-    token_ids: Sequence[int], *, model: str, include_special_tokens: bool
-) -> pb.DetokenizeRequest:
+def build_detokenize(token_ids: Sequence[int], *, model: str, include_special_tokens: bool) -> pb.DetokenizeRequest:
     """The request message.
 
     Raises:

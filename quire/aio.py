@@ -149,13 +149,9 @@ class AsyncClient:
         Raises:
             QuireError: the call failed.
         """
-        request = _mapping.build_detokenize(
-            token_ids, model=model, include_special_tokens=include_special_tokens
-        )
+        request = _mapping.build_detokenize(token_ids, model=model, include_special_tokens=include_special_tokens)
         try:
-            response = await self._generation.Detokenize(
-                request, timeout=timeout, metadata=_mapping.trace_metadata()
-            )
+            response = await self._generation.Detokenize(request, timeout=timeout, metadata=_mapping.trace_metadata())
         except grpc.aio.AioRpcError as error:
             raise _mapping.read_error(error) from None
         return response.text
@@ -173,9 +169,7 @@ class AsyncClient:
         """
         request = model_pb2.GetModelRequest(name=name)
         try:
-            response = await self._models.GetModel(
-                request, timeout=timeout, metadata=_mapping.trace_metadata()
-            )
+            response = await self._models.GetModel(request, timeout=timeout, metadata=_mapping.trace_metadata())
         except grpc.aio.AioRpcError as error:
             raise _mapping.read_error(error) from None
         return _mapping.read_model(response.model)

@@ -144,13 +144,9 @@ class Client:
         Raises:
             QuireError: the call failed.
         """
-        request = _mapping.build_detokenize(
-            token_ids, model=model, include_special_tokens=include_special_tokens
-        )
+        request = _mapping.build_detokenize(token_ids, model=model, include_special_tokens=include_special_tokens)
         try:
-            return self._generation.Detokenize(
-                request, timeout=timeout, metadata=_mapping.trace_metadata()
-            ).text
+            return self._generation.Detokenize(request, timeout=timeout, metadata=_mapping.trace_metadata()).text
         except grpc.RpcError as error:
             raise _mapping.read_error(error) from None
 

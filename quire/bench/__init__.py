@@ -1,0 +1,1 @@
+"""Measurements of the whole served stack, as a client sees it."""

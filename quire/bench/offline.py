@@ -1,0 +1,176 @@
+"""A fixed list of requests against a running server: who sent what when, and when each token came.
+
+Closed loop when all requests arrive at 0 (the concurrency limit paces them), open loop when they have arrival
+times. Reading and reporting are pure; `run_requests` is the only part that talks to a server.
+"""
+
+import asyncio
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from quire.aio import AsyncClient
+from shared.config import ConfigError
+
+_KEYS = frozenset({"prompt_token_ids", "max_tokens", "ignore_eos", "arrive_s", "prime"})
+
+
+@dataclass(frozen=True, slots=True)
+class OfflineRequest:
+    """One line of the input."""
+
+    prompt_token_ids: tuple[int, ...]
+    max_tokens: int
+    ignore_eos: bool = False
+    arrive_s: float = 0.0
+    prime: bool = False
+    """Served before the clock starts, to fill caches."""
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """What came back for one request."""
+
+    sent_s: float
+    """Seconds since the start."""
+    tokens: tuple[int, ...]
+    times_s: tuple[float, ...]
+    """Seconds since the start at which each token was received; tokens of one message share theirs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """The result of a run: one trace per request, in the order of the input."""
+
+    requests: tuple[OfflineRequest, ...]
+    traces: tuple[Trace, ...]
+    wall_s: float
+
+    def to_json(self) -> str:
+        """One JSON object, as documented by `quire bench offline --help`."""
+        return json.dumps(
+            {
+                "out_tokens": self._out_tokens(),
+                "wall_s": self.wall_s,
+                "out_tok_per_s": self._out_tokens() / self.wall_s if self.wall_s else 0.0,
+                "ttft_s": _percentiles(self._ttfts(), 50, 99),
+                "itl_s": {**_percentiles(self._itls(), 50, 99), "max": max(self._itls(), default=0.0)},
+                "requests": len(self._timed()),
+                "tokens": [trace.tokens for trace in self.traces],
+                "times": [
+                    () if request.prime else trace.times_s
+                    for request, trace in zip(self.requests, self.traces, strict=True)
+                ],
+            }
+        )
+
+    def summary(self) -> str:
+        """One line for people."""
+        ttft = _percentiles(self._ttfts(), 50, 99)
+        itl = _percentiles(self._itls(), 50, 99)
+        return (
+            f"{self._out_tokens()} tokens of {len(self._timed())} requests in {self.wall_s:.2f} s:"
+            f" {self._out_tokens() / self.wall_s if self.wall_s else 0.0:.1f} tokens/s,"
+            f" TTFT p50 {ttft['p50']:.3f} s p99 {ttft['p99']:.3f} s,"
+            f" ITL p50 {itl['p50'] * 1e3:.1f} ms p99 {itl['p99'] * 1e3:.1f} ms"
+        )
+
+    def _timed(self) -> list[Trace]:
+        return [trace for request, trace in zip(self.requests, self.traces, strict=True) if not request.prime]
+
+    def _out_tokens(self) -> int:
+        return sum(len(trace.tokens) for trace in self._timed())
+
+    def _ttfts(self) -> list[float]:
+        return [trace.times_s[0] - trace.sent_s for trace in self._timed() if trace.times_s]
+
+    def _itls(self) -> list[float]:
+        return [gap for trace in self._timed() for gap in np.diff(trace.times_s).tolist()]
+
+
+def read_requests(path: Path) -> list[OfflineRequest]:
+    """The requests of a JSONL file.
+
+    Raises:
+        ConfigError: the file is not there, or a line is not a request; the message names the line.
+    """
+    try:
+        lines = path.read_text().splitlines()
+    except OSError as error:
+        raise ConfigError(f"--requests: {path}: {error.strerror}") from None
+    requests = [
+        _parse(line, f"--requests: {path}, line {number}") for number, line in enumerate(lines, 1) if line.strip()
+    ]
+    if not requests:
+        raise ConfigError(f"--requests: {path} holds no request; write one JSON object a line")
+    return requests
+
+
+async def run_requests(client: AsyncClient, requests: Sequence[OfflineRequest], max_concurrency: int) -> Report:
+    """Sends every request at its time, at most `max_concurrency` at once.
+
+    Raises:
+        QuireError: a request failed; a benchmark with holes would be worth nothing.
+    """
+    primes = {
+        index: await _send(client, request, time.perf_counter())
+        for index, request in enumerate(requests)
+        if request.prime
+    }
+    free = asyncio.Semaphore(max_concurrency)
+    start = time.perf_counter()
+
+    async def one(request: OfflineRequest) -> Trace:
+        await asyncio.sleep(start + request.arrive_s - time.perf_counter())
+        async with free:
+            return await _send(client, request, start)
+
+    async with asyncio.TaskGroup() as group:
+        tasks = {index: group.create_task(one(request)) for index, request in enumerate(requests) if not request.prime}
+    wall_s = time.perf_counter() - start
+    traces = primes | {index: task.result() for index, task in tasks.items()}
+    return Report(tuple(requests), tuple(traces[index] for index in range(len(requests))), wall_s)
+
+
+async def _send(client: AsyncClient, request: OfflineRequest, start: float) -> Trace:
+    sent_s = time.perf_counter() - start
+    tokens: list[int] = []
+    times_s: list[float] = []
+    async for delta in client.generate(
+        token_ids=request.prompt_token_ids,
+        max_tokens=request.max_tokens,
+        ignore_eos=request.ignore_eos,
+        temperature=0.0,
+    ):
+        tokens.extend(delta.token_ids)
+        times_s.extend([time.perf_counter() - start] * len(delta.token_ids))
+    return Trace(sent_s, tuple(tokens), tuple(times_s))
+
+
+def _parse(line: str, where: str) -> OfflineRequest:
+    try:
+        values = json.loads(line)
+    except ValueError as error:
+        raise ConfigError(f"{where}: no JSON ({error})") from None
+    if not isinstance(values, dict) or not {"prompt_token_ids", "max_tokens"} <= set(values):
+        raise ConfigError(f"{where}: an object with prompt_token_ids and max_tokens is needed")
+    if unknown := set(values) - _KEYS:
+        raise ConfigError(f"{where}: {sorted(unknown)[0]!r} is not known; there are {', '.join(sorted(_KEYS))}")
+    try:
+        return OfflineRequest(
+            prompt_token_ids=tuple(int(token) for token in values["prompt_token_ids"]),
+            max_tokens=int(values["max_tokens"]),
+            ignore_eos=bool(values.get("ignore_eos", False)),
+            arrive_s=float(values.get("arrive_s", 0.0)),
+            prime=bool(values.get("prime", False)),
+        )
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"{where}: {error}") from None
+
+
+def _percentiles(values: Sequence[float], *ranks: int) -> dict[str, float]:
+    return {f"p{rank}": float(np.percentile(values, rank)) if values else 0.0 for rank in ranks}

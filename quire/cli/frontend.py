@@ -1,0 +1,29 @@
+"""Runs one front-end process: gRPC and HTTP for clients, tokenizing, streams.
+
+It connects to the scheduler core at --frontend-address, now or as soon as one is there. Several front ends
+may share one gRPC port on one machine. It prints `listening grpc=HOST:PORT http=HOST:PORT` when it listens;
+SIGTERM lets running requests end.
+"""
+
+from quire.cli._config import add_config_flags
+from quire.cli._parser import Namespace, OneLineParser
+from quire.serve import lifeline
+from shared.config import FrontendConfig, from_options
+
+EXAMPLES = """
+  quire frontend --frontend-address tcp://scheduler:5701 --model /models/my-model --host 0.0.0.0
+"""
+
+
+def configure(parser: OneLineParser) -> None:
+    """Adds the flags of `FrontendConfig`."""
+    add_config_flags(parser, FrontendConfig)
+
+
+def run(options: Namespace) -> int:
+    """Runs until SIGTERM or SIGINT."""
+    config = from_options(FrontendConfig, options)
+    lifeline.attach()
+    from services import frontend
+
+    return frontend.run(config)

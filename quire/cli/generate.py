@@ -1,0 +1,110 @@
+"""Generates from a prompt on a running server and streams the text to stdout.
+
+The prompt is continued as it is; with --chat it is sent as a user's message through the model's chat
+template. "-" reads it from stdin. Ctrl-C cancels the request on the server.
+"""
+
+import json
+import os
+import sys
+from dataclasses import asdict
+
+from quire.cli._parser import Namespace, OneLineParser
+from quire.client import Client, Generation
+from quire.types import Completion, GenerateOptions
+
+EXAMPLES = """
+  quire generate "Once upon a time" --max-tokens 64
+  quire generate --chat "What is 3 + 4?" --temperature 0 --target 127.0.0.1:50051
+  quire generate - --json < prompt.txt
+"""
+
+_DEFAULT_TARGET = "127.0.0.1:50051"
+_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "seed")
+_PASSED_ON = (*_SAMPLING, "model", "max_tokens", "stop", "stop_token_ids", "ignore_eos", "request_id")
+
+
+def configure(parser: OneLineParser) -> None:
+    """Adds the flags."""
+    add = parser.add_argument
+    add("prompt", help="the text; - reads it from stdin")
+    add(
+        "--target",
+        default=os.environ.get("QUIRE_TARGET", _DEFAULT_TARGET),
+        metavar="HOST:PORT",
+        help=f"the server's gRPC address (default: the variable QUIRE_TARGET, or {_DEFAULT_TARGET})",
+    )
+    add("--chat", action="store_true", help="send the text as a user's message")
+    add("--model", metavar="NAME", help="the model's name (default: the one that is served)")
+    add("--max-tokens", type=int, metavar="N", help="most tokens to generate")
+    add("--temperature", type=float, metavar="T", help="0 is greedy")
+    add("--top-k", type=int, metavar="K", help="keep the k most likely tokens")
+    add("--top-p", type=float, metavar="P", help="keep the most likely tokens that reach p together")
+    add("--min-p", type=float, metavar="P", help="drop tokens less likely than p times the most likely one")
+    add("--seed", type=int, metavar="N", help="draw the same noise every time")
+    add("--stop", action="append", metavar="TEXT", help="end where this text appears; may be repeated")
+    add(
+        "--stop-token-id",
+        dest="stop_token_ids",
+        type=int,
+        action="append",
+        metavar="ID",
+        help="end after this token; may be repeated",
+    )
+    add("--ignore-eos", action="store_const", const=True, help="go on after the end-of-sequence token")
+    add("--request-id", metavar="ID", help="name the request")
+    add("--timeout", type=float, metavar="S", help="give up after so many seconds")
+    add("--json", action="store_true", help="print one JSON object with text, token ids, usage and timings")
+
+
+def run(options: Namespace) -> int:
+    """Sends the request; raises `quire.errors.QuireError` when it fails."""
+    prompt = sys.stdin.read() if options.prompt == "-" else options.prompt
+    given: GenerateOptions = {  # type: ignore[assignment]  # argparse is not typed
+        name: value for name in _PASSED_ON if (value := getattr(options, name)) is not None
+    }
+    if options.chat:
+        given["messages"] = [{"role": "user", "content": prompt}]
+    with (
+        Client(options.target) as client,
+        client.generate(None if options.chat else prompt, timeout=options.timeout, **given) as generation,
+    ):
+        if options.json:
+            _write(json.dumps(_as_json(generation.result()), ensure_ascii=False) + "\n")
+        else:
+            _stream(generation)
+    return 0
+
+
+def _stream(generation: Generation) -> None:
+    started = False
+    try:
+        for delta in generation:
+            _write(delta.text)
+            started = True
+    except BaseException:
+        if started:  # so that the error, or the shell's prompt, starts on a line of its own
+            _write("\n")
+        raise
+    _write("\n")
+
+
+def _write(text: str) -> None:
+    # Always UTF-8 and never translated, whatever the locale: the text is the model's, byte by byte.
+    sys.stdout.buffer.write(text.encode())
+    sys.stdout.buffer.flush()
+
+
+def _as_json(completion: Completion) -> dict[str, object]:
+    finished = completion.finished
+    return {
+        "text": completion.text,
+        "token_ids": completion.token_ids,
+        "finish_reason": finished.reason.value,
+        "stop_string": finished.stop_string,
+        "stop_token_id": finished.stop_token_id,
+        "usage": asdict(finished.usage),
+        "timings": asdict(finished.timings),
+        "request_id": finished.request_id,
+        "model": finished.model,
+    }

@@ -1,0 +1,27 @@
+"""Runs the scheduler core process: queues, admission, block tables, one plan per worker and step.
+
+Front ends connect to --frontend-address and workers to --worker-address. It needs no GPU and no torch.
+"""
+
+from quire.cli._config import add_config_flags
+from quire.cli._parser import Namespace, OneLineParser
+from quire.serve import lifeline
+from shared.config import SchedulerConfig, from_options
+
+EXAMPLES = """
+  quire scheduler --frontend-address tcp://0.0.0.0:5701 --worker-address tcp://0.0.0.0:5702
+"""
+
+
+def configure(parser: OneLineParser) -> None:
+    """Adds the flags of `SchedulerConfig`."""
+    add_config_flags(parser, SchedulerConfig)
+
+
+def run(options: Namespace) -> int:
+    """Runs until SIGTERM or SIGINT."""
+    config = from_options(SchedulerConfig, options)
+    lifeline.attach()
+    from scheduler_svc import main
+
+    return main.run(config)

@@ -1,0 +1,28 @@
+"""Runs one worker process: the model, its KV pages, the sampler.
+
+It connects to the scheduler at --worker-address, now or as soon as one is there. One worker per GPU. Needs
+the extra `worker`: pip install 'quire[worker]'.
+"""
+
+from quire.cli._config import add_config_flags
+from quire.cli._parser import Namespace, OneLineParser
+from quire.serve import lifeline
+from shared.config import WorkerConfig, from_options
+
+EXAMPLES = """
+  quire worker --worker-address tcp://scheduler:5702 --worker-id gpu-0 --model /models/my-model
+"""
+
+
+def configure(parser: OneLineParser) -> None:
+    """Adds the flags of `WorkerConfig`."""
+    add_config_flags(parser, WorkerConfig)
+
+
+def run(options: Namespace) -> int:
+    """Runs until SIGTERM or SIGINT."""
+    config = from_options(WorkerConfig, options)
+    lifeline.attach()
+    from worker_svc import main
+
+    return main.run(config)

@@ -1,0 +1,118 @@
+"""Which processes make up a service on one machine, and with which flags. Pure: values in, values out."""
+
+import enum
+import os
+import sys
+import sysconfig
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+
+from quire.serve import lifeline
+from shared.config import ConfigError, FrontendConfig, SchedulerConfig, WorkerConfig, to_flags
+
+
+class Role(enum.Enum):
+    """What a process is; the value is the command that runs it."""
+
+    SCHEDULER = "scheduler"
+    WORKER = "worker"
+    FRONTEND = "frontend"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServeConfig:
+    """How many processes of each kind, and the settings of each kind."""
+
+    scheduler: SchedulerConfig
+    worker: WorkerConfig
+    frontend: FrontendConfig
+    frontends: int = 1
+    workers: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("frontends", "workers"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name}: {getattr(self, name)} is too few; give at least 1")
+
+
+@dataclass(frozen=True, slots=True)
+class ChildSpec:
+    """One process to run."""
+
+    name: str
+    role: Role
+    argv: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Ports:
+    """The ports that all front ends share."""
+
+    grpc: int
+    http: int
+
+
+def plan_children(config: ServeConfig, *, socket_dir: Path, ports: Ports, cores: int) -> list[ChildSpec]:
+    """The processes of one service, in the order in which they are started.
+
+    Args:
+        config: what was asked for.
+        socket_dir: private folder for the ZeroMQ sockets; an address that was set by hand is kept.
+        ports: the ports that were reserved.
+        cores: CPU cores to share among the workers that name no number of threads.
+    """
+    frontend_address = _address(config.scheduler, "frontend_address", socket_dir / "frontends")
+    worker_address = _address(config.scheduler, "worker_address", socket_dir / "workers")
+    scheduler = replace(config.scheduler, frontend_address=frontend_address, worker_address=worker_address)
+    workers = [
+        replace(
+            config.worker,
+            worker_address=worker_address,
+            worker_id=_numbered(config.worker.worker_id, index),
+            num_threads=config.worker.num_threads or max(1, cores // config.workers),
+            # 'cuda' alone would put every worker on the first GPU.
+            device=f"cuda:{index}" if config.worker.device == "cuda" else config.worker.device,
+        )
+        for index in range(config.workers)
+    ]
+    frontends = [
+        replace(
+            config.frontend,
+            frontend_address=frontend_address,
+            frontend_id=_numbered(config.frontend.frontend_id, index),
+            grpc_port=ports.grpc,
+            http_port=ports.http,
+        )
+        for index in range(config.frontends)
+    ]
+    return [
+        _child("scheduler", Role.SCHEDULER, scheduler),
+        *(_child(worker.worker_id, Role.WORKER, worker) for worker in workers),
+        *(_child(frontend.frontend_id, Role.FRONTEND, frontend) for frontend in frontends),
+    ]
+
+
+def child_environment(environ: Mapping[str, str], supervisor_pid: int) -> dict[str, str]:
+    """The environment of the children: the supervisor's own, its pid, and where this very Quire lies."""
+    environment = {**environ, lifeline.ENVIRONMENT: str(supervisor_pid)}
+    root = Path(__file__).resolve().parents[2]
+    installed = {Path(sysconfig.get_path(name)).resolve() for name in ("purelib", "platlib")}
+    if root not in installed:
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, (str(root), environ.get("PYTHONPATH"))))
+    return environment
+
+
+def _child(name: str, role: Role, config: object) -> ChildSpec:
+    # -P: a folder of the user's that happens to be called `services` or `shared` is not ours.
+    return ChildSpec(name, role, (sys.executable, "-P", "-m", "quire.cli.main", role.value, *to_flags(config)))
+
+
+def _address(config: SchedulerConfig, setting: str, private: Path) -> str:
+    default = next(field.default for field in fields(config) if field.name == setting)
+    value: str = getattr(config, setting)
+    return f"ipc://{private}" if value == default else value
+
+
+def _numbered(name: str, index: int) -> str:
+    return f"{name.removesuffix('-0')}-{index}"

@@ -1,0 +1,91 @@
+"""A whole service as one value: started, used, ended. What `quire serve` and the benchmarks stand on."""
+
+import asyncio
+import os
+from contextlib import ExitStack
+from types import TracebackType
+from typing import Any, Self
+
+from quire.serve.layout import Role, ServeConfig, plan_children
+from quire.serve.ports import reserve_ports
+from quire.serve.readiness import until_ready
+from quire.serve.runtime_dir import runtime_dir
+from quire.serve.supervisor import Addresses, ServeError, Supervisor
+from shared.model_path import resolve_model
+
+_GRACE_S = 5.0
+"""How long a worker or the scheduler may take to end."""
+_GRACE_MARGIN_S = 3.0
+"""What a front end may take beyond its own grace period."""
+
+
+class Service:
+    """Scheduler, workers and front ends on this machine; `async with` starts and ends them."""
+
+    def __init__(self, config: ServeConfig) -> None:
+        """Reserves ports and sockets.
+
+        Raises:
+            ConfigError: the model is not there, or a port is in use.
+        """
+        # Found out here, in one line, rather than by several children at once.
+        resolve_model(config.frontend.model, weights=config.worker.load_format != "random")
+        self._config = config
+        self._held = ExitStack()
+        try:
+            self._ports = reserve_ports(
+                self._held,
+                config.frontend.host,
+                grpc_port=config.frontend.grpc_port,
+                http_port=config.frontend.http_port,
+            )
+            socket_dir = self._held.enter_context(runtime_dir())
+        except BaseException:
+            self._held.close()
+            raise
+        specs = plan_children(config, socket_dir=socket_dir, ports=self._ports, cores=len(os.sched_getaffinity(0)))
+        grace_s = dict.fromkeys(Role, _GRACE_S)
+        grace_s[Role.FRONTEND] = config.frontend.grace_period_s + _GRACE_MARGIN_S
+        self._supervisor = Supervisor(specs, grace_s=grace_s)
+
+    async def start(self) -> Addresses:
+        """Starts every process and waits until the service is ready.
+
+        Raises:
+            ServeError: a process cannot start; the message says which and why.
+        """
+        self._supervisor.start()
+        starting = asyncio.ensure_future(self._until_ready())
+        try:
+            ends: set[asyncio.Future[Any]] = {starting, self._supervisor.failed}
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            if self._supervisor.failed.done():
+                raise ServeError(self._supervisor.failed.result())
+            return await starting
+        finally:
+            starting.cancel()
+
+    async def stop(self) -> None:
+        """Ends every process in order and gives back ports and sockets."""
+        try:
+            await self._supervisor.stop()
+        finally:
+            self._held.close()
+
+    def kill(self) -> None:
+        """Ends every process at once; `stop` then only cleans up."""
+        self._supervisor.kill()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, _type: type[BaseException] | None, _value: BaseException | None, _trace: TracebackType | None
+    ) -> None:
+        await self.stop()
+
+    async def _until_ready(self) -> Addresses:
+        addresses = await self._supervisor.listening()
+        await until_ready(addresses, self._config.workers)
+        self._supervisor.was_ready = True
+        return addresses

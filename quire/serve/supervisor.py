@@ -1,0 +1,148 @@
+"""Keeps a set of child processes alive, and ends them in order.
+
+Start: all at once; they find each other. Death: one log line, a pause, a new start (`restarts` decides). End:
+front ends first, which let their running requests finish, then workers, then the scheduler, each within its
+grace period. It knows nothing of what the processes do, except that a front end says where it listens.
+"""
+
+import asyncio
+import os
+import re
+import signal
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from quire.serve.child import Child
+from quire.serve.layout import ChildSpec, Role, child_environment
+from quire.serve.output import forward_line
+from quire.serve.restarts import GiveUp, RestartPolicy
+from shared.logging import get_logger
+
+END_ORDER = (Role.FRONTEND, Role.WORKER, Role.SCHEDULER)
+
+_LISTENING = re.compile(r"listening grpc=(\S+) http=(\S+)$")
+
+
+class ServeError(Exception):
+    """The service cannot start; the message is one line."""
+
+
+@dataclass(frozen=True, slots=True)
+class Addresses:
+    """Where a service listens, as HOST:PORT."""
+
+    grpc: str
+    http: str
+
+
+@dataclass(slots=True)
+class _Slot:
+    """A process that should be there, and its present life."""
+
+    spec: ChildSpec
+    child: Child | None = None
+    deaths: int = 0
+    last_line: str = ""
+    """What the present life said last on stderr."""
+    listening: "asyncio.Future[Addresses]" = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+
+
+class Supervisor:
+    """The children of one service. To be used within one event loop, in the main thread."""
+
+    def __init__(
+        self, specs: Sequence[ChildSpec], *, grace_s: Mapping[Role, float], policy: RestartPolicy | None = None
+    ) -> None:
+        self._slots = [_Slot(spec) for spec in specs]
+        self._grace_s = grace_s
+        self._policy = policy or RestartPolicy()
+        self._environment = child_environment(os.environ, os.getpid())
+        self._stopping = asyncio.Event()
+        self._keepers: list[asyncio.Task[None]] = []
+        self._log = get_logger()
+        self.was_ready = False
+        """Set by the owner once the service is ready; from then on no death is final."""
+        self.failed: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        """Done when the service cannot start, with the reason."""
+
+    def start(self) -> None:
+        """Starts every process."""
+        self._keepers = [asyncio.create_task(self._keep(slot), name=slot.spec.name) for slot in self._slots]
+
+    async def listening(self) -> Addresses:
+        """Waits until every front end listens; where they do."""
+        frontends = [slot.listening for slot in self._slots if slot.spec.role is Role.FRONTEND]
+        return (await asyncio.gather(*map(asyncio.shield, frontends)))[0]
+
+    async def stop(self) -> None:
+        """Ends every process in order; none is left afterwards."""
+        self._stopping.set()
+        for role in END_ORDER:
+            slots = [slot for slot in self._slots if slot.spec.role is role]
+            await asyncio.gather(*(slot.child.end(self._grace_s[role]) for slot in slots if slot.child))
+        await asyncio.gather(*self._keepers)
+
+    def kill(self) -> None:
+        """Ends every process at once; `stop`, running or yet to come, then has nothing to wait for."""
+        self._stopping.set()
+        for slot in self._slots:
+            if slot.child:
+                slot.child.kill()
+
+    async def _keep(self, slot: _Slot) -> None:
+        while not self._stopping.is_set():
+            slot.last_line = ""
+            slot.child = Child(
+                slot.spec,
+                self._environment,
+                on_stdout=lambda line: self._on_stdout(slot, line),
+                on_stderr=lambda line: self._on_stderr(slot, line),
+            )
+            started = time.monotonic()
+            exit_code = await slot.child.wait()
+            if self._stopping.is_set():
+                return
+            await self._after_death(slot, exit_code, time.monotonic() - started)
+
+    async def _after_death(self, slot: _Slot, exit_code: int, lived_s: float) -> None:
+        slot.deaths = 1 if lived_s >= self._policy.steady_after_s else slot.deaths + 1
+        decision = self._policy.after_death(
+            exit_code=exit_code, lived_s=lived_s, deaths=slot.deaths, was_ready=self.was_ready
+        )
+        how = f"killed by {signal.Signals(-exit_code).name}" if exit_code < 0 else f"exit code {exit_code}"
+        if isinstance(decision, GiveUp):
+            if not self.failed.done():
+                why = slot.last_line or "it said nothing"
+                self.failed.set_result(f"{slot.spec.name} ended ({how}): {why}")
+            await self._stopping.wait()
+            return
+        self._log.warning(
+            "process died",
+            process=slot.spec.name,
+            how=how,
+            last_line=slot.last_line,
+            restart_in_s=decision.delay_s,
+        )
+        try:
+            await asyncio.wait_for(self._stopping.wait(), decision.delay_s)
+        except TimeoutError:
+            return
+
+    def _on_stdout(self, slot: _Slot, line: str) -> None:
+        match = _LISTENING.match(line)
+        if match is None:
+            # Our own stdout is for the ready line alone.
+            forward_line(sys.stderr, line)
+        elif not slot.listening.done():
+            slot.listening.set_result(Addresses(*match.groups()))
+
+    def _on_stderr(self, slot: _Slot, line: str) -> None:
+        if not line.strip():
+            return
+        own_error = f"quire {slot.spec.role.value}: "
+        slot.last_line = line.removeprefix(own_error)
+        # The one line in which a command says why it ends is told once, as the reason of its death.
+        if not line.startswith(own_error):
+            forward_line(sys.stderr, line)
