@@ -34,7 +34,5 @@ def from_columns(*columns: bytes) -> tuple[Int32Array, ...]:
     """Unpacks columns of one group, which must have equal length."""
     arrays = tuple(from_column(column) for column in columns)
     if len({len(array) for array in arrays}) > 1:
-        raise MalformedColumnError(
-            f"columns of one group differ in length: {[len(array) for array in arrays]}"
-        )
+        raise MalformedColumnError(f"columns of one group differ in length: {[len(array) for array in arrays]}")
     return arrays

@@ -19,7 +19,7 @@ class ConfigError(ValueError):
     """A setting that cannot be used; the message names it and the remedy."""
 
 
-def _option(default: Any, help_text: str, *, choices: tuple[str, ...] = (), unit: str = "") -> Any:  # noqa: ANN401
+def _option(default: Any, help_text: str, *, choices: tuple[str, ...] = (), unit: str = "") -> Any:
     return field(default=default, metadata={"help": help_text, "choices": choices, "unit": unit})
 
 
@@ -34,17 +34,11 @@ class SchedulerConfig:
     prefix_cache: str = _option("off", "sharing of equal prompt prefixes", choices=("off",))
     max_num_seqs: int = _option(64, "most requests running at once per worker")
     max_num_batched_tokens: int = _option(512, "most tokens computed in one step of a worker")
-    max_queued_requests: int = _option(
-        4096, "most requests waiting; more are refused with RESOURCE_EXHAUSTED"
-    )
+    max_queued_requests: int = _option(4096, "most requests waiting; more are refused with RESOURCE_EXHAUSTED")
     max_plans_in_flight: int = _option(2, "plans sent ahead to a worker (1 or 2)")
-    worker_wait_s: float = _option(
-        60.0, "how long requests wait for a worker before they end UNAVAILABLE", unit="s"
-    )
+    worker_wait_s: float = _option(60.0, "how long requests wait for a worker before they end UNAVAILABLE", unit="s")
     worker_silence_s: float = _option(5.0, "a worker hearing nothing for so long connects again", unit="s")
-    step_deadline_s: float = _option(
-        120.0, "ceiling of a step's deadline until enough steps were measured", unit="s"
-    )
+    step_deadline_s: float = _option(120.0, "ceiling of a step's deadline until enough steps were measured", unit="s")
     stall_timeout_s: float = _option(60.0, "a reader that takes nothing for so long is cancelled", unit="s")
     frontend_lease_s: float = _option(10.0, "a front end silent for so long is lost", unit="s")
     trace_steps: bool = _option(True, "make step traces for steps that hold a traced request")
@@ -60,9 +54,7 @@ class WorkerConfig:
     served_model_name: str = _option("", "name that requests give; default: the folder's name")
     device: str = _option("auto", "'auto' (CUDA if there is one, else CPU), 'cpu' or 'cuda[:N]'")
     dtype: str = _option("auto", "type of weights and KV", choices=("auto", "float32", "bfloat16", "float16"))
-    load_format: str = _option(
-        "auto", "'auto' reads the weights, 'random' makes them", choices=("auto", "random")
-    )
+    load_format: str = _option("auto", "'auto' reads the weights, 'random' makes them", choices=("auto", "random"))
     block_size: int = _option(16, "tokens per KV block")
     kv_cache_memory: str = _option("512MiB", "memory for KV blocks on a CPU, e.g. 2GiB")
     gpu_memory_utilization: float = _option(0.9, "share of a GPU's memory that the worker may use")
@@ -166,13 +158,14 @@ def parse_bytes(text: str) -> int:
         raise ConfigError(f"{text!r} is not a size in bytes; write 512MiB or 2GiB, for example") from None
 
 
-def _parse(variable: str, text: str, option: "dataclasses.Field[Any]") -> Any:  # noqa: ANN401
+def _parse(variable: str, text: str, option: "dataclasses.Field[Any]") -> Any:
     choices = option.metadata["choices"]
     if choices and text not in choices:
         raise ConfigError(f"{variable}={text!r}: choose one of {', '.join(choices)}")
     try:
         if isinstance(option.default, bool):
             return {"1": True, "true": True, "0": False, "false": False}[text.lower()]
-        return type(option.default)(text)
+        kind: type[Any] = type(option.default)
+        return kind(text)
     except (ValueError, KeyError):
         raise ConfigError(f"{variable}={text!r} is no {type(option.default).__name__}") from None

@@ -24,9 +24,7 @@ def collect_families(registry: CollectorRegistry, **labels: str) -> list[link_pb
             help=metric.documentation,
             type=metric.type,
             samples=[
-                link_pb2.MetricSample(
-                    name=sample.name, labels={**sample.labels, **labels}, value=sample.value
-                )
+                link_pb2.MetricSample(name=sample.name, labels={**sample.labels, **labels}, value=sample.value)
                 for sample in metric.samples
                 if not sample.name.endswith("_created")
             ],

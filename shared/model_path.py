@@ -23,9 +23,7 @@ def resolve_model(model: str, *, weights: bool) -> Path:
     path = Path(model).expanduser()
     if path.is_dir():
         if not (path / "config.json").is_file():
-            raise ConfigError(
-                f"model: {path} holds no config.json; give the folder of a Hugging Face checkpoint"
-            )
+            raise ConfigError(f"model: {path} holds no config.json; give the folder of a Hugging Face checkpoint")
         return path
     if path.is_absolute() or model.startswith(".") or model.count("/") != 1:
         raise ConfigError(f"model: there is no folder {model}; give 'demo', a checkpoint folder or a hub id")

@@ -26,9 +26,7 @@ class SendOutcome(enum.Enum):
     """There is no such peer (any more)."""
 
 
-def bind_router(
-    context: "zmq.Context[zmq.Socket[bytes]]", address: str, *, max_message: int
-) -> "zmq.Socket[bytes]":
+def bind_router(context: "zmq.Context[zmq.Socket[bytes]]", address: str, *, max_message: int) -> "zmq.Socket[bytes]":
     """A ROUTER bound to `address` (`ipc://…` or `tcp://…`); see `endpoint` for the port that `:*` became."""
     socket = context.socket(zmq.ROUTER)
     socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
@@ -42,11 +40,21 @@ def bind_router(
 
 
 def connect_dealer(
-    context: "zmq.Context[zmq.Socket[bytes]]", address: str, *, identity: bytes, max_message: int
+    context: "zmq.Context[zmq.Socket[bytes]]",
+    address: str,
+    *,
+    identity: bytes,
+    max_message: int,
+    queue_while_away: bool = True,
 ) -> "zmq.Socket[bytes]":
-    """A DEALER with the routing id `identity`, connected to `address` (now, or as soon as somebody binds it)."""
+    """A DEALER with the routing id `identity`, connected to `address` (now, or as soon as somebody binds it).
+
+    Without `queue_while_away` nothing can be sent while there is no connection (`zmq.Again`), and what was queued for a
+    connection goes with it: a peer that comes back never reads what was meant for its predecessor.
+    """
     socket = context.socket(zmq.DEALER)
     socket.setsockopt(zmq.IDENTITY, identity)
+    socket.setsockopt(zmq.IMMEDIATE, 0 if queue_while_away else 1)
     socket.setsockopt(zmq.RECONNECT_IVL, 20)
     socket.setsockopt(zmq.RECONNECT_IVL_MAX, 500)
     _bound(socket, max_message)

@@ -48,9 +48,7 @@ def exporting() -> bool:
     exporter = os.environ.get("OTEL_TRACES_EXPORTER", "")
     if exporter:
         return "otlp" in exporter.split(",")
-    return any(
-        os.environ.get(name) for name in ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
-    )
+    return any(os.environ.get(name) for name in ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"))
 
 
 def to_traceparent(span: trace.Span) -> str:

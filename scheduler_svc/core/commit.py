@@ -74,17 +74,13 @@ def settle(worker: Worker, event: StepDone, now: float) -> Settled:
     return settled
 
 
-def _settle_rows(
-    worker: Worker, answered: Int32Array, generations: Int32Array, tokens: Int32Array
-) -> Settled:
+def _settle_rows(worker: Worker, answered: Int32Array, generations: Int32Array, tokens: Int32Array) -> Settled:
     rows = worker.rows
     alive = (rows.generation[answered] == generations) & (rows.state[answered] != FREE)
     late: list[tuple[int, int, int]] = []
     if not alive.all():
         gone = ~alive
-        late = list(
-            zip(answered[gone].tolist(), generations[gone].tolist(), tokens[gone].tolist(), strict=True)
-        )
+        late = list(zip(answered[gone].tolist(), generations[gone].tolist(), tokens[gone].tolist(), strict=True))
         answered, tokens = answered[alive], tokens[alive]
     settled = Settled(answered, tokens, rows.commit(answered, tokens))
     worker.counters.generated_tokens += len(tokens)

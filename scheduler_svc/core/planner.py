@@ -98,11 +98,11 @@ class Planner:
             for row in needy[np.argsort(rows.sequence[needy])].tolist():
                 if rows.state[row] == DECODE:  # not preempted meanwhile
                     self._give_block(row)
-            takes_part = (
-                (rows.state[candidates] == DECODE) & (length <= rows.capacity[candidates]) & ~without_credit
-            )
-            return candidates[takes_part]
-        return candidates[~without_credit] if without_credit.any() else candidates
+            has_block = (rows.state[candidates] == DECODE) & (length <= rows.capacity[candidates])
+            candidates = candidates[has_block & ~without_credit]
+        elif without_credit.any():
+            candidates = candidates[~without_credit]
+        return candidates
 
     def _give_block(self, row: int) -> None:
         while not self._pool.num_free:

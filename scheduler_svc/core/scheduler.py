@@ -130,11 +130,10 @@ class Scheduler:
             self._attempt_ended(request, "preempted")
             self._requeue(request, now)
         for request in outcome.ending:
-            self._running.pop(request.key)
+            self._running.pop(request.key, None)  # absent when this very plan admitted it
         if outcome.plan is not None:
             for admission in outcome.plan.admissions:
                 key = RequestKey(admission.frontend, admission.stream)
-                # A request may be admitted for its last step: then it has left its row already.
                 if self._requests[key].state is RequestState.RUNNING:
                     self._running[key] = (worker, admission.row)
         return outcome.plan
@@ -233,9 +232,7 @@ class Scheduler:
         self._requests[key] = request
         request.note(now, "arrived")
         if not 0 < request.num_prompt_tokens <= len(request.tokens):
-            self._end(
-                request, EndReason.INVALID, now, message="the prompt is empty or longer than the tokens given"
-            )
+            self._end(request, EndReason.INVALID, now, message="the prompt is empty or longer than the tokens given")
         elif len(request.tokens) >= request.limit:
             self._end(request, EndReason.LENGTH, now)
         elif len(self._waiting) + len(self._starved) >= self._config.max_queued_requests:
@@ -524,10 +521,7 @@ class Scheduler:
                 if request.starved_since is None:
                     request.starved_since = now
         for request in list(self._requests.values()) if self._config.stall_timeout_s else ():
-            if (
-                request.starved_since is not None
-                and now - request.starved_since > self._config.stall_timeout_s
-            ):
+            if request.starved_since is not None and now - request.starved_since > self._config.stall_timeout_s:
                 self._end(
                     request,
                     EndReason.STALLED,

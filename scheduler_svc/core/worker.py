@@ -109,7 +109,5 @@ class Worker:
         self.rows.validate()
         self.pool.validate(self.rows.blocks)
         assert len(self.prefilling) == len(set(self.prefilling)) == int((self.rows.state == 1).sum())
-        assert [entry.step for entry in self.in_flight] == list(
-            range(self.answered_step + 1, self.last_step + 1)
-        )
+        assert [entry.step for entry in self.in_flight] == list(range(self.answered_step + 1, self.last_step + 1))
         assert all(departure.last_step > self.answered_step for departure in self.departed.values())

@@ -1,0 +1,142 @@
+"""The core wired to model workers and readers in virtual time, invariants checked after every event."""
+
+from collections import deque
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from scheduler_svc.core import effects as ef
+from scheduler_svc.core import events as ev
+from scheduler_svc.core.config import CoreConfig
+from scheduler_svc.core.plan import Plan
+from scheduler_svc.core.scheduler import Scheduler
+from tests.scheduler_svc.model_worker import ModelWorker
+
+FRONTEND = b"front/1"
+
+
+@dataclass(slots=True)
+class Reader:
+    """What a client has received."""
+
+    prompt: list[int]
+    max_tokens: int
+    stops: set[int]
+    tokens: list[int] = field(default_factory=list)
+    end: ef.RequestEnded | None = None
+
+
+class Cluster:
+    """Drives one scheduler; every method takes one step of virtual time."""
+
+    def __init__(self, **limits: object) -> None:
+        self.core = Scheduler(CoreConfig(**limits), incarnation=1 << 40)  # type: ignore[arg-type]
+        self.now = 100.0
+        self.readers: dict[int, Reader] = {}
+        self.workers: dict[bytes, ModelWorker] = {}
+        self.answers: dict[bytes, deque[ev.StepDone]] = {}
+        self.effects: list[ef.Effect] = []
+        self.handle(ev.FrontendJoined(frontend=FRONTEND))
+
+    def handle(self, event: ev.Event) -> list[ef.Effect]:
+        """Feeds one event and checks everything that can be checked."""
+        self.now += 0.001
+        effects = self.core.handle(event, self.now)
+        self._receive(effects)
+        self.core.validate()
+        return effects
+
+    def join(self, worker: ModelWorker, worker_id: str = "w") -> None:
+        """A worker says hello."""
+        for effect in self.handle(worker.hello(worker_id)):
+            if isinstance(effect, ef.WorkerWelcomed):
+                worker.epoch, worker.last_step = effect.epoch, 0
+                worker.rows.clear()
+                worker.generations.clear()
+                self.workers[worker.peer] = worker
+                self.answers[worker.peer] = deque()
+
+    def submit(
+        self,
+        stream: int,
+        prompt: list[int],
+        max_tokens: int,
+        *,
+        stops: set[int] | None = None,
+        credit: int = 1 << 20,
+        deadline: float | None = None,
+        delivered: tuple[int, ...] = (),
+    ) -> Reader:
+        """A request arrives, or arrives again with what was `delivered` before."""
+        reader = self.readers[stream] = Reader(prompt, max_tokens, stops or set(), list(delivered))
+        self.handle(
+            ev.RequestArrived(
+                frontend=FRONTEND,
+                stream=stream,
+                request_id=f"r{stream}",
+                token_ids=np.array([*prompt, *delivered], np.int32),
+                num_prompt_tokens=len(prompt),
+                max_tokens=max_tokens,
+                stop_token_ids=np.array(sorted(reader.stops), np.int32),
+                sampling=b"",
+                credit=credit,
+                deadline=deadline,
+                traceparent="",
+            )
+        )
+        return reader
+
+    def plan(self) -> int:
+        """Lets the core plan for every worker as far as it will; returns the number of plans."""
+        count = 0
+        for peer in self.core.workers():
+            while (plan := self._plan_when_due(peer)) is not None:
+                self.answers[peer].append(self.workers[peer].execute(plan))
+                count += 1
+        return count
+
+    def _plan_when_due(self, peer: bytes) -> Plan | None:
+        due = self.core.next_plan_due(self.now)
+        if due is not None:
+            self.now = due
+        plan = self.core.plan(peer, self.now)
+        self._receive(self.core.take_effects())
+        self.core.validate()
+        return plan
+
+    def answer(self) -> int:
+        """Hands the oldest answer of every worker to the core; returns how many there were."""
+        count = 0
+        for peer, answers in list(self.answers.items()):
+            if answers and peer in self.core.workers():
+                self.handle(answers.popleft())
+                count += 1
+        return count
+
+    def run(self, max_steps: int = 10_000) -> None:
+        """Plans and answers until nothing is left to do."""
+        for _ in range(max_steps):
+            if not self.plan() + self.answer():
+                return
+        raise AssertionError("the cluster does not come to rest")
+
+    def lose(self, peer: bytes) -> None:
+        """A worker dies with whatever it had in flight."""
+        self.answers[peer].clear()
+        self.handle(ev.WorkerLost(worker=peer, reason="killed"))
+
+    def _receive(self, effects: list[ef.Effect]) -> None:
+        self.effects.extend(effects)
+        for effect in effects:
+            if isinstance(effect, ef.TokensReady):
+                for stream, index, token in zip(
+                    effect.streams.tolist(), effect.first_indices.tolist(), effect.tokens.tolist(), strict=True
+                ):
+                    reader = self.readers[stream]
+                    assert reader.end is None, "a token after the end"
+                    assert index == len(reader.tokens), "a gap or a repeat"
+                    reader.tokens.append(token)
+            elif isinstance(effect, ef.RequestEnded):
+                reader = self.readers[effect.stream]
+                assert reader.end is None, "a request ended twice"
+                reader.end = effect

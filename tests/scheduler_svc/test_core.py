@@ -1,0 +1,349 @@
+"""Promises of the scheduler core, one request life at a time."""
+
+import pytest
+
+from scheduler_svc.core import effects as ef
+from scheduler_svc.core import events as ev
+from scheduler_svc.core.config import CoreConfig, InvalidLimitsError
+from tests.scheduler_svc.cluster import FRONTEND, Cluster
+from tests.scheduler_svc.model_worker import ModelWorker, expected_output
+
+SMALL = {"max_num_seqs": 4, "max_num_batched_tokens": 16}
+
+
+def _worker(num_blocks: int = 64, *, peer: bytes = b"w/1", block_size: int = 4, max_rows: int = 8) -> ModelWorker:
+    return ModelWorker(peer, num_blocks, block_size, max_rows)
+
+
+def _free(cluster: Cluster) -> list[tuple[int, int]]:
+    return [(worker.blocks_free, worker.blocks_total) for worker in cluster.core.stats().workers]
+
+
+def test_tokens_are_those_of_the_model() -> None:
+    """Prompts longer and shorter than the budget, more of them than rows, all deliver the model's tokens."""
+    cluster = Cluster(**SMALL)
+    cluster.join(_worker())
+    for stream in range(12):
+        cluster.submit(stream, list(range(1, 3 + 5 * stream)), 3 + stream)
+    cluster.run()
+    for reader in cluster.readers.values():
+        assert reader.end is not None
+        assert reader.end.reason is ef.EndReason.LENGTH
+        assert reader.tokens == expected_output(reader.prompt, reader.max_tokens, set())
+    assert _free(cluster) == [(64, 64)]
+
+
+def test_stop_token_ends_and_later_tokens_are_discarded() -> None:
+    """A stop token is the last that is delivered, although a further step was in flight."""
+    cluster = Cluster(**SMALL)
+    cluster.join(_worker())
+    full = expected_output([5, 6, 7], 20, set())
+    reader = cluster.submit(1, [5, 6, 7], 20, stops={full[6]})
+    cluster.run()
+    assert reader.tokens == expected_output([5, 6, 7], 20, {full[6]})
+    assert reader.end is not None
+    assert (reader.end.reason, reader.end.stop_token_id) == (ef.EndReason.STOP, full[6])
+    assert cluster.core.stats().workers[0].counters.discarded_tokens == 1
+    assert _free(cluster) == [(64, 64)]
+
+
+def test_many_stop_tokens() -> None:
+    """More stop tokens than the array holds are honoured too."""
+    cluster = Cluster(**SMALL)
+    cluster.join(_worker())
+    full = expected_output([9], 30, set())
+    stops = {full[10], *[token for token in range(1000) if token not in full][:20]}
+    reader = cluster.submit(1, [9], 30, stops=stops)
+    cluster.run()
+    assert reader.tokens == expected_output([9], 30, stops)
+
+
+def test_preemption_keeps_tokens_and_order() -> None:
+    """With too few blocks for all, later requests are preempted and every output is still the model's."""
+    cluster = Cluster(**SMALL)
+    cluster.join(_worker(num_blocks=12))
+    for stream in range(4):
+        cluster.submit(stream, list(range(1, 6 + stream)), 25)
+    cluster.run()
+    for reader in cluster.readers.values():
+        assert reader.tokens == expected_output(reader.prompt, 25, set())
+    assert cluster.core.stats().workers[0].counters.preemptions > 0
+    first = cluster.readers[0].end
+    assert first is not None
+    assert first.preemptions == 0, "the oldest request is never the victim"
+    assert _free(cluster) == [(12, 12)]
+
+
+def test_cancel_frees_blocks_once_steps_in_flight_are_answered() -> None:
+    """No plan after a cancel samples the request, and its blocks come back with the answers in flight."""
+    cluster = Cluster(**SMALL)
+    worker = _worker()
+    cluster.join(worker)
+    reader = cluster.submit(1, [1, 2, 3], 50)
+    cluster.plan()
+    cluster.handle(ev.RequestCancelled(frontend=FRONTEND, stream=1))
+    assert reader.end is not None
+    assert reader.end.reason is ef.EndReason.CANCELLED
+    assert cluster.plan() == 0
+    assert _free(cluster) != [(64, 64)], "blocks must not be free while a step in flight may write them"
+    cluster.run()
+    assert _free(cluster) == [(64, 64)]
+
+
+def test_worker_death_resumes_without_gap_or_repeat() -> None:
+    """What ran on a dead worker continues on the next one from the delivered tokens."""
+    cluster = Cluster(**SMALL)
+    cluster.join(_worker())
+    for stream in range(6):
+        cluster.submit(stream, list(range(1, 8)), 20 + stream)
+    for _ in range(9):
+        cluster.plan()
+        cluster.answer()
+    cluster.plan()
+    cluster.lose(b"w/1")
+    cluster.join(_worker(peer=b"w/2"))
+    cluster.run()
+    for reader in cluster.readers.values():
+        assert reader.tokens == expected_output(reader.prompt, reader.max_tokens, set())
+        assert reader.end is not None
+        assert reader.end.reason is ef.EndReason.LENGTH
+
+
+def test_answers_of_an_old_epoch_are_dropped() -> None:
+    """A worker that said hello again cannot deliver what its earlier self computed."""
+    cluster = Cluster(**SMALL)
+    worker = _worker()
+    cluster.join(worker)
+    cluster.submit(1, [1, 2], 10)
+    cluster.plan()
+    stale = cluster.answers[b"w/1"].popleft()
+    cluster.answers[b"w/1"].clear()
+    cluster.join(worker)
+    assert cluster.handle(stale) == []
+    cluster.run()
+    assert cluster.readers[1].tokens == expected_output([1, 2], 10, set())
+
+
+def test_senseless_answer_ends_the_epoch_only() -> None:
+    """An answer with surprising rows makes the core forget the worker, not the request."""
+    cluster = Cluster(**SMALL)
+    worker = _worker()
+    cluster.join(worker)
+    cluster.submit(1, [1, 2], 10)
+    cluster.plan()
+    answer = cluster.answers[b"w/1"].popleft()
+    cluster.answers[b"w/1"].clear()
+    wrong = ev.StepDone(worker=b"w/1", epoch=worker.epoch, step=answer.step, rows=answer.rows + 1, tokens=answer.tokens)
+    assert any(isinstance(effect, ef.WorkerUnknown) for effect in cluster.handle(wrong))
+    cluster.join(worker)
+    cluster.run()
+    assert cluster.readers[1].tokens == expected_output([1, 2], 10, set())
+
+
+def test_failed_row_ends_alone() -> None:
+    """A row that failed on the worker ends its request with an error; the others go on."""
+    cluster = Cluster(**SMALL)
+    cluster.join(_worker())
+    cluster.submit(1, [1, 2], 10)
+    cluster.submit(2, [3, 4], 10)
+    cluster.plan()
+    answer = cluster.answers[b"w/1"].popleft()
+    failing = int(answer.rows[0])
+    admitted = answer.rows.tolist().index(failing)
+    keep = answer.rows != failing
+    cluster.handle(
+        ev.StepDone(
+            worker=answer.worker,
+            epoch=answer.epoch,
+            step=answer.step,
+            rows=answer.rows[keep],
+            tokens=answer.tokens[keep],
+            failures=(ev.FailedRow(row=failing, generation=1, reason="NaN"),),
+        )
+    )
+    assert admitted == 0
+    ended = [effect for effect in cluster.effects if isinstance(effect, ef.RequestEnded)]
+    assert [effect.reason for effect in ended] == [ef.EndReason.ROW_FAILED]
+    cluster.run()
+    survivor = cluster.readers[3 - ended[0].stream]
+    assert survivor.tokens == expected_output(survivor.prompt, 10, set())
+
+
+def test_reader_without_credit_is_held_out_and_then_goes_on() -> None:
+    """A row stops exactly at its credit while others run, and goes on when credit comes."""
+    cluster = Cluster(**SMALL)
+    cluster.join(_worker())
+    slow = cluster.submit(1, [1, 2], 30, credit=4 * 7)
+    fast = cluster.submit(2, [3, 4], 30)
+    cluster.run()
+    assert len(slow.tokens) == 7
+    assert fast.end is not None
+    cluster.handle(ev.CreditGranted(frontend=FRONTEND, stream=1, credit=4 * 100))
+    cluster.run()
+    assert slow.tokens == expected_output([1, 2], 30, set())
+
+
+def test_stalled_reader_is_cancelled() -> None:
+    """A reader that takes nothing for the configured time ends with that reason and frees its blocks."""
+    cluster = Cluster(**SMALL, stall_timeout_s=5.0)
+    cluster.join(_worker())
+    reader = cluster.submit(1, [1, 2], 30, credit=4 * 3)
+    cluster.run()
+    for _ in range(3):
+        cluster.now += 4.0
+        cluster.handle(ev.TimePassed())
+    cluster.run()
+    assert reader.end is not None
+    assert reader.end.reason is ef.EndReason.STALLED
+    assert _free(cluster) == [(64, 64)]
+
+
+def test_deadline_ends_waiting_and_running_requests() -> None:
+    """A deadline that passes ends the request wherever it is."""
+    cluster = Cluster(max_num_seqs=1, max_num_batched_tokens=16)
+    cluster.join(_worker())
+    running = cluster.submit(1, [1, 2], 500, deadline=cluster.now + 10)
+    waiting = cluster.submit(2, [1, 2], 500, deadline=cluster.now + 10)
+    cluster.plan()
+    cluster.now += 11
+    cluster.handle(ev.TimePassed())
+    assert [r.end.reason for r in (running, waiting) if r.end] == [ef.EndReason.DEADLINE] * 2
+    cluster.run()
+    assert _free(cluster) == [(64, 64)]
+
+
+def test_full_queue_is_refused_with_a_retry_hint() -> None:
+    """Beyond max_queued_requests a request ends at once, and says when to try again."""
+    cluster = Cluster(max_queued_requests=2)
+    readers = [cluster.submit(stream, [1], 2) for stream in range(3)]
+    end = readers[2].end
+    assert end is not None
+    assert end.reason is ef.EndReason.QUEUE_FULL
+    assert end.retry_ms > 0
+    assert readers[0].end is None
+
+
+def test_without_worker_requests_end_after_the_wait() -> None:
+    """UNAVAILABLE comes only after the configured wait, counted from the request's arrival."""
+    cluster = Cluster(worker_wait_s=30.0)
+    cluster.handle(ev.TimePassed())
+    cluster.now += 25
+    reader = cluster.submit(1, [1], 2)
+    cluster.now += 10
+    cluster.handle(ev.TimePassed())
+    assert reader.end is None
+    cluster.now += 25
+    cluster.handle(ev.TimePassed())
+    assert reader.end is not None
+    assert reader.end.reason is ef.EndReason.NO_WORKER
+
+
+def test_overdue_step_gives_the_worker_up() -> None:
+    """A worker that does not answer within the step deadline is given up and its requests wait again."""
+    cluster = Cluster(**SMALL, step_deadline_s=20.0)
+    cluster.join(_worker())
+    cluster.submit(1, [1, 2], 10)
+    cluster.plan()
+    for _ in range(60):
+        cluster.now += 0.45
+        cluster.handle(ev.TimePassed())
+    assert cluster.core.workers() == []
+    assert cluster.core.stats().waiting == 1
+
+
+def test_own_stall_is_not_blamed_on_workers() -> None:
+    """When the scheduler itself stood still for longer than a step deadline, nobody is given up."""
+    cluster = Cluster(**SMALL, step_deadline_s=20.0)
+    cluster.join(_worker())
+    cluster.submit(1, [1, 2], 10)
+    cluster.plan()
+    cluster.now += 300.0
+    cluster.handle(ev.TimePassed())
+    assert cluster.core.workers() == [b"w/1"]
+    cluster.run()
+    assert cluster.readers[1].tokens == expected_output([1, 2], 10, set())
+
+
+def test_stop_string_discards_later_tokens() -> None:
+    """A stop string ends the request with the count that the front end gives."""
+    cluster = Cluster(**SMALL)
+    cluster.join(_worker())
+    reader = cluster.submit(1, [1, 2], 50)
+    for _ in range(6):
+        cluster.plan()
+        cluster.answer()
+    cluster.handle(ev.StopMatched(frontend=FRONTEND, stream=1, keep_tokens=3))
+    cluster.run()
+    assert reader.end is not None
+    assert (reader.end.reason, reader.end.completion_tokens) == (ef.EndReason.STOP_STRING, 3)
+    assert _free(cluster) == [(64, 64)]
+
+
+def test_lost_frontend_takes_its_requests_along() -> None:
+    """Requests of a lost front end are cancelled and everything they held comes back."""
+    cluster = Cluster(**SMALL)
+    cluster.join(_worker())
+    for stream in range(6):
+        cluster.submit(stream, [1, 2, 3], 40)
+    cluster.plan()
+    cluster.handle(ev.FrontendLost(frontend=FRONTEND))
+    cluster.run()
+    assert all(reader.end and reader.end.reason is ef.EndReason.CANCELLED for reader in cluster.readers.values())
+    assert _free(cluster) == [(64, 64)]
+
+
+def test_unknown_frontend_is_told_so() -> None:
+    """A front end that the core does not know must say hello first; nothing is accepted from it before."""
+    cluster = Cluster()
+    cluster.handle(ev.FrontendLost(frontend=FRONTEND))
+    cluster.submit(1, [1], 2)
+    assert [effect for effect in cluster.effects if isinstance(effect, ef.FrontendUnknown)]
+    assert cluster.core.stats().waiting == 0
+
+
+def test_two_workers_share_the_queue() -> None:
+    """Requests spread over all workers, and all deliver the model's tokens."""
+    cluster = Cluster(**SMALL)
+    cluster.join(_worker(), "a")
+    cluster.join(_worker(peer=b"w/2"), "b")
+    for stream in range(10):
+        cluster.submit(stream, [stream, 2, 3], 15)
+    cluster.run()
+    for reader in cluster.readers.values():
+        assert reader.tokens == expected_output(reader.prompt, 15, set())
+    assert all(worker.counters.steps > 0 for worker in cluster.core.stats().workers)
+
+
+def test_other_model_is_refused() -> None:
+    """A worker with another fingerprint cannot join while the model is in use."""
+    cluster = Cluster()
+    cluster.join(_worker(), "a")
+    hello = _worker(peer=b"w/2").hello("b")
+    other = ev.WorkerHello(
+        worker=hello.worker,
+        worker_id="b",
+        block_size=4,
+        num_blocks=4,
+        max_rows=4,
+        max_tokens_per_step=64,
+        model=ev.ModelFacts(
+            name="x", architecture="X", fingerprint="other", max_model_len=1, vocab_size=1, dtype="f", eos_token_ids=()
+        ),
+    )
+    assert any(isinstance(effect, ef.WorkerRefused) for effect in cluster.handle(other))
+
+
+def test_resubmitted_request_continues_after_its_delivered_tokens() -> None:
+    """A request that arrives with delivered tokens goes on behind them."""
+    full = expected_output([4, 5], 12, set())
+    cluster = Cluster(**SMALL)
+    cluster.join(_worker())
+    reader = cluster.submit(1, [4, 5], 12, delivered=tuple(full[:5]))
+    cluster.run()
+    assert reader.tokens == full
+
+
+def test_contradicting_limits_are_refused() -> None:
+    """Limits under which running requests could not all take part in a step are refused by name."""
+    with pytest.raises(InvalidLimitsError, match="max_num_batched_tokens"):
+        CoreConfig(max_num_seqs=64, max_num_batched_tokens=32)
