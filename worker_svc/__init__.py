@@ -1,0 +1,20 @@
+"""The worker service: one process per device that executes the scheduler's plans over a paged KV cache.
+
+It decides nothing about requests or blocks. One plan comes in, one result goes out; follow it through the modules:
+
+    main       the process: configuration, model, KV pool, signals, exit code
+    loop       takes plans from the link, keeps the engine busy, sends results
+    link       the socket to the scheduler; one incarnation per Hello
+    session    what the frames of one incarnation mean (pure; no socket, no clock)
+    engine     plan in, result out, without a socket
+    rows       the table of rows that a plan's differences change
+    batch      the flat batch of one step, from the row table
+    model/     decoders that compute logits over the paged cache
+    sampler    logits to tokens
+    executor   when the device computes: at once on a CPU, asynchronously on CUDA
+    kv_pool    how many KV blocks fit, and the blocks themselves
+    assembly   limits, pool and engine for a loaded model
+    tracing    spans of steps and of rows
+
+The worker may import `shared`, `protos` and `kernels`, never the scheduler or the front end.
+"""

@@ -1,0 +1,168 @@
+"""The flat batch of one step, built from the row table.
+
+Decode rows come first, ascending, one token each; then the rows with a prefill chunk, ascending. What a step needs and
+the host knows (positions, slots, lengths) travels in one upload; the input tokens of decode rows are read from the
+device's `last_token`, where the step before has put them.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from worker_svc.block_tables import IntArray
+from worker_svc.device import upload
+from worker_svc.errors import PlanError
+from worker_svc.model.base import AttentionInputs
+from worker_svc.rows import RowTable
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepBatch:
+    """What the model and the sampler compute in one step."""
+
+    input_ids: torch.Tensor
+    """`[T] int64`."""
+    positions: torch.Tensor
+    """`[T] int64`."""
+    attention: AttentionInputs
+    logits_index: torch.Tensor | None
+    """`[S] int64`: the last token of each row that samples, rows ascending; None: every token samples."""
+    sample_rows: IntArray
+    """`[S]`: the rows that sample, ascending."""
+    sample_rows_on_device: torch.Tensor
+    """`[S] int64`."""
+    sample_positions: torch.Tensor
+    """`[S] int32`: absolute position of the token that is sampled."""
+    rows: IntArray
+    """All rows of the step, in batch order."""
+    num_tokens: int
+    num_prefill_tokens: int
+
+
+class BatchBuilder:
+    """Builds the batch of each step and advances the row table by it."""
+
+    def __init__(self, table: RowTable, device: torch.device) -> None:
+        self._table = table
+        self._device = device
+        self._block_size = table.limits.block_size
+        # What only depends on which rows decode is kept for as long as they stay the same.
+        self._membership = -1
+        self._rows_on_device = torch.zeros(0, dtype=torch.int64, device=device)
+        self._query_start = torch.zeros(1, dtype=torch.int32, device=device)
+
+    def build(self, chunk_rows: IntArray, chunk_lengths: IntArray) -> StepBatch | None:
+        """The batch of all decode rows and these chunks, or None when there is nothing to compute.
+
+        The table counts the batch's tokens as computed from here on.
+
+        Raises:
+            PlanError: a row lacks blocks, or there are more tokens than one step may have.
+        """
+        table = self._table
+        table.tables[0].publish()
+        decode_rows = table.decode_rows()
+        num_tokens = len(decode_rows) + int(chunk_lengths.sum())
+        if num_tokens > table.limits.max_tokens_per_step:
+            raise PlanError(f"{num_tokens} tokens in a step that may have {table.limits.max_tokens_per_step}")
+        if num_tokens == 0:
+            return None
+        if self._membership != table.membership:
+            self._remember_decode_rows(decode_rows)
+        if len(chunk_rows) == 0:
+            return self._decode_only(decode_rows)
+        return self._mixed(decode_rows, chunk_rows, chunk_lengths)
+
+    def _decode_only(self, rows: IntArray) -> StepBatch:
+        table = self._table
+        positions = table.num_computed[rows]
+        ends = positions + 1
+        table.check_room(rows, ends)
+        packed = np.stack((positions, self._slots(rows, positions)))
+        table.advance(rows[:0], rows[:0])
+        positions_on_device, slots = upload(packed, self._device)
+        context_lens = upload(ends.astype(np.int32), self._device)
+        return StepBatch(
+            input_ids=table.last_token[self._rows_on_device],
+            positions=positions_on_device,
+            attention=AttentionInputs(
+                slot_mapping=slots,
+                block_tables=self._block_tables(self._rows_on_device, int(ends.max())),
+                query_start=self._query_start,
+                context_lens=context_lens,
+                max_query_len=1,
+            ),
+            logits_index=None,
+            sample_rows=rows,
+            sample_rows_on_device=self._rows_on_device,
+            sample_positions=context_lens,
+            rows=rows,
+            num_tokens=len(rows),
+            num_prefill_tokens=0,
+        )
+
+    def _mixed(self, decode_rows: IntArray, chunk_rows: IntArray, chunk_lengths: IntArray) -> StepBatch:
+        table = self._table
+        rows = np.concatenate((decode_rows, chunk_rows))
+        lengths = np.concatenate((np.ones_like(decode_rows), chunk_lengths))
+        starts = table.num_computed[rows]
+        ends = starts + lengths
+        table.check_room(rows, ends)
+        query_start = np.concatenate(([0], np.cumsum(lengths)))
+        num_tokens = int(query_start[-1])
+        positions = np.repeat(starts - query_start[:-1], lengths) + np.arange(num_tokens)
+        slots = self._slots(np.repeat(rows, lengths), positions)
+        chunk_ids = np.concatenate(
+            [
+                table.chunk_tokens(row, length)
+                for row, length in zip(chunk_rows.tolist(), chunk_lengths.tolist(), strict=True)
+            ]
+        )
+        finished = table.advance(chunk_rows, chunk_lengths)
+
+        samples = np.concatenate((np.ones(len(decode_rows), np.bool_), finished)).nonzero()[0]
+        samples = samples[np.argsort(rows[samples])]
+        sample_rows = rows[samples]
+        wide = (positions, slots, chunk_ids, rows, query_start[samples + 1] - 1, sample_rows)
+        narrow = (query_start, ends, ends[samples])
+        positions_, slots_, chunk_ids_, rows_, logits_index, sample_rows_ = self._upload(wide, np.int64)
+        query_start_, context_lens, sample_positions = self._upload(narrow, np.int32)
+        return StepBatch(
+            input_ids=torch.cat((table.last_token[self._rows_on_device], chunk_ids_)),
+            positions=positions_,
+            attention=AttentionInputs(
+                slot_mapping=slots_,
+                block_tables=self._block_tables(rows_, int(ends.max())),
+                query_start=query_start_,
+                context_lens=context_lens,
+                max_query_len=int(lengths.max()),
+            ),
+            logits_index=logits_index,
+            sample_rows=sample_rows,
+            sample_rows_on_device=sample_rows_,
+            sample_positions=sample_positions,
+            rows=rows,
+            num_tokens=num_tokens,
+            num_prefill_tokens=num_tokens - len(decode_rows),
+        )
+
+    def _remember_decode_rows(self, rows: IntArray) -> None:
+        self._membership = self._table.membership
+        self._rows_on_device = upload(rows.copy(), self._device)
+        self._query_start = upload(np.arange(len(rows) + 1, dtype=np.int32), self._device)
+
+    def _slots(self, rows: IntArray, positions: IntArray) -> IntArray:
+        index, offset = np.divmod(positions, self._block_size)
+        return self._table.tables[0].blocks_at(rows, index) * self._block_size + offset
+
+    def _block_tables(self, rows: torch.Tensor, longest: int) -> torch.Tensor:
+        """The rows' tables `[R, blocks of the longest] int32`."""
+        num_blocks = -(-longest // self._block_size)
+        return self._table.tables[0].device_tables[:, :num_blocks].index_select(0, rows)
+
+    def _upload(self, arrays: tuple[IntArray, ...], dtype: npt.DTypeLike) -> tuple[torch.Tensor, ...]:
+        """The arrays on the device, by one copy."""
+        packed = upload(np.concatenate(arrays).astype(dtype, copy=False), self._device)
+        return torch.split(packed, [len(array) for array in arrays])

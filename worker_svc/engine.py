@@ -1,0 +1,165 @@
+"""The engine: a plan in, a result out, and no socket.
+
+`launch` applies a plan and starts its step; `collect` takes the oldest step's tokens. `handle` is both in one. On an
+asynchronous device several steps may be launched before the first is collected; their order is kept.
+"""
+
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from protos.quire.plan.v1 import plan_pb2
+from shared.columns import to_column
+from worker_svc.batch import BatchBuilder, StepBatch
+from worker_svc.block_tables import IntArray
+from worker_svc.executor import DeviceTimes, DoneStep, StepInFlight, make_executor
+from worker_svc.model.base import KVCache, Model
+from worker_svc.rows import Limits, RowTable
+from worker_svc.sampler import FAILED, Sampler
+
+_NO_ROWS = np.zeros(0, np.int64)
+_NO_TOKENS = np.zeros(0, np.int32)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Launched:
+    """A launched step and what its result needs."""
+
+    step: int
+    sample_rows: IntArray
+    generations: IntArray
+    num_tokens: int
+    received_unix_ns: int
+    prepare_ns: int
+    in_flight: StepInFlight
+
+
+class Engine:
+    """Executes plans with one model over one KV pool."""
+
+    def __init__(self, model: Model, caches: Sequence[KVCache], limits: Limits, device: torch.device) -> None:
+        self._model = model
+        self._caches = caches
+        self._device = device
+        self._rows = RowTable(limits, device)
+        self._batches = BatchBuilder(self._rows, device)
+        self._sampler = Sampler(self._rows, device)
+        self._executor = make_executor(device)
+        self._launched: deque[_Launched] = deque()
+
+    @property
+    def limits(self) -> Limits:
+        """What the engine can hold and compute."""
+        return self._rows.limits
+
+    @property
+    def num_in_flight(self) -> int:
+        """Steps launched and not collected."""
+        return len(self._launched)
+
+    @property
+    def max_in_flight(self) -> int:
+        """Steps worth launching before the oldest is collected."""
+        return 2 if self._executor.asynchronous else 1
+
+    def handle(self, plan: plan_pb2.Plan) -> plan_pb2.StepResult:
+        """Executes one plan and waits for its result.
+
+        Raises:
+            PlanError: the plan breaks the contract; call `reset` before anything else.
+        """
+        self.launch(plan, time.time_ns())
+        return self.collect()
+
+    @torch.inference_mode()
+    def launch(self, plan: plan_pb2.Plan, received_unix_ns: int) -> None:
+        """Applies a plan and starts its step.
+
+        Args:
+            plan: the next plan of the epoch.
+            received_unix_ns: when it was read from the socket.
+
+        Raises:
+            PlanError: the plan breaks the contract; call `reset` before anything else.
+        """
+        began = time.perf_counter_ns()
+        self._rows.apply(plan)
+        batch = self._batches.build(*self._rows.chunks(plan))
+        prepare_ns = time.perf_counter_ns() - began
+        sample_rows = _NO_ROWS if batch is None else batch.sample_rows
+        self._launched.append(
+            _Launched(
+                step=plan.step,
+                sample_rows=sample_rows,
+                generations=self._rows.generation[sample_rows],
+                num_tokens=0 if batch is None else batch.num_tokens,
+                received_unix_ns=received_unix_ns,
+                prepare_ns=prepare_ns,
+                in_flight=self._submit(batch),
+            )
+        )
+
+    def ready(self) -> bool:
+        """Whether `collect` would not wait. False when nothing is in flight."""
+        return bool(self._launched) and self._launched[0].in_flight.ready()
+
+    @torch.inference_mode()
+    def collect(self) -> plan_pb2.StepResult:
+        """The result of the oldest step in flight; waits for the device if it must."""
+        launched = self._launched.popleft()
+        tokens, times = launched.in_flight.result()
+        result = plan_pb2.StepResult(step=launched.step, timings=_timings(launched, times))
+        rows = launched.sample_rows
+        failed = tokens == FAILED
+        if failed.any():
+            result.failures.extend(self._fail(rows[failed], launched.generations[failed]))
+        dropped = failed | self._rows.has_failed(rows, launched.generations)
+        if dropped.any():
+            rows, tokens = rows[~dropped], tokens[~dropped]
+        result.rows = to_column(rows)
+        result.tokens = to_column(tokens)
+        return result
+
+    def reset(self) -> None:
+        """Waits for the device, then drops every row and every step in flight, for a new epoch."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        self._launched.clear()
+        self._rows.clear()
+
+    def _submit(self, batch: StepBatch | None) -> StepInFlight:
+        if batch is None:
+            return DoneStep(
+                _NO_TOKENS,
+                DeviceTimes(started_unix_ns=time.time_ns(), forward_ns=0, sample_ns=0, idle_before_ns=0),
+            )
+        return self._executor.submit(
+            lambda: self._model.forward(
+                batch.input_ids, batch.positions, batch.attention, self._caches, batch.logits_index
+            ),
+            lambda logits: self._sampler.sample(logits, batch),
+        )
+
+    def _fail(self, rows: IntArray, generations: IntArray) -> list[plan_pb2.RowFailure]:
+        """Takes rows out of further steps. One that failed in an earlier step already is not named again."""
+        return [
+            plan_pb2.RowFailure(row=row, generation=generation, reason="the model's logits are not finite")
+            for row, generation in zip(rows.tolist(), generations.tolist(), strict=True)
+            if self._rows.fail(row, generation)
+        ]
+
+
+def _timings(launched: _Launched, times: DeviceTimes) -> plan_pb2.StepTimings:
+    return plan_pb2.StepTimings(
+        received_unix_ns=launched.received_unix_ns,
+        started_unix_ns=times.started_unix_ns,
+        prepare_ns=launched.prepare_ns,
+        forward_ns=times.forward_ns,
+        sample_ns=times.sample_ns,
+        idle_before_ns=times.idle_before_ns,
+        num_tokens=launched.num_tokens,
+    )

@@ -1,0 +1,105 @@
+"""The worker's loop: plans from the link to the engine, results back, until told to stop.
+
+It keeps as many steps launched as the scheduler and the device allow, and it is where everything that ends an epoch
+comes together: whatever went wrong, the answer is to drop all rows and say Hello again.
+"""
+
+import threading
+import time
+from collections import deque
+
+from protos.quire.plan.v1 import plan_pb2
+from shared.logging import get_logger
+from worker_svc.engine import Engine
+from worker_svc.errors import PlanError
+from worker_svc.link import Link
+from worker_svc.session import Lost, PlanArrived, RefusedForGood, Welcomed
+
+_IDLE_POLL_MS = 50
+"""Longest wait for a frame; bounds how late a signal or silence is noticed."""
+_BUSY_WAIT_S = 20e-6
+"""Pause between two looks at an asynchronous device and the socket."""
+
+
+class RefusedError(Exception):
+    """The scheduler refused this worker for good."""
+
+
+class WorkerLoop:
+    """Runs one engine over one link."""
+
+    def __init__(self, link: Link, engine: Engine) -> None:
+        self._link = link
+        self._engine = engine
+        self._stop = threading.Event()
+        self._waiting: deque[tuple[plan_pb2.Plan, int]] = deque()
+        self._max_launched = 0
+
+    def stop(self) -> None:
+        """Makes `run` finish the steps in hand and return. May be called from a signal handler."""
+        self._stop.set()
+
+    def run(self) -> None:
+        """Serves until `stop`.
+
+        Raises:
+            RefusedError: the scheduler refused this worker for good.
+        """
+        self._link.open()
+        while not self._stop.is_set():
+            lost = self._receive() or self._step()
+            if lost is not None:
+                self._begin_again(lost)
+        lost = self._collect_all()
+        self._link.close("shutting down" if lost is None else lost.reason)
+
+    def _receive(self) -> Lost | None:
+        """Takes what has arrived; waits for it when there is nothing else to do."""
+        idle = not self._waiting and self._engine.num_in_flight == 0
+        for event in self._link.receive(_IDLE_POLL_MS if idle else 0):
+            match event:
+                case PlanArrived(plan):
+                    self._waiting.append((plan, time.time_ns()))
+                case Welcomed(epoch, max_in_flight):
+                    self._max_launched = min(max_in_flight, self._engine.max_in_flight)
+                    get_logger().info("welcomed", epoch=f"{epoch:016x}", max_in_flight=max_in_flight)
+                case RefusedForGood(reason):
+                    raise RefusedError(reason)
+                case Lost():
+                    return event
+        return None
+
+    def _step(self) -> Lost | None:
+        """Launches what may be launched and answers what is ready."""
+        try:
+            while self._waiting and self._engine.num_in_flight < self._max_launched:
+                self._engine.launch(*self._waiting.popleft())
+            if self._engine.ready():
+                return self._link.send_result(self._engine.collect())
+        except PlanError as error:
+            return Lost(f"a plan that breaks the contract: {error}")
+        except Exception as error:
+            # Whatever a step died of, the scheduler can compute its rows again from their tokens.
+            get_logger().error("a whole step failed", exc_info=error)
+            return Lost(f"a step failed: {type(error).__name__}")
+        if self._engine.num_in_flight:
+            time.sleep(_BUSY_WAIT_S)
+        return None
+
+    def _collect_all(self) -> Lost | None:
+        """Answers the steps in flight, for an orderly end."""
+        while self._engine.num_in_flight:
+            try:
+                lost = self._link.send_result(self._engine.collect())
+            except Exception as error:
+                get_logger().error("the last step failed", exc_info=error)
+                return Lost("the last step failed")
+            if lost is not None:
+                return lost
+        return None
+
+    def _begin_again(self, lost: Lost) -> None:
+        get_logger().warning("saying Hello again", reason=lost.reason)
+        self._waiting.clear()
+        self._engine.reset()
+        self._link.open()

@@ -1,0 +1,103 @@
+"""The worker process: from a configuration to an exit code."""
+
+import argparse
+import os
+import signal
+import sys
+
+import torch
+
+from protos.quire.plan.v1 import plan_pb2
+from shared.config import ConfigError, WorkerConfig, add_options, from_options
+from shared.logging import configure_logging, get_logger
+from shared.telemetry import Telemetry
+from worker_svc.assembly import build_engine
+from worker_svc.device import choose_device, describe_device, set_threads
+from worker_svc.engine import Engine
+from worker_svc.link import Link
+from worker_svc.loop import RefusedError, WorkerLoop
+from worker_svc.model.loader import ModelDescription, load_model
+
+PROTOCOL_VERSION = 1
+
+
+def run(config: WorkerConfig) -> int:
+    """Runs one worker until SIGTERM or SIGINT.
+
+    Returns:
+        The exit code: 0 after a signal, 1 after one line on stderr when the configuration cannot be used or the
+        scheduler refuses this worker.
+    """
+    configure_logging("quire-worker")
+    telemetry = Telemetry("quire-worker")
+    try:
+        return _serve(config, telemetry)
+    except (ConfigError, RefusedError) as error:
+        kind = "refused by the scheduler: " if isinstance(error, RefusedError) else ""
+        print(f"quire worker: {kind}{error}", file=sys.stderr)
+        return 1
+    finally:
+        telemetry.shutdown()
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """`run` with the configuration from flags and environment."""
+    parser = argparse.ArgumentParser(prog="quire worker", description=__doc__)
+    add_options(parser, WorkerConfig)
+    try:
+        config = from_options(WorkerConfig, parser.parse_args(arguments))
+    except ConfigError as error:
+        print(f"quire worker: {error}", file=sys.stderr)
+        return 1
+    return run(config)
+
+
+def _serve(config: WorkerConfig, telemetry: Telemetry) -> int:
+    set_threads(config.num_threads)
+    device = choose_device(config.device)
+    model, description = load_model(config, device)
+    engine = build_engine(config, model, description, device)
+    link = Link(config.worker_address, _hello(config, engine, description, device))
+    loop = WorkerLoop(link, engine)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: loop.stop())
+    get_logger().info(
+        "worker ready",
+        model=description.name,
+        architecture=description.architecture,
+        dtype=description.dtype_name,
+        device=str(device),
+        num_blocks=engine.limits.num_blocks,
+        block_size=engine.limits.block_size,
+        max_model_len=description.max_model_len,
+    )
+    loop.run()
+    return 0
+
+
+def _hello(config: WorkerConfig, engine: Engine, description: ModelDescription, device: torch.device) -> plan_pb2.Hello:
+    limits = engine.limits
+    return plan_pb2.Hello(
+        protocol_version=PROTOCOL_VERSION,
+        worker_id=config.worker_id,
+        model=plan_pb2.ModelInfo(
+            name=description.name,
+            architecture=description.architecture,
+            fingerprint=description.fingerprint,
+            max_model_len=description.max_model_len,
+            vocab_size=description.vocab_size,
+            dtype=description.dtype_name,
+            eos_token_ids=description.eos_token_ids,
+        ),
+        block_size=limits.block_size,
+        num_blocks=limits.num_blocks,
+        max_rows=limits.max_rows,
+        max_tokens_per_step=limits.max_tokens_per_step,
+        num_kv_groups=limits.num_kv_groups,
+        device=describe_device(device),
+        pid=os.getpid(),
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,96 @@
+"""What config.json says of a model, in the terms the worker needs."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, PretrainedConfig
+
+from shared.config import ConfigError
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def read_config(folder: Path) -> PretrainedConfig:
+    """The configuration in `folder`.
+
+    Raises:
+        ConfigError: no config.json, not one that this version of transformers knows, or a quantised checkpoint.
+    """
+    if not (folder / "config.json").is_file():
+        raise ConfigError(f"model: {folder} holds no config.json; give the folder of a Hugging Face checkpoint")
+    try:
+        config: PretrainedConfig = AutoConfig.from_pretrained(folder, local_files_only=True)
+    except Exception as error:  # unknown model types, bad JSON and failed validation have no common type
+        detail = str(error).strip().splitlines() or [type(error).__name__]
+        raise ConfigError(f"model: {folder}/config.json cannot be used: {detail[0]}") from None
+    if getattr(config, "quantization_config", None) is not None:
+        raise ConfigError(f"model: {folder} is a quantised checkpoint; give one with plain weights")
+    return config
+
+
+def architecture(config: PretrainedConfig) -> str:
+    """The class name that config.json gives.
+
+    Raises:
+        ConfigError: it gives none.
+    """
+    names = config.architectures or []
+    if not names:
+        raise ConfigError('model: config.json names no class in "architectures"')
+    return str(names[0])
+
+
+def text_config(config: PretrainedConfig) -> PretrainedConfig:
+    """The part that describes the decoder; the whole, unless the model has other modalities."""
+    return config.get_text_config(decoder=True)
+
+
+def position_limit(config: PretrainedConfig) -> int:
+    """The longest sequence whose positions the model computes the same way in every batch.
+
+    Raises:
+        ConfigError: config.json gives no limit.
+    """
+    text = text_config(config)
+    limit = getattr(text, "max_position_embeddings", None)
+    if not isinstance(limit, int) or limit <= 0:
+        raise ConfigError("model: config.json gives no max_position_embeddings; is this a decoder?")
+    rope = getattr(text, "rope_parameters", None) or {}
+    if rope.get("rope_type") == "longrope":
+        # Beyond the original length `transformers` switches the frequencies of *all* tokens of a batch by the longest
+        # of them, so that a request's tokens would depend on its neighbours.
+        limit = min(limit, rope.get("original_max_position_embeddings", limit))
+    return limit
+
+
+def choose_dtype(config: PretrainedConfig, wanted: str, device: torch.device) -> torch.dtype:
+    """The type of weights, activations and KV: what is wanted, else what config.json says, else float32."""
+    if wanted != "auto":
+        return DTYPES[wanted]
+    given: Any = getattr(text_config(config), "dtype", None) or getattr(config, "dtype", None)
+    dtype = DTYPES.get(given, torch.float32) if isinstance(given, str) else given or torch.float32
+    if dtype not in DTYPES.values():
+        return torch.float32
+    if device.type == "cpu" and dtype == torch.float16:
+        return torch.float32  # CPUs compute float16 slowly and bfloat16 would lose bits that the weights have
+    return dtype
+
+
+def eos_token_ids(folder: Path, config: PretrainedConfig) -> tuple[int, ...]:
+    """Every token that ends a sequence, by config.json or generation_config.json, ascending."""
+    found: set[int] = set()
+    generation = folder / "generation_config.json"
+    sources: list[Any] = [
+        getattr(config, "eos_token_id", None),
+        getattr(text_config(config), "eos_token_id", None),
+    ]
+    if generation.is_file():
+        try:
+            sources.append(json.loads(generation.read_text()).get("eos_token_id"))
+        except (ValueError, AttributeError):
+            raise ConfigError(f"model: {generation} is not a JSON object") from None
+    for source in sources:
+        found.update(token for token in (source if isinstance(source, list) else [source]) if isinstance(token, int))
+    return tuple(sorted(found))

@@ -1,0 +1,256 @@
+"""The Llama family, written by hand over `kernels`: Llama, Mistral, Qwen2 and Qwen3.
+
+One decoder serves all of them, because they differ in four places only: biases on the projections (Qwen2), a norm on
+queries and keys (Qwen3), a sliding window per layer (Mistral, Qwen2), tied embeddings. Query, key and value
+projections are one matrix, gate and up another, so that a layer is four GEMMs. The residual addition is part of the
+norm that follows it.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch.nn.functional import embedding, linear
+from transformers import PretrainedConfig
+
+from kernels.activation import silu_mul
+from kernels.kv_cache import write_kv
+from kernels.norm import rms_norm
+from kernels.paged_attention import paged_attention
+from kernels.rotary import apply_rotary
+from worker_svc.model.base import AttentionInputs, KVCache, KVShape
+from worker_svc.model.rope import ROPE_TYPES, rope_tables
+from worker_svc.model.weights import copy_weights
+
+ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+
+
+def supports(architecture: str, config: PretrainedConfig) -> bool:
+    """Whether this module computes the model exactly as configured; what it does not, the other path may."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    return (
+        architecture in ARCHITECTURES
+        and getattr(config, "hidden_act", None) == "silu"
+        and rope.get("rope_type") in ROPE_TYPES
+        and set(getattr(config, "layer_types", None) or ()) <= {"full_attention", "sliding_attention"}
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Linear:
+    """`x @ weight.T + bias`, weight `[out, in]`."""
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return linear(x, self.weight, self.bias)
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """The weights of one decoder layer."""
+
+    input_norm: torch.Tensor
+    qkv: Linear
+    """Rows: all query heads, then all key heads, then all value heads."""
+    query_norm: torch.Tensor | None
+    key_norm: torch.Tensor | None
+    output: Linear
+    mlp_norm: torch.Tensor
+    gate_up: Linear
+    """Rows: gate, then up."""
+    down: Linear
+    sliding_window: int | None
+
+
+class LlamaModel:
+    """A decoder of the family; `load` or `randomise` fills the weights that the constructor allocates."""
+
+    def __init__(
+        self,
+        architecture: str,
+        config: PretrainedConfig,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        num_positions: int,
+    ) -> None:
+        self._config = config
+        self._dtype = dtype
+        self._device = device
+        self._num_heads: int = config.num_attention_heads
+        self._num_kv_heads: int = config.num_key_value_heads
+        self._head_counts = [self._num_heads, self._num_kv_heads, self._num_kv_heads]
+        self._head_dim: int = getattr(config, "head_dim", None) or config.hidden_size // self._num_heads
+        self._scale = self._head_dim**-0.5
+        self._eps: float = config.rms_norm_eps
+        self._tied: bool = config.tie_word_embeddings
+        self._cos, self._sin = rope_tables(config, self._head_dim, num_positions, device)
+
+        hidden: int = config.hidden_size
+        self._embedding = self._empty(config.vocab_size, hidden)
+        self._head = self._embedding if self._tied else self._empty(config.vocab_size, hidden)
+        self._final_norm = self._empty(hidden)
+        is_qwen2 = architecture == "Qwen2ForCausalLM"
+        attention_bias: bool = getattr(config, "attention_bias", False)
+        self._layers = tuple(
+            self._allocate_layer(
+                index,
+                qkv_bias=is_qwen2 or attention_bias,
+                output_bias=attention_bias and not is_qwen2,
+                mlp_bias=getattr(config, "mlp_bias", False),
+                qk_norm=architecture == "Qwen3ForCausalLM",
+            )
+            for index in range(config.num_hidden_layers)
+        )
+
+    @property
+    def kv_shapes(self) -> tuple[KVShape, ...]:
+        """See `Model.kv_shapes`."""
+        return (KVShape(self._num_kv_heads, self._head_dim),) * len(self._layers)
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        attention: AttentionInputs,
+        caches: Sequence[KVCache],
+        logits_index: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """See `Model.forward`."""
+        cos, sin = self._cos[positions], self._sin[positions]
+        update = embedding(input_ids, self._embedding)
+        residual: torch.Tensor | None = None
+        for layer, cache in zip(self._layers, caches, strict=True):
+            normed, residual = self._add_norm(update, layer.input_norm, residual)
+            attended = self._attend(layer, normed, cos, sin, attention, cache)
+            normed, residual = self._add_norm(attended, layer.mlp_norm, residual)
+            update = layer.down(silu_mul(layer.gate_up(normed)))
+        if logits_index is not None:
+            update = update[logits_index]
+            residual = None if residual is None else residual[logits_index]
+        normed, _ = self._add_norm(update, self._final_norm, residual)
+        return linear(normed, self._head)
+
+    def load(self, folder: Path) -> None:
+        """Reads the weights of a checkpoint.
+
+        Raises:
+            ConfigError: they do not fit the configuration.
+        """
+        tied = frozenset({"lm_head.weight"}) if self._tied else frozenset[str]()
+        copy_weights(folder, dict(self._named_weights()), optional=tied)
+
+    def randomise(self, seed: int) -> None:
+        """Draws all weights, made on the device: matrices normal, norms 1, biases 0."""
+        generator = torch.Generator(self._device).manual_seed(seed)
+        for name, weight in self._named_weights():
+            if name.endswith("norm.weight"):
+                weight.fill_(1.0)
+            elif name.endswith(".bias"):
+                weight.zero_()
+            else:
+                weight.normal_(0.0, self._config.initializer_range, generator=generator)
+
+    def _add_norm(
+        self, update: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The normed sum of residual stream and update, and the sum; before the first layer there is no stream."""
+        if residual is None:
+            return rms_norm(update, weight, self._eps), update
+        return rms_norm(update, weight, self._eps, residual=residual)
+
+    def _attend(
+        self,
+        layer: Layer,
+        hidden: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        attention: AttentionInputs,
+        cache: KVCache,
+    ) -> torch.Tensor:
+        heads = layer.qkv(hidden).view(hidden.shape[0], -1, self._head_dim)
+        query, key, value = torch.split(heads, self._head_counts, dim=1)
+        if layer.query_norm is not None and layer.key_norm is not None:
+            query = rms_norm(query, layer.query_norm, self._eps)
+            key = rms_norm(key, layer.key_norm, self._eps)
+        query, key = apply_rotary(query, key, cos, sin)
+        k_cache, v_cache = cache
+        write_kv(key, value, k_cache, v_cache, attention.slot_mapping)
+        attended = paged_attention(
+            query,
+            k_cache,
+            v_cache,
+            attention.block_tables,
+            attention.query_start,
+            attention.context_lens,
+            max_query_len=attention.max_query_len,
+            scale=self._scale,
+            sliding_window=layer.sliding_window,
+        )
+        return layer.output(attended.view(hidden.shape[0], -1))
+
+    def _allocate_layer(self, index: int, *, qkv_bias: bool, output_bias: bool, mlp_bias: bool, qk_norm: bool) -> Layer:
+        config = self._config
+        hidden, intermediate = config.hidden_size, config.intermediate_size
+        query_size = self._num_heads * self._head_dim
+        return Layer(
+            input_norm=self._empty(hidden),
+            qkv=self._linear(hidden, query_size + 2 * self._num_kv_heads * self._head_dim, bias=qkv_bias),
+            query_norm=self._empty(self._head_dim) if qk_norm else None,
+            key_norm=self._empty(self._head_dim) if qk_norm else None,
+            output=self._linear(query_size, hidden, bias=output_bias),
+            mlp_norm=self._empty(hidden),
+            gate_up=self._linear(hidden, 2 * intermediate, bias=mlp_bias),
+            down=self._linear(intermediate, hidden, bias=mlp_bias),
+            sliding_window=_sliding_window(config, index),
+        )
+
+    def _named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Each tensor of a checkpoint by name, as a view of where it belongs."""
+        kv_size = self._num_kv_heads * self._head_dim
+        qkv_parts = (self._num_heads * self._head_dim, kv_size, kv_size)
+        gate_up_parts = (self._config.intermediate_size,) * 2
+        yield "model.embed_tokens.weight", self._embedding
+        if not self._tied:
+            yield "lm_head.weight", self._head
+        yield "model.norm.weight", self._final_norm
+        for index, layer in enumerate(self._layers):
+            prefix = f"model.layers.{index}"
+            yield f"{prefix}.input_layernorm.weight", layer.input_norm
+            yield f"{prefix}.post_attention_layernorm.weight", layer.mlp_norm
+            attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
+            yield from _named_parts(attention, ("q_proj", "k_proj", "v_proj"), layer.qkv, qkv_parts)
+            yield from _named_parts(attention, ("o_proj",), layer.output, (layer.output.weight.shape[0],))
+            yield from _named_parts(mlp, ("gate_proj", "up_proj"), layer.gate_up, gate_up_parts)
+            yield from _named_parts(mlp, ("down_proj",), layer.down, (layer.down.weight.shape[0],))
+            if layer.query_norm is not None and layer.key_norm is not None:
+                yield f"{attention}.q_norm.weight", layer.query_norm
+                yield f"{attention}.k_norm.weight", layer.key_norm
+
+    def _linear(self, inputs: int, outputs: int, *, bias: bool) -> Linear:
+        return Linear(self._empty(outputs, inputs), self._empty(outputs) if bias else None)
+
+    def _empty(self, *shape: int) -> torch.Tensor:
+        return torch.empty(shape, dtype=self._dtype, device=self._device)
+
+
+def _named_parts(
+    prefix: str, names: tuple[str, ...], merged: Linear, sizes: tuple[int, ...]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    for name, weight in zip(names, torch.split(merged.weight, list(sizes)), strict=True):
+        yield f"{prefix}.{name}.weight", weight
+    if merged.bias is not None:
+        for name, bias in zip(names, torch.split(merged.bias, list(sizes)), strict=True):
+            yield f"{prefix}.{name}.bias", bias
+
+
+def _sliding_window(config: PretrainedConfig, layer: int) -> int | None:
+    """The window of one layer: where the configuration lists types of layers they decide, else all layers have it."""
+    window: int | None = getattr(config, "sliding_window", None)
+    layer_types = getattr(config, "layer_types", None)
+    if layer_types and layer_types[layer] != "sliding_attention":
+        return None
+    return window

@@ -1,0 +1,68 @@
+"""From a configuration to a loaded model and what the worker tells others of it."""
+
+from dataclasses import dataclass
+
+import torch
+
+from shared.config import ConfigError, WorkerConfig
+from shared.model_path import resolve_model, served_name
+from worker_svc.model import config as model_config
+from worker_svc.model.base import Model
+from worker_svc.model.registry import build_model
+from worker_svc.model.weights import fingerprint
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelDescription:
+    """What others need to know of a loaded model."""
+
+    name: str
+    architecture: str
+    fingerprint: str
+    """sha256, hex."""
+    max_model_len: int
+    """Most tokens of one sequence."""
+    vocab_size: int
+    dtype: torch.dtype
+    eos_token_ids: tuple[int, ...]
+
+    @property
+    def dtype_name(self) -> str:
+        """The dtype as configuration files write it, "bfloat16" for example."""
+        return str(self.dtype).removeprefix("torch.")
+
+
+def load_model(config: WorkerConfig, device: torch.device) -> tuple[Model, ModelDescription]:
+    """The model that `config` asks for, on `device`.
+
+    Raises:
+        ConfigError: a bad folder, an architecture that cannot be run, weights that do not fit, a length that the
+            model's positions do not allow.
+    """
+    random_weights = config.load_format == "random"
+    folder = resolve_model(config.model, weights=not random_weights)
+    hf_config = model_config.read_config(folder)
+    architecture = model_config.architecture(hf_config)
+    limit = model_config.position_limit(hf_config)
+    if config.max_model_len > limit:
+        raise ConfigError(f"max_model_len: {config.max_model_len} is more than the {limit} positions of the model")
+    description = ModelDescription(
+        name=config.served_model_name or served_name(config.model),
+        architecture=architecture,
+        fingerprint=fingerprint(folder, with_weights=not random_weights),
+        max_model_len=config.max_model_len or limit,
+        vocab_size=model_config.text_config(hf_config).vocab_size,
+        dtype=model_config.choose_dtype(hf_config, config.dtype, device),
+        eos_token_ids=model_config.eos_token_ids(folder, hf_config),
+    )
+    with torch.inference_mode():
+        model = build_model(
+            architecture,
+            hf_config,
+            folder,
+            random_weights=random_weights,
+            dtype=description.dtype,
+            device=device,
+            num_positions=description.max_model_len,
+        )
+    return model, description

@@ -1,0 +1,52 @@
+"""Which of the two paths a model takes: by hand where the class is known, else through `transformers`."""
+
+from pathlib import Path
+
+import torch
+from transformers import PretrainedConfig
+
+from worker_svc.model import hf, llama
+from worker_svc.model.base import Model
+
+_RANDOM_SEED = 0
+
+
+def build_model(
+    architecture: str,
+    config: PretrainedConfig,
+    folder: Path,
+    *,
+    random_weights: bool,
+    dtype: torch.dtype,
+    device: torch.device,
+    num_positions: int,
+) -> Model:
+    """The model with its weights on `device`.
+
+    Args:
+        architecture: class name from config.json.
+        config: all of config.json.
+        folder: where the weights are.
+        random_weights: draw the weights instead of reading them, the same ones every time.
+        dtype: type of weights and activations.
+        device: where the model lives.
+        num_positions: positions that will be asked for, from 0.
+
+    Raises:
+        ConfigError: neither path can run it, or the weights do not fit.
+    """
+    if not llama.supports(architecture, config):
+        return hf.load(
+            architecture,
+            config,
+            folder,
+            seed=_RANDOM_SEED if random_weights else None,
+            dtype=dtype,
+            device=device,
+        )
+    model = llama.LlamaModel(architecture, config, dtype=dtype, device=device, num_positions=num_positions)
+    if random_weights:
+        model.randomise(_RANDOM_SEED)
+    else:
+        model.load(folder)
+    return model

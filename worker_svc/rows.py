@@ -1,0 +1,302 @@
+"""The table of rows: what the worker knows of each sequence, as arrays indexed by row.
+
+A plan carries differences; `RowTable.apply` makes them in the protocol's order (leaves, admissions, appends, holds and
+releases) and checks each against the contract. Everything here is known on the host without waiting for a device: a row
+that takes part in a step advances by a number that the plan fixes, whatever token it samples. The one thing that lives
+on the device only is the last sampled token of each row, so that step N feeds step N + 1 without the host.
+
+A row is free, in prefill until all its admitted tokens are computed, then in decode. It takes part in a step when the
+plan gives it a chunk (prefill), or in every step (decode) unless it is held or has failed.
+"""
+
+import enum
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from protos.quire.plan.v1 import plan_pb2
+from shared.columns import Int32Array, MalformedColumnError, from_column, from_columns
+from worker_svc.block_tables import BlockTables, IntArray
+from worker_svc.errors import PlanError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """What the worker can hold and compute; the same numbers that Hello tells the scheduler."""
+
+    max_rows: int
+    max_tokens_per_step: int
+    max_model_len: int
+    block_size: int
+    num_blocks: int
+    vocab_size: int
+    num_kv_groups: int = 1
+
+    @property
+    def max_blocks_per_row(self) -> int:
+        """Blocks for the longest sequence and one more, for schedulers that reserve ahead."""
+        return -(-self.max_model_len // self.block_size) + 1
+
+
+class RowState(enum.IntEnum):
+    """Where a row is in its life."""
+
+    FREE = 0
+    PREFILL = 1
+    DECODE = 2
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingColumns:
+    """How each row chooses its tokens; the meaning of each column is that of plan.proto."""
+
+    temperature: npt.NDArray[np.float32]
+    top_k: npt.NDArray[np.int32]
+    top_p: npt.NDArray[np.float32]
+    min_p: npt.NDArray[np.float32]
+    seed: npt.NDArray[np.int64]
+    choice: npt.NDArray[np.int32]
+
+
+class RowTable:
+    """All rows of one worker."""
+
+    def __init__(self, limits: Limits, device: torch.device) -> None:
+        rows = limits.max_rows
+        self._limits = limits
+        self._state = np.zeros(rows, np.int8)
+        self._generation = np.zeros(rows, np.int64)
+        self._held = np.zeros(rows, np.bool_)
+        self._failed = np.zeros(rows, np.bool_)
+        self._num_tokens = np.zeros(rows, np.int64)
+        self._num_computed = np.zeros(rows, np.int64)
+        self._prompts: dict[int, Int32Array] = {}
+        self._membership = 0
+        self._decode_rows: tuple[int, IntArray] = (-1, np.zeros(0, np.int64))
+        self.tables = tuple(
+            BlockTables(rows, limits.max_blocks_per_row, limits.num_blocks, device) for _ in range(limits.num_kv_groups)
+        )
+        self.sampling = SamplingColumns(
+            temperature=np.zeros(rows, np.float32),
+            top_k=np.zeros(rows, np.int32),
+            top_p=np.ones(rows, np.float32),
+            min_p=np.zeros(rows, np.float32),
+            seed=np.zeros(rows, np.int64),
+            choice=np.zeros(rows, np.int32),
+        )
+        self.last_token = torch.zeros(rows, dtype=torch.int64, device=device)
+        """`[max_rows] int64` on the device: the token each row sampled last."""
+
+    @property
+    def limits(self) -> Limits:
+        """What was given to the constructor."""
+        return self._limits
+
+    @property
+    def membership(self) -> int:
+        """Changes whenever the set of decode rows, or a row's sampling, may have changed."""
+        return self._membership
+
+    @property
+    def generation(self) -> IntArray:
+        """`[max_rows]`: uses of each row within the epoch."""
+        return self._generation
+
+    @property
+    def num_computed(self) -> IntArray:
+        """`[max_rows]`: tokens of each row whose KV is computed."""
+        return self._num_computed
+
+    def decode_rows(self) -> IntArray:
+        """The rows that take part in every step, ascending. Not to be written to."""
+        if self._decode_rows[0] != self._membership:
+            active = (self._state == RowState.DECODE) & ~self._held & ~self._failed
+            self._decode_rows = (self._membership, np.flatnonzero(active))
+        return self._decode_rows[1]
+
+    def apply(self, plan: plan_pb2.Plan) -> None:
+        """Makes the plan's differences.
+
+        Raises:
+            PlanError: the plan breaks the contract.
+        """
+        try:
+            if plan.leaves:
+                self._leave(from_column(plan.leaves))
+            for admission in plan.admissions:
+                self._admit(admission)
+            if plan.append_rows or plan.append_blocks or plan.append_groups:
+                self._append(plan)
+            if plan.holds:
+                self._set_held(from_column(plan.holds), held=True)
+            if plan.releases:
+                self._set_held(from_column(plan.releases), held=False)
+        except MalformedColumnError as error:
+            raise PlanError(str(error)) from None
+
+    def chunks(self, plan: plan_pb2.Plan) -> tuple[IntArray, IntArray]:
+        """The plan's prefill chunks, rows ascending and their lengths; call after `apply`.
+
+        Raises:
+            PlanError: a row that is not in prefill, or a length beyond its tokens.
+        """
+        try:
+            columns = from_columns(plan.chunk_rows, plan.chunk_lengths)
+        except MalformedColumnError as error:
+            raise PlanError(str(error)) from None
+        rows, lengths = (column.astype(np.int64) for column in columns)
+        if len(rows) == 0:
+            return rows, lengths
+        self._check_rows(rows, "chunk")
+        if (self._state[rows] != RowState.PREFILL).any():
+            raise PlanError("a chunk for a row that is not in prefill")
+        if (lengths < 1).any() or (lengths > self._num_tokens[rows] - self._num_computed[rows]).any():
+            raise PlanError("a chunk is empty or longer than what is left of its row's tokens")
+        order = np.argsort(rows)
+        return rows[order], lengths[order]
+
+    def chunk_tokens(self, row: int, length: int) -> Int32Array:
+        """The next `length` tokens of a row in prefill."""
+        start = int(self._num_computed[row])
+        return self._prompts[row][start : start + length]
+
+    def check_room(self, rows: IntArray, ends: IntArray) -> None:
+        """Checks that each row's blocks hold its tokens up to position `ends` (exclusive).
+
+        Raises:
+            PlanError: a row lacks blocks, or grows beyond the longest sequence.
+        """
+        if len(rows) == 0:
+            return
+        if int(ends.max()) > self._limits.max_model_len:
+            raise PlanError(f"a row grows beyond {self._limits.max_model_len} tokens")
+        for tables in self.tables:
+            if (tables.lengths[rows] * self._limits.block_size < ends).any():
+                raise PlanError("a row takes part without a block for its next token")
+
+    def advance(self, chunk_rows: IntArray, chunk_lengths: IntArray) -> IntArray:
+        """Counts a step's tokens as computed: one per decode row, a chunk per row in `chunk_rows`.
+
+        Returns:
+            Which of `chunk_rows` have now finished prefill, as a boolean array; they are decode rows from here on.
+        """
+        self._num_computed[self.decode_rows()] += 1
+        self._num_computed[chunk_rows] += chunk_lengths
+        finished: IntArray = self._num_computed[chunk_rows] == self._num_tokens[chunk_rows]
+        if finished.any():
+            done = chunk_rows[finished]
+            self._state[done] = RowState.DECODE
+            for row in done.tolist():
+                del self._prompts[row]
+            self._membership += 1
+        return finished
+
+    def fail(self, row: int, generation: int) -> bool:
+        """Takes a row out of all further steps until it leaves.
+
+        Returns:
+            Whether that use of the row was still going on.
+        """
+        if self._state[row] == RowState.FREE or self._generation[row] != generation or self._failed[row]:
+            return False
+        self._failed[row] = True
+        self._membership += 1
+        return True
+
+    def has_failed(self, rows: IntArray, generations: IntArray) -> npt.NDArray[np.bool_]:
+        """For each use of a row whether it is the present one and has failed."""
+        failed: npt.NDArray[np.bool_] = self._failed[rows] & (self._generation[rows] == generations)
+        return failed
+
+    def clear(self) -> None:
+        """Drops every row, for a new epoch."""
+        self._state.fill(RowState.FREE)
+        self._generation.fill(0)
+        self._prompts.clear()
+        self._membership += 1
+        for tables in self.tables:
+            tables.clear()
+
+    def _check_rows(self, rows: npt.NDArray[np.integer], what: str) -> None:
+        """That the rows are in range, occupied and named once."""
+        if int(rows.min()) < 0 or int(rows.max()) >= self._limits.max_rows:
+            raise PlanError(f"{what}: a row is outside [0, {self._limits.max_rows})")
+        if (self._state[rows] == RowState.FREE).any():
+            raise PlanError(f"{what}: a row that is not known")
+        if len(rows) > 1 and len(np.unique(rows)) != len(rows):
+            raise PlanError(f"{what}: a row is named twice")
+
+    def _leave(self, rows: Int32Array) -> None:
+        self._check_rows(rows, "leave")
+        self._state[rows] = RowState.FREE
+        for row in rows.tolist():
+            self._prompts.pop(row, None)
+        self._membership += 1
+
+    def _admit(self, admission: plan_pb2.Admission) -> None:
+        row, limits = admission.row, self._limits
+        if row >= limits.max_rows:
+            raise PlanError(f"admission: row {row} is outside [0, {limits.max_rows})")
+        if self._state[row] != RowState.FREE:
+            raise PlanError(f"admission: row {row} is occupied")
+        if admission.generation <= self._generation[row]:
+            raise PlanError(f"admission: generation {admission.generation} of row {row} is not new")
+        tokens = from_column(admission.token_ids)
+        if not 0 < len(tokens) <= limits.max_model_len:
+            raise PlanError(f"admission: {len(tokens)} tokens, outside [1, {limits.max_model_len}]")
+        if int(tokens.min()) < 0 or int(tokens.max()) >= limits.vocab_size:
+            raise PlanError("admission: a token id outside the vocabulary")
+        if admission.num_prompt_tokens > len(tokens) or admission.num_computed_tokens >= len(tokens):
+            raise PlanError("admission: more prompt or computed tokens than there are, or none left to compute")
+        if len(admission.block_tables) != len(self.tables):
+            raise PlanError(f"admission: {len(admission.block_tables)} block tables for {len(self.tables)} KV groups")
+        self._state[row] = RowState.PREFILL
+        self._generation[row] = admission.generation
+        self._held[row] = self._failed[row] = False
+        self._num_tokens[row] = len(tokens)
+        self._num_computed[row] = admission.num_computed_tokens
+        self._prompts[row] = tokens
+        for tables, column in zip(self.tables, admission.block_tables, strict=True):
+            blocks = from_column(column)
+            if len(blocks) * limits.block_size < admission.num_computed_tokens:
+                raise PlanError("admission: fewer blocks than its computed tokens need")
+            tables.replace(row, blocks)
+        self._set_sampling(row, admission.sampling)
+        self._membership += 1
+
+    def _set_sampling(self, row: int, params: plan_pb2.SamplingParams) -> None:
+        shares = (params.top_p, params.min_p)
+        if not (math.isfinite(params.temperature) and params.temperature >= 0):
+            raise PlanError("admission: a temperature that is negative or not finite")
+        if not all(0 <= share <= 1 for share in shares) or max(params.top_k, params.choice) > 0x7FFFFFFF:
+            raise PlanError("admission: top_p, min_p, top_k or choice out of range")
+        columns = self.sampling
+        columns.temperature[row] = params.temperature
+        columns.top_k[row] = params.top_k
+        columns.top_p[row] = params.top_p
+        columns.min_p[row] = params.min_p
+        columns.seed[row] = params.seed - (1 << 64) if params.seed >> 63 else params.seed
+        columns.choice[row] = params.choice
+
+    def _append(self, plan: plan_pb2.Plan) -> None:
+        rows, blocks = from_columns(plan.append_rows, plan.append_blocks)
+        groups = from_columns(plan.append_rows, plan.append_groups)[1] if plan.append_groups else np.zeros_like(rows)
+        if len(rows) == 0:
+            return
+        self._check_rows(np.unique(rows), "append")
+        if int(groups.min()) < 0 or int(groups.max()) >= len(self.tables):
+            raise PlanError(f"append: a KV group outside [0, {len(self.tables)})")
+        for group, tables in enumerate(self.tables):
+            chosen = groups == group
+            tables.append(rows[chosen].astype(np.int64), blocks[chosen])
+
+    def _set_held(self, rows: Int32Array, *, held: bool) -> None:
+        what = "hold" if held else "release"
+        self._check_rows(rows, what)
+        if (self._state[rows] != RowState.DECODE).any() or (self._held[rows] == held).any():
+            raise PlanError(f"{what}: a row that is not in decode, or is so already")
+        self._held[rows] = held
+        self._membership += 1
