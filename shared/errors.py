@@ -1,4 +1,4 @@
-"""Every error a client may see, each one class with a gRPC status code, a stable reason and, where it helps, a retry hint.
+"""Every error a client may see, each one class with a gRPC status code, a stable reason and maybe a retry hint.
 
 They are raised in the part that finds the fault and turned into wire form in one place per protocol (gRPC:
 `services/errors.py`). `message` is one line that names the remedy and never holds prompt content.

@@ -15,7 +15,7 @@ from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExport
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor
-from opentelemetry.sdk.trace.sampling import ALWAYS_OFF
+from opentelemetry.sdk.trace.sampling import ALWAYS_OFF, ALWAYS_ON
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 MAX_LINKS = 128
@@ -29,16 +29,22 @@ class Telemetry:
 
     def __init__(self, service: str) -> None:
         resource = Resource.create({"service.name": service, "process.pid": os.getpid()})
-        if exporting():
-            self._provider = TracerProvider(resource=resource)
-            self._provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
+        self._processor = BatchSpanProcessor(OTLPSpanExporter()) if exporting() else None
+        if self._processor is None:
+            provider = always = TracerProvider(resource=resource, sampler=ALWAYS_OFF)
         else:
-            self._provider = TracerProvider(resource=resource, sampler=ALWAYS_OFF)
-        self.tracer = self._provider.get_tracer("quire")
+            provider = TracerProvider(resource=resource)
+            always = TracerProvider(resource=resource, sampler=ALWAYS_ON)
+            for each in (provider, always):
+                each.add_span_processor(self._processor)
+        self.tracer = provider.get_tracer("quire")
+        self.forced_tracer = always.get_tracer("quire")
+        """For root spans that exist only because a sampled request needs them: the sampler is not asked again."""
 
     def shutdown(self) -> None:
         """Exports what is pending, bounded in time by the exporter's own timeout."""
-        self._provider.shutdown()
+        if self._processor is not None:
+            self._processor.shutdown()  # type: ignore[no-untyped-call]
 
 
 def exporting() -> bool:

@@ -2,7 +2,8 @@
 
 How it works. `Scheduler.handle(event, now)` takes one event (a request arrived, a step was answered, a worker joined,
 time passed, …) and returns effects (tokens for a front end, a request ended, a worker welcomed, …).
-`Scheduler.plan(worker, now)` returns the next plan for a worker, or None when there is nothing to do or it is too early.
+`Scheduler.plan(worker, now)` returns the next plan for a worker, or None when there is nothing to do or
+it is too early.
 Time is an argument, randomness is an argument, nothing here reads a clock, a socket or a file; the same events give the
 same effects and plans.
 

@@ -1,0 +1,110 @@
+"""All connected front ends: their leases, their metrics, and what each is to be told.
+
+The core never waits for a front end. What a socket does not take stays in a backlog, in order; it is bounded because
+streams have credit and because a front end that says nothing for the length of its lease is lost.
+"""
+
+import time
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import zmq
+
+from protos.quire.link.v1 import link_pb2
+from scheduler_svc.core import events as ev
+from scheduler_svc.frontend_link import Outgoing
+from shared.logging import get_logger
+from shared.sockets import LINK_MAX_MESSAGE, SendOutcome, bind_router, send_to
+
+log = get_logger()
+
+
+@dataclass(slots=True)
+class _Frontend:
+    last_heard: float
+    outgoing: Outgoing = field(default_factory=Outgoing)
+    pending: bool = False
+    """`outgoing` holds something."""
+    backlog: deque[bytes] = field(default_factory=deque)
+    report: link_pb2.MetricReport = field(default_factory=link_pb2.MetricReport)
+
+
+class FrontendHub:
+    """The ROUTER that front ends connect to, and what is known of each."""
+
+    def __init__(self, context: "zmq.Context[zmq.Socket[bytes]]", address: str, *, incarnation: int, lease_s: float):
+        self.socket = bind_router(context, address, max_message=LINK_MAX_MESSAGE)
+        self._incarnation = incarnation
+        self._lease_s = lease_s
+        self._frontends: dict[ev.Peer, _Frontend] = {}
+
+    def heard(self, peer: ev.Peer, now: float, *, hello: bool) -> bool:
+        """Notes a sign of life; returns whether the front end is known (a hello makes it so)."""
+        if hello and peer not in self._frontends:
+            self._frontends[peer] = _Frontend(now)
+            log.info("front end joined", frontend=peer.decode(errors="replace"))
+        frontend = self._frontends.get(peer)
+        if frontend is None:
+            return False
+        frontend.last_heard = now
+        return True
+
+    def send_unknown(self, peer: ev.Peer) -> None:
+        """Tells a stranger to say hello and to submit again."""
+        message = link_pb2.CoreMessage(incarnation=self._incarnation, unknown=True)
+        send_to(self.socket, peer, message.SerializeToString())
+
+    def outgoing(self, peer: ev.Peer) -> Outgoing:
+        """What `peer` is told at the end of this turn; for one that is gone, a place to throw things."""
+        frontend = self._frontends.get(peer)
+        if frontend is None:
+            return Outgoing()
+        frontend.pending = True
+        return frontend.outgoing
+
+    def everyone(self) -> Iterator[Outgoing]:
+        """`outgoing` of every front end."""
+        for peer in self._frontends:
+            yield self.outgoing(peer)
+
+    def set_report(self, peer: ev.Peer, report: link_pb2.MetricReport) -> None:
+        """Replaces a front end's metrics."""
+        self._frontends[peer].report = report
+
+    def families(self) -> Iterator[link_pb2.MetricFamily]:
+        """The metrics of all front ends."""
+        for frontend in self._frontends.values():
+            yield from frontend.report.families
+
+    def flush(self) -> list[ev.Peer]:
+        """Sends what this turn has for everyone; returns the front ends that turned out to be gone."""
+        gone = []
+        for peer, frontend in self._frontends.items():
+            if frontend.pending:
+                frontend.backlog.append(frontend.outgoing.encode(self._incarnation))
+                frontend.outgoing = Outgoing()
+                frontend.pending = False
+            while frontend.backlog:
+                outcome = send_to(self.socket, peer, frontend.backlog[0])
+                if outcome is SendOutcome.GONE:
+                    gone.append(peer)
+                if outcome is not SendOutcome.SENT:
+                    break
+                frontend.backlog.popleft()
+        return gone
+
+    def expired(self, now: float) -> list[ev.Peer]:
+        """Front ends whose lease ran out."""
+        return [peer for peer, f in self._frontends.items() if now - f.last_heard > self._lease_s]
+
+    def forget(self, peer: ev.Peer, reason: str) -> None:
+        """Drops a front end."""
+        if self._frontends.pop(peer, None) is not None:
+            log.warning("front end lost", frontend=peer.decode(errors="replace"), reason=reason)
+
+    def drain(self, seconds: float) -> None:
+        """Goes on sending what is left, for a bounded time; used before the process ends."""
+        end = time.monotonic() + seconds
+        while self.flush() == [] and any(f.backlog for f in self._frontends.values()) and time.monotonic() < end:
+            time.sleep(0.01)

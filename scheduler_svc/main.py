@@ -1,0 +1,33 @@
+"""Entry of the scheduler process."""
+
+import signal
+import sys
+
+import zmq
+
+from scheduler_svc.core.config import InvalidLimitsError
+from scheduler_svc.service import SchedulerService
+from shared.config import SchedulerConfig
+from shared.ids import draw_incarnation
+from shared.logging import configure_logging, get_logger
+from shared.telemetry import Telemetry
+
+
+def run(config: SchedulerConfig) -> int:
+    """Serves until SIGTERM or SIGINT; returns the exit code."""
+    configure_logging("scheduler")
+    telemetry = Telemetry("quire-scheduler")
+    try:
+        service = SchedulerService(config, telemetry, draw_incarnation())
+    except (InvalidLimitsError, zmq.ZMQError) as error:
+        print(f"quire scheduler: {error}", file=sys.stderr)
+        return 1
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: service.stop())
+    get_logger().info("scheduler is up", frontends=config.frontend_address, workers=config.worker_address)
+    try:
+        service.run()
+    finally:
+        service.close()
+        telemetry.shutdown()
+    return 0

@@ -1,0 +1,102 @@
+"""The scheduler service's metrics: the core's figures and the workers' timings as Prometheus families."""
+
+from collections import defaultdict
+from collections.abc import Callable
+
+from prometheus_client import CollectorRegistry, Histogram
+
+from protos.quire.link.v1 import link_pb2
+from protos.quire.plan.v1 import plan_pb2
+from scheduler_svc.core.scheduler import SchedulerStats, WorkerStats
+from shared.metrics import collect_families
+
+_STEP_BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10)
+
+
+class SchedulerMetrics:
+    """Gathers what is not in the core's own figures and writes all of it out as families."""
+
+    def __init__(self) -> None:
+        self.malformed_frames = 0
+        self._registry = CollectorRegistry()
+        self._step_seconds = Histogram(
+            "quire_step_seconds",
+            "Time a worker spent on one step",
+            ("worker",),
+            buckets=_STEP_BUCKETS,
+            registry=self._registry,
+        )
+        # (worker, phase) -> seconds
+        self._phase_seconds: dict[tuple[str, str], float] = defaultdict(float)
+
+    def observe_step(self, worker_id: str, timings: plan_pb2.StepTimings) -> None:
+        """Takes in a worker's own measurement of one step."""
+        busy_ns = timings.prepare_ns + timings.forward_ns + timings.sample_ns
+        self._step_seconds.labels(worker_id).observe(busy_ns / 1e9)
+        for phase, duration_ns in (
+            ("prepare", timings.prepare_ns),
+            ("forward", timings.forward_ns),
+            ("sample", timings.sample_ns),
+            ("idle", timings.idle_before_ns),
+        ):
+            self._phase_seconds[worker_id, phase] += duration_ns / 1e9
+
+    def families(self, stats: SchedulerStats) -> list[link_pb2.MetricFamily]:
+        """Everything, as of now."""
+        families = [
+            _family("quire_requests_running", "gauge", "Requests that hold a row", [({}, stats.running)]),
+            _family("quire_requests_waiting", "gauge", "Requests in the waiting queue", [({}, stats.waiting)]),
+            _family("quire_frontends", "gauge", "Connected front ends", [({}, stats.frontends)]),
+            _family("quire_workers", "gauge", "Usable workers", [({}, len(stats.workers))]),
+            _family(
+                "quire_requests_ended",
+                "counter",
+                "Requests that ended, by reason",
+                [({"reason": reason.value}, count) for reason, count in stats.ended.items()],
+            ),
+            _family("quire_malformed_frames", "counter", "Frames dropped as malformed", [({}, self.malformed_frames)]),
+            _family(
+                "quire_worker_seconds",
+                "counter",
+                "Where the workers' time went",
+                [({"worker": w, "phase": p}, seconds) for (w, p), seconds in self._phase_seconds.items()],
+            ),
+        ]
+        return families + _worker_families(stats.workers) + collect_families(self._registry)
+
+
+def _worker_families(workers: list[WorkerStats]) -> list[link_pb2.MetricFamily]:
+    blocks: list[tuple[dict[str, str], float]] = []
+    for worker in workers:
+        for state, count in (
+            ("free", worker.blocks_free),
+            ("cached", worker.blocks_cached),
+            ("held", worker.blocks_held),
+            ("total", worker.blocks_total),
+        ):
+            blocks.append(({"worker": worker.worker_id, "state": state}, count))
+    families = [_family("quire_kv_blocks", "gauge", "KV blocks per worker and state", blocks)]
+    per_worker: tuple[tuple[str, str, str, Callable[[WorkerStats], int]], ...] = (
+        ("quire_batch_rows", "gauge", "Rows in use", lambda w: w.rows_running),
+        ("quire_batch_tokens", "gauge", "Tokens of the newest step", lambda w: w.last_step_tokens),
+        ("quire_plans_in_flight", "gauge", "Plans sent and not answered", lambda w: w.plans_in_flight),
+        ("quire_steps", "counter", "Steps planned", lambda w: w.counters.steps),
+        ("quire_scheduled_tokens", "counter", "Tokens planned", lambda w: w.counters.scheduled_tokens),
+        ("quire_sampled_tokens", "counter", "Tokens sampled and delivered", lambda w: w.counters.generated_tokens),
+        ("quire_discarded_tokens", "counter", "Tokens sampled in vain", lambda w: w.counters.discarded_tokens),
+        ("quire_preemptions", "counter", "Requests preempted for memory", lambda w: w.counters.preemptions),
+    )
+    for name, kind, help_text, value in per_worker:
+        samples = [({"worker": worker.worker_id}, float(value(worker))) for worker in workers]
+        families.append(_family(name, kind, help_text, samples))
+    return families
+
+
+def _family(name: str, kind: str, help_text: str, samples: list[tuple[dict[str, str], float]]) -> link_pb2.MetricFamily:
+    sample_name = name + "_total" if kind == "counter" else name
+    return link_pb2.MetricFamily(
+        name=name,
+        help=help_text,
+        type=kind,
+        samples=[link_pb2.MetricSample(name=sample_name, labels=labels, value=value) for labels, value in samples],
+    )

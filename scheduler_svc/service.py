@@ -1,0 +1,235 @@
+"""The scheduler process: one loop around the core.
+
+Each turn: take in every frame that has arrived, let time pass, plan for every worker whose plan is due, send what the
+turn produced. Sockets are drained before deadlines are looked at, so that a scheduler that stood still does not take
+answers that lie in its own buffers for silence. Nothing in the loop blocks but the poll.
+"""
+
+import time
+from collections.abc import Callable
+
+import zmq
+
+from scheduler_svc import frontend_link, worker_link
+from scheduler_svc.core import effects as ef
+from scheduler_svc.core import events as ev
+from scheduler_svc.core.config import CoreConfig
+from scheduler_svc.core.scheduler import Scheduler
+from scheduler_svc.frontend_hub import FrontendHub
+from scheduler_svc.metrics import SchedulerMetrics
+from scheduler_svc.tracing import SchedulerTracing
+from scheduler_svc.worker_hub import PING_INTERVAL_S, WorkerHub
+from shared.config import SchedulerConfig
+from shared.frames import MalformedFrameError
+from shared.logging import get_logger
+from shared.sockets import receive_from
+from shared.telemetry import Telemetry
+
+MAX_FRAMES_PER_TURN = 256
+"""Frames taken from one socket before the other one and planning get their turn."""
+SHUTDOWN_FLUSH_S = 1.0
+
+log = get_logger()
+
+
+class SchedulerService:
+    """Owns the sockets and the core; `run` serves until `stop` is called (from a signal handler, for example)."""
+
+    def __init__(self, config: SchedulerConfig, telemetry: Telemetry, incarnation: int) -> None:
+        self._config = config
+        self._core = Scheduler(to_core_config(config), incarnation)
+        self._metrics = SchedulerMetrics()
+        self._tracing = SchedulerTracing(telemetry, time.time_ns() - time.monotonic_ns())
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._workers = WorkerHub(self._context, config.worker_address)
+        self._frontends = FrontendHub(
+            self._context, config.frontend_address, incarnation=incarnation, lease_s=config.frontend_lease_s
+        )
+        self._next_tick = 0.0
+        self._stopping = False
+
+    def stop(self) -> None:
+        """Makes `run` end after the present turn."""
+        self._stopping = True
+
+    def run(self) -> None:
+        """Serves until stopped; then every live request ends with SHUTDOWN."""
+        poller = zmq.Poller()
+        poller.register(self._workers.socket, zmq.POLLIN)
+        poller.register(self._frontends.socket, zmq.POLLIN)
+        more = False
+        while not self._stopping:
+            poller.poll(0 if more else self._poll_ms())
+            more = self._turn()
+        self._carry_out(self._core.handle(ev.ShutdownRequested(), time.monotonic()), time.monotonic())
+        self._frontends.drain(SHUTDOWN_FLUSH_S)
+
+    def close(self) -> None:
+        """Closes the sockets."""
+        self._workers.socket.close()
+        self._frontends.socket.close()
+        self._context.term()
+
+    def _poll_ms(self) -> int:
+        now = time.monotonic()
+        due = self._core.next_plan_due(now)
+        wake = self._next_tick if due is None else min(self._next_tick, due)
+        # Rounded up: a poll that returns just before the time would only spin.
+        return max(0, int((wake - now) * 1000) + 1)
+
+    def _turn(self) -> bool:
+        """One turn; returns whether frames may be left in a socket."""
+        more = self._take_in(self._workers.socket, self._worker_frame)
+        more |= self._take_in(self._frontends.socket, self._frontend_frame)
+        now = time.monotonic()
+        if now >= self._next_tick:
+            self._next_tick = now + PING_INTERVAL_S
+            self._tick(now)
+        for peer in self._core.workers():
+            self._plan(peer)
+        for peer in self._frontends.flush():
+            self._lose_frontend(peer, "its connection is gone", time.monotonic())
+        return more
+
+    def _take_in(self, socket: "zmq.Socket[bytes]", handle: Callable[[ev.Peer, bytes, float], None]) -> bool:
+        for _ in range(MAX_FRAMES_PER_TURN):
+            frame = receive_from(socket)
+            if frame is None:
+                return False
+            peer, payload = frame
+            try:
+                handle(peer, payload, time.monotonic())
+            except MalformedFrameError as error:
+                self._metrics.malformed_frames += 1
+                log.warning("malformed frame dropped", peer=peer.decode(errors="replace"), error=str(error))
+        return True
+
+    # ---------------------------------------------------------------- workers
+
+    def _worker_frame(self, peer: ev.Peer, payload: bytes, now: float) -> None:
+        try:
+            event, timings = worker_link.decode(peer, payload)
+        except worker_link.UnsupportedVersionError as error:
+            self._workers.send_carelessly(peer, worker_link.encode_refused(str(error)))
+            return
+        match event:
+            case ev.WorkerHello():
+                self._workers.add(peer, event.worker_id, now)
+            case ev.WorkerLost():
+                self._forget_worker(peer, event.reason, now)
+            case ev.StepDone():
+                self._tracing.step_answered(peer, event.epoch, event.step, now)
+                worker_id = self._workers.worker_id(peer)
+                if worker_id is not None and timings is not None:
+                    self._metrics.observe_step(worker_id, timings)
+        self._carry_out(self._core.handle(event, now), now)
+
+    def _plan(self, peer: ev.Peer) -> None:
+        while True:
+            now = time.monotonic()
+            plan = self._core.plan(peer, now)
+            # Attempts that planning ended are closed before those that it begins are opened.
+            self._carry_out(self._core.take_effects(), now)
+            if plan is None:
+                return
+            step_traceparent, attempts = self._tracing.plan_issued(plan, now)
+            frame = worker_link.encode_plan(plan, step_traceparent=step_traceparent, attempt_traceparents=attempts)
+            if not self._send_to_worker(peer, frame, now):
+                return
+
+    def _send_to_worker(self, peer: ev.Peer, frame: bytes, now: float) -> bool:
+        trouble = self._workers.send(peer, frame, now)
+        if trouble is not None:
+            self._lose_worker(peer, trouble, now)
+        return trouble is None
+
+    def _lose_worker(self, peer: ev.Peer, reason: str, now: float) -> None:
+        self._forget_worker(peer, reason, now)
+        self._carry_out(self._core.handle(ev.WorkerLost(worker=peer, reason=reason), now), now)
+
+    def _forget_worker(self, peer: ev.Peer, reason: str, now: float) -> None:
+        self._workers.forget(peer, reason)
+        self._tracing.worker_lost(peer, now)
+
+    # ---------------------------------------------------------------- front ends
+
+    def _frontend_frame(self, peer: ev.Peer, payload: bytes, now: float) -> None:
+        incoming = frontend_link.decode(peer, payload, now)
+        if not self._frontends.heard(peer, now, hello=incoming.hello):
+            self._frontends.send_unknown(peer)
+            return
+        for event in incoming.events:
+            self._carry_out(self._core.handle(event, now), now)
+        if incoming.hello or incoming.report is not None:
+            # The state answers every report too: that is how a front end knows that the core is alive.
+            self._frontends.outgoing(peer).set_state(self._core.service_state())
+        if incoming.report is not None:
+            self._frontends.set_report(peer, incoming.report)
+        if incoming.snapshot_request:
+            families = [*self._metrics.families(self._core.stats()), *self._frontends.families()]
+            self._frontends.outgoing(peer).set_snapshot(incoming.snapshot_request, families)
+
+    def _lose_frontend(self, peer: ev.Peer, reason: str, now: float) -> None:
+        self._frontends.forget(peer, reason)
+        self._carry_out(self._core.handle(ev.FrontendLost(frontend=peer), now), now)
+
+    # ---------------------------------------------------------------- time and effects
+
+    def _tick(self, now: float) -> None:
+        for peer in self._frontends.expired(now):
+            self._lose_frontend(peer, "its lease ran out", now)
+        for peer in self._workers.ping(now):
+            self._lose_worker(peer, "its connection is gone", now)
+        self._carry_out(self._core.handle(ev.TimePassed(), now), now)
+
+    def _carry_out(self, effects: list[ef.Effect], now: float) -> None:
+        for effect in effects:
+            match effect:
+                case ef.TokensReady():
+                    self._frontends.outgoing(effect.frontend).add_tokens(effect)
+                case ef.RequestEnded():
+                    self._frontends.outgoing(effect.frontend).add_end(effect)
+                case ef.ServiceChanged():
+                    log.info("service state", ready=effect.ready, max_model_len=effect.max_model_len)
+                    for outgoing in self._frontends.everyone():
+                        outgoing.set_state(effect)
+                case ef.FrontendUnknown():
+                    self._frontends.send_unknown(effect.frontend)
+                case ef.WorkerWelcomed():
+                    self._welcome(effect, now)
+                case ef.WorkerRefused():
+                    self._workers.send_carelessly(effect.worker, worker_link.encode_refused(effect.reason))
+                    self._workers.forget(effect.worker, f"refused: {effect.reason}")
+                case ef.WorkerUnknown():
+                    self._workers.send_carelessly(effect.worker, worker_link.UNKNOWN)
+                    self._forget_worker(effect.worker, "given up", now)
+                case ef.AttemptPrefilled():
+                    self._tracing.attempt_prefilled((effect.frontend, effect.stream), now)
+                case ef.AttemptEnded():
+                    self._tracing.attempt_ended((effect.frontend, effect.stream), effect.outcome, now)
+
+    def _welcome(self, effect: ef.WorkerWelcomed, now: float) -> None:
+        log.info("worker joined", worker=self._workers.worker_id(effect.worker), epoch=f"{effect.epoch:016x}")
+        frame = worker_link.encode_welcome(
+            effect.epoch,
+            max_in_flight=self._config.max_plans_in_flight,
+            silence_s=self._config.worker_silence_s,
+        )
+        self._send_to_worker(effect.worker, frame, now)
+
+
+def to_core_config(config: SchedulerConfig) -> CoreConfig:
+    """The part of the configuration that decides.
+
+    Raises:
+        InvalidLimitsError: limits that contradict each other.
+    """
+    return CoreConfig(
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_queued_requests=config.max_queued_requests,
+        max_plans_in_flight=config.max_plans_in_flight,
+        worker_wait_s=config.worker_wait_s,
+        step_deadline_s=config.step_deadline_s,
+        stall_timeout_s=config.stall_timeout_s,
+    )

@@ -1,0 +1,140 @@
+"""The scheduler's spans: per traced request its waits and attempts, per step that holds one a step trace.
+
+Request trace (the client's): `queue` for every wait, `attempt` for every placement on a worker, with `prefill` and
+`decode` inside. An attempt is the scheduler's to tell: a worker that dies never exports its own spans.
+
+Step trace (its own trace): `scheduler.step` from plan to answer, whose traceparent the worker continues. Steps link to
+the attempts in them and attempts to their steps. A span takes 128 links; further ones go to continuation spans.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from opentelemetry import trace
+from opentelemetry.trace import Link, Span, SpanContext
+
+from scheduler_svc.core.events import Peer
+from scheduler_svc.core.plan import Plan, RowAdmission
+from shared.telemetry import MAX_LINKS, Telemetry, from_traceparent, to_traceparent
+
+StreamKey = tuple[Peer, int]
+
+
+@dataclass(slots=True)
+class _Attempt:
+    span: Span
+    phase: Span
+    steps: list[SpanContext] = field(default_factory=list)
+
+
+class SchedulerTracing:
+    """Open spans by request and step. `clock_offset_ns` turns core time into Unix time."""
+
+    def __init__(self, telemetry: Telemetry, clock_offset_ns: int) -> None:
+        self._tracer = telemetry.tracer
+        self._step_tracer = telemetry.forced_tracer
+        self._offset = clock_offset_ns
+        self._attempts: dict[StreamKey, _Attempt] = {}
+        self._steps: dict[tuple[Peer, int, int], Span] = {}
+
+    def plan_issued(self, plan: Plan, now: float) -> tuple[str, dict[StreamKey, str]]:
+        """Opens the spans that a plan begins; returns the traceparents of the step and of each new attempt."""
+        traceparents = {
+            (admission.frontend, admission.stream): self._open_attempt(admission, now)
+            for admission in plan.admissions
+            if admission.traceparent
+        }
+        keys = list(dict.fromkeys([*plan.traced_rows, *traceparents]))
+        attempts = [attempt for key in keys if (attempt := self._attempts.get(key)) is not None]
+        if not attempts:
+            return "", traceparents
+        contexts = [attempt.span.get_span_context() for attempt in attempts]
+        chunks = list(_chunks(contexts))
+        span = self._step_tracer.start_span(
+            "scheduler.step",
+            context=trace.set_span_in_context(trace.INVALID_SPAN),
+            start_time=self._unix_ns(now),
+            links=chunks[0],
+            attributes={
+                "quire.epoch": f"{plan.epoch:016x}",
+                "quire.step": plan.step,
+                "quire.tokens": plan.num_tokens,
+                "quire.decode_rows": plan.num_decodes,
+                "quire.prefill_rows": len(plan.chunk_rows),
+            },
+        )
+        self._continue(span, chunks[1:], now)
+        for attempt in attempts:
+            attempt.steps.append(span.get_span_context())
+        self._steps[plan.worker, plan.epoch, plan.step] = span
+        return to_traceparent(span), traceparents
+
+    def step_answered(self, worker: Peer, epoch: int, step: int, now: float) -> None:
+        """Closes the step's span."""
+        span = self._steps.pop((worker, epoch, step), None)
+        if span is not None:
+            span.end(self._unix_ns(now))
+
+    def worker_lost(self, worker: Peer, now: float) -> None:
+        """Closes the spans of steps that will never be answered."""
+        for key in [key for key in self._steps if key[0] == worker]:
+            span = self._steps.pop(key)
+            span.set_status(trace.StatusCode.ERROR, "worker lost")
+            span.end(self._unix_ns(now))
+
+    def attempt_prefilled(self, key: StreamKey, now: float) -> None:
+        """The first token is there: prefill ends, decode begins."""
+        attempt = self._attempts.get(key)
+        if attempt is None:
+            return
+        attempt.phase.end(self._unix_ns(now))
+        attempt.phase = self._tracer.start_span(
+            "decode", context=trace.set_span_in_context(attempt.span), start_time=self._unix_ns(now)
+        )
+
+    def attempt_ended(self, key: StreamKey, outcome: str, now: float) -> None:
+        """The request left its worker."""
+        attempt = self._attempts.pop(key, None)
+        if attempt is None:
+            return
+        attempt.phase.end(self._unix_ns(now))
+        attempt.span.set_attribute("quire.outcome", outcome)
+        chunks = list(_chunks(attempt.steps))
+        for link in chunks[0] if chunks else ():
+            attempt.span.add_link(link.context)
+        self._continue(attempt.span, chunks[1:], now)
+        attempt.span.end(self._unix_ns(now))
+
+    def _open_attempt(self, admission: RowAdmission, now: float) -> str:
+        parent = from_traceparent(admission.traceparent)
+        queue = self._tracer.start_span("queue", context=parent, start_time=self._unix_ns(admission.queued_since))
+        queue.end(self._unix_ns(now))
+        span = self._tracer.start_span(
+            "attempt",
+            context=parent,
+            start_time=self._unix_ns(now),
+            attributes={
+                "quire.request_id": admission.request_id,
+                "quire.attempt": admission.attempt,
+                "quire.tokens": len(admission.token_ids),
+            },
+        )
+        phase = self._tracer.start_span(
+            "prefill", context=trace.set_span_in_context(span), start_time=self._unix_ns(now)
+        )
+        self._attempts[admission.frontend, admission.stream] = _Attempt(span, phase)
+        return to_traceparent(span)
+
+    def _continue(self, span: Span, chunks: Sequence[list[Link]], now: float) -> None:
+        for links in chunks:
+            self._tracer.start_span(
+                "links", context=trace.set_span_in_context(span), start_time=self._unix_ns(now), links=links
+            ).end(self._unix_ns(now))
+
+    def _unix_ns(self, now: float) -> int:
+        return int(now * 1e9) + self._offset
+
+
+def _chunks(contexts: Sequence[SpanContext]) -> Iterator[list[Link]]:
+    for start in range(0, len(contexts), MAX_LINKS):
+        yield [Link(context) for context in contexts[start : start + MAX_LINKS]]

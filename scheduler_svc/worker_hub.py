@@ -1,0 +1,72 @@
+"""All connected workers: who is known under which routing id, and that each hears something often enough.
+
+A ROUTER's monitor does not say which peer left; a send to it does. So something goes to every worker at least every
+`PING_INTERVAL_S`, which bounds how long the death of a process stays unnoticed.
+"""
+
+from dataclasses import dataclass
+
+import zmq
+
+from scheduler_svc import worker_link
+from scheduler_svc.core import events as ev
+from shared.logging import get_logger
+from shared.sockets import PLAN_MAX_MESSAGE, SendOutcome, bind_router, send_to
+
+PING_INTERVAL_S = 0.05
+
+log = get_logger()
+
+
+@dataclass(slots=True)
+class _Worker:
+    worker_id: str
+    last_sent: float
+
+
+class WorkerHub:
+    """The ROUTER that workers connect to."""
+
+    def __init__(self, context: "zmq.Context[zmq.Socket[bytes]]", address: str):
+        self.socket = bind_router(context, address, max_message=PLAN_MAX_MESSAGE)
+        self._workers: dict[ev.Peer, _Worker] = {}
+
+    def add(self, peer: ev.Peer, worker_id: str, now: float) -> None:
+        """A worker said hello."""
+        self._workers[peer] = _Worker(worker_id, now)
+
+    def worker_id(self, peer: ev.Peer) -> str | None:
+        """The worker's name, or None for a stranger."""
+        worker = self._workers.get(peer)
+        return worker.worker_id if worker is not None else None
+
+    def forget(self, peer: ev.Peer, reason: str) -> None:
+        """Drops a worker."""
+        worker = self._workers.pop(peer, None)
+        if worker is not None:
+            log.warning("worker lost", worker=worker.worker_id, reason=reason)
+
+    def send(self, peer: ev.Peer, frame: bytes, now: float) -> str | None:
+        """Sends a frame that must arrive; returns why the worker is lost, if it is."""
+        outcome = send_to(self.socket, peer, frame)
+        if outcome is SendOutcome.SENT:
+            worker = self._workers.get(peer)
+            if worker is not None:
+                worker.last_sent = now
+            return None
+        return "its connection is gone" if outcome is SendOutcome.GONE else "it takes no more frames"
+
+    def send_carelessly(self, peer: ev.Peer, frame: bytes) -> None:
+        """Sends a frame to a peer that may be gone."""
+        send_to(self.socket, peer, frame)
+
+    def ping(self, now: float) -> list[ev.Peer]:
+        """Pings who has heard nothing for a while; returns the workers that turned out to be gone."""
+        gone = []
+        for peer, worker in self._workers.items():
+            if now - worker.last_sent >= PING_INTERVAL_S:
+                worker.last_sent = now
+                # A full queue is no death: a worker in a long step reads nothing.
+                if send_to(self.socket, peer, worker_link.PING) is SendOutcome.GONE:
+                    gone.append(peer)
+        return gone

@@ -1,0 +1,146 @@
+"""Frames between scheduler and workers: bytes to events, plans to bytes. Knows the protocol, decides nothing.
+
+A frame that does not parse, or whose columns do not fit together, is a `MalformedFrameError`; what it means belongs to
+the core, how often it happened to the service.
+"""
+
+from google.protobuf.message import DecodeError
+
+from protos.quire.plan.v1 import plan_pb2
+from scheduler_svc.core import events as ev
+from scheduler_svc.core.plan import Plan, RowAdmission
+from shared.columns import MalformedColumnError, from_columns, to_column
+from shared.frames import MalformedFrameError
+
+PROTOCOL_VERSION = 1
+
+_MAX_ROWS = 1 << 16
+_MAX_BLOCKS = 1 << 26
+
+
+class UnsupportedVersionError(ValueError):
+    """A worker that speaks another version of the protocol."""
+
+
+def decode(peer: ev.Peer, payload: bytes) -> tuple[ev.Event, plan_pb2.StepTimings | None]:
+    """The event that a worker's frame stands for, with the step's timings if it answers one.
+
+    Raises:
+        MalformedFrameError: see the module.
+        UnsupportedVersionError: a hello of another protocol version.
+    """
+    try:
+        message = plan_pb2.WorkerMessage.FromString(payload)
+    except DecodeError as error:
+        raise MalformedFrameError(str(error)) from None
+    match message.WhichOneof("body"):
+        case "result":
+            return _step_done(peer, message.epoch, message.result), message.result.timings
+        case "hello":
+            return _hello(peer, message.hello), None
+        case "compiling":
+            expected_s = message.compiling.expected_ms / 1000
+            return ev.WorkerCompiling(worker=peer, epoch=message.epoch, expected_s=expected_s), None
+        case "goodbye":
+            return ev.WorkerLost(worker=peer, reason=f"goodbye: {message.goodbye.reason}"), None
+        case _:
+            raise MalformedFrameError("a message without a body")
+
+
+def encode_plan(plan: Plan, *, step_traceparent: str, attempt_traceparents: dict[tuple[bytes, int], str]) -> bytes:
+    """A plan as a frame; traceparents are looked up by (front end, stream)."""
+    message = plan_pb2.Plan(
+        step=plan.step,
+        leaves=to_column(plan.leaves),
+        admissions=[
+            _admission(admission, attempt_traceparents.get((admission.frontend, admission.stream), ""))
+            for admission in plan.admissions
+        ],
+        append_rows=to_column(plan.append_rows),
+        append_blocks=to_column(plan.append_blocks),
+        chunk_rows=to_column(plan.chunk_rows),
+        chunk_lengths=to_column(plan.chunk_lengths),
+        holds=to_column(plan.holds),
+        releases=to_column(plan.releases),
+        traceparent=step_traceparent,
+    )
+    return plan_pb2.SchedulerMessage(epoch=plan.epoch, plan=message).SerializeToString()
+
+
+def encode_welcome(epoch: int, *, max_in_flight: int, silence_s: float) -> bytes:
+    """Opens an epoch."""
+    welcome = plan_pb2.Welcome(max_in_flight=max_in_flight, silence_ms=int(silence_s * 1000))
+    return plan_pb2.SchedulerMessage(epoch=epoch, welcome=welcome).SerializeToString()
+
+
+def encode_refused(reason: str) -> bytes:
+    """Turns a worker away for good."""
+    return plan_pb2.SchedulerMessage(refused=plan_pb2.Refused(reason=reason)).SerializeToString()
+
+
+PING = plan_pb2.SchedulerMessage(ping=plan_pb2.Ping()).SerializeToString()
+"""Says that the scheduler is there; valid in every epoch."""
+UNKNOWN = plan_pb2.SchedulerMessage(unknown=plan_pb2.Unknown()).SerializeToString()
+"""Makes the receiver say hello again."""
+
+
+def _admission(admission: RowAdmission, traceparent: str) -> plan_pb2.Admission:
+    return plan_pb2.Admission(
+        row=admission.row,
+        generation=admission.generation,
+        token_ids=to_column(admission.token_ids),
+        num_prompt_tokens=admission.num_prompt_tokens,
+        block_tables=[to_column(admission.blocks)],
+        sampling=plan_pb2.SamplingParams.FromString(admission.sampling),
+        request_id=admission.request_id,
+        traceparent=traceparent,
+    )
+
+
+def _step_done(peer: ev.Peer, epoch: int, result: plan_pb2.StepResult) -> ev.StepDone:
+    if result.counts:
+        raise MalformedFrameError("several tokens per row were not planned")
+    try:
+        rows, tokens = from_columns(result.rows, result.tokens)
+    except MalformedColumnError as error:
+        raise MalformedFrameError(str(error)) from None
+    return ev.StepDone(
+        worker=peer,
+        epoch=epoch,
+        step=result.step,
+        rows=rows,
+        tokens=tokens,
+        failures=tuple(
+            ev.FailedRow(row=failure.row, generation=failure.generation, reason=failure.reason[:500])
+            for failure in result.failures
+        ),
+    )
+
+
+def _hello(peer: ev.Peer, hello: plan_pb2.Hello) -> ev.WorkerHello:
+    if hello.protocol_version != PROTOCOL_VERSION:
+        raise UnsupportedVersionError(
+            f"the worker speaks version {hello.protocol_version} of the plan protocol, not {PROTOCOL_VERSION}"
+        )
+    if hello.num_kv_groups != 1:
+        raise UnsupportedVersionError(f"{hello.num_kv_groups} KV groups; this scheduler knows one")
+    if not (0 < len(hello.worker_id) <= 64 and hello.max_rows <= _MAX_ROWS and hello.num_blocks <= _MAX_BLOCKS):
+        raise MalformedFrameError("worker_id, max_rows or num_blocks is out of range")
+    model = hello.model
+    return ev.WorkerHello(
+        worker=peer,
+        worker_id=hello.worker_id,
+        model=ev.ModelFacts(
+            name=model.name,
+            architecture=model.architecture,
+            fingerprint=model.fingerprint,
+            max_model_len=model.max_model_len,
+            vocab_size=model.vocab_size,
+            dtype=model.dtype,
+            eos_token_ids=tuple(model.eos_token_ids),
+        ),
+        block_size=hello.block_size,
+        num_blocks=hello.num_blocks,
+        max_rows=hello.max_rows,
+        max_tokens_per_step=hello.max_tokens_per_step,
+    )
