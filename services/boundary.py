@@ -1,0 +1,138 @@
+"""The border between gRPC and our handlers: malformed bytes never get in, what is raised goes out as a proper status.
+
+gRPC answers INTERNAL or UNKNOWN, with no details, when a request does not parse or a handler raises. So requests are
+parsed by `tolerant`, which yields a `MalformedRequest` instead of raising, and every handler runs inside a guard. The
+guard is the one place where errors become statuses and where unexpected ones are logged.
+"""
+
+import secrets
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import grpc
+from google.protobuf import empty_pb2
+from google.protobuf.descriptor import FieldDescriptor
+from google.protobuf.message import DecodeError, Message
+from google.protobuf.unknown_fields import UnknownFieldSet
+from grpc import aio
+
+from services.errors import InternalError, to_status
+from shared.errors import FieldViolation, InvalidRequestError, QuireError
+from shared.logging import get_logger
+
+OUR_METHODS = "/quire."
+"""Methods of other services (health, reflection) handle their own errors."""
+
+_LENGTH_DELIMITED = 2
+_MAX_NESTING = 8
+
+# Generic only in their type stubs.
+Context: TypeAlias = "aio.ServicerContext[Any, Any]"
+Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any] | None"
+
+
+@dataclass(frozen=True, slots=True)
+class MalformedRequest:
+    """Stands for a request whose bytes do not parse."""
+
+    field: str
+    description: str
+
+
+class Boundary(aio.ServerInterceptor):
+    """Wraps every handler of ours."""
+
+    def __init__(self, on_outcome: Callable[[str, str], None]) -> None:
+        """`on_outcome` is told method and status code of each RPC."""
+        self._on_outcome = on_outcome
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Handler:
+        """Returns the handler with tolerant parsing and inside the guard."""
+        handler = await continuation(handler_call_details)
+        method = handler_call_details.method
+        if handler is None or not method.startswith(OUR_METHODS):
+            return handler
+        # Generated code gives the bound `FromString` of the request's class as its deserializer.
+        parse = tolerant(getattr(handler.request_deserializer, "__self__"))  # noqa: B009
+        name = method.rpartition("/")[2]
+        if handler.response_streaming:
+            return grpc.unary_stream_rpc_method_handler(
+                self._guard(name, handler.unary_stream), parse, handler.response_serializer
+            )
+        return grpc.unary_unary_rpc_method_handler(
+            self._guard(name, handler.unary_unary), parse, handler.response_serializer
+        )
+
+    def _guard(self, name: str, handler: Any) -> Any:
+        async def guarded(request: Message | MalformedRequest, context: Context) -> object:
+            code = "CANCELLED"
+            try:
+                if isinstance(request, MalformedRequest):
+                    raise InvalidRequestError(FieldViolation(request.field, request.description))
+                response = await handler(request, context)
+                code = "OK"
+                return response
+            except QuireError as error:
+                code = error.code
+                await context.abort_with_status(to_status(error))
+            except Exception as unexpected:
+                if context.cancelled():
+                    return None  # a write to a client that has gone fails in several ways
+                code = "INTERNAL"
+                error_id = secrets.token_hex(6)
+                get_logger().error("handler failed", method=name, error_id=error_id, exc_info=unexpected)
+                await context.abort_with_status(to_status(InternalError(error_id)))
+            finally:
+                self._on_outcome(name, code)
+            return None
+
+        return guarded
+
+
+def tolerant(message_type: type[Message]) -> Callable[[bytes], Message | MalformedRequest]:
+    """A deserializer that returns a MalformedRequest where the generated one raises."""
+
+    def parse(serialized: bytes) -> Message | MalformedRequest:
+        try:
+            return message_type.FromString(serialized)
+        except DecodeError:
+            field = _invalid_utf8_field(message_type.DESCRIPTOR, serialized)
+            if field is not None:
+                return MalformedRequest(field, "is not valid UTF-8")
+            return MalformedRequest("request", f"is no serialized {message_type.DESCRIPTOR.full_name}")
+
+    return parse
+
+
+def _invalid_utf8_field(descriptor: Any, serialized: bytes, depth: int = 0) -> str | None:
+    """The path of the first string field that holds invalid UTF-8, found by reading the wire format without types."""
+    if depth == _MAX_NESTING:
+        return None
+    try:
+        fields: Any = UnknownFieldSet(empty_pb2.Empty.FromString(serialized))
+    except DecodeError:
+        return None
+    for unknown in fields:
+        field = descriptor.fields_by_number.get(unknown.field_number)
+        if field is None or unknown.wire_type != _LENGTH_DELIMITED:
+            continue
+        if field.type == FieldDescriptor.TYPE_STRING and not _is_utf8(unknown.data):
+            return str(field.name)
+        if field.type == FieldDescriptor.TYPE_MESSAGE and field.message_type is not None:
+            inner = _invalid_utf8_field(field.message_type, unknown.data, depth + 1)
+            if inner is not None:
+                return f"{field.name}.{inner}"
+    return None
+
+
+def _is_utf8(value: bytes) -> bool:
+    try:
+        value.decode("utf-8")
+    except UnicodeDecodeError:
+        return False
+    return True

@@ -1,0 +1,324 @@
+"""The front end's end of the link to the scheduler core: one DEALER socket inside the event loop.
+
+Greeting: hello is sent at the start and whenever the core says that it does not know us; until its state arrives in
+answer, nothing else is sent, and every live stream is then submitted, with the tokens it has. That one rule covers a
+core that starts late, restarts, or gave up on us. What the new core sends again is recognised by its index; a gap makes
+the stream a new one under a new number, so that late answers to the old number mean nothing.
+
+The core answers every report, about once a second. When nothing came for `AWAY_S` the service is not ready; clients
+keep their streams, and only after `GIVE_UP_S` these end with an error.
+
+Outgoing events of one turn of the loop leave as one message. The socket's descriptor is edge-triggered: after every
+send, and whenever the descriptor fires, it is read until nothing is left.
+"""
+
+import asyncio
+import itertools
+import time
+from collections.abc import Callable, Iterable
+
+import zmq
+from google.protobuf.message import DecodeError
+
+from protos.quire.link.v1 import link_pb2
+from services.outgoing import Outgoing
+from services.stream import Received, Stream
+from shared.columns import MalformedColumnError, from_columns
+from shared.errors import NoWorkerError
+from shared.ids import draw_incarnation, routing_id
+from shared.logging import get_logger
+from shared.sockets import LINK_MAX_MESSAGE, connect_dealer
+
+PROTOCOL_VERSION = 1
+"""Version of the link protocol that this front end speaks."""
+REPORT_EVERY_S = 1.0
+AWAY_S = 3.0
+GIVE_UP_S = 60.0
+
+_MAX_READS = 64
+"""Messages read in one go, before others on the loop get their turn."""
+_MAX_STREAM_NUMBER = 0x7FFFFFFF
+_CLOSE_LINGER_MS = 200
+
+Families = list[link_pb2.MetricFamily]
+
+
+class CoreLink:
+    """Streams by number, and the core's last known state."""
+
+    def __init__(
+        self,
+        address: str,
+        frontend_id: str,
+        *,
+        tokenizer_fingerprint: str,
+        families: Callable[[], Families],
+        on_state: Callable[[], None],
+    ) -> None:
+        """`families` gives the front end's own metrics; `on_state` is called when `ready` may have changed."""
+        incarnation = draw_incarnation()
+        self._hello = link_pb2.FrontendHello(
+            protocol_version=PROTOCOL_VERSION,
+            frontend_id=frontend_id,
+            incarnation=incarnation,
+            tokenizer_fingerprint=tokenizer_fingerprint,
+        )
+        self._context = zmq.Context()
+        self._socket = connect_dealer(
+            self._context,
+            address,
+            identity=routing_id(frontend_id, incarnation),
+            max_message=LINK_MAX_MESSAGE,
+            queue_while_away=False,
+        )
+        self._loop = asyncio.get_running_loop()
+        self._families = families
+        self._on_state = on_state
+        self._outgoing = Outgoing()
+        self._unsent: list[bytes] = []
+        """Serialized messages that the socket did not take, oldest first; nothing new is serialized meanwhile."""
+        self._flush_scheduled = False
+        self._read_scheduled = False
+        self._streams: dict[int, Stream] = {}
+        self._numbers = itertools.cycle(range(1, _MAX_STREAM_NUMBER))
+        self._snapshots: dict[int, asyncio.Future[Families]] = {}
+        self._snapshot_numbers = itertools.count(1)
+        self._core = 0
+        """Incarnation of the core that knows us."""
+        self._greeting = False
+        """Hello is on its way; nothing else is sent."""
+        self._greeted = 0
+        """Incarnation of the core whose `unknown` the hello on its way answers."""
+        self._last_heard = float("-inf")
+        self._away_since = time.monotonic()
+        self._state = link_pb2.ServiceState()
+        self._ticking: asyncio.Task[None] | None = None
+        self.malformed_messages = 0
+
+    @property
+    def connected(self) -> bool:
+        """The core was heard of lately and knows us."""
+        return not self._greeting and time.monotonic() - self._last_heard < AWAY_S
+
+    @property
+    def ready(self) -> bool:
+        """Requests would be served now."""
+        return self.connected and self._state.ready
+
+    @property
+    def model(self) -> link_pb2.ServedModel | None:
+        """The served model; None until the first worker has joined."""
+        return self._state.model if self._state.HasField("model") else None
+
+    def start(self) -> None:
+        """Begins to talk; the core need not be there yet."""
+        self._loop.add_reader(self._option(zmq.FD), self._read)
+        self._greet(0)
+        self._ticking = self._loop.create_task(self._tick_forever())
+
+    async def close(self) -> None:
+        """Sends what is pending, as far as the core takes it at once, and leaves."""
+        if self._ticking is not None:
+            self._ticking.cancel()
+            await asyncio.gather(self._ticking, return_exceptions=True)
+        self._flush()
+        self._loop.remove_reader(self._option(zmq.FD))
+        self._socket.close(linger=_CLOSE_LINGER_MS)
+        self._context.term()
+
+    def submit(self, stream: Stream) -> None:
+        """Hands a new stream to the core."""
+        stream.number = next(number for number in self._numbers if number not in self._streams)
+        self._streams[stream.number] = stream
+        if not self._greeting:
+            self._outgoing.submit(stream.submission(time.monotonic()))
+            self._schedule_flush()
+
+    def release(self, stream: Stream) -> None:
+        """The stream's reader is done. Unless the core has ended the stream, it is told that the client has gone."""
+        if self._streams.pop(stream.number, None) is not None and not stream.over and not self._greeting:
+            self._outgoing.cancel(stream.number)
+            self._schedule_flush()
+
+    def give_credit(self, stream: Stream) -> None:
+        """Returns the credit of what the reader took."""
+        due = stream.credit_due()
+        if due and not self._greeting:
+            self._outgoing.credit(stream.number, due)
+            self._schedule_flush()
+
+    async def snapshot(self, timeout_s: float) -> Families | None:
+        """The metrics of the whole service, or None when the core does not answer in time."""
+        if self._greeting:
+            return None
+        number = next(self._snapshot_numbers)
+        answer = self._snapshots[number] = self._loop.create_future()
+        self._outgoing.report(self._report(), snapshot_request=number)
+        self._schedule_flush()
+        try:
+            return await asyncio.wait_for(answer, timeout_s)
+        except TimeoutError:
+            return None
+        finally:
+            del self._snapshots[number]
+
+    # Sending
+
+    def _greet(self, core: int) -> None:
+        self._greeting, self._greeted = True, core
+        # Whatever was meant for another incarnation is void; live streams are submitted again.
+        self._unsent.clear()
+        self._outgoing.clear()
+        self._outgoing.hello(self._hello)
+        self._schedule_flush()
+
+    def _schedule_flush(self) -> None:
+        if not self._flush_scheduled:
+            self._flush_scheduled = True
+            self._loop.call_soon(self._flush)
+
+    def _flush(self) -> None:
+        self._flush_scheduled = False
+        if not self._unsent:
+            self._unsent = self._outgoing.take()
+        try:
+            while self._unsent:
+                self._socket.send(self._unsent[0], flags=zmq.DONTWAIT)
+                del self._unsent[0]
+        except zmq.Again:
+            return  # `_read` comes by when the socket takes more, the tick when it does not
+        self._read_if_due()
+
+    def _option(self, option: int) -> int:
+        value = self._socket.getsockopt(option)
+        assert isinstance(value, int)
+        return value
+
+    def _report(self) -> link_pb2.MetricReport:
+        return link_pb2.MetricReport(families=self._families())
+
+    # Receiving
+
+    def _read_if_due(self) -> None:
+        # A send may have swallowed the edge that announced an arrived message.
+        if not self._read_scheduled and self._option(zmq.EVENTS) & zmq.POLLIN:
+            self._read_scheduled = True
+            self._loop.call_soon(self._read)
+
+    def _read(self) -> None:
+        self._read_scheduled = False
+        try:
+            for _ in range(_MAX_READS):
+                self._take_message(self._socket.recv(flags=zmq.DONTWAIT))
+        except zmq.Again:
+            pass
+        if self._unsent and self._option(zmq.EVENTS) & zmq.POLLOUT:
+            self._schedule_flush()
+        self._read_if_due()
+
+    def _take_message(self, payload: bytes) -> None:
+        try:
+            message = link_pb2.CoreMessage.FromString(payload)
+            self._handle(message)
+        except (DecodeError, MalformedColumnError) as error:
+            self.malformed_messages += 1
+            if self.malformed_messages == 1:
+                get_logger().error("malformed message from the core dropped", error=str(error))
+
+    def _handle(self, message: link_pb2.CoreMessage) -> None:
+        now = time.monotonic()
+        self._last_heard = now
+        if message.unknown:
+            if not (self._greeting and self._greeted == message.incarnation):
+                self._greet(message.incarnation)
+                self._on_state()
+            return
+        if message.HasField("state"):
+            self._take_state(message, now)
+        elif message.incarnation != self._core:
+            return  # from a core that is gone, or one that has not answered our hello yet
+        if message.streams:
+            self._dispatch(message, now)
+        for end in message.ends:
+            stream = self._streams.get(end.stream)
+            if stream is not None:
+                stream.finish(end)
+        if message.HasField("snapshot"):
+            answer = self._snapshots.get(message.snapshot.request)
+            if answer is not None and not answer.done():
+                answer.set_result(list(message.snapshot.families))
+
+    def _take_state(self, message: link_pb2.CoreMessage, now: float) -> None:
+        self._state = message.state
+        if self._greeting or message.incarnation != self._core:
+            if self._core not in (0, message.incarnation):
+                get_logger().warning("the scheduler core is a new one", live_streams=len(self._streams))
+            self._core = message.incarnation
+            self._greeting = False
+            for stream in self._streams.values():
+                self._submit_again(stream, now)
+        self._on_state()
+
+    def _dispatch(self, message: link_pb2.CoreMessage, now: float) -> None:
+        """Gives every stream its tokens. Ids become Python integers here and only here."""
+        streams, first_indices = from_columns(message.streams, message.first_indices)
+        tokens: list[int] = from_columns(message.tokens)[0].tolist()
+        counts: Iterable[int] = itertools.repeat(1)
+        expected = len(streams)
+        if message.counts:
+            column = from_columns(message.streams, message.counts)[1]
+            counts, expected = column.tolist(), int(column.sum())
+        if expected != len(tokens):
+            raise MalformedColumnError(f"{expected} tokens announced, {len(tokens)} there")
+        end = 0
+        for number, first_index, count in zip(streams.tolist(), first_indices.tolist(), counts, strict=False):
+            begin, end = end, end + count
+            stream = self._streams.get(number)
+            if stream is None:
+                continue
+            received = stream.receive(first_index, tokens[begin:end], now)
+            if received is not Received.TAKEN:
+                self._react(stream, received, now)
+            elif stream.request.stop_strings:
+                self.give_credit(stream)
+
+    def _react(self, stream: Stream, received: Received, now: float) -> None:
+        if received is Received.MATCHED:
+            self._outgoing.stop_match(stream.number, stream.keep_tokens)
+            self._schedule_flush()
+            return
+        get_logger().error("tokens are missing", request_id=stream.request.request_id, stream=stream.number)
+        del self._streams[stream.number]
+        self._outgoing.cancel(stream.number)
+        self.submit(stream)
+
+    def _submit_again(self, stream: Stream, now: float) -> None:
+        if stream.over:
+            return
+        self._outgoing.submit(stream.submission(now))
+        if stream.stop_string is not None:
+            self._outgoing.stop_match(stream.number, stream.keep_tokens)
+        self._schedule_flush()
+
+    # Time
+
+    async def _tick_forever(self) -> None:
+        was_ready = False
+        while True:
+            await asyncio.sleep(REPORT_EVERY_S)
+            self._tick(time.monotonic())
+            if was_ready != self.ready:
+                was_ready = self.ready
+                self._on_state()
+
+    def _tick(self, now: float) -> None:
+        if self._greeting:
+            self._greet(self._greeted)
+        else:
+            self._outgoing.report(self._report())
+            self._schedule_flush()
+        if self.connected:
+            self._away_since = now
+        elif now - self._away_since > GIVE_UP_S:
+            for stream in list(self._streams.values()):
+                stream.fail(NoWorkerError("the scheduler has been away for too long", retry_ms=1000))

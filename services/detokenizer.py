@@ -1,0 +1,150 @@
+"""Incremental detokenising: token ids in, text out, never half a character, joined exactly the text of a full decode.
+
+Two ways to the same promise. A byte-level vocabulary maps every token to bytes of its own, so a table and an
+incremental UTF-8 decoder are exact and cost about a microsecond for a batch of tokens. For every other vocabulary
+(sentencepiece style, byte fallback, WordPiece) the text of a token depends on its neighbours, so a short window of
+tokens is decoded again with each push and the part that is new is taken.
+
+A character whose bytes have not all arrived is held back. That is bounded: a byte that can no longer become part of a
+character comes out as U+FFFD at once, whatever is incomplete at the end comes out with `finish`.
+"""
+
+import codecs
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+
+from tokenizers import Tokenizer
+
+REPLACEMENT = "\ufffd"
+
+_MAX_INCOMPLETE = 3
+"""An incomplete UTF-8 character has at most three bytes, hence shows as at most three replacement characters."""
+_WINDOW = 16
+"""Tokens after which the decoding window is cut: bounds the cost of a push without cutting at every one."""
+
+
+class Detokenizer(ABC):
+    """The text side of one stream."""
+
+    @abstractmethod
+    def push(self, token_ids: Sequence[int]) -> str:
+        """The text that became certain with these tokens."""
+
+    @abstractmethod
+    def finish(self) -> str:
+        """What was held back. Nothing may be pushed afterwards."""
+
+
+DetokenizerFactory = Callable[[bool], Detokenizer]
+"""Makes the detokenizer of a stream; the argument says whether special tokens are left out of the text."""
+
+
+def detokenizer_factory(tokenizer: Tokenizer) -> DetokenizerFactory:
+    """The factory of detokenizers for one vocabulary."""
+    decoder = json.loads(tokenizer.to_str())["decoder"]
+    if decoder is not None and decoder["type"] == "ByteLevel":
+        all_tokens = TokenBytes(tokenizer, skip_special_tokens=False)
+        without_special = TokenBytes(tokenizer, skip_special_tokens=True)
+        return lambda skip_special_tokens: ByteLevelDetokenizer(without_special if skip_special_tokens else all_tokens)
+    special = frozenset(i for i, token in tokenizer.get_added_tokens_decoder().items() if token.special)
+    return lambda skip_special_tokens: WindowDetokenizer(tokenizer, special if skip_special_tokens else frozenset())
+
+
+class TokenBytes(dict[int, bytes]):
+    """The bytes of each token of a byte-level vocabulary, filled as tokens are seen."""
+
+    def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool) -> None:
+        super().__init__()
+        self._tokenizer = tokenizer
+        added = tokenizer.get_added_tokens_decoder()
+        self._skipped = {i for i, token in added.items() if token.special} if skip_special_tokens else set()
+
+    def __missing__(self, token_id: int) -> bytes:
+        token = None if token_id in self._skipped else self._tokenizer.id_to_token(token_id)
+        value = b"" if token is None else _token_to_bytes(token)
+        self[token_id] = value
+        return value
+
+
+class ByteLevelDetokenizer(Detokenizer):
+    """Exact and cheap: a token's bytes do not depend on its neighbours."""
+
+    __slots__ = ("_decode", "_table")
+
+    def __init__(self, table: TokenBytes) -> None:
+        self._table = table
+        self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        if len(token_ids) == 1:
+            return self._decode(self._table[token_ids[0]])
+        return self._decode(b"".join(map(self._table.__getitem__, token_ids)))
+
+    def finish(self) -> str:
+        return self._decode(b"", True)
+
+
+class WindowDetokenizer(Detokenizer):
+    """Decodes a window of recent tokens with every push and yields what its text has more than before.
+
+    `_ids` is the window, `_taken` how many characters of its text are out. The window is cut only where everything was
+    out (so never inside a character or a run of fallback bytes that forms one), and never down to nothing: a decoder
+    that strips the leading space of its first token must not strip it from a token in the middle.
+    """
+
+    __slots__ = ("_clean", "_decode", "_ids", "_skipped", "_taken")
+
+    def __init__(self, tokenizer: Tokenizer, skipped: frozenset[int]) -> None:
+        self._decode: Callable[[list[int]], str] = lambda ids: str(tokenizer.decode(ids, skip_special_tokens=False))
+        self._skipped = skipped
+        self._ids: list[int] = []
+        self._taken = 0
+        self._clean = 0
+        """Length of the window at the last push after which nothing was held back."""
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        before = len(self._ids)
+        self._ids.extend(i for i in token_ids if i not in self._skipped)
+        if len(self._ids) == before:
+            return ""
+        text = self._decode(self._ids)
+        certain = _certain_length(text)
+        new = text[self._taken : certain]
+        self._taken = max(self._taken, certain)
+        if certain == len(text):
+            if len(self._ids) > _WINDOW and self._clean > 0:
+                del self._ids[: self._clean]
+                self._taken = len(self._decode(self._ids))
+            self._clean = len(self._ids)
+        return new
+
+    def finish(self) -> str:
+        return self._decode(self._ids)[self._taken :]
+
+
+def _certain_length(text: str) -> int:
+    """How much of a decoded text no later token can change: all but a last character that may be incomplete.
+
+    A longer run of replacement characters stems from bytes that form no character whatever follows.
+    """
+    end = len(text.rstrip(REPLACEMENT))
+    return end if len(text) - end <= _MAX_INCOMPLETE else len(text)
+
+
+def _token_to_bytes(token: str) -> bytes:
+    """A token's bytes as the byte-level decoder sees them: added tokens may hold characters outside its alphabet."""
+    try:
+        return bytes(map(_BYTE_OF_CHARACTER.__getitem__, token))
+    except KeyError:
+        return token.encode()
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """GPT-2's alphabet: printable latin-1 bytes stand for themselves, the others for characters from U+0100 on."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(0x100) if byte not in set(printable)]
+    return {chr(b): b for b in printable} | {chr(0x100 + n): b for n, b in enumerate(others)}
+
+
+_BYTE_OF_CHARACTER = _byte_alphabet()

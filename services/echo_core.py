@@ -1,0 +1,195 @@
+"""A scheduler core that computes nothing: it answers every submission with tokens as fast as credit allows.
+
+It speaks the real link protocol, so a real front end can be measured and tested without scheduler, worker or model. One
+step gives every stream that has credit the same number of tokens and sends them as one columnar message per front end.
+The tokens of a stream count up through the vocabulary from the request's first prompt token.
+"""
+
+import argparse
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from types import FrameType
+
+import zmq
+
+from protos.quire.link.v1 import link_pb2
+from services.outbox import TOKEN_COST
+from shared.columns import from_column, from_columns, to_column
+from shared.ids import draw_incarnation
+from shared.sockets import LINK_MAX_MESSAGE, SendOutcome, bind_router, endpoint, receive_from, send_to
+
+
+@dataclass(slots=True)
+class EchoStream:
+    """One submitted request."""
+
+    number: int
+    sent: int
+    max_tokens: int
+    credit: int
+    first_token: int
+
+
+@dataclass(slots=True)
+class EchoFrontend:
+    """A front end that has said hello."""
+
+    streams: dict[int, EchoStream] = field(default_factory=dict)
+
+
+class EchoCore:
+    """The core; `step` does everything that is due."""
+
+    def __init__(self, address: str, model: link_pb2.ServedModel, *, tokens_per_step: int = 1) -> None:
+        self._context = zmq.Context()
+        self._socket = bind_router(self._context, address, max_message=LINK_MAX_MESSAGE)
+        self.address = endpoint(self._socket)
+        self.incarnation = draw_incarnation()
+        self._state = link_pb2.ServiceState(ready=True, model=model)
+        self._tokens_per_step = tokens_per_step
+        self._frontends: dict[bytes, EchoFrontend] = {}
+        self.received: list[link_pb2.FrontendMessage] = []
+        """Messages since somebody looked; kept only when `keep_messages` is set."""
+        self.keep_messages = False
+
+    def step(self, timeout_ms: int) -> None:
+        """Reads what has come, waiting up to `timeout_ms` when there is nothing to do, and sends one step of tokens."""
+        self._socket.poll(0 if self._has_work() else timeout_ms, zmq.POLLIN)
+        while (message := receive_from(self._socket)) is not None:
+            self._handle(*message)
+        for peer, frontend in self._frontends.items():
+            self._send_tokens(peer, frontend)
+
+    def close(self) -> None:
+        """Vanishes like a process that was killed."""
+        self._socket.close(linger=0)
+        self._context.term()
+
+    def _has_work(self) -> bool:
+        return any(s.credit >= TOKEN_COST for f in self._frontends.values() for s in f.streams.values())
+
+    def _handle(self, peer: bytes, payload: bytes) -> None:
+        message = link_pb2.FrontendMessage.FromString(payload)
+        if self.keep_messages:
+            self.received.append(message)
+        answer = link_pb2.CoreMessage(incarnation=self.incarnation)
+        if message.HasField("hello"):
+            self._frontends[peer] = EchoFrontend()
+            answer.state.CopyFrom(self._state)
+        frontend = self._frontends.get(peer)
+        if frontend is None:
+            answer.unknown = True
+            send_to(self._socket, peer, answer.SerializeToString())
+            return
+        for submission in message.submissions:
+            self._submit(frontend, submission)
+        for number in from_column(message.cancelled).tolist():
+            self._end(frontend, number, link_pb2.END_REASON_CANCELLED, answer)
+        for match in message.stop_matches:
+            self._end(frontend, match.stream, link_pb2.END_REASON_STOP_STRING, answer, match.keep_tokens)
+        numbers, credits = from_columns(message.credit_streams, message.credit_bytes)
+        for number, credit in zip(numbers.tolist(), credits.tolist(), strict=True):
+            stream = frontend.streams.get(number)
+            if stream is not None:
+                stream.credit += credit
+        if message.HasField("report"):
+            answer.state.CopyFrom(self._state)
+        if message.snapshot_request:
+            answer.snapshot.request = message.snapshot_request
+            answer.snapshot.families.extend(message.report.families)
+        if answer.HasField("state") or answer.ends:
+            send_to(self._socket, peer, answer.SerializeToString())
+
+    def _submit(self, frontend: EchoFrontend, submission: link_pb2.Submission) -> None:
+        tokens = from_column(submission.token_ids)
+        frontend.streams[submission.stream] = EchoStream(
+            number=submission.stream,
+            sent=len(tokens) - submission.num_prompt_tokens,
+            max_tokens=submission.max_tokens,
+            credit=submission.credit,
+            first_token=int(tokens[0]),
+        )
+
+    def _end(
+        self,
+        frontend: EchoFrontend,
+        number: int,
+        reason: link_pb2.EndReason.ValueType,
+        answer: link_pb2.CoreMessage,
+        keep_tokens: int | None = None,
+    ) -> None:
+        stream = frontend.streams.pop(number, None)
+        if stream is not None:
+            kept = stream.sent if keep_tokens is None else keep_tokens
+            answer.ends.add(stream=number, reason=reason, completion_tokens=kept)
+
+    def _send_tokens(self, peer: bytes, frontend: EchoFrontend) -> None:
+        streams: list[int] = []
+        first_indices: list[int] = []
+        counts: list[int] = []
+        tokens: list[int] = []
+        message = link_pb2.CoreMessage(incarnation=self.incarnation)
+        for stream in list(frontend.streams.values()):
+            count = min(self._tokens_per_step, stream.credit // TOKEN_COST, stream.max_tokens - stream.sent)
+            if count > 0:
+                streams.append(stream.number)
+                first_indices.append(stream.sent)
+                counts.append(count)
+                tokens.extend(self._tokens(stream, count))
+                stream.sent += count
+                stream.credit -= count * TOKEN_COST
+            if stream.sent >= stream.max_tokens:
+                self._end(frontend, stream.number, link_pb2.END_REASON_LENGTH, message)
+        if not streams and not message.ends:
+            return
+        message.streams = to_column(streams)
+        message.first_indices = to_column(first_indices)
+        if self._tokens_per_step > 1:
+            message.counts = to_column(counts)
+        message.tokens = to_column(tokens)
+        payload = message.SerializeToString()
+        while send_to(self._socket, peer, payload) is SendOutcome.FULL:
+            time.sleep(0.001)
+
+    def _tokens(self, stream: EchoStream, count: int) -> Iterator[int]:
+        begin = stream.first_token + stream.sent
+        return (number % self._state.model.vocab_size for number in range(begin, begin + count))
+
+
+def main(arguments: list[str]) -> int:
+    """Runs an echo core as a process of its own until it is told to end."""
+    parser = argparse.ArgumentParser(prog="python -m services.echo_core", description=__doc__)
+    parser.add_argument("--address", required=True)
+    parser.add_argument("--vocab-size", type=int, required=True)
+    parser.add_argument("--max-model-len", type=int, default=1 << 20)
+    parser.add_argument("--tokens-per-step", type=int, default=1)
+    options = parser.parse_args(arguments)
+    model = link_pb2.ServedModel(
+        name="echo",
+        architecture="EchoForCausalLM",
+        max_model_len=options.max_model_len,
+        vocab_size=options.vocab_size,
+        dtype="none",
+        fingerprint="0" * 64,
+    )
+    core = EchoCore(options.address, model, tokens_per_step=options.tokens_per_step)
+    stopping = False
+
+    def stop(_number: int, _frame: FrameType | None) -> None:
+        nonlocal stopping
+        stopping = True
+
+    signal.signal(signal.SIGTERM, stop)
+    signal.signal(signal.SIGINT, stop)
+    print(f"listening {core.address}", flush=True)
+    while not stopping:
+        core.step(timeout_ms=100)
+    core.close()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

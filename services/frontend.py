@@ -1,0 +1,174 @@
+"""The front-end process: gRPC and HTTP listeners, the link to the core, and how all of it starts and ends.
+
+Start: tokenizer, listeners, link. The core need not be there: the process listens at once and is not ready until a
+worker is. End, on SIGTERM or SIGINT: not ready → no new calls → live streams may finish within the grace period, then
+they are cancelled → the link takes the last cancellations along → spans are exported → exit 0.
+"""
+
+import asyncio
+import contextlib
+import gc
+import signal
+import socket
+import sys
+
+import uvloop
+from grpc import aio
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from quire.v1 import generation_pb2, generation_pb2_grpc, model_pb2, model_pb2_grpc
+from services.boundary import Boundary
+from services.core_link import CoreLink
+from services.http import HttpServer, listening_socket, make_app
+from services.metrics import FrontendMetrics
+from services.servicer import GenerationServicer, Services
+from services.servicer_health import HealthServicer
+from services.servicer_model import ModelServicer
+from services.tokenizer import TextTokenizer, load_tokenizer
+from services.validation import MAX_TEXT
+from shared.config import ConfigError, FrontendConfig
+from shared.logging import configure_logging, get_logger
+from shared.model_path import resolve_model
+from shared.telemetry import Telemetry
+
+_MAX_REQUEST_BYTES = 2 * MAX_TEXT
+"""A request may hold 4 MiB of text and what belongs to it; larger ones end RESOURCE_EXHAUSTED inside gRPC."""
+
+
+class Frontend:
+    """Everything that one front-end process holds, wired together."""
+
+    def __init__(self, config: FrontendConfig, tokenizer: TextTokenizer, telemetry: Telemetry) -> None:
+        """Must be called on the event loop; nothing listens yet."""
+        self._config = config
+        self._telemetry = telemetry
+        self._tokenizer = tokenizer
+        self._health = HealthServicer()
+        self._metrics = FrontendMetrics(config.frontend_id, lambda: self.link.malformed_messages)
+        self.link = CoreLink(
+            config.frontend_address,
+            config.frontend_id,
+            tokenizer_fingerprint=tokenizer.fingerprint,
+            families=self._metrics.families,
+            on_state=lambda: self._health.set_ready(self.link.ready),
+        )
+        services = Services(config, self.link, tokenizer, self._metrics, telemetry.tracer)
+        self._generation = GenerationServicer(services)
+        self._grpc = self._make_grpc_server(services)
+        self._http = HttpServer(
+            make_app(
+                is_ready=lambda: self._health.ready,
+                snapshot=self.link.snapshot,
+                own_families=self._metrics.families,
+            )
+        )
+        self._http_socket: socket.socket | None = None
+        self._http_serving: asyncio.Task[None] | None = None
+
+    async def start(self) -> tuple[int, int]:
+        """Listens and greets the core; returns the ports of gRPC and HTTP.
+
+        Raises:
+            ConfigError: a port cannot be had.
+        """
+        host = self._config.host
+        try:
+            grpc_port = self._grpc.add_insecure_port(_address(host, self._config.grpc_port))
+        except RuntimeError:
+            raise ConfigError(_port_message("grpc_port", host, self._config.grpc_port)) from None
+        try:
+            self._http_socket = listening_socket(host, self._config.http_port)
+        except OSError as error:
+            raise ConfigError(_port_message("http_port", host, self._config.http_port, str(error))) from None
+        http_port = int(self._http_socket.getsockname()[1])
+        self.link.start()
+        await self._grpc.start()
+        self._http_serving = asyncio.create_task(self._http.serve([self._http_socket]))
+        return grpc_port, http_port
+
+    async def stop(self) -> None:
+        """Ends everything in order; returns when nothing is left."""
+        self._health.stop()
+        stopping = asyncio.create_task(self._grpc.stop(self._config.grace_period_s))
+        while self._generation.num_live and not stopping.done():
+            idle = asyncio.create_task(self._generation.idle.wait())
+            await asyncio.wait((idle, stopping), return_when=asyncio.FIRST_COMPLETED)
+            idle.cancel()
+        # Only short calls are left, or calls that nobody would miss (reflection).
+        await self._grpc.stop(min(1.0, self._config.grace_period_s))
+        await stopping
+        self._http.should_exit = True
+        if self._http_serving is not None:
+            await self._http_serving
+        await self.close()
+
+    async def close(self) -> None:
+        """Lets go of what does not listen."""
+        await self.link.close()
+        self._tokenizer.close()
+        await asyncio.to_thread(self._telemetry.shutdown)
+
+    def _make_grpc_server(self, services: Services) -> aio.Server:
+        server = aio.server(
+            interceptors=[Boundary(self._metrics.count_outcome)],
+            options=[
+                ("grpc.so_reuseport", 1),
+                ("grpc.max_receive_message_length", _MAX_REQUEST_BYTES),
+            ],
+        )
+        generation_pb2_grpc.add_GenerationServiceServicer_to_server(self._generation, server)
+        model_pb2_grpc.add_ModelServiceServicer_to_server(ModelServicer(services), server)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
+        reflection.enable_server_reflection(
+            (
+                generation_pb2.DESCRIPTOR.services_by_name["GenerationService"].full_name,
+                model_pb2.DESCRIPTOR.services_by_name["ModelService"].full_name,
+                health_pb2.DESCRIPTOR.services_by_name["Health"].full_name,
+                reflection.SERVICE_NAME,
+            ),
+            server,
+        )
+        return server
+
+
+def run(config: FrontendConfig) -> int:
+    """Runs a front-end process until a signal ends it; returns its exit status."""
+    configure_logging("quire-frontend")
+    try:
+        tokenizer = load_tokenizer(resolve_model(config.model, weights=False))
+        # What lives as long as the process need not be looked at by every collection.
+        gc.collect()
+        gc.freeze()
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(_serve(config, tokenizer))
+    except ConfigError as error:
+        print(f"quire frontend: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+async def _serve(config: FrontendConfig, tokenizer: TextTokenizer) -> None:
+    stopping = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stopping.set)
+    frontend = Frontend(config, tokenizer, Telemetry("quire-frontend"))
+    try:
+        grpc_port, http_port = await frontend.start()
+    except ConfigError:
+        await frontend.close()
+        raise
+    with contextlib.suppress(BrokenPipeError):
+        print(f"listening grpc={_address(config.host, grpc_port)} http={_address(config.host, http_port)}", flush=True)
+    get_logger().info("listening", frontend_id=config.frontend_id, grpc_port=grpc_port, http_port=http_port)
+    await stopping.wait()
+    get_logger().info("stopping")
+    await frontend.stop()
+
+
+def _address(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def _port_message(setting: str, host: str, port: int, detail: str = "") -> str:
+    return f"{setting}: cannot listen on {_address(host, port)}{f' ({detail})' if detail else ''}; choose another port"

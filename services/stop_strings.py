@@ -1,0 +1,114 @@
+"""Finding stop strings in text that arrives in pieces, without ever letting out a part of one.
+
+An Aho-Corasick automaton over all stop strings reads each character once, whatever the pieces are. Its depth is the
+length of the longest suffix that may still become a stop string: exactly what must be held back. The match that ends
+first wins, of several ending together the longest; so the outcome does not depend on how the text was cut into pieces.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """A stop string was found."""
+
+    stop_string: str
+    start: int
+    """Where it begins, in characters from the beginning of the text."""
+
+
+class StopAutomaton:
+    """The state machine of a set of stop strings; shared by nothing, built once per stream."""
+
+    __slots__ = ("depth", "fail", "found", "goto")
+
+    def __init__(self, stop_strings: Sequence[str]) -> None:
+        self.goto: list[dict[str, int]] = [{}]
+        self.depth = [0]
+        self.found: list[str | None] = [None]
+        """The longest stop string that ends in this state."""
+        for stop_string in stop_strings:
+            self._insert(stop_string)
+        self.fail = [0] * len(self.goto)
+        self._link()
+
+    def _insert(self, stop_string: str) -> None:
+        state = 0
+        for character in stop_string:
+            if character not in self.goto[state]:
+                self.goto[state][character] = len(self.goto)
+                self.goto.append({})
+                self.depth.append(self.depth[state] + 1)
+                self.found.append(None)
+            state = self.goto[state][character]
+        self.found[state] = stop_string
+
+    def _link(self) -> None:
+        """Breadth first, so that a state's shorter suffixes are linked before it."""
+        queue = deque(self.goto[0].values())
+        while queue:
+            state = queue.popleft()
+            for character, child in self.goto[state].items():
+                self.fail[child] = self.step(self.fail[state], character)
+                self.found[child] = self.found[child] or self.found[self.fail[child]]
+                queue.append(child)
+
+    def step(self, state: int, character: str) -> int:
+        """The state after one more character."""
+        while True:
+            after = self.goto[state].get(character)
+            if after is not None:
+                return after
+            if state == 0:
+                return 0
+            state = self.fail[state]
+
+
+class StopFinder:
+    """The text of one stream on its way through the automaton."""
+
+    __slots__ = ("_automaton", "_held", "_length", "_state", "match")
+
+    def __init__(self, stop_strings: Sequence[str]) -> None:
+        self._automaton = StopAutomaton(stop_strings)
+        self._state = 0
+        self._held = ""
+        self._length = 0
+        self.match: Match | None = None
+        """Set once; all later text is swallowed."""
+
+    @property
+    def released(self) -> int:
+        """Characters that were let out so far."""
+        return self._length - len(self._held)
+
+    def push(self, text: str) -> str:
+        """The text that can be let out now that `text` has arrived."""
+        if self.match is not None:
+            return ""
+        automaton, state = self._automaton, self._state
+        for position, character in enumerate(text):
+            state = automaton.step(state, character)
+            stop_string = automaton.found[state]
+            if stop_string is not None:
+                return self._matched(stop_string, text[: position + 1])
+        pending = self._held + text
+        cut = len(pending) - automaton.depth[state]
+        self._state, self._held = state, pending[cut:]
+        self._length += len(text)
+        return pending[:cut]
+
+    def finish(self) -> str:
+        """What was held back; the text ends here."""
+        held, self._held = self._held, ""
+        return held
+
+    def _matched(self, stop_string: str, text: str) -> str:
+        pending = self._held + text
+        kept = len(pending) - len(stop_string)
+        start = self._length - len(self._held) + kept
+        self.match = Match(stop_string, start)
+        self._held, self._length = "", start
+        return pending[:kept]

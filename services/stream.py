@@ -1,0 +1,239 @@
+"""The state of one client's stream, without I/O: tokens of the core go in, batches for the reader come out.
+
+Rules:
+  * The core alone finishes a stream; `end` is called once, later calls are ignored.
+  * Every token has an index. Tokens the stream already has are ignored, a gap is reported to the caller.
+  * Without stop strings, text is made only when the reader takes it, so a lagging reader costs next to nothing. With
+    stop strings, every token is looked at when it arrives, because a match ends the work of the core.
+  * A token whose text may still be cut off by a stop string is held back with its text. Hence the tokens that were
+    sent are exactly those that count.
+  * Credit flows back once the reader has taken a token (or the stream swallowed it), in portions of a quarter.
+"""
+
+import enum
+from array import array
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from protos.quire.link.v1 import link_pb2
+from services.detokenizer import Detokenizer
+from services.outbox import TOKEN_COST, Batch, Outbox
+from services.stop_strings import StopFinder
+from shared.columns import to_column
+from shared.errors import QuireError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamRequest:
+    """Everything about a request that the core is told, fixed before it is submitted."""
+
+    request_id: str
+    prompt: bytes = field(repr=False)
+    """Column of the prompt's tokens."""
+    max_tokens: int
+    stop_token_ids: bytes = b""
+    """Column."""
+    sampling: bytes = b""
+    """A serialized quire.plan.v1.SamplingParams."""
+    stop_strings: tuple[str, ...] = field(default=(), repr=False)
+    credit: int
+    """Bytes of output the stream may be ahead of its reader."""
+    arrival: float
+    """Monotonic time at which the RPC arrived, seconds."""
+    deadline: float | None = None
+    """Monotonic time, seconds."""
+    traceparent: str = ""
+    principal: str = "anonymous"
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Tokens of the prompt."""
+        return len(self.prompt) // 4
+
+
+class Received(enum.Enum):
+    """What tokens from the core meant for a stream."""
+
+    TAKEN = "taken"
+    MATCHED = "matched"
+    """A stop string was found: the core is to be told."""
+    GAP = "gap"
+    """Tokens are missing: the stream must be submitted again."""
+
+
+class Stream:
+    """One live request."""
+
+    __slots__ = (
+        "_credit_returned", "_detokenizer", "_finder", "_flushed", "_generated", "_held", "_outbox", "_text_length",
+        "_wake", "_writing", "end", "error", "first_token_at", "number", "request",
+    )  # fmt: skip
+
+    def __init__(self, request: StreamRequest, detokenizer: Detokenizer, wake: Callable[[], None]) -> None:
+        self.request = request
+        self.number = 0
+        """Given by the link at each submission."""
+        self.first_token_at: float | None = None
+        self.end: link_pb2.StreamEnd | None = None
+        """How the core ended the stream."""
+        self.error: QuireError | None = None
+        """Why the stream ended without the core."""
+        self._wake = wake
+        self._detokenizer = detokenizer
+        self._finder = StopFinder(request.stop_strings) if request.stop_strings else None
+        self._outbox = Outbox()
+        self._generated = array("i")
+        self._credit_returned = 0
+        """Tokens whose credit went back."""
+        self._writing = 0
+        """Tokens handed out by `take` and not yet confirmed by `taken`."""
+        self._flushed = False
+        # Only with stop strings: tokens not yet let out, each with the length of the text before it.
+        self._held: deque[tuple[int, int]] = deque()
+        self._text_length = 0
+
+    @property
+    def num_generated(self) -> int:
+        """Tokens received from the core."""
+        return len(self._generated)
+
+    @property
+    def num_sent(self) -> int:
+        """Tokens handed to the reader."""
+        return self._outbox.num_taken
+
+    @property
+    def over(self) -> bool:
+        """Nothing more will come; `take` may still have something."""
+        return self.end is not None or self.error is not None
+
+    @property
+    def stop_string(self) -> str | None:
+        """The stop string that ended the text."""
+        return self._finder.match.stop_string if self._finder and self._finder.match else None
+
+    @property
+    def keep_tokens(self) -> int:
+        """Generated tokens that count once a stop string was found: those that begin before it."""
+        return len(self._generated) - len(self._held)
+
+    @property
+    def merged_tokens(self) -> int:
+        """Tokens that went out in one message with an earlier one."""
+        return self._outbox.merged
+
+    def submission(self, now: float) -> link_pb2.Submission:
+        """The request with all tokens so far, for a core that does not know it. Starts the credit afresh."""
+        request = self.request
+        waiting = len(self._outbox) + self._writing
+        self._credit_returned = len(self._generated) - waiting
+        left = 0 if request.deadline is None else max(int((request.deadline - now) * 1e9), 1)
+        return link_pb2.Submission(
+            stream=self.number,
+            request_id=request.request_id,
+            token_ids=request.prompt + to_column(self._generated),
+            num_prompt_tokens=request.num_prompt_tokens,
+            max_tokens=request.max_tokens,
+            stop_token_ids=request.stop_token_ids,
+            sampling=request.sampling,
+            credit=max(request.credit - TOKEN_COST * waiting, 0),
+            deadline_ns=left,
+            traceparent=request.traceparent,
+            principal=request.principal,
+        )
+
+    def receive(self, first_index: int, token_ids: list[int], now: float) -> Received:
+        """Takes tokens from the core, `first_index` being the index of the first one."""
+        if self.over or self.stop_string is not None:
+            return Received.TAKEN
+        known = len(self._generated)
+        if first_index != known:
+            if first_index > known:
+                return Received.GAP
+            token_ids = token_ids[known - first_index :]
+        if not token_ids:
+            return Received.TAKEN
+        if self.first_token_at is None:
+            self.first_token_at = now
+        if self._finder is None:
+            self._generated.extend(token_ids)
+            self._outbox.put(token_ids)
+            self._wake()
+            return Received.TAKEN
+        return self._scan(token_ids, self._finder)
+
+    def finish(self, end: link_pb2.StreamEnd) -> None:
+        """The core ended the stream."""
+        if not self.over:
+            self.end = end
+            self._wake()
+
+    def fail(self, error: QuireError) -> None:
+        """The stream ends without the core."""
+        if not self.over:
+            self.error = error
+            self._wake()
+
+    def take(self) -> Batch | None:
+        """What the reader gets next, or None while there is nothing. Confirm it with `taken`."""
+        last = self.over and not self._flushed
+        self._flushed = self._flushed or last
+        if self._finder is not None and last:
+            self._flush_held(self._finder)
+        batch = self._outbox.take()
+        if self._finder is None:
+            batch = self._with_text(batch, last)
+        if batch is not None:
+            self._writing = len(batch.token_ids)
+        return batch
+
+    def taken(self) -> None:
+        """The reader has really taken the batch."""
+        self._writing = 0
+
+    def credit_due(self) -> int:
+        """Bytes of credit to return now; 0 while it is not worth a message."""
+        due = len(self._generated) - len(self._outbox) - self._writing - self._credit_returned
+        if due * TOKEN_COST * 4 < self.request.credit or due == 0 or self.over:
+            return 0
+        self._credit_returned += due
+        return due * TOKEN_COST
+
+    def _scan(self, token_ids: list[int], finder: StopFinder) -> Received:
+        for token_id in token_ids:
+            self._generated.append(token_id)
+            self._held.append((token_id, self._text_length))
+            text = self._detokenizer.push((token_id,))
+            self._text_length += len(text)
+            self._let_out(finder.push(text), finder.released)
+            if finder.match is not None:
+                self._wake()
+                return Received.MATCHED
+        self._wake()
+        return Received.TAKEN
+
+    def _let_out(self, text: str, released: int) -> None:
+        """Puts text into the outbox, with the tokens that begin before its end."""
+        token_ids = []
+        while self._held and self._held[0][1] < released:
+            token_ids.append(self._held.popleft()[0])
+        if token_ids or text:
+            self._outbox.put(token_ids, text)
+
+    def _with_text(self, batch: Batch | None, last: bool) -> Batch | None:
+        """Makes the text of a batch for which that was left until the reader took it."""
+        text = self._detokenizer.push(batch.token_ids) if batch is not None else ""
+        if last:
+            text += self._detokenizer.finish()
+        if batch is None:
+            return Batch(len(self._generated), [], text) if text else None
+        return Batch(batch.first_index, batch.token_ids, text)
+
+    def _flush_held(self, finder: StopFinder) -> None:
+        """At the end nothing is held back any longer; even the last character may complete a stop string."""
+        if finder.match is None:
+            self._let_out(finder.push(self._detokenizer.finish()), finder.released)
+        if finder.match is None:
+            self._outbox.put([token_id for token_id, _ in self._held], finder.finish())
+            self._held.clear()

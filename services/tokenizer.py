@@ -1,0 +1,157 @@
+"""The served model's tokenizer: text and conversations to token ids, and back.
+
+Only `tokenizer.json` and its neighbours are read, never weights; `transformers` is not needed. Encoding releases the
+GIL, so long prompts are encoded in a small thread pool and do not hold up the streams of others; for short ones the
+way to a thread and back would cost more than the work.
+"""
+
+import asyncio
+import hashlib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, TypeVar, TypeVarTuple
+
+from tokenizers import Tokenizer
+
+from services.chat_template import ChatTemplate
+from services.detokenizer import Detokenizer, detokenizer_factory
+from shared.config import ConfigError
+
+INLINE_CHARACTERS = 512
+"""Texts up to this length are encoded on the event loop: about 0.25 ms, what a thread costs under load."""
+
+_THREADS = 2
+_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
+
+Arguments = TypeVarTuple("Arguments")
+Result = TypeVar("Result")
+
+
+class TextTokenizer:
+    """Tokenizer and chat template of one model."""
+
+    def __init__(self, tokenizer: Tokenizer, chat_template: ChatTemplate | None, fingerprint: str) -> None:
+        # A prompt is the client's: it is never cut or padded, whatever the file says.
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        self._tokenizer = tokenizer
+        self._chat_template = chat_template
+        self._detokenizer = detokenizer_factory(tokenizer)
+        self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="tokenize")
+        self.fingerprint = fingerprint
+        """sha256 over the tokenizer's files, hex."""
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether `encode_chat` works."""
+        return self._chat_template is not None
+
+    async def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """The token ids of plain text."""
+        if len(text) <= INLINE_CHARACTERS:
+            return self._encode(text, add_special_tokens)
+        return await self._in_thread(self._encode, text, add_special_tokens)
+
+    async def encode_chat(self, messages: Sequence[Mapping[str, str]], *, add_generation_prompt: bool) -> list[int]:
+        """The token ids of a conversation; special tokens are the template's business.
+
+        Raises:
+            ChatTemplateError: the template refuses the conversation.
+        """
+        if sum(len(message["content"]) for message in messages) <= INLINE_CHARACTERS:
+            return self._encode_chat(messages, add_generation_prompt)
+        return await self._in_thread(self._encode_chat, messages, add_generation_prompt)
+
+    async def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+        """The text of a whole sequence."""
+        if len(token_ids) <= INLINE_CHARACTERS:
+            return self._decode(token_ids, skip_special_tokens)
+        return await self._in_thread(self._decode, token_ids, skip_special_tokens)
+
+    def detokenizer(self, *, skip_special_tokens: bool) -> Detokenizer:
+        """The text side of a new stream."""
+        return self._detokenizer(skip_special_tokens)
+
+    def close(self) -> None:
+        """Lets the threads go."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        return ids
+
+    def _encode_chat(self, messages: Sequence[Mapping[str, str]], add_generation_prompt: bool) -> list[int]:
+        assert self._chat_template is not None, "validation lets no chat through without a template"
+        prompt = self._chat_template.render(messages, add_generation_prompt=add_generation_prompt)
+        return self._encode(prompt, False)
+
+    def _decode(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str:
+        return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
+
+    async def _in_thread(self, function: Callable[[*Arguments], Result], *arguments: *Arguments) -> Result:
+        return await asyncio.get_running_loop().run_in_executor(self._pool, function, *arguments)
+
+
+def load_tokenizer(folder: Path) -> TextTokenizer:
+    """Reads the tokenizer of the model in `folder`.
+
+    Raises:
+        ConfigError: there is no usable tokenizer; the message says what is wrong.
+    """
+    path = folder / "tokenizer.json"
+    if not path.is_file():
+        raise ConfigError(f"model: {folder} holds no tokenizer.json; convert the tokenizer to a fast one")
+    try:
+        tokenizer = Tokenizer.from_file(str(path))
+    except Exception as error:  # the Rust side raises plain Exception
+        raise ConfigError(f"model: {path} cannot be read: {error}") from None
+    config = _read_json(folder / "tokenizer_config.json")
+    special_tokens = _special_tokens(config | _read_json(folder / "special_tokens_map.json"))
+    source = _template_source(folder, config)
+    try:
+        template = ChatTemplate(source, special_tokens) if source else None
+    except ValueError as error:
+        raise ConfigError(f"model: {folder}: {error}") from None
+    return TextTokenizer(tokenizer, template, _fingerprint(folder))
+
+
+def _template_source(folder: Path, config: Mapping[str, Any]) -> str:
+    """The file wins over the entry in the configuration; of several named templates "default" is taken."""
+    path = folder / "chat_template.jinja"
+    if path.is_file():
+        return path.read_text(encoding="utf-8")
+    entry = config.get("chat_template") or ""
+    if isinstance(entry, list):
+        return next((str(one["template"]) for one in entry if one.get("name") == "default"), "")
+    return str(entry)
+
+
+def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
+    """ "bos_token" and the like, as text; the files hold either the text or an object with its content."""
+    contents = {
+        name: value.get("content") if isinstance(value, dict) else value
+        for name, value in config.items()
+        if name.endswith("_token")
+    }
+    return {name: content for name, content in contents.items() if isinstance(content, str)}
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ConfigError(f"model: {path} is no valid JSON: {error}") from None
+    return content if isinstance(content, dict) else {}
+
+
+def _fingerprint(folder: Path) -> str:
+    digest = hashlib.sha256()
+    for name in _FILES:
+        path = folder / name
+        if path.is_file():
+            digest.update(name.encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()

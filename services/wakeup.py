@@ -1,0 +1,28 @@
+"""The bell between a stream and its reader: cheaper than asyncio.Event, for exactly one waiting task."""
+
+import asyncio
+
+
+class Wakeup:
+    """Rung by whoever has something; the reader checks first and waits only when there was nothing.
+
+    Between that check and `wait` the reader must not await anything else, then no ring is missed.
+    """
+
+    __slots__ = ("_waiting",)
+
+    def __init__(self) -> None:
+        self._waiting: asyncio.Future[None] | None = None
+
+    def ring(self) -> None:
+        """Wakes the reader if it waits."""
+        waiting = self._waiting
+        if waiting is not None:
+            self._waiting = None
+            if not waiting.done():
+                waiting.set_result(None)
+
+    async def wait(self) -> None:
+        """Waits for the next ring."""
+        self._waiting = asyncio.get_running_loop().create_future()
+        await self._waiting
