@@ -1,0 +1,124 @@
+"""Promises of the frames between processes: their sizes, and that nonsense is refused and never fatal."""
+
+import contextlib
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from protos.quire.link.v1 import link_pb2
+from protos.quire.plan.v1 import plan_pb2
+from scheduler_svc import frontend_link, worker_link
+from scheduler_svc.core import effects as ef
+from scheduler_svc.core import events as ev
+from scheduler_svc.core.plan import Plan, RowAdmission
+from scheduler_svc.frontend_link import Outgoing
+from shared.columns import from_column, to_column
+from shared.frames import MalformedFrameError
+
+_NONE = np.zeros(0, np.int32)
+
+
+def _plan(*, admissions: tuple[RowAdmission, ...] = (), num_decodes: int = 256) -> Plan:
+    return Plan(
+        worker=b"w",
+        epoch=(1 << 63) + 5,
+        step=1_000_000,
+        leaves=_NONE,
+        admissions=admissions,
+        append_rows=_NONE,
+        append_blocks=_NONE,
+        chunk_rows=_NONE,
+        chunk_lengths=_NONE,
+        holds=_NONE,
+        releases=_NONE,
+        num_decodes=num_decodes,
+        num_tokens=num_decodes,
+        traced_rows=(),
+    )
+
+
+def _encode(plan: Plan) -> bytes:
+    return worker_link.encode_plan(plan, step_traceparent="", attempt_traceparents={})
+
+
+def test_steady_decode_plan_is_a_few_bytes() -> None:
+    """A step in which 256 rows only go on decoding costs at most 20 bytes on the wire."""
+    assert len(_encode(_plan())) <= 20
+
+
+def test_decode_answer_is_two_columns() -> None:
+    """The answer to 256 decoding rows costs eight bytes a row and at most 80 more."""
+    rows = to_column(np.arange(256))
+    timings = plan_pb2.StepTimings(
+        received_unix_ns=1 << 60, started_unix_ns=1 << 60, prepare_ns=1 << 20, forward_ns=1 << 30, sample_ns=1 << 20
+    )
+    result = plan_pb2.StepResult(step=1_000_000, rows=rows, tokens=rows, timings=timings)
+    frame = plan_pb2.WorkerMessage(epoch=1 << 63, result=result).SerializeToString()
+    assert len(frame) <= 256 * 8 + 80
+
+
+def test_admission_costs_its_tokens_and_blocks() -> None:
+    """An admission costs four bytes a token, four bytes a block and at most 96 more."""
+    admission = RowAdmission(
+        row=255,
+        generation=1000,
+        token_ids=np.arange(2048, dtype=np.int32),
+        num_prompt_tokens=2048,
+        blocks=tuple(range(128)),
+        sampling=plan_pb2.SamplingParams(temperature=0.7, top_k=40, top_p=0.9, seed=1 << 60).SerializeToString(),
+        request_id="req-0123456789abcdef01234567",
+        frontend=b"f",
+        stream=7,
+        traceparent="",
+        attempt=0,
+        queued_since=0.0,
+    )
+    size = len(_encode(_plan(admissions=(admission,)))) - len(_encode(_plan()))
+    assert size <= 4 * 2048 + 4 * 128 + 96
+
+
+def test_tokens_for_a_front_end_are_columns() -> None:
+    """One step's tokens for 256 streams cost twelve bytes a stream and at most 40 more."""
+    column = np.arange(256, dtype=np.int32)
+    outgoing = Outgoing()
+    outgoing.add_tokens(ef.TokensReady(frontend=b"f", streams=column, first_indices=column, tokens=column))
+    frame = outgoing.encode(1 << 63)
+    assert len(frame) <= 256 * 12 + 40
+    message = link_pb2.CoreMessage.FromString(frame)
+    assert from_column(message.tokens).tolist() == column.tolist()
+
+
+def test_every_end_reason_is_on_the_wire() -> None:
+    """Each reason of the core has its value in the link protocol, and the other way round."""
+    on_the_wire = {name.removeprefix("END_REASON_") for name in link_pb2.EndReason.DESCRIPTOR.values_by_name} - {"UNSPECIFIED"}
+    assert on_the_wire == {reason.name for reason in ef.EndReason}
+
+
+@pytest.mark.parametrize(
+    "result",
+    [
+        plan_pb2.StepResult(step=1, rows=b"\0\0\0", tokens=b"\0\0\0"),
+        plan_pb2.StepResult(step=1, rows=to_column([1, 2]), tokens=to_column([1])),
+        plan_pb2.StepResult(step=1, rows=to_column([1]), tokens=to_column([1]), counts=to_column([2])),
+    ],
+    ids=["ragged", "unequal", "counts"],
+)
+def test_ill_formed_columns_are_malformed(result: plan_pb2.StepResult) -> None:
+    """Columns that are ragged, unequal or not planned are refused as malformed."""
+    with pytest.raises(MalformedFrameError):
+        worker_link.decode(b"w", plan_pb2.WorkerMessage(epoch=1, result=result).SerializeToString())
+
+
+@settings(max_examples=500, deadline=None)
+@given(payload=st.binary(max_size=200))
+def test_random_frames_are_refused_or_events(payload: bytes) -> None:
+    """Any bytes at all are an event or a malformed frame, from workers and from front ends."""
+    try:
+        event, _ = worker_link.decode(b"w", payload)
+        assert isinstance(event, ev.WorkerHello | ev.StepDone | ev.WorkerCompiling | ev.WorkerLost)
+    except (MalformedFrameError, worker_link.UnsupportedVersionError):
+        pass
+    with contextlib.suppress(MalformedFrameError):
+        assert isinstance(frontend_link.decode(b"f", payload, 0.0), frontend_link.Incoming)
