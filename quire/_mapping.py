@@ -255,6 +255,8 @@ def _set(message: Any, field: str, value: object, parent: str = "") -> None:
 
 
 def _extend(field: str, extend: Callable[[Any], object], values: Sequence[object]) -> None:
+    if not values:
+        return  # touching a sub-message's list would already make the sub-message present
     try:
         extend(values)
     except (ValueError, TypeError) as error:

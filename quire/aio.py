@@ -6,7 +6,7 @@ An `AsyncClient` belongs to the event loop that it was made in.
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from types import TracebackType
-from typing import Any, Protocol, Self, Unpack
+from typing import TYPE_CHECKING, Any, Protocol, Self, Unpack
 
 import grpc
 import grpc.aio
@@ -15,8 +15,12 @@ from quire import _mapping, errors
 from quire.types import Completion, Delta, Finished, GenerateOptions, Message, Model, Tokenized
 from quire.v1 import generation_pb2 as pb
 from quire.v1 import model_pb2
-from quire.v1.generation_pb2_grpc import GenerationServiceAsyncStub, GenerationServiceStub
-from quire.v1.model_pb2_grpc import ModelServiceAsyncStub, ModelServiceStub
+from quire.v1.generation_pb2_grpc import GenerationServiceStub
+from quire.v1.model_pb2_grpc import ModelServiceStub
+
+if TYPE_CHECKING:  # these two exist for type checkers only
+    from quire.v1.generation_pb2_grpc import GenerationServiceAsyncStub
+    from quire.v1.model_pb2_grpc import ModelServiceAsyncStub
 
 
 class _Call(Protocol):

@@ -111,6 +111,7 @@ class DeadlineError(QuireError):
 class CancelledError(QuireError):
     """The call was cancelled, by `cancel()` here or by the server."""
 
+    reasons = frozenset({"CANCELLED"})
     codes = frozenset({"CANCELLED"})
 
 

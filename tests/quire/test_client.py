@@ -1,0 +1,358 @@
+"""What the blocking client promises, against a real gRPC server whose answers each test scripts."""
+
+import math
+from collections.abc import Iterator
+
+import grpc
+import pytest
+from google.protobuf.duration_pb2 import Duration
+from google.rpc import error_details_pb2  # type: ignore[import-untyped]
+from opentelemetry import trace
+
+import shared.errors
+from quire import Client, Delta, FinishReason, Model, Timings, Tokenized, Usage, errors
+from quire.v1 import generation_pb2 as pb
+from tests.quire.scripted_server import ScriptedServer, delta, fail, finished, reason, scripted_server
+
+
+@pytest.fixture
+def server() -> Iterator[ScriptedServer]:
+    with scripted_server() as running:
+        yield running
+
+
+@pytest.fixture
+def client(server: ScriptedServer) -> Iterator[Client]:
+    with Client(server.target) as connected:
+        yield connected
+
+
+def test_generate_yields_deltas_and_then_tells_how_it_ended(server: ScriptedServer, client: Client) -> None:
+    """Each message becomes one typed delta, in order; `finished` appears after the last one and not before."""
+    server.script = lambda _request, _context: [
+        delta(0, [5, 6], "Hé"),
+        delta(2, [], "l"),
+        finished(
+            pb.FINISH_REASON_STOP,
+            stop_token_id=2,
+            usage=pb.Usage(prompt_tokens=3, completion_tokens=4, cached_prompt_tokens=1, preemptions=2),
+            timings=pb.Timings(
+                queued=Duration(nanos=500_000_000),
+                first_token=Duration(seconds=1),
+                total=Duration(seconds=2, nanos=250_000_000),
+            ),
+        ),
+    ]
+
+    generation = client.generate("text")
+    first = next(generation)
+    assert generation.finished is None
+    rest = list(generation)
+
+    assert first == Delta(0, 0, (5, 6), "Hé")
+    assert rest == [Delta(0, 2, (), "l")]
+    assert generation.finished is not None
+    assert generation.finished.reason is FinishReason.STOP
+    assert generation.finished.stop_token_id == 2
+    assert generation.finished.stop_string is None
+    assert generation.finished.usage == Usage(3, 4, 1, 2)
+    assert generation.finished.timings == Timings(0.5, 1.0, 2.25)
+    assert (generation.finished.request_id, generation.finished.model) == ("r1", "demo")
+
+
+def test_every_option_reaches_its_field(server: ScriptedServer, client: Client) -> None:
+    """What the caller names is what the server gets, field by field."""
+    client.generate(
+        token_ids=[1, 2],
+        model="m",
+        max_tokens=7,
+        temperature=0.0,
+        top_k=3,
+        top_p=0.5,
+        min_p=0.25,
+        seed=2**64 - 1,
+        stop=["a", "b"],
+        stop_token_ids=[9],
+        ignore_eos=True,
+        include_special_tokens=True,
+        request_id="mine",
+    ).result()
+
+    assert server.requests == [
+        pb.GenerateRequest(
+            request_id="mine",
+            model="m",
+            token_ids=pb.TokenIds(ids=[1, 2]),
+            sampling=pb.SamplingOptions(temperature=0.0, top_k=3, top_p=0.5, min_p=0.25, seed=2**64 - 1),
+            stop=pb.StopOptions(max_tokens=7, stop_strings=["a", "b"], stop_token_ids=[9], ignore_eos=True),
+            output=pb.OutputOptions(include_special_tokens=True),
+        )
+    ]
+
+
+def test_absent_options_stay_absent(server: ScriptedServer, client: Client) -> None:
+    """The server's defaults hold for whatever the caller does not name."""
+    client.generate("text").result()
+
+    assert server.requests == [pb.GenerateRequest(text="text")]
+
+
+def test_one_stop_string_may_be_given_as_a_string(server: ScriptedServer, client: Client) -> None:
+    """`stop="END"` is one stop string, not three letters."""
+    client.generate("text", stop="END").result()
+
+    assert list(server.requests[0].stop.stop_strings) == ["END"]
+
+
+def test_an_empty_prompt_is_the_servers_to_judge(server: ScriptedServer, client: Client) -> None:
+    """An empty text and an empty list of ids are sent as what they are."""
+    client.generate("").result()
+    client.generate(token_ids=[]).result()
+
+    assert [request.WhichOneof("input") for request in server.requests] == ["text", "token_ids"]
+
+
+def test_messages_become_a_chat(server: ScriptedServer, client: Client) -> None:
+    """A conversation is sent turn by turn, for the server's chat template."""
+    client.generate(messages=[{"role": "system", "content": "s"}, {"role": "user", "content": ""}]).result()
+
+    assert [(m.role, m.content) for m in server.requests[0].chat.messages] == [("system", "s"), ("user", "")]
+
+
+def test_result_joins_what_the_stream_brought(server: ScriptedServer, client: Client) -> None:
+    """`result` waits for the end and gives one answer."""
+    server.script = lambda _request, _context: [delta(0, [1], "a"), delta(1, [2, 3], "bc"), finished()]
+
+    completion = client.generate("text").result()
+
+    assert (completion.text, completion.token_ids) == ("abc", (1, 2, 3))
+    assert completion.finished.reason is FinishReason.LENGTH
+
+
+@pytest.mark.parametrize(
+    ("arguments", "field"),
+    [
+        ({"max_tokens": -1}, "stop.max_tokens"),
+        ({"seed": 2**64}, "sampling.seed"),
+        ({"top_k": 1.5}, "sampling.top_k"),
+        ({"stop_token_ids": [-1]}, "stop.stop_token_ids"),
+        ({"stop": [b"\xff"]}, "stop.stop_strings"),
+        ({"request_id": "\ud800"}, "request_id"),
+    ],
+)
+def test_a_value_that_its_field_cannot_hold_is_refused_by_name(
+    client: Client, arguments: dict[str, object], field: str
+) -> None:
+    """The error is the one the server would give: INVALID_ARGUMENT, naming the field."""
+    with pytest.raises(errors.InvalidRequestError) as caught:
+        client.generate("text", **arguments)  # type: ignore[arg-type]
+
+    assert [violation.field for violation in caught.value.violations] == [field]
+    assert caught.value.code == "INVALID_ARGUMENT"
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [{}, {"messages": [], "token_ids": []}, {"messages": [{"role": "user"}]}, {"token_ids": [-1]}],
+)
+def test_a_prompt_that_is_none_is_refused_before_it_is_sent(client: Client, arguments: dict[str, object]) -> None:
+    """Neither no prompt, nor two, nor half a message, nor an impossible id reaches the server."""
+    with pytest.raises(errors.InvalidRequestError):
+        client.generate(**arguments)  # type: ignore[arg-type]
+
+
+def test_text_that_is_no_unicode_is_refused(client: Client) -> None:
+    """A lone surrogate, which Python makes of bytes that are not UTF-8, is an invalid request."""
+    with pytest.raises(errors.InvalidRequestError, match="text"):
+        client.generate("bad \udcff")
+
+
+def test_nan_reaches_the_server(server: ScriptedServer, client: Client) -> None:
+    """A temperature of NaN fits its field; saying no is the server's part."""
+    client.generate("text", temperature=math.nan).result()
+
+    assert math.isnan(server.requests[0].sampling.temperature)
+
+
+def test_a_refusal_becomes_a_typed_error_with_its_details(server: ScriptedServer, client: Client) -> None:
+    """Reason, message, violations, metadata and retry hint of google.rpc.Status arrive in the exception."""
+    server.script = lambda _request, context: fail(
+        context,
+        grpc.StatusCode.RESOURCE_EXHAUSTED,
+        "the queue is full",
+        reason("QUEUE_FULL", waiting="4096"),
+        error_details_pb2.RetryInfo(retry_delay=Duration(seconds=1, nanos=500_000_000)),
+    )
+
+    with pytest.raises(errors.QueueFullError, match=r"^the queue is full$") as caught:
+        client.generate("text").result()
+
+    assert caught.value.reason == "QUEUE_FULL"
+    assert caught.value.code == "RESOURCE_EXHAUSTED"
+    assert caught.value.retry_after_s == 1.5
+    assert caught.value.metadata == {"waiting": "4096"}
+    assert caught.value.from_server
+
+
+def test_violations_name_the_fields(server: ScriptedServer, client: Client) -> None:
+    """Each BadRequest violation becomes one FieldViolation."""
+    violations = [
+        error_details_pb2.BadRequest.FieldViolation(field="text", description="is empty"),
+        error_details_pb2.BadRequest.FieldViolation(field="stop.max_tokens", description="is 0"),
+    ]
+    server.script = lambda _request, context: fail(
+        context,
+        grpc.StatusCode.INVALID_ARGUMENT,
+        "text: is empty",
+        reason("INVALID_REQUEST"),
+        error_details_pb2.BadRequest(field_violations=violations),
+    )
+
+    with pytest.raises(errors.InvalidRequestError) as caught:
+        next(client.generate("text"))
+
+    assert caught.value.violations == (
+        errors.FieldViolation("text", "is empty"),
+        errors.FieldViolation("stop.max_tokens", "is 0"),
+    )
+
+
+def test_grpcs_own_pushback_is_a_retry_hint(server: ScriptedServer, client: Client) -> None:
+    """A server that only sets grpc-retry-pushback-ms is understood too."""
+
+    def script(_request: pb.GenerateRequest, context: grpc.ServicerContext) -> list[pb.GenerateResponse]:
+        context.set_trailing_metadata((("grpc-retry-pushback-ms", "250"),))
+        context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "full")
+        return []
+
+    server.script = script
+
+    with pytest.raises(errors.QueueFullError) as caught:
+        client.generate("text").result()
+
+    assert caught.value.retry_after_s == 0.25
+    assert not caught.value.from_server
+
+
+def test_damaged_details_do_not_hide_the_error(server: ScriptedServer, client: Client) -> None:
+    """An error whose details cannot be parsed still has its code and message."""
+
+    def script(_request: pb.GenerateRequest, context: grpc.ServicerContext) -> list[pb.GenerateResponse]:
+        context.set_trailing_metadata((("grpc-status-details-bin", b"\xff\xff"),))
+        context.abort(grpc.StatusCode.UNAVAILABLE, "away")
+        return []
+
+    server.script = script
+
+    with pytest.raises(errors.UnavailableError, match=r"^away$"):
+        client.generate("text").result()
+
+
+def test_every_reason_of_the_server_has_a_class() -> None:
+    """No reason that shared.errors can raise falls back to a guess from the status code."""
+    pending, known = [shared.errors.QuireError], {}
+    while pending:
+        error = pending.pop()
+        pending.extend(error.__subclasses__())
+        known[error.reason] = error.code
+
+    unmapped = [name for name, code in known.items() if name not in errors.class_for(code, name).reasons]
+    assert unmapped == []
+
+
+def test_an_unknown_reason_falls_back_to_the_status_code() -> None:
+    """An old client still tells "my fault" from "try again" of a newer server."""
+    assert errors.class_for("UNAVAILABLE", "BRAND_NEW") is errors.UnavailableError
+    assert errors.class_for("DATA_LOSS", "BRAND_NEW") is errors.ServerError
+
+
+def test_a_stream_that_ends_without_its_final_message_is_an_error(server: ScriptedServer, client: Client) -> None:
+    """Half an answer is never taken for a whole one."""
+    server.script = lambda _request, _context: [delta(0, [1], "a")]
+
+    with pytest.raises(errors.ServerError, match="final message"):
+        client.generate("text").result()
+
+
+def _endless(_request: pb.GenerateRequest, context: grpc.ServicerContext) -> Iterator[pb.GenerateResponse]:
+    index = 0
+    while context.is_active():
+        yield delta(index, [1], "x")
+        index += 1
+
+
+def test_cancel_ends_the_call_on_both_sides(server: ScriptedServer, client: Client) -> None:
+    """After `cancel` the server's call is over and the iteration raises CancelledError."""
+    server.script = _endless
+    generation = client.generate("text")
+    next(generation)
+
+    generation.cancel()
+
+    assert server.cancelled.wait(30)
+    with pytest.raises(errors.CancelledError):
+        list(generation)
+
+
+def test_leaving_the_with_block_cancels(server: ScriptedServer, client: Client) -> None:
+    """Who breaks out of a generation leaves no work behind on the server."""
+    server.script = _endless
+    with client.generate("text") as generation:
+        next(generation)
+
+    assert server.cancelled.wait(30)
+
+
+def test_dropping_a_generation_cancels(server: ScriptedServer, client: Client) -> None:
+    """Who forgets a generation leaves no work behind either."""
+    server.script = _endless
+    for _ in client.generate("text"):
+        break
+
+    assert server.cancelled.wait(30)
+
+
+def test_the_timeout_is_the_calls_deadline(server: ScriptedServer, client: Client) -> None:
+    """The server sees the deadline, and its passing is a DeadlineError."""
+    server.script = _endless
+
+    with pytest.raises(errors.DeadlineError):
+        list(client.generate("text", timeout=0.2))
+
+    assert server.deadlines[0] is not None
+    assert server.deadlines[0] <= 0.2
+
+
+def test_the_current_trace_context_travels_as_traceparent(server: ScriptedServer, client: Client) -> None:
+    """A span that is current when the call starts is named in the call's metadata; without one there is none."""
+    context = trace.SpanContext(0xABC, 0xDEF, is_remote=False, trace_flags=trace.TraceFlags(1))
+    with trace.use_span(trace.NonRecordingSpan(context)):
+        client.generate("text").result()
+        client.get_model()
+    client.generate("text").result()
+
+    expected = f"00-{0xABC:032x}-{0xDEF:016x}-01"
+    assert [metadata.get("traceparent") for metadata in server.metadata] == [expected, expected, None]
+
+
+def test_nobody_there_is_unavailable() -> None:
+    """A refused connection is an UnavailableError that did not come from a server."""
+    with Client("127.0.0.1:1") as client, pytest.raises(errors.UnavailableError) as caught:
+        client.get_model()
+
+    assert not caught.value.from_server
+
+
+def test_tokenize_and_detokenize(client: Client) -> None:
+    """Text and chats become ids, ids become text."""
+    assert client.tokenize("ab") == Tokenized((97, 98), 512)
+    assert client.tokenize("ab", add_special_tokens=False).token_ids == (98,)
+    assert client.tokenize(messages=[{"role": "user", "content": "four"}]).token_ids == (4,)
+    assert client.detokenize([104, 105]) == "hi"
+
+
+def test_get_model(client: Client) -> None:
+    """A model's description is typed; an unknown name is a ModelNotFoundError."""
+    assert client.get_model() == Model("demo", "", 512, 300, (2,), "float32", False, "")
+    with pytest.raises(errors.ModelNotFoundError, match="no such model"):
+        client.get_model("other")
