@@ -88,9 +88,12 @@ def _rms_norm_triton(
     x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None, weight_offset: float
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     dim = x.shape[-1]
-    # Two leading dimensions with strides of their own: the heads of a packed QKV projection are read in
-    # place.
-    vectors = x if x.dim() == 3 and x.stride(-1) == 1 else x.reshape(-1, 1, dim).contiguous()
+    # Two leading dimensions with strides of their own, so that the heads of a packed QKV projection are read in
+    # place; only other layouts are copied.
+    if x.dim() not in (2, 3) or x.stride(-1) != 1:
+        vectors = x.reshape(-1, 1, dim).contiguous()
+    else:
+        vectors = x.unsqueeze(1) if x.dim() == 2 else x
     outer, inner = vectors.shape[:2]
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     added = None if residual is None else residual.contiguous()

@@ -320,8 +320,11 @@ def _decode_tuning(head_dim: int, group_size: int) -> _Tuning:
 
 
 def _prefill_tuning(head_dim: int, group_size: int) -> _Tuning:
+    # The largest tiles of keys that spill no registers on sm_80 either.
     block_m = max(64, next_power_of_2(group_size))
-    return _Tuning(block_m, 64 if head_dim <= 128 else 32, 4 if head_dim <= 128 else 8, 2)
+    if head_dim <= 64:
+        return _Tuning(block_m, 64, 4, 2)
+    return _Tuning(block_m, 32, 4, 3) if head_dim <= 128 else _Tuning(block_m, 32, 8, 2)
 
 
 _MAX_SPLITS = 64

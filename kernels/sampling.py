@@ -7,7 +7,8 @@ previous one left, on float32 logits:
    the lowest index.
 2. top-k: remove what is smaller than the k-th largest (ties with it stay).
 3. top-p (nucleus; Holtzman et al., 2020): sort ascending, remove while the cumulative probability is <= 1 -
-   p; the most probable token always stays.
+   p; the most probable token always stays. Where the border falls between equal logits, lower indices stay
+   (transformers leaves that to its sort, which is not stable; here it may not differ between machines).
 4. min-p (Nguyen et al., 2024): remove what is less probable than p times the most probable token.
 
 The draw is Gumbel-max: the argmax of ``logit + gumbel`` is distributed as softmax(logit). The noise is a pure
@@ -99,7 +100,7 @@ def process_logits_reference(logits: torch.Tensor, params: SamplingTensors) -> t
         return scores
 
     vocab_size = scores.shape[1]
-    ordered, index = scores.sort(dim=-1)
+    ordered, index = (x.flip(-1) for x in scores.sort(dim=-1, descending=True, stable=True))
     top_k = params.top_k.to(torch.int64).unsqueeze(1)
     kth = ordered.gather(1, vocab_size - torch.where(top_k > 0, top_k, vocab_size).clamp(max=vocab_size))
     ordered = ordered.masked_fill(ordered < kth, -torch.inf)
@@ -182,7 +183,7 @@ def _survivors(scores: torch.Tensor, top_k: int, top_p: float, min_p: float) -> 
         possible = probs >= 0.999 * (1.0 - top_p) / vocab_size
         tail = probs.masked_fill(possible, 0.0).sum()
         place = possible.nonzero().squeeze(1)
-        ordered, order = probs[place].sort(stable=True)
+        ordered, order = (x.flip(0) for x in probs[place].sort(descending=True, stable=True))
         nucleus = ordered.cumsum(dim=0) + tail > 1.0 - top_p
         nucleus[-1] = True
         kept = torch.zeros_like(possible).index_fill_(0, place[order[nucleus]], True)

@@ -1,0 +1,1 @@
+"""Kernels against their references, references against independent formulations."""

@@ -1,0 +1,85 @@
+"""Paged batches for attention tests."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+
+
+@dataclass(frozen=True)
+class PagedBatch:
+    """The tensors of one attention call, and the dense keys and values that the pages were filled from."""
+
+    query: torch.Tensor
+    k_cache: torch.Tensor
+    v_cache: torch.Tensor
+    block_tables: torch.Tensor
+    query_start: torch.Tensor
+    context_lens: torch.Tensor
+    max_query_len: int
+    dense: list[tuple[torch.Tensor, torch.Tensor]]  # per row: keys, values [num_kv_heads, context, head_dim]
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        return (
+            self.query,
+            self.k_cache,
+            self.v_cache,
+            self.block_tables,
+            self.query_start,
+            self.context_lens,
+        )
+
+
+def paged_batch(
+    rows: list[tuple[int, int]],
+    *,
+    num_heads: int = 4,
+    num_kv_heads: int = 2,
+    head_dim: int = 64,
+    block_size: int = 16,
+    dtype: torch.dtype = torch.float32,
+    seed: int = 0,
+) -> PagedBatch:
+    """A batch of rows given as (context, query length), on scattered pages.
+
+    Every place of the cache that no row owns holds NaN, and block tables point far outside beyond a row's
+    last page: an implementation that reads what it must not fails.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    max_pages = max(-(-context // block_size) for context, _ in rows) + 1
+    num_blocks = len(rows) * max_pages + 1
+    free = iter(torch.randperm(num_blocks, generator=generator).tolist())
+    shape = (num_blocks, num_kv_heads, block_size, head_dim)
+    k_cache = torch.full(shape, torch.nan, dtype=dtype)
+    v_cache = torch.full(shape, torch.nan, dtype=dtype)
+    block_tables = torch.full((len(rows), max_pages), 1 << 30, dtype=torch.int32)
+    dense = []
+    for row, (context, _) in enumerate(rows):
+        keys, values = torch.randn(2, num_kv_heads, context, head_dim, generator=generator).to(dtype)
+        dense.append((keys, values))
+        for page in range(-(-context // block_size)):
+            block = next(free)
+            block_tables[row, page] = block
+            here = slice(page * block_size, min((page + 1) * block_size, context))
+            used = here.stop - here.start
+            k_cache[block, :, :used] = keys[:, here]
+            v_cache[block, :, :used] = values[:, here]
+    query_lens = [query_len for _, query_len in rows]
+    return PagedBatch(
+        query=torch.randn(sum(query_lens), num_heads, head_dim, generator=generator).to(dtype),
+        k_cache=k_cache,
+        v_cache=v_cache,
+        block_tables=block_tables,
+        query_start=torch.tensor([0, *accumulate(query_lens)], dtype=torch.int32),
+        context_lens=torch.tensor([context for context, _ in rows], dtype=torch.int32),
+        max_query_len=max(query_lens),
+        dense=dense,
+    )
+
+
+def as_float64(batch: PagedBatch) -> tuple[torch.Tensor, ...]:
+    """The batch's tensors with query and cache widened: for a reference without rounding of its own."""
+    return (batch.query.double(), batch.k_cache.double(), batch.v_cache.double(), *batch.tensors[3:])

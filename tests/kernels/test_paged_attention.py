@@ -1,0 +1,127 @@
+"""Paged attention: the reference against torch's dense SDPA, the CPU path against the reference."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kernels.paged_attention import paged_attention, paged_attention_reference
+from tests.kernels.batches import PagedBatch, as_float64, paged_batch
+
+DECODE = [(1, 1), (16, 1), (17, 1), (300, 1)]
+MIXED = [(5, 5), (33, 1), (100, 40), (300, 1), (64, 64), (31, 2)]
+
+
+def reference(batch: PagedBatch, window: int | None = None, cap: float | None = None) -> torch.Tensor:
+    return paged_attention_reference(
+        *as_float64(batch), max_query_len=batch.max_query_len, scale=0.125, sliding_window=window, soft_cap=cap
+    )
+
+
+def on_cpu(batch: PagedBatch, window: int | None = None, cap: float | None = None) -> torch.Tensor:
+    return paged_attention(
+        *batch.tensors, max_query_len=batch.max_query_len, scale=0.125, sliding_window=window, soft_cap=cap
+    )
+
+
+@pytest.mark.parametrize("window", [None, 7, 32])
+def test_reference_is_dense_attention(window: int | None) -> None:
+    """Without a cap, each row's result is torch's dense attention over that row's own keys."""
+    batch = paged_batch(MIXED, dtype=torch.float64)
+    expected = []
+    for row, (keys, values) in enumerate(batch.dense):
+        context = keys.shape[1]
+        query = batch.query[batch.query_start[row] : batch.query_start[row + 1]].transpose(0, 1)
+        mask = torch.ones(query.shape[1], context, dtype=torch.bool).tril(context - query.shape[1])
+        if window is not None:
+            mask &= ~mask.new_ones(mask.shape).tril(context - query.shape[1] - window)
+        attended = torch.nn.functional.scaled_dot_product_attention(
+            query[None], keys[None], values[None], attn_mask=mask, scale=0.125, enable_gqa=True
+        )
+        expected.append(attended[0].transpose(0, 1))
+
+    torch.testing.assert_close(reference(batch, window), torch.cat(expected), rtol=1e-10, atol=1e-10)
+
+
+def test_soft_cap_squashes_the_logits_before_the_mask() -> None:
+    """A soft cap c replaces each scaled logit x by c * tanh(x / c), as Gemma 2 does, and nothing else."""
+    batch = paged_batch([(20, 1)], num_heads=1, num_kv_heads=1, dtype=torch.float64)
+    keys, values = batch.dense[0][0][0], batch.dense[0][1][0]
+    logits = 2.0 * torch.tanh((keys @ batch.query[0, 0]) * 0.125 / 2.0)
+    expected = logits.softmax(0) @ values
+
+    torch.testing.assert_close(reference(batch, cap=2.0)[0, 0], expected)
+
+
+@pytest.mark.parametrize("rows", [DECODE, MIXED], ids=["decode", "mixed"])
+@pytest.mark.parametrize("window", [None, 20])
+@pytest.mark.parametrize("cap", [None, 30.0])
+def test_cpu_path_equals_reference(rows: list[tuple[int, int]], window: int | None, cap: float | None) -> None:
+    """The CPU path computes what the reference says, whatever lies in the pages' unused places."""
+    batch = paged_batch(rows)
+
+    torch.testing.assert_close(on_cpu(batch, window, cap), reference(batch, window, cap).float(), rtol=1e-5, atol=1e-5)
+
+
+@settings(max_examples=25, deadline=None)
+@given(data=st.data())
+def test_cpu_path_equals_reference_for_any_shape(data: st.DataObject) -> None:
+    """Any mix of rows, head counts, head dimensions, page sizes and windows gives the reference's result."""
+    contexts = data.draw(st.lists(st.integers(1, 150), min_size=1, max_size=6))
+    rows = [(context, data.draw(st.integers(1, context) | st.just(1))) for context in contexts]
+    num_kv_heads = data.draw(st.integers(1, 3))
+    batch = paged_batch(
+        rows,
+        num_heads=num_kv_heads * data.draw(st.integers(1, 7)),
+        num_kv_heads=num_kv_heads,
+        head_dim=data.draw(st.sampled_from([64, 80, 96])),
+        block_size=data.draw(st.sampled_from([8, 16, 24, 128])),
+        seed=data.draw(st.integers(0, 1000)),
+    )
+    window = data.draw(st.none() | st.integers(1, 100))
+
+    torch.testing.assert_close(on_cpu(batch, window), reference(batch, window).float(), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_cpu_path_keeps_16_bit_accuracy(dtype: torch.dtype) -> None:
+    """With 16-bit queries and cache the result is within the dtype's rounding of the exact one."""
+    batch = paged_batch(MIXED, dtype=dtype)
+    eps = torch.finfo(dtype).eps
+
+    torch.testing.assert_close(on_cpu(batch).double(), reference(batch), rtol=4 * eps, atol=4 * eps)
+
+
+def test_long_chunk_after_a_prefix() -> None:
+    """A chunk longer than one tile of queries sees its prefix and its own past, and no future."""
+    batch = paged_batch([(700, 600)], block_size=32)
+
+    torch.testing.assert_close(on_cpu(batch), reference(batch).float(), rtol=1e-5, atol=1e-5)
+
+
+def test_many_decode_rows_are_split_and_put_back_in_order() -> None:
+    """Rows of very different lengths, computed in several groups, come back each in its place."""
+    batch = paged_batch([(1 + 37 * row % 1200, 1) for row in range(40)], num_heads=8, num_kv_heads=8)
+
+    torch.testing.assert_close(on_cpu(batch), reference(batch).float(), rtol=1e-5, atol=1e-5)
+
+
+def test_padding_rows_are_zero() -> None:
+    """A row with context 0 gets zeros and disturbs no other."""
+    batch = paged_batch([(0, 1), (9, 1), (0, 1)])
+    out = on_cpu(batch)
+
+    assert torch.equal(out[[0, 2]], torch.zeros_like(out[[0, 2]]))
+    torch.testing.assert_close(out[1], reference(batch)[1].float(), rtol=1e-5, atol=1e-5)
+
+
+def test_a_failed_rows_nan_stays_its_own() -> None:
+    """NaN in one row's keys makes that row NaN and leaves the others as they were."""
+    batch = paged_batch([(40, 1), (45, 1)])
+    batch.k_cache[batch.block_tables[0, 0]] = torch.nan
+    out = on_cpu(batch)
+
+    assert out[0].isnan().all()
+    torch.testing.assert_close(out[1], reference(batch)[1].float(), rtol=1e-5, atol=1e-5)

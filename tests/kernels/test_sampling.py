@@ -1,0 +1,238 @@
+"""Sampling: filters against `transformers`, the draw against its distribution."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers.generation.logits_process import (
+    MinPLogitsWarper,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from kernels.sampling import (
+    SamplingTensors,
+    nonfinite_rows,
+    process_logits_reference,
+    sample,
+    sample_reference,
+)
+
+
+def sampling(
+    num_rows: int,
+    *,
+    temperature: float = 1.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    min_p: float = 0.0,
+    seed: torch.Tensor | None = None,
+    choice: torch.Tensor | None = None,
+    position: torch.Tensor | None = None,
+) -> SamplingTensors:
+    """The same parameters for every row; position counts up unless given."""
+    rows = torch.arange(num_rows)
+    return SamplingTensors(
+        temperature=torch.full((num_rows,), temperature),
+        top_k=torch.full((num_rows,), top_k, dtype=torch.int32),
+        top_p=torch.full((num_rows,), top_p),
+        min_p=torch.full((num_rows,), min_p),
+        seed=torch.full((num_rows,), 1234) if seed is None else seed,
+        choice=torch.zeros_like(rows).int() if choice is None else choice.int(),
+        position=rows.int() if position is None else position.int(),
+        any_random=temperature > 0,
+        any_truncation=top_k > 0 or top_p < 1 or min_p > 0,
+    )
+
+
+def by_transformers(logits: torch.Tensor, temperature: float, top_k: int, top_p: float, min_p: float) -> torch.Tensor:
+    """The scores that transformers' generation samples from, its processors in its order."""
+    ids = torch.LongTensor([[0]] * logits.shape[0])
+    scores: torch.Tensor = TemperatureLogitsWarper(temperature)(ids, logits)
+    if top_k > 0:
+        scores = TopKLogitsWarper(top_k)(ids, scores)
+    if top_p < 1.0:
+        scores = TopPLogitsWarper(top_p)(ids, scores)
+    if min_p > 0.0:
+        scores = MinPLogitsWarper(min_p)(ids, scores)
+    return scores
+
+
+def as_float32(value: float) -> float:
+    """The number that a float32 tensor holds for ``value``: what the row's parameter really is."""
+    return float(torch.tensor(value))
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_survivors_are_those_of_transformers(data: st.DataObject) -> None:
+    """Any combination of filters leaves the scores that transformers leaves; among equal ones, as many."""
+    vocab_size = data.draw(st.integers(1, 40))
+    coarse = data.draw(st.booleans())
+    generator = torch.Generator().manual_seed(data.draw(st.integers(0, 10000)))
+    logits = torch.randn(3, vocab_size, generator=generator) * 2
+    if coarse:  # many ties
+        logits = logits.round()
+    temperature = as_float32(data.draw(st.sampled_from([0.25, 0.7, 1.0, 1.9])))
+    top_k = data.draw(st.sampled_from([0, 1, 3, 10, 100]))
+    top_p = as_float32(data.draw(st.sampled_from([0.0, 0.1, 0.5, 0.75, 0.9, 0.999, 1.0])))
+    min_p = as_float32(data.draw(st.sampled_from([0.0, 0.05, 0.3, 1.0])))
+    params = sampling(3, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+
+    ours = process_logits_reference(logits, params)
+    theirs = by_transformers(logits, temperature, top_k, top_p, min_p)
+    if coarse:
+        ours, theirs = ours.sort(dim=-1).values, theirs.sort(dim=-1).values
+    assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("vocab_size", [8, 5000])
+def test_equal_logits_at_the_nucleus_border_stay_by_index(vocab_size: int) -> None:
+    """Of equal logits of which only some fit, the lower indices stay, so that top_p = 0 is greedy."""
+    logits = torch.full((1, vocab_size), -torch.inf)
+    logits[0, [1, 3, 4, 6]] = 2.0
+    half = sampling(1, top_p=0.5)
+    draws = {int(sample(logits, sampling(1, top_p=0.5, position=torch.tensor([p])))) for p in range(50)}
+
+    assert process_logits_reference(logits, half).isfinite().nonzero()[:, 1].tolist() == [1, 3]
+    assert draws == {1, 3}
+    assert int(sample(logits, sampling(1, top_p=0.0))) == 1
+
+
+def test_each_row_has_its_own_filters() -> None:
+    """In one batch, rows with and without each filter, greedy ones among them, are filtered row by row."""
+    settings_of_rows = [
+        (1.0, 0, 1.0, 0.0),
+        (0.5, 5, 1.0, 0.0),
+        (1.0, 0, 0.5, 0.0),
+        (2.0, 50, 0.9, 0.1),
+        (0, 3, 0.1, 0.9),
+    ]
+    logits = torch.randn(5, 200)
+    temperature, top_k, top_p, min_p = (torch.tensor(column) for column in zip(*settings_of_rows, strict=True))
+    zeros = torch.zeros(5, dtype=torch.int32)
+    params = SamplingTensors(temperature, top_k.int(), top_p, min_p, torch.zeros(5).long(), zeros, zeros, True, True)
+    scores = process_logits_reference(logits, params)
+
+    for row in range(4):
+        expected = by_transformers(
+            logits[row : row + 1],
+            float(temperature[row]),
+            int(top_k[row]),
+            float(top_p[row]),
+            float(min_p[row]),
+        )
+        assert torch.equal(scores[row], expected[0])
+    assert torch.equal(scores[4], logits[4])
+
+
+@pytest.mark.parametrize("spread", [0.5, 3.0])
+@pytest.mark.parametrize(
+    ("top_k", "top_p", "min_p"),
+    [(0, 1.0, 0.0), (50, 1.0, 0.0), (0, 0.9, 0.0), (0, 1.0, 0.05), (40, 0.8, 0.01), (0, 0.0, 0.0)],
+)
+def test_cpu_path_draws_what_the_reference_draws(spread: float, top_k: int, top_p: float, min_p: float) -> None:
+    """On a vocabulary too large to sort, the CPU path picks the reference's token in every row."""
+    logits = torch.randn(24, 9001, generator=torch.Generator().manual_seed(5)) * spread
+    params = sampling(24, temperature=0.8, top_k=top_k, top_p=top_p, min_p=min_p)
+
+    assert torch.equal(sample(logits, params), sample_reference(logits, params))
+
+
+def test_greedy_takes_the_lowest_of_equal_logits() -> None:
+    """Temperature 0 picks the largest logit, ties to the lowest index, alone and beside random rows."""
+    logits = torch.zeros(2, 100)
+    logits[:, [30, 60]] = 5.0
+    greedy = sampling(2, temperature=0.0)
+    mixed = sampling(2)
+    mixed.temperature[0] = 0.0
+
+    assert sample(logits, greedy).tolist() == [30, 30]
+    assert int(sample(logits, mixed)[0]) == 30
+
+
+@pytest.mark.parametrize(("top_k", "top_p"), [(0, 1.0), (5, 1.0), (0, 0.9)])
+def test_draws_follow_the_softmax(top_k: int, top_p: float) -> None:
+    """Over 20,000 positions the frequencies pass a chi-squared test against the filtered softmax."""
+    num_draws = 20000
+    logits = torch.tensor([2.0, 1.0, 0.5, 0.0, -0.5, -1.0, -2.0, 1.5, 0.25, -3.0])
+    params = sampling(num_draws, temperature=0.9, top_k=top_k, top_p=top_p)
+    one = sampling(1, temperature=0.9, top_k=top_k, top_p=top_p)
+    probs = process_logits_reference(logits[None], one)[0].double().softmax(0)
+    counts = sample(logits.expand(num_draws, -1), params).bincount(minlength=10)
+
+    possible = probs > 0
+    assert int(counts[~possible].sum()) == 0
+    expected = probs[possible] * num_draws
+    statistic = float(((counts[possible] - expected) ** 2 / expected).sum())
+    freedom = int(possible.sum()) - 1
+    # Wilson-Hilferty: the upper 1e-4 quantile of chi-squared (the noise is fixed, so this never flickers).
+    limit = freedom * (1 - 2 / (9 * freedom) + 3.719 * math.sqrt(2 / (9 * freedom))) ** 3
+    assert statistic < limit
+
+
+@pytest.mark.parametrize("what", ["position", "choice", "seed"])
+def test_neighbouring_draws_are_independent(what: str) -> None:
+    """Draws at neighbouring positions, choices or seeds agree no more often than independent ones."""
+    num_draws = 8000
+    rows = torch.arange(num_draws)
+    fixed = torch.zeros_like(rows)
+    seed, position, choice = (rows if what == name else fixed for name in ("seed", "position", "choice"))
+    tokens = sample(torch.zeros(num_draws, 8), sampling(num_draws, seed=seed, position=position, choice=choice))
+    agreements = int((tokens[1:] == tokens[:-1]).sum())
+
+    mean, deviation = num_draws / 8, math.sqrt(num_draws * 7 / 64)
+    assert abs(agreements - mean) < 4.5 * deviation
+    assert set(tokens.tolist()) == set(range(8))
+
+
+def test_a_draw_does_not_depend_on_its_batch() -> None:
+    """A row gives the same token alone as in another place of a batch, beside rows that truncate."""
+    logits = torch.randn(6, 5000)
+    positions = torch.tensor([9, 8, 7, 6, 5, 4])
+    together = sampling(6, top_k=20, position=positions)
+    together.top_k[::2] = 0
+    tokens = sample(logits, together)
+
+    for row in range(6):
+        this = slice(row, row + 1)
+        alone = sampling(1, top_k=int(together.top_k[row]), position=positions[this])
+        assert int(sample(logits[this], alone)) == int(tokens[row])
+
+
+def test_rows_that_cannot_be_sampled_are_found() -> None:
+    """A NaN, a +inf or nothing but -inf marks a row; removed tokens (-inf) and large logits do not."""
+    logits = torch.randn(6, 50)
+    logits[0, 7] = torch.nan
+    logits[1, 7] = torch.inf
+    logits[2] = -torch.inf
+    logits[3, 1:] = -torch.inf
+    logits[4, 3] = 1e30
+
+    assert nonfinite_rows(logits).tolist() == [True, True, True, False, False, False]
+
+
+@pytest.mark.parametrize("vocab_size", [50, 6000])
+def test_such_rows_still_give_a_token_and_harm_no_other(vocab_size: int) -> None:
+    """Rows that cannot be sampled get some valid index, and the row beside them its own token."""
+    logits = torch.randn(4, vocab_size)
+    params = sampling(4, top_k=10, top_p=0.9, min_p=0.01)
+    healthy = sample(logits, params)
+    logits[0, 7], logits[1, 7], logits[2] = torch.nan, torch.inf, -torch.inf
+    tokens = sample(logits, params)
+
+    assert ((tokens >= 0) & (tokens < vocab_size)).all()
+    assert tokens[3] == healthy[3]
+
+
+def test_bfloat16_logits_are_sampled_as_float32() -> None:
+    """Logits of 16 bits are widened before anything else, as transformers does."""
+    logits = (torch.randn(8, 300) * 3).bfloat16()
+    params = sampling(8, temperature=0.7, top_p=0.9)
+
+    assert torch.equal(sample(logits, params), sample(logits.float(), params))
