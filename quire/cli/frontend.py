@@ -24,6 +24,6 @@ def run(options: Namespace) -> int:
     """Runs until SIGTERM or SIGINT."""
     config = from_options(FrontendConfig, options)
     lifeline.attach()
-    from services import frontend
+    from services.frontend import run as run_process
 
-    return frontend.run(config)
+    return run_process(config)

@@ -22,6 +22,6 @@ def run(options: Namespace) -> int:
     """Runs until SIGTERM or SIGINT."""
     config = from_options(SchedulerConfig, options)
     lifeline.attach()
-    from scheduler_svc import main
+    from scheduler_svc.main import run as run_process
 
-    return main.run(config)
+    return run_process(config)

@@ -23,6 +23,6 @@ def run(options: Namespace) -> int:
     """Runs until SIGTERM or SIGINT."""
     config = from_options(WorkerConfig, options)
     lifeline.attach()
-    from worker_svc import main
+    from worker_svc.main import run as run_process
 
-    return main.run(config)
+    return run_process(config)

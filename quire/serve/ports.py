@@ -35,6 +35,8 @@ def reserve_ports(holder: ExitStack, host: str, *, grpc_port: int, http_port: in
 
 def _reserve(holder: ExitStack, host: str, wanted: _Wanted) -> int:
     flag = "--" + wanted.setting.replace("_", "-")
+    if not 0 <= wanted.port <= 65535:
+        raise ConfigError(f"{wanted.setting}: {wanted.port} is no port; give 0 to 65535 with {flag}")
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, wanted.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -44,8 +46,6 @@ def _reserve(holder: ExitStack, host: str, wanted: _Wanted) -> int:
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         held.bind(address)
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-    except OverflowError:
-        raise ConfigError(f"{wanted.setting}: {wanted.port} is no port; give 0 to 65535") from None
     except OSError as error:
         raise ConfigError(
             f"{wanted.setting}: cannot listen on {host}:{wanted.port} ({error.strerror}); "

@@ -1,4 +1,4 @@
-"""Waits until a service can be used: its health service says so, and every worker has joined."""
+"""Waits until a service can be used: its health service says so, and every process has joined."""
 
 import asyncio
 import re
@@ -19,12 +19,12 @@ _CHANNEL_OPTIONS = (
 )
 
 
-async def until_ready(addresses: Addresses, workers: int) -> None:
-    """Returns once `readiness` is SERVING and `workers` workers have joined."""
+async def until_ready(addresses: Addresses, *, workers: int, frontends: int) -> None:
+    """Returns once `readiness` is SERVING and so many workers and front ends are connected to the scheduler."""
     await _until_serving(addresses.grpc)
+    # The health service speaks for one front end and for "a usable worker"; the metrics tell about all of them.
     while True:
-        joined = await asyncio.to_thread(_count_workers, addresses.http)
-        if joined is None or joined >= workers:
+        if await asyncio.to_thread(_connected, addresses.http, workers, frontends):
             return
         await asyncio.sleep(_PAUSE_S)
 
@@ -42,13 +42,16 @@ async def _until_serving(target: str) -> None:
             await asyncio.sleep(_PAUSE_S)
 
 
-def _count_workers(http: str) -> int | None:
-    """How many workers have joined, None when the metrics do not tell."""
+def _connected(http: str, workers: int, frontends: int) -> bool:
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
         with opener.open(f"http://{http}/metrics", timeout=5) as response:
             text: str = response.read().decode()
     except OSError:
-        return 0
-    samples = [line for line in text.splitlines() if re.match(r"quire_workers[ {]", line)]
-    return int(sum(float(sample.split()[-1]) for sample in samples)) if samples else None
+        return False
+    return _gauge(text, "quire_workers") >= workers and _gauge(text, "quire_frontends") >= frontends
+
+
+def _gauge(exposition: str, name: str) -> float:
+    match = re.search(rf"^{name}(?:{{.*}})? (\S+)$", exposition, re.MULTILINE)
+    return float(match.group(1)) if match else 0.0

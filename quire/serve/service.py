@@ -86,6 +86,6 @@ class Service:
 
     async def _until_ready(self) -> Addresses:
         addresses = await self._supervisor.listening()
-        await until_ready(addresses, self._config.workers)
+        await until_ready(addresses, workers=self._config.workers, frontends=self._config.frontends)
         self._supervisor.was_ready = True
         return addresses

@@ -1,0 +1,227 @@
+"""What the supervisor promises, with scripted children in place of the services."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Coroutine, Iterable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from quire.serve import lifeline
+from quire.serve.layout import ChildSpec, Role
+from quire.serve.restarts import RestartPolicy
+from quire.serve.supervisor import Addresses, Supervisor
+
+GRACE_S = {Role.FRONTEND: 10.0, Role.WORKER: 10.0, Role.SCHEDULER: 10.0}
+QUICK = RestartPolicy(first_delay_s=0.01, longest_delay_s=0.01)
+
+# Notes its start and its end in a file, and ends on SIGTERM; ignores SIGINT like our services' parents expect.
+OBEDIENT = """
+import os, signal, sys
+journal = open(sys.argv[1], "a", buffering=1)
+def end(*_):
+    journal.write(f"end {sys.argv[2]}\\n")
+    os._exit(0)
+signal.signal(signal.SIGTERM, end)
+journal.write(f"start {sys.argv[2]} {os.getpid()}\\n")
+print("listening grpc=h:1 http=h:2", flush=True)
+while True:
+    signal.pause()
+"""
+STUBBORN = """
+import signal
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+print("listening grpc=h:1 http=h:2", flush=True)
+while True:
+    signal.pause()
+"""
+FAILING = "import sys; print('quire worker: model: there is none', file=sys.stderr); sys.exit(3)"
+
+
+def spec(name: str, role: Role, code: str, *arguments: object) -> ChildSpec:
+    return ChildSpec(name, role, (sys.executable, "-c", code, *map(str, arguments)))
+
+
+def run(scenario: Callable[[], Coroutine[None, None, None]]) -> None:
+    async def bounded() -> None:
+        async with asyncio.timeout(60):
+            await scenario()
+
+    asyncio.run(bounded())
+    assert [child for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE] == []
+
+
+def written_to(journal: Path) -> list[str]:
+    return journal.read_text().splitlines() if journal.exists() else []
+
+
+async def lines(journal: Path, count: int) -> list[str]:
+    """Waits until the journal has so many lines."""
+    while True:
+        if len(written := written_to(journal)) >= count:
+            return written
+        await asyncio.sleep(0.01)
+
+
+def starts(journal: Iterable[str]) -> list[str]:
+    return [line for line in journal if line.startswith("start")]
+
+
+def test_children_end_front_ends_first_and_scheduler_last(tmp_path: Path) -> None:
+    """Requests may finish because what computes them ends after what listens to clients."""
+
+    async def scenario() -> None:
+        journal = tmp_path / "journal"
+        specs = [
+            spec(role.value, role, OBEDIENT, journal, role.value)
+            for role in (Role.SCHEDULER, Role.WORKER, Role.FRONTEND)
+        ]
+        supervisor = Supervisor(specs, grace_s=GRACE_S)
+        supervisor.start()
+        assert await supervisor.listening() == Addresses("h:1", "h:2")
+        await lines(journal, 3)
+
+        await supervisor.stop()
+
+        assert (await lines(journal, 6))[3:] == ["end frontend", "end worker", "end scheduler"]
+
+    run(scenario)
+
+
+def test_a_child_that_does_not_end_is_killed() -> None:
+    """The grace period bounds the end."""
+
+    async def scenario() -> None:
+        supervisor = Supervisor([spec("frontend-0", Role.FRONTEND, STUBBORN)], grace_s=GRACE_S | {Role.FRONTEND: 0.1})
+        supervisor.start()
+        await supervisor.listening()
+
+        await supervisor.stop()
+
+    run(scenario)
+
+
+def test_kill_does_not_wait_for_anything() -> None:
+    """A second Ctrl-C during a long grace period ends everything at once."""
+
+    async def scenario() -> None:
+        supervisor = Supervisor([spec("frontend-0", Role.FRONTEND, STUBBORN)], grace_s=GRACE_S | {Role.FRONTEND: 1e6})
+        supervisor.start()
+        await supervisor.listening()
+        stopping = asyncio.create_task(supervisor.stop())
+        await asyncio.sleep(0)
+
+        supervisor.kill()
+
+        await stopping
+
+    run(scenario)
+
+
+def test_a_dead_child_is_started_again(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Once the service was ready, a death costs one log line and a new start."""
+
+    async def scenario() -> None:
+        journal = tmp_path / "journal"
+        supervisor = Supervisor([spec("worker-0", Role.WORKER, OBEDIENT, journal, "w")], grace_s=GRACE_S, policy=QUICK)
+        supervisor.was_ready = True
+        supervisor.start()
+        for life in range(1, 5):
+            pid = int(starts(await lines(journal, life))[-1].split()[-1])
+            os.kill(pid, signal.SIGKILL)
+        await lines(journal, 5)
+
+        await supervisor.stop()
+
+        assert len(starts(await lines(journal, 6))) == 5
+
+    run(scenario)
+    assert "".join(capfd.readouterr()).count("process died") == 4
+
+
+def test_a_child_that_cannot_start_is_the_services_failure(capfd: pytest.CaptureFixture[str]) -> None:
+    """Before the first readiness a child's own end is final, its last line the reason, and nothing is said twice."""
+
+    async def scenario() -> None:
+        supervisor = Supervisor([spec("worker-0", Role.WORKER, FAILING)], grace_s=GRACE_S)
+        supervisor.start()
+
+        assert await supervisor.failed == "worker-0 ended (exit code 3): model: there is none"
+        await supervisor.stop()
+
+    run(scenario)
+    assert capfd.readouterr().err == ""
+
+
+def test_what_a_child_writes_is_passed_on(capfd: pytest.CaptureFixture[str]) -> None:
+    """Log lines of the children appear on stderr, even a last one without its end of line; stdout stays empty."""
+    code = "import sys; print('out'); sys.stderr.write('{\"event\": \"x\"}\\nlast words'); sys.exit(1)"
+
+    async def scenario() -> None:
+        supervisor = Supervisor([spec("worker-0", Role.WORKER, code)], grace_s=GRACE_S)
+        supervisor.start()
+        assert await supervisor.failed == "worker-0 ended (exit code 1): last words"
+        await supervisor.stop()
+
+    run(scenario)
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert sorted(err.splitlines()) == ["last words", "out", '{"event": "x"}']
+
+
+def test_stopping_during_the_pause_before_a_restart_starts_nothing(tmp_path: Path) -> None:
+    """An end that falls between a death and the next start leaves no process."""
+
+    async def scenario() -> None:
+        journal = tmp_path / "journal"
+        supervisor = Supervisor(
+            [spec("worker-0", Role.WORKER, OBEDIENT, journal, "w")],
+            grace_s=GRACE_S,
+            policy=RestartPolicy(first_delay_s=1e6, longest_delay_s=1e6),
+        )
+        supervisor.was_ready = True
+        supervisor.start()
+        pid = int((await lines(journal, 1))[0].split()[-1])
+        os.kill(pid, signal.SIGKILL)
+        await asyncio.to_thread(psutil.wait_procs, [psutil.Process(pid)], 30)
+
+        await supervisor.stop()
+
+        assert len(starts(written_to(journal))) == 1
+
+    run(scenario)
+
+
+def test_a_child_dies_with_its_supervisor() -> None:
+    """A supervisor that is killed takes its children along, without a word."""
+    child = "from quire.serve import lifeline; lifeline.attach(); print('up', flush=True); import time; time.sleep(600)"
+    parent = (
+        "import os, subprocess, sys\n"
+        f"environment = dict(os.environ, {lifeline.ENVIRONMENT}=str(os.getpid()))\n"
+        f"child = subprocess.Popen([sys.executable, '-c', {child!r}], env=environment, stdout=subprocess.PIPE)\n"
+        "child.stdout.readline()\n"
+        "print(child.pid, flush=True)\n"
+        "child.wait()\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", parent], stdout=subprocess.PIPE) as supervisor:
+        assert supervisor.stdout is not None
+        orphan = psutil.Process(int(supervisor.stdout.readline()))
+        supervisor.kill()
+
+        psutil.wait_procs([orphan], timeout=30)
+        assert not orphan.is_running()
+
+
+def test_a_child_whose_supervisor_is_already_gone_ends_at_once() -> None:
+    """There is no moment in which a child could miss the death of its supervisor."""
+    code = "from quire.serve import lifeline; lifeline.attach(); print('alive')"
+    environment = dict(os.environ) | {lifeline.ENVIRONMENT: "1"}
+
+    ended = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, check=False)
+
+    assert ended.stdout == b""
+    assert ended.returncode == 1
