@@ -103,7 +103,7 @@ def jit(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def runs_on_triton(tensor: torch.Tensor) -> bool:
     """Whether an operation on ``tensor`` belongs to the Triton kernel rather than the CPU path."""
-    return HAVE_TRITON and (tensor.is_cuda or INTERPRETED or tensor.is_meta)
+    return HAVE_TRITON and (tensor.is_cuda or INTERPRETED or (tensor.is_meta and _recording.get() is not None))
 
 
 @contextmanager

@@ -88,8 +88,8 @@ def _rms_norm_triton(
     x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None, weight_offset: float
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     dim = x.shape[-1]
-    # Two leading dimensions with strides of their own, so that the heads of a packed QKV projection are read in
-    # place; only other layouts are copied.
+    # Two leading dimensions with strides of their own, so that the heads of a packed QKV projection are read
+    # in place; only other layouts are copied.
     if x.dim() not in (2, 3) or x.stride(-1) != 1:
         vectors = x.reshape(-1, 1, dim).contiguous()
     else:

@@ -111,7 +111,12 @@ def philox_words_tile(
 
 
 @jit
+def uniform_tile(words: tl.tensor) -> tl.tensor:
+    """In a kernel: `uniform_from_words`."""
+    return ((words >> 9).to(tl.float32) + 0.5) * 1.1920928955078125e-07  # 2 ** -23
+
+
+@jit
 def gumbel_tile(words: tl.tensor) -> tl.tensor:
     """In a kernel: `gumbel_from_words`."""
-    u = ((words >> 9).to(tl.float32) + 0.5) * 1.1920928955078125e-07  # 2 ** -23
-    return -tl.log(-tl.log(u))
+    return -tl.log(-tl.log(uniform_tile(words)))

@@ -1,1 +1,2 @@
-"""Triton kernels run by Triton's interpreter; started by `tests/kernels/test_interpreted.py`, one process per file."""
+"""Triton kernels run by Triton's interpreter; started by `tests/kernels/test_interpreted.py`, one process per
+file."""

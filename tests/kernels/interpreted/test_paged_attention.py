@@ -1,0 +1,107 @@
+"""The attention kernels against the float64 reference."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kernels import paged_attention as module
+from kernels.paged_attention import paged_attention, paged_attention_reference
+from tests.kernels.batches import PagedBatch, as_float64, paged_batch
+
+
+def assert_equals_reference(
+    batch: PagedBatch, window: int | None = None, cap: float | None = None, tolerance: float = 1e-5
+) -> None:
+    def call(attend: object, tensors: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        assert callable(attend)
+        result = attend(*tensors, max_query_len=batch.max_query_len, scale=0.125, sliding_window=window, soft_cap=cap)
+        assert isinstance(result, torch.Tensor)
+        return result
+
+    torch.testing.assert_close(
+        call(paged_attention, batch.tensors).double(),
+        call(paged_attention_reference, as_float64(batch)),
+        rtol=tolerance,
+        atol=tolerance,
+    )
+
+
+@pytest.mark.parametrize("block_size", [8, 16, 128])
+@pytest.mark.parametrize("head_dim", [64, 80])
+def test_decode(block_size: int, head_dim: int) -> None:
+    """Decode equals the reference for any page size and for head dimensions that are no power of two."""
+    rows = [(1, 1), (63, 1), (64, 1), (300, 1)]
+    assert_equals_reference(paged_batch(rows, head_dim=head_dim, block_size=block_size))
+
+
+@pytest.mark.parametrize("block_size", [8, 16, 128])
+@pytest.mark.parametrize("head_dim", [64, 96])
+def test_mixed_batch(block_size: int, head_dim: int) -> None:
+    """Rows in decode and rows with chunks, with and without a prefix, share one call."""
+    rows = [(70, 33), (40, 1), (9, 9), (130, 65), (2, 1)]
+    assert_equals_reference(paged_batch(rows, head_dim=head_dim, block_size=block_size))
+
+
+@pytest.mark.parametrize("num_splits", [1, 2, 8])
+def test_splits_meet_in_the_same_result(num_splits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many splits were launched, rows too short to fill them included, the result is the same."""
+    monkeypatch.setattr(module, "_num_splits", lambda *_: num_splits)
+    assert_equals_reference(paged_batch([(600, 1), (0, 1), (3, 1), (129, 1)]))
+
+
+@pytest.mark.parametrize("group_size", [1, 3, 8, 20])
+def test_groups_of_query_heads(group_size: int) -> None:
+    """Any number of query heads may share a KV head, more than a tile of 16 and odd ones too."""
+    rows = [(50, 1), (40, 17)]
+    assert_equals_reference(paged_batch(rows, num_heads=2 * group_size, num_kv_heads=2))
+
+
+@pytest.mark.parametrize(("window", "cap"), [(1, None), (20, None), (None, 5.0), (70, 30.0), (1000, None)])
+def test_window_and_cap(window: int | None, cap: float | None) -> None:
+    """Sliding window and soft cap hold in decode, in chunks, and across the borders of key tiles."""
+    assert_equals_reference(paged_batch([(200, 1), (150, 100), (10, 1)]), window, cap)
+
+
+def test_float16() -> None:
+    """A 16-bit cache is read with 16-bit accuracy."""
+    assert_equals_reference(paged_batch([(90, 1), (70, 30)], dtype=torch.float16), tolerance=4e-3)
+
+
+def test_cache_of_another_dtype_than_the_query() -> None:
+    """float32 queries may read a float16 cache."""
+    batch = paged_batch([(90, 1), (70, 30)], dtype=torch.float16)
+    wide = replace(batch, query=batch.query.float() + 1e-4)
+    assert_equals_reference(wide)
+
+
+def test_query_inside_a_packed_projection() -> None:
+    """The query may be a strided view of a wider tensor."""
+    batch = paged_batch([(90, 1), (70, 30)])
+    packed = torch.cat([batch.query, torch.full_like(batch.query, torch.nan)], dim=1)
+    view = packed[:, : batch.query.shape[1]]
+    assert not view.is_contiguous()
+    assert_equals_reference(replace(batch, query=view))
+
+
+@settings(max_examples=12, deadline=None)
+@given(data=st.data())
+def test_any_shape(data: st.DataObject) -> None:
+    """Any mix of rows, head counts, head dimensions, page sizes, windows and caps gives the reference's
+    result."""
+    contexts = data.draw(st.lists(st.integers(1, 120), min_size=1, max_size=4))
+    rows = [(context, data.draw(st.integers(1, context) | st.just(1))) for context in contexts]
+    num_kv_heads = data.draw(st.integers(1, 2))
+    batch = paged_batch(
+        rows,
+        num_heads=num_kv_heads * data.draw(st.integers(1, 5)),
+        num_kv_heads=num_kv_heads,
+        head_dim=data.draw(st.sampled_from([64, 72, 128])),
+        block_size=data.draw(st.sampled_from([8, 16, 24, 64])),
+        seed=data.draw(st.integers(0, 1000)),
+    )
+    assert_equals_reference(batch, data.draw(st.none() | st.integers(1, 100)), data.draw(st.none() | st.just(9.0)))

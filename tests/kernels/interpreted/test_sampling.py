@@ -1,0 +1,129 @@
+"""The sampling kernels: words and uniforms bit-equal to torch, draws equal to the reference."""
+
+# ruff: noqa: N803 - compile-time parameters of kernels are upper case, as everywhere in Triton
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kernels._triton import kernel, tl
+from kernels.philox import (
+    gumbel_from_words,
+    gumbel_tile,
+    philox_words_tile,
+    random_words,
+    uniform_from_words,
+    uniform_tile,
+)
+from kernels.sampling import SamplingTensors, sample, sample_reference
+from tests.kernels.test_philox import KNOWN_ANSWERS
+
+
+@kernel
+def _noise_kernel(
+    seed_ptr: tl.tensor,
+    position_ptr: tl.tensor,
+    choice_ptr: tl.tensor,
+    words_ptr: tl.tensor,
+    uniform_ptr: tl.tensor,
+    gumbel_ptr: tl.tensor,
+    TILE: tl.constexpr,
+) -> None:
+    """One program: the noise of one row's first TILE vocabulary indices."""
+    row = tl.program_id(0)
+    seed, position, choice = tl.load(seed_ptr + row), tl.load(position_ptr + row), tl.load(choice_ptr + row)
+    words = philox_words_tile(seed, position, choice, 0, TILE)
+    place = row * TILE + tl.arange(0, TILE)
+    tl.store(words_ptr + place, words.to(tl.int64))
+    tl.store(uniform_ptr + place, uniform_tile(words))
+    tl.store(gumbel_ptr + place, gumbel_tile(words))
+
+
+@kernel
+def _known_answer_kernel(counter_ptr: tl.tensor, seed_ptr: tl.tensor, words_ptr: tl.tensor) -> None:
+    """One program: the block of one counter under one key."""
+    row = tl.program_id(0)
+    lane = tl.arange(0, 1)
+    counter = counter_ptr + 4 * row + lane
+    w0, w1, w2, w3 = tl.philox(
+        tl.load(seed_ptr + row), tl.load(counter), tl.load(counter + 1), tl.load(counter + 2), tl.load(counter + 3)
+    )
+    words = words_ptr + 4 * row + lane
+    tl.store(words, w0.to(tl.int64))
+    tl.store(words + 1, w1.to(tl.int64))
+    tl.store(words + 2, w2.to(tl.int64))
+    tl.store(words + 3, w3.to(tl.int64))
+
+
+def signed(value: int, bits: int) -> int:
+    """The signed integer with the bits of an unsigned one."""
+    return value - (1 << bits) if value >> (bits - 1) else value
+
+
+def test_published_vectors() -> None:
+    """tl.philox takes counter words in Random123's order and the key's low word from the seed's low half."""
+    counters = torch.tensor([[signed(word, 32) for word in counter] for counter, _, _ in KNOWN_ANSWERS])
+    seeds = torch.tensor([signed(key[1] << 32 | key[0], 64) for _, key, _ in KNOWN_ANSWERS])
+    words = torch.zeros(len(KNOWN_ANSWERS), 4, dtype=torch.int64)
+    _known_answer_kernel[(len(KNOWN_ANSWERS),)](counters.int(), seeds, words)
+
+    assert [tuple(row) for row in words.tolist()] == [expected for _, _, expected in KNOWN_ANSWERS]
+
+
+def test_noise_is_bit_equal_to_torch() -> None:
+    """Words and uniforms are the same bits as in torch, the gumbel the same up to its logarithms."""
+    seed = torch.tensor([0, -1, 0x0123456789ABCDEF, -(1 << 63)])
+    position, choice = torch.tensor([0, 5, 2**31 - 1, 77]).int(), torch.tensor([0, 1, 3, 2**31 - 1]).int()
+    words = torch.zeros(4, 256, dtype=torch.int64)
+    uniform, gumbel = torch.zeros(2, 4, 256)
+    _noise_kernel[(4,)](seed, position, choice, words, uniform, gumbel, TILE=256)
+    expected = random_words(seed, position, choice, 256)
+
+    assert torch.equal(words, expected)
+    assert torch.equal(uniform, uniform_from_words(expected))
+    torch.testing.assert_close(gumbel, gumbel_from_words(expected), rtol=1e-6, atol=2e-6)
+
+
+@pytest.mark.parametrize("vocab_size", [5, 1024, 2500])
+def test_draws_are_the_references(vocab_size: int) -> None:
+    """Greedy, plain and truncating rows of one batch get the reference's tokens."""
+    rows = torch.arange(8)
+    params = SamplingTensors(
+        temperature=torch.tensor([0.0, 1.0, 0.7, 1.5, 1.0, 1.0, 0.0, 2.0]),
+        top_k=torch.tensor([0, 0, 10, 0, 0, 3, 5, 0]).int(),
+        top_p=torch.tensor([1.0, 1.0, 1.0, 0.8, 1.0, 0.5, 0.2, 1.0]),
+        min_p=torch.tensor([0.0, 0.0, 0.0, 0.0, 0.2, 0.0, 0.0, 0.0]),
+        seed=rows * 0x1234567890ABCDE - 7,
+        choice=(rows % 3).int(),
+        position=(rows + 100).int(),
+        any_random=True,
+        any_truncation=True,
+    )
+    logits = torch.randn(8, vocab_size, generator=torch.Generator().manual_seed(vocab_size)) * 2
+
+    assert torch.equal(sample(logits, params), sample_reference(logits, params))
+
+
+def test_ties_and_nan() -> None:
+    """Equal logits go to the lowest index across tiles, and NaN or removed rows still give a valid index."""
+    logits = torch.zeros(4, 2100)
+    logits[0, [1500, 2050]] = 3.0
+    logits[1, 4] = torch.nan
+    logits[2] = -torch.inf
+    zeros = torch.zeros(4, dtype=torch.int32)
+    params = SamplingTensors(
+        temperature=torch.tensor([0.0, 1.0, 1.0, 0.0]),
+        top_k=zeros,
+        top_p=torch.ones(4),
+        min_p=torch.zeros(4),
+        seed=torch.zeros(4).long(),
+        choice=zeros,
+        position=zeros,
+        any_random=True,
+        any_truncation=False,
+    )
+    tokens = sample(logits, params)
+
+    assert tokens[[0, 3]].tolist() == [1500, 0]
+    assert ((tokens >= 0) & (tokens < 2100)).all()

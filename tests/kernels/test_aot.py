@@ -1,0 +1,82 @@
+"""Kernels compiled for the GPUs we serve on, without one."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from kernels import aot
+from kernels._triton import record_launches
+from kernels.activation import silu_mul
+
+pytest.importorskip("triton", reason="compiling kernels needs triton")
+
+ROOT = Path(__file__).parents[2]
+SHARED_BYTES = {80: 163 * 1024, 90: 227 * 1024}  # what one program may have
+
+
+@pytest.mark.parametrize("case", aot.cases(), ids=lambda case: case.name)
+def test_device_path_never_reads_a_value_back(case: aot.Case) -> None:
+    """Every operation launches its kernels from shapes alone: on meta tensors, which have no values to
+    read."""
+    with record_launches() as launches:
+        case.call()
+
+    assert launches
+
+
+def test_recording_ends_with_its_block() -> None:
+    """Only launches made inside the block are noted; outside, meta tensors go the CPU way."""
+    gate_up = torch.empty(3, 64, device="meta")
+    with record_launches() as launches:
+        silu_mul(gate_up)
+    outside = silu_mul(gate_up)
+
+    assert [launch.kernel.name for launch in launches] == ["silu_mul_kernel"]
+    assert outside.shape == (3, 32)
+
+
+def test_ci_specialisations_compile(tmp_path: Path) -> None:
+    """The CI cases compile for sm_80 and sm_90, fit in shared memory, and spill no register."""
+    report = tmp_path / "aot.json"
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    process = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "kernels.aot", "--json", str(report)],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    assert process.returncode == 0, process.stderr[-4000:]
+    rows = json.loads(report.read_text())
+
+    assert {row["architecture"] for row in rows} == {80, 90}
+    assert {row["kernel"] for row in rows} >= {
+        "write_kv_kernel",
+        "prefill_kernel",
+        "decode_kernel",
+        "combine_splits_kernel",
+        "rms_norm_kernel",
+        "rotary_kernel",
+        "silu_mul_kernel",
+        "gumbel_argmax_tiles_kernel",
+        "gumbel_argmax_rows_kernel",
+    }
+    assert [row for row in rows if row["spill_bytes"] > 0] == []
+    assert [row for row in rows if row["shared_bytes"] > SHARED_BYTES[row["architecture"]]] == []
+
+
+def test_all_cases_stay_few() -> None:
+    """CI compiles at most 40 cases, each once."""
+    names = [case.name for case in aot.cases()]
+
+    assert len(names) == len(set(names))
+    assert 0 < len([case for case in aot.cases() if case.in_ci]) <= 40
