@@ -92,7 +92,8 @@ def test_tokens_for_a_front_end_are_columns() -> None:
 
 def test_every_end_reason_is_on_the_wire() -> None:
     """Each reason of the core has its value in the link protocol, and the other way round."""
-    on_the_wire = {name.removeprefix("END_REASON_") for name in link_pb2.EndReason.DESCRIPTOR.values_by_name} - {"UNSPECIFIED"}
+    names = link_pb2.EndReason.DESCRIPTOR.values_by_name
+    on_the_wire = {name.removeprefix("END_REASON_") for name in names} - {"UNSPECIFIED"}
     assert on_the_wire == {reason.name for reason in ef.EndReason}
 
 

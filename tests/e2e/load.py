@@ -1,0 +1,59 @@
+"""Prompts and clients for end-to-end tests: many token-id requests at once through real gRPC."""
+
+import asyncio
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from transformers import AutoConfig
+
+from quire import AsyncClient, Finished
+
+
+@dataclass(slots=True)
+class Answer:
+    """One request and what came back."""
+
+    prompt: list[int]
+    max_tokens: int
+    tokens: list[int] = field(default_factory=list)
+    finished: Finished | None = None
+
+
+def draw_prompts(lengths: Sequence[int], vocab_size: int, *, seed: int = 0) -> list[list[int]]:
+    """Random token ids of the given lengths; the first 16 ids (special tokens) are left out."""
+    rng = random.Random(seed)
+    return [[rng.randrange(16, vocab_size) for _ in range(length)] for length in lengths]
+
+
+async def generate(client: AsyncClient, answer: Answer) -> None:
+    """Streams one request to its end, checking that deltas come without gap or repeat."""
+    stream = client.generate(
+        token_ids=answer.prompt, max_tokens=answer.max_tokens, temperature=0, ignore_eos=True, timeout=240
+    )
+    async for delta in stream:
+        assert delta.first_index == len(answer.tokens), "a gap or a repeat"
+        answer.tokens.extend(delta.token_ids)
+    answer.finished = stream.finished
+
+
+def generate_all(target: str, prompts: Sequence[list[int]], max_tokens: Sequence[int]) -> list[Answer]:
+    """All requests at once; returns their answers."""
+    answers = [Answer(prompt, count) for prompt, count in zip(prompts, max_tokens, strict=True)]
+
+    async def run() -> None:
+        async with AsyncClient(target) as client, asyncio.TaskGroup() as tasks:
+            for answer in answers:
+                tasks.create_task(generate(client, answer))
+
+    asyncio.run(run())
+    return answers
+
+
+def kv_memory(checkpoint: Path, *, num_blocks: int, block_size: int) -> str:
+    """The `--kv-cache-memory` that holds `num_blocks` blocks of a float32 cache."""
+    config = AutoConfig.from_pretrained(checkpoint).get_text_config()
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return str(2 * config.num_hidden_layers * heads * head_dim * block_size * 4 * num_blocks)

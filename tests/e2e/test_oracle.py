@@ -1,0 +1,60 @@
+"""The whole stack against `transformers`: front end, scheduler and worker as real processes, one checkpoint at a time."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.checkpoints import make_checkpoint
+from tests.e2e.harness import serve
+from tests.e2e.load import draw_prompts, generate_all, kv_memory
+from tests.e2e.oracle import Oracle, Tally
+
+# Prompts of 1 to 300 tokens in one batch; outputs long enough to cross block boundaries and to meet in memory.
+PROMPT_LENGTHS = (1, 300, 2, 7, 8, 9, 15, 16, 17, 31, 33, 64, 100, 128, 150, 200, 250, 299)
+OUTPUT_LENGTHS = (40, 24, 60, 33, 20, 48, 30, 40, 25, 64, 31, 40, 20, 50, 24, 36, 24, 30)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "block_size"),
+    [
+        ("LlamaForCausalLM", 8),
+        ("LlamaForCausalLM", 32),
+        ("MistralForCausalLM", 16),
+        ("Qwen2ForCausalLM", 8),
+        ("Qwen3ForCausalLM", 16),
+        ("Gemma2ForCausalLM", 16),
+        ("Gemma3ForCausalLM", 8),
+        ("Phi3ForCausalLM", 16),
+        ("GPT2LMHeadModel", 32),
+        ("GPTNeoXForCausalLM", 16),
+    ],
+)
+def test_greedy_tokens_are_those_of_transformers(architecture: str, block_size: int, tmp_path: Path) -> None:
+    """Mixed prompts in small chunks, with so little memory that requests are preempted: every delivered token is the
+    reference's greedy pick (near ties counted, fewer than 1 in 1,000)."""
+    checkpoint = make_checkpoint(architecture, tmp_path / "model")
+    oracle = Oracle(checkpoint)
+    # About one and a half of the largest requests fit at once.
+    num_blocks = 512 // block_size
+    prompts = draw_prompts(PROMPT_LENGTHS, oracle.vocab_size)
+    with serve(
+        checkpoint,
+        f"--block-size={block_size}",
+        f"--kv-cache-memory={kv_memory(checkpoint, num_blocks=num_blocks, block_size=block_size)}",
+        "--max-num-batched-tokens=48",
+        "--max-num-seqs=12",
+        "--dtype=float32",
+        "--num-threads=1",
+    ) as served:
+        answers = generate_all(served.grpc, prompts, OUTPUT_LENGTHS)
+        assert served.metric("quire_preemptions_total") > 0, (
+            "nothing was preempted: the pool is too large for this test"
+        )
+        assert served.metric("quire_kv_blocks", state="total") == num_blocks
+        assert served.metric("quire_kv_blocks", state="held") == 0
+    tally = Tally()
+    for answer in answers:
+        assert len(answer.tokens) == answer.max_tokens
+        oracle.check_greedy(answer.prompt, answer.tokens, tally)
+    assert tally.near_ties * 1000 < tally.tokens, tally
+    assert sum(answer.finished.usage.preemptions for answer in answers if answer.finished) > 0

@@ -1,0 +1,73 @@
+"""Many streams at once through real gRPC, and what is left when half of them go away."""
+
+import asyncio
+from pathlib import Path
+
+from quire import AsyncClient
+from quire.errors import CancelledError
+from tests.checkpoints import make_checkpoint
+from tests.e2e.harness import Served, serve
+from tests.e2e.load import Answer, draw_prompts, generate
+from tests.e2e.oracle import Oracle, Tally
+
+STREAMS = 64
+
+
+def test_64_streams_finish_and_cancelled_ones_leave_nothing(tmp_path: Path) -> None:
+    """64 concurrent streams deliver the oracle's tokens; when half are cancelled mid-way the others are not disturbed
+    and every block comes back."""
+    checkpoint = make_checkpoint("LlamaForCausalLM", tmp_path / "model")
+    oracle = Oracle(checkpoint)
+    prompts = draw_prompts([5 + 3 * index for index in range(STREAMS)], oracle.vocab_size, seed=1)
+    with serve(checkpoint, "--dtype=float32", "--num-threads=1", "--max-num-seqs=32") as served:
+        answers = [Answer(prompt, 40) for prompt in prompts]
+        asyncio.run(_run_all(served.grpc, answers))
+        tally = Tally()
+        for answer in answers:
+            assert len(answer.tokens) == 40
+            oracle.check_greedy(answer.prompt, answer.tokens, tally)
+        _assert_all_blocks_are_back(served)
+
+        survivors = asyncio.run(_run_cancelling_half(served.grpc, [Answer(prompt, 60) for prompt in prompts]))
+        for answer in survivors:
+            assert len(answer.tokens) == 60
+            oracle.check_greedy(answer.prompt, answer.tokens, tally)
+        assert tally.near_ties * 1000 < tally.tokens, tally
+        _assert_all_blocks_are_back(served)
+        assert served.metric("quire_requests_ended_total", reason="cancelled") == STREAMS // 2
+
+
+async def _run_all(target: str, answers: list[Answer]) -> None:
+    async with AsyncClient(target) as client, asyncio.TaskGroup() as tasks:
+        for answer in answers:
+            tasks.create_task(generate(client, answer))
+
+
+async def _run_cancelling_half(target: str, answers: list[Answer]) -> list[Answer]:
+    async with AsyncClient(target) as client, asyncio.TaskGroup() as tasks:
+        for index, answer in enumerate(answers):
+            tasks.create_task(generate(client, answer) if index % 2 else _cancel_midway(client, answer))
+    return answers[1::2]
+
+
+async def _cancel_midway(client: AsyncClient, answer: Answer) -> None:
+    stream = client.generate(token_ids=answer.prompt, max_tokens=answer.max_tokens, temperature=0, ignore_eos=True)
+    try:
+        async for delta in stream:
+            answer.tokens.extend(delta.token_ids)
+            if len(answer.tokens) >= 10:
+                stream.cancel()
+    except CancelledError:
+        return
+    raise AssertionError("the stream ended although it was cancelled")
+
+
+def _assert_all_blocks_are_back(served: Served) -> None:
+    # A cancel travels front end, core, worker and back; the requests' ends are what there is to wait for.
+    for _ in range(600):
+        if served.metric("quire_kv_blocks", state="held") == 0:
+            break
+    assert served.metric("quire_kv_blocks", state="held") == 0
+    free, cached = (served.metric("quire_kv_blocks", state=state) for state in ("free", "cached"))
+    assert free + cached == served.metric("quire_kv_blocks", state="total")
+    assert served.metric("quire_requests_running") == served.metric("quire_requests_waiting") == 0

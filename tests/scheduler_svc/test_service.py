@@ -1,0 +1,222 @@
+"""Promises of the scheduler process, with real sockets and peers that speak the protocols by hand."""
+
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import zmq
+
+from protos.quire.link.v1 import link_pb2
+from protos.quire.plan.v1 import plan_pb2
+from shared.columns import from_column, to_column
+from shared.sockets import LINK_MAX_MESSAGE, PLAN_MAX_MESSAGE, connect_dealer
+
+WAIT_MS = 20_000
+
+
+class Peer:
+    """A DEALER that speaks one of the protocols by hand."""
+
+    def __init__(self, context: "zmq.Context[zmq.Socket[bytes]]", address: str, name: str, max_message: int) -> None:
+        self._socket = connect_dealer(context, address, identity=name.encode(), max_message=max_message)
+
+    def send(self, message: "link_pb2.FrontendMessage | plan_pb2.WorkerMessage | bytes") -> None:
+        """Sends one frame."""
+        self._socket.send(message if isinstance(message, bytes) else message.SerializeToString())
+
+    def receive(self) -> bytes:
+        """The next frame."""
+        assert self._socket.poll(WAIT_MS), "nothing came"
+        return self._socket.recv()
+
+    def close(self) -> None:
+        """Goes away without a word."""
+        self._socket.close()
+
+
+class FrontendPeer(Peer):
+    """A front end."""
+
+    def until(self, field: str) -> link_pb2.CoreMessage:
+        """The next message in which `field` is set."""
+        while True:
+            message = link_pb2.CoreMessage.FromString(self.receive())
+            if getattr(message, field) not in (b"", False) and (field != "ends" or message.ends):
+                return message
+
+    def hello(self) -> link_pb2.CoreMessage:
+        """Says hello and waits for the state."""
+        hello = link_pb2.FrontendHello(protocol_version=1, frontend_id="f", incarnation=1)
+        self.send(link_pb2.FrontendMessage(hello=hello))
+        return self.until("state")
+
+    def submit(self, stream: int) -> None:
+        """Submits a request of three tokens."""
+        submission = link_pb2.Submission(
+            stream=stream,
+            request_id=f"r{stream}",
+            token_ids=to_column([1, 2, 3]),
+            num_prompt_tokens=3,
+            max_tokens=4,
+            sampling=plan_pb2.SamplingParams(top_p=1).SerializeToString(),
+            credit=1000,
+        )
+        self.send(link_pb2.FrontendMessage(submissions=[submission]))
+
+
+class WorkerPeer(Peer):
+    """A worker."""
+
+    def until(self, body: str) -> plan_pb2.SchedulerMessage:
+        """The next message with the given body."""
+        while True:
+            message = plan_pb2.SchedulerMessage.FromString(self.receive())
+            if message.WhichOneof("body") == body:
+                return message
+
+    def hello(self, *, version: int = 1) -> None:
+        """Says hello."""
+        model = plan_pb2.ModelInfo(name="m", fingerprint="f", max_model_len=64, vocab_size=100)
+        hello = plan_pb2.Hello(
+            protocol_version=version, worker_id="w", incarnation=1, model=model, block_size=4, num_blocks=8,
+            max_rows=4, max_tokens_per_step=64, num_kv_groups=1,
+        )  # fmt: skip
+        self.send(plan_pb2.WorkerMessage(hello=hello))
+
+    def answer(self, message: plan_pb2.SchedulerMessage, rows: list[int], tokens: list[int]) -> None:
+        """Answers a plan."""
+        result = plan_pb2.StepResult(step=message.plan.step, rows=to_column(rows), tokens=to_column(tokens))
+        self.send(plan_pb2.WorkerMessage(epoch=message.epoch, result=result))
+
+
+class Stand:
+    """A scheduler process and the peers of one test."""
+
+    def __init__(self, folder: Path) -> None:
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._frontends, self._workers = f"ipc://{folder}/f", f"ipc://{folder}/w"
+        self._peers: list[Peer] = []
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "quire.cli.main", "scheduler", f"--frontend-address={self._frontends}",
+             f"--worker-address={self._workers}", "--max-num-seqs=4"],
+        )  # fmt: skip
+
+    def frontend(self) -> FrontendPeer:
+        """Connects a front end."""
+        peer = FrontendPeer(self._context, self._frontends, f"f/{len(self._peers)}", LINK_MAX_MESSAGE)
+        self._peers.append(peer)
+        return peer
+
+    def worker(self) -> WorkerPeer:
+        """Connects a worker."""
+        peer = WorkerPeer(self._context, self._workers, f"w/{len(self._peers)}", PLAN_MAX_MESSAGE)
+        self._peers.append(peer)
+        return peer
+
+    def close(self) -> None:
+        """Ends everything."""
+        for peer in self._peers:
+            peer.close()
+        self._context.term()
+        if self.process.poll() is None:
+            self.process.terminate()
+        assert self.process.wait(20) == 0
+
+
+@pytest.fixture
+def stand(tmp_path: Path) -> Iterator[Stand]:
+    """A running scheduler."""
+    stand = Stand(tmp_path)
+    yield stand
+    stand.close()
+
+
+def test_a_request_runs_from_submission_to_end(stand: Stand) -> None:
+    """A front end and a worker that know only the protocols get one request through, token by token."""
+    frontend, worker = stand.frontend(), stand.worker()
+    assert not frontend.hello().state.ready
+    worker.hello()
+    welcome = worker.until("welcome")
+    assert frontend.until("state").state.model.max_model_len == 8 * 4
+    frontend.submit(7)
+    delivered: list[int] = []
+    for step in range(1, 5):
+        plan = worker.until("plan")
+        assert (plan.epoch, plan.plan.step) == (welcome.epoch, step)
+        if step == 1:
+            (admission,) = plan.plan.admissions
+            assert from_column(admission.token_ids).tolist() == [1, 2, 3]
+            row = admission.row
+        worker.answer(plan, [row], [10 + step])
+        message = frontend.until("tokens")
+        assert from_column(message.streams).tolist() == [7]
+        assert from_column(message.first_indices).tolist() == [len(delivered)]
+        delivered += from_column(message.tokens).tolist()
+    assert delivered == [11, 12, 13, 14]
+    ends = message.ends or frontend.until("ends").ends
+    assert [(end.stream, end.reason) for end in ends] == [(7, link_pb2.END_REASON_LENGTH)]
+
+
+def test_a_vanished_worker_is_noticed_and_replaced(stand: Stand) -> None:
+    """A worker whose connection goes is lost without any timeout, and the next one continues its requests."""
+    frontend, first = stand.frontend(), stand.worker()
+    frontend.hello()
+    first.hello()
+    frontend.submit(1)
+    plan = first.until("plan")
+    first.answer(plan, [plan.plan.admissions[0].row], [42])
+    frontend.until("tokens")
+    first.close()
+    second = stand.worker()
+    second.hello()
+    (admission,) = second.until("plan").plan.admissions
+    assert from_column(admission.token_ids).tolist() == [1, 2, 3, 42]
+    assert admission.num_prompt_tokens == 3
+
+
+def test_strangers_are_told_to_say_hello(stand: Stand) -> None:
+    """A peer of an earlier scheduler learns at its first frame that it must present itself again."""
+    frontend, worker = stand.frontend(), stand.worker()
+    frontend.submit(1)
+    assert frontend.until("unknown").unknown
+    worker.send(plan_pb2.WorkerMessage(epoch=5, result=plan_pb2.StepResult(step=1)))
+    worker.until("unknown")
+
+
+def test_a_worker_of_another_version_is_refused(stand: Stand) -> None:
+    """A worker that speaks another protocol version is told so in one line."""
+    worker = stand.worker()
+    worker.hello(version=99)
+    assert "version 99" in worker.until("refused").refused.reason
+
+
+def test_nonsense_is_dropped_and_counted(stand: Stand) -> None:
+    """Malformed frames on either socket are counted in the metrics and change nothing."""
+    frontend, worker = stand.frontend(), stand.worker()
+    frontend.hello()
+    for _ in range(20):
+        frontend.send(b"\xff" * 50)
+        worker.send(b"\xff" * 50)
+    worker.hello()
+    worker.until("welcome")
+    frontend.send(link_pb2.FrontendMessage(snapshot_request=9))
+    while (snapshot := link_pb2.CoreMessage.FromString(frontend.receive()).snapshot).request != 9:
+        pass
+    values = {sample.name: sample.value for family in snapshot.families for sample in family.samples}
+    assert values["quire_malformed_frames_total"] == 40
+
+
+def test_shutdown_ends_live_requests(stand: Stand) -> None:
+    """SIGTERM ends every live request with SHUTDOWN and the process with exit code 0."""
+    frontend = stand.frontend()
+    frontend.hello()
+    frontend.submit(1)
+    frontend.send(link_pb2.FrontendMessage(report=link_pb2.MetricReport()))
+    frontend.until("state")
+    stand.process.send_signal(signal.SIGTERM)
+    (end,) = frontend.until("ends").ends
+    assert end.reason == link_pb2.END_REASON_SHUTDOWN
+    assert stand.process.wait(20) == 0
