@@ -1,0 +1,151 @@
+"""The real `quire serve` as a context manager, for every end-to-end test.
+
+    with serve(checkpoint, "--workers", "2") as served:
+        Client(served.grpc).generate("text")
+
+It starts the command as a user would, on free ports, waits for its ready line, and at the end sends SIGTERM and
+asserts that the exit code is 0 and that no process of the service is left, restarted ones included.
+"""
+
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import urllib.request
+import uuid
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+
+ROOT = Path(__file__).resolve().parents[2]
+QUIRE = (sys.executable, "-m", "quire.cli.main")
+"""The command `quire`, run from this source tree."""
+END_S = 60
+"""How long a service may take to end; generous, for a machine with two busy cores."""
+
+_MARKER = "QUIRE_TEST_RUN"
+_READY = re.compile(r"ready grpc=(\S+) http=(\S+)\n")
+
+
+class Served:
+    """A running service. Made by `serve`."""
+
+    def __init__(self, process: "subprocess.Popen[str]", marker: str, log: Path, grpc: str, http: str) -> None:
+        self.process = process
+        """The supervisor."""
+        self.log = log
+        """What the supervisor and its children wrote on stderr."""
+        self.grpc = grpc
+        """HOST:PORT of gRPC."""
+        self.http = http
+        """HOST:PORT of HTTP."""
+        self._marker = marker
+
+    def children(self, role: str = "") -> list[psutil.Process]:
+        """The live processes of a role ("scheduler", "worker", "frontend"), or all of them."""
+        found = psutil.Process(self.process.pid).children()
+        return [child for child in found if is_alive(child) and (not role or role in child.cmdline())]
+
+    def pid(self, role: str) -> int:
+        """The process id of the only process of a role."""
+        (child,) = self.children(role)
+        return int(child.pid)
+
+    def metric(self, name: str, **labels: str) -> float:
+        """The sum over all samples of a metric that carry these labels; 0 when there are none."""
+        total = 0.0
+        for sample in self.metrics().splitlines():
+            match = re.fullmatch(rf"{name}(?:{{(.*)}})? (\S+)", sample)
+            if match and labels.items() <= dict(re.findall(r'(\w+)="([^"]*)"', match.group(1) or "")).items():
+                total += float(match.group(2))
+        return total
+
+    def metrics(self) -> str:
+        """The text of /metrics."""
+        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        with opener.open(f"http://{self.http}/metrics", timeout=30) as response:
+            text: str = response.read().decode()
+        return text
+
+    def processes(self) -> list[psutil.Process]:
+        """Every live process of this service, however it came to be and whoever its parent is now."""
+        return processes_marked(self._marker)
+
+    def wait(self) -> int:
+        """Waits for the supervisor's end; its exit code."""
+        return self.process.wait(END_S)
+
+    def assert_nothing_left(self) -> None:
+        """Asserts that no process of this service is left a moment after its end."""
+        _, alive = psutil.wait_procs(self.processes(), timeout=END_S)
+        assert alive == [], f"left over: {[process.cmdline() for process in alive]}"
+
+
+@contextmanager
+def serve(
+    model: Path | str, *flags: str, environ: Mapping[str, str] | None = None, end: bool = True
+) -> Iterator[Served]:
+    """A running service.
+
+    Args:
+        model: the checkpoint folder, or "demo".
+        flags: further flags of `quire serve`.
+        environ: additions to the environment.
+        end: whether the service is to be ended and its end checked; a test that ends it itself says False.
+    """
+    marker = uuid.uuid4().hex
+    arguments = (*QUIRE, "serve", f"--model={model}", "--grpc-port=0", "--http-port=0", *flags)
+    with tempfile.TemporaryDirectory(prefix="quire-test-") as folder:
+        log = Path(folder) / "stderr.log"
+        with log.open("w") as stderr:
+            process = subprocess.Popen(
+                arguments,
+                cwd=ROOT,
+                env={**os.environ, **(environ or {}), _MARKER: marker},
+                stdout=subprocess.PIPE,
+                stderr=stderr,
+                text=True,
+                # A test that presses Ctrl-C does so for the service's process group, as a terminal does.
+                start_new_session=True,
+            )
+        try:
+            assert process.stdout is not None
+            line = process.stdout.readline()
+            match = _READY.fullmatch(line)
+            assert match, f"no ready line but {line!r}; exit code {process.poll()}; its log:\n{log.read_text()}"
+            served = Served(process, marker, log, *match.groups())
+            yield served
+            if end:
+                process.terminate()
+                code = served.wait()
+                assert code == 0, f"exit code {code}; its log:\n{log.read_text()}"
+            served.assert_nothing_left()
+        except BaseException:
+            print(f"log of quire serve:\n{log.read_text()}", file=sys.stderr)
+            raise
+        finally:
+            for survivor in processes_marked(marker):
+                survivor.kill()
+            process.wait(END_S)
+            assert process.stdout is not None
+            process.stdout.close()
+
+
+def processes_marked(marker: str) -> list[psutil.Process]:
+    """The live processes that inherited a marker from `serve`."""
+    return [
+        process
+        for process in psutil.process_iter(["environ"])
+        if (process.info["environ"] or {}).get(_MARKER) == marker and is_alive(process)
+    ]
+
+
+def is_alive(process: psutil.Process) -> bool:
+    """Whether a process still runs; a zombie does not."""
+    try:
+        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
