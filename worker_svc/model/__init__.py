@@ -1,11 +1,12 @@
 """Decoders that compute logits over the paged KV cache.
 
-config    what config.json says of the model
-base      the contract between a model and the rest of the worker
-registry  which of the two paths a model takes
-llama     first path: hand-written Llama/Qwen family
-rope      rotary tables for it
-weights   safetensors files, one tensor at a time
-hf        second path: decoders of `transformers` on our pages
-loader    all of it together: a folder in, a loaded model out
+* `config`: what config.json says of the model
+* `base`: the contract between a model and the rest of the worker
+* `registry`: which of the two paths a model takes
+* `llama`: first path, the hand-written Llama/Qwen family
+* `rope`: rotary tables for it
+* `weights`: safetensors files, one tensor at a time
+* `hf`: second path, decoders of `transformers` on our pages
+* `hf_attention`: the attention function that they call
+* `loader`: all of it together, a folder in, a loaded model out
 """

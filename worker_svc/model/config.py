@@ -21,7 +21,7 @@ def read_config(folder: Path) -> PretrainedConfig:
     if not (folder / "config.json").is_file():
         raise ConfigError(f"model: {folder} holds no config.json; give the folder of a Hugging Face checkpoint")
     try:
-        config: PretrainedConfig = AutoConfig.from_pretrained(folder, local_files_only=True)
+        config: PretrainedConfig = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # unknown model types, bad JSON and failed validation have no common type
         detail = str(error).strip().splitlines() or [type(error).__name__]
         raise ConfigError(f"model: {folder}/config.json cannot be used: {detail[0]}") from None

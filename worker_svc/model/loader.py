@@ -55,14 +55,13 @@ def load_model(config: WorkerConfig, device: torch.device) -> tuple[Model, Model
         dtype=model_config.choose_dtype(hf_config, config.dtype, device),
         eos_token_ids=model_config.eos_token_ids(folder, hf_config),
     )
-    with torch.inference_mode():
-        model = build_model(
-            architecture,
-            hf_config,
-            folder,
-            random_weights=random_weights,
-            dtype=description.dtype,
-            device=device,
-            num_positions=description.max_model_len,
-        )
+    model = build_model(
+        architecture,
+        hf_config,
+        folder,
+        random_weights=random_weights,
+        dtype=description.dtype,
+        device=device,
+        num_positions=description.max_model_len,
+    )
     return model, description

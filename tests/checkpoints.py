@@ -1,0 +1,155 @@
+"""Tiny random checkpoints of many architectures, complete enough to be served end to end.
+
+`make_checkpoint` writes config.json, model.safetensors and a byte-level tokenizer with a chat template. Weights are
+drawn wide, so that logits are far apart and greedy tokens are a sharp oracle; the same seed gives the same files.
+"""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers.trainers import BpeTrainer
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+VOCAB_SIZE = 384
+MAX_POSITIONS = 1024
+SLIDING_WINDOW = 16
+
+_SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": MAX_POSITIONS,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+_GROUPED: dict[str, Any] = _SIZES | {"num_key_value_heads": 2}
+_LAYER_TYPES = ["sliding_attention", "full_attention", "sliding_attention"]
+
+_CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
+    "LlamaForCausalLM": ("LlamaConfig", _GROUPED),
+    "MistralForCausalLM": ("MistralConfig", _GROUPED | {"sliding_window": SLIDING_WINDOW}),
+    "Qwen2ForCausalLM": ("Qwen2Config", _GROUPED),
+    "Qwen3ForCausalLM": ("Qwen3Config", _GROUPED | {"head_dim": 32, "tie_word_embeddings": True}),
+    "Gemma2ForCausalLM": (
+        "Gemma2Config",
+        _GROUPED
+        | {
+            "head_dim": 32,
+            "query_pre_attn_scalar": 32,
+            "tie_word_embeddings": False,
+            "sliding_window": SLIDING_WINDOW,
+            "num_hidden_layers": 3,
+            "layer_types": _LAYER_TYPES,
+            "attn_logit_softcapping": 20.0,
+            "final_logit_softcapping": 30.0,
+        },
+    ),
+    "Gemma3ForCausalLM": (
+        "Gemma3TextConfig",
+        _GROUPED
+        | {
+            "head_dim": 32,
+            "query_pre_attn_scalar": 32,
+            "tie_word_embeddings": False,
+            "sliding_window": SLIDING_WINDOW,
+            "num_hidden_layers": 3,
+            "layer_types": _LAYER_TYPES,
+        },
+    ),
+    "Phi3ForCausalLM": ("Phi3Config", _GROUPED | {"sliding_window": None}),
+    "GPT2LMHeadModel": (
+        "GPT2Config",
+        {
+            "vocab_size": VOCAB_SIZE,
+            "n_embd": 64,
+            "n_layer": 2,
+            "n_head": 4,
+            "n_positions": MAX_POSITIONS,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+        },
+    ),
+    "GPTNeoXForCausalLM": ("GPTNeoXConfig", _SIZES),
+}
+
+ARCHITECTURES = tuple(_CONFIGS)
+"""Class names that `make_checkpoint` knows."""
+
+_CHAT_TEMPLATE = (
+    "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+_SPECIAL_TOKENS = ["<|pad|>", "<|start|>", "<|stop|>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>"]
+_CORPUS = ["the quick brown fox jumps over the lazy dog and the other one sings in the rain, one two three"] * 4
+
+
+def make_checkpoint(architecture: str, folder: Path, *, seed: int = 0, std: float = 0.2, **changes: Any) -> Path:
+    """Writes a tiny random fp32 checkpoint into `folder`.
+
+    Args:
+        architecture: one of `ARCHITECTURES`.
+        folder: made if it does not exist.
+        seed: same seed, same weights.
+        std: standard deviation of the weights.
+        changes: fields of the configuration to set differently.
+
+    Returns:
+        The folder.
+    """
+    config_class, sizes = _CONFIGS[architecture]
+    config = getattr(transformers, config_class)(**(sizes | changes))
+    torch.manual_seed(seed)
+    model: PreTrainedModel = getattr(transformers, architecture)(config)
+    _draw_weights(model, std, seed)
+    model.save_pretrained(folder)
+    make_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def make_tokenizer() -> PreTrainedTokenizerFast:
+    """A byte-level tokenizer of `VOCAB_SIZE` tokens that knows every byte, a few merges and a chat template."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = BpeTrainer(
+        vocab_size=VOCAB_SIZE,
+        special_tokens=_SPECIAL_TOKENS,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(_CORPUS, trainer)
+    return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+        tokenizer_object=tokenizer,
+        pad_token="<|pad|>",
+        bos_token="<|start|>",
+        eos_token="<|stop|>",
+        chat_template=_CHAT_TEMPLATE,
+    )
+
+
+def edit_config(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    """Changes config.json of a checkpoint in place."""
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    change(config)
+    path.write_text(json.dumps(config))
+
+
+@torch.no_grad()
+def _draw_weights(model: PreTrainedModel, std: float, seed: int) -> None:
+    """Matrices and biases normal; norms near their neutral value, but not at it, so that none can be left out."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, weight in model.named_parameters():
+        noise = torch.randn(weight.shape, generator=generator)
+        if weight.ndim > 1 or name.endswith("bias"):
+            weight.copy_(noise * std)
+        else:
+            weight.add_(noise * 0.1)

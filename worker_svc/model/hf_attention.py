@@ -1,0 +1,159 @@
+"""The attention function that decoders of `transformers` call instead of their own.
+
+`transformers` looks attention up by name (`AttentionInterface`). Two names are ours:
+
+* `PAGED` writes keys and values to our pages and attends over them. It has no mask function on purpose: without one
+  `transformers` builds no mask at all, which saves work and, on CUDA, a wait for the device in every step.
+* `PROBE` computes nothing and records what each layer asks for. Its mask function returns the mask's window as if it
+  were the mask, so that a layer's window is known even where it reaches the layer by the mask only.
+
+What a step or a probe needs travels in a context variable, as the function's arguments belong to `transformers`.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+
+import torch
+from transformers import AttentionInterface
+from transformers.masking_utils import AttentionMaskInterface
+
+from kernels.kv_cache import write_kv
+from kernels.paged_attention import paged_attention
+from worker_svc.model.base import AttentionInputs, KVCache
+
+PAGED = "quire_paged"
+PROBE = "quire_probe"
+
+_HARMLESS_TENSORS = frozenset({"position_ids", "cache_position", "position_embeddings"})
+"""Tensor arguments of attention functions that do not change what is computed."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerCall:
+    """What one layer asked of the attention function."""
+
+    layer: int | None
+    num_kv_heads: int
+    head_dim: int
+    value_dim: int
+    sliding_window: int | None
+    causal: bool
+    unknown: tuple[str, ...]
+    """Arguments that would change the result in a way that pages do not know."""
+
+
+@dataclass(slots=True)
+class Recording:
+    """The calls of one forward pass, in order."""
+
+    calls: list[LayerCall] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class PagedStep:
+    """Where the tokens of the running step lie."""
+
+    attention: AttentionInputs
+    caches: Sequence[KVCache]
+    windows: tuple[int | None, ...]
+    """Sliding window of each layer."""
+
+
+_STEP: ContextVar[PagedStep] = ContextVar("quire_paged_step")
+_RECORDING: ContextVar[Recording] = ContextVar("quire_probe_recording")
+
+
+@contextmanager
+def running(step: PagedStep) -> Iterator[None]:
+    """Attention by the name `PAGED` means this step while the context lasts."""
+    token = _STEP.set(step)
+    try:
+        yield
+    finally:
+        _STEP.reset(token)
+
+
+@contextmanager
+def recording() -> Iterator[Recording]:
+    """Attention by the name `PROBE` is recorded here while the context lasts."""
+    recorded = Recording()
+    token = _RECORDING.set(recorded)
+    try:
+        yield recorded
+    finally:
+        _RECORDING.reset(token)
+
+
+def _attend_paged(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    _mask: torch.Tensor | None,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    **_: object,
+) -> tuple[torch.Tensor, None]:
+    """Attention of query `[1, num_heads, T, head_dim]`, key and value `[1, num_kv_heads, T, head_dim]`.
+
+    Returns the result `[1, T, num_heads, head_dim]` and, as no weights exist, None.
+    """
+    step = _STEP.get()
+    layer = int(module.layer_idx)  # type: ignore[arg-type]
+    k_cache, v_cache = step.caches[layer]
+    write_kv(key[0].transpose(0, 1), value[0].transpose(0, 1), k_cache, v_cache, step.attention.slot_mapping)
+    attended = paged_attention(
+        query[0].transpose(0, 1),
+        k_cache,
+        v_cache,
+        step.attention.block_tables,
+        step.attention.query_start,
+        step.attention.context_lens,
+        max_query_len=step.attention.max_query_len,
+        scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
+        sliding_window=step.windows[layer],
+        soft_cap=softcap,
+    )
+    return attended.unsqueeze(0), None
+
+
+def _record(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    sliding_window: int | None = None,
+    is_causal: bool | None = None,
+    **others: object,
+) -> tuple[torch.Tensor, None]:
+    window = sliding_window or (None if mask is None else int(mask.flatten()[0]) or None)
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    unknown = (name for name, given in others.items() if isinstance(given, torch.Tensor))
+    _RECORDING.get().calls.append(
+        LayerCall(
+            layer=getattr(module, "layer_idx", None),
+            num_kv_heads=key.shape[1],
+            head_dim=key.shape[3],
+            value_dim=value.shape[3],
+            sliding_window=window,
+            causal=bool(causal),
+            unknown=tuple(name for name in unknown if name not in _HARMLESS_TENSORS),
+        )
+    )
+    return torch.zeros_like(query).transpose(1, 2), None
+
+
+def _window_as_mask(*_: object, local_size: int | None = None, **__: object) -> torch.Tensor:
+    return torch.full((1, 1, 1, 1), local_size or 0)
+
+
+def _register(name: str, attention: Callable[..., object]) -> None:
+    AttentionInterface.register(name, attention)
+
+
+_register(PAGED, _attend_paged)
+_register(PROBE, _record)
+AttentionMaskInterface.register(PROBE, _window_as_mask)
