@@ -1,0 +1,251 @@
+"""How good the embedded model is: held-out arithmetic, held-out recall by distance, perplexity of held-out stories.
+
+Arithmetic and recall are measured through a `complete(prompt, max_tokens) -> str` function, plain or async,
+and know nothing of what is behind it: `generate` of transformers here, the whole served stack in a test.
+The problem lists are functions of their arguments and hold only items that `split` bars from the corpus.
+
+    python -m tools.demo_model.evaluate shared/demo_model            print the figures
+    python -m tools.demo_model.evaluate shared/demo_model --write    and state them in quality.json
+"""
+
+import argparse
+import asyncio
+import inspect
+import json
+import math
+import random
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from tokenizers import Tokenizer
+
+from tools.demo_model import stories
+from tools.demo_model.corpus import BOS, EOS
+from tools.demo_model.problems import Problem, draw_facts, draw_problem
+
+Complete: TypeAlias = Callable[[str, int], str] | Callable[[str, int], Awaitable[str]]
+
+NEAREST, FARTHEST, BUCKET = 200, 600, 100
+_REMARK_TOKENS = 30
+ANSWER_TOKENS = 32
+CHECKPOINT = Path("shared/demo_model")
+QUALITY_FILE = "quality.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """A prompt with the one right way to go on; `distance` counts the tokens from the fact to the question."""
+
+    prompt: str
+    expected: str
+    distance: int = 0
+
+    def is_answered_by(self, completion: str) -> bool:
+        """Whether `completion` starts with the expected text and does not go on inside the same word or number."""
+        said = completion.lstrip()
+        return said.startswith(self.expected) and not said[len(self.expected) :][:1].isalnum()
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """How many of the items were answered, and the items that were not, with what was said instead."""
+
+    right: int
+    total: int
+    wrong: tuple[tuple[Item, str], ...]
+
+    @property
+    def accuracy(self) -> float:
+        return self.right / self.total
+
+
+@dataclass(frozen=True, slots=True)
+class Quality:
+    """The stated figures of a checkpoint."""
+
+    arithmetic_accuracy: float
+    arithmetic_chat_accuracy: float
+    recall_accuracy: float
+    recall_accuracy_by_distance: dict[str, float]
+    story_perplexity: float
+    items_each: int
+    evaluation_seed: int
+
+
+def held_out_arithmetic(n: int, seed: int) -> list[Item]:
+    """`n` different held-out problems in the three plain wordings of the corpus."""
+    return [_plain_problem(problem, style % 3) for style, problem in enumerate(_problems(n, seed))]
+
+
+def held_out_questions(n: int, seed: int) -> list[Item]:
+    """`n` different held-out problems as a user asks them; each prompt is one chat message."""
+    return [Item(f"What is {problem.phrase}?", _sentence(problem)) for problem in _problems(n, seed)]
+
+
+def held_out_recall(n: int, seed: int, tokenizer: Tokenizer | None = None) -> list[Item]:
+    """`n` texts that state facts, talk of other things for 200 to 600 tokens, and then ask for one of the facts.
+
+    Distances are spread evenly. Every name asked for or stated is held out, and the other facts share its
+    attributes.
+    """
+    counted_by = tokenizer or Tokenizer.from_file(str(CHECKPOINT / "tokenizer.json"))
+    rng = random.Random(f"recall/{seed}")
+    span = FARTHEST - _REMARK_TOKENS - NEAREST
+    return [_recall_item(rng, NEAREST + span * (index + rng.random()) / n, counted_by) for index in range(n)]
+
+
+def held_out_stories(n: int, seed: int) -> list[str]:
+    """`n` stories about casts that the corpus never has."""
+    rng = random.Random(f"stories/{seed}")
+    return [stories.tell(rng, stories.draw_cast(rng, held_out=True)) for _ in range(n)]
+
+
+async def score(items: Iterable[Item], complete: Complete, concurrency: int = 1) -> Score:
+    """Asks `complete` for each item, up to `concurrency` at a time when it is async."""
+    turns = asyncio.Semaphore(concurrency)
+
+    async def answer(item: Item) -> tuple[Item, str]:
+        async with turns:
+            said = complete(item.prompt, ANSWER_TOKENS)
+            return item, (await said if inspect.isawaitable(said) else said)
+
+    answers = await asyncio.gather(*map(answer, items))
+    wrong = tuple((item, said) for item, said in answers if not item.is_answered_by(said))
+    return Score(len(answers) - len(wrong), len(answers), wrong)
+
+
+def by_distance(items: Sequence[Item]) -> dict[str, list[Item]]:
+    """The items in buckets of 100 tokens, named like "200-299"."""
+    buckets: dict[str, list[Item]] = defaultdict(list)
+    for item in sorted(items, key=lambda item: item.distance):
+        low = min(item.distance // BUCKET * BUCKET, FARTHEST - BUCKET)
+        buckets[f"{low}-{low + BUCKET - 1}"].append(item)
+    return dict(buckets)
+
+
+def perplexity(model: Any, tokenizer: Any, texts: Sequence[str]) -> float:
+    """exp of the mean loss per token over `texts`, each read from its beginning with BOS and up to its end token."""
+    import torch
+
+    loss, count = 0.0, 0
+    with torch.inference_mode():
+        for text in texts:
+            ids = tokenizer(BOS + text + EOS, add_special_tokens=False, return_tensors="pt").input_ids
+            logits = model(input_ids=ids).logits[0, :-1].float()
+            loss += float(torch.nn.functional.cross_entropy(logits, ids[0, 1:], reduction="sum"))
+            count += ids.shape[1] - 1
+    return math.exp(loss / count)
+
+
+def generate_with(model: Any, tokenizer: Any, chat: bool = False) -> Callable[[str, int], str]:
+    """A greedy `complete` over plain `generate`; with `chat` the prompt is sent as one message of a user."""
+    import torch
+
+    def complete(prompt: str, max_tokens: int) -> str:
+        if chat:
+            messages = [{"role": "user", "content": prompt}]
+            prompt = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        inputs = tokenizer(prompt, add_special_tokens=not chat, return_tensors="pt")
+        with torch.inference_mode():
+            output = model.generate(**inputs, max_new_tokens=max_tokens, do_sample=False)
+        said: str = tokenizer.decode(output[0, inputs.input_ids.shape[1] :], skip_special_tokens=True)
+        return said
+
+    return complete
+
+
+def measure(folder: Path, items: int, seed: int) -> Quality:
+    """The quality of the checkpoint in `folder`, through plain transformers."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype="float32").eval()
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    plain, chat = generate_with(model, tokenizer), generate_with(model, tokenizer, chat=True)
+    recall = held_out_recall(items, seed, Tokenizer.from_file(str(folder / "tokenizer.json")))
+
+    def accuracy(asked: Iterable[Item], complete: Complete) -> float:
+        return round(asyncio.run(score(asked, complete)).accuracy, 4)
+
+    distances = {name: accuracy(bucket, plain) for name, bucket in by_distance(recall).items()}
+    sizes = {name: len(bucket) for name, bucket in by_distance(recall).items()}
+    return Quality(
+        arithmetic_accuracy=accuracy(held_out_arithmetic(items, seed), plain),
+        arithmetic_chat_accuracy=accuracy(held_out_questions(items, seed), chat),
+        recall_accuracy=round(sum(distances[name] * sizes[name] for name in sizes) / items, 4),
+        recall_accuracy_by_distance=distances,
+        story_perplexity=round(perplexity(model, tokenizer, held_out_stories(items, seed)), 4),
+        items_each=items,
+        evaluation_seed=seed,
+    )
+
+
+def _problems(n: int, seed: int) -> list[Problem]:
+    rng = random.Random(f"arithmetic/{seed}")
+    problems: dict[Problem, None] = {}
+    while len(problems) < n:
+        problems[draw_problem(rng, held_out=True)] = None
+    return list(problems)
+
+
+def _plain_problem(problem: Problem, style: int) -> Item:
+    if style == 0:
+        return Item(f"Question: What is {problem.phrase}?\nAnswer:", _sentence(problem))
+    if style == 1:
+        return Item(f"{problem.phrase} is", f"{problem.answer}")
+    return Item(f"{problem.left} {problem.sign} {problem.right} =", f"{problem.answer}")
+
+
+def _sentence(problem: Problem) -> str:
+    return f"{problem.phrase} is {problem.answer}."
+
+
+def _recall_item(rng: random.Random, distance: float, tokenizer: Tokenizer) -> Item:
+    facts = draw_facts(rng, 4, held_out=True)
+    asked = rng.randrange(len(facts))
+    lines = [fact.statement for fact in facts]
+    room = distance - sum(_length(line, tokenizer) for line in lines[asked + 1 :])
+    lines += _filler(rng, room, tokenizer)
+    between = sum(_length(line, tokenizer) for line in lines[asked + 1 :])
+    text = "".join(line + "\n" for line in lines)
+    return Item(f"{text}Question: {facts[asked].question}\nAnswer:", facts[asked].statement, between)
+
+
+def _filler(rng: random.Random, room: float, tokenizer: Tokenizer) -> list[str]:
+    """Stories, remarks and sums that fill `room` tokens, over by less than one remark."""
+    lines: list[str] = []
+    while room > 0:
+        if room > 250 and rng.random() < 0.75:
+            line = stories.tell(rng, stories.draw_cast(rng, held_out=True))
+        elif rng.random() < 0.25:
+            line = _sentence(draw_problem(rng, held_out=True))
+        else:
+            line = stories.remark(rng)
+        lines.append(line)
+        room -= _length(line, tokenizer)
+    return lines
+
+
+def _length(line: str, tokenizer: Tokenizer) -> int:
+    return len(tokenizer.encode(line + "\n", add_special_tokens=False))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Measure a checkpoint on held-out items.")
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--items", type=int, default=400)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--write", action="store_true", help="state the figures in quality.json beside the weights")
+    arguments = parser.parse_args()
+    figures = asdict(measure(arguments.folder, arguments.items, arguments.seed))
+    print(json.dumps(figures, indent=2))
+    if arguments.write:
+        path = arguments.folder / QUALITY_FILE
+        stated = json.loads(path.read_text()) if path.exists() else {}
+        path.write_text(json.dumps(stated | figures, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
