@@ -4,6 +4,7 @@ import dataclasses
 
 import numpy as np
 import torch
+from opentelemetry.trace import Tracer
 
 from kernels.sampling import SamplingTensors, sample
 from shared.config import ConfigError, WorkerConfig, parse_bytes
@@ -14,7 +15,9 @@ from worker_svc.model.loader import ModelDescription
 from worker_svc.rows import Limits
 
 
-def build_engine(config: WorkerConfig, model: Model, description: ModelDescription, device: torch.device) -> Engine:
+def build_engine(
+    config: WorkerConfig, model: Model, description: ModelDescription, device: torch.device, tracer: Tracer
+) -> Engine:
     """The engine that serves `model` within the memory that `config` allows.
 
     Raises:
@@ -40,7 +43,7 @@ def build_engine(config: WorkerConfig, model: Model, description: ModelDescripti
     )
     limits = dataclasses.replace(limits, num_blocks=num_blocks)
     caches = allocate(model.kv_shapes, num_blocks, limits.block_size, description.dtype, device, setting)
-    return Engine(model, caches, limits, device)
+    return Engine(model, caches, limits, device, tracer)
 
 
 def _memory_for_kv(config: WorkerConfig, model: Model, limits: Limits, dtype: torch.dtype, device: torch.device) -> int:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from opentelemetry.trace import Span, Tracer
 
 from protos.quire.plan.v1 import plan_pb2
 from shared.columns import to_column
@@ -20,6 +21,7 @@ from worker_svc.executor import DeviceTimes, DoneStep, StepInFlight, make_execut
 from worker_svc.model.base import KVCache, Model
 from worker_svc.rows import Limits, RowTable
 from worker_svc.sampler import FAILED, Sampler
+from worker_svc.tracing import Tracing
 
 _NO_ROWS = np.zeros(0, np.int64)
 _NO_TOKENS = np.zeros(0, np.int32)
@@ -35,13 +37,16 @@ class _Launched:
     num_tokens: int
     received_unix_ns: int
     prepare_ns: int
+    spans: tuple[Span, ...]
     in_flight: StepInFlight
 
 
 class Engine:
     """Executes plans with one model over one KV pool."""
 
-    def __init__(self, model: Model, caches: Sequence[KVCache], limits: Limits, device: torch.device) -> None:
+    def __init__(
+        self, model: Model, caches: Sequence[KVCache], limits: Limits, device: torch.device, tracer: Tracer
+    ) -> None:
         self._model = model
         self._caches = caches
         self._device = device
@@ -49,6 +54,7 @@ class Engine:
         self._batches = BatchBuilder(self._rows, device)
         self._sampler = Sampler(self._rows, device)
         self._executor = make_executor(device)
+        self._tracing = Tracing(tracer, limits.max_rows)
         self._launched: deque[_Launched] = deque()
 
     @property
@@ -87,9 +93,12 @@ class Engine:
             PlanError: the plan breaks the contract; call `reset` before anything else.
         """
         began = time.perf_counter_ns()
-        self._rows.apply(plan)
+        self._tracing.rows_left(self._rows.leave(plan), self._rows.num_computed, received_unix_ns)
+        self._rows.change(plan)
+        self._tracing.rows_admitted(plan, received_unix_ns)
         batch = self._batches.build(*self._rows.chunks(plan))
         prepare_ns = time.perf_counter_ns() - began
+        spans = self._tracing.begin_step(plan, batch, received_unix_ns)
         sample_rows = _NO_ROWS if batch is None else batch.sample_rows
         self._launched.append(
             _Launched(
@@ -99,6 +108,7 @@ class Engine:
                 num_tokens=0 if batch is None else batch.num_tokens,
                 received_unix_ns=received_unix_ns,
                 prepare_ns=prepare_ns,
+                spans=spans,
                 in_flight=self._submit(batch),
             )
         )
@@ -112,6 +122,7 @@ class Engine:
         """The result of the oldest step in flight; waits for the device if it must."""
         launched = self._launched.popleft()
         tokens, times = launched.in_flight.result()
+        self._tracing.end_step(launched.spans, times.ended_unix_ns)
         result = plan_pb2.StepResult(step=launched.step, timings=_timings(launched, times))
         rows = launched.sample_rows
         failed = tokens == FAILED
@@ -126,10 +137,12 @@ class Engine:
 
     def reset(self) -> None:
         """Waits for the device, then drops every row and every step in flight, for a new epoch."""
+        now = time.time_ns()
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
-        self._launched.clear()
-        self._rows.clear()
+        while self._launched:
+            self._tracing.end_step(self._launched.popleft().spans, now)
+        self._tracing.rows_left(self._rows.clear(), self._rows.num_computed, now)
 
     def _submit(self, batch: StepBatch | None) -> StepInFlight:
         if batch is None:

@@ -56,7 +56,7 @@ def _serve(config: WorkerConfig, telemetry: Telemetry) -> int:
     set_threads(config.num_threads)
     device = choose_device(config.device)
     model, description = load_model(config, device)
-    engine = build_engine(config, model, description, device)
+    engine = build_engine(config, model, description, device, telemetry.tracer)
     link = Link(config.worker_address, _hello(config, engine, description, device))
     loop = WorkerLoop(link, engine)
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -71,7 +71,10 @@ def _serve(config: WorkerConfig, telemetry: Telemetry) -> int:
         block_size=engine.limits.block_size,
         max_model_len=description.max_model_len,
     )
-    loop.run()
+    try:
+        loop.run()
+    finally:
+        engine.reset()
     return 0
 
 

@@ -1,9 +1,9 @@
 """The table of rows: what the worker knows of each sequence, as arrays indexed by row.
 
-A plan carries differences; `RowTable.apply` makes them in the protocol's order (leaves, admissions, appends, holds and
-releases) and checks each against the contract. Everything here is known on the host without waiting for a device: a row
-that takes part in a step advances by a number that the plan fixes, whatever token it samples. The one thing that lives
-on the device only is the last sampled token of each row, so that step N feeds step N + 1 without the host.
+A plan carries differences; `leave` and `change` make them in the protocol's order (leaves, admissions, appends, holds
+and releases) and check each against the contract. Everything here is known on the host without waiting for a device:
+a row that takes part in a step advances by a number that the plan fixes, whatever token it samples. The one thing that
+lives on the device only is the last sampled token of each row, so that step N feeds step N + 1 without the host.
 
 A row is free, in prefill until all its admitted tokens are computed, then in decode. It takes part in a step when the
 plan gives it a chunk (prefill), or in every step (decode) unless it is held or has failed.
@@ -117,15 +117,28 @@ class RowTable:
             self._decode_rows = (self._membership, np.flatnonzero(active))
         return self._decode_rows[1]
 
-    def apply(self, plan: plan_pb2.Plan) -> None:
-        """Makes the plan's differences.
+    def leave(self, plan: plan_pb2.Plan) -> IntArray:
+        """Makes the plan's leaves, the first of its differences, and returns their rows.
 
         Raises:
             PlanError: the plan breaks the contract.
         """
         try:
-            if plan.leaves:
-                self._leave(from_column(plan.leaves))
+            rows = from_column(plan.leaves).astype(np.int64)
+        except MalformedColumnError as error:
+            raise PlanError(str(error)) from None
+        if len(rows):
+            self._check_rows(rows, "leave")
+            self._remove(rows)
+        return rows
+
+    def change(self, plan: plan_pb2.Plan) -> None:
+        """Makes the plan's other differences, which come after its leaves.
+
+        Raises:
+            PlanError: the plan breaks the contract.
+        """
+        try:
             for admission in plan.admissions:
                 self._admit(admission)
             if plan.append_rows or plan.append_blocks or plan.append_groups:
@@ -138,7 +151,7 @@ class RowTable:
             raise PlanError(str(error)) from None
 
     def chunks(self, plan: plan_pb2.Plan) -> tuple[IntArray, IntArray]:
-        """The plan's prefill chunks, rows ascending and their lengths; call after `apply`.
+        """The plan's prefill chunks, rows ascending and their lengths; call after `change`.
 
         Raises:
             PlanError: a row that is not in prefill, or a length beyond its tokens.
@@ -211,14 +224,14 @@ class RowTable:
         failed: npt.NDArray[np.bool_] = self._failed[rows] & (self._generation[rows] == generations)
         return failed
 
-    def clear(self) -> None:
-        """Drops every row, for a new epoch."""
-        self._state.fill(RowState.FREE)
+    def clear(self) -> IntArray:
+        """Drops every row, for a new epoch, and returns which there were."""
+        rows = np.flatnonzero(self._state != RowState.FREE)
+        self._remove(rows)
         self._generation.fill(0)
-        self._prompts.clear()
-        self._membership += 1
         for tables in self.tables:
             tables.clear()
+        return rows
 
     def _check_rows(self, rows: npt.NDArray[np.integer], what: str) -> None:
         """That the rows are in range, occupied and named once."""
@@ -229,8 +242,7 @@ class RowTable:
         if len(rows) > 1 and len(np.unique(rows)) != len(rows):
             raise PlanError(f"{what}: a row is named twice")
 
-    def _leave(self, rows: Int32Array) -> None:
-        self._check_rows(rows, "leave")
+    def _remove(self, rows: IntArray) -> None:
         self._state[rows] = RowState.FREE
         for row in rows.tolist():
             self._prompts.pop(row, None)

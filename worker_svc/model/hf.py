@@ -86,12 +86,18 @@ def load(
         ConfigError: it cannot run on pages, or the weights do not fit.
     """
     _check_class(architecture, config)
-    decoder = _read(architecture, folder, dtype) if seed is None else _draw(config, seed, dtype)
+    try:
+        decoder = _read(folder, dtype) if seed is None else _draw(config, seed, dtype)
+    except ConfigError:
+        raise
+    except Exception as error:  # a class's constructor and the weights' reader raise what they like
+        raise ConfigError(f"model: {architecture} cannot be made from {folder}: {_first_line(error)}") from error
     decoder.to(device)  # type: ignore[arg-type]
     decoder.eval()  # type: ignore[no-untyped-call]
     decoder.requires_grad_(False)
-    # Only used to warn about padding, for which `transformers` waits for the device in every step.
-    decoder.config.pad_token_id = None
+    # Only used to warn about padding, for which `transformers` waits for the device in every step. Some configurations
+    # insist on having one, hence not by assignment.
+    vars(decoder.config)["pad_token_id"] = None
     try:
         with torch.inference_mode():
             model = TransformersModel(decoder, _probe(architecture, decoder, device))
@@ -99,8 +105,7 @@ def load(
     except ConfigError:
         raise
     except Exception as error:  # whatever a class does that we did not foresee, it will not do it to a request
-        detail = str(error).strip().splitlines() or [""]
-        raise _refusal(architecture, f"its forward pass fails ({type(error).__name__}: {detail[0]})") from error
+        raise _refusal(architecture, f"its forward pass fails: {_first_line(error)}") from error
     return model
 
 
@@ -122,22 +127,18 @@ def _check_class(architecture: str, config: PretrainedConfig) -> None:
         raise _refusal(architecture, "some of its layers share keys and values")
 
 
-def _read(architecture: str, folder: Path, dtype: torch.dtype) -> PreTrainedModel:
+def _read(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     loader: Any = AutoModelForCausalLM
-    try:
-        decoder, report = loader.from_pretrained(
-            folder,
-            dtype=dtype,
-            attn_implementation=PAGED,
-            local_files_only=True,
-            trust_remote_code=False,
-            use_safetensors=True,
-            output_loading_info=True,
-        )
-    except (OSError, RuntimeError, ValueError, KeyError) as error:
-        detail = str(error).strip().splitlines() or [type(error).__name__]
-        raise ConfigError(f"model: the weights of {folder} do not fit {architecture}: {detail[0]}") from None
+    decoder, report = loader.from_pretrained(
+        folder,
+        dtype=dtype,
+        attn_implementation=PAGED,
+        local_files_only=True,
+        trust_remote_code=False,
+        use_safetensors=True,
+        output_loading_info=True,
+    )
     for what in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         if report[what]:
             names = sorted(map(str, report[what]))
@@ -165,7 +166,7 @@ def _probe(architecture: str, decoder: PreTrainedModel, device: torch.device) ->
     calls = recorded.calls
     num_layers = text_config(decoder.config).num_hidden_layers
     if sorted(-1 if call.layer is None else call.layer for call in calls) != list(range(num_layers)):
-        raise _refusal(architecture, f"{len(calls)} of its {num_layers} layers have attention of the usual kind")
+        raise _refusal(architecture, f"its {num_layers} layers do not call attention once each ({len(calls)} calls)")
     for call in calls:
         if call.unknown:
             raise _refusal(architecture, f"its attention takes {', '.join(call.unknown)}")
@@ -224,6 +225,11 @@ def _trial_logits(
             torch.tensor([lengths[0] - 1, sum(lengths) - 1], device=device),
         )
     return logits
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {lines[0]}"
 
 
 def _refusal(architecture: str, why: str) -> ConfigError:

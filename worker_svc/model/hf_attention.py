@@ -91,7 +91,7 @@ def _attend_paged(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    _mask: torch.Tensor | None,
+    attention_mask: torch.Tensor | None,
     scaling: float | None = None,
     softcap: float | None = None,
     **_: object,
@@ -124,12 +124,12 @@ def _record(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    mask: torch.Tensor | None,
+    attention_mask: torch.Tensor | None,
     sliding_window: int | None = None,
     is_causal: bool | None = None,
     **others: object,
 ) -> tuple[torch.Tensor, None]:
-    window = sliding_window or (None if mask is None else int(mask.flatten()[0]) or None)
+    window = sliding_window or (None if attention_mask is None else int(attention_mask.flatten()[0]) or None)
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     unknown = (name for name, given in others.items() if isinstance(given, torch.Tensor))
     _RECORDING.get().calls.append(
@@ -143,7 +143,8 @@ def _record(
             unknown=tuple(name for name in unknown if name not in _HARMLESS_TENSORS),
         )
     )
-    return torch.zeros_like(query).transpose(1, 2), None
+    _, num_heads, num_tokens, _ = query.shape
+    return query.new_zeros(1, num_tokens, num_heads, value.shape[3]), None
 
 
 def _window_as_mask(*_: object, local_size: int | None = None, **__: object) -> torch.Tensor:
