@@ -12,7 +12,12 @@ ROOT = Path(__file__).parents[2]
 def run(program: str, *arguments: str) -> str:
     """The output of a Python program run as the worker is: from the repository root, which is importable."""
     process = subprocess.run(
-        [sys.executable, "-c", program, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=240, check=False
+        [sys.executable, "-c", program, *arguments],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
     )
     assert process.returncode == 0, process.stderr[-4000:]
     return process.stdout
@@ -55,10 +60,13 @@ assert not _triton.HAVE_TRITON
 x = torch.ones(2, 4, 64)
 cache = torch.zeros(2, 3, 4, 16, 64)
 kv_cache.write_kv(x, x, cache[0], cache[1], torch.tensor([0, 16]))
-out = paged_attention.paged_attention(x, cache[0], cache[1], torch.tensor([[0], [1]]).int(),
-    torch.tensor([0, 1, 2]).int(), torch.tensor([1, 1]).int(), max_query_len=1, scale=1.0)
-query, key = rotary.apply_rotary(out, out, torch.ones(2, 32), torch.zeros(2, 32)) print(norm.rms_norm(query,
-torch.ones(64), 0.0).sum().item(), activation.silu_mul(torch.zeros(2, 8)).sum().item())
+out = paged_attention.paged_attention(
+    x, cache[0], cache[1], torch.tensor([[0], [1]]).int(), torch.tensor([0, 1, 2]).int(),
+    torch.tensor([1, 1]).int(), max_query_len=1, scale=1.0,
+)
+query, key = rotary.apply_rotary(out, out, torch.ones(2, 32), torch.zeros(2, 32))
+print(norm.rms_norm(query, torch.ones(64), 0.0).sum().item())
+print(activation.silu_mul(torch.zeros(2, 8)).sum().item())
 """
 
 
