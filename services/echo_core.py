@@ -2,14 +2,13 @@
 
 It speaks the real link protocol, so a real front end can be measured and tested without scheduler, worker or model. One
 step gives every stream that has credit the same number of tokens and sends them as one columnar message per front end.
-The tokens of a stream count up through the vocabulary from the request's first prompt token.
+The answer to a prompt is the prompt, over and over.
 """
 
 import argparse
 import signal
 import sys
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from types import FrameType
 
@@ -21,16 +20,28 @@ from shared.columns import from_column, from_columns, to_column
 from shared.ids import draw_incarnation
 from shared.sockets import LINK_MAX_MESSAGE, SendOutcome, bind_router, endpoint, receive_from, send_to
 
+_QUORUM_WAIT_MS = 5
+"""A step does not wait longer for its quorum."""
+
 
 @dataclass(slots=True)
 class EchoStream:
     """One submitted request."""
 
     number: int
+    prompt: list[int]
     sent: int
     max_tokens: int
     credit: int
-    first_token: int
+
+    def take(self, count: int) -> list[int]:
+        """The next tokens of the answer."""
+        prompt, begin = self.prompt, self.sent
+        self.sent += count
+        self.credit -= count * TOKEN_COST
+        if count == 1:
+            return [prompt[begin % len(prompt)]]
+        return [prompt[i % len(prompt)] for i in range(begin, self.sent)]
 
 
 @dataclass(slots=True)
@@ -43,13 +54,17 @@ class EchoFrontend:
 class EchoCore:
     """The core; `step` does everything that is due."""
 
-    def __init__(self, address: str, model: link_pb2.ServedModel, *, tokens_per_step: int = 1) -> None:
+    def __init__(
+        self, address: str, model: link_pb2.ServedModel, *, tokens_per_step: int = 1, quorum: float = 0.0
+    ) -> None:
+        """A step waits until the share `quorum` of a front end's streams has credit, as far as it comes soon."""
         self._context = zmq.Context()
         self._socket = bind_router(self._context, address, max_message=LINK_MAX_MESSAGE)
         self.address = endpoint(self._socket)
         self.incarnation = draw_incarnation()
         self._state = link_pb2.ServiceState(ready=True, model=model)
         self._tokens_per_step = tokens_per_step
+        self._quorum = quorum
         self._frontends: dict[bytes, EchoFrontend] = {}
         self.received: list[link_pb2.FrontendMessage] = []
         """Messages since somebody looked; kept only when `keep_messages` is set."""
@@ -57,9 +72,15 @@ class EchoCore:
 
     def step(self, timeout_ms: int) -> None:
         """Reads what has come, waiting up to `timeout_ms` when there is nothing to do, and sends one step of tokens."""
-        self._socket.poll(0 if self._has_work() else timeout_ms, zmq.POLLIN)
+        share = self._share_with_credit()
+        if share < self._quorum or share == 0:
+            self._socket.poll(min(timeout_ms, _QUORUM_WAIT_MS) if share else timeout_ms, zmq.POLLIN)
+        read = False
         while (message := receive_from(self._socket)) is not None:
             self._handle(*message)
+            read = True
+        if read and self._share_with_credit() < self._quorum:
+            return
         for peer, frontend in self._frontends.items():
             self._send_tokens(peer, frontend)
 
@@ -68,8 +89,10 @@ class EchoCore:
         self._socket.close(linger=0)
         self._context.term()
 
-    def _has_work(self) -> bool:
-        return any(s.credit >= TOKEN_COST for f in self._frontends.values() for s in f.streams.values())
+    def _share_with_credit(self) -> float:
+        """The share of all streams that may have a token."""
+        streams = [stream for frontend in self._frontends.values() for stream in frontend.streams.values()]
+        return sum(stream.credit >= TOKEN_COST for stream in streams) / len(streams) if streams else 0.0
 
     def _handle(self, peer: bytes, payload: bytes) -> None:
         message = link_pb2.FrontendMessage.FromString(payload)
@@ -104,13 +127,13 @@ class EchoCore:
             send_to(self._socket, peer, answer.SerializeToString())
 
     def _submit(self, frontend: EchoFrontend, submission: link_pb2.Submission) -> None:
-        tokens = from_column(submission.token_ids)
+        tokens = from_column(submission.token_ids).tolist()
         frontend.streams[submission.stream] = EchoStream(
             number=submission.stream,
+            prompt=tokens[: submission.num_prompt_tokens],
             sent=len(tokens) - submission.num_prompt_tokens,
             max_tokens=submission.max_tokens,
             credit=submission.credit,
-            first_token=int(tokens[0]),
         )
 
     def _end(
@@ -138,9 +161,7 @@ class EchoCore:
                 streams.append(stream.number)
                 first_indices.append(stream.sent)
                 counts.append(count)
-                tokens.extend(self._tokens(stream, count))
-                stream.sent += count
-                stream.credit -= count * TOKEN_COST
+                tokens += stream.take(count)
             if stream.sent >= stream.max_tokens:
                 self._end(frontend, stream.number, link_pb2.END_REASON_LENGTH, message)
         if not streams and not message.ends:
@@ -154,10 +175,6 @@ class EchoCore:
         while send_to(self._socket, peer, payload) is SendOutcome.FULL:
             time.sleep(0.001)
 
-    def _tokens(self, stream: EchoStream, count: int) -> Iterator[int]:
-        begin = stream.first_token + stream.sent
-        return (number % self._state.model.vocab_size for number in range(begin, begin + count))
-
 
 def main(arguments: list[str]) -> int:
     """Runs an echo core as a process of its own until it is told to end."""
@@ -166,6 +183,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--vocab-size", type=int, required=True)
     parser.add_argument("--max-model-len", type=int, default=1 << 20)
     parser.add_argument("--tokens-per-step", type=int, default=1)
+    parser.add_argument("--quorum", type=float, default=0.0)
     options = parser.parse_args(arguments)
     model = link_pb2.ServedModel(
         name="echo",
@@ -175,7 +193,7 @@ def main(arguments: list[str]) -> int:
         dtype="none",
         fingerprint="0" * 64,
     )
-    core = EchoCore(options.address, model, tokens_per_step=options.tokens_per_step)
+    core = EchoCore(options.address, model, tokens_per_step=options.tokens_per_step, quorum=options.quorum)
     stopping = False
 
     def stop(_number: int, _frame: FrameType | None) -> None:

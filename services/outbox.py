@@ -5,15 +5,14 @@ appended, text concatenated. The pile is bounded by the credit that the core was
 credit, which go back only when the reader really took it.
 """
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 TOKEN_COST = 4
 """Bytes of credit per token."""
 
 
-@dataclass(frozen=True, slots=True)
-class Batch:
-    """Tokens and text that go out as one message."""
+class Batch(NamedTuple):
+    """Tokens and text that go out as one message. (A tuple: one is made for every message.)"""
 
     first_index: int
     token_ids: list[int]
@@ -23,39 +22,35 @@ class Batch:
 class Outbox:
     """The pile of one stream."""
 
-    __slots__ = ("_first_index", "_text", "_token_ids", "merged")
+    __slots__ = ("merged", "num_taken", "text", "token_ids")
 
     def __init__(self) -> None:
-        self._token_ids: list[int] = []
-        self._text: list[str] = []
-        self._first_index = 0
+        self.token_ids: list[int] = []
+        """Tokens waiting."""
+        self.text = ""
+        """Text waiting."""
+        self.num_taken = 0
+        """Tokens taken so far, hence the index of the first one waiting."""
         self.merged = 0
         """Tokens that shared a message with an earlier one."""
 
     def __len__(self) -> int:
-        """Tokens waiting."""
-        return len(self._token_ids)
-
-    @property
-    def num_taken(self) -> int:
-        """Tokens taken so far."""
-        return self._first_index
+        return len(self.token_ids)
 
     def put(self, token_ids: list[int], text: str = "") -> None:
         """Adds tokens, and text that became certain with them."""
-        self._token_ids += token_ids
-        if text:
-            self._text.append(text)
+        self.token_ids += token_ids
+        self.text += text
 
     def take(self) -> Batch | None:
         """Everything that waits, or None."""
-        token_ids = self._token_ids
-        if not token_ids and not self._text:
+        token_ids = self.token_ids
+        if not (token_ids or self.text):
             return None
-        batch = Batch(self._first_index, token_ids, "".join(self._text))
-        self._first_index += len(token_ids)
-        self.merged += max(len(token_ids) - 1, 0)
-        self._token_ids = []
-        if self._text:
-            self._text = []
+        batch = Batch(self.num_taken, token_ids, self.text)
+        self.num_taken += len(token_ids)
+        if len(token_ids) > 1:
+            self.merged += len(token_ids) - 1
+        self.token_ids = []
+        self.text = ""
         return batch

@@ -181,8 +181,13 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
                     break
                 await wakeup.wait()
                 continue
-            delta = v1.Delta(first_index=batch.first_index, token_ids=batch.token_ids, text=batch.text)
-            await context.write(v1.GenerateResponse(delta=delta))
+            response = v1.GenerateResponse()
+            # Filling in place takes half the time of passing a Delta to the constructor.
+            delta = response.delta
+            delta.first_index = batch.first_index
+            delta.token_ids.extend(batch.token_ids)
+            delta.text = batch.text
+            await context.write(response)
             stream.taken()
             link.give_credit(stream)
             now = time.monotonic()

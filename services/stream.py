@@ -23,6 +23,9 @@ from services.stop_strings import StopFinder
 from shared.columns import to_column
 from shared.errors import QuireError
 
+_PORTIONS = 4
+"""Credit goes back in so many portions."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamRequest:
@@ -66,8 +69,8 @@ class Stream:
     """One live request."""
 
     __slots__ = (
-        "_credit_returned", "_detokenizer", "_finder", "_flushed", "_generated", "_held", "_outbox", "_text_length",
-        "_wake", "_writing", "end", "error", "first_token_at", "number", "request",
+        "_credit_portion", "_credit_returned", "_detokenizer", "_finder", "_flushed", "_generated", "_held", "_outbox",
+        "_text_length", "_wake", "_writing", "end", "error", "first_token_at", "number", "request",
     )  # fmt: skip
 
     def __init__(self, request: StreamRequest, detokenizer: Detokenizer, wake: Callable[[], None]) -> None:
@@ -84,6 +87,7 @@ class Stream:
         self._finder = StopFinder(request.stop_strings) if request.stop_strings else None
         self._outbox = Outbox()
         self._generated = array("i")
+        self._credit_portion = max(request.credit // (_PORTIONS * TOKEN_COST), 1)
         self._credit_returned = 0
         """Tokens whose credit went back."""
         self._writing = 0
@@ -177,13 +181,13 @@ class Stream:
 
     def take(self) -> Batch | None:
         """What the reader gets next, or None while there is nothing. Confirm it with `taken`."""
-        last = self.over and not self._flushed
-        self._flushed = self._flushed or last
-        if self._finder is not None and last:
-            self._flush_held(self._finder)
-        batch = self._outbox.take()
-        if self._finder is None:
-            batch = self._with_text(batch, last)
+        outbox = self._outbox
+        if self._finder is None and outbox.token_ids:
+            outbox.text += self._detokenizer.push(outbox.token_ids)
+        if not self._flushed and self.over:
+            self._flushed = True
+            self._flush()
+        batch = outbox.take()
         if batch is not None:
             self._writing = len(batch.token_ids)
         return batch
@@ -194,8 +198,8 @@ class Stream:
 
     def credit_due(self) -> int:
         """Bytes of credit to return now; 0 while it is not worth a message."""
-        due = len(self._generated) - len(self._outbox) - self._writing - self._credit_returned
-        if due * TOKEN_COST * 4 < self.request.credit or due == 0 or self.over:
+        due = len(self._generated) - len(self._outbox.token_ids) - self._writing - self._credit_returned
+        if due < self._credit_portion or self.over:
             return 0
         self._credit_returned += due
         return due * TOKEN_COST
@@ -221,17 +225,12 @@ class Stream:
         if token_ids or text:
             self._outbox.put(token_ids, text)
 
-    def _with_text(self, batch: Batch | None, last: bool) -> Batch | None:
-        """Makes the text of a batch for which that was left until the reader took it."""
-        text = self._detokenizer.push(batch.token_ids) if batch is not None else ""
-        if last:
-            text += self._detokenizer.finish()
-        if batch is None:
-            return Batch(len(self._generated), [], text) if text else None
-        return Batch(batch.first_index, batch.token_ids, text)
-
-    def _flush_held(self, finder: StopFinder) -> None:
+    def _flush(self) -> None:
         """At the end nothing is held back any longer; even the last character may complete a stop string."""
+        finder = self._finder
+        if finder is None:
+            self._outbox.text += self._detokenizer.finish()
+            return
         if finder.match is None:
             self._let_out(finder.push(self._detokenizer.finish()), finder.released)
         if finder.match is None:

@@ -1,0 +1,270 @@
+"""`quire bench frontend`: the real front-end process against an echo core, with a bare grpc.aio echo as the yardstick.
+
+Scenarios, each with the same clients:
+  * bare: the yardstick, one message per token, nothing behind it;
+  * prompt: one message per token through the front end (a stream gets its next token when its reader took the last
+    one, so that nothing merges);
+  * lagging: the core is far faster than the readers, so tokens merge;
+  * stalled: readers that take nothing, beside some that read; the front end's memory is sampled.
+
+The first three are run in turns, so that what else the machine does falls on all of them alike; medians and spread are
+given of the rates and of the ratios within a round. The server's CPU time per message is what a busy machine disturbs
+least. Linux only: it reads /proc.
+"""
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+STREAMS = 128
+ONE_TOKEN = 4
+"""Credit for one token in flight per stream."""
+QUORUM = 0.25
+"""Share of the streams that a step of the echo core waits for in `prompt`: a step of an engine has many rows."""
+FLOOD_TOKENS_PER_STEP = 8
+READERS_BESIDE_STALLED = 16
+TOKENS_BESIDE_STALLED = 256
+
+_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+_VOCABULARY = 1024
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BenchOptions:
+    """How much is measured."""
+
+    json: Path | None = None
+    rounds: int = 5
+    seconds: float = 2.0
+    stalled_seconds: float = 8.0
+    stalled_streams: int = 64
+
+
+class Process:
+    """A child that prints one line when it listens."""
+
+    def __init__(self, module: str, *arguments: str) -> None:
+        root = str(Path(__file__).parents[1])
+        path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
+        self._child = subprocess.Popen(
+            [sys.executable, "-m", module, *arguments],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            env={**os.environ, "PYTHONPATH": path},
+        )
+
+    def __enter__(self) -> "Process":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._child.terminate()
+        self._child.wait()
+
+    def line(self) -> str:
+        """The next line it prints.
+
+        Raises:
+            RuntimeError: it ended instead.
+        """
+        assert self._child.stdout is not None
+        line = self._child.stdout.readline()
+        if not line:
+            raise RuntimeError(f"{self._child.args!r} ended with status {self._child.wait()}")
+        return line.strip()
+
+    def cpu_seconds(self) -> float:
+        """CPU time so far, all threads."""
+        fields = Path(f"/proc/{self._child.pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / _TICKS_PER_S
+
+    def resident_bytes(self) -> int:
+        """Resident memory."""
+        return int(Path(f"/proc/{self._child.pid}/statm").read_text().split()[1]) * _PAGE_BYTES
+
+
+def run_bench(options: BenchOptions) -> dict[str, Any]:
+    """Runs everything, prints a table, writes the JSON file if one is named, and returns its content."""
+    with tempfile.TemporaryDirectory(prefix="quire-bench-") as folder:
+        bench = _Bench(Path(folder), options)
+        rounds = [bench.round() for _ in range(options.rounds)]
+        stalled = bench.stalled()
+    result = _summary(rounds, stalled)
+    _print_table(result)
+    if options.json is not None:
+        options.json.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    return result
+
+
+class _Bench:
+    def __init__(self, folder: Path, options: BenchOptions) -> None:
+        self._options = options
+        self._address = f"ipc://{folder}/core"
+        self._model = write_model(folder / "model")
+
+    def round(self) -> dict[str, dict[str, float]]:
+        with Process("services.servicer_bare_echo") as bare:
+            measured = {"bare": self._measure(bare)}
+        for scenario, credit, tokens_per_step, quorum in (
+            ("prompt", ONE_TOKEN, 1, QUORUM),
+            ("lagging", 65536, FLOOD_TOKENS_PER_STEP, 0.0),
+        ):
+            with ExitStack() as processes:
+                frontend = self._start(processes, credit, tokens_per_step, quorum)
+                measured[scenario] = self._measure(frontend)
+        return measured
+
+    def stalled(self) -> dict[str, Any]:
+        """Memory of the front end with stalled readers, and what the others still get."""
+        options = self._options
+        with ExitStack() as processes:
+            frontend = self._start(processes, 65536, FLOOD_TOKENS_PER_STEP, 0.0)
+            target = _target(frontend.line())
+            client = processes.enter_context(
+                Process(
+                    "services.bench_client",
+                    f"--target={target}",
+                    f"--streams={READERS_BESIDE_STALLED}",
+                    f"--stalled={options.stalled_streams}",
+                    f"--max-tokens={TOKENS_BESIDE_STALLED}",
+                    f"--seconds={options.stalled_seconds}",
+                    "--warmup-s=2",
+                )
+            )
+            client.line()
+            samples = []
+            end = time.monotonic() + options.stalled_seconds
+            while time.monotonic() < end:
+                samples.append(frontend.resident_bytes())
+                time.sleep(0.25)
+            others = json.loads(client.line())
+        quarter = max(len(samples) // 4, 1)
+        return {
+            "stalled_streams": options.stalled_streams,
+            "resident_mib": [round(sample / 2**20, 2) for sample in samples],
+            "growth_mib": round((max(samples[-quarter:]) - max(samples[:quarter])) / 2**20, 2),
+            "others_tokens_per_s": round(others["tokens_per_s"], 1),
+        }
+
+    def _start(self, processes: ExitStack, credit: int, tokens_per_step: int, quorum: float) -> Process:
+        core = processes.enter_context(
+            Process(
+                "services.echo_core",
+                f"--address={self._address}",
+                f"--vocab-size={_VOCABULARY}",
+                f"--tokens-per-step={tokens_per_step}",
+                f"--quorum={quorum}",
+            )
+        )
+        core.line()
+        return processes.enter_context(
+            Process(
+                "services.frontend",
+                f"--frontend-address={self._address}",
+                f"--model={self._model}",
+                "--grpc-port=0",
+                "--http-port=0",
+                f"--stream-credit={credit}",
+                "--grace-period-s=0",
+            )
+        )
+
+    def _measure(self, server: Process) -> dict[str, float]:
+        arguments = (f"--target={_target(server.line())}", f"--streams={STREAMS}", f"--seconds={self._options.seconds}")
+        with Process("services.bench_client", *arguments) as client:
+            client.line()
+            before = server.cpu_seconds()
+            counts: dict[str, float] = json.loads(client.line())
+            cpu = server.cpu_seconds() - before
+        messages = max(counts["messages_per_s"] * self._options.seconds, 1)
+        return {**counts, "server_cpu_us_per_message": cpu / messages * 1e6}
+
+
+def write_model(folder: Path) -> Path:
+    """Writes a small byte-level tokenizer, as a front end loads it."""
+    folder.mkdir(parents=True)
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=_VOCABULARY, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+    )
+    text = [f"word{number} and then some more words of number {number}" for number in range(2000)]
+    tokenizer.train_from_iterator(text, trainer)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "config.json").write_text("{}", encoding="utf-8")
+    return folder
+
+
+def _target(line: str) -> str:
+    return line.partition("grpc=")[2].split()[0]
+
+
+def _summary(rounds: Sequence[dict[str, dict[str, float]]], stalled: dict[str, Any]) -> dict[str, Any]:
+    results = [
+        {"scenario": scenario, **{name: _median_and_spread([r[scenario][name] for r in rounds]) for name in figures}}
+        for scenario, figures in rounds[0].items()
+    ]
+    ratios = {
+        "prompt_messages_per_s_to_bare": [r["prompt"]["messages_per_s"] / r["bare"]["messages_per_s"] for r in rounds],
+        "prompt_messages_per_cpu_s_to_bare": [
+            r["bare"]["server_cpu_us_per_message"] / r["prompt"]["server_cpu_us_per_message"] for r in rounds
+        ],
+        "lagging_tokens_per_s_to_bare": [r["lagging"]["tokens_per_s"] / r["bare"]["tokens_per_s"] for r in rounds],
+    }
+    return {
+        "streams": STREAMS,
+        "rounds": len(rounds),
+        "results": results,
+        "ratios": {name: _median_and_spread(values) for name, values in ratios.items()},
+        "stalled": stalled,
+    }
+
+
+def _median_and_spread(values: Sequence[float]) -> dict[str, float]:
+    return {
+        "median": round(statistics.median(values), 3),
+        "min": round(min(values), 3),
+        "max": round(max(values), 3),
+    }
+
+
+def _print_table(result: dict[str, Any]) -> None:
+    print(f"{result['streams']} streams, {result['rounds']} rounds: median (min .. max)")
+    for row in result["results"]:
+        print(f"{row['scenario']}:")
+        for name, value in row.items():
+            if name != "scenario":
+                print(f"  {name:26} {_cell(value)}")
+    print("ratios:")
+    for name, value in result["ratios"].items():
+        print(f"  {name:36} {_cell(value)}")
+    stalled = result["stalled"]
+    print(
+        f"stalled: {stalled['stalled_streams']} stalled readers: resident {stalled['resident_mib'][0]}"
+        f" → {stalled['resident_mib'][-1]} MiB, growth {stalled['growth_mib']} MiB;"
+        f" the other readers got {stalled['others_tokens_per_s']} tokens/s"
+    )
+
+
+def _cell(value: dict[str, float]) -> str:
+    return f"{value['median']:12.2f}  ({value['min']:.2f} .. {value['max']:.2f})"
+
+
+if __name__ == "__main__":
+    run_bench(BenchOptions())
