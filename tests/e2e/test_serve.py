@@ -1,0 +1,311 @@
+"""What `quire serve` promises to whoever types it: one line when it is ready, an answer, and no process left."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import grpc
+import psutil
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from quire import Client, FinishReason, errors
+from tests.checkpoints import make_checkpoint
+from tests.e2e.harness import QUIRE, ROOT, Served, serve
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint("LlamaForCausalLM", tmp_path_factory.mktemp("checkpoint"))
+
+
+@pytest.fixture(scope="module")
+def served(checkpoint: Path) -> Iterator[Served]:
+    """One service for the tests that leave it as it is."""
+    with serve(checkpoint, "--served-model-name=tiny") as running:
+        yield running
+
+
+def quire(
+    *arguments: str, environ: dict[str, str] | None = None, stdin: str = ""
+) -> "subprocess.CompletedProcess[bytes]":
+    """Runs the command line to its end."""
+    return subprocess.run(
+        [*QUIRE, *arguments],
+        cwd=ROOT,
+        env={**os.environ, **(environ or {})},
+        input=stdin.encode(),
+        capture_output=True,
+        timeout=120,
+        check=False,
+    )
+
+
+def test_the_ready_line_tells_the_truth(served: Served) -> None:
+    """When the line appears, readiness is SERVING, one process of each kind is there, and the worker has joined."""
+    with grpc.insecure_channel(served.grpc) as channel:
+        health = health_pb2_grpc.HealthStub(channel)
+        for name in ("", "liveness", "readiness"):
+            answer = health.Check(health_pb2.HealthCheckRequest(service=name))
+            assert answer.status == health_pb2.HealthCheckResponse.SERVING, name
+
+    assert [len(served.children(role)) for role in ("scheduler", "worker", "frontend")] == [1, 1, 1]
+    assert served.metric("quire_workers") == 1
+
+
+def test_the_model_is_described(served: Served) -> None:
+    """The client learns the name under which the model is served."""
+    with Client(served.grpc) as client:
+        model = client.get_model()
+
+    assert (model.name, model.architecture) == ("tiny", "LlamaForCausalLM")
+
+
+def test_the_command_line_streams_what_the_client_gets(served: Served) -> None:
+    """`quire generate` prints exactly the text, then an end of line, and nothing else."""
+    with Client(served.grpc) as client:
+        completion = client.generate("the quick", max_tokens=24, temperature=0.0).result()
+
+    printed = quire("generate", "the quick", "--max-tokens=24", "--temperature=0", f"--target={served.grpc}")
+
+    assert completion.finished.usage.completion_tokens == 24
+    assert completion.finished.reason is FinishReason.LENGTH
+    assert printed.stdout.decode() == completion.text + "\n"
+    assert (printed.returncode, printed.stderr) == (0, b"")
+
+
+def test_the_command_line_gives_one_json_object(served: Served) -> None:
+    """--json holds text, token ids, usage and timings; --chat renders the template; a seed repeats the noise."""
+    arguments = ("generate", "-", "--chat", "--json", "--max-tokens=8", "--seed=5", f"--target={served.grpc}")
+
+    first, second = (json.loads(quire(*arguments, stdin="the lazy dog").stdout) for _ in range(2))
+
+    assert first["token_ids"] == second["token_ids"]
+    assert len(first["token_ids"]) == first["usage"]["completion_tokens"]
+    assert first["timings"]["total_s"] >= first["timings"]["first_token_s"] > 0
+    with Client(served.grpc) as client:
+        chat = client.tokenize(messages=[{"role": "user", "content": "the lazy dog"}])
+    assert first["usage"]["prompt_tokens"] == len(chat.token_ids)
+
+
+def test_ctrl_c_of_generate_cancels_the_request(served: Served) -> None:
+    """Ctrl-C ends the command with 130 and frees what the request held."""
+    arguments = ["generate", "the", "--max-tokens=900", "--ignore-eos", f"--target={served.grpc}"]
+    with subprocess.Popen([*QUIRE, *arguments], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as command:
+        assert command.stdout is not None
+        assert command.stderr is not None
+        command.stdout.read(1)
+
+        command.send_signal(signal.SIGINT)
+
+        assert command.wait(60) == 130
+        assert command.stderr.read() == b""
+    _until(lambda: served.metric("quire_kv_blocks", state="held") == 0)
+
+
+def test_a_refused_request_is_one_line(served: Served) -> None:
+    """An error of the server is one line on stderr that names the field, and exit code 1."""
+    failed = quire("generate", "", f"--target={served.grpc}")
+
+    assert failed.returncode == 1
+    assert failed.stdout == b""
+    assert failed.stderr.decode().startswith("quire generate: INVALID_ARGUMENT: text: ")
+    assert failed.stderr.count(b"\n") == 1
+
+
+def test_a_port_in_use_is_one_line(served: Served, checkpoint: Path) -> None:
+    """A second service on the first one's port is refused at once, and the first one is not disturbed."""
+    port = served.grpc.rpartition(":")[2]
+
+    failed = quire("serve", f"--model={checkpoint}", f"--grpc-port={port}", "--http-port=0")
+
+    assert failed.returncode == 1
+    assert failed.stdout == b""
+    assert failed.stderr.decode().startswith(f"quire serve: grpc_port: cannot listen on 127.0.0.1:{port} ")
+    assert failed.stderr.count(b"\n") == 1
+    with Client(served.grpc) as client:
+        assert client.generate("the", max_tokens=2, ignore_eos=True).result().finished.usage.completion_tokens == 2
+
+
+def test_a_model_that_is_not_there_is_one_line() -> None:
+    """A wrong --model costs one line that names the setting, and exit code 1."""
+    failed = quire("serve", "--model=/nowhere", "--grpc-port=0", "--http-port=0")
+
+    assert failed.returncode == 1
+    assert failed.stderr.decode() == (
+        "quire serve: model: there is no folder /nowhere; give 'demo', a checkpoint folder or a hub id\n"
+    )
+
+
+def test_a_model_that_cannot_be_served_is_the_reason_for_the_end(tmp_path: Path) -> None:
+    """What only a worker can find out ends the start as well, with that worker's line as the reason."""
+    (tmp_path / "config.json").write_text('{"architectures": ["NoSuchModel"], "model_type": "llama"}')
+
+    failed = quire("serve", f"--model={tmp_path}", "--grpc-port=0", "--http-port=0")
+
+    assert failed.returncode == 1
+    assert failed.stdout == b""
+    complaints = [line for line in failed.stderr.decode().splitlines() if not line.startswith("{")]
+    assert len(complaints) == 1, complaints
+    assert complaints[0].startswith("quire serve: ")
+    assert "model: " in complaints[0]
+
+
+def test_ctrl_c_ends_everything_in_order(checkpoint: Path) -> None:
+    """Ctrl-C in the terminal reaches the supervisor alone: exit code 0, no process and no socket left."""
+    with serve(checkpoint, end=False) as served:
+        (address,) = {word for word in served.children("worker")[0].cmdline() if "worker-address" in word}
+        sockets = Path(address.partition("ipc://")[2]).parent
+        assert sockets.stat().st_mode & 0o777 == 0o700
+
+        os.killpg(served.process.pid, signal.SIGINT)
+
+        assert served.wait() == 0
+        assert served.process.stdout is not None
+        assert served.process.stdout.read() == ""
+        assert not sockets.exists()
+
+
+def test_running_requests_may_end_before_the_service_does(checkpoint: Path) -> None:
+    """SIGTERM during a stream: the stream is completed, then everything ends with exit code 0."""
+    with serve(checkpoint, "--grace-period-s=120", end=False) as served, Client(served.grpc) as client:
+        generation = client.generate("the", max_tokens=100, ignore_eos=True)
+        next(generation)
+
+        served.process.terminate()
+        list(generation)
+
+        assert generation.finished is not None
+        assert generation.finished.usage.completion_tokens == 100
+        assert served.wait() == 0
+
+
+def test_a_second_ctrl_c_does_not_wait(checkpoint: Path) -> None:
+    """Whoever presses Ctrl-C twice gets the terminal back, whatever the grace period is."""
+    with serve(checkpoint, "--grace-period-s=100000", end=False) as served, Client(served.grpc) as client:
+        generation = client.generate("the", max_tokens=900, ignore_eos=True)
+        next(generation)
+        os.killpg(served.process.pid, signal.SIGINT)
+        _until(lambda: '"stopping"' in served.log.read_text())
+
+        os.killpg(served.process.pid, signal.SIGINT)
+
+        assert served.wait() == 130
+        with pytest.raises(errors.UnavailableError):
+            list(generation)
+
+
+def test_a_killed_supervisor_leaves_no_child(checkpoint: Path) -> None:
+    """SIGKILL of the supervisor, which nobody can handle, ends its children too."""
+    with serve(checkpoint, end=False) as served:
+        children = served.children()
+        assert len(children) == 3
+
+        served.process.kill()
+
+        _, alive = psutil.wait_procs(children, timeout=60)
+        assert alive == []
+
+
+@pytest.mark.parametrize("role", ["scheduler", "frontend", "worker"])
+def test_a_process_that_dies_is_replaced(checkpoint: Path, role: str) -> None:
+    """After the death of any one process a new one takes its place and the service answers again."""
+    with serve(checkpoint) as served:
+        dead = served.pid(role)
+        os.kill(dead, signal.SIGKILL)
+        _until(lambda: role in served.log.read_text() and '"process died"' in served.log.read_text())
+        _until(lambda: _answers(served))
+
+        assert served.pid(role) != dead
+        assert served.log.read_text().count('"process died"') == 1
+
+
+def test_several_workers_and_front_ends(checkpoint: Path) -> None:
+    """Two of each share one port, all have joined when the ready line appears, and all work."""
+    with serve(checkpoint, "--workers=2", "--frontends=2") as served:
+        assert served.metric("quire_workers") == 2
+        assert served.metric("quire_frontends") == 2
+        assert [len(served.children(role)) for role in ("scheduler", "worker", "frontend")] == [1, 2, 2]
+
+        clients = [Client(served.grpc) for _ in range(8)]
+        generations = [client.generate("the", max_tokens=8, ignore_eos=True) for client in clients]
+        counts = [generation.result().finished.usage.completion_tokens for generation in generations]
+
+        assert counts == [8] * len(clients)
+        for client in clients:
+            client.close()
+
+
+def test_a_port_is_kept_while_its_front_end_is_away(checkpoint: Path) -> None:
+    """Nobody else can take the service's port between the death of a front end and its replacement."""
+    with serve(checkpoint) as served:
+        os.kill(served.pid("frontend"), signal.SIGKILL)
+        host, _, port = served.grpc.rpartition(":")
+        with socket.socket() as stranger, pytest.raises(OSError, match="in use"):
+            stranger.bind((host, int(port)))
+        _until(lambda: _answers(served))
+
+
+def test_the_sample_shows_an_answer_and_how_to_call(checkpoint: Path) -> None:
+    """`make run` shows a newcomer tokens as they stream and three ways to call the server."""
+    with serve(checkpoint, "--show-sample") as served:
+        assert served.process.stdout is not None
+        shown = ""
+        for line in served.process.stdout:
+            shown += line
+            if "Ctrl-C" in line:
+                break
+
+    assert "Once upon a time" in shown
+    assert f'quire generate "Once upon a time" --max-tokens 64 --target {served.grpc}' in shown
+    assert "from quire import Client" in shown
+    assert "grpcurl" in shown
+
+
+def test_bench_offline_times_every_token(checkpoint: Path, tmp_path: Path) -> None:
+    """The benchmark runs its requests through a service of its own and reports tokens and times line by line."""
+    requests = tmp_path / "requests.jsonl"
+    lines = [
+        {"prompt_token_ids": [10, 11, 12], "max_tokens": 6, "ignore_eos": True, "prime": True},
+        {"prompt_token_ids": [10, 11, 12], "max_tokens": 6, "ignore_eos": True, "arrive_s": 0.2},
+        {"prompt_token_ids": list(range(10, 200)), "max_tokens": 3, "ignore_eos": True},
+    ]
+    requests.write_text("\n".join(map(json.dumps, lines)))
+    result = tmp_path / "result.json"
+
+    done = quire(
+        "bench", "offline", f"--model={checkpoint}", f"--requests={requests}", "--max-concurrency=2",
+        f"--json={result}", "--dtype=fp32", "--quantization=none", "--max-num-batched-tokens=64",
+    )  # fmt: skip
+
+    assert done.returncode == 0, done.stderr.decode()
+    report = json.loads(result.read_text())
+    assert report["out_tokens"] == 9
+    assert [len(tokens) for tokens in report["tokens"]] == [6, 6, 3]
+    assert [len(times) for times in report["times"]] == [0, 6, 3]
+    assert report["tokens"][0] == report["tokens"][1]
+    assert report["times"][1][0] >= 0.2
+    assert all(times == sorted(times) for times in report["times"])
+    assert report["out_tok_per_s"] == pytest.approx(9 / report["wall_s"])
+    assert set(report["ttft_s"]) == {"p50", "p99"}
+    assert set(report["itl_s"]) == {"p50", "p99", "max"}
+
+
+def _answers(served: Served) -> bool:
+    with Client(served.grpc) as client:
+        try:
+            return bool(client.generate("the", max_tokens=2, timeout=10).result())
+        except errors.QuireError:
+            return False
+
+
+def _until(condition: Callable[[], bool]) -> None:
+    """Waits for an event that only shows in a state; pytest's timeout bounds it."""
+    pause = threading.Event()
+    while not condition():
+        pause.wait(0.05)
