@@ -1,0 +1,243 @@
+"""What the command line promises: one line for an error, an exit code that means something, help without waiting."""
+
+import os
+import signal
+import subprocess
+from collections.abc import Iterator
+
+import pytest
+
+from quire.cli.main import COMMANDS
+from tests.e2e.harness import QUIRE, ROOT
+from tests.quire.scripted_server import ScriptedServer, delta, fail, finished, reason, scripted_server
+
+import grpc  # isort: skip
+
+
+@pytest.fixture
+def server() -> Iterator[ScriptedServer]:
+    with scripted_server() as running:
+        yield running
+
+
+def quire(*arguments: str, **environ: str) -> "subprocess.CompletedProcess[bytes]":
+    """Runs the command line to its end."""
+    return subprocess.run(
+        [*QUIRE, *arguments], cwd=ROOT, env={**os.environ, **environ}, capture_output=True, timeout=120, check=False
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "line"),
+    [
+        (["sevre"], 2, "quire: there is no command 'sevre'; did you mean 'serve'?"),
+        (["zzz"], 2, "quire: there is no command 'zzz'; see quire --help"),
+        (["bench", "ofline"], 2, "quire: there is no command 'bench ofline'; did you mean 'bench offline'?"),
+        (
+            ["serve", "--max-num-seq", "3"],
+            2,
+            "quire serve: --max-num-seq: not understood; did you mean '--max-num-seqs'?; see quire serve --help",
+        ),
+        (
+            ["serve", "--policy", "lifo"],
+            2,
+            "quire serve: argument --policy: invalid choice: 'lifo' (choose from 'fcfs'); see quire serve --help",
+        ),
+        (["serve", "--workers", "0"], 1, "quire serve: workers: 0 is too few; give at least 1"),
+        (
+            ["bench", "offline", "--requests", "/nowhere"],
+            1,
+            "quire bench offline: --requests: /nowhere: No such file or directory",
+        ),
+        (
+            ["generate", "x", "--target", "127.0.0.1:1", "--max-tokens", "-1"],
+            1,
+            "quire generate: INVALID_ARGUMENT: stop.max_tokens: Value out of range: -1",
+        ),
+    ],
+)
+def test_an_error_is_one_line_with_its_remedy(arguments: list[str], code: int, line: str) -> None:
+    """Nothing on stdout, one line on stderr, 2 for a wrong command line and 1 for what fails."""
+    ended = quire(*arguments)
+
+    assert ended.stderr.decode() == line + "\n"
+    assert ended.stdout == b""
+    assert ended.returncode == code
+
+
+def test_a_wrong_environment_variable_is_named() -> None:
+    """A setting from the environment that cannot be read is an error that names the variable."""
+    ended = quire("scheduler", QUIRE_MAX_NUM_SEQS="many")
+
+    assert ended.stderr.decode() == "quire scheduler: QUIRE_MAX_NUM_SEQS='many' is no int\n"
+    assert ended.returncode == 1
+
+
+def test_nobody_there_is_one_line_that_says_what_to_start() -> None:
+    """Without a server the error names the remedy."""
+    ended = quire("generate", "x", "--target", "127.0.0.1:1")
+
+    assert ended.returncode == 1
+    assert ended.stderr.startswith(b"quire generate: no Quire server answers (")
+    assert ended.stderr.endswith(b"start one with quire serve\n")
+    assert ended.stderr.count(b"\n") == 1
+
+
+def test_a_worker_without_torch_says_what_to_install() -> None:
+    """The base install has the worker's command but not its packages."""
+    code = (
+        "import sys; sys.modules['torch'] = None\n"
+        "from quire.cli.main import main; sys.exit(main(['worker', '--model=/tmp']))"
+    )
+
+    ended = subprocess.run([QUIRE[0], "-c", code], cwd=ROOT, capture_output=True, timeout=120, check=False)
+
+    assert ended.stderr.decode().splitlines() == [
+        "quire worker: torch is not installed; workers need it: pip install 'quire[worker]'"
+    ]
+    assert ended.returncode == 1
+
+
+@pytest.mark.parametrize("command", [command.name for command in COMMANDS])
+def test_every_command_explains_itself(command: str) -> None:
+    """--help shows what the command does and examples of it."""
+    ended = quire(*command.split(), "--help")
+
+    assert ended.returncode == 0
+    assert f"quire {command}" in ended.stdout.decode()
+    assert "examples:" in ended.stdout.decode()
+
+
+def test_the_overview_lists_every_command() -> None:
+    """`quire --help` and `quire bench --help` list the commands, `quire` alone does so as an error."""
+    everything, group, nothing = quire("--help"), quire("bench", "--help"), quire()
+
+    assert [command.name for command in COMMANDS if command.name not in everything.stdout.decode()] == []
+    assert "bench offline" in group.stdout.decode()
+    assert "generate" not in group.stdout.decode()
+    assert (everything.returncode, group.returncode, nothing.returncode) == (0, 0, 2)
+    assert nothing.stdout == b""
+
+
+def test_help_does_not_wait_for_grpc() -> None:
+    """The overview and a command line that is wrong import neither grpc nor the services."""
+    code = (
+        "import sys\nfrom quire.cli.main import main\nmain(['--help']); main(['no-such'])\n"
+        "heavy = {'grpc', 'zmq', 'numpy', 'google', 'services', 'scheduler_svc'} & set(sys.modules)\n"
+        "sys.exit(str(heavy) if heavy else 0)"
+    )
+
+    ended = subprocess.run([QUIRE[0], "-c", code], cwd=ROOT, capture_output=True, timeout=120, check=False)
+
+    assert ended.returncode == 0, ended.stderr.decode()
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        "quire", "quire.client", "quire.aio", "quire.cli.main", "quire.cli.serve", "quire.serve.service",
+        "quire.bench.offline", "quire.cli.worker", "services.frontend", "scheduler_svc.main", "shared.config",
+        "shared.telemetry",
+    ],
+)  # fmt: skip
+def test_the_base_install_never_imports_torch(module: str) -> None:
+    """Client, command line, front end, scheduler and what they share work where torch is not installed."""
+    code = (
+        f"import sys, {module}\n"
+        "if hasattr(sys.modules['quire'] if 'quire' in sys.modules else None, 'Client'): pass\n"
+        "sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+    )
+
+    ended = subprocess.run([QUIRE[0], "-c", code], cwd=ROOT, capture_output=True, timeout=120, check=False)
+
+    assert ended.returncode == 0, ended.stderr.decode()
+
+
+def test_text_is_written_byte_by_byte(server: ScriptedServer) -> None:
+    """The model's text reaches stdout unchanged, whatever the locale says."""
+    server.script = lambda _request, _context: [delta(0, [1], "héé\r\n"), delta(1, [2], "\t☃"), finished()]
+
+    ended = quire("generate", "x", "--target", server.target, LC_ALL="C", PYTHONUTF8="0", PYTHONCOERCECLOCALE="0")
+
+    assert ended.stdout.decode() == "héé\r\n\t☃\n"
+    assert ended.returncode == 0
+
+
+def test_an_error_in_mid_stream_starts_on_a_line_of_its_own(server: ScriptedServer) -> None:
+    """What came before the error is kept and ends with an end of line; the error goes to stderr."""
+
+    def script(_request: object, context: grpc.ServicerContext) -> Iterator[object]:
+        yield delta(0, [1], "half")
+        fail(context, grpc.StatusCode.UNAVAILABLE, "no worker", reason("NO_WORKER"))
+
+    server.script = script  # type: ignore[assignment]
+
+    ended = quire("generate", "x", "--target", server.target)
+
+    assert ended.stdout == b"half\n"
+    assert ended.stderr == b"quire generate: UNAVAILABLE: no worker\n"
+    assert ended.returncode == 1
+
+
+def test_every_flag_of_generate_reaches_the_server(server: ScriptedServer) -> None:
+    """What the command line names is what the server gets."""
+    quire(
+        "generate", "x", "--target", server.target, "--max-tokens=5", "--temperature=0", "--top-k=2", "--top-p=0.5",
+        "--min-p=0.25", "--seed=7", "--stop=a", "--stop=b", "--stop-token-id=3", "--ignore-eos", "--request-id=r",
+        "--model=demo", "--timeout=60",
+    )  # fmt: skip
+
+    (request,) = server.requests
+    assert request.text == "x"
+    assert (request.request_id, request.model) == ("r", "demo")
+    sampling = request.sampling
+    assert (sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p, sampling.seed) == (0, 2, 0.5, 0.25, 7)
+    assert sampling.HasField("temperature")
+    assert (request.stop.max_tokens, list(request.stop.stop_strings)) == (5, ["a", "b"])
+    assert (list(request.stop.stop_token_ids), request.stop.ignore_eos) == ([3], True)
+    assert server.deadlines[0] is not None
+
+
+def test_a_reader_that_leaves_ends_the_command_quietly(server: ScriptedServer) -> None:
+    """`quire generate … | head` does not end in a traceback, and the request is cancelled."""
+
+    def script(_request: object, context: grpc.ServicerContext) -> Iterator[object]:
+        while context.is_active():
+            yield delta(0, [1], "many words ")
+
+    server.script = script  # type: ignore[assignment]
+    with subprocess.Popen(
+        [*QUIRE, "generate", "x", "--target", server.target], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as command:
+        assert command.stdout is not None
+        assert command.stderr is not None
+        command.stdout.read(10)
+        command.stdout.close()
+
+        assert command.wait(60) == 1
+        assert command.stderr.read() == b""
+    assert server.cancelled.wait(30)
+
+
+def test_ctrl_c_is_130(server: ScriptedServer) -> None:
+    """An interrupted command says so by its exit code and by nothing else, and cancels the request."""
+
+    def script(_request: object, context: grpc.ServicerContext) -> Iterator[object]:
+        while context.is_active():
+            yield delta(0, [1], "x")
+
+    server.script = script  # type: ignore[assignment]
+    with subprocess.Popen(
+        [*QUIRE, "generate", "x", "--target", server.target],
+        cwd=ROOT,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+    ) as command:
+        assert command.stderr is not None
+        assert server.asked.acquire(timeout=60)
+
+        command.send_signal(signal.SIGINT)
+
+        assert command.wait(60) == 130
+        assert command.stderr.read() == b""
+    assert server.cancelled.wait(30)
