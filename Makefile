@@ -3,8 +3,12 @@ SHELL := /bin/bash
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-# The wheel of torch to install, e.g. TORCH="torch==2.11.0 --index-url https://example.org/cu130".
+# What pip is asked for to get torch: a version, your own wheel, or a version of another index, for example
+# TORCH=/wheels/torch-2.11.0+cu130-cp312-cp312-linux_x86_64.whl or
+# TORCH="torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu".
 TORCH ?= torch==2.13.0
+# What `make test` passes on to pytest, for example ARGS="tests/quire -k cli".
+ARGS ?=
 MODEL ?= demo
 PROTOC_VENV := build/protoc
 PUBLIC_PROTOS := quire/v1/generation.proto quire/v1/model.proto
@@ -16,12 +20,17 @@ INTERNAL_PROTOS := quire/plan/v1/plan.proto quire/link/v1/link.proto
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sort | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
 
-# torch goes first and alone: resolved together with the rest, pip would take gigabytes of CUDA packages.
+# torch goes first and alone: resolved together with the rest, pip would take gigabytes of CUDA packages. One that is
+# there already (you installed it yourself, or an earlier run did) is kept.
 $(VENV)/.installed: pyproject.toml
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -c "import torch" 2>/dev/null || $(BIN)/pip install --quiet $(TORCH)
-	$(BIN)/pip install --quiet --editable '.[worker,dev]'
-	touch $@
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "Quire needs Python 3.11 or newer; name one: make PYTHON=python3.12 $(MAKECMDGOALS)" >&2; exit 1; }
+	@test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -c "import torch" 2>/dev/null || { echo "installing $(TORCH) into $(VENV)" && \
+	  $(BIN)/pip install --quiet --disable-pip-version-check $(TORCH); }
+	@echo "installing Quire and what it needs into $(VENV)"
+	@$(BIN)/pip install --quiet --disable-pip-version-check --editable '.[worker,dev]'
+	@touch $@
 
 setup: $(VENV)/.installed ## create .venv with everything that run and test need
 
@@ -29,7 +38,7 @@ run: setup ## serve the embedded model, show one streamed answer, keep serving u
 	@exec $(BIN)/quire serve --model $(MODEL) --show-sample
 
 test: setup ## every promise that can be checked in 15 minutes on 2 cores
-	@exec $(BIN)/python -m tests.run
+	@exec $(BIN)/python -m tests.run $(ARGS)
 
 lint: setup ## ruff, mypy --strict, buf lint, buf breaking, generated stubs up to date
 	$(BIN)/ruff format --check .
