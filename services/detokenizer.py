@@ -10,6 +10,7 @@ character comes out as U+FFFD at once, whatever is incomplete at the end comes o
 """
 
 import codecs
+import contextlib
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -44,45 +45,57 @@ def detokenizer_factory(tokenizer: Tokenizer) -> DetokenizerFactory:
     """The factory of detokenizers for one vocabulary."""
     decoder = json.loads(tokenizer.to_str())["decoder"]
     if decoder is not None and decoder["type"] == "ByteLevel":
-        all_tokens = TokenBytes(tokenizer, skip_special_tokens=False)
-        without_special = TokenBytes(tokenizer, skip_special_tokens=True)
+        all_tokens = ByteVocabulary(tokenizer, skip_special_tokens=False)
+        without_special = ByteVocabulary(tokenizer, skip_special_tokens=True)
         return lambda skip_special_tokens: ByteLevelDetokenizer(without_special if skip_special_tokens else all_tokens)
     special = frozenset(i for i, token in tokenizer.get_added_tokens_decoder().items() if token.special)
     return lambda skip_special_tokens: WindowDetokenizer(tokenizer, special if skip_special_tokens else frozenset())
 
 
-class TokenBytes(dict[int, bytes]):
-    """The bytes of each token of a byte-level vocabulary, filled as tokens are seen."""
+class ByteVocabulary:
+    """What each token of a byte-level vocabulary stands for, looked up once per token ever seen."""
 
     def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool) -> None:
-        super().__init__()
         self._tokenizer = tokenizer
         added = tokenizer.get_added_tokens_decoder()
         self._skipped = {i for i, token in added.items() if token.special} if skip_special_tokens else set()
+        self._bytes: dict[int, bytes] = {}
+        self.texts: dict[int, str] = {}
+        """Tokens that are whole characters by themselves."""
 
-    def __missing__(self, token_id: int) -> bytes:
+    def to_bytes(self, token_id: int) -> bytes:
+        """The token's bytes; none for a token that is skipped or does not exist."""
+        known = self._bytes.get(token_id)
+        if known is not None:
+            return known
         token = None if token_id in self._skipped else self._tokenizer.id_to_token(token_id)
-        value = b"" if token is None else _token_to_bytes(token)
-        self[token_id] = value
+        value = self._bytes[token_id] = b"" if token is None else _token_to_bytes(token)
+        with contextlib.suppress(UnicodeDecodeError):
+            self.texts[token_id] = value.decode()
         return value
 
 
 class ByteLevelDetokenizer(Detokenizer):
     """Exact and cheap: a token's bytes do not depend on its neighbours."""
 
-    __slots__ = ("_decode", "_table")
+    __slots__ = ("_incomplete", "_vocabulary")
 
-    def __init__(self, table: TokenBytes) -> None:
-        self._table = table
-        self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
+    def __init__(self, vocabulary: ByteVocabulary) -> None:
+        self._vocabulary = vocabulary
+        self._incomplete = b""
 
     def push(self, token_ids: Sequence[int]) -> str:
-        if len(token_ids) == 1:
-            return self._decode(self._table[token_ids[0]])
-        return self._decode(b"".join(map(self._table.__getitem__, token_ids)))
+        if len(token_ids) == 1 and not self._incomplete:
+            text = self._vocabulary.texts.get(token_ids[0])
+            if text is not None:
+                return text
+        received = self._incomplete + b"".join(map(self._vocabulary.to_bytes, token_ids))
+        text, consumed = codecs.utf_8_decode(received, "replace", False)
+        self._incomplete = received[consumed:]
+        return text
 
     def finish(self) -> str:
-        return self._decode(b"", True)
+        return self._incomplete.decode("utf-8", "replace")
 
 
 class WindowDetokenizer(Detokenizer):

@@ -95,9 +95,7 @@ class Frontend:
         self._health.stop()
         stopping = asyncio.create_task(self._grpc.stop(self._config.grace_period_s))
         while self._generation.num_live and not stopping.done():
-            idle = asyncio.create_task(self._generation.idle.wait())
-            await asyncio.wait((idle, stopping), return_when=asyncio.FIRST_COMPLETED)
-            idle.cancel()
+            await asyncio.wait((self._generation.idle.rung(), stopping), return_when=asyncio.FIRST_COMPLETED)
         # Only short calls are left, or calls that nobody would miss (reflection).
         await self._grpc.stop(min(1.0, self._config.grace_period_s))
         await stopping

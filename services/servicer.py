@@ -179,7 +179,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             if batch is None:
                 if stream.over:
                     break
-                await wakeup.wait()
+                await wakeup.rung()
                 continue
             response = v1.GenerateResponse()
             # Filling in place takes half the time of passing a Delta to the constructor.

@@ -70,7 +70,7 @@ class Stream:
 
     __slots__ = (
         "_credit_portion", "_credit_returned", "_detokenizer", "_finder", "_flushed", "_generated", "_held", "_outbox",
-        "_text_length", "_wake", "_writing", "end", "error", "first_token_at", "number", "request",
+        "_text_length", "_wake", "_writing", "end", "error", "first_token_at", "number", "over", "request",
     )  # fmt: skip
 
     def __init__(self, request: StreamRequest, detokenizer: Detokenizer, wake: Callable[[], None]) -> None:
@@ -82,6 +82,8 @@ class Stream:
         """How the core ended the stream."""
         self.error: QuireError | None = None
         """Why the stream ended without the core."""
+        self.over = False
+        """Nothing more will come; `take` may still have something."""
         self._wake = wake
         self._detokenizer = detokenizer
         self._finder = StopFinder(request.stop_strings) if request.stop_strings else None
@@ -106,11 +108,6 @@ class Stream:
     def num_sent(self) -> int:
         """Tokens handed to the reader."""
         return self._outbox.num_taken
-
-    @property
-    def over(self) -> bool:
-        """Nothing more will come; `take` may still have something."""
-        return self.end is not None or self.error is not None
 
     @property
     def stop_string(self) -> str | None:
@@ -149,7 +146,8 @@ class Stream:
 
     def receive(self, first_index: int, token_ids: list[int], now: float) -> Received:
         """Takes tokens from the core, `first_index` being the index of the first one."""
-        if self.over or self.stop_string is not None:
+        finder = self._finder
+        if self.over or (finder is not None and finder.match is not None):
             return Received.TAKEN
         known = len(self._generated)
         if first_index != known:
@@ -160,23 +158,23 @@ class Stream:
             return Received.TAKEN
         if self.first_token_at is None:
             self.first_token_at = now
-        if self._finder is None:
+        if finder is None:
             self._generated.extend(token_ids)
             self._outbox.put(token_ids)
             self._wake()
             return Received.TAKEN
-        return self._scan(token_ids, self._finder)
+        return self._scan(token_ids, finder)
 
     def finish(self, end: link_pb2.StreamEnd) -> None:
         """The core ended the stream."""
         if not self.over:
-            self.end = end
+            self.end, self.over = end, True
             self._wake()
 
     def fail(self, error: QuireError) -> None:
         """The stream ends without the core."""
         if not self.over:
-            self.error = error
+            self.error, self.over = error, True
             self._wake()
 
     def take(self) -> Batch | None:
@@ -184,7 +182,7 @@ class Stream:
         outbox = self._outbox
         if self._finder is None and outbox.token_ids:
             outbox.text += self._detokenizer.push(outbox.token_ids)
-        if not self._flushed and self.over:
+        if self.over and not self._flushed:
             self._flushed = True
             self._flush()
         batch = outbox.take()

@@ -6,12 +6,14 @@ import asyncio
 class Wakeup:
     """Rung by whoever has something; the reader checks first and waits only when there was nothing.
 
-    Between that check and `wait` the reader must not await anything else, then no ring is missed.
+    Between that check and awaiting `rung` the reader must not await anything else, then no ring is missed.
     """
 
-    __slots__ = ("_waiting",)
+    __slots__ = ("_loop", "_waiting")
 
     def __init__(self) -> None:
+        """Must be called on the event loop."""
+        self._loop = asyncio.get_running_loop()
         self._waiting: asyncio.Future[None] | None = None
 
     def ring(self) -> None:
@@ -22,7 +24,7 @@ class Wakeup:
             if not waiting.done():
                 waiting.set_result(None)
 
-    async def wait(self) -> None:
-        """Waits for the next ring."""
-        self._waiting = asyncio.get_running_loop().create_future()
-        await self._waiting
+    def rung(self) -> "asyncio.Future[None]":
+        """Done at the next ring."""
+        waiting = self._waiting = self._loop.create_future()
+        return waiting
