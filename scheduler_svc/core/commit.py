@@ -48,8 +48,10 @@ def settle(worker: Worker, event: StepDone, now: float) -> Settled:
         expected = worker.in_flight[0].step if worker.in_flight else None
         raise ProtocolViolationError(f"answer to step {event.step}, expected {expected}")
     record = worker.in_flight[0]
-    kept = ~np.isin(record.rows, [failure.row for failure in event.failures])
-    answered, generations = record.rows[kept], record.generations[kept]
+    answered, generations = record.rows, record.generations
+    if event.failures:
+        kept = ~np.isin(answered, [failure.row for failure in event.failures])
+        answered, generations = answered[kept], generations[kept]
     if not (np.array_equal(answered, event.rows) and len(event.tokens) == len(event.rows)):
         raise ProtocolViolationError(f"the rows of step {event.step} are not those of its plan")
     if len(event.tokens) and not 0 <= event.tokens.min() <= event.tokens.max() < worker.model.vocab_size:

@@ -89,34 +89,46 @@ class Planner:
     def _schedule_decodes(self) -> Int32Array:
         """The decode rows that take part, ascending; gives blocks to those that need one."""
         rows = self._rows
-        candidates = np.flatnonzero(rows.state == DECODE).astype(np.int32)
+        candidates = rows.decoding
         length = rows.length[candidates]
         without_credit = length >= rows.allowed[candidates]
-        without_block = (length > rows.capacity[candidates]) & ~without_credit
+        without_block = length > rows.capacity[candidates]
+        starved = without_credit.any()
+        if starved:
+            without_block &= ~without_credit
         if without_block.any():
-            needy = candidates[without_block]
-            for row in needy[np.argsort(rows.sequence[needy])].tolist():
-                if rows.state[row] == DECODE:  # not preempted meanwhile
-                    self._give_block(row)
+            self._give_blocks(candidates[without_block])
             has_block = (rows.state[candidates] == DECODE) & (length <= rows.capacity[candidates])
             candidates = candidates[has_block & ~without_credit]
-        elif without_credit.any():
+        elif starved:
             candidates = candidates[~without_credit]
         return candidates
 
-    def _give_block(self, row: int) -> None:
+    def _give_blocks(self, rows: Int32Array) -> None:
+        if len(rows) <= self._pool.num_free:
+            self._append(rows.tolist())
+            return
+        for row in rows[np.argsort(self._rows.sequence[rows])].tolist():
+            if self._rows.state[row] == DECODE and self._make_room_for(row):
+                self._append([row])
+
+    def _append(self, rows: list[int]) -> None:
+        blocks = self._pool.take(len(rows))
+        self._rows.grow(rows, blocks)
+        self._append_rows += rows
+        self._append_blocks += blocks
+
+    def _make_room_for(self, row: int) -> bool:
+        """Sees to a free block for `row`; False when it has to wait for answers or became the victim itself."""
         while not self._pool.num_free:
             if self._pool.num_retired:
-                return
+                return False
             victim = self._youngest()
             self._outcome.preempted.append(self._worker.vacate(victim))
             self._worker.counters.preemptions += 1
             if victim == row:
-                return
-        (block,) = self._pool.take(1)
-        self._rows.grow(row, block)
-        self._append_rows.append(row)
-        self._append_blocks.append(block)
+                return False
+        return True
 
     def _youngest(self) -> int:
         occupied = np.flatnonzero(self._rows.state)
@@ -236,6 +248,8 @@ class Planner:
     def _update_held(self, decodes: Int32Array) -> tuple[Int32Array, Int32Array]:
         """Which rows begin and cease to be held out with this step."""
         rows = self._rows
+        if len(decodes) == len(rows.decoding) and not rows.held.any():
+            return _NO_ROWS, _NO_ROWS
         held = rows.state == DECODE
         held[decodes] = False
         changed = held != rows.held
@@ -254,8 +268,7 @@ class Planner:
         for row, chunk in zip(self._chunk_rows, self._chunk_lengths, strict=True):
             rows.computed[row] += chunk
             if rows.computed[row] == rows.length[row]:
-                rows.state[row] = DECODE
-                rows.length[row] += 1
+                rows.start_decoding(row)
                 self._worker.prefilling.remove(row)
                 prefilled.append(row)
         return prefilled

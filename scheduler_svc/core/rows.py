@@ -25,6 +25,7 @@ _STOPS = 4
 """Stop tokens that are compared by array; requests with more are looked at one by one."""
 _NO_TOKEN = -1
 _INT32_MAX = np.iinfo(np.int32).max
+_NONE = np.zeros(0, np.int32)
 
 
 class RowTable:
@@ -54,6 +55,7 @@ class RowTable:
         self._recent = np.zeros((max_rows, _RECENT), np.int32)
         self._num_recent = np.zeros(max_rows, np.int32)
         self._free = list(range(max_rows - 1, -1, -1))
+        self._decoding: Int32Array | None = None
 
     @property
     def num_free(self) -> int:
@@ -64,6 +66,13 @@ class RowTable:
     def num_running(self) -> int:
         """Rows that are occupied."""
         return self.max_rows - len(self._free)
+
+    @property
+    def decoding(self) -> Int32Array:
+        """The rows in DECODE, ascending; not to be written to."""
+        if self._decoding is None:
+            self._decoding = np.flatnonzero(self.state == DECODE).astype(np.int32)
+        return self._decoding
 
     def occupy(self, request: Request, frontend_index: int, blocks: list[int]) -> int:
         """Puts a request into a free row, in prefill; returns the row."""
@@ -100,6 +109,7 @@ class RowTable:
         assert request is not None
         self._flush(row, request)
         blocks = self.blocks[row]
+        self._decoding = None
         self.requests[row] = None
         self.blocks[row] = []
         self.state[row] = FREE
@@ -113,10 +123,17 @@ class RowTable:
         """Most tokens that the reader's credit allows."""
         self.allowed[row] = min(allowed, _INT32_MAX)
 
-    def grow(self, row: int, block: int) -> None:
-        """Appends a block to the row's table."""
-        self.blocks[row].append(block)
-        self.capacity[row] += self.block_size
+    def start_decoding(self, row: int) -> None:
+        """The row's prompt is computed; its first token is in flight."""
+        self.state[row] = DECODE
+        self.length[row] += 1
+        self._decoding = None
+
+    def grow(self, rows: list[int], blocks: list[int]) -> None:
+        """Appends one block to the table of each of distinct rows."""
+        for row, block in zip(rows, blocks, strict=True):
+            self.blocks[row].append(block)
+        self.capacity[rows] += self.block_size
 
     def commit(self, rows: Int32Array, tokens: Int32Array) -> Int32Array:
         """Appends one token to each of distinct rows; returns the index of each among its generated tokens."""
@@ -125,15 +142,20 @@ class RowTable:
         slots = self._num_recent[rows]
         self._recent[rows, slots] = tokens
         self._num_recent[rows] = slots + 1
-        for row in rows[slots == _RECENT - 1].tolist():
-            request = self.requests[row]
-            assert request is not None
-            self._flush(row, request)
+        full = slots == _RECENT - 1
+        if full.any():
+            for row in rows[full].tolist():
+                request = self.requests[row]
+                assert request is not None
+                self._flush(row, request)
         return first_indices
 
     def stopped(self, rows: Int32Array, tokens: Int32Array) -> Int32Array:
         """Positions within `rows` at which the token ends its row's request."""
-        hits = (self._stops[rows] == tokens[:, None]).any(axis=1)
+        matches = self._stops[rows] == tokens[:, None]
+        if not self._many_stops and not matches.any():
+            return _NONE
+        hits = matches.any(axis=1)
         if self._many_stops:
             for position, (row, token) in enumerate(zip(rows.tolist(), tokens.tolist(), strict=True)):
                 hits[position] |= token in self._many_stops.get(row, ())
@@ -163,6 +185,7 @@ class RowTable:
                 assert self.computed[row] < self.length[row] == self.committed[row]
             else:
                 assert self.capacity[row] >= self.length[row] - 1
+        assert self.decoding.tolist() == np.flatnonzero(self.state == DECODE).tolist()
         assert sorted(self._free) == np.flatnonzero(self.state == FREE).tolist()
 
     def _flush(self, row: int, request: Request) -> None:

@@ -429,27 +429,27 @@ class Scheduler:
 
     def _deliver(self, worker: Worker, settled: Settled) -> None:
         rows = worker.rows
-        owners = rows.frontend[settled.rows]
-        for index in np.unique(owners).tolist():
-            mine = owners == index
-            picked = settled.rows if mine.all() else settled.rows[mine]
-            self._effects.append(
-                TokensReady(
-                    frontend=self._frontend_names[index],
-                    streams=rows.stream[picked],
-                    first_indices=settled.first_indices[mine],
-                    tokens=settled.tokens[mine],
+        streams = rows.stream[settled.rows]
+        if len(self._frontends) == 1 and len(streams):
+            (frontend,) = self._frontends
+            self._tokens_ready(frontend, streams, settled.first_indices, settled.tokens)
+        elif len(streams):
+            owners = rows.frontend[settled.rows]
+            for index in np.unique(owners).tolist():
+                mine = owners == index
+                self._tokens_ready(
+                    self._frontend_names[index], streams[mine], settled.first_indices[mine], settled.tokens[mine]
                 )
-            )
         for request, index, token in settled.late:
-            self._effects.append(
-                TokensReady(
-                    frontend=request.key.frontend,
-                    streams=np.array([request.key.stream], np.int32),
-                    first_indices=np.array([index], np.int32),
-                    tokens=np.array([token], np.int32),
-                )
-            )
+            stream, first, tokens = (np.array([value], np.int32) for value in (request.key.stream, index, token))
+            self._tokens_ready(request.key.frontend, stream, first, tokens)
+
+    def _tokens_ready(
+        self, frontend: ev.Peer, streams: ev.Int32Array, first_indices: ev.Int32Array, tokens: ev.Int32Array
+    ) -> None:
+        self._effects.append(
+            TokensReady(frontend=frontend, streams=streams, first_indices=first_indices, tokens=tokens)
+        )
 
     def _known(self, event: ev.StepDone | ev.WorkerCompiling) -> Worker | None:
         """The worker of an event, or None when its epoch is over."""
