@@ -250,9 +250,10 @@ def _gumbel_argmax_tiles_kernel(
             TILE,
         )
         score += gumbel_tile(words)
-    best, best_token = tl.max(score, 0, return_indices=True, return_indices_tie_break_left=True)
+    best = tl.max(score, 0)
+    best_token = tl.min(tl.where(score == best, token, vocab_size), 0)
     tl.store(tile_score_ptr + row * num_tiles + tile, best)
-    tl.store(tile_token_ptr + row * num_tiles + tile, tile * TILE + best_token)
+    tl.store(tile_token_ptr + row * num_tiles + tile, best_token)
 
 
 @kernel
@@ -267,5 +268,5 @@ def _gumbel_argmax_rows_kernel(
     row = tl.program_id(0)
     tile = tl.arange(0, TILES)
     score = tl.load(tile_score_ptr + row * num_tiles + tile, mask=tile < num_tiles, other=-float("inf"))
-    _, best_tile = tl.max(score, 0, return_indices=True, return_indices_tie_break_left=True)
+    best_tile = tl.min(tl.where(score == tl.max(score, 0), tile, num_tiles), 0)
     tl.store(tokens_ptr + row, tl.load(tile_token_ptr + row * num_tiles + best_tile).to(tl.int64))

@@ -17,6 +17,7 @@ from transformers.generation.logits_process import (
 
 from kernels.sampling import (
     SamplingTensors,
+    _survivors,
     nonfinite_rows,
     process_logits_reference,
     sample,
@@ -142,6 +143,20 @@ def test_cpu_path_draws_what_the_reference_draws(spread: float, top_k: int, top_
     params = sampling(24, temperature=0.8, top_k=top_k, top_p=top_p, min_p=min_p)
 
     assert torch.equal(sample(logits, params), sample_reference(logits, params))
+
+
+@pytest.mark.parametrize(("top_k", "top_p", "min_p"), [(0, 0.9, 0.0), (3000, 0.9, 1e-4), (0, 1.0, 0.001)])
+def test_large_vocabularies_are_filtered_alike(top_k: int, top_p: float, min_p: float) -> None:
+    """Without sorting everything the same tokens survive, but for one whose sum rounds across the border."""
+    logits = torch.randn(4, 9001, generator=torch.Generator().manual_seed(6)) * 3
+    params = sampling(4, top_k=top_k, top_p=top_p, min_p=min_p)
+    expected = process_logits_reference(logits, params).isfinite()
+
+    for row in range(4):
+        index, scores = _survivors(logits[row], top_k, top_p, min_p)
+        kept = torch.zeros(9001, dtype=torch.bool).index_fill_(0, index, True)
+        assert int((kept ^ expected[row]).sum()) <= 1
+        assert torch.equal(scores, logits[row, index])
 
 
 def test_greedy_takes_the_lowest_of_equal_logits() -> None:
