@@ -45,12 +45,15 @@ def configure(parser: OneLineParser) -> None:
 def run(options: Namespace) -> int:
     """Starts a service, sends the requests, writes the result."""
     from quire.bench.offline import read_requests
+    from quire.serve.service import fetch_model
 
     if options.max_concurrency < 1:
         raise CommandError(f"--max-concurrency: {options.max_concurrency} is too few; give at least 1")
     requests = read_requests(options.requests)
     configure_logging("bench", level="warning")
-    report = asyncio.run(_measure(serve_config(options), requests, options.max_concurrency))
+    config = serve_config(options)
+    fetch_model(config)
+    report = asyncio.run(_measure(config, requests, options.max_concurrency))
     if options.json is None:
         print(report.to_json())
     else:

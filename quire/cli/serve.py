@@ -58,8 +58,12 @@ def serve_config(options: Namespace) -> ServeConfig:
 
 def run(options: Namespace) -> int:
     """Serves until a signal ends it."""
+    # Imported late, here and below: `quire serve --help` needs no grpc.
+    from quire.serve.service import fetch_model
+
     config = serve_config(options)
     configure_logging("supervisor")
+    fetch_model(config)
     return asyncio.run(_serve(config, show_sample=options.show_sample))
 
 
@@ -86,7 +90,6 @@ class _Signals:
 
 
 async def _serve(config: ServeConfig, *, show_sample: bool) -> int:
-    # Imported late: `quire serve --help` needs no grpc.
     from quire.serve.service import Service
 
     signals = _Signals()

@@ -1,5 +1,6 @@
 """What children write on stderr, passed on: JSON log lines in readable form when a person is watching."""
 
+import contextlib
 import json
 from typing import TextIO
 
@@ -11,8 +12,10 @@ _FOR_PEOPLE = structlog.dev.ConsoleRenderer()
 def forward_line(out: TextIO, line: str) -> None:
     """Writes one line of a child to `out`."""
     event = _parse(line) if out.isatty() else None
-    out.write((str(_FOR_PEOPLE(None, "", event)) if event else line) + "\n")
-    out.flush()
+    # Whoever watched may have gone, terminal and all; the service goes on.
+    with contextlib.suppress(OSError):
+        out.write((str(_FOR_PEOPLE(None, "", event)) if event else line) + "\n")
+        out.flush()
 
 
 def _parse(line: str) -> dict[str, object] | None:

@@ -19,6 +19,18 @@ _GRACE_MARGIN_S = 3.0
 """What a front end may take beyond its own grace period."""
 
 
+def fetch_model(config: ServeConfig) -> None:
+    """Makes sure that the model is on this machine, before anything is started.
+
+    A wrong name is found out once and in one line, rather than by several children at once; a model of the hub is
+    fetched once. It may take long, and Ctrl-C must end it, so it is not to be called on an event loop.
+
+    Raises:
+        ConfigError: there is no such model, or it cannot be had.
+    """
+    resolve_model(config.frontend.model, weights=config.worker.load_format != "random")
+
+
 class Service:
     """Scheduler, workers and front ends on this machine; `async with` starts and ends them."""
 
@@ -26,10 +38,8 @@ class Service:
         """Reserves ports and sockets.
 
         Raises:
-            ConfigError: the model is not there, or a port is in use.
+            ConfigError: a port is in use.
         """
-        # Found out here, in one line, rather than by several children at once.
-        resolve_model(config.frontend.model, weights=config.worker.load_format != "random")
         self._config = config
         self._held = ExitStack()
         try:

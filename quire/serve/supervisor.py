@@ -22,6 +22,8 @@ from shared.logging import get_logger
 
 END_ORDER = (Role.FRONTEND, Role.WORKER, Role.SCHEDULER)
 
+_NOT_STARTED = 127
+"""Stands for the exit code of a process that could not even be started, as in a shell."""
 _LISTENING = re.compile(r"listening grpc=(\S+) http=(\S+)$")
 
 
@@ -94,14 +96,18 @@ class Supervisor:
     async def _keep(self, slot: _Slot) -> None:
         while not self._stopping.is_set():
             slot.last_line = ""
-            slot.child = Child(
-                slot.spec,
-                self._environment,
-                on_stdout=lambda line: self._on_stdout(slot, line),
-                on_stderr=lambda line: self._on_stderr(slot, line),
-            )
             started = time.monotonic()
-            exit_code = await slot.child.wait()
+            try:
+                slot.child = Child(
+                    slot.spec,
+                    self._environment,
+                    on_stdout=lambda line: self._on_stdout(slot, line),
+                    on_stderr=lambda line: self._on_stderr(slot, line),
+                )
+                exit_code = await slot.child.wait()
+            except OSError as error:  # the system is out of processes, memory or files
+                slot.last_line = str(error)
+                exit_code = _NOT_STARTED
             if self._stopping.is_set():
                 return
             await self._after_death(slot, exit_code, time.monotonic() - started)

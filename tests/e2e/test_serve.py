@@ -156,9 +156,16 @@ def test_a_model_that_cannot_be_served_is_the_reason_for_the_end(tmp_path: Path)
     assert "model: " in complaints[0]
 
 
-def test_ctrl_c_ends_everything_in_order(checkpoint: Path) -> None:
-    """Ctrl-C in the terminal reaches the supervisor alone: exit code 0, no process and no socket left."""
-    with serve(checkpoint, end=False) as served:
+def test_the_sample_and_ctrl_c(checkpoint: Path) -> None:
+    """What `make run` does: after the ready line a streamed answer and three ways to call the server; then Ctrl-C in
+    the terminal, which reaches the supervisor alone: exit code 0, no process and no socket left."""
+    with serve(checkpoint, "--show-sample", end=False) as served:
+        assert served.process.stdout is not None
+        shown = "".join(iter(served.process.stdout.readline, "Ctrl-C ends it.\n"))
+        assert "Once upon a time" in shown
+        assert f'quire generate "Once upon a time" --max-tokens 64 --target {served.grpc}' in shown
+        assert "from quire import Client" in shown
+        assert "grpcurl" in shown
         (address,) = {word for word in served.children("worker")[0].cmdline() if "worker-address" in word}
         sockets = Path(address.partition("ipc://")[2]).parent
         assert sockets.stat().st_mode & 0o777 == 0o700
@@ -166,8 +173,7 @@ def test_ctrl_c_ends_everything_in_order(checkpoint: Path) -> None:
         os.killpg(served.process.pid, signal.SIGINT)
 
         assert served.wait() == 0
-        assert served.process.stdout is not None
-        assert served.process.stdout.read() == ""
+        assert served.process.stdout.read().strip() == ""
         assert not sockets.exists()
 
 
@@ -200,71 +206,43 @@ def test_a_second_ctrl_c_does_not_wait(checkpoint: Path) -> None:
             list(generation)
 
 
-def test_a_killed_supervisor_leaves_no_child(checkpoint: Path) -> None:
-    """SIGKILL of the supervisor, which nobody can handle, ends its children too."""
-    with serve(checkpoint, end=False) as served:
-        children = served.children()
-        assert len(children) == 3
-
-        served.process.kill()
-
-        _, alive = psutil.wait_procs(children, timeout=60)
-        assert alive == []
-
-
-@pytest.mark.parametrize("role", ["scheduler", "frontend", "worker"])
-def test_a_process_that_dies_is_replaced(checkpoint: Path, role: str) -> None:
-    """After the death of any one process a new one takes its place and the service answers again."""
-    with serve(checkpoint) as served:
-        dead = served.pid(role)
-        os.kill(dead, signal.SIGKILL)
-        _until(lambda: role in served.log.read_text() and '"process died"' in served.log.read_text())
-        _until(lambda: _answers(served))
-
-        assert served.pid(role) != dead
-        assert served.log.read_text().count('"process died"') == 1
-
-
-def test_several_workers_and_front_ends(checkpoint: Path) -> None:
-    """Two of each share one port, all have joined when the ready line appears, and all work."""
-    with serve(checkpoint, "--workers=2", "--frontends=2") as served:
+def test_several_of_each_work_together_and_die_together(checkpoint: Path) -> None:
+    """Two workers and two front ends share one port and have joined when the ready line appears; SIGKILL of the
+    supervisor, which nobody can handle, ends all of them."""
+    with serve(checkpoint, "--workers=2", "--frontends=2", end=False) as served:
         assert served.metric("quire_workers") == 2
         assert served.metric("quire_frontends") == 2
         assert [len(served.children(role)) for role in ("scheduler", "worker", "frontend")] == [1, 2, 2]
-
         clients = [Client(served.grpc) for _ in range(8)]
         generations = [client.generate("the", max_tokens=8, ignore_eos=True) for client in clients]
         counts = [generation.result().finished.usage.completion_tokens for generation in generations]
-
         assert counts == [8] * len(clients)
         for client in clients:
             client.close()
 
+        children = served.children()
+        served.process.kill()
 
-def test_a_port_is_kept_while_its_front_end_is_away(checkpoint: Path) -> None:
-    """Nobody else can take the service's port between the death of a front end and its replacement."""
+        _, alive = psutil.wait_procs(children, timeout=60)
+        assert len(children) == 5
+        assert alive == []
+
+
+def test_a_process_that_dies_is_replaced(checkpoint: Path) -> None:
+    """After the death of any process a new one takes its place and the service answers again; nobody else can take
+    the service's port in the meantime."""
     with serve(checkpoint) as served:
-        os.kill(served.pid("frontend"), signal.SIGKILL)
-        host, _, port = served.grpc.rpartition(":")
-        with socket.socket() as stranger, pytest.raises(OSError, match="in use"):
-            stranger.bind((host, int(port)))
-        _until(lambda: _answers(served))
+        for deaths, role in enumerate(("scheduler", "frontend", "worker"), 1):
+            dead = served.pid(role)
+            os.kill(dead, signal.SIGKILL)
+            host, _, port = served.grpc.rpartition(":")
+            with socket.socket() as stranger, pytest.raises(OSError, match="in use"):
+                stranger.bind((host, int(port)))
+            _until(lambda: served.log.read_text().count('"process died"') == deaths)  # noqa: B023
+            _until(lambda: _answers(served))
 
-
-def test_the_sample_shows_an_answer_and_how_to_call(checkpoint: Path) -> None:
-    """`make run` shows a newcomer tokens as they stream and three ways to call the server."""
-    with serve(checkpoint, "--show-sample") as served:
-        assert served.process.stdout is not None
-        shown = ""
-        for line in served.process.stdout:
-            shown += line
-            if "Ctrl-C" in line:
-                break
-
-    assert "Once upon a time" in shown
-    assert f'quire generate "Once upon a time" --max-tokens 64 --target {served.grpc}' in shown
-    assert "from quire import Client" in shown
-    assert "grpcurl" in shown
+            assert served.pid(role) != dead
+        assert served.log.read_text().count('"process died"') == deaths
 
 
 def test_bench_offline_times_every_token(checkpoint: Path, tmp_path: Path) -> None:

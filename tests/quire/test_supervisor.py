@@ -157,6 +157,19 @@ def test_a_child_that_cannot_start_is_the_services_failure(capfd: pytest.Capture
     assert capfd.readouterr().err == ""
 
 
+def test_a_process_that_cannot_even_be_started_is_a_failure_too() -> None:
+    """An error of the system in starting a process ends the start with that error as the reason."""
+
+    async def scenario() -> None:
+        supervisor = Supervisor([ChildSpec("worker-0", Role.WORKER, ("/nowhere/python",))], grace_s=GRACE_S)
+        supervisor.start()
+
+        assert "No such file or directory: '/nowhere/python'" in await supervisor.failed
+        await supervisor.stop()
+
+    run(scenario)
+
+
 def test_what_a_child_writes_is_passed_on(capfd: pytest.CaptureFixture[str]) -> None:
     """Log lines of the children appear on stderr, even a last one without its end of line; stdout stays empty."""
     code = "import sys; print('out'); sys.stderr.write('{\"event\": \"x\"}\\nlast words'); sys.exit(1)"
