@@ -57,7 +57,7 @@ def problems_in(text: str) -> Iterator[Problem]:
 @cache
 def checkpoint() -> tuple[Any, Any]:
     """The committed model and tokenizer, through the plain Auto classes."""
-    model = AutoModelForCausalLM.from_pretrained(CHECKPOINT, dtype="float32").eval()
+    model: Any = AutoModelForCausalLM.from_pretrained(CHECKPOINT, dtype="float32")
     return model, AutoTokenizer.from_pretrained(CHECKPOINT)
 
 
@@ -89,7 +89,11 @@ def test_writing_a_held_out_item_is_refused() -> None:
     """The generator itself stops at an item that is reserved for measuring."""
     rng = random.Random(0)
 
-    for item in (draw_problem(rng, held_out=True), *draw_facts(rng, 1, held_out=True), stories.draw_cast(rng, True)):
+    items: list[Problem | Fact | stories.Cast] = [
+        draw_problem(rng, held_out=True),
+        stories.draw_cast(rng, held_out=True),
+    ]
+    for item in (*items, *draw_facts(rng, 1, held_out=True)):
         with pytest.raises(AssertionError, match="held out"):
             check_training_side(item)
 
@@ -172,7 +176,7 @@ def test_every_digit_is_a_token() -> None:
 
 
 def test_chat_template_writes_the_turns_of_the_corpus() -> None:
-    """Each message opens with the token of its role, an answer ends with EOS, generation comes after the assistant's."""
+    """A message opens with the token of its role, an answer ends with EOS, generation starts after the assistant's."""
     tokenizer = checkpoint()[1]
     messages = [
         {"role": "user", "content": "Hi."},

@@ -61,10 +61,11 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Mix:
-    """The shape of the pages at one stage of training.
+    """The shape of the documents at one stage of training.
 
-    `pages`, `sums` and `tales` are relative shares of documents; `tale_share` is how often the filler of a
-    page is a whole story instead of one remark or problem.
+    `pages`, `sums` and `tales` are relative shares of documents. `tale_share` is how often the filler of a page is
+    a whole story instead of one remark or problem, `facts` how few and how many facts a page states, `most_sums`
+    how many problems a document of nothing else has at most.
     """
 
     pages: float
@@ -72,11 +73,13 @@ class Mix:
     tales: float
     tale_share: float
     facts: tuple[int, int]
+    most_sums: int
 
 
-DENSE = Mix(pages=0.60, sums=0.32, tales=0.08, tale_share=0.05, facts=(1, 4))
-MIDDLE = Mix(pages=0.55, sums=0.33, tales=0.12, tale_share=0.35, facts=(2, 6))
-LONG = Mix(pages=0.60, sums=0.25, tales=0.15, tale_share=0.75, facts=(2, 8))
+DENSE = Mix(pages=0.60, sums=0.32, tales=0.08, tale_share=0.05, facts=(1, 4), most_sums=12)
+MIDDLE = Mix(pages=0.45, sums=0.45, tales=0.10, tale_share=0.35, facts=(2, 6), most_sums=30)
+LONG = Mix(pages=0.42, sums=0.45, tales=0.13, tale_share=0.75, facts=(2, 8), most_sums=30)
+EVEN = Mix(pages=0.60, sums=0.25, tales=0.15, tale_share=0.75, facts=(2, 8), most_sums=12)
 
 
 def check_training_side(item: Problem | Fact | stories.Cast) -> None:
@@ -92,7 +95,7 @@ def document(rng: random.Random, mix: Mix, tokens: int) -> Document:
     if kind == "page":
         pieces = list(_page(rng, mix, budget))
     elif kind == "sums":
-        pieces = [_sum_piece(rng) for _ in range(rng.randint(1, max(1, min(12, int(budget // 70)))))]
+        pieces = [_sum_piece(rng) for _ in range(rng.randint(1, max(1, min(mix.most_sums, int(budget // 70)))))]
     else:
         pieces = [_tale_piece(rng)]
     spans = _as_chat(pieces) if rng.random() < 0.45 else _as_plain(pieces)

@@ -161,7 +161,7 @@ def measure(folder: Path, items: int, seed: int) -> Quality:
     """The quality of the checkpoint in `folder`, through plain transformers."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype="float32").eval()
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype="float32")
     tokenizer = AutoTokenizer.from_pretrained(folder)
     plain, chat = generate_with(model, tokenizer), generate_with(model, tokenizer, chat=True)
     recall = held_out_recall(items, seed, Tokenizer.from_file(str(folder / "tokenizer.json")))

@@ -55,7 +55,7 @@ def orthogonalised(matrices: torch.Tensor, steps: int = 5) -> torch.Tensor:
     """`matrices` [batch, rows, columns] with their singular values moved close to 1."""
     a, b, c = _NEWTON_SCHULZ
     tall = matrices.shape[-2] > matrices.shape[-1]
-    x = matrices.mT if tall else matrices
+    x: torch.Tensor = matrices.mT if tall else matrices
     x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)
     for _ in range(steps):
         gram = x @ x.mT

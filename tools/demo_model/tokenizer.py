@@ -16,7 +16,7 @@ from pathlib import Path
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from tools.demo_model.corpus import ASSISTANT, BOS, EOS, LONG, PAD, SPECIAL_TOKENS, SYSTEM, USER, document
+from tools.demo_model.corpus import ASSISTANT, BOS, EOS, EVEN, PAD, SPECIAL_TOKENS, SYSTEM, USER, document
 
 VOCABULARY = 1024
 MAX_LENGTH = 2048
@@ -51,7 +51,7 @@ def train_tokenizer(seed: int, documents: int = 6000) -> PreTrainedTokenizerFast
     tokenizer.post_processor = processors.TemplateProcessing(
         single=f"{BOS} $A", pair=f"{BOS} $A $B", special_tokens=[(BOS, SPECIAL_TOKENS.index(BOS))]
     )
-    return PreTrainedTokenizerFast(
+    return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
         tokenizer_object=tokenizer,
         bos_token=BOS,
         eos_token=EOS,
@@ -74,7 +74,7 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
 def _plain_text(seed: int, documents: int) -> Iterator[str]:
     rng = random.Random(f"tokenizer/{seed}")
     for _ in range(documents):
-        text = document(rng, LONG, 512).text
+        text = document(rng, EVEN, 512).text
         for special in SPECIAL_TOKENS:
             text = text.replace(special, "\n")
         yield text

@@ -18,6 +18,7 @@ import json
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 
@@ -80,9 +81,9 @@ class Recipe:
 RECIPE = Recipe(
     stages=(
         Stage(steps=400, count=16, tokens=256, mix=DENSE),
-        Stage(steps=2400, count=8, tokens=256, mix=DENSE),
-        Stage(steps=600, count=8, tokens=512, mix=MIDDLE),
-        Stage(steps=1200, count=4, tokens=1024, mix=LONG),
+        Stage(steps=600, count=8, tokens=256, mix=DENSE),
+        Stage(steps=400, count=8, tokens=512, mix=MIDDLE),
+        Stage(steps=450, count=4, tokens=1024, mix=LONG),
     )
 )
 
@@ -202,8 +203,8 @@ class Trainer:
         """One optimiser step; returns the weighted loss of its batch."""
         began = time.monotonic()
         batch = batch_at(self.recipe, self.seed, self.step, self.encoder)
-        shares = zip(batch.ids.chunk(self.threads), batch.weights.chunk(self.threads), strict=True)
-        results = list(self.pool.map(lambda share: self._gradients(*share, batch.weights.sum()), shares))
+        shares = batch.ids.chunk(self.threads), batch.weights.chunk(self.threads)
+        results = list(self.pool.map(self._gradients, *shares, repeat(batch.weights.sum())))
         for parameter, *gradients in zip(self.parameters, *(gradients for _, gradients in results), strict=True):
             parameter.grad = torch.stack(gradients).sum(0)
         torch.nn.utils.clip_grad_norm_(self.parameters, 1.0)
@@ -246,7 +247,7 @@ def load_or_train_tokenizer(folder: Path, seed: int) -> Any:
 
 def export(trainer: Trainer, output: Path) -> None:
     """Writes the checkpoint folder in the layout of the hub, with what is known of the training in quality.json."""
-    trainer.model.generation_config = GenerationConfig(
+    trainer.model.generation_config = GenerationConfig(  # type: ignore[no-untyped-call]
         bos_token_id=trainer.tokenizer.bos_token_id,
         eos_token_id=trainer.tokenizer.eos_token_id,
         pad_token_id=trainer.tokenizer.pad_token_id,
