@@ -34,6 +34,8 @@ class _Launched:
     step: int
     sample_rows: IntArray
     generations: IntArray
+    left_out: tuple[IntArray, IntArray]
+    """Rows, and their generations, that the plan counts on and that did not take part because they have failed."""
     num_tokens: int
     received_unix_ns: int
     prepare_ns: int
@@ -92,24 +94,26 @@ class Engine:
         Raises:
             PlanError: the plan breaks the contract; call `reset` before anything else.
         """
-        began = time.perf_counter_ns()
-        self._tracing.rows_left(self._rows.leave(plan), self._rows.num_computed, received_unix_ns)
+        began, began_unix_ns = time.perf_counter_ns(), time.time_ns()
+        self._tracing.rows_left(self._rows.leave(plan), self._rows.num_computed, began_unix_ns)
         self._rows.change(plan)
-        self._tracing.rows_admitted(plan, received_unix_ns)
+        self._tracing.rows_admitted(plan, began_unix_ns)
+        failed_rows = self._rows.failed_rows()
         batch = self._batches.build(*self._rows.chunks(plan))
         prepare_ns = time.perf_counter_ns() - began
-        spans = self._tracing.begin_step(plan, batch, received_unix_ns)
+        in_flight = self._submit(batch)
         sample_rows = _NO_ROWS if batch is None else batch.sample_rows
         self._launched.append(
             _Launched(
                 step=plan.step,
                 sample_rows=sample_rows,
                 generations=self._rows.generation[sample_rows],
+                left_out=(failed_rows, self._rows.generation[failed_rows]),
                 num_tokens=0 if batch is None else batch.num_tokens,
                 received_unix_ns=received_unix_ns,
                 prepare_ns=prepare_ns,
-                spans=spans,
-                in_flight=self._submit(batch),
+                spans=self._tracing.begin_step(plan, batch, began_unix_ns),
+                in_flight=in_flight,
             )
         )
 
@@ -124,13 +128,14 @@ class Engine:
         tokens, times = launched.in_flight.result()
         self._tracing.end_step(launched.spans, times.ended_unix_ns)
         result = plan_pb2.StepResult(step=launched.step, timings=_timings(launched, times))
-        rows = launched.sample_rows
-        failed = tokens == FAILED
+        rows, generations = launched.sample_rows, launched.generations
+        # A row that failed in an earlier step may have been launched again before that was known.
+        failed = (tokens == FAILED) | self._rows.has_failed(rows, generations)
         if failed.any():
-            result.failures.extend(self._fail(rows[failed], launched.generations[failed]))
-        dropped = failed | self._rows.has_failed(rows, launched.generations)
-        if dropped.any():
-            rows, tokens = rows[~dropped], tokens[~dropped]
+            self._rows.fail(rows[failed], generations[failed])
+            result.failures.extend(_failures(rows[failed], generations[failed]))
+            rows, tokens = rows[~failed], tokens[~failed]
+        result.failures.extend(_failures(*launched.left_out))
         result.rows = to_column(rows)
         result.tokens = to_column(tokens)
         return result
@@ -157,13 +162,12 @@ class Engine:
             lambda logits: self._sampler.sample(logits, batch),
         )
 
-    def _fail(self, rows: IntArray, generations: IntArray) -> list[plan_pb2.RowFailure]:
-        """Takes rows out of further steps. One that failed in an earlier step already is not named again."""
-        return [
-            plan_pb2.RowFailure(row=row, generation=generation, reason="the model's logits are not finite")
-            for row, generation in zip(rows.tolist(), generations.tolist(), strict=True)
-            if self._rows.fail(row, generation)
-        ]
+
+def _failures(rows: IntArray, generations: IntArray) -> list[plan_pb2.RowFailure]:
+    return [
+        plan_pb2.RowFailure(row=row, generation=generation, reason="the model's logits are not finite")
+        for row, generation in zip(rows.tolist(), generations.tolist(), strict=True)
+    ]
 
 
 def _timings(launched: _Launched, times: DeviceTimes) -> plan_pb2.StepTimings:

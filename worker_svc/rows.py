@@ -207,22 +207,20 @@ class RowTable:
             self._membership += 1
         return finished
 
-    def fail(self, row: int, generation: int) -> bool:
-        """Takes a row out of all further steps until it leaves.
-
-        Returns:
-            Whether that use of the row was still going on.
-        """
-        if self._state[row] == RowState.FREE or self._generation[row] != generation or self._failed[row]:
-            return False
-        self._failed[row] = True
+    def fail(self, rows: IntArray, generations: IntArray) -> None:
+        """Takes rows out of all further steps until they leave; uses of rows that have ended are not touched."""
+        alive = (self._state[rows] != RowState.FREE) & (self._generation[rows] == generations)
+        self._failed[rows[alive]] = True
         self._membership += 1
-        return True
 
     def has_failed(self, rows: IntArray, generations: IntArray) -> npt.NDArray[np.bool_]:
         """For each use of a row whether it is the present one and has failed."""
         failed: npt.NDArray[np.bool_] = self._failed[rows] & (self._generation[rows] == generations)
         return failed
+
+    def failed_rows(self) -> IntArray:
+        """Rows that would be decode rows had they not failed, ascending."""
+        return np.flatnonzero(self._failed & (self._state == RowState.DECODE) & ~self._held)
 
     def clear(self) -> IntArray:
         """Drops every row, for a new epoch, and returns which there were."""

@@ -1,0 +1,148 @@
+"""A scheduler of a few lines for tests: it drives an engine with hand-made plans and keeps the books of the blocks.
+
+Blocks are handed out in random order, so that no row's blocks are neighbours. Whatever a test asks for (chunks, holds,
+leaves) goes into the next plan exactly as asked.
+"""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from opentelemetry.trace import NoOpTracer, Tracer
+
+from protos.quire.plan.v1 import plan_pb2
+from shared.columns import from_column, to_column
+from shared.config import WorkerConfig
+from worker_svc.assembly import build_engine
+from worker_svc.engine import Engine
+from worker_svc.model.loader import load_model
+
+CPU = torch.device("cpu")
+GREEDY = plan_pb2.SamplingParams()
+
+
+def make_engine(folder: Path, *, tracer: Tracer | None = None, **settings: Any) -> Engine:
+    """An engine on the CPU over a checkpoint."""
+    config = WorkerConfig(model=str(folder), device="cpu", num_threads=1, **({"kv_cache_memory": "32MiB"} | settings))
+    model, description = load_model(config, CPU)
+    return build_engine(config, model, description, CPU, tracer or NoOpTracer())
+
+
+@dataclass(slots=True)
+class Row:
+    """What the driver knows of a row."""
+
+    tokens: list[int]
+    """All known tokens: prompt and output."""
+    num_known: int
+    """Tokens at admission; they are prefilled."""
+    computed: int = 0
+    blocks: list[int] = field(default_factory=list)
+    held: bool = False
+
+    @property
+    def in_prefill(self) -> bool:
+        """Whether admitted tokens are left to compute."""
+        return self.computed < self.num_known
+
+
+class Driver:
+    """Makes plans for one engine."""
+
+    def __init__(self, engine: Engine, *, seed: int = 0) -> None:
+        self.engine = engine
+        self.rng = np.random.default_rng(seed)
+        self.rows: dict[int, Row] = {}
+        self.plan = plan_pb2.Plan(step=1)
+        """The next plan as far as it is made."""
+        self.last_result = plan_pb2.StepResult()
+        self._generations: dict[int, int] = {}
+        self._free = [int(block) for block in self.rng.permutation(engine.limits.num_blocks)]
+
+    def free_rows(self) -> list[int]:
+        """Rows that nobody occupies."""
+        return [row for row in range(self.engine.limits.max_rows) if row not in self.rows]
+
+    def admit(
+        self,
+        tokens: list[int],
+        *,
+        row: int | None = None,
+        sampling: plan_pb2.SamplingParams = GREEDY,
+        traceparent: str = "",
+    ) -> int:
+        """Admits a row without any of its blocks; they come with the chunks."""
+        row = self.free_rows()[0] if row is None else row
+        self._generations[row] = self._generations.get(row, 0) + 1
+        self.rows[row] = Row(list(tokens), len(tokens))
+        self.plan.admissions.append(
+            plan_pb2.Admission(
+                row=row,
+                generation=self._generations[row],
+                token_ids=to_column(tokens),
+                num_prompt_tokens=len(tokens),
+                block_tables=[b""],
+                sampling=sampling,
+                request_id=f"request-{row}",
+                traceparent=traceparent,
+            )
+        )
+        return row
+
+    def leave(self, row: int) -> list[int]:
+        """Takes a row out and returns its tokens."""
+        gone = self.rows.pop(row)
+        self._free.extend(gone.blocks)
+        self.plan.leaves += to_column([row])
+        return gone.tokens
+
+    def hold(self, row: int) -> None:
+        """Holds a decode row out."""
+        self.rows[row].held = True
+        self.plan.holds += to_column([row])
+
+    def release(self, row: int) -> None:
+        """Lets a held row take part again."""
+        self.rows[row].held = False
+        self.plan.releases += to_column([row])
+
+    def chunk(self, row: int, length: int) -> None:
+        """Computes the next `length` admitted tokens of a row."""
+        self.plan.chunk_rows += to_column([row])
+        self.plan.chunk_lengths += to_column([length])
+
+    def finish_plan(self) -> plan_pb2.Plan:
+        """Appends the blocks that the plan needs, counts its tokens as computed, and begins the next plan."""
+        plan = self.plan
+        chunks = dict(zip(from_column(plan.chunk_rows).tolist(), from_column(plan.chunk_lengths).tolist(), strict=True))
+        for number, row in self.rows.items():
+            count = chunks.get(number, 0 if row.in_prefill or row.held else 1)
+            row.computed += count
+            while count and len(row.blocks) * self.engine.limits.block_size < row.computed:
+                row.blocks.append(self._free.pop())
+                plan.append_rows += to_column([number])
+                plan.append_blocks += to_column([row.blocks[-1]])
+        self.plan = plan_pb2.Plan(step=plan.step + 1)
+        return plan
+
+    def take(self, result: plan_pb2.StepResult) -> dict[int, int]:
+        """Books a result; returns the token of each row that sampled."""
+        self.last_result = result
+        sampled = dict(zip(from_column(result.rows).tolist(), from_column(result.tokens).tolist(), strict=True))
+        for row, token in sampled.items():
+            self.rows[row].tokens.append(token)
+        return sampled
+
+    def step(self) -> dict[int, int]:
+        """Sends the plan as it is; returns the token of each row that sampled."""
+        return self.take(self.engine.handle(self.finish_plan()))
+
+    def generate(self, tokens: list[int], count: int, *, sampling: plan_pb2.SamplingParams = GREEDY) -> list[int]:
+        """`count` tokens after `tokens`, computed with nothing else going on but the rows there are."""
+        row = self.admit(tokens, sampling=sampling)
+        self.chunk(row, len(tokens))
+        while len(self.rows[row].tokens) < len(tokens) + count:
+            self.step()
+        return self.leave(row)[len(tokens) :]
