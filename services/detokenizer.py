@@ -13,7 +13,7 @@ import codecs
 import contextlib
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from tokenizers import Tokenizer
 
@@ -49,7 +49,10 @@ def detokenizer_factory(tokenizer: Tokenizer) -> DetokenizerFactory:
         without_special = ByteVocabulary(tokenizer, skip_special_tokens=True)
         return lambda skip_special_tokens: ByteLevelDetokenizer(without_special if skip_special_tokens else all_tokens)
     special = frozenset(i for i, token in tokenizer.get_added_tokens_decoder().items() if token.special)
-    return lambda skip_special_tokens: WindowDetokenizer(tokenizer, special if skip_special_tokens else frozenset())
+    byte_tokens = _byte_tokens(tokenizer) if "ByteFallback" in json.dumps(decoder) else {}
+    return lambda skip_special_tokens: WindowDetokenizer(
+        tokenizer, byte_tokens, special if skip_special_tokens else frozenset()
+    )
 
 
 class ByteVocabulary:
@@ -101,39 +104,65 @@ class ByteLevelDetokenizer(Detokenizer):
 class WindowDetokenizer(Detokenizer):
     """Decodes a window of recent tokens with every push and yields what its text has more than before.
 
-    `_ids` is the window, `_taken` how many characters of its text are out. The window is cut only where everything was
-    out (so never inside a character or a run of fallback bytes that forms one), and never down to nothing: a decoder
-    that strips the leading space of its first token must not strip it from a token in the middle.
+    `_window` holds tokens, `_taken` says how many characters of its text are out. The window is cut only where
+    everything was out, and never down to nothing: a decoder that strips the leading space of its first token must not
+    strip it from a token in the middle.
+
+    Byte fallback tokens ("<0xE2>") enter the window as whole characters, because such decoders turn all bytes of a run
+    into U+FFFD as long as one character of it is incomplete.
     """
 
-    __slots__ = ("_clean", "_decode", "_ids", "_skipped", "_taken")
+    __slots__ = ("_byte_tokens", "_clean", "_decode", "_pending", "_skipped", "_taken", "_window")
 
-    def __init__(self, tokenizer: Tokenizer, skipped: frozenset[int]) -> None:
+    def __init__(self, tokenizer: Tokenizer, byte_tokens: Mapping[int, int], skipped: frozenset[int]) -> None:
         self._decode: Callable[[list[int]], str] = lambda ids: str(tokenizer.decode(ids, skip_special_tokens=False))
+        self._byte_tokens = byte_tokens
         self._skipped = skipped
-        self._ids: list[int] = []
+        self._pending: list[int] = []
+        """Byte tokens of a character that is not complete."""
+        self._window: list[int] = []
         self._taken = 0
         self._clean = 0
         """Length of the window at the last push after which nothing was held back."""
 
     def push(self, token_ids: Sequence[int]) -> str:
-        before = len(self._ids)
-        self._ids.extend(i for i in token_ids if i not in self._skipped)
-        if len(self._ids) == before:
-            return ""
-        text = self._decode(self._ids)
+        before = len(self._window)
+        for token_id in token_ids:
+            if token_id in self._byte_tokens:
+                self._pending.append(token_id)
+                if self._pending_is_decided():
+                    self._release_pending()
+            elif token_id not in self._skipped:
+                self._release_pending()
+                self._window.append(token_id)
+        return self._advance() if len(self._window) > before else ""
+
+    def finish(self) -> str:
+        self._release_pending()
+        return self._decode(self._window)[self._taken :]
+
+    def _pending_is_decided(self) -> bool:
+        """The pending bytes are a character, or can never become one."""
+        try:
+            return codecs.utf_8_decode(bytes(self._byte_tokens[i] for i in self._pending), "strict", False)[1] > 0
+        except UnicodeDecodeError:
+            return True
+
+    def _release_pending(self) -> None:
+        self._window += self._pending
+        self._pending.clear()
+
+    def _advance(self) -> str:
+        text = self._decode(self._window)
         certain = _certain_length(text)
         new = text[self._taken : certain]
         self._taken = max(self._taken, certain)
         if certain == len(text):
-            if len(self._ids) > _WINDOW and self._clean > 0:
-                del self._ids[: self._clean]
-                self._taken = len(self._decode(self._ids))
-            self._clean = len(self._ids)
+            if len(self._window) > _WINDOW and self._clean > 0:
+                del self._window[: self._clean]
+                self._taken = len(self._decode(self._window))
+            self._clean = len(self._window)
         return new
-
-    def finish(self) -> str:
-        return self._decode(self._ids)[self._taken :]
 
 
 def _certain_length(text: str) -> int:
@@ -143,6 +172,12 @@ def _certain_length(text: str) -> int:
     """
     end = len(text.rstrip(REPLACEMENT))
     return end if len(text) - end <= _MAX_INCOMPLETE else len(text)
+
+
+def _byte_tokens(tokenizer: Tokenizer) -> dict[int, int]:
+    """The byte that each byte fallback token stands for."""
+    tokens = ((byte, tokenizer.token_to_id(f"<0x{byte:02X}>")) for byte in range(0x100))
+    return {token_id: byte for byte, token_id in tokens if token_id is not None}
 
 
 def _token_to_bytes(token: str) -> bytes:

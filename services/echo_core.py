@@ -66,9 +66,6 @@ class EchoCore:
         self._tokens_per_step = tokens_per_step
         self._quorum = quorum
         self._frontends: dict[bytes, EchoFrontend] = {}
-        self.received: list[link_pb2.FrontendMessage] = []
-        """Messages since somebody looked; kept only when `keep_messages` is set."""
-        self.keep_messages = False
 
     def step(self, timeout_ms: int) -> None:
         """Reads what has come, waiting up to `timeout_ms` when there is nothing to do, and sends one step of tokens."""
@@ -77,7 +74,7 @@ class EchoCore:
             self._socket.poll(min(timeout_ms, _QUORUM_WAIT_MS) if share else timeout_ms, zmq.POLLIN)
         read = False
         while (message := receive_from(self._socket)) is not None:
-            self._handle(*message)
+            self.handle(message[0], link_pb2.FrontendMessage.FromString(message[1]))
             read = True
         if read and self._share_with_credit() < self._quorum:
             return
@@ -94,10 +91,8 @@ class EchoCore:
         streams = [stream for frontend in self._frontends.values() for stream in frontend.streams.values()]
         return sum(stream.credit >= TOKEN_COST for stream in streams) / len(streams) if streams else 0.0
 
-    def _handle(self, peer: bytes, payload: bytes) -> None:
-        message = link_pb2.FrontendMessage.FromString(payload)
-        if self.keep_messages:
-            self.received.append(message)
+    def handle(self, peer: bytes, message: link_pb2.FrontendMessage) -> None:
+        """Takes one message of a front end."""
         answer = link_pb2.CoreMessage(incarnation=self.incarnation)
         if message.HasField("hello"):
             self._frontends[peer] = EchoFrontend()
@@ -108,7 +103,7 @@ class EchoCore:
             send_to(self._socket, peer, answer.SerializeToString())
             return
         for submission in message.submissions:
-            self._submit(frontend, submission)
+            self.submit(frontend, submission, answer)
         for number in from_column(message.cancelled).tolist():
             self._end(frontend, number, link_pb2.END_REASON_CANCELLED, answer)
         for match in message.stop_matches:
@@ -126,7 +121,12 @@ class EchoCore:
         if answer.HasField("state") or answer.ends:
             send_to(self._socket, peer, answer.SerializeToString())
 
-    def _submit(self, frontend: EchoFrontend, submission: link_pb2.Submission) -> None:
+    def allowance(self, stream: EchoStream) -> int:
+        """How many tokens the stream gets in this step."""
+        return min(self._tokens_per_step, stream.credit // TOKEN_COST, stream.max_tokens - stream.sent)
+
+    def submit(self, frontend: EchoFrontend, submission: link_pb2.Submission, answer: link_pb2.CoreMessage) -> None:
+        """Takes a request; what must be said at once goes into `answer`."""
         tokens = from_column(submission.token_ids).tolist()
         frontend.streams[submission.stream] = EchoStream(
             number=submission.stream,
@@ -156,7 +156,7 @@ class EchoCore:
         tokens: list[int] = []
         message = link_pb2.CoreMessage(incarnation=self.incarnation)
         for stream in list(frontend.streams.values()):
-            count = min(self._tokens_per_step, stream.credit // TOKEN_COST, stream.max_tokens - stream.sent)
+            count = self.allowance(stream)
             if count > 0:
                 streams.append(stream.number)
                 first_indices.append(stream.sent)

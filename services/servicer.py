@@ -1,5 +1,6 @@
 """The calls of `quire.v1.GenerationService`: validate, tokenise, submit, and pass on what the stream yields."""
 
+import asyncio
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -54,19 +55,15 @@ class Services:
 
 
 class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
-    """Serves one front-end process; `live` holds what must end before the process does."""
+    """Serves one front-end process."""
 
     def __init__(self, services: Services) -> None:
         self._services = services
         self._live: set[tuple[str, str]] = set()
         """(principal, request id) of the calls in progress."""
-        self.idle = Wakeup()
-        """Rung whenever the last live call ends."""
-
-    @property
-    def num_live(self) -> int:
-        """Generate calls in progress."""
-        return len(self._live)
+        self.idle = asyncio.Event()
+        """Set while no call is in progress."""
+        self.idle.set()
 
     async def Generate(self, request: v1.GenerateRequest, context: Context) -> None:  # type: ignore[override]
         """Generates from one prompt; see the proto."""
@@ -262,10 +259,11 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         if (ANONYMOUS, request_id) in self._live:
             raise DuplicateRequestError("a live request has this request_id; choose another or wait for its end")
         self._live.add((ANONYMOUS, request_id))
+        self.idle.clear()
         self._services.metrics.live_streams.set(len(self._live))
 
     def _release(self, request_id: str) -> None:
         self._live.discard((ANONYMOUS, request_id))
         self._services.metrics.live_streams.set(len(self._live))
         if not self._live:
-            self.idle.ring()
+            self.idle.set()

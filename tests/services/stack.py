@@ -1,0 +1,213 @@
+"""A real front end on real sockets in the test's event loop, connected to an echo core in a thread."""
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import httpx
+from grpc import aio
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from protos.quire.link.v1 import link_pb2
+from quire.v1 import generation_pb2 as v1
+from quire.v1 import generation_pb2_grpc
+from services.echo_core import EchoCore, EchoFrontend, EchoStream
+from services.frontend import Frontend
+from services.tokenizer import load_tokenizer
+from shared.config import FrontendConfig
+from shared.sockets import send_to
+from shared.telemetry import Telemetry
+from tests.services.tokenizers_for_tests import EOS, byte_level, write_model
+
+MODEL = link_pb2.ServedModel(
+    name="echo",
+    architecture="EchoForCausalLM",
+    max_model_len=4096,
+    vocab_size=byte_level().get_vocab_size(),
+    eos_token_ids=[EOS],
+    dtype="none",
+    fingerprint="f" * 64,
+)
+PATIENCE_S = 20.0
+"""An awaited event that has not come by then never will."""
+
+
+class TestCore(EchoCore):
+    """An echo core that keeps what it was told and can misbehave on demand."""
+
+    __test__ = False
+
+    def __init__(self, address: str, *, limit: int | None = None, tokens_per_step: int = 1) -> None:
+        """`limit`: no stream gets more tokens than this from this core."""
+        super().__init__(address, MODEL, tokens_per_step=tokens_per_step)
+        self.limit = limit
+        self.messages: list[link_pb2.FrontendMessage] = []
+        self.end_at_once: link_pb2.StreamEnd | None = None
+        """Every submission is answered with this end."""
+        self.skew = 0
+        """Added once to the index of the next stream's first token."""
+        self.forget_frontends = threading.Event()
+        """Makes the core lose its front ends, as when a lease runs out."""
+        self._loop = asyncio.get_running_loop()
+        self._news = asyncio.Event()
+        self._sayings: list[bytes] = []
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def handle(self, peer: bytes, message: link_pb2.FrontendMessage) -> None:
+        """Keeps the message."""
+        if self.forget_frontends.is_set():
+            self.forget_frontends.clear()
+            self._frontends.clear()
+        # Kept before it is answered, so that whoever sees the answer sees the message too.
+        self._loop.call_soon_threadsafe(self._keep, message)
+        super().handle(peer, message)
+
+    def submit(self, frontend: EchoFrontend, submission: link_pb2.Submission, answer: link_pb2.CoreMessage) -> None:
+        """Takes, refuses or garbles a request."""
+        if self.end_at_once is not None:
+            end = answer.ends.add()
+            end.CopyFrom(self.end_at_once)
+            end.stream = submission.stream
+            return
+        super().submit(frontend, submission, answer)
+        frontend.streams[submission.stream].sent += self.skew
+        self.skew = 0
+
+    def allowance(self, stream: EchoStream) -> int:
+        """Respects the limit."""
+        allowance = super().allowance(stream)
+        return allowance if self.limit is None else max(min(allowance, self.limit - stream.sent), 0)
+
+    async def saw(self, enough: Callable[["TestCore"], bool]) -> None:
+        """Waits until what the core was told is enough."""
+        async with asyncio.timeout(PATIENCE_S):
+            while not enough(self):
+                self._news.clear()
+                await self._news.wait()
+
+    @property
+    def submissions(self) -> list[link_pb2.Submission]:
+        """All submissions so far."""
+        return [submission for message in self.messages for submission in message.submissions]
+
+    @property
+    def cancelled(self) -> list[bytes]:
+        """All columns of cancelled streams so far."""
+        return [message.cancelled for message in self.messages if message.cancelled]
+
+    def say(self, payload: bytes) -> None:
+        """Sends bytes to every front end before the next step."""
+        self._sayings.append(payload)
+
+    def kill(self) -> None:
+        """Ends like a process that was killed."""
+        self._stop.set()
+        self._thread.join()
+        self.close()
+
+    def _keep(self, message: link_pb2.FrontendMessage) -> None:
+        self.messages.append(message)
+        self._news.set()
+
+    def _run(self) -> None:
+        while not self._stop.is_set():
+            while self._sayings:
+                payload = self._sayings.pop(0)
+                for peer in self._frontends:
+                    send_to(self._socket, peer, payload)
+            self.step(timeout_ms=5)
+
+
+class Stack:
+    """The front end, its core and a client."""
+
+    def __init__(
+        self, core: TestCore | None, frontend: Frontend, channel: aio.Channel, http: httpx.AsyncClient
+    ) -> None:
+        self.core_or_none = core
+        self.frontend = frontend
+        self.channel = channel
+        self.http = http
+        self.generation = generation_pb2_grpc.GenerationServiceStub(channel)
+
+    @property
+    def core(self) -> TestCore:
+        """The core, which must be there."""
+        assert self.core_or_none is not None
+        return self.core_or_none
+
+    async def generate(self, request: v1.GenerateRequest) -> tuple[list[v1.Delta], v1.Finished]:
+        """The whole answer."""
+        responses = [response async for response in self.generation.Generate(request)]
+        assert responses[-1].HasField("finished")
+        assert all(response.HasField("delta") for response in responses[:-1])
+        return [response.delta for response in responses[:-1]], responses[-1].finished
+
+    async def until_ready(self, ready: bool = True) -> None:
+        """Waits until the front end says that it is, or is not, ready."""
+        expected = health_pb2.HealthCheckResponse.SERVING if ready else health_pb2.HealthCheckResponse.NOT_SERVING
+        async with asyncio.timeout(PATIENCE_S):
+            watch = health_pb2_grpc.HealthStub(self.channel).Watch(health_pb2.HealthCheckRequest(service="readiness"))
+            async for response in watch:
+                if response.status == expected:
+                    watch.cancel()
+                    return
+
+
+@contextlib.asynccontextmanager
+async def running_stack(
+    folder: Path,
+    *,
+    core: Callable[[str], TestCore] | None = TestCore,
+    telemetry: Telemetry | None = None,
+    stream_credit: int = 65536,
+    chat_template: bool = True,
+) -> AsyncIterator[Stack]:
+    """Everything started; ready unless there is no core."""
+    model = write_model(folder / "model", byte_level(), **({} if chat_template else {"chat_template": None}))
+    address = f"ipc://{folder}/core"
+    config = FrontendConfig(
+        frontend_address=address, model=str(model), grpc_port=0, http_port=0, stream_credit=stream_credit,
+        grace_period_s=0.0, default_max_tokens=64,
+    )  # fmt: skip
+    started = core(address) if core is not None else None
+    frontend = Frontend(config, load_tokenizer(model), telemetry or Telemetry("test"))
+    grpc_port, http_port = await frontend.start()
+    channel = aio.insecure_channel(f"127.0.0.1:{grpc_port}")
+    http = httpx.AsyncClient(base_url=f"http://127.0.0.1:{http_port}")
+    stack = Stack(started, frontend, channel, http)
+    try:
+        if started is not None:
+            await stack.until_ready()
+        yield stack
+    finally:
+        await channel.close()
+        await http.aclose()
+        await frontend.stop()
+        if stack.core_or_none is not None:
+            stack.core_or_none.kill()
+
+
+def tokens_request(
+    *ids: int, max_tokens: int = 16, stop: tuple[str, ...] = (), request_id: str = ""
+) -> v1.GenerateRequest:
+    """A request that the echo core answers with its own prompt, over and over."""
+    return v1.GenerateRequest(
+        request_id=request_id,
+        token_ids=v1.TokenIds(ids=ids),
+        stop=v1.StopOptions(max_tokens=max_tokens, stop_strings=stop),
+    )
+
+
+def joined_ids(deltas: list[v1.Delta]) -> list[int]:
+    """All token ids of an answer."""
+    return [token_id for delta in deltas for token_id in delta.token_ids]
+
+
+def joined_text(deltas: list[v1.Delta]) -> str:
+    """All text of an answer."""
+    return "".join(delta.text for delta in deltas)

@@ -1,0 +1,309 @@
+"""Losing clients, cores and messages: what is told to whom, exactly once, and what clients notice (nothing)."""
+
+import asyncio
+import contextlib
+from pathlib import Path
+from typing import TypeAlias
+
+import grpc
+import pytest
+from grpc import aio
+
+from protos.quire.link.v1 import link_pb2
+from quire.v1 import generation_pb2 as v1
+from services import core_link
+from services.outgoing import MAX_FRAME, Outgoing
+from shared.columns import from_column
+from tests.services.stack import PATIENCE_S, Stack, TestCore, joined_ids, joined_text, running_stack, tokens_request
+from tests.services.tokenizers_for_tests import byte_level
+
+PROMPT = tuple(byte_level().encode("one two 🙂 three ", add_special_tokens=False).ids)
+
+
+Call: TypeAlias = "aio.UnaryStreamCall[v1.GenerateRequest, v1.GenerateResponse]"
+
+
+async def replace_core(stack: Stack, **options: int) -> TestCore:
+    """Kills the core as kill -9 would, and starts another one at the same address."""
+    address = stack.core.address
+    stack.core.kill()
+    stack.core_or_none = TestCore(address, **options)
+    return stack.core
+
+
+async def next_response(call: Call) -> v1.GenerateResponse:
+    """The next message, which must come."""
+    async with asyncio.timeout(PATIENCE_S):
+        response = await call.read()
+    assert isinstance(response, v1.GenerateResponse)
+    return response
+
+
+async def collect(call: Call) -> list[v1.GenerateResponse]:
+    """What is left of an answer."""
+    responses = []
+    async with asyncio.timeout(PATIENCE_S):
+        while isinstance(response := await call.read(), v1.GenerateResponse):
+            responses.append(response)
+    return responses
+
+
+def test_a_cancelled_call_is_cancelled_at_the_core_once(tmp_path: Path) -> None:
+    """The core hears of it at once and exactly once, and of no other stream."""
+
+    async def main() -> None:
+        async with running_stack(tmp_path, core=lambda a: TestCore(a, limit=2)) as stack:
+            calls = [stack.generation.Generate(tokens_request(*PROMPT, max_tokens=9)) for _ in range(3)]
+            for call in calls:
+                await call.read()
+            calls[1].cancel()
+            await stack.core.saw(lambda core: bool(core.cancelled))
+            stream = stack.core.submissions[1].stream
+            # Two more reports leave room for a second, wrong, cancellation to show.
+            reports = sum(message.HasField("report") for message in stack.core.messages)
+            await stack.core.saw(lambda c: sum(m.HasField("report") for m in c.messages) >= reports + 2)
+
+            assert [from_column(column).tolist() for column in stack.core.cancelled] == [[stream]]
+
+    asyncio.run(main())
+
+
+def test_a_finished_call_is_not_cancelled(tmp_path: Path) -> None:
+    """When the core ended the stream itself it hears nothing more of it."""
+
+    async def main() -> None:
+        async with running_stack(tmp_path) as stack:
+            await stack.generate(tokens_request(*PROMPT))
+            await stack.http.get("/metrics")  # one more message to the core
+
+            assert stack.core.cancelled == []
+
+    asyncio.run(main())
+
+
+def test_the_deadline_goes_to_the_core_and_ends_the_call(tmp_path: Path) -> None:
+    """The core learns the time left; when it passes the client gets DEADLINE_EXCEEDED and the core a cancellation."""
+
+    async def main() -> None:
+        async with running_stack(tmp_path, core=lambda a: TestCore(a, limit=1)) as stack:
+            call = stack.generation.Generate(tokens_request(*PROMPT), timeout=1.0)
+            with pytest.raises(aio.AioRpcError) as error:
+                await collect(call)
+            await stack.core.saw(lambda core: bool(core.cancelled))
+
+            (submission,) = stack.core.submissions
+            assert error.value.code() == grpc.StatusCode.DEADLINE_EXCEEDED
+            assert 0 < submission.deadline_ns <= 1_000_000_000
+            assert [from_column(column).tolist() for column in stack.core.cancelled] == [[submission.stream]]
+
+    asyncio.run(main())
+
+
+def test_a_submission_says_everything_the_core_must_know(tmp_path: Path) -> None:
+    """Tokens, limits, stop tokens, credit and principal are those of the request."""
+
+    async def main() -> None:
+        async with running_stack(tmp_path, stream_credit=1024) as stack:
+            request = tokens_request(*PROMPT, max_tokens=7, request_id="mine")
+            request.stop.stop_token_ids.append(17)
+            await stack.generate(request)
+
+            (submission,) = stack.core.submissions
+            assert submission.request_id == "mine"
+            assert from_column(submission.token_ids).tolist() == list(PROMPT)
+            assert (submission.num_prompt_tokens, submission.max_tokens) == (len(PROMPT), 7)
+            assert from_column(submission.stop_token_ids).tolist() == [2, 17]
+            assert (submission.credit, submission.deadline_ns) == (1024, 0)
+            assert (submission.principal, submission.traceparent) == ("anonymous", "")
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("stop", [(), ("never there",)])
+def test_a_new_core_continues_every_stream(tmp_path: Path, stop: tuple[str, ...]) -> None:
+    """Streams are submitted again with what was delivered; clients get every token once and see only a pause."""
+
+    async def main() -> None:
+        async with running_stack(tmp_path, core=lambda a: TestCore(a, limit=5)) as stack:
+            calls = [stack.generation.Generate(tokens_request(*PROMPT, max_tokens=n, stop=stop)) for n in (20, 30)]
+            first = [await next_response(call) for call in calls]
+            core = await replace_core(stack)
+            rest = [await collect(call) for call in calls]
+
+            for n, begin, responses in zip((20, 30), first, rest, strict=True):
+                deltas = [begin.delta, *(response.delta for response in responses[:-1])]
+                expected = (list(PROMPT) * n)[:n]
+                assert joined_ids(deltas) == expected
+                assert joined_text(deltas) == byte_level().decode(expected)
+                assert responses[-1].finished.usage.completion_tokens == n
+            assert len(core.submissions) == 2
+            assert all(s.num_prompt_tokens == len(PROMPT) for s in core.submissions)
+
+    asyncio.run(main())
+
+
+def test_a_match_survives_a_lost_core(tmp_path: Path) -> None:
+    """When the core dies before it has heard of a stop match, the new one is told."""
+
+    async def main() -> None:
+        class Deaf(TestCore):
+            def handle(self, peer: bytes, message: link_pb2.FrontendMessage) -> None:
+                del message.stop_matches[:]
+                super().handle(peer, message)
+
+        text = byte_level().decode(list(PROMPT))
+        async with running_stack(tmp_path, core=lambda a: Deaf(a, limit=8)) as stack:
+            stop = text[8:12]
+            call = stack.generation.Generate(tokens_request(*PROMPT, max_tokens=99, stop=(stop,)))
+            responses: list[v1.GenerateResponse] = []
+            while joined_text([response.delta for response in responses]) != text[:8]:
+                responses.append(await next_response(call))
+            await replace_core(stack)
+            responses += await collect(call)
+
+            assert joined_text([response.delta for response in responses[:-1]]) == text[:8]
+            assert responses[-1].finished.stop_string == stop
+
+    asyncio.run(main())
+
+
+def test_a_core_that_forgot_us_is_greeted_again(tmp_path: Path) -> None:
+    """After a lapsed lease the front end says hello and submits again under the same incarnation."""
+
+    async def main() -> None:
+        async with running_stack(tmp_path, core=lambda a: TestCore(a, limit=3)) as stack:
+            call = stack.generation.Generate(tokens_request(*PROMPT, max_tokens=12))
+            first = await next_response(call)
+            stack.core.limit = None
+            stack.core.forget_frontends.set()
+            rest = await collect(call)
+
+            deltas = [first.delta, *(response.delta for response in rest[:-1])]
+            assert joined_ids(deltas) == (list(PROMPT) * 12)[:12]
+            hellos = [message.hello for message in stack.core.messages if message.HasField("hello")]
+            assert len({hello.incarnation for hello in hellos}) == 1
+
+    asyncio.run(main())
+
+
+def test_missing_tokens_make_the_stream_a_new_one(tmp_path: Path) -> None:
+    """A gap is answered by cancelling the old number and submitting under a new one; the client sees no gap."""
+
+    async def main() -> None:
+        async with running_stack(tmp_path) as stack:
+            stack.core.skew = 3
+            deltas, _ = await stack.generate(tokens_request(*PROMPT, max_tokens=12))
+
+            assert joined_ids(deltas) == (list(PROMPT) * 12)[:12]
+            old, new = stack.core.submissions
+            assert old.stream != new.stream
+            assert [from_column(column).tolist() for column in stack.core.cancelled] == [[old.stream]]
+
+    asyncio.run(main())
+
+
+def test_tokens_sent_again_are_ignored(tmp_path: Path) -> None:
+    """A new core that repeats tokens the stream has does not make the client see them twice."""
+
+    async def main() -> None:
+        async with running_stack(tmp_path, core=lambda a: TestCore(a, limit=6)) as stack:
+            call = stack.generation.Generate(tokens_request(*PROMPT, max_tokens=12))
+            responses: list[v1.GenerateResponse] = []
+            while len(joined_ids([response.delta for response in responses])) < 6:
+                responses.append(await next_response(call))
+            core = await replace_core(stack)
+            core.skew = -2
+            responses += await collect(call)
+
+            assert joined_ids([response.delta for response in responses[:-1]]) == (list(PROMPT) * 12)[:12]
+
+    asyncio.run(main())
+
+
+def test_a_core_that_is_away_makes_the_service_not_ready(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a word from the core readiness goes, new calls are UNAVAILABLE; with a new core all is well again."""
+
+    async def main() -> None:
+        monkeypatch.setattr(core_link, "AWAY_S", 0.3)
+        monkeypatch.setattr(core_link, "REPORT_EVERY_S", 0.1)
+        async with running_stack(tmp_path) as stack:
+            address = stack.core.address
+            stack.core.kill()
+            stack.core_or_none = None
+            await stack.until_ready(False)
+            ready = await stack.http.get("/ready")
+            with pytest.raises(aio.AioRpcError) as error:
+                await stack.generate(tokens_request(*PROMPT))
+            stack.core_or_none = TestCore(address)
+            await stack.until_ready()
+            deltas, _ = await stack.generate(tokens_request(*PROMPT, max_tokens=3))
+
+            assert ready.status_code == 503
+            assert error.value.code() == grpc.StatusCode.UNAVAILABLE
+            assert joined_ids(deltas) == list(PROMPT[:3])
+
+    asyncio.run(main())
+
+
+def test_streams_do_not_wait_for_ever_for_a_core(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """When no core comes back for long enough, live calls end UNAVAILABLE."""
+
+    async def main() -> None:
+        monkeypatch.setattr(core_link, "AWAY_S", 0.2)
+        monkeypatch.setattr(core_link, "GIVE_UP_S", 0.5)
+        monkeypatch.setattr(core_link, "REPORT_EVERY_S", 0.1)
+        async with running_stack(tmp_path, core=lambda a: TestCore(a, limit=1)) as stack:
+            call = stack.generation.Generate(tokens_request(*PROMPT))
+            await call.read()
+            stack.core.kill()
+            stack.core_or_none = None
+            with pytest.raises(aio.AioRpcError) as error:
+                await collect(call)
+
+            assert error.value.code() == grpc.StatusCode.UNAVAILABLE
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    "garbage",
+    [
+        b"\xff\xff\xff",
+        link_pb2.CoreMessage(streams=b"\1\0\0").SerializeToString(),
+        link_pb2.CoreMessage(streams=b"\1\0\0\0", first_indices=b"", tokens=b"").SerializeToString(),
+        link_pb2.CoreMessage(streams=b"\1\0\0\0", first_indices=b"\0\0\0\0", tokens=b"").SerializeToString(),
+        link_pb2.CoreMessage(
+            streams=b"\1\0\0\0", first_indices=b"\0\0\0\0", counts=b"\xff\xff\xff\xff", tokens=b""
+        ).SerializeToString(),
+    ],
+)
+def test_a_malformed_message_is_dropped(tmp_path: Path, garbage: bytes) -> None:
+    """Whatever a broken core sends is counted and dropped; the streams go on."""
+
+    async def main() -> None:
+        async with running_stack(tmp_path) as stack:
+            message = link_pb2.CoreMessage(incarnation=stack.core.incarnation)
+            with contextlib.suppress(Exception):
+                message.MergeFromString(garbage)
+            payload = message.SerializeToString() if message.streams else garbage
+            stack.core.say(payload)
+            deltas, _ = await stack.generate(tokens_request(*PROMPT, max_tokens=3))
+
+            assert joined_ids(deltas) == list(PROMPT[:3])
+            assert stack.frontend.link.malformed_messages == 1
+
+    asyncio.run(main())
+
+
+def test_many_submissions_at_once_stay_below_the_frame_limit() -> None:
+    """After a loss the tokens of all streams go out in several frames, in order."""
+    outgoing = Outgoing()
+    for stream in range(1, 8):
+        outgoing.submit(link_pb2.Submission(stream=stream, token_ids=bytes(MAX_FRAME // 3)))
+    outgoing.cancel(99)
+    messages = [link_pb2.FrontendMessage.FromString(payload) for payload in outgoing.take()]
+
+    assert [[s.stream for s in message.submissions] for message in messages] == [[1, 2], [3, 4], [5, 6], [7]]
+    assert [bool(message.cancelled) for message in messages] == [False, False, False, True]
+    assert all(message.ByteSize() < MAX_FRAME + 1024 for message in messages)
+    assert outgoing.take() == []

@@ -1,0 +1,267 @@
+"""What a client sees when something is wrong: code, ErrorInfo, BadRequest, retry hints; and nothing dies of it."""
+
+import asyncio
+from collections.abc import Awaitable
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from google.rpc import error_details_pb2  # type: ignore[import-untyped]
+from grpc import aio
+from grpc_status import rpc_status
+
+from protos.quire.link.v1 import link_pb2
+from quire.v1 import generation_pb2 as v1
+from quire.v1 import model_pb2, model_pb2_grpc
+from services.stream import Stream
+from tests.services.stack import Stack, TestCore, joined_ids, running_stack, tokens_request
+
+GENERATE = "/quire.v1.GenerationService/Generate"
+
+
+class Refusal:
+    """A failed call, taken apart."""
+
+    def __init__(self, error: aio.AioRpcError) -> None:
+        self.code = error.code()
+        self.message = error.details()
+        self.trailing = dict(error.trailing_metadata())
+        status = rpc_status.from_call(error)
+        self.info = error_details_pb2.ErrorInfo()
+        self.bad_request = error_details_pb2.BadRequest()
+        self.retry = error_details_pb2.RetryInfo()
+        for detail in status.details if status is not None else ():
+            for message in (self.info, self.bad_request, self.retry):
+                detail.Unpack(message)
+
+    @property
+    def fields(self) -> list[str]:
+        """The fields that are named."""
+        return [violation.field for violation in self.bad_request.field_violations]
+
+
+async def refused(call: Awaitable[Any]) -> Refusal:
+    """The refusal of a call that must fail."""
+    with pytest.raises(aio.AioRpcError) as error:
+        await call
+    return Refusal(error.value)
+
+
+async def send_raw(stack: Stack, method: str, payload: bytes) -> list[bytes]:
+    """Sends bytes that no generated code would produce."""
+    multi_callable: aio.UnaryStreamMultiCallable[bytes, bytes] = stack.channel.unary_stream(method)
+    return [response async for response in multi_callable(payload)]
+
+
+async def still_serves(stack: Stack) -> None:
+    """The front end answers as if nothing had happened."""
+    deltas, _ = await stack.generate(tokens_request(5, 6, max_tokens=4))
+    assert joined_ids(deltas) == [5, 6, 5, 6]
+
+
+def test_wrong_fields_are_named_in_the_status(tmp_path: Path) -> None:
+    """INVALID_ARGUMENT carries ErrorInfo of domain quire and one BadRequest violation per field."""
+
+    async def main() -> None:
+        async with running_stack(tmp_path) as stack:
+            request = tokens_request(1, max_tokens=0)
+            request.sampling.temperature = float("nan")
+            request.model = "unknown"
+            refusal = await refused(stack.generate(request))
+
+            assert refusal.code == grpc.StatusCode.INVALID_ARGUMENT
+            assert (refusal.info.domain, refusal.info.reason) == ("quire", "INVALID_REQUEST")
+            assert refusal.fields == ["model", "sampling.temperature", "stop.max_tokens"]
+            assert "grpc-retry-pushback-ms" not in refusal.trailing
+            await still_serves(stack)
+
+    asyncio.run(main())
+
+
+def test_what_is_not_supported_is_unimplemented(tmp_path: Path) -> None:
+    """UNIMPLEMENTED names the field in ErrorInfo's metadata."""
+
+    async def main() -> None:
+        async with running_stack(tmp_path) as stack:
+            request = tokens_request(1)
+            request.scheduling.priority = 5
+            refusal = await refused(stack.generate(request))
+
+            assert refusal.code == grpc.StatusCode.UNIMPLEMENTED
+            assert refusal.info.reason == "UNSUPPORTED_FIELD"
+            assert refusal.info.metadata["field"] == "scheduling.priority"
+
+    asyncio.run(main())
+
+
+# Field 3 (text) and fields 4 (chat) → 1 (messages) → 2 (content), each with a byte that is no UTF-8.
+@pytest.mark.parametrize(
+    ("method", "payload", "field"),
+    [
+        (GENERATE, b"\x1a\x02\xff\xfe", "text"),
+        (GENERATE, b"\x22\x06\x0a\x04\x12\x02a\xff", "chat.messages.content"),
+        (GENERATE, b"\x0a\x01\x80\x1a\x01a", "request_id"),
+        (GENERATE, b"\xff\xff\xff\xff", "request"),
+        ("/quire.v1.GenerationService/Tokenize", b"\x12\x01\xff", "text"),
+        ("/quire.v1.ModelService/GetModel", b"\x0a\x01\xff", "name"),
+    ],
+)
+def test_bytes_that_do_not_parse_are_an_invalid_argument(
+    tmp_path: Path, method: str, payload: bytes, field: str
+) -> None:
+    """Invalid UTF-8 names its field, other garbage the request; both are INVALID_ARGUMENT and harm nobody."""
+
+    async def main() -> None:
+        async with running_stack(tmp_path) as stack:
+            refusal = await refused(send_raw(stack, method, payload))
+
+            assert refusal.code == grpc.StatusCode.INVALID_ARGUMENT
+            assert refusal.fields == [field]
+            await still_serves(stack)
+
+    asyncio.run(main())
+
+
+def test_a_template_that_refuses_names_chat(tmp_path: Path) -> None:
+    """The chat template's own words reach the client as a violation of `chat`."""
+
+    async def main() -> None:
+        async with running_stack(tmp_path) as stack:
+            chat = v1.ChatInput(messages=[v1.ChatMessage(role="martian", content="hi")])
+            refusal = await refused(stack.generate(v1.GenerateRequest(chat=chat)))
+
+            assert refusal.fields == ["chat"]
+            assert "no martians" in refusal.bad_request.field_violations[0].description
+
+    asyncio.run(main())
+
+
+def test_a_text_longer_than_the_model_names_text(tmp_path: Path) -> None:
+    """The length is known after tokenising; the field is still the one the client sent."""
+
+    async def main() -> None:
+        async with running_stack(tmp_path) as stack:
+            refusal = await refused(stack.generate(v1.GenerateRequest(text="xyz " * 5000)))
+
+            assert refusal.code == grpc.StatusCode.INVALID_ARGUMENT
+            assert refusal.fields == ["text"]
+
+    asyncio.run(main())
+
+
+def test_a_live_request_id_is_not_taken_twice(tmp_path: Path) -> None:
+    """ALREADY_EXISTS while the first call lives; afterwards the id is free again."""
+
+    async def main() -> None:
+        async with running_stack(tmp_path, core=lambda a: TestCore(a, limit=1)) as stack:
+            first = stack.generation.Generate(tokens_request(1, max_tokens=5, request_id="same"))
+            await first.read()
+            refusal = await refused(stack.generate(tokens_request(1, max_tokens=1, request_id="same")))
+            first.cancel()
+            await stack.core.saw(lambda core: bool(core.cancelled))
+            _, finished = await stack.generate(tokens_request(1, max_tokens=1, request_id="same"))
+
+            assert refusal.code == grpc.StatusCode.ALREADY_EXISTS
+            assert refusal.info.reason == "DUPLICATE_REQUEST_ID"
+            assert finished.request_id == "same"
+
+    asyncio.run(main())
+
+
+def test_without_a_core_calls_are_unavailable(tmp_path: Path) -> None:
+    """Every call is refused with NOT_READY, RetryInfo and a pushback until a worker has joined."""
+
+    async def main() -> None:
+        async with running_stack(tmp_path, core=None) as stack:
+            models = model_pb2_grpc.ModelServiceStub(stack.channel)
+            for call in (
+                stack.generate(tokens_request(1)),
+                stack.generation.Tokenize(v1.TokenizeRequest(text="x")),
+                models.GetModel(model_pb2.GetModelRequest()),
+            ):
+                refusal = await refused(call)
+
+                assert refusal.code == grpc.StatusCode.UNAVAILABLE
+                assert refusal.info.reason == "NOT_READY"
+                assert refusal.trailing["grpc-retry-pushback-ms"] == "1000"
+                assert refusal.retry.retry_delay.ToMilliseconds() == 1000
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("end", "code", "reason"),
+    [
+        (link_pb2.END_REASON_QUEUE_FULL, grpc.StatusCode.RESOURCE_EXHAUSTED, "QUEUE_FULL"),
+        (link_pb2.END_REASON_NO_WORKER, grpc.StatusCode.UNAVAILABLE, "NO_WORKER"),
+        (link_pb2.END_REASON_ROW_FAILED, grpc.StatusCode.INTERNAL, "ROW_FAILED"),
+        (link_pb2.END_REASON_DEADLINE, grpc.StatusCode.DEADLINE_EXCEEDED, "DEADLINE"),
+        (link_pb2.END_REASON_STALLED, grpc.StatusCode.ABORTED, "STALLED_READER"),
+        (link_pb2.END_REASON_SHUTDOWN, grpc.StatusCode.UNAVAILABLE, "NOT_READY"),
+        (link_pb2.END_REASON_INVALID, grpc.StatusCode.INVALID_ARGUMENT, "INVALID_REQUEST"),
+        (link_pb2.END_REASON_CANCELLED, grpc.StatusCode.CANCELLED, "CANCELLED"),
+    ],
+)
+def test_every_end_of_the_core_has_its_status(
+    tmp_path: Path, end: link_pb2.EndReason.ValueType, code: grpc.StatusCode, reason: str
+) -> None:
+    """The core's reason decides code and reason; the core's own words are the message."""
+
+    async def main() -> None:
+        async with running_stack(tmp_path) as stack:
+            stack.core.end_at_once = link_pb2.StreamEnd(reason=end, message="the core's words", retry_ms=250)
+            refusal = await refused(stack.generate(tokens_request(1)))
+
+            assert (refusal.code, refusal.info.reason) == (code, reason)
+            assert "the core's words" in str(refusal.message)
+            if end == link_pb2.END_REASON_QUEUE_FULL:
+                assert refusal.trailing["grpc-retry-pushback-ms"] == "250"
+
+    asyncio.run(main())
+
+
+def test_a_name_that_is_not_served_is_not_found(tmp_path: Path) -> None:
+    """GetModel answers NOT_FOUND for another name."""
+
+    async def main() -> None:
+        async with running_stack(tmp_path) as stack:
+            models = model_pb2_grpc.ModelServiceStub(stack.channel)
+            refusal = await refused(models.GetModel(model_pb2.GetModelRequest(name="other")))
+
+            assert refusal.code == grpc.StatusCode.NOT_FOUND
+            assert refusal.info.reason == "MODEL_NOT_FOUND"
+
+    asyncio.run(main())
+
+
+def test_a_fault_of_ours_is_internal_and_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An unexpected exception ends as INTERNAL with an error id; the core is told and the request id is free."""
+
+    async def main() -> None:
+        async with running_stack(tmp_path, core=lambda a: TestCore(a, limit=3)) as stack:
+            with monkeypatch.context() as patch:
+                patch.setattr(Stream, "taken", lambda self: 1 / 0)
+                refusal = await refused(stack.generate(tokens_request(1, request_id="same")))
+            await stack.core.saw(lambda core: len(core.cancelled) == 1)
+            _, finished = await stack.generate(tokens_request(1, max_tokens=2, request_id="same"))
+
+            assert refusal.code == grpc.StatusCode.INTERNAL
+            assert refusal.info.metadata["error_id"] in str(refusal.message)
+            assert "division" not in str(refusal.message)
+            assert finished.request_id == "same"
+
+    asyncio.run(main())
+
+
+def test_a_message_over_the_limit_is_refused_by_grpc(tmp_path: Path) -> None:
+    """A request of many megabytes ends RESOURCE_EXHAUSTED and costs nothing else."""
+
+    async def main() -> None:
+        async with running_stack(tmp_path) as stack:
+            refusal = await refused(stack.generate(v1.GenerateRequest(text="x" * (9 << 20))))
+
+            assert refusal.code == grpc.StatusCode.RESOURCE_EXHAUSTED
+            await still_serves(stack)
+
+    asyncio.run(main())

@@ -1,0 +1,121 @@
+"""Loading a model's tokenizer, encoding off the loop, and chat templates in their sandbox."""
+
+import asyncio
+import json
+from pathlib import Path
+
+import pytest
+
+from services.chat_template import ChatTemplate, ChatTemplateError
+from services.tokenizer import INLINE_CHARACTERS, load_tokenizer
+from shared.config import ConfigError
+from tests.services.tokenizers_for_tests import BOS, byte_level, write_model
+
+MESSAGES = [{"role": "user", "content": "hi"}]
+
+
+def test_short_and_long_texts_encode_alike(tmp_path: Path) -> None:
+    """A text encoded in a thread has the same ids as one encoded on the loop."""
+    tokenizer = load_tokenizer(write_model(tmp_path, byte_level()))
+    text = "the fox " * INLINE_CHARACTERS
+
+    ids = asyncio.run(tokenizer.encode(text))
+
+    assert ids == byte_level().encode(text).ids
+    assert asyncio.run(tokenizer.encode("fox"))[0] == BOS
+    assert asyncio.run(tokenizer.encode("fox", add_special_tokens=False))[0] != BOS
+    assert asyncio.run(tokenizer.decode(ids, skip_special_tokens=True)) == text
+
+
+def test_a_prompt_is_never_cut_or_padded(tmp_path: Path) -> None:
+    """Truncation and padding that a tokenizer file asks for are ignored."""
+    folder = write_model(tmp_path, byte_level())
+    content = json.loads((folder / "tokenizer.json").read_text())
+    content["truncation"] = {"direction": "Right", "max_length": 4, "strategy": "LongestFirst", "stride": 0}
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+
+    ids = asyncio.run(load_tokenizer(folder).encode("the quick brown fox jumps"))
+
+    assert len(ids) > 4
+
+
+@pytest.mark.parametrize("length", [2, 2000])
+def test_a_conversation_goes_through_the_template(tmp_path: Path, length: int) -> None:
+    """The template writes the special tokens; the tokenizer adds none of its own."""
+    tokenizer = load_tokenizer(write_model(tmp_path, byte_level()))
+    messages = [{"role": "user", "content": "x" * length}]
+
+    ids = asyncio.run(tokenizer.encode_chat(messages, add_generation_prompt=True))
+
+    assert ids.count(BOS) == 1
+    assert byte_level().decode(ids, skip_special_tokens=True) == f"user: {'x' * length}\nassistant:"
+
+
+def test_a_template_file_wins_over_the_configuration(tmp_path: Path) -> None:
+    """chat_template.jinja is used when it is there."""
+    folder = write_model(tmp_path, byte_level())
+    (folder / "chat_template.jinja").write_text("{{ messages[0].content }}!")
+
+    ids = asyncio.run(load_tokenizer(folder).encode_chat(MESSAGES, add_generation_prompt=False))
+
+    assert byte_level().decode(ids) == "hi!"
+
+
+def test_a_model_may_have_no_template(tmp_path: Path) -> None:
+    """Then chat is not offered."""
+    assert not load_tokenizer(write_model(tmp_path, byte_level(), chat_template=None)).has_chat_template
+
+
+def test_templates_find_what_they_are_written_for() -> None:
+    """Special tokens, tojson without HTML escapes, loop controls, generation blocks and trimmed blocks work."""
+    source = (
+        "{{ bos_token }}\n"
+        "{% for m in messages %}\n"
+        "    {% if loop.index > 1 %}{% break %}{% endif %}\n"
+        "{% generation %}{{ m | tojson }}{% endgeneration %}\n"
+        "{% endfor %}{{ strftime_now('%Y') | length }}"
+    )
+    template = ChatTemplate(source, {"bos_token": "<s>"})
+
+    text = template.render([{"role": "user", "content": "<é>"}] * 2, add_generation_prompt=False)
+
+    assert text == '<s>\n{"role": "user", "content": "<é>"}4'
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
+        ("{{ messages[0].content + 1 }}", "TypeError"),
+        ("{{ messages.append(1) }}", "unsafe|SecurityError|not safely"),
+        ("{{ ''.__class__.__mro__ }}", "unsafe"),
+    ],
+)
+def test_a_template_that_fails_is_an_error_of_the_request(source: str, message: str) -> None:
+    """Refusals, mistakes and attempts to leave the sandbox all end as one kind of error."""
+    template = ChatTemplate(source, {})
+
+    with pytest.raises(ChatTemplateError, match=message):
+        template.render(MESSAGES, add_generation_prompt=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("tokenizer.json", None, "holds no tokenizer.json"),
+        ("tokenizer.json", "{}", "cannot be read"),
+        ("tokenizer_config.json", "{", "no valid JSON"),
+        ("chat_template.jinja", "{% if %}", "does not compile"),
+    ],
+)
+def test_an_unusable_tokenizer_is_one_clear_line(tmp_path: Path, name: str, content: str | None, message: str) -> None:
+    """Whatever is wrong with the files, the error names it in one line."""
+    folder = write_model(tmp_path, byte_level())
+    (folder / name).unlink(missing_ok=True)
+    if content is not None:
+        (folder / name).write_text(content)
+
+    with pytest.raises(ConfigError, match=message) as error:
+        load_tokenizer(folder)
+
+    assert "\n" not in str(error.value)

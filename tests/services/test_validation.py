@@ -1,0 +1,211 @@
+"""Every rule of the public API's comments, as a table: request in, fields that are named out."""
+
+import math
+
+import pytest
+from google.protobuf.duration_pb2 import Duration
+
+from quire.v1 import generation_pb2 as v1
+from services.validation import fit, validate
+from shared.errors import InvalidRequestError, UnsupportedFieldError
+from tests.services.stack import MODEL
+
+VOCAB = MODEL.vocab_size
+
+
+def request(**fields: object) -> v1.GenerateRequest:
+    """A valid request with some fields changed."""
+    return v1.GenerateRequest(**{"token_ids": v1.TokenIds(ids=[1, 2, 3]), **fields})  # type: ignore[arg-type]
+
+
+def sampling(**fields: object) -> v1.GenerateRequest:
+    """A valid request with sampling options."""
+    return request(sampling=v1.SamplingOptions(**fields))  # type: ignore[arg-type]
+
+
+def stop(**fields: object) -> v1.GenerateRequest:
+    """A valid request with stop options."""
+    return request(stop=v1.StopOptions(**fields))  # type: ignore[arg-type]
+
+
+def chat(*messages: tuple[str, str]) -> v1.GenerateRequest:
+    """A conversation."""
+    turns = [v1.ChatMessage(role=role, content=content) for role, content in messages]
+    return v1.GenerateRequest(chat=v1.ChatInput(messages=turns))
+
+
+INVALID: list[tuple[str, v1.GenerateRequest]] = [
+    ("input", v1.GenerateRequest()),
+    ("text", v1.GenerateRequest(text="")),
+    ("text", v1.GenerateRequest(text="x" * (4 * 1024 * 1024 + 1))),
+    ("token_ids", v1.GenerateRequest(token_ids=v1.TokenIds())),
+    ("token_ids", v1.GenerateRequest(token_ids=v1.TokenIds(ids=[0, VOCAB]))),
+    ("token_ids", v1.GenerateRequest(token_ids=v1.TokenIds(ids=[2**32 - 1]))),
+    ("token_ids", v1.GenerateRequest(token_ids=v1.TokenIds(ids=[0] * ((1 << 20) + 1)))),
+    ("chat.messages", chat()),
+    ("chat.messages", chat(*[("user", "hi")] * 4097)),
+    ("chat.messages[1].role", chat(("user", "hi"), ("", "hi"))),
+    ("chat.messages[0].role", chat(("x" * 65, "hi"))),
+    ("chat.messages[0].content", chat(("user", "x" * (4 * 1024 * 1024 + 1)))),
+    ("model", request(model="other")),
+    ("model", request(model="m" * 257)),
+    ("request_id", request(request_id="x" * 129)),
+    ("request_id", request(request_id="naïve")),
+    ("request_id", request(request_id="a\nb")),
+    *[("sampling.temperature", sampling(temperature=value)) for value in (math.nan, math.inf, -math.inf, -0.1, 100.5)],
+    *[("sampling.top_p", sampling(top_p=value)) for value in (math.nan, 0.0, -1.0, 1.5, math.inf)],
+    *[("sampling.min_p", sampling(min_p=value)) for value in (math.nan, -0.1, 1.5, math.inf)],
+    ("sampling.top_k", sampling(top_k=2**31)),
+    ("sampling.n", sampling(n=0)),
+    ("sampling.n", sampling(n=129)),
+    ("sampling.repetition_penalty", sampling(repetition_penalty=math.nan)),
+    ("sampling.presence_penalty", sampling(presence_penalty=math.inf)),
+    ("stop.max_tokens", stop(max_tokens=0)),
+    ("stop.max_tokens", stop(max_tokens=MODEL.max_model_len)),
+    ("stop.stop_strings", stop(stop_strings=["x"] * 17)),
+    ("stop.stop_strings[1]", stop(stop_strings=["x", ""])),
+    ("stop.stop_strings[0]", stop(stop_strings=["é" * 129])),
+    ("stop.stop_token_ids", stop(stop_token_ids=[VOCAB])),
+    ("stop.stop_token_ids", stop(stop_token_ids=[1] * 65)),
+]
+
+UNSUPPORTED: list[tuple[str, v1.GenerateRequest]] = [
+    ("grammar", request(grammar=v1.Grammar(regex="a+"))),
+    ("grammar", request(grammar=v1.Grammar())),
+    ("adapter", request(adapter="lora")),
+    ("sampling.typical_p", sampling(typical_p=0.5)),
+    ("sampling.repetition_penalty", sampling(repetition_penalty=1.1)),
+    ("sampling.presence_penalty", sampling(presence_penalty=0.5)),
+    ("sampling.frequency_penalty", sampling(frequency_penalty=0.5)),
+    ("sampling.logit_bias", sampling(logit_bias={1: 2.0})),
+    ("sampling.allowed_token_ids", sampling(allowed_token_ids=[1])),
+    ("sampling.banned_token_ids", sampling(banned_token_ids=[1])),
+    ("sampling.bad_words", sampling(bad_words=["x"])),
+    ("sampling.n", sampling(n=2)),
+    ("stop.min_tokens", stop(min_tokens=1)),
+    ("stop.include_stop_string", stop(include_stop_string=True)),
+    ("output.logprobs", request(output=v1.OutputOptions(logprobs=0))),
+    ("output.prompt_logprobs", request(output=v1.OutputOptions(prompt_logprobs=1))),
+    ("output.echo", request(output=v1.OutputOptions(echo=True))),
+    ("output.truncate_prompt_tokens", request(output=v1.OutputOptions(truncate_prompt_tokens=1))),
+    ("scheduling.priority", request(scheduling=v1.SchedulingOptions(priority=-1))),
+    ("scheduling.tenant", request(scheduling=v1.SchedulingOptions(tenant="t"))),
+    ("scheduling.expected_output_tokens", request(scheduling=v1.SchedulingOptions(expected_output_tokens=1))),
+    ("scheduling.ttft_target", request(scheduling=v1.SchedulingOptions(ttft_target=Duration(seconds=1)))),
+    ("scheduling.total_time_target", request(scheduling=v1.SchedulingOptions(total_time_target=Duration(seconds=1)))),
+    ("scheduling.cache_scope", request(scheduling=v1.SchedulingOptions(cache_scope="c"))),
+]
+
+
+def names(table: list[tuple[str, v1.GenerateRequest]]) -> list[str]:
+    """Test ids."""
+    return [f"{field}-{index}" for index, (field, _) in enumerate(table)]
+
+
+@pytest.mark.parametrize(("field", "wrong"), INVALID, ids=names(INVALID))
+def test_a_wrong_field_is_named(field: str, wrong: v1.GenerateRequest) -> None:
+    """INVALID_ARGUMENT names exactly the field that is wrong, as the proto writes it."""
+    with pytest.raises(InvalidRequestError) as error:
+        validate(wrong, MODEL, has_chat_template=True)
+
+    assert [violation.field for violation in error.value.violations] == [field]
+
+
+@pytest.mark.parametrize(("field", "early"), UNSUPPORTED, ids=names(UNSUPPORTED))
+def test_what_is_not_supported_yet_is_refused_by_name(field: str, early: v1.GenerateRequest) -> None:
+    """A field that this version does not support is never ignored."""
+    with pytest.raises(UnsupportedFieldError) as error:
+        validate(early, MODEL, has_chat_template=True)
+
+    assert error.value.field == field
+
+
+def test_every_field_of_the_request_is_read_or_refused() -> None:
+    """No option of the proto is unknown to the validation: each appears in a table here or in the valid request."""
+    sub_messages = {"sampling", "stop", "output", "scheduling"}
+    known = {field.partition("[")[0] for field, _ in INVALID + UNSUPPORTED}
+    valid = {"sampling.seed", "stop.ignore_eos", "output.include_special_tokens"}
+
+    missing = [
+        f"{parent.name}.{child.name}"
+        for parent in v1.GenerateRequest.DESCRIPTOR.fields
+        if parent.name in sub_messages and parent.message_type is not None
+        for child in parent.message_type.fields
+        if f"{parent.name}.{child.name}" not in known | valid
+    ]
+
+    assert missing == []
+
+
+def test_all_violations_are_reported_together() -> None:
+    """A client learns of every wrong field at once."""
+    wrong = request(
+        request_id="é",
+        model="x",
+        sampling=v1.SamplingOptions(temperature=-1, top_p=2),
+        stop=v1.StopOptions(max_tokens=0),
+    )
+    with pytest.raises(InvalidRequestError) as error:
+        validate(wrong, MODEL, has_chat_template=True)
+
+    fields = {violation.field for violation in error.value.violations}
+    assert fields == {"request_id", "model", "sampling.temperature", "sampling.top_p", "stop.max_tokens"}
+
+
+def test_chat_needs_a_template() -> None:
+    """A model without a chat template refuses `chat`."""
+    with pytest.raises(InvalidRequestError, match="chat: the served model has no chat template"):
+        validate(chat(("user", "hi")), MODEL, has_chat_template=False)
+
+
+def test_defaults_are_those_of_the_comments() -> None:
+    """An empty set of options means temperature 1, no truncation, the model's own end, and a drawn seed and id."""
+    first = validate(request(), MODEL, has_chat_template=True)
+    second = validate(request(), MODEL, has_chat_template=True)
+
+    assert (first.sampling.temperature, first.sampling.top_p) == (1.0, 1.0)
+    assert (first.sampling.top_k, first.sampling.min_p) == (0, 0.0)
+    assert first.stop_token_ids == tuple(MODEL.eos_token_ids)
+    assert first.max_tokens is None
+    assert first.sampling.seed != second.sampling.seed
+    assert first.request_id != second.request_id
+
+
+def test_neutral_values_of_unsupported_fields_are_fine() -> None:
+    """A client that always sends n=1 and neutral penalties is served."""
+    neutral = sampling(
+        n=1, repetition_penalty=1.0, presence_penalty=0.0, frequency_penalty=0.0, typical_p=1.0, temperature=0.0, seed=0
+    )
+    valid = validate(neutral, MODEL, has_chat_template=True)
+
+    assert valid.sampling.temperature == 0.0
+    assert valid.sampling.seed == 0
+
+
+def test_stop_tokens_hold_the_models_own_unless_ignored() -> None:
+    """End-of-sequence tokens are added to the client's, or left out when asked."""
+    (eos,) = MODEL.eos_token_ids
+
+    assert validate(stop(stop_token_ids=[5]), MODEL, has_chat_template=True).stop_token_ids == (eos, 5)
+    ignoring = stop(stop_token_ids=[5], ignore_eos=True)
+    assert validate(ignoring, MODEL, has_chat_template=True).stop_token_ids == (5,)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "max_tokens", "expected"), [(10, None, 64), (4090, None, 6), (10, 100, 100), (4095, 1, 1)]
+)
+def test_what_fits(prompt: int, max_tokens: int | None, expected: int) -> None:
+    """The default is bounded by the room left; what is asked for and fits is granted."""
+    assert fit(prompt, max_tokens, 64, MODEL, "text") == expected
+
+
+@pytest.mark.parametrize(
+    ("prompt", "max_tokens", "field"),
+    [(0, None, "text"), (4096, None, "text"), (4096, 1, "text"), (4000, 97, "stop.max_tokens")],
+)
+def test_what_does_not_fit_is_named(prompt: int, max_tokens: int | None, field: str) -> None:
+    """A prompt that is empty or leaves no room, and a max_tokens beyond the room, are refused."""
+    with pytest.raises(InvalidRequestError) as error:
+        fit(prompt, max_tokens, 64, MODEL, field="text")
+
+    assert [violation.field for violation in error.value.violations] == [field]
