@@ -71,7 +71,7 @@ async def _measure(config: "ServeConfig", requests: "list[OfflineRequest]", max_
     assert task is not None
     # As for Ctrl-C: the service is ended in order, then the command.
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
-    async with Service(config) as service:
+    async with Service(config, log_level="warning") as service:
         addresses = await service.start()
         async with AsyncClient(addresses.grpc) as client:
             return await run_requests(client, requests, max_concurrency)

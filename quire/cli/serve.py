@@ -93,7 +93,8 @@ async def _serve(config: ServeConfig, *, show_sample: bool) -> int:
     from quire.serve.service import Service
 
     signals = _Signals()
-    service = Service(config)
+    # Between the words of the sample, log lines are in the way.
+    service = Service(config, log_level="warning" if show_sample else "debug")
     signals.attach(service)
     async with service:
         serving = asyncio.create_task(_until_told(service, show_sample=show_sample))

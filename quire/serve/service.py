@@ -34,8 +34,12 @@ def fetch_model(config: ServeConfig) -> None:
 class Service:
     """Scheduler, workers and front ends on this machine; `async with` starts and ends them."""
 
-    def __init__(self, config: ServeConfig) -> None:
+    def __init__(self, config: ServeConfig, *, log_level: str = "debug") -> None:
         """Reserves ports and sockets.
+
+        Args:
+            config: the service.
+            log_level: what of the children's logs is passed on.
 
         Raises:
             ConfigError: a port is in use.
@@ -56,7 +60,7 @@ class Service:
         specs = plan_children(config, socket_dir=socket_dir, ports=self._ports, cores=len(os.sched_getaffinity(0)))
         grace_s = dict.fromkeys(Role, _GRACE_S)
         grace_s[Role.FRONTEND] = config.frontend.grace_period_s + _GRACE_MARGIN_S
-        self._supervisor = Supervisor(specs, grace_s=grace_s)
+        self._supervisor = Supervisor(specs, grace_s=grace_s, log_level=log_level)
 
     async def start(self) -> Addresses:
         """Starts every process and waits until the service is ready.

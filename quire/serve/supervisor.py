@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 from quire.serve.child import Child
 from quire.serve.layout import ChildSpec, Role, child_environment
-from quire.serve.output import forward_line
+from quire.serve.output import LogForwarder
 from quire.serve.restarts import GiveUp, RestartPolicy
 from shared.logging import get_logger
 
@@ -55,7 +55,12 @@ class Supervisor:
     """The children of one service. To be used within one event loop, in the main thread."""
 
     def __init__(
-        self, specs: Sequence[ChildSpec], *, grace_s: Mapping[Role, float], policy: RestartPolicy | None = None
+        self,
+        specs: Sequence[ChildSpec],
+        *,
+        grace_s: Mapping[Role, float],
+        policy: RestartPolicy | None = None,
+        log_level: str = "debug",
     ) -> None:
         self._slots = [_Slot(spec) for spec in specs]
         self._grace_s = grace_s
@@ -64,6 +69,7 @@ class Supervisor:
         self._stopping = asyncio.Event()
         self._keepers: list[asyncio.Task[None]] = []
         self._log = get_logger()
+        self._output = LogForwarder(sys.stderr, log_level)
         self.was_ready = False
         """Set by the owner once the service is ready; from then on no death is final."""
         self.failed: asyncio.Future[str] = asyncio.get_running_loop().create_future()
@@ -140,7 +146,7 @@ class Supervisor:
         match = _LISTENING.match(line)
         if match is None:
             # Our own stdout is for the ready line alone.
-            forward_line(sys.stderr, line)
+            self._output.forward(line)
         elif not slot.listening.done():
             slot.listening.set_result(Addresses(*match.groups()))
 
@@ -151,4 +157,4 @@ class Supervisor:
         slot.last_line = line.removeprefix(own_error)
         # The one line in which a command says why it ends is told once, as the reason of its death.
         if not line.startswith(own_error):
-            forward_line(sys.stderr, line)
+            self._output.forward(line)

@@ -104,7 +104,8 @@ def serve(
             process = subprocess.Popen(
                 arguments,
                 cwd=ROOT,
-                env={**os.environ, **(environ or {}), _MARKER: marker},
+                # A killed supervisor leaves its folder of sockets behind; here it goes with ours.
+                env={**os.environ, "TMPDIR": folder, **(environ or {}), _MARKER: marker},
                 stdout=subprocess.PIPE,
                 stderr=stderr,
                 text=True,

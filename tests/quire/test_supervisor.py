@@ -1,6 +1,7 @@
 """What the supervisor promises, with scripted children in place of the services."""
 
 import asyncio
+import io
 import os
 import signal
 import subprocess
@@ -13,6 +14,7 @@ import pytest
 
 from quire.serve import lifeline
 from quire.serve.layout import ChildSpec, Role
+from quire.serve.output import LogForwarder
 from quire.serve.restarts import RestartPolicy
 from quire.serve.supervisor import Addresses, Supervisor
 
@@ -238,3 +240,34 @@ def test_a_child_whose_supervisor_is_already_gone_ends_at_once() -> None:
 
     assert ended.stdout == b""
     assert ended.returncode == 1
+
+
+class Terminal(io.StringIO):
+    """A stream that a person watches."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def test_log_lines_are_readable_for_people_and_json_for_machines() -> None:
+    """A terminal gets rendered lines, a file the lines as they are."""
+    line = '{"event": "worker joined", "level": "info", "worker": "worker-0"}'
+    person, file = Terminal(), io.StringIO()
+
+    LogForwarder(person).forward(line)
+    LogForwarder(file).forward(line)
+
+    assert "worker joined" in person.getvalue()
+    assert "{" not in person.getvalue()
+    assert file.getvalue() == line + "\n"
+
+
+def test_only_log_lines_are_held_back_by_their_level() -> None:
+    """Above a level everything is passed on, and so is whatever is no log line: tracebacks have no level."""
+    out = io.StringIO()
+    lines = ['{"event": "a", "level": "info"}', '{"event": "b", "level": "error"}', '{"event": "c"}', "Traceback", "{"]
+
+    for line in lines:
+        LogForwarder(out, "warning").forward(line)
+
+    assert out.getvalue().splitlines() == lines[1:]
