@@ -27,6 +27,11 @@ class Settled:
     """Rows that got a token, still occupied by the same request."""
     tokens: Int32Array
     first_indices: Int32Array
+    num_tokens: int = 0
+    """Tokens that the step computed, and how many of them belong to prompts."""
+    num_prefill_tokens: int = 0
+    duration: float = 0.0
+    """Seconds from its start to its answer."""
     late: list[tuple[Request, int, int]] = field(default_factory=list)
     """(request, index, token) for requests that had left their row."""
     stopped: list[tuple[Request, int]] = field(default_factory=list)
@@ -63,6 +68,8 @@ def settle(worker: Worker, event: StepDone, now: float) -> Settled:
     if worker.in_flight:
         worker.in_flight[0].started = now
     settled = _settle_rows(worker, answered, generations, event.tokens)
+    settled.num_tokens, settled.num_prefill_tokens = record.num_tokens, record.num_prefill_tokens
+    settled.duration = now - record.started
     for failure in event.failures:
         request = _occupant(worker, failure.row, failure.generation)
         if request is not None:

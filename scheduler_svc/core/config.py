@@ -1,6 +1,6 @@
 """The limits that steer the core's decisions."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 class InvalidLimitsError(ValueError):
@@ -11,6 +11,14 @@ class InvalidLimitsError(ValueError):
 class CoreConfig:
     """See `shared.config.SchedulerConfig` for what each limit means; times are seconds."""
 
+    policy: str = "fcfs"
+    tenant_weights: dict[str, float] = field(default_factory=dict)
+    """Shares of tenants under `fair`; 1 for those not named."""
+    policy_preemption: bool = True
+    """Whether a waiting request may pause running ones that rank behind it; only `priority` and `edf` rank so."""
+    preempt_threshold: float = 5.0
+    """By how much, in the policy's seconds, a running request must rank behind to be paused."""
+    victim_rule: str = "fewest"
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 512
     max_queued_requests: int = 4096

@@ -48,6 +48,14 @@ class RequestArrived:
     deadline: float | None
     """Core time."""
     traceparent: str
+    tenant: str = ""
+    priority: int = 0
+    expected_output_tokens: int = 0
+    """0: no hint."""
+    ttft_deadline: float | None = None
+    """Core time by which the first token is wanted."""
+    total_deadline: float | None = None
+    """Core time by which the last token is wanted; unlike `deadline`, missing it does not end the request."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,11 +20,17 @@ from scheduler_svc.core.events import Int32Array
 from scheduler_svc.core.plan import Plan, RowAdmission
 from scheduler_svc.core.request import Request, RequestState, as_column
 from scheduler_svc.core.rows import DECODE
-from scheduler_svc.core.waiting import WaitingQueue
+from scheduler_svc.core.victims import Candidate, choose_victims
+from scheduler_svc.core.waiting import PREEMPTIVE_POLICIES, WaitingQueue
 from scheduler_svc.core.worker import StepInFlight, Worker
 
 MAX_ADMITTED_TOKENS = 1 << 20
 """Bounds a plan in bytes: after a loss many long prompts may come at once."""
+
+MAX_OVERTAKEN = 16
+"""How many later requests may be admitted before one that does not fit."""
+MAX_OVERTAKING_TRIES = 8
+"""How many requests that do not fit are looked past in one step."""
 
 _NO_ROWS = np.zeros(0, np.int32)
 
@@ -68,6 +74,8 @@ class Planner:
         self._frontends = frontends
         self._now = now
         self._budget = min(config.max_num_batched_tokens, worker.max_tokens_per_step)
+        self._max_running = min(config.max_num_seqs, worker.rows.max_rows)
+        self._out_of_memory = False
         self._append_rows: list[int] = []
         self._append_blocks: list[int] = []
         self._chunk_rows: list[int] = []
@@ -77,10 +85,12 @@ class Planner:
 
     def run(self) -> Outcome:
         """Makes the plan and updates rows, pool and queue accordingly."""
+        if self._config.policy_preemption and self._config.policy in PREEMPTIVE_POLICIES:
+            self._preempt_for_urgent()
         decodes = self._schedule_decodes()
         self._budget -= len(decodes)
         self._schedule_prefills()
-        if not self._outcome.preempted:
+        if not self._out_of_memory:
             self._admit()
         if len(decodes) or self._chunk_rows:
             self._outcome.plan = self._issue(decodes)
@@ -108,7 +118,7 @@ class Planner:
         if len(rows) <= self._pool.num_free:
             self._append(rows.tolist())
             return
-        for row in rows[np.argsort(self._rows.sequence[rows])].tolist():
+        for row in rows[np.argsort(self._rows.rank[rows], kind="stable")].tolist():
             if self._rows.state[row] == DECODE and self._make_room_for(row):
                 self._append([row])
 
@@ -123,16 +133,22 @@ class Planner:
         while not self._pool.num_free:
             if self._pool.num_retired:
                 return False
-            victim = self._youngest()
-            self._outcome.preempted.append(self._worker.vacate(victim))
-            self._worker.counters.preemptions += 1
+            self._out_of_memory = True
+            victim = self._least_urgent()
+            self._preempt(victim)
             if victim == row:
                 return False
         return True
 
-    def _youngest(self) -> int:
+    def _least_urgent(self) -> int:
         occupied = np.flatnonzero(self._rows.state)
-        return int(occupied[np.argmax(self._rows.sequence[occupied])])
+        return int(occupied[np.argmax(self._rows.rank[occupied])])
+
+    def _preempt(self, row: int) -> None:
+        request = self._worker.vacate(row)
+        request.preempted_at = request.num_generated
+        self._outcome.preempted.append(request)
+        self._worker.counters.preemptions += 1
 
     def _schedule_prefills(self) -> None:
         rows = self._rows
@@ -149,30 +165,88 @@ class Planner:
         self._budget -= chunk
 
     def _admit(self) -> None:
-        worker, rows, pool = self._worker, self._rows, self._pool
-        max_running = min(self._config.max_num_seqs, rows.max_rows)
-        reserve = int(self._config.watermark * pool.num_blocks) if rows.num_running else 0
+        """Admits waiting requests in the policy's order while rows, blocks and budget last.
+
+        A request that does not fit now may be overtaken by smaller ones, by at most `MAX_OVERTAKEN` of them over its
+        whole wait; after that nothing is admitted before it. So neither does a large request block the others for
+        good, nor do they starve it.
+        """
+        if not len(self._waiting):
+            return
+        self._account_service()
+        rows = self._rows
+        left: list[Request] = []
         admitted_tokens = 0
-        while self._budget and rows.num_running < max_running and admitted_tokens < MAX_ADMITTED_TOKENS:
-            request = self._waiting.head()
-            if request is None or request.unsettled:
-                return
-            refusal = _refusal(request, worker)
+        while self._budget and admitted_tokens < MAX_ADMITTED_TOKENS:
+            request = self._waiting.take(_nothing_cached)
+            if request is None:
+                break
+            refusal = self._refusal(request)
             if refusal is not None:
-                self._waiting.pop()
                 self._outcome.refused.append(refusal)
                 continue
-            num_blocks = -(-len(request.tokens) // rows.block_size)
-            if num_blocks + reserve > pool.num_free:
-                return
-            self._waiting.pop()
-            self._admissions.append(self._place(request, pool.take(num_blocks)))
-            admitted_tokens += len(request.tokens)
-            reserve = int(self._config.watermark * pool.num_blocks)
+            has_row = rows.num_running < self._max_running
+            if has_row and not request.unsettled and (num_blocks := self._blocks_for(request)) is not None:
+                self._admissions.append(self._place(request, self._pool.take(num_blocks)))
+                admitted_tokens += len(request.tokens)
+                for passed in left:
+                    passed.overtaken += 1
+                continue
+            left.append(request)
+            if not has_row or request.overtaken >= MAX_OVERTAKEN or len(left) >= MAX_OVERTAKING_TRIES:
+                break
+        for request in left:
+            self._waiting.give_back(request)
+
+    def _preempt_for_urgent(self) -> None:
+        """Pauses running requests so that the next waiting one fits, if enough of them rank far enough behind it."""
+        request = self._waiting.take(_nothing_cached)
+        if request is None:
+            return
+        self._waiting.give_back(request)
+        rows, pool = self._rows, self._pool
+        need_row = rows.num_running >= self._max_running
+        num_blocks = -(-len(request.tokens) // rows.block_size)
+        # Blocks that wait for an answer come back without anybody being paused.
+        need_blocks = max(0, num_blocks - pool.num_free - pool.num_retired)
+        if request.unsettled or not (need_row or need_blocks):
+            return
+        behind = self._waiting.rank(request) + self._config.preempt_threshold
+        candidates = [
+            Candidate(row, float(rows.rank[row]), other.sequence, len(rows.blocks[row]), int(rows.committed[row]))
+            for row in np.flatnonzero((rows.state == DECODE) & (rows.rank > behind)).tolist()
+            if (other := rows.requests[row]) is not None and rows.num_generated(row) > other.preempted_at
+        ]
+        for row in choose_victims(
+            candidates, need_row=need_row, need_blocks=need_blocks, rule=self._config.victim_rule
+        ):
+            self._preempt(row)
+
+    def _account_service(self) -> None:
+        """Brings the queue's view of service up to date before it chooses."""
+        if not self._waiting.accounts_service:
+            return
+        for row in self._rows.occupied():
+            request = self._rows.requests[row]
+            assert request is not None
+            generated = self._rows.num_generated(row)
+            self._waiting.served(request, output_tokens=generated - request.accounted_tokens)
+            request.accounted_tokens = generated
+
+    def _blocks_for(self, request: Request) -> int | None:
+        """How many blocks the request takes, or None when they are not to be had now."""
+        num_blocks = -(-len(request.tokens) // self._rows.block_size)
+        reserve = int(self._config.watermark * self._pool.num_blocks) if self._rows.num_running else 0
+        return num_blocks if num_blocks + reserve <= self._pool.num_free else None
 
     def _place(self, request: Request, blocks: list[int]) -> RowAdmission:
         request.limit = min(request.limit, self._worker.max_model_len)
-        row = self._rows.occupy(request, self._frontends[request.key.frontend], blocks)
+        row = self._rows.occupy(
+            request,
+            frontend_index=self._frontends[request.key.frontend],
+            blocks=blocks,
+            rank=self._waiting.rank(request),
+        )
         self._worker.prefilling.append(row)
         self._add_chunk(row)
         request.state = RequestState.RUNNING
@@ -180,6 +254,8 @@ class Planner:
             request.first_planned = self._now
         request.attempts += 1
         request.note(self._now, f"admitted to {self._worker.worker_id} row {row}")
+        if request.attempts == 1:
+            self._waiting.served(request, prompt_tokens=request.num_prompt_tokens)
         return RowAdmission(
             row=row,
             generation=int(self._rows.generation[row]),
@@ -220,6 +296,7 @@ class Planner:
                 generations=rows.generation[sampling],
                 prefilled=prefilled,
                 num_tokens=num_tokens,
+                num_prefill_tokens=num_tokens - len(decodes),
                 started=self._now,
                 deadline=self._now + deadline,
             )
@@ -281,6 +358,36 @@ class Planner:
             request.state = RequestState.ENDING
             self._outcome.ending.append(request)
 
+    def _refusal(self, request: Request) -> Refusal | None:
+        worker = self._worker
+        num_tokens = len(request.tokens)
+        if num_tokens >= worker.max_model_len:
+            return Refusal(
+                request,
+                EndReason.INVALID,
+                f"the prompt has {num_tokens} tokens, the served model takes at most {worker.max_model_len - 1}",
+            )
+        highest = max(request.tokens)
+        if highest >= worker.model.vocab_size or min(request.tokens) < 0:
+            return Refusal(
+                request,
+                EndReason.INVALID,
+                f"token ids must lie in [0, {worker.model.vocab_size}), found {highest}",
+            )
+        if (
+            self._config.policy == "edf"
+            and request.latest_start is not None
+            and self._now > request.latest_start
+            and not request.attempts
+        ):
+            late = self._now - request.latest_start
+            return Refusal(
+                request,
+                EndReason.DEADLINE,
+                f"the deadline cannot be met: the forecast is {late:.2f} s beyond it; allow more time or ask for less",
+            )
+        return None
+
     def _traced(self, decodes: Int32Array) -> tuple[tuple[bytes, int], ...]:
         traced = self._rows.traced
         if not traced:
@@ -290,19 +397,5 @@ class Planner:
         return tuple((r.key.frontend, r.key.stream) for r in requests if r is not None)
 
 
-def _refusal(request: Request, worker: Worker) -> Refusal | None:
-    num_tokens = len(request.tokens)
-    if num_tokens >= worker.max_model_len:
-        return Refusal(
-            request,
-            EndReason.INVALID,
-            f"the prompt has {num_tokens} tokens, the served model takes at most {worker.max_model_len - 1}",
-        )
-    highest = max(request.tokens)
-    if highest >= worker.model.vocab_size or min(request.tokens) < 0:
-        return Refusal(
-            request,
-            EndReason.INVALID,
-            f"token ids must lie in [0, {worker.model.vocab_size}), found {highest}",
-        )
-    return None
+def _nothing_cached(_request: Request) -> int:
+    return 0

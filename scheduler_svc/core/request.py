@@ -58,15 +58,35 @@ class Request:
     arrival: float
     sequence: int
     """Order of arrival."""
+    tenant: str = ""
+    priority: int = 0
+    expected_output_tokens: int = 0
+    """The client's hint; 0: none."""
+    ttft_deadline: float | None = None
+    """When the first token is wanted."""
+    total_deadline: float | None = None
+    """When the last token is wanted: the client's deadline or its target, whichever comes first."""
+    forecast_tokens: float = 0.0
+    """Tokens it will probably generate in all, as forecast when it was queued."""
+    latest_start: float | None = None
+    """When it must run at the latest to meet these, as forecast when it was queued."""
     state: RequestState = RequestState.WAITING
     queued: bool = False
     """It is in the waiting queue."""
     queued_since: float = 0.0
+    overtaken: int = 0
+    """Admissions that passed it while it did not fit."""
+    passed_over: int = 0
+    """Admissions that a longest-prefix order preferred to it."""
+    accounted_tokens: int = 0
+    """Generated tokens that were accounted to its tenant."""
     first_planned: float | None = None
     starved_since: float | None = None
     """Since when it has been without credit."""
     attempts: int = 0
     preemptions: int = 0
+    preempted_at: int = -1
+    """Generated tokens when it was last preempted; it is not paused again before it has more."""
     unsettled: bool = False
     """Steps in flight still name a row that it has left."""
     credit_remainder: int = 0

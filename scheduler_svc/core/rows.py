@@ -48,7 +48,7 @@ class RowTable:
         self.num_prompt = np.zeros(max_rows, np.int32)
         self.stream = np.zeros(max_rows, np.int32)
         self.frontend = np.zeros(max_rows, np.int32)
-        self.sequence = np.zeros(max_rows, np.int64)
+        self.rank = np.zeros(max_rows, np.float64)
         self.traced: set[int] = set()
         self._stops = np.full((max_rows, _STOPS), _NO_TOKEN, np.int32)
         self._many_stops: dict[int, frozenset[int]] = {}
@@ -74,7 +74,7 @@ class RowTable:
             self._decoding = np.flatnonzero(self.state == DECODE).astype(np.int32)
         return self._decoding
 
-    def occupy(self, request: Request, frontend_index: int, blocks: list[int]) -> int:
+    def occupy(self, request: Request, *, frontend_index: int, blocks: list[int], rank: float) -> int:
         """Puts a request into a free row, in prefill; returns the row."""
         row = self._free.pop()
         num_tokens = len(request.tokens)
@@ -91,7 +91,7 @@ class RowTable:
         self.num_prompt[row] = request.num_prompt_tokens
         self.stream[row] = request.key.stream
         self.frontend[row] = frontend_index
-        self.sequence[row] = request.sequence
+        self.rank[row] = rank
         self._num_recent[row] = 0
         stops = request.stop_token_ids
         self._stops[row] = _NO_TOKEN

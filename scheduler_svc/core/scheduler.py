@@ -27,16 +27,19 @@ from scheduler_svc.core.effects import (
     WorkerUnknown,
     WorkerWelcomed,
 )
+from scheduler_svc.core.forecast import Forecast
 from scheduler_svc.core.plan import Plan
 from scheduler_svc.core.planner import Planner
 from scheduler_svc.core.request import TOKEN_BYTES, Request, RequestKey, RequestState, to_tokens
 from scheduler_svc.core.rows import DECODE, RowTable
 from scheduler_svc.core.step_clock import StepClock
-from scheduler_svc.core.waiting import WaitingQueue
+from scheduler_svc.core.waiting import make_queue
 from scheduler_svc.core.worker import Worker, WorkerCounters
 
 OWN_STALL_S = 0.5
 """When time jumps by more than this between two events, it was the scheduler that stood still."""
+
+_NATURAL_ENDS = (EndReason.STOP, EndReason.STOP_STRING, EndReason.LENGTH)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,13 +78,16 @@ class Scheduler:
         self._frontend_names: list[ev.Peer] = []
         self._requests: dict[RequestKey, Request] = {}
         self._running: dict[RequestKey, tuple[Worker, int]] = {}
-        self._waiting = WaitingQueue()
+        self._waiting = make_queue(config.policy, config.tenant_weights)
+        self._forecast = Forecast()
         self._starved: dict[RequestKey, Request] = {}
         """Waiting requests whose readers have no credit."""
         self._workers: dict[ev.Peer, Worker] = {}
         self._model: ev.ModelFacts | None = None
         self._deadlines: list[tuple[float, int, RequestKey]] = []
         self._sequence = 0
+        self._recent_wait = 0.0
+        """Smoothed time from arrival to first plan."""
         self._without_worker_since: float | None = None
         self._last_time: float | None = None
         self._ended: dict[EndReason, int] = dict.fromkeys(EndReason, 0)
@@ -136,6 +142,7 @@ class Scheduler:
                 key = RequestKey(admission.frontend, admission.stream)
                 if self._requests[key].state is RequestState.RUNNING:
                     self._running[key] = (worker, admission.row)
+                self._recent_wait += 0.1 * (now - admission.queued_since - self._recent_wait)
         return outcome.plan
 
     def take_effects(self) -> list[Effect]:
@@ -226,6 +233,11 @@ class Scheduler:
             credit_remainder=event.credit % TOKEN_BYTES,
             deadline=event.deadline,
             traceparent=event.traceparent,
+            tenant=event.tenant,
+            priority=event.priority,
+            expected_output_tokens=event.expected_output_tokens,
+            ttft_deadline=event.ttft_deadline,
+            total_deadline=min((t for t in (event.deadline, event.total_deadline) if t is not None), default=None),
             arrival=now,
             sequence=self._sequence,
         )
@@ -241,7 +253,7 @@ class Scheduler:
                 EndReason.QUEUE_FULL,
                 now,
                 message=f"{self._config.max_queued_requests} requests are waiting already",
-                retry_ms=self._retry_ms(now),
+                retry_ms=self._retry_ms(),
             )
         else:
             if request.deadline is not None:
@@ -277,6 +289,9 @@ class Scheduler:
         self._running.pop(request.key, None)
         request.state = RequestState.WAITING
         request.queued_since = now
+        request.overtaken = request.passed_over = 0
+        request.forecast_tokens = self._forecast.output_tokens(request)
+        request.latest_start = self._forecast.latest_start(request)
         if request.allowed > len(request.tokens):
             self._waiting.push(request)
         else:
@@ -302,14 +317,17 @@ class Scheduler:
         if running is not None:
             worker, row = running
             worker.vacate(row)
+            self._waiting.served(request, output_tokens=request.num_generated - request.accounted_tokens)
             self._attempt_ended(request, reason.value)
         elif request.key in self._starved:
             del self._starved[request.key]
         elif request.queued:
-            self._waiting.forget(request)
+            self._waiting.discard(request)
         elif was is RequestState.ENDING:
             self._attempt_ended(request, reason.value)
         self._ended[reason] += 1
+        if reason in _NATURAL_ENDS:
+            self._forecast.request_finished(request)
         self._effects.append(
             RequestEnded(
                 frontend=request.key.frontend,
@@ -325,11 +343,9 @@ class Scheduler:
             )
         )
 
-    def _retry_ms(self, now: float) -> int:
-        """When a refused client should try again: about as long as the head of the queue has waited."""
-        head = self._waiting.head()
-        waited = now - head.queued_since if head is not None else 0.0
-        return int(1000 * min(30.0, max(0.1, waited)))
+    def _retry_ms(self) -> int:
+        """When a refused client should try again: about as long as requests wait at present."""
+        return int(1000 * min(30.0, max(0.1, self._recent_wait)))
 
     # ---------------------------------------------------------------- workers and steps
 
@@ -416,6 +432,7 @@ class Scheduler:
         except ProtocolViolationError as error:
             self._give_up(worker, str(error), now)
             return
+        self._forecast.step_measured(settled.num_tokens, settled.num_prefill_tokens, settled.duration)
         self._deliver(worker, settled)
         for request in settled.prefilled:
             self._effects.append(AttemptPrefilled(frontend=request.key.frontend, stream=request.key.stream))

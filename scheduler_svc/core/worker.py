@@ -27,6 +27,7 @@ class StepInFlight:
     prefilled: list[int]
     """Those of the rows whose first token of this attempt it is."""
     num_tokens: int
+    num_prefill_tokens: int
     started: float
     """When it began on the worker, as far as is known: sent, or its predecessor answered."""
     deadline: float

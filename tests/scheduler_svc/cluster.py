@@ -66,6 +66,10 @@ class Cluster:
         credit: int = 1 << 20,
         deadline: float | None = None,
         delivered: tuple[int, ...] = (),
+        tenant: str = "",
+        priority: int = 0,
+        expected_output_tokens: int = 0,
+        ttft_deadline: float | None = None,
     ) -> Reader:
         """A request arrives, or arrives again with what was `delivered` before."""
         reader = self.readers[stream] = Reader(prompt, max_tokens, stops or set(), list(delivered))
@@ -82,6 +86,10 @@ class Cluster:
                 credit=credit,
                 deadline=deadline,
                 traceparent="",
+                tenant=tenant,
+                priority=priority,
+                expected_output_tokens=expected_output_tokens,
+                ttft_deadline=ttft_deadline,
             )
         )
         return reader

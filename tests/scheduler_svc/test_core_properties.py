@@ -5,6 +5,7 @@ from hypothesis import strategies as st
 
 from scheduler_svc.core import effects as ef
 from scheduler_svc.core import events as ev
+from scheduler_svc.core.waiting import POLICIES
 from tests.scheduler_svc.cluster import FRONTEND, Cluster
 from tests.scheduler_svc.model_worker import ModelWorker, expected_output
 
@@ -24,13 +25,25 @@ _ACTIONS = st.lists(
 
 
 @settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(actions=_ACTIONS, max_num_seqs=st.integers(1, 6), in_flight=st.integers(1, 2), credit=st.integers(1, 200))
+@given(
+    actions=_ACTIONS,
+    policy=st.sampled_from(POLICIES),
+    max_num_seqs=st.integers(1, 6),
+    in_flight=st.integers(1, 2),
+    credit=st.integers(1, 200),
+)
 def test_every_interleaving_keeps_every_promise(
-    actions: list[tuple[str, int, int]], max_num_seqs: int, in_flight: int, credit: int
+    actions: list[tuple[str, int, int]], policy: str, max_num_seqs: int, in_flight: int, credit: int
 ) -> None:
     """Whatever happens in whatever order: blocks are conserved, KV is never overwritten while it is read, tokens come
     without gap or repeat and are the model's, each request ends once; and when it calms down, everything finishes."""
-    cluster = Cluster(max_num_seqs=max_num_seqs, max_num_batched_tokens=8, max_plans_in_flight=in_flight)
+    cluster = Cluster(
+        policy=policy,
+        preempt_threshold=0.01,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=8,
+        max_plans_in_flight=in_flight,
+    )
     incarnation = 0
     for action, first, second in actions:
         peers = list(cluster.core.workers())
@@ -38,7 +51,16 @@ def test_every_interleaving_keeps_every_promise(
             case "submit":
                 stream = len(cluster.readers)
                 stops = set(expected_output([stream], 9, set())[-1:])
-                cluster.submit(stream, [stream, *range(1, first)], second, stops=stops, credit=4 * credit)
+                cluster.submit(
+                    stream,
+                    [stream, *range(1, first)],
+                    second,
+                    stops=stops,
+                    credit=4 * credit,
+                    tenant=f"t{stream % 3}",
+                    priority=stream % 4,
+                    ttft_deadline=cluster.now + 100.0,
+                )
             case "cancel":
                 cluster.handle(ev.RequestCancelled(frontend=FRONTEND, stream=first))
             case "credit":

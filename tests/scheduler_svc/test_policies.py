@@ -1,0 +1,236 @@
+"""What each order of admission promises, and what keeps every request from starving."""
+
+import random
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from scheduler_svc.core import effects as ef
+from scheduler_svc.core.planner import MAX_OVERTAKEN
+from scheduler_svc.core.request import Request, RequestKey, to_tokens
+from scheduler_svc.core.victims import Candidate, choose_victims
+from scheduler_svc.core.waiting import (
+    AGEING_S,
+    SJF_S_PER_TOKEN,
+    FairQueue,
+    LongestPrefixQueue,
+    WaitingQueue,
+    make_queue,
+)
+from tests.scheduler_svc.cluster import Cluster
+from tests.scheduler_svc.model_worker import ModelWorker
+
+
+def _request(sequence: int, **changes: object) -> Request:
+    values: dict[str, object] = {
+        "key": RequestKey(b"f", sequence),
+        "request_id": f"r{sequence}",
+        "tokens": to_tokens(np.arange(10, dtype=np.int32)),
+        "num_prompt_tokens": 10,
+        "limit": 100,
+        "stop_token_ids": np.zeros(0, np.int32),
+        "sampling": b"",
+        "allowed": 100,
+        "deadline": None,
+        "traceparent": "",
+        "arrival": float(sequence),
+        "sequence": sequence,
+    }
+    return Request(**(values | changes))  # type: ignore[arg-type]
+
+
+def _drain(queue: WaitingQueue, cached: dict[int, int] | None = None) -> list[int]:
+    taken = []
+    while (request := queue.take(lambda each: (cached or {}).get(each.sequence, 0))) is not None:
+        taken.append(request.sequence)
+    return taken
+
+
+def _filled(policy: str, *requests: Request) -> WaitingQueue:
+    queue = make_queue(policy, {})
+    for request in requests:
+        queue.push(request)
+    return queue
+
+
+def test_fcfs_is_the_order_of_arrival() -> None:
+    """A request that comes back later than it arrived is still ahead of those that arrived after it."""
+    assert _drain(_filled("fcfs", _request(3), _request(1), _request(2))) == [1, 2, 3]
+
+
+def test_priority_goes_first_until_waiting_outweighs_it() -> None:
+    """One level is worth `AGEING_S` of waiting: a higher level wins within that time and loses beyond it."""
+    early = _request(1, arrival=0.0, priority=0)
+    soon = _request(2, arrival=AGEING_S - 1, priority=1)
+    late = _request(3, arrival=AGEING_S + 1, priority=1)
+    assert _drain(_filled("priority", early, soon, late)) == [2, 1, 3]
+
+
+def test_sjf_prefers_short_ones_until_waiting_outweighs_it() -> None:
+    """A long request is overtaken only by requests that arrive within its length's worth of time."""
+    long = _request(1, arrival=0.0, forecast_tokens=100.0)
+    soon = _request(2, arrival=100 * SJF_S_PER_TOKEN - 1, forecast_tokens=1.0)
+    late = _request(3, arrival=100 * SJF_S_PER_TOKEN + 1, forecast_tokens=1.0)
+    assert _drain(_filled("sjf", long, soon, late)) == [2, 1, 3]
+
+
+def test_edf_goes_by_the_latest_start() -> None:
+    """The request that must start soonest goes first; one without a deadline is patient, not last for ever."""
+    relaxed = _request(1, latest_start=50.0)
+    urgent = _request(2, latest_start=5.0)
+    none = _request(3, arrival=0.0)
+    much_later = _request(4, latest_start=500.0)
+    assert _drain(_filled("edf", relaxed, urgent, none, much_later)) == [2, 1, 3, 4]
+
+
+def test_lpm_prefers_cached_prefixes_but_passes_nobody_for_ever() -> None:
+    """The longest cached prefix goes first; a request passed over MAX_PASSED times goes next whatever is cached."""
+    queue = LongestPrefixQueue()
+    count = 2 * LongestPrefixQueue.MAX_PASSED
+    for sequence in range(count):
+        queue.push(_request(sequence))
+    order = _drain(queue, {sequence: sequence for sequence in range(1, count)})
+    assert order.index(0) == LongestPrefixQueue.MAX_PASSED
+    assert sorted(order) == list(range(count))
+
+
+def test_lpm_keeps_the_place_of_what_is_given_back() -> None:
+    """A request that did not fit is offered again, and one that ended is never offered."""
+    queue = LongestPrefixQueue()
+    requests = [_request(sequence) for sequence in range(5)]
+    for request in requests:
+        queue.push(request)
+    first = queue.take(lambda _: 0)
+    assert first is requests[0]
+    queue.give_back(first)
+    queue.discard(requests[1])
+    assert _drain(queue) == [0, 2, 3, 4]
+
+
+@settings(max_examples=100, deadline=None)
+@given(seed=st.integers(0, 10_000), weight=st.sampled_from([1.0, 2.0, 5.0]))
+def test_fair_keeps_backlogged_tenants_within_the_published_bound(seed: int, weight: float) -> None:
+    """Between two tenants that always wait, weighted service differs by at most 2 x the largest request's cost."""
+    rng = random.Random(seed)
+    queue = FairQueue({"a": weight})
+    sequence = 0
+    served = {"a": 0.0, "b": 0.0}
+    largest = 0.0
+    for tenant in ("a", "b"):
+        for _ in range(400):
+            sequence += 1
+            queue.push(_request(sequence, tenant=tenant, limit=10 + rng.randint(1, 50 if tenant == "a" else 5)))
+    for _ in range(200):
+        request = queue.take(lambda _: 0)
+        assert request is not None
+        outputs = request.limit - request.num_prompt_tokens
+        cost = FairQueue.INPUT_WEIGHT * 10 + FairQueue.OUTPUT_WEIGHT * outputs
+        queue.served(request, prompt_tokens=10, output_tokens=outputs)
+        served[request.tenant] += cost / (weight if request.tenant == "a" else 1.0)
+        largest = max(largest, cost)
+        assert abs(served["a"] - served["b"]) <= 2 * largest
+
+
+def test_fair_does_not_save_idleness_up() -> None:
+    """A tenant that was away does not get to catch up on what it did not ask for."""
+    queue = FairQueue({})
+    for sequence in range(100):
+        queue.push(_request(sequence, tenant="busy"))
+    for _ in range(50):
+        request = queue.take(lambda _: 0)
+        assert request is not None
+        queue.served(request, output_tokens=10)
+    for sequence in range(100, 200):
+        queue.push(_request(sequence, tenant="back"))
+    tenants = []
+    for _ in range(20):
+        request = queue.take(lambda _: 0)
+        assert request is not None
+        queue.served(request, output_tokens=10)
+        tenants.append(request.tenant)
+    assert 9 <= tenants.count("back") <= 11
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "priority", "sjf", "edf", "fair", "lpm"])
+def test_requests_that_end_while_waiting_are_never_offered(policy: str) -> None:
+    """However many of a queue's requests end while they wait, the others come out, each once."""
+    from scheduler_svc.core.request import RequestState
+
+    requests = [_request(sequence, tenant=f"t{sequence % 3}") for sequence in range(300)]
+    queue = _filled(policy, *requests)
+    for request in requests[::2]:
+        request.state = RequestState.FINISHED
+        queue.discard(request)
+    assert len(queue) == 150
+    assert sorted(_drain(queue)) == list(range(1, 300, 2))
+    assert len(queue) == 0
+
+
+def test_a_large_request_is_overtaken_within_its_bound_only() -> None:
+    """Small requests pass a large one that does not fit, but not more than MAX_OVERTAKEN of them."""
+    cluster = Cluster(max_num_seqs=4, max_num_batched_tokens=16)
+    cluster.join(ModelWorker(b"w/1", 40, 4, 8))
+    cluster.submit(0, [1] * 20, 60)
+    cluster.plan()
+    large = cluster.submit(1, [2] * 100, 5)
+    small = [cluster.submit(stream, [3, stream], 4) for stream in range(2, 60)]
+    while not large.tokens:
+        cluster.plan()
+        assert cluster.answer()
+    assert 0 < sum(bool(reader.tokens) for reader in small) <= MAX_OVERTAKEN + 4
+    cluster.run()
+    assert all(reader.end is not None for reader in cluster.readers.values())
+
+
+def test_an_urgent_request_pauses_one_that_ranks_behind_it() -> None:
+    """When only the row limit binds, a high priority pauses a low one, which then finishes with the same tokens."""
+    cluster = Cluster(policy="priority", max_num_seqs=2, max_num_batched_tokens=16)
+    cluster.join(ModelWorker(b"w/1", 64, 4, 8))
+    low = [cluster.submit(stream, [stream, 1], 40) for stream in range(2)]
+    for _ in range(5):
+        cluster.plan()
+        cluster.answer()
+    urgent = cluster.submit(9, [9, 9], 3, priority=5)
+    for _ in range(8):
+        cluster.plan()
+        cluster.answer()
+    assert urgent.end is not None
+    assert all(reader.end is None for reader in low)
+    cluster.run()
+    assert sorted(reader.end.preemptions for reader in low if reader.end) == [0, 1]
+
+
+def test_a_small_difference_pauses_nobody() -> None:
+    """Within the threshold nothing is paused, so equals do not pause each other in turn."""
+    cluster = Cluster(policy="priority", max_num_seqs=1, max_num_batched_tokens=16)
+    cluster.join(ModelWorker(b"w/1", 64, 4, 8))
+    for stream in range(6):
+        cluster.submit(stream, [stream, 1], 10)
+        cluster.plan()
+        cluster.answer()
+    cluster.run()
+    assert all(reader.end and reader.end.preemptions == 0 for reader in cluster.readers.values())
+
+
+def test_edf_rejects_what_cannot_be_met() -> None:
+    """A request whose forecast lies beyond its deadline ends DEADLINE at once, and says so."""
+    cluster = Cluster(policy="edf", max_num_seqs=1, max_num_batched_tokens=16)
+    cluster.join(ModelWorker(b"w/1", 64, 4, 8))
+    cluster.submit(0, [1, 2], 30)
+    cluster.run()
+    late = cluster.submit(1, [1, 2], 30, ttft_deadline=cluster.now - 1.0)
+    cluster.plan()
+    assert late.end is not None
+    assert late.end.reason is ef.EndReason.DEADLINE
+    assert "forecast" in late.end.message
+
+
+def test_fewest_takes_one_victim_where_one_is_enough() -> None:
+    """The default rule pauses a single sufficient request, the one with the least to compute again."""
+    candidates = [Candidate(0, 9, 1, 2, 10), Candidate(1, 8, 2, 6, 90), Candidate(2, 7, 3, 6, 50)]
+    assert choose_victims(candidates, need_row=True, need_blocks=5, rule="fewest") == [2]
+    assert choose_victims(candidates, need_row=True, need_blocks=5, rule="youngest") == [2]
+    assert choose_victims(candidates, need_row=True, need_blocks=5, rule="lowest_priority") == [0, 1]
+    assert choose_victims(candidates, need_row=True, need_blocks=50, rule="fewest") == []
