@@ -132,6 +132,7 @@ class Stack:
         self.frontend = frontend
         self.channel = channel
         self.http = http
+        self._stopped = False
         self.generation = generation_pb2_grpc.GenerationServiceStub(channel)
 
     @property
@@ -146,6 +147,12 @@ class Stack:
         assert responses[-1].HasField("finished")
         assert all(response.HasField("delta") for response in responses[:-1])
         return [response.delta for response in responses[:-1]], responses[-1].finished
+
+    async def stop(self) -> None:
+        """Stops the front end, as a signal would."""
+        if not self._stopped:
+            self._stopped = True
+            await self.frontend.stop()
 
     async def until_ready(self, ready: bool = True) -> None:
         """Waits until the front end says that it is, or is not, ready."""
@@ -187,7 +194,7 @@ async def running_stack(
     finally:
         await channel.close()
         await http.aclose()
-        await frontend.stop()
+        await stack.stop()
         if stack.core_or_none is not None:
             stack.core_or_none.kill()
 

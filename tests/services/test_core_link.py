@@ -1,7 +1,6 @@
 """Losing clients, cores and messages: what is told to whom, exactly once, and what clients notice (nothing)."""
 
 import asyncio
-import contextlib
 from pathlib import Path
 from typing import TypeAlias
 
@@ -93,7 +92,8 @@ def test_the_deadline_goes_to_the_core_and_ends_the_call(tmp_path: Path) -> None
 
             (submission,) = stack.core.submissions
             assert error.value.code() == grpc.StatusCode.DEADLINE_EXCEEDED
-            assert 0 < submission.deadline_ns <= 1_000_000_000
+            # gRPC rounds timeouts up on their way.
+            assert 0 < submission.deadline_ns < 1_200_000_000
             assert [from_column(column).tolist() for column in stack.core.cancelled] == [[submission.stream]]
 
     asyncio.run(main())
@@ -265,32 +265,24 @@ def test_streams_do_not_wait_for_ever_for_a_core(tmp_path: Path, monkeypatch: py
     asyncio.run(main())
 
 
-@pytest.mark.parametrize(
-    "garbage",
-    [
-        b"\xff\xff\xff",
-        link_pb2.CoreMessage(streams=b"\1\0\0").SerializeToString(),
-        link_pb2.CoreMessage(streams=b"\1\0\0\0", first_indices=b"", tokens=b"").SerializeToString(),
-        link_pb2.CoreMessage(streams=b"\1\0\0\0", first_indices=b"\0\0\0\0", tokens=b"").SerializeToString(),
-        link_pb2.CoreMessage(
-            streams=b"\1\0\0\0", first_indices=b"\0\0\0\0", counts=b"\xff\xff\xff\xff", tokens=b""
-        ).SerializeToString(),
-    ],
-)
-def test_a_malformed_message_is_dropped(tmp_path: Path, garbage: bytes) -> None:
+def test_malformed_messages_are_dropped(tmp_path: Path) -> None:
     """Whatever a broken core sends is counted and dropped; the streams go on."""
 
     async def main() -> None:
         async with running_stack(tmp_path) as stack:
-            message = link_pb2.CoreMessage(incarnation=stack.core.incarnation)
-            with contextlib.suppress(Exception):
-                message.MergeFromString(garbage)
-            payload = message.SerializeToString() if message.streams else garbage
-            stack.core.say(payload)
+            incarnation, one, index = stack.core.incarnation, b"\1\0\0\0", b"\0\0\0\0"
+            broken = [
+                link_pb2.CoreMessage(incarnation=incarnation, streams=b"\1\0\0"),
+                link_pb2.CoreMessage(incarnation=incarnation, streams=one),
+                link_pb2.CoreMessage(incarnation=incarnation, streams=one, first_indices=index),
+                link_pb2.CoreMessage(incarnation=incarnation, streams=one, first_indices=index, counts=b"\xff" * 4),
+            ]
+            for payload in (b"\xff\xff\xff", *(message.SerializeToString() for message in broken)):
+                stack.core.say(payload)
             deltas, _ = await stack.generate(tokens_request(*PROMPT, max_tokens=3))
 
             assert joined_ids(deltas) == list(PROMPT[:3])
-            assert stack.frontend.link.malformed_messages == 1
+            assert stack.frontend.link.malformed_messages == 5
 
     asyncio.run(main())
 

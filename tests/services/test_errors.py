@@ -95,29 +95,25 @@ def test_what_is_not_supported_is_unimplemented(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
-# Field 3 (text) and fields 4 (chat) → 1 (messages) → 2 (content), each with a byte that is no UTF-8.
-@pytest.mark.parametrize(
-    ("method", "payload", "field"),
-    [
+def test_bytes_that_do_not_parse_are_an_invalid_argument(tmp_path: Path) -> None:
+    """Invalid UTF-8 names its field, other garbage the request; both are INVALID_ARGUMENT and harm nobody."""
+    tokenize, get_model = "/quire.v1.GenerationService/Tokenize", "/quire.v1.ModelService/GetModel"
+    broken = [
         (GENERATE, b"\x1a\x02\xff\xfe", "text"),
         (GENERATE, b"\x22\x06\x0a\x04\x12\x02a\xff", "chat.messages.content"),
         (GENERATE, b"\x0a\x01\x80\x1a\x01a", "request_id"),
         (GENERATE, b"\xff\xff\xff\xff", "request"),
-        ("/quire.v1.GenerationService/Tokenize", b"\x12\x01\xff", "text"),
-        ("/quire.v1.ModelService/GetModel", b"\x0a\x01\xff", "name"),
-    ],
-)
-def test_bytes_that_do_not_parse_are_an_invalid_argument(
-    tmp_path: Path, method: str, payload: bytes, field: str
-) -> None:
-    """Invalid UTF-8 names its field, other garbage the request; both are INVALID_ARGUMENT and harm nobody."""
+        (tokenize, b"\x12\x01\xff", "text"),
+        (get_model, b"\x0a\x01\xff", "name"),
+    ]
 
     async def main() -> None:
         async with running_stack(tmp_path) as stack:
-            refusal = await refused(send_raw(stack, method, payload))
+            for method, payload, field in broken:
+                refusal = await refused(send_raw(stack, method, payload))
 
-            assert refusal.code == grpc.StatusCode.INVALID_ARGUMENT
-            assert refusal.fields == [field]
+                assert refusal.code == grpc.StatusCode.INVALID_ARGUMENT
+                assert refusal.fields == [field]
             await still_serves(stack)
 
     asyncio.run(main())
@@ -190,33 +186,33 @@ def test_without_a_core_calls_are_unavailable(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
-@pytest.mark.parametrize(
-    ("end", "code", "reason"),
-    [
-        (link_pb2.END_REASON_QUEUE_FULL, grpc.StatusCode.RESOURCE_EXHAUSTED, "QUEUE_FULL"),
-        (link_pb2.END_REASON_NO_WORKER, grpc.StatusCode.UNAVAILABLE, "NO_WORKER"),
-        (link_pb2.END_REASON_ROW_FAILED, grpc.StatusCode.INTERNAL, "ROW_FAILED"),
-        (link_pb2.END_REASON_DEADLINE, grpc.StatusCode.DEADLINE_EXCEEDED, "DEADLINE"),
-        (link_pb2.END_REASON_STALLED, grpc.StatusCode.ABORTED, "STALLED_READER"),
-        (link_pb2.END_REASON_SHUTDOWN, grpc.StatusCode.UNAVAILABLE, "NOT_READY"),
-        (link_pb2.END_REASON_INVALID, grpc.StatusCode.INVALID_ARGUMENT, "INVALID_REQUEST"),
-        (link_pb2.END_REASON_CANCELLED, grpc.StatusCode.CANCELLED, "CANCELLED"),
-    ],
-)
-def test_every_end_of_the_core_has_its_status(
-    tmp_path: Path, end: link_pb2.EndReason.ValueType, code: grpc.StatusCode, reason: str
-) -> None:
+def test_every_end_of_the_core_has_its_status(tmp_path: Path) -> None:
     """The core's reason decides code and reason; the core's own words are the message."""
+    code = grpc.StatusCode
+    expected = {
+        link_pb2.END_REASON_CANCELLED: (code.CANCELLED, "CANCELLED"),
+        link_pb2.END_REASON_DEADLINE: (code.DEADLINE_EXCEEDED, "DEADLINE"),
+        link_pb2.END_REASON_QUEUE_FULL: (code.RESOURCE_EXHAUSTED, "QUEUE_FULL"),
+        link_pb2.END_REASON_INVALID: (code.INVALID_ARGUMENT, "INVALID_REQUEST"),
+        link_pb2.END_REASON_NO_WORKER: (code.UNAVAILABLE, "NO_WORKER"),
+        link_pb2.END_REASON_ROW_FAILED: (code.INTERNAL, "ROW_FAILED"),
+        link_pb2.END_REASON_STALLED: (code.ABORTED, "STALLED_READER"),
+        link_pb2.END_REASON_SHUTDOWN: (code.UNAVAILABLE, "NOT_READY"),
+    }
+    successes = {link_pb2.END_REASON_STOP, link_pb2.END_REASON_STOP_STRING, link_pb2.END_REASON_LENGTH}
+    never_sent = {link_pb2.END_REASON_UNSPECIFIED}
+    assert set(link_pb2.EndReason.values()) == set(expected) | successes | never_sent
 
     async def main() -> None:
         async with running_stack(tmp_path) as stack:
-            stack.core.end_at_once = link_pb2.StreamEnd(reason=end, message="the core's words", retry_ms=250)
-            refusal = await refused(stack.generate(tokens_request(1)))
+            for end, code_and_reason in expected.items():
+                stack.core.end_at_once = link_pb2.StreamEnd(reason=end, message="the core's words", retry_ms=250)
+                refusal = await refused(stack.generate(tokens_request(1)))
 
-            assert (refusal.code, refusal.info.reason) == (code, reason)
-            assert "the core's words" in str(refusal.message)
-            if end == link_pb2.END_REASON_QUEUE_FULL:
-                assert refusal.trailing["grpc-retry-pushback-ms"] == "250"
+                assert (refusal.code, refusal.info.reason) == code_and_reason
+                assert "the core's words" in str(refusal.message)
+                if end == link_pb2.END_REASON_QUEUE_FULL:
+                    assert refusal.trailing["grpc-retry-pushback-ms"] == "250"
 
     asyncio.run(main())
 

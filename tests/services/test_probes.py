@@ -1,0 +1,142 @@
+"""Health, reflection, HTTP probes and metrics."""
+
+import asyncio
+from pathlib import Path
+
+import grpc
+import pytest
+from grpc import aio
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+
+from protos.quire.link.v1 import link_pb2
+from tests.services.stack import TestCore, running_stack, tokens_request
+
+SERVING = health_pb2.HealthCheckResponse.SERVING
+NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
+
+
+def test_without_a_worker_the_process_is_alive_and_not_ready(tmp_path: Path) -> None:
+    """Liveness holds from the start, readiness needs a core with a worker; gRPC and HTTP agree."""
+
+    async def main() -> None:
+        async with running_stack(tmp_path, core=None) as stack:
+            health = health_pb2_grpc.HealthStub(stack.channel)
+            listed = await health.List(health_pb2.HealthListRequest())
+
+            assert {name: response.status for name, response in listed.statuses.items()} == {
+                "": NOT_SERVING,
+                "liveness": SERVING,
+                "readiness": NOT_SERVING,
+                "quire.v1.GenerationService": NOT_SERVING,
+            }
+            assert (await stack.http.get("/health")).status_code == 200
+            assert (await stack.http.get("/ready")).status_code == 503
+
+    asyncio.run(main())
+
+
+def test_watch_tells_when_the_service_becomes_ready(tmp_path: Path) -> None:
+    """A watcher sees NOT_SERVING, SERVING once a core is there, and NOT_SERVING when the process stops."""
+
+    async def main() -> None:
+        async with running_stack(tmp_path, core=None) as stack:
+            health = health_pb2_grpc.HealthStub(stack.channel)
+            watch = health.Watch(health_pb2.HealthCheckRequest(service="readiness"))
+            first = await watch.read()
+            stack.core_or_none = TestCore(f"ipc://{tmp_path}/core")
+            second = await watch.read()
+            checked = await health.Check(health_pb2.HealthCheckRequest(service=""))
+            ready = await stack.http.get("/ready")
+            stopping = asyncio.create_task(stack.stop())
+            third = await watch.read()
+            end = await watch.read()
+            await stopping
+
+            assert [first.status, second.status, third.status] == [NOT_SERVING, SERVING, NOT_SERVING]
+            assert end is aio.EOF
+            assert checked.status == SERVING
+            assert ready.status_code == 200
+
+    asyncio.run(main())
+
+
+def test_an_unknown_service_is_not_found(tmp_path: Path) -> None:
+    """Check refuses names that are not served; Watch waits for them, as the protocol says."""
+
+    async def main() -> None:
+        async with running_stack(tmp_path, core=None) as stack:
+            health = health_pb2_grpc.HealthStub(stack.channel)
+            with pytest.raises(aio.AioRpcError) as error:
+                await health.Check(health_pb2.HealthCheckRequest(service="nobody"))
+            watch = health.Watch(health_pb2.HealthCheckRequest(service="nobody"))
+            watched = await watch.read()
+            watch.cancel()
+
+            assert error.value.code() == grpc.StatusCode.NOT_FOUND
+            assert watched.status == health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
+
+    asyncio.run(main())
+
+
+def test_reflection_lists_the_services(tmp_path: Path) -> None:
+    """A client without the proto files finds the services and the request's description."""
+
+    async def main() -> None:
+        async with running_stack(tmp_path, core=None) as stack:
+            stub = reflection_pb2_grpc.ServerReflectionStub(stack.channel)
+            requests = [
+                reflection_pb2.ServerReflectionRequest(list_services=""),
+                reflection_pb2.ServerReflectionRequest(file_containing_symbol="quire.v1.GenerateRequest"),
+            ]
+            listed, found = [response async for response in stub.ServerReflectionInfo(iter(requests))]
+
+            assert {service.name for service in listed.list_services_response.service} == {
+                "quire.v1.GenerationService",
+                "quire.v1.ModelService",
+                "grpc.health.v1.Health",
+                "grpc.reflection.v1alpha.ServerReflection",
+            }
+            assert found.file_descriptor_response.file_descriptor_proto
+
+    asyncio.run(main())
+
+
+def test_metrics_are_the_whole_services(tmp_path: Path) -> None:
+    """A scrape shows what the core merged, the front end's own fresh values among it."""
+
+    async def main() -> None:
+        class Core(TestCore):
+            def handle(self, peer: bytes, message: link_pb2.FrontendMessage) -> None:
+                family = message.report.families.add(name="quire_kv_blocks", type="gauge", help="KV blocks")
+                family.samples.add(name="quire_kv_blocks", labels={"state": "free"}, value=7)
+                super().handle(peer, message)
+
+        async with running_stack(tmp_path, core=Core) as stack:
+            await stack.generate(tokens_request(1, 2, 3, max_tokens=5))
+            response = await stack.http.get("/metrics")
+            lines = response.text.splitlines()
+
+            assert response.headers["content-type"].startswith("text/plain; version=0.0.4")
+            assert 'quire_kv_blocks{state="free"} 7.0' in lines
+            assert 'quire_requests_total{code="OK",frontend="frontend-0",method="Generate"} 1.0' in lines
+            assert 'quire_prompt_tokens_total{frontend="frontend-0"} 3.0' in lines
+            assert 'quire_generation_tokens_total{frontend="frontend-0"} 5.0' in lines
+            assert 'quire_live_streams{frontend="frontend-0"} 0.0' in lines
+            assert 'quire_time_to_first_token_seconds_count{frontend="frontend-0"} 1.0' in lines
+            assert 'quire_request_duration_seconds_bucket{frontend="frontend-0",le="+Inf"} 1.0' in lines
+
+    asyncio.run(main())
+
+
+def test_metrics_without_a_core_are_the_front_ends_own(tmp_path: Path) -> None:
+    """When the core does not answer, a scrape still works."""
+
+    async def main() -> None:
+        async with running_stack(tmp_path, core=None) as stack:
+            response = await stack.http.get("/metrics")
+
+            assert response.status_code == 200
+            assert 'quire_live_streams{frontend="frontend-0"} 0.0' in response.text.splitlines()
+
+    asyncio.run(main())

@@ -1,0 +1,112 @@
+"""One trace from the client's call through the front end to the core; nothing of prompts in spans or logs."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+from grpc import aio
+from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from opentelemetry.trace import SpanKind, StatusCode, format_span_id, format_trace_id
+
+from protos.quire.link.v1 import link_pb2
+from quire.v1 import generation_pb2 as v1
+from shared.telemetry import Telemetry
+from tests.services.stack import TestCore, running_stack, tokens_request
+from tests.services.tokenizers_for_tests import byte_level
+
+TRACE_ID, PARENT_ID = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
+TRACEPARENT = ("traceparent", f"00-{TRACE_ID}-{PARENT_ID}-01")
+SECRET = "xyzzy"
+
+
+class KeptTelemetry(Telemetry):
+    """Keeps finished spans instead of exporting them."""
+
+    def __init__(self) -> None:
+        self.exporter = InMemorySpanExporter()
+        self._provider = TracerProvider()
+        self._provider.add_span_processor(SimpleSpanProcessor(self.exporter))
+        self.tracer = self._provider.get_tracer("test")
+
+    def shutdown(self) -> None:
+        """Nothing is pending."""
+
+    def spans(self) -> dict[str, ReadableSpan]:
+        """Finished spans by name."""
+        return {span.name: span for span in self.exporter.get_finished_spans()}
+
+
+def test_the_clients_trace_goes_on_to_the_core(tmp_path: Path) -> None:
+    """The server span is a child of the client's, tokenising a child of it, and the core gets the server span."""
+
+    async def main() -> None:
+        telemetry = KeptTelemetry()
+        async with running_stack(tmp_path, telemetry=telemetry) as stack:
+            request = v1.GenerateRequest(text="the fox", stop=v1.StopOptions(max_tokens=5), request_id="mine")
+            async for _ in stack.generation.Generate(request, metadata=(TRACEPARENT,)):
+                pass
+            submission = stack.core.submissions[0]
+        spans = telemetry.spans()
+
+        server, tokenize = spans["quire.v1.GenerationService/Generate"], spans["tokenize"]
+        assert server.kind is SpanKind.SERVER
+        assert server.parent is not None
+        assert tokenize.parent is not None
+        assert format_trace_id(server.context.trace_id) == TRACE_ID
+        assert format_span_id(server.parent.span_id) == PARENT_ID
+        assert tokenize.parent.span_id == server.context.span_id
+        assert submission.traceparent == f"00-{TRACE_ID}-{format_span_id(server.context.span_id)}-01"
+        attributes = dict(server.attributes or {})
+        assert attributes["gen_ai.request.model"] == "echo"
+        assert attributes["gen_ai.request.max_tokens"] == 5
+        assert attributes["gen_ai.usage.input_tokens"] == submission.num_prompt_tokens
+        assert attributes["gen_ai.usage.output_tokens"] == 5
+        assert attributes["gen_ai.response.finish_reasons"] == ("length",)
+        assert attributes["quire.request_id"] == "mine"
+        assert server.status.status_code is StatusCode.UNSET
+
+    asyncio.run(main())
+
+
+def test_an_error_marks_the_span(tmp_path: Path) -> None:
+    """The span of a refused call carries the reason."""
+
+    async def main() -> None:
+        telemetry = KeptTelemetry()
+        async with running_stack(tmp_path, telemetry=telemetry) as stack:
+            stack.core.end_at_once = link_pb2.StreamEnd(reason=link_pb2.END_REASON_QUEUE_FULL)
+            with pytest.raises(aio.AioRpcError):
+                await stack.generate(tokens_request(1))
+        server = telemetry.spans()["quire.v1.GenerationService/Generate"]
+
+        assert server.status.status_code is StatusCode.ERROR
+        assert dict(server.attributes or {})["error.type"] == "QUEUE_FULL"
+
+    asyncio.run(main())
+
+
+def test_nothing_of_a_prompt_is_recorded(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Neither spans nor logs hold text of prompt or answer, whether the call succeeds, fails or is cancelled."""
+
+    async def main() -> list[str]:
+        telemetry = KeptTelemetry()
+        async with running_stack(tmp_path, telemetry=telemetry, core=lambda a: TestCore(a, limit=20)) as stack:
+            options = v1.StopOptions(max_tokens=20)
+            await stack.generate(v1.GenerateRequest(text=SECRET, stop=options))
+            with pytest.raises(aio.AioRpcError):
+                await stack.generate(v1.GenerateRequest(text=SECRET * 5000))
+            call = stack.generation.Generate(v1.GenerateRequest(text=SECRET, stop=v1.StopOptions(max_tokens=30)))
+            await call.read()
+            call.cancel()
+            await stack.core.saw(lambda core: bool(core.cancelled))
+        return [span.to_json() for span in telemetry.exporter.get_finished_spans()]
+
+    spans = asyncio.run(main())
+
+    assert len(spans) == 6
+    assert byte_level().decode(byte_level().encode(SECRET).ids) == SECRET
+    assert all(SECRET not in span for span in spans)
+    out, err = capfd.readouterr()
+    assert SECRET not in out + err
