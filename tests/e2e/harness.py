@@ -25,6 +25,12 @@ QUIRE = (sys.executable, "-m", "quire.cli.main")
 """The command `quire`, run from this source tree."""
 END_S = 60
 """How long a service may take to end; generous, for a machine with two busy cores."""
+DEFAULTS = {
+    # Tiny models gain nothing from a second thread, and lose a factor of thirty to it when the cores are busy with
+    # something else: each of its many barriers then waits for a thread that is not being run.
+    "QUIRE_NUM_THREADS": "1",
+}
+"""What the service's environment holds unless a test says otherwise."""
 
 _MARKER = "QUIRE_TEST_RUN"
 _READY = re.compile(r"ready grpc=(\S+) http=(\S+)\n")
@@ -105,7 +111,7 @@ def serve(
                 arguments,
                 cwd=ROOT,
                 # A killed supervisor leaves its folder of sockets behind; here it goes with ours.
-                env={**os.environ, "TMPDIR": folder, **(environ or {}), _MARKER: marker},
+                env={**os.environ, **DEFAULTS, "TMPDIR": folder, **(environ or {}), _MARKER: marker},
                 stdout=subprocess.PIPE,
                 stderr=stderr,
                 text=True,

@@ -16,7 +16,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from quire import Client, FinishReason, errors
 from tests.checkpoints import make_checkpoint
-from tests.e2e.harness import QUIRE, ROOT, Served, serve
+from tests.e2e.harness import DEFAULTS, QUIRE, ROOT, Served, serve
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +38,7 @@ def quire(
     return subprocess.run(
         [*QUIRE, *arguments],
         cwd=ROOT,
-        env={**os.environ, **(environ or {})},
+        env={**os.environ, **DEFAULTS, **(environ or {})},
         input=stdin.encode(),
         capture_output=True,
         timeout=120,
