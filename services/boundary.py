@@ -70,7 +70,7 @@ class Boundary(aio.ServerInterceptor):
 
     def _guard(self, name: str, handler: Any) -> Any:
         async def guarded(request: Message | MalformedRequest, context: Context) -> object:
-            code = "CANCELLED"
+            code = ""
             try:
                 if isinstance(request, MalformedRequest):
                     raise InvalidRequestError(FieldViolation(request.field, request.description))
@@ -88,10 +88,16 @@ class Boundary(aio.ServerInterceptor):
                 get_logger().error("handler failed", method=name, error_id=error_id, exc_info=unexpected)
                 await context.abort_with_status(to_status(InternalError(error_id)))
             finally:
-                self._on_outcome(name, code)
+                self._on_outcome(name, code or cancel_code(context))
             return None
 
         return guarded
+
+
+def cancel_code(context: Context) -> str:
+    """Why gRPC cancelled a handler: its deadline passed, or the client went away."""
+    left = context.time_remaining()
+    return "DEADLINE_EXCEEDED" if left is not None and left <= 0 else "CANCELLED"
 
 
 def tolerant(message_type: type[Message]) -> Callable[[bytes], Message | MalformedRequest]:

@@ -115,6 +115,9 @@ class Frontend:
             interceptors=[Boundary(self._metrics.count_outcome)],
             options=[
                 ("grpc.so_reuseport", 1),
+                # A client whose machine vanished is noticed before its reader counts as stalled.
+                ("grpc.keepalive_time_ms", 30_000),
+                ("grpc.keepalive_timeout_ms", 10_000),
                 ("grpc.max_receive_message_length", _MAX_REQUEST_BYTES),
             ],
         )

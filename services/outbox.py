@@ -1,10 +1,12 @@
-"""What a stream has for its reader and the reader has not taken yet.
+"""The tokens of one stream and how far its reader is: what was let out and not yet taken is the outbox.
 
 A reader that keeps up takes one token at a time. While it lags, tokens pile up here and go out as one message: ids
 appended, text concatenated. The pile is bounded by the credit that the core was given: a token costs four bytes of
-credit, which go back only when the reader really took it.
+credit, which go back only when the reader really took it. All tokens stay, four bytes each: a core that was lost is
+replaced by telling the new one what was generated.
 """
 
+from array import array
 from typing import NamedTuple
 
 TOKEN_COST = 4
@@ -20,37 +22,35 @@ class Batch(NamedTuple):
 
 
 class Outbox:
-    """The pile of one stream."""
+    """`taken <= released <= len(tokens)`: gone to the reader, free to go, received."""
 
-    __slots__ = ("merged", "num_taken", "text", "token_ids")
+    __slots__ = ("merged", "released", "taken", "text", "tokens")
 
     def __init__(self) -> None:
-        self.token_ids: list[int] = []
-        """Tokens waiting."""
+        self.tokens = array("i")
+        """All tokens received from the core."""
+        self.released = 0
+        """Tokens that may go out."""
+        self.taken = 0
+        """Tokens that the reader was given."""
         self.text = ""
-        """Text waiting."""
-        self.num_taken = 0
-        """Tokens taken so far, hence the index of the first one waiting."""
+        """Text that waits with them."""
         self.merged = 0
         """Tokens that shared a message with an earlier one."""
 
-    def __len__(self) -> int:
-        return len(self.token_ids)
-
-    def put(self, token_ids: list[int], text: str = "") -> None:
-        """Adds tokens, and text that became certain with them."""
-        self.token_ids += token_ids
-        self.text += text
+    @property
+    def waiting(self) -> list[int]:
+        """The tokens that wait."""
+        return self.tokens[self.taken : self.released].tolist()
 
     def take(self) -> Batch | None:
         """Everything that waits, or None."""
-        token_ids = self.token_ids
-        if not (token_ids or self.text):
+        first, count = self.taken, self.released - self.taken
+        if not (count or self.text):
             return None
-        batch = Batch(self.num_taken, token_ids, self.text)
-        self.num_taken += len(token_ids)
-        if len(token_ids) > 1:
-            self.merged += len(token_ids) - 1
-        self.token_ids = []
+        batch = Batch(first, self.waiting, self.text)
+        self.taken = self.released
         self.text = ""
+        if count > 1:
+            self.merged += count - 1
         return batch

@@ -10,7 +10,7 @@ from opentelemetry.trace import Span, Tracer
 from protos.quire.link.v1 import link_pb2
 from quire.v1 import generation_pb2 as v1
 from quire.v1 import generation_pb2_grpc
-from services.boundary import Context
+from services.boundary import Context, cancel_code
 from services.chat_template import ChatTemplateError
 from services.core_link import CoreLink
 from services.errors import RETRY_MS, error_of, finish_reason
@@ -73,7 +73,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             model = self._services.served_model()
             valid = validate(request, model, has_chat_template=self._services.tokenizer.has_chat_template)
             self._claim(valid.request_id)
-            outcome = "CANCELLED"
+            outcome = ""
             try:
                 await context.send_initial_metadata(((REQUEST_ID_KEY, valid.request_id),))
                 await self._run(request, valid, model, arrival, span, context)
@@ -89,7 +89,10 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
                 elapsed = time.monotonic() - arrival
                 self._services.metrics.duration.observe(elapsed)
                 get_logger().info(
-                    "request ended", request_id=valid.request_id, outcome=outcome, seconds=round(elapsed, 4)
+                    "request ended",
+                    request_id=valid.request_id,
+                    outcome=outcome or cancel_code(context),
+                    seconds=round(elapsed, 4),
                 )
 
     async def Tokenize(self, request: v1.TokenizeRequest, context: Context) -> v1.TokenizeResponse:

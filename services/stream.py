@@ -11,7 +11,6 @@ Rules:
 """
 
 import enum
-from array import array
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -69,7 +68,7 @@ class Stream:
     """One live request."""
 
     __slots__ = (
-        "_credit_portion", "_credit_returned", "_detokenizer", "_finder", "_flushed", "_generated", "_held", "_outbox",
+        "_credit_portion", "_credit_returned", "_detokenizer", "_finder", "_flushed", "_held", "_outbox",
         "_text_length", "_wake", "_writing", "end", "error", "first_token_at", "number", "over", "request",
     )  # fmt: skip
 
@@ -88,26 +87,25 @@ class Stream:
         self._detokenizer = detokenizer
         self._finder = StopFinder(request.stop_strings) if request.stop_strings else None
         self._outbox = Outbox()
-        self._generated = array("i")
         self._credit_portion = max(request.credit // (_PORTIONS * TOKEN_COST), 1)
         self._credit_returned = 0
         """Tokens whose credit went back."""
         self._writing = 0
         """Tokens handed out by `take` and not yet confirmed by `taken`."""
         self._flushed = False
-        # Only with stop strings: tokens not yet let out, each with the length of the text before it.
-        self._held: deque[tuple[int, int]] = deque()
+        # Only with stop strings: for each token not yet let out, the length of the text before it.
+        self._held: deque[int] = deque()
         self._text_length = 0
 
     @property
     def num_generated(self) -> int:
         """Tokens received from the core."""
-        return len(self._generated)
+        return len(self._outbox.tokens)
 
     @property
     def num_sent(self) -> int:
         """Tokens handed to the reader."""
-        return self._outbox.num_taken
+        return self._outbox.taken
 
     @property
     def stop_string(self) -> str | None:
@@ -117,7 +115,7 @@ class Stream:
     @property
     def keep_tokens(self) -> int:
         """Generated tokens that count once a stop string was found: those that begin before it."""
-        return len(self._generated) - len(self._held)
+        return self._outbox.released
 
     @property
     def merged_tokens(self) -> int:
@@ -127,13 +125,14 @@ class Stream:
     def submission(self, now: float) -> link_pb2.Submission:
         """The request with all tokens so far, for a core that does not know it. Starts the credit afresh."""
         request = self.request
-        waiting = len(self._outbox) + self._writing
-        self._credit_returned = len(self._generated) - waiting
+        outbox = self._outbox
+        waiting = outbox.released - outbox.taken + self._writing
+        self._credit_returned = len(outbox.tokens) - waiting
         left = 0 if request.deadline is None else max(int((request.deadline - now) * 1e9), 1)
         return link_pb2.Submission(
             stream=self.number,
             request_id=request.request_id,
-            token_ids=request.prompt + to_column(self._generated),
+            token_ids=request.prompt + to_column(outbox.tokens),
             num_prompt_tokens=request.num_prompt_tokens,
             max_tokens=request.max_tokens,
             stop_token_ids=request.stop_token_ids,
@@ -149,7 +148,8 @@ class Stream:
         finder = self._finder
         if self.over or (finder is not None and finder.match is not None):
             return Received.TAKEN
-        known = len(self._generated)
+        outbox = self._outbox
+        known = len(outbox.tokens)
         if first_index != known:
             if first_index > known:
                 return Received.GAP
@@ -159,8 +159,8 @@ class Stream:
         if self.first_token_at is None:
             self.first_token_at = now
         if finder is None:
-            self._generated.extend(token_ids)
-            self._outbox.put(token_ids)
+            outbox.tokens.extend(token_ids)
+            outbox.released = len(outbox.tokens)
             self._wake()
             return Received.TAKEN
         return self._scan(token_ids, finder)
@@ -180,8 +180,8 @@ class Stream:
     def take(self) -> Batch | None:
         """What the reader gets next, or None while there is nothing. Confirm it with `taken`."""
         outbox = self._outbox
-        if self._finder is None and outbox.token_ids:
-            outbox.text += self._detokenizer.push(outbox.token_ids)
+        if self._finder is None and outbox.released > outbox.taken:
+            outbox.text = self._detokenizer.push(outbox.waiting)
         if self.over and not self._flushed:
             self._flushed = True
             self._flush()
@@ -196,32 +196,34 @@ class Stream:
 
     def credit_due(self) -> int:
         """Bytes of credit to return now; 0 while it is not worth a message."""
-        due = len(self._generated) - len(self._outbox.token_ids) - self._writing - self._credit_returned
+        outbox = self._outbox
+        consumed = len(outbox.tokens) - outbox.released + outbox.taken - self._writing
+        due = consumed - self._credit_returned
         if due < self._credit_portion or self.over:
             return 0
         self._credit_returned += due
         return due * TOKEN_COST
 
     def _scan(self, token_ids: list[int], finder: StopFinder) -> Received:
+        outcome = Received.TAKEN
         for token_id in token_ids:
-            self._generated.append(token_id)
-            self._held.append((token_id, self._text_length))
+            self._outbox.tokens.append(token_id)
+            self._held.append(self._text_length)
             text = self._detokenizer.push((token_id,))
             self._text_length += len(text)
             self._let_out(finder.push(text), finder.released)
             if finder.match is not None:
-                self._wake()
-                return Received.MATCHED
+                outcome = Received.MATCHED
+                break
         self._wake()
-        return Received.TAKEN
+        return outcome
 
-    def _let_out(self, text: str, released: int) -> None:
-        """Puts text into the outbox, with the tokens that begin before its end."""
-        token_ids = []
-        while self._held and self._held[0][1] < released:
-            token_ids.append(self._held.popleft()[0])
-        if token_ids or text:
-            self._outbox.put(token_ids, text)
+    def _let_out(self, text: str, length: int) -> None:
+        """Lets out text, which is then `length` characters in all, with the tokens that begin before its end."""
+        while self._held and self._held[0] < length:
+            self._held.popleft()
+            self._outbox.released += 1
+        self._outbox.text += text
 
     def _flush(self) -> None:
         """At the end nothing is held back any longer; even the last character may complete a stop string."""
@@ -232,5 +234,5 @@ class Stream:
         if finder.match is None:
             self._let_out(finder.push(self._detokenizer.finish()), finder.released)
         if finder.match is None:
-            self._outbox.put([token_id for token_id, _ in self._held], finder.finish())
-            self._held.clear()
+            self._outbox.text += finder.finish()
+            self._outbox.released = len(self._outbox.tokens)

@@ -49,17 +49,15 @@ def text_and_ids(batches: list[Batch]) -> tuple[str, list[int]]:
 def test_outbox_merges_what_was_not_taken() -> None:
     """Tokens that pile up leave as one batch with the index of the first one."""
     outbox = Outbox()
-    outbox.put([1], "a")
-    first = outbox.take()
-    outbox.put([2], "b")
-    outbox.put([3], "")
-    outbox.put([4], "c")
-    second = outbox.take()
+    batches = []
+    for tokens, text in (([1], "a"), ([2, 3, 4], "bc"), ([], "d"), ([], "")):
+        outbox.tokens.extend(tokens)
+        outbox.released += len(tokens)
+        outbox.text += text
+        batches.append(outbox.take())
 
-    assert first == Batch(0, [1], "a")
-    assert second == Batch(1, [2, 3, 4], "bc")
+    assert batches == [Batch(0, [1], "a"), Batch(1, [2, 3, 4], "bc"), Batch(4, [], "d"), None]
     assert outbox.merged == 2
-    assert outbox.take() is None
 
 
 def test_a_prompt_reader_gets_every_token_in_a_batch_of_its_own() -> None:
