@@ -80,9 +80,19 @@ def _arrival(peer: ev.Peer, submission: link_pb2.Submission, now: float) -> ev.R
         stop_token_ids=from_column(submission.stop_token_ids),
         sampling=submission.sampling,
         credit=submission.credit,
-        deadline=now + submission.deadline_ns / 1e9 if submission.deadline_ns else None,
+        deadline=_point_in_time(submission.deadline_ns, now),
         traceparent=submission.traceparent,
+        salt=submission.cache_scope,
+        tenant=submission.tenant,
+        priority=submission.priority,
+        expected_output_tokens=submission.expected_output_tokens,
+        ttft_deadline=_point_in_time(submission.ttft_target_ns, now),
+        total_deadline=_point_in_time(submission.total_time_target_ns, now),
     )
+
+
+def _point_in_time(remaining_ns: int, now: float) -> float | None:
+    return now + remaining_ns / 1e9 if remaining_ns else None
 
 
 @dataclass(slots=True)

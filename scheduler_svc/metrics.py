@@ -82,6 +82,13 @@ def _worker_families(workers: list[WorkerStats]) -> list[link_pb2.MetricFamily]:
         ("quire_plans_in_flight", "gauge", "Plans sent and not answered", lambda w: w.plans_in_flight),
         ("quire_steps", "counter", "Steps planned", lambda w: w.counters.steps),
         ("quire_scheduled_tokens", "counter", "Tokens planned", lambda w: w.counters.scheduled_tokens),
+        ("quire_admitted_tokens", "counter", "Tokens of admitted sequences", lambda w: w.counters.prompt_tokens),
+        (
+            "quire_prefix_cache_hit_tokens",
+            "counter",
+            "Those of the admitted tokens whose KV was in the prefix cache",
+            lambda w: w.counters.cached_tokens,
+        ),
         ("quire_sampled_tokens", "counter", "Tokens sampled and delivered", lambda w: w.counters.generated_tokens),
         ("quire_discarded_tokens", "counter", "Tokens sampled in vain", lambda w: w.counters.discarded_tokens),
         ("quire_preemptions", "counter", "Requests preempted for memory", lambda w: w.counters.preemptions),

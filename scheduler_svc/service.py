@@ -225,6 +225,11 @@ def to_core_config(config: SchedulerConfig) -> CoreConfig:
         InvalidLimitsError: limits that contradict each other.
     """
     return CoreConfig(
+        policy=config.policy,
+        prefix_cache=config.prefix_cache,
+        policy_preemption=config.policy_preemption,
+        preempt_threshold=config.preempt_threshold,
+        victim_rule=config.victim_rule,
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_queued_requests=config.max_queued_requests,

@@ -90,6 +90,7 @@ def _admission(admission: RowAdmission, traceparent: str) -> plan_pb2.Admission:
         generation=admission.generation,
         token_ids=to_column(admission.token_ids),
         num_prompt_tokens=admission.num_prompt_tokens,
+        num_computed_tokens=admission.num_computed_tokens,
         block_tables=[to_column(admission.blocks)],
         sampling=plan_pb2.SamplingParams.FromString(admission.sampling),
         request_id=admission.request_id,

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from scheduler_svc.core.events import Int32Array, StepDone
+from scheduler_svc.core.events import FailedRow, Int32Array, StepDone
 from scheduler_svc.core.request import Request, RequestState
 from scheduler_svc.core.rows import FREE
 from scheduler_svc.core.worker import Worker
@@ -17,6 +17,15 @@ from scheduler_svc.core.worker import Worker
 
 class ProtocolViolationError(Exception):
     """A worker's answer does not fit its plan; the worker cannot be trusted any further."""
+
+
+@dataclass(frozen=True, slots=True)
+class FailedRequest:
+    """A request whose row failed, and the blocks that it may have spoilt."""
+
+    request: Request
+    reason: str
+    blocks: list[int]
 
 
 @dataclass(slots=True)
@@ -37,7 +46,7 @@ class Settled:
     stopped: list[tuple[Request, int]] = field(default_factory=list)
     """Requests whose newest token is one of their stop tokens, and that token."""
     at_limit: list[Request] = field(default_factory=list)
-    failed: list[tuple[Request, str]] = field(default_factory=list)
+    failed: list[FailedRequest] = field(default_factory=list)
     prefilled: list[Request] = field(default_factory=list)
     resettled: list[Request] = field(default_factory=list)
     """Requests that no step in flight names any more."""
@@ -71,9 +80,9 @@ def settle(worker: Worker, event: StepDone, now: float) -> Settled:
     settled.num_tokens, settled.num_prefill_tokens = record.num_tokens, record.num_prefill_tokens
     settled.duration = now - record.started
     for failure in event.failures:
-        request = _occupant(worker, failure.row, failure.generation)
-        if request is not None:
-            settled.failed.append((request, failure.reason))
+        failed = _failed_request(worker, failure)
+        if failed is not None:
+            settled.failed.append(failed)
     for row in record.prefilled:
         request = worker.rows.requests[row]
         if request is not None and request.traceparent:
@@ -125,9 +134,14 @@ def _settle_departures(worker: Worker, step: int, settled: Settled) -> None:
             settled.resettled.append(departure.request)
 
 
-def _occupant(worker: Worker, row: int, generation: int) -> Request | None:
-    """Whose row it was in the given generation, or None if the worker made it up."""
-    if worker.rows.generation[row] == generation and worker.rows.requests[row] is not None:
-        return worker.rows.requests[row]
-    departure = worker.departed.get((row, generation))
-    return departure.request if departure is not None else None
+def _failed_request(worker: Worker, failure: FailedRow) -> FailedRequest | None:
+    """Whose row it was, or None if the worker made it up."""
+    if not 0 <= failure.row < worker.rows.max_rows:
+        return None
+    request = worker.rows.requests[failure.row]
+    if request is not None and worker.rows.generation[failure.row] == failure.generation:
+        return FailedRequest(request, failure.reason, list(worker.rows.blocks[failure.row]))
+    departure = worker.departed.get((failure.row, failure.generation))
+    if departure is None:
+        return None
+    return FailedRequest(departure.request, failure.reason, departure.blocks)

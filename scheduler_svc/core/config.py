@@ -14,6 +14,8 @@ class CoreConfig:
     policy: str = "fcfs"
     tenant_weights: dict[str, float] = field(default_factory=dict)
     """Shares of tenants under `fair`; 1 for those not named."""
+    prefix_cache: str = "hash"
+    """"hash" or "off"."""
     policy_preemption: bool = True
     """Whether a waiting request may pause running ones that rank behind it; only `priority` and `edf` rank so."""
     preempt_threshold: float = 5.0

@@ -48,6 +48,8 @@ class RequestArrived:
     deadline: float | None
     """Core time."""
     traceparent: str
+    salt: bytes = b""
+    """Requests share cached prefixes only with those of the same salt."""
     tenant: str = ""
     priority: int = 0
     expected_output_tokens: int = 0

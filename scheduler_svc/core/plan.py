@@ -14,6 +14,8 @@ class RowAdmission:
     token_ids: Int32Array
     """All known tokens, `[n]`."""
     num_prompt_tokens: int
+    num_computed_tokens: int
+    """Leading tokens whose KV is in the given blocks already."""
     blocks: tuple[int, ...]
     """Block table of KV group 0."""
     sampling: bytes

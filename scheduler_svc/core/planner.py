@@ -32,6 +32,9 @@ MAX_OVERTAKEN = 16
 MAX_OVERTAKING_TRIES = 8
 """How many requests that do not fit are looked past in one step."""
 
+MAX_PREFIX_WAITS = 256
+"""How many plans a request waits for a prefix that another request is computing."""
+
 _NO_ROWS = np.zeros(0, np.int32)
 
 
@@ -115,7 +118,7 @@ class Planner:
         return candidates
 
     def _give_blocks(self, rows: Int32Array) -> None:
-        if len(rows) <= self._pool.num_free:
+        if len(rows) <= self._pool.num_available:
             self._append(rows.tolist())
             return
         for row in rows[np.argsort(self._rows.rank[rows], kind="stable")].tolist():
@@ -130,7 +133,7 @@ class Planner:
 
     def _make_room_for(self, row: int) -> bool:
         """Sees to a free block for `row`; False when it has to wait for answers or became the victim itself."""
-        while not self._pool.num_free:
+        while not self._pool.num_available:
             if self._pool.num_retired:
                 return False
             self._out_of_memory = True
@@ -163,6 +166,7 @@ class Planner:
         self._chunk_rows.append(row)
         self._chunk_lengths.append(chunk)
         self._budget -= chunk
+        self._worker.publish_blocks(row, int(self._rows.computed[row]) + chunk)
 
     def _admit(self) -> None:
         """Admits waiting requests in the policy's order while rows, blocks and budget last.
@@ -178,7 +182,7 @@ class Planner:
         left: list[Request] = []
         admitted_tokens = 0
         while self._budget and admitted_tokens < MAX_ADMITTED_TOKENS:
-            request = self._waiting.take(_nothing_cached)
+            request = self._waiting.take(self._worker.cached_tokens)
             if request is None:
                 break
             refusal = self._refusal(request)
@@ -186,8 +190,8 @@ class Planner:
                 self._outcome.refused.append(refusal)
                 continue
             has_row = rows.num_running < self._max_running
-            if has_row and not request.unsettled and (num_blocks := self._blocks_for(request)) is not None:
-                self._admissions.append(self._place(request, self._pool.take(num_blocks)))
+            if has_row and (blocks := self._find_blocks(request)) is not None:
+                self._admissions.append(self._place(request, *blocks))
                 admitted_tokens += len(request.tokens)
                 for passed in left:
                     passed.overtaken += 1
@@ -200,7 +204,7 @@ class Planner:
 
     def _preempt_for_urgent(self) -> None:
         """Pauses running requests so that the next waiting one fits, if enough of them rank far enough behind it."""
-        request = self._waiting.take(_nothing_cached)
+        request = self._waiting.take(self._worker.cached_tokens)
         if request is None:
             return
         self._waiting.give_back(request)
@@ -208,7 +212,7 @@ class Planner:
         need_row = rows.num_running >= self._max_running
         num_blocks = -(-len(request.tokens) // rows.block_size)
         # Blocks that wait for an answer come back without anybody being paused.
-        need_blocks = max(0, num_blocks - pool.num_free - pool.num_retired)
+        need_blocks = max(0, num_blocks - pool.num_available - pool.num_retired)
         if request.unsettled or not (need_row or need_blocks):
             return
         behind = self._waiting.rank(request) + self._config.preempt_threshold
@@ -233,21 +237,40 @@ class Planner:
             self._waiting.served(request, output_tokens=generated - request.accounted_tokens)
             request.accounted_tokens = generated
 
-    def _blocks_for(self, request: Request) -> int | None:
-        """How many blocks the request takes, or None when they are not to be had now."""
-        num_blocks = -(-len(request.tokens) // self._rows.block_size)
-        reserve = int(self._config.watermark * self._pool.num_blocks) if self._rows.num_running else 0
-        return num_blocks if num_blocks + reserve <= self._pool.num_free else None
+    def _find_blocks(self, request: Request) -> tuple[list[int], int] | None:
+        """A block table for the request and how many of its blocks are from the cache, or None: not now."""
+        if request.unsettled:
+            return None
+        pool, worker = self._pool, self._worker
+        keys = worker.shareable_keys(request)
+        cached = pool.cache.match(keys)
+        if (
+            len(cached) < len(keys)
+            and pool.cache.is_pending(keys[len(cached)])
+            and request.prefix_waits < MAX_PREFIX_WAITS
+        ):
+            request.prefix_waits += 1
+            return None
+        num_new = -(-len(request.tokens) // self._rows.block_size) - len(cached)
+        reserve = int(self._config.watermark * pool.num_blocks) if self._rows.num_running else 0
+        # Cached blocks that nobody holds are available until they are shared.
+        if num_new + reserve > pool.num_available - sum(map(pool.is_idle, cached)):
+            return None
+        pool.share(cached)
+        return cached + pool.take(num_new), len(cached)
 
-    def _place(self, request: Request, blocks: list[int]) -> RowAdmission:
+    def _place(self, request: Request, blocks: list[int], num_cached: int) -> RowAdmission:
+        num_cached_tokens = num_cached * self._rows.block_size
         request.limit = min(request.limit, self._worker.max_model_len)
         row = self._rows.occupy(
             request,
             frontend_index=self._frontends[request.key.frontend],
             blocks=blocks,
+            num_computed=num_cached_tokens,
             rank=self._waiting.rank(request),
         )
         self._worker.prefilling.append(row)
+        self._worker.expect_blocks(row)
         self._add_chunk(row)
         request.state = RequestState.RUNNING
         if request.first_planned is None:
@@ -255,12 +278,16 @@ class Planner:
         request.attempts += 1
         request.note(self._now, f"admitted to {self._worker.worker_id} row {row}")
         if request.attempts == 1:
-            self._waiting.served(request, prompt_tokens=request.num_prompt_tokens)
+            request.num_cached_prompt_tokens = min(num_cached_tokens, request.num_prompt_tokens)
+            self._waiting.served(request, prompt_tokens=request.num_prompt_tokens - num_cached_tokens)
+        self._worker.counters.prompt_tokens += len(request.tokens)
+        self._worker.counters.cached_tokens += num_cached_tokens
         return RowAdmission(
             row=row,
             generation=int(self._rows.generation[row]),
             token_ids=as_column(request.tokens),
             num_prompt_tokens=request.num_prompt_tokens,
+            num_computed_tokens=num_cached_tokens,
             blocks=tuple(blocks),
             sampling=request.sampling,
             request_id=request.request_id,
@@ -395,7 +422,3 @@ class Planner:
         takes_part = traced.intersection(self._chunk_rows).union(traced.intersection(decodes.tolist()))
         requests = (self._rows.requests[row] for row in sorted(takes_part))
         return tuple((r.key.frontend, r.key.stream) for r in requests if r is not None)
-
-
-def _nothing_cached(_request: Request) -> int:
-    return 0

@@ -16,6 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from scheduler_svc.core.events import Int32Array, Peer
+from scheduler_svc.core.prefix_cache import BlockKey
 
 TOKEN_BYTES = 4
 """What one token costs of a stream's credit."""
@@ -78,6 +79,14 @@ class Request:
     """Admissions that passed it while it did not fit."""
     passed_over: int = 0
     """Admissions that a longest-prefix order preferred to it."""
+    prefix_waits: int = 0
+    """Plans it has waited for a prefix that another request is computing."""
+    num_cached_prompt_tokens: int = 0
+    """Prompt tokens that its first attempt found in the prefix cache."""
+    salt: bytes = b""
+    """Separates the cached prefixes of those who must not probe each other's prompts."""
+    keys: list[BlockKey] = field(default_factory=list)
+    """Keys of its leading full blocks, as far as they were needed."""
     accounted_tokens: int = 0
     """Generated tokens that were accounted to its tenant."""
     first_planned: float | None = None

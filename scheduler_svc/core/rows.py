@@ -74,7 +74,9 @@ class RowTable:
             self._decoding = np.flatnonzero(self.state == DECODE).astype(np.int32)
         return self._decoding
 
-    def occupy(self, request: Request, *, frontend_index: int, blocks: list[int], rank: float) -> int:
+    def occupy(
+        self, request: Request, *, frontend_index: int, blocks: list[int], num_computed: int, rank: float
+    ) -> int:
         """Puts a request into a free row, in prefill; returns the row."""
         row = self._free.pop()
         num_tokens = len(request.tokens)
@@ -83,7 +85,7 @@ class RowTable:
         self.state[row] = PREFILL
         self.generation[row] += 1
         self.length[row] = self.committed[row] = num_tokens
-        self.computed[row] = 0
+        self.computed[row] = num_computed
         self.limit[row] = request.limit
         self.set_allowed(row, request.allowed)
         self.capacity[row] = len(blocks) * self.block_size
@@ -165,6 +167,10 @@ class RowTable:
         """The rows that are not free."""
         positions: list[int] = np.flatnonzero(self.state).tolist()
         return positions
+
+    def num_computed(self, row: int) -> int:
+        """Tokens of the row whose KV is written once the steps sent are done."""
+        return int(self.computed[row] if self.state[row] == PREFILL else self.length[row] - 1)
 
     def num_generated(self, row: int) -> int:
         """Tokens that the row's request has generated and delivered."""

@@ -170,7 +170,7 @@ class Scheduler:
                     worker_id=worker.worker_id,
                     blocks_total=worker.pool.num_blocks,
                     blocks_free=worker.pool.num_free,
-                    blocks_cached=0,
+                    blocks_cached=worker.pool.num_cached,
                     blocks_held=worker.pool.num_held,
                     rows_running=worker.rows.num_running,
                     plans_in_flight=len(worker.in_flight),
@@ -233,6 +233,7 @@ class Scheduler:
             credit_remainder=event.credit % TOKEN_BYTES,
             deadline=event.deadline,
             traceparent=event.traceparent,
+            salt=event.salt,
             tenant=event.tenant,
             priority=event.priority,
             expected_output_tokens=event.expected_output_tokens,
@@ -338,6 +339,7 @@ class Scheduler:
                 retry_ms=retry_ms,
                 completion_tokens=request.num_generated if completion_tokens is None else completion_tokens,
                 stop_token_id=stop_token_id,
+                cached_prompt_tokens=request.num_cached_prompt_tokens,
                 preemptions=request.preemptions,
                 queued_s=(request.first_planned or now) - request.arrival,
             )
@@ -372,6 +374,7 @@ class Scheduler:
             rows=RowTable(event.max_rows, event.block_size),
             pool=BlockPool(event.num_blocks),
             clock=StepClock(self._config.step_deadline_s),
+            shares_prefixes=self._config.prefix_cache == "hash",
         )
         self._without_worker_since = None
         self._effects.append(WorkerWelcomed(worker=event.worker, epoch=self._next_epoch))
@@ -440,9 +443,15 @@ class Scheduler:
             self._end(request, EndReason.STOP, now, stop_token_id=token)
         for request in settled.at_limit:
             self._end(request, EndReason.LENGTH, now)
-        for request, reason in settled.failed:
-            if request.state is not RequestState.FINISHED:
-                self._end(request, EndReason.ROW_FAILED, now, message=reason)
+        for failed in settled.failed:
+            if failed.request.state is not RequestState.FINISHED:
+                self._end(failed.request, EndReason.ROW_FAILED, now, message=failed.reason)
+            # Whoever built on what the row wrote computes it again.
+            for row in worker.distrust(failed.blocks):
+                request = worker.vacate(row)
+                worker.distrust(failed.blocks)
+                self._attempt_ended(request, "prefix failed")
+                self._requeue(request, now)
 
     def _deliver(self, worker: Worker, settled: Settled) -> None:
         rows = worker.rows

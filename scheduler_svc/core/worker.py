@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from scheduler_svc.core.block_pool import BlockPool
 from scheduler_svc.core.events import Int32Array, ModelFacts, Peer
+from scheduler_svc.core.prefix_cache import BlockKey, extend_keys, root_key
 from scheduler_svc.core.request import Request
 from scheduler_svc.core.rows import RowTable
 from scheduler_svc.core.step_clock import StepClock
@@ -39,6 +40,8 @@ class Departure:
 
     request: Request
     last_step: int
+    blocks: list[int]
+    """What it held; not to be trusted if the row turns out to have failed."""
 
 
 @dataclass(slots=True)
@@ -47,6 +50,10 @@ class WorkerCounters:
 
     steps: int = 0
     scheduled_tokens: int = 0
+    prompt_tokens: int = 0
+    """Tokens of admitted sequences."""
+    cached_tokens: int = 0
+    """Those of them whose KV was in the prefix cache."""
     generated_tokens: int = 0
     discarded_tokens: int = 0
     preemptions: int = 0
@@ -66,6 +73,7 @@ class Worker:
     rows: RowTable
     pool: BlockPool
     clock: StepClock
+    shares_prefixes: bool
     in_flight: deque[StepInFlight] = field(default_factory=deque)
     departed: dict[tuple[int, int], Departure] = field(default_factory=dict)
     prefilling: list[int] = field(default_factory=list)
@@ -83,13 +91,70 @@ class Worker:
         generation = int(self.rows.generation[row])
         if row in self.prefilling:
             self.prefilling.remove(row)
+        num_computed = self.rows.num_computed(row)
         request, blocks = self.rows.vacate(row)
+        if self.shares_prefixes:
+            self._offer_blocks(request, row, blocks, min(num_computed, len(request.tokens)))
         self.pool.release(blocks, last_step=self.last_step, answered_step=self.answered_step)
         self.pending_leaves.append(row)
         if self.in_flight:
-            self.departed[row, generation] = Departure(request, self.last_step)
+            self.departed[row, generation] = Departure(request, self.last_step, blocks)
             request.unsettled = True
         return request
+
+    def shareable_keys(self, request: Request) -> list[BlockKey]:
+        """The keys of the request's leading full blocks that it could take from the cache.
+
+        The last known token is always computed, since its logits are needed.
+        """
+        if not self.shares_prefixes:
+            return []
+        self._extend_keys(request)
+        return request.keys[: (len(request.tokens) - 1) // self.rows.block_size]
+
+    def cached_tokens(self, request: Request) -> int:
+        """How many of the request's tokens are in the prefix cache."""
+        return len(self.pool.cache.match(self.shareable_keys(request))) * self.rows.block_size
+
+    def expect_blocks(self, row: int) -> None:
+        """The row is going to compute its blocks: whoever has the same prefix waits for them."""
+        request = self.rows.requests[row]
+        assert request is not None
+        first = int(self.rows.computed[row]) // self.rows.block_size
+        self.pool.cache.expect(request.keys[first:], row)
+
+    def publish_blocks(self, row: int, num_computed: int) -> None:
+        """The plan being made computes the row's tokens up to `num_computed`: its full blocks are shareable."""
+        request = self.rows.requests[row]
+        assert request is not None
+        if not self.shares_prefixes:
+            return
+        num_full = num_computed // self.rows.block_size
+        blocks = self.rows.blocks[row]
+        # From the end: what was published before stays as it is.
+        for index in range(min(num_full, len(request.keys)) - 1, -1, -1):
+            if self.pool.cache.holds(blocks[index]):
+                break
+            self.pool.cache.insert(request.keys[index], blocks[index])
+
+    def distrust(self, blocks: list[int]) -> list[int]:
+        """A row that wrote these blocks has failed; returns the rows that share any of them."""
+        self.pool.distrust(blocks)
+        tainted = set(blocks)
+        return [row for row in self.rows.occupied() if not tainted.isdisjoint(self.rows.blocks[row])]
+
+    def _offer_blocks(self, request: Request, row: int, blocks: list[int], num_computed: int) -> None:
+        """Leaves what the row has computed to the cache, generated tokens included."""
+        self.pool.cache.unexpect(request.keys, row)
+        self._extend_keys(request)
+        for index in range(num_computed // self.rows.block_size):
+            if not self.pool.cache.holds(blocks[index]):
+                self.pool.cache.insert(request.keys[index], blocks[index])
+
+    def _extend_keys(self, request: Request) -> None:
+        if len(request.tokens) // self.rows.block_size > len(request.keys):
+            root = root_key(self.model.fingerprint, request.salt)
+            extend_keys(request.keys, root, request.tokens.tobytes(), self.rows.block_size)
 
     def step_deadline(self) -> float | None:
         """When the oldest step in flight is overdue, or None when nothing is in flight."""

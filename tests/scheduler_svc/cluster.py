@@ -70,6 +70,7 @@ class Cluster:
         priority: int = 0,
         expected_output_tokens: int = 0,
         ttft_deadline: float | None = None,
+        salt: bytes = b"",
     ) -> Reader:
         """A request arrives, or arrives again with what was `delivered` before."""
         reader = self.readers[stream] = Reader(prompt, max_tokens, stops or set(), list(delivered))
@@ -90,6 +91,7 @@ class Cluster:
                 priority=priority,
                 expected_output_tokens=expected_output_tokens,
                 ttft_deadline=ttft_deadline,
+                salt=salt,
             )
         )
         return reader

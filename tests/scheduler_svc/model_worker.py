@@ -38,8 +38,8 @@ def expected_output(prompt: list[int], max_tokens: int, stops: set[int]) -> list
 class _Row:
     tokens: list[int]
     blocks: list[int]
-    generation: int
-    computed: int = 0
+    computed: int
+    decoding: bool = False
     held: bool = False
 
 
@@ -90,7 +90,9 @@ class ModelWorker:
             assert 0 <= admission.row < self.max_rows
             assert admission.generation > self.generations.get(admission.row, 0)
             self.generations[admission.row] = admission.generation
-            self.rows[admission.row] = _Row(admission.token_ids.tolist(), list(admission.blocks), admission.generation)
+            self.rows[admission.row] = _Row(
+                admission.token_ids.tolist(), list(admission.blocks), computed=admission.num_computed_tokens
+            )
         for row, block in zip(plan.append_rows.tolist(), plan.append_blocks.tolist(), strict=True):
             self.rows[row].blocks.append(block)
         for row in plan.holds.tolist():
@@ -102,31 +104,29 @@ class ModelWorker:
         return self._forward(plan)
 
     def _forward(self, plan: Plan) -> ev.StepDone:
-        decodes = [
-            index
-            for index, row in self.rows.items()
-            if not row.held
-            and row.computed == len(row.tokens) - 1
-            and index not in plan.chunk_rows.tolist()
-            and row.computed > 0
-        ]
+        decodes = [index for index, row in self.rows.items() if row.decoding and not row.held]
         chunks = dict(zip(plan.chunk_rows.tolist(), plan.chunk_lengths.tolist(), strict=True))
-        # A decode row has exactly one token without KV; a one-token prompt is a prefill row by its chunk.
         assert len(decodes) == plan.num_decodes, (decodes, plan)
         assert len(decodes) + sum(chunks.values()) == plan.num_tokens <= self.max_tokens_per_step
-        sampled: list[tuple[int, int]] = []
-        for index, count in [(index, 1) for index in decodes] + list(chunks.items()):
+        assert not any(self.rows[index].decoding for index in chunks)
+        work = [(index, 1) for index in decodes] + list(chunks.items())
+        # As in every layer of a real model: all KV of the batch is written before anything is read.
+        for index, count in work:
             row = self.rows[index]
             assert count > 0
             assert row.computed + count <= len(row.tokens)
             for position in range(row.computed, row.computed + count):
                 self.kv[self._slot(row, position)] = (row.tokens[position], position)
             row.computed += count
+        sampled: list[tuple[int, int]] = []
+        for index, _ in work:
+            row = self.rows[index]
             for position in range(row.computed):
                 assert self.kv.get(self._slot(row, position)) == (row.tokens[position], position), "KV overwritten"
             if row.computed == len(row.tokens):
                 token = next_token(row.tokens)
                 row.tokens.append(token)
+                row.decoding = True
                 sampled.append((index, token))
         sampled.sort()
         return ev.StepDone(

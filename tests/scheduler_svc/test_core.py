@@ -15,8 +15,8 @@ def _worker(num_blocks: int = 64, *, peer: bytes = b"w/1", block_size: int = 4, 
     return ModelWorker(peer, num_blocks, block_size, max_rows)
 
 
-def _free(cluster: Cluster) -> list[tuple[int, int]]:
-    return [(worker.blocks_free, worker.blocks_total) for worker in cluster.core.stats().workers]
+def _available(cluster: Cluster) -> list[tuple[int, int]]:
+    return [(worker.blocks_free + worker.blocks_cached, worker.blocks_total) for worker in cluster.core.stats().workers]
 
 
 def test_tokens_are_those_of_the_model() -> None:
@@ -30,7 +30,7 @@ def test_tokens_are_those_of_the_model() -> None:
         assert reader.end is not None
         assert reader.end.reason is ef.EndReason.LENGTH
         assert reader.tokens == expected_output(reader.prompt, reader.max_tokens, set())
-    assert _free(cluster) == [(64, 64)]
+    assert _available(cluster) == [(64, 64)]
 
 
 def test_stop_token_ends_and_later_tokens_are_discarded() -> None:
@@ -44,7 +44,7 @@ def test_stop_token_ends_and_later_tokens_are_discarded() -> None:
     assert reader.end is not None
     assert (reader.end.reason, reader.end.stop_token_id) == (ef.EndReason.STOP, full[6])
     assert cluster.core.stats().workers[0].counters.discarded_tokens == 1
-    assert _free(cluster) == [(64, 64)]
+    assert _available(cluster) == [(64, 64)]
 
 
 def test_many_stop_tokens() -> None:
@@ -71,7 +71,7 @@ def test_preemption_keeps_tokens_and_order() -> None:
     first = cluster.readers[0].end
     assert first is not None
     assert first.preemptions == 0, "the oldest request is never the victim"
-    assert _free(cluster) == [(12, 12)]
+    assert _available(cluster) == [(12, 12)]
 
 
 def test_cancel_frees_blocks_once_steps_in_flight_are_answered() -> None:
@@ -85,9 +85,9 @@ def test_cancel_frees_blocks_once_steps_in_flight_are_answered() -> None:
     assert reader.end is not None
     assert reader.end.reason is ef.EndReason.CANCELLED
     assert cluster.plan() == 0
-    assert _free(cluster) != [(64, 64)], "blocks must not be free while a step in flight may write them"
+    assert _available(cluster) != [(64, 64)], "blocks must not be free while a step in flight may write them"
     cluster.run()
-    assert _free(cluster) == [(64, 64)]
+    assert _available(cluster) == [(64, 64)]
 
 
 def test_worker_death_resumes_without_gap_or_repeat() -> None:
@@ -195,7 +195,7 @@ def test_stalled_reader_is_cancelled() -> None:
     cluster.run()
     assert reader.end is not None
     assert reader.end.reason is ef.EndReason.STALLED
-    assert _free(cluster) == [(64, 64)]
+    assert _available(cluster) == [(64, 64)]
 
 
 def test_deadline_ends_waiting_and_running_requests() -> None:
@@ -209,7 +209,7 @@ def test_deadline_ends_waiting_and_running_requests() -> None:
     cluster.handle(ev.TimePassed())
     assert [r.end.reason for r in (running, waiting) if r.end] == [ef.EndReason.DEADLINE] * 2
     cluster.run()
-    assert _free(cluster) == [(64, 64)]
+    assert _available(cluster) == [(64, 64)]
 
 
 def test_full_queue_is_refused_with_a_retry_hint() -> None:
@@ -276,7 +276,7 @@ def test_stop_string_discards_later_tokens() -> None:
     cluster.run()
     assert reader.end is not None
     assert (reader.end.reason, reader.end.completion_tokens) == (ef.EndReason.STOP_STRING, 3)
-    assert _free(cluster) == [(64, 64)]
+    assert _available(cluster) == [(64, 64)]
 
 
 def test_lost_frontend_takes_its_requests_along() -> None:
@@ -289,7 +289,7 @@ def test_lost_frontend_takes_its_requests_along() -> None:
     cluster.handle(ev.FrontendLost(frontend=FRONTEND))
     cluster.run()
     assert all(reader.end and reader.end.reason is ef.EndReason.CANCELLED for reader in cluster.readers.values())
-    assert _free(cluster) == [(64, 64)]
+    assert _available(cluster) == [(64, 64)]
 
 
 def test_unknown_frontend_is_told_so() -> None:

@@ -200,6 +200,12 @@ class Submission(_message.Message):
     DEADLINE_NS_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
     PRINCIPAL_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
+    PRIORITY_FIELD_NUMBER: _builtins.int
+    EXPECTED_OUTPUT_TOKENS_FIELD_NUMBER: _builtins.int
+    TTFT_TARGET_NS_FIELD_NUMBER: _builtins.int
+    TOTAL_TIME_TARGET_NS_FIELD_NUMBER: _builtins.int
+    CACHE_SCOPE_FIELD_NUMBER: _builtins.int
     stream: _builtins.int
     """Number of the stream, chosen by the front end."""
     request_id: _builtins.str
@@ -224,6 +230,18 @@ class Submission(_message.Message):
     """W3C traceparent of the RPC's span; empty when not traced."""
     principal: _builtins.str
     """Who asks, as authenticated by the front end."""
+    tenant: _builtins.str
+    """The tenant that the request is accounted to."""
+    priority: _builtins.int
+    """Higher runs first."""
+    expected_output_tokens: _builtins.int
+    """Hint of how many tokens will be generated. 0: none."""
+    ttft_target_ns: _builtins.int
+    """Time left until the first token is wanted, nanoseconds. 0: no target."""
+    total_time_target_ns: _builtins.int
+    """Time left until the last token is wanted, nanoseconds. 0: no target."""
+    cache_scope: _builtins.bytes
+    """Requests share cached prompt prefixes only with those of the same scope; at most 256 bytes."""
     def __init__(
         self,
         *,
@@ -238,10 +256,16 @@ class Submission(_message.Message):
         deadline_ns: _builtins.int = ...,
         traceparent: _builtins.str = ...,
         principal: _builtins.str = ...,
+        tenant: _builtins.str = ...,
+        priority: _builtins.int = ...,
+        expected_output_tokens: _builtins.int = ...,
+        ttft_target_ns: _builtins.int = ...,
+        total_time_target_ns: _builtins.int = ...,
+        cache_scope: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["credit", b"credit", "deadline_ns", b"deadline_ns", "max_tokens", b"max_tokens", "num_prompt_tokens", b"num_prompt_tokens", "principal", b"principal", "request_id", b"request_id", "sampling", b"sampling", "stop_token_ids", b"stop_token_ids", "stream", b"stream", "token_ids", b"token_ids", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_scope", b"cache_scope", "credit", b"credit", "deadline_ns", b"deadline_ns", "expected_output_tokens", b"expected_output_tokens", "max_tokens", b"max_tokens", "num_prompt_tokens", b"num_prompt_tokens", "principal", b"principal", "priority", b"priority", "request_id", b"request_id", "sampling", b"sampling", "stop_token_ids", b"stop_token_ids", "stream", b"stream", "tenant", b"tenant", "token_ids", b"token_ids", "total_time_target_ns", b"total_time_target_ns", "traceparent", b"traceparent", "ttft_target_ns", b"ttft_target_ns"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
