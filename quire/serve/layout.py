@@ -12,6 +12,14 @@ from quire.serve import lifeline
 from shared.config import ConfigError, FrontendConfig, SchedulerConfig, WorkerConfig, to_flags
 
 
+_DEFAULT_ENVIRONMENT = {
+    # Here a worker shares its cores with the front end and the scheduler. OpenMP's threads by default spin at a barrier,
+    # and while they spin the thread that they wait for is not run: measured with a tiny model on two busy cores, 14
+    # tokens/s against 250 with threads that sleep.
+    "OMP_WAIT_POLICY": "PASSIVE",
+}
+
+
 class Role(enum.Enum):
     """What a process is; the value is the command that runs it."""
 
@@ -94,8 +102,8 @@ def plan_children(config: ServeConfig, *, socket_dir: Path, ports: Ports, cores:
 
 
 def child_environment(environ: Mapping[str, str], supervisor_pid: int) -> dict[str, str]:
-    """The environment of the children: the supervisor's own, its pid, and where this very Quire lies."""
-    environment = {**environ, lifeline.ENVIRONMENT: str(supervisor_pid)}
+    """The environment of the children: the supervisor's own over our defaults, its pid, where this very Quire lies."""
+    environment = {**_DEFAULT_ENVIRONMENT, **environ, lifeline.ENVIRONMENT: str(supervisor_pid)}
     root = Path(__file__).resolve().parents[2]
     installed = {Path(sysconfig.get_path(name)).resolve() for name in ("purelib", "platlib")}
     if root not in installed:

@@ -87,6 +87,12 @@ def test_children_run_the_supervisors_own_code() -> None:
     assert environment["QUIRE_SUPERVISOR_PID"] == "7"
 
 
+def test_what_the_user_set_wins_over_our_defaults() -> None:
+    """OpenMP's threads sleep while they wait, unless the user says otherwise."""
+    assert child_environment({}, 7)["OMP_WAIT_POLICY"] == "PASSIVE"
+    assert child_environment({"OMP_WAIT_POLICY": "ACTIVE"}, 7)["OMP_WAIT_POLICY"] == "ACTIVE"
+
+
 def test_sockets_lie_in_a_private_folder_with_short_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The folder is the user's alone, is short enough for a Unix socket wherever TMPDIR points, and is removed."""
     deep = tmp_path / ("x" * 100)
