@@ -11,11 +11,10 @@ from pathlib import Path
 from quire.serve import lifeline
 from shared.config import ConfigError, FrontendConfig, SchedulerConfig, WorkerConfig, to_flags
 
-
 _DEFAULT_ENVIRONMENT = {
-    # Here a worker shares its cores with the front end and the scheduler. OpenMP's threads by default spin at a barrier,
-    # and while they spin the thread that they wait for is not run: measured with a tiny model on two busy cores, 14
-    # tokens/s against 250 with threads that sleep.
+    # Here a worker shares its cores with the front end and the scheduler. OpenMP's threads by default spin at a
+    # barrier, and while they spin the thread that they wait for is not run: measured with a tiny model on two busy
+    # cores, 14 tokens/s against 250 with threads that sleep.
     "OMP_WAIT_POLICY": "PASSIVE",
 }
 
