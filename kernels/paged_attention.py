@@ -11,11 +11,12 @@ is in the cache.
     context_lens    [R] int32; tokens of the row including this chunk
     result          [T, num_heads, head_dim], dtype of query
 
-Rules: query i of row r sits at position ``context_lens[r] - query_len[r] + i`` and sees the keys j with ``j
-<= position`` and, under a sliding window of w, ``position - j < w``. Logits are ``scale * q · k``, under a
-soft cap c then ``c * tanh(logit / c)`` (Gemma 2). Query head h reads KV head ``h // (num_heads /
-num_kv_heads)``. A row with context 0 (padding of a captured graph) gets zeros. What lies in a page beyond the
-row's context never reaches the result, not even as NaN: a page may have held the keys of a row that failed.
+Rules: query i of row r sits at position ``context_lens[r] - query_len[r] + i`` and sees the keys j with
+``j <= position`` and, under a sliding window of w, ``position - j < w``. Logits are ``scale * q · k``, under
+a soft cap c then ``c * tanh(logit / c)`` (Gemma 2). Query head h reads KV head ``h // group_size``, with
+``group_size = num_heads / num_kv_heads``. A row with context 0 (padding of a captured graph) gets zeros. What
+lies in a page beyond the row's context never reaches the result, not even as NaN: a page may have held the
+keys of a row that failed.
 
 The CPU path gathers pages and calls torch's fused SDPA: rows in decode together, padded to the longest of a
 group of similar length; rows in prefill one by one, in tiles of queries.

@@ -8,8 +8,9 @@ of a token depends only on who asks and where. This is the specification; everyt
     counter  = (vocab_index // 4, position, choice, 0), four unsigned 32-bit words
                position: absolute position in its sequence of the token being sampled (prompt tokens count)
                choice:   which of the n choices of the request, from 0
-    words    = philox4x32(counter, key), ten rounds, multipliers and Weyl constants of the paper (as
-    Random123) word     = words[vocab_index % 4] u        = ((word >> 9) + 0.5) · 2⁻²³            in float32
+    words    = philox4x32(counter, key): ten rounds, the paper's multipliers and Weyl constants (as Random123)
+    word     = words[vocab_index % 4]
+    u        = ((word >> 9) + 0.5) · 2⁻²³            in float32
     gumbel   = -log(-log(u))                         in float32
 
 The words are bit-equal in torch and in Triton, and so is ``u``: ``word >> 9`` has 23 bits, hence with the
@@ -18,7 +19,7 @@ half a bit below it fills float32's 24-bit significand exactly and nothing is ro
 happens to some token in 1 of 130 draws, and that token would win whatever its logit.) The logarithms are the
 platform's own, and may differ between devices in their last places, by at most a few 1e-6 in a gumbel.
 
-Consequence for truth in advertising: gumbel lies in [-2.82, 16.64], so a token more than 19.45 nats below the
+What follows for the draw: gumbel lies in [-2.82, 16.64], so a token more than 19.45 nats below the
 best one is never drawn (its probability is below 4e-9).
 """
 
