@@ -9,7 +9,8 @@ than a look at an empty dict. Nothing of a prompt is ever recorded.
 from dataclasses import dataclass
 
 import numpy as np
-from opentelemetry.trace import Link, Span, SpanContext, Tracer
+from opentelemetry.context import Context
+from opentelemetry.trace import Link, Span, SpanContext, Tracer, get_current_span
 
 from protos.quire.plan.v1 import plan_pb2
 from shared.telemetry import MAX_LINKS, from_traceparent
@@ -36,11 +37,12 @@ class Tracing:
     def rows_admitted(self, plan: plan_pb2.Plan, now: int) -> None:
         """Begins the spans of the plan's admissions that are traced."""
         for admission in plan.admissions:
-            if not admission.traceparent:
+            parent = _parent(admission.traceparent)
+            if parent is None:
                 continue
             span = self._tracer.start_span(
                 "worker.row",
-                from_traceparent(admission.traceparent),
+                parent,
                 attributes={
                     "quire.request_id": admission.request_id,
                     "quire.row": admission.row,
@@ -65,7 +67,8 @@ class Tracing:
 
     def begin_step(self, plan: plan_pb2.Plan, batch: StepBatch | None, now: int) -> tuple[Span, ...]:
         """Begins the step's span and its continuations; none when the step is not traced."""
-        if not plan.traceparent:
+        parent = _parent(plan.traceparent)
+        if parent is None:
             return ()
         traced = [] if batch is None else [self._rows[row] for row in batch.rows[self._is_traced[batch.rows]].tolist()]
         attributes = {
@@ -74,7 +77,6 @@ class Tracing:
             "quire.tokens": 0 if batch is None else batch.num_tokens,
             "quire.prefill_tokens": 0 if batch is None else batch.num_prefill_tokens,
         }
-        parent = from_traceparent(plan.traceparent)
         spans = []
         for start in range(0, max(len(traced), 1), MAX_LINKS):
             linked = traced[start : start + MAX_LINKS]
@@ -93,6 +95,14 @@ class Tracing:
         """Ends what `begin_step` began."""
         for span in spans:
             span.end(now)
+
+
+def _parent(traceparent: str) -> Context | None:
+    """The context to start a child in; None when the text names no span, so that no trace begins here."""
+    if not traceparent:
+        return None
+    context = from_traceparent(traceparent)
+    return context if get_current_span(context).get_span_context().is_valid else None
 
 
 def _link_rows(rows: list[_TracedRow], step: SpanContext) -> None:

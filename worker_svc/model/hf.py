@@ -85,7 +85,6 @@ def load(
     Raises:
         ConfigError: it cannot run on pages, or the weights do not fit.
     """
-    _check_class(architecture, config)
     try:
         decoder = _read(folder, dtype) if seed is None else _draw(config, seed, dtype)
     except ConfigError:
@@ -109,8 +108,12 @@ def load(
     return model
 
 
-def _check_class(architecture: str, config: PretrainedConfig) -> None:
-    """Refuses what is known to be unfit before the weights are read."""
+def check_class(architecture: str, config: PretrainedConfig) -> None:
+    """Refuses what is known to be unfit before anything else is looked at.
+
+    Raises:
+        ConfigError: it cannot run on pages.
+    """
     known: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)  # some configurations have several classes
     if getattr(known, "__name__", None) != architecture:
         raise _refusal(architecture, "it is no decoder that this version of transformers knows")

@@ -8,7 +8,7 @@ from shared.config import ConfigError, WorkerConfig
 from shared.model_path import resolve_model, served_name
 from worker_svc.model import config as model_config
 from worker_svc.model.base import Model
-from worker_svc.model.registry import build_model
+from worker_svc.model.registry import build_model, check_supported
 from worker_svc.model.weights import fingerprint
 
 
@@ -43,6 +43,7 @@ def load_model(config: WorkerConfig, device: torch.device) -> tuple[Model, Model
     folder = resolve_model(config.model, weights=not random_weights)
     hf_config = model_config.read_config(folder)
     architecture = model_config.architecture(hf_config)
+    check_supported(architecture, hf_config)
     limit = model_config.position_limit(hf_config)
     if config.max_model_len > limit:
         raise ConfigError(f"max_model_len: {config.max_model_len} is more than the {limit} positions of the model")

@@ -11,6 +11,16 @@ from worker_svc.model.base import Model
 _RANDOM_SEED = 0
 
 
+def check_supported(architecture: str, config: PretrainedConfig) -> None:
+    """Refuses what neither path can run, as far as that is known without the weights.
+
+    Raises:
+        ConfigError: with the architecture, the reason, and what works.
+    """
+    if not llama.supports(architecture, config):
+        hf.check_class(architecture, config)
+
+
 def build_model(
     architecture: str,
     config: PretrainedConfig,
@@ -21,7 +31,7 @@ def build_model(
     device: torch.device,
     num_positions: int,
 ) -> Model:
-    """The model with its weights on `device`.
+    """The model with its weights on `device`; `check_supported` has passed.
 
     Args:
         architecture: class name from config.json.

@@ -1,0 +1,76 @@
+"""Loading: what a folder and a few settings become."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from shared.config import WorkerConfig
+from tests.checkpoints import make_checkpoint
+from tests.worker_svc.driver import CPU, Driver, make_engine
+from tests.worker_svc.oracle import Oracle
+from worker_svc.kv_pool import block_bytes, count_blocks
+from worker_svc.model.base import KVShape
+from worker_svc.model.loader import load_model
+
+
+def test_the_kv_formula_counts_kv_heads() -> None:
+    """Llama-3.1-8B in bf16 needs 128 KiB a token: 2 x 32 layers x 8 KV heads x 128 x 2 bytes."""
+    shapes = [KVShape(num_kv_heads=8, head_dim=128)] * 32
+
+    assert block_bytes(shapes, 16, torch.bfloat16) == 16 * 128 * 1024
+    assert count_blocks(10 * 2**30, 2**21, 10**9, "setting") == 5120
+    assert count_blocks(10 * 2**30, 2**21, 100, "setting") == 100
+
+
+def test_random_weights_need_only_a_configuration(tmp_path: Path) -> None:
+    """`load_format=random` serves a folder with nothing but config.json, and draws the same weights every time."""
+    folder = make_checkpoint("Qwen3ForCausalLM", tmp_path)
+    (folder / "model.safetensors").unlink()
+
+    answers = [Driver(make_engine(folder, load_format="random")).generate([1, 2, 3], 8) for _ in range(2)]
+
+    assert answers[0] == answers[1]
+
+
+def test_a_sharded_checkpoint_is_the_same_model(tmp_path: Path) -> None:
+    """Weights spread over several files give the same tokens, and the fingerprint tells the two apart."""
+    folder = make_checkpoint("LlamaForCausalLM", tmp_path / "one")
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    model.save_pretrained(tmp_path / "many", max_shard_size="100KB")
+    assert len(json.loads((tmp_path / "many" / "model.safetensors.index.json").read_text())["weight_map"]) > 1
+
+    answers = [Driver(make_engine(tmp_path / name)).generate([5, 6, 7], 12) for name in ("one", "many")]
+    prints = [load_model(WorkerConfig(model=str(tmp_path / name)), CPU)[1].fingerprint for name in ("one", "many")]
+
+    assert answers[0] == answers[1]
+    assert prints[0] != prints[1]
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_type": "linear", "factor": 2.0},
+        {"rope_type": "dynamic", "factor": 2.0},
+        {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256},
+        {
+            "rope_type": "llama3",
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 128,
+        },
+    ],
+    ids=lambda rope: str(rope["rope_type"]),
+)
+def test_scaled_rotary_embeddings_equal_generate(rope: dict[str, Any], tmp_path: Path) -> None:
+    """Each scaling of positions that the hand-written path takes gives the oracle's tokens on a long prompt."""
+    folder = make_checkpoint("LlamaForCausalLM", tmp_path, rope_parameters=rope | {"rope_theta": 10000.0})
+    prompt = [(7 * i) % 384 for i in range(400)]
+
+    answer = Driver(make_engine(folder)).generate(prompt, 16)
+
+    assert answer == Oracle(folder).generate(prompt, 16)

@@ -1,0 +1,209 @@
+"""Plans that break the contract: refused by name, and the engine serves on after a reset."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from google.protobuf.message import DecodeError
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from protos.quire.plan.v1 import plan_pb2
+from shared.columns import to_column
+from tests.checkpoints import make_checkpoint
+from tests.worker_svc.driver import Driver, make_engine
+from worker_svc.engine import Engine
+from worker_svc.errors import PlanError
+
+MAX_ROWS = 4
+BLOCK_SIZE = 8
+PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5]
+
+Break = Callable[[plan_pb2.Plan], object]
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
+    folder = make_checkpoint("LlamaForCausalLM", tmp_path_factory.mktemp("llama"))
+    return make_engine(
+        folder, max_num_seqs=MAX_ROWS, block_size=BLOCK_SIZE, max_num_batched_tokens=32, max_model_len=64
+    )
+
+
+@pytest.fixture(scope="module")
+def answer(engine: Engine) -> list[int]:
+    """What an undisturbed engine says."""
+    engine.reset()
+    return Driver(engine).generate(PROMPT, 6)
+
+
+def good_plan() -> plan_pb2.Plan:
+    """Row 0 is in decode with 9 tokens in 2 blocks, row 2 in prefill (see `prepare`); this plan goes on with both."""
+    return plan_pb2.Plan(
+        step=2,
+        leaves=b"",
+        admissions=[
+            plan_pb2.Admission(
+                row=1,
+                generation=1,
+                token_ids=to_column(PROMPT),
+                num_prompt_tokens=len(PROMPT),
+                block_tables=[to_column([8, 5])],
+                request_id="request",
+            )
+        ],
+        append_rows=to_column([2]),
+        append_blocks=to_column([6]),
+        chunk_rows=to_column([1, 2]),
+        chunk_lengths=to_column([9, 3]),
+    )
+
+
+def prepare(engine: Engine) -> None:
+    """Brings the engine into the state that `good_plan` continues."""
+    engine.reset()
+    admissions = [
+        plan_pb2.Admission(
+            row=row,
+            generation=1,
+            token_ids=to_column(PROMPT),
+            num_prompt_tokens=len(PROMPT),
+            block_tables=[to_column(blocks)],
+        )
+        for row, blocks in ((0, [3, 0]), (2, [7]))
+    ]
+    plan = plan_pb2.Plan(step=1, admissions=admissions, chunk_rows=to_column([0]), chunk_lengths=to_column([9]))
+    engine.handle(plan)
+
+
+def set_admission(**fields: Any) -> Break:
+    """Changes the plan's admission."""
+
+    def change(plan: plan_pb2.Plan) -> None:
+        for name, value in fields.items():
+            if name == "block_tables":
+                plan.admissions[0].block_tables[:] = value
+            elif name == "sampling":
+                plan.admissions[0].sampling.CopyFrom(value)
+            else:
+                setattr(plan.admissions[0], name, value)
+
+    return change
+
+
+def set_columns(**columns: list[int] | bytes) -> Break:
+    """Changes columns of the plan."""
+
+    def change(plan: plan_pb2.Plan) -> None:
+        for name, values in columns.items():
+            setattr(plan, name, values if isinstance(values, bytes) else to_column(values))
+
+    return change
+
+
+def test_the_good_plan_is_good(engine: Engine) -> None:
+    """What the broken plans differ from is executed."""
+    prepare(engine)
+
+    result = engine.handle(good_plan())
+
+    assert result.rows == to_column([0, 1])
+
+
+@pytest.mark.parametrize(
+    ("broken", "reason"),
+    [
+        (set_columns(leaves=[3]), "leave: a row that is not known"),
+        (set_columns(leaves=[-1]), "leave: a row is outside"),
+        (set_columns(leaves=[0, 0]), "leave: a row is named twice"),
+        (set_columns(leaves=b"abc"), "no whole number"),
+        (set_admission(row=0), "occupied"),
+        (set_admission(row=MAX_ROWS), "outside"),
+        (set_admission(row=2**32 - 1), "outside"),
+        (set_admission(generation=0), "not new"),
+        (set_admission(token_ids=b""), "0 tokens"),
+        (set_admission(token_ids=to_column([0] * 65)), "65 tokens"),
+        (set_admission(token_ids=to_column([384])), "vocabulary"),
+        (set_admission(token_ids=to_column([-1])), "vocabulary"),
+        (set_admission(num_prompt_tokens=10), "more prompt"),
+        (set_admission(num_computed_tokens=9), "none left to compute"),
+        (set_admission(num_computed_tokens=1, block_tables=[b""]), "fewer blocks"),
+        (set_admission(block_tables=[]), "0 block tables"),
+        (set_admission(block_tables=[to_column([1])] * 2), "2 block tables"),
+        (set_admission(block_tables=[to_column([36])]), "a block id is outside"),
+        (set_admission(block_tables=[to_column(range(10))]), "more than 9 blocks"),
+        (set_admission(sampling=plan_pb2.SamplingParams(temperature=float("nan"))), "temperature"),
+        (set_admission(sampling=plan_pb2.SamplingParams(temperature=-1)), "temperature"),
+        (set_admission(sampling=plan_pb2.SamplingParams(top_p=1.5)), "top_p"),
+        (set_columns(append_rows=[3]), "append: a row that is not known"),
+        (set_columns(append_blocks=[-1]), "a block id is outside"),
+        (set_columns(append_blocks=[1, 2]), "differ in length"),
+        (set_columns(append_groups=[1]), "KV group outside"),
+        (set_columns(append_rows=[2] * 9, append_blocks=[1] * 9), "more than 9 blocks"),
+        (set_columns(chunk_rows=[1, 0]), "not in prefill"),
+        (set_columns(chunk_rows=[1, 1]), "named twice"),
+        (set_columns(chunk_lengths=[10, 3]), "longer than what is left"),
+        (set_columns(chunk_lengths=[9, 0]), "empty"),
+        (set_columns(chunk_lengths=[9]), "differ in length"),
+        (set_columns(append_rows=[], append_blocks=[], chunk_lengths=[9, 9]), "without a block"),
+        (set_columns(holds=[2]), "not in decode"),
+        (set_columns(holds=[3]), "not known"),
+        (set_columns(releases=[0]), "is so already"),
+        (set_admission(token_ids=to_column([1] * 40), block_tables=[to_column(range(5))]), ""),
+    ],
+)
+def test_a_broken_contract_is_refused_by_name(engine: Engine, answer: list[int], broken: Break, reason: str) -> None:
+    """The plan is refused with its fault, and after a reset the engine answers as if it had never seen it."""
+    prepare(engine)
+    plan = good_plan()
+    broken(plan)
+    if reason == "":
+        plan.chunk_lengths, reason = to_column([31, 3]), "35 tokens in a step that may have 32"
+
+    with pytest.raises(PlanError, match=reason) as raised:
+        engine.handle(plan)
+
+    assert "\n" not in str(raised.value)
+    engine.reset()
+    assert Driver(engine).generate(PROMPT, 6) == answer
+
+
+def test_a_row_cannot_outgrow_the_model(engine: Engine) -> None:
+    """A decode row at the longest length must leave; another step for it is refused."""
+    engine.reset()
+    driver = Driver(engine)
+    row = driver.admit([1] * 62)
+    driver.chunk(row, 32)
+    driver.step()
+    driver.chunk(row, 30)
+    driver.step()
+    driver.step()
+    driver.step()
+
+    with pytest.raises(PlanError, match="grows beyond 64 tokens"):
+        driver.step()
+
+
+COLUMN = st.lists(st.integers(-2, 9), max_size=4).map(to_column) | st.binary(max_size=9)
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_no_plan_does_worse_than_be_refused(engine: Engine, answer: list[int], data: st.DataObject) -> None:
+    """Any mutation of a good plan is executed or refused as a broken contract, and a reset makes all well again."""
+    prepare(engine)
+    plan = good_plan()
+    columns = ["leaves", "append_rows", "append_blocks", "append_groups", "chunk_rows", "chunk_lengths"]
+    for name in data.draw(st.lists(st.sampled_from([*columns, "holds", "releases"]), max_size=3)):
+        setattr(plan, name, data.draw(COLUMN))
+    wire = bytearray(plan.SerializeToString())
+    for position, value in data.draw(st.lists(st.tuples(st.integers(0, 400), st.integers(0, 255)), max_size=2)):
+        wire[position % len(wire)] = value
+    try:
+        engine.handle(plan_pb2.Plan.FromString(bytes(wire)))
+        engine.handle(plan_pb2.Plan(step=3))
+    except (PlanError, DecodeError):
+        pass
+
+    engine.reset()
+    assert Driver(engine).generate(PROMPT, 6) == answer

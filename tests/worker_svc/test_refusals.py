@@ -1,0 +1,120 @@
+"""What cannot be served is refused at load, in one line that names what is wrong and what would work."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+
+from shared.config import ConfigError, WorkerConfig
+from tests.checkpoints import edit_config, make_checkpoint
+from tests.worker_svc.driver import CPU, make_engine
+from worker_svc.device import choose_device
+from worker_svc.model.loader import load_model
+
+SMALL: dict[str, Any] = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 64,
+}
+
+
+def write_config(folder: Path, architecture: str, config_class: str, **sizes: Any) -> Path:
+    """A folder with config.json only."""
+    config = getattr(transformers, config_class)(**sizes)
+    config.architectures = [architecture]
+    config.save_pretrained(folder)
+    return folder
+
+
+def refusal(folder: Path, **settings: Any) -> str:
+    """The line with which `folder` is refused."""
+    with pytest.raises(ConfigError) as raised:
+        load_model(WorkerConfig(model=str(folder), **settings), CPU)
+    line = str(raised.value)
+    assert "\n" not in line
+    return line
+
+
+@pytest.mark.parametrize(
+    ("architecture", "config_class", "sizes", "why"),
+    [
+        ("BloomForCausalLM", "BloomConfig", {"vocab_size": 64, "hidden_size": 32}, "attention-backend support"),
+        ("MambaForCausalLM", "MambaConfig", {"vocab_size": 64, "hidden_size": 32}, "attention-backend support"),
+        ("BertForMaskedLM", "BertConfig", SMALL, "no decoder"),
+        ("BertLMHeadModel", "BertConfig", SMALL, "not causal"),
+        ("GptOssForCausalLM", "GptOssConfig", SMALL | {"num_key_value_heads": 2, "num_local_experts": 4}, "s_aux"),
+        ("DogeForCausalLM", "DogeConfig", SMALL | {"num_key_value_heads": 2}, "differ from its own"),
+    ],
+)
+def test_an_unfit_architecture_is_named(
+    architecture: str, config_class: str, sizes: dict[str, Any], why: str, tmp_path: Path
+) -> None:
+    """The line names the class, the reason, and architectures that work."""
+    folder = write_config(tmp_path, architecture, config_class, **sizes)
+
+    line = refusal(folder, load_format="random")
+
+    assert line.startswith(f"model: {architecture} cannot be served: ")
+    assert why in line
+    assert "LlamaForCausalLM" in line
+
+
+def test_layers_with_state_of_their_own_are_refused(tmp_path: Path) -> None:
+    """A class that declares support, but has layers whose memory is not paged KV, is refused by its layer types."""
+    folder = write_config(
+        tmp_path,
+        "Llama4ForCausalLM",
+        "Llama4TextConfig",
+        **SMALL,
+        num_key_value_heads=2,
+        head_dim=16,
+        num_local_experts=2,
+        intermediate_size_mlp=64,
+    )
+
+    assert "chunked_attention" in refusal(folder, load_format="random")
+
+
+def test_a_damaged_checkpoint_says_what_is_missing(tmp_path: Path) -> None:
+    """No config, no weights, a missing tensor, a wrong shape, an unknown tensor: each has a line of its own."""
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    assert "no config.json" in refusal(empty)
+
+    folder = make_checkpoint("LlamaForCausalLM", tmp_path / "llama")
+    edit_config(folder, lambda config: config.update(num_hidden_layers=3))
+    assert "lacks model.layers.2" in refusal(folder)
+    edit_config(folder, lambda config: config.update(num_hidden_layers=1))
+    assert "holds model.layers.1" in refusal(folder)
+    edit_config(folder, lambda config: config.update(num_hidden_layers=2, intermediate_size=130))
+    assert "has shape" in refusal(folder)
+    (folder / "model.safetensors").unlink()
+    assert "no model.safetensors" in refusal(folder)
+    edit_config(folder, lambda config: config.update(model_type="unheard-of"))
+    assert "unheard-of" in refusal(folder)
+    edit_config(folder, lambda config: config.clear())
+    assert "config.json" in refusal(folder)
+
+
+def test_a_damaged_checkpoint_of_the_second_path_is_refused_too(tmp_path: Path) -> None:
+    """Missing tensors are never replaced by random ones."""
+    folder = make_checkpoint("GPT2LMHeadModel", tmp_path)
+    edit_config(folder, lambda config: config.update(n_layer=3))
+
+    assert "missing keys" in refusal(folder)
+
+
+def test_settings_out_of_range_are_named(tmp_path: Path) -> None:
+    """Too long a sequence, no memory for one block, no such device."""
+    folder = make_checkpoint("LlamaForCausalLM", tmp_path)
+
+    assert "max_model_len: 2000" in refusal(folder, max_model_len=2000)
+    with pytest.raises(ConfigError, match="kv_cache_memory: 1,000 bytes are left for KV, but one block needs 8,192"):
+        make_engine(folder, kv_cache_memory="1KB")
+    with pytest.raises(ConfigError, match="block_size"):
+        make_engine(folder, block_size=0)
+    with pytest.raises(ConfigError, match="device"):
+        choose_device("abacus")
