@@ -9,6 +9,7 @@ import json
 import sys
 import time
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import grpc
 import uvloop
@@ -16,6 +17,9 @@ from grpc import aio
 
 from quire.v1 import generation_pb2 as v1
 from quire.v1 import generation_pb2_grpc
+
+Call: TypeAlias = "aio.UnaryStreamCall[v1.GenerateRequest, v1.GenerateResponse]"
+Stub: TypeAlias = "generation_pb2_grpc.GenerationServiceAsyncStub"
 
 
 @dataclass(slots=True)
@@ -26,19 +30,18 @@ class Counts:
     tokens: int = 0
 
 
-async def _read(stub: "generation_pb2_grpc.GenerationServiceAsyncStub", counts: Counts, max_tokens: int) -> None:
-    """A reader that takes everything at once, and asks again when an answer is complete."""
+async def _read(call: Call, counts: Counts) -> None:
+    """Takes everything at once."""
+    while isinstance(response := await call.read(), v1.GenerateResponse):
+        counts.messages += 1
+        counts.tokens += len(response.delta.token_ids)
+
+
+async def _read_again_and_again(stub: Stub, call: Call, counts: Counts, max_tokens: int) -> None:
+    """A reader that asks again when its answer is complete."""
     while True:
-        async for response in stub.Generate(_request(max_tokens)):
-            counts.messages += 1
-            counts.tokens += len(response.delta.token_ids)
-
-
-async def _stall(stub: "generation_pb2_grpc.GenerationServiceAsyncStub", max_tokens: int) -> None:
-    """A reader that takes the first message and then nothing."""
-    call = stub.Generate(_request(max_tokens))
-    await call.read()
-    await asyncio.Event().wait()
+        await _read(call, counts)
+        call = stub.Generate(_request(max_tokens))
 
 
 def _request(max_tokens: int) -> v1.GenerateRequest:
@@ -52,12 +55,14 @@ async def _measure(options: argparse.Namespace) -> dict[str, float]:
     counts = Counts()
     async with aio.insecure_channel(options.target) as channel:
         stub = generation_pb2_grpc.GenerationServiceStub(channel)
-        tasks = [asyncio.create_task(_read(stub, counts, options.max_tokens)) for _ in range(options.streams)]
-        tasks += [asyncio.create_task(_stall(stub, options.max_tokens)) for _ in range(options.stalled)]
+        calls = [stub.Generate(_request(options.max_tokens)) for _ in range(options.streams + options.stalled)]
+        # Measured from when every stream runs; the calls beyond `streams` are never read again.
+        await asyncio.gather(*(call.read() for call in calls))
+        tasks = [
+            asyncio.create_task(_read_again_and_again(stub, call, counts, options.max_tokens))
+            for call in calls[: options.streams]
+        ]
         await asyncio.sleep(options.warmup_s)
-        for task in tasks:
-            if task.done():
-                task.result()
         print("running", flush=True)
         before, begin, cpu = Counts(counts.messages, counts.tokens), time.perf_counter(), time.process_time()
         await asyncio.sleep(options.seconds)
@@ -69,7 +74,10 @@ async def _measure(options: argparse.Namespace) -> dict[str, float]:
         }
         for task in tasks:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        outcomes = await asyncio.gather(*tasks, return_exceptions=True)
+        failed = next((o for o in outcomes if isinstance(o, Exception)), None)
+        if failed is not None:
+            raise failed
     return result
 
 

@@ -9,7 +9,8 @@ The core answers every report, about once a second. When nothing came for `AWAY_
 keep their streams, and only after `GIVE_UP_S` these end with an error.
 
 Outgoing events of one turn of the loop leave as one message. The socket's descriptor is edge-triggered: after every
-send, and whenever the descriptor fires, it is read until nothing is left.
+send, and whenever the descriptor fires, it is read until nothing is left. (`zmq.asyncio` would do this for us, at 25 µs
+a message instead of 1.)
 """
 
 import asyncio
