@@ -23,6 +23,7 @@ from services.boundary import Boundary
 from services.core_link import CoreLink
 from services.http import HttpServer, listening_socket, make_app
 from services.metrics import FrontendMetrics
+from services.outbox import TOKEN_COST
 from services.servicer import GenerationServicer, Services
 from services.servicer_health import HealthServicer
 from services.servicer_model import ModelServicer
@@ -140,6 +141,10 @@ def run(config: FrontendConfig) -> int:
     """Runs a front-end process until a signal ends it; returns its exit status."""
     configure_logging("quire-frontend")
     try:
+        if config.stream_credit < TOKEN_COST:
+            raise ConfigError(f"stream_credit: {config.stream_credit} bytes are less than one token ({TOKEN_COST})")
+        if config.default_max_tokens < 1:
+            raise ConfigError(f"default_max_tokens: {config.default_max_tokens} is not at least 1")
         tokenizer = load_tokenizer(resolve_model(config.model, weights=False))
         # What lives as long as the process need not be looked at by every collection; and messages come and go by the
         # ten thousand a second without making cycles.

@@ -159,6 +159,16 @@ def test_a_bad_model_is_one_clear_line(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.parametrize("flag", ["--stream-credit=3", "--default-max-tokens=0"])
+def test_a_setting_that_cannot_work_is_one_clear_line(tmp_path: Path, flag: str) -> None:
+    """A configuration under which no stream could ever move is refused at the start, by name."""
+    with frontend(tmp_path, flag) as process:
+        _, err = process.communicate(timeout=WAIT_S)
+
+    assert process.returncode == 1
+    assert err.startswith(f"quire frontend: {flag[2:].partition('=')[0].replace('-', '_')}: ")
+
+
 def test_several_processes_share_a_port(tmp_path: Path) -> None:
     """A second front end may listen on the first one's ports."""
     with frontend(tmp_path) as first:
