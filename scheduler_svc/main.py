@@ -5,7 +5,7 @@ import sys
 
 import zmq
 
-from scheduler_svc.core.config import InvalidLimitsError
+from scheduler_svc.core.errors import InvalidLimitsError
 from scheduler_svc.service import SchedulerService
 from shared.config import SchedulerConfig
 from shared.ids import draw_incarnation

@@ -13,6 +13,7 @@ import zmq
 from scheduler_svc import frontend_link, worker_link
 from scheduler_svc.core import effects as ef
 from scheduler_svc.core import events as ev
+from scheduler_svc.core.batching import BatchingLimits
 from scheduler_svc.core.config import CoreConfig
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.frontend_hub import FrontendHub
@@ -227,12 +228,23 @@ def to_core_config(config: SchedulerConfig) -> CoreConfig:
     return CoreConfig(
         policy=config.policy,
         prefix_cache=config.prefix_cache,
+        capacity=config.capacity,
+        batching=BatchingLimits(
+            mode=config.batching,
+            max_batch_size=config.max_batch_size,
+            max_wait_s=config.max_wait_ms / 1000,
+            max_tokens_per_batch=config.max_tokens_per_batch,
+            delay_factor=config.scheduler_delay_factor,
+        ),
         policy_preemption=config.policy_preemption,
         preempt_threshold=config.preempt_threshold,
         victim_rule=config.victim_rule,
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
+        long_prefill_token_threshold=config.long_prefill_token_threshold,
+        max_tokens_in_paged_kv_cache=config.max_tokens_in_paged_kv_cache,
         max_queued_requests=config.max_queued_requests,
+        max_queued_tokens=config.max_queued_tokens,
         max_plans_in_flight=config.max_plans_in_flight,
         worker_wait_s=config.worker_wait_s,
         step_deadline_s=config.step_deadline_s,

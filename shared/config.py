@@ -30,14 +30,30 @@ class SchedulerConfig:
     frontend_address: str = _option("ipc:///tmp/quire-frontends", "ZeroMQ address that front ends connect to")
     worker_address: str = _option("ipc:///tmp/quire-workers", "ZeroMQ address that workers connect to")
     policy: str = _option("fcfs", "order of admission", choices=("fcfs", "priority", "sjf", "edf", "fair", "lpm"))
-    batching: str = _option("continuous", "batching mode", choices=("continuous",))
+    batching: str = _option("continuous", "batching mode", choices=("continuous", "static", "dynamic"))
+    max_batch_size: int = _option(16, "static and dynamic batching: most requests of a batch")
+    max_wait_ms: float = _option(50.0, "static and dynamic batching: how long a batch collects", unit="ms")
+    max_tokens_per_batch: int = _option(0, "dynamic batching: most prompt tokens of a batch; 0: no limit")
+    scheduler_delay_factor: float = _option(0.0, "continuous batching: collect for so many prefill steps' time")
+    capacity: str = _option(
+        "max_utilization",
+        "memory a request must find: for its present tokens, or for its longest possible sequence",
+        choices=("max_utilization", "guaranteed_no_evict"),
+    )
     prefix_cache: str = _option("hash", "sharing of equal prompt prefixes", choices=("hash", "off"))
-    policy_preemption: bool = _option(True, "under priority and edf, urgent requests pause running ones")
+    policy_preemption: str = _option(
+        "auto",
+        "whether urgent requests pause running ones; auto: under priority and edf with max_utilization",
+        choices=("auto", "on", "off"),
+    )
     preempt_threshold: float = _option(5.0, "how far a running request must rank behind to be paused", unit="s")
     victim_rule: str = _option("fewest", "whom to pause", choices=("fewest", "youngest", "lowest_priority"))
     max_num_seqs: int = _option(64, "most requests running at once per worker")
     max_num_batched_tokens: int = _option(512, "most tokens computed in one step of a worker")
+    long_prefill_token_threshold: int = _option(0, "most prompt tokens of one request in a step; 0: the whole budget")
+    max_tokens_in_paged_kv_cache: int = _option(0, "most tokens in a worker's KV cache; 0: what its memory holds")
     max_queued_requests: int = _option(4096, "most requests waiting; more are refused with RESOURCE_EXHAUSTED")
+    max_queued_tokens: int = _option(1 << 24, "most tokens of waiting requests; more are refused")
     max_plans_in_flight: int = _option(2, "plans sent ahead to a worker (1 or 2)")
     worker_wait_s: float = _option(60.0, "how long requests wait for a worker before they end UNAVAILABLE", unit="s")
     worker_silence_s: float = _option(5.0, "a worker hearing nothing for so long connects again", unit="s")

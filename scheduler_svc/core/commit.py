@@ -9,14 +9,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from scheduler_svc.core.errors import ProtocolViolationError
 from scheduler_svc.core.events import FailedRow, Int32Array, StepDone
 from scheduler_svc.core.request import Request, RequestState
 from scheduler_svc.core.rows import FREE
 from scheduler_svc.core.worker import Worker
-
-
-class ProtocolViolationError(Exception):
-    """A worker's answer does not fit its plan; the worker cannot be trusted any further."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,6 +20,7 @@ from scheduler_svc.core.events import Int32Array
 from scheduler_svc.core.plan import Plan, RowAdmission
 from scheduler_svc.core.request import Request, RequestState, as_column
 from scheduler_svc.core.rows import DECODE
+from scheduler_svc.core.tenants import Tenants
 from scheduler_svc.core.victims import Candidate, choose_victims
 from scheduler_svc.core.waiting import PREEMPTIVE_POLICIES, WaitingQueue
 from scheduler_svc.core.worker import StepInFlight, Worker
@@ -65,6 +66,7 @@ class Planner:
         self,
         worker: Worker,
         waiting: WaitingQueue,
+        tenants: Tenants,
         config: CoreConfig,
         frontends: dict[bytes, int],
         now: float,
@@ -73,12 +75,14 @@ class Planner:
         self._rows = worker.rows
         self._pool = worker.pool
         self._waiting = waiting
+        self._tenants = tenants
         self._config = config
         self._frontends = frontends
         self._now = now
         self._budget = min(config.max_num_batched_tokens, worker.max_tokens_per_step)
         self._max_running = min(config.max_num_seqs, worker.rows.max_rows)
         self._out_of_memory = False
+        self._max_chunk = config.long_prefill_token_threshold or self._budget
         self._append_rows: list[int] = []
         self._append_blocks: list[int] = []
         self._chunk_rows: list[int] = []
@@ -88,12 +92,13 @@ class Planner:
 
     def run(self) -> Outcome:
         """Makes the plan and updates rows, pool and queue accordingly."""
-        if self._config.policy_preemption and self._config.policy in PREEMPTIVE_POLICIES:
+        if self._preempts():
             self._preempt_for_urgent()
         decodes = self._schedule_decodes()
         self._budget -= len(decodes)
         self._schedule_prefills()
         if not self._out_of_memory:
+            self._worker.capacity.went_well()
             self._admit()
         if len(decodes) or self._chunk_rows:
             self._outcome.plan = self._issue(decodes)
@@ -137,6 +142,7 @@ class Planner:
             if self._pool.num_retired:
                 return False
             self._out_of_memory = True
+            self._worker.capacity.preempted()
             victim = self._least_urgent()
             self._preempt(victim)
             if victim == row:
@@ -162,7 +168,7 @@ class Planner:
                 self._add_chunk(row)
 
     def _add_chunk(self, row: int) -> None:
-        chunk = min(int(self._rows.length[row] - self._rows.computed[row]), self._budget)
+        chunk = min(int(self._rows.length[row] - self._rows.computed[row]), self._budget, self._max_chunk)
         self._chunk_rows.append(row)
         self._chunk_lengths.append(chunk)
         self._budget -= chunk
@@ -175,24 +181,42 @@ class Planner:
         whole wait; after that nothing is admitted before it. So neither does a large request block the others for
         good, nor do they starve it.
         """
-        if not len(self._waiting):
+        gate = self._worker.gate
+        num_waiting = len(self._waiting)
+        if not num_waiting or not gate.is_open(
+            num_running=self._rows.num_running, num_waiting=num_waiting, now=self._now
+        ):
             return
         self._account_service()
         rows = self._rows
         left: list[Request] = []
         admitted_tokens = 0
         while self._budget and admitted_tokens < MAX_ADMITTED_TOKENS:
+            if not gate.is_open(num_running=rows.num_running, num_waiting=len(self._waiting) + 1, now=self._now):
+                break
             request = self._waiting.take(self._worker.cached_tokens)
             if request is None:
+                gate.close()
                 break
             refusal = self._refusal(request)
             if refusal is not None:
                 self._outcome.refused.append(refusal)
                 continue
+            if not gate.admits(len(request.tokens)):
+                left.append(request)
+                gate.close()
+                break
+            if not self._tenants.may_run(request, self._now):
+                left.append(request)
+                if len(left) >= MAX_OVERTAKING_TRIES:
+                    break
+                continue
             has_row = rows.num_running < self._max_running
             if has_row and (blocks := self._find_blocks(request)) is not None:
                 self._admissions.append(self._place(request, *blocks))
                 admitted_tokens += len(request.tokens)
+                gate.admitted(len(request.tokens), self._now)
+                self._tenants.started(request, self._now)
                 for passed in left:
                     passed.overtaken += 1
                 continue
@@ -201,6 +225,13 @@ class Planner:
                 break
         for request in left:
             self._waiting.give_back(request)
+
+    def _preempts(self) -> bool:
+        return (
+            self._config.policy_preemption != "off"
+            and self._config.capacity != "guaranteed_no_evict"
+            and self._config.policy in PREEMPTIVE_POLICIES
+        )
 
     def _preempt_for_urgent(self) -> None:
         """Pauses running requests so that the next waiting one fits, if enough of them rank far enough behind it."""
@@ -252,9 +283,14 @@ class Planner:
             request.prefix_waits += 1
             return None
         num_new = -(-len(request.tokens) // self._rows.block_size) - len(cached)
-        reserve = int(self._config.watermark * pool.num_blocks) if self._rows.num_running else 0
-        # Cached blocks that nobody holds are available until they are shared.
-        if num_new + reserve > pool.num_available - sum(map(pool.is_idle, cached)):
+        limit = min(request.limit, worker.max_model_len)
+        if not worker.capacity.admits(
+            self._rows,
+            num_new=num_new,
+            worst_blocks=-(-(limit - 1) // self._rows.block_size),
+            # Cached blocks that nobody holds are available until they are shared.
+            num_available=pool.num_available - sum(map(pool.is_idle, cached)),
+        ):
             return None
         pool.share(cached)
         return cached + pool.take(num_new), len(cached)

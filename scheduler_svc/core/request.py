@@ -75,6 +75,8 @@ class Request:
     queued: bool = False
     """It is in the waiting queue."""
     queued_since: float = 0.0
+    queued_tokens: int = 0
+    """What it counts for in the queue's token limit; 0 when it does not wait."""
     overtaken: int = 0
     """Admissions that passed it while it did not fit."""
     passed_over: int = 0

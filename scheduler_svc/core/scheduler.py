@@ -11,8 +11,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from scheduler_svc.core import events as ev
+from scheduler_svc.core.batching import BatchGate
 from scheduler_svc.core.block_pool import BlockPool
-from scheduler_svc.core.commit import ProtocolViolationError, Settled, settle
+from scheduler_svc.core.capacity import Capacity
+from scheduler_svc.core.commit import Settled, settle
 from scheduler_svc.core.config import CoreConfig
 from scheduler_svc.core.effects import (
     AttemptEnded,
@@ -27,12 +29,14 @@ from scheduler_svc.core.effects import (
     WorkerUnknown,
     WorkerWelcomed,
 )
+from scheduler_svc.core.errors import ProtocolViolationError
 from scheduler_svc.core.forecast import Forecast
 from scheduler_svc.core.plan import Plan
 from scheduler_svc.core.planner import Planner
 from scheduler_svc.core.request import TOKEN_BYTES, Request, RequestKey, RequestState, to_tokens
 from scheduler_svc.core.rows import DECODE, RowTable
 from scheduler_svc.core.step_clock import StepClock
+from scheduler_svc.core.tenants import Tenants
 from scheduler_svc.core.waiting import make_queue
 from scheduler_svc.core.worker import Worker, WorkerCounters
 
@@ -80,6 +84,8 @@ class Scheduler:
         self._running: dict[RequestKey, tuple[Worker, int]] = {}
         self._waiting = make_queue(config.policy, config.tenant_weights)
         self._forecast = Forecast()
+        self._tenants = Tenants(config.tenant_limits)
+        self._queued_tokens = 0
         self._starved: dict[RequestKey, Request] = {}
         """Waiting requests whose readers have no credit."""
         self._workers: dict[ev.Peer, Worker] = {}
@@ -127,7 +133,7 @@ class Scheduler:
         due = worker.plan_due(self._config.max_plans_in_flight)
         if due is None or due > now:
             return None
-        outcome = Planner(worker, self._waiting, self._config, self._frontends, now).run()
+        outcome = Planner(worker, self._waiting, self._tenants, self._config, self._frontends, now).run()
         for refusal in outcome.refused:
             self._end(refusal.request, refusal.reason, now, message=refusal.message)
         for request in outcome.preempted:
@@ -140,7 +146,10 @@ class Scheduler:
         if outcome.plan is not None:
             for admission in outcome.plan.admissions:
                 key = RequestKey(admission.frontend, admission.stream)
-                if self._requests[key].state is RequestState.RUNNING:
+                request = self._requests[key]
+                self._queued_tokens -= request.queued_tokens
+                request.queued_tokens = 0
+                if request.state is RequestState.RUNNING:
                     self._running[key] = (worker, admission.row)
                 self._recent_wait += 0.1 * (now - admission.queued_since - self._recent_wait)
         return outcome.plan
@@ -200,6 +209,7 @@ class Scheduler:
         live = [request.key for request in queued] + list(self._running) + ending
         assert sorted(live) == sorted(self._requests), "a request is nowhere or in two places"
         assert all(request.state is RequestState.WAITING for request in queued)
+        assert self._queued_tokens == sum(request.queued_tokens for request in queued)
 
     # ---------------------------------------------------------------- front ends and requests
 
@@ -244,22 +254,29 @@ class Scheduler:
         )
         self._requests[key] = request
         request.note(now, "arrived")
+        fits_tenant = self._tenants.may_queue(request)
+        self._tenants.arrived(request, now)
         if not 0 < request.num_prompt_tokens <= len(request.tokens):
             self._end(request, EndReason.INVALID, now, message="the prompt is empty or longer than the tokens given")
         elif len(request.tokens) >= request.limit:
             self._end(request, EndReason.LENGTH, now)
-        elif len(self._waiting) + len(self._starved) >= self._config.max_queued_requests:
-            self._end(
-                request,
-                EndReason.QUEUE_FULL,
-                now,
-                message=f"{self._config.max_queued_requests} requests are waiting already",
-                retry_ms=self._retry_ms(),
-            )
+        elif not fits_tenant:
+            message = f"tenant {request.tenant!r} has as many requests waiting as it may"
+            self._end(request, EndReason.QUEUE_FULL, now, message=message, retry_ms=self._retry_ms())
+        elif self._queue_is_full(request):
+            message = f"{len(self._waiting)} requests with {self._queued_tokens} tokens are waiting already"
+            self._end(request, EndReason.QUEUE_FULL, now, message=message, retry_ms=self._retry_ms())
         else:
             if request.deadline is not None:
                 heapq.heappush(self._deadlines, (request.deadline, request.sequence, key))
             self._requeue(request, now)
+
+    def _queue_is_full(self, request: Request) -> bool:
+        config = self._config
+        num_waiting = len(self._waiting) + len(self._starved)
+        return num_waiting >= config.max_queued_requests or (
+            num_waiting > 0 and self._queued_tokens + len(request.tokens) > config.max_queued_tokens
+        )
 
     def _request_cancelled(self, event: ev.RequestCancelled, now: float) -> None:
         request = self._requests.get(RequestKey(event.frontend, event.stream))
@@ -288,7 +305,11 @@ class Scheduler:
     def _requeue(self, request: Request, now: float) -> None:
         """Puts a request among the waiting, from wherever it was."""
         self._running.pop(request.key, None)
+        if request.state is not RequestState.WAITING:
+            self._tenants.paused(request, now)
         request.state = RequestState.WAITING
+        self._queued_tokens += len(request.tokens) - request.queued_tokens
+        request.queued_tokens = len(request.tokens)
         request.queued_since = now
         request.overtaken = request.passed_over = 0
         request.forecast_tokens = self._forecast.output_tokens(request)
@@ -326,6 +347,8 @@ class Scheduler:
             self._waiting.discard(request)
         elif was is RequestState.ENDING:
             self._attempt_ended(request, reason.value)
+        self._queued_tokens -= request.queued_tokens
+        self._tenants.ended(request, now, was_running=was is not RequestState.WAITING)
         self._ended[reason] += 1
         if reason in _NATURAL_ENDS:
             self._forecast.request_finished(request)
@@ -362,6 +385,9 @@ class Scheduler:
             self._effects.append(WorkerRefused(worker=event.worker, reason=reason))
             self._announce()
             return
+        num_blocks = event.num_blocks
+        if self._config.max_tokens_in_paged_kv_cache:
+            num_blocks = min(num_blocks, max(1, self._config.max_tokens_in_paged_kv_cache // event.block_size))
         self._model = event.model
         self._next_epoch = (self._next_epoch + 1) % (1 << 64)
         self._workers[event.worker] = Worker(
@@ -370,10 +396,12 @@ class Scheduler:
             epoch=self._next_epoch,
             model=event.model,
             max_tokens_per_step=event.max_tokens_per_step,
-            max_model_len=min(event.model.max_model_len, event.num_blocks * event.block_size),
+            max_model_len=min(event.model.max_model_len, num_blocks * event.block_size),
             rows=RowTable(event.max_rows, event.block_size),
-            pool=BlockPool(event.num_blocks),
+            pool=BlockPool(num_blocks),
             clock=StepClock(self._config.step_deadline_s),
+            capacity=Capacity(self._config.capacity, num_blocks, self._config.watermark),
+            gate=BatchGate(self._config.batching),
             shares_prefixes=self._config.prefix_cache == "hash",
         )
         self._without_worker_since = None
@@ -435,6 +463,8 @@ class Scheduler:
         except ProtocolViolationError as error:
             self._give_up(worker, str(error), now)
             return
+        if settled.num_prefill_tokens:
+            worker.gate.prefill_measured(settled.duration)
         self._forecast.step_measured(settled.num_tokens, settled.num_prefill_tokens, settled.duration)
         self._deliver(worker, settled)
         for request in settled.prefilled:

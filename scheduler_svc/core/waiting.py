@@ -24,7 +24,7 @@ import heapq
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 
-from scheduler_svc.core.config import InvalidLimitsError
+from scheduler_svc.core.errors import InvalidLimitsError
 from scheduler_svc.core.request import Request, RequestState
 
 AGEING_S = 10.0

@@ -8,7 +8,9 @@ are until the last such step is answered.
 from collections import deque
 from dataclasses import dataclass, field
 
+from scheduler_svc.core.batching import BatchGate
 from scheduler_svc.core.block_pool import BlockPool
+from scheduler_svc.core.capacity import Capacity
 from scheduler_svc.core.events import Int32Array, ModelFacts, Peer
 from scheduler_svc.core.prefix_cache import BlockKey, extend_keys, root_key
 from scheduler_svc.core.request import Request
@@ -73,6 +75,8 @@ class Worker:
     rows: RowTable
     pool: BlockPool
     clock: StepClock
+    capacity: Capacity
+    gate: BatchGate
     shares_prefixes: bool
     in_flight: deque[StepInFlight] = field(default_factory=deque)
     departed: dict[tuple[int, int], Departure] = field(default_factory=dict)

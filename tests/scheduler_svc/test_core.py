@@ -4,7 +4,8 @@ import pytest
 
 from scheduler_svc.core import effects as ef
 from scheduler_svc.core import events as ev
-from scheduler_svc.core.config import CoreConfig, InvalidLimitsError
+from scheduler_svc.core.config import CoreConfig
+from scheduler_svc.core.errors import InvalidLimitsError
 from tests.scheduler_svc.cluster import FRONTEND, Cluster
 from tests.scheduler_svc.model_worker import ModelWorker, expected_output
 

@@ -5,6 +5,8 @@ from hypothesis import strategies as st
 
 from scheduler_svc.core import effects as ef
 from scheduler_svc.core import events as ev
+from scheduler_svc.core.batching import BATCHING_MODES, BatchingLimits
+from scheduler_svc.core.capacity import CAPACITY_MODES
 from scheduler_svc.core.waiting import POLICIES
 from tests.scheduler_svc.cluster import FRONTEND, Cluster
 from tests.scheduler_svc.model_worker import ModelWorker, expected_output
@@ -28,18 +30,29 @@ _ACTIONS = st.lists(
 @given(
     actions=_ACTIONS,
     policy=st.sampled_from(POLICIES),
+    capacity=st.sampled_from(CAPACITY_MODES),
+    mode=st.sampled_from(BATCHING_MODES),
     shares=st.booleans(),
     max_num_seqs=st.integers(1, 6),
     in_flight=st.integers(1, 2),
     credit=st.integers(1, 200),
 )
 def test_every_interleaving_keeps_every_promise(
-    actions: list[tuple[str, int, int]], policy: str, shares: bool, max_num_seqs: int, in_flight: int, credit: int
+    actions: list[tuple[str, int, int]],
+    policy: str,
+    capacity: str,
+    mode: str,
+    shares: bool,
+    max_num_seqs: int,
+    in_flight: int,
+    credit: int,
 ) -> None:
     """Whatever happens in whatever order: blocks are conserved, KV is never overwritten while it is read, tokens come
     without gap or repeat and are the model's, each request ends once; and when it calms down, everything finishes."""
     cluster = Cluster(
         policy=policy,
+        capacity=capacity,
+        batching=BatchingLimits(mode=mode, max_batch_size=3, max_wait_s=0.0),
         preempt_threshold=0.01,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=8,
