@@ -1,0 +1,162 @@
+"""What capacity modes, batching modes and tenant limits promise."""
+
+import pytest
+
+from scheduler_svc.core import effects as ef
+from scheduler_svc.core import events as ev
+from scheduler_svc.core.batching import BatchingLimits
+from scheduler_svc.core.config import CoreConfig, TenantLimits
+from scheduler_svc.core.errors import InvalidLimitsError
+from tests.scheduler_svc.cluster import Cluster
+from tests.scheduler_svc.model_worker import ModelWorker, expected_output
+
+LIMITS = {"max_num_seqs": 8, "max_num_batched_tokens": 32}
+
+
+def _cluster(num_blocks: int = 200, **limits: object) -> Cluster:
+    cluster = Cluster(**(LIMITS | limits))
+    cluster.join(ModelWorker(b"w/1", num_blocks, 4, 16))
+    return cluster
+
+
+def _running(cluster: Cluster) -> int:
+    return cluster.core.stats().running
+
+
+def _check_all(cluster: Cluster) -> None:
+    for reader in cluster.readers.values():
+        assert reader.tokens == expected_output(reader.prompt, reader.max_tokens, set())
+
+
+def test_guaranteed_no_evict_never_preempts() -> None:
+    """Under memory pressure a started request is never paused: fewer run at once instead."""
+    cluster = _cluster(num_blocks=20, capacity="guaranteed_no_evict")
+    for stream in range(10):
+        cluster.submit(stream, [stream, 1, 2], 25)
+    cluster.run()
+    _check_all(cluster)
+    assert cluster.core.stats().workers[0].counters.preemptions == 0
+
+
+def test_max_utilization_learns_its_headroom() -> None:
+    """After the first preemptions admission leaves room to grow, so that most of a long run needs none."""
+    cluster = _cluster(num_blocks=24)
+    for stream in range(60):
+        cluster.submit(stream, [stream, 1, 2], 25)
+    cluster.run()
+    _check_all(cluster)
+    assert 0 < cluster.core.stats().workers[0].counters.preemptions < 60
+
+
+def test_policy_preemption_contradicts_guaranteed_no_evict() -> None:
+    """Asking for both is refused by name; leaving it open is not."""
+    with pytest.raises(InvalidLimitsError, match="policy_preemption"):
+        CoreConfig(capacity="guaranteed_no_evict", policy_preemption="on")
+    CoreConfig(capacity="guaranteed_no_evict", policy="priority")
+
+
+def test_static_batching_waits_for_all() -> None:
+    """A static batch takes nobody in until its last request has finished."""
+    cluster = _cluster(batching=BatchingLimits(mode="static", max_batch_size=4, max_wait_s=1000.0))
+    for stream in range(8):
+        cluster.submit(stream, [stream, 1], 3 if stream % 4 else 20)
+    seen = set()
+    while cluster.plan() + cluster.answer():
+        seen.add(frozenset(stream for stream, reader in cluster.readers.items() if reader.tokens and not reader.end))
+    _check_all(cluster)
+    assert not any(group & {0, 1, 2, 3} and group & {4, 5, 6, 7} for group in seen)
+
+
+def test_static_batching_does_not_wait_for_ever() -> None:
+    """An incomplete static batch starts once its first request has waited max_wait."""
+    cluster = _cluster(batching=BatchingLimits(mode="static", max_batch_size=4, max_wait_s=5.0))
+    cluster.submit(1, [1, 2], 3)
+    assert cluster.plan() == 0
+    cluster.now += 4
+    assert cluster.plan() == 0
+    cluster.now += 2
+    assert cluster.plan() > 0
+
+
+def test_dynamic_batches_end_at_their_token_limit() -> None:
+    """A dynamic batch is full at max_tokens_per_batch, but always takes its first request."""
+    limits = BatchingLimits(mode="dynamic", max_batch_size=8, max_wait_s=0.0, max_tokens_per_batch=20)
+    cluster = _cluster(batching=limits)
+    for stream in range(6):
+        cluster.submit(stream, [stream] * 8, 4)
+    cluster.submit(6, [6] * 100, 4)
+    sizes = set()
+    while cluster.plan() + cluster.answer():
+        sizes.add(_running(cluster))
+    _check_all(cluster)
+    assert max(sizes) == 2
+
+
+def test_continuous_batching_fills_slots_at_once() -> None:
+    """A waiting request starts in the step after a slot is known to become free."""
+    cluster = _cluster(max_num_seqs=2)
+    cluster.submit(0, [0, 1], 30)
+    cluster.submit(1, [1, 1], 3)
+    third = cluster.submit(2, [2, 1], 3)
+    while cluster.readers[1].end is None:
+        cluster.plan()
+        cluster.answer()
+    cluster.plan()
+    cluster.answer()
+    cluster.answer()
+    assert third.tokens
+
+
+def test_tenant_limits_hold() -> None:
+    """A tenant has no more running and waiting than it may; others are not held up by it."""
+    limits = {"busy": TenantLimits(max_running=2, max_queued=3)}
+    cluster = _cluster(tenant_limits=limits)
+    busy = [cluster.submit(stream, [stream, 1], 10, tenant="busy") for stream in range(3)]
+    refused = cluster.submit(3, [3, 1], 10, tenant="busy")
+    other = cluster.submit(4, [4, 1], 10, tenant="other")
+    assert refused.end is not None
+    assert refused.end.reason is ef.EndReason.QUEUE_FULL
+    cluster.plan()
+    assert _running(cluster) == 3
+    cluster.run()
+    assert all(reader.end for reader in [*busy, other])
+
+
+def test_a_tenants_rate_is_bounded() -> None:
+    """Beyond its burst a tenant starts requests only as fast as its tokens come in."""
+    cluster = _cluster(tenant_limits={"": TenantLimits(tokens_per_s=1.0)})
+    for stream in range(3):
+        cluster.submit(stream, [stream] * 10, 10, tenant="t")
+        cluster.run()
+    started = [bool(reader.tokens) for reader in cluster.readers.values()]
+    assert started == [True, False, False]
+    cluster.now += 11
+    cluster.handle(ev.TimePassed())
+    cluster.run()
+    assert [bool(reader.tokens) for reader in cluster.readers.values()] == [True, True, False]
+
+
+def test_the_queue_is_bounded_in_tokens() -> None:
+    """Beyond max_queued_tokens a request is refused, however few wait; a single large one is not."""
+    cluster = Cluster(max_queued_tokens=50)
+    assert cluster.submit(0, [1] * 60, 2).end is None
+    refused = cluster.submit(1, [1], 2)
+    assert refused.end is not None
+    assert refused.end.reason is ef.EndReason.QUEUE_FULL
+
+
+def test_long_prefill_cap_leaves_room_for_others() -> None:
+    """A long prompt takes no more than its cap of a step, so a later short one starts beside it."""
+    cluster = _cluster(long_prefill_token_threshold=8)
+    long = cluster.submit(0, [1] * 100, 2)
+    short = cluster.submit(1, [2] * 4, 2)
+    cluster.plan()
+    cluster.answer()
+    assert short.tokens
+    assert not long.tokens
+
+
+def test_kv_cache_limit_bounds_memory() -> None:
+    """max_tokens_in_paged_kv_cache bounds the blocks in use whatever the worker has."""
+    cluster = _cluster(max_tokens_in_paged_kv_cache=64)
+    assert cluster.core.stats().workers[0].blocks_total == 16
