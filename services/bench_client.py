@@ -44,6 +44,19 @@ async def _read_again_and_again(stub: Stub, call: Call, counts: Counts, max_toke
         call = stub.Generate(_request(max_tokens))
 
 
+async def _until_served(stub: Stub) -> None:
+    """Waits until the server answers: a front end refuses calls until it has heard of its core."""
+    while True:
+        try:
+            async for _ in stub.Generate(_request(1)):
+                pass
+            return
+        except aio.AioRpcError as error:
+            if error.code() is not grpc.StatusCode.UNAVAILABLE:
+                raise
+            await asyncio.sleep(0.05)
+
+
 def _request(max_tokens: int) -> v1.GenerateRequest:
     return v1.GenerateRequest(
         token_ids=v1.TokenIds(ids=range(300, 364)),
@@ -55,6 +68,7 @@ async def _measure(options: argparse.Namespace) -> dict[str, float]:
     counts = Counts()
     async with aio.insecure_channel(options.target) as channel:
         stub = generation_pb2_grpc.GenerationServiceStub(channel)
+        await _until_served(stub)
         calls = [stub.Generate(_request(options.max_tokens)) for _ in range(options.streams + options.stalled)]
         # Measured from when every stream runs; the calls beyond `streams` are never read again.
         await asyncio.gather(*(call.read() for call in calls))

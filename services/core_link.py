@@ -16,15 +16,16 @@ a message instead of 1.)
 import asyncio
 import itertools
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 import zmq
 from google.protobuf.message import DecodeError
 
 from protos.quire.link.v1 import link_pb2
+from services.incoming import tokens_by_stream
 from services.outgoing import Outgoing
 from services.stream import Received, Stream
-from shared.columns import MalformedColumnError, from_columns
+from shared.columns import MalformedColumnError
 from shared.errors import NoWorkerError
 from shared.ids import draw_incarnation, routing_id
 from shared.logging import get_logger
@@ -238,8 +239,15 @@ class CoreLink:
             self._take_state(message, now)
         elif message.incarnation != self._core:
             return  # from a core that is gone, or one that has not answered our hello yet
-        if message.streams:
-            self._dispatch(message, now)
+        for number, first_index, token_ids in tokens_by_stream(message) if message.streams else ():
+            stream = self._streams.get(number)
+            if stream is None:
+                continue
+            received = stream.receive(first_index, token_ids, now)
+            if received is not Received.TAKEN:
+                self._react(stream, received)
+            elif stream.request.stop_strings:
+                self.give_credit(stream)  # a stop string may hold back tokens that no reader will take
         for end in message.ends:
             stream = self._streams.get(end.stream)
             if stream is not None:
@@ -260,30 +268,7 @@ class CoreLink:
                 self._submit_again(stream, now)
         self._on_state()
 
-    def _dispatch(self, message: link_pb2.CoreMessage, now: float) -> None:
-        """Gives every stream its tokens. Ids become Python integers here and only here."""
-        streams, first_indices = from_columns(message.streams, message.first_indices)
-        tokens: list[int] = from_columns(message.tokens)[0].tolist()
-        counts: Iterable[int] = itertools.repeat(1)
-        expected = len(streams)
-        if message.counts:
-            column = from_columns(message.streams, message.counts)[1]
-            counts, expected = column.tolist(), int(column.sum())
-        if expected != len(tokens):
-            raise MalformedColumnError(f"{expected} tokens announced, {len(tokens)} there")
-        end = 0
-        for number, first_index, count in zip(streams.tolist(), first_indices.tolist(), counts, strict=False):
-            begin, end = end, end + count
-            stream = self._streams.get(number)
-            if stream is None:
-                continue
-            received = stream.receive(first_index, tokens[begin:end], now)
-            if received is not Received.TAKEN:
-                self._react(stream, received, now)
-            elif stream.request.stop_strings:
-                self.give_credit(stream)
-
-    def _react(self, stream: Stream, received: Received, now: float) -> None:
+    def _react(self, stream: Stream, received: Received) -> None:
         if received is Received.MATCHED:
             self._outgoing.stop_match(stream.number, stream.keep_tokens)
             self._schedule_flush()
