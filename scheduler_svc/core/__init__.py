@@ -9,12 +9,14 @@ same effects and plans.
 
 Read the modules in this order:
 
-* `events`, `effects`, `plan` – what goes in and what comes out.
-* `request` – one request and its tokens; `waiting` – the queue of requests that are not running.
-* `block_pool` – KV blocks and when a freed block may be handed out again.
+* `events`, `effects`, `plan` – what goes in and what comes out; `config`, `errors`.
+* `request` – one request and its tokens; `waiting` – the orders of admission; `tenants` – limits per tenant.
+* `block_pool` – KV blocks and when one may be handed out again; `prefix_cache` – which block holds which prefix.
 * `rows` – the running requests of one worker as a struct of arrays.
-* `step_clock` – how long steps take: when to send the next plan, when to give a worker up.
+* `step_clock` – how long steps take: when to send the next plan, when to give a worker up; `forecast` – what a request
+  will probably cost.
 * `worker` – one worker in one epoch: pool, rows, steps in flight.
+* `capacity`, `batching`, `placement`, `victims` – small policies; `admission` – which waiting requests a worker takes in.
 * `planner` – what the next step holds: decodes first, then prompts in chunks, then admissions.
 * `commit` – what an answered step means for its requests.
 * `scheduler` – the state machine itself: routes events, owns requests, ends each exactly once.

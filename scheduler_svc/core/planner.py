@@ -10,42 +10,23 @@ is free. Blocks that are only waiting for an answer are waited for; when none ar
 is preempted: it gives up its blocks, keeps its tokens and its place in the queue, and is computed again later.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from scheduler_svc.core.admission import Admission, Refusal, victims_for_urgent
 from scheduler_svc.core.config import CoreConfig
-from scheduler_svc.core.effects import EndReason
 from scheduler_svc.core.events import Int32Array
+from scheduler_svc.core.placement import Room
 from scheduler_svc.core.plan import Plan, RowAdmission
 from scheduler_svc.core.request import Request, RequestState, as_column
 from scheduler_svc.core.rows import DECODE
 from scheduler_svc.core.tenants import Tenants
-from scheduler_svc.core.victims import Candidate, choose_victims
-from scheduler_svc.core.waiting import PREEMPTIVE_POLICIES, WaitingQueue
+from scheduler_svc.core.waiting import WaitingQueue
 from scheduler_svc.core.worker import StepInFlight, Worker
 
-MAX_ADMITTED_TOKENS = 1 << 20
-"""Bounds a plan in bytes: after a loss many long prompts may come at once."""
-
-MAX_OVERTAKEN = 16
-"""How many later requests may be admitted before one that does not fit."""
-MAX_OVERTAKING_TRIES = 8
-"""How many requests that do not fit are looked past in one step."""
-
-MAX_PREFIX_WAITS = 256
-"""How many plans a request waits for a prefix that another request is computing."""
-
 _NO_ROWS = np.zeros(0, np.int32)
-
-
-@dataclass(frozen=True, slots=True)
-class Refusal:
-    """A waiting request that this worker could never run."""
-
-    request: Request
-    reason: EndReason
-    message: str
 
 
 @dataclass(slots=True)
@@ -65,6 +46,7 @@ class Planner:
     def __init__(
         self,
         worker: Worker,
+        fleet: Sequence[Worker],
         waiting: WaitingQueue,
         tenants: Tenants,
         config: CoreConfig,
@@ -72,6 +54,7 @@ class Planner:
         now: float,
     ) -> None:
         self._worker = worker
+        self._fleet = fleet
         self._rows = worker.rows
         self._pool = worker.pool
         self._waiting = waiting
@@ -80,7 +63,6 @@ class Planner:
         self._frontends = frontends
         self._now = now
         self._budget = min(config.max_num_batched_tokens, worker.max_tokens_per_step)
-        self._max_running = min(config.max_num_seqs, worker.rows.max_rows)
         self._out_of_memory = False
         self._max_chunk = config.long_prefill_token_threshold or self._budget
         self._append_rows: list[int] = []
@@ -92,8 +74,8 @@ class Planner:
 
     def run(self) -> Outcome:
         """Makes the plan and updates rows, pool and queue accordingly."""
-        if self._preempts():
-            self._preempt_for_urgent()
+        for row in victims_for_urgent(self._worker, self._waiting, self._config):
+            self._preempt(row)
         decodes = self._schedule_decodes()
         self._budget -= len(decodes)
         self._schedule_prefills()
@@ -175,87 +157,15 @@ class Planner:
         self._worker.publish_blocks(row, int(self._rows.computed[row]) + chunk)
 
     def _admit(self) -> None:
-        """Admits waiting requests in the policy's order while rows, blocks and budget last.
-
-        A request that does not fit now may be overtaken by smaller ones, by at most `MAX_OVERTAKEN` of them over its
-        whole wait; after that nothing is admitted before it. So neither does a large request block the others for
-        good, nor do they starve it.
-        """
-        gate = self._worker.gate
-        num_waiting = len(self._waiting)
-        if not num_waiting or not gate.is_open(
-            num_running=self._rows.num_running, num_waiting=num_waiting, now=self._now
-        ):
+        """Takes waiting requests in while the budget lasts."""
+        if not len(self._waiting):
             return
         self._account_service()
-        rows = self._rows
-        left: list[Request] = []
-        admitted_tokens = 0
-        while self._budget and admitted_tokens < MAX_ADMITTED_TOKENS:
-            if not gate.is_open(num_running=rows.num_running, num_waiting=len(self._waiting) + 1, now=self._now):
-                break
-            request = self._waiting.take(self._worker.cached_tokens)
-            if request is None:
-                gate.close()
-                break
-            refusal = self._refusal(request)
-            if refusal is not None:
-                self._outcome.refused.append(refusal)
-                continue
-            if not gate.admits(len(request.tokens)):
-                left.append(request)
-                gate.close()
-                break
-            if not self._tenants.may_run(request, self._now):
-                left.append(request)
-                if len(left) >= MAX_OVERTAKING_TRIES:
-                    break
-                continue
-            has_row = rows.num_running < self._max_running
-            if has_row and (blocks := self._find_blocks(request)) is not None:
-                self._admissions.append(self._place(request, *blocks))
-                admitted_tokens += len(request.tokens)
-                gate.admitted(len(request.tokens), self._now)
-                self._tenants.started(request, self._now)
-                for passed in left:
-                    passed.overtaken += 1
-                continue
-            left.append(request)
-            if not has_row or request.overtaken >= MAX_OVERTAKEN or len(left) >= MAX_OVERTAKING_TRIES:
-                break
-        for request in left:
-            self._waiting.give_back(request)
-
-    def _preempts(self) -> bool:
-        return (
-            self._config.policy_preemption != "off"
-            and self._config.capacity != "guaranteed_no_evict"
-            and self._config.policy in PREEMPTIVE_POLICIES
-        )
-
-    def _preempt_for_urgent(self) -> None:
-        """Pauses running requests so that the next waiting one fits, if enough of them rank far enough behind it."""
-        request = self._waiting.take(self._worker.cached_tokens)
-        if request is None:
-            return
-        self._waiting.give_back(request)
-        rows, pool = self._rows, self._pool
-        need_row = rows.num_running >= self._max_running
-        num_blocks = -(-len(request.tokens) // rows.block_size)
-        # Blocks that wait for an answer come back without anybody being paused.
-        need_blocks = max(0, num_blocks - pool.num_available - pool.num_retired)
-        if request.unsettled or not (need_row or need_blocks):
-            return
-        behind = self._waiting.rank(request) + self._config.preempt_threshold
-        candidates = [
-            Candidate(row, float(rows.rank[row]), other.sequence, len(rows.blocks[row]), int(rows.committed[row]))
-            for row in np.flatnonzero((rows.state == DECODE) & (rows.rank > behind)).tolist()
-            if (other := rows.requests[row]) is not None and rows.num_generated(row) > other.preempted_at
-        ]
-        for row in choose_victims(
-            candidates, need_row=need_row, need_blocks=need_blocks, rule=self._config.victim_rule
-        ):
-            self._preempt(row)
+        admission = Admission(self._worker, self._fleet, self._waiting, self._tenants, self._config, self._now)
+        while self._budget and (admitted := admission.next()) is not None:
+            self._admissions.append(self._place(*admitted))
+        admission.close()
+        self._outcome.refused = admission.refused
 
     def _account_service(self) -> None:
         """Brings the queue's view of service up to date before it chooses."""
@@ -268,35 +178,10 @@ class Planner:
             self._waiting.served(request, output_tokens=generated - request.accounted_tokens)
             request.accounted_tokens = generated
 
-    def _find_blocks(self, request: Request) -> tuple[list[int], int] | None:
-        """A block table for the request and how many of its blocks are from the cache, or None: not now."""
-        if request.unsettled:
-            return None
-        pool, worker = self._pool, self._worker
-        keys = worker.shareable_keys(request)
-        cached = pool.cache.match(keys)
-        if (
-            len(cached) < len(keys)
-            and pool.cache.is_pending(keys[len(cached)])
-            and request.prefix_waits < MAX_PREFIX_WAITS
-        ):
-            request.prefix_waits += 1
-            return None
-        num_new = -(-len(request.tokens) // self._rows.block_size) - len(cached)
-        limit = min(request.limit, worker.max_model_len)
-        if not worker.capacity.admits(
-            self._rows,
-            num_new=num_new,
-            worst_blocks=-(-(limit - 1) // self._rows.block_size),
-            # Cached blocks that nobody holds are available until they are shared.
-            num_available=pool.num_available - sum(map(pool.is_idle, cached)),
-        ):
-            return None
-        pool.share(cached)
-        return cached + pool.take(num_new), len(cached)
-
-    def _place(self, request: Request, blocks: list[int], num_cached: int) -> RowAdmission:
-        num_cached_tokens = num_cached * self._rows.block_size
+    def _place(self, request: Request, room: Room) -> RowAdmission:
+        self._pool.share(room.cached)
+        blocks = room.cached + self._pool.take(room.num_new)
+        num_cached_tokens = len(room.cached) * self._rows.block_size
         request.limit = min(request.limit, self._worker.max_model_len)
         row = self._rows.occupy(
             request,
@@ -313,6 +198,7 @@ class Planner:
             request.first_planned = self._now
         request.attempts += 1
         request.note(self._now, f"admitted to {self._worker.worker_id} row {row}")
+        self._tenants.started(request, self._now)
         if request.attempts == 1:
             request.num_cached_prompt_tokens = min(num_cached_tokens, request.num_prompt_tokens)
             self._waiting.served(request, prompt_tokens=request.num_prompt_tokens - num_cached_tokens)
@@ -420,36 +306,6 @@ class Planner:
             request = self._worker.vacate(row)
             request.state = RequestState.ENDING
             self._outcome.ending.append(request)
-
-    def _refusal(self, request: Request) -> Refusal | None:
-        worker = self._worker
-        num_tokens = len(request.tokens)
-        if num_tokens >= worker.max_model_len:
-            return Refusal(
-                request,
-                EndReason.INVALID,
-                f"the prompt has {num_tokens} tokens, the served model takes at most {worker.max_model_len - 1}",
-            )
-        highest = max(request.tokens)
-        if highest >= worker.model.vocab_size or min(request.tokens) < 0:
-            return Refusal(
-                request,
-                EndReason.INVALID,
-                f"token ids must lie in [0, {worker.model.vocab_size}), found {highest}",
-            )
-        if (
-            self._config.policy == "edf"
-            and request.latest_start is not None
-            and self._now > request.latest_start
-            and not request.attempts
-        ):
-            late = self._now - request.latest_start
-            return Refusal(
-                request,
-                EndReason.DEADLINE,
-                f"the deadline cannot be met: the forecast is {late:.2f} s beyond it; allow more time or ask for less",
-            )
-        return None
 
     def _traced(self, decodes: Int32Array) -> tuple[tuple[bytes, int], ...]:
         traced = self._rows.traced

@@ -133,7 +133,8 @@ class Scheduler:
         due = worker.plan_due(self._config.max_plans_in_flight)
         if due is None or due > now:
             return None
-        outcome = Planner(worker, self._waiting, self._tenants, self._config, self._frontends, now).run()
+        fleet = list(self._workers.values())
+        outcome = Planner(worker, fleet, self._waiting, self._tenants, self._config, self._frontends, now).run()
         for refusal in outcome.refused:
             self._end(refusal.request, refusal.reason, now, message=refusal.message)
         for request in outcome.preempted:

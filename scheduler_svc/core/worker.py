@@ -88,6 +88,8 @@ class Worker:
     answered_step: int = 0
     last_tokens: int = 0
     compiling_until: float = 0.0
+    draining: bool = False
+    """It takes nothing new."""
     counters: WorkerCounters = field(default_factory=WorkerCounters)
 
     def vacate(self, row: int) -> Request:
@@ -119,6 +121,11 @@ class Worker:
     def cached_tokens(self, request: Request) -> int:
         """How many of the request's tokens are in the prefix cache."""
         return len(self.pool.cache.match(self.shareable_keys(request))) * self.rows.block_size
+
+    def prefill_backlog(self) -> int:
+        """Prompt tokens of its rows that no plan holds yet."""
+        rows = self.prefilling
+        return int((self.rows.length[rows] - self.rows.computed[rows]).sum()) if rows else 0
 
     def expect_blocks(self, row: int) -> None:
         """The row is going to compute its blocks: whoever has the same prefix waits for them."""

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scheduler_svc.core import effects as ef
-from scheduler_svc.core.planner import MAX_OVERTAKEN
+from scheduler_svc.core.admission import MAX_OVERTAKEN
 from scheduler_svc.core.request import Request, RequestKey, to_tokens
 from scheduler_svc.core.victims import Candidate, choose_victims
 from scheduler_svc.core.waiting import (

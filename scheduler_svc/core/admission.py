@@ -1,0 +1,181 @@
+"""Which waiting requests a worker takes in now, and whom it pauses for an urgent one.
+
+A request that does not fit now may be overtaken by smaller ones, by at most `MAX_OVERTAKEN` of them over its whole
+wait; after that nothing is admitted before it. So neither does a large request block the others for good, nor do they
+starve it. A request whose prefix another one is computing waits for it, block by block, for at most `MAX_PREFIX_WAITS` plans.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from scheduler_svc.core.config import CoreConfig
+from scheduler_svc.core.effects import EndReason
+from scheduler_svc.core.placement import Room, find_room, is_best
+from scheduler_svc.core.request import Request
+from scheduler_svc.core.rows import DECODE
+from scheduler_svc.core.tenants import Tenants
+from scheduler_svc.core.victims import Candidate, choose_victims
+from scheduler_svc.core.waiting import PREEMPTIVE_POLICIES, WaitingQueue
+from scheduler_svc.core.worker import Worker
+
+MAX_ADMITTED_TOKENS = 1 << 20
+"""Bounds a plan in bytes: after a loss many long prompts may come at once."""
+MAX_OVERTAKEN = 16
+"""How many later requests may be admitted before one that does not fit."""
+MAX_OVERTAKING_TRIES = 8
+"""How many requests that cannot start are looked past in one step."""
+MAX_PREFIX_WAITS = 256
+"""How many plans a request waits for a prefix that another request is computing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """A waiting request that this worker could never run, or not in time."""
+
+    request: Request
+    reason: EndReason
+    message: str
+
+
+class Admission:
+    """The admissions of one worker's next plan. `next` until it says None, then `close`."""
+
+    def __init__(
+        self,
+        worker: Worker,
+        fleet: Sequence[Worker],
+        waiting: WaitingQueue,
+        tenants: Tenants,
+        config: CoreConfig,
+        now: float,
+    ) -> None:
+        self._worker = worker
+        self._fleet = fleet
+        self._waiting = waiting
+        self._tenants = tenants
+        self._config = config
+        self._now = now
+        self._max_running = min(config.max_num_seqs, worker.rows.max_rows)
+        self._passed: list[Request] = []
+        """Requests that cannot start now and that others were allowed to pass."""
+        self._num_tokens = 0
+        self.refused: list[Refusal] = []
+
+    def next(self) -> tuple[Request, Room] | None:
+        """The next request to take in and where its KV goes, or None."""
+        gate = self._worker.gate
+        if self._worker.draining:
+            return None
+        while self._num_tokens < MAX_ADMITTED_TOKENS and len(self._passed) < MAX_OVERTAKING_TRIES:
+            num_waiting = len(self._waiting) + len(self._passed)
+            if not num_waiting or not gate.is_open(
+                num_running=self._worker.rows.num_running, num_waiting=num_waiting, now=self._now
+            ):
+                return None
+            request = self._waiting.take(self._worker.cached_tokens)
+            if request is None:
+                gate.close()
+                return None
+            refusal = self._refusal(request)
+            if refusal is not None:
+                self.refused.append(refusal)
+                continue
+            if not gate.admits(len(request.tokens)):
+                gate.close()
+                self._passed.append(request)
+                return None
+            room = self._room(request)
+            if room is not None:
+                self._admitted(request)
+                return request, room
+            self._passed.append(request)
+            if request.overtaken >= MAX_OVERTAKEN or self._worker.rows.num_running >= self._max_running:
+                return None
+        return None
+
+    def close(self) -> None:
+        """Gives back to the queue what could not start."""
+        for request in self._passed:
+            self._waiting.give_back(request)
+
+    def _room(self, request: Request) -> Room | None:
+        worker = self._worker
+        if request.unsettled or worker.rows.num_running >= self._max_running:
+            return None
+        if not self._tenants.may_run(request, self._now) or self._waits_for_prefix(request):
+            return None
+        room = find_room(worker, request)
+        if room is None or not is_best(worker, self._fleet, request, self._config.max_num_seqs):
+            return None
+        return room
+
+    def _admitted(self, request: Request) -> None:
+        self._num_tokens += len(request.tokens)
+        self._worker.gate.admitted(len(request.tokens), self._now)
+        for passed in self._passed:
+            passed.overtaken += 1
+
+    def _waits_for_prefix(self, request: Request) -> bool:
+        cache = self._worker.pool.cache
+        keys = self._worker.shareable_keys(request)
+        num_cached = len(cache.match(keys))
+        if num_cached == len(keys) or not cache.is_pending(keys[num_cached]):
+            return False
+        request.prefix_waits += 1
+        return request.prefix_waits <= MAX_PREFIX_WAITS
+
+    def _refusal(self, request: Request) -> Refusal | None:
+        worker = self._worker
+        num_tokens = len(request.tokens)
+        if num_tokens >= worker.max_model_len:
+            return Refusal(
+                request,
+                EndReason.INVALID,
+                f"the prompt has {num_tokens} tokens, the served model takes at most {worker.max_model_len - 1}",
+            )
+        highest = max(request.tokens)
+        if highest >= worker.model.vocab_size or min(request.tokens) < 0:
+            return Refusal(
+                request, EndReason.INVALID, f"token ids must lie in [0, {worker.model.vocab_size}), found {highest}"
+            )
+        latest_start = request.latest_start
+        if (
+            self._config.policy == "edf"
+            and latest_start is not None
+            and self._now > latest_start
+            and not request.attempts
+        ):
+            return Refusal(
+                request,
+                EndReason.DEADLINE,
+                f"the deadline cannot be met: the forecast is {self._now - latest_start:.2f} s beyond it;"
+                " allow more time or ask for less",
+            )
+        return None
+
+
+def victims_for_urgent(worker: Worker, waiting: WaitingQueue, config: CoreConfig) -> list[int]:
+    """The rows to pause so that the next waiting request fits, if enough of them rank far enough behind it."""
+    preempts = config.policy_preemption != "off" and config.capacity != "guaranteed_no_evict"
+    if not preempts or config.policy not in PREEMPTIVE_POLICIES or worker.draining:
+        return []
+    request = waiting.take(worker.cached_tokens)
+    if request is None:
+        return []
+    waiting.give_back(request)
+    rows, pool = worker.rows, worker.pool
+    need_row = rows.num_running >= min(config.max_num_seqs, rows.max_rows)
+    num_blocks = -(-len(request.tokens) // rows.block_size)
+    # Blocks that wait for an answer come back without anybody being paused.
+    need_blocks = max(0, num_blocks - pool.num_available - pool.num_retired)
+    if request.unsettled or not (need_row or need_blocks):
+        return []
+    behind = waiting.rank(request) + config.preempt_threshold
+    candidates = [
+        Candidate(row, float(rows.rank[row]), other.sequence, len(rows.blocks[row]), int(rows.committed[row]))
+        for row in np.flatnonzero((rows.state == DECODE) & (rows.rank > behind)).tolist()
+        if (other := rows.requests[row]) is not None and rows.num_generated(row) > other.preempted_at
+    ]
+    return choose_victims(candidates, need_row=need_row, need_blocks=need_blocks, rule=config.victim_rule)

@@ -1,0 +1,70 @@
+"""On which worker a waiting request runs.
+
+Workers take requests from one queue when their next plan is due. With several of them, a worker leaves a request to
+another one that would do less work for it: the cost of a worker is the tokens it has still to compute before it could
+finish the request's prompt, that is, the part of the prompt that is not in its prefix cache, the prompts it is busy
+with, and `DECODE_COST` for every running request. So a cached prefix draws requests to the worker that has it, until
+its backlog outweighs what the prefix saves: that bounds hot spots (the cost model of Preble, ICLR 2025, in tokens).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from scheduler_svc.core.request import Request
+from scheduler_svc.core.worker import Worker
+
+DECODE_COST = 32
+"""What a running request slows a prompt down by, in prompt tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """The memory that a request finds on a worker."""
+
+    cached: list[int]
+    """Blocks of its prefix that are there already."""
+    num_new: int
+    """Blocks to take beside them."""
+
+
+def find_room(worker: Worker, request: Request) -> Room | None:
+    """Where the request's KV would go on this worker, or None when it does not fit now."""
+    cached = worker.pool.cache.match(worker.shareable_keys(request))
+    block_size = worker.rows.block_size
+    num_new = -(-len(request.tokens) // block_size) - len(cached)
+    limit = min(request.limit, worker.max_model_len)
+    fits = worker.capacity.admits(
+        worker.rows,
+        num_new=num_new,
+        worst_blocks=-(-(limit - 1) // block_size),
+        # Cached blocks that nobody holds are available until they are shared.
+        num_available=worker.pool.num_available - sum(map(worker.pool.is_idle, cached)),
+    )
+    return Room(cached, num_new) if fits else None
+
+
+def is_best(worker: Worker, fleet: Sequence[Worker], request: Request, max_num_seqs: int) -> bool:
+    """Whether no other worker that could take the request now would do less work for it than `worker`.
+
+    Args:
+        worker: the worker that asks; it could take the request.
+        fleet: all workers.
+        request: the request.
+        max_num_seqs: most rows in use per worker.
+    """
+    others = [
+        other
+        for other in fleet
+        if other is not worker
+        and not other.draining
+        and other.rows.num_running < min(max_num_seqs, other.rows.max_rows)
+    ]
+    if not others:
+        return True
+    mine = _cost(worker, request)
+    return not any(_cost(other, request) < mine and find_room(other, request) is not None for other in others)
+
+
+def _cost(worker: Worker, request: Request) -> int:
+    uncached = len(request.tokens) - worker.cached_tokens(request)
+    return uncached + worker.prefill_backlog() + DECODE_COST * worker.rows.num_running
