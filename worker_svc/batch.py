@@ -17,6 +17,8 @@ from worker_svc.errors import PlanError
 from worker_svc.model.base import AttentionInputs
 from worker_svc.rows import RowTable
 
+_NO_ROWS = np.zeros(0, np.int64)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepBatch:
@@ -64,7 +66,7 @@ class BatchBuilder:
         table = self._table
         table.tables[0].publish()
         decode_rows = table.decode_rows()
-        num_tokens = len(decode_rows) + int(chunk_lengths.sum())
+        num_tokens = len(decode_rows) + (int(chunk_lengths.sum()) if len(chunk_rows) else 0)
         if num_tokens > table.limits.max_tokens_per_step:
             raise PlanError(f"{num_tokens} tokens in a step that may have {table.limits.max_tokens_per_step}")
         if num_tokens == 0:
@@ -80,8 +82,9 @@ class BatchBuilder:
         positions = table.num_computed[rows]
         ends = positions + 1
         table.check_room(rows, ends)
-        packed = np.stack((positions, self._slots(rows, positions)))
-        table.advance(rows[:0], rows[:0])
+        packed = np.empty((2, len(rows)), np.int64)
+        packed[0], packed[1] = positions, self._slots(rows, positions)
+        table.advance(_NO_ROWS, _NO_ROWS)
         positions_on_device, slots = upload(packed, self._device)
         context_lens = upload(ends.astype(np.int32), self._device)
         return StepBatch(

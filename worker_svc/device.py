@@ -10,7 +10,7 @@ from shared.config import ConfigError
 
 
 def choose_device(wanted: str) -> torch.device:
-    """The device that the setting names; "auto" is CUDA if there is one, else the CPU.
+    """The device that the setting names; "auto" is CUDA if there is one, else the CPU. A GPU is made the current one.
 
     Raises:
         ConfigError: there is no such device.
@@ -25,7 +25,9 @@ def choose_device(wanted: str) -> torch.device:
         return device
     if device.type != "cuda" or not torch.cuda.is_available() or (device.index or 0) >= torch.cuda.device_count():
         raise ConfigError(f"device: there is no {wanted} here; choose auto or cpu")
-    return torch.device("cuda", device.index or 0)
+    chosen = torch.device("cuda", device.index or 0)
+    torch.cuda.set_device(chosen)
+    return chosen
 
 
 def describe_device(device: torch.device) -> str:

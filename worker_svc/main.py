@@ -4,6 +4,7 @@ import argparse
 import os
 import signal
 import sys
+from types import FrameType
 
 import torch
 
@@ -31,13 +32,14 @@ def run(config: WorkerConfig) -> int:
     configure_logging("quire-worker")
     telemetry = Telemetry("quire-worker")
     try:
-        return _serve(config, telemetry)
+        _serve(config, telemetry)
     except (ConfigError, RefusedError) as error:
         kind = "refused by the scheduler: " if isinstance(error, RefusedError) else ""
         print(f"quire worker: {kind}{error}", file=sys.stderr)
         return 1
     finally:
         telemetry.shutdown()
+    return 0
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -52,15 +54,28 @@ def main(arguments: list[str] | None = None) -> int:
     return run(config)
 
 
-def _serve(config: WorkerConfig, telemetry: Telemetry) -> int:
+class _StopOnSignal:
+    """SIGTERM and SIGINT end the process at once while it is loading, and ask the loop to stop once there is one."""
+
+    def __init__(self) -> None:
+        self.loop: WorkerLoop | None = None
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self)
+
+    def __call__(self, _number: int, _frame: FrameType | None) -> None:
+        if self.loop is None:
+            raise SystemExit(0)
+        self.loop.stop()
+
+
+def _serve(config: WorkerConfig, telemetry: Telemetry) -> None:
+    stop = _StopOnSignal()
     set_threads(config.num_threads)
     device = choose_device(config.device)
     model, description = load_model(config, device)
     engine = build_engine(config, model, description, device, telemetry.tracer)
     link = Link(config.worker_address, _hello(config, engine, description, device))
-    loop = WorkerLoop(link, engine)
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: loop.stop())
+    stop.loop = loop = WorkerLoop(link, engine)
     get_logger().info(
         "worker ready",
         model=description.name,
@@ -74,8 +89,7 @@ def _serve(config: WorkerConfig, telemetry: Telemetry) -> int:
     try:
         loop.run()
     finally:
-        engine.reset()
-    return 0
+        engine.reset()  # ends the spans of rows
 
 
 def _hello(config: WorkerConfig, engine: Engine, description: ModelDescription, device: torch.device) -> plan_pb2.Hello:

@@ -22,6 +22,9 @@ from shared.columns import Int32Array, MalformedColumnError, from_column, from_c
 from worker_svc.block_tables import BlockTables, IntArray
 from worker_svc.errors import PlanError
 
+_NO_ROWS = np.zeros(0, np.int64)
+_NO_FLAGS = np.zeros(0, np.bool_)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
@@ -71,6 +74,7 @@ class RowTable:
         self._generation = np.zeros(rows, np.int64)
         self._held = np.zeros(rows, np.bool_)
         self._failed = np.zeros(rows, np.bool_)
+        self._any_failed = False  # within this epoch; almost always spares a look at every row
         self._num_tokens = np.zeros(rows, np.int64)
         self._num_computed = np.zeros(rows, np.int64)
         self._prompts: dict[int, Int32Array] = {}
@@ -123,13 +127,14 @@ class RowTable:
         Raises:
             PlanError: the plan breaks the contract.
         """
+        if not plan.leaves:
+            return _NO_ROWS
         try:
             rows = from_column(plan.leaves).astype(np.int64)
         except MalformedColumnError as error:
             raise PlanError(str(error)) from None
-        if len(rows):
-            self._check_rows(rows, "leave")
-            self._remove(rows)
+        self._check_rows(rows, "leave")
+        self._remove(rows)
         return rows
 
     def change(self, plan: plan_pb2.Plan) -> None:
@@ -156,13 +161,13 @@ class RowTable:
         Raises:
             PlanError: a row that is not in prefill, or a length beyond its tokens.
         """
+        if not plan.chunk_rows and not plan.chunk_lengths:
+            return _NO_ROWS, _NO_ROWS
         try:
             columns = from_columns(plan.chunk_rows, plan.chunk_lengths)
         except MalformedColumnError as error:
             raise PlanError(str(error)) from None
         rows, lengths = (column.astype(np.int64) for column in columns)
-        if len(rows) == 0:
-            return rows, lengths
         self._check_rows(rows, "chunk")
         if (self._state[rows] != RowState.PREFILL).any():
             raise PlanError("a chunk for a row that is not in prefill")
@@ -177,28 +182,28 @@ class RowTable:
         return self._prompts[row][start : start + length]
 
     def check_room(self, rows: IntArray, ends: IntArray) -> None:
-        """Checks that each row's blocks hold its tokens up to position `ends` (exclusive).
+        """Checks that each row's blocks hold its tokens up to position `ends` (exclusive); `rows` is not empty.
 
         Raises:
             PlanError: a row lacks blocks, or grows beyond the longest sequence.
         """
-        if len(rows) == 0:
-            return
         if int(ends.max()) > self._limits.max_model_len:
             raise PlanError(f"a row grows beyond {self._limits.max_model_len} tokens")
         for tables in self.tables:
             if (tables.lengths[rows] * self._limits.block_size < ends).any():
                 raise PlanError("a row takes part without a block for its next token")
 
-    def advance(self, chunk_rows: IntArray, chunk_lengths: IntArray) -> IntArray:
+    def advance(self, chunk_rows: IntArray, chunk_lengths: IntArray) -> npt.NDArray[np.bool_]:
         """Counts a step's tokens as computed: one per decode row, a chunk per row in `chunk_rows`.
 
         Returns:
             Which of `chunk_rows` have now finished prefill, as a boolean array; they are decode rows from here on.
         """
         self._num_computed[self.decode_rows()] += 1
+        if len(chunk_rows) == 0:
+            return _NO_FLAGS
         self._num_computed[chunk_rows] += chunk_lengths
-        finished: IntArray = self._num_computed[chunk_rows] == self._num_tokens[chunk_rows]
+        finished: npt.NDArray[np.bool_] = self._num_computed[chunk_rows] == self._num_tokens[chunk_rows]
         if finished.any():
             done = chunk_rows[finished]
             self._state[done] = RowState.DECODE
@@ -211,15 +216,20 @@ class RowTable:
         """Takes rows out of all further steps until they leave; uses of rows that have ended are not touched."""
         alive = (self._state[rows] != RowState.FREE) & (self._generation[rows] == generations)
         self._failed[rows[alive]] = True
+        self._any_failed = True
         self._membership += 1
 
     def has_failed(self, rows: IntArray, generations: IntArray) -> npt.NDArray[np.bool_]:
         """For each use of a row whether it is the present one and has failed."""
+        if not self._any_failed:
+            return np.zeros(len(rows), np.bool_)
         failed: npt.NDArray[np.bool_] = self._failed[rows] & (self._generation[rows] == generations)
         return failed
 
     def failed_rows(self) -> IntArray:
         """Rows that would be decode rows had they not failed, ascending."""
+        if not self._any_failed:
+            return _NO_ROWS
         return np.flatnonzero(self._failed & (self._state == RowState.DECODE) & ~self._held)
 
     def clear(self) -> IntArray:
@@ -227,6 +237,7 @@ class RowTable:
         rows = np.flatnonzero(self._state != RowState.FREE)
         self._remove(rows)
         self._generation.fill(0)
+        self._any_failed = False
         for tables in self.tables:
             tables.clear()
         return rows

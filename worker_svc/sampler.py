@@ -28,7 +28,10 @@ class Sampler:
 
         The tokens become the rows' `last_token`.
         """
-        tokens = sample(logits, replace(self._params(batch), position=batch.sample_positions))
+        params = self._params(batch)
+        if params.any_random:
+            params = replace(params, position=batch.sample_positions)
+        tokens = sample(logits, params)
         self._table.last_token[batch.sample_rows_on_device] = tokens
         return tokens.masked_fill(nonfinite_rows(logits), FAILED).to(torch.int32)
 

@@ -241,6 +241,19 @@ def test_a_signal_ends_the_worker_in_order(
     assert scheduler.process.returncode == 0, errors
 
 
+def test_a_signal_while_waiting_for_a_scheduler_is_no_failure(checkpoint: Path) -> None:
+    """A worker that was never welcomed ends with exit code 0 and no traceback."""
+    with bound_router() as router:
+        process = start_worker(router, checkpoint)
+        Scheduler(router, process).hello(START_MS)
+    process.send_signal(signal.SIGTERM)
+
+    _, errors = process.communicate(timeout=30)
+
+    assert process.returncode == 0
+    assert "Traceback" not in errors
+
+
 def test_a_refused_worker_exits_with_the_reason(router: "zmq.Socket[bytes]", checkpoint: Path) -> None:
     """One line on stderr says why; the exit code is 1."""
     scheduler = Scheduler(router, start_worker(router, checkpoint, "--worker-id=refused"))

@@ -1,11 +1,14 @@
-"""Which of the two paths a model takes: by hand where the class is known, else through `transformers`."""
+"""Which of the two paths a model takes: by hand where the class is known, else through `transformers`.
+
+The second path is imported when it is taken: it brings most of `transformers` with it, and seconds of a worker's start.
+"""
 
 from pathlib import Path
 
 import torch
 from transformers import PretrainedConfig
 
-from worker_svc.model import hf, llama
+from worker_svc.model import llama
 from worker_svc.model.base import Model
 
 _RANDOM_SEED = 0
@@ -18,6 +21,8 @@ def check_supported(architecture: str, config: PretrainedConfig) -> None:
         ConfigError: with the architecture, the reason, and what works.
     """
     if not llama.supports(architecture, config):
+        from worker_svc.model import hf
+
         hf.check_class(architecture, config)
 
 
@@ -46,6 +51,8 @@ def build_model(
         ConfigError: neither path can run it, or the weights do not fit.
     """
     if not llama.supports(architecture, config):
+        from worker_svc.model import hf
+
         return hf.load(
             architecture,
             config,
