@@ -15,8 +15,9 @@ Read the modules in this order:
 * `rows` – the running requests of one worker as a struct of arrays.
 * `step_clock` – how long steps take: when to send the next plan, when to give a worker up; `forecast` – what a request
   will probably cost.
-* `worker` – one worker in one epoch: pool, rows, steps in flight.
-* `capacity`, `batching`, `placement`, `victims` – small policies; `admission` – which waiting requests a worker takes in.
+* `worker` – one worker in one epoch: pool, rows, steps in flight; `fleet` – who may join, who is given up.
+* `capacity`, `batching`, `placement`, `victims` – small policies; `admission` – which waiting
+  requests a worker takes in.
 * `planner` – what the next step holds: decodes first, then prompts in chunks, then admissions.
 * `commit` – what an answered step means for its requests.
 * `scheduler` – the state machine itself: routes events, owns requests, ends each exactly once.

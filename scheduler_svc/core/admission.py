@@ -2,7 +2,8 @@
 
 A request that does not fit now may be overtaken by smaller ones, by at most `MAX_OVERTAKEN` of them over its whole
 wait; after that nothing is admitted before it. So neither does a large request block the others for good, nor do they
-starve it. A request whose prefix another one is computing waits for it, block by block, for at most `MAX_PREFIX_WAITS` plans.
+starve it. A request whose prefix another one is computing waits for it, block by block, for at most
+`MAX_PREFIX_WAITS` plans.
 """
 
 from collections.abc import Sequence
@@ -12,7 +13,7 @@ import numpy as np
 
 from scheduler_svc.core.config import CoreConfig
 from scheduler_svc.core.effects import EndReason
-from scheduler_svc.core.placement import Room, find_room, is_best
+from scheduler_svc.core.placement import Placement, Room, find_room
 from scheduler_svc.core.request import Request
 from scheduler_svc.core.rows import DECODE
 from scheduler_svc.core.tenants import Tenants
@@ -26,6 +27,8 @@ MAX_OVERTAKEN = 16
 """How many later requests may be admitted before one that does not fit."""
 MAX_OVERTAKING_TRIES = 8
 """How many requests that cannot start are looked past in one step."""
+MAX_ELSEWHERE = 256
+"""How many requests are left to other workers in one step."""
 MAX_PREFIX_WAITS = 256
 """How many plans a request waits for a prefix that another request is computing."""
 
@@ -52,7 +55,7 @@ class Admission:
         now: float,
     ) -> None:
         self._worker = worker
-        self._fleet = fleet
+        self._placement = Placement(worker, fleet, config.max_num_seqs) if len(fleet) > 1 else None
         self._waiting = waiting
         self._tenants = tenants
         self._config = config
@@ -60,6 +63,8 @@ class Admission:
         self._max_running = min(config.max_num_seqs, worker.rows.max_rows)
         self._passed: list[Request] = []
         """Requests that cannot start now and that others were allowed to pass."""
+        self._elsewhere: list[Request] = []
+        """Requests that are better placed on another worker."""
         self._num_tokens = 0
         self.refused: list[Refusal] = []
 
@@ -69,7 +74,7 @@ class Admission:
         if self._worker.draining:
             return None
         while self._num_tokens < MAX_ADMITTED_TOKENS and len(self._passed) < MAX_OVERTAKING_TRIES:
-            num_waiting = len(self._waiting) + len(self._passed)
+            num_waiting = len(self._waiting) + len(self._passed) + len(self._elsewhere)
             if not num_waiting or not gate.is_open(
                 num_running=self._worker.rows.num_running, num_waiting=num_waiting, now=self._now
             ):
@@ -86,6 +91,11 @@ class Admission:
                 gate.close()
                 self._passed.append(request)
                 return None
+            if self._placement is not None and not request.unsettled and not self._placement.is_mine(request):
+                self._elsewhere.append(request)
+                if len(self._elsewhere) >= MAX_ELSEWHERE:
+                    return None
+                continue
             room = self._room(request)
             if room is not None:
                 self._admitted(request)
@@ -97,7 +107,7 @@ class Admission:
 
     def close(self) -> None:
         """Gives back to the queue what could not start."""
-        for request in self._passed:
+        for request in self._passed + self._elsewhere:
             self._waiting.give_back(request)
 
     def _room(self, request: Request) -> Room | None:
@@ -106,10 +116,7 @@ class Admission:
             return None
         if not self._tenants.may_run(request, self._now) or self._waits_for_prefix(request):
             return None
-        room = find_room(worker, request)
-        if room is None or not is_best(worker, self._fleet, request, self._config.max_num_seqs):
-            return None
-        return room
+        return find_room(worker, request)
 
     def _admitted(self, request: Request) -> None:
         self._num_tokens += len(request.tokens)

@@ -153,6 +153,22 @@ class StepDone:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DrainRequested:
+    """An operator wants a worker to become idle: nothing new starts there."""
+
+    worker_id: str
+    move: bool
+    """Whether its running requests go on elsewhere, if there is an elsewhere; otherwise they finish where they are."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResumeRequested:
+    """The worker may take requests again."""
+
+    worker_id: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TimePassed:
     """Nothing happened but time; deadlines are looked at."""
 
@@ -173,6 +189,8 @@ Event = (
     | WorkerLost
     | WorkerCompiling
     | StepDone
+    | DrainRequested
+    | ResumeRequested
     | TimePassed
     | ShutdownRequested
 )

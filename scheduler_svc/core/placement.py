@@ -43,28 +43,41 @@ def find_room(worker: Worker, request: Request) -> Room | None:
     return Room(cached, num_new) if fits else None
 
 
-def is_best(worker: Worker, fleet: Sequence[Worker], request: Request, max_num_seqs: int) -> bool:
-    """Whether no other worker that could take the request now would do less work for it than `worker`.
+class Placement:
+    """Shares the queue out among workers, for one worker's admissions.
 
-    Args:
-        worker: the worker that asks; it could take the request.
-        fleet: all workers.
-        request: the request.
-        max_num_seqs: most rows in use per worker.
+    It goes through the queue in order and remembers what it has left to others, so that one plan takes its whole share
+    of a burst, not one request.
     """
-    others = [
-        other
-        for other in fleet
-        if other is not worker
-        and not other.draining
-        and other.rows.num_running < min(max_num_seqs, other.rows.max_rows)
-    ]
-    if not others:
-        return True
-    mine = _cost(worker, request)
-    return not any(_cost(other, request) < mine and find_room(other, request) is not None for other in others)
 
+    def __init__(self, worker: Worker, fleet: Sequence[Worker], max_num_seqs: int) -> None:
+        """For the admissions of `worker`, one of `fleet`, with at most `max_num_seqs` rows in use per worker."""
+        self._worker = worker
+        self._others = {
+            other: min(max_num_seqs, other.rows.max_rows) - other.rows.num_running
+            for other in fleet
+            if other is not worker and not other.draining
+        }
+        """Rows that each other worker has left."""
+        self._promised = dict.fromkeys([worker, *self._others], 0)
+        """Tokens of work that were left to each."""
 
-def _cost(worker: Worker, request: Request) -> int:
-    uncached = len(request.tokens) - worker.cached_tokens(request)
-    return uncached + worker.prefill_backlog() + DECODE_COST * worker.rows.num_running
+    def is_mine(self, request: Request) -> bool:
+        """Whether no other worker that could take the request now would do less work for it."""
+        mine = self._cost(self._worker, request)
+        cheaper = [
+            (cost, other)
+            for other, rows in self._others.items()
+            if rows > 0 and (cost := self._cost(other, request)) < mine and find_room(other, request) is not None
+        ]
+        if not cheaper:
+            return True
+        cost, other = min(cheaper, key=lambda each: each[0])
+        self._others[other] -= 1
+        self._promised[other] += len(request.tokens) - other.cached_tokens(request) + DECODE_COST
+        return False
+
+    def _cost(self, worker: Worker, request: Request) -> int:
+        uncached = len(request.tokens) - worker.cached_tokens(request)
+        backlog = worker.prefill_backlog() + DECODE_COST * worker.rows.num_running
+        return uncached + backlog + self._promised[worker]

@@ -87,8 +87,8 @@ class Request:
     """Prompt tokens that its first attempt found in the prefix cache."""
     salt: bytes = b""
     """Separates the cached prefixes of those who must not probe each other's prompts."""
-    keys: list[BlockKey] = field(default_factory=list)
-    """Keys of its leading full blocks, as far as they were needed."""
+    keys: dict[int, list[BlockKey]] = field(default_factory=dict)
+    """By block size: keys of its leading full blocks, as far as they were needed."""
     accounted_tokens: int = 0
     """Generated tokens that were accounted to its tenant."""
     first_planned: float | None = None

@@ -11,9 +11,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from scheduler_svc.core import events as ev
-from scheduler_svc.core.batching import BatchGate
-from scheduler_svc.core.block_pool import BlockPool
-from scheduler_svc.core.capacity import Capacity
 from scheduler_svc.core.commit import Settled, settle
 from scheduler_svc.core.config import CoreConfig
 from scheduler_svc.core.effects import (
@@ -30,18 +27,15 @@ from scheduler_svc.core.effects import (
     WorkerWelcomed,
 )
 from scheduler_svc.core.errors import ProtocolViolationError
+from scheduler_svc.core.fleet import Fleet
 from scheduler_svc.core.forecast import Forecast
 from scheduler_svc.core.plan import Plan
 from scheduler_svc.core.planner import Planner
 from scheduler_svc.core.request import TOKEN_BYTES, Request, RequestKey, RequestState, to_tokens
-from scheduler_svc.core.rows import DECODE, RowTable
-from scheduler_svc.core.step_clock import StepClock
+from scheduler_svc.core.rows import DECODE
 from scheduler_svc.core.tenants import Tenants
 from scheduler_svc.core.waiting import make_queue
 from scheduler_svc.core.worker import Worker, WorkerCounters
-
-OWN_STALL_S = 0.5
-"""When time jumps by more than this between two events, it was the scheduler that stood still."""
 
 _NATURAL_ENDS = (EndReason.STOP, EndReason.STOP_STRING, EndReason.LENGTH)
 
@@ -56,6 +50,7 @@ class WorkerStats:
     blocks_cached: int
     blocks_held: int
     rows_running: int
+    draining: bool
     plans_in_flight: int
     last_step_tokens: int
     counters: WorkerCounters
@@ -77,7 +72,6 @@ class Scheduler:
 
     def __init__(self, config: CoreConfig, incarnation: int) -> None:
         self._config = config
-        self._next_epoch = incarnation
         self._frontends: dict[ev.Peer, int] = {}
         self._frontend_names: list[ev.Peer] = []
         self._requests: dict[RequestKey, Request] = {}
@@ -88,16 +82,13 @@ class Scheduler:
         self._queued_tokens = 0
         self._starved: dict[RequestKey, Request] = {}
         """Waiting requests whose readers have no credit."""
-        self._workers: dict[ev.Peer, Worker] = {}
-        self._model: ev.ModelFacts | None = None
+        self._fleet = Fleet(config, incarnation)
+        self._announced = self._fleet.service()
         self._deadlines: list[tuple[float, int, RequestKey]] = []
         self._sequence = 0
         self._recent_wait = 0.0
         """Smoothed time from arrival to first plan."""
-        self._without_worker_since: float | None = None
-        self._last_time: float | None = None
         self._ended: dict[EndReason, int] = dict.fromkeys(EndReason, 0)
-        self._service: tuple[bool, ev.ModelFacts | None, int] = (False, None, 0)
         self._effects: list[Effect] = []
         self._handlers: dict[type, Callable[..., None]] = {
             ev.FrontendJoined: self._frontend_joined,
@@ -108,6 +99,8 @@ class Scheduler:
             ev.CreditGranted: self._credit_granted,
             ev.WorkerHello: self._worker_hello,
             ev.WorkerLost: self._worker_lost,
+            ev.DrainRequested: self._drain_requested,
+            ev.ResumeRequested: self._resume_requested,
             ev.WorkerCompiling: self._worker_compiling,
             ev.StepDone: self._step_done,
             ev.TimePassed: self._time_passed,
@@ -118,7 +111,7 @@ class Scheduler:
 
     def handle(self, event: ev.Event, now: float) -> list[Effect]:
         """Takes one event in and returns what is to be done, in order."""
-        self._excuse_own_stall(now)
+        self._fleet.time_passes(now)
         self._handlers[type(event)](event, now)
         return self._take_effects()
 
@@ -127,21 +120,18 @@ class Scheduler:
 
         Effects of planning (preemptions, requests that can never run) are returned by `take_effects`.
         """
-        worker = self._workers.get(peer)
+        worker = self._fleet.get(peer)
         if worker is None:
             return None
         due = worker.plan_due(self._config.max_plans_in_flight)
         if due is None or due > now:
             return None
-        fleet = list(self._workers.values())
+        fleet = list(self._fleet)
         outcome = Planner(worker, fleet, self._waiting, self._tenants, self._config, self._frontends, now).run()
         for refusal in outcome.refused:
             self._end(refusal.request, refusal.reason, now, message=refusal.message)
         for request in outcome.preempted:
-            request.preemptions += 1
-            request.note(now, f"preempted on {worker.worker_id}")
-            self._attempt_ended(request, "preempted")
-            self._requeue(request, now)
+            self._displace(request, "preempted", f"preempted on {worker.worker_id}", now)
         for request in outcome.ending:
             self._running.pop(request.key, None)  # absent when this very plan admitted it
         if outcome.plan is not None:
@@ -161,17 +151,17 @@ class Scheduler:
 
     def next_plan_due(self, now: float) -> float | None:
         """The next time after `now` at which a plan becomes due by itself."""
-        due = [worker.plan_due(self._config.max_plans_in_flight) for worker in self._workers.values()]
+        due = [worker.plan_due(self._config.max_plans_in_flight) for worker in self._fleet]
         return min((time for time in due if time is not None and time > now), default=None)
 
     def workers(self) -> list[ev.Peer]:
         """The workers that may be planned for."""
-        return list(self._workers)
+        return [worker.peer for worker in self._fleet]
 
     def stats(self) -> SchedulerStats:
         """Figures for metrics."""
         return SchedulerStats(
-            running=sum(worker.rows.num_running for worker in self._workers.values()),
+            running=sum(worker.rows.num_running for worker in self._fleet),
             waiting=len(self._waiting) + len(self._starved),
             frontends=len(self._frontends),
             ended=dict(self._ended),
@@ -183,11 +173,12 @@ class Scheduler:
                     blocks_cached=worker.pool.num_cached,
                     blocks_held=worker.pool.num_held,
                     rows_running=worker.rows.num_running,
+                    draining=worker.draining,
                     plans_in_flight=len(worker.in_flight),
                     last_step_tokens=worker.last_tokens,
                     counters=worker.counters,
                 )
-                for worker in self._workers.values()
+                for worker in self._fleet
             ],
         )
 
@@ -198,7 +189,7 @@ class Scheduler:
 
     def validate(self) -> None:
         """Checks every invariant that spans parts; for tests and simulation."""
-        for worker in self._workers.values():
+        for worker in self._fleet:
             worker.validate()
             for row in worker.rows.occupied():
                 request = worker.rows.requests[row]
@@ -376,79 +367,48 @@ class Scheduler:
     # ---------------------------------------------------------------- workers and steps
 
     def _worker_hello(self, event: ev.WorkerHello, now: float) -> None:
-        for peer, worker in list(self._workers.items()):
-            if worker.worker_id == event.worker_id or peer == event.worker:
+        for worker in self._fleet:
+            if worker.worker_id == event.worker_id or worker.peer == event.worker:
                 self._lose(worker, "it said hello again", now)
-        if not self._workers and not self._requests:
-            self._model = None  # nobody depends on the model served so far
-        reason = self._refusal(event)
+        reason = self._fleet.refusal(event, model_in_use=bool(self._requests))
         if reason is not None:
             self._effects.append(WorkerRefused(worker=event.worker, reason=reason))
-            self._announce()
-            return
-        num_blocks = event.num_blocks
-        if self._config.max_tokens_in_paged_kv_cache:
-            num_blocks = min(num_blocks, max(1, self._config.max_tokens_in_paged_kv_cache // event.block_size))
-        self._model = event.model
-        self._next_epoch = (self._next_epoch + 1) % (1 << 64)
-        self._workers[event.worker] = Worker(
-            peer=event.worker,
-            worker_id=event.worker_id,
-            epoch=self._next_epoch,
-            model=event.model,
-            max_tokens_per_step=event.max_tokens_per_step,
-            max_model_len=min(event.model.max_model_len, num_blocks * event.block_size),
-            rows=RowTable(event.max_rows, event.block_size),
-            pool=BlockPool(num_blocks),
-            clock=StepClock(self._config.step_deadline_s),
-            capacity=Capacity(self._config.capacity, num_blocks, self._config.watermark),
-            gate=BatchGate(self._config.batching),
-            shares_prefixes=self._config.prefix_cache == "hash",
-        )
-        self._without_worker_since = None
-        self._effects.append(WorkerWelcomed(worker=event.worker, epoch=self._next_epoch))
+        else:
+            worker = self._fleet.join(event)
+            self._effects.append(WorkerWelcomed(worker=event.worker, epoch=worker.epoch))
         self._announce()
 
-    def _refusal(self, event: ev.WorkerHello) -> str | None:
-        if min(event.num_blocks, event.block_size, event.max_rows) < 1:
-            return "num_blocks, block_size and max_rows must be at least 1"
-        rows = min(event.max_rows, self._config.max_num_seqs)
-        if event.max_tokens_per_step < rows:
-            return (
-                f"max_num_batched_tokens of the worker ({event.max_tokens_per_step}) must be at least its"
-                f" max_num_seqs ({rows})"
-            )
-        if self._model is not None and self._model.fingerprint != event.model.fingerprint:
-            return (
-                f"this scheduler serves {self._model.name} ({self._model.fingerprint[:12]}), the worker loaded"
-                f" {event.model.name} ({event.model.fingerprint[:12]}): start it with the same model"
-            )
-        return None
-
     def _worker_lost(self, event: ev.WorkerLost, now: float) -> None:
-        worker = self._workers.get(event.worker)
+        worker = self._fleet.get(event.worker)
         if worker is not None:
             self._lose(worker, event.reason, now)
             self._announce()
 
     def _lose(self, worker: Worker, reason: str, now: float) -> None:
-        """Ends a worker's epoch: what ran there waits again, with every token that was delivered."""
-        del self._workers[worker.peer]
-        survivors = [worker.vacate(row) for row in worker.rows.occupied()]
-        ending = [
-            departure.request
-            for departure in worker.departed.values()
-            if departure.request.state is RequestState.ENDING
-        ]
-        for departure in worker.departed.values():
-            departure.request.unsettled = False
-        for request in survivors + ending:
-            request.preemptions += 1
-            request.note(now, f"lost {worker.worker_id}: {reason}")
-            self._attempt_ended(request, "worker lost")
-            self._requeue(request, now)
-        if not self._workers:
-            self._without_worker_since = now
+        """Ends a worker's epoch: what ran there waits again."""
+        for request in self._fleet.leave(worker, now):
+            self._displace(request, "worker lost", f"lost {worker.worker_id}: {reason}", now)
+
+    def _displace(self, request: Request, outcome: str, note: str, now: float) -> None:
+        """A request left its worker and is not over."""
+        request.preemptions += 1
+        request.note(now, note)
+        self._attempt_ended(request, outcome)
+        self._requeue(request, now)
+
+    def _drain_requested(self, event: ev.DrainRequested, now: float) -> None:
+        worker = self._fleet.named(event.worker_id)
+        if worker is None:
+            return
+        worker.draining = True
+        if event.move and len(self._fleet) > 1:
+            for row in worker.rows.occupied():
+                self._displace(worker.vacate(row), "moved", f"moved away from {worker.worker_id}", now)
+
+    def _resume_requested(self, event: ev.ResumeRequested, now: float) -> None:
+        worker = self._fleet.named(event.worker_id)
+        if worker is not None:
+            worker.draining = False
 
     def _worker_compiling(self, event: ev.WorkerCompiling, now: float) -> None:
         worker = self._known(event)
@@ -481,8 +441,7 @@ class Scheduler:
             for row in worker.distrust(failed.blocks):
                 request = worker.vacate(row)
                 worker.distrust(failed.blocks)
-                self._attempt_ended(request, "prefix failed")
-                self._requeue(request, now)
+                self._displace(request, "prefix failed", "the row that computed its prefix failed", now)
 
     def _deliver(self, worker: Worker, settled: Settled) -> None:
         rows = worker.rows
@@ -510,7 +469,7 @@ class Scheduler:
 
     def _known(self, event: ev.StepDone | ev.WorkerCompiling) -> Worker | None:
         """The worker of an event, or None when its epoch is over."""
-        worker = self._workers.get(event.worker)
+        worker = self._fleet.get(event.worker)
         if worker is None:
             self._effects.append(WorkerUnknown(worker=event.worker))
             return None
@@ -523,24 +482,21 @@ class Scheduler:
 
     def _announce(self) -> None:
         """Tells front ends what is served, if that changed."""
-        lengths = [worker.max_model_len for worker in self._workers.values()]
-        service = (bool(self._workers), self._model, min(lengths, default=self._service[2]))
-        if service != self._service:
-            self._service = service
+        service = self._fleet.service()
+        if service != self._announced:
+            self._announced = service
             self._effects.append(self.service_state())
 
     def service_state(self) -> ServiceChanged:
         """What front ends must know now."""
-        ready, model, max_model_len = self._service
-        return ServiceChanged(ready=ready, model=model, max_model_len=max_model_len)
+        service = self._announced
+        return ServiceChanged(ready=service.ready, model=service.model, max_model_len=service.max_model_len)
 
     # ---------------------------------------------------------------- time
 
     def _time_passed(self, event: ev.TimePassed, now: float) -> None:
-        for worker in list(self._workers.values()):
-            deadline = worker.step_deadline()
-            if deadline is not None and now > deadline:
-                self._give_up(worker, f"step {worker.answered_step + 1} is overdue", now)
+        for worker in self._fleet.overdue(now):
+            self._give_up(worker, f"step {worker.answered_step + 1} is overdue", now)
         while self._deadlines and self._deadlines[0][0] <= now:
             _, sequence, key = heapq.heappop(self._deadlines)
             request = self._requests.get(key)
@@ -555,12 +511,10 @@ class Scheduler:
         self._end_stalled(now)
 
     def _end_unserved(self, now: float) -> None:
-        if self._workers:
+        if self._fleet.empty_since is None:
             return
-        if self._without_worker_since is None:
-            self._without_worker_since = now
         for request in self._waiting.requests():
-            waited = now - max(request.arrival, self._without_worker_since)
+            waited = now - max(request.arrival, self._fleet.empty_since)
             if waited > self._config.worker_wait_s:
                 self._end(
                     request,
@@ -570,7 +524,7 @@ class Scheduler:
                 )
 
     def _end_stalled(self, now: float) -> None:
-        for worker in self._workers.values():
+        for worker in self._fleet:
             rows = worker.rows
             for row in np.flatnonzero((rows.state == DECODE) & (rows.committed >= rows.allowed)).tolist():
                 request = rows.requests[row]
@@ -585,14 +539,6 @@ class Scheduler:
                     now,
                     message=f"the reader took nothing for {self._config.stall_timeout_s:g} s",
                 )
-
-    def _excuse_own_stall(self, now: float) -> None:
-        """When the scheduler itself stood still, no worker is blamed for it."""
-        if self._last_time is not None and now - self._last_time > OWN_STALL_S:
-            for worker in self._workers.values():
-                for step in worker.in_flight:
-                    step.deadline += now - self._last_time
-        self._last_time = now
 
     def _shutdown_requested(self, event: ev.ShutdownRequested, now: float) -> None:
         for request in list(self._requests.values()):

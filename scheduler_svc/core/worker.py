@@ -115,8 +115,7 @@ class Worker:
         """
         if not self.shares_prefixes:
             return []
-        self._extend_keys(request)
-        return request.keys[: (len(request.tokens) - 1) // self.rows.block_size]
+        return self._keys(request)[: (len(request.tokens) - 1) // self.rows.block_size]
 
     def cached_tokens(self, request: Request) -> int:
         """How many of the request's tokens are in the prefix cache."""
@@ -132,7 +131,8 @@ class Worker:
         request = self.rows.requests[row]
         assert request is not None
         first = int(self.rows.computed[row]) // self.rows.block_size
-        self.pool.cache.expect(request.keys[first:], row)
+        if self.shares_prefixes:
+            self.pool.cache.expect(self._keys(request)[first:], row)
 
     def publish_blocks(self, row: int, num_computed: int) -> None:
         """The plan being made computes the row's tokens up to `num_computed`: its full blocks are shareable."""
@@ -143,10 +143,11 @@ class Worker:
         num_full = num_computed // self.rows.block_size
         blocks = self.rows.blocks[row]
         # From the end: what was published before stays as it is.
-        for index in range(min(num_full, len(request.keys)) - 1, -1, -1):
+        keys = self._keys(request)
+        for index in range(num_full - 1, -1, -1):
             if self.pool.cache.holds(blocks[index]):
                 break
-            self.pool.cache.insert(request.keys[index], blocks[index])
+            self.pool.cache.insert(keys[index], blocks[index])
 
     def distrust(self, blocks: list[int]) -> list[int]:
         """A row that wrote these blocks has failed; returns the rows that share any of them."""
@@ -156,16 +157,19 @@ class Worker:
 
     def _offer_blocks(self, request: Request, row: int, blocks: list[int], num_computed: int) -> None:
         """Leaves what the row has computed to the cache, generated tokens included."""
-        self.pool.cache.unexpect(request.keys, row)
-        self._extend_keys(request)
+        keys = self._keys(request)
+        self.pool.cache.unexpect(keys, row)
         for index in range(num_computed // self.rows.block_size):
             if not self.pool.cache.holds(blocks[index]):
-                self.pool.cache.insert(request.keys[index], blocks[index])
+                self.pool.cache.insert(keys[index], blocks[index])
 
-    def _extend_keys(self, request: Request) -> None:
-        if len(request.tokens) // self.rows.block_size > len(request.keys):
-            root = root_key(self.model.fingerprint, request.salt)
-            extend_keys(request.keys, root, request.tokens.tobytes(), self.rows.block_size)
+    def _keys(self, request: Request) -> list[BlockKey]:
+        """The keys of all full blocks of the request's tokens."""
+        block_size = self.rows.block_size
+        keys = request.keys.setdefault(block_size, [])
+        if len(request.tokens) // block_size > len(keys):
+            extend_keys(keys, root_key(self.model.fingerprint, request.salt), request.tokens.tobytes(), block_size)
+        return keys
 
     def step_deadline(self) -> float | None:
         """When the oldest step in flight is overdue, or None when nothing is in flight."""

@@ -1,0 +1,139 @@
+"""The workers: who may join, in which epoch each is, when one has to be given up.
+
+One model is served at a time. The first worker decides which; others must have the same fingerprint, until no request
+depends on it any more. An epoch is one worker's time from Hello to its loss; epochs count up from the
+scheduler's random incarnation, so no message of an earlier scheduler or connection is ever taken for a present one.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from scheduler_svc.core import events as ev
+from scheduler_svc.core.batching import BatchGate
+from scheduler_svc.core.block_pool import BlockPool
+from scheduler_svc.core.capacity import Capacity
+from scheduler_svc.core.config import CoreConfig
+from scheduler_svc.core.request import Request, RequestState
+from scheduler_svc.core.rows import RowTable
+from scheduler_svc.core.step_clock import StepClock
+from scheduler_svc.core.worker import Worker
+
+OWN_STALL_S = 0.5
+"""When time jumps by more than this between two events, it was the scheduler that stood still."""
+
+
+@dataclass(frozen=True, slots=True)
+class Service:
+    """What front ends must know."""
+
+    ready: bool
+    model: ev.ModelFacts | None
+    max_model_len: int
+
+
+class Fleet:
+    """All workers in a valid epoch."""
+
+    def __init__(self, config: CoreConfig, incarnation: int) -> None:
+        self._config = config
+        self._next_epoch = incarnation
+        self._workers: dict[ev.Peer, Worker] = {}
+        self._model: ev.ModelFacts | None = None
+        self._max_model_len = 0
+        self._last_time: float | None = None
+        self.empty_since: float | None = None
+        """Since when there is no worker; None while there is one, or before time has passed at all."""
+
+    def __iter__(self) -> Iterator[Worker]:
+        return iter(list(self._workers.values()))
+
+    def __len__(self) -> int:
+        return len(self._workers)
+
+    def get(self, peer: ev.Peer) -> Worker | None:
+        """The worker of a connection."""
+        return self._workers.get(peer)
+
+    def named(self, worker_id: str) -> Worker | None:
+        """The worker with a name."""
+        return next((worker for worker in self if worker.worker_id == worker_id), None)
+
+    def service(self) -> Service:
+        """What is served now."""
+        lengths = [worker.max_model_len for worker in self._workers.values()]
+        self._max_model_len = min(lengths, default=self._max_model_len)
+        return Service(bool(lengths), self._model, self._max_model_len)
+
+    def refusal(self, hello: ev.WorkerHello, *, model_in_use: bool) -> str | None:
+        """Why a worker cannot serve here, or None.
+
+        Args:
+            hello: what it says of itself.
+            model_in_use: whether live requests depend on the model served so far.
+        """
+        if min(hello.num_blocks, hello.block_size, hello.max_rows) < 1:
+            return "num_blocks, block_size and max_rows must be at least 1"
+        rows = min(hello.max_rows, self._config.max_num_seqs)
+        if hello.max_tokens_per_step < rows:
+            return (
+                f"max_num_batched_tokens of the worker ({hello.max_tokens_per_step}) must be at least its"
+                f" max_num_seqs ({rows})"
+            )
+        served = self._model if self._workers or model_in_use else None
+        if served is not None and served.fingerprint != hello.model.fingerprint:
+            return (
+                f"this scheduler serves {served.name} ({served.fingerprint[:12]}), the worker loaded"
+                f" {hello.model.name} ({hello.model.fingerprint[:12]}): start it with the same model"
+            )
+        return None
+
+    def join(self, hello: ev.WorkerHello) -> Worker:
+        """Opens an epoch for a worker that is not refused."""
+        config = self._config
+        num_blocks = hello.num_blocks
+        if config.max_tokens_in_paged_kv_cache:
+            num_blocks = min(num_blocks, max(1, config.max_tokens_in_paged_kv_cache // hello.block_size))
+        self._next_epoch = (self._next_epoch + 1) % (1 << 64) or 1
+        self._model = hello.model
+        self.empty_since = None
+        worker = self._workers[hello.worker] = Worker(
+            peer=hello.worker,
+            worker_id=hello.worker_id,
+            epoch=self._next_epoch,
+            model=hello.model,
+            max_tokens_per_step=hello.max_tokens_per_step,
+            max_model_len=min(hello.model.max_model_len, num_blocks * hello.block_size),
+            rows=RowTable(hello.max_rows, hello.block_size),
+            pool=BlockPool(num_blocks),
+            clock=StepClock(config.step_deadline_s),
+            capacity=Capacity(config.capacity, num_blocks, config.watermark),
+            gate=BatchGate(config.batching),
+            shares_prefixes=config.prefix_cache == "hash",
+        )
+        return worker
+
+    def leave(self, worker: Worker, now: float) -> list[Request]:
+        """Ends a worker's epoch; returns the requests that it leaves behind, with every delivered token."""
+        del self._workers[worker.peer]
+        if not self._workers:
+            self.empty_since = now
+        running = [worker.vacate(row) for row in worker.rows.occupied()]
+        departed = [departure.request for departure in worker.departed.values()]
+        for request in departed:
+            request.unsettled = False
+        return running + [request for request in departed if request.state is RequestState.ENDING]
+
+    def overdue(self, now: float) -> list[Worker]:
+        """Workers whose oldest step has taken too long."""
+        return [worker for worker in self if (deadline := worker.step_deadline()) is not None and now > deadline]
+
+    def time_passes(self, now: float) -> None:
+        """Takes note of time; when the scheduler itself stood still, no worker is blamed for it."""
+        last, self._last_time = self._last_time, now
+        if not self._workers and self.empty_since is None:
+            self.empty_since = now
+        if last is None or now - last <= OWN_STALL_S:
+            return
+        for worker in self:
+            for step in worker.in_flight:
+                step.deadline += now - last

@@ -1,0 +1,116 @@
+"""What several workers promise: placement, draining, joining and leaving at any time."""
+
+from scheduler_svc.core import events as ev
+from tests.scheduler_svc.cluster import Cluster
+from tests.scheduler_svc.model_worker import ModelWorker, expected_output
+
+PREFIX = list(range(200, 240))
+
+
+def _cluster(workers: int = 2, **limits: object) -> Cluster:
+    cluster = Cluster(**({"max_num_seqs": 8, "max_num_batched_tokens": 64} | limits))
+    for index in range(workers):
+        cluster.join(ModelWorker(b"w/%d" % index, 100, 4, 8), f"w{index}")
+    return cluster
+
+
+def _running(cluster: Cluster) -> dict[str, int]:
+    return {worker.worker_id: worker.rows_running for worker in cluster.core.stats().workers}
+
+
+def _check_all(cluster: Cluster) -> None:
+    for reader in cluster.readers.values():
+        assert reader.tokens == expected_output(reader.prompt, reader.max_tokens, set())
+
+
+def test_load_is_spread() -> None:
+    """Equal requests spread evenly, although every worker could take them all."""
+    cluster = _cluster()
+    for stream in range(8):
+        cluster.submit(stream, [stream, 1, 2], 30)
+    for _ in range(3):
+        cluster.plan()
+        cluster.answer()
+    assert _running(cluster) == {"w0": 4, "w1": 4}
+    cluster.run()
+    _check_all(cluster)
+
+
+def test_a_cached_prefix_draws_requests_until_its_worker_is_busy() -> None:
+    """One request with a cached prefix goes where the prefix is; a flood of them does not all go there."""
+    cluster = _cluster()
+    cluster.submit(0, [*PREFIX, 1], 2)
+    cluster.run()
+    (home,) = (worker.worker_id for worker in cluster.core.stats().workers if worker.blocks_cached)
+    cluster.submit(1, [*PREFIX, 2], 20)
+    cluster.plan()
+    assert _running(cluster)[home] == 1
+    for stream in range(2, 10):
+        cluster.submit(stream, [*PREFIX, stream + 10], 20)
+    for _ in range(4):
+        cluster.plan()
+        cluster.answer()
+    assert min(_running(cluster).values()) >= 3
+    cluster.run()
+    _check_all(cluster)
+
+
+def test_a_drained_worker_takes_nothing_new_and_finishes_what_it_has() -> None:
+    """Draining without moving: running requests end where they are, new ones go elsewhere, and resuming undoes it."""
+    cluster = _cluster()
+    for stream in range(4):
+        cluster.submit(stream, [stream, 1], 20)
+    cluster.plan()
+    cluster.answer()
+    cluster.handle(ev.DrainRequested(worker_id="w0", move=False))
+    before = _running(cluster)["w0"]
+    for stream in range(4, 8):
+        cluster.submit(stream, [stream, 1], 20)
+    cluster.plan()
+    assert before == _running(cluster)["w0"] == 2
+    cluster.run()
+    _check_all(cluster)
+    cluster.handle(ev.ResumeRequested(worker_id="w0"))
+    for stream in range(8, 12):
+        cluster.submit(stream, [stream, 1], 20)
+    cluster.plan()
+    assert _running(cluster)["w0"] == 2
+
+
+def test_moving_away_loses_nothing() -> None:
+    """Draining with moving: running requests go on elsewhere without gap or repeat, and the worker is empty at once."""
+    cluster = _cluster()
+    for stream in range(6):
+        cluster.submit(stream, [stream, 1], 25)
+    for _ in range(5):
+        cluster.plan()
+        cluster.answer()
+    cluster.handle(ev.DrainRequested(worker_id="w0", move=True))
+    assert _running(cluster)["w0"] == 0
+    cluster.run()
+    _check_all(cluster)
+
+
+def test_the_last_worker_keeps_its_requests() -> None:
+    """Moving away from the only worker would only stop its requests: they finish where they are."""
+    cluster = _cluster(workers=1)
+    cluster.submit(1, [1, 2], 20)
+    cluster.plan()
+    cluster.handle(ev.DrainRequested(worker_id="w0", move=True))
+    cluster.run()
+    _check_all(cluster)
+
+
+def test_workers_with_other_block_sizes_share_the_work() -> None:
+    """A request moves between workers of different block sizes, cached prefixes included."""
+    cluster = Cluster(max_num_seqs=8, max_num_batched_tokens=64)
+    cluster.join(ModelWorker(b"w/0", 100, 4, 8), "w0")
+    cluster.join(ModelWorker(b"w/1", 50, 8, 8), "w1")
+    for stream in range(6):
+        cluster.submit(stream, [*PREFIX, stream], 20)
+    for _ in range(4):
+        cluster.plan()
+        cluster.answer()
+    cluster.lose(b"w/0")
+    cluster.run()
+    _check_all(cluster)
