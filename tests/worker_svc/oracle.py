@@ -22,7 +22,10 @@ class Oracle:
     """Greedy generation of one checkpoint."""
 
     def __init__(self, folder: Path) -> None:
-        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        # Eager attention: the SDPA path of transformers 5.17 leaves out Gemma-2's soft cap.
+        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float32, attn_implementation="eager"
+        )
         self._model = model.eval()  # type: ignore[no-untyped-call]
 
     @torch.inference_mode()
