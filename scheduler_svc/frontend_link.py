@@ -13,8 +13,11 @@ from scheduler_svc.core import effects as ef
 from scheduler_svc.core import events as ev
 from shared.columns import MalformedColumnError, from_column, from_columns, to_column
 from shared.frames import MalformedFrameError
+from shared.prefix_keys import KEY_BYTES
 
 PROTOCOL_VERSION = 1
+
+_MAX_KEYS = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +71,8 @@ def _incoming(peer: ev.Peer, message: link_pb2.FrontendMessage, now: float) -> I
 
 
 def _arrival(peer: ev.Peer, submission: link_pb2.Submission, now: float) -> ev.RequestArrived:
+    if len(submission.block_keys) % KEY_BYTES or len(submission.block_keys) > _MAX_KEYS * KEY_BYTES:
+        raise MalformedFrameError("block_keys is no whole number of keys, or too long")
     if submission.stream > np.iinfo(np.int32).max:
         raise MalformedFrameError("a stream number beyond int32")
     return ev.RequestArrived(
@@ -83,6 +88,11 @@ def _arrival(peer: ev.Peer, submission: link_pb2.Submission, now: float) -> ev.R
         deadline=_point_in_time(submission.deadline_ns, now),
         traceparent=submission.traceparent,
         salt=submission.cache_scope,
+        block_keys=tuple(
+            submission.block_keys[start : start + KEY_BYTES]
+            for start in range(0, len(submission.block_keys), KEY_BYTES)
+        ),
+        block_size=submission.block_size,
         tenant=submission.tenant,
         priority=submission.priority,
         expected_output_tokens=submission.expected_output_tokens,
@@ -133,6 +143,7 @@ class Outgoing:
                     eos_token_ids=state.model.eos_token_ids,
                     dtype=state.model.dtype,
                     fingerprint=state.model.fingerprint,
+                    block_size=state.block_size,
                 )
             )
 

@@ -142,11 +142,9 @@ class Admission:
                 EndReason.INVALID,
                 f"the prompt has {num_tokens} tokens, the served model takes at most {worker.max_model_len - 1}",
             )
-        highest = max(request.tokens)
-        if highest >= worker.model.vocab_size or min(request.tokens) < 0:
-            return Refusal(
-                request, EndReason.INVALID, f"token ids must lie in [0, {worker.model.vocab_size}), found {highest}"
-            )
+        if not 0 <= request.lowest_token <= request.highest_token < worker.model.vocab_size:
+            message = f"token ids must lie in [0, {worker.model.vocab_size}), found {request.highest_token}"
+            return Refusal(request, EndReason.INVALID, message)
         latest_start = request.latest_start
         if (
             self._config.policy == "edf"

@@ -57,6 +57,7 @@ class ServiceChanged:
     ready: bool
     model: ModelFacts | None
     max_model_len: int
+    block_size: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -29,6 +29,8 @@ class Service:
     ready: bool
     model: ev.ModelFacts | None
     max_model_len: int
+    block_size: int
+    """Of the worker that joined last."""
 
 
 class Fleet:
@@ -40,6 +42,7 @@ class Fleet:
         self._workers: dict[ev.Peer, Worker] = {}
         self._model: ev.ModelFacts | None = None
         self._max_model_len = 0
+        self._block_size = 0
         self._last_time: float | None = None
         self.empty_since: float | None = None
         """Since when there is no worker; None while there is one, or before time has passed at all."""
@@ -62,7 +65,7 @@ class Fleet:
         """What is served now."""
         lengths = [worker.max_model_len for worker in self._workers.values()]
         self._max_model_len = min(lengths, default=self._max_model_len)
-        return Service(bool(lengths), self._model, self._max_model_len)
+        return Service(bool(lengths), self._model, self._max_model_len, self._block_size)
 
     def refusal(self, hello: ev.WorkerHello, *, model_in_use: bool) -> str | None:
         """Why a worker cannot serve here, or None.
@@ -95,6 +98,7 @@ class Fleet:
             num_blocks = min(num_blocks, max(1, config.max_tokens_in_paged_kv_cache // hello.block_size))
         self._next_epoch = (self._next_epoch + 1) % (1 << 64) or 1
         self._model = hello.model
+        self._block_size = hello.block_size
         self.empty_since = None
         worker = self._workers[hello.worker] = Worker(
             peer=hello.worker,

@@ -1,43 +1,16 @@
-"""Prefix sharing by hash-chained full blocks (vLLM's automatic prefix caching).
-
-The key of a full block is a hash over its parent's key and its tokens; the first parent is a hash over everything else
-that makes KV differ: model, adapter, and the salt that separates those who must not probe each other's prompts. Equal
-keys mean equal KV, whoever computed it.
+"""Prefix sharing by hash-chained full blocks (vLLM's automatic prefix caching): which block holds which key.
 
 A block is shareable as soon as the step that writes it has been sent: plans are executed in order, and within a step
 every layer writes the whole batch's KV before it attends. A block that nobody holds stays in the cache until its memory
-is needed; the least recently used goes first (see `BlockPool`).
+is needed; the least recently used goes first, and of a chain the end before the beginning (see `BlockPool`).
 
 While a prompt is being computed, the keys of its blocks to come are *pending*; a request with the same prefix waits for
 them instead of computing them a second time.
 """
 
-import hashlib
 from collections.abc import Sequence
 
-BlockKey = bytes
-KEY_BYTES = 32
-
-
-def root_key(fingerprint: str, salt: bytes) -> BlockKey:
-    """The parent of all first blocks of one model and salt."""
-    return hashlib.sha256(b"quire\0" + fingerprint.encode() + b"\0" + salt).digest()
-
-
-def extend_keys(keys: list[BlockKey], root: BlockKey, token_bytes: bytes, block_size: int) -> None:
-    """Adds the keys of further full blocks.
-
-    Args:
-        keys: the keys of the leading full blocks so far; extended in place.
-        root: the parent of the first block.
-        token_bytes: all known tokens, int32.
-        block_size: tokens per block.
-    """
-    width = 4 * block_size
-    parent = keys[-1] if keys else root
-    for start in range(len(keys) * width, len(token_bytes) - width + 1, width):
-        parent = hashlib.sha256(parent + token_bytes[start : start + width]).digest()
-        keys.append(parent)
+from shared.prefix_keys import BlockKey
 
 
 class PrefixCache:

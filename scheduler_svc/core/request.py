@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from scheduler_svc.core.events import Int32Array, Peer
-from scheduler_svc.core.prefix_cache import BlockKey
+from shared.prefix_keys import BlockKey
 
 TOKEN_BYTES = 4
 """What one token costs of a stream's credit."""
@@ -59,6 +59,9 @@ class Request:
     arrival: float
     sequence: int
     """Order of arrival."""
+    lowest_token: int = 0
+    highest_token: int = 0
+    """Of the tokens it arrived with; what the model adds is checked when it is committed."""
     tenant: str = ""
     priority: int = 0
     expected_output_tokens: int = 0

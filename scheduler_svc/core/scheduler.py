@@ -243,6 +243,9 @@ class Scheduler:
             total_deadline=min((t for t in (event.deadline, event.total_deadline) if t is not None), default=None),
             arrival=now,
             sequence=self._sequence,
+            lowest_token=int(event.token_ids.min(initial=0)),
+            highest_token=int(event.token_ids.max(initial=0)),
+            keys={event.block_size: list(event.block_keys)} if event.block_keys else {},
         )
         self._requests[key] = request
         request.note(now, "arrived")
@@ -490,7 +493,12 @@ class Scheduler:
     def service_state(self) -> ServiceChanged:
         """What front ends must know now."""
         service = self._announced
-        return ServiceChanged(ready=service.ready, model=service.model, max_model_len=service.max_model_len)
+        return ServiceChanged(
+            ready=service.ready,
+            model=service.model,
+            max_model_len=service.max_model_len,
+            block_size=service.block_size,
+        )
 
     # ---------------------------------------------------------------- time
 

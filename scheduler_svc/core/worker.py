@@ -12,10 +12,10 @@ from scheduler_svc.core.batching import BatchGate
 from scheduler_svc.core.block_pool import BlockPool
 from scheduler_svc.core.capacity import Capacity
 from scheduler_svc.core.events import Int32Array, ModelFacts, Peer
-from scheduler_svc.core.prefix_cache import BlockKey, extend_keys, root_key
 from scheduler_svc.core.request import Request
 from scheduler_svc.core.rows import RowTable
 from scheduler_svc.core.step_clock import StepClock
+from shared.prefix_keys import BlockKey, extend_keys, root_key
 
 
 @dataclass(slots=True)

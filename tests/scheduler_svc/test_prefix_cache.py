@@ -4,7 +4,7 @@ import numpy as np
 
 from scheduler_svc.core import effects as ef
 from scheduler_svc.core import events as ev
-from scheduler_svc.core.prefix_cache import extend_keys, root_key
+from shared.prefix_keys import extend_keys, root_key
 from tests.scheduler_svc.cluster import FRONTEND, Cluster
 from tests.scheduler_svc.model_worker import ModelWorker, expected_output
 

@@ -206,6 +206,8 @@ class Submission(_message.Message):
     TTFT_TARGET_NS_FIELD_NUMBER: _builtins.int
     TOTAL_TIME_TARGET_NS_FIELD_NUMBER: _builtins.int
     CACHE_SCOPE_FIELD_NUMBER: _builtins.int
+    BLOCK_KEYS_FIELD_NUMBER: _builtins.int
+    BLOCK_SIZE_FIELD_NUMBER: _builtins.int
     stream: _builtins.int
     """Number of the stream, chosen by the front end."""
     request_id: _builtins.str
@@ -242,6 +244,10 @@ class Submission(_message.Message):
     """Time left until the last token is wanted, nanoseconds. 0: no target."""
     cache_scope: _builtins.bytes
     """Requests share cached prompt prefixes only with those of the same scope; at most 256 bytes."""
+    block_keys: _builtins.bytes
+    """Keys of the prompt's leading full blocks, 32 bytes each, as in shared/prefix_keys.py. Empty: the core computes them."""
+    block_size: _builtins.int
+    """Tokens per block that the keys are for."""
     def __init__(
         self,
         *,
@@ -262,10 +268,12 @@ class Submission(_message.Message):
         ttft_target_ns: _builtins.int = ...,
         total_time_target_ns: _builtins.int = ...,
         cache_scope: _builtins.bytes = ...,
+        block_keys: _builtins.bytes = ...,
+        block_size: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_scope", b"cache_scope", "credit", b"credit", "deadline_ns", b"deadline_ns", "expected_output_tokens", b"expected_output_tokens", "max_tokens", b"max_tokens", "num_prompt_tokens", b"num_prompt_tokens", "principal", b"principal", "priority", b"priority", "request_id", b"request_id", "sampling", b"sampling", "stop_token_ids", b"stop_token_ids", "stream", b"stream", "tenant", b"tenant", "token_ids", b"token_ids", "total_time_target_ns", b"total_time_target_ns", "traceparent", b"traceparent", "ttft_target_ns", b"ttft_target_ns"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_keys", b"block_keys", "block_size", b"block_size", "cache_scope", b"cache_scope", "credit", b"credit", "deadline_ns", b"deadline_ns", "expected_output_tokens", b"expected_output_tokens", "max_tokens", b"max_tokens", "num_prompt_tokens", b"num_prompt_tokens", "principal", b"principal", "priority", b"priority", "request_id", b"request_id", "sampling", b"sampling", "stop_token_ids", b"stop_token_ids", "stream", b"stream", "tenant", b"tenant", "token_ids", b"token_ids", "total_time_target_ns", b"total_time_target_ns", "traceparent", b"traceparent", "ttft_target_ns", b"ttft_target_ns"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -398,6 +406,7 @@ class ServedModel(_message.Message):
     EOS_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     DTYPE_FIELD_NUMBER: _builtins.int
     FINGERPRINT_FIELD_NUMBER: _builtins.int
+    BLOCK_SIZE_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """The name requests give."""
     architecture: _builtins.str
@@ -410,6 +419,8 @@ class ServedModel(_message.Message):
     """Type of weights and activations."""
     fingerprint: _builtins.str
     """sha256 over configuration and weights' headers, hex."""
+    block_size: _builtins.int
+    """Tokens per KV block of the worker that joined last; what block keys are best computed for."""
     @_builtins.property
     def eos_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Tokens that end a sequence."""
@@ -424,10 +435,11 @@ class ServedModel(_message.Message):
         eos_token_ids: _abc.Iterable[_builtins.int] | None = ...,
         dtype: _builtins.str = ...,
         fingerprint: _builtins.str = ...,
+        block_size: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["architecture", b"architecture", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "fingerprint", b"fingerprint", "max_model_len", b"max_model_len", "name", b"name", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["architecture", b"architecture", "block_size", b"block_size", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "fingerprint", b"fingerprint", "max_model_len", b"max_model_len", "name", b"name", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
