@@ -7,12 +7,13 @@ It decides nothing about requests or blocks. One plan comes in, one result goes 
     link       the socket to the scheduler; one incarnation per Hello
     session    what the frames of one incarnation mean (pure; no socket, no clock)
     engine     plan in, result out, without a socket
-    rows       the table of rows that a plan's differences change
+    rows       the table of rows that a plan's differences change (block_tables, sampling_columns: parts of it)
     batch      the flat batch of one step, from the row table
     model/     decoders that compute logits over the paged cache
     sampler    logits to tokens
     executor   when the device computes: at once on a CPU, asynchronously on CUDA
     kv_pool    how many KV blocks fit, and the blocks themselves
+    profiling  the largest step there can be, run once on a GPU
     assembly   limits, pool and engine for a loaded model
     tracing    spans of steps and of rows
 

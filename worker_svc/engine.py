@@ -18,8 +18,9 @@ from shared.columns import to_column
 from worker_svc.batch import BatchBuilder, StepBatch
 from worker_svc.block_tables import IntArray
 from worker_svc.executor import DeviceTimes, DoneStep, StepInFlight, make_executor
+from worker_svc.limits import Limits
 from worker_svc.model.base import KVCache, Model
-from worker_svc.rows import Limits, RowTable
+from worker_svc.rows import RowTable
 from worker_svc.sampler import FAILED, Sampler
 from worker_svc.tracing import Tracing
 

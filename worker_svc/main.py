@@ -37,6 +37,9 @@ def run(config: WorkerConfig) -> int:
         kind = "refused by the scheduler: " if isinstance(error, RefusedError) else ""
         print(f"quire worker: {kind}{error}", file=sys.stderr)
         return 1
+    except torch.OutOfMemoryError:  # steps catch their own; this is the model or the largest step at start
+        print("quire worker: device: the model does not fit into its memory", file=sys.stderr)
+        return 1
     finally:
         telemetry.shutdown()
     return 0

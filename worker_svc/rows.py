@@ -10,8 +10,6 @@ plan gives it a chunk (prefill), or in every step (decode) unless it is held or 
 """
 
 import enum
-import math
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -21,27 +19,11 @@ from protos.quire.plan.v1 import plan_pb2
 from shared.columns import Int32Array, MalformedColumnError, from_column, from_columns
 from worker_svc.block_tables import BlockTables, IntArray
 from worker_svc.errors import PlanError
+from worker_svc.limits import Limits
+from worker_svc.sampling_columns import SamplingColumns
 
 _NO_ROWS = np.zeros(0, np.int64)
 _NO_FLAGS = np.zeros(0, np.bool_)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
-    """What the worker can hold and compute; the same numbers that Hello tells the scheduler."""
-
-    max_rows: int
-    max_tokens_per_step: int
-    max_model_len: int
-    block_size: int
-    num_blocks: int
-    vocab_size: int
-    num_kv_groups: int = 1
-
-    @property
-    def max_blocks_per_row(self) -> int:
-        """Blocks for the longest sequence and one more, for schedulers that reserve ahead."""
-        return -(-self.max_model_len // self.block_size) + 1
 
 
 class RowState(enum.IntEnum):
@@ -50,18 +32,6 @@ class RowState(enum.IntEnum):
     FREE = 0
     PREFILL = 1
     DECODE = 2
-
-
-@dataclass(frozen=True, slots=True)
-class SamplingColumns:
-    """How each row chooses its tokens; the meaning of each column is that of plan.proto."""
-
-    temperature: npt.NDArray[np.float32]
-    top_k: npt.NDArray[np.int32]
-    top_p: npt.NDArray[np.float32]
-    min_p: npt.NDArray[np.float32]
-    seed: npt.NDArray[np.int64]
-    choice: npt.NDArray[np.int32]
 
 
 class RowTable:
@@ -83,14 +53,7 @@ class RowTable:
         self.tables = tuple(
             BlockTables(rows, limits.max_blocks_per_row, limits.num_blocks, device) for _ in range(limits.num_kv_groups)
         )
-        self.sampling = SamplingColumns(
-            temperature=np.zeros(rows, np.float32),
-            top_k=np.zeros(rows, np.int32),
-            top_p=np.ones(rows, np.float32),
-            min_p=np.zeros(rows, np.float32),
-            seed=np.zeros(rows, np.int64),
-            choice=np.zeros(rows, np.int32),
-        )
+        self.sampling = SamplingColumns(rows)
         self.last_token = torch.zeros(rows, dtype=torch.int64, device=device)
         """`[max_rows] int64` on the device: the token each row sampled last."""
 
@@ -285,22 +248,8 @@ class RowTable:
             if len(blocks) * limits.block_size < admission.num_computed_tokens:
                 raise PlanError("admission: fewer blocks than its computed tokens need")
             tables.replace(row, blocks)
-        self._set_sampling(row, admission.sampling)
+        self.sampling.set(row, admission.sampling)
         self._membership += 1
-
-    def _set_sampling(self, row: int, params: plan_pb2.SamplingParams) -> None:
-        shares = (params.top_p, params.min_p)
-        if not (math.isfinite(params.temperature) and params.temperature >= 0):
-            raise PlanError("admission: a temperature that is negative or not finite")
-        if not all(0 <= share <= 1 for share in shares) or max(params.top_k, params.choice) > 0x7FFFFFFF:
-            raise PlanError("admission: top_p, min_p, top_k or choice out of range")
-        columns = self.sampling
-        columns.temperature[row] = params.temperature
-        columns.top_k[row] = params.top_k
-        columns.top_p[row] = params.top_p
-        columns.min_p[row] = params.min_p
-        columns.seed[row] = params.seed - (1 << 64) if params.seed >> 63 else params.seed
-        columns.choice[row] = params.choice
 
     def _append(self, plan: plan_pb2.Plan) -> None:
         rows, blocks = from_columns(plan.append_rows, plan.append_blocks)

@@ -1,0 +1,63 @@
+"""The largest step there can be, run once at start on a GPU to see how much memory steps need besides KV."""
+
+import numpy as np
+import torch
+
+from kernels.sampling import SamplingTensors, sample
+from worker_svc.kv_pool import allocate, block_bytes
+from worker_svc.limits import Limits
+from worker_svc.model.base import AttentionInputs, Model
+
+
+@torch.inference_mode()
+def run_largest_step(model: Model, limits: Limits, dtype: torch.dtype, device: torch.device) -> int:
+    """Computes as many tokens as a step may have, in sequences as long as they may be, and samples every row.
+
+    Returns the bytes of KV that it allocated for the purpose.
+    """
+    num_tokens, block_size = limits.max_tokens_per_step, limits.block_size
+    starts = np.append(np.arange(0, num_tokens, limits.max_model_len), num_tokens)
+    lengths = np.diff(starts)
+    blocks_per_row = -(-lengths // block_size)
+    num_blocks = int(blocks_per_row.sum())
+    caches = allocate(model.kv_shapes, num_blocks, block_size, dtype, device, "gpu_memory_utilization")
+    first_blocks = np.cumsum(blocks_per_row) - blocks_per_row
+    positions = np.concatenate([np.arange(length) for length in lengths])
+    slots = np.repeat(first_blocks * block_size, lengths) + positions
+    tables = first_blocks[:, None] + np.minimum(np.arange(blocks_per_row.max()), blocks_per_row[:, None] - 1)
+
+    def on_device(array: np.ndarray[tuple[int, ...], np.dtype[np.int64]], dtype: torch.dtype) -> torch.Tensor:
+        return torch.from_numpy(array).to(device, dtype)
+
+    attention = AttentionInputs(
+        slot_mapping=on_device(slots, torch.int64),
+        block_tables=on_device(tables, torch.int32),
+        query_start=on_device(starts, torch.int32),
+        context_lens=on_device(lengths, torch.int32),
+        max_query_len=int(lengths.max()),
+    )
+    num_samples = min(limits.max_rows, num_tokens)
+    logits = model.forward(
+        torch.zeros(num_tokens, dtype=torch.int64, device=device),
+        on_device(positions, torch.int64),
+        attention,
+        caches,
+        torch.arange(num_samples, device=device),
+    )
+    ones = torch.ones(num_samples, dtype=torch.int32, device=device)
+    shares = torch.full((num_samples,), 0.5, device=device)
+    sample(
+        logits,
+        SamplingTensors(
+            temperature=shares,
+            top_k=ones,
+            top_p=shares,
+            min_p=shares,
+            seed=ones.long(),
+            choice=ones,
+            position=ones,
+            any_random=True,
+            any_truncation=True,
+        ),
+    )
+    return num_blocks * block_bytes(model.kv_shapes, block_size, dtype)
