@@ -11,7 +11,7 @@ TORCH ?= torch==2.13.0
 ARGS ?=
 MODEL ?= demo
 PROTOC_VENV := build/protoc
-PUBLIC_PROTOS := quire/v1/generation.proto quire/v1/model.proto
+PUBLIC_PROTOS := quire/v1/generation.proto quire/v1/model.proto quire/admin/v1/admin.proto
 INTERNAL_PROTOS := quire/plan/v1/plan.proto quire/link/v1/link.proto
 
 .DEFAULT_GOAL := help

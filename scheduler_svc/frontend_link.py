@@ -28,6 +28,7 @@ class Incoming:
     hello: bool
     report: link_pb2.MetricReport | None
     snapshot_request: int
+    operator_requests: list[link_pb2.OperatorRequest]
 
 
 def decode(peer: ev.Peer, payload: bytes, now: float) -> Incoming:
@@ -67,6 +68,7 @@ def _incoming(peer: ev.Peer, message: link_pb2.FrontendMessage, now: float) -> I
         hello=message.HasField("hello"),
         report=message.report if message.HasField("report") else None,
         snapshot_request=message.snapshot_request,
+        operator_requests=list(message.operator_requests),
     )
 
 
@@ -150,6 +152,10 @@ class Outgoing:
     def set_snapshot(self, request: int, families: list[link_pb2.MetricFamily]) -> None:
         """The answer to a snapshot request."""
         self._message.snapshot.CopyFrom(link_pb2.Snapshot(request=request, families=families))
+
+    def add_reply(self, reply: link_pb2.OperatorReply) -> None:
+        """The answer to an operator."""
+        self._message.operator_replies.append(reply)
 
     def encode(self, incarnation: int) -> bytes:
         """The frame."""

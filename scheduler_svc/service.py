@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import zmq
 
-from scheduler_svc import frontend_link, worker_link
+from scheduler_svc import frontend_link, operator, worker_link
 from scheduler_svc.core import effects as ef
 from scheduler_svc.core import events as ev
 from scheduler_svc.core.batching import BatchingLimits
@@ -169,6 +169,13 @@ class SchedulerService:
         if incoming.snapshot_request:
             families = [*self._metrics.families(self._core.stats()), *self._frontends.families()]
             self._frontends.outgoing(peer).set_snapshot(incoming.snapshot_request, families)
+
+        for request in incoming.operator_requests:
+            order = operator.to_event(request)
+            if order is not None:
+                log.info("operator", order=str(order))
+                self._carry_out(self._core.handle(order, now), now)
+            self._frontends.outgoing(peer).add_reply(operator.to_reply(request, self._core.stats()))
 
     def _lose_frontend(self, peer: ev.Peer, reason: str, now: float) -> None:
         self._frontends.forget(peer, reason)

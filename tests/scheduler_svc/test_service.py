@@ -209,6 +209,27 @@ def test_nonsense_is_dropped_and_counted(stand: Stand) -> None:
     assert values["quire_malformed_frames_total"] == 40
 
 
+def test_an_operator_drains_and_resumes_a_worker(stand: Stand) -> None:
+    """Draining and resuming answer with the worker's state; a name that nobody has is not found."""
+    frontend, worker = stand.frontend(), stand.worker()
+    frontend.hello()
+    worker.hello()
+    worker.until("welcome")
+
+    def ask(**action: object) -> link_pb2.OperatorReply:
+        request = link_pb2.OperatorRequest(number=5, **action)  # type: ignore[arg-type]
+        frontend.send(link_pb2.FrontendMessage(operator_requests=[request]))
+        while not (replies := link_pb2.CoreMessage.FromString(frontend.receive()).operator_replies):
+            pass
+        return replies[0]
+
+    drained = ask(drain_worker=link_pb2.DrainWorker(worker_id="w"))
+    assert [(state.worker_id, state.draining) for state in drained.workers] == [("w", True)]
+    assert not ask(resume_worker=link_pb2.ResumeWorker(worker_id="w")).workers[0].draining
+    assert ask(drain_worker=link_pb2.DrainWorker(worker_id="nobody")).not_found
+    assert [state.total_blocks for state in ask(list_workers=link_pb2.ListWorkers()).workers] == [8]
+
+
 def test_shutdown_ends_live_requests(stand: Stand) -> None:
     """SIGTERM ends every live request with SHUTDOWN and the process with exit code 0."""
     frontend = stand.frontend()

@@ -105,6 +105,7 @@ class FrontendMessage(_message.Message):
     CREDIT_BYTES_FIELD_NUMBER: _builtins.int
     REPORT_FIELD_NUMBER: _builtins.int
     SNAPSHOT_REQUEST_FIELD_NUMBER: _builtins.int
+    OPERATOR_REQUESTS_FIELD_NUMBER: _builtins.int
     cancelled: _builtins.bytes
     """Column of streams whose client has gone or whose deadline has passed."""
     credit_streams: _builtins.bytes
@@ -129,6 +130,10 @@ class FrontendMessage(_message.Message):
     def report(self) -> Global___MetricReport:
         """The front end's own metrics, replacing what it sent before. Sent about once a second; keeps the lease."""
 
+    @_builtins.property
+    def operator_requests(self) -> _containers.RepeatedCompositeFieldContainer[Global___OperatorRequest]:
+        """What an operator asks of the core."""
+
     def __init__(
         self,
         *,
@@ -140,10 +145,11 @@ class FrontendMessage(_message.Message):
         credit_bytes: _builtins.bytes = ...,
         report: Global___MetricReport | None = ...,
         snapshot_request: _builtins.int = ...,
+        operator_requests: _abc.Iterable[Global___OperatorRequest] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["hello", b"hello", "report", b"report"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cancelled", b"cancelled", "credit_bytes", b"credit_bytes", "credit_streams", b"credit_streams", "hello", b"hello", "report", b"report", "snapshot_request", b"snapshot_request", "stop_matches", b"stop_matches", "submissions", b"submissions"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cancelled", b"cancelled", "credit_bytes", b"credit_bytes", "credit_streams", b"credit_streams", "hello", b"hello", "operator_requests", b"operator_requests", "report", b"report", "snapshot_request", b"snapshot_request", "stop_matches", b"stop_matches", "submissions", b"submissions"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -182,6 +188,195 @@ class FrontendHello(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___FrontendHello: _TypeAlias = FrontendHello  # noqa: Y015
+
+@_typing.final
+class OperatorRequest(_message.Message):
+    """What an operator asks of the core."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUMBER_FIELD_NUMBER: _builtins.int
+    LIST_WORKERS_FIELD_NUMBER: _builtins.int
+    DRAIN_WORKER_FIELD_NUMBER: _builtins.int
+    RESUME_WORKER_FIELD_NUMBER: _builtins.int
+    number: _builtins.int
+    """Chosen by the front end; the reply has the same."""
+    @_builtins.property
+    def list_workers(self) -> Global___ListWorkers:
+        """All workers."""
+
+    @_builtins.property
+    def drain_worker(self) -> Global___DrainWorker:
+        """Make a worker idle."""
+
+    @_builtins.property
+    def resume_worker(self) -> Global___ResumeWorker:
+        """Let a worker take requests again."""
+
+    def __init__(
+        self,
+        *,
+        number: _builtins.int = ...,
+        list_workers: Global___ListWorkers | None = ...,
+        drain_worker: Global___DrainWorker | None = ...,
+        resume_worker: Global___ResumeWorker | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["action", b"action", "drain_worker", b"drain_worker", "list_workers", b"list_workers", "resume_worker", b"resume_worker"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["action", b"action", "drain_worker", b"drain_worker", "list_workers", b"list_workers", "number", b"number", "resume_worker", b"resume_worker"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_action: _TypeAlias = _typing.Literal["list_workers", "drain_worker", "resume_worker"]  # noqa: Y015
+    _WhichOneofArgType_action: _TypeAlias = _typing.Literal["action", b"action"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_action) -> _WhichOneofReturnType_action | None: ...
+
+Global___OperatorRequest: _TypeAlias = OperatorRequest  # noqa: Y015
+
+@_typing.final
+class ListWorkers(_message.Message):
+    """Asks for all workers."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListWorkers: _TypeAlias = ListWorkers  # noqa: Y015
+
+@_typing.final
+class DrainWorker(_message.Message):
+    """Makes a worker idle."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKER_ID_FIELD_NUMBER: _builtins.int
+    MOVE_REQUESTS_FIELD_NUMBER: _builtins.int
+    worker_id: _builtins.str
+    """The worker's name."""
+    move_requests: _builtins.bool
+    """Let running requests go on elsewhere."""
+    def __init__(
+        self,
+        *,
+        worker_id: _builtins.str = ...,
+        move_requests: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["move_requests", b"move_requests", "worker_id", b"worker_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DrainWorker: _TypeAlias = DrainWorker  # noqa: Y015
+
+@_typing.final
+class ResumeWorker(_message.Message):
+    """Lets a worker take requests again."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKER_ID_FIELD_NUMBER: _builtins.int
+    worker_id: _builtins.str
+    """The worker's name."""
+    def __init__(
+        self,
+        *,
+        worker_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["worker_id", b"worker_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ResumeWorker: _TypeAlias = ResumeWorker  # noqa: Y015
+
+@_typing.final
+class OperatorReply(_message.Message):
+    """The state after an operator request."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUMBER_FIELD_NUMBER: _builtins.int
+    NOT_FOUND_FIELD_NUMBER: _builtins.int
+    WORKERS_FIELD_NUMBER: _builtins.int
+    number: _builtins.int
+    """The request's number."""
+    not_found: _builtins.bool
+    """No usable worker has the name that was given."""
+    @_builtins.property
+    def workers(self) -> _containers.RepeatedCompositeFieldContainer[Global___WorkerState]:
+        """The workers asked for: all, or the one that was named."""
+
+    def __init__(
+        self,
+        *,
+        number: _builtins.int = ...,
+        not_found: _builtins.bool = ...,
+        workers: _abc.Iterable[Global___WorkerState] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["not_found", b"not_found", "number", b"number", "workers", b"workers"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___OperatorReply: _TypeAlias = OperatorReply  # noqa: Y015
+
+@_typing.final
+class WorkerState(_message.Message):
+    """One usable worker."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKER_ID_FIELD_NUMBER: _builtins.int
+    DRAINING_FIELD_NUMBER: _builtins.int
+    RUNNING_REQUESTS_FIELD_NUMBER: _builtins.int
+    PLANS_IN_FLIGHT_FIELD_NUMBER: _builtins.int
+    FREE_BLOCKS_FIELD_NUMBER: _builtins.int
+    CACHED_BLOCKS_FIELD_NUMBER: _builtins.int
+    TOTAL_BLOCKS_FIELD_NUMBER: _builtins.int
+    LAST_STEP_TOKENS_FIELD_NUMBER: _builtins.int
+    worker_id: _builtins.str
+    """Its name."""
+    draining: _builtins.bool
+    """It takes nothing new."""
+    running_requests: _builtins.int
+    """Requests that hold a row."""
+    plans_in_flight: _builtins.int
+    """Plans sent and not answered."""
+    free_blocks: _builtins.int
+    """KV blocks that hold nothing."""
+    cached_blocks: _builtins.int
+    """KV blocks that only the prefix cache knows."""
+    total_blocks: _builtins.int
+    """KV blocks in all."""
+    last_step_tokens: _builtins.int
+    """Tokens of the newest step."""
+    def __init__(
+        self,
+        *,
+        worker_id: _builtins.str = ...,
+        draining: _builtins.bool = ...,
+        running_requests: _builtins.int = ...,
+        plans_in_flight: _builtins.int = ...,
+        free_blocks: _builtins.int = ...,
+        cached_blocks: _builtins.int = ...,
+        total_blocks: _builtins.int = ...,
+        last_step_tokens: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_blocks", b"cached_blocks", "draining", b"draining", "free_blocks", b"free_blocks", "last_step_tokens", b"last_step_tokens", "plans_in_flight", b"plans_in_flight", "running_requests", b"running_requests", "total_blocks", b"total_blocks", "worker_id", b"worker_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WorkerState: _TypeAlias = WorkerState  # noqa: Y015
 
 @_typing.final
 class Submission(_message.Message):
@@ -320,6 +515,7 @@ class CoreMessage(_message.Message):
     ENDS_FIELD_NUMBER: _builtins.int
     SNAPSHOT_FIELD_NUMBER: _builtins.int
     UNKNOWN_FIELD_NUMBER: _builtins.int
+    OPERATOR_REPLIES_FIELD_NUMBER: _builtins.int
     incarnation: _builtins.int
     """The core's incarnation."""
     streams: _builtins.bytes
@@ -344,6 +540,10 @@ class CoreMessage(_message.Message):
     def snapshot(self) -> Global___Snapshot:
         """Answer to a snapshot request."""
 
+    @_builtins.property
+    def operator_replies(self) -> _containers.RepeatedCompositeFieldContainer[Global___OperatorReply]:
+        """Answers to operator requests."""
+
     def __init__(
         self,
         *,
@@ -356,10 +556,11 @@ class CoreMessage(_message.Message):
         ends: _abc.Iterable[Global___StreamEnd] | None = ...,
         snapshot: Global___Snapshot | None = ...,
         unknown: _builtins.bool = ...,
+        operator_replies: _abc.Iterable[Global___OperatorReply] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["snapshot", b"snapshot", "state", b"state"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["counts", b"counts", "ends", b"ends", "first_indices", b"first_indices", "incarnation", b"incarnation", "snapshot", b"snapshot", "state", b"state", "streams", b"streams", "tokens", b"tokens", "unknown", b"unknown"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["counts", b"counts", "ends", b"ends", "first_indices", b"first_indices", "incarnation", b"incarnation", "operator_replies", b"operator_replies", "snapshot", b"snapshot", "state", b"state", "streams", b"streams", "tokens", b"tokens", "unknown", b"unknown"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

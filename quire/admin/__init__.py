@@ -1,0 +1,1 @@
+"""The operator API, generated code by version."""
