@@ -33,8 +33,7 @@ async def show_sample(addresses: Addresses) -> None:
 def _how_to_call(addresses: Addresses) -> str:
     return f"""
 
-gRPC at {addresses.grpc}, HTTP at http://{addresses.http} (/health, /ready, /metrics). Call it from another
-shell:
+gRPC at {addresses.grpc}, HTTP at http://{addresses.http} (/health, /ready, /metrics). Call it from another shell:
 
   .venv/bin/quire generate "Once upon a time" --max-tokens 64 --target {addresses.grpc}
 
