@@ -179,7 +179,7 @@ def victims_for_urgent(worker: Worker, waiting: WaitingQueue, config: CoreConfig
         return []
     behind = waiting.rank(request) + config.preempt_threshold
     candidates = [
-        Candidate(row, float(rows.rank[row]), other.sequence, len(rows.blocks[row]), int(rows.committed[row]))
+        Candidate(row, float(rows.rank[row]), other.sequence, len(rows.blocks(row)), int(rows.committed[row]))
         for row in np.flatnonzero((rows.state == DECODE) & (rows.rank > behind)).tolist()
         if (other := rows.requests[row]) is not None and rows.num_generated(row) > other.preempted_at
     ]

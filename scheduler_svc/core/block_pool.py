@@ -10,14 +10,21 @@ A block is in exactly one of four states:
   left, least recently used first.
 
 Invariant: free + cached + retired + held == total.
+
+Prompts have hundreds of blocks, so states are arrays and every operation takes many blocks at once. What is retired or
+cached together is one entry of a queue; a block that was taken up again meanwhile is told by its *stamp*, which every
+such entry has its own of.
 """
 
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Iterable
 
 import numpy as np
 
+from scheduler_svc.core.events import Int32Array
 from scheduler_svc.core.prefix_cache import PrefixCache
+
+_FREE, _HELD, _RETIRED, _CACHED = range(4)
 
 
 class BlockPool:
@@ -25,69 +32,73 @@ class BlockPool:
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
-        self.cache = PrefixCache()
+        self.cache = PrefixCache(num_blocks)
         # A stack: the most recently used block is handed out first, it is the likeliest to be in a hardware cache.
-        self._free = list(range(num_blocks - 1, -1, -1))
+        self._free = np.arange(num_blocks - 1, -1, -1, dtype=np.int32)
+        self._counts = np.array([num_blocks, 0, 0, 0])
+        """Blocks by state, held ones not counted."""
+        self._state = np.zeros(num_blocks, np.int8)
         self._references = np.zeros(num_blocks, np.int32)
-        self._cached: OrderedDict[int, None] = OrderedDict()
-        """Least recently used first."""
-        # (last step that may touch them, blocks), steps ascending. A block that is taken up again while it is retired
-        # leaves its entry behind; `_retired_until` tells such entries from valid ones.
-        self._retired: deque[tuple[int, list[int]]] = deque()
-        self._retired_until: dict[int, int] = {}
+        self._stamp = np.zeros(num_blocks, np.int64)
+        self._next_stamp = 1
+        self._retired: deque[tuple[int, int, Int32Array]] = deque()
+        """(last step that may touch them, stamp, blocks), steps ascending."""
+        self._cached: deque[tuple[int, Int32Array]] = deque()
+        """(stamp, blocks), least recently used first."""
 
     @property
     def num_available(self) -> int:
         """Blocks that can be taken now."""
-        return len(self._free) + len(self._cached)
+        return int(self._counts[_FREE] + self._counts[_CACHED])
 
     @property
     def num_free(self) -> int:
         """Blocks that hold nothing."""
-        return len(self._free)
+        return int(self._counts[_FREE])
 
     @property
     def num_cached(self) -> int:
         """Blocks that nobody holds and that the prefix cache knows."""
-        return len(self._cached)
+        return int(self._counts[_CACHED])
 
     @property
     def num_retired(self) -> int:
         """Blocks that become available once the steps in flight are answered."""
-        return len(self._retired_until)
+        return int(self._counts[_RETIRED])
 
     @property
     def num_held(self) -> int:
         """Blocks that are neither free nor cached."""
-        return self.num_blocks - len(self._free) - len(self._cached)
+        return self.num_blocks - self.num_available
 
-    def take(self, count: int) -> list[int]:
+    def take(self, count: int) -> Int32Array:
         """Takes `count` blocks, each with one reference. The caller has checked `num_available`."""
         assert count <= self.num_available, f"take({count}) with {self.num_available} available"
-        while len(self._free) < count:
-            block, _ = self._cached.popitem(last=False)
-            self.cache.forget(block)
-            self._free.append(block)
-        taken = self._free[len(self._free) - count :]
-        del self._free[len(self._free) - count :]
-        taken.reverse()
+        if count > self._counts[_FREE]:
+            self._evict(count - int(self._counts[_FREE]))
+        top = int(self._counts[_FREE])
+        taken = self._free[top - count : top][::-1].copy()
+        self._counts[_FREE] -= count
+        self._state[taken] = _HELD
         self._references[taken] = 1
         return taken
 
-    def is_idle(self, block: int) -> bool:
-        """Whether the block is cached and held by nobody."""
-        return block in self._cached
+    def count_idle(self, blocks: Int32Array) -> int:
+        """How many of the blocks are cached and held by nobody."""
+        return int(np.count_nonzero(self._state[blocks] == _CACHED)) if len(blocks) else 0
 
-    def share(self, blocks: list[int]) -> None:
+    def share(self, blocks: Int32Array) -> None:
         """Adds a reference to blocks that the prefix cache knows, in whatever state they are."""
-        for block in blocks:
-            assert self.cache.holds(block), f"share of block {block}, which is not in the cache"
-            if self._references[block] == 0:
-                self._cached.pop(block, None)
-                self._retired_until.pop(block, None)
-            self._references[block] += 1
+        if not len(blocks):
+            return
+        assert self.cache.holds[blocks].all(), "share of a block that is not in the cache"
+        states = self._state[blocks]
+        for state in (_RETIRED, _CACHED):
+            self._counts[state] -= np.count_nonzero(states == state)
+        self._state[blocks] = _HELD
+        self._references[blocks] += 1
 
-    def release(self, blocks: list[int], *, last_step: int, answered_step: int) -> None:
+    def release(self, blocks: Int32Array, *, last_step: int, answered_step: int) -> None:
         """Drops one reference of each block; those without any are retired until `last_step` is answered.
 
         Args:
@@ -95,42 +106,67 @@ class BlockPool:
             last_step: the last step that was sent to the worker.
             answered_step: the last step that was answered.
         """
-        if not blocks:
+        if not len(blocks):
             return
         self._references[blocks] -= 1
         left = self._references[blocks]
         assert left.min() >= 0, f"double free among {blocks}"
         # Last block first: of a chain, the end must leave the cache before the beginning.
-        unreferenced = [block for block, count in zip(blocks, left.tolist(), strict=True) if count == 0][::-1]
+        unreferenced = blocks[left == 0][::-1]
         if last_step <= answered_step:
             self._make_available(unreferenced)
-        elif unreferenced:
-            self._retired.append((last_step, unreferenced))
-            self._retired_until.update(dict.fromkeys(unreferenced, last_step))
+        elif len(unreferenced):
+            self._retired.append((last_step, self._mark(unreferenced, _RETIRED), unreferenced))
 
     def step_answered(self, step: int) -> None:
         """Makes the blocks available that waited for `step`."""
         while self._retired and self._retired[0][0] <= step:
-            until, blocks = self._retired.popleft()
-            due = [block for block in blocks if self._retired_until.get(block) == until]
-            for block in due:
-                del self._retired_until[block]
+            _, stamp, blocks = self._retired.popleft()
+            due = blocks[(self._state[blocks] == _RETIRED) & (self._stamp[blocks] == stamp)]
+            self._counts[_RETIRED] -= len(due)
             self._make_available(due)
 
-    def distrust(self, blocks: list[int]) -> None:
+    def distrust(self, blocks: Int32Array) -> None:
         """Takes blocks out of the prefix cache, because what was written to them is wrong."""
-        for block in blocks:
-            self.cache.forget(block)
-            if block in self._cached:
-                del self._cached[block]
-                self._free.append(block)
+        self.cache.forget(blocks)
+        idle = blocks[self._state[blocks] == _CACHED]
+        self._counts[_CACHED] -= len(idle)
+        self._push_free(idle)
 
-    def _make_available(self, blocks: list[int]) -> None:
-        for block in blocks:
-            if self.cache.holds(block):
-                self._cached[block] = None
-            else:
-                self._free.append(block)
+    def _make_available(self, blocks: Int32Array) -> None:
+        known = self.cache.holds[blocks]
+        if known.any():
+            kept = blocks[known]
+            self._cached.append((self._mark(kept, _CACHED), kept))
+            blocks = blocks[~known]
+        self._push_free(blocks)
+
+    def _mark(self, blocks: Int32Array, state: int) -> int:
+        stamp = self._next_stamp
+        self._next_stamp += 1
+        self._state[blocks] = state
+        self._stamp[blocks] = stamp
+        self._counts[state] += len(blocks)
+        return stamp
+
+    def _push_free(self, blocks: Int32Array) -> None:
+        top = int(self._counts[_FREE])
+        self._free[top : top + len(blocks)] = blocks
+        self._state[blocks] = _FREE
+        self._counts[_FREE] += len(blocks)
+
+    def _evict(self, count: int) -> None:
+        """Frees `count` cached blocks, least recently used first."""
+        while count:
+            stamp, blocks = self._cached.popleft()
+            idle = blocks[(self._state[blocks] == _CACHED) & (self._stamp[blocks] == stamp)]
+            if len(idle) > count:
+                self._cached.appendleft((stamp, idle[count:]))
+                idle = idle[:count]
+            self.cache.forget(idle)
+            self._counts[_CACHED] -= len(idle)
+            self._push_free(idle)
+            count -= len(idle)
 
     def validate(self, tables: Iterable[Iterable[int]]) -> None:
         """Checks conservation against the block tables that should hold all references."""
@@ -139,12 +175,19 @@ class BlockPool:
             for block in table:
                 references[block] += 1
         assert np.array_equal(references, self._references), "reference counts differ from the block tables"
-        loose = [*self._free, *self._cached, *self._retired_until]
-        assert len(set(loose)) == len(loose), "a block is loose twice"
-        assert not references[loose].any(), "a loose block is in a block table"
-        assert len(loose) + np.count_nonzero(references) == self.num_blocks, "a block is lost"
-        assert all(self.cache.holds(block) for block in self._cached)
-        assert not any(self.cache.holds(block) for block in self._free)
-        shared = np.flatnonzero(references > 1).tolist()
-        assert all(self.cache.holds(block) for block in shared), "a block is shared that is not in the cache"
+        assert np.array_equal(references > 0, self._state == _HELD), "a block is loose and held, or neither"
+        for state in (_FREE, _RETIRED, _CACHED):
+            assert np.count_nonzero(self._state == state) == self._counts[state], f"miscounted blocks of state {state}"
+        free = self._free[: self.num_free]
+        assert sorted(free.tolist()) == np.flatnonzero(self._state == _FREE).tolist(), "a block is free twice or lost"
+        assert self.cache.holds[self._state == _CACHED].all()
+        assert not self.cache.holds[free].any()
+        assert self.cache.holds[references > 1].all(), "a block is shared that is not in the cache"
+        retired = sum(
+            np.count_nonzero((self._state[b] == _RETIRED) & (self._stamp[b] == stamp)) for _, stamp, b in self._retired
+        )
+        cached = sum(
+            np.count_nonzero((self._state[b] == _CACHED) & (self._stamp[b] == stamp)) for stamp, b in self._cached
+        )
+        assert (retired, cached) == (self.num_retired, self.num_cached), "a block waits in no queue"
         self.cache.validate()

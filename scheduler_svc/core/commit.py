@@ -22,7 +22,7 @@ class FailedRequest:
 
     request: Request
     reason: str
-    blocks: list[int]
+    blocks: Int32Array
 
 
 @dataclass(slots=True)
@@ -137,7 +137,7 @@ def _failed_request(worker: Worker, failure: FailedRow) -> FailedRequest | None:
         return None
     request = worker.rows.requests[failure.row]
     if request is not None and worker.rows.generation[failure.row] == failure.generation:
-        return FailedRequest(request, failure.reason, list(worker.rows.blocks[failure.row]))
+        return FailedRequest(request, failure.reason, worker.rows.blocks(failure.row).copy())
     departure = worker.departed.get((failure.row, failure.generation))
     if departure is None:
         return None

@@ -4,6 +4,7 @@ Events carry values only; whoever builds them has already checked their shape (c
 their type), not their meaning: a stale epoch, an unknown stream or a surprising row is the core's to judge.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -52,7 +53,7 @@ class RequestArrived:
     traceparent: str
     salt: bytes = b""
     """Requests share cached prefixes only with those of the same salt."""
-    block_keys: tuple[BlockKey, ...] = ()
+    block_keys: Sequence[BlockKey] = ()
     """Keys of the leading full blocks, if the front end has computed them, for blocks of `block_size` tokens."""
     block_size: int = 0
     tenant: str = ""

@@ -10,6 +10,7 @@ its backlog outweighs what the prefix saves: that bounds hot spots (the cost mod
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from scheduler_svc.core.events import Int32Array
 from scheduler_svc.core.request import Request
 from scheduler_svc.core.worker import Worker
 
@@ -21,7 +22,7 @@ DECODE_COST = 32
 class Room:
     """The memory that a request finds on a worker."""
 
-    cached: list[int]
+    cached: Int32Array
     """Blocks of its prefix that are there already."""
     num_new: int
     """Blocks to take beside them."""
@@ -38,7 +39,7 @@ def find_room(worker: Worker, request: Request) -> Room | None:
         num_new=num_new,
         worst_blocks=-(-(limit - 1) // block_size),
         # Cached blocks that nobody holds are available until they are shared.
-        num_available=worker.pool.num_available - sum(map(worker.pool.is_idle, cached)),
+        num_available=worker.pool.num_available - worker.pool.count_idle(cached),
     )
     return Room(cached, num_new) if fits else None
 

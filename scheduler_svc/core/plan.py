@@ -16,7 +16,7 @@ class RowAdmission:
     num_prompt_tokens: int
     num_computed_tokens: int
     """Leading tokens whose KV is in the given blocks already."""
-    blocks: tuple[int, ...]
+    blocks: Int32Array
     """Block table of KV group 0."""
     sampling: bytes
     request_id: str

@@ -113,7 +113,7 @@ class Planner:
                 self._append([row])
 
     def _append(self, rows: list[int]) -> None:
-        blocks = self._pool.take(len(rows))
+        blocks = self._pool.take(len(rows)).tolist()
         self._rows.grow(rows, blocks)
         self._append_rows += rows
         self._append_blocks += blocks
@@ -180,7 +180,7 @@ class Planner:
 
     def _place(self, request: Request, room: Room) -> RowAdmission:
         self._pool.share(room.cached)
-        blocks = room.cached + self._pool.take(room.num_new)
+        blocks = np.concatenate((room.cached, self._pool.take(room.num_new)))
         num_cached_tokens = len(room.cached) * self._rows.block_size
         request.limit = min(request.limit, self._worker.max_model_len)
         row = self._rows.occupy(
@@ -191,7 +191,6 @@ class Planner:
             rank=self._waiting.rank(request),
         )
         self._worker.prefilling.append(row)
-        self._worker.expect_blocks(row)
         self._add_chunk(row)
         request.state = RequestState.RUNNING
         if request.first_planned is None:
@@ -210,7 +209,7 @@ class Planner:
             token_ids=as_column(request.tokens),
             num_prompt_tokens=request.num_prompt_tokens,
             num_computed_tokens=num_cached_tokens,
-            blocks=tuple(blocks),
+            blocks=blocks,
             sampling=request.sampling,
             request_id=request.request_id,
             frontend=request.key.frontend,

@@ -4,70 +4,73 @@ A block is shareable as soon as the step that writes it has been sent: plans are
 every layer writes the whole batch's KV before it attends. A block that nobody holds stays in the cache until its memory
 is needed; the least recently used goes first, and of a chain the end before the beginning (see `BlockPool`).
 
-While a prompt is being computed, the keys of its blocks to come are *pending*; a request with the same prefix waits for
-them instead of computing them a second time.
+While a prompt is being computed, the key of the block that its row computes next is *pending*. A request with the same
+prefix finds everything before it in the cache, and waits at exactly that key instead of computing it a second time.
+
+Prompts have hundreds of blocks, so everything here takes whole chains and leaves the loops to dict and numpy.
 """
 
 from collections.abc import Sequence
 
+import numpy as np
+
+from scheduler_svc.core.events import Int32Array
 from shared.prefix_keys import BlockKey
+
+_NO_BLOCKS = np.zeros(0, np.int32)
 
 
 class PrefixCache:
     """Which block holds the KV of which key, for one worker in one epoch."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_blocks: int) -> None:
         self._blocks: dict[BlockKey, int] = {}
         self._keys: dict[int, BlockKey] = {}
-        self._pending: dict[BlockKey, int] = {}
+        self._next_keys: dict[int, BlockKey] = {}
+        """By row in prefill: the key of the block that it computes next."""
+        self.holds = np.zeros(num_blocks, np.bool_)
+        """Whether a block is shareable; to be read only."""
 
     def __len__(self) -> int:
         return len(self._blocks)
 
-    def match(self, keys: Sequence[BlockKey]) -> list[int]:
+    def match(self, keys: Sequence[BlockKey]) -> Int32Array:
         """The blocks of the longest cached prefix of `keys`."""
-        blocks: list[int] = []
-        for key in keys:
-            block = self._blocks.get(key)
-            if block is None:
-                break
-            blocks.append(block)
-        return blocks
+        if not keys or keys[0] not in self._blocks:
+            return _NO_BLOCKS
+        found = list(map(self._blocks.get, keys))
+        if None in found:
+            del found[found.index(None) :]
+        return np.array(found, np.int32)
 
-    def insert(self, key: BlockKey, block: int) -> bool:
-        """Makes a block shareable; False when another block has its key already."""
-        self._pending.pop(key, None)
-        if key in self._blocks:
-            return False
-        self._blocks[key] = block
-        self._keys[block] = key
-        return True
+    def publish(self, keys: Sequence[BlockKey], blocks: Int32Array) -> None:
+        """Makes blocks shareable, except where another block has the key already."""
+        numbers = blocks.tolist()
+        if not self._blocks.keys().isdisjoint(keys):
+            fresh = [index for index, key in enumerate(keys) if key not in self._blocks]
+            keys, numbers = [keys[index] for index in fresh], [numbers[index] for index in fresh]
+        self._blocks.update(zip(keys, numbers, strict=True))
+        self._keys.update(zip(numbers, keys, strict=True))
+        self.holds[numbers] = True
 
-    def forget(self, block: int) -> None:
-        """The block's memory is needed, or its content cannot be trusted."""
-        key = self._keys.pop(block, None)
-        if key is not None:
-            del self._blocks[key]
+    def forget(self, blocks: Int32Array) -> None:
+        """The blocks' memory is needed, or their content cannot be trusted."""
+        for block in blocks[self.holds[blocks]].tolist():
+            del self._blocks[self._keys.pop(block)]
+        self.holds[blocks] = False
 
-    def holds(self, block: int) -> bool:
-        """Whether the block is shareable."""
-        return block in self._keys
-
-    def expect(self, keys: Sequence[BlockKey], row: int) -> None:
-        """A row is going to compute blocks with these keys."""
-        for key in keys:
-            self._pending.setdefault(key, row)
-
-    def unexpect(self, keys: Sequence[BlockKey], row: int) -> None:
-        """The row will not."""
-        for key in keys:
-            if self._pending.get(key) == row:
-                del self._pending[key]
+    def computes_next(self, row: int, key: BlockKey | None) -> None:
+        """The row computes the block with this key next; None: none that others could share."""
+        if key is None:
+            self._next_keys.pop(row, None)
+        else:
+            self._next_keys[row] = key
 
     def is_pending(self, key: BlockKey) -> bool:
-        """Whether a row is computing the block with this key."""
-        return key in self._pending
+        """Whether a row computes the block with this key next."""
+        return key in self._next_keys.values()
 
     def validate(self) -> None:
-        """Checks that both directions agree."""
+        """Checks that all directions agree."""
         assert {block: key for key, block in self._blocks.items()} == self._keys
+        assert sorted(self._keys) == np.flatnonzero(self.holds).tolist()

@@ -9,7 +9,7 @@ answered. A decode step of a row writes the KV of its token `length - 1` and add
 Invariants, for rows that are not free:
     num_prompt <= committed <= length <= limit
     PREFILL: computed < length == committed;  DECODE: computed is not kept, it is length - 1
-    capacity == len(blocks) * block_size
+    capacity == number of blocks * block_size >= published * block_size
 """
 
 import numpy as np
@@ -35,7 +35,10 @@ class RowTable:
         self.max_rows = max_rows
         self.block_size = block_size
         self.requests: list[Request | None] = [None] * max_rows
-        self.blocks: list[list[int]] = [[] for _ in range(max_rows)]
+        self._tables: list[Int32Array] = [_NONE] * max_rows
+        self._num_blocks = np.zeros(max_rows, np.int32)
+        self.published = np.zeros(max_rows, np.int32)
+        """Leading blocks that others may share."""
         self.state = np.zeros(max_rows, np.int8)
         self.generation = np.zeros(max_rows, np.int32)
         self.length = np.zeros(max_rows, np.int32)
@@ -75,13 +78,15 @@ class RowTable:
         return self._decoding
 
     def occupy(
-        self, request: Request, *, frontend_index: int, blocks: list[int], num_computed: int, rank: float
+        self, request: Request, *, frontend_index: int, blocks: Int32Array, num_computed: int, rank: float
     ) -> int:
         """Puts a request into a free row, in prefill; returns the row."""
         row = self._free.pop()
         num_tokens = len(request.tokens)
         self.requests[row] = request
-        self.blocks[row] = blocks
+        self._tables[row] = blocks
+        self._num_blocks[row] = len(blocks)
+        self.published[row] = num_computed // self.block_size
         self.state[row] = PREFILL
         self.generation[row] += 1
         self.length[row] = self.committed[row] = num_tokens
@@ -105,15 +110,16 @@ class RowTable:
             self.traced.add(row)
         return row
 
-    def vacate(self, row: int) -> tuple[Request, list[int]]:
+    def vacate(self, row: int) -> tuple[Request, Int32Array]:
         """Frees a row; returns its request, with all committed tokens, and its blocks."""
         request = self.requests[row]
         assert request is not None
         self._flush(row, request)
-        blocks = self.blocks[row]
+        blocks = self.blocks(row)
         self._decoding = None
         self.requests[row] = None
-        self.blocks[row] = []
+        self._tables[row] = _NONE
+        self._num_blocks[row] = 0
         self.state[row] = FREE
         self.held[row] = False
         self.traced.discard(row)
@@ -131,10 +137,18 @@ class RowTable:
         self.length[row] += 1
         self._decoding = None
 
+    def blocks(self, row: int) -> Int32Array:
+        """The row's block table; not to be written to."""
+        return self._tables[row][: self._num_blocks[row]]
+
     def grow(self, rows: list[int], blocks: list[int]) -> None:
         """Appends one block to the table of each of distinct rows."""
-        for row, block in zip(rows, blocks, strict=True):
-            self.blocks[row].append(block)
+        for row, length, block in zip(rows, self._num_blocks[rows].tolist(), blocks, strict=True):
+            table = self._tables[row]
+            if length == len(table):
+                table = self._tables[row] = np.concatenate((table, np.empty(length // 2 + 4, np.int32)))
+            table[length] = block
+        self._num_blocks[rows] += 1
         self.capacity[rows] += self.block_size
 
     def commit(self, rows: Int32Array, tokens: Int32Array) -> Int32Array:
@@ -182,10 +196,10 @@ class RowTable:
             request = self.requests[row]
             assert (self.state[row] == FREE) == (request is None)
             if request is None:
-                assert not self.blocks[row]
+                assert not len(self.blocks(row))
                 continue
             assert self.num_prompt[row] <= self.committed[row] <= self.length[row] <= self.limit[row]
-            assert self.capacity[row] == len(self.blocks[row]) * self.block_size
+            assert self.capacity[row] == len(self.blocks(row)) * self.block_size
             assert len(request.tokens) + self._num_recent[row] == self.committed[row]
             if self.state[row] == PREFILL:
                 assert self.computed[row] < self.length[row] == self.committed[row]

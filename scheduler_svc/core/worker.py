@@ -8,6 +8,8 @@ are until the last such step is answered.
 from collections import deque
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from scheduler_svc.core.batching import BatchGate
 from scheduler_svc.core.block_pool import BlockPool
 from scheduler_svc.core.capacity import Capacity
@@ -42,7 +44,7 @@ class Departure:
 
     request: Request
     last_step: int
-    blocks: list[int]
+    blocks: Int32Array
     """What it held; not to be trusted if the row turns out to have failed."""
 
 
@@ -100,7 +102,9 @@ class Worker:
         num_computed = self.rows.num_computed(row)
         request, blocks = self.rows.vacate(row)
         if self.shares_prefixes:
-            self._offer_blocks(request, row, blocks, min(num_computed, len(request.tokens)))
+            # What it has computed stays behind in the cache, generated tokens included.
+            self._publish(row, request, blocks, min(num_computed, len(request.tokens)))
+            self.pool.cache.computes_next(row, None)
         self.pool.release(blocks, last_step=self.last_step, answered_step=self.answered_step)
         self.pending_leaves.append(row)
         if self.in_flight:
@@ -126,42 +130,29 @@ class Worker:
         rows = self.prefilling
         return int((self.rows.length[rows] - self.rows.computed[rows]).sum()) if rows else 0
 
-    def expect_blocks(self, row: int) -> None:
-        """The row is going to compute its blocks: whoever has the same prefix waits for them."""
-        request = self.rows.requests[row]
-        assert request is not None
-        first = int(self.rows.computed[row]) // self.rows.block_size
-        if self.shares_prefixes:
-            self.pool.cache.expect(self._keys(request)[first:], row)
-
     def publish_blocks(self, row: int, num_computed: int) -> None:
         """The plan being made computes the row's tokens up to `num_computed`: its full blocks are shareable."""
-        request = self.rows.requests[row]
-        assert request is not None
         if not self.shares_prefixes:
             return
-        num_full = num_computed // self.rows.block_size
-        blocks = self.rows.blocks[row]
-        # From the end: what was published before stays as it is.
+        request = self.rows.requests[row]
+        assert request is not None
+        self._publish(row, request, self.rows.blocks(row), num_computed)
         keys = self._keys(request)
-        for index in range(num_full - 1, -1, -1):
-            if self.pool.cache.holds(blocks[index]):
-                break
-            self.pool.cache.insert(keys[index], blocks[index])
+        published = int(self.rows.published[row])
+        self.pool.cache.computes_next(row, keys[published] if published < len(keys) else None)
 
-    def distrust(self, blocks: list[int]) -> list[int]:
+    def distrust(self, blocks: Int32Array) -> list[int]:
         """A row that wrote these blocks has failed; returns the rows that share any of them."""
         self.pool.distrust(blocks)
-        tainted = set(blocks)
-        return [row for row in self.rows.occupied() if not tainted.isdisjoint(self.rows.blocks[row])]
+        tainted = np.zeros(self.pool.num_blocks, np.bool_)
+        tainted[blocks] = True
+        return [row for row in self.rows.occupied() if tainted[self.rows.blocks(row)].any()]
 
-    def _offer_blocks(self, request: Request, row: int, blocks: list[int], num_computed: int) -> None:
-        """Leaves what the row has computed to the cache, generated tokens included."""
-        keys = self._keys(request)
-        self.pool.cache.unexpect(keys, row)
-        for index in range(num_computed // self.rows.block_size):
-            if not self.pool.cache.holds(blocks[index]):
-                self.pool.cache.insert(keys[index], blocks[index])
+    def _publish(self, row: int, request: Request, blocks: Int32Array, num_computed: int) -> None:
+        first, last = int(self.rows.published[row]), num_computed // self.rows.block_size
+        if last > first:
+            self.pool.cache.publish(self._keys(request)[first:last], blocks[first:last])
+            self.rows.published[row] = last
 
     def _keys(self, request: Request) -> list[BlockKey]:
         """The keys of all full blocks of the request's tokens."""
@@ -188,7 +179,7 @@ class Worker:
     def validate(self) -> None:
         """Checks rows, pool and their agreement."""
         self.rows.validate()
-        self.pool.validate(self.rows.blocks)
+        self.pool.validate(self.rows.blocks(row) for row in range(self.rows.max_rows))
         assert len(self.prefilling) == len(set(self.prefilling)) == int((self.rows.state == 1).sum())
         assert [entry.step for entry in self.in_flight] == list(range(self.answered_step + 1, self.last_step + 1))
         assert all(departure.last_step > self.answered_step for departure in self.departed.values())

@@ -91,7 +91,7 @@ class ModelWorker:
             assert admission.generation > self.generations.get(admission.row, 0)
             self.generations[admission.row] = admission.generation
             self.rows[admission.row] = _Row(
-                admission.token_ids.tolist(), list(admission.blocks), computed=admission.num_computed_tokens
+                admission.token_ids.tolist(), admission.blocks.tolist(), computed=admission.num_computed_tokens
             )
         for row, block in zip(plan.append_rows.tolist(), plan.append_blocks.tolist(), strict=True):
             self.rows[row].blocks.append(block)
