@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 # What pip is asked for to get torch: a version, your own wheel, or a version of another index, for example
 # TORCH=/wheels/torch-2.11.0+cu130-cp312-cp312-linux_x86_64.whl or
-# TORCH="torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu".
+# TORCH="torch==2.13.0 --index-url https://index.example.org/whl/cpu".
 TORCH ?= torch==2.13.0
 # What `make test` passes on to pytest, for example ARGS="tests/quire -k cli".
 ARGS ?=
@@ -34,8 +34,10 @@ $(VENV)/.installed: pyproject.toml
 
 setup: $(VENV)/.installed ## create .venv with everything that run and test need
 
+# On a terminal the service gets a process group of its own, so that Ctrl-C ends it and not make, and the exit is clean.
 run: setup ## serve the embedded model, show one streamed answer, keep serving until Ctrl-C
-	@exec $(BIN)/quire serve --model $(MODEL) --show-sample
+	@if [ -t 0 ]; then set -m; $(BIN)/quire serve --model $(MODEL) --show-sample & fg > /dev/null; \
+	 else exec $(BIN)/quire serve --model $(MODEL) --show-sample; fi
 
 test: setup ## every promise that can be checked in 15 minutes on 2 cores
 	@exec $(BIN)/python -m tests.run $(ARGS)

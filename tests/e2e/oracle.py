@@ -26,7 +26,12 @@ class Oracle:
     """A checkpoint as plain `transformers` runs it, in float32."""
 
     def __init__(self, checkpoint: Path) -> None:
-        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+            checkpoint,
+            dtype=torch.float32,
+            # The plainest path: some versions of transformers drop a soft cap on the faster ones.
+            attn_implementation="eager",
+        )
         self.model = model.train(False)
         self.vocab_size = int(model.config.get_text_config().vocab_size)
 
