@@ -15,6 +15,7 @@ from services.chat_template import ChatTemplateError
 from services.core_link import CoreLink
 from services.errors import RETRY_MS, error_of, finish_reason
 from services.metrics import FrontendMetrics
+from services.scheduling import block_keys, wishes
 from services.stream import Stream, StreamRequest
 from services.tokenizer import TextTokenizer
 from services.tracing import TRACEPARENT_KEY, describe_answer, describe_request, server_span
@@ -143,10 +144,12 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             raise NotReadyError("the scheduler is away; try again in a moment", retry_ms=RETRY_MS)
         left = context.time_remaining()
         wakeup = Wakeup()
+        column = to_column(prompt)
+        scheduling = wishes(request.scheduling, arrival=arrival, principal=ANONYMOUS)
         stream = Stream(
             StreamRequest(
                 request_id=valid.request_id,
-                prompt=to_column(prompt),
+                prompt=column,
                 max_tokens=max_tokens,
                 stop_token_ids=to_column(valid.stop_token_ids),
                 sampling=valid.sampling.SerializeToString(),
@@ -156,6 +159,9 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
                 deadline=None if left is None else time.monotonic() + left,
                 traceparent=to_traceparent(span),
                 principal=ANONYMOUS,
+                scheduling=scheduling,
+                block_keys=block_keys(model, scheduling.cache_scope, column),
+                block_size=model.block_size,
             ),
             services.tokenizer.detokenizer(skip_special_tokens=not valid.include_special_tokens),
             wakeup.ring,

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from protos.quire.link.v1 import link_pb2
 from services.detokenizer import Detokenizer
 from services.outbox import TOKEN_COST, Batch, Outbox
+from services.scheduling import SchedulingWishes
 from services.stop_strings import StopFinder
 from shared.columns import to_column
 from shared.errors import QuireError
@@ -47,6 +48,10 @@ class StreamRequest:
     """Monotonic time, seconds."""
     traceparent: str = ""
     principal: str = "anonymous"
+    scheduling: SchedulingWishes = field(default_factory=SchedulingWishes)
+    block_keys: bytes = field(default=b"", repr=False)
+    """Keys of the prompt's full blocks of `block_size` tokens, joined; may be empty."""
+    block_size: int = 0
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -129,7 +134,7 @@ class Stream:
         waiting = outbox.released - outbox.taken + self._writing
         self._credit_returned = len(outbox.tokens) - waiting
         left = 0 if request.deadline is None else max(int((request.deadline - now) * 1e9), 1)
-        return link_pb2.Submission(
+        submission = link_pb2.Submission(
             stream=self.number,
             request_id=request.request_id,
             token_ids=request.prompt + to_column(outbox.tokens),
@@ -141,7 +146,11 @@ class Stream:
             deadline_ns=left,
             traceparent=request.traceparent,
             principal=request.principal,
+            block_keys=request.block_keys,
+            block_size=request.block_size,
         )
+        request.scheduling.fill(submission, now)
+        return submission
 
     def receive(self, first_index: int, token_ids: list[int], now: float) -> Received:
         """Takes tokens from the core, `first_index` being the index of the first one."""

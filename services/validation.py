@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from protos.quire.link.v1 import link_pb2
 from protos.quire.plan.v1 import plan_pb2
 from quire.v1 import generation_pb2 as v1
+from services.scheduling import check_scheduling
 from shared.errors import FieldViolation, InvalidRequestError, UnsupportedFieldError
 from shared.ids import draw_request_id, draw_seed
 
@@ -56,6 +57,7 @@ def validate(request: v1.GenerateRequest, model: link_pb2.ServedModel, *, has_ch
         *_check_input(request, model, has_chat_template),
         *_check_sampling(request.sampling),
         *_check_stop(request.stop, model),
+        *check_scheduling(request.scheduling),
     ]
     if violations:
         raise InvalidRequestError(*violations)
@@ -198,7 +200,7 @@ def _check_stop(stop: v1.StopOptions, model: link_pb2.ServedModel) -> Violations
 
 
 def _refuse_unsupported(request: v1.GenerateRequest) -> None:
-    sampling, stop, output, scheduling = request.sampling, request.stop, request.output, request.scheduling
+    sampling, stop, output = request.sampling, request.stop, request.output
     is_set = {
         "grammar": request.HasField("grammar"),
         "adapter": bool(request.adapter),
@@ -217,12 +219,6 @@ def _refuse_unsupported(request: v1.GenerateRequest) -> None:
         "output.prompt_logprobs": output.HasField("prompt_logprobs"),
         "output.echo": output.echo,
         "output.truncate_prompt_tokens": output.HasField("truncate_prompt_tokens"),
-        "scheduling.priority": scheduling.priority != 0,
-        "scheduling.tenant": bool(scheduling.tenant),
-        "scheduling.expected_output_tokens": scheduling.HasField("expected_output_tokens"),
-        "scheduling.ttft_target": scheduling.HasField("ttft_target"),
-        "scheduling.total_time_target": scheduling.HasField("total_time_target"),
-        "scheduling.cache_scope": bool(scheduling.cache_scope),
     }
     for field, present in is_set.items():
         if present:

@@ -452,7 +452,7 @@ Global___OutputOptions: _TypeAlias = OutputOptions  # noqa: Y015
 
 @_typing.final
 class SchedulingOptions(_message.Message):
-    """How the request is treated in the queue."""
+    """How the request is treated in the queue. What these do depends on the server's policy, see docs/scheduling.md."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -463,20 +463,22 @@ class SchedulingOptions(_message.Message):
     TOTAL_TIME_TARGET_FIELD_NUMBER: _builtins.int
     CACHE_SCOPE_FIELD_NUMBER: _builtins.int
     priority: _builtins.int
-    """Higher runs first, in [-100, 100]. Not supported yet."""
+    """Higher runs first under the policy `priority`, in [-100, 100]. Default 0."""
     tenant: _builtins.str
-    """The tenant to account to, at most 128 bytes; the principal must be allowed to act for it. Not supported yet."""
+    """The tenant to account to, at most 128 bytes; the principal must be allowed to act for it."""
     expected_output_tokens: _builtins.int
-    """Hint for shortest-job-first. Not supported yet."""
+    """How many tokens will probably be generated, at least 1; what `sjf` and forecasts go by. Default: learned."""
     cache_scope: _builtins.str
-    """Name of the group of requests that may share cached prompt prefixes. Not supported yet."""
+    """Name of a group of requests that share cached prompt prefixes, at most 128 bytes. Default: those of one principal."""
     @_builtins.property
     def ttft_target(self) -> _duration_pb2.Duration:
-        """Wanted time to first token. Not supported yet."""
+        """Wanted time from arrival to the first token, longer than 0; what `edf` goes by."""
 
     @_builtins.property
     def total_time_target(self) -> _duration_pb2.Duration:
-        """Wanted time to the last token. Not supported yet."""
+        """Wanted time from arrival to the last token, longer than 0; what `edf` goes by. Unlike the call's deadline, missing it
+        does not end the request.
+        """
 
     def __init__(
         self,

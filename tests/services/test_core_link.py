@@ -106,6 +106,8 @@ def test_a_submission_says_everything_the_core_must_know(tmp_path: Path) -> None
         async with running_stack(tmp_path, stream_credit=1024) as stack:
             request = tokens_request(*PROMPT, max_tokens=7, request_id="mine")
             request.stop.stop_token_ids.append(17)
+            request.scheduling.priority, request.scheduling.tenant = -3, "team"
+            request.scheduling.ttft_target.FromSeconds(5)
             await stack.generate(request)
 
             (submission,) = stack.core.submissions
@@ -115,6 +117,10 @@ def test_a_submission_says_everything_the_core_must_know(tmp_path: Path) -> None
             assert from_column(submission.stop_token_ids).tolist() == [2, 17]
             assert (submission.credit, submission.deadline_ns) == (1024, 0)
             assert (submission.principal, submission.traceparent) == ("anonymous", "")
+            assert (submission.priority, submission.tenant) == (-3, "team")
+            assert 0 < submission.ttft_target_ns <= 5 * 10**9
+            assert submission.total_time_target_ns == 0
+            assert submission.cache_scope == b"principal\0anonymous"
 
     asyncio.run(main())
 

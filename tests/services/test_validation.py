@@ -67,6 +67,12 @@ INVALID: list[tuple[str, v1.GenerateRequest]] = [
     ("stop.stop_strings[0]", stop(stop_strings=["é" * 129])),
     ("stop.stop_token_ids", stop(stop_token_ids=[VOCAB])),
     ("stop.stop_token_ids", stop(stop_token_ids=[1] * 65)),
+    ("scheduling.priority", request(scheduling=v1.SchedulingOptions(priority=-101))),
+    ("scheduling.tenant", request(scheduling=v1.SchedulingOptions(tenant="t" * 129))),
+    ("scheduling.expected_output_tokens", request(scheduling=v1.SchedulingOptions(expected_output_tokens=0))),
+    ("scheduling.ttft_target", request(scheduling=v1.SchedulingOptions(ttft_target=Duration(seconds=0)))),
+    ("scheduling.total_time_target", request(scheduling=v1.SchedulingOptions(total_time_target=Duration(seconds=-1)))),
+    ("scheduling.cache_scope", request(scheduling=v1.SchedulingOptions(cache_scope="c" * 129))),
 ]
 
 UNSUPPORTED: list[tuple[str, v1.GenerateRequest]] = [
@@ -88,12 +94,6 @@ UNSUPPORTED: list[tuple[str, v1.GenerateRequest]] = [
     ("output.prompt_logprobs", request(output=v1.OutputOptions(prompt_logprobs=1))),
     ("output.echo", request(output=v1.OutputOptions(echo=True))),
     ("output.truncate_prompt_tokens", request(output=v1.OutputOptions(truncate_prompt_tokens=1))),
-    ("scheduling.priority", request(scheduling=v1.SchedulingOptions(priority=-1))),
-    ("scheduling.tenant", request(scheduling=v1.SchedulingOptions(tenant="t"))),
-    ("scheduling.expected_output_tokens", request(scheduling=v1.SchedulingOptions(expected_output_tokens=1))),
-    ("scheduling.ttft_target", request(scheduling=v1.SchedulingOptions(ttft_target=Duration(seconds=1)))),
-    ("scheduling.total_time_target", request(scheduling=v1.SchedulingOptions(total_time_target=Duration(seconds=1)))),
-    ("scheduling.cache_scope", request(scheduling=v1.SchedulingOptions(cache_scope="c"))),
 ]
 
 
