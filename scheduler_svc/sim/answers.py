@@ -1,0 +1,34 @@
+"""Answers that do not fit their plan, as a broken worker would give them: well-formed, but wrong."""
+
+import dataclasses
+import random
+
+import numpy as np
+
+from scheduler_svc.core import events as ev
+from scheduler_svc.sim.faults import Fault
+from scheduler_svc.sim.oracle import VOCAB
+
+
+def malformed(rng: random.Random, answer: ev.StepDone, fault: Fault) -> ev.StepDone:
+    """The answer with a mistake that the core must notice."""
+    rows, tokens = answer.rows, answer.tokens
+    if fault is Fault.WRONG_STEP or (not len(rows) and fault is not Fault.WRONG_ROWS):
+        return dataclasses.replace(answer, step=answer.step + rng.choice((-1, 1, 2)))
+    if fault is Fault.WRONG_TOKEN:
+        wrong = tokens.copy()
+        wrong[rng.randrange(len(wrong))] = rng.choice((-1, VOCAB))
+        return dataclasses.replace(answer, tokens=wrong)
+    if fault is Fault.MISSING_TOKEN:
+        return dataclasses.replace(answer, tokens=tokens[:-1])
+    assert fault is Fault.WRONG_ROWS
+    if len(rows) and rng.random() < 0.5:
+        return dataclasses.replace(answer, rows=rows[1:], tokens=tokens[1:])
+    more_rows = np.append(rows, np.int32(rows.max() + 1 if len(rows) else 0))
+    return dataclasses.replace(answer, rows=more_rows, tokens=np.append(tokens, np.int32(0)))
+
+
+def with_unknown_failure(rng: random.Random, answer: ev.StepDone) -> ev.StepDone:
+    """The answer with the failure of a row that does not exist; the core must not mind."""
+    made_up = ev.FailedRow(row=rng.choice((-1, 1 << 20)), generation=1, reason="made up")
+    return dataclasses.replace(answer, failures=(*answer.failures, made_up))

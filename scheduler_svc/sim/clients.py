@@ -1,0 +1,298 @@
+"""Front ends with their clients: they submit, read at their pace, find stop strings, leave; and check what they get.
+
+A front end hears from the core without delay and acts with delay: what it says is always a little out of date, as in a
+real cluster.
+"""
+
+import heapq
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from scheduler_svc.core import effects as ef
+from scheduler_svc.core import events as ev
+from scheduler_svc.core.effects import EndReason
+from scheduler_svc.core.request import TOKEN_BYTES
+from scheduler_svc.sim.faults import NONE, Fault
+from scheduler_svc.sim.stream import Stream
+from scheduler_svc.sim.traffic import Traffic
+from scheduler_svc.sim.violation import StreamName, Violation
+from scheduler_svc.sim.world import World
+
+_MOST_HISTORY = 20
+_MOST_LOST = 3
+"""Tokens of a stream that may be on their way to a front end when the core dies."""
+
+
+@dataclass(slots=True)
+class _Frontend:
+    number: int
+    peer: ev.Peer
+    joined: bool = False
+    """The present core knows it."""
+    streams: dict[int, Stream] = field(default_factory=dict)
+
+
+class Clients:
+    """All front ends and streams.
+
+    Args:
+        world: the simulation.
+        on_end: told of every stream that ends, and of what was said of it.
+    """
+
+    def __init__(self, world: World, on_end: Callable[[Stream], None]) -> None:
+        self._world = world
+        self._on_end = on_end
+        self._traffic = Traffic(world.rng, world.scenario.traffic, world.scenario.pace, world.faults)
+        self._frontends: dict[ev.Peer, _Frontend] = {}
+        self._incarnations = 0
+        self._num_streams = 0
+        self.live: dict[StreamName, Stream] = {}
+        self._history: list[list[int]] = []
+        self._deadlines: list[tuple[float, int, Stream]] = []
+        self._expecting_end: list[Stream] = []
+
+    # ---------------------------------------------------------------- what front ends do
+
+    def start(self) -> None:
+        """All front ends join and requests begin to arrive."""
+        for number in range(self._world.scenario.num_frontends):
+            self._join(number)
+        self._world.agenda.after(0.0, self._burst)
+
+    def _join(self, number: int) -> None:
+        self._incarnations += 1
+        peer = b"front%d/%d" % (number, self._incarnations)
+        self._frontends[peer] = _Frontend(number, peer, joined=True)
+        self._world.feed(ev.FrontendJoined(frontend=peer))
+
+    def _burst(self) -> None:
+        world, shape = self._world, self._world.scenario.traffic
+        if world.healed:
+            return
+        for _ in range(world.rng.randint(1, shape.burst)):
+            if len(self.live) < shape.most_live:
+                self._submit_new()
+        world.agenda.after(world.rng.expovariate(1 / shape.gap_s), self._burst)
+
+    def _submit_new(self) -> None:
+        world = self._world
+        frontend = world.rng.choice(list(self._frontends.values()))
+        if not frontend.joined:
+            return
+        demand = self._traffic.draw(world.rng.choice(self._history) if self._history else None)
+        self._num_streams += 1
+        stream = Stream(StreamName(frontend.peer, self._num_streams), demand, world.now)
+        frontend.streams[self._num_streams] = stream
+        self.live[stream.name] = stream
+        self._submit(stream)
+        if demand.cancel_s is not None:
+            world.agenda.after(demand.cancel_s, self._cancel, stream)
+        if demand.twice:
+            world.fault(Fault.SUBMITTED_TWICE)
+            world.agenda.after(world.latency(), self._submit_again, stream)
+        if not demand.valid:
+            world.fault(Fault.INVALID_REQUEST)
+        if demand.take_s is None and stream.allowed < demand.max_tokens:
+            world.fault(Fault.STALLED_READER)
+        elif demand.take_s is not None and demand.take_s > 5 * world.scenario.pace.step:
+            world.fault(Fault.SLOW_READER)
+        if stream.starved and demand.take_s is not None:
+            world.agenda.after(demand.take_s, self._grant, stream, world.rng.choice((4, 7, 64)))
+
+    def _submit(self, stream: Stream) -> None:
+        if stream.end is not None:
+            return
+        event = stream.submission()
+        stream.begin(self._world.now)
+        if stream.deadline is not None:
+            heapq.heappush(self._deadlines, (stream.deadline, stream.name.stream, stream))
+        self._world.feed(event)
+
+    def _submit_again(self, stream: Stream) -> None:
+        if stream.end is None and stream.known:
+            if self._world.feed(stream.submission()):
+                raise Violation("stream.twice", "a second submission had effects", stream.name)
+
+    def _cancel(self, stream: Stream) -> None:
+        if stream.end is not None:
+            return
+        self._world.fault(Fault.CANCEL)
+        stream.cancel_sent = True
+        if not stream.known:
+            self._gone(stream, EndReason.CANCELLED)
+            return
+        self._world.feed(ev.RequestCancelled(frontend=stream.name.frontend, stream=stream.name.stream))
+        self._must_have_ended(stream, EndReason.CANCELLED)
+
+    def _stop(self, stream: Stream) -> None:
+        if stream.end is not None or not stream.known or stream.stop_sent:
+            return
+        self._world.fault(Fault.STOP_STRING)
+        stream.stop_sent = True
+        name, keep = stream.name, stream.demand.keep_tokens
+        self._world.feed(ev.StopMatched(frontend=name.frontend, stream=name.stream, keep_tokens=keep))
+        self._must_have_ended(stream, EndReason.STOP_STRING)
+
+    def _grant(self, stream: Stream, credit: int) -> None:
+        if stream.end is not None:
+            return
+        stream.granting = False
+        stream.grant(credit, self._world.now)
+        if stream.known:
+            name = stream.name
+            self._world.feed(ev.CreditGranted(frontend=name.frontend, stream=name.stream, credit=credit))
+
+    @staticmethod
+    def _must_have_ended(stream: Stream, reason: EndReason) -> None:
+        if stream.end is not reason:
+            raise Violation("stream.ends", f"{reason.name} was asked for, the stream is {stream.end}", stream.name)
+
+    # ---------------------------------------------------------------- what the core says
+
+    def tokens_ready(self, effect: ef.TokensReady) -> None:
+        """Tokens for one front end's streams."""
+        frontend = self._frontends.get(effect.frontend)
+        if frontend is None:
+            raise Violation("frontend.gone", f"tokens for {effect.frontend!r}, which is gone")
+        now = self._world.now
+        for number, index, token in zip(
+            effect.streams.tolist(), effect.first_indices.tolist(), effect.tokens.tolist(), strict=True
+        ):
+            stream = frontend.streams.get(number)
+            if stream is None:
+                raise Violation("stream.unknown", f"a token for stream {number} of {effect.frontend!r}")
+            stream.take(index, token, now)
+            if stream.must_end:
+                self._expecting_end.append(stream)
+            elif stream.eventful:
+                self._react(stream)
+
+    def _react(self, stream: Stream) -> None:
+        """What a front end does about a stream's newest token."""
+        world, demand = self._world, stream.demand
+        if demand.take_s is not None:
+            stream.untaken += TOKEN_BYTES
+            if not stream.granting:
+                stream.granting = True
+                world.agenda.after(demand.take_s * (0.5 + world.rng.random()), self._take, stream)
+        if len(stream.tokens) == demand.cancel_at:
+            world.agenda.after(world.latency(), self._cancel, stream)
+        if len(stream.tokens) == demand.stop_string_at:
+            world.agenda.after(world.latency(), self._stop, stream)
+
+    def _take(self, stream: Stream) -> None:
+        taken, stream.untaken = stream.untaken, 0
+        self._grant(stream, taken)
+
+    def request_ended(self, effect: ef.RequestEnded, justified: Callable[[Stream, EndReason], str | None]) -> None:
+        """A stream's end."""
+        stream = self.live.get(StreamName(effect.frontend, effect.stream))
+        if stream is None:
+            name = StreamName(effect.frontend, effect.stream)
+            raise Violation("stream.ends_once", f"{effect.reason.name} of a stream that is not live", name)
+        stream.finish(effect, lambda reason: justified(stream, reason))
+        self._gone(stream, effect.reason)
+        if effect.reason in (EndReason.STOP, EndReason.LENGTH) and stream.tokens:
+            if len(self._history) >= _MOST_HISTORY:
+                self._history[self._world.rng.randrange(_MOST_HISTORY)] = [*stream.demand.prompt, *stream.tokens]
+            else:
+                self._history.append([*stream.demand.prompt, *stream.tokens])
+
+    def _gone(self, stream: Stream, reason: EndReason) -> None:
+        stream.end = reason
+        del self.live[stream.name]
+        self._on_end(stream)
+
+    def check_ends(self) -> None:
+        """After an event: whoever got a last token has been told of the end."""
+        for stream in self._expecting_end:
+            if stream.end is None:
+                raise Violation("stream.ends", "no end after the last token", stream.name)
+        self._expecting_end.clear()
+
+    def check_deadlines(self) -> None:
+        """After time has passed: no stream outlives its deadline."""
+        while self._deadlines and self._deadlines[0][0] <= self._world.now:
+            _, _, stream = heapq.heappop(self._deadlines)
+            if stream.end is None and stream.known:
+                raise Violation("stream.deadline", f"alive after its deadline {stream.deadline}", stream.name)
+
+    def find(self, name: StreamName) -> Stream | None:
+        """A stream, live or ended."""
+        frontend = self._frontends.get(name.frontend)
+        return frontend.streams.get(name.stream) if frontend is not None else None
+
+    # ---------------------------------------------------------------- faults
+
+    def lose_one(self) -> None:
+        """A front end is lost with its streams; another one takes its place."""
+        world = self._world
+        frontend = world.rng.choice(list(self._frontends.values()))
+        world.fault(Fault.FRONTEND_LOST)
+        for stream in frontend.streams.values():
+            stream.cancel_sent = True
+        world.feed(ev.FrontendLost(frontend=frontend.peer))
+        for stream in frontend.streams.values():
+            if stream.end is None and stream.known:
+                raise Violation("frontend.lost", "a stream outlives its front end", stream.name)
+            if stream.end is None:
+                self._gone(stream, EndReason.CANCELLED)
+        del self._frontends[frontend.peer]
+        self._join(frontend.number)
+
+    def speak_nonsense(self) -> None:
+        """Events about streams that the core never had or has no more."""
+        world = self._world
+        world.fault(Fault.UNKNOWN_STREAM)
+        frontend = world.rng.choice(list(self._frontends))
+        number = world.rng.choice((0, world.rng.randint(1, self._num_streams + 1)))
+        if StreamName(frontend, number) in self.live or not self._frontends[frontend].joined:
+            return
+        for event in (
+            ev.RequestCancelled(frontend=frontend, stream=number),
+            ev.StopMatched(frontend=frontend, stream=number, keep_tokens=0),
+            ev.CreditGranted(frontend=frontend, stream=number, credit=8),
+        ):
+            if world.feed(event):
+                raise Violation("frontend.unknown_stream", f"effects of {event}")
+
+    def strange_frontend(self) -> None:
+        """A request from a front end that the core does not know."""
+        world = self._world
+        world.fault(Fault.UNKNOWN_FRONTEND)
+        stream = Stream(StreamName(b"stranger", 1), self._traffic.draw(None), world.now)
+        effects = world.feed(stream.submission())
+        if effects != [ef.FrontendUnknown(frontend=b"stranger")]:
+            raise Violation("frontend.unknown", f"{effects} for a front end without hello")
+
+    def core_died(self) -> None:
+        """The core is new; front ends say hello and submit their streams with what they have got."""
+        world = self._world
+        self._deadlines.clear()
+        for frontend in self._frontends.values():
+            frontend.joined = False
+            for stream in frontend.streams.values():
+                if stream.end is None:
+                    stream.known = False
+                    stream.placed = None
+                    stream.forget(min(len(stream.tokens), world.rng.randint(0, _MOST_LOST)))
+        for frontend in self._frontends.values():
+            world.agenda.after(world.latency(), self._resubmit, frontend)
+
+    def _resubmit(self, frontend: _Frontend) -> None:
+        if self._frontends.get(frontend.peer) is not frontend or frontend.joined:
+            return
+        frontend.joined = True
+        self._world.feed(ev.FrontendJoined(frontend=frontend.peer))
+        for stream in list(frontend.streams.values()):
+            if not stream.known:
+                self._submit(stream)
+
+    def heal(self) -> None:
+        """Every reader takes everything, unless it is to be ended for stalling."""
+        stall_ends = self._world.scenario.config.stall_timeout_s > 0
+        self._traffic = Traffic(self._world.rng, self._world.scenario.traffic, self._world.scenario.pace, NONE)
+        for stream in list(self.live.values()):
+            if stream.demand.take_s is not None or not stall_ends:
+                self._grant(stream, TOKEN_BYTES * stream.demand.max_tokens)

@@ -1,0 +1,190 @@
+"""All workers as the core knows them: their epochs, and what it may and must make of their answers."""
+
+from scheduler_svc.core import effects as ef
+from scheduler_svc.core import events as ev
+from scheduler_svc.core.step_clock import MIN_DEADLINE_S
+from scheduler_svc.sim.coverage import Limit
+from scheduler_svc.sim.faults import Fault
+from scheduler_svc.sim.scenario import draw_size
+from scheduler_svc.sim.sites import Epoch, Site
+from scheduler_svc.sim.violation import Violation
+from scheduler_svc.sim.world import World
+
+_EPSILON = 1e-6
+
+
+class Cluster:
+    """The sites, and the epochs that the core has opened and not ended."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self.sites = [Site(world, number, size) for number, size in enumerate(world.scenario.workers)]
+        self.epochs: dict[ev.Peer, Epoch] = {}
+        self.empty_since = world.now
+        """Since when there is no epoch, if there is none."""
+        self._served = ""
+        """Fingerprint of the model served last."""
+        self._expectation = ""
+        """What has to come of the answer that the core is given."""
+
+    def start(self) -> None:
+        """All workers start within a moment."""
+        for site in self.sites:
+            self._world.agenda.after(self._world.rng.random() * 0.1, site.boot)
+
+    # ---------------------------------------------------------------- events
+
+    def before(self, event: ev.Event) -> None:
+        """Notes what has to come of an event about workers."""
+        match event:
+            case ev.StepDone():
+                self._expectation = self._expect(event)
+            case ev.WorkerLost():
+                self._lose(event.worker)
+            case ev.WorkerHello():
+                for peer, epoch in list(self.epochs.items()):
+                    if epoch.worker_id == event.worker_id or peer == event.worker:
+                        self._lose(peer)
+            case ev.DrainRequested():
+                for epoch in self.epochs.values():
+                    epoch.draining |= epoch.worker_id == event.worker_id
+            case ev.ResumeRequested():
+                for epoch in self.epochs.values():
+                    epoch.draining &= epoch.worker_id != event.worker_id
+
+    def _expect(self, event: ev.StepDone) -> str:
+        epoch = self.epochs.get(event.worker)
+        if epoch is None:
+            return "unknown"
+        if epoch.number != event.epoch:
+            return "stale"
+        sound = epoch.in_flight[0].answer if epoch.in_flight else None
+        if sound is None or sound.step != event.step or not (sound.rows is event.rows and sound.tokens is event.tokens):
+            return "wrong"
+        epoch.in_flight.popleft()
+        epoch.model.answered_step = event.step
+        return "sound"
+
+    def after(self, event: ev.Event, effects: list[ef.Effect]) -> None:
+        """Checks what came of it."""
+        match event:
+            case ev.StepDone():
+                self._check_answer(event, effects)
+            case ev.TimePassed():
+                self._check_overdue()
+
+    def _check_answer(self, event: ev.StepDone, effects: list[ef.Effect]) -> None:
+        unknown = ef.WorkerUnknown(worker=event.worker) in [e for e in effects if isinstance(e, ef.WorkerUnknown)]
+        believed = any(isinstance(effect, ef.TokensReady) for effect in effects)
+        match self._expectation:
+            case "unknown" if len(effects) != 1 or not unknown:
+                raise Violation("worker.unknown", f"effects {effects} of a stranger's answer")
+            case "stale" if effects:
+                raise Violation("worker.stale", f"effects {effects} of an answer of an epoch that is over")
+            case "wrong" if believed or not unknown:
+                raise Violation("worker.wrong", f"an answer to step {event.step} that does not fit was believed")
+            case "sound" if unknown:
+                raise Violation("worker.sound", f"a sound answer to step {event.step} was not believed")
+
+    def _check_overdue(self) -> None:
+        """Nobody is spared beyond the longest deadline."""
+        now, ceiling = self._world.now, self._world.scenario.config.step_deadline_s
+        for epoch in self.epochs.values():
+            if epoch.in_flight:
+                oldest = epoch.in_flight[0]
+                # A plan that is sent ahead begins only when its predecessor's time is up.
+                longest = max(oldest.time + 2 * ceiling + oldest.excused, epoch.compiling_until)
+                if now > longest + _EPSILON:
+                    age = now - oldest.time
+                    raise Violation("worker.overdue", f"step {oldest.answer.step} of {epoch.peer!r} is {age:.2f} s old")
+
+    def excuse(self, jump: float) -> None:
+        """The scheduler stood still."""
+        for epoch in self.epochs.values():
+            for sent in epoch.in_flight:
+                sent.excused += jump
+
+    # ---------------------------------------------------------------- effects
+
+    def welcomed(self, effect: ef.WorkerWelcomed) -> None:
+        """The core opens an epoch."""
+        site = self._site(effect.worker)
+        fingerprint = site.fingerprint
+        if any(epoch.model.fingerprint != fingerprint for epoch in self.epochs.values()):
+            raise Violation("worker.model", f"{effect.worker!r} serves another model than the others")
+        if self._served not in ("", fingerprint):
+            self._world.coverage.limit(Limit.MODEL)
+        self._served = fingerprint
+        self.epochs[effect.worker] = site.welcomed(effect.epoch)
+
+    def refused(self, effect: ef.WorkerRefused) -> None:
+        """The core turns a worker away; it comes back as one that can serve."""
+        world, site = self._world, self._site(effect.worker)
+        rows = min(site.size.max_rows, world.scenario.config.max_num_seqs)
+        impossible = site.size.num_blocks < 1 or site.size.max_tokens_per_step < rows
+        if not impossible and site.fingerprint == self._served:
+            raise Violation("worker.refused", f"{effect.worker!r}: {effect.reason}")
+        site.fingerprint = self._served or site.fingerprint
+        context = world.scenario.traffic.longest_prompt
+        site.refused(draw_size(world.rng, world.scenario.config, context) if impossible else site.size)
+
+    def unknown(self, effect: ef.WorkerUnknown, cause: ev.Event) -> None:
+        """The core does not know a worker, or gives it up."""
+        epoch = self.epochs.get(effect.worker)
+        if epoch is not None:
+            if isinstance(cause, ev.TimePassed):
+                self._check_blame(epoch)
+            self._lose(effect.worker)
+        site = self._site(effect.worker)
+        site.told_unknown(effect.worker)
+
+    def _check_blame(self, epoch: Epoch) -> None:
+        """Nobody is given up before the shortest deadline, or while the scheduler itself stood still."""
+        oldest = epoch.in_flight[0] if epoch.in_flight else None
+        shortest = min(self._world.scenario.config.step_deadline_s, MIN_DEADLINE_S)
+        if oldest is None or self._world.now < oldest.time + shortest + oldest.excused - _EPSILON:
+            raise Violation("worker.blamed", f"{epoch.peer!r} was given up too early")
+        if self._world.now < epoch.compiling_until - _EPSILON:
+            raise Violation("worker.blamed", f"{epoch.peer!r} was given up while it compiled")
+
+    def _site(self, peer: ev.Peer) -> Site:
+        worker_id = peer.split(b"/")[0].decode()
+        return next(site for site in self.sites if site.worker_id == worker_id)
+
+    def _lose(self, peer: ev.Peer) -> None:
+        if self.epochs.pop(peer, None) is not None and not self.epochs:
+            self.empty_since = self._world.now
+
+    # ---------------------------------------------------------------- faults and healing
+
+    def crash_one(self) -> None:
+        """A worker dies, whatever it is doing."""
+        self._world.fault(Fault.IDLE_CRASH)
+        self._world.rng.choice(self.sites).crash(silent=self._world.rng.random() < 0.3)
+
+    def drain_one(self) -> None:
+        """An operator drains a worker, and resumes it later."""
+        world = self._world
+        world.fault(Fault.DRAIN)
+        worker_id = world.rng.choice([*(site.worker_id for site in self.sites), "nobody"])
+        world.feed(ev.DrainRequested(worker_id=worker_id, move=world.rng.random() < 0.5))
+        world.agenda.after(world.rng.random(), world.feed, ev.ResumeRequested(worker_id=worker_id))
+
+    def core_died(self) -> None:
+        """No epoch is valid any more; workers notice when they say something, or by silence."""
+        self.epochs.clear()
+        self.empty_since = self._world.now
+        for site in self.sites:
+            site.hears_nothing(self._world.rng.uniform(0.05, 1.0))
+
+    def heal(self) -> None:
+        """Every worker that does not serve is started again, as one that can."""
+        world = self._world
+        for site in self.sites:
+            rows = min(site.size.max_rows, world.scenario.config.max_num_seqs)
+            if site.size.num_blocks < 1 or site.size.max_tokens_per_step < rows:
+                site.size = draw_size(world.rng, world.scenario.config, world.scenario.traffic.longest_prompt)
+            if site.epoch is None or site.epoch.dead_from <= world.now or site.model is None:
+                site.fingerprint = self._served or site.fingerprint
+                site.boot()
+            world.feed(ev.ResumeRequested(worker_id=site.worker_id))

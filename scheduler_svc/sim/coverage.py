@@ -1,0 +1,82 @@
+"""What a simulation has seen: how often each kind of event, effect, fault, policy and limit came about."""
+
+import enum
+from collections import Counter
+from dataclasses import fields
+
+from scheduler_svc.core import effects as ef
+from scheduler_svc.core import events as ev
+from scheduler_svc.core.batching import BATCHING_MODES
+from scheduler_svc.core.capacity import CAPACITY_MODES
+from scheduler_svc.core.config import CoreConfig
+from scheduler_svc.core.victims import VICTIM_RULES
+from scheduler_svc.core.waiting import POLICIES
+from scheduler_svc.sim.faults import Fault
+
+Kind = tuple[str, str]
+
+
+class Limit(enum.Enum):
+    """Limits and rare conditions that a simulation must have run into."""
+
+    ROWS = "max_num_seqs reached"
+    TOKENS = "max_num_batched_tokens reached"
+    CHUNK = "long_prefill_token_threshold reached"
+    QUEUE = "queue full"
+    IN_FLIGHT = "max_plans_in_flight reached"
+    MEMORY = "preempted"
+    CREDIT = "held out for credit"
+    CONTEXT = "context full"
+    OVERTAKEN = "overtaken"
+    OVERTAKEN_MOST = "overtaken up to the bound"
+    SHARED = "prefix found in the cache"
+    INNOCENT = "row failed by another row's spoilt prefix"
+    MODEL = "model changed"
+    IDLE_CHECKED = "idle worker checked for work it could do"
+
+
+def expected_kinds() -> list[Kind]:
+    """Every kind that a campaign must see at least once."""
+    config = {field.name for field in fields(CoreConfig)}
+    kinds = [
+        *(("event", kind.__name__) for kind in ev.Event.__args__),
+        *(("effect", kind.__name__) for kind in ef.Effect.__args__),
+        *(("end", reason.name) for reason in ef.EndReason),
+        *(("fault", fault.name) for fault in Fault),
+        *(("limit", limit.name) for limit in Limit),
+        *(("policy", policy) for policy in POLICIES),
+        *(("capacity", mode) for mode in CAPACITY_MODES),
+        *(("batching", mode) for mode in BATCHING_MODES),
+        *(("victims", rule) for rule in VICTIM_RULES),
+        *(("prefix cache", kind) for kind in ("hash", "off")),
+    ]
+    assert {"policy", "capacity", "batching", "victim_rule", "prefix_cache"} <= config
+    return kinds
+
+
+class Coverage:
+    """Counts by kind."""
+
+    def __init__(self) -> None:
+        self.counts: Counter[Kind] = Counter()
+
+    def limit(self, limit: Limit) -> None:
+        """A limit was hit."""
+        self.counts["limit", limit.name] += 1
+
+    def fault(self, fault: Fault) -> None:
+        """A fault was injected."""
+        self.counts["fault", fault.name] += 1
+
+    def missing(self) -> list[Kind]:
+        """Kinds that were not seen at all."""
+        return [kind for kind in expected_kinds() if not self.counts[kind]]
+
+    def table(self) -> str:
+        """One line per group: `group  kind count, kind count, …`."""
+        groups: dict[str, list[str]] = {}
+        for kind in [*expected_kinds(), *sorted(set(self.counts) - set(expected_kinds()))]:
+            group, name = kind
+            groups.setdefault(group, []).append(f"{name} {self.counts[kind]}")
+        width = max(map(len, groups))
+        return "\n".join(f"{group:<{width}}  {', '.join(entries)}" for group, entries in groups.items())

@@ -1,0 +1,87 @@
+"""Everything that can go wrong, and how often it does in one simulation.
+
+Each seed draws the kinds of faults that it has at all (swarm testing, Groce et al., ISSTA 2012: a random subset finds
+more than everything at once) and two rates: faults per step, which befall the answer or the worker that gives it, and
+faults per second, which befall anything at any time.
+"""
+
+import enum
+import random
+from dataclasses import dataclass
+
+
+class Fault(enum.Enum):
+    """A kind of fault."""
+
+    # Those of a step.
+    LATE_RESULT = enum.auto()
+    LOST_RESULT = enum.auto()
+    LOST_PLAN = enum.auto()
+    DUPLICATE_RESULT = enum.auto()
+    RESULT_AFTER_RECONNECT = enum.auto()
+    STALE_EPOCH = enum.auto()
+    CRASH = enum.auto()
+    SILENT_CRASH = enum.auto()
+    FREEZE = enum.auto()
+    COMPILING = enum.auto()
+    GOODBYE = enum.auto()
+    RESTART_RESIZED = enum.auto()
+    RESTART_OTHER_MODEL = enum.auto()
+    RESTART_IMPOSSIBLE = enum.auto()
+    WRONG_ROWS = enum.auto()
+    WRONG_STEP = enum.auto()
+    WRONG_TOKEN = enum.auto()
+    MISSING_TOKEN = enum.auto()
+    UNKNOWN_FAILURE = enum.auto()
+    FAILED_ROW = enum.auto()
+    SPOILT_ROW = enum.auto()
+    # Those of any time.
+    SCHEDULER_STALL = enum.auto()
+    CORE_RESTART = enum.auto()
+    SHUTDOWN = enum.auto()
+    FRONTEND_LOST = enum.auto()
+    IDLE_CRASH = enum.auto()
+    UNKNOWN_STREAM = enum.auto()
+    UNKNOWN_FRONTEND = enum.auto()
+    DRAIN = enum.auto()
+    # Those of a request, see `traffic`.
+    CANCEL = enum.auto()
+    STOP_STRING = enum.auto()
+    SLOW_READER = enum.auto()
+    STALLED_READER = enum.auto()
+    SUBMITTED_TWICE = enum.auto()
+    INVALID_REQUEST = enum.auto()
+
+
+_KINDS = list(Fault)
+STEP_FAULTS = _KINDS[: _KINDS.index(Fault.SCHEDULER_STALL)]
+TIMED_FAULTS = _KINDS[_KINDS.index(Fault.SCHEDULER_STALL) : _KINDS.index(Fault.CANCEL)]
+REQUEST_FAULTS = _KINDS[_KINDS.index(Fault.CANCEL) :]
+
+
+@dataclass(frozen=True, slots=True)
+class FaultRates:
+    """How often which faults happen."""
+
+    of_steps: tuple[Fault, ...]
+    per_step: float
+    timed: tuple[Fault, ...]
+    per_s: float
+    of_requests: dict[Fault, float]
+    """Probability per request."""
+
+
+NONE = FaultRates((), 0.0, (), 0.0, {})
+
+
+def draw_rates(rng: random.Random) -> FaultRates:
+    """Draws the faults of one simulation."""
+    of_steps = tuple(fault for fault in STEP_FAULTS if rng.random() < 0.4)
+    timed = tuple(fault for fault in TIMED_FAULTS if rng.random() < 0.4)
+    return FaultRates(
+        of_steps=of_steps,
+        per_step=10 ** rng.uniform(-3.5, -1.3) if of_steps else 0.0,
+        timed=timed,
+        per_s=10 ** rng.uniform(-2, 0.5) if timed else 0.0,
+        of_requests={fault: 10 ** rng.uniform(-2.5, -0.5) for fault in REQUEST_FAULTS if rng.random() < 0.6},
+    )

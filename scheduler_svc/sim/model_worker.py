@@ -1,0 +1,310 @@
+"""A worker as the protocol defines it, strict about every rule of plan.proto, with arithmetic instead of a model.
+
+KV is modelled slot by slot: each slot holds the value of the sequence up to the token written there (see `oracle`). A
+step executes in the order that the protocol prescribes. That everything a row reads is what it or its prefix wrote is
+checked in proportion to what a step changes:
+
+* a block has one writer, the row that it was given to when no table named it; others share it with its KV computed;
+* blocks that a row is given with their KV computed are compared slot by slot, after the step's writes;
+* a block that is given to a row to be written was in no table in a step that the scheduler had no answer to.
+
+By induction no slot that a row relies on ever changes.
+
+Rows fail on demand: with `spoil` their KV is worth nothing from then on (NaN), and every row that reads it fails as
+well; without, only their sampling fails.
+"""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from scheduler_svc.core import events as ev
+from scheduler_svc.core.plan import Plan, RowAdmission
+from scheduler_svc.sim.oracle import EMPTY, VOCAB, extend, token_after
+from scheduler_svc.sim.violation import StreamName, Violation
+
+_NOTHING = -1
+"""Content of a slot that was never written."""
+_SPOILT = -2
+
+
+@dataclass(slots=True, eq=False)
+class Spoil:
+    """KV that is worth nothing, with everything that was computed from it."""
+
+    reported_step: int | None = None
+    """The first step whose answer named a row with it as failed."""
+
+
+@dataclass(slots=True, eq=False)
+class Row:
+    """A row of the worker's table."""
+
+    index: int
+    generation: int
+    name: StreamName
+    tokens: list[int]
+    values: list[int]
+    """Of the sequence up to each token."""
+    blocks: list[int]
+    computed: int
+    decoding: bool = False
+    held: bool = False
+    fails: bool = False
+    spoil: Spoil | None = None
+
+
+@dataclass(slots=True)
+class ModelWorker:
+    """Executes plans; every violated rule is a `Violation`."""
+
+    peer: ev.Peer
+    num_blocks: int
+    block_size: int
+    max_rows: int
+    max_tokens_per_step: int = 64
+    max_model_len: int = 4096
+    fingerprint: str = "f"
+    epoch: int = 0
+    last_step: int = 0
+    answered_step: int = 0
+    """The newest step whose answer the scheduler has; kept by whoever delivers answers."""
+    num_usable: int = 0
+    """The scheduler has agreed to use no more blocks; 0: all."""
+    rows: dict[int, Row] = field(default_factory=dict)
+    _generations: dict[int, int] = field(default_factory=dict)
+    _values: list[int] = field(default_factory=list)
+    """[num_blocks * block_size]: what each slot holds."""
+    _holders: list[int] = field(default_factory=list)
+    """Per block, how many rows' tables name it."""
+    _writer: list[Row | None] = field(default_factory=list)
+    """Per block, the row that may write it."""
+    _last_named: list[int] = field(default_factory=list)
+    """Per block, the last step in which a table named it that no longer does."""
+    _spoils: dict[int, Spoil] = field(default_factory=dict)
+    """By block, as long as a slot of it is spoilt."""
+
+    def hello(self, worker_id: str = "w") -> ev.WorkerHello:
+        """What the worker says first."""
+        return ev.WorkerHello(
+            worker=self.peer,
+            worker_id=worker_id,
+            model=ev.ModelFacts(
+                name="m",
+                architecture="Model",
+                fingerprint=self.fingerprint,
+                max_model_len=self.max_model_len,
+                vocab_size=VOCAB,
+                dtype="float32",
+                eos_token_ids=(),
+            ),
+            block_size=self.block_size,
+            num_blocks=self.num_blocks,
+            max_rows=self.max_rows,
+            max_tokens_per_step=self.max_tokens_per_step,
+        )
+
+    def welcome(self, epoch: int) -> None:
+        """An epoch begins: rows are forgotten."""
+        self.epoch, self.last_step, self.answered_step = epoch, 0, 0
+        self.rows.clear()
+        self._generations.clear()
+        self._spoils.clear()
+        self._values = [_NOTHING] * (self.num_blocks * self.block_size)
+        self._holders = [0] * self.num_blocks
+        self._writer = [None] * self.num_blocks
+        self._last_named = [0] * self.num_blocks
+
+    def fail(self, row: int, *, spoil: bool) -> None:
+        """The row fails when it samples next; with `spoil` its KV is worth nothing from the next step on."""
+        self.rows[row].fails = True
+        if spoil and self.rows[row].spoil is None:
+            self.rows[row].spoil = Spoil()
+
+    @property
+    def blocks_named(self) -> set[int]:
+        """The blocks in any row's table."""
+        return {block for block, holders in enumerate(self._holders) if holders}
+
+    def execute(self, plan: Plan) -> ev.StepDone:
+        """One step; returns the answer."""
+        if plan.epoch != self.epoch or plan.worker != self.peer:
+            raise Violation("plan.epoch", f"a plan of epoch {plan.epoch} in epoch {self.epoch}")
+        if plan.step != self.last_step + 1:
+            raise Violation("plan.step", f"step {plan.step} after {self.last_step}")
+        self.last_step = plan.step
+        for index in plan.leaves.tolist():
+            self._leave(index)
+        admitted = [(self._admit(admission), admission.num_computed_tokens) for admission in plan.admissions]
+        for index, block in zip(plan.append_rows.tolist(), plan.append_blocks.tolist(), strict=True):
+            row = self._row(index, "append")
+            row.blocks.append(block)
+            self._name_block(row, block, fresh=True)
+        for index in plan.holds.tolist():
+            row = self._row(index, "hold")
+            if row.held or not row.decoding:
+                raise Violation("plan.hold", f"row {index} is held already or in prefill", row.name)
+            row.held = True
+        for index in plan.releases.tolist():
+            row = self._row(index, "release")
+            if not row.held:
+                raise Violation("plan.hold", f"release of row {index}, which is not held", row.name)
+            row.held = False
+        return self._forward(plan, admitted)
+
+    # ---------------------------------------------------------------- rows and tables
+
+    def _row(self, index: int, what: str) -> Row:
+        row = self.rows.get(index)
+        if row is None:
+            raise Violation("plan.row", f"{what} for row {index}, which is not occupied")
+        return row
+
+    def _leave(self, index: int) -> None:
+        row = self._row(index, "leave")
+        del self.rows[index]
+        for block in row.blocks:
+            self._holders[block] -= 1
+            self._last_named[block] = self.last_step - 1
+
+    def _admit(self, admission: RowAdmission) -> Row:
+        index, name = admission.row, StreamName(admission.frontend, admission.stream)
+        if index in self.rows or not 0 <= index < self.max_rows:
+            raise Violation("plan.admission", f"row {index} is occupied or does not exist", name)
+        if admission.generation <= self._generations.get(index, 0):
+            raise Violation("plan.admission", f"generation {admission.generation} of row {index} is not new", name)
+        self._generations[index] = admission.generation
+        tokens: list[int] = admission.token_ids.tolist()
+        if not 0 < admission.num_prompt_tokens <= len(tokens) or len(tokens) > self.max_model_len:
+            raise Violation("plan.admission", f"{len(tokens)} tokens", name)
+        if not 0 <= admission.num_computed_tokens < len(tokens):
+            raise Violation("plan.admission", f"{admission.num_computed_tokens} of {len(tokens)} computed", name)
+        value, values = EMPTY, []
+        for position, token in enumerate(tokens):
+            value = extend(value, token, position)
+            values.append(value)
+        computed = admission.num_computed_tokens
+        row = Row(index, admission.generation, name, tokens, values, list(admission.blocks), computed)
+        self.rows[index] = row
+        for number, block in enumerate(row.blocks):
+            self._name_block(row, block, fresh=(number + 1) * self.block_size > computed)
+        return row
+
+    def _name_block(self, row: Row, block: int, *, fresh: bool) -> None:
+        """A table names a block; `fresh` when the row is going to write it."""
+        if not 0 <= block < (self.num_usable or self.num_blocks):
+            raise Violation("plan.block", f"block {block} does not exist", row.name)
+        self._holders[block] += 1
+        if not fresh:
+            return
+        if self._holders[block] > 1:
+            raise Violation("kv.exclusive", f"block {block} is given to two rows", row.name)
+        self._writer[block] = row
+        if self._last_named[block] > self.answered_step:
+            raise Violation(
+                "kv.reuse",
+                f"block {block} is reused in step {self.last_step}; step {self._last_named[block]}, which may write it,"
+                f" is not answered",
+                row.name,
+            )
+
+    # ---------------------------------------------------------------- forward and sample
+
+    def _forward(self, plan: Plan, admitted: list[tuple[Row, int]]) -> ev.StepDone:
+        work = [(row, 1) for row in self.rows.values() if row.decoding and not row.held]
+        if len(work) != plan.num_decodes:
+            raise Violation("plan.decodes", f"{len(work)} rows decode, the plan counts on {plan.num_decodes}")
+        num_tokens = len(work)
+        chunk_rows: list[int] = plan.chunk_rows.tolist()
+        if len(set(chunk_rows)) != len(chunk_rows):
+            raise Violation("plan.chunk", f"two chunks for one row in {chunk_rows}")
+        for index, length in zip(chunk_rows, plan.chunk_lengths.tolist(), strict=True):
+            row = self._row(index, "chunk")
+            if row.decoding or length < 1 or row.computed + length > len(row.tokens):
+                raise Violation("plan.chunk", f"chunk of {length} for row {index} at {row.computed}", row.name)
+            work.append((row, length))
+            num_tokens += length
+        if num_tokens != plan.num_tokens or num_tokens > self.max_tokens_per_step or not num_tokens:
+            raise Violation("plan.tokens", f"{num_tokens} tokens, the plan counts {plan.num_tokens}")
+        # As in every layer of a real model: all KV of the batch is written before anything is read.
+        for row, length in work:
+            self._write(row, length)
+        for row, given in admitted:
+            self._read_prefix(row, given)
+        return self._sample(plan.step, [row for row, _ in work if row.computed == len(row.tokens)])
+
+    def _write(self, row: Row, length: int) -> None:
+        size = self.block_size
+        position = row.computed
+        row.computed += length
+        if row.computed > self.max_model_len:
+            raise Violation("plan.length", f"token {row.computed} of at most {self.max_model_len}", row.name)
+        while position < row.computed:
+            number, offset = divmod(position, size)
+            if number >= len(row.blocks):
+                raise Violation("kv.capacity", f"token {position} beyond the {len(row.blocks)} blocks", row.name)
+            block = row.blocks[number]
+            if self._writer[block] is not row:
+                raise Violation("kv.exclusive", f"a write to block {block}, which is shared", row.name)
+            count = min(size - offset, row.computed - position)
+            slot = block * size + offset
+            if row.spoil is None:
+                self._values[slot : slot + count] = row.values[position : position + count]
+                if offset == 0:
+                    self._spoils.pop(block, None)
+            else:
+                self._values[slot : slot + count] = [_SPOILT] * count
+                self._spoils[block] = row.spoil
+            position += count
+
+    def _read_prefix(self, row: Row, given: int) -> None:
+        """Compares the KV of the `given` tokens that the row did not have to compute with what it should be."""
+        size = self.block_size
+        for number in range(-(-given // size)):
+            block = row.blocks[number]
+            end = min(size, given - number * size)
+            held = self._values[block * size : block * size + end]
+            if held == row.values[number * size : number * size + end]:
+                continue
+            spoil = self._spoils.get(block) if _SPOILT in held else None
+            if spoil is None:
+                raise Violation("kv.prefix", f"block {block} does not hold tokens {number * size}…", row.name)
+            if spoil.reported_step is not None and spoil.reported_step <= self.answered_step:
+                raise Violation(
+                    "kv.spoilt",
+                    f"block {block} was spoilt by a row that failed in step {spoil.reported_step}",
+                    row.name,
+                )
+            row.fails, row.spoil = True, spoil
+            # What it has written in this step is spoilt too.
+            for position in range(given, row.computed):
+                own = row.blocks[position // size]
+                self._values[own * size + position % size] = _SPOILT
+                self._spoils[own] = spoil
+            return
+
+    def _sample(self, step: int, rows: list[Row]) -> ev.StepDone:
+        rows.sort(key=lambda row: row.index)
+        sampled: list[int] = []
+        tokens: list[int] = []
+        failures: list[ev.FailedRow] = []
+        for row in rows:
+            row.decoding = True
+            token = token_after(row.values[-1])
+            if row.fails:
+                failures.append(ev.FailedRow(row=row.index, generation=row.generation, reason="NaN"))
+                row.spoil = row.spoil or Spoil()
+                row.spoil.reported_step = row.spoil.reported_step or step
+            else:
+                sampled.append(row.index)
+                tokens.append(token)
+            row.values.append(extend(row.values[-1], token, len(row.tokens)))
+            row.tokens.append(token)
+        return ev.StepDone(
+            worker=self.peer,
+            epoch=self.epoch,
+            step=step,
+            rows=np.array(sampled, np.int32),
+            tokens=np.array(tokens, np.int32),
+            failures=tuple(failures),
+        )

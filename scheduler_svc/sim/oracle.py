@@ -1,0 +1,40 @@
+"""Arithmetic instead of a model: every token is a function of the whole sequence before it.
+
+A sequence has a *value*, extended token by token; the next token is read off it. So the oracle costs O(1) per token, and
+whoever is given a wrong token, a wrong position or a wrong order answers with other tokens. The value after a position
+also stands for that position's KV, which in a transformer depends on everything before it.
+"""
+
+from collections.abc import Iterable
+
+VOCAB = 1000
+EMPTY = 17
+"""The value of the empty sequence."""
+
+
+def extend(value: int, token: int, position: int) -> int:
+    """The value of a sequence with one more token."""
+    return (value * 31 + token * (position + 1) + 7) % 1_000_003
+
+
+def token_after(value: int) -> int:
+    """What the model generates after a sequence with this value."""
+    return value % VOCAB
+
+
+def value_of(tokens: Iterable[int]) -> int:
+    """The value of a whole sequence."""
+    value = EMPTY
+    for position, token in enumerate(tokens):
+        value = extend(value, token, position)
+    return value
+
+
+def expected_output(prompt: list[int], max_tokens: int, stops: set[int]) -> list[int]:
+    """What a request must deliver."""
+    value = value_of(prompt)
+    output: list[int] = []
+    while len(output) < max_tokens and not (output and output[-1] in stops):
+        output.append(token_after(value))
+        value = extend(value, output[-1], len(prompt) + len(output) - 1)
+    return output

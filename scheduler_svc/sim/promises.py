@@ -1,0 +1,245 @@
+"""What the core promises about requests, plans and limits, checked from outside as things happen.
+
+`placed`, the waiting room and everything that rests on them need to know of every preemption. The core tells of those
+for traced requests; so these checks are made in simulations whose requests are all traced (`omniscient`).
+"""
+
+from collections.abc import Callable
+
+from scheduler_svc.core import effects as ef
+from scheduler_svc.core import events as ev
+from scheduler_svc.core.effects import EndReason
+from scheduler_svc.core.plan import Plan
+from scheduler_svc.core.scheduler import SchedulerStats
+from scheduler_svc.sim.clients import Clients
+from scheduler_svc.sim.cluster import Cluster
+from scheduler_svc.sim.coverage import Limit
+from scheduler_svc.sim.order import WaitingRoom
+from scheduler_svc.sim.sites import Epoch
+from scheduler_svc.sim.stream import Stream
+from scheduler_svc.sim.violation import StreamName, Violation
+from scheduler_svc.sim.world import World
+
+_ENDS = frozenset(reason.value for reason in EndReason)
+
+
+class Promises:
+    """Watches one core from its birth on."""
+
+    def __init__(self, world: World, cluster: Cluster, clients: Clients) -> None:
+        self._world = world
+        self._config = world.scenario.config
+        self._cluster = cluster
+        self._clients = clients
+        self._omniscient = world.scenario.traffic.traced == 1.0
+        self.waiting = WaitingRoom(self._config.policy, world.coverage)
+        self.shutting_down = False
+        self._num_waiting = 0
+        """Requests that waited before the present event."""
+
+    # ---------------------------------------------------------------- requests
+
+    def before(self, event: ev.Event, stats: SchedulerStats | None) -> None:
+        """Notes what the check after the event needs."""
+        if stats is not None:
+            self._num_waiting = stats.waiting
+
+    def after(self, event: ev.Event) -> None:
+        """Takes note of requests that have begun to wait."""
+        match event:
+            case ev.RequestArrived():
+                stream = self._live(event.frontend, event.stream)
+                if stream is not None and not self.waiting.knows(stream):
+                    if self._num_waiting >= self._config.max_queued_requests:
+                        raise Violation("limit.queue", f"{self._num_waiting} wait already", stream.name)
+                    self.waiting.arrive(stream)
+                    self._wait(stream)
+            case ev.CreditGranted():
+                stream = self._live(event.frontend, event.stream)
+                if stream is not None and stream.placed is None and stream not in self.waiting:
+                    self._wait(stream)
+
+    def _live(self, frontend: ev.Peer, number: int) -> Stream | None:
+        return self._clients.live.get(StreamName(frontend, number))
+
+    def _wait(self, stream: Stream) -> None:
+        if not stream.starved:
+            self.waiting.wait(stream)
+
+    def attempt_ended(self, effect: ef.AttemptEnded) -> None:
+        """A traced request left its worker."""
+        stream = self._live(effect.frontend, effect.stream)
+        if stream is None:
+            raise Violation("attempt.unknown", f"{effect.outcome} of stream {effect.stream}, which is not live")
+        self._must_leave(stream)
+        if effect.outcome in _ENDS:
+            return
+        stream.preemptions += 1
+        epoch = self._cluster.epochs.get(stream.placed) if stream.placed is not None else None
+        if epoch is not None and epoch.in_flight:
+            stream.unsettled_until = (epoch.number, epoch.in_flight[-1].answer.step)
+        if effect.outcome == "preempted":
+            self._preempted(stream, epoch)
+        stream.placed = None
+        if self._omniscient:
+            self._wait(stream)
+
+    def _preempted(self, stream: Stream, epoch: Epoch | None) -> None:
+        self._world.coverage.limit(Limit.MEMORY)
+        if epoch is not None:
+            epoch.preempted = True
+        if self._config.capacity == "guaranteed_no_evict":
+            raise Violation("capacity.guaranteed", "preempted", stream.name)
+        if stream.preempted_at == len(stream.tokens):
+            raise Violation("preempt.progress", f"twice at {len(stream.tokens)} tokens", stream.name)
+        stream.preempted_at = len(stream.tokens)
+
+    def ended(self, stream: Stream) -> None:
+        """A stream is over."""
+        self._must_leave(stream)
+        self.waiting.forget(stream)
+
+    def _must_leave(self, stream: Stream) -> None:
+        epoch = self._cluster.epochs.get(stream.placed) if stream.placed is not None else None
+        if epoch is not None and stream.row is not None:
+            epoch.must_leave.append(stream.row)
+        stream.row = None
+
+    def objection(self, stream: Stream, reason: EndReason) -> str | None:
+        """What speaks against the reason of an end, as far as it depends on more than the stream."""
+        now, config = self._world.now, self._config
+        match reason:
+            case EndReason.CANCELLED:
+                return None if stream.cancel_sent else "nobody cancelled it"
+            case EndReason.DEADLINE:
+                passed = stream.deadline is not None and now >= stream.deadline
+                targets = stream.deadline, stream.ttft_deadline, stream.total_deadline
+                early = config.policy == "edf" and not stream.placements and any(t is not None for t in targets)
+                return None if passed or early else "its time was not up"
+            case EndReason.QUEUE_FULL:
+                unlimited = config.max_queued_tokens >= 1 << 24 and not config.tenant_limits
+                if self._num_waiting < config.max_queued_requests and unlimited:
+                    return f"only {self._num_waiting} were waiting"
+                self._world.coverage.limit(Limit.QUEUE)
+            case EndReason.INVALID:
+                contexts = [epoch.context for epoch in self._cluster.epochs.values()]
+                if stream.demand.valid and stream.num_known < min(contexts, default=0):
+                    return "it is valid"
+            case EndReason.NO_WORKER:
+                missing = now - max(self._cluster.empty_since, stream.arrival)
+                if self._cluster.epochs or missing < config.worker_wait_s:
+                    return "a worker was there"
+            case EndReason.STALLED:
+                if not config.stall_timeout_s or not stream.starved or now - stream.last_move < config.stall_timeout_s:
+                    return "its reader was not stalled"
+            case EndReason.SHUTDOWN:
+                return None if self.shutting_down else "nobody asked for it"
+        return None
+
+    # ---------------------------------------------------------------- plans
+
+    def plan_made(self, plan: Plan, epoch: Epoch) -> None:
+        """A plan was executed by the model: limits, admissions and leaves."""
+        config, coverage, model = self._config, self._world.coverage, epoch.model
+        most_rows = min(config.max_num_seqs, model.max_rows)
+        if config.batching.mode != "continuous":
+            most_rows = min(most_rows, config.batching.max_batch_size)
+        if len(model.rows) > most_rows:
+            raise Violation("limit.rows", f"{len(model.rows)} rows of at most {most_rows}")
+        most_tokens = min(config.max_num_batched_tokens, model.max_tokens_per_step)
+        if plan.num_tokens > most_tokens:
+            raise Violation("limit.tokens", f"{plan.num_tokens} tokens of at most {most_tokens}")
+        if len(epoch.in_flight) > config.max_plans_in_flight:
+            raise Violation("limit.in_flight", f"{len(epoch.in_flight)} plans in flight")
+        if len(model.rows) == most_rows:
+            coverage.limit(Limit.ROWS)
+        if plan.num_tokens == most_tokens:
+            coverage.limit(Limit.TOKENS)
+        if len(epoch.in_flight) == config.max_plans_in_flight:
+            coverage.limit(Limit.IN_FLIGHT)
+        if len(plan.holds):
+            coverage.limit(Limit.CREDIT)
+        longest = config.long_prefill_token_threshold
+        if longest and len(plan.chunk_lengths):
+            if plan.chunk_lengths.max() > longest:
+                raise Violation("limit.chunk", f"chunk of {plan.chunk_lengths.max()}")
+            if plan.chunk_lengths.max() == longest:
+                coverage.limit(Limit.CHUNK)
+        for row, generation in epoch.must_leave:
+            present = model.rows.get(row)
+            if present is not None and present.generation == generation:
+                raise Violation("plan.after_end", f"row {row} is planned although its request left", present.name)
+        epoch.must_leave.clear()
+        for admission in plan.admissions:
+            self._admitted(admission.row, admission.generation, epoch, admission.num_computed_tokens)
+
+    def _admitted(self, index: int, generation: int, epoch: Epoch, num_cached: int) -> None:
+        row = epoch.model.rows[index]
+        stream = self._clients.live.get(row.name)
+        if stream is None:
+            raise Violation("plan.admission", "the request is not live", row.name)
+        if epoch.draining:
+            raise Violation("worker.draining", f"an admission to {epoch.worker_id}", row.name)
+        known = [*stream.demand.prompt, *stream.tokens]
+        if row.tokens[: len(known)] != known or len(row.tokens) > len(known) + 1:
+            raise Violation("plan.admission", f"{len(row.tokens)} tokens, {len(known)} are known", row.name)
+        if num_cached:
+            self._world.coverage.limit(Limit.SHARED)
+            if self._config.prefix_cache == "off":
+                raise Violation("prefix.off", f"{num_cached} cached tokens", row.name)
+        if self._omniscient:
+            if stream not in self.waiting:
+                raise Violation("plan.admission", "it was not waiting, or had no credit", row.name)
+            self.waiting.admit(stream)
+        stream.placed, stream.row = epoch.peer, (index, generation)
+        stream.placements += 1
+        stream.context = min(stream.context, epoch.context)
+        if stream.num_known + 1 >= epoch.context:
+            self._world.coverage.limit(Limit.CONTEXT)
+        self._check_tenant(stream)
+
+    def _check_tenant(self, stream: Stream) -> None:
+        limits = self._config.tenant_limits
+        tenant = limits.get(stream.demand.tenant, limits.get(""))
+        if tenant is None or not tenant.max_running or not self._omniscient:
+            return
+        same = (other for other in self._clients.live.values() if other.demand.tenant == stream.demand.tenant)
+        running = sum(other.placed is not None for other in same)
+        if running > tenant.max_running:
+            raise Violation("limit.tenant", f"{running} of tenant {stream.demand.tenant!r} run", stream.name)
+
+    # ---------------------------------------------------------------- never idle with work
+
+    def no_plan(self, epoch: Epoch, stats: Callable[[], SchedulerStats]) -> None:
+        """The core has nothing to do for a worker that is idle; so nobody may be waiting whom it could serve."""
+        if not self._omniscient:
+            return
+        for stream in self._clients.live.values():
+            if stream.placed == epoch.peer and not stream.starved:
+                raise Violation("work.running", f"{epoch.peer!r} is idle and could go on with it", stream.name)
+        config = self._config
+        alone = len(self._cluster.epochs) == 1 and not epoch.draining and not config.tenant_limits
+        if not alone or config.batching.mode != "continuous" or config.batching.delay_factor or not len(self.waiting):
+            return
+        (worker,) = stats().workers
+        if worker.rows_running >= min(config.max_num_seqs, epoch.model.max_rows):
+            return
+        reserve = 0
+        if worker.rows_running:
+            if config.capacity != "max_utilization" or epoch.preempted:
+                return
+            reserve = int(config.watermark * worker.blocks_total)
+        self._world.coverage.limit(Limit.IDLE_CHECKED)
+        available = worker.blocks_free + worker.blocks_cached
+        for stream in self.waiting.streams():
+            needed = -(-stream.num_known // epoch.model.block_size)
+            prefilling = any(not row.decoding for row in epoch.model.rows.values())
+            if needed + reserve > available or self._unsettled(stream) or prefilling:
+                return
+        raise Violation("work.waiting", f"{epoch.peer!r} is idle and could admit it", self.waiting.streams()[0].name)
+
+    def _unsettled(self, stream: Stream) -> bool:
+        if stream.unsettled_until is None:
+            return False
+        number, step = stream.unsettled_until
+        return any(e.number == number and e.model.answered_step < step for e in self._cluster.epochs.values())

@@ -1,0 +1,181 @@
+"""Everything about one simulation that is decided before it begins, drawn from its seed.
+
+Sizes are small on purpose: a pool of a dozen blocks and a handful of rows meet in a second every coincidence that a
+real pool meets in a month. A few seeds are larger. Times are such that every limit of `CoreConfig` is hit.
+"""
+
+import random
+from dataclasses import dataclass
+
+from scheduler_svc.core.batching import BATCHING_MODES, BatchingLimits
+from scheduler_svc.core.capacity import CAPACITY_MODES
+from scheduler_svc.core.config import CoreConfig, TenantLimits
+from scheduler_svc.core.victims import VICTIM_RULES
+from scheduler_svc.core.waiting import POLICIES
+from scheduler_svc.sim.faults import FaultRates, draw_rates
+
+TENANTS = ("", "a", "b", "c")
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSize:
+    """What a worker says of itself in its hello."""
+
+    block_size: int
+    num_blocks: int
+    max_rows: int
+    max_tokens_per_step: int
+    max_model_len: int
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """How long things take, in seconds."""
+
+    latency: float
+    """One way between any two processes."""
+    step: float
+    per_token: float
+    turn: float
+    """The scheduler's loop looks at its sockets so often at most."""
+
+
+@dataclass(frozen=True, slots=True)
+class TrafficShape:
+    """What clients ask for."""
+
+    gap_s: float
+    """Mean time between bursts."""
+    burst: int
+    most_live: int
+    longest_prompt: int
+    longest_output: int
+    alphabet: int
+    """Distinct tokens in prompts: few make for accidental prefixes."""
+    families: int
+    """Shared prefixes; 0: none."""
+    shared_salt: bool
+    deadlines: float
+    """Share of requests with a deadline; the same again has targets."""
+    credit_tokens: int
+    """Window of readers in tokens; 0: no flow control."""
+    traced: float
+    """Share of traced requests. With 1 the simulator knows of every preemption."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    """One simulation."""
+
+    seed: int
+    config: CoreConfig
+    workers: tuple[WorkerSize, ...]
+    num_frontends: int
+    pace: Pace
+    traffic: TrafficShape
+    faults: FaultRates
+    check_every: int
+    """Events between two checks of the core's own invariants."""
+
+
+def draw(seed: int, *, faults: bool = True) -> Scenario:
+    """Draws the scenario of a seed."""
+    rng = random.Random(seed)
+    large = rng.random() < 0.1
+    max_num_seqs = rng.randint(9, 48) if large else rng.randint(1, 8)
+    config = _draw_config(rng, max_num_seqs)
+    context = rng.choice((16, 40, 80, 160)) * (4 if large else 1)
+    workers = tuple(draw_size(rng, config, context) for _ in range(rng.choice((1, 1, 1, 2, 2, 3, 4))))
+    step = 10 ** rng.uniform(-3.3, -1.7)
+    return Scenario(
+        seed=seed,
+        config=config,
+        workers=workers,
+        num_frontends=rng.choice((1, 1, 2, 3)),
+        pace=Pace(
+            latency=step * 10 ** rng.uniform(-2, 0),
+            step=step,
+            per_token=step * rng.choice((0.0, 0.01, 0.1)),
+            turn=rng.choice((0.0, 0.0, 0.1, 1.0)) * step,
+        ),
+        traffic=_draw_traffic(rng, step, context, max_num_seqs, len(workers)),
+        faults=draw_rates(rng) if faults else FaultRates((), 0.0, (), 0.0, {}),
+        check_every=rng.choice((8, 32, 64)),
+    )
+
+
+def draw_size(rng: random.Random, config: CoreConfig, context: int) -> WorkerSize:
+    """Draws a worker that the core can use."""
+    block_size = rng.choice((1, 2, 4, 8, 16))
+    max_rows = rng.choice((config.max_num_seqs, rng.randint(1, 2 * config.max_num_seqs)))
+    # From room for one sequence to room for one per row.
+    num_blocks = max(1, int(context / block_size * rng.uniform(1.0, max(1.5, 0.7 * max_rows))))
+    return WorkerSize(
+        block_size=block_size,
+        num_blocks=num_blocks,
+        max_rows=max_rows,
+        max_tokens_per_step=max_rows + rng.choice((0, 4, 100)),
+        max_model_len=rng.choice((4096, 4096, context, max(2, context // 2))),
+    )
+
+
+def _draw_config(rng: random.Random, max_num_seqs: int) -> CoreConfig:
+    capacity = rng.choice((*CAPACITY_MODES, "max_utilization"))
+    preemption = rng.choice(("auto", "on", "off"))
+    if capacity == "guaranteed_no_evict" and preemption == "on":
+        preemption = "auto"
+    limits = {
+        tenant: TenantLimits(
+            max_running=rng.choice((0, 1, 3)), max_queued=rng.choice((0, 2, 10)), tokens_per_s=rng.choice((0.0, 200.0))
+        )
+        for tenant in TENANTS
+        if rng.random() < 0.6
+    }
+    return CoreConfig(
+        policy=rng.choice(POLICIES),
+        tenant_weights={tenant: rng.choice((0.5, 1.0, 4.0)) for tenant in TENANTS if rng.random() < 0.5},
+        prefix_cache=rng.choice(("hash", "hash", "off")),
+        capacity=capacity,
+        batching=BatchingLimits(
+            mode=rng.choice((*BATCHING_MODES, "continuous", "continuous")),
+            max_batch_size=rng.randint(1, max_num_seqs),
+            max_wait_s=rng.choice((0.0, 0.05, 0.3)),
+            max_tokens_per_batch=rng.choice((0, 20, 200)),
+            delay_factor=rng.choice((0.0, 0.0, 0.5, 2.0)),
+        ),
+        policy_preemption=preemption,
+        preempt_threshold=rng.choice((0.0, 0.05, 0.5, 5.0)),
+        victim_rule=rng.choice(VICTIM_RULES),
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_seqs + rng.choice((0, 1, 8, 100)),
+        max_queued_requests=rng.choice((1, 5, 20, 4096)),
+        max_queued_tokens=rng.choice((50, 500, 1 << 24)),
+        long_prefill_token_threshold=rng.choice((0, 0, 3, 16)),
+        max_tokens_in_paged_kv_cache=rng.choice((0, 0, 0, 64)),
+        tenant_limits=limits if rng.random() < 0.25 else {},
+        max_plans_in_flight=rng.choice((1, 2, 2)),
+        worker_wait_s=rng.choice((0.3, 2.0, 60.0)),
+        step_deadline_s=rng.choice((0.5, 2.0, 20.0)),
+        stall_timeout_s=rng.choice((0.0, 0.3, 2.0, 60.0)),
+        watermark=rng.choice((0.0, 0.01, 0.1, 0.5)),
+    )
+
+
+def _draw_traffic(rng: random.Random, step: float, context: int, max_num_seqs: int, num_workers: int) -> TrafficShape:
+    longest_output = rng.choice((context // 4, context // 2, context))
+    burst = rng.choice((1, 3, 10, 30))
+    # From a tenth to three times what the workers can serve.
+    per_s = max_num_seqs * num_workers / (step * longest_output / 2) * 10 ** rng.uniform(-1, 0.5)
+    return TrafficShape(
+        gap_s=burst / 2 / per_s,
+        burst=burst,
+        most_live=rng.choice((3, 20, 100)) + 2 * max_num_seqs,
+        longest_prompt=max(2, rng.choice((context // 8, context // 3, context))),
+        longest_output=longest_output,
+        alphabet=rng.choice((2, 20, 900)),
+        families=rng.choice((0, 1, 4)),
+        shared_salt=rng.random() < 0.5,
+        deadlines=rng.choice((0.0, 0.1, 0.4)),
+        credit_tokens=rng.choice((0, 0, 1, 4, 16, 64)),
+        traced=rng.choice((1.0, 1.0, 1.0, 0.3, 0.0)),
+    )

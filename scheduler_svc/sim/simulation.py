@@ -1,0 +1,313 @@
+"""One simulation: the production core, driven through its public face only, in a world drawn from one seed.
+
+The loop is the scheduler service's own: take in what has arrived, let time pass, plan for every worker whose plan is
+due. Phase one has faults; phase two heals everything and asks that every request comes to its end within a bound.
+Whatever goes wrong is a `Failure`, with the event that it came with and the story of the request concerned.
+"""
+
+import random
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from scheduler_svc.core import effects as ef
+from scheduler_svc.core import events as ev
+from scheduler_svc.core.fleet import OWN_STALL_S
+from scheduler_svc.core.plan import Plan
+from scheduler_svc.core.scheduler import Scheduler
+from scheduler_svc.sim.agenda import Agenda
+from scheduler_svc.sim.clients import Clients
+from scheduler_svc.sim.cluster import Cluster
+from scheduler_svc.sim.coverage import Coverage
+from scheduler_svc.sim.faults import NONE, Fault
+from scheduler_svc.sim.promises import Promises
+from scheduler_svc.sim.scenario import Scenario
+from scheduler_svc.sim.stream import Stream
+from scheduler_svc.sim.violation import StreamName, Violation
+from scheduler_svc.sim.world import World
+
+TICK_S = 0.05
+"""The service lets time pass so often."""
+_MOST_ACTS = 256
+_MOST_PLANS = 8
+_TURNS_PER_STEP = 5
+"""A phase with faults ends after so many turns per step, however little happens."""
+_SHORT = 300
+"""In runs of at most so many steps the core's own invariants are checked after every event."""
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """A simulation that found something."""
+
+    check: str
+    detail: str
+    event: str
+    """What the core was given last."""
+    num_events: int
+    request: StreamName | None
+    story: list[tuple[float, str]]
+    trace: str
+    """The traceback."""
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What a simulation came to."""
+
+    seed: int
+    num_events: int
+    """Calls of `handle`, those not counted that only told the time and had no effect."""
+    num_plans: int
+    failure: Failure | None
+
+
+Log = Callable[[float, object], None]
+
+
+class Simulation:
+    """Runs once.
+
+    Args:
+        scenario: see there.
+        coverage: where to count.
+        log: told of every event, effect and plan, with the time.
+    """
+
+    def __init__(self, scenario: Scenario, coverage: Coverage, log: Log | None = None) -> None:
+        self._scenario = scenario
+        self._log = log
+        self._agenda = Agenda(now=1000.0)
+        rng = random.Random(f"world {scenario.seed}")
+        self._world = World(scenario, rng, self._agenda, coverage, self.feed, scenario.faults)
+        self._cluster = Cluster(self._world)
+        self._clients = Clients(self._world, self._stream_ended)
+        self._promises = Promises(self._world, self._cluster, self._clients)
+        self._core = Scheduler(scenario.config, rng.getrandbits(63))
+        self._next_tick = self._agenda.now
+        self._last_time = self._agenda.now
+        self._event: ev.Event = ev.TimePassed()
+        self._check_every = scenario.check_every
+        self.num_events = 0
+        self.num_plans = 0
+        self._carry_out: dict[type, Callable[[Any], None]] = {
+            ef.TokensReady: self._clients.tokens_ready,
+            ef.RequestEnded: self._request_ended,
+            ef.ServiceChanged: lambda effect: None,
+            ef.FrontendUnknown: lambda effect: None,
+            ef.WorkerWelcomed: self._cluster.welcomed,
+            ef.WorkerRefused: self._cluster.refused,
+            ef.WorkerUnknown: lambda effect: self._cluster.unknown(effect, self._event),
+            ef.AttemptPrefilled: lambda effect: None,
+            ef.AttemptEnded: lambda effect: self._promises.attempt_ended(effect),
+        }
+
+    def run(self, steps: int) -> Result:
+        """Runs both phases; the first until the core was given `steps` events."""
+        failure = None
+        if steps <= _SHORT:
+            self._check_every = 1
+        try:
+            self._clients.start()
+            self._cluster.start()
+            self._schedule_disaster()
+            turns = 0
+            while self.num_events < steps and turns < _TURNS_PER_STEP * steps:
+                self._turn()
+                turns += 1
+            self._heal_and_finish()
+        except Exception as error:  # whatever it is, it is what we are looking for
+            failure = self._explain(error)
+        return Result(self._scenario.seed, self.num_events, self.num_plans, failure)
+
+    # ---------------------------------------------------------------- the loop
+
+    def _turn(self) -> None:
+        agenda, core = self._agenda, self._core
+        wake = self._next_tick
+        for time in (agenda.next_time(), core.next_plan_due(agenda.now)):
+            if time is not None and time < wake:
+                wake = time
+        pause = self._scenario.pace.turn * self._world.rng.random() if self._scenario.pace.turn else 0.0
+        agenda.now = max(agenda.now, wake) + pause
+        agenda.run_due(_MOST_ACTS)
+        if agenda.now >= self._next_tick:
+            self._next_tick = agenda.now + TICK_S
+            self.feed(ev.TimePassed())
+        self._plan()
+
+    def feed(self, event: ev.Event) -> list[ef.Effect]:
+        """One event for the core: its effects, carried out and checked."""
+        agenda = self._agenda
+        self._event = event
+        kind = type(event)
+        self._world.coverage.counts["event", kind.__name__] += 1
+        if kind is ev.RequestArrived:
+            self._promises.before(event, self._core.stats())
+        jump = agenda.now - self._last_time
+        if jump > OWN_STALL_S:
+            self._cluster.excuse(jump)
+        self._last_time = agenda.now
+        self._cluster.before(event)
+        effects = self._core.handle(event, agenda.now)
+        if effects or kind is not ev.TimePassed:
+            self.num_events += 1
+        if self._log is not None:
+            self._log(agenda.now, event)
+        self._receive(effects)
+        self._cluster.after(event, effects)
+        self._promises.after(event)
+        if kind is ev.TimePassed:
+            self._clients.check_deadlines()
+        if self.num_events % self._check_every == 0:
+            self._core.validate()
+        return effects
+
+    def _receive(self, effects: list[ef.Effect]) -> None:
+        counts = self._world.coverage.counts
+        for effect in effects:
+            kind = type(effect)
+            counts["effect", kind.__name__] += 1
+            if self._log is not None:
+                self._log(self._agenda.now, effect)
+            self._carry_out[kind](effect)
+        self._clients.check_ends()
+
+    def _request_ended(self, effect: ef.RequestEnded) -> None:
+        self._world.coverage.counts["end", effect.reason.name] += 1
+        self._clients.request_ended(effect, self._promises.objection)
+
+    def _stream_ended(self, stream: Stream) -> None:
+        self._promises.ended(stream)
+
+    def _plan(self) -> None:
+        core, epochs = self._core, self._cluster.epochs
+        peers = core.workers()
+        if set(peers) != epochs.keys():
+            raise Violation("worker.set", f"the core plans for {peers}, known are {list(epochs)}")
+        for peer in peers:
+            for _ in range(_MOST_PLANS):
+                plan = core.plan(peer, self._agenda.now)
+                effects = core.take_effects()
+                if effects:
+                    self._receive(effects)
+                if plan is None:
+                    if not effects and not epochs[peer].in_flight:
+                        self._promises.no_plan(epochs[peer], core.stats)
+                    break
+                self._execute(plan)
+
+    def _execute(self, plan: Plan) -> None:
+        self.num_plans += 1
+        if self._log is not None:
+            self._log(self._agenda.now, plan)
+        epoch = self._cluster.epochs[plan.worker]
+        site = next(site for site in self._cluster.sites if site.worker_id == epoch.worker_id)
+        for name in site.execute(epoch, plan):
+            stream = self._clients.live.get(name)
+            if stream is not None:
+                stream.row_failed = True
+        self._promises.plan_made(plan, epoch)
+
+    # ---------------------------------------------------------------- faults of any time
+
+    def _schedule_disaster(self) -> None:
+        faults = self._world.faults
+        if faults.per_s:
+            self._agenda.after(self._world.rng.expovariate(faults.per_s), self._disaster)
+
+    def _disaster(self) -> None:
+        world = self._world
+        if world.healed:
+            return
+        self._schedule_disaster()
+        fault = world.rng.choice(world.faults.timed)
+        match fault:
+            case Fault.SCHEDULER_STALL:
+                world.fault(fault)
+                self._agenda.now += world.rng.uniform(0.1, 5.0)
+            case Fault.CORE_RESTART:
+                world.fault(fault)
+                self._restart_core()
+            case Fault.SHUTDOWN:
+                world.fault(fault)
+                self._promises.shutting_down = True
+                self.feed(ev.ShutdownRequested())
+                for stream in self._clients.live.values():
+                    if stream.known:
+                        raise Violation("shutdown", "a request outlives the shutdown", stream.name)
+                self._restart_core()
+            case Fault.FRONTEND_LOST:
+                self._clients.lose_one()
+            case Fault.IDLE_CRASH:
+                self._cluster.crash_one()
+            case Fault.UNKNOWN_STREAM:
+                self._clients.speak_nonsense()
+            case Fault.UNKNOWN_FRONTEND:
+                self._clients.strange_frontend()
+            case Fault.DRAIN:
+                self._cluster.drain_one()
+
+    def _restart_core(self) -> None:
+        self._core.validate()
+        self._core = Scheduler(self._scenario.config, self._world.rng.getrandbits(63))
+        self._promises = Promises(self._world, self._cluster, self._clients)
+        self._cluster.core_died()
+        self._clients.core_died()
+
+    # ---------------------------------------------------------------- phase two
+
+    def _heal_and_finish(self) -> None:
+        world, agenda = self._world, self._agenda
+        world.healed = True
+        world.faults = NONE
+        self._cluster.heal()
+        self._clients.heal()
+        bound = agenda.now + self._bound()
+        while self._clients.live:
+            self._turn()
+            if agenda.now > bound:
+                name, stream = next(iter(self._clients.live.items()))
+                state = f"{len(stream.tokens)} of {stream.demand.max_tokens} tokens"
+                raise Violation("finish", f"{len(self._clients.live)} requests do not end; one has {state}", name)
+        while any(epoch.in_flight for epoch in self._cluster.epochs.values()):
+            self._turn()
+        self._check_empty()
+
+    def _bound(self) -> float:
+        """Seconds in which everything must finish: one token per step, and every limit that lets requests wait."""
+        pace, config = self._scenario.pace, self._scenario.config
+        tokens = sum(s.num_known + s.demand.max_tokens - len(s.tokens) for s in self._clients.live.values())
+        step = 2 * (pace.step + pace.per_token * config.max_num_batched_tokens + pace.latency + pace.turn) + TICK_S
+        waits = config.stall_timeout_s + config.worker_wait_s + 4 * config.step_deadline_s
+        batches = len(self._clients.live) * config.batching.max_wait_s
+        return 60.0 + waits + batches + 4 * tokens * step + tokens / 50
+
+    def _check_empty(self) -> None:
+        self._core.validate()
+        stats = self._core.stats()
+        if stats.running or stats.waiting:
+            raise Violation("empty", f"{stats.running} run and {stats.waiting} wait although all have ended")
+        for worker in stats.workers:
+            if worker.blocks_free + worker.blocks_cached != worker.blocks_total:
+                raise Violation("empty", f"{worker.blocks_held} blocks of {worker.worker_id} are held by nobody")
+
+    def _explain(self, error: Exception) -> Failure:
+        violated = isinstance(error, Violation)
+        name = error.stream if isinstance(error, Violation) else None
+        story = []
+        if name is not None:
+            story = self._core.story(name.frontend, name.stream)
+            stream = self._clients.find(name)
+            if stream is not None and stream.end is not None:
+                story.append((stream.last_move, f"last heard of by its client; ended {stream.end.name}"))
+        return Failure(
+            check=error.check if isinstance(error, Violation) else "core",
+            detail=error.detail if isinstance(error, Violation) else f"{type(error).__name__}: {error}",
+            event=repr(self._event)[:1000],
+            num_events=self.num_events,
+            request=name,
+            story=story,
+            trace="" if violated else "".join(traceback.format_exception(error)),
+        )

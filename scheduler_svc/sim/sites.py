@@ -1,0 +1,275 @@
+"""Worker processes and their links: they say hello, execute, answer, and suffer faults.
+
+A plan is executed by the model when the core has made it, even if its worker is dead by then, so that every plan is
+checked; only the answer depends on the worker's fate. Links keep their order; faults are drawn per step.
+"""
+
+import dataclasses
+from collections import deque
+from dataclasses import dataclass, field
+
+from scheduler_svc.core import effects as ef
+from scheduler_svc.core import events as ev
+from scheduler_svc.core.plan import Plan
+from scheduler_svc.sim.answers import malformed, with_unknown_failure
+from scheduler_svc.sim.coverage import Limit
+from scheduler_svc.sim.faults import Fault
+from scheduler_svc.sim.model_worker import ModelWorker
+from scheduler_svc.sim.scenario import WorkerSize, draw_size
+from scheduler_svc.sim.violation import StreamName, Violation
+from scheduler_svc.sim.world import World
+
+_NOTICE_S = 0.05
+"""A dead connection is noticed within the interval of pings."""
+_MODELS = ("f", "g")
+
+
+@dataclass(slots=True)
+class Sent:
+    """A plan that is not answered."""
+
+    answer: ev.StepDone
+    """What a sound worker says."""
+    time: float
+    excused: float = 0.0
+    """Time for which the scheduler itself stood still."""
+
+
+@dataclass(slots=True, eq=False)
+class Epoch:
+    """A worker's time from its welcome to its loss."""
+
+    number: int
+    peer: ev.Peer
+    worker_id: str
+    model: ModelWorker
+    in_flight: deque[Sent] = field(default_factory=deque)
+    compiling_until: float = 0.0
+    dead_from: float = float("inf")
+    """What the worker would send later than this is not sent."""
+    failed: set[tuple[int, int]] = field(default_factory=set)
+    """(row, generation) that were made to fail."""
+    must_leave: list[tuple[int, int]] = field(default_factory=list)
+    """(row, generation) that no further plan may count on."""
+    preempted: bool = False
+    """Somebody was preempted, so the core keeps a headroom that only it knows."""
+    draining: bool = False
+    context: int = 0
+    """Longest sequence that fits."""
+
+
+class Site:
+    """The place of one worker, through all its incarnations."""
+
+    def __init__(self, world: World, number: int, size: WorkerSize) -> None:
+        self._world = world
+        self.worker_id = f"w{number}"
+        self.size = size
+        self.fingerprint = _MODELS[0]
+        self.incarnation = 0
+        self.model: ModelWorker | None = None
+        """Of the present incarnation, from its hello on."""
+        self.epoch: Epoch | None = None
+        """None until it is welcomed."""
+        self._busy_until = 0.0
+        self._last_arrival = 0.0
+
+    # ---------------------------------------------------------------- life
+
+    def boot(self) -> None:
+        """A new incarnation says hello."""
+        self._die(self._world.now)
+        self.incarnation += 1
+        self._busy_until = self._last_arrival = self._world.now
+        self._world.agenda.after(self._world.latency(), self._say_hello, self.incarnation)
+
+    def _say_hello(self, incarnation: int) -> None:
+        if incarnation != self.incarnation:
+            return
+        size = self.size
+        peer = f"{self.worker_id}/{self.incarnation}".encode()
+        self.model = ModelWorker(
+            peer=peer,
+            num_blocks=size.num_blocks,
+            block_size=size.block_size,
+            max_rows=size.max_rows,
+            max_tokens_per_step=size.max_tokens_per_step,
+            max_model_len=size.max_model_len,
+            fingerprint=self.fingerprint,
+        )
+        self._world.feed(self.model.hello(self.worker_id))
+
+    def welcomed(self, number: int) -> Epoch:
+        """The core opens an epoch."""
+        assert self.model is not None
+        self.model.welcome(number)
+        size, config = self.size, self._world.scenario.config
+        num_blocks = size.num_blocks
+        if config.max_tokens_in_paged_kv_cache:
+            num_blocks = min(num_blocks, max(1, config.max_tokens_in_paged_kv_cache // size.block_size))
+        self.model.num_usable = num_blocks
+        context = min(size.max_model_len, num_blocks * size.block_size)
+        self.epoch = Epoch(number, self.model.peer, self.worker_id, self.model, context=context)
+        return self.epoch
+
+    def refused(self, size: WorkerSize) -> None:
+        """The core cannot use it; whoever looks after it starts it again, with another size, before long."""
+        world = self._world
+        self._die(world.now)
+        self.size = size
+        self._boot_after(world.rng.uniform(0.05, 0.5))
+
+    def told_unknown(self, peer: ev.Peer) -> None:
+        """The core does not know the incarnation (any more)."""
+        if self.model is not None and peer == self.model.peer:
+            self._boot_after(self._world.latency())
+
+    def hears_nothing(self, silence_s: float) -> None:
+        """Its scheduler is gone; after a while it says hello again."""
+        self._boot_after(silence_s)
+
+    def _boot_after(self, delay: float) -> None:
+        self._world.agenda.after(delay, self._boot_unless_newer, self.incarnation)
+
+    def _boot_unless_newer(self, incarnation: int) -> None:
+        if incarnation == self.incarnation:
+            self.boot()
+
+    def _die(self, time: float) -> None:
+        if self.epoch is not None:
+            self.epoch.dead_from = min(self.epoch.dead_from, time)
+        self.epoch = None
+
+    def crash(self, *, silent: bool = False, back_after: float | None = None) -> None:
+        """The process dies; unless it happens silently, the core's link notices soon."""
+        world = self._world
+        peer = self.model.peer if self.model is not None else None
+        self._die(world.now)
+        if not silent and peer is not None:
+            lost = ev.WorkerLost(worker=peer, reason="its connection is gone")
+            world.agenda.after(world.rng.random() * _NOTICE_S, world.feed, lost)
+        self._boot_after(world.rng.uniform(0.0, 1.0) if back_after is None else back_after)
+
+    # ---------------------------------------------------------------- steps
+
+    def execute(self, epoch: Epoch, plan: Plan) -> list[StreamName]:
+        """Takes a plan; returns the streams whose rows fail in it."""
+        world, pace = self._world, self._world.scenario.pace
+        rates = world.faults
+        fault = None
+        if rates.per_step and world.rng.random() < rates.per_step:
+            fault = world.rng.choice(rates.of_steps)
+            self._fail_row(epoch, fault)
+        answer = epoch.model.execute(plan)
+        epoch.in_flight.append(Sent(answer, world.now))
+        failed = []
+        for failure in answer.failures:
+            failed.append(epoch.model.rows[failure.row].name)
+            if (failure.row, failure.generation) not in epoch.failed:
+                world.coverage.limit(Limit.INNOCENT)
+        jitter = 0.5 + world.rng.random()
+        start = max(world.now + pace.latency, self._busy_until)
+        end = start + jitter * (pace.step + pace.per_token * plan.num_tokens)
+        if self.epoch is not epoch or start > epoch.dead_from:
+            return failed
+        if fault is not None:
+            changed = self._befall(epoch, answer, fault, end)
+            if changed is None:
+                return failed
+            answer, end = changed
+        self._busy_until = end
+        self._send(epoch, answer, end)
+        return failed
+
+    def _send(self, epoch: Epoch, answer: ev.StepDone, end: float) -> None:
+        self._last_arrival = max(self._last_arrival, end + self._world.latency())
+        self._world.agenda.after(self._last_arrival - self._world.now, self._arrive, epoch, answer, end)
+
+    def _arrive(self, epoch: Epoch, answer: ev.StepDone, sent: float) -> None:
+        if sent <= epoch.dead_from:
+            self._world.feed(answer)
+
+    def _fail_row(self, epoch: Epoch, fault: Fault) -> None:
+        if fault in (Fault.FAILED_ROW, Fault.SPOILT_ROW) and epoch.model.rows:
+            self._world.fault(fault)
+            row = epoch.model.rows[self._world.rng.choice(list(epoch.model.rows))]
+            epoch.model.fail(row.index, spoil=fault is Fault.SPOILT_ROW)
+            epoch.failed.add((row.index, row.generation))
+
+    def _befall(
+        self, epoch: Epoch, answer: ev.StepDone, fault: Fault, end: float
+    ) -> tuple[ev.StepDone, float] | None:
+        """What becomes of an answer and when it is sent; None: it is not sent at all."""
+        world, rng, config = self._world, self._world.rng, self._world.scenario.config
+        step = world.scenario.pace.step
+        if fault not in (Fault.FAILED_ROW, Fault.SPOILT_ROW):
+            world.fault(fault)
+        match fault:
+            case Fault.LATE_RESULT:
+                return answer, end + step * rng.uniform(1, 50)
+            case Fault.LOST_RESULT:
+                return None
+            case Fault.LOST_PLAN:
+                # The next plan shows a gap, or silence makes the worker say hello again.
+                epoch.dead_from = self._busy_until
+                self._boot_after(rng.uniform(1, 50) * step)
+                return None
+            case Fault.DUPLICATE_RESULT:
+                self._send(epoch, answer, end)
+            case Fault.RESULT_AFTER_RECONNECT:
+                self._busy_until = end
+                self._send(epoch, answer, end)
+                self.epoch = None
+                self._boot_after(0.0)
+                return None
+            case Fault.STALE_EPOCH:
+                self._busy_until = end
+                self._send(epoch, answer, end)
+                world.agenda.after(0.0, self._say_hello, self.incarnation)
+                return None
+            case Fault.CRASH | Fault.SILENT_CRASH:
+                self.crash(silent=fault is Fault.SILENT_CRASH)
+                return None
+            case Fault.FREEZE:
+                return answer, end + config.step_deadline_s * rng.uniform(0.5, 3)
+            case Fault.COMPILING:
+                expected = rng.uniform(0.1, 3.0)
+                world.agenda.after(world.latency(), self._compile, epoch, expected)
+                return answer, end + expected * rng.uniform(0.1, 0.9)
+            case Fault.GOODBYE:
+                self._die(world.now)
+                world.agenda.after(world.latency(), world.feed, ev.WorkerLost(worker=epoch.peer, reason="goodbye"))
+                self._boot_after(rng.random())
+                return None
+            case Fault.RESTART_RESIZED:
+                context = world.scenario.traffic.longest_prompt * rng.choice((1, 2))
+                self.size = (draw_size(rng, config, context))
+                self.crash()
+                return None
+            case Fault.RESTART_OTHER_MODEL:
+                self.fingerprint = rng.choice(_MODELS)
+                self.crash()
+                return None
+            case Fault.RESTART_IMPOSSIBLE:
+                rows = min(self.size.max_rows, config.max_num_seqs)
+                few_tokens = dataclasses.replace(self.size, max_tokens_per_step=rows - 1)
+                self.size = (rng.choice((few_tokens, dataclasses.replace(self.size, num_blocks=0))))
+                self.crash()
+                return None
+            case Fault.UNKNOWN_FAILURE:
+                return with_unknown_failure(rng, answer), end
+            case Fault.FAILED_ROW | Fault.SPOILT_ROW:
+                return answer, end
+            case _:
+                return malformed(rng, answer, fault), end
+        return answer, end
+
+    def _compile(self, epoch: Epoch, expected: float) -> None:
+        world = self._world
+        stale = world.rng.random() < 0.2
+        if not stale:
+            epoch.compiling_until = world.now + expected
+        event = ev.WorkerCompiling(worker=epoch.peer, epoch=epoch.number - stale, expected_s=expected)
+        effects = world.feed(event)
+        if [effect for effect in effects if not isinstance(effect, ef.WorkerUnknown)]:
+            raise Violation("worker.compiling", f"effects {effects}")

@@ -1,0 +1,178 @@
+"""One request as its client and front end see it, and everything that they may expect of the core.
+
+Every token is compared with the oracle's when it comes, so it costs O(1); every end must have a reason that the
+stream's own history bears out.
+"""
+
+import math
+from collections.abc import Callable
+
+import numpy as np
+
+from scheduler_svc.core import effects as ef
+from scheduler_svc.core import events as ev
+from scheduler_svc.core.effects import EndReason
+from scheduler_svc.core.request import TOKEN_BYTES
+from scheduler_svc.sim.oracle import extend, token_after, value_of
+from scheduler_svc.sim.traffic import Demand
+from scheduler_svc.sim.violation import StreamName, Violation
+
+_TRACEPARENT = "00-11111111111111111111111111111111-2222222222222222-01"
+
+
+class Stream:
+    """A stream from its submission to its end."""
+
+    def __init__(self, name: StreamName, demand: Demand, now: float) -> None:
+        self.name = name
+        self.demand = demand
+        self.arrival = now
+        """When the core was given it (last)."""
+        self.known = False
+        """The core has it."""
+        self.end: EndReason | None = None
+        self.tokens: list[int] = []
+        self.allowed = demand.credit // TOKEN_BYTES
+        """Tokens that its credit covers."""
+        self._spare = demand.credit % TOKEN_BYTES
+        self._value = value_of(demand.prompt)
+        self.last_move = now
+        """When it last got a token or credit."""
+        self.must_end = False
+        """Its newest token was its last."""
+        self.deadline = _after(now, demand.deadline_s)
+        self.ttft_deadline = _after(now, demand.ttft_s)
+        self.total_deadline = _after(now, demand.total_s)
+        self.cancel_sent = False
+        self.stop_sent = False
+        self.row_failed = False
+        """A row of it was reported as failed."""
+        self.context = math.inf
+        """The shortest context of the workers that it ran on."""
+        self.placed: ev.Peer | None = None
+        """The worker whose row it has."""
+        self.row: tuple[int, int] | None = None
+        """(row, generation) on that worker."""
+        self.placements = 0
+        self.preemptions = 0
+        self.preempted_at = -1
+        """Tokens it had when it was last preempted."""
+        self.eventful = demand.take_s is not None or demand.cancel_at is not None or demand.stop_string_at is not None
+        """Its front end does something about its tokens."""
+        self.untaken = 0
+        """Bytes that the reader has not taken."""
+        self.granting = False
+        """Its reader is about to take them."""
+        self.unsettled_until: tuple[int, int] | None = None
+        """(epoch, step): until that step is answered its newest tokens are not known."""
+
+    @property
+    def num_known(self) -> int:
+        """Prompt and received tokens."""
+        return len(self.demand.prompt) + len(self.tokens)
+
+    @property
+    def starved(self) -> bool:
+        """Its reader has no credit left."""
+        return len(self.tokens) >= self.allowed
+
+    def begin(self, now: float) -> None:
+        """A core is given the stream."""
+        self.known = True
+        self.arrival = self.last_move = now
+        self.context = math.inf
+        self.placed = None
+        self.placements = self.preemptions = 0
+        self.preempted_at = -1
+        self.unsettled_until = None
+
+    def submission(self) -> ev.RequestArrived:
+        """What its front end says to a core that does not know it."""
+        demand = self.demand
+        credit = (self.allowed - len(self.tokens)) * TOKEN_BYTES + self._spare
+        return ev.RequestArrived(
+            frontend=self.name.frontend,
+            stream=self.name.stream,
+            request_id=f"r{self.name.stream}",
+            token_ids=np.array([*demand.prompt, *self.tokens], np.int32),
+            num_prompt_tokens=len(demand.prompt),
+            max_tokens=demand.max_tokens,
+            stop_token_ids=np.array(sorted(demand.stops), np.int32),
+            sampling=b"",
+            credit=credit,
+            deadline=self.deadline,
+            traceparent=_TRACEPARENT if demand.traced else "",
+            salt=demand.salt,
+            tenant=demand.tenant,
+            priority=demand.priority,
+            expected_output_tokens=demand.expected_output_tokens,
+            ttft_deadline=self.ttft_deadline,
+            total_deadline=self.total_deadline,
+        )
+
+    def grant(self, credit: int, now: float) -> None:
+        """Its reader took `credit` bytes."""
+        tokens, self._spare = divmod(self._spare + credit, TOKEN_BYTES)
+        self.allowed += tokens
+        self.last_move = now
+
+    def forget(self, count: int) -> None:
+        """The last `count` tokens never reached the front end."""
+        del self.tokens[len(self.tokens) - count :]
+        self._value = value_of([*self.demand.prompt, *self.tokens])
+
+    def take(self, index: int, token: int, now: float) -> None:
+        """A token from the core."""
+        if self.end is not None or self.must_end or not self.known:
+            raise Violation("stream.after_end", f"token {index} after the end", self.name)
+        if index != len(self.tokens):
+            raise Violation("stream.order", f"token {index} after {len(self.tokens)} tokens", self.name)
+        expected = token_after(self._value)
+        if token != expected:
+            raise Violation("stream.token", f"token {index} is {token}, not {expected}", self.name)
+        self._value = extend(self._value, token, len(self.demand.prompt) + index)
+        self.tokens.append(token)
+        self.last_move = now
+        if len(self.tokens) > self.allowed:
+            raise Violation("stream.credit", f"token {index} with credit for {self.allowed}", self.name)
+        self.must_end = token in self.demand.stops or len(self.tokens) >= self.demand.max_tokens
+
+    def finish(self, effect: ef.RequestEnded, justified: Callable[[EndReason], str | None]) -> None:
+        """Its end.
+
+        Args:
+            effect: what the core says.
+            justified: what speaks against a reason that depends on more than the stream; None: nothing.
+        """
+        if self.end is not None or not self.known:
+            raise Violation("stream.ends_once", f"{effect.reason} after {self.end}", self.name)
+        objection = self._objection(effect) or justified(effect.reason)
+        if objection is not None:
+            raise Violation("stream.reason", f"{effect.reason.name} ({effect.message}): {objection}", self.name)
+        self.end = effect.reason
+
+    def _objection(self, effect: ef.RequestEnded) -> str | None:
+        """What speaks against the core's account of the end, as far as the stream itself can tell."""
+        count = len(self.tokens)
+        stopped = bool(self.tokens) and self.tokens[-1] in self.demand.stops
+        if effect.reason is not EndReason.STOP_STRING and effect.completion_tokens != count:
+            return f"{effect.completion_tokens} tokens counted, {count} delivered"
+        if effect.preemptions != self.preemptions and self.demand.traced:
+            return f"{effect.preemptions} preemptions counted, {self.preemptions} seen"
+        if not 0 <= effect.cached_prompt_tokens <= len(self.demand.prompt):
+            return f"{effect.cached_prompt_tokens} of {len(self.demand.prompt)} prompt tokens from the cache"
+        match effect.reason:
+            case EndReason.STOP:
+                return None if stopped and effect.stop_token_id == self.tokens[-1] else "no stop token"
+            case EndReason.LENGTH:
+                full = count == self.demand.max_tokens or self.num_known == self.context
+                return None if full and not stopped else f"{count} of {self.demand.max_tokens} tokens"
+            case EndReason.STOP_STRING:
+                return None if self.stop_sent and effect.completion_tokens == self.demand.keep_tokens else "not found"
+            case EndReason.ROW_FAILED:
+                return None if self.row_failed else "no row of it failed"
+        return None
+
+
+def _after(now: float, seconds: float | None) -> float | None:
+    return None if seconds is None else now + seconds

@@ -1,0 +1,145 @@
+"""What clients ask for, and how they will behave: one `Demand` per request, drawn when it arrives."""
+
+import random
+from dataclasses import dataclass, replace
+
+from scheduler_svc.sim.faults import Fault, FaultRates
+from scheduler_svc.sim.oracle import VOCAB, expected_output
+from scheduler_svc.sim.scenario import TENANTS, Pace, TrafficShape
+
+_ENDLESS = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """One request and its client's behaviour."""
+
+    prompt: list[int]
+    max_tokens: int
+    stops: frozenset[int]
+    salt: bytes
+    tenant: str
+    priority: int
+    expected_output_tokens: int
+    traced: bool
+    deadline_s: float | None
+    """All times count from the submission."""
+    ttft_s: float | None
+    total_s: float | None
+    credit: int
+    """Bytes."""
+    take_s: float | None
+    """How long the reader needs to take what came and to return the credit; None: it never does."""
+    cancel_at: int | None
+    """The client leaves when it has so many tokens."""
+    cancel_s: float | None
+    stop_string_at: int | None
+    """The front end finds a stop string when it has so many tokens."""
+    keep_tokens: int
+    twice: bool
+    """Submitted a second time by a front end in doubt."""
+    valid: bool
+
+
+class Traffic:
+    """Draws demands."""
+
+    def __init__(self, rng: random.Random, shape: TrafficShape, pace: Pace, faults: FaultRates) -> None:
+        self._rng = rng
+        self._shape = shape
+        self._pace = pace
+        self._faults = faults
+        self._families = [self._tokens(rng.randint(1, shape.longest_prompt)) for _ in range(shape.families)]
+
+    def draw(self, earlier: list[int] | None) -> Demand:
+        """Draws one demand.
+
+        Args:
+            earlier: prompt and output of an earlier request, whose conversation this one may continue.
+        """
+        rng, shape = self._rng, self._shape
+        prompt = self._prompt(earlier)
+        max_tokens = rng.randint(1, max(1, int(shape.longest_output * rng.random() ** 2)))
+        deadlines = [
+            rng.uniform(1, 5 * max_tokens) * self._pace.step if rng.random() < shape.deadlines else None
+            for _ in range(3)
+        ]
+        tenant = rng.choice(TENANTS)
+        credit = take_s = None
+        if shape.credit_tokens and rng.random() < 0.7:
+            credit = rng.choice((0, rng.randint(1, 4 * shape.credit_tokens)))
+            take_s = self._pace.step * 10 ** rng.uniform(-1, 1)
+        demand = Demand(
+            prompt=prompt,
+            max_tokens=max_tokens,
+            stops=self._stops(prompt, max_tokens),
+            salt=b"" if shape.shared_salt else tenant.encode(),
+            tenant=tenant,
+            priority=rng.choice((0, 0, 1, 3)),
+            expected_output_tokens=rng.choice((0, 0, max_tokens, 5)),
+            traced=rng.random() < shape.traced,
+            deadline_s=deadlines[0],
+            ttft_s=deadlines[1],
+            total_s=deadlines[2],
+            credit=_ENDLESS if credit is None else credit,
+            take_s=take_s,
+            cancel_at=None,
+            cancel_s=None,
+            stop_string_at=None,
+            keep_tokens=0,
+            twice=False,
+            valid=True,
+        )
+        return self._with_faults(demand)
+
+    def _with_faults(self, demand: Demand) -> Demand:
+        rng, pace = self._rng, self._pace
+        for fault, probability in self._faults.of_requests.items():
+            if rng.random() >= probability:
+                continue
+            match fault:
+                case Fault.CANCEL if rng.random() < 0.5:
+                    demand = replace(demand, cancel_at=rng.randint(1, demand.max_tokens))
+                case Fault.CANCEL:
+                    demand = replace(demand, cancel_s=rng.uniform(0, 2 * demand.max_tokens) * pace.step)
+                case Fault.STOP_STRING:
+                    found_at = rng.randint(1, demand.max_tokens)
+                    demand = replace(demand, stop_string_at=found_at, keep_tokens=rng.randint(0, found_at))
+                case Fault.SLOW_READER:
+                    credit = rng.randint(0, 40)
+                    demand = replace(demand, credit=credit, take_s=rng.uniform(1, 100) * pace.step)
+                case Fault.STALLED_READER:
+                    demand = replace(demand, credit=rng.randint(0, 40), take_s=None)
+                case Fault.SUBMITTED_TWICE:
+                    demand = replace(demand, twice=True)
+                case Fault.INVALID_REQUEST:
+                    demand = replace(demand, prompt=self._invalid(demand.prompt), valid=False)
+        return demand
+
+    def _invalid(self, prompt: list[int]) -> list[int]:
+        kind = self._rng.randrange(3)
+        if kind == 0:
+            return []
+        return [*prompt, VOCAB if kind == 1 else -1]
+
+    def _prompt(self, earlier: list[int] | None) -> list[int]:
+        rng, shape = self._rng, self._shape
+        length = rng.randint(1, max(1, int(shape.longest_prompt * rng.random())))
+        if earlier is not None and len(earlier) < 2 * shape.longest_prompt and rng.random() < 0.1:
+            return [*earlier, *self._tokens(rng.randint(1, 4))]
+        if self._families and rng.random() < 0.7:
+            family = rng.choice(self._families)
+            kept = len(family) if rng.random() < 0.7 else rng.randint(1, len(family))
+            return [*family[:kept], *self._tokens(rng.randint(0, 8))]
+        return self._tokens(length)
+
+    def _tokens(self, count: int) -> list[int]:
+        return [self._rng.randrange(self._shape.alphabet) for _ in range(count)]
+
+    def _stops(self, prompt: list[int], max_tokens: int) -> frozenset[int]:
+        """Stop tokens; every third request really meets one."""
+        rng = self._rng
+        stops = {rng.randrange(VOCAB) for _ in range(rng.choice((0, 0, 1, 3, 9)))}
+        if rng.random() < 0.3:
+            stops.add(expected_output(prompt, rng.randint(1, max_tokens), set())[-1])
+        return frozenset(stops)

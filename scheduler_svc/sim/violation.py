@@ -1,0 +1,28 @@
+"""A promise that was not kept."""
+
+from typing import NamedTuple
+
+from scheduler_svc.core.events import Peer
+
+
+class StreamName(NamedTuple):
+    """A stream as its front end names it."""
+
+    frontend: Peer
+    stream: int
+
+
+class Violation(AssertionError):
+    """A check of the simulator that failed.
+
+    Args:
+        check: the promise, by a short stable name.
+        detail: what was seen.
+        stream: the request concerned, if it is one.
+    """
+
+    def __init__(self, check: str, detail: str, stream: StreamName | None = None) -> None:
+        super().__init__(f"{check}: {detail}")
+        self.check = check
+        self.detail = detail
+        self.stream = stream

@@ -1,0 +1,40 @@
+"""What all parts of one simulation share."""
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from scheduler_svc.core import effects as ef
+from scheduler_svc.core import events as ev
+from scheduler_svc.sim.agenda import Agenda
+from scheduler_svc.sim.coverage import Coverage
+from scheduler_svc.sim.faults import Fault, FaultRates
+from scheduler_svc.sim.scenario import Scenario
+
+
+@dataclass(slots=True)
+class World:
+    """Dice, time, the core's entrance, and the book of what was seen."""
+
+    scenario: Scenario
+    rng: random.Random
+    agenda: Agenda
+    coverage: Coverage
+    feed: Callable[[ev.Event], list[ef.Effect]]
+    """Hands an event to the core and carries its effects out; never called while it runs."""
+    faults: FaultRates
+    """Those of the present phase."""
+    healed: bool = False
+
+    @property
+    def now(self) -> float:
+        """Virtual time."""
+        return self.agenda.now
+
+    def latency(self) -> float:
+        """One way from a process to another."""
+        return self.scenario.pace.latency * (0.5 + self.rng.random())
+
+    def fault(self, fault: Fault) -> None:
+        """A fault happens."""
+        self.coverage.fault(fault)
