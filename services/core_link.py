@@ -8,15 +8,19 @@ the stream a new one under a new number, so that late answers to the old number 
 The core answers every report, about once a second. When nothing came for `AWAY_S` the service is not ready; clients
 keep their streams, and only after `GIVE_UP_S` these end with an error.
 
-Outgoing events of one turn of the loop leave as one message. The socket's descriptor is edge-triggered: after every
-send, and whenever the descriptor fires, it is read until nothing is left. (`zmq.asyncio` would do this for us, at 25 µs
-a message instead of 1.)
+grpc.aio handles one completion, be it a written message or a new call, per turn of the loop, and gRPC cancels calls that
+were not accepted for 30 s. So turns must be short whatever the core does: reading is rationed, and credit, of which every
+written message returns some, is gathered for a moment; everything else leaves at the end of the turn, in one message.
+
+The socket's descriptor is edge-triggered: after every send, and whenever the descriptor fires, it is read until nothing
+is left. (`zmq.asyncio` would do this for us, at 25 µs a message instead of 1.)
 """
 
 import asyncio
 import itertools
 import time
 from collections.abc import Callable
+from typing import TypeVar
 
 import zmq
 from google.protobuf.message import DecodeError
@@ -37,12 +41,17 @@ REPORT_EVERY_S = 1.0
 AWAY_S = 3.0
 GIVE_UP_S = 60.0
 
-_MAX_READS = 64
-"""Messages read in one go, before others on the loop get their turn."""
+_READ_FOR_S = 0.001
+"""How long messages are read in one go."""
+_REST = 3
+"""After a go that left something unread, gRPC has the loop for so many times as long."""
+_CREDIT_DELAY_S = 0.001
+"""Credit may wait for so long for more of it."""
 _MAX_STREAM_NUMBER = 0x7FFFFFFF
 _CLOSE_LINGER_MS = 200
 
 Families = list[link_pb2.MetricFamily]
+AnswerT = TypeVar("AnswerT")
 
 
 class CoreLink:
@@ -80,11 +89,14 @@ class CoreLink:
         self._unsent: list[bytes] = []
         """Serialized messages that the socket did not take, oldest first; nothing new is serialized meanwhile."""
         self._flush_scheduled = False
+        self._credit_scheduled = False
         self._read_scheduled = False
+        """A read is on its way; until then the descriptor is not listened to."""
         self._streams: dict[int, Stream] = {}
         self._numbers = itertools.cycle(range(1, _MAX_STREAM_NUMBER))
         self._snapshots: dict[int, asyncio.Future[Families]] = {}
-        self._snapshot_numbers = itertools.count(1)
+        self._replies: dict[int, asyncio.Future[link_pb2.OperatorReply]] = {}
+        self._question_numbers = itertools.count(1)
         self._core = 0
         """Incarnation of the core that knows us."""
         self._greeting = False
@@ -95,6 +107,7 @@ class CoreLink:
         self._away_since = time.monotonic()
         self._state = link_pb2.ServiceState()
         self._ticking: asyncio.Task[None] | None = None
+        self._closed = False
         self.malformed_messages = 0
 
     @property
@@ -114,7 +127,7 @@ class CoreLink:
 
     def start(self) -> None:
         """Begins to talk; the core need not be there yet."""
-        self._loop.add_reader(self._option(zmq.FD), self._read)
+        self._loop.add_reader(self._option(zmq.FD), self._read_on_edge)
         self._greet(0)
         self._ticking = self._loop.create_task(self._tick_forever())
 
@@ -124,6 +137,7 @@ class CoreLink:
             self._ticking.cancel()
             await asyncio.gather(self._ticking, return_exceptions=True)
         self._flush()
+        self._closed = True
         self._loop.remove_reader(self._option(zmq.FD))
         self._socket.close(linger=_CLOSE_LINGER_MS)
         self._context.term()
@@ -147,22 +161,38 @@ class CoreLink:
         due = stream.credit_due()
         if due and not self._greeting:
             self._outgoing.credit(stream.number, due)
-            self._schedule_flush()
+            if not self._credit_scheduled:
+                self._credit_scheduled = True
+                self._loop.call_later(_CREDIT_DELAY_S, self._flush_credit)
 
     async def snapshot(self, timeout_s: float) -> Families | None:
         """The metrics of the whole service, or None when the core does not answer in time."""
         if self._greeting:
             return None
-        number = next(self._snapshot_numbers)
-        answer = self._snapshots[number] = self._loop.create_future()
+        number = next(self._question_numbers)
         self._outgoing.report(self._report(), snapshot_request=number)
+        return await self._answer(self._snapshots, number, timeout_s)
+
+    async def operate(self, request: link_pb2.OperatorRequest, timeout_s: float) -> link_pb2.OperatorReply | None:
+        """Asks the core what an operator asks, or None when it does not answer in time."""
+        if self._greeting:
+            return None
+        request.number = next(self._question_numbers)
+        self._outgoing.operate(request)
+        return await self._answer(self._replies, request.number, timeout_s)
+
+    async def _answer(
+        self, questions: dict[int, "asyncio.Future[AnswerT]"], number: int, timeout_s: float
+    ) -> AnswerT | None:
+        """Sends what is pending and waits for the answer to question `number`."""
+        answer = questions[number] = self._loop.create_future()
         self._schedule_flush()
         try:
             return await asyncio.wait_for(answer, timeout_s)
         except TimeoutError:
             return None
         finally:
-            del self._snapshots[number]
+            del questions[number]
 
     # Sending
 
@@ -179,7 +209,13 @@ class CoreLink:
             self._flush_scheduled = True
             self._loop.call_soon(self._flush)
 
+    def _flush_credit(self) -> None:
+        self._credit_scheduled = False
+        self._flush()
+
     def _flush(self) -> None:
+        if self._closed:
+            return
         self._flush_scheduled = False
         if not self._unsent:
             self._unsent = self._outgoing.take()
@@ -188,7 +224,7 @@ class CoreLink:
                 self._socket.send(self._unsent[0], flags=zmq.DONTWAIT)
                 del self._unsent[0]
         except zmq.Again:
-            return  # `_read` comes by when the socket takes more, the tick when it does not
+            return  # `_read_now` comes by when the socket takes more, the tick when it does not
         self._read_if_due()
 
     def _option(self, option: int) -> int:
@@ -201,22 +237,30 @@ class CoreLink:
 
     # Receiving
 
-    def _read_if_due(self) -> None:
+    def _read_if_due(self, delay: float = 0.0) -> None:
         # A send may have swallowed the edge that announced an arrived message.
         if not self._read_scheduled and self._option(zmq.EVENTS) & zmq.POLLIN:
             self._read_scheduled = True
-            self._loop.call_soon(self._read)
+            self._loop.call_later(delay, self._read_now)
 
-    def _read(self) -> None:
+    def _read_on_edge(self) -> None:
+        if not self._read_scheduled:
+            self._read_now()
+
+    def _read_now(self) -> None:
+        if self._closed:
+            return
         self._read_scheduled = False
+        begin = now = time.monotonic()
         try:
-            for _ in range(_MAX_READS):
+            while now - begin < _READ_FOR_S:
                 self._take_message(self._socket.recv(flags=zmq.DONTWAIT))
+                now = time.monotonic()
         except zmq.Again:
             pass
         if self._unsent and self._option(zmq.EVENTS) & zmq.POLLOUT:
             self._schedule_flush()
-        self._read_if_due()
+        self._read_if_due(_REST * (now - begin))
 
     def _take_message(self, payload: bytes) -> None:
         try:
@@ -253,9 +297,9 @@ class CoreLink:
             if stream is not None:
                 stream.finish(end)
         if message.HasField("snapshot"):
-            answer = self._snapshots.get(message.snapshot.request)
-            if answer is not None and not answer.done():
-                answer.set_result(list(message.snapshot.families))
+            _resolve(self._snapshots, message.snapshot.request, list(message.snapshot.families))
+        for reply in message.operator_replies:
+            _resolve(self._replies, reply.number, reply)
 
     def _take_state(self, message: link_pb2.CoreMessage, now: float) -> None:
         self._state = message.state
@@ -308,3 +352,9 @@ class CoreLink:
         elif now - self._away_since > GIVE_UP_S:
             for stream in list(self._streams.values()):
                 stream.fail(NoWorkerError("the scheduler has been away for too long", retry_ms=1000))
+
+
+def _resolve(questions: dict[int, "asyncio.Future[AnswerT]"], number: int, value: AnswerT) -> None:
+    answer = questions.get(number)
+    if answer is not None and not answer.done():
+        answer.set_result(value)

@@ -18,6 +18,7 @@ from grpc import aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from quire.admin.v1 import admin_pb2, admin_pb2_grpc
 from quire.v1 import generation_pb2, generation_pb2_grpc, model_pb2, model_pb2_grpc
 from services.boundary import Boundary
 from services.core_link import CoreLink
@@ -25,6 +26,7 @@ from services.http import HttpServer, listening_socket, make_app
 from services.metrics import FrontendMetrics
 from services.outbox import TOKEN_COST
 from services.servicer import GenerationServicer, Services
+from services.servicer_admin import AdminServicer
 from services.servicer_health import HealthServicer
 from services.servicer_model import ModelServicer
 from services.tokenizer import TextTokenizer, load_tokenizer
@@ -124,11 +126,13 @@ class Frontend:
         )
         generation_pb2_grpc.add_GenerationServiceServicer_to_server(self._generation, server)
         model_pb2_grpc.add_ModelServiceServicer_to_server(ModelServicer(services), server)
+        admin_pb2_grpc.add_AdminServiceServicer_to_server(AdminServicer(services.link), server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         reflection.enable_server_reflection(
             (
                 generation_pb2.DESCRIPTOR.services_by_name["GenerationService"].full_name,
                 model_pb2.DESCRIPTOR.services_by_name["ModelService"].full_name,
+                admin_pb2.DESCRIPTOR.services_by_name["AdminService"].full_name,
                 health_pb2.DESCRIPTOR.services_by_name["Health"].full_name,
                 reflection.SERVICE_NAME,
             ),

@@ -14,7 +14,10 @@ MAX_FRAME = 4 << 20
 class Outgoing:
     """The events of one turn."""
 
-    __slots__ = ("_cancelled", "_credit", "_hello", "_matches", "_report", "_snapshot_request", "_submissions")
+    __slots__ = (
+        "_cancelled", "_credit", "_hello", "_matches", "_operator_requests", "_report", "_snapshot_request",
+        "_submissions",
+    )  # fmt: skip
 
     def __init__(self) -> None:
         self.clear()
@@ -28,6 +31,7 @@ class Outgoing:
         self._credit: dict[int, int] = {}
         self._report: link_pb2.MetricReport | None = None
         self._snapshot_request = 0
+        self._operator_requests: list[link_pb2.OperatorRequest] = []
 
     def hello(self, hello: link_pb2.FrontendHello) -> None:
         """Presents the front end."""
@@ -55,6 +59,10 @@ class Outgoing:
         self._report = report
         self._snapshot_request = snapshot_request or self._snapshot_request
 
+    def operate(self, request: link_pb2.OperatorRequest) -> None:
+        """An operator asks something."""
+        self._operator_requests.append(request)
+
     def take(self) -> list[bytes]:
         """The messages to send, oldest first."""
         messages = [link_pb2.FrontendMessage()]
@@ -79,5 +87,6 @@ class Outgoing:
         if self._report is not None:
             last.report.CopyFrom(self._report)
         last.snapshot_request = self._snapshot_request
+        last.operator_requests.extend(self._operator_requests)
         self.clear()
         return [payload for payload in (message.SerializeToString() for message in messages) if payload]

@@ -59,6 +59,13 @@ class ModelNotFoundError(QuireError):
     reason = "MODEL_NOT_FOUND"
 
 
+class WorkerNotFoundError(QuireError):
+    """No usable worker of that name is there."""
+
+    code = "NOT_FOUND"
+    reason = "WORKER_NOT_FOUND"
+
+
 class DuplicateRequestError(QuireError):
     """A live request has the same id."""
 

@@ -1,4 +1,4 @@
-"""The whole stack against `transformers`: front end, scheduler and worker as real processes, checkpoint by checkpoint."""
+"""The whole stack against `transformers`: front end, scheduler and worker as real processes, by checkpoint."""
 
 from pathlib import Path
 

@@ -1,0 +1,104 @@
+"""Policies, capacity and batching modes, and several workers, through the whole stack."""
+
+import asyncio
+from pathlib import Path
+
+import grpc
+import pytest
+
+from quire import AsyncClient
+from quire.admin.v1 import admin_pb2, admin_pb2_grpc
+from quire.v1 import generation_pb2 as v1
+from quire.v1 import generation_pb2_grpc
+from tests.checkpoints import make_checkpoint
+from tests.e2e.harness import serve
+from tests.e2e.load import Answer, draw_prompts, generate, generate_all, kv_memory
+from tests.e2e.oracle import Oracle, Tally
+
+LENGTHS = (3, 40, 9, 70, 120, 5, 33, 64)
+OUTPUTS = (30, 20, 40, 10, 25, 35, 16, 24)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ("--policy=priority", "--batching=continuous"),
+        ("--policy=sjf", "--capacity=guaranteed_no_evict"),
+        ("--policy=edf", "--batching=dynamic", "--max-tokens-per-batch=200"),
+        ("--policy=fair", "--scheduler-delay-factor=0.5"),
+        ("--policy=lpm", "--batching=static", "--max-batch-size=3", "--max-wait-ms=20"),
+    ],
+    ids=" ".join,
+)
+def test_every_policy_and_mode_delivers_the_oracles_tokens(flags: tuple[str, ...], tmp_path: Path) -> None:
+    """Whatever decides the order, what is delivered is the reference's, also when memory is short."""
+    checkpoint = make_checkpoint("LlamaForCausalLM", tmp_path / "model")
+    oracle = Oracle(checkpoint)
+    prompts = draw_prompts(LENGTHS, oracle.vocab_size, seed=5)
+    memory = kv_memory(checkpoint, num_blocks=24, block_size=16)
+    with serve(checkpoint, "--dtype=float32", "--max-num-seqs=6", f"--kv-cache-memory={memory}", *flags) as served:
+        answers = generate_all(served.grpc, prompts, OUTPUTS)
+        if "guaranteed_no_evict" in " ".join(flags):
+            assert served.metric("quire_preemptions_total") == 0
+        assert served.metric("quire_kv_blocks", state="held") == 0
+    tally = Tally()
+    for answer in answers:
+        assert len(answer.tokens) == answer.max_tokens
+        oracle.check_greedy(answer.prompt, answer.tokens, tally)
+    assert tally.near_ties * 1000 < tally.tokens, tally
+
+
+def test_scheduling_options_travel_to_the_core(tmp_path: Path) -> None:
+    """Under `edf` a target that cannot be met ends DEADLINE_EXCEEDED with the forecast; a generous one is served."""
+    checkpoint = make_checkpoint("LlamaForCausalLM", tmp_path / "model")
+    with serve(checkpoint, "--policy=edf") as served, grpc.insecure_channel(served.grpc) as channel:
+        stub = generation_pb2_grpc.GenerationServiceStub(channel)
+        request = v1.GenerateRequest(text="a", stop=v1.StopOptions(max_tokens=4, ignore_eos=True))
+        request.scheduling.total_time_target.FromSeconds(600)
+        assert len(list(stub.Generate(request))) > 1
+        request.scheduling.total_time_target.FromNanoseconds(1)
+        with pytest.raises(grpc.RpcError) as caught:
+            list(stub.Generate(request))
+        assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        assert "forecast" in (caught.value.details() or "")
+
+
+@pytest.mark.parametrize("move", [False, True])
+def test_two_workers_one_drained_under_load(move: bool, tmp_path: Path) -> None:
+    """A worker drained under load becomes idle, nothing is lost, and it can be resumed."""
+    checkpoint = make_checkpoint("LlamaForCausalLM", tmp_path / "model")
+    oracle = Oracle(checkpoint)
+    answers = [Answer(prompt, 120) for prompt in draw_prompts(LENGTHS * 2, oracle.vocab_size, seed=6)]
+    with serve(checkpoint, "--dtype=float32", "--workers=2") as served:
+        asyncio.run(_drain_under_load(served.grpc, answers, move=move))
+        assert served.metric("quire_kv_blocks", state="held") == 0
+        assert served.metric("quire_workers") == 2
+    tally = Tally()
+    for answer in answers:
+        assert len(answer.tokens) == 120
+        oracle.check_greedy(answer.prompt, answer.tokens, tally)
+    assert tally.near_ties * 1000 < tally.tokens, tally
+    moved = sum(answer.finished.usage.preemptions for answer in answers if answer.finished)
+    assert (moved > 0) == move
+
+
+async def _drain_under_load(target: str, answers: list[Answer], *, move: bool) -> None:
+    async with AsyncClient(target) as client, grpc.aio.insecure_channel(target) as channel:
+        admin = admin_pb2_grpc.AdminServiceStub(channel)
+
+        async def workers() -> dict[str, admin_pb2.Worker]:
+            response = await admin.ListWorkers(admin_pb2.ListWorkersRequest())
+            return {worker.worker_id: worker for worker in response.workers}
+
+        streams = [asyncio.create_task(generate(client, answer)) for answer in answers]
+        while not all(worker.running_requests for worker in (await workers()).values()):
+            pass  # every round trip lets the streams go on
+        name = next(iter(await workers()))
+        drained = await admin.DrainWorker(admin_pb2.DrainWorkerRequest(worker_id=name, move_requests=move))
+        assert drained.worker.draining
+        if move:
+            assert drained.worker.running_requests == 0
+        await asyncio.gather(*streams)
+        assert (await workers())[name].running_requests == 0
+        resumed = await admin.ResumeWorker(admin_pb2.ResumeWorkerRequest(worker_id=name))
+        assert not resumed.worker.draining
