@@ -91,6 +91,10 @@ def _worker_families(workers: list[WorkerStats]) -> list[link_pb2.MetricFamily]:
         ),
         ("quire_sampled_tokens", "counter", "Tokens sampled and delivered", lambda w: w.counters.generated_tokens),
         ("quire_discarded_tokens", "counter", "Tokens sampled in vain", lambda w: w.counters.discarded_tokens),
+        ("quire_host_blocks", "gauge", "Host KV blocks for swapping", lambda w: w.host_blocks_total),
+        ("quire_host_blocks_held", "gauge", "Host KV blocks in use", lambda w: w.host_blocks_held),
+        ("quire_swapped_out_blocks", "counter", "Blocks copied to the host", lambda w: w.swapped_out_blocks),
+        ("quire_swapped_in_blocks", "counter", "Blocks copied back", lambda w: w.swapped_in_blocks),
         ("quire_preemptions", "counter", "Requests preempted for memory", lambda w: w.counters.preemptions),
     )
     for name, kind, help_text, value in per_worker:

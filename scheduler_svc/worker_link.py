@@ -9,7 +9,8 @@ from google.protobuf.message import DecodeError
 from protos.quire.plan.v1 import plan_pb2
 from scheduler_svc.core import events as ev
 from scheduler_svc.core.plan import Plan, RowAdmission
-from shared.columns import MalformedColumnError, from_columns, to_column
+from scheduler_svc.core.swapping import joined
+from shared.columns import MalformedColumnError, from_column, from_columns, to_column
 from shared.frames import MalformedFrameError
 
 PROTOCOL_VERSION = 1
@@ -64,6 +65,10 @@ def encode_plan(plan: Plan, *, step_traceparent: str, attempt_traceparents: dict
         releases=to_column(plan.releases),
         traceparent=step_traceparent,
     )
+    if plan.swap_outs or plan.swap_ins:
+        message.swap_out_blocks, message.swap_out_host_blocks = map(to_column, joined(plan.swap_outs))
+        message.swap_in_host_blocks, message.swap_in_blocks = map(to_column, joined(plan.swap_ins))
+        message.copy_ids = to_column([copy.copy_id for copy in plan.swap_outs + plan.swap_ins])
     return plan_pb2.SchedulerMessage(epoch=plan.epoch, plan=message).SerializeToString()
 
 
@@ -103,6 +108,7 @@ def _step_done(peer: ev.Peer, epoch: int, result: plan_pb2.StepResult) -> ev.Ste
         raise MalformedFrameError("several tokens per row were not planned")
     try:
         rows, tokens = from_columns(result.rows, result.tokens)
+        completed_copies = from_column(result.completed_copies).tolist()
     except MalformedColumnError as error:
         raise MalformedFrameError(str(error)) from None
     return ev.StepDone(
@@ -115,6 +121,9 @@ def _step_done(peer: ev.Peer, epoch: int, result: plan_pb2.StepResult) -> ev.Ste
             ev.FailedRow(row=failure.row, generation=failure.generation, reason=failure.reason[:500])
             for failure in result.failures
         ),
+        completed_copies=completed_copies,
+        copied_blocks=result.timings.copied_blocks,
+        copy_s=result.timings.copy_ns / 1e9,
     )
 
 
@@ -144,4 +153,5 @@ def _hello(peer: ev.Peer, hello: plan_pb2.Hello) -> ev.WorkerHello:
         num_blocks=hello.num_blocks,
         max_rows=hello.max_rows,
         max_tokens_per_step=hello.max_tokens_per_step,
+        num_host_blocks=min(hello.num_host_blocks, _MAX_BLOCKS),
     )

@@ -126,6 +126,8 @@ class Admission:
 
     def _waits_for_prefix(self, request: Request) -> bool:
         cache = self._worker.pool.cache
+        if self._worker.swapped_here(request) is not None:
+            return False
         keys = self._worker.shareable_keys(request)
         num_cached = len(cache.match(keys))
         if num_cached == len(keys) or not cache.is_pending(keys[num_cached]):

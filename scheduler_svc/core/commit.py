@@ -68,6 +68,9 @@ def settle(worker: Worker, event: StepDone, now: float) -> Settled:
     if len(event.tokens) and not 0 <= event.tokens.min() <= event.tokens.max() < worker.model.vocab_size:
         raise ProtocolViolationError(f"step {event.step} sampled a token outside the vocabulary")
 
+    if not set(record.copy_ids) <= set(event.completed_copies):
+        raise ProtocolViolationError(f"step {event.step} was answered without its block copies")
+
     worker.in_flight.popleft()
     worker.answered_step = record.step
     worker.clock.observe(record.num_tokens, now - record.started)
@@ -86,6 +89,9 @@ def settle(worker: Worker, event: StepDone, now: float) -> Settled:
             settled.prefilled.append(request)
     _settle_departures(worker, record.step, settled)
     worker.pool.step_answered(record.step)
+    worker.swap.pool.step_answered(record.step)
+    if event.copied_blocks:
+        worker.swap.copy_measured(event.copied_blocks, event.copy_s)
     return settled
 
 

@@ -116,6 +116,7 @@ class WorkerHello:
     num_blocks: int
     max_rows: int
     max_tokens_per_step: int
+    num_host_blocks: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,6 +157,11 @@ class StepDone:
     tokens: Int32Array
     """One token per row."""
     failures: tuple[FailedRow, ...] = ()
+    completed_copies: Sequence[int] = ()
+    """Ids of the block copies that are done."""
+    copied_blocks: int = 0
+    copy_s: float = 0.0
+    """How long copying them took."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,6 +16,7 @@ from scheduler_svc.core.config import CoreConfig
 from scheduler_svc.core.request import Request, RequestState
 from scheduler_svc.core.rows import RowTable
 from scheduler_svc.core.step_clock import StepClock
+from scheduler_svc.core.swapping import SwapSpace
 from scheduler_svc.core.worker import Worker
 
 OWN_STALL_S = 0.5
@@ -113,6 +114,7 @@ class Fleet:
             capacity=Capacity(config.capacity, num_blocks, config.watermark),
             gate=BatchGate(config.batching),
             shares_prefixes=config.prefix_cache == "hash",
+            swap=SwapSpace(hello.num_host_blocks),
         )
         return worker
 

@@ -56,9 +56,13 @@ class Forecast:
                 return min(mean.value, most)
         return most
 
+    def prefill_token_s(self) -> float:
+        """Time to compute one prompt token; 0 before anything was measured."""
+        return self._prefill_token.value if self._prefill_token is not None else 0.0
+
     def prefill_s(self, request: Request) -> float:
         """Time to compute the request's known tokens."""
-        return self._prefill_token.value * len(request.tokens) if self._prefill_token is not None else 0.0
+        return self.prefill_token_s() * len(request.tokens)
 
     def decode_s(self, request: Request) -> float:
         """Time to generate what is still to come."""

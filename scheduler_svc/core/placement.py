@@ -10,9 +10,14 @@ its backlog outweighs what the prefix saves: that bounds hot spots (the cost mod
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from scheduler_svc.core.events import Int32Array
 from scheduler_svc.core.request import Request
+from scheduler_svc.core.swapping import SwappedKV
 from scheduler_svc.core.worker import Worker
+
+_NO_BLOCKS = np.zeros(0, np.int32)
 
 DECODE_COST = 32
 """What a running request slows a prompt down by, in prompt tokens."""
@@ -26,11 +31,14 @@ class Room:
     """Blocks of its prefix that are there already."""
     num_new: int
     """Blocks to take beside them."""
+    swapped: SwappedKV | None = None
+    """Its KV in the worker's host memory, to be copied to the first of the new blocks."""
 
 
 def find_room(worker: Worker, request: Request) -> Room | None:
     """Where the request's KV would go on this worker, or None when it does not fit now."""
-    cached = worker.pool.cache.match(worker.shareable_keys(request))
+    swapped = worker.swapped_here(request)
+    cached = _NO_BLOCKS if swapped is not None else worker.pool.cache.match(worker.shareable_keys(request))
     block_size = worker.rows.block_size
     num_new = -(-len(request.tokens) // block_size) - len(cached)
     limit = min(request.limit, worker.max_model_len)
@@ -41,7 +49,7 @@ def find_room(worker: Worker, request: Request) -> Room | None:
         # Cached blocks that nobody holds are available until they are shared.
         num_available=worker.pool.num_available - worker.pool.count_idle(cached),
     )
-    return Room(cached, num_new) if fits else None
+    return Room(cached, num_new, swapped) if fits else None
 
 
 class Placement:

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from scheduler_svc.core.events import Int32Array, Peer
+from scheduler_svc.core.swapping import BlockCopy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +46,10 @@ class Plan:
     chunk_lengths: Int32Array
     holds: Int32Array
     releases: Int32Array
+    swap_outs: tuple[BlockCopy, ...] = ()
+    """Device to host, before anything else touches the blocks."""
+    swap_ins: tuple[BlockCopy, ...] = ()
+    """Host to device, before the forward pass."""
     num_decodes: int
     """Decode rows that take part."""
     num_tokens: int

@@ -18,10 +18,12 @@ import numpy as np
 from scheduler_svc.core.admission import Admission, Refusal, victims_for_urgent
 from scheduler_svc.core.config import CoreConfig
 from scheduler_svc.core.events import Int32Array
+from scheduler_svc.core.forecast import Forecast
 from scheduler_svc.core.placement import Room
 from scheduler_svc.core.plan import Plan, RowAdmission
 from scheduler_svc.core.request import Request, RequestState, as_column
 from scheduler_svc.core.rows import DECODE
+from scheduler_svc.core.swapping import BlockCopy
 from scheduler_svc.core.tenants import Tenants
 from scheduler_svc.core.waiting import WaitingQueue
 from scheduler_svc.core.worker import StepInFlight, Worker
@@ -49,6 +51,7 @@ class Planner:
         fleet: Sequence[Worker],
         waiting: WaitingQueue,
         tenants: Tenants,
+        forecast: Forecast,
         config: CoreConfig,
         frontends: dict[bytes, int],
         now: float,
@@ -59,6 +62,9 @@ class Planner:
         self._pool = worker.pool
         self._waiting = waiting
         self._tenants = tenants
+        self._forecast = forecast
+        self._swap_outs: list[BlockCopy] = []
+        self._swap_ins: list[BlockCopy] = []
         self._config = config
         self._frontends = frontends
         self._now = now
@@ -82,7 +88,7 @@ class Planner:
         if not self._out_of_memory:
             self._worker.capacity.went_well()
             self._admit()
-        if len(decodes) or self._chunk_rows:
+        if len(decodes) or self._chunk_rows or self._swap_outs:
             self._outcome.plan = self._issue(decodes)
         return self._outcome
 
@@ -136,7 +142,14 @@ class Planner:
         return int(occupied[np.argmax(self._rows.rank[occupied])])
 
     def _preempt(self, row: int) -> None:
-        request = self._worker.vacate(row)
+        worker, forecast_s = self._worker, self._forecast.prefill_token_s()
+        num_computed = self._rows.num_computed(row)
+        num_blocks = -(-num_computed // self._rows.block_size)
+        if worker.swap.is_cheaper(num_blocks=num_blocks, recompute_s=forecast_s * num_computed):
+            request, copy = worker.swap_out(row)
+            self._swap_outs.append(copy)
+        else:
+            request = worker.vacate(row)
         request.preempted_at = request.num_generated
         self._outcome.preempted.append(request)
         self._worker.counters.preemptions += 1
@@ -182,12 +195,18 @@ class Planner:
         self._pool.share(room.cached)
         blocks = np.concatenate((room.cached, self._pool.take(room.num_new)))
         num_cached_tokens = len(room.cached) * self._rows.block_size
+        num_computed = num_cached_tokens
+        if room.swapped is not None:
+            self._swap_ins.append(self._worker.swap.back(room.swapped.host_blocks, blocks))
+            num_computed = room.swapped.num_tokens
+            self._worker.release_swapped(request, last_step=self._worker.last_step + 1)
         request.limit = min(request.limit, self._worker.max_model_len)
         row = self._rows.occupy(
             request,
             frontend_index=self._frontends[request.key.frontend],
             blocks=blocks,
-            num_computed=num_cached_tokens,
+            num_computed=num_computed,
+            num_published=len(room.cached),
             rank=self._waiting.rank(request),
         )
         self._worker.prefilling.append(row)
@@ -208,7 +227,7 @@ class Planner:
             generation=int(self._rows.generation[row]),
             token_ids=as_column(request.tokens),
             num_prompt_tokens=request.num_prompt_tokens,
-            num_computed_tokens=num_cached_tokens,
+            num_computed_tokens=num_computed,
             blocks=blocks,
             sampling=request.sampling,
             request_id=request.request_id,
@@ -246,6 +265,7 @@ class Planner:
                 num_tokens=num_tokens,
                 num_prefill_tokens=num_tokens - len(decodes),
                 started=self._now,
+                copy_ids=[copy.copy_id for copy in self._swap_outs + self._swap_ins],
                 deadline=self._now + deadline,
             )
         )
@@ -263,6 +283,8 @@ class Planner:
             chunk_lengths=np.array(self._chunk_lengths, np.int32) if self._chunk_rows else _NO_ROWS,
             holds=holds,
             releases=releases,
+            swap_outs=tuple(self._swap_outs),
+            swap_ins=tuple(self._swap_ins),
             num_decodes=len(decodes),
             num_tokens=num_tokens,
             traced_rows=self._traced(decodes),

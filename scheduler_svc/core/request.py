@@ -16,6 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from scheduler_svc.core.events import Int32Array, Peer
+from scheduler_svc.core.swapping import SwappedKV
 from shared.prefix_keys import BlockKey
 
 TOKEN_BYTES = 4
@@ -101,6 +102,8 @@ class Request:
     preemptions: int = 0
     preempted_at: int = -1
     """Generated tokens when it was last preempted; it is not paused again before it has more."""
+    swapped: SwappedKV | None = None
+    """Its KV in a worker's host memory, while it waits after having been swapped out."""
     unsettled: bool = False
     """Steps in flight still name a row that it has left."""
     credit_remainder: int = 0

@@ -78,7 +78,14 @@ class RowTable:
         return self._decoding
 
     def occupy(
-        self, request: Request, *, frontend_index: int, blocks: Int32Array, num_computed: int, rank: float
+        self,
+        request: Request,
+        *,
+        frontend_index: int,
+        blocks: Int32Array,
+        num_computed: int,
+        num_published: int,
+        rank: float,
     ) -> int:
         """Puts a request into a free row, in prefill; returns the row."""
         row = self._free.pop()
@@ -86,7 +93,7 @@ class RowTable:
         self.requests[row] = request
         self._tables[row] = blocks
         self._num_blocks[row] = len(blocks)
-        self.published[row] = num_computed // self.block_size
+        self.published[row] = num_published
         self.state[row] = PREFILL
         self.generation[row] += 1
         self.length[row] = self.committed[row] = num_tokens

@@ -51,6 +51,10 @@ class WorkerStats:
     blocks_held: int
     rows_running: int
     draining: bool
+    host_blocks_total: int
+    host_blocks_held: int
+    swapped_out_blocks: int
+    swapped_in_blocks: int
     plans_in_flight: int
     last_step_tokens: int
     counters: WorkerCounters
@@ -127,7 +131,9 @@ class Scheduler:
         if due is None or due > now:
             return None
         fleet = list(self._fleet)
-        outcome = Planner(worker, fleet, self._waiting, self._tenants, self._config, self._frontends, now).run()
+        outcome = Planner(
+            worker, fleet, self._waiting, self._tenants, self._forecast, self._config, self._frontends, now
+        ).run()
         for refusal in outcome.refused:
             self._end(refusal.request, refusal.reason, now, message=refusal.message)
         for request in outcome.preempted:
@@ -140,6 +146,7 @@ class Scheduler:
                 request = self._requests[key]
                 self._queued_tokens -= request.queued_tokens
                 request.queued_tokens = 0
+                self._drop_swapped(request)
                 if request.state is RequestState.RUNNING:
                     self._running[key] = (worker, admission.row)
                 self._recent_wait += 0.1 * (now - admission.queued_since - self._recent_wait)
@@ -174,6 +181,10 @@ class Scheduler:
                     blocks_held=worker.pool.num_held,
                     rows_running=worker.rows.num_running,
                     draining=worker.draining,
+                    host_blocks_total=worker.swap.pool.num_blocks,
+                    host_blocks_held=worker.swap.pool.num_held,
+                    swapped_out_blocks=worker.swap.swapped_out_blocks,
+                    swapped_in_blocks=worker.swap.swapped_in_blocks,
                     plans_in_flight=len(worker.in_flight),
                     last_step_tokens=worker.last_tokens,
                     counters=worker.counters,
@@ -201,6 +212,10 @@ class Scheduler:
         live = [request.key for request in queued] + list(self._running) + ending
         assert sorted(live) == sorted(self._requests), "a request is nowhere or in two places"
         assert all(request.state is RequestState.WAITING for request in queued)
+        for worker in self._fleet:
+            worker.swap.pool.validate(
+                r.swapped.host_blocks for r in queued if r.swapped is not None and r.swapped.epoch == worker.epoch
+            )
         assert self._queued_tokens == sum(request.queued_tokens for request in queued)
 
     # ---------------------------------------------------------------- front ends and requests
@@ -330,6 +345,7 @@ class Scheduler:
         assert self._requests.pop(request.key) is request
         was = request.state
         request.state = RequestState.FINISHED
+        self._drop_swapped(request)
         running = self._running.pop(request.key, None)
         if running is not None:
             worker, row = running
@@ -362,6 +378,13 @@ class Scheduler:
                 queued_s=(request.first_planned or now) - request.arrival,
             )
         )
+
+    def _drop_swapped(self, request: Request) -> None:
+        """Frees the host memory of a request that is over or goes on elsewhere."""
+        if request.swapped is not None:
+            for worker in self._fleet:
+                worker.release_swapped(request, last_step=worker.last_step)
+            request.swapped = None
 
     def _retry_ms(self) -> int:
         """When a refused client should try again: about as long as requests wait at present."""

@@ -17,6 +17,7 @@ from scheduler_svc.core.events import Int32Array, ModelFacts, Peer
 from scheduler_svc.core.request import Request
 from scheduler_svc.core.rows import RowTable
 from scheduler_svc.core.step_clock import StepClock
+from scheduler_svc.core.swapping import BlockCopy, SwappedKV, SwapSpace
 from shared.prefix_keys import BlockKey, extend_keys, root_key
 
 
@@ -34,6 +35,8 @@ class StepInFlight:
     num_tokens: int
     num_prefill_tokens: int
     started: float
+    copy_ids: list[int]
+    """Block copies in it; all are done when it is answered."""
     """When it began on the worker, as far as is known: sent, or its predecessor answered."""
     deadline: float
 
@@ -80,6 +83,7 @@ class Worker:
     capacity: Capacity
     gate: BatchGate
     shares_prefixes: bool
+    swap: SwapSpace
     in_flight: deque[StepInFlight] = field(default_factory=deque)
     departed: dict[tuple[int, int], Departure] = field(default_factory=dict)
     prefilling: list[int] = field(default_factory=list)
@@ -96,6 +100,30 @@ class Worker:
 
     def vacate(self, row: int) -> Request:
         """Takes a request out of its row; blocks and answers in flight are accounted for. Returns the request."""
+        return self._vacate(row, self.last_step)
+
+    def swap_out(self, row: int) -> tuple[Request, BlockCopy]:
+        """As `vacate`, but the plan being made copies the row's KV to the host first."""
+        num_computed = self.rows.num_computed(row)
+        num_blocks = -(-num_computed // self.rows.block_size)
+        copy = self.swap.out(self.rows.blocks(row)[:num_blocks])
+        # The plan being made still reads the blocks.
+        request = self._vacate(row, self.last_step + 1)
+        request.swapped = SwappedKV(epoch=self.epoch, host_blocks=copy.targets, num_tokens=num_computed)
+        return request, copy
+
+    def swapped_here(self, request: Request) -> SwappedKV | None:
+        """The request's KV in this worker's host memory."""
+        return request.swapped if request.swapped is not None and request.swapped.epoch == self.epoch else None
+
+    def release_swapped(self, request: Request, *, last_step: int) -> None:
+        """The request needs its host blocks no longer once `last_step` is answered."""
+        swapped = self.swapped_here(request)
+        if swapped is not None:
+            self.swap.pool.release(swapped.host_blocks, last_step=last_step, answered_step=self.answered_step)
+            request.swapped = None
+
+    def _vacate(self, row: int, last_step: int) -> Request:
         generation = int(self.rows.generation[row])
         if row in self.prefilling:
             self.prefilling.remove(row)
@@ -105,7 +133,7 @@ class Worker:
             # What it has computed stays behind in the cache, generated tokens included.
             self._publish(row, request, blocks, min(num_computed, len(request.tokens)))
             self.pool.cache.computes_next(row, None)
-        self.pool.release(blocks, last_step=self.last_step, answered_step=self.answered_step)
+        self.pool.release(blocks, last_step=last_step, answered_step=self.answered_step)
         self.pending_leaves.append(row)
         if self.in_flight:
             self.departed[row, generation] = Departure(request, self.last_step, blocks)
@@ -122,7 +150,10 @@ class Worker:
         return self._keys(request)[: (len(request.tokens) - 1) // self.rows.block_size]
 
     def cached_tokens(self, request: Request) -> int:
-        """How many of the request's tokens are in the prefix cache."""
+        """How many of the request's tokens need not be computed here."""
+        swapped = self.swapped_here(request)
+        if swapped is not None:
+            return swapped.num_tokens
         return len(self.pool.cache.match(self.shareable_keys(request))) * self.rows.block_size
 
     def prefill_backlog(self) -> int:

@@ -56,6 +56,8 @@ class ModelWorker:
     last_step: int = 0
     rows: dict[int, _Row] = field(default_factory=dict)
     generations: dict[int, int] = field(default_factory=dict)
+    num_host_blocks: int = 0
+    host: dict[tuple[int, int], tuple[int, int]] = field(default_factory=dict)
     kv: dict[tuple[int, int], tuple[int, int]] = field(default_factory=dict)
 
     def hello(self, worker_id: str = "w") -> ev.WorkerHello:
@@ -76,6 +78,7 @@ class ModelWorker:
             num_blocks=self.num_blocks,
             max_rows=self.max_rows,
             max_tokens_per_step=self.max_tokens_per_step,
+            num_host_blocks=self.num_host_blocks,
         )
 
     def execute(self, plan: Plan) -> ev.StepDone:
@@ -85,6 +88,8 @@ class ModelWorker:
         self.last_step = plan.step
         for row in plan.leaves.tolist():
             del self.rows[row]
+        for copy in plan.swap_outs:
+            self._copy(self.kv, copy.sources.tolist(), self.host, copy.targets.tolist())
         for admission in plan.admissions:
             assert admission.row not in self.rows, "admission to an occupied row"
             assert 0 <= admission.row < self.max_rows
@@ -101,7 +106,22 @@ class ModelWorker:
         for row in plan.releases.tolist():
             assert self.rows[row].held
             self.rows[row].held = False
+        for copy in plan.swap_ins:
+            self._copy(self.host, copy.sources.tolist(), self.kv, copy.targets.tolist())
         return self._forward(plan)
+
+    def _copy(
+        self,
+        source: dict[tuple[int, int], tuple[int, int]],
+        source_blocks: list[int],
+        target: dict[tuple[int, int], tuple[int, int]],
+        target_blocks: list[int],
+    ) -> None:
+        assert len(source_blocks) == len(target_blocks) == len(set(target_blocks))
+        for old, new in zip(source_blocks, target_blocks, strict=True):
+            for offset in range(self.block_size):
+                if (old, offset) in source:
+                    target[new, offset] = source[old, offset]
 
     def _forward(self, plan: Plan) -> ev.StepDone:
         decodes = [index for index, row in self.rows.items() if row.decoding and not row.held]
@@ -135,6 +155,7 @@ class ModelWorker:
             step=plan.step,
             rows=np.array([index for index, _ in sampled], np.int32),
             tokens=np.array([token for _, token in sampled], np.int32),
+            completed_copies=[copy.copy_id for copy in plan.swap_outs + plan.swap_ins],
         )
 
     def _slot(self, row: _Row, position: int) -> tuple[int, int]:

@@ -87,7 +87,7 @@ def test_every_interleaving_keeps_every_promise(
                 cluster.lose(peers[first])
             case "join":
                 incarnation += 1
-                cluster.join(ModelWorker(b"w/%d" % incarnation, second, 4, 5, 8), f"w{first}")
+                cluster.join(ModelWorker(b"w/%d" % incarnation, second, 4, 5, 8, num_host_blocks=second), f"w{first}")
             case "time":
                 cluster.now += first / 1000
                 cluster.handle(ev.TimePassed())

@@ -17,7 +17,7 @@ Rows: the worker keeps a table of rows. A plan carries differences only. A row i
 tokens are computed; it then samples once and is a decode row. Every decode row takes part in every step, one token
 each, unless it is held. Prefill rows take part only when the plan gives them a chunk.
 
-Order inside a plan: leaves, admissions, appends, holds and releases, forward, sample. Nothing named in a plan is
+Order inside a plan: leaves, swap-outs, admissions, appends, holds and releases, swap-ins, forward, sample. Nothing named in a plan is
 handed out again by the scheduler before that plan's step has been answered.
 """
 
@@ -397,6 +397,11 @@ class Plan(_message.Message):
     HOLDS_FIELD_NUMBER: _builtins.int
     RELEASES_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
+    SWAP_OUT_BLOCKS_FIELD_NUMBER: _builtins.int
+    SWAP_OUT_HOST_BLOCKS_FIELD_NUMBER: _builtins.int
+    SWAP_IN_HOST_BLOCKS_FIELD_NUMBER: _builtins.int
+    SWAP_IN_BLOCKS_FIELD_NUMBER: _builtins.int
+    COPY_IDS_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     """Counts from 1 within the epoch, without gaps."""
     leaves: _builtins.bytes
@@ -417,6 +422,16 @@ class Plan(_message.Message):
     """Column of held rows that take part again from this step on."""
     traceparent: _builtins.str
     """W3C traceparent of the scheduler.step span when this step is traced, else empty."""
+    swap_out_blocks: _builtins.bytes
+    """Columns of blocks copied from device to host, in KV group 0, before anything else in this plan touches them."""
+    swap_out_host_blocks: _builtins.bytes
+    """See swap_out_blocks."""
+    swap_in_host_blocks: _builtins.bytes
+    """Columns of blocks copied from host to device, in KV group 0, before the forward pass."""
+    swap_in_blocks: _builtins.bytes
+    """See swap_in_host_blocks."""
+    copy_ids: _builtins.bytes
+    """Column of the ids of this plan's copies; the result lists those that are done."""
     @_builtins.property
     def admissions(self) -> _containers.RepeatedCompositeFieldContainer[Global___Admission]:
         """Rows that arrive."""
@@ -435,10 +450,15 @@ class Plan(_message.Message):
         holds: _builtins.bytes = ...,
         releases: _builtins.bytes = ...,
         traceparent: _builtins.str = ...,
+        swap_out_blocks: _builtins.bytes = ...,
+        swap_out_host_blocks: _builtins.bytes = ...,
+        swap_in_host_blocks: _builtins.bytes = ...,
+        swap_in_blocks: _builtins.bytes = ...,
+        copy_ids: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["admissions", b"admissions", "append_blocks", b"append_blocks", "append_groups", b"append_groups", "append_rows", b"append_rows", "chunk_lengths", b"chunk_lengths", "chunk_rows", b"chunk_rows", "holds", b"holds", "leaves", b"leaves", "releases", b"releases", "step", b"step", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["admissions", b"admissions", "append_blocks", b"append_blocks", "append_groups", b"append_groups", "append_rows", b"append_rows", "chunk_lengths", b"chunk_lengths", "chunk_rows", b"chunk_rows", "copy_ids", b"copy_ids", "holds", b"holds", "leaves", b"leaves", "releases", b"releases", "step", b"step", "swap_in_blocks", b"swap_in_blocks", "swap_in_host_blocks", b"swap_in_host_blocks", "swap_out_blocks", b"swap_out_blocks", "swap_out_host_blocks", b"swap_out_host_blocks", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -556,6 +576,7 @@ class StepResult(_message.Message):
     COUNTS_FIELD_NUMBER: _builtins.int
     FAILURES_FIELD_NUMBER: _builtins.int
     TIMINGS_FIELD_NUMBER: _builtins.int
+    COMPLETED_COPIES_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     """The plan's step."""
     rows: _builtins.bytes
@@ -564,6 +585,8 @@ class StepResult(_message.Message):
     """Column of tokens, grouped by row in the order of `rows`."""
     counts: _builtins.bytes
     """Column with the number of tokens per row. Empty: one each."""
+    completed_copies: _builtins.bytes
+    """Column of the ids of copies that are done."""
     @_builtins.property
     def failures(self) -> _containers.RepeatedCompositeFieldContainer[Global___RowFailure]:
         """Rows that failed alone. They do not appear in `rows`."""
@@ -581,10 +604,11 @@ class StepResult(_message.Message):
         counts: _builtins.bytes = ...,
         failures: _abc.Iterable[Global___RowFailure] | None = ...,
         timings: Global___StepTimings | None = ...,
+        completed_copies: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["timings", b"timings"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["counts", b"counts", "failures", b"failures", "rows", b"rows", "step", b"step", "timings", b"timings", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["completed_copies", b"completed_copies", "counts", b"counts", "failures", b"failures", "rows", b"rows", "step", b"step", "timings", b"timings", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -633,6 +657,8 @@ class StepTimings(_message.Message):
     SAMPLE_NS_FIELD_NUMBER: _builtins.int
     IDLE_BEFORE_NS_FIELD_NUMBER: _builtins.int
     NUM_TOKENS_FIELD_NUMBER: _builtins.int
+    COPIED_BLOCKS_FIELD_NUMBER: _builtins.int
+    COPY_NS_FIELD_NUMBER: _builtins.int
     received_unix_ns: _builtins.int
     """The plan was read from the socket, nanoseconds."""
     started_unix_ns: _builtins.int
@@ -647,6 +673,10 @@ class StepTimings(_message.Message):
     """How long the device had nothing to do before this step, nanoseconds."""
     num_tokens: _builtins.int
     """Tokens computed in the step."""
+    copied_blocks: _builtins.int
+    """Blocks swapped in and out."""
+    copy_ns: _builtins.int
+    """Duration of copying them, nanoseconds."""
     def __init__(
         self,
         *,
@@ -657,10 +687,12 @@ class StepTimings(_message.Message):
         sample_ns: _builtins.int = ...,
         idle_before_ns: _builtins.int = ...,
         num_tokens: _builtins.int = ...,
+        copied_blocks: _builtins.int = ...,
+        copy_ns: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["forward_ns", b"forward_ns", "idle_before_ns", b"idle_before_ns", "num_tokens", b"num_tokens", "prepare_ns", b"prepare_ns", "received_unix_ns", b"received_unix_ns", "sample_ns", b"sample_ns", "started_unix_ns", b"started_unix_ns"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["copied_blocks", b"copied_blocks", "copy_ns", b"copy_ns", "forward_ns", b"forward_ns", "idle_before_ns", b"idle_before_ns", "num_tokens", b"num_tokens", "prepare_ns", b"prepare_ns", "received_unix_ns", b"received_unix_ns", "sample_ns", b"sample_ns", "started_unix_ns", b"started_unix_ns"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
