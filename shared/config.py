@@ -76,6 +76,7 @@ class WorkerConfig:
     load_format: str = _option("auto", "'auto' reads the weights, 'random' makes them", choices=("auto", "random"))
     block_size: int = _option(16, "tokens per KV block")
     kv_cache_memory: str = _option("512MiB", "memory for KV blocks on a CPU, e.g. 2GiB")
+    swap_space: str = _option("0", "host memory for the KV of paused requests, e.g. 4GiB; 0: compute it again instead")
     gpu_memory_utilization: float = _option(0.9, "share of a GPU's memory that the worker may use")
     max_num_seqs: int = _option(64, "rows the worker can hold")
     max_num_batched_tokens: int = _option(512, "most tokens the worker computes in one step")

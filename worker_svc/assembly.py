@@ -40,7 +40,9 @@ def build_engine(
         limits.max_rows * limits.max_blocks_per_row,
         setting,
     )
-    limits = dataclasses.replace(limits, num_blocks=num_blocks)
+    bytes_per_block = block_bytes(model.kv_shapes, limits.block_size, description.dtype)
+    num_host_blocks = parse_bytes(config.swap_space) // bytes_per_block
+    limits = dataclasses.replace(limits, num_blocks=num_blocks, num_host_blocks=num_host_blocks)
     caches = allocate(model.kv_shapes, num_blocks, limits.block_size, description.dtype, device, setting)
     return Engine(model, caches, limits, device, tracer)
 

@@ -14,7 +14,7 @@ import torch
 from opentelemetry.trace import Span, Tracer
 
 from protos.quire.plan.v1 import plan_pb2
-from shared.columns import to_column
+from shared.columns import Int32Array, to_column
 from worker_svc.batch import BatchBuilder, StepBatch
 from worker_svc.block_tables import IntArray
 from worker_svc.executor import DeviceTimes, DoneStep, StepInFlight, make_executor
@@ -22,6 +22,7 @@ from worker_svc.limits import Limits
 from worker_svc.model.base import KVCache, Model
 from worker_svc.rows import RowTable
 from worker_svc.sampler import FAILED, Sampler
+from worker_svc.swap import Copies, HostPool, copy_ids
 from worker_svc.tracing import Tracing
 
 _NO_ROWS = np.zeros(0, np.int64)
@@ -42,6 +43,8 @@ class _Launched:
     prepare_ns: int
     spans: tuple[Span, ...]
     in_flight: StepInFlight
+    copies: tuple[Copies, Copies]
+    copy_ids: Int32Array
 
 
 class Engine:
@@ -52,6 +55,7 @@ class Engine:
     ) -> None:
         self._model = model
         self._caches = caches
+        self._host_pool = HostPool(caches, limits.num_host_blocks)
         self._device = device
         self._rows = RowTable(limits, device)
         self._batches = BatchBuilder(self._rows, device)
@@ -97,7 +101,9 @@ class Engine:
         """
         began, began_unix_ns = time.perf_counter_ns(), time.time_ns()
         self._tracing.rows_left(self._rows.leave(plan), self._rows.num_computed, began_unix_ns)
+        swapped_out = self._host_pool.swap_out(plan)
         self._rows.change(plan)
+        swapped_in = self._host_pool.swap_in(plan)
         self._tracing.rows_admitted(plan, began_unix_ns)
         failed_rows = self._rows.failed_rows()
         batch = self._batches.build(*self._rows.chunks(plan))
@@ -115,6 +121,8 @@ class Engine:
                 prepare_ns=prepare_ns,
                 spans=self._tracing.begin_step(plan, batch, began_unix_ns),
                 in_flight=in_flight,
+                copies=(swapped_out, swapped_in),
+                copy_ids=copy_ids(plan),
             )
         )
 
@@ -139,6 +147,10 @@ class Engine:
         result.failures.extend(_failures(*launched.left_out))
         result.rows = to_column(rows)
         result.tokens = to_column(tokens)
+        if len(launched.copy_ids):
+            result.completed_copies = to_column(launched.copy_ids)
+            result.timings.copied_blocks = sum(copies.num_blocks for copies in launched.copies)
+            result.timings.copy_ns = sum(copies.elapsed_ns() for copies in launched.copies)
         return result
 
     def reset(self) -> None:

@@ -13,6 +13,7 @@ class Limits:
     block_size: int
     num_blocks: int
     vocab_size: int
+    num_host_blocks: int = 0
     num_kv_groups: int = 1
 
     @property

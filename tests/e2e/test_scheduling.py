@@ -102,3 +102,22 @@ async def _drain_under_load(target: str, answers: list[Answer], *, move: bool) -
         assert (await workers())[name].running_requests == 0
         resumed = await admin.ResumeWorker(admin_pb2.ResumeWorkerRequest(worker_id=name))
         assert not resumed.worker.draining
+
+
+def test_swapped_requests_deliver_the_oracles_tokens(tmp_path: Path) -> None:
+    """With too little KV memory and room in the host's, paused requests come back from there, with the same tokens."""
+    checkpoint = make_checkpoint("LlamaForCausalLM", tmp_path / "model")
+    oracle = Oracle(checkpoint)
+    prompts = draw_prompts(LENGTHS, oracle.vocab_size, seed=7)
+    memory = kv_memory(checkpoint, num_blocks=16, block_size=16)
+    flags = (f"--kv-cache-memory={memory}", "--swap-space=16MiB", "--max-num-seqs=8", "--dtype=float32")
+    with serve(checkpoint, *flags) as served:
+        answers = generate_all(served.grpc, prompts, [60] * len(prompts))
+        assert served.metric("quire_swapped_out_blocks_total") > 0, "nothing was swapped: the pool is too large"
+        assert served.metric("quire_swapped_in_blocks_total") > 0
+        assert served.metric("quire_host_blocks_held") == served.metric("quire_kv_blocks", state="held") == 0
+    tally = Tally()
+    for answer in answers:
+        assert len(answer.tokens) == 60
+        oracle.check_greedy(answer.prompt, answer.tokens, tally)
+    assert tally.near_ties * 1000 < tally.tokens, tally
