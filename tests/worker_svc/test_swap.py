@@ -1,0 +1,62 @@
+"""What the worker's host pool promises: KV that was swapped out comes back as it was."""
+
+from pathlib import Path
+
+from protos.quire.plan.v1 import plan_pb2
+from shared.columns import from_column, to_column
+from tests.checkpoints import VOCAB_SIZE, make_checkpoint
+from tests.worker_svc.driver import Driver, make_engine
+
+
+def test_swapped_kv_comes_back_as_it_was(tmp_path: Path) -> None:
+    """A row whose blocks were swapped out, overwritten by another row and swapped into other blocks continues with the
+    same tokens, computing only its newest one; the copies are reported as done."""
+    folder = make_checkpoint("LlamaForCausalLM", tmp_path)
+    prompt, other = ([(7 * index + start) % VOCAB_SIZE for index in range(20)] for start in (3, 5))
+    expected = Driver(make_engine(folder, block_size=8)).generate(prompt, 4)
+    engine = make_engine(folder, block_size=8, max_num_seqs=2, swap_space="1MiB")
+
+    def admission(row: int, generation: int, tokens: list[int], blocks: list[int], computed: int) -> plan_pb2.Admission:
+        return plan_pb2.Admission(
+            row=row, generation=generation, token_ids=to_column(tokens), block_tables=[to_column(blocks)],
+            num_prompt_tokens=20, num_computed_tokens=computed,
+        )  # fmt: skip
+
+    first = engine.handle(
+        plan_pb2.Plan(
+            step=1,
+            admissions=[admission(0, 1, prompt, [1, 2, 3], 0)],
+            chunk_rows=to_column([0]),
+            chunk_lengths=to_column([20]),
+        )
+    )
+    assert from_column(first.tokens).tolist() == expected[:1]
+    swapped = engine.handle(
+        plan_pb2.Plan(
+            step=2,
+            leaves=to_column([0]),
+            swap_out_blocks=to_column([1, 2, 3]),
+            swap_out_host_blocks=to_column([4, 0, 2]),
+            copy_ids=to_column([11]),
+            admissions=[admission(0, 2, other, [1, 2, 3], 0)],
+            chunk_rows=to_column([0]),
+            chunk_lengths=to_column([20]),
+        )
+    )
+    assert from_column(swapped.completed_copies).tolist() == [11]
+    assert swapped.timings.copied_blocks == 3
+    tokens = [*prompt, *expected[:1]]
+    back = engine.handle(
+        plan_pb2.Plan(
+            step=3,
+            leaves=to_column([0]),
+            admissions=[admission(1, 1, tokens, [9, 8, 7], 20)],
+            swap_in_host_blocks=to_column([4, 0, 2]),
+            swap_in_blocks=to_column([9, 8, 7]),
+            copy_ids=to_column([12]),
+            chunk_rows=to_column([1]),
+            chunk_lengths=to_column([1]),
+        )
+    )
+    later = [engine.handle(plan_pb2.Plan(step=step)) for step in (4, 5)]
+    assert [from_column(result.tokens).tolist() for result in (back, *later)] == [[token] for token in expected[1:]]
