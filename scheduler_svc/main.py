@@ -5,6 +5,7 @@ import sys
 
 import zmq
 
+from scheduler_svc.collector import tame_collector
 from scheduler_svc.core.errors import InvalidLimitsError
 from scheduler_svc.service import SchedulerService
 from shared.config import SchedulerConfig
@@ -24,6 +25,7 @@ def run(config: SchedulerConfig) -> int:
         return 1
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: service.stop())
+    tame_collector()
     get_logger().info("scheduler is up", frontends=config.frontend_address, workers=config.worker_address)
     try:
         service.run()

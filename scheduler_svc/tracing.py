@@ -31,6 +31,7 @@ class SchedulerTracing:
     """Open spans by request and step. `clock_offset_ns` turns core time into Unix time."""
 
     def __init__(self, telemetry: Telemetry, clock_offset_ns: int) -> None:
+        self._exports = telemetry.exports
         self._tracer = telemetry.tracer
         self._step_tracer = telemetry.forced_tracer
         self._offset = clock_offset_ns
@@ -39,6 +40,8 @@ class SchedulerTracing:
 
     def plan_issued(self, plan: Plan, now: float) -> tuple[str, dict[StreamKey, str]]:
         """Opens the spans that a plan begins; returns the traceparents of the step and of each new attempt."""
+        if not self._exports:
+            return "", {}
         traceparents = {
             (admission.frontend, admission.stream): self._open_attempt(admission, now)
             for admission in plan.admissions

@@ -29,7 +29,9 @@ class Telemetry:
 
     def __init__(self, service: str) -> None:
         resource = Resource.create({"service.name": service, "process.pid": os.getpid()})
-        self._processor = BatchSpanProcessor(OTLPSpanExporter()) if exporting() else None
+        self.exports = exporting()
+        """Whether spans go anywhere."""
+        self._processor = BatchSpanProcessor(OTLPSpanExporter()) if self.exports else None
         if self._processor is None:
             provider = always = TracerProvider(resource=resource, sampler=ALWAYS_OFF)
         else:

@@ -10,6 +10,7 @@ prefix finds everything before it in the cache, and waits at exactly that key in
 Prompts have hundreds of blocks, so everything here takes whole chains and leaves the loops to dict and numpy.
 """
 
+from collections import deque
 from collections.abc import Sequence
 
 import numpy as np
@@ -55,8 +56,8 @@ class PrefixCache:
 
     def forget(self, blocks: Int32Array) -> None:
         """The blocks' memory is needed, or their content cannot be trusted."""
-        for block in blocks[self.holds[blocks]].tolist():
-            del self._blocks[self._keys.pop(block)]
+        keys = map(self._keys.pop, blocks[self.holds[blocks]].tolist())
+        deque(map(self._blocks.pop, keys), maxlen=0)
         self.holds[blocks] = False
 
     def computes_next(self, row: int, key: BlockKey | None) -> None:
