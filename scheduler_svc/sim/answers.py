@@ -13,8 +13,13 @@ from scheduler_svc.sim.oracle import VOCAB
 def malformed(rng: random.Random, answer: ev.StepDone, fault: Fault) -> ev.StepDone:
     """The answer with a mistake that the core must notice."""
     rows, tokens = answer.rows, answer.tokens
-    if fault is Fault.WRONG_STEP or (not len(rows) and fault is not Fault.WRONG_ROWS):
+    needs_rows = fault in (Fault.WRONG_TOKEN, Fault.MISSING_TOKEN)
+    if fault is Fault.WRONG_STEP or (needs_rows and not len(rows)):
         return dataclasses.replace(answer, step=answer.step + rng.choice((-1, 1, 2)))
+    if fault is Fault.MISSING_COPY and answer.completed_copies:
+        return dataclasses.replace(answer, completed_copies=())
+    if fault is Fault.MISSING_COPY:
+        return dataclasses.replace(answer, step=answer.step + 1)
     if fault is Fault.WRONG_TOKEN:
         wrong = tokens.copy()
         wrong[rng.randrange(len(wrong))] = rng.choice((-1, VOCAB))

@@ -4,6 +4,7 @@ A front end hears from the core without delay and acts with delay: what it says 
 real cluster.
 """
 
+import dataclasses
 import heapq
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -17,6 +18,7 @@ from scheduler_svc.sim.stream import Stream
 from scheduler_svc.sim.traffic import Traffic
 from scheduler_svc.sim.violation import StreamName, Violation
 from scheduler_svc.sim.world import World
+from shared.prefix_keys import BlockKey, extend_keys, root_key
 
 _MOST_HISTORY = 20
 _MOST_LOST = 3
@@ -51,6 +53,9 @@ class Clients:
         self._history: list[list[int]] = []
         self._deadlines: list[tuple[float, int, Stream]] = []
         self._expecting_end: list[Stream] = []
+        self._service: ef.ServiceChanged | None = None
+        self._refused = False
+        """The queue was full."""
 
     # ---------------------------------------------------------------- what front ends do
 
@@ -70,10 +75,16 @@ class Clients:
         world, shape = self._world, self._world.scenario.traffic
         if world.healed:
             return
+        gap = world.rng.expovariate(1 / shape.gap_s)
         for _ in range(world.rng.randint(1, shape.burst)):
             if len(self.live) < shape.most_live:
                 self._submit_new()
-        world.agenda.after(world.rng.expovariate(1 / shape.gap_s), self._burst)
+            if self._refused:
+                # Told to come back later, clients do.
+                gap *= 10
+                break
+        self._refused = False
+        world.agenda.after(gap, self._burst)
 
     def _submit_new(self) -> None:
         world = self._world
@@ -104,10 +115,25 @@ class Clients:
         if stream.end is not None:
             return
         event = stream.submission()
+        if self._service is not None and self._world.rng.random() < 0.5:
+            event = self._with_keys(event, self._service)
         stream.begin(self._world.now)
         if stream.deadline is not None:
             heapq.heappush(self._deadlines, (stream.deadline, stream.name.stream, stream))
         self._world.feed(event)
+
+    @staticmethod
+    def _with_keys(event: ev.RequestArrived, service: ef.ServiceChanged) -> ev.RequestArrived:
+        """The front end has hashed the prompt."""
+        assert service.model is not None
+        keys: list[BlockKey] = []
+        root = root_key(service.model.fingerprint, event.salt)
+        extend_keys(keys, root, event.token_ids.tobytes(), service.block_size)
+        return dataclasses.replace(event, block_keys=keys, block_size=service.block_size)
+
+    def service_changed(self, effect: ef.ServiceChanged) -> None:
+        """What is served has changed."""
+        self._service = effect if effect.model is not None and effect.block_size else None
 
     def _submit_again(self, stream: Stream) -> None:
         if stream.end is None and stream.known:
@@ -163,6 +189,8 @@ class Clients:
             if stream is None:
                 raise Violation("stream.unknown", f"a token for stream {number} of {effect.frontend!r}")
             stream.take(index, token, now)
+            if len(stream.tokens) > stream.allowed:
+                self._world.broken("stream.credit", f"token {index} with credit for {stream.allowed}", stream.name)
             if stream.must_end:
                 self._expecting_end.append(stream)
             elif stream.eventful:
@@ -191,6 +219,7 @@ class Clients:
         if stream is None:
             name = StreamName(effect.frontend, effect.stream)
             raise Violation("stream.ends_once", f"{effect.reason.name} of a stream that is not live", name)
+        self._refused |= effect.reason is EndReason.QUEUE_FULL
         stream.finish(effect, lambda reason: justified(stream, reason))
         self._gone(stream, effect.reason)
         if effect.reason in (EndReason.STOP, EndReason.LENGTH) and stream.tokens:
@@ -269,6 +298,7 @@ class Clients:
     def core_died(self) -> None:
         """The core is new; front ends say hello and submit their streams with what they have got."""
         world = self._world
+        self._service = None
         self._deadlines.clear()
         for frontend in self._frontends.values():
             frontend.joined = False

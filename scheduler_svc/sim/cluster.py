@@ -59,7 +59,9 @@ class Cluster:
         if epoch.number != event.epoch:
             return "stale"
         sound = epoch.in_flight[0].answer if epoch.in_flight else None
-        if sound is None or sound.step != event.step or not (sound.rows is event.rows and sound.tokens is event.tokens):
+        if sound is None or (sound.step, sound.completed_copies) != (event.step, event.completed_copies):
+            return "wrong"
+        if sound.rows is not event.rows or sound.tokens is not event.tokens:
             return "wrong"
         epoch.in_flight.popleft()
         epoch.model.answered_step = event.step
@@ -96,7 +98,8 @@ class Cluster:
                 longest = max(oldest.time + 2 * ceiling + oldest.excused, epoch.compiling_until)
                 if now > longest + _EPSILON:
                     age = now - oldest.time
-                    raise Violation("worker.overdue", f"step {oldest.answer.step} of {epoch.peer!r} is {age:.2f} s old")
+                    what = f"step {oldest.answer.step} of {epoch.peer!r} is {age:.2f} s old"
+                    self._world.broken("worker.overdue", what)
 
     def excuse(self, jump: float) -> None:
         """The scheduler stood still."""

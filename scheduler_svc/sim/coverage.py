@@ -2,7 +2,6 @@
 
 import enum
 from collections import Counter
-from dataclasses import fields
 
 from scheduler_svc.core import effects as ef
 from scheduler_svc.core import events as ev
@@ -25,6 +24,8 @@ class Limit(enum.Enum):
     QUEUE = "queue full"
     IN_FLIGHT = "max_plans_in_flight reached"
     MEMORY = "preempted"
+    SWAPPED_OUT = "swapped out"
+    SWAPPED_IN = "swapped in"
     CREDIT = "held out for credit"
     CONTEXT = "context full"
     OVERTAKEN = "overtaken"
@@ -32,13 +33,13 @@ class Limit(enum.Enum):
     SHARED = "prefix found in the cache"
     INNOCENT = "row failed by another row's spoilt prefix"
     MODEL = "model changed"
-    IDLE_CHECKED = "idle worker checked for work it could do"
+    IDLE = "idle worker checked for work it could do"
+    IDLE_WITH_WAITING = "idle worker, and requests wait that all do not fit"
 
 
 def expected_kinds() -> list[Kind]:
     """Every kind that a campaign must see at least once."""
-    config = {field.name for field in fields(CoreConfig)}
-    kinds = [
+    return [
         *(("event", kind.__name__) for kind in ev.Event.__args__),
         *(("effect", kind.__name__) for kind in ef.Effect.__args__),
         *(("end", reason.name) for reason in ef.EndReason),
@@ -50,8 +51,6 @@ def expected_kinds() -> list[Kind]:
         *(("victims", rule) for rule in VICTIM_RULES),
         *(("prefix cache", kind) for kind in ("hash", "off")),
     ]
-    assert {"policy", "capacity", "batching", "victim_rule", "prefix_cache"} <= config
-    return kinds
 
 
 class Coverage:
@@ -67,6 +66,14 @@ class Coverage:
     def fault(self, fault: Fault) -> None:
         """A fault was injected."""
         self.counts["fault", fault.name] += 1
+
+    def scenario(self, config: CoreConfig) -> None:
+        """A simulation with these limits."""
+        self.counts["policy", config.policy] += 1
+        self.counts["capacity", config.capacity] += 1
+        self.counts["batching", config.batching.mode] += 1
+        self.counts["victims", config.victim_rule] += 1
+        self.counts["prefix cache", config.prefix_cache] += 1
 
     def missing(self) -> list[Kind]:
         """Kinds that were not seen at all."""

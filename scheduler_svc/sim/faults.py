@@ -32,6 +32,7 @@ class Fault(enum.Enum):
     WRONG_STEP = enum.auto()
     WRONG_TOKEN = enum.auto()
     MISSING_TOKEN = enum.auto()
+    MISSING_COPY = enum.auto()
     UNKNOWN_FAILURE = enum.auto()
     FAILED_ROW = enum.auto()
     SPOILT_ROW = enum.auto()
@@ -74,14 +75,14 @@ class FaultRates:
 NONE = FaultRates((), 0.0, (), 0.0, {})
 
 
-def draw_rates(rng: random.Random) -> FaultRates:
-    """Draws the faults of one simulation."""
+def draw_rates(rng: random.Random, step: float) -> FaultRates:
+    """Draws the faults of one simulation whose steps take about `step` seconds."""
     of_steps = tuple(fault for fault in STEP_FAULTS if rng.random() < 0.4)
     timed = tuple(fault for fault in TIMED_FAULTS if rng.random() < 0.4)
     return FaultRates(
         of_steps=of_steps,
-        per_step=10 ** rng.uniform(-3.5, -1.3) if of_steps else 0.0,
+        per_step=10 ** rng.uniform(-3.0, -1.0) if of_steps else 0.0,
         timed=timed,
-        per_s=10 ** rng.uniform(-2, 0.5) if timed else 0.0,
+        per_s=10 ** rng.uniform(-4.5, -2.5) / step if timed else 0.0,
         of_requests={fault: 10 ** rng.uniform(-2.5, -0.5) for fault in REQUEST_FAULTS if rng.random() < 0.6},
     )

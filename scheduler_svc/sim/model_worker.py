@@ -6,7 +6,8 @@ checked in proportion to what a step changes:
 
 * a block has one writer, the row that it was given to when no table named it; others share it with its KV computed;
 * blocks that a row is given with their KV computed are compared slot by slot, after the step's writes;
-* a block that is given to a row to be written was in no table in a step that the scheduler had no answer to.
+* a block that is given to a row to be written was named by no step that the scheduler had no answer to; so it is with
+  host blocks.
 
 By induction no slot that a row relies on ever changes.
 
@@ -69,6 +70,9 @@ class ModelWorker:
     last_step: int = 0
     answered_step: int = 0
     """The newest step whose answer the scheduler has; kept by whoever delivers answers."""
+    num_host_blocks: int = 0
+    copy_s: float = 1e-4
+    """What copying a block takes."""
     num_usable: int = 0
     """The scheduler has agreed to use no more blocks; 0: all."""
     rows: dict[int, Row] = field(default_factory=dict)
@@ -80,9 +84,9 @@ class ModelWorker:
     _writer: list[Row | None] = field(default_factory=list)
     """Per block, the row that may write it."""
     _last_named: list[int] = field(default_factory=list)
-    """Per block, the last step in which a table named it that no longer does."""
+    """Per block, the last step that named it without a table that still does."""
     _spoils: dict[int, Spoil] = field(default_factory=dict)
-    """By block, as long as a slot of it is spoilt."""
+    """By block, as long as a slot of it is spoilt; host blocks count on from the device's."""
 
     def hello(self, worker_id: str = "w") -> ev.WorkerHello:
         """What the worker says first."""
@@ -102,6 +106,7 @@ class ModelWorker:
             num_blocks=self.num_blocks,
             max_rows=self.max_rows,
             max_tokens_per_step=self.max_tokens_per_step,
+            num_host_blocks=self.num_host_blocks,
         )
 
     def welcome(self, epoch: int) -> None:
@@ -110,10 +115,12 @@ class ModelWorker:
         self.rows.clear()
         self._generations.clear()
         self._spoils.clear()
-        self._values = [_NOTHING] * (self.num_blocks * self.block_size)
-        self._holders = [0] * self.num_blocks
-        self._writer = [None] * self.num_blocks
-        self._last_named = [0] * self.num_blocks
+        # Host blocks come after the device's.
+        num_all = self.num_blocks + self.num_host_blocks
+        self._values = [_NOTHING] * (num_all * self.block_size)
+        self._holders = [0] * num_all
+        self._writer = [None] * num_all
+        self._last_named = [0] * num_all
 
     def fail(self, row: int, *, spoil: bool) -> None:
         """The row fails when it samples next; with `spoil` its KV is worth nothing from the next step on."""
@@ -135,6 +142,14 @@ class ModelWorker:
         self.last_step = plan.step
         for index in plan.leaves.tolist():
             self._leave(index)
+        host = self.num_blocks
+        outs = [(copy.sources.tolist(), (copy.targets + host).tolist()) for copy in plan.swap_outs]
+        ins = [((copy.sources + host).tolist(), copy.targets.tolist()) for copy in plan.swap_ins]
+        # Before the admissions: who is admitted in this plan may share what is swapped in.
+        for _, targets in outs + ins:
+            self._check_unused(targets)
+        for sources, targets in outs:
+            self._copy(sources, targets)
         admitted = [(self._admit(admission), admission.num_computed_tokens) for admission in plan.admissions]
         for index, block in zip(plan.append_rows.tolist(), plan.append_blocks.tolist(), strict=True):
             row = self._row(index, "append")
@@ -150,6 +165,8 @@ class ModelWorker:
             if not row.held:
                 raise Violation("plan.hold", f"release of row {index}, which is not held", row.name)
             row.held = False
+        for sources, targets in ins:
+            self._copy(sources, targets)
         return self._forward(plan, admitted)
 
     # ---------------------------------------------------------------- rows and tables
@@ -184,7 +201,7 @@ class ModelWorker:
             value = extend(value, token, position)
             values.append(value)
         computed = admission.num_computed_tokens
-        row = Row(index, admission.generation, name, tokens, values, list(admission.blocks), computed)
+        row = Row(index, admission.generation, name, tokens, values, admission.blocks.tolist(), computed)
         self.rows[index] = row
         for number, block in enumerate(row.blocks):
             self._name_block(row, block, fresh=(number + 1) * self.block_size > computed)
@@ -208,6 +225,23 @@ class ModelWorker:
                 row.name,
             )
 
+    def _check_unused(self, blocks: list[int]) -> None:
+        """Nobody reads the blocks and no unanswered step names them."""
+        for block in blocks:
+            if self._holders[block] or self._last_named[block] > self.answered_step:
+                raise Violation("kv.reuse", f"block {block} is copied to; step {self._last_named[block]} may use it")
+
+    def _copy(self, sources: list[int], targets: list[int]) -> None:
+        if len(sources) != len(set(targets)) or max(sources + targets) >= len(self._holders):
+            raise Violation("plan.copy", f"blocks {sources} to {targets}")
+        size = self.block_size
+        for source, target in zip(sources, targets, strict=True):
+            self._last_named[source] = self._last_named[target] = self.last_step
+            self._values[target * size : (target + 1) * size] = self._values[source * size : (source + 1) * size]
+            self._spoils.pop(target, None)
+            if source in self._spoils:
+                self._spoils[target] = self._spoils[source]
+
     # ---------------------------------------------------------------- forward and sample
 
     def _forward(self, plan: Plan, admitted: list[tuple[Row, int]]) -> ev.StepDone:
@@ -224,14 +258,16 @@ class ModelWorker:
                 raise Violation("plan.chunk", f"chunk of {length} for row {index} at {row.computed}", row.name)
             work.append((row, length))
             num_tokens += length
-        if num_tokens != plan.num_tokens or num_tokens > self.max_tokens_per_step or not num_tokens:
+        if num_tokens != plan.num_tokens or num_tokens > self.max_tokens_per_step:
             raise Violation("plan.tokens", f"{num_tokens} tokens, the plan counts {plan.num_tokens}")
+        if not num_tokens and not plan.swap_outs:
+            raise Violation("plan.tokens", "a plan without work")
         # As in every layer of a real model: all KV of the batch is written before anything is read.
         for row, length in work:
             self._write(row, length)
         for row, given in admitted:
             self._read_prefix(row, given)
-        return self._sample(plan.step, [row for row, _ in work if row.computed == len(row.tokens)])
+        return self._sample(plan, [row for row, _ in work if row.computed == len(row.tokens)])
 
     def _write(self, row: Row, length: int) -> None:
         size = self.block_size
@@ -283,7 +319,8 @@ class ModelWorker:
                 self._spoils[own] = spoil
             return
 
-    def _sample(self, step: int, rows: list[Row]) -> ev.StepDone:
+    def _sample(self, plan: Plan, rows: list[Row]) -> ev.StepDone:
+        step = plan.step
         rows.sort(key=lambda row: row.index)
         sampled: list[int] = []
         tokens: list[int] = []
@@ -307,4 +344,7 @@ class ModelWorker:
             rows=np.array(sampled, np.int32),
             tokens=np.array(tokens, np.int32),
             failures=tuple(failures),
+            completed_copies=[copy.copy_id for copy in plan.swap_outs + plan.swap_ins],
+            copied_blocks=(copied := sum(len(copy.sources) for copy in plan.swap_outs + plan.swap_ins)),
+            copy_s=copied * self.copy_s,
         )

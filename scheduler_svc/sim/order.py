@@ -13,17 +13,18 @@ import math
 
 from scheduler_svc.core.admission import MAX_OVERTAKEN
 from scheduler_svc.core.waiting import AGEING_S, EDF_SLACK_S, SJF_S_PER_TOKEN
-from scheduler_svc.sim.coverage import Coverage, Limit
+from scheduler_svc.sim.coverage import Limit
 from scheduler_svc.sim.stream import Stream
 from scheduler_svc.sim.violation import Violation
+from scheduler_svc.sim.world import World
 
 
 class WaitingRoom:
     """The streams that the core has in its queue, in the order of the largest key that each can have."""
 
-    def __init__(self, policy: str, coverage: Coverage) -> None:
-        self._policy = policy
-        self._coverage = coverage
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._policy = world.scenario.config.policy
         self._arrivals = 0
         self._sequence: dict[Stream, int] = {}
         self._queues: dict[str, list[tuple[float, int, Stream]]] = {}
@@ -78,11 +79,17 @@ class WaitingRoom:
             if (largest, sequence) >= key:
                 break
             count = self._overtaken[other] = self._overtaken[other] + 1
-            self._coverage.limit(Limit.OVERTAKEN)
+            self._world.coverage.limit(Limit.OVERTAKEN)
             if count == MAX_OVERTAKEN:
-                self._coverage.limit(Limit.OVERTAKEN_MOST)
+                self._world.coverage.limit(Limit.OVERTAKEN_MOST)
             if count > MAX_OVERTAKEN:
-                raise Violation("order.overtaken", f"overtaken {count} times, last by {stream.name}", other.name)
+                what = f"overtaken {count} times, last by {stream.name}"
+                if len(self._world.scenario.workers) > 1:
+                    self._world.broken("order.elsewhere", what, other.name)
+                elif count > MAX_OVERTAKEN + self._world.scenario.config.max_num_seqs:
+                    raise Violation("order.starved", what, other.name)
+                else:
+                    self._world.broken("order.overtaken", what, other.name)
 
     def _queue_of(self, stream: Stream) -> list[tuple[float, int, Stream]]:
         return self._queues.setdefault(stream.demand.tenant if self._policy == "fair" else "", [])

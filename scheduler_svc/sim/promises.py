@@ -9,7 +9,7 @@ from collections.abc import Callable
 from scheduler_svc.core import effects as ef
 from scheduler_svc.core import events as ev
 from scheduler_svc.core.effects import EndReason
-from scheduler_svc.core.plan import Plan
+from scheduler_svc.core.plan import Plan, RowAdmission
 from scheduler_svc.core.scheduler import SchedulerStats
 from scheduler_svc.sim.clients import Clients
 from scheduler_svc.sim.cluster import Cluster
@@ -32,7 +32,7 @@ class Promises:
         self._cluster = cluster
         self._clients = clients
         self._omniscient = world.scenario.traffic.traced == 1.0
-        self.waiting = WaitingRoom(self._config.policy, world.coverage)
+        self.waiting = WaitingRoom(world)
         self.shutting_down = False
         self._num_waiting = 0
         """Requests that waited before the present event."""
@@ -91,7 +91,7 @@ class Promises:
         if self._config.capacity == "guaranteed_no_evict":
             raise Violation("capacity.guaranteed", "preempted", stream.name)
         if stream.preempted_at == len(stream.tokens):
-            raise Violation("preempt.progress", f"twice at {len(stream.tokens)} tokens", stream.name)
+            self._world.broken("preempt.progress", f"twice at {len(stream.tokens)} tokens", stream.name)
         stream.preempted_at = len(stream.tokens)
 
     def ended(self, stream: Stream) -> None:
@@ -102,7 +102,7 @@ class Promises:
     def _must_leave(self, stream: Stream) -> None:
         epoch = self._cluster.epochs.get(stream.placed) if stream.placed is not None else None
         if epoch is not None and stream.row is not None:
-            epoch.must_leave.append(stream.row)
+            epoch.must_leave.append((*stream.row, stream.name))
         stream.row = None
 
     def objection(self, stream: Stream, reason: EndReason) -> str | None:
@@ -159,21 +159,26 @@ class Promises:
             coverage.limit(Limit.IN_FLIGHT)
         if len(plan.holds):
             coverage.limit(Limit.CREDIT)
+        if plan.swap_outs:
+            coverage.limit(Limit.SWAPPED_OUT)
+        if plan.swap_ins:
+            coverage.limit(Limit.SWAPPED_IN)
         longest = config.long_prefill_token_threshold
         if longest and len(plan.chunk_lengths):
             if plan.chunk_lengths.max() > longest:
                 raise Violation("limit.chunk", f"chunk of {plan.chunk_lengths.max()}")
             if plan.chunk_lengths.max() == longest:
                 coverage.limit(Limit.CHUNK)
-        for row, generation in epoch.must_leave:
+        for row, generation, name in epoch.must_leave:
             present = model.rows.get(row)
-            if present is not None and present.generation == generation:
+            if present is not None and present.generation == generation and present.name == name:
                 raise Violation("plan.after_end", f"row {row} is planned although its request left", present.name)
         epoch.must_leave.clear()
         for admission in plan.admissions:
-            self._admitted(admission.row, admission.generation, epoch, admission.num_computed_tokens)
+            self._admitted(plan, admission, epoch)
 
-    def _admitted(self, index: int, generation: int, epoch: Epoch, num_cached: int) -> None:
+    def _admitted(self, plan: Plan, admission: RowAdmission, epoch: Epoch) -> None:
+        index, generation, num_cached = admission.row, admission.generation, admission.num_computed_tokens
         row = epoch.model.rows[index]
         stream = self._clients.live.get(row.name)
         if stream is None:
@@ -185,7 +190,7 @@ class Promises:
             raise Violation("plan.admission", f"{len(row.tokens)} tokens, {len(known)} are known", row.name)
         if num_cached:
             self._world.coverage.limit(Limit.SHARED)
-            if self._config.prefix_cache == "off":
+            if self._config.prefix_cache == "off" and not plan.swap_ins:
                 raise Violation("prefix.off", f"{num_cached} cached tokens", row.name)
         if self._omniscient:
             if stream not in self.waiting:
@@ -214,6 +219,7 @@ class Promises:
         """The core has nothing to do for a worker that is idle; so nobody may be waiting whom it could serve."""
         if not self._omniscient:
             return
+        self._world.coverage.limit(Limit.IDLE)
         for stream in self._clients.live.values():
             if stream.placed == epoch.peer and not stream.starved:
                 raise Violation("work.running", f"{epoch.peer!r} is idle and could go on with it", stream.name)
@@ -229,7 +235,7 @@ class Promises:
             if config.capacity != "max_utilization" or epoch.preempted:
                 return
             reserve = int(config.watermark * worker.blocks_total)
-        self._world.coverage.limit(Limit.IDLE_CHECKED)
+        self._world.coverage.limit(Limit.IDLE_WITH_WAITING)
         available = worker.blocks_free + worker.blocks_cached
         for stream in self.waiting.streams():
             needed = -(-stream.num_known // epoch.model.block_size)

@@ -26,6 +26,7 @@ class WorkerSize:
     max_rows: int
     max_tokens_per_step: int
     max_model_len: int
+    num_host_blocks: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +37,8 @@ class Pace:
     """One way between any two processes."""
     step: float
     per_token: float
+    copy: float
+    """Per block, between device and host."""
     turn: float
     """The scheduler's loop looks at its sockets so often at most."""
 
@@ -86,7 +89,7 @@ def draw(seed: int, *, faults: bool = True) -> Scenario:
     config = _draw_config(rng, max_num_seqs)
     context = rng.choice((16, 40, 80, 160)) * (4 if large else 1)
     workers = tuple(draw_size(rng, config, context) for _ in range(rng.choice((1, 1, 1, 2, 2, 3, 4))))
-    step = 10 ** rng.uniform(-3.3, -1.7)
+    step = 10 ** rng.uniform(-3.7, -2.3)
     return Scenario(
         seed=seed,
         config=config,
@@ -96,10 +99,11 @@ def draw(seed: int, *, faults: bool = True) -> Scenario:
             latency=step * 10 ** rng.uniform(-2, 0),
             step=step,
             per_token=step * rng.choice((0.0, 0.01, 0.1)),
-            turn=rng.choice((0.0, 0.0, 0.1, 1.0)) * step,
+            copy=step * 10 ** rng.uniform(-3, 0.5),
+            turn=rng.choice((0.0, 0.1, 0.5, 1.0, 1.0)) * step,
         ),
         traffic=_draw_traffic(rng, step, context, max_num_seqs, len(workers)),
-        faults=draw_rates(rng) if faults else FaultRates((), 0.0, (), 0.0, {}),
+        faults=draw_rates(rng, step) if faults else FaultRates((), 0.0, (), 0.0, {}),
         check_every=rng.choice((8, 32, 64)),
     )
 
@@ -108,14 +112,15 @@ def draw_size(rng: random.Random, config: CoreConfig, context: int) -> WorkerSiz
     """Draws a worker that the core can use."""
     block_size = rng.choice((1, 2, 4, 8, 16))
     max_rows = rng.choice((config.max_num_seqs, rng.randint(1, 2 * config.max_num_seqs)))
-    # From room for one sequence to room for one per row.
-    num_blocks = max(1, int(context / block_size * rng.uniform(1.0, max(1.5, 0.7 * max_rows))))
+    # From room for one sequence, where memory binds, to room for most rows, where rows do.
+    num_blocks = max(1, int(context / block_size * rng.choice((1.0, 1.3, rng.uniform(1.0, max(1.5, 0.5 * max_rows))))))
     return WorkerSize(
         block_size=block_size,
         num_blocks=num_blocks,
         max_rows=max_rows,
         max_tokens_per_step=max_rows + rng.choice((0, 4, 100)),
         max_model_len=rng.choice((4096, 4096, context, max(2, context // 2))),
+        num_host_blocks=rng.choice((0, 0, num_blocks // 2, 2 * num_blocks)),
     )
 
 
@@ -148,15 +153,15 @@ def _draw_config(rng: random.Random, max_num_seqs: int) -> CoreConfig:
         victim_rule=rng.choice(VICTIM_RULES),
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_seqs + rng.choice((0, 1, 8, 100)),
-        max_queued_requests=rng.choice((1, 5, 20, 4096)),
-        max_queued_tokens=rng.choice((50, 500, 1 << 24)),
+        max_queued_requests=rng.choice((1, 20, 4096, 4096)),
+        max_queued_tokens=rng.choice((100, 1000, 1 << 24, 1 << 24)),
         long_prefill_token_threshold=rng.choice((0, 0, 3, 16)),
         max_tokens_in_paged_kv_cache=rng.choice((0, 0, 0, 64)),
         tenant_limits=limits if rng.random() < 0.25 else {},
         max_plans_in_flight=rng.choice((1, 2, 2)),
-        worker_wait_s=rng.choice((0.3, 2.0, 60.0)),
-        step_deadline_s=rng.choice((0.5, 2.0, 20.0)),
-        stall_timeout_s=rng.choice((0.0, 0.3, 2.0, 60.0)),
+        worker_wait_s=rng.choice((0.3, 2.0, 10.0)),
+        step_deadline_s=rng.choice((0.2, 1.0, 5.0)),
+        stall_timeout_s=rng.choice((0.0, 0.1, 0.5, 5.0)),
         watermark=rng.choice((0.0, 0.01, 0.1, 0.5)),
     )
 
@@ -176,6 +181,6 @@ def _draw_traffic(rng: random.Random, step: float, context: int, max_num_seqs: i
         families=rng.choice((0, 1, 4)),
         shared_salt=rng.random() < 0.5,
         deadlines=rng.choice((0.0, 0.1, 0.4)),
-        credit_tokens=rng.choice((0, 0, 1, 4, 16, 64)),
+        credit_tokens=rng.choice((0, 1, 4, 16, 64, 64)),
         traced=rng.choice((1.0, 1.0, 1.0, 0.3, 0.0)),
     )

@@ -76,6 +76,7 @@ class Simulation:
     """
 
     def __init__(self, scenario: Scenario, coverage: Coverage, log: Log | None = None) -> None:
+        coverage.scenario(scenario.config)
         self._scenario = scenario
         self._log = log
         self._agenda = Agenda(now=1000.0)
@@ -94,7 +95,7 @@ class Simulation:
         self._carry_out: dict[type, Callable[[Any], None]] = {
             ef.TokensReady: self._clients.tokens_ready,
             ef.RequestEnded: self._request_ended,
-            ef.ServiceChanged: lambda effect: None,
+            ef.ServiceChanged: self._clients.service_changed,
             ef.FrontendUnknown: lambda effect: None,
             ef.WorkerWelcomed: self._cluster.welcomed,
             ef.WorkerRefused: self._cluster.refused,
@@ -292,6 +293,8 @@ class Simulation:
         for worker in stats.workers:
             if worker.blocks_free + worker.blocks_cached != worker.blocks_total:
                 raise Violation("empty", f"{worker.blocks_held} blocks of {worker.worker_id} are held by nobody")
+            if worker.host_blocks_held:
+                raise Violation("empty", f"{worker.host_blocks_held} host blocks of {worker.worker_id} are held")
 
     def _explain(self, error: Exception) -> Failure:
         violated = isinstance(error, Violation)

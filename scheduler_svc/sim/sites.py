@@ -49,8 +49,8 @@ class Epoch:
     """What the worker would send later than this is not sent."""
     failed: set[tuple[int, int]] = field(default_factory=set)
     """(row, generation) that were made to fail."""
-    must_leave: list[tuple[int, int]] = field(default_factory=list)
-    """(row, generation) that no further plan may count on."""
+    must_leave: list[tuple[int, int, StreamName]] = field(default_factory=list)
+    """(row, generation, its stream) that no further plan may count on."""
     preempted: bool = False
     """Somebody was preempted, so the core keeps a headroom that only it knows."""
     draining: bool = False
@@ -96,6 +96,8 @@ class Site:
             max_tokens_per_step=size.max_tokens_per_step,
             max_model_len=size.max_model_len,
             fingerprint=self.fingerprint,
+            num_host_blocks=size.num_host_blocks,
+            copy_s=self._world.scenario.pace.copy,
         )
         self._world.feed(self.model.hello(self.worker_id))
 
@@ -148,7 +150,7 @@ class Site:
         if not silent and peer is not None:
             lost = ev.WorkerLost(worker=peer, reason="its connection is gone")
             world.agenda.after(world.rng.random() * _NOTICE_S, world.feed, lost)
-        self._boot_after(world.rng.uniform(0.0, 1.0) if back_after is None else back_after)
+        self._boot_after(world.rng.uniform(0.0, 0.3) if back_after is None else back_after)
 
     # ---------------------------------------------------------------- steps
 
@@ -169,7 +171,7 @@ class Site:
                 world.coverage.limit(Limit.INNOCENT)
         jitter = 0.5 + world.rng.random()
         start = max(world.now + pace.latency, self._busy_until)
-        end = start + jitter * (pace.step + pace.per_token * plan.num_tokens)
+        end = start + jitter * (pace.step + pace.per_token * plan.num_tokens) + answer.copy_s
         if self.epoch is not epoch or start > epoch.dead_from:
             return failed
         if fault is not None:
@@ -192,7 +194,9 @@ class Site:
     def _fail_row(self, epoch: Epoch, fault: Fault) -> None:
         if fault in (Fault.FAILED_ROW, Fault.SPOILT_ROW) and epoch.model.rows:
             self._world.fault(fault)
-            row = epoch.model.rows[self._world.rng.choice(list(epoch.model.rows))]
+            rows = list(epoch.model.rows.values())
+            # Prompts under way are what others may share.
+            row = self._world.rng.choice([row for row in rows if not row.decoding] or rows)
             epoch.model.fail(row.index, spoil=fault is Fault.SPOILT_ROW)
             epoch.failed.add((row.index, row.generation))
 
@@ -233,13 +237,13 @@ class Site:
             case Fault.FREEZE:
                 return answer, end + config.step_deadline_s * rng.uniform(0.5, 3)
             case Fault.COMPILING:
-                expected = rng.uniform(0.1, 3.0)
+                expected = rng.uniform(0.1, 2.0)
                 world.agenda.after(world.latency(), self._compile, epoch, expected)
                 return answer, end + expected * rng.uniform(0.1, 0.9)
             case Fault.GOODBYE:
                 self._die(world.now)
                 world.agenda.after(world.latency(), world.feed, ev.WorkerLost(worker=epoch.peer, reason="goodbye"))
-                self._boot_after(rng.random())
+                self._boot_after(rng.uniform(0.0, 0.3))
                 return None
             case Fault.RESTART_RESIZED:
                 context = world.scenario.traffic.longest_prompt * rng.choice((1, 2))

@@ -133,8 +133,6 @@ class Stream:
         self._value = extend(self._value, token, len(self.demand.prompt) + index)
         self.tokens.append(token)
         self.last_move = now
-        if len(self.tokens) > self.allowed:
-            raise Violation("stream.credit", f"token {index} with credit for {self.allowed}", self.name)
         self.must_end = token in self.demand.stops or len(self.tokens) >= self.demand.max_tokens
 
     def finish(self, effect: ef.RequestEnded, justified: Callable[[EndReason], str | None]) -> None:

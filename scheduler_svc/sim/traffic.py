@@ -66,7 +66,7 @@ class Traffic:
         ]
         tenant = rng.choice(TENANTS)
         credit = take_s = None
-        if shape.credit_tokens and rng.random() < 0.7:
+        if shape.credit_tokens and rng.random() < 0.9:
             credit = rng.choice((0, rng.randint(1, 4 * shape.credit_tokens)))
             take_s = self._pace.step * 10 ** rng.uniform(-1, 1)
         demand = Demand(

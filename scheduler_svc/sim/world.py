@@ -9,7 +9,9 @@ from scheduler_svc.core import events as ev
 from scheduler_svc.sim.agenda import Agenda
 from scheduler_svc.sim.coverage import Coverage
 from scheduler_svc.sim.faults import Fault, FaultRates
+from scheduler_svc.sim.gaps import KNOWN
 from scheduler_svc.sim.scenario import Scenario
+from scheduler_svc.sim.violation import StreamName, Violation
 
 
 @dataclass(slots=True)
@@ -34,6 +36,12 @@ class World:
     def latency(self) -> float:
         """One way from a process to another."""
         return self.scenario.pace.latency * (0.5 + self.rng.random())
+
+    def broken(self, check: str, detail: str, stream: StreamName | None = None) -> None:
+        """A promise was not kept: counts it if that is known, else fails."""
+        if check not in KNOWN:
+            raise Violation(check, detail, stream)
+        self.coverage.counts["known gap", check] += 1
 
     def fault(self, fault: Fault) -> None:
         """A fault happens."""
