@@ -44,6 +44,7 @@ COMMANDS = (
     Command("workers", "quire.cli.workers", "list the workers of a running service"),
     Command("drain", "quire.cli.drain", "make a worker idle, or let it work again"),
     Command("bench offline", "quire.cli.bench_offline", "send a fixed list of requests through a real service"),
+    Command("bench scheduler", "quire.cli.bench_scheduler", "measure what a step costs the scheduler"),
     Command("bench frontend", "quire.cli.bench_frontend", "measure the front end alone"),
 )
 

@@ -9,9 +9,11 @@ Scenarios: `steady` (everybody decodes), `churn` (8 requests end and 8 arrive in
 100,000 requests waiting, per policy); `admission` is the cost of queueing one of them.
 """
 
+import dataclasses
 import random
+import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 
 import numpy as np
@@ -24,6 +26,7 @@ from scheduler_svc.core import events as ev
 from scheduler_svc.core.config import CoreConfig
 from scheduler_svc.core.plan import Plan
 from scheduler_svc.core.scheduler import Scheduler
+from scheduler_svc.core.waiting import POLICIES
 from scheduler_svc.frontend_link import Outgoing
 from scheduler_svc.tracing import SchedulerTracing
 from shared.columns import to_column
@@ -32,6 +35,8 @@ from shared.telemetry import Telemetry
 
 PROMPT_TOKENS = 2048
 BLOCK_SIZE = 16
+QUEUED_PROMPT_TOKENS = 128
+"""Of those that wait, so that 100,000 of them fit into memory."""
 CHURN = 8
 TRACED_SHARE = 0.01
 STEP_S = 0.02
@@ -111,10 +116,10 @@ class _Bench:
             self._now,
         )  # fmt: skip
 
-    def submission(self, max_tokens: int) -> bytes:
+    def submission(self, max_tokens: int, prompt_tokens: int = PROMPT_TOKENS) -> bytes:
         """A front end's frame with one request."""
         self._stream += 1
-        tokens = self._rng.integers(3, VOCAB, PROMPT_TOKENS - self._stream % BLOCK_SIZE).astype("<i4").tobytes()
+        tokens = self._rng.integers(3, VOCAB, prompt_tokens - self._stream % BLOCK_SIZE).astype("<i4").tobytes()
         keys: list[bytes] = []
         extend_keys(keys, root_key("f", b""), tokens, BLOCK_SIZE)
         submission = link_pb2.Submission(
@@ -194,11 +199,9 @@ def bench_churn(rows: int, steps: int, telemetry: Telemetry, *, policy: str = "f
     bench = _Bench(rows, policy, telemetry)
     lifetime = max(2, rows // CHURN)
     warmup = 2 * lifetime + 20
-    total = CHURN * (steps + warmup)
-    pool = [bench.submission(max_tokens=lifetime) for _ in range(min(total, 512))]
     admission: list[float] = []
     if queued:
-        distinct = [bench.submission(max_tokens=lifetime) for _ in range(64)]
+        distinct = [bench.submission(lifetime, QUEUED_PROMPT_TOKENS) for _ in range(64)]
         for index in range(queued):
             frame = link_pb2.FrontendMessage.FromString(distinct[index % 64])
             frame.submissions[0].stream = 1_000_000 + index
@@ -209,8 +212,8 @@ def bench_churn(rows: int, steps: int, telemetry: Telemetry, *, policy: str = "f
             bench.submit(encoded, Outgoing())
             admission.append((time.perf_counter_ns() - begin) / 1e3)
     else:
-        for frame_bytes in pool[:rows]:
-            bench.submit(frame_bytes, Outgoing())
+        for index in range(rows):
+            bench.submit(bench.submission(max_tokens=2 + index % lifetime), Outgoing())
     return _measure(bench, "queued" if queued else "churn", rows, queued, policy, steps, admission, warmup, churn=True)
 
 
@@ -250,3 +253,19 @@ def _measure(
 def as_json(results: list[CoreResult]) -> dict[str, list[dict[str, object]]]:
     """The shape that `quire bench scheduler --json` writes."""
     return {"results": [asdict(result) for result in results]}
+
+
+def run_all(steps: int, queued: int) -> list[CoreResult]:
+    """Every scenario once."""
+    telemetry = Telemetry("quire-bench")
+    results = [bench_steady(rows, steps, telemetry) for rows in (16, 256, 1024, 4096)]
+    results.append(bench_churn(256, steps, telemetry))
+    results += [bench_churn(256, steps // 4, telemetry, policy=policy, queued=queued) for policy in POLICIES]
+    return results
+
+
+def median_of(repeated: Sequence[CoreResult]) -> CoreResult:
+    """The median of each figure over repeated runs of one scenario."""
+    figures = ("plan_us_p50", "commit_us_p50", "total_us_p50", "total_us_p99", "admission_us_p50")
+    medians = {name: round(statistics.median(getattr(each, name) for each in repeated), 1) for name in figures}
+    return dataclasses.replace(repeated[0], **medians)
