@@ -29,6 +29,8 @@ MAX_OVERTAKING_TRIES = 8
 """How many requests that cannot start are looked past in one step."""
 MAX_ELSEWHERE = 256
 """How many requests are left to other workers in one step."""
+MAX_LEFT_ELSEWHERE = 32
+"""How many plans leave a request to other workers; after that whoever can takes it."""
 MAX_PREFIX_WAITS = 256
 """How many plans a request waits for a prefix that another request is computing."""
 
@@ -67,13 +69,15 @@ class Admission:
         """Requests that are better placed on another worker."""
         self._num_tokens = 0
         self.refused: list[Refusal] = []
+        self.starved: list[Request] = []
+        """Requests that had credit when they were queued and have none now."""
 
     def next(self) -> tuple[Request, Room] | None:
         """The next request to take in and where its KV goes, or None."""
         gate = self._worker.gate
         if self._worker.draining:
             return None
-        while self._num_tokens < MAX_ADMITTED_TOKENS and len(self._passed) < MAX_OVERTAKING_TRIES:
+        while self._may_look_further():
             num_waiting = len(self._waiting) + len(self._passed) + len(self._elsewhere)
             if not num_waiting or not gate.is_open(
                 num_running=self._worker.rows.num_running, num_waiting=num_waiting, now=self._now
@@ -83,6 +87,9 @@ class Admission:
             if request is None:
                 gate.close()
                 return None
+            if request.allowed <= len(request.tokens):
+                self.starved.append(request)
+                continue
             refusal = self._refusal(request)
             if refusal is not None:
                 self.refused.append(refusal)
@@ -91,17 +98,15 @@ class Admission:
                 gate.close()
                 self._passed.append(request)
                 return None
-            if self._placement is not None and not request.unsettled and not self._placement.is_mine(request):
+            if self._is_for_another(request):
                 self._elsewhere.append(request)
-                if len(self._elsewhere) >= MAX_ELSEWHERE:
-                    return None
                 continue
             room = self._room(request)
             if room is not None:
                 self._admitted(request)
                 return request, room
             self._passed.append(request)
-            if request.overtaken >= MAX_OVERTAKEN or self._worker.rows.num_running >= self._max_running:
+            if self._worker.rows.num_running >= self._max_running:
                 return None
         return None
 
@@ -109,6 +114,23 @@ class Admission:
         """Gives back to the queue what could not start."""
         for request in self._passed + self._elsewhere:
             self._waiting.give_back(request)
+
+    def _may_look_further(self) -> bool:
+        return (
+            self._num_tokens < MAX_ADMITTED_TOKENS
+            and len(self._elsewhere) < MAX_ELSEWHERE
+            and len(self._passed) < MAX_OVERTAKING_TRIES
+            and not any(request.overtaken >= MAX_OVERTAKEN for request in self._passed)
+        )
+
+    def _is_for_another(self, request: Request) -> bool:
+        """Whether another worker takes the request soon and does less work for it."""
+        if self._placement is None or request.unsettled or request.left_elsewhere >= MAX_LEFT_ELSEWHERE:
+            return False
+        if self._placement.is_mine(request):
+            return False
+        request.left_elsewhere += 1
+        return True
 
     def _room(self, request: Request) -> Room | None:
         worker = self._worker

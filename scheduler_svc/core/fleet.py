@@ -142,4 +142,4 @@ class Fleet:
             return
         for worker in self:
             for step in worker.in_flight:
-                step.deadline += now - last
+                step.allowance += now - last

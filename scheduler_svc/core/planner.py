@@ -22,7 +22,7 @@ from scheduler_svc.core.forecast import Forecast
 from scheduler_svc.core.placement import Room
 from scheduler_svc.core.plan import Plan, RowAdmission
 from scheduler_svc.core.request import Request, RequestState, as_column
-from scheduler_svc.core.rows import DECODE
+from scheduler_svc.core.rows import DECODE, FREE
 from scheduler_svc.core.swapping import BlockCopy
 from scheduler_svc.core.tenants import Tenants
 from scheduler_svc.core.waiting import WaitingQueue
@@ -40,6 +40,8 @@ class Outcome:
     refused: list[Refusal]
     ending: list[Request]
     """Requests whose last step was planned."""
+    starved: list[Request]
+    """Waiting requests whose readers have no credit after all."""
 
 
 class Planner:
@@ -76,7 +78,7 @@ class Planner:
         self._chunk_rows: list[int] = []
         self._chunk_lengths: list[int] = []
         self._admissions: list[RowAdmission] = []
-        self._outcome = Outcome(None, [], [], [])
+        self._outcome = Outcome(None, [], [], [], [])
 
     def run(self) -> Outcome:
         """Makes the plan and updates rows, pool and queue accordingly."""
@@ -132,14 +134,21 @@ class Planner:
             self._out_of_memory = True
             self._worker.capacity.preempted()
             victim = self._least_urgent()
+            if victim is None:
+                return False
             self._preempt(victim)
             if victim == row:
                 return False
         return True
 
-    def _least_urgent(self) -> int:
-        occupied = np.flatnonzero(self._rows.state)
-        return int(occupied[np.argmax(self._rows.rank[occupied])])
+    def _least_urgent(self) -> int | None:
+        """The row that gives way to memory pressure, among those that have got on since they were last paused.
+
+        There is none only while steps are in flight: every row that was admitted has the blocks for its next token.
+        """
+        rows = self._rows
+        candidates = np.flatnonzero((rows.state != FREE) & (rows.committed - rows.num_prompt > rows.preempted_at))
+        return int(candidates[np.argmax(rows.rank[candidates])]) if len(candidates) else None
 
     def _preempt(self, row: int) -> None:
         worker, forecast_s = self._worker, self._forecast.prefill_token_s()
@@ -179,6 +188,7 @@ class Planner:
             self._admissions.append(self._place(*admitted))
         admission.close()
         self._outcome.refused = admission.refused
+        self._outcome.starved = admission.starved
 
     def _account_service(self) -> None:
         """Brings the queue's view of service up to date before it chooses."""
@@ -253,9 +263,6 @@ class Planner:
         worker.pending_leaves = []
         worker.last_step += 1
         worker.last_tokens = num_tokens
-        deadline = worker.clock.deadline(num_tokens)
-        if worker.in_flight:
-            deadline += worker.in_flight[-1].deadline - self._now
         worker.in_flight.append(
             StepInFlight(
                 step=worker.last_step,
@@ -266,7 +273,7 @@ class Planner:
                 num_prefill_tokens=num_tokens - len(decodes),
                 started=self._now,
                 copy_ids=[copy.copy_id for copy in self._swap_outs + self._swap_ins],
-                deadline=self._now + deadline,
+                allowance=worker.clock.deadline(num_tokens),
             )
         )
         worker.counters.steps += 1

@@ -85,6 +85,8 @@ class Request:
     """Admissions that passed it while it did not fit."""
     passed_over: int = 0
     """Admissions that a longest-prefix order preferred to it."""
+    left_elsewhere: int = 0
+    """Plans that left it to another worker."""
     prefix_waits: int = 0
     """Plans it has waited for a prefix that another request is computing."""
     num_cached_prompt_tokens: int = 0

@@ -136,6 +136,8 @@ class Scheduler:
         ).run()
         for refusal in outcome.refused:
             self._end(refusal.request, refusal.reason, now, message=refusal.message)
+        for request in outcome.starved:
+            self._requeue(request, now)
         for request in outcome.preempted:
             self._displace(request, "preempted", f"preempted on {worker.worker_id}", now)
         for request in outcome.ending:
@@ -321,7 +323,7 @@ class Scheduler:
         self._queued_tokens += len(request.tokens) - request.queued_tokens
         request.queued_tokens = len(request.tokens)
         request.queued_since = now
-        request.overtaken = request.passed_over = 0
+        request.overtaken = request.passed_over = request.left_elsewhere = 0
         request.forecast_tokens = self._forecast.output_tokens(request)
         request.latest_start = self._forecast.latest_start(request)
         if request.allowed > len(request.tokens):

@@ -38,7 +38,8 @@ class StepInFlight:
     copy_ids: list[int]
     """Block copies in it; all are done when it is answered."""
     """When it began on the worker, as far as is known: sent, or its predecessor answered."""
-    deadline: float
+    allowance: float
+    """How long it may take from when it began, in seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,7 +196,11 @@ class Worker:
 
     def step_deadline(self) -> float | None:
         """When the oldest step in flight is overdue, or None when nothing is in flight."""
-        return max(self.in_flight[0].deadline, self.compiling_until) if self.in_flight else None
+        return (
+            max(self.in_flight[0].started + self.in_flight[0].allowance, self.compiling_until)
+            if self.in_flight
+            else None
+        )
 
     def plan_due(self, max_in_flight: int) -> float | None:
         """When the next plan should go out: 0 for at once, None for not before an answer."""
