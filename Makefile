@@ -15,7 +15,7 @@ PUBLIC_PROTOS := quire/v1/generation.proto quire/v1/model.proto quire/admin/v1/a
 INTERNAL_PROTOS := quire/plan/v1/plan.proto quire/link/v1/link.proto
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test lint format protos protos-check model clean
+.PHONY: help setup run test sim lint format protos protos-check model clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sort | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -41,6 +41,9 @@ run: setup ## serve the embedded model, show one streamed answer, keep serving u
 
 test: setup ## every promise that can be checked in 15 minutes on 2 cores
 	@exec $(BIN)/python -m tests.run $(ARGS)
+
+sim: setup ## simulate the scheduler with faults for ten minutes on all cores
+	@exec $(BIN)/quire sim --minutes 10
 
 lint: setup ## ruff, mypy --strict, buf lint, buf breaking, generated stubs up to date
 	$(BIN)/ruff format --check .

@@ -46,6 +46,7 @@ COMMANDS = (
     Command("bench offline", "quire.cli.bench_offline", "send a fixed list of requests through a real service"),
     Command("bench scheduler", "quire.cli.bench_scheduler", "measure what a step costs the scheduler"),
     Command("bench frontend", "quire.cli.bench_frontend", "measure the front end alone"),
+    Command("sim", "quire.cli.sim", "simulate the scheduler with faults and check its promises"),
 )
 
 

@@ -16,7 +16,7 @@ from scheduler_svc.core.request import TOKEN_BYTES
 from scheduler_svc.sim.faults import NONE, Fault
 from scheduler_svc.sim.stream import Stream
 from scheduler_svc.sim.traffic import Traffic
-from scheduler_svc.sim.violation import StreamName, Violation
+from scheduler_svc.sim.violation import StreamName, ViolationError
 from scheduler_svc.sim.world import World
 from shared.prefix_keys import BlockKey, extend_keys, root_key
 
@@ -136,9 +136,8 @@ class Clients:
         self._service = effect if effect.model is not None and effect.block_size else None
 
     def _submit_again(self, stream: Stream) -> None:
-        if stream.end is None and stream.known:
-            if self._world.feed(stream.submission()):
-                raise Violation("stream.twice", "a second submission had effects", stream.name)
+        if stream.end is None and stream.known and self._world.feed(stream.submission()):
+            raise ViolationError("stream.twice", "a second submission had effects", stream.name)
 
     def _cancel(self, stream: Stream) -> None:
         if stream.end is not None:
@@ -172,7 +171,7 @@ class Clients:
     @staticmethod
     def _must_have_ended(stream: Stream, reason: EndReason) -> None:
         if stream.end is not reason:
-            raise Violation("stream.ends", f"{reason.name} was asked for, the stream is {stream.end}", stream.name)
+            raise ViolationError("stream.ends", f"{reason.name} was asked for, the stream is {stream.end}", stream.name)
 
     # ---------------------------------------------------------------- what the core says
 
@@ -180,17 +179,20 @@ class Clients:
         """Tokens for one front end's streams."""
         frontend = self._frontends.get(effect.frontend)
         if frontend is None:
-            raise Violation("frontend.gone", f"tokens for {effect.frontend!r}, which is gone")
+            raise ViolationError("frontend.gone", f"tokens for {effect.frontend!r}, which is gone")
         now = self._world.now
         for number, index, token in zip(
             effect.streams.tolist(), effect.first_indices.tolist(), effect.tokens.tolist(), strict=True
         ):
             stream = frontend.streams.get(number)
             if stream is None:
-                raise Violation("stream.unknown", f"a token for stream {number} of {effect.frontend!r}")
+                raise ViolationError("stream.unknown", f"a token for stream {number} of {effect.frontend!r}")
             stream.take(index, token, now)
             if len(stream.tokens) > stream.allowed:
-                self._world.broken("stream.credit", f"token {index} with credit for {stream.allowed}", stream.name)
+                what = f"token {index} with credit for {stream.allowed}"
+                if not stream.preemptions and stream.demand.traced:
+                    raise ViolationError("stream.credit", what, stream.name)
+                self._world.broken("stream.credit", what, stream.name)
             if stream.must_end:
                 self._expecting_end.append(stream)
             elif stream.eventful:
@@ -218,7 +220,7 @@ class Clients:
         stream = self.live.get(StreamName(effect.frontend, effect.stream))
         if stream is None:
             name = StreamName(effect.frontend, effect.stream)
-            raise Violation("stream.ends_once", f"{effect.reason.name} of a stream that is not live", name)
+            raise ViolationError("stream.ends_once", f"{effect.reason.name} of a stream that is not live", name)
         self._refused |= effect.reason is EndReason.QUEUE_FULL
         stream.finish(effect, lambda reason: justified(stream, reason))
         self._gone(stream, effect.reason)
@@ -237,7 +239,7 @@ class Clients:
         """After an event: whoever got a last token has been told of the end."""
         for stream in self._expecting_end:
             if stream.end is None:
-                raise Violation("stream.ends", "no end after the last token", stream.name)
+                raise ViolationError("stream.ends", "no end after the last token", stream.name)
         self._expecting_end.clear()
 
     def check_deadlines(self) -> None:
@@ -245,7 +247,7 @@ class Clients:
         while self._deadlines and self._deadlines[0][0] <= self._world.now:
             _, _, stream = heapq.heappop(self._deadlines)
             if stream.end is None and stream.known:
-                raise Violation("stream.deadline", f"alive after its deadline {stream.deadline}", stream.name)
+                raise ViolationError("stream.deadline", f"alive after its deadline {stream.deadline}", stream.name)
 
     def find(self, name: StreamName) -> Stream | None:
         """A stream, live or ended."""
@@ -264,7 +266,7 @@ class Clients:
         world.feed(ev.FrontendLost(frontend=frontend.peer))
         for stream in frontend.streams.values():
             if stream.end is None and stream.known:
-                raise Violation("frontend.lost", "a stream outlives its front end", stream.name)
+                raise ViolationError("frontend.lost", "a stream outlives its front end", stream.name)
             if stream.end is None:
                 self._gone(stream, EndReason.CANCELLED)
         del self._frontends[frontend.peer]
@@ -284,7 +286,7 @@ class Clients:
             ev.CreditGranted(frontend=frontend, stream=number, credit=8),
         ):
             if world.feed(event):
-                raise Violation("frontend.unknown_stream", f"effects of {event}")
+                raise ViolationError("frontend.unknown_stream", f"effects of {event}")
 
     def strange_frontend(self) -> None:
         """A request from a front end that the core does not know."""
@@ -293,7 +295,7 @@ class Clients:
         stream = Stream(StreamName(b"stranger", 1), self._traffic.draw(None), world.now)
         effects = world.feed(stream.submission())
         if effects != [ef.FrontendUnknown(frontend=b"stranger")]:
-            raise Violation("frontend.unknown", f"{effects} for a front end without hello")
+            raise ViolationError("frontend.unknown", f"{effects} for a front end without hello")
 
     def core_died(self) -> None:
         """The core is new; front ends say hello and submit their streams with what they have got."""

@@ -7,7 +7,7 @@ from scheduler_svc.sim.coverage import Limit
 from scheduler_svc.sim.faults import Fault
 from scheduler_svc.sim.scenario import draw_size
 from scheduler_svc.sim.sites import Epoch, Site
-from scheduler_svc.sim.violation import Violation
+from scheduler_svc.sim.violation import ViolationError
 from scheduler_svc.sim.world import World
 
 _EPSILON = 1e-6
@@ -80,13 +80,13 @@ class Cluster:
         believed = any(isinstance(effect, ef.TokensReady) for effect in effects)
         match self._expectation:
             case "unknown" if len(effects) != 1 or not unknown:
-                raise Violation("worker.unknown", f"effects {effects} of a stranger's answer")
+                raise ViolationError("worker.unknown", f"effects {effects} of a stranger's answer")
             case "stale" if effects:
-                raise Violation("worker.stale", f"effects {effects} of an answer of an epoch that is over")
+                raise ViolationError("worker.stale", f"effects {effects} of an answer of an epoch that is over")
             case "wrong" if believed or not unknown:
-                raise Violation("worker.wrong", f"an answer to step {event.step} that does not fit was believed")
+                raise ViolationError("worker.wrong", f"an answer to step {event.step} that does not fit was believed")
             case "sound" if unknown:
-                raise Violation("worker.sound", f"a sound answer to step {event.step} was not believed")
+                raise ViolationError("worker.sound", f"a sound answer to step {event.step} was not believed")
 
     def _check_overdue(self) -> None:
         """Nobody is spared beyond the longest deadline."""
@@ -114,7 +114,7 @@ class Cluster:
         site = self._site(effect.worker)
         fingerprint = site.fingerprint
         if any(epoch.model.fingerprint != fingerprint for epoch in self.epochs.values()):
-            raise Violation("worker.model", f"{effect.worker!r} serves another model than the others")
+            raise ViolationError("worker.model", f"{effect.worker!r} serves another model than the others")
         if self._served not in ("", fingerprint):
             self._world.coverage.limit(Limit.MODEL)
         self._served = fingerprint
@@ -126,7 +126,7 @@ class Cluster:
         rows = min(site.size.max_rows, world.scenario.config.max_num_seqs)
         impossible = site.size.num_blocks < 1 or site.size.max_tokens_per_step < rows
         if not impossible and site.fingerprint == self._served:
-            raise Violation("worker.refused", f"{effect.worker!r}: {effect.reason}")
+            raise ViolationError("worker.refused", f"{effect.worker!r}: {effect.reason}")
         site.fingerprint = self._served or site.fingerprint
         context = world.scenario.traffic.longest_prompt
         site.refused(draw_size(world.rng, world.scenario.config, context) if impossible else site.size)
@@ -146,9 +146,9 @@ class Cluster:
         oldest = epoch.in_flight[0] if epoch.in_flight else None
         shortest = min(self._world.scenario.config.step_deadline_s, MIN_DEADLINE_S)
         if oldest is None or self._world.now < oldest.time + shortest + oldest.excused - _EPSILON:
-            raise Violation("worker.blamed", f"{epoch.peer!r} was given up too early")
+            raise ViolationError("worker.blamed", f"{epoch.peer!r} was given up too early")
         if self._world.now < epoch.compiling_until - _EPSILON:
-            raise Violation("worker.blamed", f"{epoch.peer!r} was given up while it compiled")
+            raise ViolationError("worker.blamed", f"{epoch.peer!r} was given up while it compiled")
 
     def _site(self, peer: ev.Peer) -> Site:
         worker_id = peer.split(b"/")[0].decode()

@@ -22,7 +22,7 @@ import numpy as np
 from scheduler_svc.core import events as ev
 from scheduler_svc.core.plan import Plan, RowAdmission
 from scheduler_svc.sim.oracle import EMPTY, VOCAB, extend, token_after
-from scheduler_svc.sim.violation import StreamName, Violation
+from scheduler_svc.sim.violation import StreamName, ViolationError
 
 _NOTHING = -1
 """Content of a slot that was never written."""
@@ -57,7 +57,7 @@ class Row:
 
 @dataclass(slots=True)
 class ModelWorker:
-    """Executes plans; every violated rule is a `Violation`."""
+    """Executes plans; every violated rule is a `ViolationError`."""
 
     peer: ev.Peer
     num_blocks: int
@@ -128,17 +128,17 @@ class ModelWorker:
         if spoil and self.rows[row].spoil is None:
             self.rows[row].spoil = Spoil()
 
-    @property
-    def blocks_named(self) -> set[int]:
-        """The blocks in any row's table."""
-        return {block for block, holders in enumerate(self._holders) if holders}
+    def writer(self, block: int) -> StreamName | None:
+        """Whose KV the block holds."""
+        row = self._writer[block]
+        return row.name if row is not None else None
 
     def execute(self, plan: Plan) -> ev.StepDone:
         """One step; returns the answer."""
         if plan.epoch != self.epoch or plan.worker != self.peer:
-            raise Violation("plan.epoch", f"a plan of epoch {plan.epoch} in epoch {self.epoch}")
+            raise ViolationError("plan.epoch", f"a plan of epoch {plan.epoch} in epoch {self.epoch}")
         if plan.step != self.last_step + 1:
-            raise Violation("plan.step", f"step {plan.step} after {self.last_step}")
+            raise ViolationError("plan.step", f"step {plan.step} after {self.last_step}")
         self.last_step = plan.step
         for index in plan.leaves.tolist():
             self._leave(index)
@@ -158,15 +158,17 @@ class ModelWorker:
         for index in plan.holds.tolist():
             row = self._row(index, "hold")
             if row.held or not row.decoding:
-                raise Violation("plan.hold", f"row {index} is held already or in prefill", row.name)
+                raise ViolationError("plan.hold", f"row {index} is held already or in prefill", row.name)
             row.held = True
         for index in plan.releases.tolist():
             row = self._row(index, "release")
             if not row.held:
-                raise Violation("plan.hold", f"release of row {index}, which is not held", row.name)
+                raise ViolationError("plan.hold", f"release of row {index}, which is not held", row.name)
             row.held = False
         for sources, targets in ins:
             self._copy(sources, targets)
+            for row, _ in admitted:
+                self._own(row, targets)
         return self._forward(plan, admitted)
 
     # ---------------------------------------------------------------- rows and tables
@@ -174,7 +176,7 @@ class ModelWorker:
     def _row(self, index: int, what: str) -> Row:
         row = self.rows.get(index)
         if row is None:
-            raise Violation("plan.row", f"{what} for row {index}, which is not occupied")
+            raise ViolationError("plan.row", f"{what} for row {index}, which is not occupied")
         return row
 
     def _leave(self, index: int) -> None:
@@ -187,15 +189,15 @@ class ModelWorker:
     def _admit(self, admission: RowAdmission) -> Row:
         index, name = admission.row, StreamName(admission.frontend, admission.stream)
         if index in self.rows or not 0 <= index < self.max_rows:
-            raise Violation("plan.admission", f"row {index} is occupied or does not exist", name)
+            raise ViolationError("plan.admission", f"row {index} is occupied or does not exist", name)
         if admission.generation <= self._generations.get(index, 0):
-            raise Violation("plan.admission", f"generation {admission.generation} of row {index} is not new", name)
+            raise ViolationError("plan.admission", f"generation {admission.generation} of row {index} is not new", name)
         self._generations[index] = admission.generation
         tokens: list[int] = admission.token_ids.tolist()
         if not 0 < admission.num_prompt_tokens <= len(tokens) or len(tokens) > self.max_model_len:
-            raise Violation("plan.admission", f"{len(tokens)} tokens", name)
+            raise ViolationError("plan.admission", f"{len(tokens)} tokens", name)
         if not 0 <= admission.num_computed_tokens < len(tokens):
-            raise Violation("plan.admission", f"{admission.num_computed_tokens} of {len(tokens)} computed", name)
+            raise ViolationError("plan.admission", f"{admission.num_computed_tokens} of {len(tokens)} computed", name)
         value, values = EMPTY, []
         for position, token in enumerate(tokens):
             value = extend(value, token, position)
@@ -210,30 +212,38 @@ class ModelWorker:
     def _name_block(self, row: Row, block: int, *, fresh: bool) -> None:
         """A table names a block; `fresh` when the row is going to write it."""
         if not 0 <= block < (self.num_usable or self.num_blocks):
-            raise Violation("plan.block", f"block {block} does not exist", row.name)
+            raise ViolationError("plan.block", f"block {block} does not exist", row.name)
         self._holders[block] += 1
         if not fresh:
             return
         if self._holders[block] > 1:
-            raise Violation("kv.exclusive", f"block {block} is given to two rows", row.name)
+            raise ViolationError("kv.exclusive", f"block {block} is given to two rows", row.name)
         self._writer[block] = row
         if self._last_named[block] > self.answered_step:
-            raise Violation(
+            raise ViolationError(
                 "kv.reuse",
                 f"block {block} is reused in step {self.last_step}; step {self._last_named[block]}, which may write it,"
                 f" is not answered",
                 row.name,
             )
 
+    def _own(self, row: Row, targets: list[int]) -> None:
+        """What was swapped in is the row's own, if it is for this row."""
+        for number, block in enumerate(row.blocks[: len(targets)]):
+            if block == targets[number]:
+                self._writer[block] = row
+
     def _check_unused(self, blocks: list[int]) -> None:
         """Nobody reads the blocks and no unanswered step names them."""
         for block in blocks:
             if self._holders[block] or self._last_named[block] > self.answered_step:
-                raise Violation("kv.reuse", f"block {block} is copied to; step {self._last_named[block]} may use it")
+                raise ViolationError(
+                    "kv.reuse", f"block {block} is copied to; step {self._last_named[block]} may use it"
+                )
 
     def _copy(self, sources: list[int], targets: list[int]) -> None:
         if len(sources) != len(set(targets)) or max(sources + targets) >= len(self._holders):
-            raise Violation("plan.copy", f"blocks {sources} to {targets}")
+            raise ViolationError("plan.copy", f"blocks {sources} to {targets}")
         size = self.block_size
         for source, target in zip(sources, targets, strict=True):
             self._last_named[source] = self._last_named[target] = self.last_step
@@ -247,21 +257,21 @@ class ModelWorker:
     def _forward(self, plan: Plan, admitted: list[tuple[Row, int]]) -> ev.StepDone:
         work = [(row, 1) for row in self.rows.values() if row.decoding and not row.held]
         if len(work) != plan.num_decodes:
-            raise Violation("plan.decodes", f"{len(work)} rows decode, the plan counts on {plan.num_decodes}")
+            raise ViolationError("plan.decodes", f"{len(work)} rows decode, the plan counts on {plan.num_decodes}")
         num_tokens = len(work)
         chunk_rows: list[int] = plan.chunk_rows.tolist()
         if len(set(chunk_rows)) != len(chunk_rows):
-            raise Violation("plan.chunk", f"two chunks for one row in {chunk_rows}")
+            raise ViolationError("plan.chunk", f"two chunks for one row in {chunk_rows}")
         for index, length in zip(chunk_rows, plan.chunk_lengths.tolist(), strict=True):
             row = self._row(index, "chunk")
             if row.decoding or length < 1 or row.computed + length > len(row.tokens):
-                raise Violation("plan.chunk", f"chunk of {length} for row {index} at {row.computed}", row.name)
+                raise ViolationError("plan.chunk", f"chunk of {length} for row {index} at {row.computed}", row.name)
             work.append((row, length))
             num_tokens += length
         if num_tokens != plan.num_tokens or num_tokens > self.max_tokens_per_step:
-            raise Violation("plan.tokens", f"{num_tokens} tokens, the plan counts {plan.num_tokens}")
+            raise ViolationError("plan.tokens", f"{num_tokens} tokens, the plan counts {plan.num_tokens}")
         if not num_tokens and not plan.swap_outs:
-            raise Violation("plan.tokens", "a plan without work")
+            raise ViolationError("plan.tokens", "a plan without work")
         # As in every layer of a real model: all KV of the batch is written before anything is read.
         for row, length in work:
             self._write(row, length)
@@ -274,14 +284,14 @@ class ModelWorker:
         position = row.computed
         row.computed += length
         if row.computed > self.max_model_len:
-            raise Violation("plan.length", f"token {row.computed} of at most {self.max_model_len}", row.name)
+            raise ViolationError("plan.length", f"token {row.computed} of at most {self.max_model_len}", row.name)
         while position < row.computed:
             number, offset = divmod(position, size)
             if number >= len(row.blocks):
-                raise Violation("kv.capacity", f"token {position} beyond the {len(row.blocks)} blocks", row.name)
+                raise ViolationError("kv.capacity", f"token {position} beyond the {len(row.blocks)} blocks", row.name)
             block = row.blocks[number]
             if self._writer[block] is not row:
-                raise Violation("kv.exclusive", f"a write to block {block}, which is shared", row.name)
+                raise ViolationError("kv.exclusive", f"a write to block {block}, which is shared", row.name)
             count = min(size - offset, row.computed - position)
             slot = block * size + offset
             if row.spoil is None:
@@ -304,9 +314,9 @@ class ModelWorker:
                 continue
             spoil = self._spoils.get(block) if _SPOILT in held else None
             if spoil is None:
-                raise Violation("kv.prefix", f"block {block} does not hold tokens {number * size}…", row.name)
+                raise ViolationError("kv.prefix", f"block {block} does not hold tokens {number * size}…", row.name)
             if spoil.reported_step is not None and spoil.reported_step <= self.answered_step:
-                raise Violation(
+                raise ViolationError(
                     "kv.spoilt",
                     f"block {block} was spoilt by a row that failed in step {spoil.reported_step}",
                     row.name,

@@ -1,8 +1,8 @@
 """Arithmetic instead of a model: every token is a function of the whole sequence before it.
 
-A sequence has a *value*, extended token by token; the next token is read off it. So the oracle costs O(1) per token, and
-whoever is given a wrong token, a wrong position or a wrong order answers with other tokens. The value after a position
-also stands for that position's KV, which in a transformer depends on everything before it.
+A sequence has a *value*, extended token by token; the next token is read off it. So the oracle costs O(1) per token,
+and whoever is given a wrong token, a wrong position or a wrong order answers with other tokens. The value after a
+position also stands for that position's KV, which in a transformer depends on everything before it.
 """
 
 from collections.abc import Iterable

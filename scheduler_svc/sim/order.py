@@ -1,8 +1,8 @@
 """Who waits, and that nobody is overtaken beyond what the core states.
 
-A policy is an order by a key (see `core.waiting`). The simulator knows each key, or two bounds of it where it depends on
-what the core has learned. A request is *overtaken* when one with a larger key is admitted while it waits: it did not fit
-then. The core promises that this happens at most `MAX_OVERTAKEN` times in one wait. So both are checked at once:
+A policy is an order by a key (see `core.waiting`). The simulator knows each key, or two bounds of it where it depends
+on what the core has learned. A request is *overtaken* when one with a larger key is admitted while it waits: it did not
+fit then. The core promises that this happens at most `MAX_OVERTAKEN` times in one wait. So both are checked at once:
 without an advantage in its key nobody goes first (ageing), except for the bounded number of smaller ones.
 
 Not checked: `lpm`, whose order depends on the cache, and across tenants under `fair`.
@@ -15,7 +15,7 @@ from scheduler_svc.core.admission import MAX_OVERTAKEN
 from scheduler_svc.core.waiting import AGEING_S, EDF_SLACK_S, SJF_S_PER_TOKEN
 from scheduler_svc.sim.coverage import Limit
 from scheduler_svc.sim.stream import Stream
-from scheduler_svc.sim.violation import Violation
+from scheduler_svc.sim.violation import ViolationError
 from scheduler_svc.sim.world import World
 
 
@@ -87,7 +87,7 @@ class WaitingRoom:
                 if len(self._world.scenario.workers) > 1:
                     self._world.broken("order.elsewhere", what, other.name)
                 elif count > MAX_OVERTAKEN + self._world.scenario.config.max_num_seqs:
-                    raise Violation("order.starved", what, other.name)
+                    raise ViolationError("order.starved", what, other.name)
                 else:
                     self._world.broken("order.overtaken", what, other.name)
 

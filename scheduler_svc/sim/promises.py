@@ -17,7 +17,7 @@ from scheduler_svc.sim.coverage import Limit
 from scheduler_svc.sim.order import WaitingRoom
 from scheduler_svc.sim.sites import Epoch
 from scheduler_svc.sim.stream import Stream
-from scheduler_svc.sim.violation import StreamName, Violation
+from scheduler_svc.sim.violation import StreamName, ViolationError
 from scheduler_svc.sim.world import World
 
 _ENDS = frozenset(reason.value for reason in EndReason)
@@ -51,7 +51,7 @@ class Promises:
                 stream = self._live(event.frontend, event.stream)
                 if stream is not None and not self.waiting.knows(stream):
                     if self._num_waiting >= self._config.max_queued_requests:
-                        raise Violation("limit.queue", f"{self._num_waiting} wait already", stream.name)
+                        raise ViolationError("limit.queue", f"{self._num_waiting} wait already", stream.name)
                     self.waiting.arrive(stream)
                     self._wait(stream)
             case ev.CreditGranted():
@@ -70,7 +70,7 @@ class Promises:
         """A traced request left its worker."""
         stream = self._live(effect.frontend, effect.stream)
         if stream is None:
-            raise Violation("attempt.unknown", f"{effect.outcome} of stream {effect.stream}, which is not live")
+            raise ViolationError("attempt.unknown", f"{effect.outcome} of stream {effect.stream}, which is not live")
         self._must_leave(stream)
         if effect.outcome in _ENDS:
             return
@@ -89,7 +89,7 @@ class Promises:
         if epoch is not None:
             epoch.preempted = True
         if self._config.capacity == "guaranteed_no_evict":
-            raise Violation("capacity.guaranteed", "preempted", stream.name)
+            raise ViolationError("capacity.guaranteed", "preempted", stream.name)
         if stream.preempted_at == len(stream.tokens):
             self._world.broken("preempt.progress", f"twice at {len(stream.tokens)} tokens", stream.name)
         stream.preempted_at = len(stream.tokens)
@@ -145,12 +145,12 @@ class Promises:
         if config.batching.mode != "continuous":
             most_rows = min(most_rows, config.batching.max_batch_size)
         if len(model.rows) > most_rows:
-            raise Violation("limit.rows", f"{len(model.rows)} rows of at most {most_rows}")
+            raise ViolationError("limit.rows", f"{len(model.rows)} rows of at most {most_rows}")
         most_tokens = min(config.max_num_batched_tokens, model.max_tokens_per_step)
         if plan.num_tokens > most_tokens:
-            raise Violation("limit.tokens", f"{plan.num_tokens} tokens of at most {most_tokens}")
+            raise ViolationError("limit.tokens", f"{plan.num_tokens} tokens of at most {most_tokens}")
         if len(epoch.in_flight) > config.max_plans_in_flight:
-            raise Violation("limit.in_flight", f"{len(epoch.in_flight)} plans in flight")
+            raise ViolationError("limit.in_flight", f"{len(epoch.in_flight)} plans in flight")
         if len(model.rows) == most_rows:
             coverage.limit(Limit.ROWS)
         if plan.num_tokens == most_tokens:
@@ -166,13 +166,13 @@ class Promises:
         longest = config.long_prefill_token_threshold
         if longest and len(plan.chunk_lengths):
             if plan.chunk_lengths.max() > longest:
-                raise Violation("limit.chunk", f"chunk of {plan.chunk_lengths.max()}")
+                raise ViolationError("limit.chunk", f"chunk of {plan.chunk_lengths.max()}")
             if plan.chunk_lengths.max() == longest:
                 coverage.limit(Limit.CHUNK)
         for row, generation, name in epoch.must_leave:
             present = model.rows.get(row)
             if present is not None and present.generation == generation and present.name == name:
-                raise Violation("plan.after_end", f"row {row} is planned although its request left", present.name)
+                raise ViolationError("plan.after_end", f"row {row} is planned although its request left", present.name)
         epoch.must_leave.clear()
         for admission in plan.admissions:
             self._admitted(plan, admission, epoch)
@@ -182,19 +182,20 @@ class Promises:
         row = epoch.model.rows[index]
         stream = self._clients.live.get(row.name)
         if stream is None:
-            raise Violation("plan.admission", "the request is not live", row.name)
+            raise ViolationError("plan.admission", "the request is not live", row.name)
         if epoch.draining:
-            raise Violation("worker.draining", f"an admission to {epoch.worker_id}", row.name)
+            raise ViolationError("worker.draining", f"an admission to {epoch.worker_id}", row.name)
         known = [*stream.demand.prompt, *stream.tokens]
         if row.tokens[: len(known)] != known or len(row.tokens) > len(known) + 1:
-            raise Violation("plan.admission", f"{len(row.tokens)} tokens, {len(known)} are known", row.name)
+            raise ViolationError("plan.admission", f"{len(row.tokens)} tokens, {len(known)} are known", row.name)
         if num_cached:
             self._world.coverage.limit(Limit.SHARED)
             if self._config.prefix_cache == "off" and not plan.swap_ins:
-                raise Violation("prefix.off", f"{num_cached} cached tokens", row.name)
+                raise ViolationError("prefix.off", f"{num_cached} cached tokens", row.name)
+            self._check_salt(stream, row.blocks[: num_cached // epoch.model.block_size], epoch)
         if self._omniscient:
             if stream not in self.waiting:
-                raise Violation("plan.admission", "it was not waiting, or had no credit", row.name)
+                raise ViolationError("plan.admission", "it was not waiting, or had no credit", row.name)
             self.waiting.admit(stream)
         stream.placed, stream.row = epoch.peer, (index, generation)
         stream.placements += 1
@@ -202,6 +203,14 @@ class Promises:
         if stream.num_known + 1 >= epoch.context:
             self._world.coverage.limit(Limit.CONTEXT)
         self._check_tenant(stream)
+
+    def _check_salt(self, stream: Stream, blocks: list[int], epoch: Epoch) -> None:
+        """Nobody is given what was computed under another salt."""
+        for block in blocks:
+            name = epoch.model.writer(block)
+            writer = self._clients.find(name) if name is not None else None
+            if writer is not None and writer.demand.salt != stream.demand.salt:
+                raise ViolationError("prefix.salt", f"block {block} is {writer.name}'s", stream.name)
 
     def _check_tenant(self, stream: Stream) -> None:
         limits = self._config.tenant_limits
@@ -211,7 +220,7 @@ class Promises:
         same = (other for other in self._clients.live.values() if other.demand.tenant == stream.demand.tenant)
         running = sum(other.placed is not None for other in same)
         if running > tenant.max_running:
-            raise Violation("limit.tenant", f"{running} of tenant {stream.demand.tenant!r} run", stream.name)
+            raise ViolationError("limit.tenant", f"{running} of tenant {stream.demand.tenant!r} run", stream.name)
 
     # ---------------------------------------------------------------- never idle with work
 
@@ -222,7 +231,7 @@ class Promises:
         self._world.coverage.limit(Limit.IDLE)
         for stream in self._clients.live.values():
             if stream.placed == epoch.peer and not stream.starved:
-                raise Violation("work.running", f"{epoch.peer!r} is idle and could go on with it", stream.name)
+                raise ViolationError("work.running", f"{epoch.peer!r} is idle and could go on with it", stream.name)
         config = self._config
         alone = len(self._cluster.epochs) == 1 and not epoch.draining and not config.tenant_limits
         if not alone or config.batching.mode != "continuous" or config.batching.delay_factor or not len(self.waiting):
@@ -242,7 +251,9 @@ class Promises:
             prefilling = any(not row.decoding for row in epoch.model.rows.values())
             if needed + reserve > available or self._unsettled(stream) or prefilling:
                 return
-        raise Violation("work.waiting", f"{epoch.peer!r} is idle and could admit it", self.waiting.streams()[0].name)
+        raise ViolationError(
+            "work.waiting", f"{epoch.peer!r} is idle and could admit it", self.waiting.streams()[0].name
+        )
 
     def _unsettled(self, stream: Stream) -> bool:
         if stream.unsettled_until is None:

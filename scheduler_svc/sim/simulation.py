@@ -24,7 +24,7 @@ from scheduler_svc.sim.faults import NONE, Fault
 from scheduler_svc.sim.promises import Promises
 from scheduler_svc.sim.scenario import Scenario
 from scheduler_svc.sim.stream import Stream
-from scheduler_svc.sim.violation import StreamName, Violation
+from scheduler_svc.sim.violation import StreamName, ViolationError
 from scheduler_svc.sim.world import World
 
 TICK_S = 0.05
@@ -63,7 +63,7 @@ class Result:
     failure: Failure | None
 
 
-Log = Callable[[float, object], None]
+Log = Callable[[float, ev.Event | ef.Effect | Plan], None]
 
 
 class Simulation:
@@ -186,7 +186,7 @@ class Simulation:
         core, epochs = self._core, self._cluster.epochs
         peers = core.workers()
         if set(peers) != epochs.keys():
-            raise Violation("worker.set", f"the core plans for {peers}, known are {list(epochs)}")
+            raise ViolationError("worker.set", f"the core plans for {peers}, known are {list(epochs)}")
         for peer in peers:
             for _ in range(_MOST_PLANS):
                 plan = core.plan(peer, self._agenda.now)
@@ -237,7 +237,7 @@ class Simulation:
                 self.feed(ev.ShutdownRequested())
                 for stream in self._clients.live.values():
                     if stream.known:
-                        raise Violation("shutdown", "a request outlives the shutdown", stream.name)
+                        raise ViolationError("shutdown", "a request outlives the shutdown", stream.name)
                 self._restart_core()
             case Fault.FRONTEND_LOST:
                 self._clients.lose_one()
@@ -271,7 +271,7 @@ class Simulation:
             if agenda.now > bound:
                 name, stream = next(iter(self._clients.live.items()))
                 state = f"{len(stream.tokens)} of {stream.demand.max_tokens} tokens"
-                raise Violation("finish", f"{len(self._clients.live)} requests do not end; one has {state}", name)
+                raise ViolationError("finish", f"{len(self._clients.live)} requests do not end; one has {state}", name)
         while any(epoch.in_flight for epoch in self._cluster.epochs.values()):
             self._turn()
         self._check_empty()
@@ -289,16 +289,16 @@ class Simulation:
         self._core.validate()
         stats = self._core.stats()
         if stats.running or stats.waiting:
-            raise Violation("empty", f"{stats.running} run and {stats.waiting} wait although all have ended")
+            raise ViolationError("empty", f"{stats.running} run and {stats.waiting} wait although all have ended")
         for worker in stats.workers:
             if worker.blocks_free + worker.blocks_cached != worker.blocks_total:
-                raise Violation("empty", f"{worker.blocks_held} blocks of {worker.worker_id} are held by nobody")
+                raise ViolationError("empty", f"{worker.blocks_held} blocks of {worker.worker_id} are held by nobody")
             if worker.host_blocks_held:
-                raise Violation("empty", f"{worker.host_blocks_held} host blocks of {worker.worker_id} are held")
+                raise ViolationError("empty", f"{worker.host_blocks_held} host blocks of {worker.worker_id} are held")
 
     def _explain(self, error: Exception) -> Failure:
-        violated = isinstance(error, Violation)
-        name = error.stream if isinstance(error, Violation) else None
+        violated = isinstance(error, ViolationError)
+        name = error.stream if isinstance(error, ViolationError) else None
         story = []
         if name is not None:
             story = self._core.story(name.frontend, name.stream)
@@ -306,8 +306,8 @@ class Simulation:
             if stream is not None and stream.end is not None:
                 story.append((stream.last_move, f"last heard of by its client; ended {stream.end.name}"))
         return Failure(
-            check=error.check if isinstance(error, Violation) else "core",
-            detail=error.detail if isinstance(error, Violation) else f"{type(error).__name__}: {error}",
+            check=error.check if isinstance(error, ViolationError) else "core",
+            detail=error.detail if isinstance(error, ViolationError) else f"{type(error).__name__}: {error}",
             event=repr(self._event)[:1000],
             num_events=self.num_events,
             request=name,

@@ -16,7 +16,7 @@ from scheduler_svc.sim.coverage import Limit
 from scheduler_svc.sim.faults import Fault
 from scheduler_svc.sim.model_worker import ModelWorker
 from scheduler_svc.sim.scenario import WorkerSize, draw_size
-from scheduler_svc.sim.violation import StreamName, Violation
+from scheduler_svc.sim.violation import StreamName, ViolationError
 from scheduler_svc.sim.world import World
 
 _NOTICE_S = 0.05
@@ -200,9 +200,7 @@ class Site:
             epoch.model.fail(row.index, spoil=fault is Fault.SPOILT_ROW)
             epoch.failed.add((row.index, row.generation))
 
-    def _befall(
-        self, epoch: Epoch, answer: ev.StepDone, fault: Fault, end: float
-    ) -> tuple[ev.StepDone, float] | None:
+    def _befall(self, epoch: Epoch, answer: ev.StepDone, fault: Fault, end: float) -> tuple[ev.StepDone, float] | None:
         """What becomes of an answer and when it is sent; None: it is not sent at all."""
         world, rng, config = self._world, self._world.rng, self._world.scenario.config
         step = world.scenario.pace.step
@@ -247,7 +245,7 @@ class Site:
                 return None
             case Fault.RESTART_RESIZED:
                 context = world.scenario.traffic.longest_prompt * rng.choice((1, 2))
-                self.size = (draw_size(rng, config, context))
+                self.size = draw_size(rng, config, context)
                 self.crash()
                 return None
             case Fault.RESTART_OTHER_MODEL:
@@ -257,7 +255,7 @@ class Site:
             case Fault.RESTART_IMPOSSIBLE:
                 rows = min(self.size.max_rows, config.max_num_seqs)
                 few_tokens = dataclasses.replace(self.size, max_tokens_per_step=rows - 1)
-                self.size = (rng.choice((few_tokens, dataclasses.replace(self.size, num_blocks=0))))
+                self.size = rng.choice((few_tokens, dataclasses.replace(self.size, num_blocks=0)))
                 self.crash()
                 return None
             case Fault.UNKNOWN_FAILURE:
@@ -276,4 +274,4 @@ class Site:
         event = ev.WorkerCompiling(worker=epoch.peer, epoch=epoch.number - stale, expected_s=expected)
         effects = world.feed(event)
         if [effect for effect in effects if not isinstance(effect, ef.WorkerUnknown)]:
-            raise Violation("worker.compiling", f"effects {effects}")
+            raise ViolationError("worker.compiling", f"effects {effects}")

@@ -15,7 +15,7 @@ from scheduler_svc.core.effects import EndReason
 from scheduler_svc.core.request import TOKEN_BYTES
 from scheduler_svc.sim.oracle import extend, token_after, value_of
 from scheduler_svc.sim.traffic import Demand
-from scheduler_svc.sim.violation import StreamName, Violation
+from scheduler_svc.sim.violation import StreamName, ViolationError
 
 _TRACEPARENT = "00-11111111111111111111111111111111-2222222222222222-01"
 
@@ -124,12 +124,12 @@ class Stream:
     def take(self, index: int, token: int, now: float) -> None:
         """A token from the core."""
         if self.end is not None or self.must_end or not self.known:
-            raise Violation("stream.after_end", f"token {index} after the end", self.name)
+            raise ViolationError("stream.after_end", f"token {index} after the end", self.name)
         if index != len(self.tokens):
-            raise Violation("stream.order", f"token {index} after {len(self.tokens)} tokens", self.name)
+            raise ViolationError("stream.order", f"token {index} after {len(self.tokens)} tokens", self.name)
         expected = token_after(self._value)
         if token != expected:
-            raise Violation("stream.token", f"token {index} is {token}, not {expected}", self.name)
+            raise ViolationError("stream.token", f"token {index} is {token}, not {expected}", self.name)
         self._value = extend(self._value, token, len(self.demand.prompt) + index)
         self.tokens.append(token)
         self.last_move = now
@@ -143,10 +143,10 @@ class Stream:
             justified: what speaks against a reason that depends on more than the stream; None: nothing.
         """
         if self.end is not None or not self.known:
-            raise Violation("stream.ends_once", f"{effect.reason} after {self.end}", self.name)
+            raise ViolationError("stream.ends_once", f"{effect.reason} after {self.end}", self.name)
         objection = self._objection(effect) or justified(effect.reason)
         if objection is not None:
-            raise Violation("stream.reason", f"{effect.reason.name} ({effect.message}): {objection}", self.name)
+            raise ViolationError("stream.reason", f"{effect.reason.name} ({effect.message}): {objection}", self.name)
         self.end = effect.reason
 
     def _objection(self, effect: ef.RequestEnded) -> str | None:

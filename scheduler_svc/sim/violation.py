@@ -12,7 +12,7 @@ class StreamName(NamedTuple):
     stream: int
 
 
-class Violation(AssertionError):
+class ViolationError(AssertionError):
     """A check of the simulator that failed.
 
     Args:

@@ -11,7 +11,7 @@ from scheduler_svc.sim.coverage import Coverage
 from scheduler_svc.sim.faults import Fault, FaultRates
 from scheduler_svc.sim.gaps import KNOWN
 from scheduler_svc.sim.scenario import Scenario
-from scheduler_svc.sim.violation import StreamName, Violation
+from scheduler_svc.sim.violation import StreamName, ViolationError
 
 
 @dataclass(slots=True)
@@ -40,7 +40,7 @@ class World:
     def broken(self, check: str, detail: str, stream: StreamName | None = None) -> None:
         """A promise was not kept: counts it if that is known, else fails."""
         if check not in KNOWN:
-            raise Violation(check, detail, stream)
+            raise ViolationError(check, detail, stream)
         self.coverage.counts["known gap", check] += 1
 
     def fault(self, fault: Fault) -> None:
