@@ -80,6 +80,12 @@ class ModelNotFoundError(QuireError):
     codes = frozenset({"NOT_FOUND"})
 
 
+class WorkerNotFoundError(QuireError):
+    """No usable worker of that name is there."""
+
+    reasons = frozenset({"WORKER_NOT_FOUND"})
+
+
 class DuplicateRequestError(QuireError):
     """A live request has the same id."""
 
@@ -132,6 +138,7 @@ _CLASSES = (
     InvalidRequestError,
     UnsupportedFieldError,
     ModelNotFoundError,
+    WorkerNotFoundError,
     DuplicateRequestError,
     QueueFullError,
     UnavailableError,
