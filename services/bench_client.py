@@ -87,11 +87,10 @@ async def _measure(options: argparse.Namespace) -> dict[str, float]:
             "client_cpu_share": (time.process_time() - cpu) / elapsed,
         }
         for task in tasks:
+            if task.done():
+                task.result()  # readers never end by themselves: this raises
             task.cancel()
-        outcomes = await asyncio.gather(*tasks, return_exceptions=True)
-        failed = next((o for o in outcomes if isinstance(o, Exception)), None)
-        if failed is not None:
-            raise failed
+        await asyncio.gather(*tasks, return_exceptions=True)
     return result
 
 

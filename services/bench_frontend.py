@@ -62,7 +62,7 @@ class Process:
         self._child = subprocess.Popen(
             [sys.executable, "-m", module, *arguments],
             stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
+            stderr=None if module.endswith("client") else subprocess.DEVNULL,  # the servers' logs are not for here
             text=True,
             env={**os.environ, "PYTHONPATH": path},
         )

@@ -5,12 +5,13 @@ answer, nothing else is sent, and every live stream is then submitted, with the 
 core that starts late, restarts, or gave up on us. What the new core sends again is recognised by its index; a gap makes
 the stream a new one under a new number, so that late answers to the old number mean nothing.
 
-The core answers every report, about once a second. When nothing came for `AWAY_S` the service is not ready; clients
-keep their streams, and only after `GIVE_UP_S` these end with an error.
+The core answers every report, about once a second. When nothing came for `AWAY_S` the service is not ready and the link
+starts over as a new incarnation; clients keep their streams, and only after `GIVE_UP_S` these end with an error.
 
-grpc.aio handles one completion, be it a written message or a new call, per turn of the loop, and gRPC cancels calls that
-were not accepted for 30 s. So turns must be short whatever the core does: reading is rationed, and credit, of which every
-written message returns some, is gathered for a moment; everything else leaves at the end of the turn, in one message.
+grpc.aio handles one completion, be it a written message or a new call, per turn of the loop, and gRPC cancels calls
+that were not accepted for 30 s. So turns must be short whatever the core does: reading is rationed, and credit, of
+which every written message returns some, is gathered for a moment; everything else leaves at the end of the turn, in
+one message.
 
 The socket's descriptor is edge-triggered: after every send, and whenever the descriptor fires, it is read until nothing
 is left. (`zmq.asyncio` would do this for us, at 25 µs a message instead of 1.)
@@ -67,21 +68,11 @@ class CoreLink:
         on_state: Callable[[], None],
     ) -> None:
         """`families` gives the front end's own metrics; `on_state` is called when `ready` may have changed."""
-        incarnation = draw_incarnation()
-        self._hello = link_pb2.FrontendHello(
-            protocol_version=PROTOCOL_VERSION,
-            frontend_id=frontend_id,
-            incarnation=incarnation,
-            tokenizer_fingerprint=tokenizer_fingerprint,
-        )
+        self._address = address
+        self._frontend_id = frontend_id
+        self._tokenizer_fingerprint = tokenizer_fingerprint
         self._context = zmq.Context()
-        self._socket = connect_dealer(
-            self._context,
-            address,
-            identity=routing_id(frontend_id, incarnation),
-            max_message=LINK_MAX_MESSAGE,
-            queue_while_away=False,
-        )
+        self._connect()
         self._loop = asyncio.get_running_loop()
         self._families = families
         self._on_state = on_state
@@ -194,6 +185,32 @@ class CoreLink:
         finally:
             del questions[number]
 
+    # Connecting
+
+    def _connect(self) -> None:
+        """Opens a socket under an incarnation of its own."""
+        self._incarnation = draw_incarnation()
+        self._connected_at = time.monotonic()
+        self._socket = connect_dealer(
+            self._context,
+            self._address,
+            identity=routing_id(self._frontend_id, self._incarnation),
+            max_message=LINK_MAX_MESSAGE,
+            queue_while_away=False,
+        )
+
+    def _connect_again(self) -> None:
+        """Starts over as a new incarnation.
+
+        ZeroMQ reconnects by itself, but under the old routing id: a ROUTER that has not noticed the loss (heartbeats
+        may be late for want of a CPU) takes the new connection for an impostor's and ignores it for good.
+        """
+        self._loop.remove_reader(self._option(zmq.FD))
+        self._socket.close(linger=0)
+        self._connect()
+        self._loop.add_reader(self._option(zmq.FD), self._read_on_edge)
+        self._greet(0)
+
     # Sending
 
     def _greet(self, core: int) -> None:
@@ -201,7 +218,14 @@ class CoreLink:
         # Whatever was meant for another incarnation is void; live streams are submitted again.
         self._unsent.clear()
         self._outgoing.clear()
-        self._outgoing.hello(self._hello)
+        self._outgoing.hello(
+            link_pb2.FrontendHello(
+                protocol_version=PROTOCOL_VERSION,
+                frontend_id=self._frontend_id,
+                incarnation=self._incarnation,
+                tokenizer_fingerprint=self._tokenizer_fingerprint,
+            )
+        )
         self._schedule_flush()
 
     def _schedule_flush(self) -> None:
@@ -224,7 +248,7 @@ class CoreLink:
                 self._socket.send(self._unsent[0], flags=zmq.DONTWAIT)
                 del self._unsent[0]
         except zmq.Again:
-            return  # `_read_now` comes by when the socket takes more, the tick when it does not
+            pass  # `_read_now` comes by when the socket takes more, the tick when it does not
         self._read_if_due()
 
     def _option(self, option: int) -> int:
@@ -342,7 +366,9 @@ class CoreLink:
                 self._on_state()
 
     def _tick(self, now: float) -> None:
-        if self._greeting:
+        if now - max(self._last_heard, self._connected_at) > AWAY_S:
+            self._connect_again()
+        elif self._greeting:
             self._greet(self._greeted)
         else:
             self._outgoing.report(self._report())

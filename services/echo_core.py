@@ -8,7 +8,7 @@ The answer to a prompt is the prompt, over and over.
 import argparse
 import signal
 import sys
-import time
+from collections import deque
 from dataclasses import dataclass, field
 from types import FrameType
 
@@ -49,6 +49,8 @@ class EchoFrontend:
     """A front end that has said hello."""
 
     streams: dict[int, EchoStream] = field(default_factory=dict)
+    backlog: deque[bytes] = field(default_factory=deque)
+    """What its socket did not take; it gets no tokens meanwhile."""
 
 
 class EchoCore:
@@ -78,8 +80,10 @@ class EchoCore:
             read = True
         if read and self._share_with_credit() < self._quorum:
             return
-        for peer, frontend in self._frontends.items():
-            self._send_tokens(peer, frontend)
+        for peer, frontend in list(self._frontends.items()):
+            if not frontend.backlog:
+                self._make_tokens(frontend)
+            self._send(peer, frontend)
 
     def close(self) -> None:
         """Vanishes like a process that was killed."""
@@ -119,7 +123,7 @@ class EchoCore:
             answer.snapshot.request = message.snapshot_request
             answer.snapshot.families.extend(message.report.families)
         if answer.HasField("state") or answer.ends:
-            send_to(self._socket, peer, answer.SerializeToString())
+            frontend.backlog.append(answer.SerializeToString())
 
     def allowance(self, stream: EchoStream) -> int:
         """How many tokens the stream gets in this step."""
@@ -149,7 +153,16 @@ class EchoCore:
             kept = stream.sent if keep_tokens is None else keep_tokens
             answer.ends.add(stream=number, reason=reason, completion_tokens=kept)
 
-    def _send_tokens(self, peer: bytes, frontend: EchoFrontend) -> None:
+    def _send(self, peer: bytes, frontend: EchoFrontend) -> None:
+        while frontend.backlog:
+            outcome = send_to(self._socket, peer, frontend.backlog[0])
+            if outcome is SendOutcome.GONE:
+                del self._frontends[peer]
+            if outcome is not SendOutcome.SENT:
+                return
+            frontend.backlog.popleft()
+
+    def _make_tokens(self, frontend: EchoFrontend) -> None:
         streams: list[int] = []
         first_indices: list[int] = []
         counts: list[int] = []
@@ -171,9 +184,7 @@ class EchoCore:
         if self._tokens_per_step > 1:
             message.counts = to_column(counts)
         message.tokens = to_column(tokens)
-        payload = message.SerializeToString()
-        while send_to(self._socket, peer, payload) is SendOutcome.FULL:
-            time.sleep(0.001)
+        frontend.backlog.append(message.SerializeToString())
 
 
 def main(arguments: list[str]) -> int:

@@ -132,7 +132,7 @@ class Stack:
         self.frontend = frontend
         self.channel = channel
         self.http = http
-        self._stopped = False
+        self._stopping: asyncio.Task[None] | None = None
         self.generation = generation_pb2_grpc.GenerationServiceStub(channel)
 
     @property
@@ -150,9 +150,9 @@ class Stack:
 
     async def stop(self) -> None:
         """Stops the front end, as a signal would."""
-        if not self._stopped:
-            self._stopped = True
-            await self.frontend.stop()
+        if self._stopping is None:
+            self._stopping = asyncio.create_task(self.frontend.stop())
+        await asyncio.shield(self._stopping)
 
     async def until_ready(self, ready: bool = True) -> None:
         """Waits until the front end says that it is, or is not, ready."""
@@ -172,6 +172,7 @@ async def running_stack(
     core: Callable[[str], TestCore] | None = TestCore,
     telemetry: Telemetry | None = None,
     stream_credit: int = 65536,
+    grace_period_s: float = 0.0,
     chat_template: bool = True,
 ) -> AsyncIterator[Stack]:
     """Everything started; ready unless there is no core."""
@@ -179,7 +180,7 @@ async def running_stack(
     address = f"ipc://{folder}/core"
     config = FrontendConfig(
         frontend_address=address, model=str(model), grpc_port=0, http_port=0, stream_credit=stream_credit,
-        grace_period_s=0.0, default_max_tokens=64,
+        grace_period_s=grace_period_s, default_max_tokens=64,
     )  # fmt: skip
     started = core(address) if core is not None else None
     frontend = Frontend(config, load_tokenizer(model), telemetry or Telemetry("test"))

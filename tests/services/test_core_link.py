@@ -251,6 +251,40 @@ def test_a_core_that_is_away_makes_the_service_not_ready(tmp_path: Path, monkeyp
     asyncio.run(main())
 
 
+def test_a_link_that_went_dead_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """When the core lives but no longer hears this connection, a new incarnation continues the streams."""
+
+    class HardOfHearing(TestCore):
+        deaf = False
+        deaf_to: bytes | None = None
+
+        def handle(self, peer: bytes, message: link_pb2.FrontendMessage) -> None:
+            if self.deaf:
+                self.deaf_to = self.deaf_to or peer
+            if peer == self.deaf_to:
+                self._frontends.pop(peer, None)
+                self.limit = None
+            else:
+                super().handle(peer, message)
+
+    async def main() -> None:
+        monkeypatch.setattr(core_link, "AWAY_S", 0.3)
+        monkeypatch.setattr(core_link, "REPORT_EVERY_S", 0.1)
+        async with running_stack(tmp_path, core=lambda a: HardOfHearing(a, limit=3)) as stack:
+            call = stack.generation.Generate(tokens_request(*PROMPT, max_tokens=12))
+            first = await next_response(call)
+            assert isinstance(stack.core, HardOfHearing)
+            stack.core.deaf = True
+            rest = await collect(call)
+
+            deltas = [first.delta, *(response.delta for response in rest[:-1])]
+            assert joined_ids(deltas) == (list(PROMPT) * 12)[:12]
+            hellos = [message.hello for message in stack.core.messages if message.HasField("hello")]
+            assert len({hello.incarnation for hello in hellos}) >= 2
+
+    asyncio.run(main())
+
+
 def test_streams_do_not_wait_for_ever_for_a_core(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """When no core comes back for long enough, live calls end UNAVAILABLE."""
 
