@@ -27,6 +27,8 @@ def malformed(rng: random.Random, answer: ev.StepDone, fault: Fault) -> ev.StepD
     if fault is Fault.MISSING_TOKEN:
         return dataclasses.replace(answer, tokens=tokens[:-1])
     assert fault is Fault.WRONG_ROWS
+    if len(rows) and rng.random() < 0.3:
+        return dataclasses.replace(answer, rows=rows + np.int32(1))
     if len(rows) and rng.random() < 0.5:
         return dataclasses.replace(answer, rows=rows[1:], tokens=tokens[1:])
     more_rows = np.append(rows, np.int32(rows.max() + 1 if len(rows) else 0))

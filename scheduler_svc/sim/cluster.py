@@ -128,7 +128,7 @@ class Cluster:
         if not impossible and site.fingerprint == self._served:
             raise ViolationError("worker.refused", f"{effect.worker!r}: {effect.reason}")
         site.fingerprint = self._served or site.fingerprint
-        context = world.scenario.traffic.longest_prompt
+        context = world.scenario.traffic.context
         site.refused(draw_size(world.rng, world.scenario.config, context) if impossible else site.size)
 
     def unknown(self, effect: ef.WorkerUnknown, cause: ev.Event) -> None:
@@ -186,7 +186,7 @@ class Cluster:
         for site in self.sites:
             rows = min(site.size.max_rows, world.scenario.config.max_num_seqs)
             if site.size.num_blocks < 1 or site.size.max_tokens_per_step < rows:
-                site.size = draw_size(world.rng, world.scenario.config, world.scenario.traffic.longest_prompt)
+                site.size = draw_size(world.rng, world.scenario.config, world.scenario.traffic.context)
             if site.epoch is None or site.epoch.dead_from <= world.now or site.model is None:
                 site.fingerprint = self._served or site.fingerprint
                 site.boot()

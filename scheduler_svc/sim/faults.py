@@ -59,6 +59,9 @@ STEP_FAULTS = _KINDS[: _KINDS.index(Fault.SCHEDULER_STALL)]
 TIMED_FAULTS = _KINDS[_KINDS.index(Fault.SCHEDULER_STALL) : _KINDS.index(Fault.CANCEL)]
 REQUEST_FAULTS = _KINDS[_KINDS.index(Fault.CANCEL) :]
 
+_WEIGHTS = {Fault.SPOILT_ROW: 5, Fault.STALE_EPOCH: 3, Fault.WRONG_ROWS: 2}
+"""Of faults that only seldom meet the situation in which they matter; 1 for the others."""
+
 
 @dataclass(frozen=True, slots=True)
 class FaultRates:
@@ -77,7 +80,7 @@ NONE = FaultRates((), 0.0, (), 0.0, {})
 
 def draw_rates(rng: random.Random, step: float) -> FaultRates:
     """Draws the faults of one simulation whose steps take about `step` seconds."""
-    of_steps = tuple(fault for fault in STEP_FAULTS if rng.random() < 0.4)
+    of_steps = tuple(fault for fault in STEP_FAULTS for _ in range(_WEIGHTS.get(fault, 1)) if rng.random() < 0.4)
     timed = tuple(fault for fault in TIMED_FAULTS if rng.random() < 0.4)
     return FaultRates(
         of_steps=of_steps,

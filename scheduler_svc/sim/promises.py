@@ -56,7 +56,7 @@ class Promises:
                     self._wait(stream)
             case ev.CreditGranted():
                 stream = self._live(event.frontend, event.stream)
-                if stream is not None and stream.placed is None and stream not in self.waiting:
+                if stream is not None and stream.placed is None:
                     self._wait(stream)
 
     def _live(self, frontend: ev.Peer, number: int) -> Stream | None:
@@ -249,7 +249,7 @@ class Promises:
         for stream in self.waiting.streams():
             needed = -(-stream.num_known // epoch.model.block_size)
             prefilling = any(not row.decoding for row in epoch.model.rows.values())
-            if needed + reserve > available or self._unsettled(stream) or prefilling:
+            if needed + reserve > available or self._unsettled(stream) or prefilling or stream.starved:
                 return
         raise ViolationError(
             "work.waiting", f"{epoch.peer!r} is idle and could admit it", self.waiting.streams()[0].name

@@ -52,7 +52,11 @@ class TrafficShape:
     burst: int
     most_live: int
     longest_prompt: int
+    context: int
+    """About the longest sequence that the workers were made for."""
     longest_output: int
+    giants: float
+    """Share of requests whose prompt takes most of the context."""
     alphabet: int
     """Distinct tokens in prompts: few make for accidental prefixes."""
     families: int
@@ -110,7 +114,7 @@ def draw(seed: int, *, faults: bool = True) -> Scenario:
 
 def draw_size(rng: random.Random, config: CoreConfig, context: int) -> WorkerSize:
     """Draws a worker that the core can use."""
-    block_size = rng.choice((1, 2, 4, 8, 16))
+    block_size = rng.choice((1, 2, 2, 4, 4, 8, 16))
     max_rows = rng.choice((config.max_num_seqs, rng.randint(1, 2 * config.max_num_seqs)))
     # From room for one sequence, where memory binds, to room for most rows, where rows do.
     num_blocks = max(1, int(context / block_size * rng.choice((1.0, 1.3, rng.uniform(1.0, max(1.5, 0.5 * max_rows))))))
@@ -175,8 +179,10 @@ def _draw_traffic(rng: random.Random, step: float, context: int, max_num_seqs: i
         gap_s=burst / 2 / per_s,
         burst=burst,
         most_live=rng.choice((3, 20, 100)) + 2 * max_num_seqs,
-        longest_prompt=max(2, rng.choice((context // 8, context // 3, context))),
+        longest_prompt=max(2, rng.choice((context // 8, context // 3, context // 2))),
+        context=context,
         longest_output=longest_output,
+        giants=rng.choice((0.0, 0.0, 0.03, 0.1)),
         alphabet=rng.choice((2, 20, 900)),
         families=rng.choice((0, 1, 4)),
         shared_salt=rng.random() < 0.5,
