@@ -1,8 +1,8 @@
 """Measures what a step costs the scheduler: the real core and codecs without sockets, with synthetic answers.
 
 Scenarios: `steady` (everybody decodes), `churn` (8 requests end and 8 arrive in every step), `queued` (churn with
-100,000 requests waiting, for each policy). Every scenario is run several times in turn; the table shows the median of each
-figure and its range.
+100,000 requests waiting, for each policy). Every scenario is run several times in turn; the table shows the median of
+each figure and its range.
 """
 
 import json
