@@ -71,8 +71,8 @@ class ModelWorker:
     answered_step: int = 0
     """The newest step whose answer the scheduler has; kept by whoever delivers answers."""
     num_host_blocks: int = 0
-    copy_s: float = 1e-4
-    """What copying a block takes."""
+    copy_s: float = 0.0
+    """What copying a block takes; 0: it does not say."""
     num_usable: int = 0
     """The scheduler has agreed to use no more blocks; 0: all."""
     rows: dict[int, Row] = field(default_factory=dict)
@@ -331,6 +331,8 @@ class ModelWorker:
 
     def _sample(self, plan: Plan, rows: list[Row]) -> ev.StepDone:
         step = plan.step
+        copies = plan.swap_outs + plan.swap_ins
+        copied = sum(len(copy.sources) for copy in copies)
         rows.sort(key=lambda row: row.index)
         sampled: list[int] = []
         tokens: list[int] = []
@@ -354,7 +356,7 @@ class ModelWorker:
             rows=np.array(sampled, np.int32),
             tokens=np.array(tokens, np.int32),
             failures=tuple(failures),
-            completed_copies=[copy.copy_id for copy in plan.swap_outs + plan.swap_ins],
-            copied_blocks=(copied := sum(len(copy.sources) for copy in plan.swap_outs + plan.swap_ins)),
+            completed_copies=[copy.copy_id for copy in copies],
+            copied_blocks=copied if self.copy_s else 0,
             copy_s=copied * self.copy_s,
         )

@@ -10,7 +10,7 @@ from scheduler_svc.core import events as ev
 from scheduler_svc.core.config import CoreConfig
 from scheduler_svc.core.plan import Plan
 from scheduler_svc.core.scheduler import Scheduler
-from tests.scheduler_svc.model_worker import ModelWorker
+from scheduler_svc.sim.model_worker import ModelWorker
 
 FRONTEND = b"front/1"
 
@@ -41,6 +41,8 @@ class Cluster:
     def handle(self, event: ev.Event) -> list[ef.Effect]:
         """Feeds one event and checks everything that can be checked."""
         self.now += 0.001
+        if isinstance(event, ev.StepDone) and event.worker in self.workers:
+            self.workers[event.worker].answered_step = event.step
         effects = self.core.handle(event, self.now)
         self._receive(effects)
         self.core.validate()
@@ -50,9 +52,7 @@ class Cluster:
         """A worker says hello."""
         for effect in self.handle(worker.hello(worker_id)):
             if isinstance(effect, ef.WorkerWelcomed):
-                worker.epoch, worker.last_step = effect.epoch, 0
-                worker.rows.clear()
-                worker.generations.clear()
+                worker.welcome(effect.epoch)
                 self.workers[worker.peer] = worker
                 self.answers[worker.peer] = deque()
 

@@ -7,8 +7,9 @@ from scheduler_svc.core import events as ev
 from scheduler_svc.core.batching import BatchingLimits
 from scheduler_svc.core.config import CoreConfig, TenantLimits
 from scheduler_svc.core.errors import InvalidLimitsError
+from scheduler_svc.sim.model_worker import ModelWorker
+from scheduler_svc.sim.oracle import expected_output
 from tests.scheduler_svc.cluster import Cluster
-from tests.scheduler_svc.model_worker import ModelWorker, expected_output
 
 LIMITS = {"max_num_seqs": 8, "max_num_batched_tokens": 32}
 

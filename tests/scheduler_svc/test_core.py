@@ -6,8 +6,9 @@ from scheduler_svc.core import effects as ef
 from scheduler_svc.core import events as ev
 from scheduler_svc.core.config import CoreConfig
 from scheduler_svc.core.errors import InvalidLimitsError
+from scheduler_svc.sim.model_worker import ModelWorker
+from scheduler_svc.sim.oracle import expected_output
 from tests.scheduler_svc.cluster import FRONTEND, Cluster
-from tests.scheduler_svc.model_worker import ModelWorker, expected_output
 
 SMALL = {"max_num_seqs": 4, "max_num_batched_tokens": 16}
 

@@ -1,8 +1,9 @@
 """What several workers promise: placement, draining, joining and leaving at any time."""
 
 from scheduler_svc.core import events as ev
+from scheduler_svc.sim.model_worker import ModelWorker
+from scheduler_svc.sim.oracle import expected_output
 from tests.scheduler_svc.cluster import Cluster
-from tests.scheduler_svc.model_worker import ModelWorker, expected_output
 
 PREFIX = list(range(200, 240))
 

@@ -19,8 +19,8 @@ from scheduler_svc.core.waiting import (
     WaitingQueue,
     make_queue,
 )
+from scheduler_svc.sim.model_worker import ModelWorker
 from tests.scheduler_svc.cluster import Cluster
-from tests.scheduler_svc.model_worker import ModelWorker
 
 
 def _request(sequence: int, **changes: object) -> Request:

@@ -4,9 +4,10 @@ import numpy as np
 
 from scheduler_svc.core import effects as ef
 from scheduler_svc.core import events as ev
+from scheduler_svc.sim.model_worker import ModelWorker
+from scheduler_svc.sim.oracle import expected_output
 from shared.prefix_keys import extend_keys, root_key
 from tests.scheduler_svc.cluster import FRONTEND, Cluster
-from tests.scheduler_svc.model_worker import ModelWorker, expected_output
 
 PREFIX = list(range(100, 140))
 LIMITS = {"max_num_seqs": 8, "max_num_batched_tokens": 16}

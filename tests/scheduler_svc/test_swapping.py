@@ -2,8 +2,9 @@
 
 from scheduler_svc.core import events as ev
 from scheduler_svc.core.swapping import SwapSpace
+from scheduler_svc.sim.model_worker import ModelWorker
+from scheduler_svc.sim.oracle import expected_output
 from tests.scheduler_svc.cluster import FRONTEND, Cluster
-from tests.scheduler_svc.model_worker import ModelWorker, expected_output
 
 
 def _cluster(*, num_blocks: int = 20, num_host_blocks: int = 40, **limits: object) -> Cluster:

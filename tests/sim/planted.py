@@ -1,0 +1,384 @@
+"""Bugs to plant into the core, one at a time: each is a patch and the checks that may find it."""
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+
+from scheduler_svc.core import admission, commit, rows, worker
+from scheduler_svc.core.admission import Admission
+from scheduler_svc.core.block_pool import BlockPool
+from scheduler_svc.core.capacity import Capacity
+from scheduler_svc.core.fleet import Fleet
+from scheduler_svc.core.planner import Planner
+from scheduler_svc.core.rows import RowTable
+from scheduler_svc.core.scheduler import Scheduler
+from scheduler_svc.core.swapping import SwapSpace
+from scheduler_svc.core.waiting import FairQueue, KeyedQueue
+from scheduler_svc.core.worker import Worker
+
+Patch = Callable[[pytest.MonkeyPatch], None]
+
+
+@dataclass(frozen=True, slots=True)
+class PlantedBug:
+    """A bug, and the names of the checks of which one must find it ("core": an assertion of the core's own)."""
+
+    name: str
+    plant: Patch
+    found_by: frozenset[str]
+
+
+BUGS: list[PlantedBug] = []
+
+
+def bug(*found_by: str) -> Callable[[Patch], Patch]:
+    """Registers a patch as a planted bug."""
+
+    def register(patch: Patch) -> Patch:
+        BUGS.append(PlantedBug(patch.__name__, patch, frozenset(found_by)))
+        return patch
+
+    return register
+
+
+def _wrap(patch: pytest.MonkeyPatch, owner: Any, name: str, around: Callable[..., Any]) -> None:
+    """Replaces a function by `around(original, *arguments)`."""
+    original = getattr(owner, name)
+    patch.setattr(owner, name, lambda *arguments, **keywords: around(original, *arguments, **keywords))
+
+
+@bug("core", "empty")
+def leaked_block(patch: pytest.MonkeyPatch) -> None:
+    """The last block of a table is not given back."""
+    _wrap(patch, BlockPool, "release", lambda release, self, blocks, **steps: release(self, blocks[:-1], **steps))
+
+
+@bug("core")
+def double_free(patch: pytest.MonkeyPatch) -> None:
+    """A table's blocks are given back twice."""
+
+    def twice(release: Any, self: BlockPool, blocks: Any, **steps: int) -> None:
+        release(self, blocks, **steps)
+        release(self, blocks, **steps)
+
+    _wrap(patch, BlockPool, "release", twice)
+
+
+@bug("kv.reuse")
+def freed_too_early(patch: pytest.MonkeyPatch) -> None:
+    """A freed block is handed out although a step in flight may write it."""
+    _wrap(
+        patch,
+        BlockPool,
+        "release",
+        lambda release, self, blocks, last_step, answered_step: release(
+            self, blocks, last_step=answered_step, answered_step=answered_step
+        ),
+    )
+
+
+@bug("kv.reuse", "kv.exclusive", "kv.prefix")
+def swapped_too_early(patch: pytest.MonkeyPatch) -> None:
+    """Blocks that a plan copies to the host are free before it is answered."""
+    _wrap(patch, Worker, "_vacate", lambda vacate, self, row, last_step: vacate(self, row, self.answered_step))
+
+
+@bug("stream.ends")
+def lost_cancel(patch: pytest.MonkeyPatch) -> None:
+    """A cancel is not acted upon."""
+    patch.setattr(Scheduler, "_request_cancelled", lambda self, event, now: None)
+
+
+@bug("stream.ends")
+def lost_stop_string(patch: pytest.MonkeyPatch) -> None:
+    """A stop string that the front end has found is not acted upon."""
+    patch.setattr(Scheduler, "_stop_matched", lambda self, event, now: None)
+
+
+@bug("core", "kv.exclusive", "plan.append", "kv.reuse", "kv.capacity")
+def swapped_tables(patch: pytest.MonkeyPatch) -> None:
+    """Two rows that get a block in the same step get each other's."""
+
+    def crossed(issue: Any, self: Planner, decodes: Any) -> Any:
+        plan = issue(self, decodes)
+        return dataclasses.replace(plan, append_rows=plan.append_rows[::-1])
+
+    _wrap(patch, Planner, "_issue", crossed)
+
+
+@bug("kv.prefix", "plan.chunk", "kv.exclusive")
+def computed_off_by_one(patch: pytest.MonkeyPatch) -> None:
+    """One token more than there is counts as computed."""
+
+    def more(place: Any, self: Planner, *arguments: Any) -> Any:
+        placed = place(self, *arguments)
+        return dataclasses.replace(placed, num_computed_tokens=placed.num_computed_tokens + 1)
+
+    _wrap(patch, Planner, "_place", more)
+
+
+@bug("stream.order", "stream.ends")
+def lost_token(patch: pytest.MonkeyPatch) -> None:
+    """Of a step's tokens the last is not delivered when there are several."""
+
+    def fewer(ready: Any, self: Scheduler, frontend: bytes, streams: Any, indices: Any, tokens: Any) -> None:
+        kept = max(1, len(streams) - 1)
+        ready(self, frontend, streams[:kept], indices[:kept], tokens[:kept])
+
+    _wrap(patch, Scheduler, "_tokens_ready", fewer)
+
+
+@bug("stream.ends", "stream.after_end")
+def stop_token_ignored(patch: pytest.MonkeyPatch) -> None:
+    """Generation goes on after a stop token."""
+    patch.setattr(RowTable, "stopped", lambda self, rows, tokens: np.zeros(0, np.int32))
+
+
+@bug("plan.admission", "core")
+def ended_stays_queued(patch: pytest.MonkeyPatch) -> None:
+    """A request that ends while it waits is still handed out by the queue."""
+
+    def take(self: KeyedQueue, cached: Any) -> Any:
+        if not self._heap:
+            return None
+        request = self._heap.pop(0)[2]
+        request.queued = False
+        return request
+
+    patch.setattr(KeyedQueue, "take", take)
+
+
+@bug("stream.credit")
+def credit_ignored(patch: pytest.MonkeyPatch) -> None:
+    """Rows go on without credit."""
+    _wrap(patch, RowTable, "set_allowed", lambda set_allowed, self, row, allowed: set_allowed(self, row, 1 << 30))
+
+
+@bug("limit.tokens", "plan.tokens", "limit.chunk")
+def budget_off_by_one(patch: pytest.MonkeyPatch) -> None:
+    """A step holds one token more than it may."""
+
+    def larger(init: Any, self: Planner, *arguments: Any, **keywords: Any) -> None:
+        init(self, *arguments, **keywords)
+        self._budget += 1
+
+    _wrap(patch, Planner, "__init__", larger)
+
+
+@bug("limit.rows", "core", "plan.admission")
+def one_row_too_many(patch: pytest.MonkeyPatch) -> None:
+    """One request more than max_num_seqs runs."""
+
+    def more(init: Any, self: Admission, *arguments: Any, **keywords: Any) -> None:
+        init(self, *arguments, **keywords)
+        self._max_running += 1
+
+    _wrap(patch, Admission, "__init__", more)
+
+
+@bug("worker.stale", "core")
+def stale_epoch_accepted(patch: pytest.MonkeyPatch) -> None:
+    """An answer of an epoch that is over is taken for one of the present epoch."""
+    _wrap(patch, Scheduler, "_known", lambda known, self, event: self._fleet.get(event.worker) or known(self, event))
+
+
+@bug("worker.wrong")
+def wrong_rows_believed(patch: pytest.MonkeyPatch) -> None:
+    """An answer about other rows than the plan's is believed."""
+
+    class Numpy:
+        def __getattr__(self, name: str) -> Any:
+            return (lambda first, second: len(first) == len(second)) if name == "array_equal" else getattr(np, name)
+
+    patch.setattr(commit, "np", Numpy())
+
+
+@bug("stream.order", "plan.admission", "stream.token", "core")
+def preempted_loses_token(patch: pytest.MonkeyPatch) -> None:
+    """A request that leaves its worker forgets its newest token."""
+
+    def forgets(displace: Any, self: Scheduler, request: Any, *arguments: Any) -> None:
+        if len(request.tokens) > request.num_prompt_tokens:
+            request.tokens.pop()
+        displace(self, request, *arguments)
+
+    _wrap(patch, Scheduler, "_displace", forgets)
+
+
+@bug("order.starved", "order.overtaken")
+def preempted_loses_place(patch: pytest.MonkeyPatch) -> None:
+    """A request that does not fit goes to the end of the queue."""
+
+    def to_the_end(push: Any, self: KeyedQueue, request: Any) -> None:
+        request.sequence += 1000
+        push(self, request)
+
+    _wrap(patch, KeyedQueue, "give_back", to_the_end)
+
+
+@bug("stream.order", "plan.admission", "core")
+def late_token_dropped(patch: pytest.MonkeyPatch) -> None:
+    """A token for a request that has left its row is thrown away."""
+    patch.setattr(commit, "_settle_late", lambda *arguments: None)
+
+
+@bug("plan.admission", "stream.order", "core")
+def unsettled_admitted(patch: pytest.MonkeyPatch) -> None:
+    """A request is admitted before the tokens of its last steps are known."""
+
+    def settled(room: Any, self: Admission, request: Any) -> Any:
+        request.unsettled = False
+        return room(self, request)
+
+    _wrap(patch, Admission, "_room", settled)
+
+
+@bug("prefix.salt")
+def key_without_salt(patch: pytest.MonkeyPatch) -> None:
+    """Everybody shares everybody's prefixes."""
+    _wrap(patch, worker, "root_key", lambda root_key, fingerprint, salt: root_key(fingerprint, b""))
+
+
+@bug("kv.prefix")
+def key_without_parent(patch: pytest.MonkeyPatch) -> None:
+    """The key of a block depends on its own tokens only."""
+    from hashlib import sha256
+
+    def extend(keys: list[bytes], root: bytes, token_bytes: bytes, block_size: int) -> None:
+        width = 4 * block_size
+        for start in range(len(keys) * width, len(token_bytes) - width + 1, width):
+            keys.append(sha256(root + token_bytes[start : start + width]).digest())
+
+    patch.setattr(worker, "extend_keys", extend)
+
+
+@bug("kv.prefix", "core")
+def cache_keeps_evicted(patch: pytest.MonkeyPatch) -> None:
+    """A block whose memory is given to another request still counts as the old prefix."""
+
+    def evict(evict: Any, self: BlockPool, count: int) -> None:
+        forget = self.cache.forget
+        self.cache.forget = lambda blocks: None  # type: ignore[method-assign]
+        evict(self, count)
+        self.cache.forget = forget  # type: ignore[method-assign]
+
+    _wrap(patch, BlockPool, "_evict", evict)
+
+
+@bug("order.starved")
+def overtaking_unbounded(patch: pytest.MonkeyPatch) -> None:
+    """Small requests may overtake a large one for ever."""
+    patch.setattr(admission, "MAX_OVERTAKEN", 1 << 30)
+
+
+@bug("order.starved", "order.overtaken")
+def ageing_off(patch: pytest.MonkeyPatch) -> None:
+    """Waiting does not count against priority."""
+    from scheduler_svc.core import waiting
+
+    patch.setattr(waiting, "AGEING_S", 1e-3)
+
+
+@bug("limit.in_flight")
+def one_plan_too_many(patch: pytest.MonkeyPatch) -> None:
+    """One plan more than allowed is sent ahead."""
+    _wrap(patch, Worker, "plan_due", lambda plan_due, self, most: plan_due(self, most + 1))
+
+
+@bug("work.waiting", "finish")
+def idle_with_work(patch: pytest.MonkeyPatch) -> None:
+    """An empty worker does not take a request that leaves it without a free block."""
+    _wrap(
+        patch,
+        Capacity,
+        "admits",
+        lambda admits, self, rows, num_new, num_available, **other: (
+            num_available - num_new > 2 and admits(self, rows, num_new=num_new, num_available=num_available, **other)
+        ),
+    )
+
+
+@bug("worker.blamed")
+def stall_blamed(patch: pytest.MonkeyPatch) -> None:
+    """Workers are given up because the scheduler itself stood still."""
+
+    def no_excuse(time_passes: Any, self: Fleet, now: float) -> None:
+        deadlines = [(step, step.deadline) for each in self for step in each.in_flight]
+        time_passes(self, now)
+        for step, deadline in deadlines:
+            step.deadline = deadline
+
+    _wrap(patch, Fleet, "time_passes", no_excuse)
+
+
+@bug("stream.deadline")
+def deadline_ignored(patch: pytest.MonkeyPatch) -> None:
+    """Requests outlive their deadlines."""
+
+    def without_deadlines(time_passed: Any, self: Scheduler, event: Any, now: float) -> None:
+        self._deadlines.clear()
+        time_passed(self, event, now)
+
+    _wrap(patch, Scheduler, "_time_passed", without_deadlines)
+
+
+@bug("limit.queue", "stream.reason")
+def queue_one_too_long(patch: pytest.MonkeyPatch) -> None:
+    """One request more than max_queued_requests waits."""
+
+    def longer(full: Any, self: Scheduler, request: Any) -> Any:
+        return full(self, request) and len(self._waiting) + len(self._starved) > self._config.max_queued_requests
+
+    _wrap(patch, Scheduler, "_queue_is_full", longer)
+
+
+@bug("core", "finish", "empty", "work.running")
+def worker_loss_forgets(patch: pytest.MonkeyPatch) -> None:
+    """Requests of a lost worker whose last step was planned are forgotten."""
+    _wrap(
+        patch,
+        Fleet,
+        "leave",
+        lambda leave, self, lost, now: [r for r in leave(self, lost, now) if r.state.name != "ENDING"],
+    )
+
+
+@bug("kv.spoilt")
+def spoilt_is_shared(patch: pytest.MonkeyPatch) -> None:
+    """What a failed row wrote stays in the prefix cache."""
+    patch.setattr(BlockPool, "distrust", lambda self, blocks: None)
+
+
+@bug("limit.chunk")
+def long_prefill_uncapped(patch: pytest.MonkeyPatch) -> None:
+    """One prompt may take the whole step whatever its limit."""
+
+    def uncapped(init: Any, self: Planner, *arguments: Any, **keywords: Any) -> None:
+        init(self, *arguments, **keywords)
+        self._max_chunk = 1 << 30
+
+    _wrap(patch, Planner, "__init__", uncapped)
+
+
+@bug("worker.draining")
+def drained_gets_work(patch: pytest.MonkeyPatch) -> None:
+    """A worker that is drained takes new requests."""
+
+    def undrained(init: Any, self: Admission, asking: Worker, *arguments: Any, **keywords: Any) -> None:
+        init(self, asking, *arguments, **keywords)
+        asking.draining = False
+
+    _wrap(patch, Admission, "__init__", undrained)
+
+
+@bug("stream.ends_once", "stream.order", "stream.after_end", "core", "attempt.unknown", "frontend.gone")
+def frontends_confused(patch: pytest.MonkeyPatch) -> None:
+    """Tokens go to the front end that joined first."""
+    _wrap(patch, RowTable, "occupy", lambda occupy, self, *a, frontend_index, **k: occupy(self, *a, frontend_index=0, **k))
+
+
+__all__ = ["BUGS", "FairQueue", "PlantedBug", "SwapSpace", "rows"]
