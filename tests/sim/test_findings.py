@@ -1,0 +1,43 @@
+"""What the simulator found in the core, each as the smallest history that shows it."""
+
+import pytest
+
+from scheduler_svc.sim.model_worker import ModelWorker
+from scheduler_svc.sim.oracle import expected_output
+from tests.scheduler_svc.cluster import Cluster
+
+
+def test_equal_ranks_under_memory_pressure() -> None:
+    """Of two rows of equal rank that need a block at once when one is left, one is preempted and gets none."""
+    cluster = Cluster(policy="edf", max_num_seqs=4, max_num_batched_tokens=16, policy_preemption="off")
+    cluster.join(ModelWorker(b"w/1", 3, 4, 8))
+    at = cluster.now + 100.0
+    for stream in range(2):
+        cluster.submit(stream, [stream, 2, 3], 8, ttft_deadline=at)
+    cluster.run()
+    for reader in cluster.readers.values():
+        assert reader.tokens == expected_output(reader.prompt, 8, set())
+
+
+@pytest.mark.xfail(strict=True, reason="what a row computed on top of a failed row's blocks stays in the prefix cache")
+def test_what_was_built_on_a_failed_rows_prefix_is_not_shared() -> None:
+    """When a row fails, neither its blocks nor those that others computed on top are found by later requests."""
+    cluster = Cluster(max_num_seqs=8, max_num_batched_tokens=8, max_plans_in_flight=2)
+    worker = ModelWorker(b"w/1", 200, 4, 8)
+    cluster.join(worker)
+    prefix = list(range(100, 124))
+    longer = [*prefix, *range(300, 312)]
+    cluster.submit(0, [*prefix, *range(200, 206)], 8)
+    cluster.plan()
+    worker.fail(0, spoil=True)
+    cluster.submit(1, longer, 8)
+    # Tokens 16 to 23 of the prefix are spoilt, then the second request builds on them, then the failure is reported.
+    for _ in range(4):
+        cluster.answer()
+        cluster.plan()
+    cluster.run()
+
+    for stream in (2, 3):
+        reader = cluster.submit(stream, [*longer, stream], 8)
+        cluster.run()
+        assert reader.tokens == expected_output(reader.prompt, 8, set())
