@@ -3,46 +3,84 @@
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
+from hashlib import sha256
 from typing import Any
 
 import numpy as np
 import pytest
 
-from scheduler_svc.core import admission, commit, rows, worker
+from scheduler_svc.core import admission, commit, waiting, worker
 from scheduler_svc.core.admission import Admission
+from scheduler_svc.core.batching import BatchingLimits
 from scheduler_svc.core.block_pool import BlockPool
 from scheduler_svc.core.capacity import Capacity
 from scheduler_svc.core.fleet import Fleet
 from scheduler_svc.core.planner import Planner
 from scheduler_svc.core.rows import RowTable
 from scheduler_svc.core.scheduler import Scheduler
-from scheduler_svc.core.swapping import SwapSpace
-from scheduler_svc.core.waiting import FairQueue, KeyedQueue
+from scheduler_svc.core.waiting import KeyedQueue
 from scheduler_svc.core.worker import Worker
+from scheduler_svc.sim.faults import STEP_FAULTS, TIMED_FAULTS, Fault, FaultRates
+from scheduler_svc.sim.scenario import Scenario
+
+_CONTINUOUS: dict[str, Any] = {"batching": BatchingLimits(), "tenant_limits": {}, "max_queued_requests": 4096}
 
 Patch = Callable[[pytest.MonkeyPatch], None]
+Aim = Callable[[Scenario], Scenario]
 
 
 @dataclass(frozen=True, slots=True)
 class PlantedBug:
-    """A bug, and the names of the checks of which one must find it ("core": an assertion of the core's own)."""
+    """A bug, the names of the checks of which one must find it ("core": an assertion of the core's own), and, for bugs
+    that only a rare situation shows, what makes the drawn scenarios meet it more often."""
 
     name: str
     plant: Patch
     found_by: frozenset[str]
+    aim: Aim
 
 
 BUGS: list[PlantedBug] = []
 
 
-def bug(*found_by: str) -> Callable[[Patch], Patch]:
+def bug(*found_by: str, aim: Aim = lambda scenario: scenario) -> Callable[[Patch], Patch]:
     """Registers a patch as a planted bug."""
 
     def register(patch: Patch) -> Patch:
-        BUGS.append(PlantedBug(patch.__name__, patch, frozenset(found_by)))
+        BUGS.append(PlantedBug(patch.__name__, patch, frozenset(found_by), aim))
         return patch
 
     return register
+
+
+def with_faults(*faults: Fault, per_step: float = 0.05, per_100_steps: float = 2.0) -> Aim:
+    """Scenarios with exactly these faults."""
+
+    def aim(scenario: Scenario) -> Scenario:
+        rates = FaultRates(
+            of_steps=tuple(fault for fault in faults if fault in STEP_FAULTS),
+            per_step=per_step if set(faults) & set(STEP_FAULTS) else 0.0,
+            timed=tuple(fault for fault in faults if fault in TIMED_FAULTS),
+            per_s=per_100_steps / 100 / scenario.pace.step if set(faults) & set(TIMED_FAULTS) else 0.0,
+            of_requests={},
+        )
+        return dataclasses.replace(scenario, faults=rates)
+
+    return aim
+
+
+def with_limits(*, num_workers: int | None = None, giants: float = 0.0, **limits: Any) -> Aim:
+    """Scenarios with these limits."""
+
+    def aim(scenario: Scenario) -> Scenario:
+        return dataclasses.replace(
+            scenario,
+            config=dataclasses.replace(scenario.config, **limits),
+            workers=scenario.workers[:num_workers],
+            traffic=dataclasses.replace(scenario.traffic, giants=giants or scenario.traffic.giants, traced=1.0),
+        )
+
+    return aim
 
 
 def _wrap(patch: pytest.MonkeyPatch, owner: Any, name: str, around: Callable[..., Any]) -> None:
@@ -180,13 +218,13 @@ def one_row_too_many(patch: pytest.MonkeyPatch) -> None:
     _wrap(patch, Admission, "__init__", more)
 
 
-@bug("worker.stale", "core")
+@bug("worker.stale", "core", aim=with_faults(Fault.STALE_EPOCH))
 def stale_epoch_accepted(patch: pytest.MonkeyPatch) -> None:
     """An answer of an epoch that is over is taken for one of the present epoch."""
     _wrap(patch, Scheduler, "_known", lambda known, self, event: self._fleet.get(event.worker) or known(self, event))
 
 
-@bug("worker.wrong")
+@bug("worker.wrong", aim=with_faults(Fault.WRONG_ROWS))
 def wrong_rows_believed(patch: pytest.MonkeyPatch) -> None:
     """An answer about other rows than the plan's is believed."""
 
@@ -209,7 +247,7 @@ def preempted_loses_token(patch: pytest.MonkeyPatch) -> None:
     _wrap(patch, Scheduler, "_displace", forgets)
 
 
-@bug("order.starved", "order.overtaken")
+@bug("order.overtaken", "stream.deadline", aim=with_limits(policy="fcfs", giants=0.1, num_workers=1, **_CONTINUOUS))
 def preempted_loses_place(patch: pytest.MonkeyPatch) -> None:
     """A request that does not fit goes to the end of the queue."""
 
@@ -220,13 +258,13 @@ def preempted_loses_place(patch: pytest.MonkeyPatch) -> None:
     _wrap(patch, KeyedQueue, "give_back", to_the_end)
 
 
-@bug("stream.order", "plan.admission", "core")
+@bug("stream.order", "plan.admission", "finish", "work.running", "core")
 def late_token_dropped(patch: pytest.MonkeyPatch) -> None:
     """A token for a request that has left its row is thrown away."""
     patch.setattr(commit, "_settle_late", lambda *arguments: None)
 
 
-@bug("plan.admission", "stream.order", "core")
+@bug("plan.admission", "stream.order", "core", aim=with_faults(Fault.DRAIN))
 def unsettled_admitted(patch: pytest.MonkeyPatch) -> None:
     """A request is admitted before the tokens of its last steps are known."""
 
@@ -243,10 +281,9 @@ def key_without_salt(patch: pytest.MonkeyPatch) -> None:
     _wrap(patch, worker, "root_key", lambda root_key, fingerprint, salt: root_key(fingerprint, b""))
 
 
-@bug("kv.prefix")
+@bug("kv.prefix", "core")
 def key_without_parent(patch: pytest.MonkeyPatch) -> None:
     """The key of a block depends on its own tokens only."""
-    from hashlib import sha256
 
     def extend(keys: list[bytes], root: bytes, token_bytes: bytes, block_size: int) -> None:
         width = 4 * block_size
@@ -256,7 +293,7 @@ def key_without_parent(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(worker, "extend_keys", extend)
 
 
-@bug("kv.prefix", "core")
+@bug("kv.prefix", "prefix.salt", "core")
 def cache_keeps_evicted(patch: pytest.MonkeyPatch) -> None:
     """A block whose memory is given to another request still counts as the old prefix."""
 
@@ -269,17 +306,15 @@ def cache_keeps_evicted(patch: pytest.MonkeyPatch) -> None:
     _wrap(patch, BlockPool, "_evict", evict)
 
 
-@bug("order.starved")
+@bug("order.overtaken", aim=with_limits(policy="fcfs", giants=0.1, num_workers=1, **_CONTINUOUS))
 def overtaking_unbounded(patch: pytest.MonkeyPatch) -> None:
     """Small requests may overtake a large one for ever."""
     patch.setattr(admission, "MAX_OVERTAKEN", 1 << 30)
 
 
-@bug("order.starved", "order.overtaken")
+@bug("order.overtaken", aim=with_limits(policy="priority", num_workers=1, **_CONTINUOUS))
 def ageing_off(patch: pytest.MonkeyPatch) -> None:
     """Waiting does not count against priority."""
-    from scheduler_svc.core import waiting
-
     patch.setattr(waiting, "AGEING_S", 1e-3)
 
 
@@ -289,7 +324,7 @@ def one_plan_too_many(patch: pytest.MonkeyPatch) -> None:
     _wrap(patch, Worker, "plan_due", lambda plan_due, self, most: plan_due(self, most + 1))
 
 
-@bug("work.waiting", "finish")
+@bug("work.waiting", "finish", aim=with_limits(num_workers=1, **_CONTINUOUS))
 def idle_with_work(patch: pytest.MonkeyPatch) -> None:
     """An empty worker does not take a request that leaves it without a free block."""
     _wrap(
@@ -302,15 +337,15 @@ def idle_with_work(patch: pytest.MonkeyPatch) -> None:
     )
 
 
-@bug("worker.blamed")
+@bug("worker.blamed", aim=with_faults(Fault.SCHEDULER_STALL, Fault.FREEZE))
 def stall_blamed(patch: pytest.MonkeyPatch) -> None:
     """Workers are given up because the scheduler itself stood still."""
 
     def no_excuse(time_passes: Any, self: Fleet, now: float) -> None:
-        deadlines = [(step, step.deadline) for each in self for step in each.in_flight]
+        allowances = [(step, step.allowance) for each in self for step in each.in_flight]
         time_passes(self, now)
-        for step, deadline in deadlines:
-            step.deadline = deadline
+        for step, allowance in allowances:
+            step.allowance = allowance
 
     _wrap(patch, Fleet, "time_passes", no_excuse)
 
@@ -347,7 +382,7 @@ def worker_loss_forgets(patch: pytest.MonkeyPatch) -> None:
     )
 
 
-@bug("kv.spoilt")
+@bug("kv.spoilt", aim=with_faults(Fault.SPOILT_ROW))
 def spoilt_is_shared(patch: pytest.MonkeyPatch) -> None:
     """What a failed row wrote stays in the prefix cache."""
     patch.setattr(BlockPool, "distrust", lambda self, blocks: None)
@@ -364,7 +399,7 @@ def long_prefill_uncapped(patch: pytest.MonkeyPatch) -> None:
     _wrap(patch, Planner, "__init__", uncapped)
 
 
-@bug("worker.draining")
+@bug("worker.draining", aim=with_faults(Fault.DRAIN))
 def drained_gets_work(patch: pytest.MonkeyPatch) -> None:
     """A worker that is drained takes new requests."""
 
@@ -375,10 +410,9 @@ def drained_gets_work(patch: pytest.MonkeyPatch) -> None:
     _wrap(patch, Admission, "__init__", undrained)
 
 
-@bug("stream.ends_once", "stream.order", "stream.after_end", "core", "attempt.unknown", "frontend.gone")
+@bug("stream.ends_once", "stream.order", "stream.after_end", "core", "stream.unknown", "frontend.gone")
 def frontends_confused(patch: pytest.MonkeyPatch) -> None:
     """Tokens go to the front end that joined first."""
-    _wrap(patch, RowTable, "occupy", lambda occupy, self, *a, frontend_index, **k: occupy(self, *a, frontend_index=0, **k))
-
-
-__all__ = ["BUGS", "FairQueue", "PlantedBug", "SwapSpace", "rows"]
+    _wrap(
+        patch, RowTable, "occupy", lambda occupy, self, *a, frontend_index, **k: occupy(self, *a, frontend_index=0, **k)
+    )

@@ -1,0 +1,30 @@
+"""The simulator's checks bite: every bug planted into the core is found, by a check that is about it."""
+
+import pytest
+
+from scheduler_svc.sim.coverage import Coverage
+from scheduler_svc.sim.scenario import draw
+from scheduler_svc.sim.simulation import Simulation
+from tests.sim.planted import BUGS, PlantedBug
+
+MOST_SEEDS = 40
+STEPS = 500
+
+
+@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
+def test_a_planted_bug_is_found(bug: PlantedBug, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bug in the core makes one of its own checks fail within 40 short simulations."""
+    bug.plant(monkeypatch)
+    found: list[str] = []
+    for seed in range(MOST_SEEDS):
+        failure = Simulation(bug.aim(draw(seed)), Coverage()).run(STEPS).failure
+        if failure is not None:
+            found.append(failure.check)
+            if failure.check in bug.found_by:
+                return
+    pytest.fail(f"{bug.plant.__doc__} Found were only {found}.")
+
+
+def test_there_are_enough_of_them() -> None:
+    """At least ten kinds of bugs are planted, each once."""
+    assert len({bug.name for bug in BUGS}) == len(BUGS) >= 10

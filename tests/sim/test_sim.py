@@ -1,0 +1,137 @@
+"""The core keeps its promises in simulated worlds, and a seed says everything about one."""
+
+import dataclasses
+import random
+import subprocess
+import sys
+import time
+import zlib
+
+import pytest
+
+from scheduler_svc.core.config import CoreConfig
+from scheduler_svc.sim.campaign import run_campaign, summary
+from scheduler_svc.sim.coverage import Coverage, expected_kinds
+from scheduler_svc.sim.faults import NONE
+from scheduler_svc.sim.gaps import KNOWN
+from scheduler_svc.sim.report import line, render
+from scheduler_svc.sim.scenario import Scenario, draw
+from scheduler_svc.sim.simulation import Simulation
+
+FIXED_SEEDS = range(20)
+STEPS = 1000
+FRESH_S = 15.0
+
+
+@pytest.mark.parametrize("seed", FIXED_SEEDS)
+def test_fixed_seeds(seed: int) -> None:
+    """Whatever goes wrong in the world of this seed, every check holds, and everything ends once it is healed."""
+    result = Simulation(draw(seed), Coverage()).run(STEPS)
+    assert result.failure is None, render(result, STEPS)
+
+
+def test_fresh_seeds() -> None:
+    """So it is in worlds that nobody has seen before; the message names the command that shows one again."""
+    seeds = random.SystemRandom()
+    until = time.monotonic() + FRESH_S
+    while time.monotonic() < until:
+        result = Simulation(draw(seeds.randrange(1 << 32)), Coverage()).run(STEPS)
+        assert result.failure is None, render(result, STEPS)
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_short_runs_check_the_core_after_every_event(seed: int) -> None:
+    """In a short run the core's own invariants are checked after each event, and hold."""
+    result = Simulation(draw(seed), Coverage()).run(300)
+    assert result.failure is None, render(result, 300)
+
+
+def test_without_faults_nothing_is_lost() -> None:
+    """In a world without faults no worker is given up and no row fails."""
+    scenario = dataclasses.replace(draw(4), faults=NONE)
+    coverage = Coverage()
+    assert Simulation(scenario, coverage).run(STEPS).failure is None
+    assert not coverage.counts["effect", "WorkerUnknown"]
+    assert not coverage.counts["end", "ROW_FAILED"]
+
+
+def _digest(scenario: Scenario) -> tuple[int, int]:
+    digest = count = 0
+
+    def log(now: float, what: object) -> None:
+        nonlocal digest, count
+        count += 1
+        digest = zlib.crc32(line(now, what).encode(), digest)  # type: ignore[arg-type]
+
+    Simulation(scenario, Coverage(), log).run(500)
+    return digest, count
+
+
+@pytest.mark.parametrize("seed", [5, 6])
+def test_the_same_seed_is_the_same_run(seed: int) -> None:
+    """Every event, effect and plan of a run, with its time, follows from the seed, in another process too."""
+    first = _digest(draw(seed))
+    assert first == _digest(draw(seed))
+    program = f"from tests.sim.test_sim import _digest, draw; print(_digest(draw({seed})))"
+    for hash_seed in ("1", "2"):
+        other = subprocess.run(
+            [sys.executable, "-c", program],
+            env={"PYTHONHASHSEED": hash_seed, "PYTHONPATH": ":".join(sys.path)},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        assert other.stdout.strip() == str(first)
+
+
+def test_different_seeds_differ() -> None:
+    """Two seeds are two worlds."""
+    assert draw(5) != draw(6)
+    assert _digest(draw(5)) != _digest(draw(6))
+
+
+def test_every_limit_is_drawn() -> None:
+    """Each limit of the core takes several values over the seeds, so a new one cannot be forgotten."""
+    configs = [draw(seed).config for seed in range(200)]
+    constant = [
+        field.name
+        for field in dataclasses.fields(CoreConfig)
+        if len({repr(getattr(config, field.name)) for config in configs}) == 1
+    ]
+    assert constant == []
+
+
+def test_coverage_names_what_was_not_seen() -> None:
+    """A campaign that has seen nothing misses every kind; one that has seen everything misses none."""
+    coverage = Coverage()
+    assert coverage.missing() == expected_kinds()
+    coverage.counts.update(expected_kinds())
+    assert coverage.missing() == []
+
+
+def test_a_campaign_uses_several_processes_and_adds_up() -> None:
+    """A campaign counts the events of all its simulations and says at the end how it went."""
+    outcome = run_campaign(first_seed=100, steps=200, seconds=2.0, jobs=2, say=print)
+    assert outcome.failures == []
+    assert outcome.num_simulations >= 4
+    assert outcome.num_events >= 200
+    assert summary(outcome).splitlines()[-1].split()[1] == f"simulations={outcome.num_simulations}"
+
+
+def test_a_failure_says_how_to_see_it_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a failed run prints names the check, the one command that replays it, and the request's story."""
+    from scheduler_svc.core.scheduler import Scheduler
+
+    monkeypatch.setattr(Scheduler, "_request_cancelled", lambda self, event, now: None)
+    results = (Simulation(draw(seed), Coverage()).run(500) for seed in range(20))
+    result = next(result for result in results if result.failure is not None)
+    text = render(result, 500)
+    assert "violated: stream.ends" in text
+    assert f"replay: quire sim --seed {result.seed} --steps 500" in text
+    assert "story of stream" in text
+    assert "arrived" in text
+
+
+def test_nothing_is_excused() -> None:
+    """The list of promises that the core is known not to keep is empty."""
+    assert KNOWN == {}
