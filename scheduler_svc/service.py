@@ -29,6 +29,7 @@ from shared.telemetry import Telemetry
 MAX_FRAMES_PER_TURN = 256
 """Frames taken from one socket before the other one and planning get their turn."""
 SHUTDOWN_FLUSH_S = 1.0
+SHUTDOWN_LINGER_MS = 500
 
 log = get_logger()
 
@@ -68,7 +69,8 @@ class SchedulerService:
     def close(self) -> None:
         """Closes the sockets."""
         self._workers.socket.close()
-        self._frontends.socket.close()
+        # What was just flushed is still on its way.
+        self._frontends.socket.close(linger=SHUTDOWN_LINGER_MS)
         self._context.term()
 
     def _poll_ms(self) -> int:
@@ -217,6 +219,7 @@ class SchedulerService:
                     self._tracing.attempt_ended((effect.frontend, effect.stream), effect.outcome, now)
 
     def _welcome(self, effect: ef.WorkerWelcomed, now: float) -> None:
+        self._workers.welcomed(effect.worker, effect.epoch)
         log.info("worker joined", worker=self._workers.worker_id(effect.worker), epoch=f"{effect.epoch:016x}")
         frame = worker_link.encode_welcome(
             effect.epoch,

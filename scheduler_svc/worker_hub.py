@@ -22,6 +22,8 @@ log = get_logger()
 class _Worker:
     worker_id: str
     last_sent: float
+    ping: bytes = b""
+    """The ping of its epoch; empty before it was welcomed."""
 
 
 class WorkerHub:
@@ -34,6 +36,10 @@ class WorkerHub:
     def add(self, peer: ev.Peer, worker_id: str, now: float) -> None:
         """A worker said hello."""
         self._workers[peer] = _Worker(worker_id, now)
+
+    def welcomed(self, peer: ev.Peer, epoch: int) -> None:
+        """The worker's epoch begins."""
+        self._workers[peer].ping = worker_link.encode_ping(epoch)
 
     def worker_id(self, peer: ev.Peer) -> str | None:
         """The worker's name, or None for a stranger."""
@@ -64,9 +70,9 @@ class WorkerHub:
         """Pings who has heard nothing for a while; returns the workers that turned out to be gone."""
         gone = []
         for peer, worker in self._workers.items():
-            if now - worker.last_sent >= PING_INTERVAL_S:
+            if worker.ping and now - worker.last_sent >= PING_INTERVAL_S:
                 worker.last_sent = now
                 # A full queue is no death: a worker in a long step reads nothing.
-                if send_to(self.socket, peer, worker_link.PING) is SendOutcome.GONE:
+                if send_to(self.socket, peer, worker.ping) is SendOutcome.GONE:
                     gone.append(peer)
         return gone

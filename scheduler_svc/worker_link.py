@@ -83,8 +83,11 @@ def encode_refused(reason: str) -> bytes:
     return plan_pb2.SchedulerMessage(refused=plan_pb2.Refused(reason=reason)).SerializeToString()
 
 
-PING = plan_pb2.SchedulerMessage(ping=plan_pb2.Ping()).SerializeToString()
-"""Says that the scheduler is there; valid in every epoch."""
+def encode_ping(epoch: int) -> bytes:
+    """Says that the scheduler is there and still holds the epoch open."""
+    return plan_pb2.SchedulerMessage(epoch=epoch, ping=plan_pb2.Ping()).SerializeToString()
+
+
 UNKNOWN = plan_pb2.SchedulerMessage(unknown=plan_pb2.Unknown()).SerializeToString()
 """Makes the receiver say hello again."""
 

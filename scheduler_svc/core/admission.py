@@ -57,6 +57,7 @@ class Admission:
         now: float,
     ) -> None:
         self._worker = worker
+        self._fleet = fleet
         self._placement = Placement(worker, fleet, config.max_num_seqs) if len(fleet) > 1 else None
         self._waiting = waiting
         self._tenants = tenants
@@ -136,6 +137,8 @@ class Admission:
         worker = self._worker
         if request.unsettled or worker.rows.num_running >= self._max_running:
             return None
+        if len(request.tokens) >= worker.max_model_len:
+            return None
         if not self._tenants.may_run(request, self._now) or self._waits_for_prefix(request):
             return None
         return find_room(worker, request)
@@ -160,12 +163,12 @@ class Admission:
     def _refusal(self, request: Request) -> Refusal | None:
         worker = self._worker
         num_tokens = len(request.tokens)
-        if num_tokens >= worker.max_model_len:
-            return Refusal(
-                request,
-                EndReason.INVALID,
-                f"the prompt has {num_tokens} tokens, the served model takes at most {worker.max_model_len - 1}",
-            )
+        longest = max(each.max_model_len for each in self._fleet)
+        if num_tokens >= longest:
+            # What has begun elsewhere, on a larger worker, ends as at any other end of the context.
+            reason = EndReason.LENGTH if request.num_generated else EndReason.INVALID
+            message = f"the prompt has {num_tokens} tokens, the served model takes at most {longest - 1}"
+            return Refusal(request, reason, message)
         if not 0 <= request.lowest_token <= request.highest_token < worker.model.vocab_size:
             message = f"token ids must lie in [0, {worker.model.vocab_size}), found {request.highest_token}"
             return Refusal(request, EndReason.INVALID, message)

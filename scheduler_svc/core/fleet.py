@@ -46,7 +46,7 @@ class Fleet:
         self._block_size = 0
         self._last_time: float | None = None
         self.empty_since: float | None = None
-        """Since when there is no worker; None while there is one, or before time has passed at all."""
+        """Since when no worker takes requests; None while one does, or before time has passed at all."""
 
     def __iter__(self) -> Iterator[Worker]:
         return iter(list(self._workers.values()))
@@ -66,7 +66,7 @@ class Fleet:
         """What is served now."""
         lengths = [worker.max_model_len for worker in self._workers.values()]
         self._max_model_len = min(lengths, default=self._max_model_len)
-        return Service(bool(lengths), self._model, self._max_model_len, self._block_size)
+        return Service(self._is_usable(), self._model, self._max_model_len, self._block_size)
 
     def refusal(self, hello: ev.WorkerHello, *, model_in_use: bool) -> str | None:
         """Why a worker cannot serve here, or None.
@@ -83,7 +83,8 @@ class Fleet:
                 f"max_num_batched_tokens of the worker ({hello.max_tokens_per_step}) must be at least its"
                 f" max_num_seqs ({rows})"
             )
-        served = self._model if self._workers or model_in_use else None
+        others = any(worker.worker_id != hello.worker_id for worker in self._workers.values())
+        served = self._model if others or model_in_use else None
         if served is not None and served.fingerprint != hello.model.fingerprint:
             return (
                 f"this scheduler serves {served.name} ({served.fingerprint[:12]}), the worker loaded"
@@ -121,13 +122,16 @@ class Fleet:
     def leave(self, worker: Worker, now: float) -> list[Request]:
         """Ends a worker's epoch; returns the requests that it leaves behind, with every delivered token."""
         del self._workers[worker.peer]
-        if not self._workers:
+        if not self._is_usable() and self.empty_since is None:
             self.empty_since = now
         running = [worker.vacate(row) for row in worker.rows.occupied()]
         departed = [departure.request for departure in worker.departed.values()]
         for request in departed:
             request.unsettled = False
         return running + [request for request in departed if request.state is RequestState.ENDING]
+
+    def _is_usable(self) -> bool:
+        return any(not worker.draining for worker in self._workers.values())
 
     def overdue(self, now: float) -> list[Worker]:
         """Workers whose oldest step has taken too long."""
@@ -136,7 +140,9 @@ class Fleet:
     def time_passes(self, now: float) -> None:
         """Takes note of time; when the scheduler itself stood still, no worker is blamed for it."""
         last, self._last_time = self._last_time, now
-        if not self._workers and self.empty_since is None:
+        if self._is_usable():
+            self.empty_since = None
+        elif self.empty_since is None:
             self.empty_since = now
         if last is None or now - last <= OWN_STALL_S:
             return

@@ -116,7 +116,8 @@ class Planner:
         if len(rows) <= self._pool.num_available:
             self._append(rows.tolist())
             return
-        for row in rows[np.argsort(self._rows.rank[rows], kind="stable")].tolist():
+        # In order of rank, so that nobody who got a block here is a victim of somebody later.
+        for row in rows[np.lexsort((self._rows.sequence[rows], self._rows.rank[rows]))].tolist():
             if self._rows.state[row] == DECODE and self._make_room_for(row):
                 self._append([row])
 
@@ -133,7 +134,7 @@ class Planner:
                 return False
             self._out_of_memory = True
             self._worker.capacity.preempted()
-            victim = self._least_urgent()
+            victim = self._victim_for(row)
             if victim is None:
                 return False
             self._preempt(victim)
@@ -141,14 +142,19 @@ class Planner:
                 return False
         return True
 
-    def _least_urgent(self) -> int | None:
-        """The row that gives way to memory pressure, among those that have got on since they were last paused.
+    def _victim_for(self, row: int) -> int | None:
+        """Who gives way so that `row` gets a block: the last in rank, of `row` itself and those behind it.
 
-        There is none only while steps are in flight: every row that was admitted has the blocks for its next token.
+        Only a row that has got on since it was last paused may be paused again. When nobody may, `row` waits: that
+        happens only while steps are in flight, since every admitted row has the blocks for its next token.
         """
         rows = self._rows
-        candidates = np.flatnonzero((rows.state != FREE) & (rows.committed - rows.num_prompt > rows.preempted_at))
-        return int(candidates[np.argmax(rows.rank[candidates])]) if len(candidates) else None
+        behind = (rows.rank > rows.rank[row]) | ((rows.rank == rows.rank[row]) & (rows.sequence >= rows.sequence[row]))
+        has_progress = rows.committed - rows.num_prompt > rows.preempted_at
+        candidates = np.flatnonzero((rows.state != FREE) & behind & has_progress)
+        if not len(candidates):
+            return None
+        return int(candidates[np.lexsort((rows.sequence[candidates], rows.rank[candidates]))[-1]])
 
     def _preempt(self, row: int) -> None:
         worker, forecast_s = self._worker, self._forecast.prefill_token_s()
@@ -260,6 +266,7 @@ class Planner:
             sampling.sort()
         num_tokens = len(decodes) + sum(self._chunk_lengths)
         leaves = worker.pending_leaves
+        assert not set(leaves).intersection(self._append_rows), "a row that leaves got a block"
         worker.pending_leaves = []
         worker.last_step += 1
         worker.last_tokens = num_tokens

@@ -52,6 +52,8 @@ class RowTable:
         self.stream = np.zeros(max_rows, np.int32)
         self.frontend = np.zeros(max_rows, np.int32)
         self.rank = np.zeros(max_rows, np.float64)
+        """How urgent, smaller is more; ties go by `sequence`."""
+        self.sequence = np.zeros(max_rows, np.int64)
         self.preempted_at = np.zeros(max_rows, np.int32)
         """Generated tokens when the request was last paused; -1: never."""
         self.traced: set[int] = set()
@@ -108,6 +110,7 @@ class RowTable:
         self.stream[row] = request.key.stream
         self.frontend[row] = frontend_index
         self.rank[row] = rank
+        self.sequence[row] = request.sequence
         self.preempted_at[row] = request.preempted_at
         self._num_recent[row] = 0
         stops = request.stop_token_ids

@@ -84,6 +84,8 @@ class Scheduler:
         self._forecast = Forecast()
         self._tenants = Tenants(config.tenant_limits)
         self._queued_tokens = 0
+        self._stalling: dict[RequestKey, Request] = {}
+        """Requests that were seen without credit; some may have got it since."""
         self._starved: dict[RequestKey, Request] = {}
         """Waiting requests whose readers have no credit."""
         self._fleet = Fleet(config, incarnation)
@@ -280,8 +282,15 @@ class Scheduler:
             self._end(request, EndReason.QUEUE_FULL, now, message=message, retry_ms=self._retry_ms())
         else:
             if request.deadline is not None:
-                heapq.heappush(self._deadlines, (request.deadline, request.sequence, key))
+                self._watch_deadline(request, request.deadline)
             self._requeue(request, now)
+
+    def _watch_deadline(self, request: Request, deadline: float) -> None:
+        heapq.heappush(self._deadlines, (deadline, request.sequence, request.key))
+        # Deadlines of requests that have ended stay until they pass, which a client may have set years ahead.
+        if len(self._deadlines) > 64 + 2 * len(self._requests):
+            self._deadlines = [entry for entry in self._deadlines if entry[2] in self._requests]
+            heapq.heapify(self._deadlines)
 
     def _queue_is_full(self, request: Request) -> bool:
         config = self._config
@@ -330,7 +339,7 @@ class Scheduler:
             self._waiting.push(request)
         else:
             request.starved_since = now
-            self._starved[request.key] = request
+            self._starved[request.key] = self._stalling[request.key] = request
 
     def _end(
         self,
@@ -395,13 +404,18 @@ class Scheduler:
     # ---------------------------------------------------------------- workers and steps
 
     def _worker_hello(self, event: ev.WorkerHello, now: float) -> None:
-        for worker in self._fleet:
-            if worker.worker_id == event.worker_id or worker.peer == event.worker:
-                self._lose(worker, "it said hello again", now)
+        again = self._fleet.get(event.worker)
+        if again is not None:
+            self._lose(again, "it said hello again", now)
         reason = self._fleet.refusal(event, model_in_use=bool(self._requests))
         if reason is not None:
             self._effects.append(WorkerRefused(worker=event.worker, reason=reason))
         else:
+            # A process that cannot serve displaces nobody, whatever it calls itself.
+            replaced = self._fleet.named(event.worker_id)
+            if replaced is not None:
+                self._lose(replaced, "another process serves under its name", now)
+                self._effects.append(WorkerUnknown(worker=replaced.peer))
             worker = self._fleet.join(event)
             self._effects.append(WorkerWelcomed(worker=event.worker, epoch=worker.epoch))
         self._announce()
@@ -429,7 +443,8 @@ class Scheduler:
         if worker is None:
             return
         worker.draining = True
-        if event.move and len(self._fleet) > 1:
+        self._announce()
+        if event.move and self._fleet.service().ready:
             for row in worker.rows.occupied():
                 self._displace(worker.vacate(row), "moved", f"moved away from {worker.worker_id}", now)
 
@@ -437,6 +452,7 @@ class Scheduler:
         worker = self._fleet.named(event.worker_id)
         if worker is not None:
             worker.draining = False
+            self._announce()
 
     def _worker_compiling(self, event: ev.WorkerCompiling, now: float) -> None:
         worker = self._known(event)
@@ -564,8 +580,11 @@ class Scheduler:
                 assert request is not None
                 if request.starved_since is None:
                     request.starved_since = now
-        for request in list(self._requests.values()) if self._config.stall_timeout_s else ():
-            if request.starved_since is not None and now - request.starved_since > self._config.stall_timeout_s:
+                    self._stalling[request.key] = request
+        for key, request in list(self._stalling.items()):
+            if request.starved_since is None or request.state is RequestState.FINISHED:
+                del self._stalling[key]
+            elif 0 < self._config.stall_timeout_s < now - request.starved_since:
                 self._end(
                     request,
                     EndReason.STALLED,

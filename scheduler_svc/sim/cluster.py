@@ -42,9 +42,7 @@ class Cluster:
             case ev.WorkerLost():
                 self._lose(event.worker)
             case ev.WorkerHello():
-                for peer, epoch in list(self.epochs.items()):
-                    if epoch.worker_id == event.worker_id or peer == event.worker:
-                        self._lose(peer)
+                self._lose(event.worker)
             case ev.DrainRequested():
                 for epoch in self.epochs.values():
                     epoch.draining |= epoch.worker_id == event.worker_id

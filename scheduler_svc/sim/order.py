@@ -15,7 +15,6 @@ from scheduler_svc.core.admission import MAX_LEFT_ELSEWHERE, MAX_OVERTAKEN
 from scheduler_svc.core.waiting import AGEING_S, EDF_SLACK_S, SJF_S_PER_TOKEN
 from scheduler_svc.sim.coverage import Limit
 from scheduler_svc.sim.stream import Stream
-from scheduler_svc.sim.violation import ViolationError
 from scheduler_svc.sim.world import World
 
 
