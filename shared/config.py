@@ -68,10 +68,12 @@ class WorkerConfig:
     """What one worker process needs."""
 
     worker_address: str = _option("ipc:///tmp/quire-workers", "ZeroMQ address of the scheduler")
-    worker_id: str = _option("worker-0", "stable name of this worker")
+    worker_id: str = _option("", "name of this worker, at most 64 bytes; default: host and process id")
     model: str = _option("demo", "'demo', the folder of a Hugging Face checkpoint, or a hub id")
     served_model_name: str = _option("", "name that requests give; default: the folder's name")
-    device: str = _option("auto", "'auto' (CUDA if there is one, else CPU), 'cpu' or 'cuda[:N]'")
+    device: str = _option(
+        "auto", "'auto[:N]' (GPU N, counted round among those there are; without any the CPU), 'cpu' or 'cuda[:N]'"
+    )
     dtype: str = _option("auto", "type of weights and KV", choices=("auto", "float32", "bfloat16", "float16"))
     load_format: str = _option("auto", "'auto' reads the weights, 'random' makes them", choices=("auto", "random"))
     block_size: int = _option(16, "tokens per KV block")

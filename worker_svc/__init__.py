@@ -3,6 +3,8 @@
 It decides nothing about requests or blocks. One plan comes in, one result goes out; follow it through the modules:
 
     main       the process: configuration, model, KV pool, signals, exit code
+    identity   what the worker is called
+    device     which device it computes on
     loop       takes plans from the link, keeps the engine busy, sends results
     link       the socket to the scheduler; one incarnation per Hello
     session    what the frames of one incarnation mean (pure; no socket, no clock)

@@ -1,6 +1,7 @@
 """The device: which one, how data gets there, how many threads a CPU may use."""
 
 import os
+import re
 
 import numpy as np
 import numpy.typing as npt
@@ -10,24 +11,38 @@ from shared.config import ConfigError
 
 
 def choose_device(wanted: str) -> torch.device:
-    """The device that the setting names; "auto" is CUDA if there is one, else the CPU. A GPU is made the current one.
+    """The device that the setting names. A GPU is made the current one.
 
     Raises:
         ConfigError: there is no such device.
     """
-    if wanted == "auto":
-        wanted = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        device = torch.device(wanted)
-    except RuntimeError:
-        raise ConfigError(f"device: {wanted!r} is none; choose auto, cpu, cuda or cuda:N") from None
-    if device.type == "cpu":
-        return device
-    if device.type != "cuda" or not torch.cuda.is_available() or (device.index or 0) >= torch.cuda.device_count():
-        raise ConfigError(f"device: there is no {wanted} here; choose auto or cpu")
-    chosen = torch.device("cuda", device.index or 0)
-    torch.cuda.set_device(chosen)
-    return chosen
+    device = torch.device(name_device(wanted, torch.cuda.device_count() if torch.cuda.is_available() else 0))
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    return device
+
+
+def name_device(wanted: str, num_gpus: int) -> str:
+    """What the setting means on a machine with so many GPUs: "cpu" or "cuda:N".
+
+    "auto" and "auto:N" take GPU N counted round, so that N workers share what there is, and the CPU where there is no
+    GPU; "cuda" and "cuda:N" insist on that GPU.
+
+    Raises:
+        ConfigError: no such form, or no such GPU.
+    """
+    match = re.fullmatch(r"(auto|cpu|cuda)(?::(\d{1,4}))?", wanted)
+    if match is None or wanted.startswith("cpu:"):
+        raise ConfigError(f"device: {wanted!r} is none; choose auto, cpu, cuda or cuda:N")
+    kind, index = match[1], int(match[2] or 0)
+    if kind == "auto" and num_gpus:
+        return f"cuda:{index % num_gpus}"
+    if kind != "cuda":
+        return "cpu"
+    if index >= num_gpus:
+        here = "no GPU" if not num_gpus else "1 GPU" if num_gpus == 1 else f"{num_gpus} GPUs"
+        raise ConfigError(f"device: there is no cuda:{index} here but {here}; choose another, auto or cpu")
+    return f"cuda:{index}"
 
 
 def describe_device(device: torch.device) -> str:

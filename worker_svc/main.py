@@ -1,7 +1,7 @@
-"""The worker process: from a configuration to an exit code."""
+"""The worker process: from a configuration to an exit code. `quire worker` is what calls it."""
 
-import argparse
 import os
+import platform
 import signal
 import sys
 from types import FrameType
@@ -9,12 +9,13 @@ from types import FrameType
 import torch
 
 from protos.quire.plan.v1 import plan_pb2
-from shared.config import ConfigError, WorkerConfig, add_options, from_options
+from shared.config import ConfigError, WorkerConfig
 from shared.logging import configure_logging, get_logger
 from shared.telemetry import Telemetry
 from worker_svc.assembly import build_engine
 from worker_svc.device import choose_device, describe_device, set_threads
 from worker_svc.engine import Engine
+from worker_svc.identity import worker_id
 from worker_svc.link import Link
 from worker_svc.loop import RefusedError, WorkerLoop
 from worker_svc.model.loader import ModelDescription, load_model
@@ -45,18 +46,6 @@ def run(config: WorkerConfig) -> int:
     return 0
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """`run` with the configuration from flags and environment."""
-    parser = argparse.ArgumentParser(prog="quire worker", description=__doc__)
-    add_options(parser, WorkerConfig)
-    try:
-        config = from_options(WorkerConfig, parser.parse_args(arguments))
-    except ConfigError as error:
-        print(f"quire worker: {error}", file=sys.stderr)
-        return 1
-    return run(config)
-
-
 class _StopOnSignal:
     """SIGTERM and SIGINT end the process at once while it is loading, and ask the loop to stop once there is one."""
 
@@ -73,14 +62,16 @@ class _StopOnSignal:
 
 def _serve(config: WorkerConfig, telemetry: Telemetry) -> None:
     stop = _StopOnSignal()
+    name = worker_id(config.worker_id, platform.node(), os.getpid())
     set_threads(config.num_threads)
     device = choose_device(config.device)
     model, description = load_model(config, device)
     engine = build_engine(config, model, description, device, telemetry.tracer)
-    link = Link(config.worker_address, _hello(config, engine, description, device))
+    link = Link(config.worker_address, _hello(name, engine, description, device))
     stop.loop = loop = WorkerLoop(link, engine)
     get_logger().info(
         "worker ready",
+        worker=name,
         model=description.name,
         architecture=description.architecture,
         dtype=description.dtype_name,
@@ -95,11 +86,11 @@ def _serve(config: WorkerConfig, telemetry: Telemetry) -> None:
         engine.reset()  # ends the spans of rows
 
 
-def _hello(config: WorkerConfig, engine: Engine, description: ModelDescription, device: torch.device) -> plan_pb2.Hello:
+def _hello(name: str, engine: Engine, description: ModelDescription, device: torch.device) -> plan_pb2.Hello:
     limits = engine.limits
     return plan_pb2.Hello(
         protocol_version=PROTOCOL_VERSION,
-        worker_id=config.worker_id,
+        worker_id=name,
         model=plan_pb2.ModelInfo(
             name=description.name,
             architecture=description.architecture,
@@ -118,7 +109,3 @@ def _hello(config: WorkerConfig, engine: Engine, description: ModelDescription, 
         device=describe_device(device),
         pid=os.getpid(),
     )
-
-
-if __name__ == "__main__":
-    sys.exit(main())

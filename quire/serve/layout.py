@@ -76,10 +76,10 @@ def plan_children(config: ServeConfig, *, socket_dir: Path, ports: Ports, cores:
         replace(
             config.worker,
             worker_address=worker_address,
-            worker_id=_numbered(config.worker.worker_id, index),
+            # The same name after a restart: an operator's drain and the metrics go by it.
+            worker_id=_numbered(config.worker.worker_id or "worker-0", index),
             num_threads=config.worker.num_threads or max(1, cores // config.workers),
-            # 'cuda' alone would put every worker on the first GPU.
-            device=f"cuda:{index}" if config.worker.device == "cuda" else config.worker.device,
+            device=_device(config.worker.device, index),
         )
         for index in range(config.workers)
     ]
@@ -119,6 +119,14 @@ def _address(config: SchedulerConfig, setting: str, private: Path) -> str:
     default = next(field.default for field in fields(config) if field.name == setting)
     value: str = getattr(config, setting)
     return f"ipc://{private}" if value == default else value
+
+
+def _device(wanted: str, index: int) -> str:
+    """The device of worker number `index`: by themselves, all would choose the first GPU.
+
+    How many GPUs there are is for the worker to find out; here nothing may ask torch.
+    """
+    return f"{wanted}:{index}" if wanted in ("auto", "cuda") else wanted
 
 
 def _numbered(name: str, index: int) -> str:

@@ -63,6 +63,22 @@ def test_cores_are_divided_among_workers() -> None:
     assert flags_of(children_of("--num-threads", "3")[1])["--num-threads"] == "3"
 
 
+@pytest.mark.parametrize(
+    ("flags", "devices"),
+    [
+        ([], ["auto:0", "auto:1", "auto:2"]),
+        (["--device=cuda"], ["cuda:0", "cuda:1", "cuda:2"]),
+        (["--device=cpu"], ["cpu", "cpu", "cpu"]),
+        (["--device=cuda:1"], ["cuda:1", "cuda:1", "cuda:1"]),
+    ],
+)
+def test_every_worker_has_a_gpu_of_its_own(flags: list[str], devices: list[str]) -> None:
+    """Several workers spread over the GPUs, whatever there are, unless one device was named for all."""
+    children = children_of("--workers=3", *flags)
+
+    assert [flags_of(child)["--device"] for child in children[1:4]] == devices
+
+
 def test_a_flag_reaches_every_process_that_knows_it() -> None:
     """One setting has one name and one value in a service."""
     scheduler, worker, frontend = map(flags_of, children_of("--max-num-seqs", "7", "--model", "/m", "--dtype", "bf16"))

@@ -1,9 +1,9 @@
 """A real worker process and a scheduler made of a ROUTER: epochs, incarnations, and an orderly end."""
 
 import os
+import platform
 import signal
 import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,9 +16,9 @@ from protos.quire.plan.v1 import plan_pb2
 from shared.columns import from_column, to_column
 from shared.sockets import PLAN_MAX_MESSAGE, SendOutcome, bind_router, endpoint, receive_from, send_to
 from tests.checkpoints import make_checkpoint
+from tests.e2e.harness import QUIRE, ROOT
 from tests.worker_svc.driver import Driver, make_engine
 
-ROOT = Path(__file__).parents[2]
 START_MS = 60_000
 ANSWER_MS = 20_000
 PROMPT = [3, 1, 4, 1, 5]
@@ -79,7 +79,7 @@ class Scheduler:
 
 def start_worker(router: "zmq.Socket[bytes]", model: Path, *flags: str) -> "subprocess.Popen[str]":
     """A worker process connected to `router`."""
-    command = [sys.executable, "-m", "worker_svc.main", f"--worker-address={endpoint(router)}", f"--model={model}"]
+    command = [*QUIRE, "worker", f"--worker-address={endpoint(router)}", f"--model={model}"]
     return subprocess.Popen(
         [*command, "--kv-cache-memory=8MiB", "--max-num-seqs=4", "--num-threads=1", *flags],
         cwd=ROOT,
@@ -252,6 +252,27 @@ def test_a_signal_while_waiting_for_a_scheduler_is_no_failure(checkpoint: Path) 
 
     assert process.returncode == 0
     assert "Traceback" not in errors
+
+
+def test_two_workers_without_a_name_are_two_workers(checkpoint: Path) -> None:
+    """Workers that nobody named call themselves by host and process id, so that none takes another's place."""
+    with bound_router() as router:
+        processes = [start_worker(router, checkpoint) for _ in range(2)]
+        hellos = [Scheduler(router, process).hello(START_MS) for process in processes]
+        for process in processes:
+            process.kill()
+            process.communicate()
+
+    assert {hello.worker_id for hello in hellos} == {f"{platform.node()}-{process.pid}" for process in processes}
+
+
+def test_a_name_that_is_too_long_is_one_line(router: "zmq.Socket[bytes]", checkpoint: Path) -> None:
+    """The scheduler would drop such a Hello for ever; the worker does not start."""
+    process = start_worker(router, checkpoint, "--worker-id=" + "ä" * 33)
+    _, errors = process.communicate(timeout=60)
+
+    assert process.returncode == 1
+    assert errors == "quire worker: worker_id: 66 bytes are too many; at most 64\n"
 
 
 def test_a_refused_worker_exits_with_the_reason(router: "zmq.Socket[bytes]", checkpoint: Path) -> None:

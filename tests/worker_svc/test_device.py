@@ -1,0 +1,40 @@
+"""Which device a worker takes."""
+
+import pytest
+
+from shared.config import ConfigError
+from worker_svc.device import name_device
+
+
+@pytest.mark.parametrize(
+    ("wanted", "num_gpus", "device"),
+    [
+        ("auto", 0, "cpu"),
+        ("auto:3", 0, "cpu"),
+        ("auto", 2, "cuda:0"),
+        ("auto:1", 2, "cuda:1"),
+        ("auto:3", 2, "cuda:1"),
+        ("cuda", 1, "cuda:0"),
+        ("cuda:1", 2, "cuda:1"),
+        ("cpu", 2, "cpu"),
+    ],
+)
+def test_a_setting_names_a_device(wanted: str, num_gpus: int, device: str) -> None:
+    """`auto` makes the best of what is there, counted round; `cuda` means exactly what it says."""
+    assert name_device(wanted, num_gpus) == device
+
+
+@pytest.mark.parametrize(
+    ("wanted", "num_gpus", "why"),
+    [
+        ("cuda", 0, "there is no cuda:0 here but no GPU"),
+        ("cuda:2", 2, "there is no cuda:2 here but 2 GPUs"),
+        ("cpu:1", 2, "'cpu:1' is none"),
+        ("abacus", 2, "'abacus' is none"),
+        ("cuda:-1", 2, "'cuda:-1' is none"),
+    ],
+)
+def test_a_device_that_is_not_there_is_refused(wanted: str, num_gpus: int, why: str) -> None:
+    """The line says what there is instead."""
+    with pytest.raises(ConfigError, match=why):
+        name_device(wanted, num_gpus)
