@@ -137,7 +137,9 @@ def _hello(peer: ev.Peer, hello: plan_pb2.Hello) -> ev.WorkerHello:
         )
     if hello.num_kv_groups != 1:
         raise UnsupportedVersionError(f"{hello.num_kv_groups} KV groups; this scheduler knows one")
-    if not (0 < len(hello.worker_id) <= 64 and hello.max_rows <= _MAX_ROWS and hello.num_blocks <= _MAX_BLOCKS):
+    if not (
+        0 < len(hello.worker_id.encode()) <= 64 and hello.max_rows <= _MAX_ROWS and hello.num_blocks <= _MAX_BLOCKS
+    ):
         raise MalformedFrameError("worker_id, max_rows or num_blocks is out of range")
     model = hello.model
     return ev.WorkerHello(

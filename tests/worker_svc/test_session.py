@@ -80,7 +80,8 @@ def test_messages_of_another_epoch_do_nothing() -> None:
     session = opened()
 
     assert session.receive(plan(1, epoch=EPOCH + 1), 0.4) is None
-    assert session.receive(frame(epoch=EPOCH - 1, ping=plan_pb2.Ping()), 0.4) is None
+    for epoch in (EPOCH - 1, 0):
+        assert session.receive(frame(epoch=epoch, ping=plan_pb2.Ping()), 0.4) is None
     assert session.overdue(0.6) is not None
     assert isinstance(outcome(session, plan(1)), PlanArrived)
 

@@ -1,0 +1,30 @@
+"""A service that nobody asks anything of stays as it is."""
+
+import json
+import time
+from pathlib import Path
+
+from quire import Client
+from tests.checkpoints import make_checkpoint
+from tests.e2e.harness import serve
+
+SILENCE_S = 1.5
+
+
+def test_an_idle_worker_stays_in_its_epoch(tmp_path: Path) -> None:
+    """The scheduler's pings count as signs of life: idle for several times the silence that it bears, a worker says
+    Hello once, and then serves in the epoch that it got."""
+    checkpoint = make_checkpoint("LlamaForCausalLM", tmp_path / "model")
+    with serve(checkpoint, f"--worker-silence-s={SILENCE_S}") as served:
+        # No event to wait for: that time passes, and nothing else, is what is tested.
+        time.sleep(3 * SILENCE_S)
+        with Client(served.grpc) as client:
+            client.generate("a", max_tokens=3, ignore_eos=True).result()
+        served.process.terminate()
+        served.wait()
+        events = [json.loads(line) for line in served.log.read_text().splitlines() if line.startswith("{")]
+
+    assert len([event for event in events if event["event"] == "worker joined"]) == 1
+    assert [event for event in events if event["event"] == "saying Hello again"] == []
+    (welcomed,) = {event["epoch"] for event in events if event["event"] == "welcomed"}
+    assert welcomed == next(event["epoch"] for event in events if event["event"] == "worker joined")
