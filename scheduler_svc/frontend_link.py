@@ -90,7 +90,7 @@ def _arrival(peer: ev.Peer, submission: link_pb2.Submission, now: float) -> ev.R
         deadline=_point_in_time(submission.deadline_ns, now),
         traceparent=submission.traceparent,
         salt=submission.cache_scope,
-        block_keys=np.frombuffer(submission.block_keys, f"V{KEY_BYTES}").tolist(),
+        block_keys=submission.block_keys,
         block_size=submission.block_size,
         tenant=submission.tenant,
         priority=submission.priority,

@@ -13,11 +13,13 @@ from google.protobuf.duration_pb2 import Duration
 from protos.quire.link.v1 import link_pb2
 from quire.v1 import generation_pb2 as v1
 from shared.errors import FieldViolation
-from shared.prefix_keys import extend_keys, root_key
+from shared.prefix_keys import extended_keys, root_key
 
 MAX_PRIORITY = 100
 MAX_NAME = 128
 MAX_EXPECTED_TOKENS = 1 << 24
+MAX_TIME_S = 365 * 24 * 3600
+"""Longest time that a request may ask for, and that the core is told; the link counts nanoseconds in 64 bits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,8 +38,8 @@ class SchedulingWishes:
         submission.tenant = self.tenant
         submission.priority = self.priority
         submission.expected_output_tokens = self.expected_output_tokens
-        submission.ttft_target_ns = _left_ns(self.ttft_by, now)
-        submission.total_time_target_ns = _left_ns(self.total_by, now)
+        submission.ttft_target_ns = left_ns(self.ttft_by, now)
+        submission.total_time_target_ns = left_ns(self.total_by, now)
         submission.cache_scope = self.cache_scope
 
 
@@ -50,10 +52,9 @@ def check_scheduling(options: v1.SchedulingOptions) -> Iterator[FieldViolation]:
             yield FieldViolation(f"scheduling.{name}", f"must have at most {MAX_NAME} bytes")
     if options.HasField("expected_output_tokens") and not 0 < options.expected_output_tokens <= MAX_EXPECTED_TOKENS:
         yield FieldViolation("scheduling.expected_output_tokens", f"must lie in [1, {MAX_EXPECTED_TOKENS}]")
-    if options.HasField("ttft_target") and _seconds(options.ttft_target) <= 0:
-        yield FieldViolation("scheduling.ttft_target", "must be longer than nothing")
-    if options.HasField("total_time_target") and _seconds(options.total_time_target) <= 0:
-        yield FieldViolation("scheduling.total_time_target", "must be longer than nothing")
+    for name in ("ttft_target", "total_time_target"):
+        if options.HasField(name):
+            yield from _check_target(f"scheduling.{name}", getattr(options, name))
 
 
 def wishes(options: v1.SchedulingOptions, *, arrival: float, principal: str) -> SchedulingWishes:
@@ -77,16 +78,23 @@ def block_keys(model: link_pb2.ServedModel, cache_scope: bytes, prompt: bytes) -
         cache_scope: as in the wishes.
         prompt: the prompt's column.
     """
-    keys: list[bytes] = []
-    if model.block_size:
-        extend_keys(keys, root_key(model.fingerprint, cache_scope), prompt, model.block_size)
-    return b"".join(keys)
+    if not model.block_size:
+        return b""
+    return extended_keys(b"", root_key(model.fingerprint, cache_scope), prompt, model.block_size)
+
+
+def left_ns(point: float | None, now: float) -> int:
+    """Nanoseconds left until a point in time, as the link wants them: 0 for None, otherwise in [1, MAX_TIME_S]."""
+    # A point that has passed is still one; 0 would mean that there is none.
+    return 0 if point is None else int(min(max(point - now, 1e-9), MAX_TIME_S) * 1e9)
+
+
+def _check_target(field: str, duration: Duration) -> Iterator[FieldViolation]:
+    if abs(duration.nanos) >= 10**9 or duration.seconds * duration.nanos < 0:
+        yield FieldViolation(field, "is no valid duration: nanos must lie below a second and have the sign of seconds")
+    elif not 0 < _seconds(duration) <= MAX_TIME_S:
+        yield FieldViolation(field, "must be longer than nothing and at most 365 days")
 
 
 def _seconds(duration: Duration) -> float:
     return duration.seconds + duration.nanos / 1e9
-
-
-def _left_ns(point: float | None, now: float) -> int:
-    # A target that has passed is still a target; 0 would mean that there is none.
-    return 0 if point is None else max(int((point - now) * 1e9), 1)

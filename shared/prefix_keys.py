@@ -3,7 +3,7 @@
 The key of a full block is a hash over its parent's key and its tokens; the first parent is a hash over everything else
 that makes KV differ: the model and the scope that separates those who must not probe each other's prompts. Equal keys
 mean equal KV, whoever computed it. Front ends compute the keys of prompts, so that the scheduler does not have to; both
-use this module.
+use this module. The keys of a sequence are kept joined, `KEY_BYTES` each.
 """
 
 import hashlib
@@ -17,17 +17,19 @@ def root_key(fingerprint: str, scope: bytes) -> BlockKey:
     return hashlib.sha256(b"quire\0" + fingerprint.encode() + b"\0" + scope).digest()
 
 
-def extend_keys(keys: list[BlockKey], root: BlockKey, token_bytes: bytes, block_size: int) -> None:
-    """Adds the keys of further full blocks.
+def extended_keys(keys: bytes, root: BlockKey, token_bytes: bytes, block_size: int) -> bytes:
+    """`keys`, and the keys of the full blocks that follow.
 
     Args:
-        keys: the keys of the leading full blocks so far; extended in place.
+        keys: the joined keys of the leading full blocks so far.
         root: the parent of the first block.
         token_bytes: all known tokens, int32.
         block_size: tokens per block.
     """
     width = 4 * block_size
-    parent = keys[-1] if keys else root
-    for start in range(len(keys) * width, len(token_bytes) - width + 1, width):
+    parent = keys[-KEY_BYTES:] or root
+    further = [keys]
+    for start in range(len(keys) // KEY_BYTES * width, len(token_bytes) - width + 1, width):
         parent = hashlib.sha256(parent + token_bytes[start : start + width]).digest()
-        keys.append(parent)
+        further.append(parent)
+    return b"".join(further)

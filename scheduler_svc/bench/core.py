@@ -30,7 +30,7 @@ from scheduler_svc.core.waiting import POLICIES
 from scheduler_svc.frontend_link import Outgoing
 from scheduler_svc.tracing import SchedulerTracing
 from shared.columns import to_column
-from shared.prefix_keys import extend_keys, root_key
+from shared.prefix_keys import extended_keys, root_key
 from shared.telemetry import Telemetry
 
 PROMPT_TOKENS = 2048
@@ -120,8 +120,6 @@ class _Bench:
         """A front end's frame with one request."""
         self._stream += 1
         tokens = self._rng.integers(3, VOCAB, prompt_tokens - self._stream % BLOCK_SIZE).astype("<i4").tobytes()
-        keys: list[bytes] = []
-        extend_keys(keys, root_key("f", b""), tokens, BLOCK_SIZE)
         submission = link_pb2.Submission(
             stream=self._stream,
             request_id=f"req-{self._stream:024d}",
@@ -134,7 +132,7 @@ class _Bench:
             tenant=f"tenant-{self._stream % 50}",
             priority=self._stream % 5,
             traceparent=_TRACEPARENT if self._random.random() < TRACED_SHARE else "",
-            block_keys=b"".join(keys),
+            block_keys=extended_keys(b"", root_key("f", b""), tokens, BLOCK_SIZE),
             block_size=BLOCK_SIZE,
         )
         return link_pb2.FrontendMessage(submissions=[submission]).SerializeToString()

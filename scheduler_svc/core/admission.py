@@ -20,6 +20,7 @@ from scheduler_svc.core.tenants import Tenants
 from scheduler_svc.core.victims import Candidate, choose_victims
 from scheduler_svc.core.waiting import PREEMPTIVE_POLICIES, WaitingQueue
 from scheduler_svc.core.worker import Worker
+from shared.prefix_keys import KEY_BYTES
 
 MAX_ADMITTED_TOKENS = 1 << 20
 """Bounds a plan in bytes: after a loss many long prompts may come at once."""
@@ -154,8 +155,8 @@ class Admission:
         if self._worker.swapped_here(request) is not None:
             return False
         keys = self._worker.shareable_keys(request)
-        num_cached = len(cache.match(keys))
-        if num_cached == len(keys) or not cache.is_pending(keys[num_cached]):
+        start = KEY_BYTES * len(cache.match(keys))
+        if not cache.is_pending(keys[start : start + KEY_BYTES]):
             return False
         request.prefix_waits += 1
         return request.prefix_waits <= MAX_PREFIX_WAITS
@@ -163,7 +164,8 @@ class Admission:
     def _refusal(self, request: Request) -> Refusal | None:
         worker = self._worker
         num_tokens = len(request.tokens)
-        longest = max(each.max_model_len for each in self._fleet)
+        # A worker that is drained may never take anything again; this one is not, so there is one.
+        longest = max(each.max_model_len for each in self._fleet if not each.draining)
         if num_tokens >= longest:
             # What has begun elsewhere, on a larger worker, ends as at any other end of the context.
             reason = EndReason.LENGTH if request.num_generated else EndReason.INVALID

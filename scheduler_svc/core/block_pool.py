@@ -35,7 +35,7 @@ class BlockPool:
         self.cache = PrefixCache(num_blocks)
         # A stack: the most recently used block is handed out first, it is the likeliest to be in a hardware cache.
         self._free = np.arange(num_blocks - 1, -1, -1, dtype=np.int32)
-        self._counts = np.array([num_blocks, 0, 0, 0])
+        self._counts = [num_blocks, 0, 0, 0]
         """Blocks by state, held ones not counted."""
         self._state = np.zeros(num_blocks, np.int8)
         self._references = np.zeros(num_blocks, np.int32)
@@ -49,22 +49,22 @@ class BlockPool:
     @property
     def num_available(self) -> int:
         """Blocks that can be taken now."""
-        return int(self._counts[_FREE] + self._counts[_CACHED])
+        return self._counts[_FREE] + self._counts[_CACHED]
 
     @property
     def num_free(self) -> int:
         """Blocks that hold nothing."""
-        return int(self._counts[_FREE])
+        return self._counts[_FREE]
 
     @property
     def num_cached(self) -> int:
         """Blocks that nobody holds and that the prefix cache knows."""
-        return int(self._counts[_CACHED])
+        return self._counts[_CACHED]
 
     @property
     def num_retired(self) -> int:
         """Blocks that become available once the steps in flight are answered."""
-        return int(self._counts[_RETIRED])
+        return self._counts[_RETIRED]
 
     @property
     def num_held(self) -> int:
@@ -75,8 +75,8 @@ class BlockPool:
         """Takes `count` blocks, each with one reference. The caller has checked `num_available`."""
         assert count <= self.num_available, f"take({count}) with {self.num_available} available"
         if count > self._counts[_FREE]:
-            self._evict(count - int(self._counts[_FREE]))
-        top = int(self._counts[_FREE])
+            self._evict(count - self._counts[_FREE])
+        top = self._counts[_FREE]
         taken = self._free[top - count : top][::-1].copy()
         self._counts[_FREE] -= count
         self._state[taken] = _HELD
@@ -94,7 +94,7 @@ class BlockPool:
         assert self.cache.holds[blocks].all(), "share of a block that is not in the cache"
         states = self._state[blocks]
         for state in (_RETIRED, _CACHED):
-            self._counts[state] -= np.count_nonzero(states == state)
+            self._counts[state] -= int(np.count_nonzero(states == state))
         self._state[blocks] = _HELD
         self._references[blocks] += 1
 
@@ -128,10 +128,7 @@ class BlockPool:
 
     def distrust(self, blocks: Int32Array) -> None:
         """Takes blocks out of the prefix cache, because what was written to them is wrong."""
-        self.cache.forget(blocks)
-        idle = blocks[self._state[blocks] == _CACHED]
-        self._counts[_CACHED] -= len(idle)
-        self._push_free(idle)
+        self._forget(blocks)
 
     def _make_available(self, blocks: Int32Array) -> None:
         known = self.cache.holds[blocks]
@@ -150,23 +147,28 @@ class BlockPool:
         return stamp
 
     def _push_free(self, blocks: Int32Array) -> None:
-        top = int(self._counts[_FREE])
+        top = self._counts[_FREE]
         self._free[top : top + len(blocks)] = blocks
         self._state[blocks] = _FREE
         self._counts[_FREE] += len(blocks)
 
     def _evict(self, count: int) -> None:
-        """Frees `count` cached blocks, least recently used first."""
-        while count:
+        """Frees at least `count` cached blocks, least recently used first."""
+        wanted = self._counts[_FREE] + count
+        while (short := wanted - self._counts[_FREE]) > 0:
             stamp, blocks = self._cached.popleft()
             idle = blocks[(self._state[blocks] == _CACHED) & (self._stamp[blocks] == stamp)]
-            if len(idle) > count:
-                self._cached.appendleft((stamp, idle[count:]))
-                idle = idle[:count]
-            self.cache.forget(idle)
-            self._counts[_CACHED] -= len(idle)
-            self._push_free(idle)
-            count -= len(idle)
+            if len(idle) > short:
+                self._cached.appendleft((stamp, idle[short:]))
+                idle = idle[:short]
+            self._forget(idle)
+
+    def _forget(self, blocks: Int32Array) -> None:
+        """Takes blocks out of the cache, with those that would not be found without them; idle ones become free."""
+        gone = self.cache.forget(blocks)
+        idle = gone[self._state[gone] == _CACHED]
+        self._counts[_CACHED] -= len(idle)
+        self._push_free(idle)
 
     def validate(self, tables: Iterable[Iterable[int]]) -> None:
         """Checks conservation against the block tables that should hold all references."""

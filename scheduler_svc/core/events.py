@@ -10,8 +10,6 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from shared.prefix_keys import BlockKey
-
 Int32Array = npt.NDArray[np.int32]
 Peer = bytes
 """ZeroMQ routing id of one incarnation of a front end or worker."""
@@ -53,8 +51,8 @@ class RequestArrived:
     traceparent: str
     salt: bytes = b""
     """Requests share cached prefixes only with those of the same salt."""
-    block_keys: Sequence[BlockKey] = ()
-    """Keys of the leading full blocks, if the front end has computed them, for blocks of `block_size` tokens."""
+    block_keys: bytes = b""
+    """Joined keys of the leading full blocks, if the front end has computed them, for blocks of `block_size` tokens."""
     block_size: int = 0
     tenant: str = ""
     priority: int = 0

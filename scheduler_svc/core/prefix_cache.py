@@ -1,77 +1,215 @@
-"""Prefix sharing by hash-chained full blocks (vLLM's automatic prefix caching): which block holds which key.
+"""Prefix sharing by hash-chained full blocks (vLLM's automatic prefix caching), held as a radix tree (SGLang).
+
+The key of a block stands for everything before it as well, so all that is cached forms a tree of keys. A node is a run
+of keys without a branch and the blocks that hold their KV. Prompts have hundreds of blocks; a run is found by one
+look-up and compared by one `memcmp`, and no block has a Python object of its own.
 
 A block is shareable as soon as the step that writes it has been sent: plans are executed in order, and within a step
 every layer writes the whole batch's KV before it attends. A block that nobody holds stays in the cache until its memory
-is needed; the least recently used goes first, and of a chain the end before the beginning (see `BlockPool`).
+is needed; the least recently used goes first, and of a chain the end before the beginning (see `BlockPool`). What
+follows a block that is forgotten could not be found any more, so it is forgotten as well.
 
 While a prompt is being computed, the key of the block that its row computes next is *pending*. A request with the same
 prefix finds everything before it in the cache, and waits at exactly that key instead of computing it a second time.
-
-Prompts have hundreds of blocks, so everything here takes whole chains and leaves the loops to dict and numpy.
 """
 
-from collections import deque
-from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
 from scheduler_svc.core.events import Int32Array
-from shared.prefix_keys import BlockKey
+from shared.prefix_keys import KEY_BYTES, BlockKey
 
 _NO_BLOCKS = np.zeros(0, np.int32)
+
+
+class _Node:
+    """A run of keys, joined, and their blocks."""
+
+    __slots__ = ("blocks", "children", "keys", "number", "parent")
+
+    def __init__(self, number: int, parent: "_Node | None", keys: bytes, blocks: Int32Array) -> None:
+        self.number = number
+        self.parent = parent
+        self.keys = keys
+        self.blocks = blocks
+        self.children: dict[BlockKey, _Node] = {}
+        """By the first key of each."""
+
+
+class _Place(NamedTuple):
+    """How far a chain of keys is in the tree."""
+
+    node: _Node
+    """The node of the last block that was found."""
+    offset: int
+    """Blocks of that node that were found."""
+    depth: int
+    """Blocks that were found in all."""
+    found: list[Int32Array]
 
 
 class PrefixCache:
     """Which block holds the KV of which key, for one worker in one epoch."""
 
     def __init__(self, num_blocks: int) -> None:
-        self._blocks: dict[BlockKey, int] = {}
-        self._keys: dict[int, BlockKey] = {}
-        self._next_keys: dict[int, BlockKey] = {}
+        self._root = _Node(0, None, b"", _NO_BLOCKS)
+        self._nodes: list[_Node | None] = [self._root]
+        self._unused: list[int] = []
+        """Numbers that no node has."""
+        self._node_of = np.zeros(num_blocks, np.int32)
+        self._index_of = np.zeros(num_blocks, np.int32)
+        """For blocks that are held here: the number of their node, and their index in it."""
+        self._pending: dict[int, BlockKey] = {}
         """By row in prefill: the key of the block that it computes next."""
         self.holds = np.zeros(num_blocks, np.bool_)
         """Whether a block is shareable; to be read only."""
 
-    def __len__(self) -> int:
-        return len(self._blocks)
+    def match(self, keys: bytes) -> Int32Array:
+        """The blocks of the longest cached prefix of the joined `keys`."""
+        found = self._walk(keys).found
+        if len(found) == 1:
+            return found[0]
+        return np.concatenate(found) if found else _NO_BLOCKS
 
-    def match(self, keys: Sequence[BlockKey]) -> Int32Array:
-        """The blocks of the longest cached prefix of `keys`."""
-        if not keys or keys[0] not in self._blocks:
-            return _NO_BLOCKS
-        found = list(map(self._blocks.get, keys))
-        if None in found:
-            del found[found.index(None) :]
-        return np.array(found, np.int32)
+    def publish(self, keys: bytes, blocks: Int32Array) -> None:
+        """Makes a chain of blocks shareable, except where other blocks have the keys already.
 
-    def publish(self, keys: Sequence[BlockKey], blocks: Int32Array) -> None:
-        """Makes blocks shareable, except where another block has the key already."""
-        numbers = blocks.tolist()
-        if not self._blocks.keys().isdisjoint(keys):
-            fresh = [index for index, key in enumerate(keys) if key not in self._blocks]
-            keys, numbers = [keys[index] for index in fresh], [numbers[index] for index in fresh]
-        self._blocks.update(zip(keys, numbers, strict=True))
-        self._keys.update(zip(numbers, keys, strict=True))
-        self.holds[numbers] = True
-
-    def forget(self, blocks: Int32Array) -> None:
-        """The blocks' memory is needed, or their content cannot be trusted."""
-        keys = map(self._keys.pop, blocks[self.holds[blocks]].tolist())
-        deque(map(self._blocks.pop, keys), maxlen=0)
-        self.holds[blocks] = False
-
-    def computes_next(self, row: int, key: BlockKey | None) -> None:
-        """The row computes the block with this key next; None: none that others could share."""
-        if key is None:
-            self._next_keys.pop(row, None)
+        Args:
+            keys: the joined keys of the chain, from the first block of the sequence on.
+            blocks: as many blocks.
+        """
+        place = self._walk(keys)
+        if place.depth == len(blocks):
+            return
+        node, keys, blocks = place.node, keys[KEY_BYTES * place.depth :], blocks[place.depth :].copy()
+        if place.offset < len(node.blocks):
+            self._split(node, place.offset)
+        if node is not self._root and not node.children:
+            first = len(node.blocks)
+            node.keys += keys
+            node.blocks = np.concatenate((node.blocks, blocks))
         else:
-            self._next_keys[row] = key
+            first = 0
+            node = self._add(node, keys, blocks)
+        self._node_of[blocks] = node.number
+        self._index_of[blocks] = np.arange(first, first + len(blocks), dtype=np.int32)
+        self.holds[blocks] = True
+
+    def forget(self, blocks: Int32Array) -> Int32Array:
+        """The blocks' memory is needed, or their content cannot be trusted.
+
+        Returns:
+            all blocks that are shareable no longer: those that were, and what followed them.
+        """
+        known = blocks[self.holds[blocks]]
+        gone: list[Int32Array] = []
+        while len(known):
+            number = int(self._node_of[known[0]])
+            node = self._nodes[number]
+            assert node is not None
+            in_node = self._node_of[known] == number
+            self._cut(node, int(self._index_of[known[in_node]].min()), gone)
+            known = known[~in_node]
+            known = known[self.holds[known]]
+        return np.concatenate(gone) if gone else _NO_BLOCKS
+
+    def computes_next(self, row: int, key: BlockKey) -> None:
+        """The row computes the block with this key next; empty: none that others could share."""
+        if key:
+            self._pending[row] = key
+        else:
+            self._pending.pop(row, None)
 
     def is_pending(self, key: BlockKey) -> bool:
         """Whether a row computes the block with this key next."""
-        return key in self._next_keys.values()
+        return key in self._pending.values()
 
     def validate(self) -> None:
-        """Checks that all directions agree."""
-        assert {block: key for key, block in self._blocks.items()} == self._keys
-        assert sorted(self._keys) == np.flatnonzero(self.holds).tolist()
+        """Checks that tree and arrays agree."""
+        seen: list[int] = []
+        for number, node in enumerate(self._nodes):
+            if node is None:
+                assert number in self._unused
+                continue
+            assert node.number == number
+            assert len(node.keys) == KEY_BYTES * len(node.blocks)
+            assert (node.parent is None) == (node is self._root)
+            assert node is self._root or len(node.blocks), "an empty run"
+            for key, child in node.children.items():
+                assert child.parent is node
+                assert child.keys.startswith(key)
+                assert self._nodes[child.number] is child
+            assert (self._node_of[node.blocks] == number).all()
+            assert self._index_of[node.blocks].tolist() == list(range(len(node.blocks)))
+            seen += node.blocks.tolist()
+        assert sorted(seen) == np.flatnonzero(self.holds).tolist(), "a block is in two runs, or in none"
+
+    def _walk(self, keys: bytes) -> _Place:
+        node, offset, position = self._root, 0, 0
+        found: list[Int32Array] = []
+        while position < len(keys):
+            child = node.children.get(keys[position : position + KEY_BYTES])
+            if child is None:
+                break
+            node, offset = child, _common(child.keys, keys, position)
+            found.append(child.blocks[:offset])
+            position += KEY_BYTES * offset
+            if offset < len(child.blocks):
+                break
+        return _Place(node, offset, position // KEY_BYTES, found)
+
+    def _add(self, parent: _Node, keys: bytes, blocks: Int32Array) -> _Node:
+        number = self._unused.pop() if self._unused else len(self._nodes)
+        node = _Node(number, parent, keys, blocks)
+        if number == len(self._nodes):
+            self._nodes.append(node)
+        else:
+            self._nodes[number] = node
+        parent.children[keys[:KEY_BYTES]] = node
+        return node
+
+    def _split(self, node: _Node, offset: int) -> None:
+        """Makes the blocks of `node` from `offset` on a child of it, which inherits its children."""
+        children, node.children = node.children, {}
+        below = self._add(node, node.keys[KEY_BYTES * offset :], node.blocks[offset:])
+        below.children = children
+        for child in children.values():
+            child.parent = below
+        node.keys, node.blocks = node.keys[: KEY_BYTES * offset], node.blocks[:offset]
+        self._node_of[below.blocks] = below.number
+        self._index_of[below.blocks] -= offset
+
+    def _cut(self, node: _Node, offset: int, gone: list[Int32Array]) -> None:
+        """Takes everything from block `offset` of `node` on out of the tree; appends the blocks to `gone`."""
+        gone.append(node.blocks[offset:])
+        self.holds[node.blocks[offset:]] = False
+        below = list(node.children.values())
+        node.children = {}
+        if offset:
+            node.keys, node.blocks = node.keys[: KEY_BYTES * offset], node.blocks[:offset]
+        else:
+            assert node.parent is not None
+            node.parent.children.pop(node.keys[:KEY_BYTES], None)
+            self._nodes[node.number] = None
+            self._unused.append(node.number)
+        for child in below:
+            self._cut(child, 0, gone)
+
+
+def _common(run: bytes, keys: bytes, position: int) -> int:
+    """How many keys of `run` are those of `keys` from byte `position` on; the first one is known to be."""
+    if keys.startswith(run, position):
+        return len(run) // KEY_BYTES
+    # A key stands for all before it, so the first difference can be searched for by halving.
+    same, different = 1, min(len(run), len(keys) - position) // KEY_BYTES
+    if keys.startswith(run[: KEY_BYTES * different], position):
+        return different
+    while different - same > 1:
+        middle = (same + different) // 2
+        start = KEY_BYTES * (middle - 1)
+        if run[start : start + KEY_BYTES] == keys[position + start : position + start + KEY_BYTES]:
+            same = middle
+        else:
+            different = middle
+    return same

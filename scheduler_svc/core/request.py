@@ -17,7 +17,6 @@ import numpy as np
 
 from scheduler_svc.core.events import Int32Array, Peer
 from scheduler_svc.core.swapping import SwappedKV
-from shared.prefix_keys import BlockKey
 
 TOKEN_BYTES = 4
 """What one token costs of a stream's credit."""
@@ -93,8 +92,8 @@ class Request:
     """Prompt tokens that its first attempt found in the prefix cache."""
     salt: bytes = b""
     """Separates the cached prefixes of those who must not probe each other's prompts."""
-    keys: dict[int, list[BlockKey]] = field(default_factory=dict)
-    """By block size: keys of its leading full blocks, as far as they were needed."""
+    keys: dict[int, bytes] = field(default_factory=dict)
+    """By block size: the joined keys of its leading full blocks, as far as they were needed."""
     accounted_tokens: int = 0
     """Generated tokens that were accounted to its tenant."""
     first_planned: float | None = None

@@ -264,7 +264,7 @@ class Scheduler:
             sequence=self._sequence,
             lowest_token=int(event.token_ids.min(initial=0)),
             highest_token=int(event.token_ids.max(initial=0)),
-            keys={event.block_size: list(event.block_keys)} if event.block_keys else {},
+            keys={event.block_size: event.block_keys} if event.block_keys else {},
         )
         self._requests[key] = request
         request.note(now, "arrived")
@@ -444,8 +444,12 @@ class Scheduler:
             return
         worker.draining = True
         self._announce()
-        if event.move and self._fleet.service().ready:
-            for row in worker.rows.occupied():
+        if not event.move:
+            return
+        # What only this worker has room for finishes here.
+        longest = max((other.max_model_len for other in self._fleet if not other.draining), default=0)
+        for row in worker.rows.occupied():
+            if worker.rows.limit[row] <= longest:
                 self._displace(worker.vacate(row), "moved", f"moved away from {worker.worker_id}", now)
 
     def _resume_requested(self, event: ev.ResumeRequested, now: float) -> None:

@@ -18,7 +18,7 @@ from scheduler_svc.core.request import Request
 from scheduler_svc.core.rows import RowTable
 from scheduler_svc.core.step_clock import StepClock
 from scheduler_svc.core.swapping import BlockCopy, SwappedKV, SwapSpace
-from shared.prefix_keys import BlockKey, extend_keys, root_key
+from shared.prefix_keys import KEY_BYTES, extended_keys, root_key
 
 
 @dataclass(slots=True)
@@ -133,7 +133,7 @@ class Worker:
         if self.shares_prefixes:
             # What it has computed stays behind in the cache, generated tokens included.
             self._publish(row, request, blocks, min(num_computed, len(request.tokens)))
-            self.pool.cache.computes_next(row, None)
+            self.pool.cache.computes_next(row, b"")
         self.pool.release(blocks, last_step=last_step, answered_step=self.answered_step)
         self.pending_leaves.append(row)
         if self.in_flight:
@@ -141,14 +141,14 @@ class Worker:
             request.unsettled = True
         return request
 
-    def shareable_keys(self, request: Request) -> list[BlockKey]:
-        """The keys of the request's leading full blocks that it could take from the cache.
+    def shareable_keys(self, request: Request) -> bytes:
+        """The joined keys of the request's leading full blocks that it could take from the cache.
 
         The last known token is always computed, since its logits are needed.
         """
         if not self.shares_prefixes:
-            return []
-        return self._keys(request)[: (len(request.tokens) - 1) // self.rows.block_size]
+            return b""
+        return self._keys(request)[: KEY_BYTES * ((len(request.tokens) - 1) // self.rows.block_size)]
 
     def cached_tokens(self, request: Request) -> int:
         """How many of the request's tokens need not be computed here."""
@@ -169,9 +169,8 @@ class Worker:
         request = self.rows.requests[row]
         assert request is not None
         self._publish(row, request, self.rows.blocks(row), num_computed)
-        keys = self._keys(request)
-        published = int(self.rows.published[row])
-        self.pool.cache.computes_next(row, keys[published] if published < len(keys) else None)
+        start = KEY_BYTES * (num_computed // self.rows.block_size)
+        self.pool.cache.computes_next(row, self._keys(request)[start : start + KEY_BYTES])
 
     def distrust(self, blocks: Int32Array) -> list[int]:
         """A row that wrote these blocks has failed; returns the rows that share any of them."""
@@ -181,17 +180,18 @@ class Worker:
         return [row for row in self.rows.occupied() if tainted[self.rows.blocks(row)].any()]
 
     def _publish(self, row: int, request: Request, blocks: Int32Array, num_computed: int) -> None:
-        first, last = int(self.rows.published[row]), num_computed // self.rows.block_size
-        if last > first:
-            self.pool.cache.publish(self._keys(request)[first:last], blocks[first:last])
-            self.rows.published[row] = last
+        num_blocks = num_computed // self.rows.block_size
+        if num_blocks > self.rows.published[row]:
+            self.pool.cache.publish(self._keys(request)[: KEY_BYTES * num_blocks], blocks[:num_blocks])
+            self.rows.published[row] = num_blocks
 
-    def _keys(self, request: Request) -> list[BlockKey]:
-        """The keys of all full blocks of the request's tokens."""
+    def _keys(self, request: Request) -> bytes:
+        """The joined keys of all full blocks of the request's tokens."""
         block_size = self.rows.block_size
-        keys = request.keys.setdefault(block_size, [])
-        if len(request.tokens) // block_size > len(keys):
-            extend_keys(keys, root_key(self.model.fingerprint, request.salt), request.tokens.tobytes(), block_size)
+        keys = request.keys.get(block_size, b"")
+        if KEY_BYTES * (len(request.tokens) // block_size) > len(keys):
+            root = root_key(self.model.fingerprint, request.salt)
+            keys = request.keys[block_size] = extended_keys(keys, root, request.tokens.tobytes(), block_size)
         return keys
 
     def step_deadline(self) -> float | None:

@@ -22,6 +22,7 @@ from scheduler_svc.core.waiting import KeyedQueue
 from scheduler_svc.core.worker import Worker
 from scheduler_svc.sim.faults import STEP_FAULTS, TIMED_FAULTS, Fault, FaultRates
 from scheduler_svc.sim.scenario import Scenario
+from shared.prefix_keys import KEY_BYTES
 
 _CONTINUOUS: dict[str, Any] = {"batching": BatchingLimits(), "tenant_limits": {}, "max_queued_requests": 4096}
 
@@ -285,12 +286,13 @@ def key_without_salt(patch: pytest.MonkeyPatch) -> None:
 def key_without_parent(patch: pytest.MonkeyPatch) -> None:
     """The key of a block depends on its own tokens only."""
 
-    def extend(keys: list[bytes], root: bytes, token_bytes: bytes, block_size: int) -> None:
+    def extended(keys: bytes, root: bytes, token_bytes: bytes, block_size: int) -> bytes:
         width = 4 * block_size
-        for start in range(len(keys) * width, len(token_bytes) - width + 1, width):
-            keys.append(sha256(root + token_bytes[start : start + width]).digest())
+        for start in range(len(keys) // KEY_BYTES * width, len(token_bytes) - width + 1, width):
+            keys += sha256(root + token_bytes[start : start + width]).digest()
+        return keys
 
-    patch.setattr(worker, "extend_keys", extend)
+    patch.setattr(worker, "extended_keys", extended)
 
 
 @bug("kv.prefix", "prefix.salt", "core")
@@ -299,7 +301,7 @@ def cache_keeps_evicted(patch: pytest.MonkeyPatch) -> None:
 
     def evict(evict: Any, self: BlockPool, count: int) -> None:
         forget = self.cache.forget
-        self.cache.forget = lambda blocks: None  # type: ignore[method-assign]
+        self.cache.forget = lambda blocks: blocks  # type: ignore[method-assign]
         evict(self, count)
         self.cache.forget = forget  # type: ignore[method-assign]
 

@@ -1,5 +1,7 @@
 """Block pool and prefix cache against the simplest thing that could be right, under any order of calls."""
 
+import itertools
+
 import numpy as np
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -8,6 +10,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invaria
 from scheduler_svc.core.block_pool import BlockPool
 from scheduler_svc.core.events import Int32Array
 from scheduler_svc.core.prefix_cache import PrefixCache
+from shared.prefix_keys import KEY_BYTES, extended_keys
 
 NUM_BLOCKS = 12
 
@@ -28,8 +31,10 @@ class BlockPoolMachine(RuleBasedStateMachine):
         self.last_step = self.answered = 0
         self.named_until: dict[int, int] = {}
         """By block, the last step in which a table named it."""
+        self.chains: list[list[int]] = []
+        """Blocks that were published one after the other and still can be found."""
         self.keys: dict[int, bytes] = {}
-        """By block, the key that it was published with and that still counts."""
+        """By block of a chain, its key."""
         self.num_keys = 0
 
     @rule(target=tables, data=st.data())
@@ -42,7 +47,7 @@ class BlockPoolMachine(RuleBasedStateMachine):
         assert held.isdisjoint(blocks)
         for block in blocks:
             assert self.named_until.get(block, 0) <= self.answered, "a block is reused too early"
-            self.keys.pop(block, None)
+            self.forgotten(block)
             assert not self.pool.cache.holds[block], "its memory is given away, its key must be gone"
         self.live.append(blocks)
         return blocks
@@ -55,16 +60,17 @@ class BlockPoolMachine(RuleBasedStateMachine):
         fresh = [block for block in table if block not in self.keys]
         for block in fresh:
             self.num_keys += 1
-            self.keys[block] = b"%d" % self.num_keys
-        self.pool.cache.publish([self.keys[block] for block in fresh], _column(fresh))
+            self.keys[block] = self.num_keys.to_bytes(KEY_BYTES, "big")
+        self.pool.cache.publish(b"".join(self.keys[block] for block in fresh), _column(fresh))
+        self.chains.append(fresh)
 
     @rule(target=tables, data=st.data())
     @precondition(lambda self: self.keys)
     def share(self, data: st.DataObject) -> list[int]:
-        """Another table shares published blocks, in whatever state they are; it finds them by their keys."""
-        blocks = data.draw(st.lists(st.sampled_from(sorted(self.keys)), unique=True, min_size=1))
-        found = [self.pool.cache.match([self.keys[block]]).tolist() for block in blocks]
-        assert found == [[block] for block in blocks]
+        """Another table shares a published chain or its beginning, in whatever state its blocks are."""
+        chain = data.draw(st.sampled_from([chain for chain in self.chains if chain]))
+        blocks = chain[: data.draw(st.integers(1, len(chain)))]
+        assert self.pool.cache.match(b"".join(self.keys[block] for block in blocks)).tolist() == blocks
         self.pool.share(_column(blocks))
         self.live.append(blocks)
         return blocks
@@ -96,7 +102,19 @@ class BlockPoolMachine(RuleBasedStateMachine):
         blocks = data.draw(st.lists(st.sampled_from(self.unshared_keys()), unique=True, min_size=1))
         self.pool.distrust(_column(blocks))
         for block in blocks:
-            assert not len(self.pool.cache.match([self.keys.pop(block)]))
+            self.forgotten(block)
+
+    def forgotten(self, block: int) -> None:
+        """A block is found no more, and neither is what follows it in its chain."""
+        for chain in self.chains:
+            if block in chain:
+                index = chain.index(block)
+                keys = b"".join(self.keys[each] for each in chain)
+                assert self.pool.cache.match(keys).tolist() == chain[: len(self.pool.cache.match(keys))]
+                for gone in chain[index:]:
+                    assert not self.pool.cache.holds[gone]
+                    del self.keys[gone]
+                del chain[index:]
 
     def unshared_keys(self) -> list[int]:
         """Published blocks that at most one table holds."""
@@ -118,58 +136,60 @@ class BlockPoolMachine(RuleBasedStateMachine):
 
 
 class PrefixCacheMachine(RuleBasedStateMachine):
-    """Chains of keys are published, forgotten and computed; a dict says what must be found."""
+    """Sequences are published, forgotten and computed; a dict from prefixes to blocks says what must be found."""
 
     def __init__(self) -> None:
         super().__init__()
         self.cache = PrefixCache(NUM_BLOCKS)
-        self.known: dict[bytes, int] = {}
+        self.known: dict[tuple[int, ...], int] = {}
         self.next_keys: dict[int, bytes] = {}
 
-    keys = st.integers(0, 15).map(lambda number: b"%d" % number)
+    sequences = st.lists(st.integers(0, 2), max_size=6).map(tuple)
+    """One number per block; all sequences together form a tree with many branches."""
 
-    @rule(wanted=st.lists(keys, unique=True, max_size=6), data=st.data())
-    def publish(self, wanted: list[bytes], data: st.DataObject) -> None:
-        """The first block published under a key keeps it; other blocks with that key stay unknown."""
+    @rule(sequence=sequences, data=st.data())
+    def publish(self, sequence: tuple[int, ...], data: st.DataObject) -> None:
+        """The first block published for a prefix keeps it; other blocks for that prefix stay unknown."""
         unused = sorted(set(range(NUM_BLOCKS)) - set(self.known.values()))
-        wanted = wanted[: len(unused)]
-        blocks = data.draw(st.permutations(unused))[: len(wanted)]
-        self.cache.publish(wanted, _column(list(blocks)))
-        for key, block in zip(wanted, blocks, strict=True):
-            self.known.setdefault(key, block)
+        sequence = sequence[: len(unused)]
+        blocks = data.draw(st.permutations(unused))[: len(sequence)]
+        self.cache.publish(_keys(sequence), _column(list(blocks)))
+        for length, block in enumerate(blocks, start=1):
+            self.known.setdefault(sequence[:length], block)
 
     @rule(blocks=st.lists(st.integers(0, NUM_BLOCKS - 1), unique=True))
     def forget(self, blocks: list[int]) -> None:
-        """Forgotten blocks are found no more, whether they were known or not."""
-        self.cache.forget(_column(blocks))
-        self.known = {key: block for key, block in self.known.items() if block not in blocks}
+        """Forgotten blocks are found no more, nor is what follows them; `forget` says which blocks those are."""
+        roots = [prefix for prefix, block in self.known.items() if block in blocks]
+        gone = [p for p in self.known if any(p[: len(root)] == root for root in roots)]
+        assert sorted(self.cache.forget(_column(blocks)).tolist()) == sorted(self.known.pop(prefix) for prefix in gone)
 
-    @rule(chain=st.lists(keys, max_size=8))
-    def match(self, chain: list[bytes]) -> None:
-        """A match is the longest known beginning of a chain."""
-        expected = []
-        for key in chain:
-            if key not in self.known:
-                break
-            expected.append(self.known[key])
-        assert self.cache.match(chain).tolist() == expected
+    @rule(sequence=sequences)
+    def match(self, sequence: tuple[int, ...]) -> None:
+        """A match is the longest known beginning of a sequence."""
+        prefixes = (sequence[:length] for length in range(1, len(sequence) + 1))
+        expected = [self.known[prefix] for prefix in itertools.takewhile(self.known.__contains__, prefixes)]
+        assert self.cache.match(_keys(sequence)).tolist() == expected
 
-    @rule(row=st.integers(0, 3), key=st.none() | keys)
-    def compute(self, row: int, key: bytes | None) -> None:
+    @rule(row=st.integers(0, 3), sequence=sequences)
+    def compute(self, row: int, sequence: tuple[int, ...]) -> None:
         """A key is pending exactly while some row computes it next."""
+        key = _keys(sequence)[-KEY_BYTES:]
         self.cache.computes_next(row, key)
-        self.next_keys.pop(row, None)
-        if key is not None:
-            self.next_keys[row] = key
-        for number in range(16):
-            assert self.cache.is_pending(b"%d" % number) == (b"%d" % number in self.next_keys.values())
+        self.next_keys[row] = key
+        for pending in self.next_keys.values():
+            assert self.cache.is_pending(pending) == bool(pending)
+        assert self.cache.is_pending(_keys((9,))) is False
 
     @invariant()
     def agrees(self) -> None:
-        """Both directions agree with each other and with the dict."""
+        """The cache is sound and holds exactly the blocks that the dict has."""
         self.cache.validate()
-        assert len(self.cache) == len(self.known)
         assert np.flatnonzero(self.cache.holds).tolist() == sorted(self.known.values())
+
+
+def _keys(sequence: tuple[int, ...]) -> bytes:
+    return extended_keys(b"", b"root", _column(list(sequence)).tobytes(), 1)
 
 
 TestBlockPool = BlockPoolMachine.TestCase
