@@ -1,9 +1,9 @@
 """Tensor operations of the worker: each a Triton kernel beside its plain torch reference and its CPU path.
 
-One module is one operation. Its public function looks at the device of its arguments: CUDA tensors go to the
-Triton kernel, everything else to the CPU path. The function named ``*_reference`` says what the operation
-*means*, in plain torch and in whatever precision its inputs have (float64 included); tests hold kernel and
-CPU path against it.
+One module is one operation (attention, the largest, is a package). Its public function looks at the device of its
+arguments: CUDA tensors go to the Triton kernel, everything else to the CPU path. The function named ``*_reference``
+says what the operation *means*, in plain torch and in whatever precision its inputs have (float64 included); tests
+hold kernel and CPU path against it.
 
     kv_cache          write the new tokens' keys and values into their slots of the paged cache
     paged_attention   attention of a flat batch of rows over their pages: decode and chunked prefill

@@ -9,8 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kernels import paged_attention as module
-from kernels.paged_attention import paged_attention, paged_attention_reference
+from kernels.paged_attention import launch, paged_attention, paged_attention_reference
 from tests.kernels.batches import PagedBatch, as_float64, paged_batch
 
 
@@ -50,7 +49,7 @@ def test_mixed_batch(block_size: int, head_dim: int) -> None:
 @pytest.mark.parametrize("num_splits", [1, 2, 8])
 def test_splits_meet_in_the_same_result(num_splits: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """However many splits were launched, rows too short to fill them included, the result is the same."""
-    monkeypatch.setattr(module, "_num_splits", lambda *_: num_splits)
+    monkeypatch.setattr(launch, "_num_splits", lambda *_: num_splits)
     assert_equals_reference(paged_batch([(600, 1), (0, 1), (3, 1), (129, 1)]))
 
 
