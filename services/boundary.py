@@ -5,7 +5,6 @@ parsed by `tolerant`, which yields a `MalformedRequest` instead of raising, and 
 guard is the one place where errors become statuses and where unexpected ones are logged.
 """
 
-import secrets
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -19,6 +18,7 @@ from grpc import aio
 
 from services.errors import InternalError, to_status
 from shared.errors import FieldViolation, InvalidRequestError, QuireError
+from shared.ids import draw_error_id
 from shared.logging import get_logger
 
 OUR_METHODS = "/quire."
@@ -84,7 +84,7 @@ class Boundary(aio.ServerInterceptor):
                 if context.cancelled():
                     return None  # a write to a client that has gone fails in several ways
                 code = "INTERNAL"
-                error_id = secrets.token_hex(6)
+                error_id = draw_error_id()
                 get_logger().error("handler failed", method=name, error_id=error_id, exc_info=unexpected)
                 await context.abort_with_status(to_status(InternalError(error_id)))
             finally:

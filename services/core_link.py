@@ -27,12 +27,13 @@ import zmq
 from google.protobuf.message import DecodeError
 
 from protos.quire.link.v1 import link_pb2
+from services.errors import InternalError
 from services.incoming import tokens_by_stream
 from services.outgoing import Outgoing
 from services.stream import Received, Stream
 from shared.columns import MalformedColumnError
 from shared.errors import NoWorkerError
-from shared.ids import draw_incarnation, routing_id
+from shared.ids import draw_error_id, draw_incarnation, routing_id
 from shared.logging import get_logger
 from shared.sockets import LINK_MAX_MESSAGE, connect_dealer
 
@@ -136,14 +137,14 @@ class CoreLink:
     def submit(self, stream: Stream) -> None:
         """Hands a new stream to the core."""
         stream.number = next(number for number in self._numbers if number not in self._streams)
-        self._streams[stream.number] = stream
         if not self._greeting:
             self._outgoing.submit(stream.submission(time.monotonic()))
             self._schedule_flush()
+        self._streams[stream.number] = stream
 
     def release(self, stream: Stream) -> None:
         """The stream's reader is done. Unless the core has ended the stream, it is told that the client has gone."""
-        if self._streams.pop(stream.number, None) is not None and not stream.over and not self._greeting:
+        if self._streams.pop(stream.number, None) is not None and stream.end is None and not self._greeting:
             self._outgoing.cancel(stream.number)
             self._schedule_flush()
 
@@ -311,11 +312,14 @@ class CoreLink:
             stream = self._streams.get(number)
             if stream is None:
                 continue
-            received = stream.receive(first_index, token_ids, now)
-            if received is not Received.TAKEN:
-                self._react(stream, received)
-            elif stream.request.stop_strings:
-                self.give_credit(stream)  # a stop string may hold back tokens that no reader will take
+            try:
+                received = stream.receive(first_index, token_ids, now)
+                if received is not Received.TAKEN:
+                    self._react(stream, received)
+                elif stream.request.stop_strings:
+                    self.give_credit(stream)  # a stop string may hold back tokens that no reader will take
+            except Exception as error:
+                self._fail(stream, error)
         for end in message.ends:
             stream = self._streams.get(end.stream)
             if stream is not None:
@@ -333,7 +337,10 @@ class CoreLink:
             self._core = message.incarnation
             self._greeting = False
             for stream in self._streams.values():
-                self._submit_again(stream, now)
+                try:
+                    self._submit_again(stream, now)
+                except Exception as error:
+                    self._fail(stream, error)
         self._on_state()
 
     def _react(self, stream: Stream, received: Received) -> None:
@@ -353,6 +360,14 @@ class CoreLink:
         if stream.stop_string is not None:
             self._outgoing.stop_match(stream.number, stream.keep_tokens)
         self._schedule_flush()
+
+    def _fail(self, stream: Stream, error: Exception) -> None:
+        """A fault of ours in one stream ends that stream and none of the others."""
+        fault = InternalError(draw_error_id())
+        get_logger().error(
+            "stream failed", request_id=stream.request.request_id, error_id=fault.error_id, exc_info=error
+        )
+        stream.fail(fault)
 
     # Time
 

@@ -52,9 +52,10 @@ def check_scheduling(options: v1.SchedulingOptions) -> Iterator[FieldViolation]:
             yield FieldViolation(f"scheduling.{name}", f"must have at most {MAX_NAME} bytes")
     if options.HasField("expected_output_tokens") and not 0 < options.expected_output_tokens <= MAX_EXPECTED_TOKENS:
         yield FieldViolation("scheduling.expected_output_tokens", f"must lie in [1, {MAX_EXPECTED_TOKENS}]")
-    for name in ("ttft_target", "total_time_target"):
-        if options.HasField(name):
-            yield from _check_target(f"scheduling.{name}", getattr(options, name))
+    if options.HasField("ttft_target"):
+        yield from _check_target("scheduling.ttft_target", options.ttft_target)
+    if options.HasField("total_time_target"):
+        yield from _check_target("scheduling.total_time_target", options.total_time_target)
 
 
 def wishes(options: v1.SchedulingOptions, *, arrival: float, principal: str) -> SchedulingWishes:

@@ -167,8 +167,8 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             wakeup.ring,
         )
         services.metrics.prompt_tokens.inc(len(prompt))
-        services.link.submit(stream)
         try:
+            services.link.submit(stream)
             await self._pass_on(stream, wakeup, context)
         finally:
             services.link.release(stream)

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from protos.quire.link.v1 import link_pb2
 from services.detokenizer import Detokenizer
 from services.outbox import TOKEN_COST, Batch, Outbox
-from services.scheduling import SchedulingWishes
+from services.scheduling import SchedulingWishes, left_ns
 from services.stop_strings import StopFinder
 from shared.columns import to_column
 from shared.errors import QuireError
@@ -133,7 +133,6 @@ class Stream:
         outbox = self._outbox
         waiting = outbox.released - outbox.taken + self._writing
         self._credit_returned = len(outbox.tokens) - waiting
-        left = 0 if request.deadline is None else max(int((request.deadline - now) * 1e9), 1)
         submission = link_pb2.Submission(
             stream=self.number,
             request_id=request.request_id,
@@ -143,7 +142,7 @@ class Stream:
             stop_token_ids=request.stop_token_ids,
             sampling=request.sampling,
             credit=max(request.credit - TOKEN_COST * waiting, 0),
-            deadline_ns=left,
+            deadline_ns=left_ns(request.deadline, now),
             traceparent=request.traceparent,
             principal=request.principal,
             block_keys=request.block_keys,

@@ -18,6 +18,11 @@ def draw_request_id() -> str:
     return f"req-{secrets.token_hex(12)}"
 
 
+def draw_error_id() -> str:
+    """Names one fault of ours in an answer and in the log, so that one leads to the other."""
+    return secrets.token_hex(6)
+
+
 def routing_id(name: str, incarnation: int) -> bytes:
     """The ZeroMQ routing id of one incarnation of a peer."""
     return f"{name}/{incarnation:016x}".encode()

@@ -11,8 +11,12 @@ from grpc import aio
 from protos.quire.link.v1 import link_pb2
 from quire.v1 import generation_pb2 as v1
 from services import core_link
+from services.detokenizer import detokenizer_factory
+from services.errors import InternalError
 from services.outgoing import MAX_FRAME, Outgoing
-from shared.columns import from_column
+from services.scheduling import MAX_TIME_S, SchedulingWishes
+from services.stream import Stream, StreamRequest
+from shared.columns import from_column, to_column
 from tests.services.stack import PATIENCE_S, Stack, TestCore, joined_ids, joined_text, running_stack, tokens_request
 from tests.services.tokenizers_for_tests import byte_level
 
@@ -52,12 +56,14 @@ def test_a_cancelled_call_is_cancelled_at_the_core_once(tmp_path: Path) -> None:
 
     async def main() -> None:
         async with running_stack(tmp_path, core=lambda a: TestCore(a, limit=2)) as stack:
-            calls = [stack.generation.Generate(tokens_request(*PROMPT, max_tokens=9)) for _ in range(3)]
+            calls = [
+                stack.generation.Generate(tokens_request(*PROMPT, max_tokens=9, request_id=name)) for name in "abc"
+            ]
             for call in calls:
                 await call.read()
             calls[1].cancel()
             await stack.core.saw(lambda core: bool(core.cancelled))
-            stream = stack.core.submissions[1].stream
+            (stream,) = [s.stream for s in stack.core.submissions if s.request_id == "b"]
             # Two more reports leave room for a second, wrong, cancellation to show.
             reports = sum(message.HasField("report") for message in stack.core.messages)
             await stack.core.saw(lambda c: sum(m.HasField("report") for m in c.messages) >= reports + 2)
@@ -95,6 +101,19 @@ def test_the_deadline_goes_to_the_core_and_ends_the_call(tmp_path: Path) -> None
             # gRPC rounds timeouts up on their way.
             assert 0 < submission.deadline_ns < 1_200_000_000
             assert [from_column(column).tolist() for column in stack.core.cancelled] == [[submission.stream]]
+
+    asyncio.run(main())
+
+
+def test_a_deadline_beyond_all_measure_is_served(tmp_path: Path) -> None:
+    """A deadline centuries ahead is far away for the core too, and nothing else."""
+
+    async def main() -> None:
+        async with running_stack(tmp_path) as stack:
+            responses = await collect(stack.generation.Generate(tokens_request(*PROMPT, max_tokens=3), timeout=5e9))
+
+            assert joined_ids([response.delta for response in responses[:-1]]) == list(PROMPT[:3])
+            assert stack.core.submissions[0].deadline_ns == MAX_TIME_S * 10**9
 
     asyncio.run(main())
 
@@ -144,6 +163,35 @@ def test_a_new_core_continues_every_stream(tmp_path: Path, stop: tuple[str, ...]
                 assert responses[-1].finished.usage.completion_tokens == n
             assert len(core.submissions) == 2
             assert all(s.num_prompt_tokens == len(PROMPT) for s in core.submissions)
+
+    asyncio.run(main())
+
+
+def test_a_stream_that_cannot_be_submitted_ends_alone(tmp_path: Path) -> None:
+    """When the core is back and one of the waiting streams does not fit the link, it fails and the others run."""
+
+    async def main() -> None:
+        async with running_stack(tmp_path, core=None) as stack:
+            detokenizer = detokenizer_factory(byte_level())
+            streams = []
+            for priority in (0, 1 << 40, 0):
+                request = StreamRequest(
+                    request_id="r", prompt=to_column(PROMPT), max_tokens=3, credit=64, arrival=0.0,
+                    scheduling=SchedulingWishes(priority=priority),
+                )  # fmt: skip
+                ended = asyncio.Event()
+                streams.append((Stream(request, detokenizer(True), ended.set), ended))
+            for stream, _ in streams:
+                stack.frontend.link.submit(stream)
+            stack.core_or_none = TestCore(f"ipc://{tmp_path}/core")
+            async with asyncio.timeout(PATIENCE_S):
+                for stream, news in streams:
+                    while not stream.over:
+                        news.clear()
+                        await news.wait()
+
+            assert [stream.num_generated for stream, _ in streams] == [3, 0, 3]
+            assert [isinstance(stream.error, InternalError) for stream, _ in streams] == [False, True, False]
 
     asyncio.run(main())
 

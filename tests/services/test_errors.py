@@ -250,6 +250,29 @@ def test_a_fault_of_ours_is_internal_and_leaves_nothing_behind(tmp_path: Path, m
     asyncio.run(main())
 
 
+def test_a_request_that_cannot_be_submitted_leaves_nothing_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A fault on the way to the core frees the request id, and no later core hears of the request."""
+
+    async def main() -> None:
+        async with running_stack(tmp_path) as stack:
+            with monkeypatch.context() as patch:
+                patch.setattr(Stream, "submission", lambda self, now: 1 / 0)
+                refusal = await refused(stack.generate(tokens_request(1, request_id="same")))
+            address = stack.core.address
+            stack.core.kill()
+            stack.core_or_none = TestCore(address)
+            await stack.core.saw(lambda core: any(message.HasField("report") for message in core.messages))
+            _, finished = await stack.generate(tokens_request(1, max_tokens=2, request_id="same"))
+
+            assert refusal.code == grpc.StatusCode.INTERNAL
+            assert finished.request_id == "same"
+            assert len(stack.core.submissions) == 1
+
+    asyncio.run(main())
+
+
 def test_a_message_over_the_limit_is_refused_by_grpc(tmp_path: Path) -> None:
     """A request of many megabytes ends RESOURCE_EXHAUSTED and costs nothing else."""
 

@@ -6,6 +6,7 @@ import pytest
 from google.protobuf.duration_pb2 import Duration
 
 from quire.v1 import generation_pb2 as v1
+from services.scheduling import MAX_TIME_S, left_ns
 from services.validation import fit, validate
 from shared.errors import InvalidRequestError, UnsupportedFieldError
 from tests.services.stack import MODEL
@@ -70,8 +71,19 @@ INVALID: list[tuple[str, v1.GenerateRequest]] = [
     ("scheduling.priority", request(scheduling=v1.SchedulingOptions(priority=-101))),
     ("scheduling.tenant", request(scheduling=v1.SchedulingOptions(tenant="t" * 129))),
     ("scheduling.expected_output_tokens", request(scheduling=v1.SchedulingOptions(expected_output_tokens=0))),
-    ("scheduling.ttft_target", request(scheduling=v1.SchedulingOptions(ttft_target=Duration(seconds=0)))),
-    ("scheduling.total_time_target", request(scheduling=v1.SchedulingOptions(total_time_target=Duration(seconds=-1)))),
+    *[
+        (f"scheduling.{name}", request(scheduling=v1.SchedulingOptions(ttft_target=first, total_time_target=last)))
+        for wrong in (
+            Duration(),
+            Duration(seconds=-1),
+            Duration(nanos=-1),
+            Duration(nanos=10**9),
+            Duration(seconds=1, nanos=-1),
+            Duration(seconds=MAX_TIME_S + 1),
+            Duration(seconds=2**63 - 1),
+        )
+        for name, first, last in (("ttft_target", wrong, None), ("total_time_target", None, wrong))
+    ],
     ("scheduling.cache_scope", request(scheduling=v1.SchedulingOptions(cache_scope="c" * 129))),
 ]
 
@@ -118,6 +130,14 @@ def test_what_is_not_supported_yet_is_refused_by_name(field: str, early: v1.Gene
         validate(early, MODEL, has_chat_template=True)
 
     assert error.value.field == field
+
+
+def test_time_left_always_fits_the_link() -> None:
+    """Whatever the point in time, the core is told between a nanosecond and a year; 0 stands for no point alone."""
+    assert [left_ns(point, now=100.0) for point in (-math.inf, 0.0, 100.0)] == [1, 1, 1]
+    assert left_ns(100.5, now=100.0) == 500_000_000
+    assert [left_ns(point, now=100.0) for point in (1e30, math.inf)] == [MAX_TIME_S * 10**9] * 2
+    assert left_ns(None, now=100.0) == 0
 
 
 def test_every_field_of_the_request_is_read_or_refused() -> None:

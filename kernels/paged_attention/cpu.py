@@ -1,0 +1,188 @@
+"""Paged attention on a CPU: pages are gathered, torch's fused attention does the rest.
+
+Rows in decode are computed together, padded to the longest of a group of similar length; rows in prefill one by
+one, in tiles of queries.
+"""
+
+from __future__ import annotations
+
+from operator import sub
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from kernels.paged_attention.reference import visible_keys
+
+_PREFILL_TILE = 256  # queries per SDPA call on CPU: bounds the mask and skips the keys above the diagonal
+_DECODE_PADDING = 128  # keys: padding a row this far costs less than another call
+_DECODE_ELEMENTS = 1 << 20  # keys gathered at once: K and V stay in the core's cache until they are used
+
+
+def paged_attention_cpu(
+    query: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    query_start: torch.Tensor,
+    context_lens: torch.Tensor,
+    scale: float,
+    sliding_window: int | None,
+    soft_cap: float | None,
+) -> torch.Tensor:
+    """`paged_attention` of CPU tensors."""
+    out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+    starts, contexts = query_start.tolist(), context_lens.tolist()
+    decode: list[tuple[int, int]] = []  # (keys to read, row)
+    for row, context in enumerate(contexts):
+        start, end = starts[row], starts[row + 1]
+        if context == 0:
+            out[start:end] = 0
+        elif end - start == 1:
+            decode.append((context if sliding_window is None else min(context, sliding_window), row))
+        elif end > start:
+            out[start:end] = _prefill_row(
+                query[start:end],
+                k_cache,
+                v_cache,
+                block_tables[row],
+                context,
+                scale,
+                sliding_window,
+                soft_cap,
+            )
+    for rows in _decode_groups(sorted(decode), k_cache[0].numel() // k_cache.shape[2]):
+        tokens = torch.tensor([starts[row] for row in rows])
+        lens = [contexts[row] for row in rows]
+        tables = block_tables[torch.tensor(rows)]
+        out[tokens] = _decode_rows(query[tokens], k_cache, v_cache, tables, lens, scale, sliding_window, soft_cap)
+    return out
+
+
+def _decode_groups(rows_by_len: list[tuple[int, int]], elements_per_token: int) -> list[list[int]]:
+    """Split rows, given as ascending (keys to read, row), into groups to be padded and computed together."""
+    groups: list[list[int]] = []
+    shortest = 0
+    for num_keys, row in rows_by_len:
+        too_different = num_keys > max(2 * shortest, _DECODE_PADDING)
+        if not groups or too_different or len(groups[-1]) * num_keys * elements_per_token > _DECODE_ELEMENTS:
+            groups.append([])
+            shortest = num_keys
+        groups[-1].append(row)
+    return groups
+
+
+def _prefill_row(
+    query: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    context: int,
+    scale: float,
+    sliding_window: int | None,
+    soft_cap: float | None,
+) -> torch.Tensor:
+    """Attention of one row's chunk ``[query_len, num_heads, head_dim]``; its queries end at position context
+    - 1."""
+    block_size = k_cache.shape[2]
+    first_pos = context - query.shape[0]
+    first_page = 0 if sliding_window is None else max(0, first_pos - sliding_window + 1) // block_size
+    first_key = first_page * block_size
+    pages = block_table[first_page : -(-context // block_size)].long().unsqueeze(0)
+    keys = _gather_pages(k_cache, pages)[:, :, : context - first_key].to(query.dtype)
+    values = _gather_pages(v_cache, pages)[:, :, : context - first_key].to(query.dtype)
+
+    tiles = []
+    positions = torch.arange(context)
+    for begin in range(first_pos, context, _PREFILL_TILE):
+        end = min(begin + _PREFILL_TILE, context)
+        low = first_key if sliding_window is None else max(first_key, begin - sliding_window + 1)
+        tile = query[begin - first_pos : end - first_pos].transpose(0, 1).unsqueeze(0)
+        visible = visible_keys(positions[begin:end], positions[low:end], sliding_window)
+        seen = slice(low - first_key, end - first_key)
+        tiles.append(_attend(tile, keys[:, :, seen], values[:, :, seen], visible, scale, soft_cap))
+    return torch.cat(tiles, dim=2).squeeze(0).transpose(0, 1)
+
+
+def _decode_rows(
+    query: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    context_lens: list[int],
+    scale: float,
+    sliding_window: int | None,
+    soft_cap: float | None,
+) -> torch.Tensor:
+    """Attention of one query per row ``[num_rows, num_heads, head_dim]``, all rows padded to the longest.
+
+    The queries that share a KV head stand in SDPA's query dimension, so that each key is read once for all of
+    them.
+    """
+    num_rows, num_heads, head_dim = query.shape
+    num_kv_heads, block_size = k_cache.shape[1:3]
+    first_keys = [0 if sliding_window is None else max(0, context - sliding_window) for context in context_lens]
+    first_pages = [key // block_size for key in first_keys]
+    last_pages = [(context - 1) // block_size for context in context_lens]
+    num_pages = max(map(sub, last_pages, first_pages)) + 1
+    # Keys are counted from the start of each row's first gathered page from here on.
+    begins = [key % block_size for key in first_keys]
+    ends = [context - page * block_size for context, page in zip(context_lens, first_pages, strict=True)]
+
+    columns = torch.tensor(first_pages).unsqueeze(1) + torch.arange(num_pages)
+    columns = columns.minimum(torch.tensor(last_pages).unsqueeze(1))
+    pages = block_tables.gather(1, columns)
+    keys, values = _gather_pages(k_cache, pages), _gather_pages(v_cache, pages)
+    packed = query.reshape(num_rows, num_kv_heads, num_heads // num_kv_heads, head_dim)
+
+    begin, end = min(begins), max(ends)
+    keys, values = keys[:, :, begin:end].to(query.dtype), values[:, :, begin:end].to(query.dtype)
+    if begin == max(begins) and end == min(ends):
+        out = _attend(packed, keys, values, None, scale, soft_cap)
+    else:
+        positions = torch.arange(begin, end)
+        visible = positions < torch.tensor(ends).unsqueeze(1)
+        if sliding_window is not None:
+            visible &= positions >= torch.tensor(begins).unsqueeze(1)
+        out = _attend(packed, keys, values, visible[:, None, None], scale, soft_cap)
+        if bool(out.isnan().any()):
+            # A masked key still meets the query, and 0 x NaN is NaN. Pages that once held a failed row's NaNs
+            # are rare, so blank what lies beyond the rows' contexts only once it shows.
+            row, position = (~visible).nonzero(as_tuple=True)
+            keys[row, :, position] = 0
+            values[row, :, position] = 0
+            out = _attend(packed, keys, values, visible[:, None, None], scale, soft_cap)
+    return out.reshape(num_rows, num_heads, head_dim)
+
+
+def _gather_pages(cache: torch.Tensor, pages: torch.Tensor) -> torch.Tensor:
+    """Copy pages ``[num_rows, num_pages]`` into ``[num_rows, num_kv_heads, num_pages * block_size,
+    head_dim]``.
+
+    Gathering (page, head) tiles rather than pages puts the heads first without a second copy.
+    """
+    num_kv_heads, block_size, head_dim = cache.shape[1:]
+    tiles = pages.unsqueeze(1) * num_kv_heads + torch.arange(num_kv_heads).unsqueeze(1)
+    gathered = cache.view(-1, block_size * head_dim).index_select(0, tiles.flatten())
+    return gathered.view(pages.shape[0], num_kv_heads, pages.shape[1] * block_size, head_dim)
+
+
+def _attend(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    visible: torch.Tensor | None,
+    scale: float,
+    soft_cap: float | None,
+) -> torch.Tensor:
+    """Masked attention of ``[batch, heads, num_queries, head_dim]`` over ``[batch, num_kv_heads, num_keys,
+    head_dim]``."""
+    if soft_cap is None:
+        return scaled_dot_product_attention(
+            query, keys, values, attn_mask=visible, scale=scale, enable_gqa=query.shape[1] != keys.shape[1]
+        )
+    group_size = query.shape[1] // keys.shape[1]
+    scores = query @ keys.repeat_interleave(group_size, dim=1).transpose(-1, -2) * scale
+    scores = soft_cap * torch.tanh(scores.float() / soft_cap)
+    if visible is not None:
+        scores = scores.masked_fill(~visible, -torch.inf)
+    return scores.softmax(dim=-1).to(query.dtype) @ values.repeat_interleave(group_size, dim=1)

@@ -1,0 +1,125 @@
+"""Attention of the rows in prefill: one program per (tile of queries, KV head).
+
+The query heads that share a KV head are packed into one tile, so that a key is read once for all of them; the
+softmax is taken online over the keys (FlashAttention-2; Dao, 2023). Tiles are numbered through the flat batch, so
+that the grid follows from T and R alone; a program finds its row by bisection.
+"""
+
+# ruff: noqa: N803 - compile-time parameters of kernels are upper case, as everywhere in Triton
+
+from __future__ import annotations
+
+from kernels._triton import kernel, tl
+from kernels.paged_attention.tiles import accumulate, gather_tile, score_tile
+
+
+@kernel
+def prefill_kernel(
+    query_ptr: tl.tensor,
+    k_cache_ptr: tl.tensor,
+    v_cache_ptr: tl.tensor,
+    block_tables_ptr: tl.tensor,
+    query_start_ptr: tl.tensor,
+    context_lens_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    num_rows: tl.tensor,
+    query_token_stride: tl.tensor,
+    query_head_stride: tl.tensor,
+    table_stride: tl.tensor,
+    scale: tl.tensor,
+    sliding_window: tl.tensor,
+    soft_cap: tl.tensor,
+    NUM_KV_HEADS: tl.constexpr,
+    GROUP_SIZE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    DIM_TILE: tl.constexpr,
+    WINDOWED: tl.constexpr,
+    CAPPED: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+) -> None:
+    """One program: BLOCK_M // GROUP_SIZE neighbouring queries of one row, with all query heads of one KV
+    head.
+
+    Row r owns the tiles from ``query_start[r] // QUERIES + r`` on: at least as many as it needs, the rest
+    leave at once.
+    """
+    QUERIES: tl.constexpr = BLOCK_M // GROUP_SIZE  # noqa: N806
+    tile = tl.program_id(0)
+    kv_head = tl.program_id(1)
+    row, beyond = 0, num_rows
+    while beyond - row > 1:
+        middle = (row + beyond) // 2
+        if tl.load(query_start_ptr + middle) // QUERIES + middle <= tile:
+            row = middle
+        else:
+            beyond = middle
+    start = tl.load(query_start_ptr + row)
+    query_len = tl.load(query_start_ptr + row + 1) - start
+    first_query = (tile - (start // QUERIES + row)) * QUERIES
+    if (query_len <= 1) | (first_query >= query_len):
+        return
+    context = tl.load(context_lens_ptr + row)
+
+    lane = tl.arange(0, BLOCK_M)
+    query_index = first_query + lane // GROUP_SIZE
+    head = kv_head * GROUP_SIZE + lane % GROUP_SIZE
+    in_tile = (lane < QUERIES * GROUP_SIZE) & (query_index < query_len)
+    query_position = context - query_len + query_index
+    dim = tl.arange(0, DIM_TILE)
+    query_mask = in_tile[:, None] & (dim < HEAD_DIM)[None, :]
+    token = (start + query_index).to(tl.int64)
+    query_place = query_ptr + token[:, None] * query_token_stride + head[:, None] * query_head_stride + dim[None, :]
+    query = tl.load(query_place, mask=query_mask, other=0.0)
+
+    # Keys up to the last query of the tile; those before the first query are seen by all, unless a window
+    # ends.
+    first_position = context - query_len + first_query
+    high = tl.minimum(first_position + QUERIES, context)
+    begin = 0
+    if WINDOWED:
+        begin = tl.maximum(first_position - sliding_window + 1, 0) // BLOCK_N
+
+    table_ptr = block_tables_ptr + tl.cast(row, tl.int64) * table_stride
+    acc = tl.zeros((BLOCK_M, DIM_TILE), tl.float32)
+    row_max = tl.full((BLOCK_M,), -float("inf"), tl.float32)
+    row_sum = tl.zeros((BLOCK_M,), tl.float32)
+    for key_tile in range(begin, tl.cdiv(high, BLOCK_N)):
+        position = key_tile * BLOCK_N + tl.arange(0, BLOCK_N)
+        inside = position < high
+        keys = gather_tile(
+            k_cache_ptr,
+            table_ptr,
+            position,
+            inside,
+            kv_head,
+            dim,
+            NUM_KV_HEADS,
+            BLOCK_SIZE,
+            HEAD_DIM,
+            DIM_TILE,
+        )
+        scores = score_tile(query, keys, scale, soft_cap, CAPPED)
+        distance = query_position[:, None] - position[None, :]
+        visible = distance >= 0
+        if WINDOWED:
+            visible = visible & (distance < sliding_window)
+        scores = tl.where(visible, scores, -float("inf"))
+        values = gather_tile(
+            v_cache_ptr,
+            table_ptr,
+            position,
+            inside,
+            kv_head,
+            dim,
+            NUM_KV_HEADS,
+            BLOCK_SIZE,
+            HEAD_DIM,
+            DIM_TILE,
+        )
+        acc, row_max, row_sum = accumulate(scores, values.to(query.dtype), acc, row_max, row_sum)
+
+    out = acc / tl.where(row_sum > 0, row_sum, 1.0)[:, None]
+    place = out_ptr + (token[:, None] * (NUM_KV_HEADS * GROUP_SIZE) + head[:, None]) * HEAD_DIM + dim[None, :]
+    tl.store(place, out.to(out_ptr.dtype.element_ty), mask=query_mask)

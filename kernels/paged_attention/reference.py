@@ -1,0 +1,51 @@
+"""What paged attention means, in plain torch; see the package for shapes and rules."""
+
+from __future__ import annotations
+
+import torch
+
+
+def paged_attention_reference(
+    query: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    query_start: torch.Tensor,
+    context_lens: torch.Tensor,
+    *,
+    max_query_len: int,
+    scale: float,
+    sliding_window: int | None = None,
+    soft_cap: float | None = None,
+) -> torch.Tensor:
+    """Plain torch form of `paged_attention`: one row at a time, the whole score matrix, in float32 or query's
+    float64."""
+    wide = torch.promote_types(query.dtype, torch.float32)
+    group_size = query.shape[1] // k_cache.shape[1]
+    out = torch.zeros_like(query)
+    starts, contexts = query_start.tolist(), context_lens.tolist()
+    for row, context in enumerate(contexts):
+        start, end = starts[row], starts[row + 1]
+        if context == 0:
+            continue
+        pages = block_tables[row, : -(-context // k_cache.shape[2])].long()
+        keys = k_cache[pages].transpose(1, 2).flatten(0, 1)[:context].to(wide)  # [context, num_kv_heads, head_dim]
+        values = v_cache[pages].transpose(1, 2).flatten(0, 1)[:context].to(wide)
+        keys, values = (x.repeat_interleave(group_size, dim=1) for x in (keys, values))
+        scores = torch.einsum("qhd,khd->hqk", query[start:end].to(wide), keys) * scale
+        if soft_cap is not None:
+            scores = soft_cap * torch.tanh(scores / soft_cap)
+        positions = torch.arange(context, device=query.device)
+        visible = visible_keys(positions[context - (end - start) :], positions, sliding_window)
+        probs = scores.masked_fill(~visible, -torch.inf).softmax(dim=-1)
+        out[start:end] = torch.einsum("hqk,khd->qhd", probs, values).to(query.dtype)
+    return out
+
+
+def visible_keys(query_pos: torch.Tensor, key_pos: torch.Tensor, sliding_window: int | None) -> torch.Tensor:
+    """Which keys each query sees, from positions ``[..., num_queries]`` and ``[..., num_keys]``."""
+    distance = query_pos.unsqueeze(-1) - key_pos.unsqueeze(-2)
+    visible = distance >= 0
+    if sliding_window is not None:
+        visible &= distance < sliding_window
+    return visible

@@ -1,0 +1,53 @@
+"""What both attention kernels do with a tile of keys: fetch it from its pages, score it, take it into the softmax."""
+
+# ruff: noqa: N803 - compile-time parameters of kernels are upper case, as everywhere in Triton
+
+from __future__ import annotations
+
+from kernels._triton import jit, tl
+
+
+@jit
+def gather_tile(
+    cache_ptr: tl.tensor,
+    table_ptr: tl.tensor,
+    position: tl.tensor,
+    inside: tl.tensor,
+    kv_head: tl.tensor,
+    dim: tl.tensor,
+    NUM_KV_HEADS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    DIM_TILE: tl.constexpr,
+) -> tl.tensor:
+    """The keys or values at some positions of one row, ``[positions, DIM_TILE]``; zeros outside."""
+    block = tl.load(table_ptr + position // BLOCK_SIZE, mask=inside, other=0).to(tl.int64)
+    offset = ((block * NUM_KV_HEADS + kv_head) * BLOCK_SIZE + position % BLOCK_SIZE) * HEAD_DIM
+    mask = inside[:, None]
+    if HEAD_DIM != DIM_TILE:
+        mask = mask & (dim < HEAD_DIM)[None, :]
+    return tl.load(cache_ptr + offset[:, None] + dim[None, :], mask=mask, other=0.0)
+
+
+@jit
+def score_tile(
+    query: tl.tensor, keys: tl.tensor, scale: tl.tensor, soft_cap: tl.tensor, CAPPED: tl.constexpr
+) -> tl.tensor:
+    """Logits in units of log2(e): the softmax below works with exp2."""
+    scores = tl.dot(query, tl.trans(keys.to(query.dtype)), input_precision="ieee") * scale
+    if CAPPED:
+        scores = soft_cap * (1.0 - 2.0 / (1.0 + tl.exp(2.0 * scores / soft_cap)))
+    return scores * 1.4426950408889634
+
+
+@jit
+def accumulate(
+    scores: tl.tensor, values: tl.tensor, acc: tl.tensor, row_max: tl.tensor, row_sum: tl.tensor
+) -> tl.tuple:
+    """One step of the online softmax: returns acc, row_max and row_sum with these keys taken in."""
+    new_max = tl.maximum(row_max, tl.max(scores, 1))
+    base = tl.where(new_max == -float("inf"), 0.0, new_max)  # a row that has seen no key yet
+    probs = tl.exp2(scores - base[:, None])
+    shrink = tl.exp2(row_max - base)
+    acc = tl.dot(probs.to(values.dtype), values, acc * shrink[:, None], input_precision="ieee")
+    return acc, new_max, row_sum * shrink + tl.sum(probs, 1)
