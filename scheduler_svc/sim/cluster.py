@@ -21,11 +21,20 @@ class Cluster:
         self.sites = [Site(world, number, size) for number, size in enumerate(world.scenario.workers)]
         self.epochs: dict[ev.Peer, Epoch] = {}
         self.empty_since = world.now
-        """Since when there is no epoch, if there is none."""
+        """Since when no worker takes requests, if none does."""
         self._served = ""
         """Fingerprint of the model served last."""
         self._expectation = ""
         """What has to come of the answer that the core is given."""
+
+    @property
+    def usable(self) -> list[Epoch]:
+        """The workers that take requests."""
+        return [epoch for epoch in self.epochs.values() if not epoch.draining]
+
+    def longest(self) -> int:
+        """The longest sequence that a worker which takes requests can hold; 0 without one."""
+        return max((epoch.context for epoch in self.usable), default=0)
 
     def start(self) -> None:
         """All workers start within a moment."""
@@ -44,8 +53,10 @@ class Cluster:
             case ev.WorkerHello():
                 self._lose(event.worker)
             case ev.DrainRequested():
-                for epoch in self.epochs.values():
-                    epoch.draining |= epoch.worker_id == event.worker_id
+                for epoch in self.usable:
+                    if epoch.worker_id == event.worker_id:
+                        epoch.draining = True
+                        self._one_fewer()
             case ev.ResumeRequested():
                 for epoch in self.epochs.values():
                     epoch.draining &= epoch.worker_id != event.worker_id
@@ -153,7 +164,13 @@ class Cluster:
         return next(site for site in self.sites if site.worker_id == worker_id)
 
     def _lose(self, peer: ev.Peer) -> None:
-        if self.epochs.pop(peer, None) is not None and not self.epochs:
+        epoch = self.epochs.pop(peer, None)
+        if epoch is not None and not epoch.draining:
+            self._one_fewer()
+
+    def _one_fewer(self) -> None:
+        """A worker takes requests no more."""
+        if not self.usable:
             self.empty_since = self._world.now
 
     # ---------------------------------------------------------------- faults and healing

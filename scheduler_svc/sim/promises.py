@@ -122,12 +122,15 @@ class Promises:
                     return f"only {self._num_waiting} were waiting"
                 self._world.coverage.limit(Limit.QUEUE)
             case EndReason.INVALID:
-                contexts = [epoch.context for epoch in self._cluster.epochs.values()]
-                if stream.demand.valid and stream.num_known < min(contexts, default=0):
+                if stream.demand.valid and (stream.tokens or stream.num_known < self._cluster.longest()):
                     return "it is valid"
+            case EndReason.LENGTH:
+                full = stream.num_known == stream.context or stream.num_known >= self._cluster.longest()
+                if len(stream.tokens) < stream.demand.max_tokens and not full:
+                    return f"{len(stream.tokens)} of {stream.demand.max_tokens} tokens"
             case EndReason.NO_WORKER:
                 missing = now - max(self._cluster.empty_since, stream.arrival)
-                if self._cluster.epochs or missing < config.worker_wait_s:
+                if self._cluster.usable or missing < config.worker_wait_s:
                     return "a worker was there"
             case EndReason.STALLED:
                 if not config.stall_timeout_s or not stream.starved or now - stream.last_move < config.stall_timeout_s:

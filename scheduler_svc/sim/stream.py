@@ -163,8 +163,7 @@ class Stream:
             case EndReason.STOP:
                 return None if stopped and effect.stop_token_id == self.tokens[-1] else "no stop token"
             case EndReason.LENGTH:
-                full = count == self.demand.max_tokens or self.num_known == self.context
-                return None if full and not stopped else f"{count} of {self.demand.max_tokens} tokens"
+                return "a stop token" if stopped else None
             case EndReason.STOP_STRING:
                 return None if self.stop_sent and effect.completion_tokens == self.demand.keep_tokens else "not found"
             case EndReason.ROW_FAILED:

@@ -1,6 +1,7 @@
 """What several workers promise: placement, draining, joining and leaving at any time."""
 
 from scheduler_svc.core import events as ev
+from scheduler_svc.core.effects import EndReason
 from scheduler_svc.sim.model_worker import ModelWorker
 from scheduler_svc.sim.oracle import expected_output
 from tests.scheduler_svc.cluster import Cluster
@@ -100,6 +101,32 @@ def test_the_last_worker_keeps_its_requests() -> None:
     cluster.handle(ev.DrainRequested(worker_id="w0", move=True))
     cluster.run()
     _check_all(cluster)
+
+
+def test_what_fits_nowhere_else_is_not_moved() -> None:
+    """Draining with moving: a request that only the drained worker has room for finishes there, to its full length."""
+    cluster = Cluster(max_num_seqs=8, max_num_batched_tokens=64)
+    cluster.join(ModelWorker(b"w/0", 100, 4, 8), "w0")
+    cluster.submit(1, [1, 2], 60)
+    cluster.submit(2, [2, 2], 10)
+    cluster.plan()
+    cluster.join(ModelWorker(b"w/1", 5, 4, 8), "w1")
+    cluster.handle(ev.DrainRequested(worker_id="w0", move=True))
+    assert _running(cluster)["w0"] == 1
+    cluster.run()
+    _check_all(cluster)
+
+
+def test_what_fits_only_a_drained_worker_is_refused() -> None:
+    """A drained worker may never take anything again: a prompt that only it has room for does not wait for it."""
+    cluster = Cluster(max_num_seqs=8, max_num_batched_tokens=64)
+    cluster.join(ModelWorker(b"w/0", 100, 4, 8), "w0")
+    cluster.join(ModelWorker(b"w/1", 5, 4, 8), "w1")
+    cluster.handle(ev.DrainRequested(worker_id="w0", move=False))
+    reader = cluster.submit(1, list(range(30)), 10)
+    cluster.run()
+    assert reader.end is not None
+    assert reader.end.reason is EndReason.INVALID
 
 
 def test_workers_with_other_block_sizes_share_the_work() -> None:
