@@ -1,14 +1,18 @@
 """Frames between scheduler core and front ends: bytes to events, effects to bytes. Knows the protocol, decides nothing.
 
-What one turn of the loop has for a front end travels in one frame: `Outgoing` gathers it.
+What one turn of the loop has for a front end travels in one frame: `Outgoing` gathers it. A submission that cannot be
+used is answered with INVALID here, so that no other request of its frame suffers, and nothing later on has to doubt
+what a request holds.
 """
 
+import math
 from dataclasses import dataclass, field
 
 import numpy as np
 from google.protobuf.message import DecodeError
 
 from protos.quire.link.v1 import link_pb2
+from protos.quire.plan.v1 import plan_pb2
 from scheduler_svc.core import effects as ef
 from scheduler_svc.core import events as ev
 from shared.columns import MalformedColumnError, from_column, from_columns, to_column
@@ -17,7 +21,11 @@ from shared.prefix_keys import KEY_BYTES
 
 PROTOCOL_VERSION = 1
 
-_MAX_KEYS = 1 << 20
+_INT32_MAX = 0x7FFFFFFF
+
+
+class _UnusableSubmissionError(ValueError):
+    """A submission that does not say what a request must; the message is for the client."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +33,8 @@ class Incoming:
     """What a front end's frame says."""
 
     events: list[ev.Event]
+    refused: list[ef.RequestEnded]
+    """Submissions that cannot be used, each with its end."""
     hello: bool
     report: link_pb2.MetricReport | None
     snapshot_request: int
@@ -50,7 +60,12 @@ def _incoming(peer: ev.Peer, message: link_pb2.FrontendMessage, now: float) -> I
         if message.hello.protocol_version != PROTOCOL_VERSION:
             raise MalformedFrameError(f"version {message.hello.protocol_version} of the link protocol")
         events.append(ev.FrontendJoined(frontend=peer))
-    events += [_arrival(peer, submission, now) for submission in message.submissions]
+    refused: list[ef.RequestEnded] = []
+    for submission in message.submissions:
+        try:
+            events.append(_arrival(peer, submission, now))
+        except (_UnusableSubmissionError, MalformedColumnError) as error:
+            refused.append(_refusal(peer, submission, str(error)))
     events += [
         ev.StopMatched(frontend=peer, stream=match.stream, keep_tokens=match.keep_tokens)
         for match in message.stop_matches
@@ -65,6 +80,7 @@ def _incoming(peer: ev.Peer, message: link_pb2.FrontendMessage, now: float) -> I
     ]
     return Incoming(
         events=events,
+        refused=refused,
         hello=message.HasField("hello"),
         report=message.report if message.HasField("report") else None,
         snapshot_request=message.snapshot_request,
@@ -73,10 +89,10 @@ def _incoming(peer: ev.Peer, message: link_pb2.FrontendMessage, now: float) -> I
 
 
 def _arrival(peer: ev.Peer, submission: link_pb2.Submission, now: float) -> ev.RequestArrived:
-    if len(submission.block_keys) % KEY_BYTES or len(submission.block_keys) > _MAX_KEYS * KEY_BYTES:
-        raise MalformedFrameError("block_keys is no whole number of keys, or too long")
-    if submission.stream > np.iinfo(np.int32).max:
-        raise MalformedFrameError("a stream number beyond int32")
+    if submission.stream > _INT32_MAX:
+        raise _UnusableSubmissionError("a stream number beyond int32")
+    _check_sampling(submission.sampling)
+    _check_keys(submission)
     return ev.RequestArrived(
         frontend=peer,
         stream=submission.stream,
@@ -97,6 +113,35 @@ def _arrival(peer: ev.Peer, submission: link_pb2.Submission, now: float) -> ev.R
         expected_output_tokens=submission.expected_output_tokens,
         ttft_deadline=_point_in_time(submission.ttft_target_ns, now),
         total_deadline=_point_in_time(submission.total_time_target_ns, now),
+    )
+
+
+def _check_sampling(serialized: bytes) -> None:
+    """The core passes sampling parameters on unread, so what is wrong with them must be found before."""
+    try:
+        params = plan_pb2.SamplingParams.FromString(serialized)
+    except DecodeError:
+        raise _UnusableSubmissionError("the sampling parameters do not parse") from None
+    if not (math.isfinite(params.temperature) and params.temperature >= 0):
+        raise _UnusableSubmissionError("a temperature that is negative or not finite")
+    if not (0 <= params.top_p <= 1 and 0 <= params.min_p <= 1) or max(params.top_k, params.choice) > _INT32_MAX:
+        raise _UnusableSubmissionError("top_p, min_p, top_k or choice out of range")
+
+
+def _check_keys(submission: link_pb2.Submission) -> None:
+    num_keys, rest = divmod(len(submission.block_keys), KEY_BYTES)
+    num_tokens = len(submission.token_ids) // 4
+    if rest or (num_keys and not 0 < num_keys * submission.block_size <= num_tokens):
+        raise _UnusableSubmissionError("block_keys is no whole number of keys, or more than the tokens have blocks")
+
+
+def _refusal(peer: ev.Peer, submission: link_pb2.Submission, message: str) -> ef.RequestEnded:
+    return ef.RequestEnded(
+        frontend=peer,
+        stream=submission.stream,
+        request_id=submission.request_id,
+        reason=ef.EndReason.INVALID,
+        message=message,
     )
 
 

@@ -163,6 +163,10 @@ class SchedulerService:
             return
         for event in incoming.events:
             self._carry_out(self._core.handle(event, now), now)
+        for refusal in incoming.refused:
+            self._metrics.malformed_frames += 1
+            log.warning("unusable submission refused", request_id=refusal.request_id, error=refusal.message)
+        self._carry_out([*incoming.refused], now)
         if incoming.hello or incoming.report is not None:
             # The state answers every report too: that is how a front end knows that the core is alive.
             self._frontends.outgoing(peer).set_state(self._core.service_state())

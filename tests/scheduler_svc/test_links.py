@@ -1,6 +1,7 @@
 """Promises of the frames between processes: their sizes, and that nonsense is refused and never fatal."""
 
 import contextlib
+import math
 
 import numpy as np
 import pytest
@@ -111,6 +112,42 @@ def test_ill_formed_columns_are_malformed(result: plan_pb2.StepResult) -> None:
     """Columns that are ragged, unequal or not planned are refused as malformed."""
     with pytest.raises(MalformedFrameError):
         worker_link.decode(b"w", plan_pb2.WorkerMessage(epoch=1, result=result).SerializeToString())
+
+
+GOOD = link_pb2.Submission(
+    stream=1, request_id="good", token_ids=to_column([1, 2, 3, 4]), num_prompt_tokens=4, max_tokens=2, credit=64
+)
+UNUSABLE = {
+    "garbage": link_pb2.Submission(sampling=b"\xff\xff\xff"),
+    "truncated": link_pb2.Submission(sampling=plan_pb2.SamplingParams(temperature=1).SerializeToString()[:-1]),
+    "temperature": link_pb2.Submission(sampling=plan_pb2.SamplingParams(temperature=-1).SerializeToString()),
+    "nan": link_pb2.Submission(sampling=plan_pb2.SamplingParams(temperature=math.nan).SerializeToString()),
+    "top_p": link_pb2.Submission(sampling=plan_pb2.SamplingParams(top_p=1.5).SerializeToString()),
+    "min_p": link_pb2.Submission(sampling=plan_pb2.SamplingParams(min_p=math.nan).SerializeToString()),
+    "top_k": link_pb2.Submission(sampling=plan_pb2.SamplingParams(top_k=1 << 31).SerializeToString()),
+    "stream": link_pb2.Submission(stream=1 << 31),
+    "tokens": link_pb2.Submission(token_ids=b"\1\0\0"),
+    "half a key": link_pb2.Submission(block_keys=bytes(31), block_size=1),
+    "keys without size": link_pb2.Submission(block_keys=bytes(32)),
+    "more keys than blocks": link_pb2.Submission(block_keys=bytes(64), block_size=4),
+}
+
+
+@pytest.mark.parametrize("name", UNUSABLE)
+def test_an_unusable_submission_ends_invalid_and_alone(name: str) -> None:
+    """What no request can hold is an end with reason INVALID, and the other requests of its frame arrive."""
+    wrong = link_pb2.Submission()
+    wrong.CopyFrom(GOOD)
+    wrong.stream, wrong.request_id = 7, "wrong"
+    wrong.MergeFrom(UNUSABLE[name])
+    frame = link_pb2.FrontendMessage(submissions=[GOOD, wrong]).SerializeToString()
+
+    incoming = frontend_link.decode(b"f", frame, 0.0)
+
+    assert [event.request_id for event in incoming.events if isinstance(event, ev.RequestArrived)] == ["good"]
+    assert [(end.request_id, end.stream, end.reason) for end in incoming.refused] == [
+        ("wrong", wrong.stream, ef.EndReason.INVALID)
+    ]
 
 
 @settings(max_examples=500, deadline=None)

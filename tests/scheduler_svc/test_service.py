@@ -209,6 +209,23 @@ def test_nonsense_is_dropped_and_counted(stand: Stand) -> None:
     assert values["quire_malformed_frames_total"] == 40
 
 
+def test_sampling_parameters_that_do_not_parse_end_their_request_alone(stand: Stand) -> None:
+    """A request whose sampling parameters are garbage ends INVALID; the scheduler goes on planning for others."""
+    frontend, worker = stand.frontend(), stand.worker()
+    frontend.hello()
+    worker.hello()
+    wrong = link_pb2.Submission(
+        stream=1, token_ids=to_column([1, 2]), num_prompt_tokens=2, max_tokens=4, sampling=b"\xff" * 9, credit=1000
+    )
+    frontend.send(link_pb2.FrontendMessage(submissions=[wrong]))
+    (end,) = frontend.until("ends").ends
+    frontend.submit(2)
+    (admission,) = worker.until("plan").plan.admissions
+
+    assert (end.stream, end.reason) == (1, link_pb2.END_REASON_INVALID)
+    assert admission.request_id == "r2"
+
+
 def test_an_operator_drains_and_resumes_a_worker(stand: Stand) -> None:
     """Draining and resuming answer with the worker's state; a name that nobody has is not found."""
     frontend, worker = stand.frontend(), stand.worker()
