@@ -13,7 +13,7 @@ from google.protobuf.duration_pb2 import Duration
 from protos.quire.link.v1 import link_pb2
 from quire.v1 import generation_pb2 as v1
 from shared.errors import FieldViolation
-from shared.prefix_keys import extended_keys, root_key
+from shared.prefix_keys import following_keys, root_key
 
 MAX_PRIORITY = 100
 MAX_NAME = 128
@@ -81,7 +81,7 @@ def block_keys(model: link_pb2.ServedModel, cache_scope: bytes, prompt: bytes) -
     """
     if not model.block_size:
         return b""
-    return extended_keys(b"", root_key(model.fingerprint, cache_scope), prompt, model.block_size)
+    return following_keys(root_key(model.fingerprint, cache_scope), prompt, model.block_size)
 
 
 def left_ns(point: float | None, now: float) -> int:

@@ -17,19 +17,17 @@ def root_key(fingerprint: str, scope: bytes) -> BlockKey:
     return hashlib.sha256(b"quire\0" + fingerprint.encode() + b"\0" + scope).digest()
 
 
-def extended_keys(keys: bytes, root: BlockKey, token_bytes: bytes, block_size: int) -> bytes:
-    """`keys`, and the keys of the full blocks that follow.
+def following_keys(parent: BlockKey, token_bytes: bytes, block_size: int) -> bytes:
+    """The joined keys of the full blocks that follow `parent`.
 
     Args:
-        keys: the joined keys of the leading full blocks so far.
-        root: the parent of the first block.
-        token_bytes: all known tokens, int32.
+        parent: the key of the block before, or the root.
+        token_bytes: the tokens from there on, int32.
         block_size: tokens per block.
     """
     width = 4 * block_size
-    parent = keys[-KEY_BYTES:] or root
-    further = [keys]
-    for start in range(len(keys) // KEY_BYTES * width, len(token_bytes) - width + 1, width):
+    keys = []
+    for start in range(0, len(token_bytes) - width + 1, width):
         parent = hashlib.sha256(parent + token_bytes[start : start + width]).digest()
-        further.append(parent)
-    return b"".join(further)
+        keys.append(parent)
+    return b"".join(keys)

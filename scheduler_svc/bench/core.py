@@ -30,7 +30,7 @@ from scheduler_svc.core.waiting import POLICIES
 from scheduler_svc.frontend_link import Outgoing
 from scheduler_svc.tracing import SchedulerTracing
 from shared.columns import to_column
-from shared.prefix_keys import extended_keys, root_key
+from shared.prefix_keys import following_keys, root_key
 from shared.telemetry import Telemetry
 
 PROMPT_TOKENS = 2048
@@ -91,7 +91,8 @@ class _Bench:
         config = CoreConfig(
             policy=policy,
             max_num_seqs=rows,
-            max_num_batched_tokens=max(8192, 2 * rows) + CHURN * PROMPT_TOKENS,
+            # Nobody waits for the budget: all start in one step, so that in churn as many end in every step as arrive.
+            max_num_batched_tokens=1 << 20,
             max_queued_requests=1 << 20,
             max_queued_tokens=1 << 40,
         )
@@ -132,7 +133,7 @@ class _Bench:
             tenant=f"tenant-{self._stream % 50}",
             priority=self._stream % 5,
             traceparent=_TRACEPARENT if self._random.random() < TRACED_SHARE else "",
-            block_keys=extended_keys(b"", root_key("f", b""), tokens, BLOCK_SIZE),
+            block_keys=following_keys(root_key("f", b""), tokens, BLOCK_SIZE),
             block_size=BLOCK_SIZE,
         )
         return link_pb2.FrontendMessage(submissions=[submission]).SerializeToString()

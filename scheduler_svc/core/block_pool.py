@@ -21,7 +21,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from scheduler_svc.core.events import Int32Array
+from scheduler_svc.core.arrays import IndexArray, all_of
 from scheduler_svc.core.prefix_cache import PrefixCache
 
 _FREE, _HELD, _RETIRED, _CACHED = range(4)
@@ -34,16 +34,17 @@ class BlockPool:
         self.num_blocks = num_blocks
         self.cache = PrefixCache(num_blocks)
         # A stack: the most recently used block is handed out first, it is the likeliest to be in a hardware cache.
-        self._free = np.arange(num_blocks - 1, -1, -1, dtype=np.int32)
+        self._free = np.arange(num_blocks - 1, -1, -1, dtype=np.intp)
         self._counts = [num_blocks, 0, 0, 0]
         """Blocks by state, held ones not counted."""
         self._state = np.zeros(num_blocks, np.int8)
         self._references = np.zeros(num_blocks, np.int32)
         self._stamp = np.zeros(num_blocks, np.int64)
         self._next_stamp = 1
-        self._retired: deque[tuple[int, int, Int32Array]] = deque()
+        self._eviction_batch = num_blocks // 512
+        self._retired: deque[tuple[int, int, IndexArray]] = deque()
         """(last step that may touch them, stamp, blocks), steps ascending."""
-        self._cached: deque[tuple[int, Int32Array]] = deque()
+        self._cached: deque[tuple[int, IndexArray]] = deque()
         """(stamp, blocks), least recently used first."""
 
     @property
@@ -71,7 +72,7 @@ class BlockPool:
         """Blocks that are neither free nor cached."""
         return self.num_blocks - self.num_available
 
-    def take(self, count: int) -> Int32Array:
+    def take(self, count: int) -> IndexArray:
         """Takes `count` blocks, each with one reference. The caller has checked `num_available`."""
         assert count <= self.num_available, f"take({count}) with {self.num_available} available"
         if count > self._counts[_FREE]:
@@ -83,22 +84,22 @@ class BlockPool:
         self._references[taken] = 1
         return taken
 
-    def count_idle(self, blocks: Int32Array) -> int:
+    def count_idle(self, blocks: IndexArray) -> int:
         """How many of the blocks are cached and held by nobody."""
         return int(np.count_nonzero(self._state[blocks] == _CACHED)) if len(blocks) else 0
 
-    def share(self, blocks: Int32Array) -> None:
+    def share(self, blocks: IndexArray) -> None:
         """Adds a reference to blocks that the prefix cache knows, in whatever state they are."""
         if not len(blocks):
             return
-        assert self.cache.holds[blocks].all(), "share of a block that is not in the cache"
+        assert all_of(self.cache.holds[blocks]), "share of a block that is not in the cache"
         states = self._state[blocks]
         for state in (_RETIRED, _CACHED):
             self._counts[state] -= int(np.count_nonzero(states == state))
         self._state[blocks] = _HELD
         self._references[blocks] += 1
 
-    def release(self, blocks: Int32Array, *, last_step: int, answered_step: int) -> None:
+    def release(self, blocks: IndexArray, *, last_step: int, answered_step: int) -> None:
         """Drops one reference of each block; those without any are retired until `last_step` is answered.
 
         Args:
@@ -108,11 +109,11 @@ class BlockPool:
         """
         if not len(blocks):
             return
-        self._references[blocks] -= 1
-        left = self._references[blocks]
+        left = self._references[blocks] - 1
         assert left.min() >= 0, f"double free among {blocks}"
+        self._references[blocks] = left
         # Last block first: of a chain, the end must leave the cache before the beginning.
-        unreferenced = blocks[left == 0][::-1]
+        unreferenced = (blocks[left == 0] if np.count_nonzero(left) else blocks)[::-1]
         if last_step <= answered_step:
             self._make_available(unreferenced)
         elif len(unreferenced):
@@ -122,23 +123,29 @@ class BlockPool:
         """Makes the blocks available that waited for `step`."""
         while self._retired and self._retired[0][0] <= step:
             _, stamp, blocks = self._retired.popleft()
-            due = blocks[(self._state[blocks] == _RETIRED) & (self._stamp[blocks] == stamp)]
+            due = self._still(_RETIRED, stamp, blocks)
             self._counts[_RETIRED] -= len(due)
             self._make_available(due)
 
-    def distrust(self, blocks: Int32Array) -> None:
+    def distrust(self, blocks: IndexArray) -> None:
         """Takes blocks out of the prefix cache, because what was written to them is wrong."""
         self._forget(blocks)
 
-    def _make_available(self, blocks: Int32Array) -> None:
-        known = self.cache.holds[blocks]
-        if known.any():
-            kept = blocks[known]
-            self._cached.append((self._mark(kept, _CACHED), kept))
-            blocks = blocks[~known]
-        self._push_free(blocks)
+    def _still(self, state: int, stamp: int, blocks: IndexArray) -> IndexArray:
+        """Those of a queue's entry that were not taken up meanwhile."""
+        stay = (self._stamp[blocks] == stamp) & (self._state[blocks] == state)
+        return blocks if all_of(stay) else blocks[stay]
 
-    def _mark(self, blocks: Int32Array, state: int) -> int:
+    def _make_available(self, blocks: IndexArray) -> None:
+        known = self.cache.holds[blocks]
+        num_known = int(np.count_nonzero(known))
+        if num_known:
+            kept = blocks if num_known == len(blocks) else blocks[known]
+            self._cached.append((self._mark(kept, _CACHED), kept))
+        if num_known < len(blocks):
+            self._push_free(blocks[~known] if num_known else blocks)
+
+    def _mark(self, blocks: IndexArray, state: int) -> int:
         stamp = self._next_stamp
         self._next_stamp += 1
         self._state[blocks] = state
@@ -146,7 +153,7 @@ class BlockPool:
         self._counts[state] += len(blocks)
         return stamp
 
-    def _push_free(self, blocks: Int32Array) -> None:
+    def _push_free(self, blocks: IndexArray) -> None:
         top = self._counts[_FREE]
         self._free[top : top + len(blocks)] = blocks
         self._state[blocks] = _FREE
@@ -157,18 +164,22 @@ class BlockPool:
         wanted = self._counts[_FREE] + count
         while (short := wanted - self._counts[_FREE]) > 0:
             stamp, blocks = self._cached.popleft()
-            idle = blocks[(self._state[blocks] == _CACHED) & (self._stamp[blocks] == stamp)]
+            idle = self._still(_CACHED, stamp, blocks)
+            # A few more than are short, in large pools, so that the next steps find some.
+            short = max(short, self._eviction_batch)
             if len(idle) > short:
                 self._cached.appendleft((stamp, idle[short:]))
                 idle = idle[:short]
             self._forget(idle)
 
-    def _forget(self, blocks: Int32Array) -> None:
+    def _forget(self, blocks: IndexArray) -> None:
         """Takes blocks out of the cache, with those that would not be found without them; idle ones become free."""
         gone = self.cache.forget(blocks)
-        idle = gone[self._state[gone] == _CACHED]
-        self._counts[_CACHED] -= len(idle)
-        self._push_free(idle)
+        idle = self._state[gone] == _CACHED
+        if not all_of(idle):
+            gone = gone[idle]
+        self._counts[_CACHED] -= len(gone)
+        self._push_free(gone)
 
     def validate(self, tables: Iterable[Iterable[int]]) -> None:
         """Checks conservation against the block tables that should hold all references."""

@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from scheduler_svc.core.arrays import IndexArray, Int32Array, all_of
 from scheduler_svc.core.errors import ProtocolViolationError
-from scheduler_svc.core.events import FailedRow, Int32Array, StepDone
+from scheduler_svc.core.events import FailedRow, StepDone
 from scheduler_svc.core.request import Request, RequestState
 from scheduler_svc.core.rows import FREE
 from scheduler_svc.core.worker import Worker
@@ -22,14 +23,14 @@ class FailedRequest:
 
     request: Request
     reason: str
-    blocks: Int32Array
+    blocks: IndexArray
 
 
 @dataclass(slots=True)
 class Settled:
     """The outcome of one step."""
 
-    rows: Int32Array
+    rows: IndexArray
     """Rows that got a token, still occupied by the same request."""
     tokens: Int32Array
     first_indices: Int32Array
@@ -63,9 +64,10 @@ def settle(worker: Worker, event: StepDone, now: float) -> Settled:
     if event.failures:
         kept = ~np.isin(answered, [failure.row for failure in event.failures])
         answered, generations = answered[kept], generations[kept]
-    if not (np.array_equal(answered, event.rows) and len(event.tokens) == len(event.rows)):
+    if not _are_same(answered, event.rows) or len(event.tokens) != len(event.rows):
         raise ProtocolViolationError(f"the rows of step {event.step} are not those of its plan")
-    if len(event.tokens) and not 0 <= event.tokens.min() <= event.tokens.max() < worker.model.vocab_size:
+    # As unsigned numbers, negative ones are large.
+    if event.tokens.view(np.uint32).max(initial=0) >= worker.model.vocab_size:
         raise ProtocolViolationError(f"step {event.step} sampled a token outside the vocabulary")
 
     if not set(record.copy_ids) <= set(event.completed_copies):
@@ -95,11 +97,16 @@ def settle(worker: Worker, event: StepDone, now: float) -> Settled:
     return settled
 
 
-def _settle_rows(worker: Worker, answered: Int32Array, generations: Int32Array, tokens: Int32Array) -> Settled:
+def _are_same(planned: IndexArray, answered: Int32Array) -> bool:
+    # Comparing bytes takes a fifth of the time of `np.array_equal`.
+    return planned.astype(np.int32).tobytes() == answered.tobytes()
+
+
+def _settle_rows(worker: Worker, answered: IndexArray, generations: Int32Array, tokens: Int32Array) -> Settled:
     rows = worker.rows
     alive = (rows.generation[answered] == generations) & (rows.state[answered] != FREE)
     late: list[tuple[int, int, int]] = []
-    if not alive.all():
+    if not all_of(alive):
         gone = ~alive
         late = list(zip(answered[gone].tolist(), generations[gone].tolist(), tokens[gone].tolist(), strict=True))
         answered, tokens = answered[alive], tokens[alive]

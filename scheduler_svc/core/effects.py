@@ -3,7 +3,8 @@
 import enum
 from dataclasses import dataclass
 
-from scheduler_svc.core.events import Int32Array, ModelFacts, Peer
+from scheduler_svc.core.arrays import Int32Array
+from scheduler_svc.core.events import ModelFacts, Peer
 
 
 class EndReason(enum.Enum):
@@ -22,7 +23,7 @@ class EndReason(enum.Enum):
     SHUTDOWN = "shutdown"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class TokensReady:
     """New tokens of one front end's streams, one per stream."""
 
@@ -33,7 +34,7 @@ class TokensReady:
     tokens: Int32Array
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class RequestEnded:
     """A request ended; emitted exactly once per request, after its last tokens."""
 

@@ -102,14 +102,15 @@ class Fleet:
         self._model = hello.model
         self._block_size = hello.block_size
         self.empty_since = None
+        max_model_len = min(hello.model.max_model_len, num_blocks * hello.block_size)
         worker = self._workers[hello.worker] = Worker(
             peer=hello.worker,
             worker_id=hello.worker_id,
             epoch=self._next_epoch,
             model=hello.model,
             max_tokens_per_step=hello.max_tokens_per_step,
-            max_model_len=min(hello.model.max_model_len, num_blocks * hello.block_size),
-            rows=RowTable(hello.max_rows, hello.block_size),
+            max_model_len=max_model_len,
+            rows=RowTable(hello.max_rows, hello.block_size, -(-max_model_len // hello.block_size)),
             pool=BlockPool(num_blocks),
             clock=StepClock(config.step_deadline_s),
             capacity=Capacity(config.capacity, num_blocks, config.watermark),

@@ -10,14 +10,10 @@ its backlog outweighs what the prefix saves: that bounds hot spots (the cost mod
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
-from scheduler_svc.core.events import Int32Array
+from scheduler_svc.core.arrays import NO_INDICES, IndexArray
 from scheduler_svc.core.request import Request
 from scheduler_svc.core.swapping import SwappedKV
 from scheduler_svc.core.worker import Worker
-
-_NO_BLOCKS = np.zeros(0, np.int32)
 
 DECODE_COST = 32
 """What a running request slows a prompt down by, in prompt tokens."""
@@ -27,7 +23,7 @@ DECODE_COST = 32
 class Room:
     """The memory that a request finds on a worker."""
 
-    cached: Int32Array
+    cached: IndexArray
     """Blocks of its prefix that are there already."""
     num_new: int
     """Blocks to take beside them."""
@@ -38,7 +34,7 @@ class Room:
 def find_room(worker: Worker, request: Request) -> Room | None:
     """Where the request's KV would go on this worker, or None when it does not fit now."""
     swapped = worker.swapped_here(request)
-    cached = _NO_BLOCKS if swapped is not None else worker.pool.cache.match(worker.shareable_keys(request))
+    cached = NO_INDICES if swapped is not None else worker.pool.cache.match(worker.shareable_keys(request))
     block_size = worker.rows.block_size
     num_new = -(-len(request.tokens) // block_size) - len(cached)
     limit = min(request.limit, worker.max_model_len)

@@ -2,11 +2,12 @@
 
 from dataclasses import dataclass
 
-from scheduler_svc.core.events import Int32Array, Peer
+from scheduler_svc.core.arrays import IndexArray, Int32Array
+from scheduler_svc.core.events import Peer
 from scheduler_svc.core.swapping import BlockCopy
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class RowAdmission:
     """A request takes a row."""
 
@@ -17,7 +18,7 @@ class RowAdmission:
     num_prompt_tokens: int
     num_computed_tokens: int
     """Leading tokens whose KV is in the given blocks already."""
-    blocks: Int32Array
+    blocks: IndexArray
     """Block table of KV group 0."""
     sampling: bytes
     request_id: str
@@ -31,21 +32,21 @@ class RowAdmission:
     """Core time from which it waited for this placement."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Plan:
     """One step; every column as in plan.proto."""
 
     worker: Peer
     epoch: int
     step: int
-    leaves: Int32Array
+    leaves: IndexArray
     admissions: tuple[RowAdmission, ...]
-    append_rows: Int32Array
-    append_blocks: Int32Array
-    chunk_rows: Int32Array
-    chunk_lengths: Int32Array
-    holds: Int32Array
-    releases: Int32Array
+    append_rows: IndexArray
+    append_blocks: IndexArray
+    chunk_rows: IndexArray
+    chunk_lengths: IndexArray
+    holds: IndexArray
+    releases: IndexArray
     swap_outs: tuple[BlockCopy, ...] = ()
     """Device to host, before anything else touches the blocks."""
     swap_ins: tuple[BlockCopy, ...] = ()

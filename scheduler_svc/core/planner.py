@@ -16,8 +16,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from scheduler_svc.core.admission import Admission, Refusal, victims_for_urgent
+from scheduler_svc.core.arrays import NO_INDICES, IndexArray, any_of
 from scheduler_svc.core.config import CoreConfig
-from scheduler_svc.core.events import Int32Array
 from scheduler_svc.core.forecast import Forecast
 from scheduler_svc.core.placement import Room
 from scheduler_svc.core.plan import Plan, RowAdmission
@@ -27,8 +27,6 @@ from scheduler_svc.core.swapping import BlockCopy
 from scheduler_svc.core.tenants import Tenants
 from scheduler_svc.core.waiting import WaitingQueue
 from scheduler_svc.core.worker import StepInFlight, Worker
-
-_NO_ROWS = np.zeros(0, np.int32)
 
 
 @dataclass(slots=True)
@@ -73,8 +71,8 @@ class Planner:
         self._budget = min(config.max_num_batched_tokens, worker.max_tokens_per_step)
         self._out_of_memory = False
         self._max_chunk = config.long_prefill_token_threshold or self._budget
-        self._append_rows: list[int] = []
-        self._append_blocks: list[int] = []
+        self._append_rows: list[IndexArray] = []
+        self._append_blocks: list[IndexArray] = []
         self._chunk_rows: list[int] = []
         self._chunk_lengths: list[int] = []
         self._admissions: list[RowAdmission] = []
@@ -94,38 +92,41 @@ class Planner:
             self._outcome.plan = self._issue(decodes)
         return self._outcome
 
-    def _schedule_decodes(self) -> Int32Array:
+    def _schedule_decodes(self) -> IndexArray:
         """The decode rows that take part, ascending; gives blocks to those that need one."""
         rows = self._rows
         candidates = rows.decoding
         length = rows.length[candidates]
         without_credit = length >= rows.allowed[candidates]
         without_block = length > rows.capacity[candidates]
-        starved = without_credit.any()
+        starved = any_of(without_credit)
         if starved:
             without_block &= ~without_credit
-        if without_block.any():
-            self._give_blocks(candidates[without_block])
-            has_block = (rows.state[candidates] == DECODE) & (length <= rows.capacity[candidates])
-            candidates = candidates[has_block & ~without_credit]
-        elif starved:
-            candidates = candidates[~without_credit]
-        return candidates
+        if any_of(without_block):
+            needy = candidates[without_block]
+            if len(needy) > self._pool.num_available:
+                self._append_by_rank(needy)
+                has_block = (rows.state[candidates] == DECODE) & (length <= rows.capacity[candidates])
+                takes_part: IndexArray = candidates[has_block & ~without_credit]
+                return takes_part
+            self._append(needy)
+        return candidates[~without_credit] if starved else candidates
 
-    def _give_blocks(self, rows: Int32Array) -> None:
-        if len(rows) <= self._pool.num_available:
-            self._append(rows.tolist())
-            return
-        # In order of rank, so that nobody who got a block here is a victim of somebody later.
-        for row in rows[np.lexsort((self._rows.sequence[rows], self._rows.rank[rows]))].tolist():
+    def _append_by_rank(self, rows: IndexArray) -> None:
+        """Gives a block to each of the rows, taking blocks from others; the less urgent may go without, or be paused.
+
+        In order of rank, so that nobody who got a block here is a victim of somebody later.
+        """
+        rows = rows[np.lexsort((self._rows.sequence[rows], self._rows.rank[rows]))]
+        for index, row in enumerate(rows.tolist()):
             if self._rows.state[row] == DECODE and self._make_room_for(row):
-                self._append([row])
+                self._append(rows[index : index + 1])
 
-    def _append(self, rows: list[int]) -> None:
-        blocks = self._pool.take(len(rows)).tolist()
+    def _append(self, rows: IndexArray) -> None:
+        blocks = self._pool.take(len(rows))
         self._rows.grow(rows, blocks)
-        self._append_rows += rows
-        self._append_blocks += blocks
+        self._append_rows.append(rows)
+        self._append_blocks.append(blocks)
 
     def _make_room_for(self, row: int) -> bool:
         """Sees to a free block for `row`; False when it has to wait for answers or became the victim itself."""
@@ -254,7 +255,7 @@ class Planner:
             queued_since=request.queued_since,
         )
 
-    def _issue(self, decodes: Int32Array) -> Plan:
+    def _issue(self, decodes: IndexArray) -> Plan:
         worker, rows = self._worker, self._rows
         holds, releases = self._update_held(decodes)
         # Decode rows advance before prefill rows turn into decode rows.
@@ -262,11 +263,10 @@ class Planner:
         prefilled = self._advance_prefills()
         sampling = decodes
         if prefilled:
-            sampling = np.concatenate((decodes, np.array(prefilled, np.int32)))
+            sampling = np.concatenate((decodes, np.array(prefilled, np.intp)))
             sampling.sort()
         num_tokens = len(decodes) + sum(self._chunk_lengths)
         leaves = worker.pending_leaves
-        assert not set(leaves).intersection(self._append_rows), "a row that leaves got a block"
         worker.pending_leaves = []
         worker.last_step += 1
         worker.last_tokens = num_tokens
@@ -289,37 +289,37 @@ class Planner:
             worker=worker.peer,
             epoch=worker.epoch,
             step=worker.last_step,
-            leaves=np.array(leaves, np.int32) if leaves else _NO_ROWS,
+            leaves=np.array(leaves, np.intp) if leaves else NO_INDICES,
             admissions=tuple(self._admissions),
-            append_rows=np.array(self._append_rows, np.int32) if self._append_rows else _NO_ROWS,
-            append_blocks=np.array(self._append_blocks, np.int32) if self._append_rows else _NO_ROWS,
-            chunk_rows=np.array(self._chunk_rows, np.int32) if self._chunk_rows else _NO_ROWS,
-            chunk_lengths=np.array(self._chunk_lengths, np.int32) if self._chunk_rows else _NO_ROWS,
+            append_rows=np.concatenate(self._append_rows) if self._append_rows else NO_INDICES,
+            append_blocks=np.concatenate(self._append_blocks) if self._append_rows else NO_INDICES,
+            chunk_rows=np.array(self._chunk_rows, np.intp) if self._chunk_rows else NO_INDICES,
+            chunk_lengths=np.array(self._chunk_lengths, np.intp) if self._chunk_rows else NO_INDICES,
             holds=holds,
             releases=releases,
             swap_outs=tuple(self._swap_outs),
             swap_ins=tuple(self._swap_ins),
             num_decodes=len(decodes),
             num_tokens=num_tokens,
-            traced_rows=self._traced(decodes),
+            traced_rows=self._traced() if rows.traced else (),
         )
         self._retire_certain_ends(sampling)
         return plan
 
-    def _update_held(self, decodes: Int32Array) -> tuple[Int32Array, Int32Array]:
+    def _update_held(self, decodes: IndexArray) -> tuple[IndexArray, IndexArray]:
         """Which rows begin and cease to be held out with this step."""
         rows = self._rows
-        if len(decodes) == len(rows.decoding) and not rows.held.any():
-            return _NO_ROWS, _NO_ROWS
+        if len(decodes) == len(rows.decoding) and not any_of(rows.held):
+            return NO_INDICES, NO_INDICES
         held = rows.state == DECODE
         held[decodes] = False
         changed = held != rows.held
-        if not changed.any():
-            return _NO_ROWS, _NO_ROWS
+        if not any_of(changed):
+            return NO_INDICES, NO_INDICES
         rows.held = held
         return (
-            np.flatnonzero(changed & held).astype(np.int32),
-            np.flatnonzero(changed & ~held).astype(np.int32),
+            np.flatnonzero(changed & held),
+            np.flatnonzero(changed & ~held),
         )
 
     def _advance_prefills(self) -> list[int]:
@@ -334,18 +334,20 @@ class Planner:
                 prefilled.append(row)
         return prefilled
 
-    def _retire_certain_ends(self, sampling: Int32Array) -> None:
+    def _retire_certain_ends(self, sampling: IndexArray) -> None:
         """Rows that reach their limit in this step leave: what they cannot use is not planned."""
         rows = self._rows
-        for row in sampling[rows.length[sampling] >= rows.limit[sampling]].tolist():
+        at_limit = rows.length[sampling] >= rows.limit[sampling]
+        for row in sampling[at_limit].tolist() if any_of(at_limit) else ():
             request = self._worker.vacate(row)
             request.state = RequestState.ENDING
             self._outcome.ending.append(request)
 
-    def _traced(self, decodes: Int32Array) -> tuple[tuple[bytes, int], ...]:
-        traced = self._rows.traced
-        if not traced:
-            return ()
-        takes_part = traced.intersection(self._chunk_rows).union(traced.intersection(decodes.tolist()))
-        requests = (self._rows.requests[row] for row in sorted(takes_part))
+    def _traced(self) -> tuple[tuple[bytes, int], ...]:
+        """The traced requests that take part, as (front end, stream)."""
+        rows, chunks = self._rows, self._chunk_rows
+        takes_part = (
+            row for row in sorted(rows.traced) if row in chunks or (rows.state[row] == DECODE and not rows.held[row])
+        )
+        requests = (rows.requests[row] for row in takes_part)
         return tuple((r.key.frontend, r.key.stream) for r in requests if r is not None)

@@ -17,10 +17,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from scheduler_svc.core.events import Int32Array
+from scheduler_svc.core.arrays import NO_INDICES, IndexArray, all_of
 from shared.prefix_keys import KEY_BYTES, BlockKey
-
-_NO_BLOCKS = np.zeros(0, np.int32)
 
 
 class _Node:
@@ -28,7 +26,7 @@ class _Node:
 
     __slots__ = ("blocks", "children", "keys", "number", "parent")
 
-    def __init__(self, number: int, parent: "_Node | None", keys: bytes, blocks: Int32Array) -> None:
+    def __init__(self, number: int, parent: "_Node | None", keys: bytes, blocks: IndexArray) -> None:
         self.number = number
         self.parent = parent
         self.keys = keys
@@ -46,14 +44,14 @@ class _Place(NamedTuple):
     """Blocks of that node that were found."""
     depth: int
     """Blocks that were found in all."""
-    found: list[Int32Array]
+    found: list[IndexArray]
 
 
 class PrefixCache:
     """Which block holds the KV of which key, for one worker in one epoch."""
 
     def __init__(self, num_blocks: int) -> None:
-        self._root = _Node(0, None, b"", _NO_BLOCKS)
+        self._root = _Node(0, None, b"", NO_INDICES)
         self._nodes: list[_Node | None] = [self._root]
         self._unused: list[int] = []
         """Numbers that no node has."""
@@ -65,14 +63,14 @@ class PrefixCache:
         self.holds = np.zeros(num_blocks, np.bool_)
         """Whether a block is shareable; to be read only."""
 
-    def match(self, keys: bytes) -> Int32Array:
+    def match(self, keys: bytes) -> IndexArray:
         """The blocks of the longest cached prefix of the joined `keys`."""
         found = self._walk(keys).found
         if len(found) == 1:
             return found[0]
-        return np.concatenate(found) if found else _NO_BLOCKS
+        return np.concatenate(found) if found else NO_INDICES
 
-    def publish(self, keys: bytes, blocks: Int32Array) -> None:
+    def publish(self, keys: bytes, blocks: IndexArray) -> None:
         """Makes a chain of blocks shareable, except where other blocks have the keys already.
 
         Args:
@@ -93,26 +91,32 @@ class PrefixCache:
             first = 0
             node = self._add(node, keys, blocks)
         self._node_of[blocks] = node.number
-        self._index_of[blocks] = np.arange(first, first + len(blocks), dtype=np.int32)
+        self._index_of[blocks] = np.arange(first, first + len(blocks))
         self.holds[blocks] = True
 
-    def forget(self, blocks: Int32Array) -> Int32Array:
+    def forget(self, blocks: IndexArray) -> IndexArray:
         """The blocks' memory is needed, or their content cannot be trusted.
 
         Returns:
             all blocks that are shareable no longer: those that were, and what followed them.
         """
         known = blocks[self.holds[blocks]]
-        gone: list[Int32Array] = []
+        gone: list[IndexArray] = []
         while len(known):
             number = int(self._node_of[known[0]])
             node = self._nodes[number]
             assert node is not None
             in_node = self._node_of[known] == number
-            self._cut(node, int(self._index_of[known[in_node]].min()), gone)
+            whole = all_of(in_node)
+            offset = int(self._index_of[known if whole else known[in_node]].min())
+            self._cut(node, offset, gone)
+            if whole:
+                break
             known = known[~in_node]
             known = known[self.holds[known]]
-        return np.concatenate(gone) if gone else _NO_BLOCKS
+        if len(gone) == 1:
+            return gone[0]
+        return np.concatenate(gone) if gone else NO_INDICES
 
     def computes_next(self, row: int, key: BlockKey) -> None:
         """The row computes the block with this key next; empty: none that others could share."""
@@ -147,7 +151,7 @@ class PrefixCache:
 
     def _walk(self, keys: bytes) -> _Place:
         node, offset, position = self._root, 0, 0
-        found: list[Int32Array] = []
+        found: list[IndexArray] = []
         while position < len(keys):
             child = node.children.get(keys[position : position + KEY_BYTES])
             if child is None:
@@ -159,7 +163,7 @@ class PrefixCache:
                 break
         return _Place(node, offset, position // KEY_BYTES, found)
 
-    def _add(self, parent: _Node, keys: bytes, blocks: Int32Array) -> _Node:
+    def _add(self, parent: _Node, keys: bytes, blocks: IndexArray) -> _Node:
         number = self._unused.pop() if self._unused else len(self._nodes)
         node = _Node(number, parent, keys, blocks)
         if number == len(self._nodes):
@@ -180,12 +184,12 @@ class PrefixCache:
         self._node_of[below.blocks] = below.number
         self._index_of[below.blocks] -= offset
 
-    def _cut(self, node: _Node, offset: int, gone: list[Int32Array]) -> None:
+    def _cut(self, node: _Node, offset: int, gone: list[IndexArray]) -> None:
         """Takes everything from block `offset` of `node` on out of the tree; appends the blocks to `gone`."""
-        gone.append(node.blocks[offset:])
-        self.holds[node.blocks[offset:]] = False
-        below = list(node.children.values())
-        node.children = {}
+        cut = node.blocks[offset:]
+        gone.append(cut)
+        self.holds[cut] = False
+        below, node.children = node.children.values(), {}
         if offset:
             node.keys, node.blocks = node.keys[: KEY_BYTES * offset], node.blocks[:offset]
         else:

@@ -15,7 +15,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from scheduler_svc.core.events import Int32Array, Peer
+from scheduler_svc.core.arrays import Int32Array
+from scheduler_svc.core.events import Peer
 from scheduler_svc.core.swapping import SwappedKV
 
 TOKEN_BYTES = 4
@@ -50,7 +51,7 @@ class Request:
     num_prompt_tokens: int
     limit: int
     """Most tokens, prompt included."""
-    stop_token_ids: Int32Array
+    stop_token_ids: tuple[int, ...]
     sampling: bytes
     allowed: int
     """Most tokens, prompt included, that the reader's credit allows."""

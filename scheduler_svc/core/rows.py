@@ -14,29 +14,30 @@ Invariants, for rows that are not free:
 
 import numpy as np
 
-from scheduler_svc.core.events import Int32Array
+from scheduler_svc.core.arrays import NO_INDICES, IndexArray, Int32Array, any_of
 from scheduler_svc.core.request import Request
 
 FREE, PREFILL, DECODE = 0, 1, 2
 
-_RECENT = 64
+_RECENT = 256
 """Tokens kept per row before they are moved to the request's own log."""
 _STOPS = 4
 """Stop tokens that are compared by array; requests with more are looked at one by one."""
 _NO_TOKEN = -1
 _INT32_MAX = np.iinfo(np.int32).max
-_NONE = np.zeros(0, np.int32)
 
 
 class RowTable:
     """Rows [0, max_rows)."""
 
-    def __init__(self, max_rows: int, block_size: int) -> None:
+    def __init__(self, max_rows: int, block_size: int, max_blocks: int) -> None:
+        """For sequences of at most `max_blocks` blocks of `block_size` tokens."""
         self.max_rows = max_rows
         self.block_size = block_size
         self.requests: list[Request | None] = [None] * max_rows
-        self._tables: list[Int32Array] = [_NONE] * max_rows
-        self._num_blocks = np.zeros(max_rows, np.int32)
+        # Pages of it that no sequence was long enough to touch take no memory.
+        self._tables = np.zeros((max_rows, max_blocks), np.intp)
+        self._num_blocks = np.zeros(max_rows, np.intp)
         self.published = np.zeros(max_rows, np.int32)
         """Leading blocks that others may share."""
         self.state = np.zeros(max_rows, np.int8)
@@ -60,9 +61,9 @@ class RowTable:
         self._stops = np.full((max_rows, _STOPS), _NO_TOKEN, np.int32)
         self._many_stops: dict[int, frozenset[int]] = {}
         self._recent = np.zeros((max_rows, _RECENT), np.int32)
-        self._num_recent = np.zeros(max_rows, np.int32)
+        self._num_recent = np.zeros(max_rows, np.intp)
         self._free = list(range(max_rows - 1, -1, -1))
-        self._decoding: Int32Array | None = None
+        self._decoding: IndexArray | None = None
 
     @property
     def num_free(self) -> int:
@@ -75,10 +76,10 @@ class RowTable:
         return self.max_rows - len(self._free)
 
     @property
-    def decoding(self) -> Int32Array:
+    def decoding(self) -> IndexArray:
         """The rows in DECODE, ascending; not to be written to."""
         if self._decoding is None:
-            self._decoding = np.flatnonzero(self.state == DECODE).astype(np.int32)
+            self._decoding = np.flatnonzero(self.state == DECODE)
         return self._decoding
 
     def occupy(
@@ -86,7 +87,7 @@ class RowTable:
         request: Request,
         *,
         frontend_index: int,
-        blocks: Int32Array,
+        blocks: IndexArray,
         num_computed: int,
         num_published: int,
         rank: float,
@@ -95,7 +96,7 @@ class RowTable:
         row = self._free.pop()
         num_tokens = len(request.tokens)
         self.requests[row] = request
-        self._tables[row] = blocks
+        self._tables[row, : len(blocks)] = blocks
         self._num_blocks[row] = len(blocks)
         self.published[row] = num_published
         self.state[row] = PREFILL
@@ -118,20 +119,19 @@ class RowTable:
         if len(stops) <= _STOPS:
             self._stops[row, : len(stops)] = stops
         else:
-            self._many_stops[row] = frozenset(stops.tolist())
+            self._many_stops[row] = frozenset(stops)
         if request.traceparent:
             self.traced.add(row)
         return row
 
-    def vacate(self, row: int) -> tuple[Request, Int32Array]:
+    def vacate(self, row: int) -> tuple[Request, IndexArray]:
         """Frees a row; returns its request, with all committed tokens, and its blocks."""
         request = self.requests[row]
         assert request is not None
         self._flush(row, request)
-        blocks = self.blocks(row)
+        blocks = self.blocks(row).copy()
         self._decoding = None
         self.requests[row] = None
-        self._tables[row] = _NONE
         self._num_blocks[row] = 0
         self.state[row] = FREE
         self.held[row] = False
@@ -150,21 +150,17 @@ class RowTable:
         self.length[row] += 1
         self._decoding = None
 
-    def blocks(self, row: int) -> Int32Array:
-        """The row's block table; not to be written to."""
-        return self._tables[row][: self._num_blocks[row]]
+    def blocks(self, row: int) -> IndexArray:
+        """The row's block table, a view; not to be written to."""
+        return self._tables[row, : self._num_blocks[row]]
 
-    def grow(self, rows: list[int], blocks: list[int]) -> None:
+    def grow(self, rows: IndexArray, blocks: IndexArray) -> None:
         """Appends one block to the table of each of distinct rows."""
-        for row, length, block in zip(rows, self._num_blocks[rows].tolist(), blocks, strict=True):
-            table = self._tables[row]
-            if length == len(table):
-                table = self._tables[row] = np.concatenate((table, np.empty(length // 2 + 4, np.int32)))
-            table[length] = block
+        self._tables[rows, self._num_blocks[rows]] = blocks
         self._num_blocks[rows] += 1
         self.capacity[rows] += self.block_size
 
-    def commit(self, rows: Int32Array, tokens: Int32Array) -> Int32Array:
+    def commit(self, rows: IndexArray, tokens: Int32Array) -> Int32Array:
         """Appends one token to each of distinct rows; returns the index of each among its generated tokens."""
         first_indices: Int32Array = self.committed[rows] - self.num_prompt[rows]
         self.committed[rows] += 1
@@ -172,23 +168,23 @@ class RowTable:
         self._recent[rows, slots] = tokens
         self._num_recent[rows] = slots + 1
         full = slots == _RECENT - 1
-        if full.any():
+        if any_of(full):
             for row in rows[full].tolist():
                 request = self.requests[row]
                 assert request is not None
                 self._flush(row, request)
         return first_indices
 
-    def stopped(self, rows: Int32Array, tokens: Int32Array) -> Int32Array:
+    def stopped(self, rows: IndexArray, tokens: Int32Array) -> IndexArray:
         """Positions within `rows` at which the token ends its row's request."""
         matches = self._stops[rows] == tokens[:, None]
-        if not self._many_stops and not matches.any():
-            return _NONE
+        if not self._many_stops and not any_of(matches):
+            return NO_INDICES
         hits = matches.any(axis=1)
         if self._many_stops:
             for position, (row, token) in enumerate(zip(rows.tolist(), tokens.tolist(), strict=True)):
                 hits[position] |= token in self._many_stops.get(row, ())
-        return np.flatnonzero(hits).astype(np.int32)
+        return np.flatnonzero(hits)
 
     def occupied(self) -> list[int]:
         """The rows that are not free."""

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from scheduler_svc.core import events as ev
+from scheduler_svc.core.arrays import Int32Array
 from scheduler_svc.core.commit import Settled, settle
 from scheduler_svc.core.config import CoreConfig
 from scheduler_svc.core.effects import (
@@ -248,7 +249,7 @@ class Scheduler:
             tokens=to_tokens(event.token_ids),
             num_prompt_tokens=event.num_prompt_tokens,
             limit=event.num_prompt_tokens + event.max_tokens,
-            stop_token_ids=event.stop_token_ids,
+            stop_token_ids=tuple(event.stop_token_ids.tolist()),
             sampling=event.sampling,
             allowed=len(event.token_ids) + event.credit // TOKEN_BYTES,
             credit_remainder=event.credit % TOKEN_BYTES,
@@ -504,12 +505,15 @@ class Scheduler:
                 self._tokens_ready(
                     self._frontend_names[index], streams[mine], settled.first_indices[mine], settled.tokens[mine]
                 )
+        late: dict[ev.Peer, list[tuple[int, int, int]]] = {}
         for request, index, token in settled.late:
-            stream, first, tokens = (np.array([value], np.int32) for value in (request.key.stream, index, token))
-            self._tokens_ready(request.key.frontend, stream, first, tokens)
+            late.setdefault(request.key.frontend, []).append((request.key.stream, index, token))
+        for frontend, entries in late.items():
+            streams, first_indices, tokens = np.array(entries, np.int32).T
+            self._tokens_ready(frontend, streams, first_indices, tokens)
 
     def _tokens_ready(
-        self, frontend: ev.Peer, streams: ev.Int32Array, first_indices: ev.Int32Array, tokens: ev.Int32Array
+        self, frontend: ev.Peer, streams: Int32Array, first_indices: Int32Array, tokens: Int32Array
     ) -> None:
         self._effects.append(
             TokensReady(frontend=frontend, streams=streams, first_indices=first_indices, tokens=tokens)

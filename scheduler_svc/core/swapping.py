@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from scheduler_svc.core.arrays import NO_INDICES, IndexArray
 from scheduler_svc.core.block_pool import BlockPool
-from scheduler_svc.core.events import Int32Array
 
 _SMOOTHING = 0.2
 
@@ -22,8 +22,8 @@ class BlockCopy:
     """Blocks to copy between device and host in one plan; the direction is the plan's to say."""
 
     copy_id: int
-    sources: Int32Array
-    targets: Int32Array
+    sources: IndexArray
+    targets: IndexArray
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,7 +32,7 @@ class SwappedKV:
 
     epoch: int
     """Of the worker that has it; worthless in any other."""
-    host_blocks: Int32Array
+    host_blocks: IndexArray
     num_tokens: int
     """Leading tokens that it holds."""
 
@@ -58,26 +58,25 @@ class SwapSpace:
             return False
         return self._block_s is None or 2 * num_blocks * self._block_s < recompute_s or recompute_s == 0.0
 
-    def out(self, blocks: Int32Array) -> BlockCopy:
+    def out(self, blocks: IndexArray) -> BlockCopy:
         """Copies device blocks to host blocks that are taken for them."""
         self.swapped_out_blocks += len(blocks)
         return self._copy(blocks, self.pool.take(len(blocks)))
 
-    def back(self, host_blocks: Int32Array, blocks: Int32Array) -> BlockCopy:
+    def back(self, host_blocks: IndexArray, blocks: IndexArray) -> BlockCopy:
         """Copies host blocks back to the first of `blocks`."""
         self.swapped_in_blocks += len(host_blocks)
         return self._copy(host_blocks, blocks[: len(host_blocks)])
 
-    def _copy(self, sources: Int32Array, targets: Int32Array) -> BlockCopy:
+    def _copy(self, sources: IndexArray, targets: IndexArray) -> BlockCopy:
         copy = BlockCopy(copy_id=self._next_id, sources=sources.copy(), targets=targets.copy())
         self._next_id += 1
         return copy
 
 
-def joined(copies: Sequence[BlockCopy]) -> tuple[Int32Array, Int32Array]:
+def joined(copies: Sequence[BlockCopy]) -> tuple[IndexArray, IndexArray]:
     """All sources and all targets, as a plan's columns have them."""
-    empty = np.zeros(0, np.int32)
     return (
-        np.concatenate([empty, *(copy.sources for copy in copies)]),
-        np.concatenate([empty, *(copy.targets for copy in copies)]),
+        np.concatenate([NO_INDICES, *(copy.sources for copy in copies)]),
+        np.concatenate([NO_INDICES, *(copy.targets for copy in copies)]),
     )

@@ -10,15 +10,16 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from scheduler_svc.core.arrays import IndexArray, Int32Array, any_of
 from scheduler_svc.core.batching import BatchGate
 from scheduler_svc.core.block_pool import BlockPool
 from scheduler_svc.core.capacity import Capacity
-from scheduler_svc.core.events import Int32Array, ModelFacts, Peer
+from scheduler_svc.core.events import ModelFacts, Peer
 from scheduler_svc.core.request import Request
 from scheduler_svc.core.rows import RowTable
 from scheduler_svc.core.step_clock import StepClock
 from scheduler_svc.core.swapping import BlockCopy, SwappedKV, SwapSpace
-from shared.prefix_keys import KEY_BYTES, extended_keys, root_key
+from shared.prefix_keys import KEY_BYTES, following_keys, root_key
 
 
 @dataclass(slots=True)
@@ -26,7 +27,7 @@ class StepInFlight:
     """A plan that was sent and not answered."""
 
     step: int
-    rows: Int32Array
+    rows: IndexArray
     """Rows that sample in it, ascending."""
     generations: Int32Array
     """Their generations when it was planned."""
@@ -48,7 +49,7 @@ class Departure:
 
     request: Request
     last_step: int
-    blocks: Int32Array
+    blocks: IndexArray
     """What it held; not to be trusted if the row turns out to have failed."""
 
 
@@ -172,14 +173,14 @@ class Worker:
         start = KEY_BYTES * (num_computed // self.rows.block_size)
         self.pool.cache.computes_next(row, self._keys(request)[start : start + KEY_BYTES])
 
-    def distrust(self, blocks: Int32Array) -> list[int]:
+    def distrust(self, blocks: IndexArray) -> list[int]:
         """A row that wrote these blocks has failed; returns the rows that share any of them."""
         self.pool.distrust(blocks)
         tainted = np.zeros(self.pool.num_blocks, np.bool_)
         tainted[blocks] = True
-        return [row for row in self.rows.occupied() if tainted[self.rows.blocks(row)].any()]
+        return [row for row in self.rows.occupied() if any_of(tainted[self.rows.blocks(row)])]
 
-    def _publish(self, row: int, request: Request, blocks: Int32Array, num_computed: int) -> None:
+    def _publish(self, row: int, request: Request, blocks: IndexArray, num_computed: int) -> None:
         num_blocks = num_computed // self.rows.block_size
         if num_blocks > self.rows.published[row]:
             self.pool.cache.publish(self._keys(request)[: KEY_BYTES * num_blocks], blocks[:num_blocks])
@@ -189,9 +190,11 @@ class Worker:
         """The joined keys of all full blocks of the request's tokens."""
         block_size = self.rows.block_size
         keys = request.keys.get(block_size, b"")
-        if KEY_BYTES * (len(request.tokens) // block_size) > len(keys):
-            root = root_key(self.model.fingerprint, request.salt)
-            keys = request.keys[block_size] = extended_keys(keys, root, request.tokens.tobytes(), block_size)
+        num_keys = len(keys) // KEY_BYTES
+        if len(request.tokens) // block_size > num_keys:
+            root = keys[-KEY_BYTES:] or root_key(self.model.fingerprint, request.salt)
+            keys += following_keys(root, request.tokens[num_keys * block_size :].tobytes(), block_size)
+            request.keys[block_size] = keys
         return keys
 
     def step_deadline(self) -> float | None:

@@ -18,7 +18,7 @@ from scheduler_svc.sim.stream import Stream
 from scheduler_svc.sim.traffic import Traffic
 from scheduler_svc.sim.violation import StreamName, ViolationError
 from scheduler_svc.sim.world import World
-from shared.prefix_keys import extended_keys, root_key
+from shared.prefix_keys import following_keys, root_key
 
 _MOST_HISTORY = 20
 _MOST_LOST = 3
@@ -127,7 +127,7 @@ class Clients:
         """The front end has hashed the prompt."""
         assert service.model is not None
         root = root_key(service.model.fingerprint, event.salt)
-        keys = extended_keys(b"", root, event.token_ids.tobytes(), service.block_size)
+        keys = following_keys(root, event.token_ids.tobytes(), service.block_size)
         return dataclasses.replace(event, block_keys=keys, block_size=service.block_size)
 
     def service_changed(self, effect: ef.ServiceChanged) -> None:

@@ -18,7 +18,7 @@ from scheduler_svc.frontend_link import Outgoing
 from shared.columns import from_column, to_column
 from shared.frames import MalformedFrameError
 
-_NONE = np.zeros(0, np.int32)
+_NONE = np.zeros(0, np.intp)
 
 
 def _plan(*, admissions: tuple[RowAdmission, ...] = (), num_decodes: int = 256) -> Plan:

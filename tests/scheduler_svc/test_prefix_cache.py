@@ -6,7 +6,7 @@ from scheduler_svc.core import effects as ef
 from scheduler_svc.core import events as ev
 from scheduler_svc.sim.model_worker import ModelWorker
 from scheduler_svc.sim.oracle import expected_output
-from shared.prefix_keys import KEY_BYTES, extended_keys, root_key
+from shared.prefix_keys import KEY_BYTES, following_keys, root_key
 from tests.scheduler_svc.cluster import FRONTEND, Cluster
 
 PREFIX = list(range(100, 140))
@@ -160,7 +160,7 @@ def test_keys_depend_on_everything_before_them() -> None:
     changed = np.array([9, *range(1, 12)], np.int32).tobytes()
 
     def keys(root: bytes, text: bytes) -> list[bytes]:
-        joined = extended_keys(b"", root, text, 4)
+        joined = following_keys(root, text, 4)
         return [joined[start : start + KEY_BYTES] for start in range(0, len(joined), KEY_BYTES)]
 
     root = root_key("model", b"salt")

@@ -22,7 +22,6 @@ from scheduler_svc.core.waiting import KeyedQueue
 from scheduler_svc.core.worker import Worker
 from scheduler_svc.sim.faults import STEP_FAULTS, TIMED_FAULTS, Fault, FaultRates
 from scheduler_svc.sim.scenario import Scenario
-from shared.prefix_keys import KEY_BYTES
 
 _CONTINUOUS: dict[str, Any] = {"batching": BatchingLimits(), "tenant_limits": {}, "max_queued_requests": 4096}
 
@@ -228,12 +227,7 @@ def stale_epoch_accepted(patch: pytest.MonkeyPatch) -> None:
 @bug("worker.wrong", aim=with_faults(Fault.WRONG_ROWS))
 def wrong_rows_believed(patch: pytest.MonkeyPatch) -> None:
     """An answer about other rows than the plan's is believed."""
-
-    class Numpy:
-        def __getattr__(self, name: str) -> Any:
-            return (lambda first, second: len(first) == len(second)) if name == "array_equal" else getattr(np, name)
-
-    patch.setattr(commit, "np", Numpy())
+    patch.setattr(commit, "_are_same", lambda planned, answered: len(planned) == len(answered))
 
 
 @bug("stream.order", "plan.admission", "stream.token", "core")
@@ -286,13 +280,12 @@ def key_without_salt(patch: pytest.MonkeyPatch) -> None:
 def key_without_parent(patch: pytest.MonkeyPatch) -> None:
     """The key of a block depends on its own tokens only."""
 
-    def extended(keys: bytes, root: bytes, token_bytes: bytes, block_size: int) -> bytes:
+    def following(parent: bytes, token_bytes: bytes, block_size: int) -> bytes:
         width = 4 * block_size
-        for start in range(len(keys) // KEY_BYTES * width, len(token_bytes) - width + 1, width):
-            keys += sha256(root + token_bytes[start : start + width]).digest()
-        return keys
+        starts = range(0, len(token_bytes) - width + 1, width)
+        return b"".join(sha256(token_bytes[start : start + width]).digest() for start in starts)
 
-    patch.setattr(worker, "extended_keys", extended)
+    patch.setattr(worker, "following_keys", following)
 
 
 @bug("kv.prefix", "prefix.salt", "core")

@@ -7,16 +7,16 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, precondition, rule
 
+from scheduler_svc.core.arrays import IndexArray
 from scheduler_svc.core.block_pool import BlockPool
-from scheduler_svc.core.events import Int32Array
 from scheduler_svc.core.prefix_cache import PrefixCache
-from shared.prefix_keys import KEY_BYTES, extended_keys
+from shared.prefix_keys import KEY_BYTES, following_keys
 
 NUM_BLOCKS = 12
 
 
-def _column(blocks: list[int]) -> Int32Array:
-    return np.array(blocks, np.int32)
+def _column(blocks: list[int]) -> IndexArray:
+    return np.array(blocks, np.intp)
 
 
 class BlockPoolMachine(RuleBasedStateMachine):
@@ -189,7 +189,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
 
 
 def _keys(sequence: tuple[int, ...]) -> bytes:
-    return extended_keys(b"", b"root", _column(list(sequence)).tobytes(), 1)
+    return following_keys(b"root", np.array(sequence, np.int32).tobytes(), 1)
 
 
 TestBlockPool = BlockPoolMachine.TestCase
