@@ -96,7 +96,7 @@ class DuplicateRequestError(QuireError):
 class QueueFullError(QuireError):
     """The server takes no more requests now; try again after `retry_after_s`."""
 
-    reasons = frozenset({"QUEUE_FULL"})
+    reasons = frozenset({"QUEUE_FULL", "OVERLOADED"})
     codes = frozenset({"RESOURCE_EXHAUSTED"})
 
 

@@ -2,7 +2,8 @@
 
 gRPC answers INTERNAL or UNKNOWN, with no details, when a request does not parse or a handler raises. So requests are
 parsed by `tolerant`, which yields a `MalformedRequest` instead of raising, and every handler runs inside a guard. The
-guard is the one place where errors become statuses and where unexpected ones are logged.
+guard is the one place where errors become statuses, where unexpected ones are logged, and where calls are counted: one
+more than the process may have in hand is refused before anything is done for it.
 """
 
 from collections.abc import Awaitable, Callable
@@ -16,13 +17,15 @@ from google.protobuf.message import DecodeError, Message
 from google.protobuf.unknown_fields import UnknownFieldSet
 from grpc import aio
 
-from services.errors import InternalError, to_status
-from shared.errors import FieldViolation, InvalidRequestError, QuireError
+from services.errors import RETRY_MS, InternalError, to_status
+from shared.errors import FieldViolation, InvalidRequestError, OverloadedError, QuireError
 from shared.ids import draw_error_id
 from shared.logging import get_logger
 
 OUR_METHODS = "/quire."
 """Methods of other services (health, reflection) handle their own errors."""
+UNLIMITED_METHODS = "/quire.admin."
+"""An operator gets through when nobody else does."""
 
 _LENGTH_DELIMITED = 2
 _MAX_NESTING = 8
@@ -43,9 +46,11 @@ class MalformedRequest:
 class Boundary(aio.ServerInterceptor):
     """Wraps every handler of ours."""
 
-    def __init__(self, on_outcome: Callable[[str, str], None]) -> None:
-        """`on_outcome` is told method and status code of each RPC."""
+    def __init__(self, on_outcome: Callable[[str, str], None], max_concurrent: int) -> None:
+        """`on_outcome` is told method and status code of each RPC; `max_concurrent` calls may be in progress."""
         self._on_outcome = on_outcome
+        self._max_concurrent = max_concurrent
+        self._concurrent = 0
 
     async def intercept_service(
         self,
@@ -59,36 +64,44 @@ class Boundary(aio.ServerInterceptor):
             return handler
         # Generated code gives the bound `FromString` of the request's class as its deserializer.
         parse = tolerant(getattr(handler.request_deserializer, "__self__"))  # noqa: B009
-        name = method.rpartition("/")[2]
         if handler.response_streaming:
             return grpc.unary_stream_rpc_method_handler(
-                self._guard(name, handler.unary_stream), parse, handler.response_serializer
+                self._guard(method, handler.unary_stream), parse, handler.response_serializer
             )
         return grpc.unary_unary_rpc_method_handler(
-            self._guard(name, handler.unary_unary), parse, handler.response_serializer
+            self._guard(method, handler.unary_unary), parse, handler.response_serializer
         )
 
-    def _guard(self, name: str, handler: Any) -> Any:
+    def _guard(self, method: str, handler: Any) -> Any:
+        name = method.rpartition("/")[2]
+        limited = not method.startswith(UNLIMITED_METHODS)
+
         async def guarded(request: Message | MalformedRequest, context: Context) -> object:
-            code = ""
+            code, failure = "", None
+            self._concurrent += 1
             try:
+                if limited and self._concurrent > self._max_concurrent:
+                    raise OverloadedError(f"{self._max_concurrent} calls are in progress already", retry_ms=RETRY_MS)
                 if isinstance(request, MalformedRequest):
                     raise InvalidRequestError(FieldViolation(request.field, request.description))
                 response = await handler(request, context)
                 code = "OK"
                 return response
             except QuireError as error:
-                code = error.code
-                await context.abort_with_status(to_status(error))
+                failure = error
             except Exception as unexpected:
                 if context.cancelled():
                     return None  # a write to a client that has gone fails in several ways
-                code = "INTERNAL"
-                error_id = draw_error_id()
-                get_logger().error("handler failed", method=name, error_id=error_id, exc_info=unexpected)
-                await context.abort_with_status(to_status(InternalError(error_id)))
+                failure = InternalError(draw_error_id())
+                get_logger().error("handler failed", method=name, error_id=failure.error_id, exc_info=unexpected)
             finally:
-                self._on_outcome(name, code or cancel_code(context))
+                self._concurrent -= 1
+                self._on_outcome(name, code or (failure.code if failure else cancel_code(context)))
+            # The call is over, but gRPC keeps it until its client has read what comes before the status, and with it
+            # the request.
+            if isinstance(request, Message):
+                request.Clear()
+            await context.abort_with_status(to_status(failure))
             return None
 
         return guarded

@@ -98,6 +98,7 @@ class CoreLink:
         self._last_heard = float("-inf")
         self._away_since = time.monotonic()
         self._state = link_pb2.ServiceState()
+        self._model: link_pb2.ServedModel | None = None
         self._ticking: asyncio.Task[None] | None = None
         self._closed = False
         self.malformed_messages = 0
@@ -114,8 +115,12 @@ class CoreLink:
 
     @property
     def model(self) -> link_pb2.ServedModel | None:
-        """The served model; None until the first worker has joined."""
-        return self._state.model if self._state.HasField("model") else None
+        """The served model, the last one heard of; None until a first worker has joined.
+
+        A core that was started again knows of no model before workers have come back. Requests for the one before it
+        are welcome all the same: how long they wait for a worker is the core's decision.
+        """
+        return self._model
 
     def start(self) -> None:
         """Begins to talk; the core need not be there yet."""
@@ -331,6 +336,8 @@ class CoreLink:
 
     def _take_state(self, message: link_pb2.CoreMessage, now: float) -> None:
         self._state = message.state
+        if message.state.HasField("model"):
+            self._model = message.state.model
         if self._greeting or message.incarnation != self._core:
             if self._core not in (0, message.incarnation):
                 get_logger().warning("the scheduler core is a new one", live_streams=len(self._streams))

@@ -57,14 +57,17 @@ class EchoCore:
     """The core; `step` does everything that is due."""
 
     def __init__(
-        self, address: str, model: link_pb2.ServedModel, *, tokens_per_step: int = 1, quorum: float = 0.0
+        self, address: str, model: link_pb2.ServedModel | None, *, tokens_per_step: int = 1, quorum: float = 0.0
     ) -> None:
-        """A step waits until the share `quorum` of a front end's streams has credit, as far as it comes soon."""
+        """Without a model the core says that no worker has joined yet.
+
+        A step waits until the share `quorum` of a front end's streams has credit, as far as it comes soon.
+        """
         self._context = zmq.Context()
         self._socket = bind_router(self._context, address, max_message=LINK_MAX_MESSAGE)
         self.address = endpoint(self._socket)
         self.incarnation = draw_incarnation()
-        self._state = link_pb2.ServiceState(ready=True, model=model)
+        self._state = link_pb2.ServiceState(ready=model is not None, model=model)
         self._tokens_per_step = tokens_per_step
         self._quorum = quorum
         self._frontends: dict[bytes, EchoFrontend] = {}
@@ -122,7 +125,9 @@ class EchoCore:
         if message.snapshot_request:
             answer.snapshot.request = message.snapshot_request
             answer.snapshot.families.extend(message.report.families)
-        if answer.HasField("state") or answer.ends:
+        for request in message.operator_requests:
+            answer.operator_replies.add(number=request.number)  # there are no workers
+        if answer.HasField("state") or answer.ends or answer.operator_replies:
             frontend.backlog.append(answer.SerializeToString())
 
     def allowance(self, stream: EchoStream) -> int:

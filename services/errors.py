@@ -28,7 +28,7 @@ ERROR_DOMAIN = "quire"
 PUSHBACK_KEY = "grpc-retry-pushback-ms"
 """Trailing metadata that gRPC clients with a retry policy obey."""
 RETRY_MS = 1000
-"""When to try again while the service is starting or the core is away."""
+"""When to try again while the service is starting, the core is away, or the process has enough in hand."""
 
 _FINISH_REASONS: dict[link_pb2.EndReason.ValueType, generation_pb2.FinishReason.ValueType] = {
     link_pb2.END_REASON_STOP: generation_pb2.FINISH_REASON_STOP,

@@ -115,7 +115,7 @@ class Frontend:
 
     def _make_grpc_server(self, services: Services) -> aio.Server:
         server = aio.server(
-            interceptors=[Boundary(self._metrics.count_outcome)],
+            interceptors=[Boundary(self._metrics.count_outcome, self._config.max_concurrent_requests)],
             options=[
                 ("grpc.so_reuseport", 1),
                 # A client whose machine vanished is noticed before its reader counts as stalled.
@@ -149,7 +149,9 @@ def run(config: FrontendConfig) -> int:
             raise ConfigError(f"stream_credit: {config.stream_credit} bytes are less than one token ({TOKEN_COST})")
         if config.default_max_tokens < 1:
             raise ConfigError(f"default_max_tokens: {config.default_max_tokens} is not at least 1")
-        tokenizer = load_tokenizer(resolve_model(config.model, weights=False))
+        if config.max_concurrent_requests < 1:
+            raise ConfigError(f"max_concurrent_requests: {config.max_concurrent_requests} is not at least 1")
+        tokenizer = load_tokenizer(resolve_model(config.model, weights=False), max_bytes=config.max_tokenizing_bytes)
         # What lives as long as the process need not be looked at by every collection; and messages come and go by the
         # ten thousand a second without making cycles.
         gc.collect()

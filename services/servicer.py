@@ -4,6 +4,7 @@ import asyncio
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from opentelemetry.trace import Span, Tracer
 
@@ -23,12 +24,21 @@ from services.validation import ValidRequest, check_chat, check_model, check_tex
 from services.wakeup import Wakeup
 from shared.columns import to_column
 from shared.config import FrontendConfig
-from shared.errors import DuplicateRequestError, FieldViolation, InvalidRequestError, NotReadyError, QuireError
+from shared.errors import (
+    DuplicateRequestError,
+    FieldViolation,
+    InvalidRequestError,
+    NotReadyError,
+    QuireError,
+    StalledReaderError,
+)
 from shared.logging import get_logger
 from shared.telemetry import to_traceparent
 
 REQUEST_ID_KEY = "quire-request-id"
 """The initial metadata entry with the id a request runs under."""
+FAREWELL_S = 1.0
+"""How long the reader of a stream that ended with an error has for what came before the error."""
 ANONYMOUS = "anonymous"
 """The principal of calls without authentication."""
 
@@ -168,16 +178,32 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         )
         services.metrics.prompt_tokens.inc(len(prompt))
         try:
-            services.link.submit(stream)
-            await self._pass_on(stream, wakeup, context)
+            # gRPC waits for ever for a client that does not read. While the stream lives that is the core's business:
+            # it notices that no credit comes back. What is left at the end goes out in time or not at all.
+            async with asyncio.timeout(None) as patience:
+                stream.on_end = partial(self._limit, patience, stream)
+                services.link.submit(stream)
+                await self._pass_on(stream, wakeup, patience, context)
+                await context.write(self._finished(stream, model.name, span))
+        except TimeoutError:
+            raise _failure(stream) or StalledReaderError("the client took no data for too long") from None
         finally:
             services.link.release(stream)
             services.metrics.generation_tokens.inc(stream.num_sent)
             services.metrics.merged_tokens.inc(stream.merged_tokens)
-        await context.write(self._finished(stream, model.name, span))
 
-    async def _pass_on(self, stream: Stream, wakeup: Wakeup, context: Context) -> None:
-        """Writes what the stream yields until it is over, each message when the one before has really gone."""
+    def _limit(self, patience: asyncio.Timeout, stream: Stream) -> None:
+        """Gives the reader of a stream that is over some time for its next message."""
+        seconds = self._services.config.stall_timeout_s if _failure(stream) is None else FAREWELL_S
+        if seconds > 0:
+            patience.reschedule(asyncio.get_running_loop().time() + seconds)
+
+    async def _pass_on(self, stream: Stream, wakeup: Wakeup, patience: asyncio.Timeout, context: Context) -> None:
+        """Writes what the stream yields until it is over, each message when the one before has really gone.
+
+        Raises:
+            QuireError: the stream ended with an error.
+        """
         link, metrics = self._services.link, self._services.metrics
         last = 0.0
         while True:
@@ -194,6 +220,8 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             delta.token_ids.extend(batch.token_ids)
             delta.text = batch.text
             await context.write(response)
+            if stream.over:
+                self._limit(patience, stream)
             stream.taken()
             link.give_credit(stream)
             now = time.monotonic()
@@ -202,20 +230,16 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             elif stream.first_token_at is not None:
                 metrics.first_token.observe(stream.first_token_at - stream.request.arrival)
             last = now
-        if stream.error is not None:
-            raise stream.error
+        failure = _failure(stream)
+        if failure is not None:
+            raise failure
 
     def _finished(self, stream: Stream, model: str, span: Span) -> v1.GenerateResponse:
-        """The last message.
-
-        Raises:
-            QuireError: the core ended the stream with an error.
-        """
+        """The last message of a stream that ended well."""
         end = stream.end
         assert end is not None, "a stream that is over without an error was ended by the core"
         reason = finish_reason(end)
-        if reason is None:
-            raise error_of(end)
+        assert reason is not None, "a stream that the core ended with an error does not finish"
         finished = v1.Finished(reason=reason, request_id=stream.request.request_id, model=model)
         completion_tokens = end.completion_tokens
         if stream.stop_string is not None:
@@ -276,3 +300,10 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         self._services.metrics.live_streams.set(len(self._live))
         if not self._live:
             self.idle.set()
+
+
+def _failure(stream: Stream) -> QuireError | None:
+    """Why a stream ended without success; None while it lives, and when it ended well."""
+    if stream.error is not None:
+        return stream.error
+    return None if stream.end is None or finish_reason(stream.end) is not None else error_of(stream.end)

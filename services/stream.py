@@ -74,7 +74,7 @@ class Stream:
 
     __slots__ = (
         "_credit_portion", "_credit_returned", "_detokenizer", "_finder", "_flushed", "_held", "_outbox",
-        "_text_length", "_wake", "_writing", "end", "error", "first_token_at", "number", "over", "request",
+        "_text_length", "_wake", "_writing", "end", "error", "first_token_at", "number", "on_end", "over", "request",
     )  # fmt: skip
 
     def __init__(self, request: StreamRequest, detokenizer: Detokenizer, wake: Callable[[], None]) -> None:
@@ -88,6 +88,8 @@ class Stream:
         """Why the stream ended without the core."""
         self.over = False
         """Nothing more will come; `take` may still have something."""
+        self.on_end: Callable[[], None] | None = None
+        """Called once, when the stream is over."""
         self._wake = wake
         self._detokenizer = detokenizer
         self._finder = StopFinder(request.stop_strings) if request.stop_strings else None
@@ -176,14 +178,14 @@ class Stream:
     def finish(self, end: link_pb2.StreamEnd) -> None:
         """The core ended the stream."""
         if not self.over:
-            self.end, self.over = end, True
-            self._wake()
+            self.end = end
+            self._finish()
 
     def fail(self, error: QuireError) -> None:
         """The stream ends without the core."""
         if not self.over:
-            self.error, self.over = error, True
-            self._wake()
+            self.error = error
+            self._finish()
 
     def take(self) -> Batch | None:
         """What the reader gets next, or None while there is nothing. Confirm it with `taken`."""
@@ -211,6 +213,12 @@ class Stream:
             return 0
         self._credit_returned += due
         return due * TOKEN_COST
+
+    def _finish(self) -> None:
+        self.over = True
+        if self.on_end is not None:
+            self.on_end()
+        self._wake()
 
     def _scan(self, token_ids: list[int], finder: StopFinder) -> Received:
         outcome = Received.TAKEN

@@ -2,14 +2,15 @@
 
 Only `tokenizer.json` and its neighbours are read, never weights; `transformers` is not needed. Encoding releases the
 GIL, so long prompts are encoded in a small thread pool and do not hold up the streams of others; for short ones the
-way to a thread and back would cost more than the work.
+way to a thread and back would cost more than the work. What waits for the threads is bounded in bytes.
 """
 
 import asyncio
 import hashlib
 import json
+import threading
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar, TypeVarTuple
 
@@ -17,10 +18,15 @@ from tokenizers import Tokenizer
 
 from services.chat_template import ChatTemplate
 from services.detokenizer import Detokenizer, detokenizer_factory
+from services.errors import RETRY_MS
 from shared.config import ConfigError
+from shared.errors import OverloadedError
 
 INLINE_CHARACTERS = 512
 """Texts up to this length are encoded on the event loop: about 0.25 ms, what a thread costs under load."""
+
+MAX_BYTES = 64 << 20
+"""Default for how much text may be in the thread pool and its queue."""
 
 _THREADS = 2
 _FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
@@ -32,7 +38,10 @@ Result = TypeVar("Result")
 class TextTokenizer:
     """Tokenizer and chat template of one model."""
 
-    def __init__(self, tokenizer: Tokenizer, chat_template: ChatTemplate | None, fingerprint: str) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, chat_template: ChatTemplate | None, fingerprint: str, max_bytes: int = MAX_BYTES
+    ) -> None:
+        """Above `max_bytes` in the thread pool and its queue, further texts are refused."""
         # A prompt is the client's: it is never cut or padded, whatever the file says.
         tokenizer.no_truncation()
         tokenizer.no_padding()
@@ -40,6 +49,10 @@ class TextTokenizer:
         self._chat_template = chat_template
         self._detokenizer = detokenizer_factory(tokenizer)
         self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="tokenize")
+        self._max_bytes = max_bytes
+        self._bytes = 0
+        """In the pool; counted down by its threads, so under the lock."""
+        self._lock = threading.Lock()
         self.fingerprint = fingerprint
         """sha256 over the tokenizer's files, hex."""
 
@@ -49,10 +62,14 @@ class TextTokenizer:
         return self._chat_template is not None
 
     async def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """The token ids of plain text."""
+        """The token ids of plain text.
+
+        Raises:
+            OverloadedError: too much text is waiting already; so for the other calls.
+        """
         if len(text) <= INLINE_CHARACTERS:
             return self._encode(text, add_special_tokens)
-        return await self._in_thread(self._encode, text, add_special_tokens)
+        return await self._in_thread(len(text.encode()), self._encode, text, add_special_tokens)
 
     async def encode_chat(self, messages: Sequence[Mapping[str, str]], *, add_generation_prompt: bool) -> list[int]:
         """The token ids of a conversation; special tokens are the template's business.
@@ -62,13 +79,14 @@ class TextTokenizer:
         """
         if sum(len(message["content"]) for message in messages) <= INLINE_CHARACTERS:
             return self._encode_chat(messages, add_generation_prompt)
-        return await self._in_thread(self._encode_chat, messages, add_generation_prompt)
+        size = sum(len(message["content"].encode()) for message in messages)
+        return await self._in_thread(size, self._encode_chat, messages, add_generation_prompt)
 
     async def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         """The text of a whole sequence."""
         if len(token_ids) <= INLINE_CHARACTERS:
             return self._decode(token_ids, skip_special_tokens)
-        return await self._in_thread(self._decode, token_ids, skip_special_tokens)
+        return await self._in_thread(4 * len(token_ids), self._decode, token_ids, skip_special_tokens)
 
     def detokenizer(self, *, skip_special_tokens: bool) -> Detokenizer:
         """The text side of a new stream."""
@@ -90,12 +108,25 @@ class TextTokenizer:
     def _decode(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str:
         return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
 
-    async def _in_thread(self, function: Callable[[*Arguments], Result], *arguments: *Arguments) -> Result:
-        return await asyncio.get_running_loop().run_in_executor(self._pool, function, *arguments)
+    async def _in_thread(self, size: int, function: Callable[[*Arguments], Result], *arguments: *Arguments) -> Result:
+        with self._lock:
+            # One text that is larger than all may be together is served when nothing else is in hand.
+            if self._bytes and self._bytes + size > self._max_bytes:
+                raise OverloadedError("too much text is being tokenized already; try again soon", retry_ms=RETRY_MS)
+            self._bytes += size
+
+        def done(_: "Future[Result]") -> None:
+            with self._lock:
+                self._bytes -= size
+
+        # What a caller no longer waits for counts until its thread has really let go of it.
+        work = self._pool.submit(function, *arguments)
+        work.add_done_callback(done)
+        return await asyncio.wrap_future(work)
 
 
-def load_tokenizer(folder: Path) -> TextTokenizer:
-    """Reads the tokenizer of the model in `folder`.
+def load_tokenizer(folder: Path, *, max_bytes: int = MAX_BYTES) -> TextTokenizer:
+    """Reads the tokenizer of the model in `folder`; `max_bytes` as in `TextTokenizer`.
 
     Raises:
         ConfigError: there is no usable tokenizer; the message says what is wrong.
@@ -114,7 +145,7 @@ def load_tokenizer(folder: Path) -> TextTokenizer:
         template = ChatTemplate(source, special_tokens) if source else None
     except ValueError as error:
         raise ConfigError(f"model: {folder}: {error}") from None
-    return TextTokenizer(tokenizer, template, _fingerprint(folder))
+    return TextTokenizer(tokenizer, template, _fingerprint(folder), max_bytes)
 
 
 def _template_source(folder: Path, config: Mapping[str, Any]) -> str:

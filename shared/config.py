@@ -98,6 +98,9 @@ class FrontendConfig:
     http_port: int = _option(8000, "port for HTTP; 0: any free one")
     stream_credit: int = _option(65536, "bytes of output a stream may be ahead of its reader", unit="bytes")
     default_max_tokens: int = _option(256, "max_tokens for requests that give none")
+    max_concurrent_requests: int = _option(8192, "most calls at once; more are refused with RESOURCE_EXHAUSTED")
+    max_tokenizing_bytes: int = _option(64 << 20, "most text in tokenisation at once; more is refused", unit="bytes")
+    stall_timeout_s: float = _option(60.0, "a reader that takes nothing for so long is cancelled", unit="s")
     grace_period_s: float = _option(10.0, "how long running requests may go on after SIGTERM", unit="s")
 
 

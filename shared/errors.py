@@ -80,6 +80,13 @@ class QueueFullError(QuireError):
     reason = "QUEUE_FULL"
 
 
+class OverloadedError(QuireError):
+    """This front end has as much in hand as it may; try again after `retry_ms`."""
+
+    code = "RESOURCE_EXHAUSTED"
+    reason = "OVERLOADED"
+
+
 class NoWorkerError(QuireError):
     """No worker was there for longer than the configured wait."""
 

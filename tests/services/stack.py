@@ -5,6 +5,7 @@ import contextlib
 import threading
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from typing import Any
 
 import httpx
 from grpc import aio
@@ -39,9 +40,16 @@ class TestCore(EchoCore):
 
     __test__ = False
 
-    def __init__(self, address: str, *, limit: int | None = None, tokens_per_step: int = 1) -> None:
-        """`limit`: no stream gets more tokens than this from this core."""
-        super().__init__(address, MODEL, tokens_per_step=tokens_per_step)
+    def __init__(
+        self,
+        address: str,
+        *,
+        limit: int | None = None,
+        tokens_per_step: int = 1,
+        model: link_pb2.ServedModel | None = MODEL,
+    ) -> None:
+        """`limit`: no stream gets more tokens than this from this core; `model`: None before a worker has joined."""
+        super().__init__(address, model, tokens_per_step=tokens_per_step)
         self.limit = limit
         self.messages: list[link_pb2.FrontendMessage] = []
         self.end_at_once: link_pb2.StreamEnd | None = None
@@ -94,6 +102,15 @@ class TestCore(EchoCore):
         """All submissions so far."""
         return [submission for message in self.messages for submission in message.submissions]
 
+    def reported(self, sample: str, **labels: str) -> float:
+        """A value in the newest report of a front end; 0 when it is not there."""
+        reports = [message.report for message in self.messages if message.HasField("report")]
+        for family in reports[-1].families if reports else ():
+            for each in family.samples:
+                if each.name == sample and labels.items() <= dict(each.labels).items():
+                    return each.value
+        return 0.0
+
     @property
     def cancelled(self) -> list[bytes]:
         """All columns of cancelled streams so far."""
@@ -126,10 +143,11 @@ class Stack:
     """The front end, its core and a client."""
 
     def __init__(
-        self, core: TestCore | None, frontend: Frontend, channel: aio.Channel, http: httpx.AsyncClient
+        self, core: TestCore | None, frontend: Frontend, target: str, channel: aio.Channel, http: httpx.AsyncClient
     ) -> None:
         self.core_or_none = core
         self.frontend = frontend
+        self.target = target
         self.channel = channel
         self.http = http
         self._stopping: asyncio.Task[None] | None = None
@@ -171,23 +189,24 @@ async def running_stack(
     *,
     core: Callable[[str], TestCore] | None = TestCore,
     telemetry: Telemetry | None = None,
-    stream_credit: int = 65536,
-    grace_period_s: float = 0.0,
     chat_template: bool = True,
+    **settings: Any,
 ) -> AsyncIterator[Stack]:
-    """Everything started; ready unless there is no core."""
+    """Everything started, with these settings of the front end; ready unless there is no core."""
     model = write_model(folder / "model", byte_level(), **({} if chat_template else {"chat_template": None}))
     address = f"ipc://{folder}/core"
     config = FrontendConfig(
-        frontend_address=address, model=str(model), grpc_port=0, http_port=0, stream_credit=stream_credit,
-        grace_period_s=grace_period_s, default_max_tokens=64,
+        frontend_address=address, model=str(model), grpc_port=0, http_port=0,
+        **{"grace_period_s": 0.0, "default_max_tokens": 64} | settings,
     )  # fmt: skip
     started = core(address) if core is not None else None
-    frontend = Frontend(config, load_tokenizer(model), telemetry or Telemetry("test"))
+    tokenizer = load_tokenizer(model, max_bytes=config.max_tokenizing_bytes)
+    frontend = Frontend(config, tokenizer, telemetry or Telemetry("test"))
     grpc_port, http_port = await frontend.start()
-    channel = aio.insecure_channel(f"127.0.0.1:{grpc_port}")
+    target = f"127.0.0.1:{grpc_port}"
+    channel = aio.insecure_channel(target)
     http = httpx.AsyncClient(base_url=f"http://127.0.0.1:{http_port}")
-    stack = Stack(started, frontend, channel, http)
+    stack = Stack(started, frontend, target, channel, http)
     try:
         if started is not None:
             await stack.until_ready()

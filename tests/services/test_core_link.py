@@ -2,7 +2,7 @@
 
 import asyncio
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import grpc
 import pytest
@@ -26,7 +26,7 @@ PROMPT = tuple(byte_level().encode("one two 🙂 three ", add_special_tokens=Fal
 Call: TypeAlias = "aio.UnaryStreamCall[v1.GenerateRequest, v1.GenerateResponse]"
 
 
-async def replace_core(stack: Stack, **options: int) -> TestCore:
+async def replace_core(stack: Stack, **options: Any) -> TestCore:
     """Kills the core as kill -9 would, and starts another one at the same address."""
     address = stack.core.address
     stack.core.kill()
@@ -140,6 +140,32 @@ def test_a_submission_says_everything_the_core_must_know(tmp_path: Path) -> None
             assert 0 < submission.ttft_target_ns <= 5 * 10**9
             assert submission.total_time_target_ns == 0
             assert submission.cache_scope == b"principal\0anonymous"
+
+    asyncio.run(main())
+
+
+def test_a_core_without_workers_is_asked_to_wait_for_one(tmp_path: Path) -> None:
+    """Before any worker has joined, requests are refused; once a model is known, a new core that has no worker yet gets
+    them, since it decides how long they wait. Readiness waits for the worker."""
+
+    async def main() -> None:
+        async with running_stack(tmp_path, core=None) as stack:
+            stack.core_or_none = TestCore(f"ipc://{tmp_path}/core", model=None)
+            await stack.core.saw(lambda core: any(message.HasField("report") for message in core.messages))
+            with pytest.raises(aio.AioRpcError) as never:
+                await stack.generate(tokens_request(*PROMPT))
+            await replace_core(stack)
+            await stack.until_ready()
+            core = await replace_core(stack, limit=0, model=None)
+            await stack.until_ready(False)
+            await core.saw(lambda core: any(message.HasField("report") for message in core.messages))
+            call = stack.generation.Generate(tokens_request(*PROMPT, max_tokens=3))
+            await core.saw(lambda core: len(core.submissions) == 1)
+            core.limit = None
+            responses = await collect(call)
+
+            assert never.value.code() == grpc.StatusCode.UNAVAILABLE
+            assert joined_ids([response.delta for response in responses[:-1]]) == list(PROMPT[:3])
 
     asyncio.run(main())
 

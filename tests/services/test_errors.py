@@ -12,6 +12,7 @@ from grpc import aio
 from grpc_status import rpc_status
 
 from protos.quire.link.v1 import link_pb2
+from quire.admin.v1 import admin_pb2, admin_pb2_grpc
 from quire.v1 import generation_pb2 as v1
 from quire.v1 import model_pb2, model_pb2_grpc
 from services.stream import Stream
@@ -182,6 +183,51 @@ def test_without_a_core_calls_are_unavailable(tmp_path: Path) -> None:
                 assert refusal.info.reason == "NOT_READY"
                 assert refusal.trailing["grpc-retry-pushback-ms"] == "1000"
                 assert refusal.retry.retry_delay.ToMilliseconds() == 1000
+
+    asyncio.run(main())
+
+
+def test_more_calls_than_the_process_may_have_are_refused(tmp_path: Path) -> None:
+    """One call too many is RESOURCE_EXHAUSTED with a pushback and never reaches the core; a place that is left is taken
+    again, and an operator is never refused."""
+
+    async def main() -> None:
+        async with running_stack(tmp_path, core=lambda a: TestCore(a, limit=1), max_concurrent_requests=2) as stack:
+            calls = [stack.generation.Generate(tokens_request(1, max_tokens=5)) for _ in range(2)]
+            for call in calls:
+                await call.read()
+            for late in (stack.generate(tokens_request(1)), stack.generation.Tokenize(v1.TokenizeRequest(text="x"))):
+                refusal = await refused(late)
+
+                assert refusal.code == grpc.StatusCode.RESOURCE_EXHAUSTED
+                assert refusal.info.reason == "OVERLOADED"
+                assert refusal.trailing["grpc-retry-pushback-ms"] == "1000"
+            operator = admin_pb2_grpc.AdminServiceStub(stack.channel)
+            await operator.ListWorkers(admin_pb2.ListWorkersRequest())
+            calls[0].cancel()
+            await stack.core.saw(lambda core: bool(core.cancelled))
+            await stack.generate(tokens_request(1, max_tokens=1))
+
+            assert len(stack.core.submissions) == 3
+
+    asyncio.run(main())
+
+
+def test_more_text_than_may_wait_is_refused(tmp_path: Path) -> None:
+    """While a long text is in tokenisation, another one that would be too much is RESOURCE_EXHAUSTED; short ones pass,
+    and so does a text that alone is more than the bound."""
+
+    async def main() -> None:
+        async with running_stack(tmp_path, max_tokenizing_bytes=1 << 20) as stack:
+            long = v1.TokenizeRequest(text="the quick brown fox " * 100_000)
+            first, second = (stack.generation.Tokenize(long) for _ in range(2))
+            answers = await asyncio.gather(first, second, return_exceptions=True)
+            (refusal,) = [Refusal(answer) for answer in answers if isinstance(answer, aio.AioRpcError)]
+            short = await stack.generation.Tokenize(v1.TokenizeRequest(text="the fox"))
+            again = await stack.generation.Tokenize(long)
+
+            assert (refusal.code, refusal.info.reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "OVERLOADED")
+            assert len(short.token_ids) < len(again.token_ids)
 
     asyncio.run(main())
 
