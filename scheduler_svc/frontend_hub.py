@@ -1,7 +1,7 @@
 """All connected front ends: their leases, their metrics, and what each is to be told.
 
-The core never waits for a front end. What a socket does not take stays in a backlog, in order; it is bounded because
-streams have credit and because a front end that says nothing for the length of its lease is lost.
+The core never waits for a front end. What a socket does not take stays in a backlog, in order. A front end that says
+nothing for the length of its lease is lost, and so is one that goes on talking without reading what it is told.
 """
 
 import time
@@ -17,6 +17,9 @@ from scheduler_svc.frontend_link import Outgoing
 from shared.logging import get_logger
 from shared.sockets import LINK_MAX_MESSAGE, SendOutcome, bind_router, send_to
 
+MAX_BACKLOG = 64 << 20
+"""A front end with a longer backlog is lost, bytes. Tokens alone do not get there, since streams have credit."""
+
 log = get_logger()
 
 
@@ -27,6 +30,7 @@ class _Frontend:
     pending: bool = False
     """`outgoing` holds something."""
     backlog: deque[bytes] = field(default_factory=deque)
+    backlog_bytes: int = 0
     report: link_pb2.MetricReport = field(default_factory=link_pb2.MetricReport)
 
 
@@ -77,22 +81,26 @@ class FrontendHub:
         for frontend in self._frontends.values():
             yield from frontend.report.families
 
-    def flush(self) -> list[ev.Peer]:
-        """Sends what this turn has for everyone; returns the front ends that turned out to be gone."""
-        gone = []
+    def flush(self) -> dict[ev.Peer, str]:
+        """Sends what this turn has for everyone; returns the front ends that are lost, and why."""
+        lost = {}
         for peer, frontend in self._frontends.items():
             if frontend.pending:
-                frontend.backlog.append(frontend.outgoing.encode(self._incarnation))
+                frame = frontend.outgoing.encode(self._incarnation)
+                frontend.backlog.append(frame)
+                frontend.backlog_bytes += len(frame)
                 frontend.outgoing = Outgoing()
                 frontend.pending = False
             while frontend.backlog:
                 outcome = send_to(self.socket, peer, frontend.backlog[0])
                 if outcome is SendOutcome.GONE:
-                    gone.append(peer)
+                    lost[peer] = "its connection is gone"
                 if outcome is not SendOutcome.SENT:
                     break
-                frontend.backlog.popleft()
-        return gone
+                frontend.backlog_bytes -= len(frontend.backlog.popleft())
+            if frontend.backlog_bytes > MAX_BACKLOG:
+                lost[peer] = "it reads nothing"
+        return lost
 
     def expired(self, now: float) -> list[ev.Peer]:
         """Front ends whose lease ran out."""
@@ -106,5 +114,5 @@ class FrontendHub:
     def drain(self, seconds: float) -> None:
         """Goes on sending what is left, for a bounded time; used before the process ends."""
         end = time.monotonic() + seconds
-        while self.flush() == [] and any(f.backlog for f in self._frontends.values()) and time.monotonic() < end:
+        while not self.flush() and any(f.backlog for f in self._frontends.values()) and time.monotonic() < end:
             time.sleep(0.01)

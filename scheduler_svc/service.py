@@ -90,8 +90,8 @@ class SchedulerService:
             self._tick(now)
         for peer in self._core.workers():
             self._plan(peer)
-        for peer in self._frontends.flush():
-            self._lose_frontend(peer, "its connection is gone", time.monotonic())
+        for peer, reason in self._frontends.flush().items():
+            self._lose_frontend(peer, reason, time.monotonic())
         return more
 
     def _take_in(self, socket: "zmq.Socket[bytes]", handle: Callable[[ev.Peer, bytes, float], None]) -> bool:

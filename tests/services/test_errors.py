@@ -213,25 +213,6 @@ def test_more_calls_than_the_process_may_have_are_refused(tmp_path: Path) -> Non
     asyncio.run(main())
 
 
-def test_more_text_than_may_wait_is_refused(tmp_path: Path) -> None:
-    """While a long text is in tokenisation, another one that would be too much is RESOURCE_EXHAUSTED; short ones pass,
-    and so does a text that alone is more than the bound."""
-
-    async def main() -> None:
-        async with running_stack(tmp_path, max_tokenizing_bytes=1 << 20) as stack:
-            long = v1.TokenizeRequest(text="the quick brown fox " * 100_000)
-            first, second = (stack.generation.Tokenize(long) for _ in range(2))
-            answers = await asyncio.gather(first, second, return_exceptions=True)
-            (refusal,) = [Refusal(answer) for answer in answers if isinstance(answer, aio.AioRpcError)]
-            short = await stack.generation.Tokenize(v1.TokenizeRequest(text="the fox"))
-            again = await stack.generation.Tokenize(long)
-
-            assert (refusal.code, refusal.info.reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "OVERLOADED")
-            assert len(short.token_ids) < len(again.token_ids)
-
-    asyncio.run(main())
-
-
 def test_every_end_of_the_core_has_its_status(tmp_path: Path) -> None:
     """The core's reason decides code and reason; the core's own words are the message."""
     code = grpc.StatusCode

@@ -9,6 +9,7 @@ import pytest
 from services.chat_template import ChatTemplate, ChatTemplateError
 from services.tokenizer import INLINE_CHARACTERS, load_tokenizer
 from shared.config import ConfigError
+from shared.errors import OverloadedError
 from tests.services.tokenizers_for_tests import BOS, byte_level, write_model
 
 MESSAGES = [{"role": "user", "content": "hi"}]
@@ -25,6 +26,24 @@ def test_short_and_long_texts_encode_alike(tmp_path: Path) -> None:
     assert asyncio.run(tokenizer.encode("fox"))[0] == BOS
     assert asyncio.run(tokenizer.encode("fox", add_special_tokens=False))[0] != BOS
     assert asyncio.run(tokenizer.decode(ids, skip_special_tokens=True)) == text
+
+
+def test_more_text_than_may_wait_is_refused(tmp_path: Path) -> None:
+    """While a long text is in hand another one that would be too much is refused and a short one is not; a text that
+    alone is more than the bound is encoded when nothing else is in hand."""
+    tokenizer = load_tokenizer(write_model(tmp_path, byte_level()), max_bytes=1000)
+    text = "the fox " * 100_000
+
+    async def main() -> None:
+        calls = [tokenizer.encode(each) for each in (text, text, "the fox")]
+        first, second, short = await asyncio.gather(*calls, return_exceptions=True)
+        again = await tokenizer.encode(text)
+
+        assert first == again
+        assert isinstance(second, OverloadedError)
+        assert isinstance(short, list)
+
+    asyncio.run(main())
 
 
 def test_a_prompt_is_never_cut_or_padded(tmp_path: Path) -> None:

@@ -1,0 +1,52 @@
+"""What the scheduler keeps for its front ends is bounded, with real sockets."""
+
+from pathlib import Path
+
+import pytest
+import zmq
+
+from protos.quire.link.v1 import link_pb2
+from scheduler_svc import frontend_hub
+from scheduler_svc.core import effects as ef
+from scheduler_svc.frontend_hub import FrontendHub
+from shared.sockets import LINK_MAX_MESSAGE, connect_dealer, receive_from
+
+STATE = ef.ServiceChanged(ready=True, model=None, max_model_len=0, block_size=0)
+
+
+def test_a_front_end_that_talks_and_never_reads_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reports renew the lease; their answers pile up only so far, and only for the one that does not read them."""
+    monkeypatch.setattr(frontend_hub, "MAX_BACKLOG", 1 << 16)
+    address = f"ipc://{tmp_path}/f"
+    with zmq.Context() as context:
+        hub = FrontendHub(context, address, incarnation=1, lease_s=10.0)
+        dealers = [
+            connect_dealer(context, address, identity=name, max_message=LINK_MAX_MESSAGE) for name in (b"a", b"b")
+        ]
+        for dealer in dealers:
+            dealer.send(b"")
+        for _ in dealers:
+            assert hub.socket.poll(20_000)
+            peer, _ = receive_from(hub.socket) or (b"", b"")
+            hub.heard(peer, 0.0, hello=True)
+        lost: dict[bytes, str] = {}
+        for turn in range(100_000):
+            for peer in (b"a", b"b"):
+                hub.heard(peer, float(turn), hello=False)
+                hub.outgoing(peer).set_state(STATE)
+            lost = hub.flush()
+            if lost:
+                break
+            assert dealers[1].poll(20_000)
+            while dealers[1].poll(0):
+                dealers[1].recv()
+        expired = hub.expired(float(turn))
+        hub.forget(b"a", lost[b"a"])
+        hub.outgoing(b"b").set_snapshot(7, [])
+
+        assert (lost, expired) == ({b"a": "it reads nothing"}, [])
+        assert hub.flush() == {}
+        while link_pb2.CoreMessage.FromString(dealers[1].recv()).snapshot.request != 7:
+            pass
+        for socket in (*dealers, hub.socket):
+            socket.close()
