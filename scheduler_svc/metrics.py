@@ -7,7 +7,7 @@ from prometheus_client import CollectorRegistry, Histogram
 
 from protos.quire.link.v1 import link_pb2
 from protos.quire.plan.v1 import plan_pb2
-from scheduler_svc.core.scheduler import SchedulerStats, WorkerStats
+from scheduler_svc.core.stats import SchedulerStats, WorkerStats
 from shared.metrics import collect_families
 
 _STEP_BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10)

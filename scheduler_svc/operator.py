@@ -2,7 +2,7 @@
 
 from protos.quire.link.v1 import link_pb2
 from scheduler_svc.core import events as ev
-from scheduler_svc.core.scheduler import SchedulerStats, WorkerStats
+from scheduler_svc.core.stats import SchedulerStats, WorkerStats
 
 
 def to_event(request: link_pb2.OperatorRequest) -> ev.DrainRequested | ev.ResumeRequested | None:

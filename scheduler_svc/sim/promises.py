@@ -10,7 +10,7 @@ from scheduler_svc.core import effects as ef
 from scheduler_svc.core import events as ev
 from scheduler_svc.core.effects import EndReason
 from scheduler_svc.core.plan import Plan, RowAdmission
-from scheduler_svc.core.scheduler import SchedulerStats
+from scheduler_svc.core.stats import SchedulerStats
 from scheduler_svc.sim.clients import Clients
 from scheduler_svc.sim.cluster import Cluster
 from scheduler_svc.sim.coverage import Limit

@@ -16,6 +16,7 @@ from scheduler_svc.core.block_pool import BlockPool
 from scheduler_svc.core.capacity import Capacity
 from scheduler_svc.core.fleet import Fleet
 from scheduler_svc.core.planner import Planner
+from scheduler_svc.core.registry import RequestRegistry
 from scheduler_svc.core.rows import RowTable
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.waiting import KeyedQueue
@@ -234,12 +235,12 @@ def wrong_rows_believed(patch: pytest.MonkeyPatch) -> None:
 def preempted_loses_token(patch: pytest.MonkeyPatch) -> None:
     """A request that leaves its worker forgets its newest token."""
 
-    def forgets(displace: Any, self: Scheduler, request: Any, *arguments: Any) -> None:
+    def forgets(displace: Any, self: RequestRegistry, request: Any, *arguments: Any) -> None:
         if len(request.tokens) > request.num_prompt_tokens:
             request.tokens.pop()
         displace(self, request, *arguments)
 
-    _wrap(patch, Scheduler, "_displace", forgets)
+    _wrap(patch, RequestRegistry, "displace", forgets)
 
 
 @bug("order.overtaken", "stream.deadline", aim=with_limits(policy="fcfs", giants=0.1, num_workers=1, **_CONTINUOUS))
@@ -349,21 +350,21 @@ def stall_blamed(patch: pytest.MonkeyPatch) -> None:
 def deadline_ignored(patch: pytest.MonkeyPatch) -> None:
     """Requests outlive their deadlines."""
 
-    def without_deadlines(time_passed: Any, self: Scheduler, event: Any, now: float) -> None:
+    def without_deadlines(time_passed: Any, self: RequestRegistry, now: float) -> None:
         self._deadlines.clear()
-        time_passed(self, event, now)
+        time_passed(self, now)
 
-    _wrap(patch, Scheduler, "_time_passed", without_deadlines)
+    _wrap(patch, RequestRegistry, "time_passed", without_deadlines)
 
 
 @bug("limit.queue", "stream.reason")
 def queue_one_too_long(patch: pytest.MonkeyPatch) -> None:
     """One request more than max_queued_requests waits."""
 
-    def longer(full: Any, self: Scheduler, request: Any) -> Any:
-        return full(self, request) and len(self._waiting) + len(self._starved) > self._config.max_queued_requests
+    def longer(full: Any, self: RequestRegistry, request: Any) -> Any:
+        return full(self, request) and self.num_waiting > self._config.max_queued_requests
 
-    _wrap(patch, Scheduler, "_queue_is_full", longer)
+    _wrap(patch, RequestRegistry, "_queue_is_full", longer)
 
 
 @bug("core", "finish", "empty", "work.running")

@@ -1,0 +1,318 @@
+"""All live requests, from arrival to end: who they are, who waits, whose time is up.
+
+A request is in exactly one of three places: *waiting* (in the queue, or *starved* beside it while its reader has no
+credit), *running* in a row of a worker, or *ending* (its last step is planned, the answer outstanding). Every request
+ends in `end`, exactly once.
+"""
+
+import heapq
+from collections.abc import Iterator
+
+import numpy as np
+
+from scheduler_svc.core import events as ev
+from scheduler_svc.core.config import CoreConfig
+from scheduler_svc.core.effects import AttemptEnded, Effect, EndReason, RequestEnded
+from scheduler_svc.core.fleet import Fleet
+from scheduler_svc.core.forecast import Forecast
+from scheduler_svc.core.plan import RowAdmission
+from scheduler_svc.core.request import TOKEN_BYTES, Request, RequestKey, RequestState, to_tokens
+from scheduler_svc.core.rows import DECODE
+from scheduler_svc.core.tenants import Tenants
+from scheduler_svc.core.waiting import make_queue
+from scheduler_svc.core.worker import Worker
+
+_NATURAL_ENDS = (EndReason.STOP, EndReason.STOP_STRING, EndReason.LENGTH)
+
+
+class RequestRegistry:
+    """The live requests of one core; what is to be done goes to `effects`."""
+
+    def __init__(self, config: CoreConfig, fleet: Fleet, effects: list[Effect]) -> None:
+        self.waiting = make_queue(config.policy, config.tenant_weights)
+        self.forecast = Forecast()
+        self.tenants = Tenants(config.tenant_limits)
+        self.ended: dict[EndReason, int] = dict.fromkeys(EndReason, 0)
+        """How many requests have ended for each reason."""
+        self._config = config
+        self._fleet = fleet
+        self._effects = effects
+        self._requests: dict[RequestKey, Request] = {}
+        self._running: dict[RequestKey, tuple[Worker, int]] = {}
+        self._queued_tokens = 0
+        self._stalling: dict[RequestKey, Request] = {}
+        """Requests that were seen without credit; some may have got it since."""
+        self._starved: dict[RequestKey, Request] = {}
+        """Waiting requests whose readers have no credit."""
+        self._deadlines: list[tuple[float, int, RequestKey]] = []
+        self._sequence = 0
+        self._recent_wait = 0.0
+        """Smoothed time from arrival to first plan."""
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def __iter__(self) -> Iterator[Request]:
+        """All live requests; they may end meanwhile."""
+        return iter(list(self._requests.values()))
+
+    def get(self, frontend: ev.Peer, stream: int) -> Request | None:
+        """The live request of a stream."""
+        return self._requests.get(RequestKey(frontend, stream))
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that no worker has taken, starved ones included."""
+        return len(self.waiting) + len(self._starved)
+
+    # ---------------------------------------------------------------- life
+
+    def arrive(self, event: ev.RequestArrived, now: float) -> None:
+        """A request begins to wait, or is refused."""
+        key = RequestKey(event.frontend, event.stream)
+        if key in self._requests:
+            return  # submitted twice by a front end in doubt; the first one stands
+        self._sequence += 1
+        request = Request(
+            key=key,
+            request_id=event.request_id,
+            tokens=to_tokens(event.token_ids),
+            num_prompt_tokens=event.num_prompt_tokens,
+            limit=event.num_prompt_tokens + event.max_tokens,
+            stop_token_ids=tuple(event.stop_token_ids.tolist()),
+            sampling=event.sampling,
+            allowed=len(event.token_ids) + event.credit // TOKEN_BYTES,
+            credit_remainder=event.credit % TOKEN_BYTES,
+            deadline=event.deadline,
+            traceparent=event.traceparent,
+            salt=event.salt,
+            tenant=event.tenant,
+            priority=event.priority,
+            expected_output_tokens=event.expected_output_tokens,
+            ttft_deadline=event.ttft_deadline,
+            total_deadline=min((t for t in (event.deadline, event.total_deadline) if t is not None), default=None),
+            arrival=now,
+            sequence=self._sequence,
+            lowest_token=int(event.token_ids.min(initial=0)),
+            highest_token=int(event.token_ids.max(initial=0)),
+            keys={event.block_size: event.block_keys} if event.block_keys else {},
+        )
+        self._requests[key] = request
+        request.note(now, "arrived")
+        fits_tenant = self.tenants.may_queue(request)
+        self.tenants.arrived(request, now)
+        if not 0 < request.num_prompt_tokens <= len(request.tokens):
+            self.end(request, EndReason.INVALID, now, message="the prompt is empty or longer than the tokens given")
+        elif len(request.tokens) >= request.limit:
+            self.end(request, EndReason.LENGTH, now)
+        elif not fits_tenant:
+            message = f"tenant {request.tenant!r} has as many requests waiting as it may"
+            self.end(request, EndReason.QUEUE_FULL, now, message=message, retry_ms=self._retry_ms())
+        elif self._queue_is_full(request):
+            message = f"{len(self.waiting)} requests with {self._queued_tokens} tokens are waiting already"
+            self.end(request, EndReason.QUEUE_FULL, now, message=message, retry_ms=self._retry_ms())
+        else:
+            if request.deadline is not None:
+                self._watch_deadline(request, request.deadline)
+            self.requeue(request, now)
+
+    def _watch_deadline(self, request: Request, deadline: float) -> None:
+        heapq.heappush(self._deadlines, (deadline, request.sequence, request.key))
+        # Deadlines of requests that have ended stay until they pass, which a client may have set years ahead.
+        if len(self._deadlines) > 64 + 2 * len(self._requests):
+            self._deadlines = [entry for entry in self._deadlines if entry[2] in self._requests]
+            heapq.heapify(self._deadlines)
+
+    def _queue_is_full(self, request: Request) -> bool:
+        config = self._config
+        num_waiting = self.num_waiting
+        return num_waiting >= config.max_queued_requests or (
+            num_waiting > 0 and self._queued_tokens + len(request.tokens) > config.max_queued_tokens
+        )
+
+    def grant(self, request: Request, credit: int, now: float) -> None:
+        """The request's reader has room for `credit` more bytes."""
+        request.grant(credit)
+        request.starved_since = None
+        running = self._running.get(request.key)
+        if running is not None:
+            worker, row = running
+            worker.rows.set_allowed(row, request.allowed)
+        elif request.key in self._starved:
+            del self._starved[request.key]
+            self.requeue(request, now)
+
+    def admitted(self, admission: RowAdmission, worker: Worker, now: float) -> None:
+        """A worker has taken a request out of the queue."""
+        key = RequestKey(admission.frontend, admission.stream)
+        request = self._requests[key]
+        self._queued_tokens -= request.queued_tokens
+        request.queued_tokens = 0
+        self._drop_swapped(request)
+        if request.state is RequestState.RUNNING:
+            self._running[key] = (worker, admission.row)
+        self._recent_wait += 0.1 * (now - admission.queued_since - self._recent_wait)
+
+    def last_step_planned(self, request: Request) -> None:
+        """The request has left its row and waits for its last answer."""
+        self._running.pop(request.key, None)  # absent when the plan that admitted it is its last, too
+
+    def requeue(self, request: Request, now: float) -> None:
+        """Puts a request among the waiting, from wherever it was."""
+        self._running.pop(request.key, None)
+        if request.state is not RequestState.WAITING:
+            self.tenants.paused(request, now)
+        request.state = RequestState.WAITING
+        self._queued_tokens += len(request.tokens) - request.queued_tokens
+        request.queued_tokens = len(request.tokens)
+        request.queued_since = now
+        request.overtaken = request.passed_over = request.left_elsewhere = 0
+        request.forecast_tokens = self.forecast.output_tokens(request)
+        request.latest_start = self.forecast.latest_start(request)
+        if request.allowed > len(request.tokens):
+            self.waiting.push(request)
+        else:
+            request.starved_since = now
+            self._starved[request.key] = self._stalling[request.key] = request
+
+    def displace(self, request: Request, outcome: str, note: str, now: float) -> None:
+        """A request left its worker and is not over."""
+        request.preemptions += 1
+        request.note(now, note)
+        self._attempt_ended(request, outcome)
+        self.requeue(request, now)
+
+    def end(
+        self,
+        request: Request,
+        reason: EndReason,
+        now: float,
+        *,
+        message: str = "",
+        retry_ms: int = 0,
+        completion_tokens: int | None = None,
+        stop_token_id: int = 0,
+    ) -> None:
+        """The one exit: whatever state a request is in, it leaves here, once."""
+        assert self._requests.pop(request.key) is request
+        was = request.state
+        request.state = RequestState.FINISHED
+        self._drop_swapped(request)
+        running = self._running.pop(request.key, None)
+        if running is not None:
+            worker, row = running
+            worker.vacate(row)
+            self.waiting.served(request, output_tokens=request.num_generated - request.accounted_tokens)
+            self._attempt_ended(request, reason.value)
+        elif request.key in self._starved:
+            del self._starved[request.key]
+        elif request.queued:
+            self.waiting.discard(request)
+        elif was is RequestState.ENDING:
+            self._attempt_ended(request, reason.value)
+        self._queued_tokens -= request.queued_tokens
+        self.tenants.ended(request, now, was_running=was is not RequestState.WAITING)
+        self.ended[reason] += 1
+        if reason in _NATURAL_ENDS:
+            self.forecast.request_finished(request)
+        self._effects.append(
+            RequestEnded(
+                frontend=request.key.frontend,
+                stream=request.key.stream,
+                request_id=request.request_id,
+                reason=reason,
+                message=message,
+                retry_ms=retry_ms,
+                completion_tokens=request.num_generated if completion_tokens is None else completion_tokens,
+                stop_token_id=stop_token_id,
+                cached_prompt_tokens=request.num_cached_prompt_tokens,
+                preemptions=request.preemptions,
+                queued_s=(request.first_planned or now) - request.arrival,
+            )
+        )
+
+    def _drop_swapped(self, request: Request) -> None:
+        """Frees the host memory of a request that is over or goes on elsewhere."""
+        if request.swapped is not None:
+            for worker in self._fleet:
+                worker.release_swapped(request, last_step=worker.last_step)
+            request.swapped = None
+
+    def _attempt_ended(self, request: Request, outcome: str) -> None:
+        if request.traceparent:
+            self._effects.append(
+                AttemptEnded(frontend=request.key.frontend, stream=request.key.stream, outcome=outcome)
+            )
+
+    def _retry_ms(self) -> int:
+        """When a refused client should try again: about as long as requests wait at present."""
+        return int(1000 * min(30.0, max(0.1, self._recent_wait)))
+
+    # ---------------------------------------------------------------- time
+
+    def time_passed(self, now: float) -> None:
+        """Ends whoever's time is up."""
+        while self._deadlines and self._deadlines[0][0] <= now:
+            _, sequence, key = heapq.heappop(self._deadlines)
+            request = self._requests.get(key)
+            if request is not None and request.sequence == sequence:
+                self.end(
+                    request,
+                    EndReason.DEADLINE,
+                    now,
+                    message="the deadline passed before the answer was complete",
+                )
+        self._end_unserved(now)
+        self._end_stalled(now)
+
+    def _end_unserved(self, now: float) -> None:
+        if self._fleet.empty_since is None:
+            return
+        for request in self.waiting.requests():
+            waited = now - max(request.arrival, self._fleet.empty_since)
+            if waited > self._config.worker_wait_s:
+                self.end(
+                    request,
+                    EndReason.NO_WORKER,
+                    now,
+                    message=f"no worker was there for {self._config.worker_wait_s:g} s; try again later",
+                )
+
+    def _end_stalled(self, now: float) -> None:
+        for worker in self._fleet:
+            rows = worker.rows
+            for row in np.flatnonzero((rows.state == DECODE) & (rows.committed >= rows.allowed)).tolist():
+                request = rows.requests[row]
+                assert request is not None
+                if request.starved_since is None:
+                    request.starved_since = now
+                    self._stalling[request.key] = request
+        for key, request in list(self._stalling.items()):
+            if request.starved_since is None or request.state is RequestState.FINISHED:
+                del self._stalling[key]
+            elif 0 < self._config.stall_timeout_s < now - request.starved_since:
+                self.end(
+                    request,
+                    EndReason.STALLED,
+                    now,
+                    message=f"the reader took nothing for {self._config.stall_timeout_s:g} s",
+                )
+
+    def validate(self) -> None:
+        """Checks that every request is in exactly one place."""
+        for worker in self._fleet:
+            for row in worker.rows.occupied():
+                request = worker.rows.requests[row]
+                assert request is not None
+                assert self._running[request.key] == (worker, row)
+        queued = self.waiting.requests() + list(self._starved.values())
+        assert len({request.key for request in queued}) == len(queued), "a request waits twice"
+        ending = [r.key for r in self._requests.values() if r.state is RequestState.ENDING]
+        live = [request.key for request in queued] + list(self._running) + ending
+        assert sorted(live) == sorted(self._requests), "a request is nowhere or in two places"
+        assert all(request.state is RequestState.WAITING for request in queued)
+        for worker in self._fleet:
+            worker.swap.pool.validate(
+                r.swapped.host_blocks for r in queued if r.swapped is not None and r.swapped.epoch == worker.epoch
+            )
+        assert self._queued_tokens == sum(request.queued_tokens for request in queued)

@@ -1,0 +1,57 @@
+"""The core's state in figures, for metrics and operators."""
+
+from dataclasses import dataclass
+
+from scheduler_svc.core.effects import EndReason
+from scheduler_svc.core.worker import Worker, WorkerCounters
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerStats:
+    """A worker's state for metrics; blocks as in `quire_kv_blocks`."""
+
+    worker_id: str
+    blocks_total: int
+    blocks_free: int
+    blocks_cached: int
+    blocks_held: int
+    rows_running: int
+    draining: bool
+    host_blocks_total: int
+    host_blocks_held: int
+    swapped_out_blocks: int
+    swapped_in_blocks: int
+    plans_in_flight: int
+    last_step_tokens: int
+    counters: WorkerCounters
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerStats:
+    """The core's state for metrics."""
+
+    running: int
+    waiting: int
+    frontends: int
+    ended: dict[EndReason, int]
+    workers: list[WorkerStats]
+
+
+def worker_stats(worker: Worker) -> WorkerStats:
+    """A worker's figures."""
+    return WorkerStats(
+        worker_id=worker.worker_id,
+        blocks_total=worker.pool.num_blocks,
+        blocks_free=worker.pool.num_free,
+        blocks_cached=worker.pool.num_cached,
+        blocks_held=worker.pool.num_held,
+        rows_running=worker.rows.num_running,
+        draining=worker.draining,
+        host_blocks_total=worker.swap.pool.num_blocks,
+        host_blocks_held=worker.swap.pool.num_held,
+        swapped_out_blocks=worker.swap.swapped_out_blocks,
+        swapped_in_blocks=worker.swap.swapped_in_blocks,
+        plans_in_flight=len(worker.in_flight),
+        last_step_tokens=worker.last_tokens,
+        counters=worker.counters,
+    )
