@@ -19,22 +19,43 @@ class ConfigError(ValueError):
     """A setting that cannot be used; the message names it and the remedy."""
 
 
-def _option(default: Any, help_text: str, *, choices: tuple[str, ...] = (), unit: str = "") -> Any:
-    return field(default=default, metadata={"help": help_text, "choices": choices, "unit": unit})
+def _option(
+    default: Any,
+    help_text: str,
+    *,
+    choices: tuple[str, ...] = (),
+    unit: str = "",
+    least: float | None = None,
+    most: float | None = None,
+) -> Any:
+    metadata = {"help": help_text, "choices": choices, "unit": unit, "least": least, "most": most}
+    return field(default=default, metadata=metadata)
+
+
+class _Checked:
+    """Refuses values out of range when a configuration is made, by whomever."""
+
+    __slots__ = ()
+
+    def __post_init__(self) -> None:
+        for option in dataclasses.fields(self):  # type: ignore[arg-type]
+            _check(option, getattr(self, option.name))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SchedulerConfig:
+class SchedulerConfig(_Checked):
     """What the scheduler core process needs."""
 
     frontend_address: str = _option("ipc:///tmp/quire-frontends", "ZeroMQ address that front ends connect to")
     worker_address: str = _option("ipc:///tmp/quire-workers", "ZeroMQ address that workers connect to")
     policy: str = _option("fcfs", "order of admission", choices=("fcfs", "priority", "sjf", "edf", "fair", "lpm"))
     batching: str = _option("continuous", "batching mode", choices=("continuous", "static", "dynamic"))
-    max_batch_size: int = _option(16, "static and dynamic batching: most requests of a batch")
-    max_wait_ms: float = _option(50.0, "static and dynamic batching: how long a batch collects", unit="ms")
-    max_tokens_per_batch: int = _option(0, "dynamic batching: most prompt tokens of a batch; 0: no limit")
-    scheduler_delay_factor: float = _option(0.0, "continuous batching: collect for so many prefill steps' time")
+    max_batch_size: int = _option(16, "static and dynamic batching: most requests of a batch", least=1)
+    max_wait_ms: float = _option(50.0, "static and dynamic batching: how long a batch collects", unit="ms", least=0)
+    max_tokens_per_batch: int = _option(0, "dynamic batching: most prompt tokens of a batch; 0: no limit", least=0)
+    scheduler_delay_factor: float = _option(
+        0.0, "continuous batching: collect for so many prefill steps' time", least=0
+    )
     capacity: str = _option(
         "max_utilization",
         "memory a request must find: for its present tokens, or for its longest possible sequence",
@@ -46,25 +67,39 @@ class SchedulerConfig:
         "whether urgent requests pause running ones; auto: under priority and edf with max_utilization",
         choices=("auto", "on", "off"),
     )
-    preempt_threshold: float = _option(5.0, "how far a running request must rank behind to be paused", unit="s")
+    preempt_threshold: float = _option(
+        5.0, "how far a running request must rank behind to be paused", unit="s", least=0
+    )
     victim_rule: str = _option("fewest", "whom to pause", choices=("fewest", "youngest", "lowest_priority"))
-    max_num_seqs: int = _option(64, "most requests running at once per worker")
-    max_num_batched_tokens: int = _option(512, "most tokens computed in one step of a worker")
-    long_prefill_token_threshold: int = _option(0, "most prompt tokens of one request in a step; 0: the whole budget")
-    max_tokens_in_paged_kv_cache: int = _option(0, "most tokens in a worker's KV cache; 0: what its memory holds")
-    max_queued_requests: int = _option(4096, "most requests waiting; more are refused with RESOURCE_EXHAUSTED")
-    max_queued_tokens: int = _option(1 << 24, "most tokens of waiting requests; more are refused")
-    max_plans_in_flight: int = _option(2, "plans sent ahead to a worker (1 or 2)")
-    worker_wait_s: float = _option(60.0, "how long requests wait for a worker before they end UNAVAILABLE", unit="s")
-    worker_silence_s: float = _option(5.0, "a worker hearing nothing for so long connects again", unit="s")
-    step_deadline_s: float = _option(120.0, "ceiling of a step's deadline until enough steps were measured", unit="s")
-    stall_timeout_s: float = _option(60.0, "a reader that takes nothing for so long is cancelled", unit="s")
-    frontend_lease_s: float = _option(10.0, "a front end silent for so long is lost", unit="s")
+    max_num_seqs: int = _option(64, "most requests running at once per worker", least=1, most=1 << 16)
+    max_num_batched_tokens: int = _option(512, "most tokens computed in one step of a worker", least=1, most=1 << 24)
+    long_prefill_token_threshold: int = _option(
+        0, "most prompt tokens of one request in a step; 0: the whole budget", least=0
+    )
+    max_tokens_in_paged_kv_cache: int = _option(
+        0, "most tokens in a worker's KV cache; 0: what its memory holds", least=0
+    )
+    max_queued_requests: int = _option(4096, "most requests waiting; more are refused with RESOURCE_EXHAUSTED", least=1)
+    max_queued_tokens: int = _option(1 << 24, "most tokens of waiting requests; more are refused", least=1)
+    max_plans_in_flight: int = _option(2, "plans sent ahead to a worker (1 or 2)", least=1, most=2)
+    worker_wait_s: float = _option(
+        60.0, "how long requests wait for a worker before they end UNAVAILABLE", unit="s", least=0
+    )
+    worker_silence_s: float = _option(
+        5.0, "a worker hearing nothing for so long connects again", unit="s", least=0.2, most=3600
+    )
+    step_deadline_s: float = _option(
+        120.0, "ceiling of a step's deadline until enough steps were measured", unit="s", least=0.1
+    )
+    stall_timeout_s: float = _option(
+        60.0, "a reader that takes nothing for so long is cancelled; 0: never", unit="s", least=0
+    )
+    frontend_lease_s: float = _option(10.0, "a front end silent for so long is lost", unit="s", least=3)
     trace_steps: bool = _option(True, "make step traces for steps that hold a traced request")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerConfig:
+class WorkerConfig(_Checked):
     """What one worker process needs."""
 
     worker_address: str = _option("ipc:///tmp/quire-workers", "ZeroMQ address of the scheduler")
@@ -76,18 +111,18 @@ class WorkerConfig:
     )
     dtype: str = _option("auto", "type of weights and KV", choices=("auto", "float32", "bfloat16", "float16"))
     load_format: str = _option("auto", "'auto' reads the weights, 'random' makes them", choices=("auto", "random"))
-    block_size: int = _option(16, "tokens per KV block")
+    block_size: int = _option(16, "tokens per KV block", least=1, most=4096)
     kv_cache_memory: str = _option("512MiB", "memory for KV blocks on a CPU, e.g. 2GiB")
     swap_space: str = _option("0", "host memory for the KV of paused requests, e.g. 4GiB; 0: compute it again instead")
-    gpu_memory_utilization: float = _option(0.9, "share of a GPU's memory that the worker may use")
-    max_num_seqs: int = _option(64, "rows the worker can hold")
-    max_num_batched_tokens: int = _option(512, "most tokens the worker computes in one step")
-    max_model_len: int = _option(0, "longest sequence; 0: what the model's positions allow")
-    num_threads: int = _option(0, "CPU threads for torch; 0: all cores")
+    gpu_memory_utilization: float = _option(0.9, "share of a GPU's memory that the worker may use", least=0.01, most=1)
+    max_num_seqs: int = _option(64, "rows the worker can hold", least=1, most=1 << 16)
+    max_num_batched_tokens: int = _option(512, "most tokens the worker computes in one step", least=1, most=1 << 24)
+    max_model_len: int = _option(0, "longest sequence; 0: what the model's positions allow", least=0, most=1 << 30)
+    num_threads: int = _option(0, "CPU threads for torch; 0: all cores", least=0, most=4096)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FrontendConfig:
+class FrontendConfig(_Checked):
     """What one front-end process needs."""
 
     frontend_address: str = _option("ipc:///tmp/quire-frontends", "ZeroMQ address of the scheduler core")
@@ -96,12 +131,20 @@ class FrontendConfig:
     host: str = _option("127.0.0.1", "address to listen on")
     grpc_port: int = _option(50051, "port for gRPC; 0: any free one")
     http_port: int = _option(8000, "port for HTTP; 0: any free one")
-    stream_credit: int = _option(65536, "bytes of output a stream may be ahead of its reader", unit="bytes")
-    default_max_tokens: int = _option(256, "max_tokens for requests that give none")
-    max_concurrent_requests: int = _option(8192, "most calls at once; more are refused with RESOURCE_EXHAUSTED")
-    max_tokenizing_bytes: int = _option(64 << 20, "most text in tokenisation at once; more is refused", unit="bytes")
-    stall_timeout_s: float = _option(60.0, "a reader that takes nothing for so long is cancelled", unit="s")
-    grace_period_s: float = _option(10.0, "how long running requests may go on after SIGTERM", unit="s")
+    stream_credit: int = _option(
+        65536, "bytes of output a stream may be ahead of its reader", unit="bytes", least=4, most=1 << 30
+    )
+    default_max_tokens: int = _option(256, "max_tokens for requests that give none", least=1, most=1 << 30)
+    max_concurrent_requests: int = _option(
+        8192, "most calls at once; more are refused with RESOURCE_EXHAUSTED", least=1
+    )
+    max_tokenizing_bytes: int = _option(
+        64 << 20, "most text in tokenisation at once; more is refused", unit="bytes", least=1
+    )
+    stall_timeout_s: float = _option(
+        60.0, "a reader that takes nothing for so long is cancelled; 0: never", unit="s", least=0
+    )
+    grace_period_s: float = _option(10.0, "how long running requests may go on after SIGTERM", unit="s", least=0)
 
 
 def add_options(parser: argparse.ArgumentParser, *configs: type[Any]) -> None:
@@ -178,9 +221,24 @@ def parse_bytes(text: str) -> int:
     number = stripped.rstrip("KMGIB")
     unit = stripped[len(number) :]
     try:
-        return int(float(number) * units[unit])
-    except (ValueError, KeyError):
-        raise ConfigError(f"{text!r} is not a size in bytes; write 512MiB or 2GiB, for example") from None
+        size = int(float(number) * units[unit])
+    except (ValueError, KeyError, OverflowError):
+        size = -1
+    if size < 0:
+        raise ConfigError(f"{text!r} is not a size in bytes; write 512MiB or 2GiB, for example")
+    return size
+
+
+def _check(option: "dataclasses.Field[Any]", value: Any) -> None:
+    least, most, choices = (option.metadata[key] for key in ("least", "most", "choices"))
+    name = f"{option.name} (--{option.name.replace('_', '-')})"
+    if choices and value not in choices:
+        raise ConfigError(f"{name}: {value!r} is none of {', '.join(choices)}")
+    # Written so that nan is out of every range.
+    if least is not None and not least <= value:
+        raise ConfigError(f"{name}: {value} is too small; give at least {least}")
+    if most is not None and not value <= most:
+        raise ConfigError(f"{name}: {value} is too large; give at most {most}")
 
 
 def _parse(variable: str, text: str, option: "dataclasses.Field[Any]") -> Any:
