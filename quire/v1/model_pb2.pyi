@@ -91,7 +91,9 @@ class Model(_message.Message):
     has_chat_template: _builtins.bool
     """Whether a chat template is there, so that `chat` input works."""
     fingerprint: _builtins.str
-    """Identifies weights and configuration; workers with different fingerprints never serve one model."""
+    """Identifies configuration, weights and the type they are computed in; workers with different fingerprints never
+    serve one model together.
+    """
     @_builtins.property
     def eos_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Tokens that end a sequence."""

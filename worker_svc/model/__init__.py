@@ -6,6 +6,7 @@
 * `llama`: first path, the hand-written Llama/Qwen family
 * `rope`: rotary tables for it
 * `weights`: safetensors files, one tensor at a time
+* `fingerprint`: what tells two loaded models apart
 * `hf`: second path, decoders of `transformers` on our pages
 * `hf_attention`: the attention function that they call
 * `loader`: all of it together, a folder in, a loaded model out

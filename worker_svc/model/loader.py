@@ -8,8 +8,8 @@ from shared.config import ConfigError, WorkerConfig
 from shared.model_path import resolve_model, served_name
 from worker_svc.model import config as model_config
 from worker_svc.model.base import Model
+from worker_svc.model.fingerprint import fingerprint
 from worker_svc.model.registry import build_model, check_supported
-from worker_svc.model.weights import fingerprint
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,7 +19,7 @@ class ModelDescription:
     name: str
     architecture: str
     fingerprint: str
-    """sha256, hex."""
+    """Tells it from every model that computes other numbers; sha256, hex."""
     max_model_len: int
     """Most tokens of one sequence."""
     vocab_size: int
@@ -47,13 +47,14 @@ def load_model(config: WorkerConfig, device: torch.device) -> tuple[Model, Model
     limit = model_config.position_limit(hf_config)
     if config.max_model_len > limit:
         raise ConfigError(f"max_model_len: {config.max_model_len} is more than the {limit} positions of the model")
+    dtype = model_config.choose_dtype(hf_config, config.dtype, device)
     description = ModelDescription(
         name=config.served_model_name or served_name(config.model),
         architecture=architecture,
-        fingerprint=fingerprint(folder, with_weights=not random_weights),
+        fingerprint=fingerprint(folder, dtype, with_weights=not random_weights),
         max_model_len=config.max_model_len or limit,
         vocab_size=model_config.text_config(hf_config).vocab_size,
-        dtype=model_config.choose_dtype(hf_config, config.dtype, device),
+        dtype=dtype,
         eos_token_ids=model_config.eos_token_ids(folder, hf_config),
     )
     model = build_model(

@@ -1,9 +1,8 @@
-"""Safetensors files of a checkpoint, read one tensor at a time, and the fingerprint that tells two models apart.
+"""Safetensors files of a checkpoint, read one tensor at a time.
 
 Only safetensors: the other format of the hub is pickle, which runs code.
 """
 
-import hashlib
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -15,7 +14,6 @@ from shared.config import ConfigError
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
-_MAX_HEADER = 100 << 20
 
 
 def weight_files(folder: Path) -> tuple[Path, ...]:
@@ -36,15 +34,6 @@ def weight_files(folder: Path) -> tuple[Path, ...]:
     if (folder / _SINGLE).is_file():
         return (folder / _SINGLE,)
     raise ConfigError(f"model: {folder} holds no {_SINGLE}; only safetensors weights are read")
-
-
-def fingerprint(folder: Path, *, with_weights: bool) -> str:
-    """sha256 (hex) over config.json and, `with_weights`, each weight file's name, size and header."""
-    digest = hashlib.sha256((folder / "config.json").read_bytes())
-    for file in weight_files(folder) if with_weights else ():
-        digest.update(f"\0{file.name}\0{file.stat().st_size}\0".encode())
-        digest.update(_header(file))
-    return digest.hexdigest()
 
 
 def copy_weights(folder: Path, destinations: Mapping[str, torch.Tensor], optional: frozenset[str]) -> None:
@@ -83,11 +72,3 @@ def _tensors(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
                     yield name, opened.get_tensor(name)
         except SafetensorError as error:
             raise ConfigError(f"model: {file} is damaged: {error}") from None
-
-
-def _header(file: Path) -> bytes:
-    with file.open("rb") as opened:
-        length = int.from_bytes(opened.read(8), "little")
-        if length > _MAX_HEADER:
-            raise ConfigError(f"model: {file} is damaged: its header claims {length} bytes")
-        return opened.read(length)

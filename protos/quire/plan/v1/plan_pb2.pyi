@@ -17,8 +17,11 @@ Rows: the worker keeps a table of rows. A plan carries differences only. A row i
 tokens are computed; it then samples once and is a decode row. Every decode row takes part in every step, one token
 each, unless it is held. Prefill rows take part only when the plan gives them a chunk.
 
-Order inside a plan: leaves, swap-outs, admissions, appends, holds and releases, swap-ins, forward, sample. Nothing named in a plan is
-handed out again by the scheduler before that plan's step has been answered.
+Order inside a plan: leaves, swap-outs, admissions, appends, holds and releases, swap-ins, forward, sample.
+
+Reuse: a row may be admitted again in the very plan that names it as a leave; its generation tells the uses apart. A
+block that no row holds any more, on the device or on the host, is handed out again only after every step that may
+still read or write it has been answered. A full block may meanwhile be shared with further rows, which only read it.
 """
 
 from collections import abc as _abc
@@ -157,9 +160,9 @@ class Hello(_message.Message):
     DEVICE_FIELD_NUMBER: _builtins.int
     PID_FIELD_NUMBER: _builtins.int
     protocol_version: _builtins.int
-    """Version of this protocol; a scheduler accepts its own and the one before."""
+    """Version of this protocol; a scheduler accepts its own only and refuses others with the reason."""
     worker_id: _builtins.str
-    """Stable name of the worker, at most 64 bytes."""
+    """Name of the worker, 1 to 64 bytes of UTF-8. A worker takes the place of an earlier one of the same name."""
     incarnation: _builtins.int
     """Drawn afresh for every Hello."""
     block_size: _builtins.int
@@ -224,7 +227,9 @@ class ModelInfo(_message.Message):
     architecture: _builtins.str
     """Class name from config.json."""
     fingerprint: _builtins.str
-    """sha256 over configuration and weights' headers, hex."""
+    """sha256 over configuration, weights (samples of every tensor) and the type they are computed in, hex. Workers that
+    serve together have equal ones.
+    """
     max_model_len: _builtins.int
     """Longest sequence the model's positions allow."""
     vocab_size: _builtins.int
