@@ -10,15 +10,22 @@ TORCH ?= torch==2.13.0
 # What `make test` passes on to pytest, for example ARGS="tests/quire -k cli".
 ARGS ?=
 MODEL ?= demo
+# How many times as many examples `make fuzz` tries as `make test` does.
+EXAMPLES ?= 100
+PROTOC_TOOLS := grpcio-tools==1.76.0 mypy-protobuf==5.1.0
 PROTOC_VENV := build/protoc
-PUBLIC_PROTOS := quire/v1/generation.proto quire/v1/model.proto quire/admin/v1/admin.proto
-INTERNAL_PROTOS := quire/plan/v1/plan.proto quire/link/v1/link.proto
+PROTOC_STAMP := $(PROTOC_VENV)/.$(subst ==,-,$(firstword $(PROTOC_TOOLS)))-$(subst ==,-,$(lastword $(PROTOC_TOOLS)))
+PUBLIC_PROTOS := $(patsubst protos/%,%,$(wildcard protos/quire/v1/*.proto protos/quire/admin/v1/*.proto))
+INTERNAL_PROTOS := $(patsubst protos/%,%,$(wildcard protos/quire/plan/v1/*.proto protos/quire/link/v1/*.proto))
+# Frames of every link, requests, and what is cut from text: whatever comes in from outside.
+FUZZED := tests/worker_svc/test_session.py tests/worker_svc/test_malformed_plans.py tests/scheduler_svc/test_links.py \
+  tests/services/test_fuzz.py tests/services/test_stop_strings.py tests/services/test_detokenizer.py
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test sim lint format protos protos-check model clean
+.PHONY: help setup run test sim fuzz kernels-all lint format protos protos-check protos-breaking model clean
 
 help: ## list the targets
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sort | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sort | awk -F ':.*## ' '{printf "  make %-16s %s\n", $$1, $$2}'
 
 # torch goes first and alone: resolved together with the rest, pip would take gigabytes of CUDA packages. One that is
 # there already (you installed it yourself, or an earlier run did) is kept.
@@ -45,33 +52,66 @@ test: setup ## every promise that can be checked in 15 minutes on 2 cores
 sim: setup ## simulate the scheduler with faults for ten minutes on all cores
 	@exec $(BIN)/quire sim --minutes 10
 
+fuzz: setup ## frames and requests of every kind, with 100 times the examples of make test
+	@exec env QUIRE_EXAMPLES=$(EXAMPLES) $(BIN)/python -m tests.run --timeout=0 $(FUZZED)
+
+kernels-all: setup ## kernels at every type and size: interpreted, and compiled for sm_80 and sm_90 (an hour)
+	$(BIN)/python -m tests.run tests/kernels
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest --timeout=0 tests/kernels/interpreted/every_size.py
+	$(BIN)/python -W ignore -m kernels.aot --all
+
 lint: setup ## ruff, mypy --strict, buf lint, buf breaking, generated stubs up to date
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/buf lint
-	@if git rev-parse --verify --quiet origin/main >/dev/null; \
-	 then $(BIN)/buf breaking --against '.git#branch=origin/main'; \
-	 elif git cat-file -e main:buf.yaml 2>/dev/null; then $(BIN)/buf breaking --against '.git#branch=main'; fi
+	@$(MAKE) --no-print-directory protos-breaking protos-check
 
 format: setup ## format the code
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
 # The generated code must not be newer than the oldest protobuf runtime we support, so its compiler has its own venv.
-$(PROTOC_VENV)/.installed:
-	$(PYTHON) -m venv $(PROTOC_VENV)
-	$(PROTOC_VENV)/bin/pip install --quiet grpcio-tools==1.76.0 mypy-protobuf==5.1.0
-	touch $@
+$(PROTOC_STAMP):
+	@echo "installing $(PROTOC_TOOLS) into $(PROTOC_VENV)"
+	@$(PYTHON) -m venv $(PROTOC_VENV)
+	@$(PROTOC_VENV)/bin/pip install --quiet --disable-pip-version-check $(PROTOC_TOOLS)
+	@touch $@
 
-protos: $(PROTOC_VENV)/.installed ## generate Python code from protos/
-	PATH="$(PROTOC_VENV)/bin:$$PATH" $(PROTOC_VENV)/bin/python -m grpc_tools.protoc -Iprotos \
-	  --python_out=. --grpc_python_out=. --mypy_out=quiet:. --mypy_grpc_out=quiet:. $(PUBLIC_PROTOS)
-	PATH="$(PROTOC_VENV)/bin:$$PATH" $(PROTOC_VENV)/bin/python -m grpc_tools.protoc -Iprotos \
-	  --python_out=protos --mypy_out=quiet:protos $(INTERNAL_PROTOS)
+# $(call generate_stubs,FOLDER): the Python code of all protos, laid out as in the repository.
+define generate_stubs
+	@mkdir -p $(1)/protos
+	@PATH="$(PROTOC_VENV)/bin:$$PATH" $(PROTOC_VENV)/bin/python -m grpc_tools.protoc -Iprotos \
+	  --python_out=$(1) --grpc_python_out=$(1) --mypy_out=quiet:$(1) --mypy_grpc_out=quiet:$(1) $(PUBLIC_PROTOS)
+	@PATH="$(PROTOC_VENV)/bin:$$PATH" $(PROTOC_VENV)/bin/python -m grpc_tools.protoc -Iprotos \
+	  --python_out=$(1)/protos --mypy_out=quiet:$(1)/protos $(INTERNAL_PROTOS)
+endef
 
-protos-check: protos ## fail when the committed generated code is not what protos/ says
-	git diff --exit-code -- quire/v1 protos
+protos: $(PROTOC_STAMP) ## generate Python code from protos/
+	$(call generate_stubs,.)
+
+protos-check: $(PROTOC_STAMP) ## fail when the generated Python code is not what protos/ says
+	@rm -rf build/stubs
+	$(call generate_stubs,build/stubs)
+	@cd build/stubs && stale=$$(find . -type f ! -exec cmp -s {} ../../{} \; -print) && \
+	  made=$$(find . -type f | sort) && cd ../.. && \
+	  extra=$$(find ./quire ./protos -name '*_pb2*.py*' ! -path '*/__pycache__/*' | sort | \
+	    comm -23 - <(echo "$$made")) && \
+	  if [ -n "$$stale$$extra" ]; then \
+	    echo "not what protos/ says:" $$stale $$extra "(make protos writes them anew; delete what has no proto)" >&2; \
+	    exit 1; fi; echo "generated stubs: up to date"
+
+# Compared with what others build on: main as the server has it, else the local one. Standing on that very commit with
+# nothing changed, the commit itself is checked, against the one before.
+protos-breaking: setup ## fail when protos/ break what main promises
+	@base=$$(git rev-parse --verify --quiet origin/main || git rev-parse --verify --quiet main) || \
+	  { echo "buf breaking: skipped; there is neither origin/main nor main here to compare with"; exit 0; }; \
+	if [ "$$base" = "$$(git rev-parse HEAD)" ] && git diff --quiet HEAD -- protos; then \
+	  base=$$(git rev-parse --verify --quiet HEAD~1) || \
+	    { echo "buf breaking: skipped; this clone holds no commit before this one to compare with"; exit 0; }; fi; \
+	rm -rf build/breaking && mkdir -p build/breaking && \
+	git archive $$base protos | tar -x -C build/breaking && cp buf.yaml build/breaking && \
+	$(BIN)/buf breaking --against build/breaking && echo "buf breaking: nothing broken since $${base:0:12}"
 
 model: setup ## train the embedded model again (up to 3 hours on 2 cores, resumable)
 	$(BIN)/python -m tools.demo_model.train

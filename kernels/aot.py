@@ -7,7 +7,7 @@ to a cubin, of which registers, spilled bytes and shared memory are reported. So
 compile, or spills, shows on any machine, and what is compiled cannot drift from what is launched.
 
     python -m kernels.aot                 the cases of CI
-    python -m kernels.aot --all           every case
+    python -m kernels.aot --all           every case (half an hour on two cores)
     python -m kernels.aot --json FILE     the table as JSON as well
 
 Specialisation follows Triton's own rule for launches: an integer 1 becomes a constant, integers divisible by
@@ -25,6 +25,7 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,13 @@ from kernels.rotary import apply_rotary
 from kernels.sampling import SamplingTensors, sample
 
 ARCHITECTURES = (80, 90)
+SHARED_BYTES = {80: 163 * 1024, 90: 227 * 1024}
+"""Shared memory that one program may have, by architecture."""
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+HEAD_DIMS = (64, 80, 96, 128, 256)
+GROUP_SIZES = (1, 4, 8)
+BLOCK_SIZES = (8, 16, 32, 128)
 
 _TYPE_NAMES = {
     torch.float32: "fp32",
@@ -72,15 +80,14 @@ class Compiled:
 
 
 def cases() -> list[Case]:
-    """The specialisations that the worker reaches today."""
+    """The specialisations that the worker reaches: every type, head dimension, group and page size of attention, and
+    of the other operations one or two sizes each."""
     found = []
-    for head_dim in (64, 128, 256):
-        for group_size in (1, 4, 8):
-            for block_size in (16, 32):
-                name = f"head_dim {head_dim}, group {group_size}, page {block_size}"
-                in_ci = group_size == 4 and block_size == 16
-                call = partial(_attention, head_dim, group_size, block_size)
-                found.append(Case(f"attention {name}", call, in_ci))
+    for dtype, head_dim, group_size, block_size in product(DTYPES, HEAD_DIMS, GROUP_SIZES, BLOCK_SIZES):
+        name = f"{_TYPE_NAMES[dtype]}, head_dim {head_dim}, group {group_size}, page {block_size}"
+        in_ci = dtype is torch.bfloat16 and head_dim in (64, 128, 256) and (group_size, block_size) == (4, 16)
+        call = partial(_attention, head_dim, group_size, block_size, dtype=dtype)
+        found.append(Case(f"attention {name}", call, in_ci))
     gemma = partial(_attention, 256, 2, 16, sliding_window=4096, soft_cap=50.0)
     found.append(Case("attention head_dim 256, group 2, page 16, window, cap", gemma, True))
     found.append(Case("write_kv 8x128, page 16", _write_kv, True))
@@ -104,12 +111,13 @@ def _attention(
     group_size: int,
     block_size: int,
     *,
+    dtype: torch.dtype = torch.bfloat16,
     sliding_window: int | None = None,
     soft_cap: float | None = None,
 ) -> None:
-    cache = _meta(1024, 8, block_size, head_dim)
+    cache = _meta(1024, 8, block_size, head_dim, dtype=dtype)
     paged_attention(
-        _meta(512, 8 * group_size, head_dim),
+        _meta(512, 8 * group_size, head_dim, dtype=dtype),
         cache,
         cache,
         _meta(4, 4096 // block_size, dtype=torch.int32),
@@ -240,7 +248,7 @@ def _resource_usage(cubin: bytes) -> tuple[int, int]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Compile and print the table; 0 if everything compiled."""
+    """Compile and print the table; 0 if everything compiled and fits into the shared memory of its GPU."""
     parser = argparse.ArgumentParser(prog="python -m kernels.aot", description="Compile the kernels without a GPU.")
     parser.add_argument("--all", action="store_true", help="every case, not only those of CI")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the table as JSON, too")
@@ -257,7 +265,10 @@ def main(arguments: list[str] | None = None) -> int:
         )
     if options.json:
         options.json.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
-    return 0
+    too_large = [row for row in rows if row.shared_bytes > SHARED_BYTES[row.architecture]]
+    for row in too_large:
+        print(f"{row.kernel} ({row.case}) cannot be launched: sm_{row.architecture} has too little shared memory")
+    return 1 if too_large else 0
 
 
 if __name__ == "__main__":

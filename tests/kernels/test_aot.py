@@ -18,10 +18,9 @@ from kernels.activation import silu_mul
 pytest.importorskip("triton", reason="compiling kernels needs triton")
 
 ROOT = Path(__file__).parents[2]
-SHARED_BYTES = {80: 163 * 1024, 90: 227 * 1024}  # what one program may have
 
 
-@pytest.mark.parametrize("case", aot.cases(), ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [case for case in aot.cases() if case.in_ci], ids=lambda case: case.name)
 def test_device_path_never_reads_a_value_back(case: aot.Case) -> None:
     """Every operation launches its kernels from shapes alone: on meta tensors, which have no values to
     read."""
@@ -71,7 +70,7 @@ def test_ci_specialisations_compile(tmp_path: Path) -> None:
         "gumbel_argmax_rows_kernel",
     }
     assert [row for row in rows if row["spill_bytes"] > 0] == []
-    assert [row for row in rows if row["shared_bytes"] > SHARED_BYTES[row["architecture"]]] == []
+    assert [row for row in rows if row["shared_bytes"] > aot.SHARED_BYTES[row["architecture"]]] == []
 
 
 def test_all_cases_stay_few() -> None:

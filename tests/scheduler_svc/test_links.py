@@ -17,6 +17,7 @@ from scheduler_svc.core.plan import Plan, RowAdmission
 from scheduler_svc.frontend_link import Outgoing
 from shared.columns import from_column, to_column
 from shared.frames import MalformedFrameError
+from tests.examples import examples
 
 _NONE = np.zeros(0, np.intp)
 
@@ -150,7 +151,7 @@ def test_an_unusable_submission_ends_invalid_and_alone(name: str) -> None:
     ]
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=examples(500), deadline=None)
 @given(payload=st.binary(max_size=200))
 def test_random_frames_are_refused_or_events(payload: bytes) -> None:
     """Any bytes at all are an event or a malformed frame, from workers and from front ends."""

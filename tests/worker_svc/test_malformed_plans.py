@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from protos.quire.plan.v1 import plan_pb2
 from shared.columns import to_column
 from tests.checkpoints import make_checkpoint
+from tests.examples import examples
 from tests.worker_svc.driver import Driver, make_engine
 from worker_svc.engine import Engine
 from worker_svc.errors import PlanError
@@ -191,7 +192,7 @@ def test_a_row_cannot_outgrow_the_model(engine: Engine) -> None:
 COLUMN = st.lists(st.integers(-2, 9), max_size=4).map(to_column) | st.binary(max_size=9)
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(150), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_no_plan_does_worse_than_be_refused(engine: Engine, answer: list[int], data: st.DataObject) -> None:
     """Any mutation of a good plan is executed or refused as a broken contract, and a reset makes all well again."""

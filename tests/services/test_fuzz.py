@@ -1,0 +1,93 @@
+"""Requests of every shape: whatever a client sends, the answer is a valid request or an error with a name."""
+
+from typing import Any
+
+from google.protobuf.descriptor import Descriptor, FieldDescriptor
+from google.protobuf.message import Message
+from hypothesis import given
+from hypothesis import strategies as st
+
+from quire.v1 import generation_pb2 as v1
+from services.validation import ValidRequest, validate
+from shared.errors import InvalidRequestError, UnsupportedFieldError
+from tests.services.stack import MODEL
+
+UINT32 = st.integers(0, 3) | st.integers(0, 2**32 - 1)
+SCALARS: dict[int, st.SearchStrategy[Any]] = {
+    FieldDescriptor.TYPE_STRING: st.text(max_size=6) | st.sampled_from(["", "echo", "x" * 300, "a\nb", "\0"]),
+    FieldDescriptor.TYPE_BYTES: st.binary(max_size=6),
+    FieldDescriptor.TYPE_BOOL: st.booleans(),
+    FieldDescriptor.TYPE_FLOAT: st.floats(width=32),
+    FieldDescriptor.TYPE_DOUBLE: st.floats(),
+    FieldDescriptor.TYPE_INT32: st.integers(-(2**31), 2**31 - 1),
+    FieldDescriptor.TYPE_SINT32: st.integers(-(2**31), 2**31 - 1),
+    FieldDescriptor.TYPE_UINT32: UINT32,
+    FieldDescriptor.TYPE_INT64: st.integers(-(2**63), 2**63 - 1),
+    FieldDescriptor.TYPE_UINT64: st.integers(0, 2**64 - 1),
+    FieldDescriptor.TYPE_FIXED64: st.integers(0, 2**64 - 1),
+    FieldDescriptor.TYPE_ENUM: st.integers(-1, 9),
+}
+
+
+def fill(message: Message, data: st.DataObject, *, some: bool = False) -> None:
+    """Sets any of a message's fields, and theirs, to any value that the wire can carry; `some`: at least one."""
+    descriptor: Descriptor = message.DESCRIPTOR
+    names = sorted(descriptor.fields_by_name)
+    for name in data.draw(st.lists(st.sampled_from(names), min_size=int(some), max_size=4, unique=True)):
+        field = descriptor.fields_by_name[name]
+        here = getattr(message, name)
+        entry = field.message_type
+        if entry is not None and entry.GetOptions().map_entry:
+            key, value = (SCALARS[entry.fields_by_name[part].type] for part in ("key", "value"))
+            here.update(data.draw(st.dictionaries(key, value, max_size=3)))
+        elif field.is_repeated and entry is not None:
+            for _ in range(data.draw(st.integers(0, 2))):
+                fill(here.add(), data)
+        elif field.is_repeated:
+            here.extend(data.draw(st.lists(SCALARS[field.type], max_size=20)))
+        elif entry is not None:
+            here.SetInParent()
+            fill(here, data)
+        else:
+            setattr(message, name, data.draw(SCALARS[field.type]))
+
+
+@given(data=st.data(), has_chat_template=st.booleans())
+def test_any_request_is_valid_or_refused_by_name(data: st.DataObject, has_chat_template: bool) -> None:
+    """Validation never fails in any other way, every violation says which field and why, and what is valid is within
+    the bounds that the core and the worker rely on."""
+    request = v1.GenerateRequest()
+    if data.draw(st.booleans()):
+        # One field away from valid gets further than all fields at once.
+        request.token_ids.ids.extend([1, 2, 3])
+    fill(request, data, some=True)
+    match _outcome(request, has_chat_template):
+        case ValidRequest() as valid:
+            _assert_within_bounds(valid)
+        case InvalidRequestError(violations=violations):
+            assert violations
+            assert all(violation.field and violation.description for violation in violations)
+        case UnsupportedFieldError(field=field):
+            assert field
+
+
+def _outcome(
+    request: v1.GenerateRequest, has_chat_template: bool
+) -> ValidRequest | InvalidRequestError | UnsupportedFieldError:
+    try:
+        return validate(request, MODEL, has_chat_template=has_chat_template)
+    except (InvalidRequestError, UnsupportedFieldError) as error:
+        return error
+
+
+def _assert_within_bounds(valid: ValidRequest) -> None:
+    sampling = valid.sampling
+    assert 0 <= sampling.temperature <= 100
+    assert 0 < sampling.top_p <= 1
+    assert 0 <= sampling.min_p <= 1
+    assert sampling.top_k < 2**31
+    assert valid.max_tokens is None or 1 <= valid.max_tokens < MODEL.max_model_len
+    assert all(0 <= token < MODEL.vocab_size for token in valid.stop_token_ids)
+    assert all(valid.stop_strings)
+    assert 0 < len(valid.request_id) <= 128
+    assert valid.request_id.isprintable()
