@@ -16,10 +16,8 @@ from protos.quire.plan.v1 import plan_pb2
 from scheduler_svc.core import effects as ef
 from scheduler_svc.core import events as ev
 from shared.columns import MalformedColumnError, from_column, from_columns, to_column
-from shared.frames import MalformedFrameError
+from shared.frames import LINK_PROTOCOL_VERSION, TOKEN_BYTES, MalformedFrameError
 from shared.prefix_keys import KEY_BYTES
-
-PROTOCOL_VERSION = 1
 
 _INT32_MAX = 0x7FFFFFFF
 
@@ -57,7 +55,7 @@ def decode(peer: ev.Peer, payload: bytes, now: float) -> Incoming:
 def _incoming(peer: ev.Peer, message: link_pb2.FrontendMessage, now: float) -> Incoming:
     events: list[ev.Event] = []
     if message.HasField("hello"):
-        if message.hello.protocol_version != PROTOCOL_VERSION:
+        if message.hello.protocol_version != LINK_PROTOCOL_VERSION:
             raise MalformedFrameError(f"version {message.hello.protocol_version} of the link protocol")
         events.append(ev.FrontendJoined(frontend=peer))
     refused: list[ef.RequestEnded] = []
@@ -130,7 +128,7 @@ def _check_sampling(serialized: bytes) -> None:
 
 def _check_keys(submission: link_pb2.Submission) -> None:
     num_keys, rest = divmod(len(submission.block_keys), KEY_BYTES)
-    num_tokens = len(submission.token_ids) // 4
+    num_tokens = len(submission.token_ids) // TOKEN_BYTES
     if rest or (num_keys and not 0 < num_keys * submission.block_size <= num_tokens):
         raise _UnusableSubmissionError("block_keys is no whole number of keys, or more than the tokens have blocks")
 

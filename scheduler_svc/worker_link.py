@@ -11,9 +11,7 @@ from scheduler_svc.core import events as ev
 from scheduler_svc.core.plan import Plan, RowAdmission
 from scheduler_svc.core.swapping import joined
 from shared.columns import MalformedColumnError, from_column, from_columns, to_column
-from shared.frames import MalformedFrameError
-
-PROTOCOL_VERSION = 1
+from shared.frames import PLAN_PROTOCOL_VERSION, MalformedFrameError
 
 _MAX_ROWS = 1 << 16
 _MAX_BLOCKS = 1 << 26
@@ -131,9 +129,9 @@ def _step_done(peer: ev.Peer, epoch: int, result: plan_pb2.StepResult) -> ev.Ste
 
 
 def _hello(peer: ev.Peer, hello: plan_pb2.Hello) -> ev.WorkerHello:
-    if hello.protocol_version != PROTOCOL_VERSION:
+    if hello.protocol_version != PLAN_PROTOCOL_VERSION:
         raise UnsupportedVersionError(
-            f"the worker speaks version {hello.protocol_version} of the plan protocol, not {PROTOCOL_VERSION}"
+            f"the worker speaks version {hello.protocol_version} of the plan protocol, not {PLAN_PROTOCOL_VERSION}"
         )
     if hello.num_kv_groups != 1:
         raise UnsupportedVersionError(f"{hello.num_kv_groups} KV groups; this scheduler knows one")

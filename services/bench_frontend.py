@@ -174,7 +174,8 @@ class _Bench:
         core.line()
         return processes.enter_context(
             Process(
-                "services.frontend",
+                "quire.cli.main",
+                "frontend",
                 f"--frontend-address={self._address}",
                 f"--model={self._model}",
                 "--grpc-port=0",

@@ -33,12 +33,11 @@ from services.outgoing import Outgoing
 from services.stream import Received, Stream
 from shared.columns import MalformedColumnError
 from shared.errors import NoWorkerError
+from shared.frames import LINK_PROTOCOL_VERSION
 from shared.ids import draw_error_id, draw_incarnation, routing_id
 from shared.logging import get_logger
 from shared.sockets import LINK_MAX_MESSAGE, connect_dealer
 
-PROTOCOL_VERSION = 1
-"""Version of the link protocol that this front end speaks."""
 REPORT_EVERY_S = 1.0
 AWAY_S = 3.0
 GIVE_UP_S = 60.0
@@ -64,14 +63,12 @@ class CoreLink:
         address: str,
         frontend_id: str,
         *,
-        tokenizer_fingerprint: str,
         families: Callable[[], Families],
         on_state: Callable[[], None],
     ) -> None:
         """`families` gives the front end's own metrics; `on_state` is called when `ready` may have changed."""
         self._address = address
         self._frontend_id = frontend_id
-        self._tokenizer_fingerprint = tokenizer_fingerprint
         self._context = zmq.Context()
         self._connect()
         self._loop = asyncio.get_running_loop()
@@ -226,10 +223,9 @@ class CoreLink:
         self._outgoing.clear()
         self._outgoing.hello(
             link_pb2.FrontendHello(
-                protocol_version=PROTOCOL_VERSION,
+                protocol_version=LINK_PROTOCOL_VERSION,
                 frontend_id=self._frontend_id,
                 incarnation=self._incarnation,
-                tokenizer_fingerprint=self._tokenizer_fingerprint,
             )
         )
         self._schedule_flush()

@@ -15,8 +15,8 @@ from types import FrameType
 import zmq
 
 from protos.quire.link.v1 import link_pb2
-from services.outbox import TOKEN_COST
 from shared.columns import from_column, from_columns, to_column
+from shared.frames import TOKEN_BYTES
 from shared.ids import draw_incarnation
 from shared.sockets import LINK_MAX_MESSAGE, SendOutcome, bind_router, endpoint, receive_from, send_to
 
@@ -38,7 +38,7 @@ class EchoStream:
         """The next tokens of the answer."""
         prompt, begin = self.prompt, self.sent
         self.sent += count
-        self.credit -= count * TOKEN_COST
+        self.credit -= count * TOKEN_BYTES
         if count == 1:
             return [prompt[begin % len(prompt)]]
         return [prompt[i % len(prompt)] for i in range(begin, self.sent)]
@@ -96,7 +96,7 @@ class EchoCore:
     def _share_with_credit(self) -> float:
         """The share of all streams that may have a token."""
         streams = [stream for frontend in self._frontends.values() for stream in frontend.streams.values()]
-        return sum(stream.credit >= TOKEN_COST for stream in streams) / len(streams) if streams else 0.0
+        return sum(stream.credit >= TOKEN_BYTES for stream in streams) / len(streams) if streams else 0.0
 
     def handle(self, peer: bytes, message: link_pb2.FrontendMessage) -> None:
         """Takes one message of a front end."""
@@ -132,7 +132,7 @@ class EchoCore:
 
     def allowance(self, stream: EchoStream) -> int:
         """How many tokens the stream gets in this step."""
-        return min(self._tokens_per_step, stream.credit // TOKEN_COST, stream.max_tokens - stream.sent)
+        return min(self._tokens_per_step, stream.credit // TOKEN_BYTES, stream.max_tokens - stream.sent)
 
     def submit(self, frontend: EchoFrontend, submission: link_pb2.Submission, answer: link_pb2.CoreMessage) -> None:
         """Takes a request; what must be said at once goes into `answer`."""

@@ -5,7 +5,6 @@ worker is. End, on SIGTERM or SIGINT: not ready → no new calls → live stream
 they are cancelled → the link takes the last cancellations along → spans are exported → exit 0.
 """
 
-import argparse
 import asyncio
 import contextlib
 import gc
@@ -24,14 +23,13 @@ from services.boundary import Boundary
 from services.core_link import CoreLink
 from services.http import HttpServer, listening_socket, make_app
 from services.metrics import FrontendMetrics
-from services.outbox import TOKEN_COST
 from services.servicer import GenerationServicer, Services
 from services.servicer_admin import AdminServicer
 from services.servicer_health import HealthServicer
 from services.servicer_model import ModelServicer
 from services.tokenizer import TextTokenizer, load_tokenizer
 from services.validation import MAX_TEXT
-from shared.config import ConfigError, FrontendConfig, add_options, from_options
+from shared.config import ConfigError, FrontendConfig
 from shared.logging import configure_logging, get_logger
 from shared.model_path import resolve_model
 from shared.telemetry import Telemetry
@@ -56,7 +54,6 @@ class Frontend:
         self.link = CoreLink(
             config.frontend_address,
             config.frontend_id,
-            tokenizer_fingerprint=tokenizer.fingerprint,
             families=self._metrics.families,
             on_state=lambda: self._health.set_ready(self.link.ready),
         )
@@ -145,12 +142,6 @@ def run(config: FrontendConfig) -> int:
     """Runs a front-end process until a signal ends it; returns its exit status."""
     configure_logging("quire-frontend")
     try:
-        if config.stream_credit < TOKEN_COST:
-            raise ConfigError(f"stream_credit: {config.stream_credit} bytes are less than one token ({TOKEN_COST})")
-        if config.default_max_tokens < 1:
-            raise ConfigError(f"default_max_tokens: {config.default_max_tokens} is not at least 1")
-        if config.max_concurrent_requests < 1:
-            raise ConfigError(f"max_concurrent_requests: {config.max_concurrent_requests} is not at least 1")
         tokenizer = load_tokenizer(resolve_model(config.model, weights=False), max_bytes=config.max_tokenizing_bytes)
         # What lives as long as the process need not be looked at by every collection; and messages come and go by the
         # ten thousand a second without making cycles.
@@ -183,20 +174,9 @@ async def _serve(config: FrontendConfig, tokenizer: TextTokenizer) -> None:
     await frontend.stop()
 
 
-def main(arguments: list[str]) -> int:
-    """Runs a front-end process with the flags of `FrontendConfig`."""
-    parser = argparse.ArgumentParser(prog="python -m services.frontend", description=run.__doc__)
-    add_options(parser, FrontendConfig)
-    return run(from_options(FrontendConfig, parser.parse_args(arguments)))
-
-
 def _address(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def _port_message(setting: str, host: str, port: int, detail: str = "") -> str:
     return f"{setting}: cannot listen on {_address(host, port)}{f' ({detail})' if detail else ''}; choose another port"
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -9,9 +9,6 @@ replaced by telling the new one what was generated.
 from array import array
 from typing import NamedTuple
 
-TOKEN_COST = 4
-"""Bytes of credit per token."""
-
 
 class Batch(NamedTuple):
     """Tokens and text that go out as one message. (A tuple: one is made for every message.)"""

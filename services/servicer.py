@@ -168,7 +168,6 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
                 arrival=arrival,
                 deadline=None if left is None else time.monotonic() + left,
                 traceparent=to_traceparent(span),
-                principal=ANONYMOUS,
                 scheduling=scheduling,
                 block_keys=block_keys(model, scheduling.cache_scope, column),
                 block_size=model.block_size,

@@ -17,11 +17,12 @@ from dataclasses import dataclass, field
 
 from protos.quire.link.v1 import link_pb2
 from services.detokenizer import Detokenizer
-from services.outbox import TOKEN_COST, Batch, Outbox
+from services.outbox import Batch, Outbox
 from services.scheduling import SchedulingWishes, left_ns
 from services.stop_strings import StopFinder
 from shared.columns import to_column
 from shared.errors import QuireError
+from shared.frames import TOKEN_BYTES
 
 _PORTIONS = 4
 """Credit goes back in so many portions."""
@@ -47,7 +48,6 @@ class StreamRequest:
     deadline: float | None = None
     """Monotonic time, seconds."""
     traceparent: str = ""
-    principal: str = "anonymous"
     scheduling: SchedulingWishes = field(default_factory=SchedulingWishes)
     block_keys: bytes = field(default=b"", repr=False)
     """Keys of the prompt's full blocks of `block_size` tokens, joined; may be empty."""
@@ -56,7 +56,7 @@ class StreamRequest:
     @property
     def num_prompt_tokens(self) -> int:
         """Tokens of the prompt."""
-        return len(self.prompt) // 4
+        return len(self.prompt) // TOKEN_BYTES
 
 
 class Received(enum.Enum):
@@ -94,7 +94,7 @@ class Stream:
         self._detokenizer = detokenizer
         self._finder = StopFinder(request.stop_strings) if request.stop_strings else None
         self._outbox = Outbox()
-        self._credit_portion = max(request.credit // (_PORTIONS * TOKEN_COST), 1)
+        self._credit_portion = max(request.credit // (_PORTIONS * TOKEN_BYTES), 1)
         self._credit_returned = 0
         """Tokens whose credit went back."""
         self._writing = 0
@@ -143,10 +143,9 @@ class Stream:
             max_tokens=request.max_tokens,
             stop_token_ids=request.stop_token_ids,
             sampling=request.sampling,
-            credit=max(request.credit - TOKEN_COST * waiting, 0),
+            credit=max(request.credit - TOKEN_BYTES * waiting, 0),
             deadline_ns=left_ns(request.deadline, now),
             traceparent=request.traceparent,
-            principal=request.principal,
             block_keys=request.block_keys,
             block_size=request.block_size,
         )
@@ -212,7 +211,7 @@ class Stream:
         if due < self._credit_portion or self.over:
             return 0
         self._credit_returned += due
-        return due * TOKEN_COST
+        return due * TOKEN_BYTES
 
     def _finish(self) -> None:
         self.over = True

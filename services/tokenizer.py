@@ -6,7 +6,6 @@ way to a thread and back would cost more than the work. What waits for the threa
 """
 
 import asyncio
-import hashlib
 import json
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -29,7 +28,6 @@ MAX_BYTES = 64 << 20
 """Default for how much text may be in the thread pool and its queue."""
 
 _THREADS = 2
-_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
 
 Arguments = TypeVarTuple("Arguments")
 Result = TypeVar("Result")
@@ -38,9 +36,7 @@ Result = TypeVar("Result")
 class TextTokenizer:
     """Tokenizer and chat template of one model."""
 
-    def __init__(
-        self, tokenizer: Tokenizer, chat_template: ChatTemplate | None, fingerprint: str, max_bytes: int = MAX_BYTES
-    ) -> None:
+    def __init__(self, tokenizer: Tokenizer, chat_template: ChatTemplate | None, max_bytes: int = MAX_BYTES) -> None:
         """Above `max_bytes` in the thread pool and its queue, further texts are refused."""
         # A prompt is the client's: it is never cut or padded, whatever the file says.
         tokenizer.no_truncation()
@@ -53,8 +49,6 @@ class TextTokenizer:
         self._bytes = 0
         """In the pool; counted down by its threads, so under the lock."""
         self._lock = threading.Lock()
-        self.fingerprint = fingerprint
-        """sha256 over the tokenizer's files, hex."""
 
     @property
     def has_chat_template(self) -> bool:
@@ -145,7 +139,7 @@ def load_tokenizer(folder: Path, *, max_bytes: int = MAX_BYTES) -> TextTokenizer
         template = ChatTemplate(source, special_tokens) if source else None
     except ValueError as error:
         raise ConfigError(f"model: {folder}: {error}") from None
-    return TextTokenizer(tokenizer, template, _fingerprint(folder), max_bytes)
+    return TextTokenizer(tokenizer, template, max_bytes)
 
 
 def _template_source(folder: Path, config: Mapping[str, Any]) -> str:
@@ -177,12 +171,3 @@ def _read_json(path: Path) -> dict[str, Any]:
     except ValueError as error:
         raise ConfigError(f"model: {path} is no valid JSON: {error}") from None
     return content if isinstance(content, dict) else {}
-
-
-def _fingerprint(folder: Path) -> str:
-    digest = hashlib.sha256()
-    for name in _FILES:
-        path = folder / name
-        if path.is_file():
-            digest.update(name.encode() + b"\0" + path.read_bytes())
-    return digest.hexdigest()

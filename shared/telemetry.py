@@ -72,9 +72,3 @@ def to_traceparent(span: trace.Span) -> str:
 def from_traceparent(traceparent: str) -> otel_context.Context:
     """The context to start a child span in; an empty or malformed traceparent gives an empty context."""
     return _PROPAGATOR.extract({"traceparent": traceparent}, otel_context.Context())
-
-
-def link_to(traceparent: str) -> trace.Link | None:
-    """A link to the span that a traceparent names, or None when it names none."""
-    context = trace.get_current_span(from_traceparent(traceparent)).get_span_context()
-    return trace.Link(context) if context.is_valid else None

@@ -10,6 +10,7 @@ import torch
 
 from protos.quire.plan.v1 import plan_pb2
 from shared.config import ConfigError, WorkerConfig
+from shared.frames import PLAN_PROTOCOL_VERSION
 from shared.logging import configure_logging, get_logger
 from shared.telemetry import Telemetry
 from worker_svc.assembly import build_engine
@@ -19,8 +20,6 @@ from worker_svc.identity import worker_id
 from worker_svc.link import Link
 from worker_svc.loop import RefusedError, WorkerLoop
 from worker_svc.model.loader import ModelDescription, load_model
-
-PROTOCOL_VERSION = 1
 
 
 def run(config: WorkerConfig) -> int:
@@ -89,7 +88,7 @@ def _serve(config: WorkerConfig, telemetry: Telemetry) -> None:
 def _hello(name: str, engine: Engine, description: ModelDescription, device: torch.device) -> plan_pb2.Hello:
     limits = engine.limits
     return plan_pb2.Hello(
-        protocol_version=PROTOCOL_VERSION,
+        protocol_version=PLAN_PROTOCOL_VERSION,
         worker_id=name,
         model=plan_pb2.ModelInfo(
             name=description.name,

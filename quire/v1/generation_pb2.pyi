@@ -6,7 +6,8 @@ The public generation API of Quire.
 Rules that hold for every call:
  * A request ends exactly once: with one `Finished` message and status OK, or with a gRPC error status whose details
    carry google.rpc.ErrorInfo (domain "quire", a stable reason) and, for INVALID_ARGUMENT, google.rpc.BadRequest
-   naming the field as written here.
+   naming the field as written here. The exceptions are gRPC's own: a request of more than 8 MiB in all ends
+   RESOURCE_EXHAUSTED, and a method that does not exist UNIMPLEMENTED, without details.
  * Absent optional fields take the default in the field's comment. A field that this version does not support yet is
    refused by name with UNIMPLEMENTED, never ignored.
 """
@@ -472,12 +473,12 @@ class SchedulingOptions(_message.Message):
     """Name of a group of requests that share cached prompt prefixes, at most 128 bytes. Default: those of one principal."""
     @_builtins.property
     def ttft_target(self) -> _duration_pb2.Duration:
-        """Wanted time from arrival to the first token, longer than 0; what `edf` goes by."""
+        """Wanted time from arrival to the first token, longer than 0 and at most 365 days; what `edf` goes by."""
 
     @_builtins.property
     def total_time_target(self) -> _duration_pb2.Duration:
-        """Wanted time from arrival to the last token, longer than 0; what `edf` goes by. Unlike the call's deadline, missing it
-        does not end the request.
+        """Wanted time from arrival to the last token, longer than 0 and at most 365 days; what `edf` goes by. Unlike the
+        call's deadline, missing it does not end the request.
         """
 
     def __init__(

@@ -6,7 +6,8 @@ The public generation API of Quire.
 Rules that hold for every call:
  * A request ends exactly once: with one `Finished` message and status OK, or with a gRPC error status whose details
    carry google.rpc.ErrorInfo (domain "quire", a stable reason) and, for INVALID_ARGUMENT, google.rpc.BadRequest
-   naming the field as written here.
+   naming the field as written here. The exceptions are gRPC's own: a request of more than 8 MiB in all ends
+   RESOURCE_EXHAUSTED, and a method that does not exist UNIMPLEMENTED, without details.
  * Absent optional fields take the default in the field's comment. A field that this version does not support yet is
    refused by name with UNIMPLEMENTED, never ignored.
 """

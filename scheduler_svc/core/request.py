@@ -18,9 +18,8 @@ import numpy as np
 from scheduler_svc.core.arrays import Int32Array
 from scheduler_svc.core.events import Peer
 from scheduler_svc.core.swapping import SwappedKV
+from shared.frames import TOKEN_BYTES as TOKEN_BYTES
 
-TOKEN_BYTES = 4
-"""What one token costs of a stream's credit."""
 _STORY_LENGTH = 64
 
 

@@ -12,12 +12,12 @@ from dataclasses import dataclass, field
 from scheduler_svc.core import effects as ef
 from scheduler_svc.core import events as ev
 from scheduler_svc.core.effects import EndReason
-from scheduler_svc.core.request import TOKEN_BYTES
 from scheduler_svc.sim.faults import NONE, Fault
 from scheduler_svc.sim.stream import Stream
 from scheduler_svc.sim.traffic import Traffic
 from scheduler_svc.sim.violation import StreamName, ViolationError
 from scheduler_svc.sim.world import World
+from shared.frames import TOKEN_BYTES
 from shared.prefix_keys import following_keys, root_key
 
 _MOST_HISTORY = 20

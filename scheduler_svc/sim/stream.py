@@ -12,10 +12,10 @@ import numpy as np
 from scheduler_svc.core import effects as ef
 from scheduler_svc.core import events as ev
 from scheduler_svc.core.effects import EndReason
-from scheduler_svc.core.request import TOKEN_BYTES
 from scheduler_svc.sim.oracle import extend, token_after, value_of
 from scheduler_svc.sim.traffic import Demand
 from scheduler_svc.sim.violation import StreamName, ViolationError
+from shared.frames import TOKEN_BYTES
 
 _TRACEPARENT = "00-11111111111111111111111111111111-2222222222222222-01"
 

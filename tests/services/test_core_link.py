@@ -135,7 +135,7 @@ def test_a_submission_says_everything_the_core_must_know(tmp_path: Path) -> None
             assert (submission.num_prompt_tokens, submission.max_tokens) == (len(PROMPT), 7)
             assert from_column(submission.stop_token_ids).tolist() == [2, 17]
             assert (submission.credit, submission.deadline_ns) == (1024, 0)
-            assert (submission.principal, submission.traceparent) == ("anonymous", "")
+            assert submission.traceparent == ""
             assert (submission.priority, submission.tenant) == (-3, "team")
             assert 0 < submission.ttft_target_ns <= 5 * 10**9
             assert submission.total_time_target_ns == 0

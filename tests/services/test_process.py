@@ -42,7 +42,8 @@ def frontend(folder: Path, *arguments: str) -> Iterator["subprocess.Popen[str]"]
     """A front-end process; killed at the end if it still runs."""
     model = write_model(folder / "model", byte_level())
     process = start(
-        "services.frontend",
+        "quire.cli.main",
+        "frontend",
         f"--frontend-address=ipc://{folder}/core",
         f"--model={model}",
         "--grpc-port=0",
@@ -166,7 +167,9 @@ def test_a_setting_that_cannot_work_is_one_clear_line(tmp_path: Path, flag: str)
         _, err = process.communicate(timeout=WAIT_S)
 
     assert process.returncode == 1
-    assert err.startswith(f"quire frontend: {flag[2:].partition('=')[0].replace('-', '_')}: ")
+    setting = flag.partition("=")[0]
+    assert err.startswith(f"quire frontend: {setting[2:].replace('-', '_')} ({setting}): ")
+    assert len(err.splitlines()) == 1
 
 
 def test_several_processes_share_a_port(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18quire/link/v1/link.proto\x12\rquire.link.v1\"\xe1\x02\n\x0f\x46rontendMessage\x12+\n\x05hello\x18\x01 \x01(\x0b\x32\x1c.quire.link.v1.FrontendHello\x12.\n\x0bsubmissions\x18\x02 \x03(\x0b\x32\x19.quire.link.v1.Submission\x12\x11\n\tcancelled\x18\x03 \x01(\x0c\x12.\n\x0cstop_matches\x18\x04 \x03(\x0b\x32\x18.quire.link.v1.StopMatch\x12\x16\n\x0e\x63redit_streams\x18\x05 \x01(\x0c\x12\x14\n\x0c\x63redit_bytes\x18\x06 \x01(\x0c\x12+\n\x06report\x18\x07 \x01(\x0b\x32\x1b.quire.link.v1.MetricReport\x12\x18\n\x10snapshot_request\x18\x08 \x01(\x04\x12\x39\n\x11operator_requests\x18\t \x03(\x0b\x32\x1e.quire.link.v1.OperatorRequest\"r\n\rFrontendHello\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x13\n\x0b\x66rontend_id\x18\x02 \x01(\t\x12\x13\n\x0bincarnation\x18\x03 \x01(\x06\x12\x1d\n\x15tokenizer_fingerprint\x18\x04 \x01(\t\"\xc9\x01\n\x0fOperatorRequest\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12\x32\n\x0clist_workers\x18\x02 \x01(\x0b\x32\x1a.quire.link.v1.ListWorkersH\x00\x12\x32\n\x0c\x64rain_worker\x18\x03 \x01(\x0b\x32\x1a.quire.link.v1.DrainWorkerH\x00\x12\x34\n\rresume_worker\x18\x04 \x01(\x0b\x32\x1b.quire.link.v1.ResumeWorkerH\x00\x42\x08\n\x06\x61\x63tion\"\r\n\x0bListWorkers\"7\n\x0b\x44rainWorker\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x15\n\rmove_requests\x18\x02 \x01(\x08\"!\n\x0cResumeWorker\x12\x11\n\tworker_id\x18\x01 \x01(\t\"_\n\rOperatorReply\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12\x11\n\tnot_found\x18\x02 \x01(\x08\x12+\n\x07workers\x18\x03 \x03(\x0b\x32\x1a.quire.link.v1.WorkerState\"\xc1\x01\n\x0bWorkerState\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x10\n\x08\x64raining\x18\x02 \x01(\x08\x12\x18\n\x10running_requests\x18\x03 \x01(\r\x12\x17\n\x0fplans_in_flight\x18\x04 \x01(\r\x12\x13\n\x0b\x66ree_blocks\x18\x05 \x01(\r\x12\x15\n\rcached_blocks\x18\x06 \x01(\r\x12\x14\n\x0ctotal_blocks\x18\x07 \x01(\r\x12\x18\n\x10last_step_tokens\x18\x08 \x01(\r\"\xa4\x03\n\nSubmission\x12\x0e\n\x06stream\x18\x01 \x01(\r\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x01(\x0c\x12\x19\n\x11num_prompt_tokens\x18\x04 \x01(\r\x12\x12\n\nmax_tokens\x18\x05 \x01(\r\x12\x16\n\x0estop_token_ids\x18\x06 \x01(\x0c\x12\x10\n\x08sampling\x18\x07 \x01(\x0c\x12\x0e\n\x06\x63redit\x18\x08 \x01(\r\x12\x13\n\x0b\x64\x65\x61\x64line_ns\x18\t \x01(\x04\x12\x13\n\x0btraceparent\x18\n \x01(\t\x12\x11\n\tprincipal\x18\x0b \x01(\t\x12\x0e\n\x06tenant\x18\x0c \x01(\t\x12\x10\n\x08priority\x18\r \x01(\x11\x12\x1e\n\x16\x65xpected_output_tokens\x18\x0e \x01(\r\x12\x16\n\x0ettft_target_ns\x18\x0f \x01(\x04\x12\x1c\n\x14total_time_target_ns\x18\x10 \x01(\x04\x12\x13\n\x0b\x63\x61\x63he_scope\x18\x11 \x01(\x0c\x12\x12\n\nblock_keys\x18\x12 \x01(\x0c\x12\x12\n\nblock_size\x18\x13 \x01(\rJ\x04\x08\x14\x10\x1f\"0\n\tStopMatch\x12\x0e\n\x06stream\x18\x01 \x01(\r\x12\x13\n\x0bkeep_tokens\x18\x02 \x01(\r\"\xb2\x02\n\x0b\x43oreMessage\x12\x13\n\x0bincarnation\x18\x01 \x01(\x06\x12*\n\x05state\x18\x02 \x01(\x0b\x32\x1b.quire.link.v1.ServiceState\x12\x0f\n\x07streams\x18\x03 \x01(\x0c\x12\x15\n\rfirst_indices\x18\x04 \x01(\x0c\x12\x0e\n\x06\x63ounts\x18\x05 \x01(\x0c\x12\x0e\n\x06tokens\x18\x06 \x01(\x0c\x12&\n\x04\x65nds\x18\x07 \x03(\x0b\x32\x18.quire.link.v1.StreamEnd\x12)\n\x08snapshot\x18\x08 \x01(\x0b\x32\x17.quire.link.v1.Snapshot\x12\x0f\n\x07unknown\x18\t \x01(\x08\x12\x36\n\x10operator_replies\x18\n \x03(\x0b\x32\x1c.quire.link.v1.OperatorReply\"H\n\x0cServiceState\x12\r\n\x05ready\x18\x01 \x01(\x08\x12)\n\x05model\x18\x02 \x01(\x0b\x32\x1a.quire.link.v1.ServedModel\"\xab\x01\n\x0bServedModel\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x14\n\x0c\x61rchitecture\x18\x02 \x01(\t\x12\x15\n\rmax_model_len\x18\x03 \x01(\r\x12\x12\n\nvocab_size\x18\x04 \x01(\r\x12\x15\n\reos_token_ids\x18\x05 \x03(\r\x12\r\n\x05\x64type\x18\x06 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x07 \x01(\t\x12\x12\n\nblock_size\x18\x08 \x01(\r\"\xe0\x01\n\tStreamEnd\x12\x0e\n\x06stream\x18\x01 \x01(\r\x12(\n\x06reason\x18\x02 \x01(\x0e\x32\x18.quire.link.v1.EndReason\x12\x0f\n\x07message\x18\x03 \x01(\t\x12\x10\n\x08retry_ms\x18\x04 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x05 \x01(\r\x12\x15\n\rstop_token_id\x18\x06 \x01(\r\x12\x1c\n\x14\x63\x61\x63hed_prompt_tokens\x18\x07 \x01(\r\x12\x13\n\x0bpreemptions\x18\x08 \x01(\r\x12\x11\n\tqueued_ns\x18\t \x01(\x04\"J\n\x08Snapshot\x12\x0f\n\x07request\x18\x01 \x01(\x04\x12-\n\x08\x66\x61milies\x18\x02 \x03(\x0b\x32\x1b.quire.link.v1.MetricFamily\"=\n\x0cMetricReport\x12-\n\x08\x66\x61milies\x18\x01 \x03(\x0b\x32\x1b.quire.link.v1.MetricFamily\"f\n\x0cMetricFamily\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04help\x18\x02 \x01(\t\x12\x0c\n\x04type\x18\x03 \x01(\t\x12,\n\x07samples\x18\x04 \x03(\x0b\x32\x1b.quire.link.v1.MetricSample\"\x93\x01\n\x0cMetricSample\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x37\n\x06labels\x18\x02 \x03(\x0b\x32\'.quire.link.v1.MetricSample.LabelsEntry\x12\r\n\x05value\x18\x03 \x01(\x01\x1a-\n\x0bLabelsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01*\xbb\x02\n\tEndReason\x12\x1a\n\x16\x45ND_REASON_UNSPECIFIED\x10\x00\x12\x13\n\x0f\x45ND_REASON_STOP\x10\x01\x12\x1a\n\x16\x45ND_REASON_STOP_STRING\x10\x02\x12\x15\n\x11\x45ND_REASON_LENGTH\x10\x03\x12\x18\n\x14\x45ND_REASON_CANCELLED\x10\x04\x12\x17\n\x13\x45ND_REASON_DEADLINE\x10\x05\x12\x19\n\x15\x45ND_REASON_QUEUE_FULL\x10\x06\x12\x16\n\x12\x45ND_REASON_INVALID\x10\x07\x12\x18\n\x14\x45ND_REASON_NO_WORKER\x10\x08\x12\x19\n\x15\x45ND_REASON_ROW_FAILED\x10\t\x12\x16\n\x12\x45ND_REASON_STALLED\x10\n\x12\x17\n\x13\x45ND_REASON_SHUTDOWN\x10\x0b\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18quire/link/v1/link.proto\x12\rquire.link.v1\"\xe1\x02\n\x0f\x46rontendMessage\x12+\n\x05hello\x18\x01 \x01(\x0b\x32\x1c.quire.link.v1.FrontendHello\x12.\n\x0bsubmissions\x18\x02 \x03(\x0b\x32\x19.quire.link.v1.Submission\x12\x11\n\tcancelled\x18\x03 \x01(\x0c\x12.\n\x0cstop_matches\x18\x04 \x03(\x0b\x32\x18.quire.link.v1.StopMatch\x12\x16\n\x0e\x63redit_streams\x18\x05 \x01(\x0c\x12\x14\n\x0c\x63redit_bytes\x18\x06 \x01(\x0c\x12+\n\x06report\x18\x07 \x01(\x0b\x32\x1b.quire.link.v1.MetricReport\x12\x18\n\x10snapshot_request\x18\x08 \x01(\x04\x12\x39\n\x11operator_requests\x18\t \x03(\x0b\x32\x1e.quire.link.v1.OperatorRequest\"Y\n\rFrontendHello\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x13\n\x0b\x66rontend_id\x18\x02 \x01(\t\x12\x13\n\x0bincarnation\x18\x03 \x01(\x06J\x04\x08\x04\x10\x05\"\xc9\x01\n\x0fOperatorRequest\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12\x32\n\x0clist_workers\x18\x02 \x01(\x0b\x32\x1a.quire.link.v1.ListWorkersH\x00\x12\x32\n\x0c\x64rain_worker\x18\x03 \x01(\x0b\x32\x1a.quire.link.v1.DrainWorkerH\x00\x12\x34\n\rresume_worker\x18\x04 \x01(\x0b\x32\x1b.quire.link.v1.ResumeWorkerH\x00\x42\x08\n\x06\x61\x63tion\"\r\n\x0bListWorkers\"7\n\x0b\x44rainWorker\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x15\n\rmove_requests\x18\x02 \x01(\x08\"!\n\x0cResumeWorker\x12\x11\n\tworker_id\x18\x01 \x01(\t\"_\n\rOperatorReply\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12\x11\n\tnot_found\x18\x02 \x01(\x08\x12+\n\x07workers\x18\x03 \x03(\x0b\x32\x1a.quire.link.v1.WorkerState\"\xc1\x01\n\x0bWorkerState\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x10\n\x08\x64raining\x18\x02 \x01(\x08\x12\x18\n\x10running_requests\x18\x03 \x01(\r\x12\x17\n\x0fplans_in_flight\x18\x04 \x01(\r\x12\x13\n\x0b\x66ree_blocks\x18\x05 \x01(\r\x12\x15\n\rcached_blocks\x18\x06 \x01(\r\x12\x14\n\x0ctotal_blocks\x18\x07 \x01(\r\x12\x18\n\x10last_step_tokens\x18\x08 \x01(\r\"\x97\x03\n\nSubmission\x12\x0e\n\x06stream\x18\x01 \x01(\r\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x01(\x0c\x12\x19\n\x11num_prompt_tokens\x18\x04 \x01(\r\x12\x12\n\nmax_tokens\x18\x05 \x01(\r\x12\x16\n\x0estop_token_ids\x18\x06 \x01(\x0c\x12\x10\n\x08sampling\x18\x07 \x01(\x0c\x12\x0e\n\x06\x63redit\x18\x08 \x01(\r\x12\x13\n\x0b\x64\x65\x61\x64line_ns\x18\t \x01(\x04\x12\x13\n\x0btraceparent\x18\n \x01(\t\x12\x0e\n\x06tenant\x18\x0c \x01(\t\x12\x10\n\x08priority\x18\r \x01(\x11\x12\x1e\n\x16\x65xpected_output_tokens\x18\x0e \x01(\r\x12\x16\n\x0ettft_target_ns\x18\x0f \x01(\x04\x12\x1c\n\x14total_time_target_ns\x18\x10 \x01(\x04\x12\x13\n\x0b\x63\x61\x63he_scope\x18\x11 \x01(\x0c\x12\x12\n\nblock_keys\x18\x12 \x01(\x0c\x12\x12\n\nblock_size\x18\x13 \x01(\rJ\x04\x08\x0b\x10\x0cJ\x04\x08\x14\x10\x1f\"0\n\tStopMatch\x12\x0e\n\x06stream\x18\x01 \x01(\r\x12\x13\n\x0bkeep_tokens\x18\x02 \x01(\r\"\xb2\x02\n\x0b\x43oreMessage\x12\x13\n\x0bincarnation\x18\x01 \x01(\x06\x12*\n\x05state\x18\x02 \x01(\x0b\x32\x1b.quire.link.v1.ServiceState\x12\x0f\n\x07streams\x18\x03 \x01(\x0c\x12\x15\n\rfirst_indices\x18\x04 \x01(\x0c\x12\x0e\n\x06\x63ounts\x18\x05 \x01(\x0c\x12\x0e\n\x06tokens\x18\x06 \x01(\x0c\x12&\n\x04\x65nds\x18\x07 \x03(\x0b\x32\x18.quire.link.v1.StreamEnd\x12)\n\x08snapshot\x18\x08 \x01(\x0b\x32\x17.quire.link.v1.Snapshot\x12\x0f\n\x07unknown\x18\t \x01(\x08\x12\x36\n\x10operator_replies\x18\n \x03(\x0b\x32\x1c.quire.link.v1.OperatorReply\"H\n\x0cServiceState\x12\r\n\x05ready\x18\x01 \x01(\x08\x12)\n\x05model\x18\x02 \x01(\x0b\x32\x1a.quire.link.v1.ServedModel\"\xab\x01\n\x0bServedModel\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x14\n\x0c\x61rchitecture\x18\x02 \x01(\t\x12\x15\n\rmax_model_len\x18\x03 \x01(\r\x12\x12\n\nvocab_size\x18\x04 \x01(\r\x12\x15\n\reos_token_ids\x18\x05 \x03(\r\x12\r\n\x05\x64type\x18\x06 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x07 \x01(\t\x12\x12\n\nblock_size\x18\x08 \x01(\r\"\xe0\x01\n\tStreamEnd\x12\x0e\n\x06stream\x18\x01 \x01(\r\x12(\n\x06reason\x18\x02 \x01(\x0e\x32\x18.quire.link.v1.EndReason\x12\x0f\n\x07message\x18\x03 \x01(\t\x12\x10\n\x08retry_ms\x18\x04 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x05 \x01(\r\x12\x15\n\rstop_token_id\x18\x06 \x01(\r\x12\x1c\n\x14\x63\x61\x63hed_prompt_tokens\x18\x07 \x01(\r\x12\x13\n\x0bpreemptions\x18\x08 \x01(\r\x12\x11\n\tqueued_ns\x18\t \x01(\x04\"J\n\x08Snapshot\x12\x0f\n\x07request\x18\x01 \x01(\x04\x12-\n\x08\x66\x61milies\x18\x02 \x03(\x0b\x32\x1b.quire.link.v1.MetricFamily\"=\n\x0cMetricReport\x12-\n\x08\x66\x61milies\x18\x01 \x03(\x0b\x32\x1b.quire.link.v1.MetricFamily\"f\n\x0cMetricFamily\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04help\x18\x02 \x01(\t\x12\x0c\n\x04type\x18\x03 \x01(\t\x12,\n\x07samples\x18\x04 \x03(\x0b\x32\x1b.quire.link.v1.MetricSample\"\x93\x01\n\x0cMetricSample\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x37\n\x06labels\x18\x02 \x03(\x0b\x32\'.quire.link.v1.MetricSample.LabelsEntry\x12\r\n\x05value\x18\x03 \x01(\x01\x1a-\n\x0bLabelsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01*\xbb\x02\n\tEndReason\x12\x1a\n\x16\x45ND_REASON_UNSPECIFIED\x10\x00\x12\x13\n\x0f\x45ND_REASON_STOP\x10\x01\x12\x1a\n\x16\x45ND_REASON_STOP_STRING\x10\x02\x12\x15\n\x11\x45ND_REASON_LENGTH\x10\x03\x12\x18\n\x14\x45ND_REASON_CANCELLED\x10\x04\x12\x17\n\x13\x45ND_REASON_DEADLINE\x10\x05\x12\x19\n\x15\x45ND_REASON_QUEUE_FULL\x10\x06\x12\x16\n\x12\x45ND_REASON_INVALID\x10\x07\x12\x18\n\x14\x45ND_REASON_NO_WORKER\x10\x08\x12\x19\n\x15\x45ND_REASON_ROW_FAILED\x10\t\x12\x16\n\x12\x45ND_REASON_STALLED\x10\n\x12\x17\n\x13\x45ND_REASON_SHUTDOWN\x10\x0b\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,44 +33,44 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_METRICSAMPLE_LABELSENTRY']._loaded_options = None
   _globals['_METRICSAMPLE_LABELSENTRY']._serialized_options = b'8\001'
-  _globals['_ENDREASON']._serialized_start=2770
-  _globals['_ENDREASON']._serialized_end=3085
+  _globals['_ENDREASON']._serialized_start=2732
+  _globals['_ENDREASON']._serialized_end=3047
   _globals['_FRONTENDMESSAGE']._serialized_start=44
   _globals['_FRONTENDMESSAGE']._serialized_end=397
   _globals['_FRONTENDHELLO']._serialized_start=399
-  _globals['_FRONTENDHELLO']._serialized_end=513
-  _globals['_OPERATORREQUEST']._serialized_start=516
-  _globals['_OPERATORREQUEST']._serialized_end=717
-  _globals['_LISTWORKERS']._serialized_start=719
-  _globals['_LISTWORKERS']._serialized_end=732
-  _globals['_DRAINWORKER']._serialized_start=734
-  _globals['_DRAINWORKER']._serialized_end=789
-  _globals['_RESUMEWORKER']._serialized_start=791
-  _globals['_RESUMEWORKER']._serialized_end=824
-  _globals['_OPERATORREPLY']._serialized_start=826
-  _globals['_OPERATORREPLY']._serialized_end=921
-  _globals['_WORKERSTATE']._serialized_start=924
-  _globals['_WORKERSTATE']._serialized_end=1117
-  _globals['_SUBMISSION']._serialized_start=1120
-  _globals['_SUBMISSION']._serialized_end=1540
-  _globals['_STOPMATCH']._serialized_start=1542
-  _globals['_STOPMATCH']._serialized_end=1590
-  _globals['_COREMESSAGE']._serialized_start=1593
-  _globals['_COREMESSAGE']._serialized_end=1899
-  _globals['_SERVICESTATE']._serialized_start=1901
-  _globals['_SERVICESTATE']._serialized_end=1973
-  _globals['_SERVEDMODEL']._serialized_start=1976
-  _globals['_SERVEDMODEL']._serialized_end=2147
-  _globals['_STREAMEND']._serialized_start=2150
-  _globals['_STREAMEND']._serialized_end=2374
-  _globals['_SNAPSHOT']._serialized_start=2376
-  _globals['_SNAPSHOT']._serialized_end=2450
-  _globals['_METRICREPORT']._serialized_start=2452
-  _globals['_METRICREPORT']._serialized_end=2513
-  _globals['_METRICFAMILY']._serialized_start=2515
-  _globals['_METRICFAMILY']._serialized_end=2617
-  _globals['_METRICSAMPLE']._serialized_start=2620
-  _globals['_METRICSAMPLE']._serialized_end=2767
-  _globals['_METRICSAMPLE_LABELSENTRY']._serialized_start=2722
-  _globals['_METRICSAMPLE_LABELSENTRY']._serialized_end=2767
+  _globals['_FRONTENDHELLO']._serialized_end=488
+  _globals['_OPERATORREQUEST']._serialized_start=491
+  _globals['_OPERATORREQUEST']._serialized_end=692
+  _globals['_LISTWORKERS']._serialized_start=694
+  _globals['_LISTWORKERS']._serialized_end=707
+  _globals['_DRAINWORKER']._serialized_start=709
+  _globals['_DRAINWORKER']._serialized_end=764
+  _globals['_RESUMEWORKER']._serialized_start=766
+  _globals['_RESUMEWORKER']._serialized_end=799
+  _globals['_OPERATORREPLY']._serialized_start=801
+  _globals['_OPERATORREPLY']._serialized_end=896
+  _globals['_WORKERSTATE']._serialized_start=899
+  _globals['_WORKERSTATE']._serialized_end=1092
+  _globals['_SUBMISSION']._serialized_start=1095
+  _globals['_SUBMISSION']._serialized_end=1502
+  _globals['_STOPMATCH']._serialized_start=1504
+  _globals['_STOPMATCH']._serialized_end=1552
+  _globals['_COREMESSAGE']._serialized_start=1555
+  _globals['_COREMESSAGE']._serialized_end=1861
+  _globals['_SERVICESTATE']._serialized_start=1863
+  _globals['_SERVICESTATE']._serialized_end=1935
+  _globals['_SERVEDMODEL']._serialized_start=1938
+  _globals['_SERVEDMODEL']._serialized_end=2109
+  _globals['_STREAMEND']._serialized_start=2112
+  _globals['_STREAMEND']._serialized_end=2336
+  _globals['_SNAPSHOT']._serialized_start=2338
+  _globals['_SNAPSHOT']._serialized_end=2412
+  _globals['_METRICREPORT']._serialized_start=2414
+  _globals['_METRICREPORT']._serialized_end=2475
+  _globals['_METRICFAMILY']._serialized_start=2477
+  _globals['_METRICFAMILY']._serialized_end=2579
+  _globals['_METRICSAMPLE']._serialized_start=2582
+  _globals['_METRICSAMPLE']._serialized_end=2729
+  _globals['_METRICSAMPLE_LABELSENTRY']._serialized_start=2684
+  _globals['_METRICSAMPLE_LABELSENTRY']._serialized_end=2729
 # @@protoc_insertion_point(module_scope)

@@ -52,7 +52,9 @@ class _EndReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_EndReason.V
     END_REASON_QUEUE_FULL: _EndReason.ValueType  # 6
     """The waiting queue is full."""
     END_REASON_INVALID: _EndReason.ValueType  # 7
-    """The request cannot run: longer than the context, an id outside the vocabulary, a stream id used twice."""
+    """The request cannot run: no prompt, longer than the context, an id outside the vocabulary, or a submission that
+    cannot be used.
+    """
     END_REASON_NO_WORKER: _EndReason.ValueType  # 8
     """No worker was there for longer than the configured wait."""
     END_REASON_ROW_FAILED: _EndReason.ValueType  # 9
@@ -80,7 +82,9 @@ END_REASON_DEADLINE: EndReason.ValueType  # 5
 END_REASON_QUEUE_FULL: EndReason.ValueType  # 6
 """The waiting queue is full."""
 END_REASON_INVALID: EndReason.ValueType  # 7
-"""The request cannot run: longer than the context, an id outside the vocabulary, a stream id used twice."""
+"""The request cannot run: no prompt, longer than the context, an id outside the vocabulary, or a submission that
+cannot be used.
+"""
 END_REASON_NO_WORKER: EndReason.ValueType  # 8
 """No worker was there for longer than the configured wait."""
 END_REASON_ROW_FAILED: EndReason.ValueType  # 9
@@ -164,26 +168,22 @@ class FrontendHello(_message.Message):
     PROTOCOL_VERSION_FIELD_NUMBER: _builtins.int
     FRONTEND_ID_FIELD_NUMBER: _builtins.int
     INCARNATION_FIELD_NUMBER: _builtins.int
-    TOKENIZER_FINGERPRINT_FIELD_NUMBER: _builtins.int
     protocol_version: _builtins.int
     """Version of this protocol."""
     frontend_id: _builtins.str
     """Stable name of the front end, at most 64 bytes."""
     incarnation: _builtins.int
     """Drawn afresh by every front-end process."""
-    tokenizer_fingerprint: _builtins.str
-    """sha256 of the tokenizer files, hex; for the operator."""
     def __init__(
         self,
         *,
         protocol_version: _builtins.int = ...,
         frontend_id: _builtins.str = ...,
         incarnation: _builtins.int = ...,
-        tokenizer_fingerprint: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["frontend_id", b"frontend_id", "incarnation", b"incarnation", "protocol_version", b"protocol_version", "tokenizer_fingerprint", b"tokenizer_fingerprint"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["frontend_id", b"frontend_id", "incarnation", b"incarnation", "protocol_version", b"protocol_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -394,7 +394,6 @@ class Submission(_message.Message):
     CREDIT_FIELD_NUMBER: _builtins.int
     DEADLINE_NS_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
-    PRINCIPAL_FIELD_NUMBER: _builtins.int
     TENANT_FIELD_NUMBER: _builtins.int
     PRIORITY_FIELD_NUMBER: _builtins.int
     EXPECTED_OUTPUT_TOKENS_FIELD_NUMBER: _builtins.int
@@ -404,7 +403,7 @@ class Submission(_message.Message):
     BLOCK_KEYS_FIELD_NUMBER: _builtins.int
     BLOCK_SIZE_FIELD_NUMBER: _builtins.int
     stream: _builtins.int
-    """Number of the stream, chosen by the front end."""
+    """Number of the stream, chosen by the front end, below 2^31. A second submission of a live stream is ignored."""
     request_id: _builtins.str
     """The client's or a drawn id."""
     token_ids: _builtins.bytes
@@ -412,21 +411,19 @@ class Submission(_message.Message):
     num_prompt_tokens: _builtins.int
     """How many of the tokens are the prompt."""
     max_tokens: _builtins.int
-    """Most tokens to generate in all, counting those already delivered. 0: as many as the front end's default allows
-    and the context takes.
+    """Most tokens to generate in all, counting those already delivered; at least 1, the front end's default being filled
+    in. A request that has them all when it arrives ends with LENGTH.
     """
     stop_token_ids: _builtins.bytes
     """Column of tokens that end the request; the model's end-of-sequence tokens are in it unless ignored."""
     sampling: _builtins.bytes
-    """A serialized quire.plan.v1.SamplingParams, passed on unread."""
+    """A serialized quire.plan.v1.SamplingParams. Checked when it arrives, then passed on to the worker unread."""
     credit: _builtins.int
     """Credit the stream starts with, bytes."""
     deadline_ns: _builtins.int
-    """Time left until the client's deadline, nanoseconds. 0: no deadline."""
+    """Time left until the client's deadline, nanoseconds, at most a year. 0: no deadline."""
     traceparent: _builtins.str
     """W3C traceparent of the RPC's span; empty when not traced."""
-    principal: _builtins.str
-    """Who asks, as authenticated by the front end."""
     tenant: _builtins.str
     """The tenant that the request is accounted to."""
     priority: _builtins.int
@@ -456,7 +453,6 @@ class Submission(_message.Message):
         credit: _builtins.int = ...,
         deadline_ns: _builtins.int = ...,
         traceparent: _builtins.str = ...,
-        principal: _builtins.str = ...,
         tenant: _builtins.str = ...,
         priority: _builtins.int = ...,
         expected_output_tokens: _builtins.int = ...,
@@ -468,7 +464,7 @@ class Submission(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_keys", b"block_keys", "block_size", b"block_size", "cache_scope", b"cache_scope", "credit", b"credit", "deadline_ns", b"deadline_ns", "expected_output_tokens", b"expected_output_tokens", "max_tokens", b"max_tokens", "num_prompt_tokens", b"num_prompt_tokens", "principal", b"principal", "priority", b"priority", "request_id", b"request_id", "sampling", b"sampling", "stop_token_ids", b"stop_token_ids", "stream", b"stream", "tenant", b"tenant", "token_ids", b"token_ids", "total_time_target_ns", b"total_time_target_ns", "traceparent", b"traceparent", "ttft_target_ns", b"ttft_target_ns"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_keys", b"block_keys", "block_size", b"block_size", "cache_scope", b"cache_scope", "credit", b"credit", "deadline_ns", b"deadline_ns", "expected_output_tokens", b"expected_output_tokens", "max_tokens", b"max_tokens", "num_prompt_tokens", b"num_prompt_tokens", "priority", b"priority", "request_id", b"request_id", "sampling", b"sampling", "stop_token_ids", b"stop_token_ids", "stream", b"stream", "tenant", b"tenant", "token_ids", b"token_ids", "total_time_target_ns", b"total_time_target_ns", "traceparent", b"traceparent", "ttft_target_ns", b"ttft_target_ns"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
