@@ -21,6 +21,7 @@ from quire.types import (
     FinishReason,
     Message,
     Model,
+    SchedulingOptions,
     Timings,
     Tokenized,
     Usage,
@@ -74,6 +75,7 @@ def build_generate(
     ignore_eos: bool = False,
     include_special_tokens: bool = False,
     request_id: str = "",
+    scheduling: SchedulingOptions | None = None,
 ) -> pb.GenerateRequest:
     """The request message; `quire.types.GenerateOptions` documents the arguments.
 
@@ -98,6 +100,8 @@ def build_generate(
     _extend("stop.stop_token_ids", request.stop.stop_token_ids.extend, stop_token_ids)
     _set(request.stop, "ignore_eos", ignore_eos, "stop.")
     _set(request.output, "include_special_tokens", include_special_tokens, "output.")
+    if scheduling is not None:
+        _set_scheduling(request.scheduling, scheduling)
     return request
 
 
@@ -261,6 +265,29 @@ def _extend(field: str, extend: Callable[[Any], object], values: Sequence[object
         extend(values)
     except (ValueError, TypeError) as error:
         raise _invalid(field, str(error)) from None
+
+
+def _set_scheduling(message: pb.SchedulingOptions, options: SchedulingOptions) -> None:
+    plain = {
+        "priority": options.priority or None,
+        "tenant": options.tenant,
+        "expected_output_tokens": options.expected_output_tokens,
+        "cache_scope": options.cache_scope,
+    }
+    for field, value in plain.items():
+        _set(message, field, value, "scheduling.")
+    targets = {"ttft_target": options.ttft_target_s, "total_time_target": options.total_time_target_s}
+    for field, seconds in targets.items():
+        if seconds is not None:
+            _set_duration(getattr(message, field), seconds, f"scheduling.{field}")
+
+
+def _set_duration(duration: Duration, seconds: float, field: str) -> None:
+    try:
+        duration.FromNanoseconds(round(seconds * 1e9))
+    except (ValueError, TypeError, OverflowError):
+        raise _invalid(field, f"{seconds!r} is no number of seconds that a duration can hold") from None
+    duration.SetInParent()  # 0 s is the server's to judge, not the same as none
 
 
 def _set_chat(chat: pb.ChatInput, messages: Sequence[Message]) -> None:

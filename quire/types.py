@@ -14,6 +14,25 @@ Message = Mapping[str, str]
 """One turn of a conversation: {"role": "user", "content": "…"}."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulingOptions:
+    """How a request is treated in the server's queue; which of these matter depends on the server's policy.
+    What is left at its default is not sent."""
+
+    priority: int = 0
+    """Higher runs first, in [-100, 100]."""
+    tenant: str = ""
+    """The tenant to account to."""
+    expected_output_tokens: int | None = None
+    """How many tokens will probably be generated; learned by the server otherwise."""
+    ttft_target_s: float | None = None
+    """Wanted time until the first token, seconds."""
+    total_time_target_s: float | None = None
+    """Wanted time until the last token, seconds. Unlike `timeout`, missing it ends nothing."""
+    cache_scope: str = ""
+    """The request shares cached prompt prefixes with those of the same scope only."""
+
+
 class GenerateOptions(TypedDict, total=False):
     """Everything that `generate` takes beside the prompt as text. What is left out takes the server's
     default."""
@@ -46,6 +65,8 @@ class GenerateOptions(TypedDict, total=False):
     """Write special tokens into the text."""
     request_id: str
     """Chosen by the caller; drawn by the server otherwise."""
+    scheduling: SchedulingOptions
+    """How the request is treated in the queue."""
 
 
 class FinishReason(enum.Enum):

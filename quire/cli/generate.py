@@ -11,7 +11,7 @@ from dataclasses import asdict
 
 from quire.cli._parser import Namespace, OneLineParser
 from quire.client import Client, Generation
-from quire.types import Completion, GenerateOptions
+from quire.types import Completion, GenerateOptions, SchedulingOptions
 
 EXAMPLES = """
   quire generate "Once upon a time" --max-tokens 64
@@ -22,6 +22,7 @@ EXAMPLES = """
 _DEFAULT_TARGET = "127.0.0.1:50051"
 _SAMPLING = ("temperature", "top_k", "top_p", "min_p", "seed")
 _PASSED_ON = (*_SAMPLING, "model", "max_tokens", "stop", "stop_token_ids", "ignore_eos", "request_id")
+_SCHEDULING = ("priority", "tenant", "expected_output_tokens", "ttft_target_s", "total_time_target_s", "cache_scope")
 
 
 def configure(parser: OneLineParser) -> None:
@@ -53,6 +54,18 @@ def configure(parser: OneLineParser) -> None:
     )
     add("--ignore-eos", action="store_const", const=True, help="go on after the end-of-sequence token")
     add("--request-id", metavar="ID", help="name the request")
+    add("--priority", type=int, metavar="N", help="higher runs first, where the server goes by priority")
+    add("--tenant", metavar="NAME", help="the tenant to account to")
+    add("--expected-output-tokens", type=int, metavar="N", help="how many tokens will probably be generated")
+    add("--ttft-target", dest="ttft_target_s", type=float, metavar="S", help="wanted seconds until the first token")
+    add(
+        "--total-time-target",
+        dest="total_time_target_s",
+        type=float,
+        metavar="S",
+        help="wanted seconds until the last token; missing it ends nothing",
+    )
+    add("--cache-scope", metavar="NAME", help="share cached prompt prefixes with requests of this scope only")
     add("--timeout", type=float, metavar="S", help="give up after so many seconds")
     add("--json", action="store_true", help="print one JSON object with text, token ids, usage and timings")
 
@@ -63,6 +76,9 @@ def run(options: Namespace) -> int:
     given: GenerateOptions = {  # type: ignore[assignment]  # argparse is not typed
         name: value for name in _PASSED_ON if (value := getattr(options, name)) is not None
     }
+    scheduling = {name: value for name in _SCHEDULING if (value := getattr(options, name)) is not None}
+    if scheduling:
+        given["scheduling"] = SchedulingOptions(**scheduling)
     if options.chat:
         given["messages"] = [{"role": "user", "content": prompt}]
     with (

@@ -190,7 +190,8 @@ def test_every_flag_of_generate_reaches_the_server(server: ScriptedServer) -> No
     quire(
         "generate", "x", "--target", server.target, "--max-tokens=5", "--temperature=0", "--top-k=2", "--top-p=0.5",
         "--min-p=0.25", "--seed=7", "--stop=a", "--stop=b", "--stop-token-id=3", "--ignore-eos", "--request-id=r",
-        "--model=demo", "--timeout=60",
+        "--model=demo", "--timeout=60", "--priority=3", "--tenant=team", "--expected-output-tokens=9",
+        "--ttft-target=0.5", "--total-time-target=90", "--cache-scope=shared",
     )  # fmt: skip
 
     (request,) = server.requests
@@ -202,6 +203,10 @@ def test_every_flag_of_generate_reaches_the_server(server: ScriptedServer) -> No
     assert (request.stop.max_tokens, list(request.stop.stop_strings)) == (5, ["a", "b"])
     assert (list(request.stop.stop_token_ids), request.stop.ignore_eos) == ([3], True)
     assert server.deadlines[0] is not None
+    scheduling = request.scheduling
+    assert (scheduling.priority, scheduling.tenant, scheduling.expected_output_tokens) == (3, "team", 9)
+    assert (scheduling.ttft_target.ToMilliseconds(), scheduling.total_time_target.ToMilliseconds()) == (500, 90_000)
+    assert scheduling.cache_scope == "shared"
 
 
 def test_a_reader_that_leaves_ends_the_command_quietly(server: ScriptedServer) -> None:
