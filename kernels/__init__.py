@@ -12,6 +12,7 @@ hold kernel and CPU path against it.
     activation        SiLU-gated product of the MLP
     philox            the counter-based random numbers that sampling draws from
     sampling          temperature, top-k, top-p, min-p and the draw itself
+    compiling         tells when a launch is about to compile its kernel
     aot               compiles every specialisation the worker reaches, without a GPU
 
 The package imports torch and triton and nothing else of the project; without triton the CPU paths still work.

@@ -15,6 +15,7 @@ It decides nothing about requests or blocks. One plan comes in, one result goes 
     sampler    logits to tokens
     executor   when the device computes: at once on a CPU, asynchronously on CUDA
     kv_pool    how many KV blocks fit, and the blocks themselves
+    compiling  more time for a step that compiles a kernel first
     profiling  the largest step there can be, run once on a GPU
     assembly   limits, pool and engine for a loaded model
     tracing    spans of steps and of rows

@@ -90,6 +90,12 @@ class Link:
         sent = self._send(plan_pb2.WorkerMessage(epoch=self._session.epoch, result=result))
         return None if sent else Lost("the scheduler takes nothing")
 
+    def tell_compiling(self, expected_ms: int) -> None:
+        """Asks for so much more time for the step in hand; without an epoch there is none."""
+        if self._session.epoch:
+            compiling = plan_pb2.Compiling(expected_ms=expected_ms)
+            self._send(plan_pb2.WorkerMessage(epoch=self._session.epoch, compiling=compiling))
+
     def close(self, reason: str) -> None:
         """Says Goodbye and closes."""
         if self._socket is not None:

@@ -14,6 +14,7 @@ from shared.frames import PLAN_PROTOCOL_VERSION
 from shared.logging import configure_logging, get_logger
 from shared.telemetry import Telemetry
 from worker_svc.assembly import build_engine
+from worker_svc.compiling import compiling_told
 from worker_svc.device import choose_device, describe_device, set_threads
 from worker_svc.engine import Engine
 from worker_svc.identity import worker_id
@@ -80,7 +81,8 @@ def _serve(config: WorkerConfig, telemetry: Telemetry) -> None:
         max_model_len=description.max_model_len,
     )
     try:
-        loop.run()
+        with compiling_told(link.tell_compiling):
+            loop.run()
     finally:
         engine.reset()  # ends the spans of rows
 

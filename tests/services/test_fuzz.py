@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from google.protobuf.descriptor import Descriptor, FieldDescriptor
+from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 from hypothesis import given
 from hypothesis import strategies as st
@@ -31,10 +31,10 @@ SCALARS: dict[int, st.SearchStrategy[Any]] = {
 
 def fill(message: Message, data: st.DataObject, *, some: bool = False) -> None:
     """Sets any of a message's fields, and theirs, to any value that the wire can carry; `some`: at least one."""
-    descriptor: Descriptor = message.DESCRIPTOR
-    names = sorted(descriptor.fields_by_name)
+    fields = message.DESCRIPTOR.fields_by_name
+    names = sorted(fields)
     for name in data.draw(st.lists(st.sampled_from(names), min_size=int(some), max_size=4, unique=True)):
-        field = descriptor.fields_by_name[name]
+        field = fields[name]
         here = getattr(message, name)
         entry = field.message_type
         if entry is not None and entry.GetOptions().map_entry:
