@@ -107,6 +107,7 @@ def _arrival(peer: ev.Peer, submission: link_pb2.Submission, now: float) -> ev.R
         block_keys=submission.block_keys,
         block_size=submission.block_size,
         tenant=submission.tenant,
+        request_class=submission.request_class,
         priority=submission.priority,
         expected_output_tokens=submission.expected_output_tokens,
         ttft_deadline=_point_in_time(submission.ttft_target_ns, now),

@@ -5,10 +5,11 @@ import sys
 
 import zmq
 
+from scheduler_svc.admission_file import load_admission
 from scheduler_svc.collector import tame_collector
 from scheduler_svc.core.errors import InvalidLimitsError
 from scheduler_svc.service import SchedulerService
-from shared.config import SchedulerConfig
+from shared.config import ConfigError, SchedulerConfig
 from shared.ids import draw_incarnation
 from shared.logging import configure_logging, get_logger
 from shared.telemetry import Telemetry
@@ -19,8 +20,9 @@ def run(config: SchedulerConfig) -> int:
     configure_logging("scheduler")
     telemetry = Telemetry("quire-scheduler")
     try:
-        service = SchedulerService(config, telemetry, draw_incarnation())
-    except (InvalidLimitsError, zmq.ZMQError) as error:
+        admission = load_admission(config.admission_file)
+        service = SchedulerService(config, telemetry, draw_incarnation(), admission)
+    except (ConfigError, InvalidLimitsError, zmq.ZMQError) as error:
         print(f"quire scheduler: {error}", file=sys.stderr)
         return 1
     for number in (signal.SIGTERM, signal.SIGINT):

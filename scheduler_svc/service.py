@@ -11,6 +11,7 @@ from collections.abc import Callable
 import zmq
 
 from scheduler_svc import frontend_link, operator, worker_link
+from scheduler_svc.admission_file import NO_SETTINGS, AdmissionSettings
 from scheduler_svc.core import effects as ef
 from scheduler_svc.core import events as ev
 from scheduler_svc.core.batching import BatchingLimits
@@ -37,9 +38,15 @@ log = get_logger()
 class SchedulerService:
     """Owns the sockets and the core; `run` serves until `stop` is called (from a signal handler, for example)."""
 
-    def __init__(self, config: SchedulerConfig, telemetry: Telemetry, incarnation: int) -> None:
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        telemetry: Telemetry,
+        incarnation: int,
+        admission: AdmissionSettings = NO_SETTINGS,
+    ) -> None:
         self._config = config
-        self._core = Scheduler(to_core_config(config), incarnation)
+        self._core = Scheduler(to_core_config(config, admission), incarnation)
         self._metrics = SchedulerMetrics()
         self._tracing = SchedulerTracing(telemetry, time.time_ns() - time.monotonic_ns())
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -233,7 +240,7 @@ class SchedulerService:
         self._send_to_worker(effect.worker, frame, now)
 
 
-def to_core_config(config: SchedulerConfig) -> CoreConfig:
+def to_core_config(config: SchedulerConfig, admission: AdmissionSettings) -> CoreConfig:
     """The part of the configuration that decides.
 
     Raises:
@@ -241,6 +248,9 @@ def to_core_config(config: SchedulerConfig) -> CoreConfig:
     """
     return CoreConfig(
         policy=config.policy,
+        classes=admission.classes,
+        tenant_limits=admission.tenant_limits,
+        tenant_weights=admission.tenant_weights,
         prefix_cache=config.prefix_cache,
         capacity=config.capacity,
         batching=BatchingLimits(

@@ -27,6 +27,7 @@ class SchedulingWishes:
     """What the core is told; times are seconds of the monotonic clock."""
 
     tenant: str = ""
+    request_class: str = ""
     priority: int = 0
     expected_output_tokens: int = 0
     ttft_by: float | None = None
@@ -36,6 +37,7 @@ class SchedulingWishes:
     def fill(self, submission: link_pb2.Submission, now: float) -> None:
         """Writes the wishes into a submission that leaves now."""
         submission.tenant = self.tenant
+        submission.request_class = self.request_class
         submission.priority = self.priority
         submission.expected_output_tokens = self.expected_output_tokens
         submission.ttft_target_ns = left_ns(self.ttft_by, now)
@@ -47,7 +49,7 @@ def check_scheduling(options: v1.SchedulingOptions) -> Iterator[FieldViolation]:
     """What is wrong with the options, field by field."""
     if abs(options.priority) > MAX_PRIORITY:
         yield FieldViolation("scheduling.priority", f"must lie in [-{MAX_PRIORITY}, {MAX_PRIORITY}]")
-    for name in ("tenant", "cache_scope"):
+    for name in ("tenant", "cache_scope", "request_class"):
         if len(getattr(options, name).encode()) > MAX_NAME:
             yield FieldViolation(f"scheduling.{name}", f"must have at most {MAX_NAME} bytes")
     if options.HasField("expected_output_tokens") and not 0 < options.expected_output_tokens <= MAX_EXPECTED_TOKENS:
@@ -63,6 +65,7 @@ def wishes(options: v1.SchedulingOptions, *, arrival: float, principal: str) -> 
     scope = f"scope\0{options.cache_scope}" if options.cache_scope else f"principal\0{principal}"
     return SchedulingWishes(
         tenant=options.tenant,
+        request_class=options.request_class,
         priority=options.priority,
         expected_output_tokens=options.expected_output_tokens,
         ttft_by=arrival + _seconds(options.ttft_target) if options.HasField("ttft_target") else None,

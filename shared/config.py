@@ -49,6 +49,7 @@ class SchedulerConfig(_Checked):
     frontend_address: str = _option("ipc:///tmp/quire-frontends", "ZeroMQ address that front ends connect to")
     worker_address: str = _option("ipc:///tmp/quire-workers", "ZeroMQ address that workers connect to")
     policy: str = _option("fcfs", "order of admission", choices=("fcfs", "priority", "sjf", "edf", "fair", "lpm"))
+    admission_file: str = _option("", "TOML file with limits and shares of tenants, and request classes")
     batching: str = _option("continuous", "batching mode", choices=("continuous", "static", "dynamic"))
     max_batch_size: int = _option(16, "static and dynamic batching: most requests of a batch", least=1)
     max_wait_ms: float = _option(50.0, "static and dynamic batching: how long a batch collects", unit="ms", least=0)

@@ -463,6 +463,7 @@ class SchedulingOptions(_message.Message):
     TTFT_TARGET_FIELD_NUMBER: _builtins.int
     TOTAL_TIME_TARGET_FIELD_NUMBER: _builtins.int
     CACHE_SCOPE_FIELD_NUMBER: _builtins.int
+    REQUEST_CLASS_FIELD_NUMBER: _builtins.int
     priority: _builtins.int
     """Higher runs first under the policy `priority`, in [-100, 100]. Default 0."""
     tenant: _builtins.str
@@ -471,6 +472,10 @@ class SchedulingOptions(_message.Message):
     """How many tokens will probably be generated, at least 1; what `sjf` and forecasts go by. Default: learned."""
     cache_scope: _builtins.str
     """Name of a group of requests that share cached prompt prefixes, at most 128 bytes. Default: those of one principal."""
+    request_class: _builtins.str
+    """Request class, at most 128 bytes: requests of one class wait in an order of their own, if the server's operator has
+    configured the class. Default: the server's own order.
+    """
     @_builtins.property
     def ttft_target(self) -> _duration_pb2.Duration:
         """Wanted time from arrival to the first token, longer than 0 and at most 365 days; what `edf` goes by."""
@@ -490,10 +495,11 @@ class SchedulingOptions(_message.Message):
         ttft_target: _duration_pb2.Duration | None = ...,
         total_time_target: _duration_pb2.Duration | None = ...,
         cache_scope: _builtins.str = ...,
+        request_class: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_expected_output_tokens", b"_expected_output_tokens", "expected_output_tokens", b"expected_output_tokens", "total_time_target", b"total_time_target", "ttft_target", b"ttft_target"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_expected_output_tokens", b"_expected_output_tokens", "cache_scope", b"cache_scope", "expected_output_tokens", b"expected_output_tokens", "priority", b"priority", "tenant", b"tenant", "total_time_target", b"total_time_target", "ttft_target", b"ttft_target"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_expected_output_tokens", b"_expected_output_tokens", "cache_scope", b"cache_scope", "expected_output_tokens", b"expected_output_tokens", "priority", b"priority", "request_class", b"request_class", "tenant", b"tenant", "total_time_target", b"total_time_target", "ttft_target", b"ttft_target"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__expected_output_tokens: _TypeAlias = _typing.Literal["expected_output_tokens"]  # noqa: Y015
     _WhichOneofArgType__expected_output_tokens: _TypeAlias = _typing.Literal["_expected_output_tokens", b"_expected_output_tokens"]  # noqa: Y015

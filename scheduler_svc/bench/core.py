@@ -23,10 +23,9 @@ from protos.quire.plan.v1 import plan_pb2
 from scheduler_svc import frontend_link, worker_link
 from scheduler_svc.core import effects as ef
 from scheduler_svc.core import events as ev
-from scheduler_svc.core.config import CoreConfig
+from scheduler_svc.core.config import POLICIES, CoreConfig
 from scheduler_svc.core.plan import Plan
 from scheduler_svc.core.scheduler import Scheduler
-from scheduler_svc.core.waiting import POLICIES
 from scheduler_svc.frontend_link import Outgoing
 from scheduler_svc.tracing import SchedulerTracing
 from shared.columns import to_column

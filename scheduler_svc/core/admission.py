@@ -11,14 +11,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from scheduler_svc.core.config import CoreConfig
+from scheduler_svc.core.config import PREEMPTIVE_POLICIES, CoreConfig
 from scheduler_svc.core.effects import EndReason
 from scheduler_svc.core.placement import Placement, Room, find_room
 from scheduler_svc.core.request import Request
 from scheduler_svc.core.rows import DECODE
 from scheduler_svc.core.tenants import Tenants
 from scheduler_svc.core.victims import Candidate, choose_victims
-from scheduler_svc.core.waiting import PREEMPTIVE_POLICIES, WaitingQueue
+from scheduler_svc.core.waiting import WaitingQueue
 from scheduler_svc.core.worker import Worker
 from shared.prefix_keys import KEY_BYTES
 
@@ -176,7 +176,7 @@ class Admission:
             return Refusal(request, EndReason.INVALID, message)
         latest_start = request.latest_start
         if (
-            self._config.policy == "edf"
+            self._config.policy_of(request.request_class) == "edf"
             and latest_start is not None
             and self._now > latest_start
             and not request.attempts
@@ -193,12 +193,15 @@ class Admission:
 def victims_for_urgent(worker: Worker, waiting: WaitingQueue, config: CoreConfig) -> list[int]:
     """The rows to pause so that the next waiting request fits, if enough of them rank far enough behind it."""
     preempts = config.policy_preemption != "off" and config.capacity != "guaranteed_no_evict"
-    if not preempts or config.policy not in PREEMPTIVE_POLICIES or worker.draining:
+    policies = {config.policy, *(each.policy for each in config.classes.values())}
+    if not preempts or policies.isdisjoint(PREEMPTIVE_POLICIES) or worker.draining:
         return []
     request = waiting.take(worker.cached_tokens)
     if request is None:
         return []
     waiting.give_back(request)
+    if config.policy_of(request.request_class) not in PREEMPTIVE_POLICIES:
+        return []
     rows, pool = worker.rows, worker.pool
     need_row = rows.num_running >= min(config.max_num_seqs, rows.max_rows)
     num_blocks = -(-len(request.tokens) // rows.block_size)
@@ -210,6 +213,8 @@ def victims_for_urgent(worker: Worker, waiting: WaitingQueue, config: CoreConfig
     candidates = [
         Candidate(row, float(rows.rank[row]), other.sequence, len(rows.blocks(row)), int(rows.committed[row]))
         for row in np.flatnonzero((rows.state == DECODE) & (rows.rank > behind)).tolist()
-        if (other := rows.requests[row]) is not None and rows.num_generated(row) > other.preempted_at
+        if (other := rows.requests[row]) is not None
+        and rows.num_generated(row) > other.preempted_at
+        and config.same_class(request.request_class, other.request_class)
     ]
     return choose_victims(candidates, need_row=need_row, need_blocks=need_blocks, rule=config.victim_rule)

@@ -1,11 +1,16 @@
 """The limits that steer the core's decisions."""
 
+import math
 from dataclasses import dataclass, field
 
 from scheduler_svc.core.batching import BATCHING_MODES, BatchingLimits
 from scheduler_svc.core.capacity import CAPACITY_MODES
 from scheduler_svc.core.errors import InvalidLimitsError
 from scheduler_svc.core.victims import VICTIM_RULES
+
+POLICIES = ("fcfs", "priority", "sjf", "edf", "fair", "lpm")
+PREEMPTIVE_POLICIES = ("priority", "edf")
+"""Policies under which a waiting request may rank so far ahead of a running one that it pauses it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,12 +24,22 @@ class TenantLimits:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RequestClass:
+    """Requests with an order of admission of their own; classes share the service by weight."""
+
+    policy: str
+    weight: float = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CoreConfig:
     """See `shared.config.SchedulerConfig` for what each limit means; times are seconds."""
 
     policy: str = "fcfs"
     tenant_weights: dict[str, float] = field(default_factory=dict)
     """Shares of tenants under `fair`; 1 for those not named."""
+    classes: dict[str, RequestClass] = field(default_factory=dict)
+    """Request classes by name; a request of none of them falls under `policy`, with weight 1."""
     prefix_cache: str = "hash"
     """"hash" or "off"."""
     capacity: str = "max_utilization"
@@ -60,6 +75,14 @@ class CoreConfig:
                 f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least max_num_seqs"
                 f" ({self.max_num_seqs}): every running request takes one token of each step"
             )
+        for name, policy in (("policy", self.policy), *((f"class {n}", c.policy) for n, c in self.classes.items())):
+            if policy not in POLICIES:
+                raise InvalidLimitsError(f"{name}: {policy!r} is none of the policies {', '.join(POLICIES)}")
+        weights = {f"tenant {name}": weight for name, weight in self.tenant_weights.items()}
+        weights |= {f"class {name}": each.weight for name, each in self.classes.items()}
+        for name, weight in weights.items():
+            if not 0 < weight < math.inf:
+                raise InvalidLimitsError(f"{name}: the weight {weight} must be larger than 0")
         for name, value, known in (
             ("capacity", self.capacity, CAPACITY_MODES),
             ("batching", self.batching.mode, BATCHING_MODES),
@@ -75,3 +98,12 @@ class CoreConfig:
             )
         if self.max_plans_in_flight not in (1, 2):
             raise InvalidLimitsError("max_plans_in_flight must be 1 or 2")
+
+    def policy_of(self, request_class: str) -> str:
+        """The order of admission that requests of a class wait in."""
+        known = self.classes.get(request_class)
+        return self.policy if known is None else known.policy
+
+    def same_class(self, one: str, other: str) -> bool:
+        """Whether requests of two classes wait in one queue."""
+        return one == other or (one not in self.classes and other not in self.classes)

@@ -56,6 +56,7 @@ class RequestArrived:
     """Joined keys of the leading full blocks, if the front end has computed them, for blocks of `block_size` tokens."""
     block_size: int = 0
     tenant: str = ""
+    request_class: str = ""
     priority: int = 0
     expected_output_tokens: int = 0
     """0: no hint."""

@@ -29,7 +29,7 @@ class RequestRegistry:
     """The live requests of one core; what is to be done goes to `effects`."""
 
     def __init__(self, config: CoreConfig, fleet: Fleet, effects: list[Effect]) -> None:
-        self.waiting = make_queue(config.policy, config.tenant_weights)
+        self.waiting = make_queue(config.policy, config.tenant_weights, config.classes)
         self.forecast = Forecast()
         self.tenants = Tenants(config.tenant_limits)
         self.ended: dict[EndReason, int] = dict.fromkeys(EndReason, 0)
@@ -87,6 +87,7 @@ class RequestRegistry:
             traceparent=event.traceparent,
             salt=event.salt,
             tenant=event.tenant,
+            request_class=event.request_class,
             priority=event.priority,
             expected_output_tokens=event.expected_output_tokens,
             ttft_deadline=event.ttft_deadline,

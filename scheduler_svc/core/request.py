@@ -63,6 +63,7 @@ class Request:
     highest_token: int = 0
     """Of the tokens it arrived with; what the model adds is checked when it is committed."""
     tenant: str = ""
+    request_class: str = ""
     priority: int = 0
     expected_output_tokens: int = 0
     """The client's hint; 0: none."""

@@ -4,9 +4,9 @@ A queue hands out its best request with `take`; a planner that cannot place it h
 that end while they wait are discarded lazily; when half a heap is such leftovers it is rebuilt, so that memory follows
 the number of live requests.
 
-Most policies are a *key*: a number per request, fixed when it is queued, smallest first. Ageing needs no clock then: an
-order by "arrival minus a bonus" is the order by "bonus plus time waited" at every moment. So nothing starves: a request
-can be overtaken only by requests that arrive within its key's advantage.
+Most policies are a *key*: seconds per request, fixed when it is queued, smallest first; ties go by order of arrival.
+Ageing needs no clock then: an order by "arrival minus a bonus" is one by "bonus plus time waited" at every moment. So
+nothing starves: a request can be overtaken only by requests that arrive within its key's advantage.
 
 | policy | key | overtaken only by requests that arrive at most |
 |---|---|---|
@@ -16,15 +16,16 @@ can be overtaken only by requests that arrive within its key's advantage.
 | edf | latest start that still meets the deadline | its slack later; without a deadline `EDF_SLACK_S` later |
 
 `fair` (virtual token counter, Sheng et al., OSDI 2024) serves the tenant that was served least; `lpm` (longest prefix
-match, SGLang) ranks a window of the oldest requests by what is cached of them.
+match, SGLang) ranks a window of the oldest requests by what is cached of them. Where request classes are configured,
+each class has a queue with its own policy, and the classes take turns as tenants do under `fair`.
 """
 
 import bisect
 import heapq
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
-from scheduler_svc.core.errors import InvalidLimitsError
+from scheduler_svc.core.config import RequestClass
 from scheduler_svc.core.request import Request, RequestState
 
 AGEING_S = 10.0
@@ -33,10 +34,6 @@ SJF_S_PER_TOKEN = 0.05
 """One expected output token weighs as much as having arrived so much later."""
 EDF_SLACK_S = 60.0
 """A request without a deadline counts as one that must start so long after its arrival."""
-
-POLICIES = ("fcfs", "priority", "sjf", "edf", "fair", "lpm")
-PREEMPTIVE_POLICIES = ("priority", "edf")
-"""Policies under which a waiting request may rank so far ahead of a running one that it pauses it."""
 
 CachedTokens = Callable[[Request], int]
 
@@ -124,11 +121,11 @@ class KeyedQueue(WaitingQueue):
 
 
 class FairQueue(WaitingQueue):
-    """The tenant with the least service per weight goes next; within a tenant, first come, first served.
+    """Groups of requests take turns: the one with the least service per weight goes next.
 
     Service is counted in tokens as they are computed: `INPUT_WEIGHT` for each of a prompt's, `OUTPUT_WEIGHT` for each
-    generated one. A tenant that comes back is lifted to the least served tenant that waits, so that idleness is not
-    saved up. Between two tenants that wait all the time, service per weight never differs by more than
+    generated one. A group that comes back is lifted to the least served group that waits, so that idleness is not saved
+    up. Between two groups that wait all the time, service per weight never differs by more than
     2 x max(INPUT_WEIGHT x longest prompt, OUTPUT_WEIGHT x tokens that fit into the KV cache) (Sheng et al., theorem
     4.4).
     """
@@ -136,42 +133,92 @@ class FairQueue(WaitingQueue):
     accounts_service = True
     INPUT_WEIGHT = 1.0
     OUTPUT_WEIGHT = 2.0
+    MAX_IDLE = 10_000
+    """Groups without waiting requests whose service is remembered; beyond that the least served half is forgotten."""
 
-    def __init__(self, weights: dict[str, float]) -> None:
+    def __init__(
+        self, group_of: Callable[[Request], str], weights: Mapping[str, float], make: Callable[[str], WaitingQueue]
+    ) -> None:
+        """Groups requests by `group_of`; those of a group wait in the queue that `make` makes for its name."""
+        self._group_of = group_of
         self._weights = weights
-        self._tenants: dict[str, KeyedQueue] = {}
+        self._make = make
+        self._queues: dict[str, WaitingQueue] = {}
         self._service: dict[str, float] = {}
+        self._order: list[tuple[float, str]] = []
+        """A heap of the groups that wait. Service only grows, so an entry is a lower bound of it."""
+        self._waiting: set[str] = set()
+        """The groups in it."""
+        self._num_requests = 0
 
     def __len__(self) -> int:
-        return sum(len(queue) for queue in self._tenants.values())
+        return self._num_requests
+
+    @property
+    def num_groups(self) -> int:
+        """Groups that are remembered."""
+        return len(self._service)
 
     def push(self, request: Request) -> None:
-        queue = self._tenants.get(request.tenant)
-        if queue is None:
-            queue = self._tenants[request.tenant] = KeyedQueue(fcfs_key)
-            least = min((self._service[name] for name in self._tenants if name != request.tenant), default=0.0)
-            self._service[request.tenant] = max(self._service.get(request.tenant, 0.0), least)
-        queue.push(request)
+        group = self._group_of(request)
+        if group not in self._waiting:
+            least = self._least_served()
+            lifted = 0.0 if least is None else self._service[least]
+            service = self._service[group] = max(self._service.get(group, 0.0), lifted)
+            heapq.heappush(self._order, (service, group))
+            self._waiting.add(group)
+        self._num_requests += 1
+        self._queue_of(group).push(request)
 
     def take(self, cached: CachedTokens) -> Request | None:
-        while self._tenants:
-            tenant = min(self._tenants, key=self._service.__getitem__)
-            request = self._tenants[tenant].take(cached)
+        while (group := self._least_served()) is not None:
+            request = self._queues[group].take(cached)
             if request is not None:
+                self._num_requests -= 1
                 return request
-            del self._tenants[tenant]
+            heapq.heappop(self._order)
+            self._waiting.remove(group)
+            self._forget_idle()
         return None
 
     def discard(self, request: Request) -> None:
-        self._tenants[request.tenant].discard(request)
+        self._num_requests -= 1
+        self._queues[self._group_of(request)].discard(request)
 
     def requests(self) -> list[Request]:
-        return [request for queue in self._tenants.values() for request in queue.requests()]
+        return [request for queue in self._queues.values() for request in queue.requests()]
+
+    def rank(self, request: Request) -> float:
+        return self._queue_of(self._group_of(request)).rank(request)
 
     def served(self, request: Request, *, prompt_tokens: int = 0, output_tokens: int = 0) -> None:
+        group = self._group_of(request)
         cost = self.INPUT_WEIGHT * prompt_tokens + self.OUTPUT_WEIGHT * output_tokens
-        weight = self._weights.get(request.tenant, 1.0)
-        self._service[request.tenant] = self._service.get(request.tenant, 0.0) + cost / weight
+        self._service[group] = self._service.get(group, 0.0) + cost / self._weights.get(group, 1.0)
+        self._queue_of(group).served(request, prompt_tokens=prompt_tokens, output_tokens=output_tokens)
+
+    def _queue_of(self, group: str) -> WaitingQueue:
+        queue = self._queues.get(group)
+        if queue is None:
+            queue = self._queues[group] = self._make(group)
+        return queue
+
+    def _least_served(self) -> str | None:
+        """The group at the top of the heap, once that is in order."""
+        while self._order:
+            bound, group = self._order[0]
+            service = self._service[group]
+            if bound == service:
+                return group
+            heapq.heapreplace(self._order, (service, group))
+        return None
+
+    def _forget_idle(self) -> None:
+        idle = self._service.keys() - self._waiting
+        if len(idle) > self.MAX_IDLE:
+            for group in sorted(idle, key=self._service.__getitem__)[: self.MAX_IDLE // 2]:
+                del self._service[group]
+                self._queues.pop(group, None)
 
 
 class LongestPrefixQueue(WaitingQueue):
@@ -195,7 +242,7 @@ class LongestPrefixQueue(WaitingQueue):
     def push(self, request: Request) -> None:
         request.queued = True
         if self._window and request.sequence < self._window[-1].sequence:
-            bisect.insort(self._window, request, key=fcfs_key)
+            bisect.insort(self._window, request, key=lambda each: each.sequence)
             if len(self._window) > self.WINDOW:
                 self._rest.push(self._window.pop())
         else:
@@ -230,7 +277,7 @@ class LongestPrefixQueue(WaitingQueue):
 
 def fcfs_key(request: Request) -> float:
     """First come, first served; a preempted request keeps its place."""
-    return float(request.sequence)
+    return request.arrival
 
 
 def priority_key(request: Request) -> float:
@@ -250,13 +297,27 @@ def edf_key(request: Request) -> float:
     return request.latest_start
 
 
-def make_queue(policy: str, tenant_weights: dict[str, float]) -> WaitingQueue:
-    """The queue of a policy by its configured name."""
-    keys = {"fcfs": fcfs_key, "priority": priority_key, "sjf": sjf_key, "edf": edf_key}
-    if policy in keys:
-        return KeyedQueue(keys[policy])
+_KEYS = {"fcfs": fcfs_key, "priority": priority_key, "sjf": sjf_key, "edf": edf_key}
+
+
+def make_queue(policy: str, tenant_weights: Mapping[str, float], classes: Mapping[str, RequestClass]) -> WaitingQueue:
+    """The queue of a policy by its name, or of several classes with policies of their own.
+
+    Args:
+        policy: one of `POLICIES`; with classes, that of requests of no known class.
+        tenant_weights: shares of tenants under `fair`; 1 for those not named.
+        classes: by name.
+    """
+    if classes:
+        weights = {name: each.weight for name, each in classes.items()}
+        policies = {name: each.policy for name, each in classes.items()}
+        return FairQueue(
+            lambda request: request.request_class if request.request_class in classes else "",
+            weights,
+            lambda name: make_queue(policies.get(name, policy), tenant_weights, {}),
+        )
     if policy == "fair":
-        return FairQueue(tenant_weights)
+        return FairQueue(lambda request: request.tenant, tenant_weights, lambda _: KeyedQueue(fcfs_key))
     if policy == "lpm":
         return LongestPrefixQueue()
-    raise InvalidLimitsError(f"policy {policy!r} is none of {', '.join(POLICIES)}")
+    return KeyedQueue(_KEYS[policy])

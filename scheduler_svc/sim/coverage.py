@@ -7,9 +7,8 @@ from scheduler_svc.core import effects as ef
 from scheduler_svc.core import events as ev
 from scheduler_svc.core.batching import BATCHING_MODES
 from scheduler_svc.core.capacity import CAPACITY_MODES
-from scheduler_svc.core.config import CoreConfig
+from scheduler_svc.core.config import POLICIES, CoreConfig
 from scheduler_svc.core.victims import VICTIM_RULES
-from scheduler_svc.core.waiting import POLICIES
 from scheduler_svc.sim.faults import Fault
 
 Kind = tuple[str, str]

@@ -5,7 +5,7 @@ on what the core has learned. A request is *overtaken* when one with a larger ke
 fit then. The core promises that this happens at most `MAX_OVERTAKEN` times in one wait. So both are checked at once:
 without an advantage in its key nobody goes first (ageing), except for the bounded number of smaller ones.
 
-Not checked: `lpm`, whose order depends on the cache, and across tenants under `fair`.
+Not checked: `lpm`, whose order depends on the cache, and across tenants under `fair` or across request classes.
 """
 
 import bisect
@@ -23,11 +23,12 @@ class WaitingRoom:
 
     def __init__(self, world: World) -> None:
         self._world = world
-        self._policy = world.scenario.config.policy
+        config = world.scenario.config
+        self._policy = "classes" if config.classes else config.policy
         self._bound = MAX_OVERTAKEN
         if len(world.scenario.workers) > 1:
             # While it is left to another worker, a plan may pass it by with as many requests as there are rows.
-            self._bound += MAX_LEFT_ELSEWHERE * world.scenario.config.max_num_seqs
+            self._bound += MAX_LEFT_ELSEWHERE * config.max_num_seqs
         self._arrivals = 0
         self._sequence: dict[Stream, int] = {}
         self._queues: dict[str, list[tuple[float, int, Stream]]] = {}
@@ -119,7 +120,7 @@ class WaitingRoom:
                 # A target that is met already may still count: keys are fixed when a request is queued.
                 late = self._wanted(stream) or demand.ttft_s is not None
                 return -math.inf if late else self._largest_key(stream)
-            case "lpm":
+            case "lpm" | "classes":
                 return -math.inf
         return self._largest_key(stream)
 

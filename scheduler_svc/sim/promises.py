@@ -114,7 +114,11 @@ class Promises:
             case EndReason.DEADLINE:
                 passed = stream.deadline is not None and now >= stream.deadline
                 targets = stream.deadline, stream.ttft_deadline, stream.total_deadline
-                early = config.policy == "edf" and not stream.placements and any(t is not None for t in targets)
+                early = (
+                    config.policy_of(stream.demand.tenant) == "edf"
+                    and not stream.placements
+                    and any(t is not None for t in targets)
+                )
                 return None if passed or early else "its time was not up"
             case EndReason.QUEUE_FULL:
                 unlimited = config.max_queued_tokens >= 1 << 24 and not config.tenant_limits

@@ -4,14 +4,14 @@ Sizes are small on purpose: a pool of a dozen blocks and a handful of rows meet 
 real pool meets in a month. A few seeds are larger. Times are such that every limit of `CoreConfig` is hit.
 """
 
+import dataclasses
 import random
 from dataclasses import dataclass
 
 from scheduler_svc.core.batching import BATCHING_MODES, BatchingLimits
 from scheduler_svc.core.capacity import CAPACITY_MODES
-from scheduler_svc.core.config import CoreConfig, TenantLimits
+from scheduler_svc.core.config import POLICIES, CoreConfig, RequestClass, TenantLimits
 from scheduler_svc.core.victims import VICTIM_RULES
-from scheduler_svc.core.waiting import POLICIES
 from scheduler_svc.sim.faults import FaultRates, draw_rates
 
 TENANTS = ("", "a", "b", "c")
@@ -90,7 +90,7 @@ def draw(seed: int, *, faults: bool = True) -> Scenario:
     rng = random.Random(seed)
     large = rng.random() < 0.1
     max_num_seqs = rng.randint(9, 48) if large else rng.randint(1, 8)
-    config = _draw_config(rng, max_num_seqs)
+    config = dataclasses.replace(_draw_config(rng, max_num_seqs), classes=_draw_classes(seed))
     context = rng.choice((16, 40, 80, 160)) * (4 if large else 1)
     workers = tuple(draw_size(rng, config, context) for _ in range(rng.choice((1, 1, 1, 2, 2, 3, 4))))
     step = 10 ** rng.uniform(-3.7, -2.3)
@@ -168,6 +168,16 @@ def _draw_config(rng: random.Random, max_num_seqs: int) -> CoreConfig:
         stall_timeout_s=rng.choice((0.0, 0.1, 0.5, 5.0)),
         watermark=rng.choice((0.0, 0.01, 0.1, 0.5)),
     )
+
+
+def _draw_classes(seed: int) -> dict[str, RequestClass]:
+    """Classes, in one of eight worlds; requests name their tenant as their class."""
+    rng = random.Random(f"classes of {seed}")
+    if rng.random() < 0.875:
+        return {}
+    return {
+        name: RequestClass(policy=rng.choice(POLICIES), weight=rng.choice((0.5, 1.0, 4.0))) for name in TENANTS[1:-1]
+    }
 
 
 def _draw_traffic(rng: random.Random, step: float, context: int, max_num_seqs: int, num_workers: int) -> TrafficShape:

@@ -104,6 +104,7 @@ class Stream:
             traceparent=_TRACEPARENT if demand.traced else "",
             salt=demand.salt,
             tenant=demand.tenant,
+            request_class=demand.tenant,
             priority=demand.priority,
             expected_output_tokens=demand.expected_output_tokens,
             ttft_deadline=self.ttft_deadline,

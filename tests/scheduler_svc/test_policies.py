@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from scheduler_svc.core import effects as ef
 from scheduler_svc.core.admission import MAX_OVERTAKEN
+from scheduler_svc.core.config import RequestClass
 from scheduler_svc.core.request import Request, RequestKey, to_tokens
 from scheduler_svc.core.victims import Candidate, choose_victims
 from scheduler_svc.core.waiting import (
@@ -30,7 +31,7 @@ def _request(sequence: int, **changes: object) -> Request:
         "tokens": to_tokens(np.arange(10, dtype=np.int32)),
         "num_prompt_tokens": 10,
         "limit": 100,
-        "stop_token_ids": np.zeros(0, np.int32),
+        "stop_token_ids": (),
         "sampling": b"",
         "allowed": 100,
         "deadline": None,
@@ -49,7 +50,7 @@ def _drain(queue: WaitingQueue, cached: dict[int, int] | None = None) -> list[in
 
 
 def _filled(policy: str, *requests: Request) -> WaitingQueue:
-    queue = make_queue(policy, {})
+    queue = make_queue(policy, {}, {})
     for request in requests:
         queue.push(request)
     return queue
@@ -114,7 +115,7 @@ def test_lpm_keeps_the_place_of_what_is_given_back() -> None:
 def test_fair_keeps_backlogged_tenants_within_the_published_bound(seed: int, weight: float) -> None:
     """Between two tenants that always wait, weighted service differs by at most 2 x the largest request's cost."""
     rng = random.Random(seed)
-    queue = FairQueue({"a": weight})
+    queue = make_queue("fair", {"a": weight}, {})
     sequence = 0
     served = {"a": 0.0, "b": 0.0}
     largest = 0.0
@@ -135,7 +136,7 @@ def test_fair_keeps_backlogged_tenants_within_the_published_bound(seed: int, wei
 
 def test_fair_does_not_save_idleness_up() -> None:
     """A tenant that was away does not get to catch up on what it did not ask for."""
-    queue = FairQueue({})
+    queue = make_queue("fair", {}, {})
     for sequence in range(100):
         queue.push(_request(sequence, tenant="busy"))
     for _ in range(50):
@@ -151,6 +152,77 @@ def test_fair_does_not_save_idleness_up() -> None:
         queue.served(request, output_tokens=10)
         tenants.append(request.tenant)
     assert 9 <= tenants.count("back") <= 11
+
+
+def test_fair_forgets_tenants_that_are_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many tenants come and go, what is remembered of them is bounded, and those who wait are served."""
+    monkeypatch.setattr(FairQueue, "MAX_IDLE", 10)
+    queue = make_queue("fair", {}, {})
+    for sequence in range(100):
+        request = _request(sequence, tenant=f"tenant-{sequence}")
+        queue.push(request)
+        assert queue.take(lambda _: 0) is request
+        assert queue.take(lambda _: 0) is None
+        queue.served(request, output_tokens=1)
+    assert isinstance(queue, FairQueue)
+    assert queue.num_groups <= 11
+
+
+def test_each_request_class_has_an_order_of_its_own() -> None:
+    """Within a class its policy decides; requests of no known class follow the general policy."""
+    classes = {"urgent": RequestClass(policy="edf"), "bulk": RequestClass(policy="priority")}
+    queue = make_queue("fcfs", {}, classes)
+    for request in (
+        _request(1, request_class="urgent", latest_start=9.0),
+        _request(2, request_class="urgent", latest_start=5.0),
+        _request(3, request_class="bulk", priority=0),
+        _request(4, request_class="bulk", priority=5),
+        _request(5, request_class="nobody knows it"),
+        _request(6),
+    ):
+        queue.push(request)
+    order = _drain(queue)
+    for first, second in ((2, 1), (4, 3), (5, 6)):
+        assert order.index(first) < order.index(second)
+
+
+@settings(max_examples=50, deadline=None)
+@given(seed=st.integers(0, 10_000), weight=st.sampled_from([1.0, 3.0]))
+def test_request_classes_share_the_service_by_weight(seed: int, weight: float) -> None:
+    """Between two classes that always wait, weighted service differs by at most 2 x the largest request's cost."""
+    rng = random.Random(seed)
+    classes = {"a": RequestClass(policy="sjf", weight=weight), "b": RequestClass(policy="lpm")}
+    queue = make_queue("fcfs", {}, classes)
+    for sequence in range(400):
+        queue.push(_request(sequence, request_class="ab"[sequence % 2]))
+    served = {"a": 0.0, "b": 0.0}
+    largest = 0.0
+    for _ in range(100):
+        request = queue.take(lambda _: 0)
+        assert request is not None
+        outputs = rng.randint(1, 50)
+        queue.served(request, output_tokens=outputs)
+        served[request.request_class] += FairQueue.OUTPUT_WEIGHT * outputs / classes[request.request_class].weight
+        largest = max(largest, FairQueue.OUTPUT_WEIGHT * outputs)
+        assert abs(served["a"] - served["b"]) <= 2 * largest
+
+
+@pytest.mark.parametrize(("request_class", "pauses"), [("bulk", True), ("", False), ("unknown", False)])
+def test_an_urgent_request_pauses_only_its_own_class(request_class: str, pauses: bool) -> None:
+    """Between classes the weights decide; priority counts within one."""
+    cluster = Cluster(
+        policy="priority", classes={"bulk": RequestClass(policy="priority")}, max_num_seqs=1, max_num_batched_tokens=16
+    )
+    cluster.join(ModelWorker(b"w", num_blocks=64, block_size=4, max_rows=4))
+    first = cluster.submit(1, [1] * 4, 40, request_class="bulk")
+    for _ in range(4):
+        cluster.plan()
+        cluster.answer()
+    urgent = cluster.submit(2, [2] * 4, 2, priority=90, request_class=request_class)
+    cluster.run()
+    assert urgent.end is not None
+    assert first.end is not None
+    assert (first.end.preemptions > 0) == pauses
 
 
 @pytest.mark.parametrize("policy", ["fcfs", "priority", "sjf", "edf", "fair", "lpm"])

@@ -402,6 +402,7 @@ class Submission(_message.Message):
     CACHE_SCOPE_FIELD_NUMBER: _builtins.int
     BLOCK_KEYS_FIELD_NUMBER: _builtins.int
     BLOCK_SIZE_FIELD_NUMBER: _builtins.int
+    REQUEST_CLASS_FIELD_NUMBER: _builtins.int
     stream: _builtins.int
     """Number of the stream, chosen by the front end, below 2^31. A second submission of a live stream is ignored."""
     request_id: _builtins.str
@@ -440,6 +441,8 @@ class Submission(_message.Message):
     """Keys of the prompt's leading full blocks, 32 bytes each, as in shared/prefix_keys.py. Empty: the core computes them."""
     block_size: _builtins.int
     """Tokens per block that the keys are for."""
+    request_class: _builtins.str
+    """The request class; empty or unknown: none."""
     def __init__(
         self,
         *,
@@ -461,10 +464,11 @@ class Submission(_message.Message):
         cache_scope: _builtins.bytes = ...,
         block_keys: _builtins.bytes = ...,
         block_size: _builtins.int = ...,
+        request_class: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_keys", b"block_keys", "block_size", b"block_size", "cache_scope", b"cache_scope", "credit", b"credit", "deadline_ns", b"deadline_ns", "expected_output_tokens", b"expected_output_tokens", "max_tokens", b"max_tokens", "num_prompt_tokens", b"num_prompt_tokens", "priority", b"priority", "request_id", b"request_id", "sampling", b"sampling", "stop_token_ids", b"stop_token_ids", "stream", b"stream", "tenant", b"tenant", "token_ids", b"token_ids", "total_time_target_ns", b"total_time_target_ns", "traceparent", b"traceparent", "ttft_target_ns", b"ttft_target_ns"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_keys", b"block_keys", "block_size", b"block_size", "cache_scope", b"cache_scope", "credit", b"credit", "deadline_ns", b"deadline_ns", "expected_output_tokens", b"expected_output_tokens", "max_tokens", b"max_tokens", "num_prompt_tokens", b"num_prompt_tokens", "priority", b"priority", "request_class", b"request_class", "request_id", b"request_id", "sampling", b"sampling", "stop_token_ids", b"stop_token_ids", "stream", b"stream", "tenant", b"tenant", "token_ids", b"token_ids", "total_time_target_ns", b"total_time_target_ns", "traceparent", b"traceparent", "ttft_target_ns", b"ttft_target_ns"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
