@@ -2,21 +2,26 @@
 
 Spans are exported by OTLP/gRPC from a background thread when an `OTEL_EXPORTER_OTLP_*ENDPOINT` is set or
 `OTEL_TRACES_EXPORTER=otlp`; sampling, batch sizes, resource attributes and the rest are read from the `OTEL_*`
-variables by the SDK itself. Without an endpoint the provider samples nothing, so that spans cost next to nothing.
+variables by the SDK itself, and win over what a process says of itself. An exporter or a protocol that Quire does not
+have is an error at the start. Without an endpoint the provider samples nothing, so that spans cost next to nothing.
 
-A trace context crosses processes as the text of a W3C `traceparent`, the empty string meaning "not traced".
+A trace context crosses processes as the text of a W3C `traceparent`, the empty string meaning "not traced". A
+`tracestate`, which vendors use for notes of their own, ends at the front end.
 """
 
 import os
+from collections.abc import Mapping
 
 from opentelemetry import context as otel_context
 from opentelemetry import trace
 from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
-from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.resources import OTELResourceDetector, Resource
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor
 from opentelemetry.sdk.trace.sampling import ALWAYS_OFF, ALWAYS_ON
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+from shared.config import ConfigError
 
 MAX_LINKS = 128
 """The SDK drops further links of a span silently."""
@@ -28,7 +33,16 @@ class Telemetry:
     """The tracer of one process; `shutdown` flushes what has not been exported."""
 
     def __init__(self, service: str) -> None:
+        """Reads the environment.
+
+        Args:
+            service: `service.name`, unless the environment gives another one.
+
+        Raises:
+            ConfigError: the environment asks for an exporter or a protocol that Quire does not have.
+        """
         resource = Resource.create({"service.name": service, "process.pid": os.getpid()})
+        resource = resource.merge(OTELResourceDetector().detect())  # `create` lets its arguments win
         self.exports = exporting()
         """Whether spans go anywhere."""
         self._processor = BatchSpanProcessor(OTLPSpanExporter()) if self.exports else None
@@ -49,14 +63,26 @@ class Telemetry:
             self._processor.shutdown()  # type: ignore[no-untyped-call]
 
 
-def exporting() -> bool:
-    """Whether the environment asks for spans to be exported."""
-    if os.environ.get("OTEL_SDK_DISABLED", "").lower() == "true":
+def exporting(environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether the environment asks for spans to be exported.
+
+    Raises:
+        ConfigError: by an exporter or a protocol that Quire does not have.
+    """
+    if environ.get("OTEL_SDK_DISABLED", "").strip().lower() == "true":
         return False
-    exporter = os.environ.get("OTEL_TRACES_EXPORTER", "")
-    if exporter:
-        return "otlp" in exporter.split(",")
-    return any(os.environ.get(name) for name in ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"))
+    exporters = {name.strip() for name in environ.get("OTEL_TRACES_EXPORTER", "").split(",")} - {""}
+    if unknown := exporters - {"otlp", "none"}:
+        raise ConfigError(f"OTEL_TRACES_EXPORTER={min(unknown)!r}: choose otlp or none")
+    endpoints = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
+    if "otlp" not in exporters and (exporters or not any(environ.get(name) for name in endpoints)):
+        return False
+    for name in ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL"):
+        if protocol := environ.get(name, "").strip():
+            if protocol != "grpc":
+                raise ConfigError(f"{name}={protocol!r}: spans are exported by grpc only (port 4317 of a collector)")
+            break  # the first of the two decides
+    return True
 
 
 def to_traceparent(span: trace.Span) -> str:

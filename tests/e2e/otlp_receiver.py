@@ -17,6 +17,8 @@ class ReceivedSpan:
 
     service: str
     pid: int
+    resource: dict[str, str]
+    """Attributes of that process that are text."""
     span: trace_pb2.Span
 
     @property
@@ -47,8 +49,9 @@ class OtlpReceiver(trace_service_pb2_grpc.TraceServiceServicer):
                 attributes = {entry.key: entry.value for entry in resource.resource.attributes}
                 service = attributes["service.name"].string_value
                 pid = attributes["process.pid"].int_value
+                texts = {key: value.string_value for key, value in attributes.items()}
                 for scope in resource.scope_spans:
-                    self._spans.extend(ReceivedSpan(service, pid, span) for span in scope.spans)
+                    self._spans.extend(ReceivedSpan(service, pid, texts, span) for span in scope.spans)
             self._changed.notify_all()
         return trace_service_pb2.ExportTraceServiceResponse()
 

@@ -1,0 +1,93 @@
+"""The environment variables of OpenTelemetry mean what OpenTelemetry's documentation says."""
+
+import os
+
+import pytest
+
+from shared.config import ConfigError
+from shared.telemetry import Telemetry, exporting
+from tests.e2e.otlp_receiver import ReceivedSpan, otlp_receiver
+
+GRPC_ONLY = "spans are exported by grpc only (port 4317 of a collector)"
+ENDPOINT = {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://collector:4317"}
+
+
+@pytest.mark.parametrize(
+    ("environ", "exports"),
+    [
+        ({}, False),
+        (ENDPOINT, True),
+        ({"OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": "http://collector:4317"}, True),
+        ({"OTEL_TRACES_EXPORTER": "otlp"}, True),
+        (ENDPOINT | {"OTEL_TRACES_EXPORTER": "none"}, False),
+        (ENDPOINT | {"OTEL_TRACES_EXPORTER": ""}, True),
+        (ENDPOINT | {"OTEL_SDK_DISABLED": "True"}, False),
+        (ENDPOINT | {"OTEL_EXPORTER_OTLP_PROTOCOL": "grpc"}, True),
+        (
+            ENDPOINT | {"OTEL_EXPORTER_OTLP_PROTOCOL": "http/protobuf", "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "grpc"},
+            True,
+        ),
+        ({"OTEL_EXPORTER_OTLP_PROTOCOL": "http/protobuf"}, False),
+    ],
+)
+def test_when_spans_are_exported(environ: dict[str, str], exports: bool) -> None:
+    """An endpoint turns exporting on, the exporter's name decides where it is given, disabled is disabled; what is not
+    used is not judged, and the variable for traces wins over the one for all signals."""
+    assert exporting(environ) is exports
+
+
+@pytest.mark.parametrize(
+    ("environ", "line"),
+    [
+        (
+            ENDPOINT | {"OTEL_EXPORTER_OTLP_PROTOCOL": "http/protobuf"},
+            f"OTEL_EXPORTER_OTLP_PROTOCOL='http/protobuf': {GRPC_ONLY}",
+        ),
+        (
+            ENDPOINT | {"OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/json", "OTEL_EXPORTER_OTLP_PROTOCOL": "grpc"},
+            f"OTEL_EXPORTER_OTLP_TRACES_PROTOCOL='http/json': {GRPC_ONLY}",
+        ),
+        ({"OTEL_TRACES_EXPORTER": "otlp,zipkin"}, "OTEL_TRACES_EXPORTER='zipkin': choose otlp or none"),
+    ],
+)
+def test_what_quire_does_not_have_is_named(environ: dict[str, str], line: str) -> None:
+    """Spans never go nowhere silently: what cannot be done is one line that names the variable and the remedy."""
+    with pytest.raises(ConfigError) as raised:
+        exporting(environ)
+
+    assert str(raised.value) == line
+
+
+@pytest.mark.parametrize(
+    ("environ", "service", "attributes"),
+    [
+        ({}, "quire-test", {}),
+        ({"OTEL_SERVICE_NAME": "mine"}, "mine", {}),
+        (
+            {"OTEL_RESOURCE_ATTRIBUTES": "service.name=theirs,deployment.environment.name=a%20b"},
+            "theirs",
+            {"deployment.environment.name": "a b"},
+        ),
+        ({"OTEL_SERVICE_NAME": "mine", "OTEL_RESOURCE_ATTRIBUTES": "service.name=theirs"}, "mine", {}),
+    ],
+)
+def test_the_environment_names_the_service(
+    environ: dict[str, str], service: str, attributes: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the operator calls a service wins over what a process calls itself; a collector sees it, and the pid."""
+    for name in [name for name in os.environ if name.startswith("OTEL_")]:
+        monkeypatch.delenv(name)
+    with otlp_receiver() as receiver:
+        for name, value in (environ | {"OTEL_EXPORTER_OTLP_ENDPOINT": receiver.endpoint}).items():
+            monkeypatch.setenv(name, value)
+        telemetry = Telemetry("quire-test")
+        telemetry.tracer.start_span("one").end()
+        telemetry.shutdown()
+
+        def arrived(spans: list[ReceivedSpan]) -> bool:
+            return [span.name for span in spans] == ["one"]
+
+        (span,) = receiver.wait_for(arrived)
+
+    assert (span.service, span.pid) == (service, os.getpid())
+    assert attributes.items() <= span.resource.items()
