@@ -63,6 +63,24 @@ def test_scheduling_options_travel_to_the_core(tmp_path: Path) -> None:
         assert "forecast" in (caught.value.details() or "")
 
 
+def test_request_classes_come_from_a_file(tmp_path: Path) -> None:
+    """A class with `edf` refuses what cannot be in time; without the class the same request is served in its turn."""
+    checkpoint = make_checkpoint("LlamaForCausalLM", tmp_path / "model")
+    settings = tmp_path / "admission.toml"
+    settings.write_text('[classes.urgent]\npolicy = "edf"\nweight = 3\n', encoding="utf-8")
+    flag = f"--admission-file={settings}"
+    with serve(checkpoint, flag) as served, grpc.insecure_channel(served.grpc) as channel:
+        stub = generation_pb2_grpc.GenerationServiceStub(channel)
+        request = v1.GenerateRequest(text="a", stop=v1.StopOptions(max_tokens=4, ignore_eos=True))
+        assert len(list(stub.Generate(request))) > 1
+        request.scheduling.total_time_target.FromNanoseconds(1)
+        assert len(list(stub.Generate(request))) > 1
+        request.scheduling.request_class = "urgent"
+        with pytest.raises(grpc.RpcError) as caught:
+            list(stub.Generate(request))
+        assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+
+
 @pytest.mark.parametrize("move", [False, True])
 def test_two_workers_one_drained_under_load(move: bool, tmp_path: Path) -> None:
     """A worker drained under load becomes idle, nothing is lost, and it can be resumed."""
