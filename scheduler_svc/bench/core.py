@@ -1,6 +1,6 @@
 """What a step costs the scheduler: the real core and the real codecs, no sockets, synthetic answers.
 
-Measured per step, by the clock (reading a thread's CPU time can cost more than a step): *commit* from an answer's bytes
+Measured per step, by the clock (reading a thread's CPU time can cost as much as a step): *commit* from an answer's bytes
 in hand to the front ends' bytes ready, *plan* from there to the next plan's bytes ready. Shipped defaults, prefix cache
 on, tracing at 1 % where the environment turns it on, row lengths staggered, prompts of 2,048 tokens whose block keys
 come from the front door.
@@ -189,17 +189,18 @@ def bench_steady(rows: int, steps: int, telemetry: Telemetry) -> CoreResult:
     bench = _Bench(rows, "fcfs", telemetry)
     for _ in range(rows):
         bench.submit(bench.submission(max_tokens=1 << 16), Outgoing())
-    return _measure(bench, "steady", rows, 0, "fcfs", steps, [], warmup=rows // 4 + 50)
+    return _measure(bench, "steady", rows, 0, "fcfs", steps, [], warmup=rows // 4 + 200)
 
 
 def bench_churn(rows: int, steps: int, telemetry: Telemetry, *, policy: str = "fcfs", queued: int = 0) -> CoreResult:
     """`CHURN` requests end and arrive in every step, with `queued` more waiting all the time."""
     bench = _Bench(rows, policy, telemetry)
     lifetime = max(2, rows // CHURN)
-    warmup = 2 * lifetime + 20
+    warmup = 4 * lifetime + 100
     admission: list[float] = []
     if queued:
-        distinct = [bench.submission(lifetime, QUEUED_PROMPT_TOKENS) for _ in range(64)]
+        # Of different lengths, so that they end at different times.
+        distinct = [bench.submission(2 + index * lifetime // 32, QUEUED_PROMPT_TOKENS) for index in range(64)]
         for index in range(queued):
             frame = link_pb2.FrontendMessage.FromString(distinct[index % 64])
             frame.submissions[0].stream = 1_000_000 + index

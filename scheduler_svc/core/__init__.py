@@ -9,7 +9,7 @@ same effects and plans.
 
 Read the modules in this order:
 
-* `events`, `effects`, `plan` – what goes in and what comes out; `config`, `errors`.
+* `arrays` – the array types; `events`, `effects`, `plan` – what goes in and what comes out; `config`, `errors`.
 * `request` – one request and its tokens; `waiting` – the orders of admission; `tenants` – limits per tenant.
 * `block_pool` – KV blocks and when one may be handed out again; `prefix_cache` – which block holds which prefix.
 * `rows` – the running requests of one worker as a struct of arrays.
@@ -20,5 +20,6 @@ Read the modules in this order:
   requests a worker takes in.
 * `planner` – what the next step holds: decodes first, then prompts in chunks, then admissions.
 * `commit` – what an answered step means for its requests.
-* `scheduler` – the state machine itself: routes events, owns requests, ends each exactly once.
+* `registry` – all live requests: who waits, whose time is up; ends each exactly once.
+* `scheduler` – the state machine itself: routes events to these; `stats` – its state in figures.
 """
