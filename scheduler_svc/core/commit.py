@@ -46,8 +46,6 @@ class Settled:
     at_limit: list[Request] = field(default_factory=list)
     failed: list[FailedRequest] = field(default_factory=list)
     prefilled: list[Request] = field(default_factory=list)
-    resettled: list[Request] = field(default_factory=list)
-    """Requests that no step in flight names any more."""
 
 
 def settle(worker: Worker, event: StepDone, now: float) -> Settled:
@@ -89,7 +87,7 @@ def settle(worker: Worker, event: StepDone, now: float) -> Settled:
         request = worker.rows.requests[row]
         if request is not None and request.traceparent:
             settled.prefilled.append(request)
-    _settle_departures(worker, record.step, settled)
+    _settle_departures(worker, record.step)
     worker.pool.step_answered(record.step)
     worker.swap.pool.step_answered(record.step)
     if event.copied_blocks:
@@ -134,14 +132,13 @@ def _settle_late(worker: Worker, request: Request, token: int, settled: Settled)
         settled.at_limit.append(request)
 
 
-def _settle_departures(worker: Worker, step: int, settled: Settled) -> None:
+def _settle_departures(worker: Worker, step: int) -> None:
     if not worker.departed:
         return
     for key, departure in list(worker.departed.items()):
         if departure.last_step <= step:
             del worker.departed[key]
             departure.request.unsettled = False
-            settled.resettled.append(departure.request)
 
 
 def _failed_request(worker: Worker, failure: FailedRow) -> FailedRequest | None:

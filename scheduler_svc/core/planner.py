@@ -6,8 +6,8 @@ last (iteration-level batching, Orca, OSDI 2022). There are no phases: a prompt'
 step.
 
 A decode row is *held out* of a step, not failed, when its reader's credit is used up or when it needs a block and none
-is free. Blocks that are only waiting for an answer are waited for; when none are coming, the request that arrived last
-is preempted: it gives up its blocks, keeps its tokens and its place in the queue, and is computed again later.
+is free. Blocks that are only waiting for an answer are waited for; when none are coming, the request that ranks last
+under the policy is preempted: it gives up its blocks, keeps its tokens and its place in the queue, and goes on later.
 """
 
 from collections.abc import Sequence
