@@ -1,6 +1,7 @@
 """The client processes of `quire bench frontend`: many streams on one channel, counting what arrives.
 
-Prints one line when its streams run, then counts for the given time and prints a line of JSON.
+Prints a line when its streams run, then counts for the given time, or a multiple of it until enough messages have come,
+and prints a line of JSON. It gives up, with an error, when that takes far too long.
 """
 
 import argparse
@@ -17,6 +18,12 @@ from grpc import aio
 
 from quire.v1 import generation_pb2 as v1
 from quire.v1 import generation_pb2_grpc
+
+MIN_MESSAGES = 100
+"""A window with fewer messages says nothing about rates."""
+PATIENCE_S = 60.0
+"""Beyond warm-up and window, nothing takes so long unless it hangs."""
+UNLIMITED = 1_000_000
 
 Call: TypeAlias = "aio.UnaryStreamCall[v1.GenerateRequest, v1.GenerateResponse]"
 Stub: TypeAlias = "generation_pb2_grpc.GenerationServiceAsyncStub"
@@ -64,34 +71,47 @@ def _request(max_tokens: int) -> v1.GenerateRequest:
     )
 
 
-async def _measure(options: argparse.Namespace) -> dict[str, float]:
-    counts = Counts()
-    async with aio.insecure_channel(options.target) as channel:
+async def _measure(options: argparse.Namespace) -> None:
+    # A stalled client takes in 64 KiB and no more; with probing, gRPC would go on to take in megabytes for it.
+    channel_options = [("grpc.http2.bdp_probe", 0)] if options.stalled else []
+    async with aio.insecure_channel(options.target, options=channel_options) as channel:
         stub = generation_pb2_grpc.GenerationServiceStub(channel)
         await _until_served(stub)
-        calls = [stub.Generate(_request(options.max_tokens)) for _ in range(options.streams + options.stalled)]
-        # Measured from when every stream runs; the calls beyond `streams` are never read again.
-        await asyncio.gather(*(call.read() for call in calls))
-        tasks = [
-            asyncio.create_task(_read_again_and_again(stub, call, counts, options.max_tokens))
-            for call in calls[: options.streams]
-        ]
-        await asyncio.sleep(options.warmup_s)
-        print("running", flush=True)
-        before, begin, cpu = Counts(counts.messages, counts.tokens), time.perf_counter(), time.process_time()
-        await asyncio.sleep(options.seconds)
-        elapsed = time.perf_counter() - begin
-        result = {
-            "messages_per_s": (counts.messages - before.messages) / elapsed,
-            "tokens_per_s": (counts.tokens - before.tokens) / elapsed,
-            "client_cpu_share": (time.process_time() - cpu) / elapsed,
-        }
-        for task in tasks:
-            if task.done():
-                task.result()  # readers never end by themselves: this raises
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-    return result
+        stalled = [stub.Generate(_request(UNLIMITED)) for _ in range(options.stalled)]
+        calls = [stub.Generate(_request(options.max_tokens)) for _ in range(options.streams)]
+        # Measured from when every stream runs; the stalled ones are never read again.
+        await asyncio.gather(*(call.read() for call in stalled + calls))
+        counts = Counts()
+        async with asyncio.TaskGroup() as readers:  # ends everything when a reader fails; none ends by itself
+            tasks = [
+                readers.create_task(_read_again_and_again(stub, call, counts, options.max_tokens)) for call in calls
+            ]
+            await asyncio.sleep(options.warmup_s)
+            print("running", flush=True)
+            print(json.dumps(await _count(counts, options.seconds)), flush=True)
+            for task in tasks:
+                task.cancel()
+
+
+async def _count(counts: Counts, seconds: float) -> dict[str, float]:
+    """What arrives in a window of this length, longer when little does."""
+    before, begin, cpu = Counts(counts.messages, counts.tokens), time.perf_counter(), time.process_time()
+    messages = 0
+    while messages < MIN_MESSAGES:
+        await asyncio.sleep(seconds)
+        messages = counts.messages - before.messages
+    elapsed = time.perf_counter() - begin
+    return {
+        "messages": messages,
+        "messages_per_s": messages / elapsed,
+        "tokens_per_s": (counts.tokens - before.tokens) / elapsed,
+        "client_cpu_share": (time.process_time() - cpu) / elapsed,
+    }
+
+
+async def _measure_in_time(options: argparse.Namespace) -> None:
+    async with asyncio.timeout(options.warmup_s + options.seconds + PATIENCE_S):
+        await _measure(options)
 
 
 def main(arguments: list[str]) -> int:
@@ -100,16 +120,12 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--target", required=True)
     parser.add_argument("--streams", type=int, default=64)
     parser.add_argument("--stalled", type=int, default=0)
-    parser.add_argument("--max-tokens", type=int, default=1_000_000)
+    parser.add_argument("--max-tokens", type=int, default=UNLIMITED)
     parser.add_argument("--warmup-s", type=float, default=0.5)
     parser.add_argument("--seconds", type=float, default=2.0)
     options = parser.parse_args(arguments)
-    try:
-        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            print(json.dumps(runner.run(_measure(options))), flush=True)
-    except grpc.RpcError as error:
-        print(f"bench client: {error}", file=sys.stderr)
-        return 1
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(_measure_in_time(options))
     return 0
 
 
