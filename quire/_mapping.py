@@ -273,6 +273,7 @@ def _set_scheduling(message: pb.SchedulingOptions, options: SchedulingOptions) -
         "tenant": options.tenant,
         "expected_output_tokens": options.expected_output_tokens,
         "cache_scope": options.cache_scope,
+        "request_class": options.request_class,
     }
     for field, value in plain.items():
         _set(message, field, value, "scheduling.")

@@ -31,6 +31,8 @@ class SchedulingOptions:
     """Wanted time until the last token, seconds. Unlike `timeout`, missing it ends nothing."""
     cache_scope: str = ""
     """The request shares cached prompt prefixes with those of the same scope only."""
+    request_class: str = ""
+    """Requests of one class wait in an order of their own, where the server's operator has configured the class."""
 
 
 class GenerateOptions(TypedDict, total=False):

@@ -22,7 +22,10 @@ EXAMPLES = """
 _DEFAULT_TARGET = "127.0.0.1:50051"
 _SAMPLING = ("temperature", "top_k", "top_p", "min_p", "seed")
 _PASSED_ON = (*_SAMPLING, "model", "max_tokens", "stop", "stop_token_ids", "ignore_eos", "request_id")
-_SCHEDULING = ("priority", "tenant", "expected_output_tokens", "ttft_target_s", "total_time_target_s", "cache_scope")
+_SCHEDULING = (
+    "priority", "tenant", "expected_output_tokens", "ttft_target_s", "total_time_target_s", "cache_scope",
+    "request_class",
+)  # fmt: skip
 
 
 def configure(parser: OneLineParser) -> None:
@@ -66,6 +69,7 @@ def configure(parser: OneLineParser) -> None:
         help="wanted seconds until the last token; missing it ends nothing",
     )
     add("--cache-scope", metavar="NAME", help="share cached prompt prefixes with requests of this scope only")
+    add("--request-class", metavar="NAME", help="wait in the order that the server has for this class")
     add("--timeout", type=float, metavar="S", help="give up after so many seconds")
     add("--json", action="store_true", help="print one JSON object with text, token ids, usage and timings")
 

@@ -83,6 +83,7 @@ def test_every_option_reaches_its_field(server: ScriptedServer, client: Client) 
             ttft_target_s=0.25,
             total_time_target_s=90,
             cache_scope="shared",
+            request_class="batch",
         ),
     ).result()
 
@@ -101,6 +102,7 @@ def test_every_option_reaches_its_field(server: ScriptedServer, client: Client) 
                 ttft_target=Duration(nanos=250_000_000),
                 total_time_target=Duration(seconds=90),
                 cache_scope="shared",
+                request_class="batch",
             ),
         )
     ]

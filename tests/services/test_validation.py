@@ -85,6 +85,7 @@ INVALID: list[tuple[str, v1.GenerateRequest]] = [
         for name, first, last in (("ttft_target", wrong, None), ("total_time_target", None, wrong))
     ],
     ("scheduling.cache_scope", request(scheduling=v1.SchedulingOptions(cache_scope="c" * 129))),
+    ("scheduling.request_class", request(scheduling=v1.SchedulingOptions(request_class="r" * 129))),
 ]
 
 UNSUPPORTED: list[tuple[str, v1.GenerateRequest]] = [
