@@ -31,6 +31,8 @@ MAX_FRAMES_PER_TURN = 256
 """Frames taken from one socket before the other one and planning get their turn."""
 SHUTDOWN_FLUSH_S = 1.0
 SHUTDOWN_LINGER_MS = 500
+_FAULTS = {ef.EndReason.INVALID, ef.EndReason.NO_WORKER, ef.EndReason.ROW_FAILED, ef.EndReason.STALLED}
+"""Ends that are logged here. The front end tells of every end; under overload, refusals come by the thousand."""
 
 log = get_logger()
 
@@ -48,7 +50,7 @@ class SchedulerService:
         self._config = config
         self._core = Scheduler(to_core_config(config, admission), incarnation)
         self._metrics = SchedulerMetrics()
-        self._tracing = SchedulerTracing(telemetry, time.time_ns() - time.monotonic_ns())
+        self._tracing = SchedulerTracing(telemetry, time.time_ns() - time.monotonic_ns(), config.trace_steps)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._workers = WorkerHub(self._context, config.worker_address)
         self._frontends = FrontendHub(
@@ -209,6 +211,7 @@ class SchedulerService:
                 case ef.TokensReady():
                     self._frontends.outgoing(effect.frontend).add_tokens(effect)
                 case ef.RequestEnded():
+                    _log_end(effect)
                     self._frontends.outgoing(effect.frontend).add_end(effect)
                 case ef.ServiceChanged():
                     log.info("service state", ready=effect.ready, max_model_len=effect.max_model_len)
@@ -231,13 +234,18 @@ class SchedulerService:
 
     def _welcome(self, effect: ef.WorkerWelcomed, now: float) -> None:
         self._workers.welcomed(effect.worker, effect.epoch)
-        log.info("worker joined", worker=self._workers.worker_id(effect.worker), epoch=f"{effect.epoch:016x}")
         frame = worker_link.encode_welcome(
             effect.epoch,
             max_in_flight=self._config.max_plans_in_flight,
             silence_s=self._config.worker_silence_s,
         )
         self._send_to_worker(effect.worker, frame, now)
+
+
+def _log_end(effect: ef.RequestEnded) -> None:
+    """A line for a request that somebody should look after."""
+    if effect.reason in _FAULTS:
+        log.warning("request failed", request_id=effect.request_id, reason=effect.reason.value, detail=effect.message)
 
 
 def to_core_config(config: SchedulerConfig, admission: AdmissionSettings) -> CoreConfig:

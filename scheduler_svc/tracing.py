@@ -4,7 +4,8 @@ Request trace (the client's): `queue` for every wait, `attempt` for every placem
 `decode` inside. An attempt is the scheduler's to tell: a worker that dies never exports its own spans.
 
 Step trace (its own trace): `scheduler.step` from plan to answer, whose traceparent the worker continues. Steps link to
-the attempts in them and attempts to their steps. A span takes 128 links; further ones go to continuation spans.
+the attempts in them and attempts to their steps. A span takes 128 links; further ones go to continuation spans. Of the
+steps that hold a traced request a share can be left out, evenly: at many steps a second, they are most of all spans.
 """
 
 from collections.abc import Iterator, Sequence
@@ -15,9 +16,13 @@ from opentelemetry.trace import Link, Span, SpanContext
 
 from scheduler_svc.core.events import Peer
 from scheduler_svc.core.plan import Plan, RowAdmission
+from shared.config import ConfigError
 from shared.telemetry import MAX_LINKS, Telemetry, from_traceparent, to_traceparent
 
 StreamKey = tuple[Peer, int]
+
+_ROUNDING = 1e-9
+"""Ten tenths must make a whole."""
 
 
 @dataclass(slots=True)
@@ -28,9 +33,24 @@ class _Attempt:
 
 
 class SchedulerTracing:
-    """Open spans by request and step. `clock_offset_ns` turns core time into Unix time."""
+    """Open spans by request and step."""
 
-    def __init__(self, telemetry: Telemetry, clock_offset_ns: int) -> None:
+    def __init__(self, telemetry: Telemetry, clock_offset_ns: int, trace_steps: float = 1.0) -> None:
+        """Opens nothing yet.
+
+        Args:
+            telemetry: the process's.
+            clock_offset_ns: turns core time into Unix time.
+            trace_steps: share of the steps with a traced request that get a span, 0 to 1.
+
+        Raises:
+            ConfigError: no share.
+        """
+        if not 0 <= trace_steps <= 1:
+            raise ConfigError(f"trace_steps: {trace_steps:g} is no share; give 0 to 1")
+        self._trace_steps = trace_steps
+        # Grows by the share with each such step; whenever it is full, a step is traced. Full, so that the first one is.
+        self._step_share = 1.0
         self._exports = telemetry.exports
         self._tracer = telemetry.tracer
         self._step_tracer = telemetry.forced_tracer
@@ -49,7 +69,7 @@ class SchedulerTracing:
         }
         keys = list(dict.fromkeys([*plan.traced_rows, *traceparents]))
         attempts = [attempt for key in keys if (attempt := self._attempts.get(key)) is not None]
-        if not attempts:
+        if not attempts or not self._takes_step():
             return "", traceparents
         contexts = [attempt.span.get_span_context() for attempt in attempts]
         chunks = list(_chunks(contexts))
@@ -127,6 +147,14 @@ class SchedulerTracing:
         )
         self._attempts[admission.frontend, admission.stream] = _Attempt(span, phase)
         return to_traceparent(span)
+
+    def _takes_step(self) -> bool:
+        """Whether this step, which holds a traced request, gets a span."""
+        if not self._trace_steps:
+            return False
+        taken = self._step_share >= 1.0 - _ROUNDING
+        self._step_share += self._trace_steps - taken
+        return taken
 
     def _continue(self, span: Span, chunks: Sequence[list[Link]], now: float) -> None:
         for links in chunks:

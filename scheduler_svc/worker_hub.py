@@ -22,6 +22,8 @@ log = get_logger()
 class _Worker:
     worker_id: str
     last_sent: float
+    epoch: int = 0
+    """0 before it was welcomed."""
     ping: bytes = b""
     """The ping of its epoch; empty before it was welcomed."""
 
@@ -39,7 +41,9 @@ class WorkerHub:
 
     def welcomed(self, peer: ev.Peer, epoch: int) -> None:
         """The worker's epoch begins."""
-        self._workers[peer].ping = worker_link.encode_ping(epoch)
+        worker = self._workers[peer]
+        worker.epoch, worker.ping = epoch, worker_link.encode_ping(epoch)
+        log.info("worker joined", worker=worker.worker_id, epoch=f"{epoch:016x}")
 
     def worker_id(self, peer: ev.Peer) -> str | None:
         """The worker's name, or None for a stranger."""
@@ -50,7 +54,7 @@ class WorkerHub:
         """Drops a worker."""
         worker = self._workers.pop(peer, None)
         if worker is not None:
-            log.warning("worker lost", worker=worker.worker_id, reason=reason)
+            log.warning("worker lost", worker=worker.worker_id, epoch=f"{worker.epoch:016x}", reason=reason)
 
     def send(self, peer: ev.Peer, frame: bytes, now: float) -> str | None:
         """Sends a frame that must arrive; returns why the worker is lost, if it is."""

@@ -96,7 +96,7 @@ class SchedulerConfig(_Checked):
         60.0, "a reader that takes nothing for so long is cancelled; 0: never", unit="s", least=0
     )
     frontend_lease_s: float = _option(10.0, "a front end silent for so long is lost", unit="s", least=3)
-    trace_steps: bool = _option(True, "make step traces for steps that hold a traced request")
+    trace_steps: float = _option(1.0, "share of the steps with a traced request that get a step trace, 0 to 1")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

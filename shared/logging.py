@@ -1,7 +1,11 @@
 """Structured logs: JSON lines, or a readable console form when a person is watching.
 
-Every line carries trace_id and span_id of the current span when there is one. Nothing of a prompt or of an output is
-ever logged; that is for the callers to keep.
+Every line says which service and process wrote it, and carries trace_id and span_id of the current span when there is
+one. What concerns a request carries `request_id`, what concerns a step `epoch` and `step`. Nothing of a prompt or of an
+output is ever logged; that is for the callers to keep.
+
+What libraries log and warn about, from the level of a warning on, comes out in the same form, with `logger` saying
+whose it is: see `adopt_libraries` for those that insist on a form of their own.
 """
 
 import logging
@@ -10,34 +14,74 @@ import sys
 
 import structlog
 from opentelemetry import trace
-from structlog.typing import EventDict, FilteringBoundLogger, WrappedLogger
+from structlog.typing import EventDict, FilteringBoundLogger, Processor, WrappedLogger
 
 
 def configure_logging(service: str, level: str = "info") -> None:
-    """Sets up structlog for this process; lines go to stderr, so that stdout stays for what a command answers."""
+    """Sets up logging for this process; lines go to stderr, so that stdout stays for what a command answers.
+
+    Args:
+        service: who the lines are from.
+        level: Quire's own lines below it are left out.
+    """
     as_console = sys.stderr.isatty() and os.environ.get("QUIRE_LOG_FORMAT", "auto") != "json"
-    renderer = structlog.dev.ConsoleRenderer() if as_console else structlog.processors.JSONRenderer()
+    renderer: Processor = structlog.dev.ConsoleRenderer() if as_console else structlog.processors.JSONRenderer()
+    process = {"service": service, "pid": os.getpid()}
+
+    def add_process(_logger: WrappedLogger, _method: str, event: EventDict) -> EventDict:
+        # Not a context variable: threads that libraries start have a context of their own.
+        return {**process, **event}
+
+    processors: list[Processor] = [
+        structlog.contextvars.merge_contextvars,
+        add_process,
+        structlog.processors.add_log_level,
+        structlog.processors.TimeStamper(fmt="iso", utc=True),
+        _add_span,
+        structlog.processors.format_exc_info,
+    ]
     structlog.configure(
-        processors=[
-            structlog.contextvars.merge_contextvars,
-            structlog.processors.add_log_level,
-            structlog.processors.TimeStamper(fmt="iso", utc=True),
-            _add_span,
-            structlog.processors.format_exc_info,
-            renderer,
-        ],
+        processors=[*processors, renderer],
         wrapper_class=structlog.make_filtering_bound_logger(logging.getLevelNamesMapping()[level.upper()]),
         logger_factory=structlog.PrintLoggerFactory(sys.stderr),
         cache_logger_on_first_use=True,
     )
-    structlog.contextvars.bind_contextvars(service=service, pid=os.getpid())
-    logging.basicConfig(level=logging.WARNING, stream=sys.stderr, format="%(levelname)s %(name)s %(message)s")
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setLevel(logging.WARNING)
+    handler.setFormatter(
+        structlog.stdlib.ProcessorFormatter(
+            foreign_pre_chain=[_add_library, *processors],
+            processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, renderer],
+        )
+    )
+    logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)
+    logging.captureWarnings(True)
+    adopt_libraries()
+
+
+def adopt_libraries() -> None:
+    """Takes from libraries the handlers that they brought for stderr, so that their lines come out as all others do.
+
+    To be called again after an import that brings such a library (torch, transformers).
+    """
+    for logger in list(logging.root.manager.loggerDict.values()):
+        if not isinstance(logger, logging.Logger):
+            continue
+        for handler in list(logger.handlers):
+            if isinstance(handler, logging.StreamHandler) and handler.stream in (sys.stderr, sys.stdout):
+                logger.removeHandler(handler)
+                logger.propagate = True
 
 
 def get_logger() -> FilteringBoundLogger:
     """The process's logger."""
     logger: FilteringBoundLogger = structlog.get_logger()
     return logger
+
+
+def _add_library(_logger: WrappedLogger, _method: str, event: EventDict) -> EventDict:
+    event["logger"] = event["_record"].name
+    return event
 
 
 def _add_span(_logger: WrappedLogger, _method: str, event: EventDict) -> EventDict:

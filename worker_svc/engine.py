@@ -15,6 +15,7 @@ from opentelemetry.trace import Span, Tracer
 
 from protos.quire.plan.v1 import plan_pb2
 from shared.columns import Int32Array, to_column
+from shared.logging import get_logger
 from worker_svc.batch import BatchBuilder, StepBatch
 from worker_svc.block_tables import IntArray
 from worker_svc.executor import DeviceTimes, DoneStep, StepInFlight, make_executor
@@ -24,6 +25,9 @@ from worker_svc.rows import RowTable
 from worker_svc.sampler import FAILED, Sampler
 from worker_svc.swap import Copies, HostPool, copy_ids
 from worker_svc.tracing import Tracing
+
+NOT_FINITE = "the model's logits are not finite"
+"""Why a row fails alone."""
 
 _NO_ROWS = np.zeros(0, np.int64)
 _NO_TOKENS = np.zeros(0, np.int32)
@@ -73,6 +77,11 @@ class Engine:
     def num_in_flight(self) -> int:
         """Steps launched and not collected."""
         return len(self._launched)
+
+    @property
+    def oldest_step(self) -> int:
+        """The step that `collect` answers; 0 when nothing is in flight."""
+        return self._launched[0].step if self._launched else 0
 
     @property
     def max_in_flight(self) -> int:
@@ -141,6 +150,7 @@ class Engine:
         # A row that failed in an earlier step may have been launched again before that was known.
         failed = (tokens == FAILED) | self._rows.has_failed(rows, generations)
         if failed.any():
+            self._log_failures(rows[failed], generations[failed])
             self._rows.fail(rows[failed], generations[failed])
             result.failures.extend(_failures(rows[failed], generations[failed]))
             rows, tokens = rows[~failed], tokens[~failed]
@@ -162,6 +172,12 @@ class Engine:
             self._tracing.end_step(self._launched.popleft().spans, now)
         self._tracing.rows_left(self._rows.clear(), self._rows.num_computed, now)
 
+    def _log_failures(self, rows: IntArray, generations: IntArray) -> None:
+        """One line per row that has failed just now; one that another request has by now is not told under its name."""
+        known = self._rows.has_failed(rows, generations) | (self._rows.generation[rows] != generations)
+        for row in rows[~known].tolist():
+            get_logger().warning("row failed", request_id=self._rows.request_id(row), row=row, reason=NOT_FINITE)
+
     def _submit(self, batch: StepBatch | None) -> StepInFlight:
         if batch is None:
             return DoneStep(
@@ -178,7 +194,7 @@ class Engine:
 
 def _failures(rows: IntArray, generations: IntArray) -> list[plan_pb2.RowFailure]:
     return [
-        plan_pb2.RowFailure(row=row, generation=generation, reason="the model's logits are not finite")
+        plan_pb2.RowFailure(row=row, generation=generation, reason=NOT_FINITE)
         for row, generation in zip(rows.tolist(), generations.tolist(), strict=True)
     ]
 

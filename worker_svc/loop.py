@@ -1,12 +1,15 @@
 """The worker's loop: plans from the link to the engine, results back, until told to stop.
 
 It keeps as many steps launched as the scheduler and the device allow, and it is where everything that ends an epoch
-comes together: whatever went wrong, the answer is to drop all rows and say Hello again.
+comes together: whatever went wrong, the answer is to drop all rows and say Hello again. Every line logged from here on
+down carries the epoch and the step in hand.
 """
 
 import threading
 import time
 from collections import deque
+
+from structlog.contextvars import bind_contextvars, unbind_contextvars
 
 from protos.quire.plan.v1 import plan_pb2
 from shared.logging import get_logger
@@ -62,7 +65,8 @@ class WorkerLoop:
                     self._waiting.append((plan, time.time_ns()))
                 case Welcomed(epoch, max_in_flight):
                     self._max_launched = min(max_in_flight, self._engine.max_in_flight)
-                    get_logger().info("welcomed", epoch=f"{epoch:016x}", max_in_flight=max_in_flight)
+                    bind_contextvars(epoch=f"{epoch:016x}")
+                    get_logger().info("welcomed", max_in_flight=max_in_flight)
                 case RefusedForGood(reason):
                     raise RefusedError(reason)
                 case Lost():
@@ -73,8 +77,11 @@ class WorkerLoop:
         """Launches what may be launched and answers what is ready."""
         try:
             while self._waiting and self._engine.num_in_flight < self._max_launched:
-                self._engine.launch(*self._waiting.popleft())
+                plan, received_unix_ns = self._waiting.popleft()
+                bind_contextvars(step=plan.step)
+                self._engine.launch(plan, received_unix_ns)
             if self._engine.ready():
+                bind_contextvars(step=self._engine.oldest_step)
                 return self._link.send_result(self._engine.collect())
         except PlanError as error:
             return Lost(f"a plan that breaks the contract: {error}")
@@ -89,6 +96,7 @@ class WorkerLoop:
     def _collect_all(self) -> Lost | None:
         """Answers the steps in flight, for an orderly end."""
         while self._engine.num_in_flight:
+            bind_contextvars(step=self._engine.oldest_step)
             try:
                 lost = self._link.send_result(self._engine.collect())
             except Exception as error:
@@ -100,6 +108,7 @@ class WorkerLoop:
 
     def _begin_again(self, lost: Lost) -> None:
         get_logger().warning("saying Hello again", reason=lost.reason)
+        unbind_contextvars("epoch", "step")
         self._waiting.clear()
         self._engine.reset()
         self._link.open()

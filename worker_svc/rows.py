@@ -48,6 +48,7 @@ class RowTable:
         self._num_tokens = np.zeros(rows, np.int64)
         self._num_computed = np.zeros(rows, np.int64)
         self._prompts: dict[int, Int32Array] = {}
+        self._request_ids = [""] * rows
         self._membership = 0
         self._decode_rows: tuple[int, IntArray] = (-1, np.zeros(0, np.int64))
         self.tables = tuple(
@@ -76,6 +77,10 @@ class RowTable:
     def num_computed(self) -> IntArray:
         """`[max_rows]`: tokens of each row whose KV is computed."""
         return self._num_computed
+
+    def request_id(self, row: int) -> str:
+        """The request that occupies a row, or did so last."""
+        return self._request_ids[row]
 
     def decode_rows(self) -> IntArray:
         """The rows that take part in every step, ascending. Not to be written to."""
@@ -243,6 +248,7 @@ class RowTable:
         self._num_tokens[row] = len(tokens)
         self._num_computed[row] = admission.num_computed_tokens
         self._prompts[row] = tokens
+        self._request_ids[row] = admission.request_id
         for tables, column in zip(self.tables, admission.block_tables, strict=True):
             blocks = from_column(column)
             if len(blocks) * limits.block_size < admission.num_computed_tokens:

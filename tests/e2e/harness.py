@@ -7,6 +7,7 @@ It starts the command as a user would, on free ports, waits for its ready line, 
 asserts that the exit code is 0 and that no process of the service is left, restarted ones included.
 """
 
+import json
 import os
 import re
 import subprocess
@@ -17,6 +18,7 @@ import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -79,6 +81,10 @@ class Served:
     def processes(self) -> list[psutil.Process]:
         """Every live process of this service, however it came to be and whoever its parent is now."""
         return processes_marked(self._marker)
+
+    def log_lines(self) -> list[dict[str, Any]]:
+        """The lines of the log so far, those that are none left out."""
+        return [json.loads(line) for line in self.log.read_text().splitlines() if line.startswith("{")]
 
     def wait(self) -> int:
         """Waits for the supervisor's end; its exit code."""

@@ -1,6 +1,5 @@
 """A service that nobody asks anything of stays as it is."""
 
-import json
 import time
 from pathlib import Path
 
@@ -22,7 +21,7 @@ def test_an_idle_worker_stays_in_its_epoch(tmp_path: Path) -> None:
             client.generate("a", max_tokens=3, ignore_eos=True).result()
         served.process.terminate()
         served.wait()
-        events = [json.loads(line) for line in served.log.read_text().splitlines() if line.startswith("{")]
+        events = served.log_lines()
 
     assert len([event for event in events if event["event"] == "worker joined"]) == 1
     assert [event for event in events if event["event"] == "saying Hello again"] == []

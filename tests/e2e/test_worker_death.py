@@ -3,6 +3,8 @@
 import asyncio
 import os
 import signal
+import time
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,16 @@ from tests.e2e.harness import Served, serve
 from tests.e2e.load import Answer, draw_prompts
 from tests.e2e.oracle import Oracle, Tally
 
+WAIT_S = 3.0
+
+
+@dataclass(slots=True)
+class Kill:
+    """The death of a worker."""
+
+    time: float = 0.0
+    """When, by the monotonic clock."""
+
 
 def test_streams_continue_after_kill_9(tmp_path: Path) -> None:
     """`kill -9` of the worker while streaming: each stream goes on without gap or repeat when a worker is back."""
@@ -21,7 +33,7 @@ def test_streams_continue_after_kill_9(tmp_path: Path) -> None:
     oracle = Oracle(checkpoint)
     answers = [Answer(prompt, 400) for prompt in draw_prompts([3, 30, 100, 200], oracle.vocab_size, seed=2)]
     with serve(checkpoint, "--dtype=float32", "--num-threads=1") as served:
-        asyncio.run(_run_with_a_kill(served, answers))
+        asyncio.run(_run_with_a_kill(served, answers, Kill()))
         assert served.metric("quire_kv_blocks", state="held") == 0
     tally = Tally()
     for answer in answers:
@@ -33,30 +45,42 @@ def test_streams_continue_after_kill_9(tmp_path: Path) -> None:
 
 
 def test_unavailable_comes_only_after_the_configured_wait(tmp_path: Path) -> None:
-    """When no worker comes back, streams end UNAVAILABLE after `worker_wait_s`, with what was generated delivered."""
+    """When no worker comes back, streams end UNAVAILABLE, but not before `worker_wait_s` has passed since its death,
+    and with what was generated delivered; the logs of the scheduler tell of both, by worker and by request."""
     checkpoint = make_checkpoint("LlamaForCausalLM", tmp_path / "model")
     (prompt,) = draw_prompts([5], 256)
-    with serve(checkpoint, "--num-threads=1", "--worker-wait-s=2", end=False) as served:
+    with serve(checkpoint, "--num-threads=1", f"--worker-wait-s={WAIT_S}", end=False) as served:
         answer = Answer(prompt, 900)
         # A worker that cannot start again: its model is gone.
         (checkpoint / "config.json").rename(checkpoint / "gone.json")
+        kill = Kill()
         with pytest.raises(QuireError) as caught:
-            asyncio.run(_run_with_a_kill(served, [answer]))
+            asyncio.run(_run_with_a_kill(served, [answer], kill))
+        waited = time.monotonic() - kill.time
+        assert waited >= WAIT_S, "the configured wait was cut short"
         assert caught.value.code == "UNAVAILABLE"
         assert caught.value.reason == "NO_WORKER"
         assert answer.tokens
         served.process.terminate()
         served.wait()
+        lines = served.log_lines()
+    (failed,) = (line for line in lines if line["event"] == "request failed")
+    (lost,) = (line for line in lines if line["event"] == "worker lost")
+    assert (failed["service"], failed["reason"]) == ("scheduler", "no_worker")
+    assert failed["request_id"].startswith("req-")
+    assert lost["epoch"] == next(line["epoch"] for line in lines if line["event"] == "worker joined")
 
 
-async def _run_with_a_kill(served: Served, answers: list[Answer]) -> None:
+async def _run_with_a_kill(served: Served, answers: list[Answer], kill: Kill) -> None:
     """Streams all; kills the worker as soon as every stream has had 20 tokens."""
     flowing = asyncio.Semaphore(0)
     async with AsyncClient(served.grpc) as client:
         streams = [asyncio.create_task(_stream(client, answer, flowing)) for answer in answers]
         for _ in answers:
             await flowing.acquire()
-        os.kill(served.pid("worker"), signal.SIGKILL)
+        worker = served.pid("worker")
+        kill.time = time.monotonic()
+        os.kill(worker, signal.SIGKILL)
         await asyncio.gather(*streams)
 
 

@@ -1,5 +1,6 @@
 """A real worker process and a scheduler made of a ROUTER: epochs, incarnations, and an orderly end."""
 
+import json
 import os
 import platform
 import signal
@@ -212,6 +213,23 @@ def test_a_bad_plan_brings_a_new_hello(scheduler: Scheduler, bad: plan_pb2.Plan)
 
     assert again.incarnation != hello.incarnation
     assert from_column(scheduler.result(1).rows).tolist() == [1]
+
+
+def test_lines_of_the_log_say_which_epoch_and_step(router: "zmq.Socket[bytes]", checkpoint: Path) -> None:
+    """What goes wrong in a step is logged with it, so that it can be found from the scheduler's side."""
+    scheduler = Scheduler(router, start_worker(router, checkpoint, "--worker-id=logged"))
+    scheduler.hello(START_MS)
+    scheduler.welcome()
+    scheduler.send_plan(prefill_plan())
+    scheduler.result(1)
+    scheduler.send_plan(plan_pb2.Plan(step=2, leaves=to_column([3])))
+    scheduler.hello()
+    scheduler.process.kill()
+    _, errors = scheduler.process.communicate()
+
+    (lost,) = (line for line in map(json.loads, errors.splitlines()) if line["event"] == "saying Hello again")
+    assert (lost["epoch"], lost["step"]) == (f"{scheduler.epoch:016x}", 2)
+    assert "a row that is not known" in lost["reason"]
 
 
 def test_silence_brings_a_new_hello(scheduler: Scheduler) -> None:

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+import structlog
 import torch
 from safetensors.torch import load_file, save_file
 
@@ -53,6 +54,29 @@ def test_a_row_that_fails_harms_no_other(poisoned: Path) -> None:
     assert first_failures == second_failures == [(sick, 1)]
     assert driver.leave(healthy)[3:9] == expected
     assert driver.leave(again)[3:] == expected
+
+
+def test_a_row_that_fails_is_logged_with_its_request(poisoned: Path) -> None:
+    """Once, however many steps still count on the row."""
+    driver = Driver(make_engine(poisoned))
+    driver.admit([5, 6])
+    sick = driver.admit([1, POISON])
+    driver.chunk(0, 2)
+    driver.chunk(sick, 2)
+
+    with structlog.testing.capture_logs() as lines:
+        for _ in range(3):
+            driver.step()
+
+    assert lines == [
+        {
+            "event": "row failed",
+            "log_level": "warning",
+            "request_id": f"request-{sick}",
+            "row": sick,
+            "reason": "the model's logits are not finite",
+        }
+    ]
 
 
 def test_a_row_that_failed_is_answered_as_failed_by_a_step_already_launched(poisoned: Path) -> None:
