@@ -1,0 +1,83 @@
+"""Measures how long workers wait for plans: the real scheduler process and real ZeroMQ, with echo workers.
+
+Echo workers speak the plan protocol and pretend that a step takes --step-ms. Without --workers, --rows and --step-ms
+the cases are 256 rows at 5 ms and 1 ms with one and two plans in flight, and 64 workers of 256 rows each at 20 ms with
+two. Every case is measured --rounds times in turns; the table shows medians and the range of the share of time that
+workers wait. The processes share the machine's cores: on a busy machine the figures are upper bounds.
+"""
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from quire.cli._errors import CommandError
+from quire.cli._parser import Namespace, OneLineParser
+
+if TYPE_CHECKING:
+    from scheduler_svc.bench.link import LinkResult
+
+EXAMPLES = """
+  quire bench link --json link.json
+  quire bench link --workers 64 --step-ms 20
+  quire bench link --rounds 1 --seconds 1
+"""
+
+_HEADER = (
+    f"{'workers':>7}{'rows':>6}{'step ms':>9}{'in flight':>11}{'steps/s':>10}{'wait':>9}  {'range':<18}{'worst':>8}"
+    f"{'late µs':>9}{'tokens/s':>11}{'CPU µs/step':>13}"
+)
+
+
+def configure(parser: OneLineParser) -> None:
+    """Adds the flags."""
+    add = parser.add_argument
+    add("--json", type=Path, metavar="FILE", help="where the result goes")
+    add("--rounds", type=int, default=3, metavar="N", help="how often everything is measured (default: 3)")
+    add("--seconds", type=float, default=3.0, metavar="S", help="how long each measurement takes (default: 3)")
+    add("--rows", type=int, metavar="N", help="rows of each worker, all of them decoding (default: 256)")
+    add("--workers", type=int, metavar="N", help="echo workers (default: 1)")
+    add("--step-ms", type=float, metavar="MS", help="how long a step takes (default: 5 and 1; several workers: 20)")
+
+
+def run(options: Namespace) -> int:
+    """Measures, prints the table and writes the file."""
+    for name in ("rounds", "seconds", "rows", "workers", "step_ms"):
+        value = getattr(options, name)
+        if value is not None and value <= 0:
+            raise CommandError(f"--{name.replace('_', '-')}: {value} is too small")
+
+    from quire.serve.layout import child_environment
+    from quire.serve.runtime_dir import runtime_dir
+    from scheduler_svc.bench.link import LinkBenchError, as_json, cases_for, run_rounds
+
+    with runtime_dir() as folder:
+        try:
+            results = run_rounds(
+                cases_for(workers=options.workers, rows=options.rows, step_ms=options.step_ms),
+                rounds=options.rounds,
+                seconds=options.seconds,
+                folder=folder,
+                environment=child_environment(os.environ, os.getpid()),
+                progress=lambda line: print(line, file=sys.stderr, flush=True),
+            )
+        except LinkBenchError as error:
+            raise CommandError(str(error)) from None
+    _print_table(results)
+    if options.json is not None:
+        options.json.write_text(json.dumps(as_json(results), indent=1) + "\n")
+    return 0
+
+
+def _print_table(results: "list[LinkResult]") -> None:
+    print("wait: share of time in which workers wait for a plan; worst: of the worker that waits most; late: how long")
+    print("after a step's end its answer leaves the echo worker; CPU: of the scheduler process\n")
+    print(_HEADER)
+    for each in results:
+        spread = f"{each.worker_wait_share_min:.2%} .. {each.worker_wait_share_max:.2%}"
+        print(
+            f"{each.workers:>7}{each.rows:>6}{each.step_ms:>9g}{each.in_flight:>11}{each.steps_per_s:>10.1f}"
+            f"{each.worker_wait_share:>9.2%}  {spread:<18}{each.worst_worker_wait_share:>8.2%}"
+            f"{each.late_us_p50:>9.0f}{each.tokens_per_s:>11.0f}{each.scheduler_cpu_us_per_step:>13.0f}"
+        )

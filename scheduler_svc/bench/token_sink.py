@@ -1,0 +1,96 @@
+"""The front end of `quire bench link`: submits requests that go on and on, and swallows their tokens.
+
+It speaks the link protocol as a front end does (hello, submissions with their block keys, a report every second), but
+looks at its socket only when its owner calls `drain`: what a front end's own work costs is for another benchmark.
+"""
+
+import time
+
+import numpy as np
+import zmq
+
+from protos.quire.link.v1 import link_pb2
+from protos.quire.plan.v1 import plan_pb2
+from shared.columns import to_column
+from shared.ids import draw_incarnation, routing_id
+from shared.prefix_keys import following_keys, root_key
+from shared.sockets import LINK_MAX_MESSAGE, connect_dealer
+
+PROTOCOL_VERSION = 1
+REPORT_EVERY_S = 1.0
+_PER_FRAME = 256
+_ENDLESS_CREDIT = 1 << 31
+_FRONTEND_ID = "sink"
+
+
+class SinkError(Exception):
+    """A request ended, or the core does not know its front end."""
+
+
+class TokenSink:
+    """One front end's connection."""
+
+    def __init__(self, context: "zmq.Context[zmq.Socket[bytes]]", address: str) -> None:
+        incarnation = draw_incarnation()
+        self._socket = connect_dealer(
+            context, address, identity=routing_id(_FRONTEND_ID, incarnation), max_message=LINK_MAX_MESSAGE
+        )
+        hello = link_pb2.FrontendHello(
+            protocol_version=PROTOCOL_VERSION, frontend_id=_FRONTEND_ID, incarnation=incarnation
+        )
+        self._socket.send(link_pb2.FrontendMessage(hello=hello).SerializeToString())
+        self._next_report = time.monotonic() + REPORT_EVERY_S
+        self.num_tokens = 0
+        """Received so far."""
+
+    def submit(
+        self, count: int, *, max_tokens: int, prompt_tokens: int, block_size: int, fingerprint: str, vocab_size: int
+    ) -> None:
+        """Submits requests whose prompts have up to `prompt_tokens` tokens, staggered over one block's length."""
+        rng = np.random.default_rng(count)
+        root = root_key(fingerprint, b"")
+        sampling = plan_pb2.SamplingParams(temperature=0.7, top_p=0.9, seed=7).SerializeToString()
+        for first in range(0, count, _PER_FRAME):
+            submissions = []
+            for stream in range(first, min(first + _PER_FRAME, count)):
+                tokens = to_column(rng.integers(3, vocab_size, prompt_tokens - stream % block_size))
+                submissions.append(
+                    link_pb2.Submission(
+                        stream=stream + 1,
+                        request_id=f"req-{stream:024d}",
+                        token_ids=tokens,
+                        num_prompt_tokens=len(tokens) // 4,
+                        max_tokens=max_tokens,
+                        sampling=sampling,
+                        credit=_ENDLESS_CREDIT,
+                        block_keys=following_keys(root, tokens, block_size),
+                        block_size=block_size,
+                    )
+                )
+            self._socket.send(link_pb2.FrontendMessage(submissions=submissions).SerializeToString())
+
+    def drain(self) -> None:
+        """Swallows what has arrived; sends a report when one is due.
+
+        Raises:
+            SinkError: see the class.
+        """
+        now = time.monotonic()
+        if now >= self._next_report:
+            self._next_report = now + REPORT_EVERY_S
+            self._socket.send(link_pb2.FrontendMessage(report=link_pb2.MetricReport()).SerializeToString())
+        while True:
+            try:
+                message = link_pb2.CoreMessage.FromString(self._socket.recv(zmq.DONTWAIT))
+            except zmq.Again:
+                return
+            if message.unknown:
+                raise SinkError("the core forgot its front end")
+            if message.ends:
+                end = message.ends[0]
+                raise SinkError(f"a request ended: {link_pb2.EndReason.Name(end.reason)} {end.message}")
+            self.num_tokens += len(message.tokens) // 4
+
+    def close(self) -> None:
+        """Goes away."""
+        self._socket.close()
