@@ -2,8 +2,8 @@
 
 It prints one line `ready grpc=HOST:PORT http=HOST:PORT` on stdout when the service can be used, and stays in
 the foreground. A process that dies is started again. Ctrl-C or SIGTERM lets running requests end and stops
-everything; a second Ctrl-C does so at once. Every setting is also read from the environment: --max-num-seqs
-is QUIRE_MAX_NUM_SEQS.
+everything; a second Ctrl-C does so at once. Settings are also read from the environment, --max-num-seqs from
+QUIRE_MAX_NUM_SEQS, but for --workers, --frontends and --show-sample.
 """
 
 import asyncio

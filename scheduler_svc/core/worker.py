@@ -15,11 +15,12 @@ from scheduler_svc.core.batching import BatchGate
 from scheduler_svc.core.block_pool import BlockPool
 from scheduler_svc.core.capacity import Capacity
 from scheduler_svc.core.events import ModelFacts, Peer
+from scheduler_svc.core.partial_blocks import PartialMatch
 from scheduler_svc.core.request import Request
 from scheduler_svc.core.rows import RowTable
 from scheduler_svc.core.step_clock import StepClock
 from scheduler_svc.core.swapping import BlockCopy, SwappedKV, SwapSpace
-from shared.prefix_keys import KEY_BYTES, following_keys, root_key
+from shared.prefix_keys import KEY_BYTES, BlockKey, following_keys, root_key
 
 
 @dataclass(slots=True)
@@ -36,9 +37,9 @@ class StepInFlight:
     num_tokens: int
     num_prefill_tokens: int
     started: float
+    """When it began on the worker, as far as is known: sent, or its predecessor answered."""
     copy_ids: list[int]
     """Block copies in it; all are done when it is answered."""
-    """When it began on the worker, as far as is known: sent, or its predecessor answered."""
     allowance: float
     """How long it may take from when it began, in seconds."""
 
@@ -51,6 +52,8 @@ class Departure:
     last_step: int
     blocks: IndexArray
     """What it held; not to be trusted if the row turns out to have failed."""
+    num_tokens: int
+    """Leading tokens whose KV they hold; a token that is sampled late proves it."""
 
 
 @dataclass(slots=True)
@@ -130,15 +133,19 @@ class Worker:
         if row in self.prefilling:
             self.prefilling.remove(row)
         num_computed = self.rows.num_computed(row)
+        is_proven = self.rows.is_settled(row)
         request, blocks = self.rows.vacate(row)
+        num_tokens = min(num_computed, len(request.tokens))
         if self.shares_prefixes:
             # What it has computed stays behind in the cache, generated tokens included.
-            self._publish(row, request, blocks, min(num_computed, len(request.tokens)))
+            self._publish(row, request, blocks, num_tokens)
             self.pool.cache.computes_next(row, b"")
+            if is_proven:
+                self._prove(request, blocks, num_tokens)
         self.pool.release(blocks, last_step=last_step, answered_step=self.answered_step)
         self.pending_leaves.append(row)
         if self.in_flight:
-            self.departed[row, generation] = Departure(request, self.last_step, blocks)
+            self.departed[row, generation] = Departure(request, self.last_step, blocks, num_tokens)
             request.unsettled = True
         return request
 
@@ -156,7 +163,19 @@ class Worker:
         swapped = self.swapped_here(request)
         if swapped is not None:
             return swapped.num_tokens
-        return len(self.pool.cache.match(self.shareable_keys(request))) * self.rows.block_size
+        blocks, partial = self.match(request)
+        return len(blocks) * self.rows.block_size + (partial.num_tokens if partial is not None else 0)
+
+    def match(self, request: Request) -> tuple[IndexArray, PartialMatch | None]:
+        """The cached blocks that the request can share, and the one that it can begin its next block with."""
+        cache, keys = self.pool.cache, self.shareable_keys(request)
+        blocks = cache.match(keys)
+        if cache.partial is None:
+            return blocks, None
+        start = len(blocks) * self.rows.block_size
+        end = min(start + self.rows.block_size, len(request.tokens) - 1)
+        text = request.tokens[start:end].tobytes()
+        return blocks, cache.match_partial(self._root_key(request), keys, len(blocks), text)
 
     def prefill_backlog(self) -> int:
         """Prompt tokens of its rows that no plan holds yet."""
@@ -173,6 +192,17 @@ class Worker:
         start = KEY_BYTES * (num_computed // self.rows.block_size)
         self.pool.cache.computes_next(row, self._keys(request)[start : start + KEY_BYTES])
 
+    def prove_prefilled(self, rows: IndexArray) -> None:
+        """The first tokens that these rows sampled are there: what the rows have published can be copied from."""
+        for row in rows.tolist():
+            request, num_blocks = self.rows.requests[row], int(self.rows.published[row])
+            assert request is not None
+            self._prove(request, self.rows.blocks(row)[:num_blocks], num_blocks * self.rows.block_size)
+
+    def prove_departed(self, departure: Departure) -> None:
+        """A token came from a row that its request has left: what it left behind can be copied from."""
+        self._prove(departure.request, departure.blocks, departure.num_tokens)
+
     def distrust(self, blocks: IndexArray) -> list[int]:
         """A row that wrote these blocks has failed; returns the rows that share any of them."""
         self.pool.distrust(blocks)
@@ -186,13 +216,23 @@ class Worker:
             self.pool.cache.publish(self._keys(request)[: KEY_BYTES * num_blocks], blocks[:num_blocks])
             self.rows.published[row] = num_blocks
 
+    def _prove(self, request: Request, blocks: IndexArray, num_tokens: int) -> None:
+        """A token was sampled, and was finite, from the KV of the request's first tokens, which these blocks hold."""
+        if self.pool.cache.partial is not None:
+            text = request.tokens[:num_tokens].tobytes()
+            self.pool.cache.prove(self._root_key(request), self._keys(request), text, blocks)
+
+    def _root_key(self, request: Request) -> BlockKey:
+        """The key before the request's first block."""
+        return root_key(self.model.fingerprint, request.salt)
+
     def _keys(self, request: Request) -> bytes:
         """The joined keys of all full blocks of the request's tokens."""
         block_size = self.rows.block_size
         keys = request.keys.get(block_size, b"")
         num_keys = len(keys) // KEY_BYTES
         if len(request.tokens) // block_size > num_keys:
-            root = keys[-KEY_BYTES:] or root_key(self.model.fingerprint, request.salt)
+            root = keys[-KEY_BYTES:] or self._root_key(request)
             keys += following_keys(root, request.tokens[num_keys * block_size :].tobytes(), block_size)
             request.keys[block_size] = keys
         return keys
