@@ -63,6 +63,8 @@ def encode_plan(plan: Plan, *, step_traceparent: str, attempt_traceparents: dict
         releases=to_column(plan.releases),
         traceparent=step_traceparent,
     )
+    if len(plan.copy_sources):
+        message.copy_sources, message.copy_targets = to_column(plan.copy_sources), to_column(plan.copy_targets)
     if plan.swap_outs or plan.swap_ins:
         message.swap_out_blocks, message.swap_out_host_blocks = map(to_column, joined(plan.swap_outs))
         message.swap_in_host_blocks, message.swap_in_blocks = map(to_column, joined(plan.swap_ins))

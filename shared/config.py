@@ -62,7 +62,7 @@ class SchedulerConfig(_Checked):
         "memory a request must find: for its present tokens, or for its longest possible sequence",
         choices=("max_utilization", "guaranteed_no_evict"),
     )
-    prefix_cache: str = _option("hash", "sharing of equal prompt prefixes", choices=("hash", "off"))
+    prefix_cache: str = _option("hash", "sharing of equal prompt prefixes", choices=("radix", "hash", "off"))
     policy_preemption: str = _option(
         "auto",
         "whether urgent requests pause running ones; auto: under priority and edf with max_utilization",

@@ -17,6 +17,7 @@ from protos.quire.plan.v1 import plan_pb2
 from shared.columns import Int32Array, to_column
 from shared.logging import get_logger
 from worker_svc.batch import BatchBuilder, StepBatch
+from worker_svc.block_copies import copy_blocks
 from worker_svc.block_tables import IntArray
 from worker_svc.executor import DeviceTimes, DoneStep, StepInFlight, make_executor
 from worker_svc.limits import Limits
@@ -111,6 +112,7 @@ class Engine:
         began, began_unix_ns = time.perf_counter_ns(), time.time_ns()
         self._tracing.rows_left(self._rows.leave(plan), self._rows.num_computed, began_unix_ns)
         swapped_out = self._host_pool.swap_out(plan)
+        copy_blocks(plan, self._caches)
         self._rows.change(plan)
         swapped_in = self._host_pool.swap_in(plan)
         self._tracing.rows_admitted(plan, began_unix_ns)

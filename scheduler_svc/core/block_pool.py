@@ -30,9 +30,10 @@ _FREE, _HELD, _RETIRED, _CACHED = range(4)
 class BlockPool:
     """Blocks [0, num_blocks) with reference counts and deferred reuse."""
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, num_blocks: int, cache: PrefixCache | None = None) -> None:
+        """With a cache of its own, of full blocks only, if none is given."""
         self.num_blocks = num_blocks
-        self.cache = PrefixCache(num_blocks)
+        self.cache = PrefixCache(num_blocks) if cache is None else cache
         # A stack: the most recently used block is handed out first, it is the likeliest to be in a hardware cache.
         self._free = np.arange(num_blocks - 1, -1, -1, dtype=np.intp)
         self._counts = [num_blocks, 0, 0, 0]
@@ -98,6 +99,11 @@ class BlockPool:
             self._counts[state] -= int(np.count_nonzero(states == state))
         self._state[blocks] = _HELD
         self._references[blocks] += 1
+
+    def read(self, blocks: IndexArray, *, last_step: int, answered_step: int) -> None:
+        """Keeps blocks that the prefix cache knows until `last_step`, which reads them, is answered."""
+        self.share(blocks)
+        self.release(blocks, last_step=last_step, answered_step=answered_step)
 
     def release(self, blocks: IndexArray, *, last_step: int, answered_step: int) -> None:
         """Drops one reference of each block; those without any are retired until `last_step` is answered.

@@ -77,6 +77,8 @@ def settle(worker: Worker, event: StepDone, now: float) -> Settled:
     if worker.in_flight:
         worker.in_flight[0].started = now
     settled = _settle_rows(worker, answered, generations, event.tokens)
+    if record.prefilled and worker.pool.cache.partial is not None:
+        worker.prove_prefilled(np.intersect1d(record.prefilled, settled.rows))
     settled.num_tokens, settled.num_prefill_tokens = record.num_tokens, record.num_prefill_tokens
     settled.duration = now - record.started
     for failure in event.failures:
@@ -115,7 +117,9 @@ def _settle_rows(worker: Worker, answered: IndexArray, generations: Int32Array, 
         assert request is not None
         settled.stopped.append((request, int(tokens[position])))
     for row, generation, token in late:
-        _settle_late(worker, worker.departed[row, generation].request, token, settled)
+        departure = worker.departed[row, generation]
+        worker.prove_departed(departure)
+        _settle_late(worker, departure.request, token, settled)
     return settled
 
 

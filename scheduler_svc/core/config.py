@@ -13,6 +13,9 @@ PREEMPTIVE_POLICIES = ("priority", "edf")
 """Policies under which a waiting request may rank so far ahead of a running one that it pauses it."""
 
 
+PREFIX_CACHES = ("radix", "hash", "off")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TenantLimits:
     """What one tenant may have at once; 0: no limit."""
@@ -41,7 +44,7 @@ class CoreConfig:
     classes: dict[str, RequestClass] = field(default_factory=dict)
     """Request classes by name; a request of none of them falls under `policy`, with weight 1."""
     prefix_cache: str = "hash"
-    """"hash" or "off"."""
+    """One of PREFIX_CACHES."""
     capacity: str = "max_utilization"
     batching: BatchingLimits = field(default_factory=BatchingLimits)
     policy_preemption: str = "auto"
@@ -87,7 +90,7 @@ class CoreConfig:
             ("capacity", self.capacity, CAPACITY_MODES),
             ("batching", self.batching.mode, BATCHING_MODES),
             ("victim_rule", self.victim_rule, VICTIM_RULES),
-            ("prefix_cache", self.prefix_cache, ("hash", "off")),
+            ("prefix_cache", self.prefix_cache, PREFIX_CACHES),
             ("policy_preemption", self.policy_preemption, ("auto", "on", "off")),
         ):
             if value not in known:

@@ -13,6 +13,8 @@ from scheduler_svc.core.batching import BatchGate
 from scheduler_svc.core.block_pool import BlockPool
 from scheduler_svc.core.capacity import Capacity
 from scheduler_svc.core.config import CoreConfig
+from scheduler_svc.core.partial_blocks import PartialBlocks
+from scheduler_svc.core.prefix_cache import PrefixCache
 from scheduler_svc.core.request import Request, RequestState
 from scheduler_svc.core.rows import RowTable
 from scheduler_svc.core.step_clock import StepClock
@@ -103,6 +105,7 @@ class Fleet:
         self._block_size = hello.block_size
         self.empty_since = None
         max_model_len = min(hello.model.max_model_len, num_blocks * hello.block_size)
+        partial = PartialBlocks(num_blocks, hello.block_size) if config.prefix_cache == "radix" else None
         worker = self._workers[hello.worker] = Worker(
             peer=hello.worker,
             worker_id=hello.worker_id,
@@ -111,11 +114,11 @@ class Fleet:
             max_tokens_per_step=hello.max_tokens_per_step,
             max_model_len=max_model_len,
             rows=RowTable(hello.max_rows, hello.block_size, -(-max_model_len // hello.block_size)),
-            pool=BlockPool(num_blocks),
+            pool=BlockPool(num_blocks, PrefixCache(num_blocks, partial)),
             clock=StepClock(config.step_deadline_s),
             capacity=Capacity(config.capacity, num_blocks, config.watermark),
             gate=BatchGate(config.batching),
-            shares_prefixes=config.prefix_cache == "hash",
+            shares_prefixes=config.prefix_cache != "off",
             swap=SwapSpace(hello.num_host_blocks),
         )
         return worker

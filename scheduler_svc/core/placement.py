@@ -10,7 +10,10 @@ its backlog outweighs what the prefix saves: that bounds hot spots (the cost mod
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from scheduler_svc.core.arrays import NO_INDICES, IndexArray
+from scheduler_svc.core.partial_blocks import PartialMatch
 from scheduler_svc.core.request import Request
 from scheduler_svc.core.swapping import SwappedKV
 from scheduler_svc.core.worker import Worker
@@ -27,6 +30,8 @@ class Room:
     """Blocks of its prefix that are there already."""
     num_new: int
     """Blocks to take beside them."""
+    partial: PartialMatch | None = None
+    """A block to be copied to the first of the new ones."""
     swapped: SwappedKV | None = None
     """Its KV in the worker's host memory, to be copied to the first of the new blocks."""
 
@@ -34,18 +39,26 @@ class Room:
 def find_room(worker: Worker, request: Request) -> Room | None:
     """Where the request's KV would go on this worker, or None when it does not fit now."""
     swapped = worker.swapped_here(request)
-    cached = NO_INDICES if swapped is not None else worker.pool.cache.match(worker.shareable_keys(request))
+    cached, partial = (NO_INDICES, None) if swapped is not None else worker.match(request)
     block_size = worker.rows.block_size
     num_new = -(-len(request.tokens) // block_size) - len(cached)
     limit = min(request.limit, worker.max_model_len)
-    fits = worker.capacity.admits(
-        worker.rows,
-        num_new=num_new,
-        worst_blocks=-(-(limit - 1) // block_size),
-        # Cached blocks that nobody holds are available until they are shared.
-        num_available=worker.pool.num_available - worker.pool.count_idle(cached),
-    )
-    return Room(cached, num_new, swapped) if fits else None
+    # Cached blocks that nobody holds are available until they are shared, or copied from.
+    num_available = worker.pool.num_available - worker.pool.count_idle(cached)
+    num_copied = 0 if partial is None else worker.pool.count_idle(np.array([partial.block], np.intp))
+
+    def fits(num_available: int) -> bool:
+        return worker.capacity.admits(
+            worker.rows,
+            num_new=num_new,
+            worst_blocks=-(-(limit - 1) // block_size),
+            num_available=num_available,
+        )
+
+    if fits(num_available - num_copied):
+        return Room(cached, num_new, partial, swapped)
+    # What is worth a copy is not worth waiting for memory.
+    return Room(cached, num_new) if num_copied and fits(num_available) else None
 
 
 class Placement:

@@ -1,8 +1,8 @@
 """A plan: one step of work for one worker, as differences. The values of `quire.plan.v1.Plan`, before encoding."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from scheduler_svc.core.arrays import IndexArray, Int32Array
+from scheduler_svc.core.arrays import NO_INDICES, IndexArray, Int32Array
 from scheduler_svc.core.events import Peer
 from scheduler_svc.core.swapping import BlockCopy
 
@@ -17,7 +17,7 @@ class RowAdmission:
     """All known tokens, `[n]`."""
     num_prompt_tokens: int
     num_computed_tokens: int
-    """Leading tokens whose KV is in the given blocks already."""
+    """Leading tokens whose KV is in the given blocks already, or is copied there by this plan."""
     blocks: IndexArray
     """Block table of KV group 0."""
     sampling: bytes
@@ -49,6 +49,9 @@ class Plan:
     releases: IndexArray
     swap_outs: tuple[BlockCopy, ...] = ()
     """Device to host, before anything else touches the blocks."""
+    copy_sources: IndexArray = field(default_factory=lambda: NO_INDICES)
+    copy_targets: IndexArray = field(default_factory=lambda: NO_INDICES)
+    """Device to device, after the swap-outs and before anything else touches the targets."""
     swap_ins: tuple[BlockCopy, ...] = ()
     """Host to device, before the forward pass."""
     num_decodes: int

@@ -65,6 +65,8 @@ class Planner:
         self._forecast = forecast
         self._swap_outs: list[BlockCopy] = []
         self._swap_ins: list[BlockCopy] = []
+        self._copy_sources: list[int] = []
+        self._copy_targets: list[int] = []
         self._config = config
         self._frontends = frontends
         self._now = now
@@ -210,8 +212,17 @@ class Planner:
 
     def _place(self, request: Request, room: Room) -> RowAdmission:
         self._pool.share(room.cached)
-        blocks = np.concatenate((room.cached, self._pool.take(room.num_new)))
         num_cached_tokens = len(room.cached) * self._rows.block_size
+        if room.partial is not None:
+            # The plan being made reads it; and it must not be among the blocks that are taken now.
+            source = np.array([room.partial.block], np.intp)
+            worker = self._worker
+            self._pool.read(source, last_step=worker.last_step + 1, answered_step=worker.answered_step)
+            num_cached_tokens += room.partial.num_tokens
+        blocks = np.concatenate((room.cached, self._pool.take(room.num_new)))
+        if room.partial is not None:
+            self._copy_sources.append(room.partial.block)
+            self._copy_targets.append(int(blocks[len(room.cached)]))
         num_computed = num_cached_tokens
         if room.swapped is not None:
             self._swap_ins.append(self._worker.swap.back(room.swapped.host_blocks, blocks))
@@ -236,7 +247,8 @@ class Planner:
         self._tenants.started(request, self._now)
         if request.attempts == 1:
             request.num_cached_prompt_tokens = min(num_cached_tokens, request.num_prompt_tokens)
-            self._waiting.served(request, prompt_tokens=request.num_prompt_tokens - num_cached_tokens)
+            uncached = request.num_prompt_tokens - request.num_cached_prompt_tokens
+            self._waiting.served(request, prompt_tokens=uncached)
         self._worker.counters.prompt_tokens += len(request.tokens)
         self._worker.counters.cached_tokens += num_cached_tokens
         return RowAdmission(
@@ -299,6 +311,8 @@ class Planner:
             releases=releases,
             swap_outs=tuple(self._swap_outs),
             swap_ins=tuple(self._swap_ins),
+            copy_sources=np.array(self._copy_sources, np.intp) if self._copy_sources else NO_INDICES,
+            copy_targets=np.array(self._copy_targets, np.intp) if self._copy_sources else NO_INDICES,
             num_decodes=len(decodes),
             num_tokens=num_tokens,
             traced_rows=self._traced() if rows.traced else (),

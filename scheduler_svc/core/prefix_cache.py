@@ -17,7 +17,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from scheduler_svc.core.arrays import NO_INDICES, IndexArray, all_of
+from scheduler_svc.core.arrays import NO_INDICES, IndexArray, all_of, any_of
+from scheduler_svc.core.partial_blocks import TOKEN_BYTES, PartialBlocks, PartialMatch
 from shared.prefix_keys import KEY_BYTES, BlockKey
 
 
@@ -50,7 +51,9 @@ class _Place(NamedTuple):
 class PrefixCache:
     """Which block holds the KV of which key, for one worker in one epoch."""
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, num_blocks: int, partial: PartialBlocks | None = None) -> None:
+        """Without `partial`, full blocks are all that is shared."""
+        self.partial = partial
         self._root = _Node(0, None, b"", NO_INDICES)
         self._nodes: list[_Node | None] = [self._root]
         self._unused: list[int] = []
@@ -61,7 +64,7 @@ class PrefixCache:
         self._pending: dict[int, BlockKey] = {}
         """By row in prefill: the key of the block that it computes next."""
         self.holds = np.zeros(num_blocks, np.bool_)
-        """Whether a block is shareable; to be read only."""
+        """Whether a block is shareable, or a tail that can be copied from; to be read only."""
 
     def match(self, keys: bytes) -> IndexArray:
         """The blocks of the longest cached prefix of the joined `keys`."""
@@ -98,10 +101,14 @@ class PrefixCache:
         """The blocks' memory is needed, or their content cannot be trusted.
 
         Returns:
-            all blocks that are shareable no longer: those that were, and what followed them.
+            all blocks that are held here no longer: those that were, and what followed them.
         """
         known = blocks[self.holds[blocks]]
         gone: list[IndexArray] = []
+        if self.partial is not None and any_of(tails := self.partial.tails[known]):
+            gone.append(known[tails])
+            self.holds[known[tails]] = False
+            known = known[~tails]
         while len(known):
             number = int(self._node_of[known[0]])
             node = self._nodes[number]
@@ -114,9 +121,48 @@ class PrefixCache:
                 break
             known = known[~in_node]
             known = known[self.holds[known]]
-        if len(gone) == 1:
-            return gone[0]
-        return np.concatenate(gone) if gone else NO_INDICES
+        if not gone:
+            return NO_INDICES
+        forgotten = gone[0] if len(gone) == 1 else np.concatenate(gone)
+        if self.partial is not None:
+            self.partial.forget(forgotten)
+        return forgotten
+
+    def prove(self, root: BlockKey, keys: bytes, tokens: bytes, blocks: IndexArray) -> None:
+        """A token was sampled from a sequence that begins with `tokens`: from now on its blocks can be copied from.
+
+        Args:
+            root: the key before first blocks.
+            keys: the joined keys of all full blocks of `tokens`, or more.
+            tokens: int32. If the last block is not full it becomes a tail: the sequence has ended and nobody else has
+                that block.
+            blocks: as many as `tokens` need.
+        """
+        assert self.partial is not None
+        width = TOKEN_BYTES * self.partial.block_size
+        num_full = len(tokens) // width
+        full = blocks[:num_full]
+        for number in np.flatnonzero(self.holds[full] & ~self.partial.has[full]).tolist():
+            text = tokens[width * number : width * (number + 1)]
+            self.partial.add(_key_before(root, keys, number), text, int(full[number]))
+        rest, before = tokens[width * num_full :], _key_before(root, keys, num_full)
+        if len(rest) < TOKEN_BYTES * self.partial.least_tokens or self.partial.adds_nothing(before, rest):
+            return
+        tail = int(blocks[num_full])
+        assert not self.holds[tail]
+        self.holds[tail] = True
+        self.partial.add(before, rest, tail)
+
+    def match_partial(self, root: BlockKey, keys: bytes, num_full: int, tokens: bytes) -> PartialMatch | None:
+        """The block to copy from after `num_full` blocks of a sequence were found, if there is one.
+
+        Args:
+            root: the key before first blocks.
+            keys: the joined keys of at least these blocks.
+            num_full: how many were found.
+            tokens: int32, those that follow them, at most a block.
+        """
+        return self.partial.find(_key_before(root, keys, num_full), tokens) if self.partial is not None else None
 
     def computes_next(self, row: int, key: BlockKey) -> None:
         """The row computes the block with this key next; empty: none that others could share."""
@@ -147,6 +193,10 @@ class PrefixCache:
             assert (self._node_of[node.blocks] == number).all()
             assert self._index_of[node.blocks].tolist() == list(range(len(node.blocks)))
             seen += node.blocks.tolist()
+        if self.partial is not None:
+            self.partial.validate()
+            assert self.holds[self.partial.has].all()
+            seen += np.flatnonzero(self.partial.tails).tolist()
         assert sorted(seen) == np.flatnonzero(self.holds).tolist(), "a block is in two runs, or in none"
 
     def _walk(self, keys: bytes) -> _Place:
@@ -199,6 +249,11 @@ class PrefixCache:
             self._unused.append(node.number)
         for child in below:
             self._cut(child, 0, gone)
+
+
+def _key_before(root: BlockKey, keys: bytes, number: int) -> BlockKey:
+    """The key of the block before block `number` of a sequence."""
+    return keys[KEY_BYTES * (number - 1) : KEY_BYTES * number] if number else root
 
 
 def _common(run: bytes, keys: bytes, position: int) -> int:

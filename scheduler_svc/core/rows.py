@@ -195,6 +195,10 @@ class RowTable:
         """Tokens of the row whose KV is written once the steps sent are done."""
         return int(self.computed[row] if self.state[row] == PREFILL else self.length[row] - 1)
 
+    def is_settled(self, row: int) -> bool:
+        """Whether the row is in DECODE and every token that it samples in steps sent is there, so at least one."""
+        return bool(self.state[row] == DECODE and self.length[row] == self.committed[row])
+
     def num_generated(self, row: int) -> int:
         """Tokens that the row's request has generated and delivered."""
         return int(self.committed[row] - self.num_prompt[row])

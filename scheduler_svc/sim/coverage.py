@@ -7,7 +7,7 @@ from scheduler_svc.core import effects as ef
 from scheduler_svc.core import events as ev
 from scheduler_svc.core.batching import BATCHING_MODES
 from scheduler_svc.core.capacity import CAPACITY_MODES
-from scheduler_svc.core.config import POLICIES, CoreConfig
+from scheduler_svc.core.config import POLICIES, PREFIX_CACHES, CoreConfig
 from scheduler_svc.core.victims import VICTIM_RULES
 from scheduler_svc.sim.faults import Fault
 
@@ -30,6 +30,7 @@ class Limit(enum.Enum):
     OVERTAKEN = "overtaken"
     OVERTAKEN_MOST = "overtaken up to the bound"
     SHARED = "prefix found in the cache"
+    COPIED = "part of a block copied"
     INNOCENT = "row failed by another row's spoilt prefix"
     MODEL = "model changed"
     IDLE = "idle worker checked for work it could do"
@@ -48,7 +49,7 @@ def expected_kinds() -> list[Kind]:
         *(("capacity", mode) for mode in CAPACITY_MODES),
         *(("batching", mode) for mode in BATCHING_MODES),
         *(("victims", rule) for rule in VICTIM_RULES),
-        *(("prefix cache", kind) for kind in ("hash", "off")),
+        *(("prefix cache", kind) for kind in PREFIX_CACHES),
     ]
 
 

@@ -6,8 +6,8 @@ checked in proportion to what a step changes:
 
 * a block has one writer, the row that it was given to when no table named it; others share it with its KV computed;
 * blocks that a row is given with their KV computed are compared slot by slot, after the step's writes;
-* a block that is given to a row to be written was named by no step that the scheduler had no answer to; so it is with
-  host blocks.
+* a block that is given to a row to be written, or copied to, was named by no step that the scheduler had no answer to;
+  so it is with host blocks. Copies are made before anything of their step is written.
 
 By induction no slot that a row relies on ever changes.
 
@@ -150,6 +150,7 @@ class ModelWorker:
             self._check_unused(targets)
         for sources, targets in outs:
             self._copy(sources, targets)
+        self._copy_on_device(plan.copy_sources.tolist(), plan.copy_targets.tolist())
         admitted = [(self._admit(admission), admission.num_computed_tokens) for admission in plan.admissions]
         for index, block in zip(plan.append_rows.tolist(), plan.append_blocks.tolist(), strict=True):
             row = self._row(index, "append")
@@ -244,9 +245,26 @@ class ModelWorker:
     def _copy(self, sources: list[int], targets: list[int]) -> None:
         if len(sources) != len(set(targets)) or max(sources + targets) >= len(self._holders):
             raise ViolationError("plan.copy", f"blocks {sources} to {targets}")
+        for block in sources + targets:
+            self._last_named[block] = self.last_step
+        self._copy_values(sources, targets)
+
+    def _copy_on_device(self, sources: list[int], targets: list[int]) -> None:
+        """Copies between device blocks; the targets are named by tables only after this."""
+        if not sources and not targets:
+            return
+        if len(sources) != len(set(targets)) or not set(sources).isdisjoint(targets):
+            raise ViolationError("plan.copy", f"blocks {sources} to {targets}")
+        if max(sources + targets) >= (self.num_usable or self.num_blocks):
+            raise ViolationError("plan.copy", f"blocks {sources} to {targets} of the device")
+        self._check_unused(targets)
+        for source in sources:
+            self._last_named[source] = self.last_step
+        self._copy_values(sources, targets)
+
+    def _copy_values(self, sources: list[int], targets: list[int]) -> None:
         size = self.block_size
         for source, target in zip(sources, targets, strict=True):
-            self._last_named[source] = self._last_named[target] = self.last_step
             self._values[target * size : (target + 1) * size] = self._values[source * size : (source + 1) * size]
             self._spoils.pop(target, None)
             if source in self._spoils:

@@ -166,6 +166,8 @@ class Promises:
             coverage.limit(Limit.IN_FLIGHT)
         if len(plan.holds):
             coverage.limit(Limit.CREDIT)
+        if len(plan.copy_sources) and config.prefix_cache != "radix":
+            raise ViolationError("prefix.copy", f"blocks are copied under {config.prefix_cache}")
         if plan.swap_outs:
             coverage.limit(Limit.SWAPPED_OUT)
         if plan.swap_ins:
@@ -199,7 +201,12 @@ class Promises:
             self._world.coverage.limit(Limit.SHARED)
             if self._config.prefix_cache == "off" and not plan.swap_ins:
                 raise ViolationError("prefix.off", f"{num_cached} cached tokens", row.name)
-            self._check_salt(stream, row.blocks[: num_cached // epoch.model.block_size], epoch)
+            num_full, rest = divmod(num_cached, epoch.model.block_size)
+            self._check_salt(stream, row.blocks[:num_full], epoch)
+            if rest and row.blocks[num_full] in plan.copy_targets:
+                self._world.coverage.limit(Limit.COPIED)
+                sources = plan.copy_sources[plan.copy_targets == row.blocks[num_full]]
+                self._check_salt(stream, sources.tolist(), epoch)
         if self._omniscient:
             if stream not in self.waiting:
                 raise ViolationError("plan.admission", "it was not waiting, or had no credit", row.name)

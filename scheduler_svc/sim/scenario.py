@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from scheduler_svc.core.batching import BATCHING_MODES, BatchingLimits
 from scheduler_svc.core.capacity import CAPACITY_MODES
-from scheduler_svc.core.config import POLICIES, CoreConfig, RequestClass, TenantLimits
+from scheduler_svc.core.config import POLICIES, PREFIX_CACHES, CoreConfig, RequestClass, TenantLimits
 from scheduler_svc.core.victims import VICTIM_RULES
 from scheduler_svc.sim.faults import FaultRates, draw_rates
 
@@ -143,7 +143,7 @@ def _draw_config(rng: random.Random, max_num_seqs: int) -> CoreConfig:
     return CoreConfig(
         policy=rng.choice(POLICIES),
         tenant_weights={tenant: rng.choice((0.5, 1.0, 4.0)) for tenant in TENANTS if rng.random() < 0.5},
-        prefix_cache=rng.choice(("hash", "hash", "off")),
+        prefix_cache=rng.choice(PREFIX_CACHES),
         capacity=capacity,
         batching=BatchingLimits(
             mode=rng.choice((*BATCHING_MODES, "continuous", "continuous")),

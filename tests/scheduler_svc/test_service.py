@@ -12,6 +12,7 @@ import zmq
 from protos.quire.link.v1 import link_pb2
 from protos.quire.plan.v1 import plan_pb2
 from shared.columns import from_column, to_column
+from shared.frames import PLAN_PROTOCOL_VERSION
 from shared.sockets import LINK_MAX_MESSAGE, PLAN_MAX_MESSAGE, connect_dealer
 
 WAIT_MS = 20_000
@@ -77,7 +78,7 @@ class WorkerPeer(Peer):
             if message.WhichOneof("body") == body:
                 return message
 
-    def hello(self, *, version: int = 1) -> None:
+    def hello(self, *, version: int = PLAN_PROTOCOL_VERSION) -> None:
         """Says hello."""
         model = plan_pb2.ModelInfo(name="m", fingerprint="f", max_model_len=64, vocab_size=100)
         hello = plan_pb2.Hello(

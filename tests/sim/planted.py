@@ -15,7 +15,9 @@ from scheduler_svc.core.batching import BatchingLimits
 from scheduler_svc.core.block_pool import BlockPool
 from scheduler_svc.core.capacity import Capacity
 from scheduler_svc.core.fleet import Fleet
+from scheduler_svc.core.partial_blocks import PartialBlocks
 from scheduler_svc.core.planner import Planner
+from scheduler_svc.core.prefix_cache import PrefixCache
 from scheduler_svc.core.registry import RequestRegistry
 from scheduler_svc.core.rows import RowTable
 from scheduler_svc.core.scheduler import Scheduler
@@ -300,6 +302,61 @@ def cache_keeps_evicted(patch: pytest.MonkeyPatch) -> None:
         self.cache.forget = forget  # type: ignore[method-assign]
 
     _wrap(patch, BlockPool, "_evict", evict)
+
+
+@bug("kv.prefix", aim=with_limits(prefix_cache="radix"))
+def copy_not_sent(patch: pytest.MonkeyPatch) -> None:
+    """What a block begins with is counted as computed but not copied."""
+    _wrap(
+        patch,
+        Planner,
+        "_issue",
+        lambda issue, self, decodes: dataclasses.replace(
+            issue(self, decodes), copy_sources=np.zeros(0, np.intp), copy_targets=np.zeros(0, np.intp)
+        ),
+    )
+
+
+@bug("kv.prefix", aim=with_limits(prefix_cache="radix"))
+def copied_off_by_one(patch: pytest.MonkeyPatch) -> None:
+    """One token more than agrees is copied."""
+
+    def more(find: Any, self: PartialBlocks, before: bytes, tokens: bytes) -> Any:
+        match = find(self, before, tokens)
+        if match is not None and 4 * match.num_tokens < len(tokens):
+            match = match._replace(num_tokens=match.num_tokens + 1)
+        return match
+
+    _wrap(patch, PartialBlocks, "find", more)
+
+
+@bug("kv.reuse", "kv.prefix", "plan.copy", aim=with_limits(prefix_cache="radix"))
+def source_not_kept(patch: pytest.MonkeyPatch) -> None:
+    """A block that is copied from may be handed out before the copy is made."""
+    patch.setattr(BlockPool, "read", lambda self, blocks, **steps: None)
+
+
+@bug(
+    "kv.spoilt",
+    "kv.reuse",
+    aim=lambda scenario: with_limits(prefix_cache="radix")(with_faults(Fault.SPOILT_ROW)(scenario)),
+)
+def unproven_copied(patch: pytest.MonkeyPatch) -> None:
+    """Blocks are copied from before a token was sampled from them."""
+
+    def proven(publish: Any, self: Worker, row: int, request: Any, blocks: Any, num_computed: int) -> None:
+        publish(self, row, request, blocks, num_computed)
+        num_full = num_computed // self.rows.block_size
+        self._prove(request, blocks[:num_full], num_full * self.rows.block_size)
+
+    _wrap(patch, Worker, "_publish", proven)
+
+
+@bug("prefix.salt", aim=with_limits(prefix_cache="radix"))
+def copied_across_salts(patch: pytest.MonkeyPatch) -> None:
+    """Parts of first blocks are copied from everybody's."""
+    for name in ("match_partial", "prove"):
+        _wrap(patch, PrefixCache, name, lambda call, self, root, *arguments: call(self, b"", *arguments))
 
 
 @bug("order.overtaken", aim=with_limits(policy="fcfs", giants=0.1, num_workers=1, **_CONTINUOUS))

@@ -15,6 +15,7 @@ import zmq
 
 from protos.quire.plan.v1 import plan_pb2
 from shared.columns import from_column, to_column
+from shared.frames import PLAN_PROTOCOL_VERSION
 from shared.sockets import PLAN_MAX_MESSAGE, SendOutcome, bind_router, endpoint, receive_from, send_to
 from tests.checkpoints import make_checkpoint
 from tests.e2e.harness import QUIRE, ROOT
@@ -141,7 +142,11 @@ def test_a_worker_presents_itself_and_answers_plans(scheduler: Scheduler, checkp
             first = scheduler.result(1)
     tokens = [int(from_column(r.tokens)[0]) for r in (first, scheduler.result(2), scheduler.result(3))]
 
-    assert (hello.protocol_version, hello.worker_id, hello.pid) == (1, "tested", scheduler.process.pid)
+    assert (hello.protocol_version, hello.worker_id, hello.pid) == (
+        PLAN_PROTOCOL_VERSION,
+        "tested",
+        scheduler.process.pid,
+    )
     assert (hello.block_size, hello.max_rows, hello.max_tokens_per_step, hello.num_kv_groups) == (16, 4, 512, 1)
     assert (hello.model.architecture, hello.model.vocab_size, hello.model.dtype) == ("LlamaForCausalLM", 384, "float32")
     assert (hello.model.max_model_len, list(hello.model.eos_token_ids)) == (1024, [2])

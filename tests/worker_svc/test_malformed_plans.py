@@ -151,6 +151,12 @@ def test_the_good_plan_is_good(engine: Engine) -> None:
         (set_columns(swap_in_blocks=[-1], swap_in_host_blocks=[0]), "block outside"),
         (set_columns(swap_out_blocks=[1]), "differ in length"),
         (set_columns(copy_ids=b"abc"), "no whole number"),
+        (set_columns(copy_sources=b"abc"), "no whole number"),
+        (set_columns(copy_sources=[1]), "differ in length"),
+        (set_columns(copy_sources=[3], copy_targets=[36]), "copy: a block outside"),
+        (set_columns(copy_sources=[-1], copy_targets=[4]), "copy: a block outside"),
+        (set_columns(copy_sources=[3, 0], copy_targets=[4, 4]), "copy: a target that is another copy's"),
+        (set_columns(copy_sources=[3, 4], copy_targets=[4, 1]), "copy: a target that is another copy's"),
         (set_columns(holds=[2]), "not in decode"),
         (set_columns(holds=[3]), "not known"),
         (set_columns(releases=[0]), "is so already"),
@@ -199,6 +205,7 @@ def test_no_plan_does_worse_than_be_refused(engine: Engine, answer: list[int], d
     prepare(engine)
     plan = good_plan()
     columns = ["leaves", "append_rows", "append_blocks", "append_groups", "chunk_rows", "chunk_lengths"]
+    columns += ["copy_sources", "copy_targets"]
     for name in data.draw(st.lists(st.sampled_from([*columns, "holds", "releases"]), max_size=3)):
         setattr(plan, name, data.draw(COLUMN))
     wire = bytearray(plan.SerializeToString())

@@ -17,11 +17,12 @@ Rows: the worker keeps a table of rows. A plan carries differences only. A row i
 tokens are computed; it then samples once and is a decode row. Every decode row takes part in every step, one token
 each, unless it is held. Prefill rows take part only when the plan gives them a chunk.
 
-Order inside a plan: leaves, swap-outs, admissions, appends, holds and releases, swap-ins, forward, sample.
+Order inside a plan: leaves, swap-outs, copies, admissions, appends, holds and releases, swap-ins, forward, sample.
 
 Reuse: a row may be admitted again in the very plan that names it as a leave; its generation tells the uses apart. A
 block that no row holds any more, on the device or on the host, is handed out again only after every step that may
-still read or write it has been answered. A full block may meanwhile be shared with further rows, which only read it.
+still read or write it has been answered. A full block may meanwhile be shared with further rows, which only read it,
+and copied from.
 """
 
 from collections import abc as _abc
@@ -407,6 +408,8 @@ class Plan(_message.Message):
     SWAP_IN_HOST_BLOCKS_FIELD_NUMBER: _builtins.int
     SWAP_IN_BLOCKS_FIELD_NUMBER: _builtins.int
     COPY_IDS_FIELD_NUMBER: _builtins.int
+    COPY_SOURCES_FIELD_NUMBER: _builtins.int
+    COPY_TARGETS_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     """Counts from 1 within the epoch, without gaps."""
     leaves: _builtins.bytes
@@ -437,6 +440,13 @@ class Plan(_message.Message):
     """See swap_in_host_blocks."""
     copy_ids: _builtins.bytes
     """Column of the ids of this plan's copies; the result lists those that are done."""
+    copy_sources: _builtins.bytes
+    """Columns of blocks copied on the device, in KV group 0, before anything in this plan writes a block, so they have what
+    earlier steps wrote. Targets are distinct and sources of no copy; a source may occur several times. They have no ids:
+    they are done when the step is answered.
+    """
+    copy_targets: _builtins.bytes
+    """See copy_sources."""
     @_builtins.property
     def admissions(self) -> _containers.RepeatedCompositeFieldContainer[Global___Admission]:
         """Rows that arrive."""
@@ -460,10 +470,12 @@ class Plan(_message.Message):
         swap_in_host_blocks: _builtins.bytes = ...,
         swap_in_blocks: _builtins.bytes = ...,
         copy_ids: _builtins.bytes = ...,
+        copy_sources: _builtins.bytes = ...,
+        copy_targets: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["admissions", b"admissions", "append_blocks", b"append_blocks", "append_groups", b"append_groups", "append_rows", b"append_rows", "chunk_lengths", b"chunk_lengths", "chunk_rows", b"chunk_rows", "copy_ids", b"copy_ids", "holds", b"holds", "leaves", b"leaves", "releases", b"releases", "step", b"step", "swap_in_blocks", b"swap_in_blocks", "swap_in_host_blocks", b"swap_in_host_blocks", "swap_out_blocks", b"swap_out_blocks", "swap_out_host_blocks", b"swap_out_host_blocks", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["admissions", b"admissions", "append_blocks", b"append_blocks", "append_groups", b"append_groups", "append_rows", b"append_rows", "chunk_lengths", b"chunk_lengths", "chunk_rows", b"chunk_rows", "copy_ids", b"copy_ids", "copy_sources", b"copy_sources", "copy_targets", b"copy_targets", "holds", b"holds", "leaves", b"leaves", "releases", b"releases", "step", b"step", "swap_in_blocks", b"swap_in_blocks", "swap_in_host_blocks", b"swap_in_host_blocks", "swap_out_blocks", b"swap_out_blocks", "swap_out_host_blocks", b"swap_out_host_blocks", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -493,7 +505,7 @@ class Admission(_message.Message):
     num_prompt_tokens: _builtins.int
     """How many of the tokens are the client's prompt."""
     num_computed_tokens: _builtins.int
-    """How many leading tokens already have their KV in the given blocks."""
+    """How many leading tokens already have their KV in the given blocks, or get it by this plan's swap-ins and copies."""
     request_id: _builtins.str
     """The request, for logs and spans."""
     traceparent: _builtins.str

@@ -1,0 +1,247 @@
+"""What `--prefix-cache radix` promises: parts of blocks are shared by copying, with the same tokens, within a scope."""
+
+import pytest
+
+from scheduler_svc.core import effects as ef
+from scheduler_svc.core import events as ev
+from scheduler_svc.core.plan import Plan
+from scheduler_svc.sim.model_worker import ModelWorker
+from scheduler_svc.sim.oracle import expected_output
+from tests.scheduler_svc.cluster import FRONTEND, Cluster, Reader
+
+BLOCK_SIZE = 8
+PREFIX = list(range(100, 142))
+"""Five blocks and two tokens."""
+
+
+class RecordingWorker(ModelWorker):
+    """A model worker that remembers its plans."""
+
+    plans: list[Plan]
+
+    def execute(self, plan: Plan) -> ev.StepDone:
+        """As every model worker, which also checks what is copied."""
+        self.plans.append(plan)
+        return super().execute(plan)
+
+
+def _cluster(num_blocks: int = 100, **limits: object) -> tuple[Cluster, RecordingWorker]:
+    cluster = Cluster(**({"max_num_seqs": 8, "max_num_batched_tokens": 16, "prefix_cache": "radix"} | limits))
+    worker = RecordingWorker(b"w/1", num_blocks, BLOCK_SIZE, 8)
+    worker.plans = []
+    cluster.join(worker)
+    return cluster, worker
+
+
+def _serve(cluster: Cluster, stream: int, prompt: list[int], count: int = 5, *, salt: bytes = b"") -> int:
+    """Serves one request alone; returns how many prompt tokens it found."""
+    reader = cluster.submit(stream, prompt, count, salt=salt)
+    cluster.run()
+    return _cached(reader)
+
+
+def _cached(reader: Reader) -> int:
+    assert reader.tokens == expected_output(reader.prompt, reader.max_tokens, set())
+    assert reader.end is not None
+    return reader.end.cached_prompt_tokens
+
+
+def _num_copied(worker: RecordingWorker) -> int:
+    return sum(len(plan.copy_sources) for plan in worker.plans)
+
+
+def test_a_prefix_is_shared_to_its_last_token() -> None:
+    """A request that leaves a served sequence in the middle of a block computes only its own tokens, and the counters
+    say so."""
+    cluster, worker = _cluster()
+    _serve(cluster, 1, [*PREFIX, 1, 2, 3])
+    before = cluster.core.stats().workers[0].counters.scheduled_tokens
+
+    assert _serve(cluster, 2, [*PREFIX, 7, 8, 9]) == 42
+
+    counters = cluster.core.stats().workers[0].counters
+    assert (counters.cached_tokens, counters.scheduled_tokens - before) == (42, 3 + 4)
+    assert _num_copied(worker) == 1
+
+
+@pytest.mark.parametrize(("prefix_cache", "cached"), [("radix", 42), ("hash", 40), ("off", 0)])
+def test_the_variants_differ_in_what_they_find(prefix_cache: str, cached: int) -> None:
+    """`hash` finds full blocks and `off` nothing, and neither copies."""
+    cluster, worker = _cluster(prefix_cache=prefix_cache)
+    _serve(cluster, 1, [*PREFIX, 1, 2, 3])
+
+    assert _serve(cluster, 2, [*PREFIX, 7, 8, 9]) == cached
+
+    assert _num_copied(worker) == (prefix_cache == "radix")
+
+
+def test_the_longest_agreement_is_copied() -> None:
+    """Among the blocks that follow a prefix (the next of the same run, the first of several branches, the last and
+    partly filled one of a sequence that has ended) the one that agrees longest is taken."""
+    cluster, _ = _cluster()
+    full = PREFIX[:40]
+    _serve(cluster, 1, [*full, 1, 1, 2, 2, 2, 2, 2, 2, 2])
+    _serve(cluster, 2, [*full, 1, 1, 1, 3, 3, 3, 3, 3, 3])
+    _serve(cluster, 3, [*full, 1, 1, 1, 1, 4], 1)
+
+    assert _serve(cluster, 4, [*full, 1, 1, 2, 2, 9, 9]) == 44
+    assert _serve(cluster, 5, [*full, 1, 1, 1, 3, 3, 9]) == 45
+    assert _serve(cluster, 6, [*full, 1, 1, 1, 1, 4, 9, 9]) == 45
+    assert _serve(cluster, 7, [*PREFIX[:12], 9, 9]) == 12
+
+
+def test_the_last_token_is_always_computed() -> None:
+    """A prompt that is known as a whole is copied but for its last token, whose logits are needed."""
+    cluster, _ = _cluster()
+    _serve(cluster, 1, [*PREFIX, 1, 2])
+
+    assert _serve(cluster, 2, [*PREFIX, 1, 2]) == 43
+    assert _serve(cluster, 3, PREFIX[:40]) == 39
+
+
+def test_an_answer_is_shared_with_the_next_turn() -> None:
+    """A conversation's next turn finds its history, generated tokens included, up to what was sampled when it ended."""
+    cluster, _ = _cluster()
+    first = cluster.submit(1, PREFIX, 20)
+    cluster.run()
+
+    found = _serve(cluster, 2, [*PREFIX, *first.tokens, 7, 8])
+
+    assert len(PREFIX) + 20 - 3 <= found < len(PREFIX) + 20
+    assert found % BLOCK_SIZE
+
+
+def test_fewer_tokens_than_are_worth_a_copy_are_computed() -> None:
+    """A quarter of a block is copied, less is not."""
+    cluster, worker = _cluster()
+    _serve(cluster, 1, [*PREFIX, 1, 2, 3])
+
+    assert _serve(cluster, 2, [*PREFIX[:41], 7, 8]) == 40
+    assert not _num_copied(worker)
+    assert _serve(cluster, 3, [*PREFIX[:42], 7, 8]) == 42
+
+
+def test_other_salts_find_nothing_not_even_a_token() -> None:
+    """Without a full block in common a request finds parts of first blocks of its own salt only: a prompt of another
+    tenant cannot be probed token by token."""
+    cluster, worker = _cluster()
+    _serve(cluster, 1, PREFIX, salt=b"alice")
+    _serve(cluster, 2, [9, *PREFIX[:4]], salt=b"alice")
+
+    assert _serve(cluster, 3, [*PREFIX[:5], 9], salt=b"bob") == 0
+    assert _serve(cluster, 4, [9, *PREFIX[:4], 9], salt=b"bob") == 0
+    assert _serve(cluster, 5, [*PREFIX, 9], salt=b"carol") == 0
+    assert _num_copied(worker) == 0
+    assert _serve(cluster, 6, [*PREFIX[:5], 8], salt=b"alice") == 5
+    assert _serve(cluster, 7, [*PREFIX[:5], 8], salt=b"bob") == 5
+
+
+def test_nothing_is_copied_before_a_token_proved_it() -> None:
+    """A block whose row has not sampled yet is shared as a whole but not copied from, be the step that writes it this
+    one, in flight or answered: its content is not there yet, or not known to be sound."""
+    cluster, worker = _cluster(max_num_batched_tokens=64, long_prefill_token_threshold=16)
+    cluster.submit(1, [*PREFIX, 1, 2, 3], 20)
+    cluster.submit(2, [*PREFIX[:12], 2, 2], 20)
+    cluster.plan()
+    cluster.answer()
+    cluster.submit(3, [*PREFIX[:12], 3, 3], 20)
+    cluster.plan()
+    assert [len(plan.admissions) for plan in worker.plans] == [2, 0, 1]
+    assert not _num_copied(worker)
+    cluster.answer()
+    cluster.answer()
+    cluster.submit(4, [*PREFIX[:12], 4, 4], 20)
+    cluster.plan()
+    assert _num_copied(worker) == 1
+    cluster.run()
+    assert [_cached(reader) for reader in cluster.readers.values()] == [0, 8, 8, 12]
+
+
+def test_what_a_failed_row_wrote_is_not_copied() -> None:
+    """When a row fails its blocks are not copied from, and who copied what was proven before is unharmed."""
+    cluster, worker = _cluster()
+    cluster.submit(0, [*PREFIX, 1], 30)
+    while not cluster.readers[0].tokens:
+        cluster.plan()
+        cluster.answer()
+    cluster.submit(1, [*PREFIX[:36], 2, 2, 2], 4)
+    cluster.plan()
+    assert _num_copied(worker) == 1
+    worker.fail(next(row.index for row in worker.rows.values() if row.name.stream == 0), spoil=True)
+    cluster.run()
+    assert cluster.readers[0].end is not None
+    assert cluster.readers[0].end.reason is ef.EndReason.ROW_FAILED
+    assert _cached(cluster.readers[1]) == 36
+
+    assert _serve(cluster, 2, [*PREFIX[:38], 3, 3, 3]) == 36
+
+
+def test_a_source_is_kept_until_the_copy_is_answered() -> None:
+    """What a plan copies from is handed to nobody before the plan is answered, though nobody holds it: not even in the
+    same plan, to a request that would fit then."""
+    cluster, worker = _cluster(num_blocks=12)
+    _serve(cluster, 1, [*PREFIX[:12], 1])
+    cluster.submit(2, [*PREFIX[:12], 2], 4)
+    cluster.submit(3, [3] * 75, 4)
+    num_plans = len(worker.plans)
+
+    cluster.run()
+
+    assert [len(plan.admissions) for plan in worker.plans[num_plans:] if plan.admissions] == [1, 1]
+    assert [_cached(reader) for reader in cluster.readers.values()] == [0, 12, 0]
+
+
+def test_a_request_that_needs_all_memory_copies_nothing() -> None:
+    """When the block to copy from is needed itself, the request is computed instead of waiting."""
+    cluster, worker = _cluster(num_blocks=5, max_num_seqs=1)
+    _serve(cluster, 1, [*PREFIX[:12], 1])
+
+    assert _serve(cluster, 2, [*PREFIX[:12], *[7] * 22]) == 8
+
+    assert not _num_copied(worker)
+
+
+def test_one_token_answers_are_copied_from_as_well() -> None:
+    """A request that leaves its row before its only token is there leaves its blocks behind all the same."""
+    cluster, _ = _cluster()
+    _serve(cluster, 1, [*PREFIX, 1], 1)
+
+    assert _serve(cluster, 2, [*PREFIX, 2], 1) == 42
+
+
+def test_a_cancelled_prompt_leaves_full_blocks_only() -> None:
+    """A request that ends before it has sampled proves nothing: its last block is not kept."""
+    cluster, worker = _cluster()
+    cluster.submit(1, [*PREFIX, 1], 5)
+    cluster.plan()
+    cluster.answer()
+    cluster.handle(ev.RequestCancelled(frontend=FRONTEND, stream=1))
+    cluster.run()
+    computed = sum(plan.num_tokens for plan in worker.plans)
+
+    found = _serve(cluster, 2, [*PREFIX, 2])
+
+    assert found == computed // BLOCK_SIZE * BLOCK_SIZE > 0
+    assert not _num_copied(worker)
+
+
+def test_the_same_ends_are_kept_once() -> None:
+    """Requests that end alike leave one copy of their last block, the rest of their memory is free."""
+    cluster, _ = _cluster()
+    for stream in range(4):
+        _serve(cluster, stream, [*PREFIX[:12], 1], 3)
+    (worker,) = cluster.core.stats().workers
+    assert worker.blocks_cached == 2
+
+
+def test_several_requests_copy_the_same_block() -> None:
+    """A block may be copied from by several requests at once; each copies to a block of its own."""
+    cluster, worker = _cluster()
+    _serve(cluster, 1, [*PREFIX, 1])
+    for stream in (2, 3):
+        cluster.submit(stream, [*PREFIX, stream, stream], 3)
+    cluster.run()
+    (plan,) = [plan for plan in worker.plans if len(plan.copy_sources)]
+    assert len(set(plan.copy_sources.tolist())) == 1
+    assert len(set(plan.copy_targets.tolist())) == 2
+    assert [_cached(reader) for reader in cluster.readers.values()] == [0, 42, 42]
