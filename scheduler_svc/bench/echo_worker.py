@@ -27,10 +27,10 @@ import zmq
 
 from protos.quire.plan.v1 import plan_pb2
 from shared.columns import from_column, to_column
+from shared.frames import PLAN_PROTOCOL_VERSION
 from shared.ids import draw_incarnation, routing_id
 from shared.sockets import PLAN_MAX_MESSAGE, connect_dealer
 
-PROTOCOL_VERSION = 1
 VOCAB = 32_000
 BLOCK_SIZE = 16
 FINGERPRINT = "f"
@@ -346,7 +346,7 @@ def main(arguments: Sequence[str]) -> int:
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     hellos = [
         plan_pb2.Hello(
-            protocol_version=PROTOCOL_VERSION,
+            protocol_version=PLAN_PROTOCOL_VERSION,
             worker_id=f"echo-{index}",
             incarnation=draw_incarnation(),
             model=plan_pb2.ModelInfo(
