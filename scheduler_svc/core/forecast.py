@@ -32,6 +32,8 @@ class Forecast:
 
     def step_measured(self, num_tokens: int, num_prefill_tokens: int, duration: float) -> None:
         """A step took `duration`."""
+        if not num_tokens:
+            return
         if num_prefill_tokens * 2 > num_tokens:
             self._prefill_token = _updated(self._prefill_token, duration / num_tokens)
         elif not num_prefill_tokens:

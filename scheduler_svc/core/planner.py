@@ -90,7 +90,9 @@ class Planner:
         if not self._out_of_memory:
             self._worker.capacity.went_well()
             self._admit()
-        if len(decodes) or self._chunk_rows or self._swap_outs:
+        # A worker that will have nothing to do is still told which rows are over.
+        idle_leaves = self._worker.pending_leaves and not self._worker.in_flight
+        if len(decodes) or self._chunk_rows or self._swap_outs or idle_leaves:
             self._outcome.plan = self._issue(decodes)
         return self._outcome
 

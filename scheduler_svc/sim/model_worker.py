@@ -288,7 +288,7 @@ class ModelWorker:
             num_tokens += length
         if num_tokens != plan.num_tokens or num_tokens > self.max_tokens_per_step:
             raise ViolationError("plan.tokens", f"{num_tokens} tokens, the plan counts {plan.num_tokens}")
-        if not num_tokens and not plan.swap_outs:
+        if not num_tokens and not plan.swap_outs and not len(plan.leaves):
             raise ViolationError("plan.tokens", "a plan without work")
         # As in every layer of a real model: all KV of the batch is written before anything is read.
         for row, length in work:

@@ -349,3 +349,14 @@ def test_contradicting_limits_are_refused() -> None:
     """Limits under which running requests could not all take part in a step are refused by name."""
     with pytest.raises(InvalidLimitsError, match="max_num_batched_tokens"):
         CoreConfig(max_num_seqs=64, max_num_batched_tokens=32)
+
+
+def test_a_worker_hears_which_rows_are_over_also_when_nothing_else_is_to_do() -> None:
+    """What it keeps for a row, spans included, ends with the request, not with the next one that happens to come."""
+    cluster = Cluster()
+    worker = ModelWorker(b"w/1", 40, 4, 8)
+    cluster.join(worker)
+    cluster.submit(1, [1, 2, 3], 5)
+    cluster.run()
+    assert not worker.rows
+    assert not cluster.plan()
