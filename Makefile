@@ -55,7 +55,7 @@ sim: setup ## simulate the scheduler with faults for ten minutes on all cores
 fuzz: setup ## frames and requests of every kind, with 100 times the examples of make test
 	@exec env QUIRE_EXAMPLES=$(EXAMPLES) $(BIN)/python -m tests.run --timeout=0 $(FUZZED)
 
-kernels-all: setup ## kernels at every type and size: interpreted, and compiled for sm_80 and sm_90 (an hour)
+kernels-all: setup ## kernels at every type and size: interpreted, and compiled for sm_80 and sm_90 (40 minutes)
 	$(BIN)/python -m tests.run tests/kernels
 	TRITON_INTERPRET=1 $(BIN)/python -m pytest --timeout=0 tests/kernels/interpreted/every_size.py
 	$(BIN)/python -W ignore -m kernels.aot --all
