@@ -58,7 +58,8 @@ class Admission:
         now: float,
     ) -> None:
         self._worker = worker
-        self._fleet = fleet
+        # A worker that is drained may never take anything again.
+        self._longest = max((each.max_model_len for each in fleet if not each.draining), default=0)
         self._placement = Placement(worker, fleet, config.max_num_seqs) if len(fleet) > 1 else None
         self._waiting = waiting
         self._tenants = tenants
@@ -164,12 +165,10 @@ class Admission:
     def _refusal(self, request: Request) -> Refusal | None:
         worker = self._worker
         num_tokens = len(request.tokens)
-        # A worker that is drained may never take anything again; this one is not, so there is one.
-        longest = max(each.max_model_len for each in self._fleet if not each.draining)
-        if num_tokens >= longest:
+        if num_tokens >= self._longest:
             # What has begun elsewhere, on a larger worker, ends as at any other end of the context.
             reason = EndReason.LENGTH if request.num_generated else EndReason.INVALID
-            message = f"the prompt has {num_tokens} tokens, the served model takes at most {longest - 1}"
+            message = f"the prompt has {num_tokens} tokens, the served model takes at most {self._longest - 1}"
             return Refusal(request, reason, message)
         if not 0 <= request.lowest_token <= request.highest_token < worker.model.vocab_size:
             message = f"token ids must lie in [0, {worker.model.vocab_size}), found {request.highest_token}"

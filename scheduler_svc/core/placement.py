@@ -7,8 +7,9 @@ with, and `DECODE_COST` for every running request. So a cached prefix draws requ
 its backlog outweighs what the prefix saves: that bounds hot spots (the cost model of Preble, ICLR 2025, in tokens).
 """
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
+from heapq import heapify, heappop, heappush, heapreplace
 
 import numpy as np
 
@@ -17,6 +18,7 @@ from scheduler_svc.core.partial_blocks import PartialMatch
 from scheduler_svc.core.request import Request
 from scheduler_svc.core.swapping import SwappedKV
 from scheduler_svc.core.worker import Worker
+from shared.prefix_keys import KEY_BYTES, BlockKey
 
 DECODE_COST = 32
 """What a running request slows a prompt down by, in prompt tokens."""
@@ -65,37 +67,74 @@ class Placement:
     """Shares the queue out among workers, for one worker's admissions.
 
     It goes through the queue in order and remembers what it has left to others, so that one plan takes its whole share
-    of a burst, not one request.
+    of a burst, not one request. Of the workers that have nothing of a request's prefix, which are nearly all of them,
+    only the least loaded matters, so a request costs little however many workers there are.
     """
 
     def __init__(self, worker: Worker, fleet: Sequence[Worker], max_num_seqs: int) -> None:
         """For the admissions of `worker`, one of `fleet`, with at most `max_num_seqs` rows in use per worker."""
         self._worker = worker
-        self._others = {
-            other: min(max_num_seqs, other.rows.max_rows) - other.rows.num_running
+        self._rows_left: dict[Worker, int] = {
+            other: rows
             for other in fleet
-            if other is not worker and not other.draining
+            if other is not worker
+            and not other.draining
+            and (rows := min(max_num_seqs, other.rows.max_rows) - other.rows.num_running) > 0
         }
-        """Rows that each other worker has left."""
-        self._promised = dict.fromkeys([worker, *self._others], 0)
-        """Tokens of work that were left to each."""
+        self._loads = {other: _load(other) for other in self._rows_left}
+        """Work of each other worker, with what was left to it in this plan, in tokens."""
+        self._by_load = [(load, index, other) for index, (other, load) in enumerate(self._loads.items())]
+        """A heap. Loads in it may be out of date, which means too small."""
+        heapify(self._by_load)
+        self._first_keys: dict[int, list[tuple[Container[BlockKey], Worker]]] = {}
+        """By block size: what each cache begins with."""
+        for other in self._rows_left:
+            self._first_keys.setdefault(other.rows.block_size, []).append((other.pool.cache.first_keys, other))
 
     def is_mine(self, request: Request) -> bool:
         """Whether no other worker that could take the request now would do less work for it."""
-        mine = self._cost(self._worker, request)
-        cheaper = [
-            (cost, other)
-            for other, rows in self._others.items()
-            if rows > 0 and (cost := self._cost(other, request)) < mine and find_room(other, request) is not None
-        ]
-        if not cheaper:
+        num_tokens = len(request.tokens)
+        cost, chosen = _load(self._worker) + num_tokens - self._worker.cached_tokens(request), None
+        for other in self._with_prefix(request):
+            other_cost = self._loads[other] + num_tokens - other.cached_tokens(request)
+            if other_cost < cost and self._rows_left[other] and find_room(other, request) is not None:
+                cost, chosen = other_cost, other
+        chosen = self._least_loaded(request, cost - num_tokens) or chosen
+        if chosen is None:
             return True
-        cost, other = min(cheaper, key=lambda each: each[0])
-        self._others[other] -= 1
-        self._promised[other] += len(request.tokens) - other.cached_tokens(request) + DECODE_COST
+        self._rows_left[chosen] -= 1
+        self._loads[chosen] += num_tokens - chosen.cached_tokens(request) + DECODE_COST
         return False
 
-    def _cost(self, worker: Worker, request: Request) -> int:
-        uncached = len(request.tokens) - worker.cached_tokens(request)
-        backlog = worker.prefill_backlog() + DECODE_COST * worker.rows.num_running
-        return uncached + backlog + self._promised[worker]
+    def _with_prefix(self, request: Request) -> list[Worker]:
+        """The other workers that have a block of the request's prefix, or its KV; parts of a block weigh too little."""
+        found = []
+        for members in self._first_keys.values():
+            key = members[0][1].shareable_keys(request)[:KEY_BYTES]
+            found += [other for first_keys, other in members if key in first_keys]
+        if request.swapped is not None:
+            found += [other for other in self._rows_left if other.swapped_here(request) is not None]
+        return found
+
+    def _least_loaded(self, request: Request, bound: int) -> Worker | None:
+        """The worker with the least load, if that is below `bound`, among those that have room."""
+        heap, without_room = self._by_load, []
+        found = None
+        while heap and heap[0][0] < bound:
+            load, index, other = heap[0]
+            if not self._rows_left[other]:
+                heappop(heap)
+            elif load != self._loads[other]:
+                heapreplace(heap, (self._loads[other], index, other))
+            elif find_room(other, request) is None:
+                without_room.append(heappop(heap))
+            else:
+                found = other
+                break
+        for entry in without_room:
+            heappush(heap, entry)
+        return found
+
+
+def _load(worker: Worker) -> int:
+    return worker.prefill_backlog() + DECODE_COST * worker.rows.num_running

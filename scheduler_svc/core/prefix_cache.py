@@ -13,6 +13,7 @@ While a prompt is being computed, the key of the block that its row computes nex
 prefix finds everything before it in the cache, and waits at exactly that key instead of computing it a second time.
 """
 
+from collections.abc import Container
 from typing import NamedTuple
 
 import numpy as np
@@ -65,6 +66,11 @@ class PrefixCache:
         """By row in prefill: the key of the block that it computes next."""
         self.holds = np.zeros(num_blocks, np.bool_)
         """Whether a block is shareable, or a tail that can be copied from; to be read only."""
+
+    @property
+    def first_keys(self) -> Container[BlockKey]:
+        """The keys with which something begins that is here: whoever starts with another one finds nothing."""
+        return self._root.children
 
     def match(self, keys: bytes) -> IndexArray:
         """The blocks of the longest cached prefix of the joined `keys`."""

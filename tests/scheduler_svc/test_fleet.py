@@ -38,6 +38,21 @@ def test_load_is_spread() -> None:
     _check_all(cluster)
 
 
+def test_a_burst_is_spread_over_many_workers_by_rows_left_and_memory() -> None:
+    """A burst larger than the rows of some and the memory of others fills each worker as far as it goes, evenly."""
+    cluster = Cluster(max_num_seqs=8, max_num_batched_tokens=64)
+    for index in range(6):
+        cluster.join(ModelWorker(b"w/%d" % index, 10 if index == 0 else 100, 4, 2 if index == 1 else 8), f"w{index}")
+    for stream in range(22):
+        cluster.submit(stream, [stream, *range(10)], 12)
+    for _ in range(3):
+        cluster.plan()
+        cluster.answer()
+    assert sorted(_running(cluster).values()) == [2, 2, 4, 4, 5, 5]
+    cluster.run()
+    _check_all(cluster)
+
+
 def test_a_cached_prefix_draws_requests_until_its_worker_is_busy() -> None:
     """One request with a cached prefix goes where the prefix is; a flood of them does not all go there."""
     cluster = _cluster()
