@@ -1,9 +1,9 @@
 """What a step costs the scheduler: the real core and the real codecs, no sockets, synthetic answers.
 
-Measured per step, by the clock (reading a thread's CPU time can cost as much as a step): *commit* from an answer's bytes
-in hand to the front ends' bytes ready, *plan* from there to the next plan's bytes ready. Shipped defaults, prefix cache
-on, tracing at 1 % where the environment turns it on, row lengths staggered, prompts of 2,048 tokens whose block keys
-come from the front door.
+Measured per step, by the clock (reading a thread's CPU time can cost as much as a step): *commit* from an answer's
+bytes in hand to the front ends' bytes ready, *plan* from there to the next plan's bytes ready. Shipped defaults, prefix
+cache on, tracing at 1 % where the environment turns it on, row lengths staggered, prompts of 2,048 tokens whose block
+keys come from the front door.
 
 Scenarios: `steady` (everybody decodes), `churn` (8 requests end and 8 arrive in every step), `queued` (as churn, with
 100,000 requests waiting, per policy); `admission` is the cost of queueing one of them.
