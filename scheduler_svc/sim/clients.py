@@ -14,7 +14,7 @@ from scheduler_svc.core import events as ev
 from scheduler_svc.core.effects import EndReason
 from scheduler_svc.sim.faults import NONE, Fault
 from scheduler_svc.sim.stream import Stream
-from scheduler_svc.sim.traffic import Traffic
+from scheduler_svc.sim.traffic import Demand, Traffic
 from scheduler_svc.sim.violation import StreamName, ViolationError
 from scheduler_svc.sim.world import World
 from shared.frames import TOKEN_BYTES
@@ -77,11 +77,14 @@ class Clients:
             return
         gap = world.rng.expovariate(1 / shape.gap_s)
         for _ in range(world.rng.randint(1, shape.burst)):
-            if len(self.live) < shape.most_live:
-                self._submit_new()
+            if len(self.live) >= shape.most_live:
+                # Nobody has room for more before a step is over.
+                gap = max(gap, world.scenario.pace.step)
+                break
+            self._submit_new()
             if self._refused:
                 # Told to come back later, clients do.
-                gap *= 10
+                gap *= 5
                 break
         self._refused = False
         world.agenda.after(gap, self._burst)
@@ -91,7 +94,21 @@ class Clients:
         frontend = world.rng.choice(list(self._frontends.values()))
         if not frontend.joined:
             return
-        demand = self._traffic.draw(world.rng.choice(self._history) if self._history else None)
+        self._begin(frontend, self._traffic.draw(world.rng.choice(self._history) if self._history else None))
+
+    def follow(self, name: StreamName) -> None:
+        """Somebody asks for what a stream asks for, and a little more."""
+        world, stream = self._world, self.live.get(name)
+        if stream is None or world.healed:
+            return
+        frontend = self._frontends[name.frontend]
+        drawn = self._traffic.draw(None)
+        demand = dataclasses.replace(drawn, prompt=[*stream.demand.prompt, 0], salt=stream.demand.salt, valid=True)
+        if frontend.joined and stream.demand.valid:
+            self._begin(frontend, demand)
+
+    def _begin(self, frontend: _Frontend, demand: Demand) -> None:
+        world = self._world
         self._num_streams += 1
         stream = Stream(StreamName(frontend.peer, self._num_streams), demand, world.now)
         frontend.streams[self._num_streams] = stream
@@ -106,6 +123,9 @@ class Clients:
             world.fault(Fault.INVALID_REQUEST)
         if demand.take_s is None and stream.allowed < demand.max_tokens:
             world.fault(Fault.STALLED_READER)
+            if not world.scenario.config.stall_timeout_s:
+                # It would hold its row for ever.
+                world.agenda.after(world.rng.uniform(10, 200) * world.scenario.pace.step, self._cancel, stream)
         elif demand.take_s is not None and demand.take_s > 5 * world.scenario.pace.step:
             world.fault(Fault.SLOW_READER)
         if stream.starved and demand.take_s is not None:

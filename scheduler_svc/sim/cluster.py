@@ -1,5 +1,7 @@
 """All workers as the core knows them: their epochs, and what it may and must make of their answers."""
 
+import numpy as np
+
 from scheduler_svc.core import effects as ef
 from scheduler_svc.core import events as ev
 from scheduler_svc.core.step_clock import MIN_DEADLINE_S
@@ -70,7 +72,9 @@ class Cluster:
         sound = epoch.in_flight[0].answer if epoch.in_flight else None
         if sound is None or (sound.step, sound.completed_copies) != (event.step, event.completed_copies):
             return "wrong"
-        if sound.rows is not event.rows or sound.tokens is not event.tokens:
+        same = sound.rows is event.rows and sound.tokens is event.tokens
+        # A wrong answer may happen to say what the right one would have: nobody can tell them apart.
+        if not (same or (np.array_equal(sound.rows, event.rows) and np.array_equal(sound.tokens, event.tokens))):
             return "wrong"
         epoch.in_flight.popleft()
         epoch.model.answered_step = event.step

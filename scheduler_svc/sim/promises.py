@@ -39,10 +39,9 @@ class Promises:
 
     # ---------------------------------------------------------------- requests
 
-    def before(self, event: ev.Event, stats: SchedulerStats | None) -> None:
-        """Notes what the check after the event needs."""
-        if stats is not None:
-            self._num_waiting = stats.waiting
+    def queue_has(self, num_waiting: int) -> None:
+        """So many requests wait before the present event."""
+        self._num_waiting = num_waiting
 
     def after(self, event: ev.Event) -> None:
         """Takes note of requests that have begun to wait."""

@@ -41,6 +41,8 @@ class Pace:
     """Per block, between device and host."""
     turn: float
     """The scheduler's loop looks at its sockets so often at most."""
+    tick: float
+    """The scheduler's loop lets time pass so often."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,10 +91,10 @@ def draw(seed: int, *, faults: bool = True) -> Scenario:
     """Draws the scenario of a seed."""
     rng = random.Random(seed)
     large = rng.random() < 0.1
-    max_num_seqs = rng.randint(9, 48) if large else rng.randint(1, 8)
+    max_num_seqs = rng.randint(13, 48) if large else rng.choice((1, 2, 4, 6, 8, 12))
     config = dataclasses.replace(_draw_config(rng, max_num_seqs), classes=_draw_classes(seed))
     context = rng.choice((16, 40, 80, 160)) * (4 if large else 1)
-    workers = tuple(draw_size(rng, config, context) for _ in range(rng.choice((1, 1, 1, 2, 2, 3, 4))))
+    workers = tuple(draw_size(rng, config, context) for _ in range(rng.choice((1, 1, 1, 1, 2, 2, 3, 4))))
     step = 10 ** rng.uniform(-3.7, -2.3)
     return Scenario(
         seed=seed,
@@ -105,10 +107,11 @@ def draw(seed: int, *, faults: bool = True) -> Scenario:
             per_token=step * rng.choice((0.0, 0.01, 0.1)),
             copy=step * 10 ** rng.uniform(-3, 0.5),
             turn=rng.choice((0.0, 0.1, 0.5, 1.0, 1.0)) * step,
+            tick=rng.choice((0.05, 0.2, 0.4)),
         ),
         traffic=_draw_traffic(rng, step, context, max_num_seqs, len(workers)),
         faults=draw_rates(rng, step) if faults else FaultRates((), 0.0, (), 0.0, {}),
-        check_every=rng.choice((8, 32, 64)),
+        check_every=rng.choice((32, 64, 128)),
     )
 
 
@@ -156,7 +159,7 @@ def _draw_config(rng: random.Random, max_num_seqs: int) -> CoreConfig:
         preempt_threshold=rng.choice((0.0, 0.05, 0.5, 5.0)),
         victim_rule=rng.choice(VICTIM_RULES),
         max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=max_num_seqs + rng.choice((0, 1, 8, 100)),
+        max_num_batched_tokens=max_num_seqs + rng.choice((0, 3, 8, 30, 100)),
         max_queued_requests=rng.choice((1, 20, 4096, 4096)),
         max_queued_tokens=rng.choice((100, 1000, 1 << 24, 1 << 24)),
         long_prefill_token_threshold=rng.choice((0, 0, 3, 16)),
@@ -183,12 +186,12 @@ def _draw_classes(seed: int) -> dict[str, RequestClass]:
 def _draw_traffic(rng: random.Random, step: float, context: int, max_num_seqs: int, num_workers: int) -> TrafficShape:
     longest_output = rng.choice((context // 4, context // 2, context))
     burst = rng.choice((1, 3, 10, 30))
-    # From a tenth to three times what the workers can serve.
-    per_s = max_num_seqs * num_workers / (step * longest_output / 2) * 10 ** rng.uniform(-1, 0.5)
+    # From a third to more than twice what the workers can serve.
+    per_s = max_num_seqs * num_workers / (step * longest_output / 2) * 10 ** rng.uniform(-0.5, 0.4)
     return TrafficShape(
         gap_s=burst / 2 / per_s,
         burst=burst,
-        most_live=rng.choice((3, 20, 100)) + 2 * max_num_seqs,
+        most_live=rng.choice((3, 8, 16, 50)) + 2 * max_num_seqs,
         longest_prompt=max(2, rng.choice((context // 8, context // 3, context // 2))),
         context=context,
         longest_output=longest_output,
@@ -197,6 +200,6 @@ def _draw_traffic(rng: random.Random, step: float, context: int, max_num_seqs: i
         families=rng.choice((0, 1, 4)),
         shared_salt=rng.random() < 0.5,
         deadlines=rng.choice((0.0, 0.1, 0.4)),
-        credit_tokens=rng.choice((0, 1, 4, 16, 64, 64)),
+        credit_tokens=rng.choice((0, 1, 4, 16, 16, 64, 64)),
         traced=rng.choice((1.0, 1.0, 1.0, 0.3, 0.0)),
     )

@@ -27,8 +27,6 @@ from scheduler_svc.sim.stream import Stream
 from scheduler_svc.sim.violation import StreamName, ViolationError
 from scheduler_svc.sim.world import World
 
-TICK_S = 0.05
-"""The service lets time pass so often."""
 _MOST_ACTS = 256
 _MOST_PLANS = 8
 _TURNS_PER_STEP = 5
@@ -90,6 +88,9 @@ class Simulation:
         self._last_time = self._agenda.now
         self._event: ev.Event = ev.TimePassed()
         self._check_every = scenario.check_every
+        self._queue_may_fill = scenario.config.max_queued_requests <= scenario.traffic.most_live
+        self._was_fed = False
+        """The core has been given something since it last planned."""
         self.num_events = 0
         self.num_plans = 0
         self._carry_out: dict[type, Callable[[Any], None]] = {
@@ -127,25 +128,28 @@ class Simulation:
     def _turn(self) -> None:
         agenda, core = self._agenda, self._core
         wake = self._next_tick
-        for time in (agenda.next_time(), core.next_plan_due(agenda.now)):
+        due = core.next_plan_due(agenda.now)
+        for time in (agenda.next_time(), due):
             if time is not None and time < wake:
                 wake = time
         pause = self._scenario.pace.turn * self._world.rng.random() if self._scenario.pace.turn else 0.0
         agenda.now = max(agenda.now, wake) + pause
         agenda.run_due(_MOST_ACTS)
         if agenda.now >= self._next_tick:
-            self._next_tick = agenda.now + TICK_S
+            self._next_tick = agenda.now + self._scenario.pace.tick
             self.feed(ev.TimePassed())
-        self._plan()
+        if self._was_fed or (due is not None and due <= agenda.now):
+            self._plan()
 
     def feed(self, event: ev.Event) -> list[ef.Effect]:
         """One event for the core: its effects, carried out and checked."""
         agenda = self._agenda
         self._event = event
+        self._was_fed = True
         kind = type(event)
         self._world.coverage.counts["event", kind.__name__] += 1
-        if kind is ev.RequestArrived:
-            self._promises.before(event, self._core.stats())
+        if kind is ev.RequestArrived and self._queue_may_fill:
+            self._promises.queue_has(self._core.stats().waiting)
         jump = agenda.now - self._last_time
         if jump > OWN_STALL_S:
             self._cluster.excuse(jump)
@@ -183,6 +187,7 @@ class Simulation:
         self._promises.ended(stream)
 
     def _plan(self) -> None:
+        self._was_fed = False
         core, epochs = self._core, self._cluster.epochs
         peers = core.workers()
         if set(peers) != epochs.keys():
@@ -209,6 +214,9 @@ class Simulation:
             stream = self._clients.live.get(name)
             if stream is not None:
                 stream.row_failed = True
+        while epoch.spoilt:
+            # Somebody should be about to build on it, or it would harm nobody else.
+            self._agenda.after(self._world.latency(), self._clients.follow, epoch.spoilt.pop())
         self._promises.plan_made(plan, epoch)
 
     # ---------------------------------------------------------------- faults of any time
@@ -280,7 +288,7 @@ class Simulation:
         """Seconds in which everything must finish: one token per step, and every limit that lets requests wait."""
         pace, config = self._scenario.pace, self._scenario.config
         tokens = sum(s.num_known + s.demand.max_tokens - len(s.tokens) for s in self._clients.live.values())
-        step = 2 * (pace.step + pace.per_token * config.max_num_batched_tokens + pace.latency + pace.turn) + TICK_S
+        step = 2 * (pace.step + pace.per_token * config.max_num_batched_tokens + pace.latency + pace.turn) + pace.tick
         waits = config.stall_timeout_s + config.worker_wait_s + 4 * config.step_deadline_s
         batches = len(self._clients.live) * config.batching.max_wait_s
         return 60.0 + waits + batches + 4 * tokens * step + tokens / 50

@@ -49,6 +49,8 @@ class Epoch:
     """What the worker would send later than this is not sent."""
     failed: set[tuple[int, int]] = field(default_factory=set)
     """(row, generation) that were made to fail."""
+    spoilt: list[StreamName] = field(default_factory=list)
+    """Streams whose rows write KV that is worth nothing from the present step on."""
     must_leave: list[tuple[int, int, StreamName]] = field(default_factory=list)
     """(row, generation, its stream) that no further plan may count on."""
     preempted: bool = False
@@ -199,6 +201,8 @@ class Site:
             row = self._world.rng.choice([row for row in rows if not row.decoding] or rows)
             epoch.model.fail(row.index, spoil=fault is Fault.SPOILT_ROW)
             epoch.failed.add((row.index, row.generation))
+            if fault is Fault.SPOILT_ROW:
+                epoch.spoilt.append(row.name)
 
     def _befall(self, epoch: Epoch, answer: ev.StepDone, fault: Fault, end: float) -> tuple[ev.StepDone, float] | None:
         """What becomes of an answer and when it is sent; None: it is not sent at all."""

@@ -49,6 +49,7 @@ class Traffic:
         self._shape = shape
         self._pace = pace
         self._faults = faults
+        self._alphabet = range(shape.alphabet)
         self._families = [self._tokens(rng.randint(1, shape.longest_prompt)) for _ in range(shape.families)]
 
     def draw(self, earlier: list[int] | None) -> Demand:
@@ -59,7 +60,7 @@ class Traffic:
         """
         rng, shape = self._rng, self._shape
         prompt = self._prompt(earlier)
-        max_tokens = rng.randint(1, max(1, int(shape.longest_output * rng.random() ** 2)))
+        max_tokens = rng.randint(1, max(1, int(shape.longest_output * rng.random())))
         deadlines = [
             rng.uniform(1, 5 * max_tokens) * self._pace.step if rng.random() < shape.deadlines else None
             for _ in range(3)
@@ -68,7 +69,7 @@ class Traffic:
         credit = take_s = None
         if shape.credit_tokens and rng.random() < 0.9:
             credit = rng.choice((0, rng.randint(1, 4 * shape.credit_tokens)))
-            take_s = self._pace.step * 10 ** rng.uniform(-1, 1)
+            take_s = self._pace.step * 10 ** rng.uniform(-2, 0.7)
         demand = Demand(
             prompt=prompt,
             max_tokens=max_tokens,
@@ -136,7 +137,7 @@ class Traffic:
         return self._tokens(length)
 
     def _tokens(self, count: int) -> list[int]:
-        return [self._rng.randrange(self._shape.alphabet) for _ in range(count)]
+        return self._rng.choices(self._alphabet, k=count)
 
     def _stops(self, prompt: list[int], max_tokens: int) -> frozenset[int]:
         """Stop tokens; every third request really meets one."""

@@ -86,6 +86,27 @@ def with_limits(*, num_workers: int | None = None, giants: float = 0.0, **limits
     return aim
 
 
+def with_long_freezes(scenario: Scenario) -> Scenario:
+    """Workers stand still for seconds without being given up, and so does the scheduler, about as often."""
+    patient = with_limits(step_deadline_s=5.0, worker_wait_s=10.0)(scenario)
+    return with_faults(Fault.SCHEDULER_STALL, Fault.FREEZE, per_100_steps=50 * scenario.pace.step)(patient)
+
+
+def with_moves(scenario: Scenario) -> Scenario:
+    """Three equal workers, two plans in flight, and drains that move requests."""
+    several = dataclasses.replace(with_limits(max_plans_in_flight=2)(scenario), workers=scenario.workers[:1] * 3)
+    return with_faults(Fault.DRAIN, per_100_steps=100 * scenario.pace.step)(several)
+
+
+def with_few_words(scenario: Scenario) -> Scenario:
+    """Prompts repeat themselves, and the cache is on."""
+    return dataclasses.replace(
+        scenario,
+        config=dataclasses.replace(scenario.config, prefix_cache="hash"),
+        traffic=dataclasses.replace(scenario.traffic, alphabet=2),
+    )
+
+
 def _wrap(patch: pytest.MonkeyPatch, owner: Any, name: str, around: Callable[..., Any]) -> None:
     """Replaces a function by `around(original, *arguments)`."""
     original = getattr(owner, name)
@@ -262,7 +283,7 @@ def late_token_dropped(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(commit, "_settle_late", lambda *arguments: None)
 
 
-@bug("plan.admission", "stream.order", "core", aim=with_faults(Fault.DRAIN))
+@bug("plan.admission", "stream.order", "core", aim=with_moves)
 def unsettled_admitted(patch: pytest.MonkeyPatch) -> None:
     """A request is admitted before the tokens of its last steps are known."""
 
@@ -279,7 +300,7 @@ def key_without_salt(patch: pytest.MonkeyPatch) -> None:
     _wrap(patch, worker, "root_key", lambda root_key, fingerprint, salt: root_key(fingerprint, b""))
 
 
-@bug("kv.prefix", "core")
+@bug("kv.prefix", "core", aim=with_few_words)
 def key_without_parent(patch: pytest.MonkeyPatch) -> None:
     """The key of a block depends on its own tokens only."""
 
@@ -390,7 +411,7 @@ def idle_with_work(patch: pytest.MonkeyPatch) -> None:
     )
 
 
-@bug("worker.blamed", aim=with_faults(Fault.SCHEDULER_STALL, Fault.FREEZE))
+@bug("worker.blamed", aim=with_long_freezes)
 def stall_blamed(patch: pytest.MonkeyPatch) -> None:
     """Workers are given up because the scheduler itself stood still."""
 

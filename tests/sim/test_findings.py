@@ -1,7 +1,5 @@
 """What the simulator found in the core, each as the smallest history that shows it."""
 
-import pytest
-
 from scheduler_svc.sim.model_worker import ModelWorker
 from scheduler_svc.sim.oracle import expected_output
 from tests.scheduler_svc.cluster import Cluster
@@ -19,7 +17,6 @@ def test_equal_ranks_under_memory_pressure() -> None:
         assert reader.tokens == expected_output(reader.prompt, 8, set())
 
 
-@pytest.mark.xfail(strict=True, reason="what a row computed on top of a failed row's blocks stays in the prefix cache")
 def test_what_was_built_on_a_failed_rows_prefix_is_not_shared() -> None:
     """When a row fails, neither its blocks nor those that others computed on top are found by later requests."""
     cluster = Cluster(max_num_seqs=8, max_num_batched_tokens=8, max_plans_in_flight=2)

@@ -28,3 +28,14 @@ def test_a_planted_bug_is_found(bug: PlantedBug, monkeypatch: pytest.MonkeyPatch
 def test_there_are_enough_of_them() -> None:
     """At least ten kinds of bugs are planted, each once."""
     assert len({bug.name for bug in BUGS}) == len(BUGS) >= 10
+
+
+AIMED = [bug for bug in BUGS if bug.aim(draw(0)) != draw(0)]
+
+
+@pytest.mark.parametrize("bug", AIMED, ids=lambda bug: bug.name)
+def test_without_the_bug_its_worlds_are_sound(bug: PlantedBug) -> None:
+    """It is the bug that is found: the same worlds without it show nothing."""
+    for seed in range(4):
+        failure = Simulation(bug.aim(draw(seed)), Coverage()).run(STEPS).failure
+        assert failure is None, f"seed {seed}: {failure.check}: {failure.detail}"
