@@ -5,16 +5,18 @@ block, as many as agree are shared by copying: the worker copies that block to o
 step's forward pass, and only what differs is computed. RadixAttention (SGLang, Zheng et al., NeurIPS 2024) shares at
 every token because its pages hold one token; copying does so with pages that suit the attention kernels.
 
-A block is found by the key of the block before it (the root's key for first blocks), so by everything before it, the
-model and the scope; whoever has another scope finds nothing, not even a first token. Blocks with the same predecessor
-are sorted by their tokens: the one that agrees longest is a neighbour of the tokens looked for.
+Within a run of the cache the only full block that can follow is the run's next one. Where a request's tokens leave
+the cached ones at the end of a run, candidates are found by the key of the block before them (the root's key for first
+blocks), so by everything before them, the model and the scope; whoever has another scope finds nothing, not even a
+first token. Those with the same predecessor are sorted by their tokens: the one that agrees longest is a neighbour of
+the tokens looked for.
 
 Besides full blocks, the last, partly filled block of a sequence that has ended is kept; nobody could share it as it is,
 so it is a *tail*.
 
-Only *proven* blocks are here: a token was sampled, and was finite, from a sequence that reads them. What a failed row
-wrote is NaN and would have made that token NaN; so a copy never spreads what a row spoilt, and need not be traced back
-when a row fails. It also means that the step that wrote them was answered before any copy is planned.
+Only *proven* blocks are copied from: a token was sampled, and was finite, from a sequence that reads them. What a
+failed row wrote is NaN and would have made that token NaN; so a copy never spreads what a row spoilt, and need not be
+traced back when a row fails. It also means that the step that wrote them was answered before any copy is planned.
 """
 
 from bisect import bisect_left, insort
@@ -22,7 +24,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from scheduler_svc.core.arrays import IndexArray, any_of
+from scheduler_svc.core.arrays import IndexArray
 from shared.prefix_keys import BlockKey
 
 TOKEN_BYTES = 4
@@ -37,7 +39,7 @@ class PartialMatch(NamedTuple):
 
 
 class PartialBlocks:
-    """Proven blocks of one worker by what comes before them and their tokens."""
+    """Which blocks of one worker are proven, and those that begin runs, and tails, by what comes before them."""
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         self.least_tokens = max(1, block_size // 4)
@@ -47,10 +49,12 @@ class PartialBlocks:
         """By the key of the block before: (tokens as int32, block), ascending."""
         self._entries: dict[int, tuple[BlockKey, bytes]] = {}
         """By block: the key of the block before it, and its tokens."""
-        self.has = np.zeros(num_blocks, np.bool_)
-        """Blocks that are here; to be read only."""
+        self.proven = np.zeros(num_blocks, np.bool_)
+        """Blocks that can be copied from; to be read only."""
         self.tails = np.zeros(num_blocks, np.bool_)
         """Those of them that are not full; to be read only."""
+        self.listed = np.zeros(num_blocks, np.bool_)
+        """Those of them that `find` finds; to be read only."""
 
     def find(self, before: BlockKey, tokens: bytes) -> PartialMatch | None:
         """The block after `before` that agrees longest with `tokens` (int32), if it is worth a copy."""
@@ -62,27 +66,28 @@ class PartialBlocks:
         num_tokens = num_common(best[0], tokens)
         return PartialMatch(best[1], num_tokens) if num_tokens >= self.least_tokens else None
 
-    def adds_nothing(self, before: BlockKey, tokens: bytes) -> bool:
-        """Whether a block here begins with all of `tokens` already."""
-        followers = self._followers.get(before, [])
-        position = bisect_left(followers, (tokens, -1))
-        return position < len(followers) and followers[position][0].startswith(tokens)
+    def prove(self, blocks: IndexArray) -> None:
+        """From now on the full blocks can be copied from."""
+        self.proven[blocks] = True
 
-    def add(self, before: BlockKey, tokens: bytes, block: int) -> None:
-        """From now on the block can be copied from; it holds the KV of `tokens`, or begins with it."""
-        assert block not in self._entries
+    def add_tail(self, before: BlockKey, tokens: bytes, block: int) -> None:
+        """From now on the block, whose beginning holds the KV of `tokens`, can be copied from."""
+        self.proven[block] = self.tails[block] = True
+        self.list(before, tokens, block)
+
+    def list(self, before: BlockKey, tokens: bytes, block: int) -> None:
+        """From now on the block is found; it is proven and holds the KV of `tokens`."""
+        assert self.proven[block]
+        assert not self.listed[block]
+        self.listed[block] = True
         self._entries[block] = (before, tokens)
         insort(self._followers.setdefault(before, []), (tokens, block))
-        self.has[block] = True
-        self.tails[block] = len(tokens) < TOKEN_BYTES * self.block_size
 
     def forget(self, blocks: IndexArray) -> None:
         """The blocks' memory is needed, or their content cannot be trusted."""
-        here = self.has[blocks]
-        if not any_of(here):
-            return
-        gone = blocks[here]
-        self.has[gone] = self.tails[gone] = False
+        self.proven[blocks] = self.tails[blocks] = False
+        gone = blocks[self.listed[blocks]]
+        self.listed[gone] = False
         for block in gone.tolist():
             before, tokens = self._entries.pop(block)
             followers = self._followers[before]
@@ -99,7 +104,8 @@ class PartialBlocks:
         assert listed == self._entries
         assert len(listed) == sum(map(len, self._followers.values())), "a block is listed twice"
         assert all(followers == sorted(followers) and followers for followers in self._followers.values())
-        assert sorted(listed) == np.flatnonzero(self.has).tolist()
+        assert sorted(listed) == np.flatnonzero(self.listed).tolist()
+        assert self.proven[self.listed].all()
         short = [block for block, (_, tokens) in listed.items() if len(tokens) < TOKEN_BYTES * self.block_size]
         assert sorted(short) == np.flatnonzero(self.tails).tolist()
 

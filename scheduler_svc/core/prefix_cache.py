@@ -19,20 +19,21 @@ from typing import NamedTuple
 import numpy as np
 
 from scheduler_svc.core.arrays import NO_INDICES, IndexArray, all_of, any_of
-from scheduler_svc.core.partial_blocks import TOKEN_BYTES, PartialBlocks, PartialMatch
+from scheduler_svc.core.partial_blocks import TOKEN_BYTES, PartialBlocks, PartialMatch, num_common
 from shared.prefix_keys import KEY_BYTES, BlockKey
 
 
 class _Node:
-    """A run of keys, joined, and their blocks."""
+    """A run of keys, joined, and their blocks; with their tokens, where parts of blocks are shared."""
 
-    __slots__ = ("blocks", "children", "keys", "number", "parent")
+    __slots__ = ("blocks", "children", "keys", "number", "parent", "tokens")
 
-    def __init__(self, number: int, parent: "_Node | None", keys: bytes, blocks: IndexArray) -> None:
+    def __init__(self, number: int, parent: "_Node | None", keys: bytes, blocks: IndexArray, tokens: bytes) -> None:
         self.number = number
         self.parent = parent
         self.keys = keys
         self.blocks = blocks
+        self.tokens = tokens
         self.children: dict[BlockKey, _Node] = {}
         """By the first key of each."""
 
@@ -55,7 +56,9 @@ class PrefixCache:
     def __init__(self, num_blocks: int, partial: PartialBlocks | None = None) -> None:
         """Without `partial`, full blocks are all that is shared."""
         self.partial = partial
-        self._root = _Node(0, None, b"", NO_INDICES)
+        self._width = 0 if partial is None else TOKEN_BYTES * partial.block_size
+        """Bytes of tokens that are kept per block."""
+        self._root = _Node(0, None, b"", NO_INDICES, b"")
         self._nodes: list[_Node | None] = [self._root]
         self._unused: list[int] = []
         """Numbers that no node has."""
@@ -79,26 +82,29 @@ class PrefixCache:
             return found[0]
         return np.concatenate(found) if found else NO_INDICES
 
-    def publish(self, keys: bytes, blocks: IndexArray) -> None:
+    def publish(self, keys: bytes, blocks: IndexArray, tokens: bytes = b"") -> None:
         """Makes a chain of blocks shareable, except where other blocks have the keys already.
 
         Args:
             keys: the joined keys of the chain, from the first block of the sequence on.
             blocks: as many blocks.
+            tokens: theirs, int32, if parts of blocks are shared.
         """
         place = self._walk(keys)
         if place.depth == len(blocks):
             return
         node, keys, blocks = place.node, keys[KEY_BYTES * place.depth :], blocks[place.depth :].copy()
+        tokens = tokens[self._width * place.depth :]
         if place.offset < len(node.blocks):
             self._split(node, place.offset)
         if node is not self._root and not node.children:
             first = len(node.blocks)
             node.keys += keys
             node.blocks = np.concatenate((node.blocks, blocks))
+            node.tokens += tokens
         else:
             first = 0
-            node = self._add(node, keys, blocks)
+            node = self._add(node, keys, blocks, tokens)
         self._node_of[blocks] = node.number
         self._index_of[blocks] = np.arange(first, first + len(blocks))
         self.holds[blocks] = True
@@ -145,30 +151,53 @@ class PrefixCache:
             blocks: as many as `tokens` need.
         """
         assert self.partial is not None
-        width = TOKEN_BYTES * self.partial.block_size
-        num_full = len(tokens) // width
+        num_full = len(tokens) // self._width
         full = blocks[:num_full]
-        for number in np.flatnonzero(self.holds[full] & ~self.partial.has[full]).tolist():
-            text = tokens[width * number : width * (number + 1)]
-            self.partial.add(_key_before(root, keys, number), text, int(full[number]))
-        rest, before = tokens[width * num_full :], _key_before(root, keys, num_full)
-        if len(rest) < TOKEN_BYTES * self.partial.least_tokens or self.partial.adds_nothing(before, rest):
+        fresh = full[self.holds[full] & ~self.partial.proven[full]]
+        self.partial.prove(fresh)
+        for block in fresh[self._index_of[fresh] == 0].tolist():
+            self._list(block, root)
+        rest = tokens[self._width * num_full :]
+        if len(rest) < TOKEN_BYTES * self.partial.least_tokens:
             return
-        tail = int(blocks[num_full])
-        assert not self.holds[tail]
-        self.holds[tail] = True
-        self.partial.add(before, rest, tail)
+        known = self._match_partial(root, keys, num_full, rest)
+        if known is None or TOKEN_BYTES * known.num_tokens < len(rest):
+            tail = int(blocks[num_full])
+            assert not self.holds[tail]
+            self.holds[tail] = True
+            self.partial.add_tail(_key_before(root, keys, num_full), rest, tail)
 
-    def match_partial(self, root: BlockKey, keys: bytes, num_full: int, tokens: bytes) -> PartialMatch | None:
-        """The block to copy from after `num_full` blocks of a sequence were found, if there is one.
+    def match_partial(self, root: BlockKey, keys: bytes, num_found: int, tokens: bytes) -> PartialMatch | None:
+        """The block to copy from after `num_found` blocks of a sequence were found, if there is one.
 
         Args:
             root: the key before first blocks.
             keys: the joined keys of at least these blocks.
-            num_full: how many were found.
+            num_found: as many as `match` finds.
             tokens: int32, those that follow them, at most a block.
         """
-        return self.partial.find(_key_before(root, keys, num_full), tokens) if self.partial is not None else None
+        return self._match_partial(root, keys, num_found, tokens) if self.partial is not None else None
+
+    def _match_partial(self, root: BlockKey, keys: bytes, number: int, tokens: bytes) -> PartialMatch | None:
+        assert self.partial is not None
+        match = self.partial.find(_key_before(root, keys, number), tokens)
+        place = self._walk(keys[: KEY_BYTES * number])
+        node, offset = place.node, place.offset
+        if place.depth < number or offset == len(node.blocks) or not self.partial.proven[node.blocks[offset]]:
+            return match
+        # The sequence ends within a run: the run's next block follows.
+        num_tokens = num_common(node.tokens[self._width * offset : self._width * (offset + 1)], tokens)
+        if num_tokens < self.partial.least_tokens or (match is not None and match.num_tokens >= num_tokens):
+            return match
+        return PartialMatch(int(node.blocks[offset]), num_tokens)
+
+    def _list(self, block: int, root: BlockKey) -> None:
+        """A proven block begins a run: there may be several with the same predecessor, so it is to be found by that."""
+        node = self._nodes[self._node_of[block]]
+        assert self.partial is not None
+        assert node is not None
+        assert node.parent is not None
+        self.partial.list(node.parent.keys[-KEY_BYTES:] or root, node.tokens[: self._width], block)
 
     def computes_next(self, row: int, key: BlockKey) -> None:
         """The row computes the block with this key next; empty: none that others could share."""
@@ -190,6 +219,7 @@ class PrefixCache:
                 continue
             assert node.number == number
             assert len(node.keys) == KEY_BYTES * len(node.blocks)
+            assert len(node.tokens) == self._width * len(node.blocks)
             assert (node.parent is None) == (node is self._root)
             assert node is self._root or len(node.blocks), "an empty run"
             for key, child in node.children.items():
@@ -201,7 +231,10 @@ class PrefixCache:
             seen += node.blocks.tolist()
         if self.partial is not None:
             self.partial.validate()
-            assert self.holds[self.partial.has].all()
+            assert self.holds[self.partial.proven].all()
+            runs = [node.blocks[0] for node in self._nodes if node is not None and node is not self._root]
+            listed = [block for block in runs if self.partial.proven[block]]
+            assert sorted(listed) == np.flatnonzero(self.partial.listed & ~self.partial.tails).tolist()
             seen += np.flatnonzero(self.partial.tails).tolist()
         assert sorted(seen) == np.flatnonzero(self.holds).tolist(), "a block is in two runs, or in none"
 
@@ -219,9 +252,9 @@ class PrefixCache:
                 break
         return _Place(node, offset, position // KEY_BYTES, found)
 
-    def _add(self, parent: _Node, keys: bytes, blocks: IndexArray) -> _Node:
+    def _add(self, parent: _Node, keys: bytes, blocks: IndexArray, tokens: bytes) -> _Node:
         number = self._unused.pop() if self._unused else len(self._nodes)
-        node = _Node(number, parent, keys, blocks)
+        node = _Node(number, parent, keys, blocks, tokens)
         if number == len(self._nodes):
             self._nodes.append(node)
         else:
@@ -232,13 +265,16 @@ class PrefixCache:
     def _split(self, node: _Node, offset: int) -> None:
         """Makes the blocks of `node` from `offset` on a child of it, which inherits its children."""
         children, node.children = node.children, {}
-        below = self._add(node, node.keys[KEY_BYTES * offset :], node.blocks[offset:])
+        tokens = node.tokens[self._width * offset :]
+        below = self._add(node, node.keys[KEY_BYTES * offset :], node.blocks[offset:], tokens)
         below.children = children
         for child in children.values():
             child.parent = below
-        node.keys, node.blocks = node.keys[: KEY_BYTES * offset], node.blocks[:offset]
+        self._truncate(node, offset)
         self._node_of[below.blocks] = below.number
         self._index_of[below.blocks] -= offset
+        if self.partial is not None and self.partial.proven[below.blocks[0]]:
+            self._list(int(below.blocks[0]), b"")
 
     def _cut(self, node: _Node, offset: int, gone: list[IndexArray]) -> None:
         """Takes everything from block `offset` of `node` on out of the tree; appends the blocks to `gone`."""
@@ -247,7 +283,7 @@ class PrefixCache:
         self.holds[cut] = False
         below, node.children = node.children.values(), {}
         if offset:
-            node.keys, node.blocks = node.keys[: KEY_BYTES * offset], node.blocks[:offset]
+            self._truncate(node, offset)
         else:
             assert node.parent is not None
             node.parent.children.pop(node.keys[:KEY_BYTES], None)
@@ -255,6 +291,10 @@ class PrefixCache:
             self._unused.append(node.number)
         for child in below:
             self._cut(child, 0, gone)
+
+    def _truncate(self, node: _Node, offset: int) -> None:
+        node.keys, node.blocks = node.keys[: KEY_BYTES * offset], node.blocks[:offset]
+        node.tokens = node.tokens[: self._width * offset]
 
 
 def _key_before(root: BlockKey, keys: bytes, number: int) -> BlockKey:

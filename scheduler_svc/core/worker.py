@@ -213,7 +213,9 @@ class Worker:
     def _publish(self, row: int, request: Request, blocks: IndexArray, num_computed: int) -> None:
         num_blocks = num_computed // self.rows.block_size
         if num_blocks > self.rows.published[row]:
-            self.pool.cache.publish(self._keys(request)[: KEY_BYTES * num_blocks], blocks[:num_blocks])
+            cache = self.pool.cache
+            text = b"" if cache.partial is None else request.tokens[: num_blocks * self.rows.block_size].tobytes()
+            cache.publish(self._keys(request)[: KEY_BYTES * num_blocks], blocks[:num_blocks], text)
             self.rows.published[row] = num_blocks
 
     def _prove(self, request: Request, blocks: IndexArray, num_tokens: int) -> None:

@@ -90,6 +90,16 @@ def test_the_longest_agreement_is_copied() -> None:
     assert _serve(cluster, 7, [*PREFIX[:12], 9, 9]) == 12
 
 
+def test_within_a_run_its_next_block_and_what_ended_there_are_compared() -> None:
+    """Where a longer sequence goes on and another one ended, the one that agrees longer is copied."""
+    cluster, _ = _cluster()
+    _serve(cluster, 1, PREFIX)
+    _serve(cluster, 2, [*PREFIX[:10], 9, 9], 1)
+
+    assert _serve(cluster, 3, [*PREFIX[:12], 7, 7]) == 12
+    assert _serve(cluster, 4, [*PREFIX[:10], 9, 9, 7]) == 12
+
+
 def test_the_last_token_is_always_computed() -> None:
     """A prompt that is known as a whole is copied but for its last token, whose logits are needed."""
     cluster, _ = _cluster()
@@ -211,17 +221,16 @@ def test_one_token_answers_are_copied_from_as_well() -> None:
 
 def test_a_cancelled_prompt_leaves_full_blocks_only() -> None:
     """A request that ends before it has sampled proves nothing: its last block is not kept."""
-    cluster, worker = _cluster()
+    cluster, worker = _cluster(max_num_batched_tokens=19)
     cluster.submit(1, [*PREFIX, 1], 5)
     cluster.plan()
     cluster.answer()
     cluster.handle(ev.RequestCancelled(frontend=FRONTEND, stream=1))
     cluster.run()
-    computed = sum(plan.num_tokens for plan in worker.plans)
+    assert sum(plan.num_tokens for plan in worker.plans) == 38
 
-    found = _serve(cluster, 2, [*PREFIX, 2])
-
-    assert found == computed // BLOCK_SIZE * BLOCK_SIZE > 0
+    assert _serve(cluster, 2, [*PREFIX[:20], 2, 2]) == 16
+    assert _serve(cluster, 3, [*PREFIX, 2]) == 32
     assert not _num_copied(worker)
 
 
@@ -232,6 +241,15 @@ def test_the_same_ends_are_kept_once() -> None:
         _serve(cluster, stream, [*PREFIX[:12], 1], 3)
     (worker,) = cluster.core.stats().workers
     assert worker.blocks_cached == 2
+
+
+def test_an_end_too_short_for_a_copy_is_not_kept() -> None:
+    """A last block with fewer tokens than are worth a copy is free when its sequence has ended."""
+    cluster, _ = _cluster()
+    _serve(cluster, 1, PREFIX[:17], 1)
+    assert cluster.core.stats().workers[0].blocks_cached == 2
+    _serve(cluster, 2, PREFIX[10:28], 1)
+    assert cluster.core.stats().workers[0].blocks_cached == 2 + 3
 
 
 def test_several_requests_copy_the_same_block() -> None:

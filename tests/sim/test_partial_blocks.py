@@ -71,7 +71,7 @@ class PartialBlocksMachine(RuleBasedStateMachine):
         taken = self.pool.take(num_new)
         for block in taken.tolist():
             assert self.read_until.get(block, 0) <= self.answered, "a block that is being copied is handed out"
-            assert not self.partial.has[block]
+            assert not self.partial.proven[block]
         blocks = np.concatenate((shared, taken))
         for number, block in enumerate(blocks.tolist()):
             self.content[block] = (root, tokens[: BLOCK_SIZE * (number + 1)])
@@ -79,7 +79,7 @@ class PartialBlocksMachine(RuleBasedStateMachine):
 
     def copyable(self) -> list[int]:
         """Blocks that can be copied from."""
-        copyable: list[int] = np.flatnonzero(self.partial.has).tolist()
+        copyable: list[int] = np.flatnonzero(self.partial.proven).tolist()
         return copyable
 
     def agrees(self, block: int, root: bytes, before: Tokens, wanted: Tokens) -> int:
@@ -104,8 +104,14 @@ class PartialBlocksMachine(RuleBasedStateMachine):
         """The step that writes a sequence is sent: its full blocks are shareable, and nothing is copied from them."""
         sequence = data.draw(st.sampled_from(self.live))
         before = self.copyable()
-        self.pool.cache.publish(sequence.keys, sequence.blocks[: len(sequence.tokens) // BLOCK_SIZE])
+        self.publish_all(sequence)
         assert self.copyable() == before
+
+    def publish_all(self, sequence: Sequence) -> None:
+        """Publishes all full blocks."""
+        num_full = len(sequence.tokens) // BLOCK_SIZE
+        text = _text(sequence.tokens[: BLOCK_SIZE * num_full])
+        self.pool.cache.publish(sequence.keys, sequence.blocks[:num_full], text)
 
     @rule(data=st.data())
     @precondition(lambda self: self.live)
@@ -116,7 +122,7 @@ class PartialBlocksMachine(RuleBasedStateMachine):
         tokens = sequence.tokens[: BLOCK_SIZE * num_full]
         self.pool.cache.prove(sequence.root, sequence.keys, _text(tokens), sequence.blocks[:num_full])
         full = sequence.blocks[:num_full]
-        assert self.partial.has[full].tolist() == self.pool.cache.holds[full].tolist()
+        assert self.partial.proven[full].tolist() == self.pool.cache.holds[full].tolist()
 
     @rule(data=st.data(), proven=st.booleans())
     @precondition(lambda self: self.live)
@@ -126,7 +132,7 @@ class PartialBlocksMachine(RuleBasedStateMachine):
         self.live.remove(sequence)
         num_full, rest = divmod(len(sequence.tokens), BLOCK_SIZE)
         if proven:
-            self.pool.cache.publish(sequence.keys, sequence.blocks[:num_full])
+            self.publish_all(sequence)
             self.pool.cache.prove(sequence.root, sequence.keys, _text(sequence.tokens), sequence.blocks)
             wanted = sequence.tokens[-rest:] if rest else ()
             before = sequence.tokens[: BLOCK_SIZE * num_full]
@@ -151,13 +157,13 @@ class PartialBlocksMachine(RuleBasedStateMachine):
             self.pool.release(sequence.blocks, last_step=self.last_step, answered_step=self.answered)
         self.pool.distrust(np.array(blocks, np.intp))
         assert not self.pool.cache.holds[blocks].any()
-        assert not self.partial.has[blocks].any()
+        assert not self.partial.proven[blocks].any()
 
     @invariant()
     def agrees_with_the_tables(self) -> None:
         """Pool and cache are sound, and what can be copied from is kept."""
         self.pool.validate(sequence.blocks.tolist() for sequence in self.live)
-        assert self.pool.cache.holds[self.partial.has].all()
+        assert self.pool.cache.holds[self.partial.proven].all()
 
 
 TestPartialBlocks = PartialBlocksMachine.TestCase
