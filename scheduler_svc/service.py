@@ -24,7 +24,7 @@ from scheduler_svc.worker_hub import PING_INTERVAL_S, WorkerHub
 from shared.config import SchedulerConfig
 from shared.frames import MalformedFrameError
 from shared.logging import get_logger
-from shared.sockets import receive_from
+from shared.sockets import receive_from, wait_readable
 from shared.telemetry import Telemetry
 
 MAX_FRAMES_PER_TURN = 256
@@ -65,12 +65,11 @@ class SchedulerService:
 
     def run(self) -> None:
         """Serves until stopped; then every live request ends with SHUTDOWN."""
-        poller = zmq.Poller()
-        poller.register(self._workers.socket, zmq.POLLIN)
-        poller.register(self._frontends.socket, zmq.POLLIN)
+        sockets = (self._workers.socket, self._frontends.socket)
         more = False
         while not self._stopping:
-            poller.poll(0 if more else self._poll_ms())
+            if not more:
+                wait_readable(sockets, self._wake_at() - time.monotonic())
             more = self._turn()
         self._carry_out(self._core.handle(ev.ShutdownRequested(), time.monotonic()), time.monotonic())
         self._frontends.drain(SHUTDOWN_FLUSH_S)
@@ -82,12 +81,9 @@ class SchedulerService:
         self._frontends.socket.close(linger=SHUTDOWN_LINGER_MS)
         self._context.term()
 
-    def _poll_ms(self) -> int:
-        now = time.monotonic()
-        due = self._core.next_plan_due(now)
-        wake = self._next_tick if due is None else min(self._next_tick, due)
-        # Rounded up: a poll that returns just before the time would only spin.
-        return max(0, int((wake - now) * 1000) + 1)
+    def _wake_at(self) -> float:
+        due = self._core.next_plan_due(time.monotonic())
+        return self._next_tick if due is None else min(self._next_tick, due)
 
     def _turn(self) -> bool:
         """One turn; returns whether frames may be left in a socket."""
@@ -97,7 +93,7 @@ class SchedulerService:
         if now >= self._next_tick:
             self._next_tick = now + PING_INTERVAL_S
             self._tick(now)
-        for peer in self._core.workers():
+        for peer in self._core.due_workers(now):
             self._plan(peer)
         for peer, reason in self._frontends.flush().items():
             self._lose_frontend(peer, reason, time.monotonic())

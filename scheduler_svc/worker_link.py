@@ -127,6 +127,7 @@ def _step_done(peer: ev.Peer, epoch: int, result: plan_pb2.StepResult) -> ev.Ste
         completed_copies=completed_copies,
         copied_blocks=result.timings.copied_blocks,
         copy_s=result.timings.copy_ns / 1e9,
+        idle_s=result.timings.idle_before_ns / 1e9,
     )
 
 

@@ -6,6 +6,8 @@ makes ZeroMQ drop the connection.
 """
 
 import enum
+import select
+from collections.abc import Sequence
 from pathlib import Path
 
 import zmq
@@ -91,6 +93,20 @@ def receive_from(router: "zmq.Socket[bytes]") -> tuple[bytes, bytes] | None:
             return None
         if len(frames) == 2:
             return frames[0], frames[1]
+
+
+def wait_readable(sockets: "Sequence[zmq.Socket[bytes]]", timeout_s: float) -> None:
+    """Waits until one of the sockets may have a message, but no longer than `timeout_s`; it may return early.
+
+    ZeroMQ's own poll counts in whole milliseconds, which is too coarse for plans that go out just in time.
+    """
+    for socket in sockets:
+        # A socket's descriptor tells changes only: what was there before must be asked for.
+        events = socket.getsockopt(zmq.EVENTS)
+        assert isinstance(events, int)
+        if events & zmq.POLLIN:
+            return
+    select.select([socket.FD for socket in sockets], [], [], max(0.0, timeout_s))
 
 
 def _bound(socket: "zmq.Socket[bytes]", max_message: int) -> None:

@@ -74,8 +74,12 @@ def settle(worker: Worker, event: StepDone, now: float) -> Settled:
     worker.in_flight.popleft()
     worker.answered_step = record.step
     worker.clock.observe(record.num_tokens, now - record.started)
+    if record.goes_on:
+        worker.clock.idled(record.num_tokens, event.idle_s)
     if worker.in_flight:
-        worker.in_flight[0].started = now
+        next_step = worker.in_flight[0]
+        next_step.started = now
+        next_step.successor_due = now + worker.clock.lead(next_step.num_tokens)
     settled = _settle_rows(worker, answered, generations, event.tokens)
     if record.prefilled and worker.pool.cache.partial is not None:
         worker.prove_prefilled(np.intersect1d(record.prefilled, settled.rows))

@@ -162,6 +162,8 @@ class StepDone:
     copied_blocks: int = 0
     copy_s: float = 0.0
     """How long copying them took."""
+    idle_s: float = 0.0
+    """How long the device had nothing to do before the step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -293,6 +293,9 @@ class Planner:
                 num_tokens=num_tokens,
                 num_prefill_tokens=num_tokens - len(decodes),
                 started=self._now,
+                successor_due=self._now + worker.clock.lead(num_tokens),
+                # Rows that decoded before, and were not held out, could always go on.
+                goes_on=bool(worker.in_flight) or len(decodes) > len(releases),
                 copy_ids=[copy.copy_id for copy in self._swap_outs + self._swap_ins],
                 allowance=worker.clock.deadline(num_tokens),
             )

@@ -30,6 +30,7 @@ from scheduler_svc.core.planner import Planner
 from scheduler_svc.core.registry import RequestRegistry
 from scheduler_svc.core.request import RequestState
 from scheduler_svc.core.stats import SchedulerStats, worker_stats
+from scheduler_svc.core.step_clock import EARLY_S
 from scheduler_svc.core.worker import Worker
 
 
@@ -79,7 +80,7 @@ class Scheduler:
         if worker is None:
             return None
         due = worker.plan_due(self._config.max_plans_in_flight)
-        if due is None or due > now:
+        if due is None or due > now + EARLY_S:
             return None
         requests = self._requests
         outcome = Planner(
@@ -115,6 +116,11 @@ class Scheduler:
         """The next time after `now` at which a plan becomes due by itself."""
         due = [worker.plan_due(self._config.max_plans_in_flight) for worker in self._fleet]
         return min((time for time in due if time is not None and time > now), default=None)
+
+    def due_workers(self, now: float) -> list[ev.Peer]:
+        """The workers whose plan is due, or so nearly that it may go out with others."""
+        most, latest = self._config.max_plans_in_flight, now + EARLY_S
+        return [worker.peer for worker in self._fleet if (due := worker.plan_due(most)) is not None and due <= latest]
 
     def workers(self) -> list[ev.Peer]:
         """The workers that may be planned for."""

@@ -3,13 +3,22 @@
 Durations are learned per size class (power of two of the step's tokens) as a smoothed mean and mean deviation, in the
 way TCP estimates round trips (Jacobson, SIGCOMM 1988), together with the largest of the recent ones. A plan goes out
 *just in time*: late enough that arrivals and cancels catch the next step, early enough that the worker never waits.
+
+How early that is depends on what else scheduler, link and machine have to do, which nobody can foresee. So the margin
+is learned from its failures: it grows by as long as the worker says that it had to wait, and shrinks slowly otherwise.
 """
 
 from collections import deque
 from dataclasses import dataclass, field
 
 LEAD_S = 0.002
-"""Time for planning, encoding and the link, before any deviation."""
+"""Time for planning, encoding and the link, before any deviation: the least margin."""
+TOLERATED_IDLE = 0.02
+"""Share of a step's time that a device may idle before it: it does so between any two steps, plan in hand or not."""
+_MARGIN_DECAY = 0.01
+"""By what share of itself the learned part of the margin shrinks with every step."""
+EARLY_S = 0.001
+"""A plan may go out so much before it is due: many workers' plans share a turn of the loop instead of one each."""
 MIN_DEADLINE_S = 1.0
 DEADLINE_FACTOR = 8.0
 MIN_SAMPLES = 20
@@ -30,6 +39,7 @@ class StepClock:
     def __init__(self, deadline_ceiling: float) -> None:
         self._deadline_ceiling = deadline_ceiling
         self._estimates: dict[int, _Estimate] = {}
+        self._margin = LEAD_S
 
     def observe(self, num_tokens: int, duration: float) -> None:
         """Takes in one measured step."""
@@ -42,12 +52,20 @@ class StepClock:
             estimate.mean += 0.125 * (duration - estimate.mean)
         estimate.recent.append(duration)
 
-    def lead(self, num_tokens: int) -> float | None:
-        """How long after its start a step of this size wants its successor sent. None: at once, nothing is known."""
+    def idled(self, num_tokens: int, idle: float) -> None:
+        """The worker had nothing to do for so long before a step of this size that could have been planned earlier."""
+        estimate = self._estimates.get(num_tokens.bit_length())
+        self._margin += _MARGIN_DECAY * (LEAD_S - self._margin)
+        if estimate is not None and idle > TOLERATED_IDLE * estimate.mean:
+            # A margin as long as the step sends its successor at once; more would only take longer to shrink.
+            self._margin = max(LEAD_S, min(self._margin + idle, estimate.mean))
+
+    def lead(self, num_tokens: int) -> float:
+        """How long after its start a step of this size wants its successor sent; at once while nothing is known."""
         estimate = self._estimates.get(num_tokens.bit_length())
         if estimate is None:
-            return None
-        return max(0.0, estimate.mean - 4 * estimate.deviation - LEAD_S)
+            return 0.0
+        return max(0.0, estimate.mean - 4 * estimate.deviation - self._margin)
 
     def deadline(self, num_tokens: int) -> float:
         """How long a step of this size may take before its worker counts as hung."""

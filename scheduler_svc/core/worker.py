@@ -38,6 +38,10 @@ class StepInFlight:
     num_prefill_tokens: int
     started: float
     """When it began on the worker, as far as is known: sent, or its predecessor answered."""
+    successor_due: float
+    """When the plan after it should go out."""
+    goes_on: bool
+    """Whether there was enough to do for it to be planned before its predecessor was answered."""
     copy_ids: list[int]
     """Block copies in it; all are done when it is answered."""
     allowance: float
@@ -251,11 +255,7 @@ class Worker:
         """When the next plan should go out: 0 for at once, None for not before an answer."""
         if len(self.in_flight) >= max_in_flight:
             return None
-        if not self.in_flight:
-            return 0.0
-        newest = self.in_flight[-1]
-        lead = self.clock.lead(newest.num_tokens)
-        return 0.0 if lead is None else newest.started + lead
+        return self.in_flight[-1].successor_due if self.in_flight else 0.0
 
     def validate(self) -> None:
         """Checks rows, pool and their agreement."""

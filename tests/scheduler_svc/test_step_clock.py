@@ -1,0 +1,123 @@
+"""When a plan goes out: just in time, earlier after the worker had to wait, together with others nearly due."""
+
+from dataclasses import replace
+
+import pytest
+
+from scheduler_svc.core.step_clock import EARLY_S, LEAD_S, TOLERATED_IDLE, StepClock
+from scheduler_svc.sim.model_worker import ModelWorker
+from tests.scheduler_svc.cluster import Cluster
+
+STEP_S = 0.1
+TOKENS = 8
+
+
+def _steady_clock() -> StepClock:
+    clock = StepClock(deadline_ceiling=60.0)
+    for _ in range(100):
+        clock.observe(TOKENS, STEP_S)
+        clock.idled(TOKENS, 0.0)
+    return clock
+
+
+def test_a_plan_goes_out_shortly_before_the_step_ends() -> None:
+    """After equal steps only the least margin is left; a size never seen wants its successor at once."""
+    clock = _steady_clock()
+
+    assert clock.lead(TOKENS) == pytest.approx(STEP_S - LEAD_S, abs=1e-4)
+    assert clock.lead(1000 * TOKENS) == 0.0
+
+
+def test_a_worker_that_waited_gets_its_plans_earlier_for_a_while() -> None:
+    """The margin grows by the wait at once, and is back after some hundred steps without one."""
+    clock = _steady_clock()
+    before = clock.lead(TOKENS)
+
+    clock.idled(TOKENS, 0.01)
+
+    assert clock.lead(TOKENS) == pytest.approx(before - 0.01, abs=1e-4)
+    for _ in range(1000):
+        clock.idled(TOKENS, 0.0)
+    assert clock.lead(TOKENS) == pytest.approx(before, abs=1e-4)
+
+
+def test_the_margin_has_bounds() -> None:
+    """What a device idles between any two steps is no wait, and no wait makes the margin longer than a step."""
+    clock = _steady_clock()
+    before = clock.lead(TOKENS)
+    for _ in range(100):
+        clock.idled(TOKENS, TOLERATED_IDLE * STEP_S / 2)
+    assert clock.lead(TOKENS) == pytest.approx(before)
+
+    for _ in range(100):
+        clock.idled(TOKENS, 10.0)
+    assert clock.lead(TOKENS) == 0.0
+    for _ in range(100):
+        clock.idled(TOKENS, 0.0)
+    assert clock.lead(TOKENS) > STEP_S / 2
+
+
+class SteadyWorker:
+    """A worker in a cluster whose steps all take `STEP_S`."""
+
+    def __init__(self, index: int = 0, cluster: Cluster | None = None) -> None:
+        self.cluster = cluster or Cluster(max_num_seqs=4, max_num_batched_tokens=64)
+        self.peer = b"w/%d" % index
+        self.cluster.join(ModelWorker(self.peer, 1000, 4, 8), f"w{index}")
+
+    def step(self, idle_s: float = 0.0) -> float:
+        """Plans as far as the core will, answers the oldest step; returns how long the core then wants to wait."""
+        cluster = self.cluster
+        begin = cluster.now
+        cluster.plan()
+        answer = replace(cluster.answers[self.peer].popleft(), idle_s=idle_s)
+        cluster.now = max(cluster.now, begin + STEP_S) - 0.001
+        cluster.handle(answer)
+        due = cluster.core.next_plan_due(cluster.now)
+        return due - cluster.now if due is not None else 0.0
+
+
+def test_a_wait_for_a_plan_that_could_have_come_earlier_counts() -> None:
+    """A worker whose rows go on and that idled before a step has its next plans earlier."""
+    worker = SteadyWorker()
+    worker.cluster.submit(1, [1, 2], 300)
+    pauses = [worker.step() for _ in range(100)]
+
+    assert pauses[-1] == pytest.approx(STEP_S - LEAD_S, abs=0.005)
+    worker.step(idle_s=0.03)
+    assert worker.step() == pytest.approx(pauses[-1] - 0.03, abs=0.005)
+
+
+def test_idling_for_want_of_requests_counts_for_nothing() -> None:
+    """The first plan after a time without requests could not have come earlier."""
+    worker = SteadyWorker()
+    worker.cluster.submit(1, [1, 2], 100)
+    pauses = [worker.step() for _ in range(99)]
+    worker.cluster.run()
+    worker.cluster.now += 10.0
+
+    worker.cluster.submit(2, [1, 2], 100)
+    worker.step(idle_s=10.0)
+
+    assert worker.step() == pytest.approx(pauses[-10], abs=0.005)
+
+
+def test_plans_that_are_nearly_due_go_out_together() -> None:
+    """One turn plans for every worker whose plan is due within `EARLY_S`."""
+    first = SteadyWorker(0)
+    second = SteadyWorker(1, first.cluster)
+    cluster = first.cluster
+    for stream in range(4):
+        cluster.submit(stream, [stream, 2], 300)
+    for _ in range(60):
+        cluster.plan()
+        cluster.now += STEP_S
+        for worker in (first, second):
+            cluster.now -= 0.0009
+            cluster.handle(cluster.answers[worker.peer].popleft())
+    due = cluster.core.next_plan_due(cluster.now)
+    assert due is not None
+
+    assert cluster.core.due_workers(due - 2 * EARLY_S) == []
+    assert cluster.core.due_workers(due) == [first.peer, second.peer]
+    assert cluster.core.plan(second.peer, due) is not None
