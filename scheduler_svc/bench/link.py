@@ -177,8 +177,8 @@ def measure(case: Case, seconds: float, folder: Path, environment: Mapping[str, 
         context: zmq.Context[zmq.Socket[bytes]] = stack.enter_context(zmq.Context())
         sink = TokenSink(context, config.frontend_address)
         stack.callback(sink.close)
-        give_up = time.monotonic() + 2 * SETUP_S + seconds
-        _expect(echo, sink, "joined", give_up)
+        stand = _Stand(scheduler, echo, sink, time.monotonic() + 2 * SETUP_S + seconds)
+        stand.expect("joined")
         sink.submit(
             case.workers * case.rows,
             max_tokens=max_tokens,
@@ -187,9 +187,9 @@ def measure(case: Case, seconds: float, folder: Path, environment: Mapping[str, 
             fingerprint=echo_worker.FINGERPRINT,
             vocab_size=echo_worker.VOCAB,
         )
-        _expect(echo, sink, "measuring", give_up)
+        stand.expect("measuring")
         cpu_s, tokens = scheduler.cpu_seconds(), sink.num_tokens
-        report = EchoReport(**json.loads(_line(echo, sink, give_up)))
+        report = EchoReport(**json.loads(stand.line()))
         return Run(
             report=report,
             tokens_per_s=(sink.num_tokens - tokens) / report.elapsed_s,
@@ -201,7 +201,7 @@ class _Process:
     """A child that ends with us: by its lifeline or, should it have none, when its standard input is closed."""
 
     def __init__(self, command: Sequence[str], log: Path, environment: Mapping[str, str]) -> None:
-        self._log = log
+        self._name, self._log = command[0], log
         with log.open("wb") as stderr:
             self._child = subprocess.Popen(
                 [sys.executable, "-P", "-m", *command],
@@ -243,9 +243,21 @@ class _Process:
         if not line:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._child.wait(1)
-            last_words = self._log.read_text(errors="replace").strip().rpartition("\n")[2]
-            raise LinkBenchError(f"a process ended with status {self._child.poll()}: {last_words}")
+            raise self._ended()
         return line.decode().strip()
+
+    def check(self) -> None:
+        """Makes sure that it lives.
+
+        Raises:
+            LinkBenchError: it has ended.
+        """
+        if self._child.poll() is not None:
+            raise self._ended()
+
+    def _ended(self) -> LinkBenchError:
+        last_words = self._log.read_text(errors="replace").strip().rpartition("\n")[2]
+        return LinkBenchError(f"{self._name} ended with status {self._child.poll()}: {last_words}")
 
     def cpu_seconds(self) -> float:
         """CPU time so far, all threads."""
@@ -253,22 +265,36 @@ class _Process:
         return (int(fields[11]) + int(fields[12])) / _TICKS_PER_S
 
 
-def _line(echo: _Process, sink: TokenSink, give_up: float) -> str:
-    """The next line of the echo workers, draining tokens meanwhile."""
-    while not echo.has_line(_NAP_S):
-        try:
-            sink.drain()
-        except SinkError as error:
-            raise LinkBenchError(str(error)) from None
-        if time.monotonic() > give_up:
-            raise LinkBenchError("the echo workers say nothing")
-    return echo.line()
+@dataclass(frozen=True, slots=True)
+class _Stand:
+    """What takes part in one measurement, until `give_up` at the latest."""
 
+    scheduler: _Process
+    echo: _Process
+    sink: TokenSink
+    give_up: float
 
-def _expect(echo: _Process, sink: TokenSink, line: str, give_up: float) -> None:
-    said = _line(echo, sink, give_up)
-    if said != line:
-        raise LinkBenchError(f"the echo workers say {said!r} instead of {line!r}")
+    def line(self) -> str:
+        """The next line of the echo workers; tokens are drained meanwhile.
+
+        Raises:
+            LinkBenchError: nothing will come of it.
+        """
+        while not self.echo.has_line(_NAP_S):
+            try:
+                self.sink.drain()
+            except SinkError as error:
+                raise LinkBenchError(str(error)) from None
+            self.scheduler.check()
+            if time.monotonic() > self.give_up:
+                raise LinkBenchError("the echo workers say nothing")
+        return self.echo.line()
+
+    def expect(self, line: str) -> None:
+        """Takes the next line, which is to be this one."""
+        said = self.line()
+        if said != line:
+            raise LinkBenchError(f"the echo workers say {said!r} instead of {line!r}")
 
 
 def _result(case: Case, runs: Sequence[Run]) -> LinkResult:

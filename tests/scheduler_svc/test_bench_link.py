@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from protos.quire.plan.v1 import plan_pb2
+from quire.serve.layout import child_environment
 from scheduler_svc.bench.echo_worker import EchoRows, Timeline
-from scheduler_svc.bench.link import DEFAULT_CASES, Case, cases_for
+from scheduler_svc.bench.link import DEFAULT_CASES, Case, LinkBenchError, cases_for, measure
 from shared.columns import from_column, to_column
 from tests.e2e.harness import QUIRE, ROOT
 
@@ -33,6 +34,12 @@ def test_the_benchmark_measures_every_case(tmp_path: Path, flags: tuple[str, ...
         assert 0 <= row["worker_wait_share"] <= row["worst_worker_wait_share"] <= 1
         assert row["tokens_per_s"] > 0
     assert str(results[0]["steps_per_s"]) in ended.stdout.decode()
+
+
+def test_a_scheduler_that_ends_is_named_at_once(tmp_path: Path) -> None:
+    """Nobody waits for a process that is gone; its last words are in the error."""
+    with pytest.raises(LinkBenchError, match=r"^quire\.cli\.main ended with status 1: quire scheduler: max_plans"):
+        measure(Case(1, 1, 5.0, in_flight=3), 0.1, tmp_path, child_environment(os.environ, os.getpid()))
 
 
 def test_without_flags_the_cases_are_those_that_have_targets() -> None:
