@@ -22,7 +22,7 @@ FUZZED := tests/worker_svc/test_session.py tests/worker_svc/test_malformed_plans
   tests/services/test_fuzz.py tests/services/test_stop_strings.py tests/services/test_detokenizer.py
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test sim fuzz kernels-all lint format protos protos-check protos-breaking model clean
+.PHONY: help setup run test sim mutants fuzz kernels-all lint format protos protos-check protos-breaking model clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sort | awk -F ':.*## ' '{printf "  make %-16s %s\n", $$1, $$2}'
@@ -59,6 +59,9 @@ kernels-all: setup ## kernels at every type and size: interpreted, and compiled 
 	$(BIN)/python -m tests.run tests/kernels
 	TRITON_INTERPRET=1 $(BIN)/python -m pytest --timeout=0 tests/kernels/interpreted/every_size.py
 	$(BIN)/python -W ignore -m kernels.aot --all
+
+mutants: setup ## change the scheduler core in 240 small ways; checks must notice 9 of 10 (about an hour, resumable)
+	@exec $(BIN)/python -m tools.mutation
 
 lint: setup ## ruff, mypy --strict, buf lint, buf breaking, generated stubs up to date
 	$(BIN)/ruff format --check .

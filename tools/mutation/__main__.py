@@ -1,0 +1,169 @@
+"""Samples mutants of the scheduler core and prints which of them a check kills.
+
+    python -m tools.mutation                          what `make mutants` does
+    python -m tools.mutation --count 20 --seed 7
+    python -m tools.mutation --only planner.py:140    every mutant of that line
+
+Outcomes are kept in a file as they come; started again with the same file, it goes on where it was. A mutant whose
+source has changed meanwhile is hunted again.
+"""
+
+import argparse
+import hashlib
+import json
+import multiprocessing
+import random
+import sys
+import tempfile
+import time
+from collections import Counter
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from tools.mutation.hunt import CPU_S, hunt
+from tools.mutation.mutators import Mutation, mutant, mutations
+
+CORE = Path("scheduler_svc/core")
+_PATIENCE = 3
+"""A hunt may take so many times its CPU time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mutant:
+    """One mutation of one file."""
+
+    path: Path
+    number: int
+    mutation: Mutation
+
+    @property
+    def place(self) -> str:
+        """file:line"""
+        return f"{self.path.name}:{self.mutation.line}"
+
+    @property
+    def source(self) -> str:
+        """The changed module."""
+        return mutant(self.path.read_text(), self.number)
+
+    @property
+    def name(self) -> str:
+        """Another one when the module has changed."""
+        return hashlib.sha256(f"{self.path} {self.number} {self.path.read_text()}".encode()).hexdigest()[:16]
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What became of one mutant."""
+
+    mutant: str
+    """Its name."""
+    place: str
+    kind: str
+    before: str
+    after: str
+    killed_by: str
+    """"" when it survived."""
+    seconds: float
+
+
+def main() -> int:
+    """Hunts; 1 when fewer than the wanted share are killed."""
+    parser = argparse.ArgumentParser(prog="python -m tools.mutation", description=__doc__.partition("\n")[0])
+    parser.add_argument("--count", type=int, default=240, help="how many mutants (240)")
+    parser.add_argument("--seed", type=int, default=1, help="which ones (1)")
+    parser.add_argument("--minutes", type=float, default=1e9, help="hunt no further mutant after so long")
+    parser.add_argument(
+        "--only", default="", metavar="PLACE", help="those whose file:line begins with this, all of them"
+    )
+    parser.add_argument("--kept", type=Path, default=Path("build/mutants.jsonl"), help="outcomes, one line each")
+    parser.add_argument("--json", type=Path, help="write the outcomes of this sample there")
+    parser.add_argument("--share", type=float, default=0.9, help="share to be killed (0.9)")
+    options = parser.parse_args()
+
+    chosen = _choose(options.count, options.seed, options.only)
+    known = _known(options.kept)
+    options.kept.parent.mkdir(parents=True, exist_ok=True)
+    until = time.monotonic() + 60 * options.minutes
+    outcomes: list[Outcome] = []
+    if any(each.name not in known for each in chosen):
+        killer = _hunt(CORE, None)
+        if killer:
+            sys.exit(f"the core as it is does not survive: {killer}")
+    with options.kept.open("a") as file:
+        for each in chosen:
+            outcome = known.get(each.name)
+            if outcome is None:
+                if time.monotonic() > until:
+                    break
+                outcome = _outcome(each)
+                print(json.dumps(asdict(outcome)), file=file, flush=True)
+                print(f"{len(outcomes) + 1:4}/{len(chosen)} {_line(outcome)}", flush=True)
+            outcomes.append(outcome)
+    print(summary(outcomes))
+    if options.json is not None:
+        options.json.write_text(json.dumps([asdict(outcome) for outcome in outcomes], indent=1) + "\n")
+    survivors = sum(not outcome.killed_by for outcome in outcomes)
+    return 0 if survivors <= (1 - options.share) * len(outcomes) else 1
+
+
+def summary(outcomes: list[Outcome]) -> str:
+    """The survivors, what killed the others, and one closing line."""
+    by = Counter(outcome.killed_by.partition(":")[0] or "survived" for outcome in outcomes)
+    survivors = sorted((outcome for outcome in outcomes if not outcome.killed_by), key=lambda each: each.place)
+    killed = len(outcomes) - len(survivors)
+    lines = [*map(_line, survivors), ", ".join(f"{name} {count}" for name, count in sorted(by.items()))]
+    share = killed / max(1, len(outcomes))
+    return "\n".join([*lines, f"mutants={len(outcomes)} killed={killed} survived={len(survivors)} share={share:.3f}"])
+
+
+def _choose(count: int, seed: int, only: str) -> list[Mutant]:
+    everything = [
+        Mutant(path, number, mutation)
+        for path in sorted(CORE.glob("*.py"))
+        for number, mutation in enumerate(mutations(path.read_text()))
+    ]
+    if only:
+        return [each for each in everything if each.place.startswith(only)]
+    return random.Random(seed).sample(everything, min(count, len(everything)))
+
+
+def _known(kept: Path) -> dict[str, Outcome]:
+    if not kept.exists():
+        return {}
+    outcomes = (Outcome(**json.loads(line)) for line in kept.read_text().splitlines())
+    return {outcome.mutant: outcome for outcome in outcomes}
+
+
+def _outcome(one: Mutant) -> Outcome:
+    started = time.monotonic()
+    killer = _hunt(one.path, one.source)
+    seconds = round(time.monotonic() - started, 1)
+    change = one.mutation
+    return Outcome(one.name, one.place, change.kind, change.before, change.after, killer, seconds)
+
+
+def _hunt(path: Path, source: str | None) -> str:
+    context = multiprocessing.get_context("fork")
+    ours, theirs = context.Pipe(duplex=False)
+    with tempfile.TemporaryDirectory() as scratch:
+        process = context.Process(target=hunt, args=(path, source, theirs, Path(scratch)))
+        process.start()
+        theirs.close()
+        try:
+            killer = ours.recv() if ours.poll(_PATIENCE * CPU_S) else "time"
+        except EOFError:
+            # Its time or memory was up.
+            killer = "time"
+        process.kill()
+        process.join()
+    return str(killer)
+
+
+def _line(outcome: Outcome) -> str:
+    killer = outcome.killed_by or "SURVIVED"
+    return f"{outcome.place:22} {outcome.kind:12} {killer:34.34} {outcome.before}  ->  {outcome.after}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

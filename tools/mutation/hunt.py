@@ -1,0 +1,110 @@
+"""Runs the core with one module changed, and looks for a check that fails.
+
+The process must not have imported the core before. Nothing of what a mutant prints is kept.
+"""
+
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import os
+import resource
+import sys
+import types
+from collections.abc import Sequence
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+CORE = "scheduler_svc.core"
+SHORT_SEEDS = range(8)
+SHORT_STEPS = 300
+"""In runs as short as this the simulator checks the core's invariants after every event."""
+LONG_SEEDS = range(100, 112)
+LONG_STEPS = 1000
+CPU_S = 150
+"""A mutant that takes longer hangs; sound code takes about 30 s."""
+MEMORY_BYTES = 6 << 30
+_TESTS = ("tests/scheduler_svc", "tests/sim/test_findings.py", "tests/sim/test_block_pool.py")
+_LEFT_OUT = ("tests/scheduler_svc/test_bench_link.py",)
+"""Starts processes of its own, which would run the sound core."""
+
+
+class _Changed(importlib.abc.MetaPathFinder, importlib.abc.InspectLoader):
+    """Finds one module in a string."""
+
+    def __init__(self, name: str, path: Path, source: str) -> None:
+        self._name = name
+        self._path = path
+        self._source = source
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: types.ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if fullname != self._name:
+            return None
+        return importlib.util.spec_from_loader(fullname, self, origin=str(self._path))
+
+    def get_source(self, fullname: str) -> str:
+        return self._source
+
+
+def hunt(path: Path, source: str | None, report: Connection, scratch: Path) -> None:
+    """Sends what killed the mutant, or "" when nothing did.
+
+    Args:
+        path: the module's file.
+        source: the changed source; None: the core as it is.
+        report: where to say it.
+        scratch: a folder for what tests leave behind.
+    """
+    resource.setrlimit(resource.RLIMIT_CPU, (CPU_S, CPU_S))
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 1)
+    os.dup2(nowhere, 2)
+    os.environ["HYPOTHESIS_STORAGE_DIRECTORY"] = str(scratch)
+    assert not [name for name in sys.modules if name.startswith(CORE)], "the core is imported already"
+    if source is not None:
+        sys.meta_path.insert(0, _Changed(f"{CORE}.{path.stem}", path, source))
+    try:
+        report.send(_killer())
+    except BaseException as error:
+        report.send(f"import: {type(error).__name__}")
+
+
+def _killer() -> str:
+    return _simulate(SHORT_SEEDS, SHORT_STEPS) or _test() or _simulate(LONG_SEEDS, LONG_STEPS)
+
+
+def _simulate(seeds: range, steps: int) -> str:
+    from scheduler_svc.sim.coverage import Coverage
+    from scheduler_svc.sim.scenario import draw
+    from scheduler_svc.sim.simulation import Simulation
+
+    for seed in seeds:
+        failure = Simulation(draw(seed), Coverage()).run(steps).failure
+        if failure is not None:
+            return f"sim: {failure.check}"
+    return ""
+
+
+class _FirstFailure:
+    """A pytest plugin that remembers what failed first."""
+
+    def __init__(self) -> None:
+        self.name = ""
+
+    def pytest_runtest_logreport(self, report: object) -> None:
+        if getattr(report, "failed", False) and not self.name:
+            self.name = str(getattr(report, "nodeid", "?")).rpartition("/")[2]
+
+    def pytest_collectreport(self, report: object) -> None:
+        self.pytest_runtest_logreport(report)
+
+
+def _test() -> str:
+    import pytest
+
+    first = _FirstFailure()
+    ignored = [f"--ignore={path}" for path in _LEFT_OUT]
+    code = pytest.main([*_TESTS, *ignored, "-x", "-q", "-p", "no:cacheprovider"], plugins=[first])
+    return "" if code == 0 else f"test: {first.name or code}"
