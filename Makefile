@@ -22,7 +22,7 @@ FUZZED := tests/worker_svc/test_session.py tests/worker_svc/test_malformed_plans
   tests/services/test_fuzz.py tests/services/test_stop_strings.py tests/services/test_detokenizer.py
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test sim mutants fuzz kernels-all lint format protos protos-check protos-breaking model clean
+.PHONY: help setup run test sim mutants plots fuzz kernels-all lint format protos protos-check protos-breaking model clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sort | awk -F ':.*## ' '{printf "  make %-16s %s\n", $$1, $$2}'
@@ -62,6 +62,9 @@ kernels-all: setup ## kernels at every type and size: interpreted, and compiled 
 
 mutants: setup ## change the scheduler core in 240 small ways; checks must notice 9 of 10 (about an hour, resumable)
 	@exec $(BIN)/python -m tools.mutation
+
+plots: setup ## draw the plots of docs/scheduling.md anew (two minutes)
+	@exec $(BIN)/python -m tools.plots
 
 lint: setup ## ruff, mypy --strict, buf lint, buf breaking, generated stubs up to date
 	$(BIN)/ruff format --check .

@@ -216,4 +216,10 @@ def victims_for_urgent(worker: Worker, waiting: WaitingQueue, config: CoreConfig
         and rows.num_generated(row) > other.preempted_at
         and config.same_class(request.request_class, other.request_class)
     ]
-    return choose_victims(candidates, need_row=need_row, need_blocks=need_blocks, rule=config.victim_rule)
+    return choose_victims(
+        candidates,
+        need_row=need_row,
+        need_blocks=need_blocks,
+        rule=config.victim_rule,
+        threshold=config.preempt_threshold,
+    )

@@ -1,8 +1,14 @@
 """Which running requests are paused so that a more urgent one can run.
 
-The aim of the default rule, `fewest`: as few preemptions as possible, and no more work thrown away than needed. Among
-requests that rank behind the urgent one by more than the threshold, one that alone frees enough is best, and of those
-the one with the least computed tokens; only when no single one frees enough, the largest are taken until it is enough.
+The aim of the default rule, `fewest`: as few preemptions overall as possible. Candidates are requests that rank behind
+the urgent one by more than the threshold. Of those
+
+* a victim must not be entitled to pause another of them in its turn, so only those within the threshold of the last are
+  looked at;
+* one that alone frees enough is best: when only a row is missing, the one with the least computed tokens; when memory
+  is, the largest, because what is left of a small one would be asked for before long;
+* when no single one frees enough, the largest of all are taken until it is enough.
+
 `youngest` (vLLM's recompute order) and `lowest_priority` take victims in their order until it is enough; they are here
 to be compared with, see docs/scheduling.md.
 """
@@ -26,7 +32,9 @@ class Candidate:
     """Tokens that would have to be computed again."""
 
 
-def choose_victims(candidates: Sequence[Candidate], *, need_row: bool, need_blocks: int, rule: str) -> list[int]:
+def choose_victims(
+    candidates: Sequence[Candidate], *, need_row: bool, need_blocks: int, rule: str, threshold: float
+) -> list[int]:
     """The rows to pause, in order; empty when not even all candidates together would be enough.
 
     Args:
@@ -34,11 +42,15 @@ def choose_victims(candidates: Sequence[Candidate], *, need_row: bool, need_bloc
         need_row: whether a row must become free.
         need_blocks: how many blocks must become free.
         rule: one of `VICTIM_RULES`.
+        threshold: by how much a request must rank behind another one to be paused for it.
     """
     if sum(candidate.num_blocks for candidate in candidates) < need_blocks or (need_row and not candidates):
         return []
     if rule == "fewest":
-        enough = [candidate for candidate in candidates if candidate.num_blocks >= need_blocks]
+        last = max((each.rank for each in candidates), default=0.0)
+        enough = [each for each in candidates if each.num_blocks >= need_blocks and each.rank >= last - threshold]
+        if enough and need_blocks:
+            return [min(enough, key=lambda each: (-each.num_blocks, -each.rank, each.row)).row]
         if enough:
             return [min(enough, key=lambda each: (each.num_computed, -each.rank, each.row)).row]
     order: dict[str, Callable[[Candidate], tuple[float, float]]] = {

@@ -300,9 +300,23 @@ def test_edf_rejects_what_cannot_be_met() -> None:
 
 
 def test_fewest_takes_one_victim_where_one_is_enough() -> None:
-    """The default rule pauses a single sufficient request, the one with the least to compute again."""
-    candidates = [Candidate(0, 9, 1, 2, 10), Candidate(1, 8, 2, 6, 90), Candidate(2, 7, 3, 6, 50)]
-    assert choose_victims(candidates, need_row=True, need_blocks=5, rule="fewest") == [2]
-    assert choose_victims(candidates, need_row=True, need_blocks=5, rule="youngest") == [2]
-    assert choose_victims(candidates, need_row=True, need_blocks=5, rule="lowest_priority") == [0, 1]
-    assert choose_victims(candidates, need_row=True, need_blocks=50, rule="fewest") == []
+    """The default rule pauses a single sufficient request: for a row the cheapest, for memory the largest."""
+    candidates = [Candidate(0, 9, 1, 2, 10), Candidate(1, 8, 2, 7, 90), Candidate(2, 7, 3, 6, 50)]
+
+    def chosen(need_blocks: int, rule: str, threshold: float = 5.0) -> list[int]:
+        return choose_victims(candidates, need_row=True, need_blocks=need_blocks, rule=rule, threshold=threshold)
+
+    assert chosen(0, "fewest") == [0]
+    assert chosen(5, "fewest") == [1]
+    assert chosen(8, "fewest") == [1, 2]
+    assert chosen(5, "youngest") == [2]
+    assert chosen(5, "lowest_priority") == [0, 1]
+    assert chosen(50, "fewest") == []
+
+
+def test_fewest_spares_those_who_would_pause_others_in_their_turn() -> None:
+    """A victim that another candidate ranks behind by more than the threshold would only pass the pause on."""
+    candidates = [Candidate(0, 30, 1, 4, 90), Candidate(1, 20, 2, 9, 10), Candidate(2, 26, 3, 3, 80)]
+    assert choose_victims(candidates, need_row=True, need_blocks=3, rule="fewest", threshold=5.0) == [0]
+    assert choose_victims(candidates, need_row=True, need_blocks=0, rule="fewest", threshold=5.0) == [2]
+    assert choose_victims(candidates, need_row=True, need_blocks=3, rule="fewest", threshold=10.0) == [1]

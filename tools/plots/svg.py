@@ -1,0 +1,95 @@
+"""Two kinds of charts as SVG text: lines over numbers, and bars over names."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+_WIDTH, _HEIGHT = 520, 260
+_LEFT, _RIGHT, _TOP, _BOTTOM = 62, 14, 40, 46
+_COLOURS = ("#0b6e99", "#d9730d", "#448361", "#9065b0")
+_GREY = "#777777"
+
+
+@dataclass(frozen=True, slots=True)
+class Series:
+    """One line: its name and points."""
+
+    name: str
+    points: Sequence[tuple[float, float]]
+    is_bound: bool = False
+    """Drawn grey and dashed: what is promised, not what was measured."""
+
+
+def lines(title: str, x_title: str, y_title: str, series: Sequence[Series]) -> str:
+    """A chart of lines; both axes begin at zero."""
+    right = max(x for each in series for x, _ in each.points)
+    top = 1.08 * max(y for each in series for _, y in each.points)
+    parts = [*_frame(title, x_title, y_title, top)]
+    for number in range(6):
+        value = right * number / 5
+        parts.append(_text(_x(value / right), _HEIGHT - _BOTTOM + 16, _number(value), "middle"))
+    colours = iter(_COLOURS)
+    for index, each in enumerate(series):
+        colour, dash = (_GREY, ' stroke-dasharray="5 4"') if each.is_bound else (next(colours), "")
+        points = " ".join(f"{_x(x / right):.1f},{_y(y / top):.1f}" for x, y in each.points)
+        parts.append(f'<polyline fill="none" stroke="{colour}" stroke-width="1.8"{dash} points="{points}"/>')
+        parts += _legend(index, len(series), each.name, colour)
+    return _svg(parts)
+
+
+def bars(title: str, y_title: str, groups: Sequence[str], series: Sequence[tuple[str, Sequence[float]]]) -> str:
+    """A chart of bars: for each group one bar per series, with its value above it."""
+    top = 1.18 * max(value for _, values in series for value in values)
+    parts = [*_frame(title, "", y_title, top)]
+    step = 1 / len(groups)
+    width = 0.8 * step / len(series)
+    for number, group in enumerate(groups):
+        parts.append(_text(_x((number + 0.5) * step), _HEIGHT - _BOTTOM + 16, group, "middle"))
+    for index, (name, values) in enumerate(series):
+        for number, value in enumerate(values):
+            left = _x((number + 0.1) * step + index * width)
+            height = _y(0) - _y(value / top)
+            box = f'x="{left:.1f}" y="{_y(value / top):.1f}" width="{_x(width) - _x(0) - 2:.1f}" height="{height:.1f}"'
+            parts.append(f'<rect {box} fill="{_COLOURS[index]}"/>')
+            parts.append(_text(left + (_x(width) - _x(0)) / 2 - 1, _y(value / top) - 4, _number(value), "middle"))
+        parts += _legend(index, len(series), name, _COLOURS[index])
+    return _svg(parts)
+
+
+def _x(share: float) -> float:
+    return _LEFT + share * (_WIDTH - _LEFT - _RIGHT)
+
+
+def _y(share: float) -> float:
+    return _HEIGHT - _BOTTOM - share * (_HEIGHT - _TOP - _BOTTOM)
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def _text(x: float, y: float, text: str, anchor: str, more: str = "") -> str:
+    text = text.replace("&", "&amp;").replace("<", "&lt;")
+    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}"{more}>{text}</text>'
+
+
+def _frame(title: str, x_title: str, y_title: str, top: float) -> list[str]:
+    parts = [_text(_LEFT, 16, title, "start", ' font-weight="bold"')]
+    parts.append(_text(_x(0.5), _HEIGHT - 10, x_title, "middle"))
+    middle = _y(0.5)
+    parts.append(_text(14, middle, y_title, "middle", f' transform="rotate(-90 14 {middle:.1f})"'))
+    for number in range(5):
+        y = _y(number / 4)
+        parts.append(f'<line x1="{_x(0):.1f}" x2="{_x(1):.1f}" y1="{y:.1f}" y2="{y:.1f}" stroke="#dddddd"/>')
+        parts.append(_text(_LEFT - 6, y + 4, _number(top * number / 4), "end"))
+    return parts
+
+
+def _legend(index: int, count: int, name: str, colour: str) -> list[str]:
+    x = _x(index / count)
+    return [f'<rect x="{x:.1f}" y="25" width="10" height="4" fill="{colour}"/>', _text(x + 14, 31, name, "start")]
+
+
+def _svg(parts: Sequence[str]) -> str:
+    style = 'font-family="sans-serif" font-size="11" fill="#333333"'
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" width="{_WIDTH}" height="{_HEIGHT}" {style}>'
+    return "\n".join([head, '<rect width="100%" height="100%" fill="white"/>', *parts, "</svg>", ""])
