@@ -3,11 +3,12 @@
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from scheduler_svc.core.batching import BatchingLimits
 from scheduler_svc.core.capacity import CAPACITY_MODES
-from scheduler_svc.core.config import CoreConfig
+from scheduler_svc.core.config import PREFIX_CACHES, CoreConfig
 from scheduler_svc.core.victims import VICTIM_RULES
 from scheduler_svc.core.waiting import AGEING_S, FairQueue
 from tools.plots.svg import Series, bars, lines
@@ -258,6 +259,38 @@ def _hungry(seed: str) -> list[Job]:
     return _poisson(rng, 20.0, 400, lambda now: Job(now, _prompt(rng, rng.randint(10, 60)), rng.randint(20, 220)))
 
 
+# ---------------------------------------------------------------- swap, prefix cache
+
+
+def swap() -> str:
+    """The workload of the victim rules with short memory, without and with host memory to swap to."""
+    tokens, latency = [], []
+    for num_host_blocks in (0, 512):
+        jobs = _urgent_and_others("victims")
+        limits = _config(policy="priority", prefix_cache="off")
+        totals = run(limits, jobs, num_blocks=MEMORY["memory is short"], num_host_blocks=num_host_blocks)
+        tokens.append(totals.computed_tokens / 1000)
+        latency.append(100 * _mean([job.latency for job in jobs]))
+    series = [("thousand tokens computed", tokens), ("mean latency, 10 ms", latency)]
+    return bars("Paused requests are computed again, or swapped", "", ["recompute", "swap"], series)
+
+
+def prefix_cache() -> str:
+    """Short prompts that share 24 tokens of 30: what they find with blocks of 16."""
+    found = []
+    for kind in PREFIX_CACHES:
+        rng = random.Random("prefix cache")
+        shared = _prompt(rng, 24)
+        jobs = _poisson(rng, 10.0, 300, partial(_sharing, rng, shared))
+        run(_config(prefix_cache=kind), jobs)
+        found.append(100 * sum(job.cached_tokens for job in jobs) / sum(len(job.prompt) for job in jobs))
+    return bars("Prompts of 30 tokens that share 24", "% of prompt tokens cached", PREFIX_CACHES, [("found", found)])
+
+
+def _sharing(rng: random.Random, shared: list[int], now: float) -> Job:
+    return Job(now, [*shared, *_prompt(rng, 6)], rng.randint(5, 20))
+
+
 # ---------------------------------------------------------------- batching
 
 
@@ -287,5 +320,7 @@ CLAIMS: dict[str, Callable[[], str]] = {
     "lpm": lpm,
     "victims": victims,
     "capacity": capacity,
+    "swap": swap,
+    "prefix_cache": prefix_cache,
     "batching": batching,
 }
