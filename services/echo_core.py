@@ -1,4 +1,4 @@
-"""A scheduler core that computes nothing: it answers every submission with tokens as fast as credit allows.
+"""A scheduler core that computes nothing: it answers every submission with tokens, as fast as credit and pace allow.
 
 It speaks the real link protocol, so a real front end can be measured and tested without scheduler, worker or model. One
 step gives every stream that has credit the same number of tokens and sends them as one columnar message per front end.
@@ -8,6 +8,7 @@ The answer to a prompt is the prompt, over and over.
 import argparse
 import signal
 import sys
+import time
 from collections import deque
 from dataclasses import dataclass, field
 from types import FrameType
@@ -20,8 +21,8 @@ from shared.frames import TOKEN_BYTES
 from shared.ids import draw_incarnation
 from shared.sockets import LINK_MAX_MESSAGE, SendOutcome, bind_router, endpoint, receive_from, send_to
 
-_QUORUM_WAIT_MS = 5
-"""A step does not wait longer for its quorum."""
+_MOST_LATE_S = 0.05
+"""Steps later than this are not made up for."""
 
 
 @dataclass(slots=True)
@@ -57,11 +58,16 @@ class EchoCore:
     """The core; `step` does everything that is due."""
 
     def __init__(
-        self, address: str, model: link_pb2.ServedModel | None, *, tokens_per_step: int = 1, quorum: float = 0.0
+        self,
+        address: str,
+        model: link_pb2.ServedModel | None,
+        *,
+        tokens_per_step: int = 1,
+        step_interval_s: float = 0.0,
     ) -> None:
         """Without a model the core says that no worker has joined yet.
 
-        A step waits until the share `quorum` of a front end's streams has credit, as far as it comes soon.
+        It makes a step every `step_interval_s` on average: one that is late is made up for.
         """
         self._context = zmq.Context()
         self._socket = bind_router(self._context, address, max_message=LINK_MAX_MESSAGE)
@@ -69,22 +75,21 @@ class EchoCore:
         self.incarnation = draw_incarnation()
         self._state = link_pb2.ServiceState(ready=model is not None, model=model)
         self._tokens_per_step = tokens_per_step
-        self._quorum = quorum
+        self._step_interval_s = step_interval_s
+        self._next_step = 0.0
         self._frontends: dict[bytes, EchoFrontend] = {}
 
     def step(self, timeout_ms: int) -> None:
-        """Reads what has come, waiting up to `timeout_ms` when there is nothing to do, and sends one step of tokens."""
-        share = self._share_with_credit()
-        if share < self._quorum or share == 0:
-            self._socket.poll(min(timeout_ms, _QUORUM_WAIT_MS) if share else timeout_ms, zmq.POLLIN)
-        read = False
+        """Reads what has come, waiting up to `timeout_ms` for it, and makes a step when one is due."""
+        self._wait(timeout_ms)
         while (message := receive_from(self._socket)) is not None:
             self.handle(message[0], link_pb2.FrontendMessage.FromString(message[1]))
-            read = True
-        if read and self._share_with_credit() < self._quorum:
-            return
+        now = time.monotonic()
+        due = now >= self._next_step
+        if due:
+            self._next_step = max(self._next_step + self._step_interval_s, now - _MOST_LATE_S)
         for peer, frontend in list(self._frontends.items()):
-            if not frontend.backlog:
+            if due and not frontend.backlog:
                 self._make_tokens(frontend)
             self._send(peer, frontend)
 
@@ -93,10 +98,17 @@ class EchoCore:
         self._socket.close(linger=0)
         self._context.term()
 
-    def _share_with_credit(self) -> float:
-        """The share of all streams that may have a token."""
-        streams = [stream for frontend in self._frontends.values() for stream in frontend.streams.values()]
-        return sum(stream.credit >= TOKEN_BYTES for stream in streams) / len(streams) if streams else 0.0
+    def _wait(self, timeout_ms: int) -> None:
+        """Waits for the next message or the next step, whichever comes first."""
+        frontends = self._frontends.values()
+        if any(frontend.backlog for frontend in frontends):
+            timeout_ms = 1
+        elif any(self.allowance(stream) > 0 for frontend in frontends for stream in frontend.streams.values()):
+            left_ms = max(self._next_step - time.monotonic(), 0.0) * 1e3
+            if 0 < left_ms < 1:
+                time.sleep(left_ms / 1e3)
+            timeout_ms = min(timeout_ms, int(left_ms))
+        self._socket.poll(timeout_ms, zmq.POLLIN)
 
     def handle(self, peer: bytes, message: link_pb2.FrontendMessage) -> None:
         """Takes one message of a front end."""
@@ -199,7 +211,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--vocab-size", type=int, required=True)
     parser.add_argument("--max-model-len", type=int, default=1 << 20)
     parser.add_argument("--tokens-per-step", type=int, default=1)
-    parser.add_argument("--quorum", type=float, default=0.0)
+    parser.add_argument("--step-interval-s", type=float, default=0.0)
     options = parser.parse_args(arguments)
     model = link_pb2.ServedModel(
         name="echo",
@@ -209,7 +221,9 @@ def main(arguments: list[str]) -> int:
         dtype="none",
         fingerprint="0" * 64,
     )
-    core = EchoCore(options.address, model, tokens_per_step=options.tokens_per_step, quorum=options.quorum)
+    core = EchoCore(
+        options.address, model, tokens_per_step=options.tokens_per_step, step_interval_s=options.step_interval_s
+    )
     stopping = False
 
     def stop(_number: int, _frame: FrameType | None) -> None:
