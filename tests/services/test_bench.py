@@ -24,7 +24,8 @@ def test_the_benchmark_measures_every_scenario(tmp_path: Path) -> None:
         }  # fmt: skip
         assert all(figure["min"] > 0 for figure in figures.values())
     assert set(result["ratios"]) == {
-        "prompt_messages_per_s_to_bare", "prompt_messages_per_cpu_s_to_bare", "lagging_tokens_per_s_to_bare",
+        "prompt_messages_per_s_to_bare", "prompt_messages_per_cpu_s_to_bare", "prompt_tokens_per_message",
+        "lagging_tokens_per_s_to_bare",
     }  # fmt: skip
     assert all(ratio["median"] > 0 for ratio in result["ratios"].values())
     assert result["stalled"]["resident_mib"]
