@@ -111,23 +111,25 @@ def _step_done(peer: ev.Peer, epoch: int, result: plan_pb2.StepResult) -> ev.Ste
         raise MalformedFrameError("several tokens per row were not planned")
     try:
         rows, tokens = from_columns(result.rows, result.tokens)
-        completed_copies = from_column(result.completed_copies).tolist()
+        completed_copies = from_column(result.completed_copies).tolist() if result.completed_copies else ()
     except MalformedColumnError as error:
         raise MalformedFrameError(str(error)) from None
+    failures = [
+        ev.FailedRow(row=failure.row, generation=failure.generation, reason=failure.reason[:500])
+        for failure in result.failures
+    ]
+    timings = result.timings
     return ev.StepDone(
         worker=peer,
         epoch=epoch,
         step=result.step,
         rows=rows,
         tokens=tokens,
-        failures=tuple(
-            ev.FailedRow(row=failure.row, generation=failure.generation, reason=failure.reason[:500])
-            for failure in result.failures
-        ),
+        failures=tuple(failures),
         completed_copies=completed_copies,
-        copied_blocks=result.timings.copied_blocks,
-        copy_s=result.timings.copy_ns / 1e9,
-        idle_s=result.timings.idle_before_ns / 1e9,
+        copied_blocks=timings.copied_blocks,
+        copy_s=timings.copy_ns / 1e9,
+        idle_s=timings.idle_before_ns / 1e9,
     )
 
 

@@ -20,7 +20,8 @@ class MalformedColumnError(ValueError):
 
 def to_column(values: Sequence[int] | npt.NDArray[np.integer]) -> bytes:
     """Packs integers that fit into int32."""
-    return np.asarray(values, dtype=_WIRE_TYPE).tobytes()
+    # Most columns of a plan are empty.
+    return np.asarray(values, dtype=_WIRE_TYPE).tobytes() if len(values) else b""
 
 
 def from_column(column: bytes) -> Int32Array:
@@ -32,7 +33,7 @@ def from_column(column: bytes) -> Int32Array:
 
 def from_columns(*columns: bytes) -> tuple[Int32Array, ...]:
     """Unpacks columns of one group, which must have equal length."""
-    arrays = tuple(from_column(column) for column in columns)
-    if len({len(array) for array in arrays}) > 1:
+    arrays = tuple(map(from_column, columns))
+    if len(set(map(len, columns))) > 1:
         raise MalformedColumnError(f"columns of one group differ in length: {[len(array) for array in arrays]}")
     return arrays
