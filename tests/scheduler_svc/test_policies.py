@@ -9,8 +9,10 @@ from hypothesis import strategies as st
 
 from scheduler_svc.core import effects as ef
 from scheduler_svc.core.admission import MAX_OVERTAKEN
-from scheduler_svc.core.config import RequestClass
+from scheduler_svc.core.config import RequestClass, TenantLimits
+from scheduler_svc.core.forecast import Forecast
 from scheduler_svc.core.request import Request, RequestKey, to_tokens
+from scheduler_svc.core.tenants import Tenants
 from scheduler_svc.core.victims import Candidate, choose_victims
 from scheduler_svc.core.waiting import (
     AGEING_S,
@@ -320,3 +322,30 @@ def test_fewest_spares_those_who_would_pause_others_in_their_turn() -> None:
     assert choose_victims(candidates, need_row=True, need_blocks=3, rule="fewest", threshold=5.0) == [0]
     assert choose_victims(candidates, need_row=True, need_blocks=0, rule="fewest", threshold=5.0) == [2]
     assert choose_victims(candidates, need_row=True, need_blocks=3, rule="fewest", threshold=10.0) == [1]
+
+
+def test_a_tenants_bucket_may_be_emptied_but_not_overdrawn() -> None:
+    """Whoever has spent exactly what there was may still start; the next one waits until the bucket is filled again."""
+    tenants = Tenants({"a": TenantLimits(tokens_per_s=1.0)})
+    first, second, third = (_request(sequence, tenant="a", attempts=1) for sequence in range(3))
+    for request in (first, second, third):
+        tenants.arrived(request, 0.0)
+    tenants.started(first, 0.0)  # a prompt of 10 tokens, as many as ten seconds fill
+    assert tenants.may_run(second, 0.0)
+    tenants.started(second, 0.0)
+    assert not tenants.may_run(third, 9.5)
+    assert tenants.may_run(third, 10.0)
+
+
+def test_forecasts_follow_what_was_measured() -> None:
+    """Steps that are mostly prompt teach the cost of prompt tokens, pure decode steps that of an output token."""
+    forecast = Forecast()
+    request = _request(1)
+    forecast.step_measured(5, 2, 1.0)
+    assert (forecast.prefill_s(request), forecast.decode_s(request)) == (0.0, 0.0)
+    forecast.step_measured(5, 3, 1.0)
+    assert forecast.prefill_s(request) == pytest.approx(10 * 0.2)
+    forecast.step_measured(4, 0, 0.5)
+    assert forecast.decode_s(request) == pytest.approx(90 * 0.5)
+    forecast.step_measured(0, 0, 9.0)
+    assert forecast.decode_s(request) == pytest.approx(90 * 0.5)
