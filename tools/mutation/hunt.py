@@ -15,7 +15,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 CORE = "scheduler_svc.core"
-SHORT_SEEDS = range(8)
+SHORT_SEEDS = range(16)
 SHORT_STEPS = 300
 """In runs as short as this the simulator checks the core's invariants after every event."""
 LONG_SEEDS = range(100, 112)

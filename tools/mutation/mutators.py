@@ -1,8 +1,8 @@
 """Small changes of Python source, found and made on its syntax tree.
 
 Left alone, because a change there is not a bug of the core's decisions: docstrings, annotations, assertions and the
-`validate` methods (they are checks themselves), what is raised, defaults of dataclass fields, texts, and the notes of a
-request's story.
+`validate` methods (they are checks themselves), what is raised, defaults of fields, named constants (they are what is
+promised, and checks know them by their names), texts, and the notes of a request's story.
 """
 
 import ast
@@ -97,7 +97,9 @@ def _places(node: ast.AST, statement: ast.stmt | None) -> Iterator[_Place]:
 def _is_left_alone(node: ast.AST, parent: ast.AST, name: str) -> bool:
     if name in ("annotation", "returns", "decorator_list", "bases") or isinstance(node, ast.Assert | ast.Raise):
         return True
-    if isinstance(parent, ast.ClassDef) and isinstance(node, ast.AnnAssign):
+    if isinstance(parent, ast.ClassDef) and isinstance(node, ast.Assign | ast.AnnAssign):
+        return True
+    if isinstance(parent, ast.Module) and isinstance(node, ast.Assign):
         return True
     if isinstance(node, ast.FunctionDef) and node.name in _NOT_DECISIONS:
         return True
