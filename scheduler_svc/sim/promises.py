@@ -36,6 +36,8 @@ class Promises:
         self.shutting_down = False
         self._num_waiting = 0
         """Requests that waited before the present event."""
+        self._last_tick = self._regular_since = world.now
+        """Since when time has passed without long breaks: waits are measured in the core's own ticks."""
 
     # ---------------------------------------------------------------- requests
 
@@ -51,12 +53,51 @@ class Promises:
                 if stream is not None and not self.waiting.knows(stream):
                     if self._num_waiting >= self._config.max_queued_requests:
                         raise ViolationError("limit.queue", f"{self._num_waiting} wait already", stream.name)
+                    most = self._most_queued(stream)
+                    if most and self._omniscient and self._num_queued_beside(stream) >= most:
+                        raise ViolationError("limit.tenant_queue", f"{most} of its tenant wait already", stream.name)
                     self.waiting.arrive(stream)
                     self._wait(stream)
             case ev.CreditGranted():
                 stream = self._live(event.frontend, event.stream)
                 if stream is not None and stream.placed is None:
                     self._wait(stream)
+            case ev.TimePassed():
+                self._check_waits()
+
+    def _check_waits(self) -> None:
+        """Nobody waits for a worker, or for a reader, longer than is said."""
+        config, now, cluster = self._config, self._world.now, self._cluster
+        # Each is noticed when time passes, and acted upon when it passes again.
+        patience = 2 * self._world.scenario.pace.tick + self._world.scenario.pace.turn
+        if now - self._last_tick > patience:
+            self._regular_since = now
+        self._last_tick = now
+        if not cluster.usable:
+            for stream in self.waiting.streams():
+                since = max(cluster.empty_since, stream.arrival, self._regular_since)
+                if stream.known and now - since > config.worker_wait_s + patience:
+                    raise ViolationError("wait.worker", f"waits for a worker since {since:.3f}", stream.name)
+        if config.stall_timeout_s:
+            for stream in self._clients.live.values():
+                since = max(stream.last_move, self._regular_since)
+                idle = stream.starved and stream.known and (stream.placed is None or stream.tokens)
+                if (
+                    idle
+                    and self._omniscient
+                    and now - since > config.stall_timeout_s + config.step_deadline_s + patience
+                ):
+                    raise ViolationError("wait.reader", f"its reader stalls since {since:.3f}", stream.name)
+
+    def _most_queued(self, stream: Stream) -> int:
+        limits = self._config.tenant_limits
+        tenant = limits.get(stream.demand.tenant, limits.get(""))
+        return tenant.max_queued if tenant is not None else 0
+
+    def _num_queued_beside(self, stream: Stream) -> int:
+        """Others of its tenant that wait."""
+        others = (other for other in self._clients.live.values() if other is not stream and other.known)
+        return sum(other.placed is None and other.demand.tenant == stream.demand.tenant for other in others)
 
     def _live(self, frontend: ev.Peer, number: int) -> Stream | None:
         return self._clients.live.get(StreamName(frontend, number))
@@ -120,8 +161,9 @@ class Promises:
                 )
                 return None if passed or early else "its time was not up"
             case EndReason.QUEUE_FULL:
-                unlimited = config.max_queued_tokens >= 1 << 24 and not config.tenant_limits
-                if self._num_waiting < config.max_queued_requests and unlimited:
+                most = self._most_queued(stream)
+                full = self._num_waiting >= config.max_queued_requests or config.max_queued_tokens < 1 << 24
+                if not full and not (most and (not self._omniscient or self._num_queued_beside(stream) >= most)):
                     return f"only {self._num_waiting} were waiting"
                 self._world.coverage.limit(Limit.QUEUE)
             case EndReason.INVALID:

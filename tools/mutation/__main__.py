@@ -73,6 +73,7 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=240, help="how many mutants (240)")
     parser.add_argument("--seed", type=int, default=1, help="which ones (1)")
     parser.add_argument("--minutes", type=float, default=1e9, help="hunt no further mutant after so long")
+    parser.add_argument("--again", action="store_true", help="hunt survivors again, for example with more tests")
     parser.add_argument(
         "--only", default="", metavar="PLACE", help="those whose file:line begins with this, all of them"
     )
@@ -86,14 +87,14 @@ def main() -> int:
     options.kept.parent.mkdir(parents=True, exist_ok=True)
     until = time.monotonic() + 60 * options.minutes
     outcomes: list[Outcome] = []
-    if any(each.name not in known for each in chosen):
+    if options.again or any(each.name not in known for each in chosen):
         killer = _hunt(CORE, None)
         if killer:
             sys.exit(f"the core as it is does not survive: {killer}")
     with options.kept.open("a") as file:
         for each in chosen:
             outcome = known.get(each.name)
-            if outcome is None:
+            if outcome is None or (options.again and not outcome.killed_by):
                 if time.monotonic() > until:
                     break
                 outcome = _outcome(each)
