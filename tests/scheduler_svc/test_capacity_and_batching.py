@@ -161,3 +161,33 @@ def test_kv_cache_limit_bounds_memory() -> None:
     """max_tokens_in_paged_kv_cache bounds the blocks in use whatever the worker has."""
     cluster = _cluster(max_tokens_in_paged_kv_cache=64)
     assert cluster.core.stats().workers[0].blocks_total == 16
+
+
+def test_a_request_may_take_every_block() -> None:
+    """An idle worker takes a request that fits to the last block, with and without a prefix of it in the cache."""
+    cluster = _cluster(num_blocks=4)
+    for _ in range(2):
+        cluster.submit(0, list(range(13)), 2)
+        cluster.run()
+        _check_all(cluster)
+
+
+def test_a_tenants_queue_has_its_length_again_after_a_start() -> None:
+    """Who has started does not count as waiting any more, once."""
+    limits = {"a": TenantLimits(max_running=1, max_queued=2)}
+    cluster = _cluster(tenant_limits=limits)
+    for stream in range(2):
+        cluster.submit(stream, [stream, 1], 20, tenant="a")
+    cluster.plan()
+    assert _running(cluster) == 1
+    cluster.submit(2, [2, 1], 20, tenant="a")
+    refused = cluster.submit(3, [3, 1], 20, tenant="a")
+    assert refused.end is not None
+    assert refused.end.reason is ef.EndReason.QUEUE_FULL
+    cluster.run()
+    assert [reader.end.reason.name for reader in cluster.readers.values() if reader.end] == [
+        "LENGTH",
+        "LENGTH",
+        "LENGTH",
+        "QUEUE_FULL",
+    ]

@@ -157,3 +157,29 @@ def test_workers_with_other_block_sizes_share_the_work() -> None:
     cluster.lose(b"w/0")
     cluster.run()
     _check_all(cluster)
+
+
+def test_a_stall_of_the_scheduler_is_excused_for_just_as_long() -> None:
+    """While the scheduler stands still no worker is blamed; afterwards a step has what is left of its time, no more."""
+    cluster = Cluster(max_num_seqs=8, max_num_batched_tokens=64, step_deadline_s=2.0)
+    cluster.join(ModelWorker(b"w/0", 100, 4, 8), "w0")
+    cluster.submit(1, [1, 2], 20)
+    cluster.plan()
+    sent = cluster.now
+    cluster.now += 3.0
+    cluster.handle(ev.TimePassed())
+    assert cluster.core.workers() == [b"w/0"]
+    lost_after = 0.0
+    while cluster.core.workers():
+        cluster.now += 0.1
+        cluster.handle(ev.TimePassed())
+        lost_after = cluster.now - sent
+    assert 5.0 < lost_after < 5.2
+
+
+def test_a_cache_cap_below_one_block_leaves_one_block() -> None:
+    """max_tokens_in_paged_kv_cache counts whole blocks, at least one."""
+    for tokens, blocks in ((1, 1), (8, 1), (15, 1), (16, 2), (8000, 100)):
+        cluster = Cluster(max_num_seqs=8, max_num_batched_tokens=64, max_tokens_in_paged_kv_cache=tokens)
+        cluster.join(ModelWorker(b"w/0", 100, 8, 8), "w0")
+        assert cluster.core.stats().workers[0].blocks_total == blocks
