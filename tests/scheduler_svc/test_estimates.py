@@ -1,0 +1,332 @@
+"""What the core learns and reckons with: forecasts, step times, headroom, gates, buckets; each to its boundary."""
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+
+from scheduler_svc.core.batching import BatchGate, BatchingLimits
+from scheduler_svc.core.capacity import Capacity
+from scheduler_svc.core.config import TenantLimits
+from scheduler_svc.core.forecast import Forecast
+from scheduler_svc.core.request import Request, RequestKey, to_tokens
+from scheduler_svc.core.rows import RowTable
+from scheduler_svc.core.step_clock import (
+    DEADLINE_FACTOR,
+    LEAD_S,
+    MIN_DEADLINE_S,
+    MIN_SAMPLES,
+    TOLERATED_IDLE,
+    StepClock,
+)
+from scheduler_svc.core.swapping import SwapSpace
+from scheduler_svc.core.tenants import BURST_S, Tenants
+
+_sequence = itertools.count(1)
+
+
+def _request(prompt: int = 10, generated: int = 0, max_tokens: int = 50, **changes: object) -> Request:
+    sequence = next(_sequence)
+    values: dict[str, object] = {
+        "key": RequestKey(b"f", sequence),
+        "request_id": f"r{sequence}",
+        "tokens": to_tokens(np.ones(prompt + generated, np.int32)),
+        "num_prompt_tokens": prompt,
+        "limit": prompt + max_tokens,
+        "stop_token_ids": (),
+        "sampling": b"",
+        "allowed": 1000,
+        "deadline": None,
+        "traceparent": "",
+        "arrival": 0.0,
+        "sequence": sequence,
+    }
+    return Request(**(values | changes))  # type: ignore[arg-type]
+
+
+# ---------------------------------------------------------------- forecast
+
+
+def test_lengths_are_learned_per_tenant_and_prompt_length_then_per_tenant_then_for_all() -> None:
+    """The nearest estimate counts, a hint before any, and the request's own limit bounds all of them."""
+    forecast = Forecast()
+    assert forecast.output_tokens(_request(max_tokens=50)) == 50
+    forecast.request_finished(_request(prompt=10, generated=20, tenant="a"))
+    forecast.request_finished(_request(prompt=100, generated=40, tenant="a"))
+    assert forecast.output_tokens(_request(prompt=9, tenant="a")) == 20
+    assert forecast.output_tokens(_request(prompt=100, tenant="a")) == 40
+    assert forecast.output_tokens(_request(prompt=1000, tenant="a")) == pytest.approx(20 + 0.1 * 20)
+    assert forecast.output_tokens(_request(prompt=10, tenant="b")) == pytest.approx(20 + 0.1 * 20)
+    assert forecast.output_tokens(_request(prompt=10, tenant="a", max_tokens=5)) == 5
+    assert forecast.output_tokens(_request(prompt=10, tenant="a", expected_output_tokens=7)) == 7
+    assert forecast.output_tokens(_request(tenant="a", expected_output_tokens=70)) == 50
+
+
+def test_only_steps_that_are_mostly_prompts_tell_of_prefill_and_only_pure_ones_of_decode() -> None:
+    """A mixed step says nothing of decoding; one that is half prompt says nothing at all, nor does an empty one."""
+    forecast = Forecast()
+    for num_tokens, num_prefill in ((0, 0), (10, 5), (10, 1)):
+        forecast.step_measured(num_tokens, num_prefill, 9.0)
+    assert forecast.prefill_token_s() == 0.0
+    assert forecast.decode_s(_request()) == 0.0
+    forecast.step_measured(10, 6, 0.5)
+    assert forecast.prefill_token_s() == pytest.approx(0.05)
+    forecast.step_measured(10, 10, 1.5)
+    assert forecast.prefill_token_s() == pytest.approx(0.05 + 0.1 * 0.1)
+    forecast.step_measured(4, 0, 0.2)
+    assert forecast.decode_s(_request(max_tokens=50, generated=10)) == pytest.approx(0.2 * 40)
+    assert forecast.decode_s(_request(max_tokens=50, generated=10, expected_output_tokens=5)) == 0.0
+
+
+def test_the_latest_start_leaves_time_for_prompt_and_output() -> None:
+    """A first token needs the prompt, the last one the output too; the earlier of both counts."""
+    forecast = Forecast()
+    forecast.step_measured(10, 10, 0.1)
+    forecast.step_measured(4, 0, 0.02)
+    assert forecast.latest_start(_request()) is None
+    assert forecast.latest_start(_request(ttft_deadline=100.0)) == pytest.approx(100 - 0.1)
+    assert forecast.latest_start(_request(ttft_deadline=100.0, generated=1)) is None
+    total = _request(total_deadline=100.0, max_tokens=50)
+    assert forecast.latest_start(total) == pytest.approx(100 - 0.1 - 1.0)
+    both = _request(ttft_deadline=50.0, total_deadline=100.0)
+    assert forecast.latest_start(both) == pytest.approx(50 - 0.1)
+
+
+# ---------------------------------------------------------------- step clock
+
+
+def test_a_deadline_is_the_ceiling_until_enough_was_seen() -> None:
+    """Then eight times the longest of the last hundred steps of that size, within floor and ceiling."""
+    clock = StepClock(20.0)
+    for _ in range(MIN_SAMPLES - 1):
+        clock.observe(8, 0.5)
+    assert clock.deadline(8) == 20.0
+    clock.observe(8, 0.25)
+    assert clock.deadline(8) == DEADLINE_FACTOR * 0.5
+    assert clock.deadline(15) == DEADLINE_FACTOR * 0.5, "8 to 15 tokens are one size"
+    assert clock.deadline(16) == 20.0
+    for _ in range(99):
+        clock.observe(8, 0.25)
+    assert clock.deadline(8) == DEADLINE_FACTOR * 0.25
+    for _ in range(100):
+        clock.observe(8, 0.01)
+    assert clock.deadline(8) == MIN_DEADLINE_S
+    clock.observe(8, 10.0)
+    assert clock.deadline(8) == 20.0
+
+
+def test_a_plan_goes_out_before_the_step_is_over_by_its_deviation_and_a_margin() -> None:
+    """Mean and deviation are smoothed as TCP smooths round trips."""
+    clock = StepClock(20.0)
+    assert clock.lead(8) == 0.0
+    clock.observe(8, 1.0)
+    assert clock.lead(8) == 0.0, "a deviation of half the mean says that nothing is known"
+    mean, deviation = 1.0, 0.5
+    for duration in (1.1, 0.9, 1.0, 1.0, 1.0, 1.2, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0):
+        clock.observe(8, duration)
+        deviation += (abs(duration - mean) - deviation) / 4
+        mean += (duration - mean) / 8
+    assert clock.lead(8) == pytest.approx(mean - 4 * deviation - LEAD_S)
+    assert clock.lead(8) > 0.5
+
+
+def test_the_margin_grows_by_what_the_worker_waited_and_shrinks_slowly() -> None:
+    """A wait within the tolerance changes nothing; the margin is at most a step."""
+    clock = StepClock(20.0)
+    for _ in range(60):
+        clock.observe(8, 1.0)
+    early = clock.lead(8)
+    clock.idled(8, TOLERATED_IDLE * 1.0)
+    assert clock.lead(8) == pytest.approx(early)
+    clock.idled(8, 0.1)
+    assert clock.lead(8) == pytest.approx(early - 0.1)
+    clock.idled(8, 0.0)
+    assert clock.lead(8) == pytest.approx(early - 0.1 * 0.99)
+    clock.idled(8, 50.0)
+    assert clock.lead(8) == 0.0
+    for _ in range(2000):
+        clock.idled(8, 0.0)
+    assert clock.lead(8) == pytest.approx(early, abs=1e-4)
+
+
+# ---------------------------------------------------------------- capacity
+
+
+def _rows(running: int, limit: int = 17) -> RowTable:
+    rows = RowTable(8, 4, 100)
+    for _ in range(running):
+        rows.occupy(
+            _request(prompt=5, limit=limit),
+            frontend_index=0,
+            blocks=np.arange(2),
+            num_computed=0,
+            num_published=0,
+            rank=0.0,
+        )
+    return rows
+
+
+def test_an_empty_worker_takes_whatever_fits() -> None:
+    """Without anybody running neither watermark nor worst case counts."""
+    for mode in ("max_utilization", "guaranteed_no_evict"):
+        capacity = Capacity(mode, 100, 0.5)
+        assert capacity.admits(_rows(0), num_new=100, worst_blocks=100, num_available=100)
+        assert not capacity.admits(_rows(0), num_new=100, worst_blocks=100, num_available=99)
+
+
+def test_the_worst_case_of_all_must_fit() -> None:
+    """A limit of 17 tokens needs 4 blocks of 4: the last token is never written."""
+    capacity = Capacity("guaranteed_no_evict", 20, 0.5)
+    assert capacity.admits(_rows(4), num_new=1, worst_blocks=4, num_available=10)
+    assert not capacity.admits(_rows(4), num_new=1, worst_blocks=5, num_available=10)
+
+
+def test_the_headroom_doubles_with_preemptions_and_decays_without() -> None:
+    """It starts at the watermark, counts per running request, and is forgotten after some thousand quiet steps."""
+    capacity = Capacity("max_utilization", 100, 0.05)
+
+    def reserve(running: int) -> int:
+        return next(
+            n for n in range(100) if capacity.admits(_rows(running), num_new=1, worst_blocks=1, num_available=n + 1)
+        )
+
+    assert reserve(4) == 5
+    headrooms = []
+    for _ in range(5):
+        capacity.preempted()
+        headrooms.append(reserve(8))
+    assert headrooms == [5, 5, 8, 16, 32]
+    assert reserve(2) == 8
+    for _ in range(1000):
+        capacity.went_well()
+    assert reserve(8) == int(8 * 4 * math.pow(0.999, 1000))
+    for _ in range(10_000):
+        capacity.went_well()
+    assert reserve(8) == 5
+
+
+# ---------------------------------------------------------------- gates
+
+
+def test_a_delay_collects_for_the_time_of_prefill_steps() -> None:
+    """While requests run, an admission waits until the last is a prefill step times the factor ago."""
+    gate = BatchGate(BatchingLimits(delay_factor=2.0))
+    assert gate.is_open(num_running=3, num_waiting=1, now=10.0), "nobody was admitted yet"
+    gate.admitted(5, 10.0)
+    gate.prefill_measured(0.5)
+    assert not gate.is_open(num_running=3, num_waiting=1, now=10.9)
+    assert gate.is_open(num_running=0, num_waiting=1, now=10.9), "nobody runs"
+    assert gate.is_open(num_running=3, num_waiting=1, now=11.0)
+    gate.admitted(5, 12.0)
+    assert not gate.is_open(num_running=3, num_waiting=1, now=12.5)
+    always = BatchGate(BatchingLimits())
+    always.admitted(5, 10.0)
+    always.prefill_measured(0.5)
+    assert always.is_open(num_running=3, num_waiting=1, now=10.0)
+
+
+def test_a_batch_closes_when_it_is_full_and_opens_when_all_are_done() -> None:
+    """A static batch of two: collected until two wait or the time is up, then shut until the worker is empty."""
+    gate = BatchGate(BatchingLimits(mode="static", max_batch_size=2, max_wait_s=1.0))
+    assert not gate.is_open(num_running=0, num_waiting=1, now=10.0)
+    assert not gate.is_open(num_running=0, num_waiting=1, now=10.9)
+    assert gate.is_open(num_running=0, num_waiting=1, now=11.0)
+    gate.admitted(5, 11.0)
+    assert gate.is_open(num_running=1, num_waiting=1, now=11.0)
+    gate.admitted(5, 11.0)
+    assert not gate.is_open(num_running=2, num_waiting=9, now=20.0)
+    assert not gate.is_open(num_running=1, num_waiting=9, now=20.0)
+    assert gate.is_open(num_running=0, num_waiting=2, now=20.0)
+    gate.close()
+    assert not gate.is_open(num_running=0, num_waiting=1, now=30.0), "collecting begins anew"
+    assert gate.is_open(num_running=0, num_waiting=1, now=31.0)
+
+
+def test_a_dynamic_batch_has_a_token_limit_that_its_first_request_may_exceed() -> None:
+    """The limit is reached, not exceeded, by those after the first; static batches have none."""
+    gate = BatchGate(BatchingLimits(mode="dynamic", max_batch_size=9, max_wait_s=0.0, max_tokens_per_batch=10))
+    assert gate.is_open(num_running=0, num_waiting=1, now=1.0)
+    assert gate.admits(50)
+    gate.admitted(4, 1.0)
+    assert gate.admits(6)
+    assert not gate.admits(7)
+    gate.admitted(6, 1.0)
+    assert not gate.admits(1)
+    gate.close()
+    assert gate.is_open(num_running=0, num_waiting=1, now=2.0)
+    assert gate.admits(50), "the next batch counts from zero"
+    static = BatchGate(BatchingLimits(mode="static", max_batch_size=9, max_wait_s=0.0, max_tokens_per_batch=10))
+    static.admitted(9, 1.0)
+    assert static.admits(50)
+    unlimited = BatchGate(BatchingLimits(mode="dynamic", max_batch_size=9, max_wait_s=0.0))
+    unlimited.admitted(9, 1.0)
+    assert unlimited.admits(50)
+
+
+# ---------------------------------------------------------------- tenants
+
+
+def test_a_bucket_holds_ten_seconds_and_may_go_below_zero() -> None:
+    """Prompts count at the first start, outputs at the end; nothing starts below zero, and at zero it does."""
+    tenants = Tenants({"": TenantLimits(tokens_per_s=2.0)})
+    big = _request(prompt=int(BURST_S * 2))
+    assert tenants.may_run(big, 100.0)
+    tenants.arrived(big, 100.0)
+    big.attempts = 1
+    tenants.started(big, 100.0)
+    assert tenants.may_run(_request(), 100.0), "zero is not below zero"
+    tenants.paused(big, 100.0)
+    big.attempts = 2
+    tenants.started(big, 100.0)
+    assert tenants.may_run(_request(), 100.0), "a prompt counts once"
+    done = _request(prompt=int(BURST_S * 2), generated=3)
+    tenants.ended(done, 100.0, was_running=True)
+    assert not tenants.may_run(_request(), 101.4)
+    assert tenants.may_run(_request(), 101.5)
+    assert tenants.may_run(_request(tenant="another"), 100.0)
+
+
+def test_waiting_and_running_are_counted_apart() -> None:
+    """Each request counts in one place at a time, and in none after its end."""
+    tenants = Tenants({"a": TenantLimits(max_running=1, max_queued=1)})
+    first, second, other = _request(tenant="a"), _request(tenant="a"), _request(tenant="b")
+    assert tenants.may_queue(first)
+    tenants.arrived(first, 0.0)
+    assert not tenants.may_queue(second)
+    assert tenants.may_queue(other)
+    tenants.started(first, 0.0)
+    assert tenants.may_queue(second)
+    assert not tenants.may_run(second, 0.0)
+    assert tenants.may_run(other, 0.0)
+    tenants.paused(first, 0.0)
+    assert tenants.may_run(second, 0.0)
+    assert not tenants.may_queue(second)
+    tenants.started(first, 0.0)
+    tenants.arrived(second, 0.0)
+    tenants.ended(first, 0.0, was_running=True)
+    assert tenants.may_run(second, 0.0)
+    assert not tenants.may_queue(_request(tenant="a"))
+    tenants.ended(second, 0.0, was_running=False)
+    assert tenants.may_queue(_request(tenant="a"))
+
+
+# ---------------------------------------------------------------- swapping
+
+
+def test_swapping_is_chosen_when_both_copies_cost_less_than_computing() -> None:
+    """Before anything was measured it is tried; without room, without blocks, or when dearer, it is not."""
+    swap = SwapSpace(4)
+    assert swap.is_cheaper(num_blocks=4, recompute_s=1e-9)
+    assert not swap.is_cheaper(num_blocks=5, recompute_s=9.0)
+    assert not swap.is_cheaper(num_blocks=0, recompute_s=9.0)
+    swap.copy_measured(2, 0.2)
+    assert swap.is_cheaper(num_blocks=4, recompute_s=0.81)
+    assert not swap.is_cheaper(num_blocks=4, recompute_s=0.79)
+    assert swap.is_cheaper(num_blocks=4, recompute_s=0.0), "computing was never measured"
+    swap.copy_measured(1, 0.2)
+    assert swap.is_cheaper(num_blocks=4, recompute_s=8 * 0.121)
+    assert not swap.is_cheaper(num_blocks=4, recompute_s=8 * 0.119)
+    swap.out(np.arange(3))
+    assert swap.is_cheaper(num_blocks=1, recompute_s=9.0)
+    assert not swap.is_cheaper(num_blocks=2, recompute_s=9.0)
