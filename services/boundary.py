@@ -18,7 +18,7 @@ from google.protobuf.unknown_fields import UnknownFieldSet
 from grpc import aio
 
 from services.errors import RETRY_MS, InternalError, to_status
-from shared.errors import FieldViolation, InvalidRequestError, OverloadedError, QuireError
+from shared.errors import FieldViolation, InvalidRequestError, OverloadedError, QuireError, UnsupportedMethodError
 from shared.ids import draw_error_id
 from shared.logging import get_logger
 
@@ -60,7 +60,7 @@ class Boundary(aio.ServerInterceptor):
         """Returns the handler with tolerant parsing and inside the guard."""
         handler = await continuation(handler_call_details)
         method = handler_call_details.method
-        if handler is None or not method.startswith(OUR_METHODS):
+        if handler is None or handler.request_streaming or not method.startswith(OUR_METHODS):
             return handler
         # Generated code gives the bound `FromString` of the request's class as its deserializer.
         parse = tolerant(getattr(handler.request_deserializer, "__self__"))  # noqa: B009
@@ -89,6 +89,8 @@ class Boundary(aio.ServerInterceptor):
                 return response
             except QuireError as error:
                 failure = error
+            except NotImplementedError:
+                failure = UnsupportedMethodError(f"{name}: not supported by this version")
             except Exception as unexpected:
                 if context.cancelled():
                     return None  # a write to a client that has gone fails in several ways

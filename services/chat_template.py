@@ -5,7 +5,7 @@ that templates on the Hugging Face hub are written for.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from datetime import datetime
 from typing import Any
 
@@ -13,6 +13,8 @@ from jinja2 import TemplateError, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from services.chat import TemplateInput
 
 
 class ChatTemplateError(ValueError):
@@ -40,22 +42,33 @@ class ChatTemplate:
             raise ChatTemplateError(f"the chat template does not compile: {error}") from None
         self._special_tokens = dict(special_tokens)
 
-    def render(self, messages: Sequence[Mapping[str, str]], *, add_generation_prompt: bool) -> str:
+    def render(self, conversation: TemplateInput) -> str:
         """The prompt's text.
 
         Raises:
             ChatTemplateError: the template refuses the conversation or fails on it.
         """
         try:
-            return self._template.render(
-                messages=[dict(message) for message in messages],
-                add_generation_prompt=add_generation_prompt,
-                **self._special_tokens,
+            text = self._template.render(
+                self._special_tokens | conversation.variables,
+                messages=conversation.messages,
+                tools=conversation.tools,
+                add_generation_prompt=conversation.add_generation_prompt,
             )
         except TemplateError as error:
             raise ChatTemplateError(str(error)) from None
         except Exception as error:  # a template may do anything Python's operators do: None + str, 1 / 0, …
             raise ChatTemplateError(f"the chat template failed: {type(error).__name__}") from None
+        return _unclosed(text, conversation) if conversation.continue_final_message else text
+
+
+def _unclosed(text: str, conversation: TemplateInput) -> str:
+    """The text up to the end of what the last message says."""
+    last = str(conversation.messages[-1]["content"]).strip()
+    start = text.rfind(last)
+    if start < 0:
+        raise ChatTemplateError("it changes the last message, which then cannot be continued")
+    return text[: start + len(last)]
 
 
 class _GenerationBlock(Extension):

@@ -21,9 +21,10 @@ from quire.admin.v1 import admin_pb2, admin_pb2_grpc
 from quire.v1 import generation_pb2, generation_pb2_grpc, model_pb2, model_pb2_grpc
 from services.boundary import Boundary
 from services.core_link import CoreLink
+from services.generation import Generator, Services
 from services.http import HttpServer, listening_socket, make_app
 from services.metrics import FrontendMetrics
-from services.servicer import GenerationServicer, Services
+from services.servicer import GenerationServicer
 from services.servicer_admin import AdminServicer
 from services.servicer_health import HealthServicer
 from services.servicer_model import ModelServicer
@@ -58,7 +59,7 @@ class Frontend:
             on_state=lambda: self._health.set_ready(self.link.ready),
         )
         services = Services(config, self.link, tokenizer, self._metrics, telemetry.tracer)
-        self._generation = GenerationServicer(services)
+        self._generator = Generator(services)
         self._grpc = self._make_grpc_server(services)
         self._http = HttpServer(
             make_app(
@@ -98,7 +99,7 @@ class Frontend:
         await self._grpc.stop(self._config.grace_period_s)
         # Handlers that were cancelled still have to tell the core.
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._generation.idle.wait(), _LAST_WORDS_S)
+            await asyncio.wait_for(self._generator.idle.wait(), _LAST_WORDS_S)
         self._http.should_exit = True
         if self._http_serving is not None:
             await self._http_serving
@@ -121,7 +122,8 @@ class Frontend:
                 ("grpc.max_receive_message_length", _MAX_REQUEST_BYTES),
             ],
         )
-        generation_pb2_grpc.add_GenerationServiceServicer_to_server(self._generation, server)
+        generation = GenerationServicer(services, self._generator)  # type: ignore[abstract]
+        generation_pb2_grpc.add_GenerationServiceServicer_to_server(generation, server)
         model_pb2_grpc.add_ModelServiceServicer_to_server(ModelServicer(services), server)
         admin_pb2_grpc.add_AdminServiceServicer_to_server(AdminServicer(services.link), server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)

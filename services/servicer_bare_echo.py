@@ -41,7 +41,8 @@ class BareEcho(generation_pb2_grpc.GenerationServiceServicer):
 
 async def _serve() -> None:
     server = aio.server()
-    generation_pb2_grpc.add_GenerationServiceServicer_to_server(BareEcho(), server)
+    echo = BareEcho()  # type: ignore[abstract]  # the rest is not measured
+    generation_pb2_grpc.add_GenerationServiceServicer_to_server(echo, server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     print(f"listening grpc=127.0.0.1:{port}", flush=True)

@@ -69,9 +69,11 @@ class StopAutomaton:
 class StopFinder:
     """The text of one stream on its way through the automaton."""
 
-    __slots__ = ("_automaton", "_held", "_length", "_state", "match")
+    __slots__ = ("_automaton", "_held", "_keep", "_length", "_state", "match")
 
-    def __init__(self, stop_strings: Sequence[str]) -> None:
+    def __init__(self, stop_strings: Sequence[str], *, keep: bool = False) -> None:
+        """`keep`: the match itself is let out, too."""
+        self._keep = keep
         self._automaton = StopAutomaton(stop_strings)
         self._state = 0
         self._held = ""
@@ -100,6 +102,10 @@ class StopFinder:
         self._length += len(text)
         return pending[:cut]
 
+    def skip(self, text: str) -> None:
+        """Text that is let out unseen; only before anything was pushed."""
+        self._length += len(text)
+
     def finish(self) -> str:
         """What was held back; the text ends here."""
         held, self._held = self._held, ""
@@ -110,5 +116,7 @@ class StopFinder:
         kept = len(pending) - len(stop_string)
         start = self._length - len(self._held) + kept
         self.match = Match(stop_string, start)
-        self._held, self._length = "", start
+        if self._keep:
+            kept = len(pending)
+        self._held, self._length = "", self._length - len(self._held) + kept
         return pending[:kept]

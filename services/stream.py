@@ -13,7 +13,7 @@ Rules:
 import enum
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from protos.quire.link.v1 import link_pb2
 from services.detokenizer import Detokenizer
@@ -40,7 +40,13 @@ class StreamRequest:
     """Column."""
     sampling: bytes = b""
     """A serialized quire.plan.v1.SamplingParams."""
+    choice: int = 0
+    """Which of the request's continuations this is."""
     stop_strings: tuple[str, ...] = field(default=(), repr=False)
+    include_stop_string: bool = False
+    """A stop string that was found stays in the text."""
+    min_tokens: int = 0
+    """Stop strings that end within so many tokens are none."""
     credit: int
     """Bytes of output the stream may be ahead of its reader."""
     arrival: float
@@ -57,6 +63,10 @@ class StreamRequest:
     def num_prompt_tokens(self) -> int:
         """Tokens of the prompt."""
         return len(self.prompt) // TOKEN_BYTES
+
+    def for_choice(self, choice: int, sampling: bytes) -> "StreamRequest":
+        """The same request for another of its continuations."""
+        return replace(self, choice=choice, sampling=sampling)
 
 
 class Received(enum.Enum):
@@ -92,7 +102,9 @@ class Stream:
         """Called once, when the stream is over."""
         self._wake = wake
         self._detokenizer = detokenizer
-        self._finder = StopFinder(request.stop_strings) if request.stop_strings else None
+        self._finder = (
+            StopFinder(request.stop_strings, keep=request.include_stop_string) if request.stop_strings else None
+        )
         self._outbox = Outbox()
         self._credit_portion = max(request.credit // (_PORTIONS * TOKEN_BYTES), 1)
         self._credit_returned = 0
@@ -121,7 +133,7 @@ class Stream:
 
     @property
     def keep_tokens(self) -> int:
-        """Generated tokens that count once a stop string was found: those that begin before it."""
+        """Generated tokens that count once a stop string was found: those that begin before the text's end."""
         return self._outbox.released
 
     @property
@@ -226,6 +238,10 @@ class Stream:
             self._held.append(self._text_length)
             text = self._detokenizer.push((token_id,))
             self._text_length += len(text)
+            if len(self._outbox.tokens) <= self.request.min_tokens:
+                finder.skip(text)
+                self._let_out(text, finder.released)
+                continue
             self._let_out(finder.push(text), finder.released)
             if finder.match is not None:
                 outcome = Received.MATCHED

@@ -15,6 +15,7 @@ from typing import Any, TypeVar, TypeVarTuple
 
 from tokenizers import Tokenizer
 
+from services.chat import TemplateInput
 from services.chat_template import ChatTemplate
 from services.detokenizer import Detokenizer, detokenizer_factory
 from services.errors import RETRY_MS
@@ -65,16 +66,16 @@ class TextTokenizer:
             return self._encode(text, add_special_tokens)
         return await self._in_thread(len(text.encode()), self._encode, text, add_special_tokens)
 
-    async def encode_chat(self, messages: Sequence[Mapping[str, str]], *, add_generation_prompt: bool) -> list[int]:
+    async def encode_chat(self, conversation: TemplateInput) -> list[int]:
         """The token ids of a conversation; special tokens are the template's business.
 
         Raises:
             ChatTemplateError: the template refuses the conversation.
         """
-        if sum(len(message["content"]) for message in messages) <= INLINE_CHARACTERS:
-            return self._encode_chat(messages, add_generation_prompt)
-        size = sum(len(message["content"].encode()) for message in messages)
-        return await self._in_thread(size, self._encode_chat, messages, add_generation_prompt)
+        size = conversation.size
+        if size <= INLINE_CHARACTERS:
+            return self._encode_chat(conversation)
+        return await self._in_thread(size, self._encode_chat, conversation)
 
     async def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         """The text of a whole sequence."""
@@ -94,10 +95,9 @@ class TextTokenizer:
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
         return ids
 
-    def _encode_chat(self, messages: Sequence[Mapping[str, str]], add_generation_prompt: bool) -> list[int]:
+    def _encode_chat(self, conversation: TemplateInput) -> list[int]:
         assert self._chat_template is not None, "validation lets no chat through without a template"
-        prompt = self._chat_template.render(messages, add_generation_prompt=add_generation_prompt)
-        return self._encode(prompt, False)
+        return self._encode(self._chat_template.render(conversation), False)
 
     def _decode(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str:
         return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens))

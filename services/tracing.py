@@ -1,10 +1,10 @@
-"""The server span of a Generate call, named and described as OpenTelemetry's conventions for RPC and generative AI say.
+"""The server span of a generation, named and described as OpenTelemetry's conventions for RPC and generative AI say.
 
 It is a child of the client's W3C traceparent, and its own traceparent goes to the core with the request, so that one
 trace leads from the client to the steps on the device. Nothing of a prompt or an answer is recorded.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from opentelemetry import trace
@@ -18,20 +18,20 @@ from shared.telemetry import from_traceparent
 TRACEPARENT_KEY = "traceparent"
 """The metadata entry of the W3C trace context."""
 
-_SPAN_NAME = "quire.v1.GenerationService/Generate"
+_SERVICE = "quire.v1.GenerationService"
 
 
 @contextmanager
-def server_span(tracer: Tracer, traceparent: str) -> Iterator[Span]:
-    """The span of one Generate call, current while it runs. An error marks it by its reason."""
+def server_span(tracer: Tracer, traceparent: str, method: str) -> Iterator[Span]:
+    """The span of one generation, current while it runs. An error marks it by its reason."""
     span = tracer.start_span(
-        _SPAN_NAME,
+        f"{_SERVICE}/{method}",
         context=from_traceparent(traceparent),
         kind=SpanKind.SERVER,
         attributes={
             "rpc.system": "grpc",
-            "rpc.service": "quire.v1.GenerationService",
-            "rpc.method": "Generate",
+            "rpc.service": _SERVICE,
+            "rpc.method": method,
             "gen_ai.provider.name": "quire",
         },
     )
@@ -74,14 +74,14 @@ def describe_request(span: Span, request: ValidRequest, *, chat: bool, prompt_to
 
 
 def describe_answer(
-    span: Span, *, finish_reason: str, output_tokens: int, cached_tokens: int, preemptions: int
+    span: Span, *, finish_reasons: Sequence[str], output_tokens: int, cached_tokens: int, preemptions: int
 ) -> None:
     """What came of it."""
     if not span.is_recording():
         return
     span.set_attributes(
         {
-            "gen_ai.response.finish_reasons": (finish_reason,),
+            "gen_ai.response.finish_reasons": tuple(finish_reasons),
             "gen_ai.usage.output_tokens": output_tokens,
             "gen_ai.usage.cache_read.input_tokens": cached_tokens,
             "quire.preemptions": preemptions,

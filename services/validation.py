@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from protos.quire.link.v1 import link_pb2
 from protos.quire.plan.v1 import plan_pb2
 from quire.v1 import generation_pb2 as v1
+from services.chat import check_chat
 from services.scheduling import check_scheduling
 from shared.errors import FieldViolation, InvalidRequestError, UnsupportedFieldError
 from shared.ids import draw_request_id, draw_seed
@@ -19,13 +20,12 @@ MAX_REQUEST_ID = 128
 MAX_MODEL_NAME = 256
 MAX_TEXT = 4 << 20
 MAX_TOKEN_IDS = 1 << 20
-MAX_MESSAGES = 4096
-MAX_ROLE = 64
 MAX_STOP_STRINGS = 16
 MAX_STOP_STRING = 256
 MAX_STOP_TOKEN_IDS = 64
 MAX_TEMPERATURE = 100.0
 MAX_CHOICES = 128
+MAX_LOGPROBS = 20
 
 Violations = Iterator[FieldViolation]
 
@@ -41,7 +41,12 @@ class ValidRequest:
     stop_token_ids: tuple[int, ...]
     """The model's end-of-sequence tokens are in it unless the request ignores them."""
     max_tokens: int | None
+    min_tokens: int
+    include_stop_string: bool
     include_special_tokens: bool
+    num_choices: int
+    echo: bool
+    truncate_prompt_tokens: int | None
 
 
 def validate(request: v1.GenerateRequest, model: link_pb2.ServedModel, *, has_chat_template: bool) -> ValidRequest:
@@ -57,12 +62,13 @@ def validate(request: v1.GenerateRequest, model: link_pb2.ServedModel, *, has_ch
         *_check_input(request, model, has_chat_template),
         *_check_sampling(request.sampling),
         *_check_stop(request.stop, model),
+        *_check_output(request.output),
         *check_scheduling(request.scheduling),
     ]
     if violations:
         raise InvalidRequestError(*violations)
     _refuse_unsupported(request)
-    sampling, stop = request.sampling, request.stop
+    sampling, stop, output = request.sampling, request.stop, request.output
     eos = () if stop.ignore_eos else tuple(model.eos_token_ids)
     return ValidRequest(
         request_id=request.request_id or draw_request_id(),
@@ -77,7 +83,12 @@ def validate(request: v1.GenerateRequest, model: link_pb2.ServedModel, *, has_ch
         stop_strings=tuple(dict.fromkeys(stop.stop_strings)),
         stop_token_ids=tuple(dict.fromkeys((*eos, *stop.stop_token_ids))),
         max_tokens=stop.max_tokens if stop.HasField("max_tokens") else None,
-        include_special_tokens=request.output.include_special_tokens,
+        min_tokens=stop.min_tokens,
+        include_stop_string=stop.include_stop_string,
+        include_special_tokens=output.include_special_tokens,
+        num_choices=sampling.n if sampling.HasField("n") else 1,
+        echo=output.echo,
+        truncate_prompt_tokens=output.truncate_prompt_tokens if output.HasField("truncate_prompt_tokens") else None,
     )
 
 
@@ -124,21 +135,6 @@ def check_text(text: str, field: str, *, may_be_empty: bool = False) -> Violatio
         yield FieldViolation(field, "the prompt is empty; it must hold at least one token")
     elif len(text.encode()) > MAX_TEXT:
         yield FieldViolation(field, f"longer than {MAX_TEXT} bytes")
-
-
-def check_chat(chat: v1.ChatInput, has_chat_template: bool) -> Violations:
-    """A conversation for the chat template."""
-    if not has_chat_template:
-        yield FieldViolation("chat", "the served model has no chat template; send `text` or `token_ids`")
-    if not chat.messages:
-        yield FieldViolation("chat.messages", "empty; at least one message is needed")
-    elif len(chat.messages) > MAX_MESSAGES:
-        yield FieldViolation("chat.messages", f"more than {MAX_MESSAGES} messages")
-    for index, message in enumerate(chat.messages[:MAX_MESSAGES]):
-        if not 0 < len(message.role.encode()) <= MAX_ROLE:
-            yield FieldViolation(f"chat.messages[{index}].role", f"must have 1 to {MAX_ROLE} bytes")
-        if len(message.content.encode()) > MAX_TEXT:
-            yield FieldViolation(f"chat.messages[{index}].content", f"longer than {MAX_TEXT} bytes")
 
 
 def check_token_ids(ids: "list[int]", vocab_size: int, field: str, limit: int = MAX_TOKEN_IDS) -> Violations:
@@ -199,10 +195,19 @@ def _check_stop(stop: v1.StopOptions, model: link_pb2.ServedModel) -> Violations
     yield from check_token_ids(list(stop.stop_token_ids), model.vocab_size, "stop.stop_token_ids", MAX_STOP_TOKEN_IDS)
 
 
+def _check_output(output: v1.OutputOptions) -> Violations:
+    if output.HasField("truncate_prompt_tokens") and not 0 < output.truncate_prompt_tokens <= MAX_TOKEN_IDS:
+        yield FieldViolation("output.truncate_prompt_tokens", f"must lie in [1, {MAX_TOKEN_IDS}]")
+    for name in ("logprobs", "prompt_logprobs"):
+        if getattr(output, name) > MAX_LOGPROBS:
+            yield FieldViolation(f"output.{name}", f"must lie in [0, {MAX_LOGPROBS}]")
+
+
 def _refuse_unsupported(request: v1.GenerateRequest) -> None:
     sampling, stop, output = request.sampling, request.stop, request.output
     is_set = {
         "grammar": request.HasField("grammar"),
+        "resumable": request.resumable,
         "adapter": bool(request.adapter),
         "sampling.typical_p": sampling.HasField("typical_p") and sampling.typical_p != 1,
         "sampling.repetition_penalty": sampling.HasField("repetition_penalty") and sampling.repetition_penalty != 1,
@@ -212,13 +217,9 @@ def _refuse_unsupported(request: v1.GenerateRequest) -> None:
         "sampling.allowed_token_ids": bool(sampling.allowed_token_ids),
         "sampling.banned_token_ids": bool(sampling.banned_token_ids),
         "sampling.bad_words": bool(sampling.bad_words),
-        "sampling.n": sampling.n > 1,
         "stop.min_tokens": stop.min_tokens > 0,
-        "stop.include_stop_string": stop.include_stop_string,
         "output.logprobs": output.HasField("logprobs"),
         "output.prompt_logprobs": output.HasField("prompt_logprobs"),
-        "output.echo": output.echo,
-        "output.truncate_prompt_tokens": output.HasField("truncate_prompt_tokens"),
     }
     for field, present in is_set.items():
         if present:

@@ -52,6 +52,13 @@ class UnsupportedFieldError(QuireError):
         self.field = field
 
 
+class UnsupportedMethodError(QuireError):
+    """A method that this version knows but does not support yet."""
+
+    code = "UNIMPLEMENTED"
+    reason = "UNSUPPORTED_METHOD"
+
+
 class ModelNotFoundError(QuireError):
     """No model of that name is served."""
 

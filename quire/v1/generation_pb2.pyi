@@ -53,6 +53,30 @@ FINISH_REASON_LENGTH: FinishReason.ValueType  # 2
 """max_tokens or the end of the context."""
 Global___FinishReason: _TypeAlias = FinishReason  # noqa: Y015
 
+class _Pooling:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _PoolingEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Pooling.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    POOLING_UNSPECIFIED: _Pooling.ValueType  # 0
+    """The server's choice: LAST."""
+    POOLING_LAST: _Pooling.ValueType  # 1
+    """The last token's."""
+    POOLING_MEAN: _Pooling.ValueType  # 2
+    """The mean over all tokens."""
+
+class Pooling(_Pooling, metaclass=_PoolingEnumTypeWrapper):
+    """How hidden states become one vector."""
+
+POOLING_UNSPECIFIED: Pooling.ValueType  # 0
+"""The server's choice: LAST."""
+POOLING_LAST: Pooling.ValueType  # 1
+"""The last token's."""
+POOLING_MEAN: Pooling.ValueType  # 2
+"""The mean over all tokens."""
+Global___Pooling: _TypeAlias = Pooling  # noqa: Y015
+
 @_typing.final
 class GenerateRequest(_message.Message):
     """One prompt and everything that decides how it is continued."""
@@ -70,6 +94,7 @@ class GenerateRequest(_message.Message):
     SCHEDULING_FIELD_NUMBER: _builtins.int
     GRAMMAR_FIELD_NUMBER: _builtins.int
     ADAPTER_FIELD_NUMBER: _builtins.int
+    RESUMABLE_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Chosen by the client, at most 128 bytes of printable ASCII; unique among the principal's live requests. Empty: the
     server draws one. Echoed in `Finished` and in the initial metadata entry "quire-request-id".
@@ -80,6 +105,10 @@ class GenerateRequest(_message.Message):
     """Plain text, at most 4 MiB of valid UTF-8. The tokenizer adds its usual special tokens."""
     adapter: _builtins.str
     """Name of a LoRA adapter. Not supported yet."""
+    resumable: _builtins.bool
+    """Let the request live on for some time when its connection is lost or its call cancelled, so that `Resume` can go on
+    with it. Needs a `request_id`. `Cancel` ends it at once. Not supported yet.
+    """
     @_builtins.property
     def chat(self) -> Global___ChatInput:
         """A conversation, rendered through the model's chat template."""
@@ -122,10 +151,11 @@ class GenerateRequest(_message.Message):
         scheduling: Global___SchedulingOptions | None = ...,
         grammar: Global___Grammar | None = ...,
         adapter: _builtins.str = ...,
+        resumable: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["chat", b"chat", "grammar", b"grammar", "input", b"input", "output", b"output", "sampling", b"sampling", "scheduling", b"scheduling", "stop", b"stop", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "chat", b"chat", "grammar", b"grammar", "input", b"input", "model", b"model", "output", b"output", "request_id", b"request_id", "sampling", b"sampling", "scheduling", b"scheduling", "stop", b"stop", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "chat", b"chat", "grammar", b"grammar", "input", b"input", "model", b"model", "output", b"output", "request_id", b"request_id", "resumable", b"resumable", "sampling", b"sampling", "scheduling", b"scheduling", "stop", b"stop", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_input: _TypeAlias = _typing.Literal["text", "chat", "token_ids"]  # noqa: Y015
     _WhichOneofArgType_input: _TypeAlias = _typing.Literal["input", b"input"]  # noqa: Y015
@@ -165,8 +195,20 @@ class ChatInput(_message.Message):
 
     MESSAGES_FIELD_NUMBER: _builtins.int
     OMIT_GENERATION_PROMPT_FIELD_NUMBER: _builtins.int
+    TOOLS_JSON_FIELD_NUMBER: _builtins.int
+    TEMPLATE_VARIABLES_JSON_FIELD_NUMBER: _builtins.int
+    CONTINUE_FINAL_MESSAGE_FIELD_NUMBER: _builtins.int
     omit_generation_prompt: _builtins.bool
     """Leave out the marker that starts the assistant's turn. Default: the marker is added."""
+    tools_json: _builtins.str
+    """The tools that the model may call, as a JSON array of what OpenAI calls tools:
+    [{"type": "function", "function": {"name": …, "description": …, "parameters": …}}]; the template's variable `tools`.
+    At most 1 MiB.
+    """
+    template_variables_json: _builtins.str
+    """Further variables of the template, as a JSON object, {"enable_thinking": false} for example. At most 64 KiB."""
+    continue_final_message: _builtins.bool
+    """The last message is a beginning that the model is to continue: it is not closed, and no marker follows it."""
     @_builtins.property
     def messages(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChatMessage]:
         """The messages, oldest first, at least one and at most 4,096."""
@@ -176,10 +218,13 @@ class ChatInput(_message.Message):
         *,
         messages: _abc.Iterable[Global___ChatMessage] | None = ...,
         omit_generation_prompt: _builtins.bool = ...,
+        tools_json: _builtins.str = ...,
+        template_variables_json: _builtins.str = ...,
+        continue_final_message: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["messages", b"messages", "omit_generation_prompt", b"omit_generation_prompt"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["continue_final_message", b"continue_final_message", "messages", b"messages", "omit_generation_prompt", b"omit_generation_prompt", "template_variables_json", b"template_variables_json", "tools_json", b"tools_json"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -193,19 +238,33 @@ class ChatMessage(_message.Message):
 
     ROLE_FIELD_NUMBER: _builtins.int
     CONTENT_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
+    TOOL_CALLS_JSON_FIELD_NUMBER: _builtins.int
+    TOOL_CALL_ID_FIELD_NUMBER: _builtins.int
     role: _builtins.str
     """"system", "user", "assistant" or whatever else the model's template knows; at most 64 bytes."""
     content: _builtins.str
     """The text of the turn, at most 4 MiB."""
+    name: _builtins.str
+    """Name of the speaker, or of the tool whose result this is; at most 256 bytes."""
+    tool_calls_json: _builtins.str
+    """In a turn of the assistant, the calls it made, as a JSON array of what OpenAI calls tool_calls:
+    [{"id": …, "type": "function", "function": {"name": …, "arguments": …}}]. At most 1 MiB.
+    """
+    tool_call_id: _builtins.str
+    """In a tool's turn, the id of the call that it answers; at most 256 bytes."""
     def __init__(
         self,
         *,
         role: _builtins.str = ...,
         content: _builtins.str = ...,
+        name: _builtins.str = ...,
+        tool_calls_json: _builtins.str = ...,
+        tool_call_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["content", b"content", "role", b"role"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["content", b"content", "name", b"name", "role", b"role", "tool_call_id", b"tool_call_id", "tool_calls_json", b"tool_calls_json"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -272,7 +331,7 @@ class SamplingOptions(_message.Message):
     frequency_penalty: _builtins.float
     """In [-2, 2]. Not supported yet."""
     n: _builtins.int
-    """Number of independent continuations of one prompt, in [1, 128]. Only 1 is supported yet."""
+    """Number of independent continuations of one prompt, in [1, 128]. They share the prompt's KV cache. Default 1."""
     @_builtins.property
     def logit_bias(self) -> _containers.ScalarMap[_builtins.int, _builtins.float]:
         """Added to the logits of single tokens, in [-100, 100]. Not supported yet."""
@@ -373,7 +432,7 @@ class StopOptions(_message.Message):
     min_tokens: _builtins.int
     """Fewest tokens before an end is accepted. Not supported yet."""
     include_stop_string: _builtins.bool
-    """Keep the matched stop string in the text. Not supported yet."""
+    """Keep the matched stop string in the text."""
     @_builtins.property
     def stop_strings(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Generation ends where one of these strings appears; they are not part of the text. At most 16 of at most 256 bytes."""
@@ -414,13 +473,17 @@ class OutputOptions(_message.Message):
     TRUNCATE_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     INCLUDE_SPECIAL_TOKENS_FIELD_NUMBER: _builtins.int
     logprobs: _builtins.int
-    """Log-probabilities of the k most likely tokens at each position, at most 20. Not supported yet."""
+    """Log-probabilities of the generated token and of the k most likely ones at its position, k at most 20; 0: of the
+    generated token alone. They are the model's own, before sampling options change them. Not supported yet.
+    """
     prompt_logprobs: _builtins.int
-    """The same for the prompt's positions. Not supported yet."""
+    """The same for the prompt's tokens, all but the first. Such a request computes its whole prompt: it reads no cached
+    prefix. Not supported yet.
+    """
     echo: _builtins.bool
-    """Send the prompt's text first. Not supported yet."""
+    """Send the prompt's tokens and text first, as the event `prompt`."""
     truncate_prompt_tokens: _builtins.int
-    """Keep only the last k tokens of the prompt. Not supported yet."""
+    """Keep only the last k tokens of the prompt, at least 1."""
     include_special_tokens: _builtins.bool
     """Write special tokens into the text. Default: they are left out."""
     def __init__(
@@ -523,7 +586,7 @@ class Grammar(_message.Message):
     regex: _builtins.str
     """A regular expression over the whole output."""
     ebnf: _builtins.str
-    """A grammar in EBNF."""
+    """A grammar in EBNF, in the notation of Lark (a rule `start:`) or of GBNF (a rule `root ::=`)."""
     json_object: _builtins.bool
     """Any JSON object."""
     @_builtins.property
@@ -581,6 +644,8 @@ class GenerateResponse(_message.Message):
 
     DELTA_FIELD_NUMBER: _builtins.int
     FINISHED_FIELD_NUMBER: _builtins.int
+    CHOICE_FINISHED_FIELD_NUMBER: _builtins.int
+    PROMPT_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def delta(self) -> Global___Delta:
         """More output."""
@@ -589,21 +654,129 @@ class GenerateResponse(_message.Message):
     def finished(self) -> Global___Finished:
         """The end; nothing follows."""
 
+    @_builtins.property
+    def choice_finished(self) -> Global___ChoiceFinished:
+        """With n > 1: one choice has ended; others go on."""
+
+    @_builtins.property
+    def prompt(self) -> Global___Prompt:
+        """The prompt, before anything else, if `echo` or `prompt_logprobs` asks for it."""
+
     def __init__(
         self,
         *,
         delta: Global___Delta | None = ...,
         finished: Global___Finished | None = ...,
+        choice_finished: Global___ChoiceFinished | None = ...,
+        prompt: Global___Prompt | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["delta", b"delta", "event", b"event", "finished", b"finished"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["choice_finished", b"choice_finished", "delta", b"delta", "event", b"event", "finished", b"finished", "prompt", b"prompt"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["delta", b"delta", "event", b"event", "finished", b"finished"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["choice_finished", b"choice_finished", "delta", b"delta", "event", b"event", "finished", b"finished", "prompt", b"prompt"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["delta", "finished"]  # noqa: Y015
+    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["delta", "finished", "choice_finished", "prompt"]  # noqa: Y015
     _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
 
 Global___GenerateResponse: _TypeAlias = GenerateResponse  # noqa: Y015
+
+@_typing.final
+class Prompt(_message.Message):
+    """The prompt as the model saw it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    TEXT_FIELD_NUMBER: _builtins.int
+    LOGPROBS_FIELD_NUMBER: _builtins.int
+    text: _builtins.str
+    """Its text. Only with `echo`."""
+    @_builtins.property
+    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Its tokens."""
+
+    @_builtins.property
+    def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenLogprobs]:
+        """Log-probabilities per token; those of the first are empty, since nothing precedes it. Only with `prompt_logprobs`."""
+
+    def __init__(
+        self,
+        *,
+        token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        text: _builtins.str = ...,
+        logprobs: _abc.Iterable[Global___TokenLogprobs] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["logprobs", b"logprobs", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Prompt: _TypeAlias = Prompt  # noqa: Y015
+
+@_typing.final
+class ScoredToken(_message.Message):
+    """One token with its log-probability."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOKEN_ID_FIELD_NUMBER: _builtins.int
+    LOGPROB_FIELD_NUMBER: _builtins.int
+    RANK_FIELD_NUMBER: _builtins.int
+    BYTES_FIELD_NUMBER: _builtins.int
+    token_id: _builtins.int
+    """The token."""
+    logprob: _builtins.float
+    """Natural logarithm of its probability, at most 0."""
+    rank: _builtins.int
+    """Its place among all tokens by probability, from 1."""
+    bytes: _builtins.bytes
+    """The bytes it stands for by itself; not always whole characters."""
+    def __init__(
+        self,
+        *,
+        token_id: _builtins.int = ...,
+        logprob: _builtins.float = ...,
+        rank: _builtins.int = ...,
+        bytes: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes", b"bytes", "logprob", b"logprob", "rank", b"rank", "token_id", b"token_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ScoredToken: _TypeAlias = ScoredToken  # noqa: Y015
+
+@_typing.final
+class TokenLogprobs(_message.Message):
+    """The log-probabilities at one position."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOKEN_FIELD_NUMBER: _builtins.int
+    TOP_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def token(self) -> Global___ScoredToken:
+        """The token that is there."""
+
+    @_builtins.property
+    def top(self) -> _containers.RepeatedCompositeFieldContainer[Global___ScoredToken]:
+        """The most likely tokens, most likely first, as many as were asked for."""
+
+    def __init__(
+        self,
+        *,
+        token: Global___ScoredToken | None = ...,
+        top: _abc.Iterable[Global___ScoredToken] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["token", b"token"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["token", b"token", "top", b"top"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TokenLogprobs: _TypeAlias = TokenLogprobs  # noqa: Y015
 
 @_typing.final
 class Delta(_message.Message):
@@ -615,6 +788,7 @@ class Delta(_message.Message):
     FIRST_INDEX_FIELD_NUMBER: _builtins.int
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     TEXT_FIELD_NUMBER: _builtins.int
+    LOGPROBS_FIELD_NUMBER: _builtins.int
     choice: _builtins.int
     """Which of the n continuations this belongs to."""
     first_index: _builtins.int
@@ -627,6 +801,10 @@ class Delta(_message.Message):
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """New token ids, oldest first. Several when the reader was slower than the model."""
 
+    @_builtins.property
+    def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenLogprobs]:
+        """One for each of `token_ids`, if `output.logprobs` is set."""
+
     def __init__(
         self,
         *,
@@ -634,18 +812,59 @@ class Delta(_message.Message):
         first_index: _builtins.int = ...,
         token_ids: _abc.Iterable[_builtins.int] | None = ...,
         text: _builtins.str = ...,
+        logprobs: _abc.Iterable[Global___TokenLogprobs] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["choice", b"choice", "first_index", b"first_index", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["choice", b"choice", "first_index", b"first_index", "logprobs", b"logprobs", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Delta: _TypeAlias = Delta  # noqa: Y015
 
 @_typing.final
+class ChoiceFinished(_message.Message):
+    """How one of several choices ended."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CHOICE_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    STOP_STRING_FIELD_NUMBER: _builtins.int
+    STOP_TOKEN_ID_FIELD_NUMBER: _builtins.int
+    COMPLETION_TOKENS_FIELD_NUMBER: _builtins.int
+    choice: _builtins.int
+    """Which of the n continuations."""
+    reason: Global___FinishReason.ValueType
+    """Why it ended."""
+    stop_string: _builtins.str
+    """The stop string that matched."""
+    stop_token_id: _builtins.int
+    """The token that ended generation."""
+    completion_tokens: _builtins.int
+    """Tokens generated and kept, counted as in `Usage`."""
+    def __init__(
+        self,
+        *,
+        choice: _builtins.int = ...,
+        reason: Global___FinishReason.ValueType = ...,
+        stop_string: _builtins.str = ...,
+        stop_token_id: _builtins.int = ...,
+        completion_tokens: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["stop", b"stop", "stop_string", b"stop_string", "stop_token_id", b"stop_token_id"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["choice", b"choice", "completion_tokens", b"completion_tokens", "reason", b"reason", "stop", b"stop", "stop_string", b"stop_string", "stop_token_id", b"stop_token_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_stop: _TypeAlias = _typing.Literal["stop_string", "stop_token_id"]  # noqa: Y015
+    _WhichOneofArgType_stop: _TypeAlias = _typing.Literal["stop", b"stop"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_stop) -> _WhichOneofReturnType_stop | None: ...
+
+Global___ChoiceFinished: _TypeAlias = ChoiceFinished  # noqa: Y015
+
+@_typing.final
 class Finished(_message.Message):
-    """The last message of a successful stream."""
+    """The last message of a successful stream. With n > 1, reason and stop are those of choice 0."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -697,7 +916,7 @@ Global___Finished: _TypeAlias = Finished  # noqa: Y015
 
 @_typing.final
 class Usage(_message.Message):
-    """What a request consumed."""
+    """What a request consumed, all choices together."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -706,7 +925,7 @@ class Usage(_message.Message):
     CACHED_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     PREEMPTIONS_FIELD_NUMBER: _builtins.int
     prompt_tokens: _builtins.int
-    """Tokens of the prompt."""
+    """Tokens of the prompt, counted once."""
     completion_tokens: _builtins.int
     """Tokens generated and kept. A stop token counts; tokens cut off by a stop string do not."""
     cached_prompt_tokens: _builtins.int
@@ -764,6 +983,491 @@ class Timings(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Timings: _TypeAlias = Timings  # noqa: Y015
+
+@_typing.final
+class GenerateOnceRequest(_message.Message):
+    """One prompt that is answered in one message."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def request(self) -> Global___GenerateRequest:
+        """The request."""
+
+    def __init__(
+        self,
+        *,
+        request: Global___GenerateRequest | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["request", b"request"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["request", b"request"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GenerateOnceRequest: _TypeAlias = GenerateOnceRequest  # noqa: Y015
+
+@_typing.final
+class GenerateOnceResponse(_message.Message):
+    """A whole answer."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CHOICES_FIELD_NUMBER: _builtins.int
+    PROMPT_FIELD_NUMBER: _builtins.int
+    USAGE_FIELD_NUMBER: _builtins.int
+    TIMINGS_FIELD_NUMBER: _builtins.int
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    """The id the request ran under."""
+    model: _builtins.str
+    """The model that answered."""
+    @_builtins.property
+    def choices(self) -> _containers.RepeatedCompositeFieldContainer[Global___Choice]:
+        """The choices, in order; one unless n says otherwise."""
+
+    @_builtins.property
+    def prompt(self) -> Global___Prompt:
+        """The prompt, if `echo` or `prompt_logprobs` asks for it."""
+
+    @_builtins.property
+    def usage(self) -> Global___Usage:
+        """What was consumed."""
+
+    @_builtins.property
+    def timings(self) -> Global___Timings:
+        """Where the time went, measured by the server."""
+
+    def __init__(
+        self,
+        *,
+        choices: _abc.Iterable[Global___Choice] | None = ...,
+        prompt: Global___Prompt | None = ...,
+        usage: Global___Usage | None = ...,
+        timings: Global___Timings | None = ...,
+        request_id: _builtins.str = ...,
+        model: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["prompt", b"prompt", "timings", b"timings", "usage", b"usage"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["choices", b"choices", "model", b"model", "prompt", b"prompt", "request_id", b"request_id", "timings", b"timings", "usage", b"usage"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GenerateOnceResponse: _TypeAlias = GenerateOnceResponse  # noqa: Y015
+
+@_typing.final
+class Choice(_message.Message):
+    """One whole continuation."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    INDEX_FIELD_NUMBER: _builtins.int
+    TEXT_FIELD_NUMBER: _builtins.int
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    LOGPROBS_FIELD_NUMBER: _builtins.int
+    FINISHED_FIELD_NUMBER: _builtins.int
+    index: _builtins.int
+    """Its index."""
+    text: _builtins.str
+    """Its text."""
+    @_builtins.property
+    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Its tokens."""
+
+    @_builtins.property
+    def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenLogprobs]:
+        """One for each of `token_ids`, if `output.logprobs` is set."""
+
+    @_builtins.property
+    def finished(self) -> Global___ChoiceFinished:
+        """How it ended."""
+
+    def __init__(
+        self,
+        *,
+        index: _builtins.int = ...,
+        text: _builtins.str = ...,
+        token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        logprobs: _abc.Iterable[Global___TokenLogprobs] | None = ...,
+        finished: Global___ChoiceFinished | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["finished", b"finished"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["finished", b"finished", "index", b"index", "logprobs", b"logprobs", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Choice: _TypeAlias = Choice  # noqa: Y015
+
+@_typing.final
+class GenerateBatchRequest(_message.Message):
+    """One more request of a batch."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KEY_FIELD_NUMBER: _builtins.int
+    REQUEST_FIELD_NUMBER: _builtins.int
+    CANCEL_FIELD_NUMBER: _builtins.int
+    key: _builtins.int
+    """Chosen by the client, unique within the call; the answers have the same."""
+    cancel: _builtins.bool
+    """Cancel the request with this key; it ends with the error CANCELLED."""
+    @_builtins.property
+    def request(self) -> Global___GenerateRequest:
+        """Start a request."""
+
+    def __init__(
+        self,
+        *,
+        key: _builtins.int = ...,
+        request: Global___GenerateRequest | None = ...,
+        cancel: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["action", b"action", "cancel", b"cancel", "request", b"request"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["action", b"action", "cancel", b"cancel", "key", b"key", "request", b"request"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_action: _TypeAlias = _typing.Literal["request", "cancel"]  # noqa: Y015
+    _WhichOneofArgType_action: _TypeAlias = _typing.Literal["action", b"action"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_action) -> _WhichOneofReturnType_action | None: ...
+
+Global___GenerateBatchRequest: _TypeAlias = GenerateBatchRequest  # noqa: Y015
+
+@_typing.final
+class GenerateBatchResponse(_message.Message):
+    """A piece of the answer to one request of a batch."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KEY_FIELD_NUMBER: _builtins.int
+    RESPONSE_FIELD_NUMBER: _builtins.int
+    ERROR_FIELD_NUMBER: _builtins.int
+    key: _builtins.int
+    """The request's key."""
+    @_builtins.property
+    def response(self) -> Global___GenerateResponse:
+        """What `Generate` would have sent."""
+
+    @_builtins.property
+    def error(self) -> Global___Error:
+        """Why the request failed; nothing follows under this key."""
+
+    def __init__(
+        self,
+        *,
+        key: _builtins.int = ...,
+        response: Global___GenerateResponse | None = ...,
+        error: Global___Error | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["answer", b"answer", "error", b"error", "response", b"response"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer", b"answer", "error", b"error", "key", b"key", "response", b"response"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_answer: _TypeAlias = _typing.Literal["response", "error"]  # noqa: Y015
+    _WhichOneofArgType_answer: _TypeAlias = _typing.Literal["answer", b"answer"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_answer) -> _WhichOneofReturnType_answer | None: ...
+
+Global___GenerateBatchResponse: _TypeAlias = GenerateBatchResponse  # noqa: Y015
+
+@_typing.final
+class Error(_message.Message):
+    """Why one request of a batch failed: what would otherwise be the status of its call."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CODE_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    MESSAGE_FIELD_NUMBER: _builtins.int
+    VIOLATIONS_FIELD_NUMBER: _builtins.int
+    RETRY_AFTER_FIELD_NUMBER: _builtins.int
+    code: _builtins.str
+    """Name of the gRPC status code, "INVALID_ARGUMENT" for example."""
+    reason: _builtins.str
+    """Stable reason, as in google.rpc.ErrorInfo."""
+    message: _builtins.str
+    """One line that names the remedy."""
+    @_builtins.property
+    def violations(self) -> _containers.RepeatedCompositeFieldContainer[Global___FieldViolation]:
+        """For INVALID_ARGUMENT: the wrong fields."""
+
+    @_builtins.property
+    def retry_after(self) -> _duration_pb2.Duration:
+        """When to try again, if that may help."""
+
+    def __init__(
+        self,
+        *,
+        code: _builtins.str = ...,
+        reason: _builtins.str = ...,
+        message: _builtins.str = ...,
+        violations: _abc.Iterable[Global___FieldViolation] | None = ...,
+        retry_after: _duration_pb2.Duration | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["retry_after", b"retry_after"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["code", b"code", "message", b"message", "reason", b"reason", "retry_after", b"retry_after", "violations", b"violations"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Error: _TypeAlias = Error  # noqa: Y015
+
+@_typing.final
+class FieldViolation(_message.Message):
+    """One wrong field."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FIELD_FIELD_NUMBER: _builtins.int
+    DESCRIPTION_FIELD_NUMBER: _builtins.int
+    field: _builtins.str
+    """Its name as written here."""
+    description: _builtins.str
+    """What is wrong with it."""
+    def __init__(
+        self,
+        *,
+        field: _builtins.str = ...,
+        description: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["description", b"description", "field", b"field"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FieldViolation: _TypeAlias = FieldViolation  # noqa: Y015
+
+@_typing.final
+class ResumeRequest(_message.Message):
+    """A stream to go on with."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    FROM_TOKENS_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    """The id that the request was given."""
+    @_builtins.property
+    def from_tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Index of the first generated token that is wanted, per choice; 0 for choices that are not listed. The text begins
+        with the first character that begins in that token.
+        """
+
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+        from_tokens: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["from_tokens", b"from_tokens", "request_id", b"request_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ResumeRequest: _TypeAlias = ResumeRequest  # noqa: Y015
+
+@_typing.final
+class ResumeResponse(_message.Message):
+    """One message of a resumed stream."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RESPONSE_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def response(self) -> Global___GenerateResponse:
+        """What `Generate` would have sent. A choice that had ended says so again."""
+
+    def __init__(
+        self,
+        *,
+        response: Global___GenerateResponse | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["response", b"response"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["response", b"response"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ResumeResponse: _TypeAlias = ResumeResponse  # noqa: Y015
+
+@_typing.final
+class CancelRequest(_message.Message):
+    """A request to end."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    """The id that the request was given."""
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["request_id", b"request_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CancelRequest: _TypeAlias = CancelRequest  # noqa: Y015
+
+@_typing.final
+class CancelResponse(_message.Message):
+    """The request has ended."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CancelResponse: _TypeAlias = CancelResponse  # noqa: Y015
+
+@_typing.final
+class EmbedRequest(_message.Message):
+    """Prompts to turn into vectors."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: _builtins.int
+    INPUTS_FIELD_NUMBER: _builtins.int
+    POOLING_FIELD_NUMBER: _builtins.int
+    OMIT_NORMALIZATION_FIELD_NUMBER: _builtins.int
+    TRUNCATE_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    SCHEDULING_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    """Name of the model. Empty: the model that is served."""
+    pooling: Global___Pooling.ValueType
+    """How hidden states become one vector. Default: that of the last token."""
+    omit_normalization: _builtins.bool
+    """Leave the vectors as long as they are. Default: they are scaled to length 1."""
+    truncate_prompt_tokens: _builtins.int
+    """Keep only the last k tokens of each prompt."""
+    @_builtins.property
+    def inputs(self) -> _containers.RepeatedCompositeFieldContainer[Global___EmbedInput]:
+        """The prompts, at least one and at most 256."""
+
+    @_builtins.property
+    def scheduling(self) -> Global___SchedulingOptions:
+        """How the request is treated in the queue."""
+
+    def __init__(
+        self,
+        *,
+        model: _builtins.str = ...,
+        inputs: _abc.Iterable[Global___EmbedInput] | None = ...,
+        pooling: Global___Pooling.ValueType = ...,
+        omit_normalization: _builtins.bool = ...,
+        truncate_prompt_tokens: _builtins.int | None = ...,
+        scheduling: Global___SchedulingOptions | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_truncate_prompt_tokens", b"_truncate_prompt_tokens", "scheduling", b"scheduling", "truncate_prompt_tokens", b"truncate_prompt_tokens"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_truncate_prompt_tokens", b"_truncate_prompt_tokens", "inputs", b"inputs", "model", b"model", "omit_normalization", b"omit_normalization", "pooling", b"pooling", "scheduling", b"scheduling", "truncate_prompt_tokens", b"truncate_prompt_tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__truncate_prompt_tokens: _TypeAlias = _typing.Literal["truncate_prompt_tokens"]  # noqa: Y015
+    _WhichOneofArgType__truncate_prompt_tokens: _TypeAlias = _typing.Literal["_truncate_prompt_tokens", b"_truncate_prompt_tokens"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__truncate_prompt_tokens) -> _WhichOneofReturnType__truncate_prompt_tokens | None: ...
+
+Global___EmbedRequest: _TypeAlias = EmbedRequest  # noqa: Y015
+
+@_typing.final
+class EmbedInput(_message.Message):
+    """One prompt to turn into a vector."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TEXT_FIELD_NUMBER: _builtins.int
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    text: _builtins.str
+    """Plain text, at most 4 MiB of valid UTF-8."""
+    @_builtins.property
+    def token_ids(self) -> Global___TokenIds:
+        """Token ids, used as they are."""
+
+    def __init__(
+        self,
+        *,
+        text: _builtins.str = ...,
+        token_ids: Global___TokenIds | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["input", b"input", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["input", b"input", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_input: _TypeAlias = _typing.Literal["text", "token_ids"]  # noqa: Y015
+    _WhichOneofArgType_input: _TypeAlias = _typing.Literal["input", b"input"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_input) -> _WhichOneofReturnType_input | None: ...
+
+Global___EmbedInput: _TypeAlias = EmbedInput  # noqa: Y015
+
+@_typing.final
+class EmbedResponse(_message.Message):
+    """The vectors."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EMBEDDINGS_FIELD_NUMBER: _builtins.int
+    USAGE_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    """The model that answered."""
+    @_builtins.property
+    def embeddings(self) -> _containers.RepeatedCompositeFieldContainer[Global___Embedding]:
+        """One for each input, in order."""
+
+    @_builtins.property
+    def usage(self) -> Global___Usage:
+        """What was consumed."""
+
+    def __init__(
+        self,
+        *,
+        embeddings: _abc.Iterable[Global___Embedding] | None = ...,
+        usage: Global___Usage | None = ...,
+        model: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["usage", b"usage"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["embeddings", b"embeddings", "model", b"model", "usage", b"usage"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EmbedResponse: _TypeAlias = EmbedResponse  # noqa: Y015
+
+@_typing.final
+class Embedding(_message.Message):
+    """One vector."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    VALUES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def values(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """Its elements."""
+
+    def __init__(
+        self,
+        *,
+        values: _abc.Iterable[_builtins.float] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["values", b"values"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Embedding: _TypeAlias = Embedding  # noqa: Y015
 
 @_typing.final
 class TokenizeRequest(_message.Message):

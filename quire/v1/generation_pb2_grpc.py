@@ -40,6 +40,31 @@ class GenerationServiceStub(object):
                 request_serializer=quire_dot_v1_dot_generation__pb2.GenerateRequest.SerializeToString,
                 response_deserializer=quire_dot_v1_dot_generation__pb2.GenerateResponse.FromString,
                 _registered_method=True)
+        self.GenerateOnce = channel.unary_unary(
+                '/quire.v1.GenerationService/GenerateOnce',
+                request_serializer=quire_dot_v1_dot_generation__pb2.GenerateOnceRequest.SerializeToString,
+                response_deserializer=quire_dot_v1_dot_generation__pb2.GenerateOnceResponse.FromString,
+                _registered_method=True)
+        self.GenerateBatch = channel.stream_stream(
+                '/quire.v1.GenerationService/GenerateBatch',
+                request_serializer=quire_dot_v1_dot_generation__pb2.GenerateBatchRequest.SerializeToString,
+                response_deserializer=quire_dot_v1_dot_generation__pb2.GenerateBatchResponse.FromString,
+                _registered_method=True)
+        self.Resume = channel.unary_stream(
+                '/quire.v1.GenerationService/Resume',
+                request_serializer=quire_dot_v1_dot_generation__pb2.ResumeRequest.SerializeToString,
+                response_deserializer=quire_dot_v1_dot_generation__pb2.ResumeResponse.FromString,
+                _registered_method=True)
+        self.Cancel = channel.unary_unary(
+                '/quire.v1.GenerationService/Cancel',
+                request_serializer=quire_dot_v1_dot_generation__pb2.CancelRequest.SerializeToString,
+                response_deserializer=quire_dot_v1_dot_generation__pb2.CancelResponse.FromString,
+                _registered_method=True)
+        self.Embed = channel.unary_unary(
+                '/quire.v1.GenerationService/Embed',
+                request_serializer=quire_dot_v1_dot_generation__pb2.EmbedRequest.SerializeToString,
+                response_deserializer=quire_dot_v1_dot_generation__pb2.EmbedResponse.FromString,
+                _registered_method=True)
         self.Tokenize = channel.unary_unary(
                 '/quire.v1.GenerationService/Tokenize',
                 request_serializer=quire_dot_v1_dot_generation__pb2.TokenizeRequest.SerializeToString,
@@ -59,6 +84,45 @@ class GenerationServiceServicer(object):
     def Generate(self, request, context):
         """Generates from one prompt. The stream carries deltas as tokens are sampled, then one `Finished`. Cancelling the call
         or letting its deadline pass stops the work at the next step and frees its memory.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GenerateOnce(self, request, context):
+        """The same in one answer, once everything is there.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GenerateBatch(self, request_iterator, context):
+        """Many requests on one stream, their answers interleaved. Each is answered as by `Generate`, under the key that the
+        client gave it; one that fails says so with `error` and harms no other. The call ends when the client has closed its
+        side and everything is answered; cancelling it cancels what is left.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Resume(self, request, context):
+        """Goes on with the stream of a request whose connection was lost, on any front end, from any token on: what the
+        stream would have carried had it not been interrupted. A request is kept for some time after its client is gone
+        (see `resumable` and the server's settings); afterwards, and for an id that never was, NOT_FOUND.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Cancel(self, request, context):
+        """Ends a request by its id, on whichever front end it runs.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Embed(self, request, context):
+        """Turns prompts into vectors: the model's last hidden states, pooled.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -85,6 +149,31 @@ def add_GenerationServiceServicer_to_server(servicer, server):
                     servicer.Generate,
                     request_deserializer=quire_dot_v1_dot_generation__pb2.GenerateRequest.FromString,
                     response_serializer=quire_dot_v1_dot_generation__pb2.GenerateResponse.SerializeToString,
+            ),
+            'GenerateOnce': grpc.unary_unary_rpc_method_handler(
+                    servicer.GenerateOnce,
+                    request_deserializer=quire_dot_v1_dot_generation__pb2.GenerateOnceRequest.FromString,
+                    response_serializer=quire_dot_v1_dot_generation__pb2.GenerateOnceResponse.SerializeToString,
+            ),
+            'GenerateBatch': grpc.stream_stream_rpc_method_handler(
+                    servicer.GenerateBatch,
+                    request_deserializer=quire_dot_v1_dot_generation__pb2.GenerateBatchRequest.FromString,
+                    response_serializer=quire_dot_v1_dot_generation__pb2.GenerateBatchResponse.SerializeToString,
+            ),
+            'Resume': grpc.unary_stream_rpc_method_handler(
+                    servicer.Resume,
+                    request_deserializer=quire_dot_v1_dot_generation__pb2.ResumeRequest.FromString,
+                    response_serializer=quire_dot_v1_dot_generation__pb2.ResumeResponse.SerializeToString,
+            ),
+            'Cancel': grpc.unary_unary_rpc_method_handler(
+                    servicer.Cancel,
+                    request_deserializer=quire_dot_v1_dot_generation__pb2.CancelRequest.FromString,
+                    response_serializer=quire_dot_v1_dot_generation__pb2.CancelResponse.SerializeToString,
+            ),
+            'Embed': grpc.unary_unary_rpc_method_handler(
+                    servicer.Embed,
+                    request_deserializer=quire_dot_v1_dot_generation__pb2.EmbedRequest.FromString,
+                    response_serializer=quire_dot_v1_dot_generation__pb2.EmbedResponse.SerializeToString,
             ),
             'Tokenize': grpc.unary_unary_rpc_method_handler(
                     servicer.Tokenize,
@@ -125,6 +214,141 @@ class GenerationService(object):
             '/quire.v1.GenerationService/Generate',
             quire_dot_v1_dot_generation__pb2.GenerateRequest.SerializeToString,
             quire_dot_v1_dot_generation__pb2.GenerateResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GenerateOnce(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/quire.v1.GenerationService/GenerateOnce',
+            quire_dot_v1_dot_generation__pb2.GenerateOnceRequest.SerializeToString,
+            quire_dot_v1_dot_generation__pb2.GenerateOnceResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GenerateBatch(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/quire.v1.GenerationService/GenerateBatch',
+            quire_dot_v1_dot_generation__pb2.GenerateBatchRequest.SerializeToString,
+            quire_dot_v1_dot_generation__pb2.GenerateBatchResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Resume(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/quire.v1.GenerationService/Resume',
+            quire_dot_v1_dot_generation__pb2.ResumeRequest.SerializeToString,
+            quire_dot_v1_dot_generation__pb2.ResumeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Cancel(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/quire.v1.GenerationService/Cancel',
+            quire_dot_v1_dot_generation__pb2.CancelRequest.SerializeToString,
+            quire_dot_v1_dot_generation__pb2.CancelResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Embed(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/quire.v1.GenerationService/Embed',
+            quire_dot_v1_dot_generation__pb2.EmbedRequest.SerializeToString,
+            quire_dot_v1_dot_generation__pb2.EmbedResponse.FromString,
             options,
             channel_credentials,
             insecure,

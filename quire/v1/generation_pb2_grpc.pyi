@@ -46,6 +46,22 @@ class GenerationServiceStub:
     """Generates from one prompt. The stream carries deltas as tokens are sampled, then one `Finished`. Cancelling the call
     or letting its deadline pass stops the work at the next step and frees its memory.
     """
+    GenerateOnce: _grpc.UnaryUnaryMultiCallable[_generation_pb2.GenerateOnceRequest, _generation_pb2.GenerateOnceResponse]
+    """The same in one answer, once everything is there."""
+    GenerateBatch: _grpc.StreamStreamMultiCallable[_generation_pb2.GenerateBatchRequest, _generation_pb2.GenerateBatchResponse]
+    """Many requests on one stream, their answers interleaved. Each is answered as by `Generate`, under the key that the
+    client gave it; one that fails says so with `error` and harms no other. The call ends when the client has closed its
+    side and everything is answered; cancelling it cancels what is left.
+    """
+    Resume: _grpc.UnaryStreamMultiCallable[_generation_pb2.ResumeRequest, _generation_pb2.ResumeResponse]
+    """Goes on with the stream of a request whose connection was lost, on any front end, from any token on: what the
+    stream would have carried had it not been interrupted. A request is kept for some time after its client is gone
+    (see `resumable` and the server's settings); afterwards, and for an id that never was, NOT_FOUND.
+    """
+    Cancel: _grpc.UnaryUnaryMultiCallable[_generation_pb2.CancelRequest, _generation_pb2.CancelResponse]
+    """Ends a request by its id, on whichever front end it runs."""
+    Embed: _grpc.UnaryUnaryMultiCallable[_generation_pb2.EmbedRequest, _generation_pb2.EmbedResponse]
+    """Turns prompts into vectors: the model's last hidden states, pooled."""
     Tokenize: _grpc.UnaryUnaryMultiCallable[_generation_pb2.TokenizeRequest, _generation_pb2.TokenizeResponse]
     """Turns text or a chat into the token ids that `Generate` would run on."""
     Detokenize: _grpc.UnaryUnaryMultiCallable[_generation_pb2.DetokenizeRequest, _generation_pb2.DetokenizeResponse]
@@ -60,6 +76,22 @@ class GenerationServiceAsyncStub(GenerationServiceStub):
     """Generates from one prompt. The stream carries deltas as tokens are sampled, then one `Finished`. Cancelling the call
     or letting its deadline pass stops the work at the next step and frees its memory.
     """
+    GenerateOnce: _aio.UnaryUnaryMultiCallable[_generation_pb2.GenerateOnceRequest, _generation_pb2.GenerateOnceResponse]  # type: ignore[assignment]
+    """The same in one answer, once everything is there."""
+    GenerateBatch: _aio.StreamStreamMultiCallable[_generation_pb2.GenerateBatchRequest, _generation_pb2.GenerateBatchResponse]  # type: ignore[assignment]
+    """Many requests on one stream, their answers interleaved. Each is answered as by `Generate`, under the key that the
+    client gave it; one that fails says so with `error` and harms no other. The call ends when the client has closed its
+    side and everything is answered; cancelling it cancels what is left.
+    """
+    Resume: _aio.UnaryStreamMultiCallable[_generation_pb2.ResumeRequest, _generation_pb2.ResumeResponse]  # type: ignore[assignment]
+    """Goes on with the stream of a request whose connection was lost, on any front end, from any token on: what the
+    stream would have carried had it not been interrupted. A request is kept for some time after its client is gone
+    (see `resumable` and the server's settings); afterwards, and for an id that never was, NOT_FOUND.
+    """
+    Cancel: _aio.UnaryUnaryMultiCallable[_generation_pb2.CancelRequest, _generation_pb2.CancelResponse]  # type: ignore[assignment]
+    """Ends a request by its id, on whichever front end it runs."""
+    Embed: _aio.UnaryUnaryMultiCallable[_generation_pb2.EmbedRequest, _generation_pb2.EmbedResponse]  # type: ignore[assignment]
+    """Turns prompts into vectors: the model's last hidden states, pooled."""
     Tokenize: _aio.UnaryUnaryMultiCallable[_generation_pb2.TokenizeRequest, _generation_pb2.TokenizeResponse]  # type: ignore[assignment]
     """Turns text or a chat into the token ids that `Generate` would run on."""
     Detokenize: _aio.UnaryUnaryMultiCallable[_generation_pb2.DetokenizeRequest, _generation_pb2.DetokenizeResponse]  # type: ignore[assignment]
@@ -77,6 +109,52 @@ class GenerationServiceServicer(metaclass=_abc_1.ABCMeta):
         """Generates from one prompt. The stream carries deltas as tokens are sampled, then one `Finished`. Cancelling the call
         or letting its deadline pass stops the work at the next step and frees its memory.
         """
+
+    @_abc_1.abstractmethod
+    def GenerateOnce(
+        self,
+        request: _generation_pb2.GenerateOnceRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_generation_pb2.GenerateOnceResponse, _abc.Awaitable[_generation_pb2.GenerateOnceResponse]]:
+        """The same in one answer, once everything is there."""
+
+    @_abc_1.abstractmethod
+    def GenerateBatch(
+        self,
+        request_iterator: _MaybeAsyncIterator[_generation_pb2.GenerateBatchRequest],
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_generation_pb2.GenerateBatchResponse], _abc.AsyncIterator[_generation_pb2.GenerateBatchResponse]]:
+        """Many requests on one stream, their answers interleaved. Each is answered as by `Generate`, under the key that the
+        client gave it; one that fails says so with `error` and harms no other. The call ends when the client has closed its
+        side and everything is answered; cancelling it cancels what is left.
+        """
+
+    @_abc_1.abstractmethod
+    def Resume(
+        self,
+        request: _generation_pb2.ResumeRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_generation_pb2.ResumeResponse], _abc.AsyncIterator[_generation_pb2.ResumeResponse]]:
+        """Goes on with the stream of a request whose connection was lost, on any front end, from any token on: what the
+        stream would have carried had it not been interrupted. A request is kept for some time after its client is gone
+        (see `resumable` and the server's settings); afterwards, and for an id that never was, NOT_FOUND.
+        """
+
+    @_abc_1.abstractmethod
+    def Cancel(
+        self,
+        request: _generation_pb2.CancelRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_generation_pb2.CancelResponse, _abc.Awaitable[_generation_pb2.CancelResponse]]:
+        """Ends a request by its id, on whichever front end it runs."""
+
+    @_abc_1.abstractmethod
+    def Embed(
+        self,
+        request: _generation_pb2.EmbedRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_generation_pb2.EmbedResponse, _abc.Awaitable[_generation_pb2.EmbedResponse]]:
+        """Turns prompts into vectors: the model's last hidden states, pooled."""
 
     @_abc_1.abstractmethod
     def Tokenize(

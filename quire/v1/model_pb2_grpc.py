@@ -35,6 +35,11 @@ class ModelServiceStub(object):
         Args:
             channel: A grpc.Channel.
         """
+        self.ListModels = channel.unary_unary(
+                '/quire.v1.ModelService/ListModels',
+                request_serializer=quire_dot_v1_dot_model__pb2.ListModelsRequest.SerializeToString,
+                response_deserializer=quire_dot_v1_dot_model__pb2.ListModelsResponse.FromString,
+                _registered_method=True)
         self.GetModel = channel.unary_unary(
                 '/quire.v1.ModelService/GetModel',
                 request_serializer=quire_dot_v1_dot_model__pb2.GetModelRequest.SerializeToString,
@@ -46,6 +51,13 @@ class ModelServiceServicer(object):
     """Describes the served model.
     """
 
+    def ListModels(self, request, context):
+        """Lists the served models; none until the first worker has joined.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetModel(self, request, context):
         """Describes one model. NOT_FOUND for a name that is not served; UNAVAILABLE until the first worker has joined.
         """
@@ -56,6 +68,11 @@ class ModelServiceServicer(object):
 
 def add_ModelServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
+            'ListModels': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListModels,
+                    request_deserializer=quire_dot_v1_dot_model__pb2.ListModelsRequest.FromString,
+                    response_serializer=quire_dot_v1_dot_model__pb2.ListModelsResponse.SerializeToString,
+            ),
             'GetModel': grpc.unary_unary_rpc_method_handler(
                     servicer.GetModel,
                     request_deserializer=quire_dot_v1_dot_model__pb2.GetModelRequest.FromString,
@@ -72,6 +89,33 @@ def add_ModelServiceServicer_to_server(servicer, server):
 class ModelService(object):
     """Describes the served model.
     """
+
+    @staticmethod
+    def ListModels(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/quire.v1.ModelService/ListModels',
+            quire_dot_v1_dot_model__pb2.ListModelsRequest.SerializeToString,
+            quire_dot_v1_dot_model__pb2.ListModelsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
 
     @staticmethod
     def GetModel(request,

@@ -33,6 +33,8 @@ class ModelServiceStub:
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> ModelServiceAsyncStub: ...
+    ListModels: _grpc.UnaryUnaryMultiCallable[_model_pb2.ListModelsRequest, _model_pb2.ListModelsResponse]
+    """Lists the served models; none until the first worker has joined."""
     GetModel: _grpc.UnaryUnaryMultiCallable[_model_pb2.GetModelRequest, _model_pb2.GetModelResponse]
     """Describes one model. NOT_FOUND for a name that is not served; UNAVAILABLE until the first worker has joined."""
 
@@ -41,11 +43,21 @@ class ModelServiceAsyncStub(ModelServiceStub):
     """Describes the served model."""
 
     def __init__(self, channel: _aio.Channel) -> None: ...
+    ListModels: _aio.UnaryUnaryMultiCallable[_model_pb2.ListModelsRequest, _model_pb2.ListModelsResponse]  # type: ignore[assignment]
+    """Lists the served models; none until the first worker has joined."""
     GetModel: _aio.UnaryUnaryMultiCallable[_model_pb2.GetModelRequest, _model_pb2.GetModelResponse]  # type: ignore[assignment]
     """Describes one model. NOT_FOUND for a name that is not served; UNAVAILABLE until the first worker has joined."""
 
 class ModelServiceServicer(metaclass=_abc_1.ABCMeta):
     """Describes the served model."""
+
+    @_abc_1.abstractmethod
+    def ListModels(
+        self,
+        request: _model_pb2.ListModelsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_model_pb2.ListModelsResponse, _abc.Awaitable[_model_pb2.ListModelsResponse]]:
+        """Lists the served models; none until the first worker has joined."""
 
     @_abc_1.abstractmethod
     def GetModel(

@@ -86,12 +86,12 @@ def test_what_is_not_supported_is_unimplemented(tmp_path: Path) -> None:
     async def main() -> None:
         async with running_stack(tmp_path) as stack:
             request = tokens_request(1)
-            request.sampling.n = 2
+            request.adapter = "lora"
             refusal = await refused(stack.generate(request))
 
             assert refusal.code == grpc.StatusCode.UNIMPLEMENTED
             assert refusal.info.reason == "UNSUPPORTED_FIELD"
-            assert refusal.info.metadata["field"] == "sampling.n"
+            assert refusal.info.metadata["field"] == "adapter"
 
     asyncio.run(main())
 

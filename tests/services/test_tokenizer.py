@@ -6,13 +6,15 @@ from pathlib import Path
 
 import pytest
 
+from quire.v1 import generation_pb2 as v1
+from services.chat import template_input
 from services.chat_template import ChatTemplate, ChatTemplateError
 from services.tokenizer import INLINE_CHARACTERS, load_tokenizer
 from shared.config import ConfigError
 from shared.errors import OverloadedError
 from tests.services.tokenizers_for_tests import BOS, byte_level, write_model
 
-MESSAGES = [{"role": "user", "content": "hi"}]
+CHAT = v1.ChatInput(messages=[v1.ChatMessage(role="user", content="hi")], omit_generation_prompt=True)
 
 
 def test_short_and_long_texts_encode_alike(tmp_path: Path) -> None:
@@ -62,9 +64,9 @@ def test_a_prompt_is_never_cut_or_padded(tmp_path: Path) -> None:
 def test_a_conversation_goes_through_the_template(tmp_path: Path, length: int) -> None:
     """The template writes the special tokens; the tokenizer adds none of its own."""
     tokenizer = load_tokenizer(write_model(tmp_path, byte_level()))
-    messages = [{"role": "user", "content": "x" * length}]
+    conversation = template_input(v1.ChatInput(messages=[v1.ChatMessage(role="user", content="x" * length)]))
 
-    ids = asyncio.run(tokenizer.encode_chat(messages, add_generation_prompt=True))
+    ids = asyncio.run(tokenizer.encode_chat(conversation))
 
     assert ids.count(BOS) == 1
     assert byte_level().decode(ids, skip_special_tokens=True) == f"user: {'x' * length}\nassistant:"
@@ -75,7 +77,7 @@ def test_a_template_file_wins_over_the_configuration(tmp_path: Path) -> None:
     folder = write_model(tmp_path, byte_level())
     (folder / "chat_template.jinja").write_text("{{ messages[0].content }}!")
 
-    ids = asyncio.run(load_tokenizer(folder).encode_chat(MESSAGES, add_generation_prompt=False))
+    ids = asyncio.run(load_tokenizer(folder).encode_chat(template_input(CHAT)))
 
     assert byte_level().decode(ids) == "hi!"
 
@@ -96,9 +98,40 @@ def test_templates_find_what_they_are_written_for() -> None:
     )
     template = ChatTemplate(source, {"bos_token": "<s>"})
 
-    text = template.render([{"role": "user", "content": "<é>"}] * 2, add_generation_prompt=False)
+    text = template.render(template_input(v1.ChatInput(messages=[v1.ChatMessage(role="user", content="<é>")] * 2)))
 
     assert text == '<s>\n{"role": "user", "content": "<é>"}4'
+
+
+def test_tools_and_variables_reach_the_template() -> None:
+    """Tools, tool calls with their arguments as objects, and further variables are there under their usual names."""
+    source = (
+        "{{ tools[0].function.name }} {{ mood }} "
+        "{% for m in messages %}{{ m.tool_calls[0].function.arguments.city if m.tool_calls else m.tool_call_id }} "
+        "{% endfor %}"
+    )
+    call = '[{"id": "c", "type": "function", "function": {"name": "weather", "arguments": "{\\"city\\": \\"Ulm\\"}"}}]'
+    chat = v1.ChatInput(
+        messages=[
+            v1.ChatMessage(role="assistant", tool_calls_json=call),
+            v1.ChatMessage(role="tool", content="rain", tool_call_id="c"),
+        ],
+        tools_json='[{"type": "function", "function": {"name": "weather"}}]',
+        template_variables_json='{"mood": "calm"}',
+    )
+
+    assert ChatTemplate(source, {}).render(template_input(chat)) == "weather calm Ulm c "
+
+
+def test_a_final_message_can_be_continued() -> None:
+    """Nothing that the template writes after it is in the prompt."""
+    source = "{% for m in messages %}<{{ m.role }}>{{ m.content }}</s>{% endfor %}<user>"
+    chat = v1.ChatInput(
+        messages=[v1.ChatMessage(role="user", content="Hi"), v1.ChatMessage(role="assistant", content="Hello, ")],
+        continue_final_message=True,
+    )
+
+    assert ChatTemplate(source, {}).render(template_input(chat)) == "<user>Hi</s><assistant>Hello,"
 
 
 @pytest.mark.parametrize(
@@ -115,7 +148,7 @@ def test_a_template_that_fails_is_an_error_of_the_request(source: str, message: 
     template = ChatTemplate(source, {})
 
     with pytest.raises(ChatTemplateError, match=message):
-        template.render(MESSAGES, add_generation_prompt=True)
+        template.render(template_input(CHAT))
 
 
 @pytest.mark.parametrize(

@@ -35,6 +35,24 @@ def chat(*messages: tuple[str, str]) -> v1.GenerateRequest:
     return v1.GenerateRequest(chat=v1.ChatInput(messages=turns))
 
 
+TURN = v1.ChatMessage(role="user")
+
+
+def tools(text: str) -> v1.GenerateRequest:
+    """A conversation with tools."""
+    return v1.GenerateRequest(chat=v1.ChatInput(messages=[TURN], tools_json=text))
+
+
+def variables(text: str) -> v1.GenerateRequest:
+    """A conversation with template variables."""
+    return v1.GenerateRequest(chat=v1.ChatInput(messages=[TURN], template_variables_json=text))
+
+
+def message(**fields: str) -> v1.GenerateRequest:
+    """A conversation of one message with further fields."""
+    return v1.GenerateRequest(chat=v1.ChatInput(messages=[v1.ChatMessage(role="user", **fields)]))
+
+
 INVALID: list[tuple[str, v1.GenerateRequest]] = [
     ("input", v1.GenerateRequest()),
     ("text", v1.GenerateRequest(text="")),
@@ -68,6 +86,23 @@ INVALID: list[tuple[str, v1.GenerateRequest]] = [
     ("stop.stop_strings[0]", stop(stop_strings=["é" * 129])),
     ("stop.stop_token_ids", stop(stop_token_ids=[VOCAB])),
     ("stop.stop_token_ids", stop(stop_token_ids=[1] * 65)),
+    ("output.logprobs", request(output=v1.OutputOptions(logprobs=21))),
+    ("output.prompt_logprobs", request(output=v1.OutputOptions(prompt_logprobs=21))),
+    ("output.truncate_prompt_tokens", request(output=v1.OutputOptions(truncate_prompt_tokens=0))),
+    ("chat.tools_json", tools("{}")),
+    ("chat.tools_json", tools("[1]")),
+    ("chat.tools_json", tools("[")),
+    ("chat.tools_json", tools("[" * 65 + "]" * 65)),
+    ("chat.tools_json", tools("[" + " " * (1 << 20) + "]")),
+    ("chat.template_variables_json", variables("[]")),
+    ("chat.template_variables_json", variables('{"messages": []}')),
+    ("chat.messages[0].tool_calls_json", message(tool_calls_json="x")),
+    ("chat.messages[0].tool_call_id", message(tool_call_id="x" * 257)),
+    ("chat.messages[0].name", message(name="x" * 257)),
+    (
+        "chat.continue_final_message",
+        v1.GenerateRequest(chat=v1.ChatInput(messages=[TURN], continue_final_message=True)),
+    ),
     ("scheduling.priority", request(scheduling=v1.SchedulingOptions(priority=-101))),
     ("scheduling.tenant", request(scheduling=v1.SchedulingOptions(tenant="t" * 129))),
     ("scheduling.expected_output_tokens", request(scheduling=v1.SchedulingOptions(expected_output_tokens=0))),
@@ -92,6 +127,7 @@ UNSUPPORTED: list[tuple[str, v1.GenerateRequest]] = [
     ("grammar", request(grammar=v1.Grammar(regex="a+"))),
     ("grammar", request(grammar=v1.Grammar())),
     ("adapter", request(adapter="lora")),
+    ("resumable", request(resumable=True)),
     ("sampling.typical_p", sampling(typical_p=0.5)),
     ("sampling.repetition_penalty", sampling(repetition_penalty=1.1)),
     ("sampling.presence_penalty", sampling(presence_penalty=0.5)),
@@ -100,13 +136,9 @@ UNSUPPORTED: list[tuple[str, v1.GenerateRequest]] = [
     ("sampling.allowed_token_ids", sampling(allowed_token_ids=[1])),
     ("sampling.banned_token_ids", sampling(banned_token_ids=[1])),
     ("sampling.bad_words", sampling(bad_words=["x"])),
-    ("sampling.n", sampling(n=2)),
     ("stop.min_tokens", stop(min_tokens=1)),
-    ("stop.include_stop_string", stop(include_stop_string=True)),
     ("output.logprobs", request(output=v1.OutputOptions(logprobs=0))),
     ("output.prompt_logprobs", request(output=v1.OutputOptions(prompt_logprobs=1))),
-    ("output.echo", request(output=v1.OutputOptions(echo=True))),
-    ("output.truncate_prompt_tokens", request(output=v1.OutputOptions(truncate_prompt_tokens=1))),
 ]
 
 
@@ -145,7 +177,9 @@ def test_every_field_of_the_request_is_read_or_refused() -> None:
     """No option of the proto is unknown to the validation: each appears in a table here or in the valid request."""
     sub_messages = {"sampling", "stop", "output", "scheduling"}
     known = {field.partition("[")[0] for field, _ in INVALID + UNSUPPORTED}
-    valid = {"sampling.seed", "stop.ignore_eos", "output.include_special_tokens"}
+    valid = {
+        "sampling.seed", "stop.ignore_eos", "stop.include_stop_string", "output.include_special_tokens", "output.echo",
+    }  # fmt: skip
 
     missing = [
         f"{parent.name}.{child.name}"

@@ -1,0 +1,137 @@
+"""Conversations: the public message checked, and turned into what chat templates read.
+
+Tools, tool calls and further template variables travel as JSON text, since templates read them as whatever objects the
+model's makers chose; here they are parsed once, at the door, and bounded in size and depth.
+"""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from quire.v1 import generation_pb2 as v1
+from shared.errors import FieldViolation
+
+MAX_MESSAGES = 4096
+MAX_ROLE = 64
+MAX_NAME = 256
+MAX_CONTENT = 4 << 20
+MAX_TOOLS = 1 << 20
+MAX_VARIABLES = 64 << 10
+
+_MAX_DEPTH = 64
+_RESERVED = frozenset({"messages", "tools", "add_generation_prompt"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TemplateInput:
+    """What a chat template is rendered with."""
+
+    messages: list[dict[str, Any]]
+    tools: list[Any] | None = None
+    variables: dict[str, Any]
+    add_generation_prompt: bool
+    continue_final_message: bool
+
+    @property
+    def size(self) -> int:
+        """About how many characters there are to render."""
+        return sum(len(str(value)) for message in self.messages for value in message.values()) + (
+            len(str(self.tools)) if self.tools else 0
+        )
+
+
+def template_input(chat: v1.ChatInput) -> TemplateInput:
+    """The template's input of a valid conversation."""
+    return TemplateInput(
+        messages=[_message(message) for message in chat.messages],
+        tools=json.loads(chat.tools_json) if chat.tools_json else None,
+        variables=json.loads(chat.template_variables_json) if chat.template_variables_json else {},
+        add_generation_prompt=not (chat.omit_generation_prompt or chat.continue_final_message),
+        continue_final_message=chat.continue_final_message,
+    )
+
+
+def check_chat(chat: v1.ChatInput, has_chat_template: bool) -> Iterator[FieldViolation]:
+    """What is wrong with a conversation, field by field."""
+    if not has_chat_template:
+        yield FieldViolation("chat", "the served model has no chat template; send `text` or `token_ids`")
+    if not chat.messages:
+        yield FieldViolation("chat.messages", "empty; at least one message is needed")
+    elif len(chat.messages) > MAX_MESSAGES:
+        yield FieldViolation("chat.messages", f"more than {MAX_MESSAGES} messages")
+    for index, message in enumerate(chat.messages[:MAX_MESSAGES]):
+        yield from _check_message(message, f"chat.messages[{index}]")
+    yield from _check_json(chat.tools_json, "chat.tools_json", list, MAX_TOOLS)
+    yield from _check_json(chat.template_variables_json, "chat.template_variables_json", dict, MAX_VARIABLES)
+    if chat.continue_final_message and chat.messages and not chat.messages[-1].content.strip():
+        yield FieldViolation("chat.continue_final_message", "the last message has no content to continue")
+
+
+def _check_message(message: v1.ChatMessage, field: str) -> Iterator[FieldViolation]:
+    if not 0 < len(message.role.encode()) <= MAX_ROLE:
+        yield FieldViolation(f"{field}.role", f"must have 1 to {MAX_ROLE} bytes")
+    if len(message.content.encode()) > MAX_CONTENT:
+        yield FieldViolation(f"{field}.content", f"longer than {MAX_CONTENT} bytes")
+    for name in ("name", "tool_call_id"):
+        if len(getattr(message, name).encode()) > MAX_NAME:
+            yield FieldViolation(f"{field}.{name}", f"longer than {MAX_NAME} bytes")
+    yield from _check_json(message.tool_calls_json, f"{field}.tool_calls_json", list, MAX_TOOLS)
+
+
+def _check_json(text: str, field: str, kind: type, limit: int) -> Iterator[FieldViolation]:
+    if not text:
+        return
+    what = "array" if kind is list else "object"
+    if len(text.encode()) > limit:
+        yield FieldViolation(field, f"longer than {limit} bytes")
+        return
+    if _depth_of(text) > _MAX_DEPTH:
+        yield FieldViolation(field, f"nested more than {_MAX_DEPTH} deep")
+        return
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        yield FieldViolation(field, f"is no valid JSON: {error}")
+        return
+    if not isinstance(value, kind):
+        yield FieldViolation(field, f"must be a JSON {what}")
+    elif isinstance(value, list) and not all(isinstance(each, dict) for each in value):
+        yield FieldViolation(field, "must be an array of objects")
+    elif isinstance(value, dict) and not _RESERVED.isdisjoint(value):
+        yield FieldViolation(field, f"must not set {', '.join(sorted(_RESERVED & value.keys()))}")
+
+
+def _depth_of(text: str) -> int:
+    """How deep brackets nest in a JSON text, an upper bound: those inside strings count too."""
+    depth = deepest = 0
+    for character in text:
+        if character in "[{":
+            depth += 1
+            deepest = max(deepest, depth)
+        elif character in "]}":
+            depth -= 1
+    return deepest
+
+
+def _message(message: v1.ChatMessage) -> dict[str, Any]:
+    turn: dict[str, Any] = {"role": message.role, "content": message.content}
+    if message.name:
+        turn["name"] = message.name
+    if message.tool_call_id:
+        turn["tool_call_id"] = message.tool_call_id
+    if message.tool_calls_json:
+        turn["tool_calls"] = [_call(call) for call in json.loads(message.tool_calls_json)]
+    return turn
+
+
+def _call(call: dict[str, Any]) -> dict[str, Any]:
+    """A tool call as templates want it: arguments as an object, where OpenAI's clients send them as text."""
+    function = call.get("function")
+    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
+        return call
+    try:
+        arguments = json.loads(function["arguments"])
+    except ValueError:
+        return call
+    return call | {"function": function | {"arguments": arguments}}

@@ -1,0 +1,398 @@
+"""One generation from request to last message, whatever protocol asked for it: validate, tokenise, submit, pass on.
+
+The protocol's side is two values: a `Caller`, which says who asks and until when, and `send`, which takes one message
+after the other and returns when it has really gone. So a lagging reader is noticed here the same way for all of them.
+
+A request with n > 1 is n requests to the core with one prompt: they share its blocks in the prefix cache, and each
+draws noise of its own. They end together: when one fails or the caller goes, all are over.
+"""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+from opentelemetry.trace import Span, Tracer
+
+from protos.quire.link.v1 import link_pb2
+from protos.quire.plan.v1 import plan_pb2
+from quire.v1 import generation_pb2 as v1
+from services.chat import template_input
+from services.chat_template import ChatTemplateError
+from services.core_link import CoreLink
+from services.errors import RETRY_MS, error_of, finish_reason
+from services.metrics import FrontendMetrics
+from services.scheduling import block_keys, wishes
+from services.stream import Stream, StreamRequest
+from services.tokenizer import TextTokenizer
+from services.tracing import describe_answer, describe_request, server_span
+from services.validation import ValidRequest, fit, validate
+from services.wakeup import Wakeup
+from shared.columns import to_column
+from shared.config import FrontendConfig
+from shared.errors import (
+    DuplicateRequestError,
+    FieldViolation,
+    InvalidRequestError,
+    NotReadyError,
+    QuireError,
+    StalledReaderError,
+)
+from shared.logging import get_logger
+from shared.telemetry import to_traceparent
+
+FAREWELL_S = 1.0
+"""How long the reader of a stream that ended with an error has for what came before the error."""
+ANONYMOUS = "anonymous"
+"""The principal of calls without authentication."""
+
+Send = Callable[[v1.GenerateResponse], Awaitable[object]]
+"""Takes a message; done when it has really gone to the reader, so that a slow one is waited for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Services:
+    """What the servicers work with."""
+
+    config: FrontendConfig
+    link: CoreLink
+    tokenizer: TextTokenizer
+    metrics: FrontendMetrics
+    tracer: Tracer
+
+    def served_model(self) -> link_pb2.ServedModel:
+        """The served model.
+
+        Raises:
+            NotReadyError: no worker has joined yet.
+        """
+        model = self.link.model
+        if model is None:
+            raise NotReadyError("no worker has joined yet; try again in a moment", retry_ms=RETRY_MS)
+        return model
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Caller:
+    """Who asks, and until when."""
+
+    method: str = "Generate"
+    """The call's name, for its span."""
+    principal: str = ANONYMOUS
+    traceparent: str = ""
+    """W3C traceparent of the caller's span; may be empty."""
+    arrival: float = field(default_factory=time.monotonic)
+    """Monotonic time, seconds."""
+    deadline: float | None = None
+    """Monotonic time, seconds."""
+
+
+class Generator:
+    """Runs the generations of one front-end process."""
+
+    def __init__(self, services: Services) -> None:
+        self._services = services
+        self._live: set[tuple[str, str]] = set()
+        """(principal, request id) of the requests in progress."""
+        self.idle = asyncio.Event()
+        """Set while no request is in progress."""
+        self.idle.set()
+
+    async def run(
+        self,
+        request: v1.GenerateRequest,
+        caller: Caller,
+        send: Send,
+        *,
+        begun: Callable[[str], Awaitable[object]] | None = None,
+    ) -> None:
+        """Answers a request through `send`: deltas and other events, then one `Finished`.
+
+        Args:
+            request: what is wanted.
+            caller: who wants it.
+            send: takes the messages.
+            begun: told the request's id before the first message.
+
+        Raises:
+            QuireError: the request failed, or can never succeed; what was sent before stands.
+        """
+        with server_span(self._services.tracer, caller.traceparent, caller.method) as span:
+            model = self._services.served_model()
+            valid = validate(request, model, has_chat_template=self._services.tokenizer.has_chat_template)
+            self._claim(caller.principal, valid.request_id)
+            outcome = ""
+            try:
+                if begun is not None:
+                    await begun(valid.request_id)
+                await self._run(request, valid, model, caller, span, send)
+                outcome = "OK"
+            except QuireError as error:
+                outcome = error.code
+                raise
+            except Exception:
+                outcome = "INTERNAL"
+                raise
+            finally:
+                self._release(caller.principal, valid.request_id)
+                elapsed = time.monotonic() - caller.arrival
+                self._services.metrics.duration.observe(elapsed)
+                get_logger().info(
+                    "request ended",
+                    request_id=valid.request_id,
+                    outcome=outcome or _cancel_code(caller),
+                    seconds=round(elapsed, 4),
+                )
+
+    async def encode_chat(self, chat: v1.ChatInput, field_name: str = "chat") -> list[int]:
+        """The token ids of a valid conversation.
+
+        Raises:
+            InvalidRequestError: the template refuses it.
+        """
+        try:
+            return await self._services.tokenizer.encode_chat(template_input(chat))
+        except ChatTemplateError as error:
+            raise InvalidRequestError(FieldViolation(field_name, f"the model's chat template says: {error}")) from None
+
+    async def _run(
+        self,
+        request: v1.GenerateRequest,
+        valid: ValidRequest,
+        model: link_pb2.ServedModel,
+        caller: Caller,
+        span: Span,
+        send: Send,
+    ) -> None:
+        services = self._services
+        form = request.WhichOneof("input") or "input"
+        prompt = await self._encode_prompt(request)
+        if valid.truncate_prompt_tokens is not None:
+            prompt = prompt[-valid.truncate_prompt_tokens :]
+        max_tokens = fit(len(prompt), valid.max_tokens, services.config.default_max_tokens, model, form)
+        describe_request(span, valid, chat=form == "chat", prompt_tokens=len(prompt), max_tokens=max_tokens)
+        if not services.link.connected:
+            raise NotReadyError("the scheduler is away; try again in a moment", retry_ms=RETRY_MS)
+        column = to_column(prompt)
+        wakeup = Wakeup()
+        scheduling = wishes(request.scheduling, arrival=caller.arrival, principal=caller.principal)
+        first = StreamRequest(
+            request_id=valid.request_id,
+            prompt=column,
+            max_tokens=max_tokens,
+            stop_token_ids=to_column(valid.stop_token_ids),
+            sampling=valid.sampling.SerializeToString(),
+            stop_strings=valid.stop_strings,
+            include_stop_string=valid.include_stop_string,
+            min_tokens=valid.min_tokens,
+            credit=services.config.stream_credit,
+            arrival=caller.arrival,
+            deadline=caller.deadline,
+            traceparent=to_traceparent(span),
+            scheduling=scheduling,
+            block_keys=block_keys(model, scheduling.cache_scope, column),
+            block_size=model.block_size,
+        )
+        streams = [
+            Stream(
+                first if choice == 0 else first.for_choice(choice, _of_choice(valid.sampling, choice)),
+                services.tokenizer.detokenizer(skip_special_tokens=not valid.include_special_tokens),
+                wakeup.ring,
+            )
+            for choice in range(valid.num_choices)
+        ]
+        answer = _Answer(streams, model.name, valid)
+        services.metrics.prompt_tokens.inc(len(prompt))
+        try:
+            # gRPC waits for ever for a client that does not read. While a stream lives that is the core's business: it
+            # notices that no credit comes back. What is left at the end goes out in time or not at all.
+            async with asyncio.timeout(None) as patience:
+                for stream in streams:
+                    stream.on_end = partial(self._limit, patience, streams)
+                    services.link.submit(stream)
+                if valid.echo:
+                    await send(await self._echo(valid, prompt))
+                await self._pass_on(answer, wakeup, patience, send)
+                await send(answer.finished(span))
+        except TimeoutError:
+            raise _failure(streams) or StalledReaderError("the client took no data for too long") from None
+        finally:
+            for stream in streams:
+                services.link.release(stream)
+                services.metrics.generation_tokens.inc(stream.num_sent)
+                services.metrics.merged_tokens.inc(stream.merged_tokens)
+
+    async def _echo(self, valid: ValidRequest, prompt: Sequence[int]) -> v1.GenerateResponse:
+        text = await self._services.tokenizer.decode(prompt, skip_special_tokens=not valid.include_special_tokens)
+        return v1.GenerateResponse(prompt=v1.Prompt(token_ids=prompt, text=text))
+
+    def _limit(self, patience: asyncio.Timeout, streams: list[Stream]) -> None:
+        """Gives the reader of a request that is over some time for its next message."""
+        failure = _failure(streams)
+        if failure is None and not all(stream.over for stream in streams):
+            return
+        seconds = self._services.config.stall_timeout_s if failure is None else FAREWELL_S
+        if seconds > 0:
+            patience.reschedule(asyncio.get_running_loop().time() + seconds)
+
+    async def _pass_on(self, answer: "_Answer", wakeup: Wakeup, patience: asyncio.Timeout, send: Send) -> None:
+        """Writes what the streams yield until all are over, each message when the one before has really gone.
+
+        Raises:
+            QuireError: a stream ended with an error.
+        """
+        link, metrics = self._services.link, self._services.metrics
+        streams = answer.streams
+        live = list(streams)
+        last = [0.0] * len(streams)
+        while live:
+            idle = True
+            for stream in live:
+                batch = stream.take()
+                if batch is None:
+                    continue
+                idle = False
+                response = v1.GenerateResponse()
+                # Filling in place takes half the time of passing a Delta to the constructor.
+                delta = response.delta
+                choice = stream.request.choice
+                delta.choice = choice
+                delta.first_index = batch.first_index
+                delta.token_ids.extend(batch.token_ids)
+                delta.text = batch.text
+                await send(response)
+                if stream.over:
+                    self._limit(patience, streams)
+                stream.taken()
+                link.give_credit(stream)
+                now = time.monotonic()
+                if last[choice]:
+                    metrics.message_gap.observe(now - last[choice])
+                elif stream.first_token_at is not None:
+                    metrics.first_token.observe(stream.first_token_at - stream.request.arrival)
+                last[choice] = now
+            if not idle:
+                continue
+            ended = [stream for stream in live if stream.over]
+            if not ended:
+                await wakeup.rung()
+                continue
+            failure = _failure(ended)
+            if failure is not None:
+                raise failure
+            for stream in ended:
+                live.remove(stream)
+                if len(streams) > 1:
+                    await send(v1.GenerateResponse(choice_finished=answer.choice_finished(stream)))
+
+    async def _encode_prompt(self, request: v1.GenerateRequest) -> Sequence[int]:
+        with self._services.tracer.start_as_current_span("tokenize", record_exception=False) as span:
+            match request.WhichOneof("input"):
+                case "text":
+                    prompt: Sequence[int] = await self._services.tokenizer.encode(request.text)
+                case "chat":
+                    prompt = await self.encode_chat(request.chat)
+                case _:
+                    prompt = list(request.token_ids.ids)
+            span.set_attribute("gen_ai.usage.input_tokens", len(prompt))
+        return prompt
+
+    def _claim(self, principal: str, request_id: str) -> None:
+        if (principal, request_id) in self._live:
+            raise DuplicateRequestError("a live request has this request_id; choose another or wait for its end")
+        self._live.add((principal, request_id))
+        self.idle.clear()
+        self._services.metrics.live_streams.set(len(self._live))
+
+    def _release(self, principal: str, request_id: str) -> None:
+        self._live.discard((principal, request_id))
+        self._services.metrics.live_streams.set(len(self._live))
+        if not self._live:
+            self.idle.set()
+
+
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    """The streams of one request, and how their ends are told."""
+
+    streams: list[Stream]
+    """By choice."""
+    model: str
+    request: ValidRequest
+
+    def choice_finished(self, stream: Stream) -> v1.ChoiceFinished:
+        """How a stream ended well."""
+        end = stream.end
+        assert end is not None, "a stream that is over without an error was ended by the core"
+        reason = finish_reason(end)
+        assert reason is not None, "a stream that the core ended with an error does not finish"
+        finished = v1.ChoiceFinished(
+            choice=stream.request.choice, reason=reason, completion_tokens=end.completion_tokens
+        )
+        if stream.stop_string is not None:
+            # The core may have ended the stream for another reason before it heard of the match.
+            finished.reason = v1.FINISH_REASON_STOP
+            finished.stop_string = stream.stop_string
+            finished.completion_tokens = stream.keep_tokens
+        elif end.reason == link_pb2.END_REASON_STOP:
+            finished.stop_token_id = end.stop_token_id
+        return finished
+
+    def finished(self, span: Span) -> v1.GenerateResponse:
+        """The last message of a request that ended well."""
+        response = v1.GenerateResponse()
+        finished = response.finished
+        finished.request_id, finished.model = self.request.request_id, self.model
+        choices = [self.choice_finished(stream) for stream in self.streams]
+        first = choices[0]
+        finished.reason = first.reason
+        match first.WhichOneof("stop"):
+            case "stop_string":
+                finished.stop_string = first.stop_string
+            case "stop_token_id":
+                finished.stop_token_id = first.stop_token_id
+        ends = [stream.end for stream in self.streams if stream.end is not None]
+        request = self.streams[0].request
+        usage = finished.usage
+        usage.prompt_tokens = request.num_prompt_tokens
+        usage.completion_tokens = sum(choice.completion_tokens for choice in choices)
+        usage.cached_prompt_tokens = ends[0].cached_prompt_tokens
+        usage.preemptions = sum(end.preemptions for end in ends)
+        finished.timings.queued.FromNanoseconds(ends[0].queued_ns)
+        firsts = [stream.first_token_at for stream in self.streams if stream.first_token_at is not None]
+        if firsts:
+            finished.timings.first_token.FromNanoseconds(int((min(firsts) - request.arrival) * 1e9))
+        finished.timings.total.FromNanoseconds(int((time.monotonic() - request.arrival) * 1e9))
+        describe_answer(
+            span,
+            finish_reasons=[v1.FinishReason.Name(c.reason).removeprefix("FINISH_REASON_").lower() for c in choices],
+            output_tokens=usage.completion_tokens,
+            cached_tokens=usage.cached_prompt_tokens,
+            preemptions=usage.preemptions,
+        )
+        return response
+
+
+def _of_choice(sampling: plan_pb2.SamplingParams, choice: int) -> bytes:
+    """The parameters of one of several choices: noise of its own."""
+    own = plan_pb2.SamplingParams()
+    own.CopyFrom(sampling)
+    own.choice = choice
+    return own.SerializeToString()
+
+
+def _failure(streams: Sequence[Stream]) -> QuireError | None:
+    """Why one of the streams ended without success; None when none did."""
+    for stream in streams:
+        if stream.error is not None:
+            return stream.error
+        if stream.end is not None and finish_reason(stream.end) is None:
+            return error_of(stream.end)
+    return None
+
+
+def _cancel_code(caller: Caller) -> str:
+    """Why a request that ended without an answer or an error did so: its deadline passed, or the caller went away."""
+    passed = caller.deadline is not None and caller.deadline <= time.monotonic()
+    return "DEADLINE_EXCEEDED" if passed else "CANCELLED"

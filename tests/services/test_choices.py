@@ -1,0 +1,115 @@
+"""n > 1, echo, truncation, kept stop strings and whole answers, against a core that repeats the prompt."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from protos.quire.plan.v1 import plan_pb2
+from quire.v1 import generation_pb2 as v1
+from tests.services.stack import running_stack, tokens_request
+from tests.services.tokenizers_for_tests import byte_level
+
+FOX = byte_level().encode("the fox ", add_special_tokens=False).ids
+
+
+def test_each_choice_is_a_request_of_its_own_and_they_end_as_one(tmp_path: Path) -> None:
+    """Choices share prompt and seed, differ in the number that keys their noise, each ends once, then comes one
+    `Finished` with the usage of all."""
+
+    async def main() -> None:
+        async with running_stack(tmp_path) as stack:
+            request = tokens_request(*FOX, max_tokens=9)
+            request.sampling.n = 3
+            responses = [response async for response in stack.generation.Generate(request)]
+            sampling = [plan_pb2.SamplingParams.FromString(each.sampling) for each in stack.core.submissions]
+
+            assert [each.choice for each in sampling] == [0, 1, 2]
+            assert len({each.seed for each in sampling}) == 1
+            tokens: dict[int, list[int]] = {0: [], 1: [], 2: []}
+            for response in responses:
+                tokens[response.delta.choice].extend(response.delta.token_ids)
+            assert tokens == dict.fromkeys(range(3), (FOX * 9)[:9])
+            ends = [each.choice_finished for each in responses if each.HasField("choice_finished")]
+            assert sorted(end.choice for end in ends) == [0, 1, 2]
+            assert all((end.reason, end.completion_tokens) == (v1.FINISH_REASON_LENGTH, 9) for end in ends)
+            assert [each.HasField("finished") for each in responses].index(True) == len(responses) - 1
+            assert responses[-1].finished.usage == v1.Usage(prompt_tokens=len(FOX), completion_tokens=27)
+
+    asyncio.run(main())
+
+
+def test_leaving_cancels_every_choice(tmp_path: Path) -> None:
+    """A client that goes takes all choices of its request along."""
+
+    async def main() -> None:
+        async with running_stack(tmp_path) as stack:
+            request = tokens_request(*FOX, max_tokens=4000)
+            request.sampling.n = 4
+            call = stack.generation.Generate(request)
+            await call.read()
+            call.cancel()
+            await stack.core.saw(lambda core: sum(len(column) for column in core.cancelled) == 4 * 4)
+
+    asyncio.run(main())
+
+
+def test_a_whole_answer_is_what_the_stream_would_have_carried(tmp_path: Path) -> None:
+    """GenerateOnce gathers every choice, the prompt, usage and ends."""
+
+    async def main() -> None:
+        async with running_stack(tmp_path) as stack:
+            request = tokens_request(*FOX, max_tokens=5, request_id="mine")
+            request.sampling.n = 2
+            request.output.echo = True
+            answer = await stack.generation.GenerateOnce(v1.GenerateOnceRequest(request=request))
+            single = await stack.generation.GenerateOnce(
+                v1.GenerateOnceRequest(request=tokens_request(*FOX, max_tokens=9, stop=("fox",)))
+            )
+
+            expected = (FOX * 5)[:5]
+            assert [(choice.index, list(choice.token_ids)) for choice in answer.choices] == [
+                (0, expected),
+                (1, expected),
+            ]
+            assert [choice.text for choice in answer.choices] == [byte_level().decode(expected)] * 2
+            assert (list(answer.prompt.token_ids), answer.prompt.text) == (FOX, "the fox ")
+            assert answer.usage.completion_tokens == 10
+            assert answer.request_id == "mine"
+            (choice,) = single.choices
+            assert (choice.text, choice.finished.reason) == ("the ", v1.FINISH_REASON_STOP)
+            assert choice.finished.stop_string == "fox"
+            assert choice.finished.completion_tokens == len(choice.token_ids)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(("keep", "text"), [(False, "the "), (True, "the fox")])
+def test_a_stop_string_is_kept_or_dropped(tmp_path: Path, keep: bool, text: str) -> None:
+    """What is asked for stays in the text."""
+
+    async def main() -> None:
+        async with running_stack(tmp_path) as stack:
+            request = tokens_request(*FOX, max_tokens=40, stop=("fox",))
+            request.stop.include_stop_string = keep
+            answer = await stack.generation.GenerateOnce(v1.GenerateOnceRequest(request=request))
+
+            assert answer.choices[0].text == text
+            assert answer.choices[0].finished.stop_string == "fox"
+
+    asyncio.run(main())
+
+
+def test_a_prompt_is_cut_from_the_left(tmp_path: Path) -> None:
+    """truncate_prompt_tokens keeps the last tokens."""
+
+    async def main() -> None:
+        async with running_stack(tmp_path) as stack:
+            request = tokens_request(*FOX, max_tokens=2)
+            request.output.truncate_prompt_tokens = 2
+            answer = await stack.generation.GenerateOnce(v1.GenerateOnceRequest(request=request))
+
+            assert list(answer.choices[0].token_ids) == FOX[-2:]
+            assert answer.usage.prompt_tokens == 2
+
+    asyncio.run(main())
