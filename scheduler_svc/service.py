@@ -24,6 +24,7 @@ from scheduler_svc.worker_hub import PING_INTERVAL_S, WorkerHub
 from shared.config import SchedulerConfig
 from shared.frames import MalformedFrameError
 from shared.logging import get_logger
+from shared.pulse import Pulse
 from shared.sockets import receive_from, wait_readable
 from shared.telemetry import Telemetry
 
@@ -56,6 +57,7 @@ class SchedulerService:
         self._frontends = FrontendHub(
             self._context, config.frontend_address, incarnation=incarnation, lease_s=config.frontend_lease_s
         )
+        self._pulse = Pulse()
         self._next_tick = 0.0
         self._stopping = False
 
@@ -93,6 +95,7 @@ class SchedulerService:
         if now >= self._next_tick:
             self._next_tick = now + PING_INTERVAL_S
             self._tick(now)
+            self._pulse.beat()
         for peer in self._core.due_workers(now):
             self._plan(peer)
         for peer, reason in self._frontends.flush().items():
@@ -126,6 +129,7 @@ class SchedulerService:
             case ev.WorkerLost():
                 self._forget_worker(peer, event.reason, now)
             case ev.StepDone():
+                self._pulse.served()
                 self._tracing.step_answered(peer, event.epoch, event.step, now)
                 worker_id = self._workers.worker_id(peer)
                 if worker_id is not None and timings is not None:
@@ -223,6 +227,13 @@ class SchedulerService:
                 case ef.WorkerUnknown():
                     self._workers.send_carelessly(effect.worker, worker_link.UNKNOWN)
                     self._forget_worker(effect.worker, "given up", now)
+                case ef.WorkerEmptied():
+                    log.warning(
+                        "requests wait for another worker",
+                        worker=effect.worker_id,
+                        reason=effect.reason,
+                        request_ids=effect.request_ids,
+                    )
                 case ef.AttemptPrefilled():
                     self._tracing.attempt_prefilled((effect.frontend, effect.stream), now)
                 case ef.AttemptEnded():

@@ -33,6 +33,7 @@ from services.validation import MAX_TEXT
 from shared.config import ConfigError, FrontendConfig
 from shared.logging import configure_logging, get_logger
 from shared.model_path import resolve_model
+from shared.pulse import Pulse
 from shared.telemetry import Telemetry
 
 _MAX_REQUEST_BYTES = 2 * MAX_TEXT
@@ -40,6 +41,7 @@ _MAX_REQUEST_BYTES = 2 * MAX_TEXT
 
 _GC_THRESHOLD = 50_000
 _LAST_WORDS_S = 1.0
+_BEAT_EVERY_S = 0.5
 
 
 class Frontend:
@@ -171,9 +173,17 @@ async def _serve(config: FrontendConfig, tokenizer: TextTokenizer) -> None:
     with contextlib.suppress(BrokenPipeError):
         print(f"listening grpc={_address(config.host, grpc_port)} http={_address(config.host, http_port)}", flush=True)
     get_logger().info("listening", frontend_id=config.frontend_id, grpc_port=grpc_port, http_port=http_port)
+    beating = asyncio.create_task(_beat(Pulse()))
     await stopping.wait()
     get_logger().info("stopping")
     await frontend.stop()
+    beating.cancel()
+
+
+async def _beat(pulse: Pulse) -> None:
+    while True:
+        pulse.beat()
+        await asyncio.sleep(_BEAT_EVERY_S)
 
 
 def _address(host: str, port: int) -> str:

@@ -8,6 +8,7 @@ makes ZeroMQ drop the connection.
 import enum
 import select
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import zmq
@@ -16,6 +17,23 @@ PLAN_MAX_MESSAGE = 64 << 20
 """Largest frame between scheduler and worker, bytes."""
 LINK_MAX_MESSAGE = 16 << 20
 """Largest frame between front end and core, bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Heartbeat:
+    """ZeroMQ's own pings, answered by the peer's I/O thread: they see a dead machine and a frozen process without any
+    traffic of ours, and do not see a hung one."""
+
+    interval_ms: int
+    timeout_ms: int
+
+
+LINK_HEARTBEAT = Heartbeat(500, 2000)
+"""Between front end and core."""
+PLAN_HEARTBEAT = Heartbeat(200, 600)
+"""From scheduler to worker: a frozen worker is noticed in less than a second."""
+NO_HEARTBEAT = Heartbeat(0, 0)
+"""For a worker: it knows by the scheduler's silence, and must not break a connection because the scheduler stalled."""
 
 
 class SendOutcome(enum.Enum):
@@ -28,13 +46,19 @@ class SendOutcome(enum.Enum):
     """There is no such peer (any more)."""
 
 
-def bind_router(context: "zmq.Context[zmq.Socket[bytes]]", address: str, *, max_message: int) -> "zmq.Socket[bytes]":
+def bind_router(
+    context: "zmq.Context[zmq.Socket[bytes]]",
+    address: str,
+    *,
+    max_message: int,
+    heartbeat: Heartbeat = LINK_HEARTBEAT,
+) -> "zmq.Socket[bytes]":
     """A ROUTER bound to `address` (`ipc://…` or `tcp://…`); see `endpoint` for the port that `:*` became."""
     socket = context.socket(zmq.ROUTER)
     socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
     # A routing id is never reused by an honest peer: a second owner of one is refused.
     socket.setsockopt(zmq.ROUTER_HANDOVER, 0)
-    _bound(socket, max_message)
+    _bound(socket, max_message, heartbeat)
     if address.startswith("ipc://"):
         Path(address.removeprefix("ipc://")).unlink(missing_ok=True)
     socket.bind(address)
@@ -48,6 +72,7 @@ def connect_dealer(
     identity: bytes,
     max_message: int,
     queue_while_away: bool = True,
+    heartbeat: Heartbeat = LINK_HEARTBEAT,
 ) -> "zmq.Socket[bytes]":
     """A DEALER with the routing id `identity`, connected to `address` (now, or as soon as somebody binds it).
 
@@ -59,7 +84,7 @@ def connect_dealer(
     socket.setsockopt(zmq.IMMEDIATE, 0 if queue_while_away else 1)
     socket.setsockopt(zmq.RECONNECT_IVL, 20)
     socket.setsockopt(zmq.RECONNECT_IVL_MAX, 500)
-    _bound(socket, max_message)
+    _bound(socket, max_message, heartbeat)
     socket.connect(address)
     return socket
 
@@ -109,11 +134,10 @@ def wait_readable(sockets: "Sequence[zmq.Socket[bytes]]", timeout_s: float) -> N
     select.select([socket.FD for socket in sockets], [], [], max(0.0, timeout_s))
 
 
-def _bound(socket: "zmq.Socket[bytes]", max_message: int) -> None:
+def _bound(socket: "zmq.Socket[bytes]", max_message: int, heartbeat: Heartbeat) -> None:
     socket.setsockopt(zmq.LINGER, 0)
     socket.setsockopt(zmq.SNDHWM, 1000)
     socket.setsockopt(zmq.RCVHWM, 1000)
     socket.setsockopt(zmq.MAXMSGSIZE, max_message)
-    # A dead or frozen peer on another machine is noticed without traffic of ours.
-    socket.setsockopt(zmq.HEARTBEAT_IVL, 500)
-    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 2000)
+    socket.setsockopt(zmq.HEARTBEAT_IVL, heartbeat.interval_ms)
+    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, heartbeat.timeout_ms)

@@ -1,7 +1,8 @@
 """The socket to the scheduler: a fresh incarnation and a new socket for every Hello.
 
 A routing id that is never reused means that nothing said to an earlier incarnation can reach a later one. No send
-blocks: a scheduler that takes nothing is as good as gone.
+blocks: a scheduler that takes nothing is as good as gone. So is one whose connection breaks: it takes the break for
+this worker's death, and if it was restarted it knows nobody. ZeroMQ would reconnect without a word; its monitor tells.
 """
 
 import time
@@ -12,7 +13,7 @@ import zmq
 from protos.quire.plan.v1 import plan_pb2
 from shared.ids import draw_incarnation, routing_id
 from shared.logging import get_logger
-from shared.sockets import PLAN_MAX_MESSAGE, connect_dealer
+from shared.sockets import NO_HEARTBEAT, PLAN_MAX_MESSAGE, connect_dealer
 from worker_svc.session import Event, Lost, Malformed, Session
 
 _HELLO_INTERVAL_S = 0.2
@@ -34,6 +35,8 @@ class Link:
         self._hello = hello
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket: zmq.Socket[bytes] | None = None
+        self._monitor: zmq.Socket[bytes] | None = None
+        self._poller = zmq.Poller()
         self._session = Session(0.0)
         self._said_hello = -_HELLO_INTERVAL_S
         self.malformed_frames = 0
@@ -48,15 +51,19 @@ class Link:
         """Begins a new incarnation: new socket, Hello. What the old one had in flight is lost."""
         time.sleep(max(0.0, self._said_hello + _HELLO_INTERVAL_S - time.monotonic()))
         self._said_hello = time.monotonic()
-        if self._socket is not None:
-            self._socket.close()
+        self._close_socket(linger=0)
         self._hello.incarnation = draw_incarnation()
         self._socket = connect_dealer(
             self._context,
             self._address,
             identity=routing_id(self._hello.worker_id, self._hello.incarnation),
             max_message=PLAN_MAX_MESSAGE,
+            heartbeat=NO_HEARTBEAT,
         )
+        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        self._poller = zmq.Poller()
+        for each in (self._socket, self._monitor):
+            self._poller.register(each, zmq.POLLIN)
         self._session = Session(self._said_hello)
         self._send(plan_pb2.WorkerMessage(hello=self._hello))
 
@@ -66,8 +73,11 @@ class Link:
         Ends after an event that ends the session, which may be silence.
         """
         wait = timeout_ms
-        while self._connected().poll(wait):
+        while readable := dict(self._poller.poll(wait)):
             wait = 0
+            if self._socket not in readable:
+                yield Lost("the connection is gone")
+                return
             frames = self._connected().recv_multipart(zmq.DONTWAIT)
             event = (
                 self._session.receive(frames[0], time.monotonic())
@@ -100,8 +110,16 @@ class Link:
         """Says Goodbye and closes."""
         if self._socket is not None:
             self._send(plan_pb2.WorkerMessage(epoch=self._session.epoch, goodbye=plan_pb2.Goodbye(reason=reason)))
-            self._socket.close(linger=_GOODBYE_LINGER_MS)
+            self._close_socket(linger=_GOODBYE_LINGER_MS)
         self._context.term()
+
+    def _close_socket(self, linger: int) -> None:
+        if self._socket is not None:
+            self._socket.disable_monitor()
+            self._socket.close(linger=linger)
+        if self._monitor is not None:
+            self._monitor.close(linger=0)
+        self._socket = self._monitor = None
 
     def _send(self, message: plan_pb2.WorkerMessage) -> bool:
         try:

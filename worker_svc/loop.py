@@ -13,6 +13,7 @@ from structlog.contextvars import bind_contextvars, unbind_contextvars
 
 from protos.quire.plan.v1 import plan_pb2
 from shared.logging import get_logger
+from shared.pulse import Pulse
 from worker_svc.engine import Engine
 from worker_svc.errors import PlanError
 from worker_svc.link import Link
@@ -31,8 +32,9 @@ class RefusedError(Exception):
 class WorkerLoop:
     """Runs one engine over one link."""
 
-    def __init__(self, link: Link, engine: Engine) -> None:
+    def __init__(self, link: Link, engine: Engine, pulse: Pulse) -> None:
         self._link = link
+        self._pulse = pulse
         self._engine = engine
         self._stop = threading.Event()
         self._waiting: deque[tuple[plan_pb2.Plan, int]] = deque()
@@ -50,6 +52,7 @@ class WorkerLoop:
         """
         self._link.open()
         while not self._stop.is_set():
+            self._pulse.beat()
             lost = self._receive() or self._step()
             if lost is not None:
                 self._begin_again(lost)
@@ -82,7 +85,9 @@ class WorkerLoop:
                 self._engine.launch(plan, received_unix_ns)
             if self._engine.ready():
                 bind_contextvars(step=self._engine.oldest_step)
-                return self._link.send_result(self._engine.collect())
+                lost = self._link.send_result(self._engine.collect())
+                self._pulse.served()
+                return lost
         except PlanError as error:
             return Lost(f"a plan that breaks the contract: {error}")
         except Exception as error:

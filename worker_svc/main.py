@@ -12,6 +12,7 @@ from protos.quire.plan.v1 import plan_pb2
 from shared.config import ConfigError, WorkerConfig
 from shared.frames import PLAN_PROTOCOL_VERSION
 from shared.logging import configure_logging, get_logger
+from shared.pulse import Pulse
 from shared.telemetry import Telemetry
 from worker_svc.assembly import build_engine
 from worker_svc.compiling import compiling_told
@@ -68,7 +69,8 @@ def _serve(config: WorkerConfig, telemetry: Telemetry) -> None:
     model, description = load_model(config, device)
     engine = build_engine(config, model, description, device, telemetry.tracer)
     link = Link(config.worker_address, _hello(name, engine, description, device))
-    stop.loop = loop = WorkerLoop(link, engine)
+    pulse = Pulse()
+    stop.loop = loop = WorkerLoop(link, engine, pulse)
     get_logger().info(
         "worker ready",
         worker=name,
@@ -80,8 +82,13 @@ def _serve(config: WorkerConfig, telemetry: Telemetry) -> None:
         block_size=engine.limits.block_size,
         max_model_len=description.max_model_len,
     )
+
+    def tell_compiling(expected_ms: int) -> None:
+        pulse.beat()
+        link.tell_compiling(expected_ms)
+
     try:
-        with compiling_told(link.tell_compiling):
+        with compiling_told(tell_compiling):
             loop.run()
     finally:
         engine.reset()  # ends the spans of rows

@@ -3,7 +3,7 @@
 It prints one line `ready grpc=HOST:PORT http=HOST:PORT` on stdout when the service can be used, and stays in
 the foreground. A process that dies is started again. Ctrl-C or SIGTERM lets running requests end and stops
 everything; a second Ctrl-C does so at once. Settings are also read from the environment, --max-num-seqs from
-QUIRE_MAX_NUM_SEQS, but for --workers, --frontends and --show-sample.
+QUIRE_MAX_NUM_SEQS, but for --workers, --frontends, --watchdog-s and --show-sample.
 """
 
 import asyncio
@@ -38,6 +38,13 @@ def add_serve_flags(parser: OneLineParser) -> None:
     """Adds what decides how a service on this machine looks."""
     for name, what in (("--frontends", "front-end"), ("--workers", "worker")):
         parser.add_argument(name, type=int, default=1, metavar="N", help=f"{what} processes (default: 1)")
+    parser.add_argument(
+        "--watchdog-s",
+        type=float,
+        default=120.0,
+        metavar="FLOAT",
+        help="a process that hangs for so long is killed and started again; 0: never (default: 120.0)",
+    )
     add_config_flags(parser, FrontendConfig, SchedulerConfig, WorkerConfig)
 
 
@@ -53,6 +60,7 @@ def serve_config(options: Namespace) -> ServeConfig:
         frontend=from_options(FrontendConfig, options),
         frontends=options.frontends,
         workers=options.workers,
+        watchdog_s=options.watchdog_s,
     )
 
 

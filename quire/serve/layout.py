@@ -36,11 +36,15 @@ class ServeConfig:
     frontend: FrontendConfig
     frontends: int = 1
     workers: int = 1
+    watchdog_s: float = 120.0
+    """How long a process's main loop may stand still before it is killed and started again; 0: for ever."""
 
     def __post_init__(self) -> None:
         for name in ("frontends", "workers"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}: {getattr(self, name)} is too few; give at least 1")
+        if not (self.watchdog_s == 0 or self.watchdog_s >= 2):
+            raise ConfigError(f"watchdog_s: {self.watchdog_s:g} is too short; give at least 2, or 0 for never")
 
 
 @dataclass(frozen=True, slots=True)

@@ -60,7 +60,9 @@ class Service:
         specs = plan_children(config, socket_dir=socket_dir, ports=self._ports, cores=len(os.sched_getaffinity(0)))
         grace_s = dict.fromkeys(Role, _GRACE_S)
         grace_s[Role.FRONTEND] = config.frontend.grace_period_s + _GRACE_MARGIN_S
-        self._supervisor = Supervisor(specs, grace_s=grace_s, log_level=log_level)
+        self._supervisor = Supervisor(
+            specs, grace_s=grace_s, pulse_dir=socket_dir, watchdog_s=config.watchdog_s, log_level=log_level
+        )
 
     async def start(self) -> Addresses:
         """Starts every process and waits until the service is ready.

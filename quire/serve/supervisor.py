@@ -1,6 +1,7 @@
 """Keeps a set of child processes alive, and ends them in order.
 
-Start: all at once; they find each other. Death: one log line, a pause, a new start (`restarts` decides). End:
+Start: all at once; they find each other. Death: one log line, a pause, a new start (`restarts` decides). A process
+that hangs (`watchdog`) is killed, which makes it a death like any other. End:
 front ends first, which let their running requests finish, then workers, then the scheduler, each within its
 grace period. It knows nothing of what the processes do, except that a front end says where it listens.
 """
@@ -13,11 +14,14 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from quire.serve.child import Child
 from quire.serve.layout import ChildSpec, Role, child_environment
 from quire.serve.output import LogForwarder
 from quire.serve.restarts import GiveUp, RestartPolicy
+from quire.serve.watchdog import LOOK_EVERY_S, Watchdog
+from shared import pulse
 from shared.logging import get_logger
 
 END_ORDER = (Role.FRONTEND, Role.WORKER, Role.SCHEDULER)
@@ -46,6 +50,8 @@ class _Slot:
     spec: ChildSpec
     child: Child | None = None
     deaths: int = 0
+    has_listened: bool = False
+    """The present life is a front end that has come to listen."""
     last_line: str = ""
     """What the present life said last on stderr."""
     listening: "asyncio.Future[Addresses]" = field(default_factory=lambda: asyncio.get_running_loop().create_future())
@@ -59,11 +65,15 @@ class Supervisor:
         specs: Sequence[ChildSpec],
         *,
         grace_s: Mapping[Role, float],
+        pulse_dir: Path,
+        watchdog_s: float = 0.0,
         policy: RestartPolicy | None = None,
         log_level: str = "debug",
     ) -> None:
         self._slots = [_Slot(spec) for spec in specs]
         self._grace_s = grace_s
+        self._pulse_dir = pulse_dir
+        self._watchdog_s = watchdog_s
         self._policy = policy or RestartPolicy()
         self._environment = child_environment(os.environ, os.getpid())
         self._stopping = asyncio.Event()
@@ -101,25 +111,40 @@ class Supervisor:
 
     async def _keep(self, slot: _Slot) -> None:
         while not self._stopping.is_set():
-            slot.last_line = ""
+            slot.last_line, slot.has_listened = "", False
             started = time.monotonic()
+            pulse_file = self._pulse_dir / f"{slot.spec.name}.pulse"
+            watchdog = Watchdog(pulse_file, self._watchdog_s)
             try:
                 slot.child = Child(
                     slot.spec,
-                    self._environment,
+                    {**self._environment, pulse.ENVIRONMENT: str(pulse_file)},
                     on_stdout=lambda line: self._on_stdout(slot, line),
                     on_stderr=lambda line: self._on_stderr(slot, line),
                 )
-                exit_code = await slot.child.wait()
+                exit_code = await self._watch(slot, slot.child, watchdog)
             except OSError as error:  # the system is out of processes, memory or files
                 slot.last_line = str(error)
                 exit_code = _NOT_STARTED
             if self._stopping.is_set():
                 return
-            await self._after_death(slot, exit_code, time.monotonic() - started)
+            has_served = watchdog.has_served or slot.has_listened
+            await self._after_death(slot, exit_code, time.monotonic() - started, has_served=has_served)
 
-    async def _after_death(self, slot: _Slot, exit_code: int, lived_s: float) -> None:
-        slot.deaths = 1 if lived_s >= self._policy.steady_after_s else slot.deaths + 1
+    async def _watch(self, slot: _Slot, child: Child, watchdog: Watchdog) -> int:
+        """Waits for the child's end, and brings it about when it hangs."""
+        ended = asyncio.ensure_future(child.wait())
+        while True:
+            done, _ = await asyncio.wait({ended}, timeout=LOOK_EVERY_S)
+            if done:
+                return ended.result()
+            if watchdog.look() and not self._stopping.is_set():
+                self._log.error("process hangs", process=slot.spec.name, after_s=self._watchdog_s)
+                child.kill()
+
+    async def _after_death(self, slot: _Slot, exit_code: int, lived_s: float, *, has_served: bool) -> None:
+        # Only deaths before anything was served speak of a process that cannot start.
+        slot.deaths = 1 if has_served or lived_s >= self._policy.steady_after_s else slot.deaths + 1
         decision = self._policy.after_death(
             exit_code=exit_code, lived_s=lived_s, deaths=slot.deaths, was_ready=self.was_ready
         )
@@ -147,7 +172,9 @@ class Supervisor:
         if match is None:
             # Our own stdout is for the ready line alone.
             self._output.forward(line)
-        elif not slot.listening.done():
+            return
+        slot.has_listened = True
+        if not slot.listening.done():
             slot.listening.set_result(Addresses(*match.groups()))
 
     def _on_stderr(self, slot: _Slot, line: str) -> None:

@@ -92,6 +92,15 @@ class WorkerUnknown:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerEmptied:
+    """A worker was lost; its requests wait again."""
+
+    worker_id: str
+    reason: str
+    request_ids: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class AttemptPrefilled:
     """A traced request's prompt is computed; its first token of this attempt is there."""
 
@@ -117,6 +126,7 @@ Effect = (
     | WorkerWelcomed
     | WorkerRefused
     | WorkerUnknown
+    | WorkerEmptied
     | AttemptPrefilled
     | AttemptEnded
 )

@@ -19,6 +19,7 @@ from scheduler_svc.core.effects import (
     FrontendUnknown,
     ServiceChanged,
     TokensReady,
+    WorkerEmptied,
     WorkerRefused,
     WorkerUnknown,
     WorkerWelcomed,
@@ -213,8 +214,12 @@ class Scheduler:
 
     def _lose(self, worker: Worker, reason: str, now: float) -> None:
         """Ends a worker's epoch: what ran there waits again."""
-        for request in self._fleet.leave(worker, now):
+        left_behind = self._fleet.leave(worker, now)
+        for request in left_behind:
             self._requests.displace(request, "worker lost", f"lost {worker.worker_id}: {reason}", now)
+        if left_behind:
+            ids = tuple(request.request_id for request in left_behind)
+            self._effects.append(WorkerEmptied(worker_id=worker.worker_id, reason=reason, request_ids=ids))
 
     def _drain_requested(self, event: ev.DrainRequested, now: float) -> None:
         worker = self._fleet.named(event.worker_id)

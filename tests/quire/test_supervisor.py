@@ -82,7 +82,7 @@ def test_children_end_front_ends_first_and_scheduler_last(tmp_path: Path) -> Non
             spec(role.value, role, OBEDIENT, journal, role.value)
             for role in (Role.SCHEDULER, Role.WORKER, Role.FRONTEND)
         ]
-        supervisor = Supervisor(specs, grace_s=GRACE_S)
+        supervisor = Supervisor(specs, pulse_dir=tmp_path, grace_s=GRACE_S)
         supervisor.start()
         assert await supervisor.listening() == Addresses("h:1", "h:2")
         await lines(journal, 3)
@@ -94,11 +94,13 @@ def test_children_end_front_ends_first_and_scheduler_last(tmp_path: Path) -> Non
     run(scenario)
 
 
-def test_a_child_that_does_not_end_is_killed() -> None:
+def test_a_child_that_does_not_end_is_killed(tmp_path: Path) -> None:
     """The grace period bounds the end."""
 
     async def scenario() -> None:
-        supervisor = Supervisor([spec("frontend-0", Role.FRONTEND, STUBBORN)], grace_s=GRACE_S | {Role.FRONTEND: 0.1})
+        supervisor = Supervisor(
+            [spec("frontend-0", Role.FRONTEND, STUBBORN)], pulse_dir=tmp_path, grace_s=GRACE_S | {Role.FRONTEND: 0.1}
+        )
         supervisor.start()
         await supervisor.listening()
 
@@ -107,11 +109,13 @@ def test_a_child_that_does_not_end_is_killed() -> None:
     run(scenario)
 
 
-def test_kill_does_not_wait_for_anything() -> None:
+def test_kill_does_not_wait_for_anything(tmp_path: Path) -> None:
     """A second Ctrl-C during a long grace period ends everything at once."""
 
     async def scenario() -> None:
-        supervisor = Supervisor([spec("frontend-0", Role.FRONTEND, STUBBORN)], grace_s=GRACE_S | {Role.FRONTEND: 1e6})
+        supervisor = Supervisor(
+            [spec("frontend-0", Role.FRONTEND, STUBBORN)], pulse_dir=tmp_path, grace_s=GRACE_S | {Role.FRONTEND: 1e6}
+        )
         supervisor.start()
         await supervisor.listening()
         stopping = asyncio.create_task(supervisor.stop())
@@ -129,7 +133,9 @@ def test_a_dead_child_is_started_again(tmp_path: Path, capfd: pytest.CaptureFixt
 
     async def scenario() -> None:
         journal = tmp_path / "journal"
-        supervisor = Supervisor([spec("worker-0", Role.WORKER, OBEDIENT, journal, "w")], grace_s=GRACE_S, policy=QUICK)
+        supervisor = Supervisor(
+            [spec("worker-0", Role.WORKER, OBEDIENT, journal, "w")], pulse_dir=tmp_path, grace_s=GRACE_S, policy=QUICK
+        )
         supervisor.was_ready = True
         supervisor.start()
         for life in range(1, 5):
@@ -145,11 +151,11 @@ def test_a_dead_child_is_started_again(tmp_path: Path, capfd: pytest.CaptureFixt
     assert "".join(capfd.readouterr()).count("process died") == 4
 
 
-def test_a_child_that_cannot_start_is_the_services_failure(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_child_that_cannot_start_is_the_services_failure(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Before the first readiness a child's own end is final, its last line the reason, and nothing is said twice."""
 
     async def scenario() -> None:
-        supervisor = Supervisor([spec("worker-0", Role.WORKER, FAILING)], grace_s=GRACE_S)
+        supervisor = Supervisor([spec("worker-0", Role.WORKER, FAILING)], pulse_dir=tmp_path, grace_s=GRACE_S)
         supervisor.start()
 
         assert await supervisor.failed == "worker-0 ended (exit code 3): model: there is none"
@@ -159,11 +165,13 @@ def test_a_child_that_cannot_start_is_the_services_failure(capfd: pytest.Capture
     assert capfd.readouterr().err == ""
 
 
-def test_a_process_that_cannot_even_be_started_is_a_failure_too() -> None:
+def test_a_process_that_cannot_even_be_started_is_a_failure_too(tmp_path: Path) -> None:
     """An error of the system in starting a process ends the start with that error as the reason."""
 
     async def scenario() -> None:
-        supervisor = Supervisor([ChildSpec("worker-0", Role.WORKER, ("/nowhere/python",))], grace_s=GRACE_S)
+        supervisor = Supervisor(
+            [ChildSpec("worker-0", Role.WORKER, ("/nowhere/python",))], pulse_dir=tmp_path, grace_s=GRACE_S
+        )
         supervisor.start()
 
         assert "No such file or directory: '/nowhere/python'" in await supervisor.failed
@@ -172,12 +180,12 @@ def test_a_process_that_cannot_even_be_started_is_a_failure_too() -> None:
     run(scenario)
 
 
-def test_what_a_child_writes_is_passed_on(capfd: pytest.CaptureFixture[str]) -> None:
+def test_what_a_child_writes_is_passed_on(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Log lines of the children appear on stderr, even a last one without its end of line; stdout stays empty."""
     code = "import sys; print('out'); sys.stderr.write('{\"event\": \"x\"}\\nlast words'); sys.exit(1)"
 
     async def scenario() -> None:
-        supervisor = Supervisor([spec("worker-0", Role.WORKER, code)], grace_s=GRACE_S)
+        supervisor = Supervisor([spec("worker-0", Role.WORKER, code)], pulse_dir=tmp_path, grace_s=GRACE_S)
         supervisor.start()
         assert await supervisor.failed == "worker-0 ended (exit code 1): last words"
         await supervisor.stop()
@@ -195,6 +203,7 @@ def test_stopping_during_the_pause_before_a_restart_starts_nothing(tmp_path: Pat
         journal = tmp_path / "journal"
         supervisor = Supervisor(
             [spec("worker-0", Role.WORKER, OBEDIENT, journal, "w")],
+            pulse_dir=tmp_path,
             grace_s=GRACE_S,
             policy=RestartPolicy(first_delay_s=1e6, longest_delay_s=1e6),
         )
@@ -209,6 +218,39 @@ def test_stopping_during_the_pause_before_a_restart_starts_nothing(tmp_path: Pat
         assert len(starts(written_to(journal))) == 1
 
     run(scenario)
+
+
+# Beats until it is told to hang; says in the journal how often it was started.
+HANGING = """
+import os, sys, time
+from shared.pulse import Pulse
+pulse = Pulse()
+open(sys.argv[1], "a", buffering=1).write("start\\n")
+pulse.beat()
+pulse.served()
+time.sleep(600)
+"""
+
+
+def test_a_process_that_hangs_is_started_again(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """A process whose pulse stops is killed and started again, and since it had served, with the shortest pause."""
+
+    async def scenario() -> None:
+        journal = tmp_path / "journal"
+        supervisor = Supervisor(
+            [spec("worker-0", Role.WORKER, HANGING, journal)],
+            pulse_dir=tmp_path,
+            watchdog_s=0.5,
+            grace_s=GRACE_S,
+            policy=RestartPolicy(first_delay_s=0.01, longest_delay_s=1e6),
+        )
+        supervisor.was_ready = True
+        supervisor.start()
+        await lines(journal, 3)
+        await supervisor.stop()
+
+    run(scenario)
+    assert "".join(capfd.readouterr()).count("process hangs") == 2
 
 
 def test_a_child_dies_with_its_supervisor() -> None:

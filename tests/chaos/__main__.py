@@ -1,0 +1,39 @@
+"""The long form: 60 faults or more under 200 streams, with figures.
+
+python -m tests.chaos --json chaos.json
+"""
+
+import argparse
+import json
+import sys
+import tempfile
+from pathlib import Path
+
+from tests.chaos.campaign import Campaign, run
+
+
+def main() -> int:
+    """Runs one campaign; prints and writes its figures."""
+    parser = argparse.ArgumentParser("python -m tests.chaos", description=__doc__)
+    parser.add_argument("--streams", type=int, default=200)
+    parser.add_argument("--faults-of-each-kind", type=int, default=15)
+    parser.add_argument("--max-tokens", type=int, default=300)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", type=Path, default=None)
+    options = parser.parse_args()
+    campaign = Campaign(
+        num_streams=options.streams,
+        faults_of_each_kind=options.faults_of_each_kind,
+        max_tokens=options.max_tokens,
+        seed=options.seed,
+    )
+    with tempfile.TemporaryDirectory(prefix="quire-chaos-") as folder:
+        figures = json.dumps(run(campaign, Path(folder)).figures(), indent=2)
+    print(figures)
+    if options.json is not None:
+        options.json.write_text(figures + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,75 @@
+"""What a worker process under test does beyond its work. Python runs this file at the start of every process that has
+its folder in PYTHONPATH; nothing of it is in the product.
+
+* SIGUSR1 makes the main thread hang: signal handlers run there, so the loop stands still while ZeroMQ's threads live.
+* CHAOS_PROXIES names a folder of sockets, one per worker: the worker connects to its own instead of the scheduler's.
+* CHAOS_POISON is a token: a step whose batch holds it ends the process, as a fault in a kernel would.
+"""
+
+import importlib.abc
+import importlib.machinery
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+_arguments = sys.orig_argv
+_PREFIX = "--worker-id="
+
+
+def _hang(_number: int, _frame: object) -> None:
+    while True:
+        time.sleep(3600)
+
+
+def _through_proxy(sockets: Any) -> None:
+    connect, folder = sockets.connect_dealer, os.environ["CHAOS_PROXIES"]
+    name = next(each.removeprefix(_PREFIX) for each in _arguments if each.startswith(_PREFIX))
+    sockets.connect_dealer = lambda context, _address, **options: connect(context, f"ipc://{folder}/{name}", **options)
+
+
+def _poisonable(batch: Any) -> None:
+    build, poison = batch.BatchBuilder.build, int(os.environ["CHAOS_POISON"])
+
+    def watched(*arguments: Any) -> Any:
+        built = build(*arguments)
+        if built is not None and poison in built.input_ids.tolist():
+            os.kill(os.getpid(), signal.SIGKILL)
+        return built
+
+    batch.BatchBuilder.build = watched
+
+
+class _AfterImport(importlib.abc.MetaPathFinder):
+    """Changes modules right after they were loaded."""
+
+    def __init__(self, changes: dict[str, Callable[[Any], None]]) -> None:
+        self._changes = changes
+
+    def find_spec(self, name: str, path: Any, target: ModuleType | None = None) -> Any:
+        if (change := self._changes.pop(name, None)) is None:
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(name, path)
+        assert spec is not None
+        assert spec.loader is not None
+        load = spec.loader.exec_module
+
+        def load_and_change(module: ModuleType) -> None:
+            load(module)
+            change(module)
+
+        spec.loader.exec_module = load_and_change  # type: ignore[method-assign]
+        return spec
+
+
+if "worker" in _arguments:
+    signal.signal(signal.SIGUSR1, _hang)
+    changes: dict[str, Callable[[Any], None]] = {}
+    if os.environ.get("CHAOS_PROXIES"):
+        changes["shared.sockets"] = _through_proxy
+    if os.environ.get("CHAOS_POISON"):
+        changes["worker_svc.batch"] = _poisonable
+    sys.meta_path.insert(0, _AfterImport(changes))

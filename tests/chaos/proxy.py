@@ -1,0 +1,106 @@
+"""A wire that can be cut: a forwarder between the workers' sockets and the scheduler's, in a thread of the test.
+
+While a wire is cut nothing passes in either direction and nobody is told, as when a link is down. When it is mended,
+what was connected through it is reset.
+"""
+
+import selectors
+import socket
+import threading
+from pathlib import Path
+
+_CHUNK = 1 << 16
+
+
+class Wires:
+    """One wire per worker."""
+
+    def __init__(self, folder: Path, names: list[str], target: Path) -> None:
+        """Listens at once, at `folder`/name for each; what connects there is connected to `target`."""
+        self._target = target
+        self._selector = selectors.DefaultSelector()
+        self._peers: dict[socket.socket, socket.socket] = {}
+        self._names: dict[socket.socket, str] = {}
+        self._cut: set[str] = set()
+        self._lock = threading.Lock()
+        self._stopping = False
+        self._listeners: list[socket.socket] = []
+        for name in names:
+            listener = socket.socket(socket.AF_UNIX)
+            listener.bind(str(folder / name))
+            listener.listen()
+            self._listeners.append(listener)
+            self._selector.register(listener, selectors.EVENT_READ, name)
+        self._thread = threading.Thread(target=self._run, name="wires", daemon=True)
+        self._thread.start()
+
+    def cut(self, name: str) -> None:
+        """From now on nothing passes."""
+        with self._lock:
+            self._cut.add(name)
+
+    def mend(self, name: str) -> None:
+        """New connections work again; old ones are reset."""
+        with self._lock:
+            self._cut.discard(name)
+            for end in [end for end, owner in self._names.items() if owner == name]:
+                self._close(end)
+
+    def close(self) -> None:
+        """Ends the thread and closes everything."""
+        self._stopping = True
+        self._thread.join()
+        for end in [*self._peers, *self._listeners]:
+            end.close()
+        self._selector.close()
+
+    def _run(self) -> None:
+        while not self._stopping:
+            for key, _ in self._selector.select(0.02):
+                assert isinstance(key.fileobj, socket.socket)
+                with self._lock:
+                    if key.data is None:
+                        self._forward(key.fileobj)
+                    else:
+                        self._accept(key.fileobj, key.data)
+
+    def _accept(self, listener: socket.socket, name: str) -> None:
+        near, _ = listener.accept()
+        if name in self._cut:
+            near.close()
+            return
+        far = socket.socket(socket.AF_UNIX)
+        try:
+            far.connect(str(self._target))
+        except OSError:
+            near.close()
+            return
+        for one, other in ((near, far), (far, near)):
+            self._peers[one], self._names[one] = other, name
+            self._selector.register(one, selectors.EVENT_READ, None)
+
+    def _forward(self, end: socket.socket) -> None:
+        if end not in self._peers:
+            return  # closed while its event was on the way
+        if self._names[end] in self._cut:
+            # Not read: what was sent into a cut wire waits in the sender's buffer, and is lost with it.
+            self._selector.unregister(end)
+            return
+        try:
+            data = end.recv(_CHUNK)
+            if data:
+                self._peers[end].sendall(data)
+        except OSError:
+            data = b""
+        if not data:
+            self._close(end)
+
+    def _close(self, end: socket.socket) -> None:
+        for each in (end, self._peers.pop(end, None)):
+            if each is None or each.fileno() < 0:
+                continue
+            self._peers.pop(each, None)
+            self._names.pop(each, None)
+            if each in self._selector.get_map():
+                self._selector.unregister(each)
+            each.close()
