@@ -10,7 +10,8 @@ same effects and plans.
 Read the modules in this order:
 
 * `arrays` – the array types; `events`, `effects`, `plan` – what goes in and what comes out; `config`, `errors`.
-* `request` – one request and its tokens; `waiting` – the orders of admission; `tenants` – limits per tenant.
+* `request` – one request and its tokens; `accounts` – to whom its service counts; `waiting` – the orders of admission;
+  `tenants` – limits per tenant.
 * `block_pool` – KV blocks and when one may be handed out again; `prefix_cache` – which block holds which prefix;
   `partial_blocks` – which ones are worth a copy.
 * `rows` – the running requests of one worker as a struct of arrays.

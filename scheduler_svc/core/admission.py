@@ -17,10 +17,9 @@ from scheduler_svc.core.placement import Placement, Room, find_room
 from scheduler_svc.core.request import Request
 from scheduler_svc.core.rows import DECODE
 from scheduler_svc.core.tenants import Tenants
-from scheduler_svc.core.victims import Candidate, choose_victims
+from scheduler_svc.core.victims import Candidates, choose_victims
 from scheduler_svc.core.waiting import WaitingQueue
-from scheduler_svc.core.worker import Worker
-from shared.prefix_keys import KEY_BYTES
+from scheduler_svc.core.worker import Match, Worker
 
 MAX_ADMITTED_TOKENS = 1 << 20
 """Bounds a plan in bytes: after a loss many long prompts may come at once."""
@@ -71,6 +70,8 @@ class Admission:
         self._elsewhere: list[Request] = []
         """Requests that are better placed on another worker."""
         self._num_tokens = 0
+        self._ranked: dict[int, int] = {}
+        """By sequence number: cached tokens, as they were when the request was first ranked for this plan."""
         self.refused: list[Refusal] = []
         self.starved: list[Request] = []
         """Requests that had credit when they were queued and have none now."""
@@ -86,7 +87,7 @@ class Admission:
                 num_running=self._worker.rows.num_running, num_waiting=num_waiting, now=self._now
             ):
                 return None
-            request = self._waiting.take(self._worker.cached_tokens)
+            request = self._waiting.take(self._cached_tokens)
             if request is None:
                 gate.close()
                 return None
@@ -118,6 +119,13 @@ class Admission:
         for request in self._passed + self._elsewhere:
             self._waiting.give_back(request)
 
+    def _cached_tokens(self, request: Request) -> int:
+        """What an order by cached prefixes goes by; looked up once per plan, however many the plan admits."""
+        num_tokens = self._ranked.get(request.sequence)
+        if num_tokens is None:
+            num_tokens = self._ranked[request.sequence] = self._worker.cached_tokens(request)
+        return num_tokens
+
     def _may_look_further(self) -> bool:
         return (
             self._num_tokens < MAX_ADMITTED_TOKENS
@@ -141,9 +149,10 @@ class Admission:
             return None
         if len(request.tokens) >= worker.max_model_len:
             return None
-        if not self._tenants.may_run(request, self._now) or self._waits_for_prefix(request):
+        if not self._tenants.may_run(request, self._now):
             return None
-        return find_room(worker, request)
+        match = worker.match(request)
+        return None if self._waits_for_prefix(request, match) else find_room(worker, request, match)
 
     def _admitted(self, request: Request) -> None:
         self._num_tokens += len(request.tokens)
@@ -151,13 +160,8 @@ class Admission:
         for passed in self._passed:
             passed.overtaken += 1
 
-    def _waits_for_prefix(self, request: Request) -> bool:
-        cache = self._worker.pool.cache
-        if self._worker.swapped_here(request) is not None:
-            return False
-        keys = self._worker.shareable_keys(request)
-        start = KEY_BYTES * len(cache.match(keys))
-        if not cache.is_pending(keys[start : start + KEY_BYTES]):
+    def _waits_for_prefix(self, request: Request, match: Match) -> bool:
+        if match.swapped is not None or not self._worker.pool.cache.is_pending(match.next_key):
             return False
         request.prefix_waits += 1
         return request.prefix_waits <= MAX_PREFIX_WAITS
@@ -209,16 +213,20 @@ def victims_for_urgent(worker: Worker, waiting: WaitingQueue, config: CoreConfig
     if request.unsettled or not (need_row or need_blocks):
         return []
     behind = waiting.rank(request) + config.preempt_threshold
-    candidates = [
-        Candidate(row, float(rows.rank[row]), other.sequence, len(rows.blocks(row)), int(rows.committed[row]))
-        for row in np.flatnonzero((rows.state == DECODE) & (rows.rank > behind)).tolist()
-        if (other := rows.requests[row]) is not None
-        and rows.num_generated(row) > other.preempted_at
-        and config.same_class(request.request_class, other.request_class)
-    ]
+    has_progress = rows.committed - rows.num_prompt > rows.preempted_at
+    may_pause = np.flatnonzero((rows.state == DECODE) & (rows.rank > behind) & has_progress)
+    if config.classes:
+        others = [rows.requests[row] for row in may_pause.tolist()]
+        same = [config.same_class(request.request_class, other.request_class) for other in others if other is not None]
+        may_pause = may_pause[np.array(same, np.bool_)]
     return choose_victims(
-        candidates,
-        need_row=need_row,
+        Candidates(
+            rows=may_pause,
+            ranks=rows.rank[may_pause],
+            sequences=rows.sequence[may_pause],
+            num_blocks=rows.capacity[may_pause] // rows.block_size,
+            num_computed=rows.committed[may_pause],
+        ),
         need_blocks=need_blocks,
         rule=config.victim_rule,
         threshold=config.preempt_threshold,

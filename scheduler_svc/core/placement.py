@@ -13,11 +13,11 @@ from heapq import heapify, heappop, heappush, heapreplace
 
 import numpy as np
 
-from scheduler_svc.core.arrays import NO_INDICES, IndexArray
+from scheduler_svc.core.arrays import IndexArray
 from scheduler_svc.core.partial_blocks import PartialMatch
 from scheduler_svc.core.request import Request
 from scheduler_svc.core.swapping import SwappedKV
-from scheduler_svc.core.worker import Worker
+from scheduler_svc.core.worker import Match, Worker
 from shared.prefix_keys import KEY_BYTES, BlockKey
 
 DECODE_COST = 32
@@ -38,10 +38,9 @@ class Room:
     """Its KV in the worker's host memory, to be copied to the first of the new blocks."""
 
 
-def find_room(worker: Worker, request: Request) -> Room | None:
+def find_room(worker: Worker, request: Request, match: Match) -> Room | None:
     """Where the request's KV would go on this worker, or None when it does not fit now."""
-    swapped = worker.swapped_here(request)
-    cached, partial = (NO_INDICES, None) if swapped is not None else worker.match(request)
+    cached, partial = match.blocks, match.partial
     block_size = worker.rows.block_size
     num_new = -(-len(request.tokens) // block_size) - len(cached)
     limit = min(request.limit, worker.max_model_len)
@@ -58,7 +57,7 @@ def find_room(worker: Worker, request: Request) -> Room | None:
         )
 
     if fits(num_available - num_copied):
-        return Room(cached, num_new, partial, swapped)
+        return Room(cached, num_new, partial, match.swapped)
     # What is worth a copy is not worth waiting for memory.
     return Room(cached, num_new) if num_copied and fits(num_available) else None
 
@@ -97,7 +96,7 @@ class Placement:
         cost, chosen = _load(self._worker) + num_tokens - self._worker.cached_tokens(request), None
         for other in self._with_prefix(request):
             other_cost = self._loads[other] + num_tokens - other.cached_tokens(request)
-            if other_cost < cost and self._rows_left[other] and find_room(other, request) is not None:
+            if other_cost < cost and self._rows_left[other] and _has_room(other, request):
                 cost, chosen = other_cost, other
         chosen = self._least_loaded(request, cost - num_tokens) or chosen
         if chosen is None:
@@ -126,7 +125,7 @@ class Placement:
                 heappop(heap)
             elif load != self._loads[other]:
                 heapreplace(heap, (self._loads[other], index, other))
-            elif find_room(other, request) is None:
+            elif not _has_room(other, request):
                 without_room.append(heappop(heap))
             else:
                 found = other
@@ -134,6 +133,10 @@ class Placement:
         for entry in without_room:
             heappush(heap, entry)
         return found
+
+
+def _has_room(worker: Worker, request: Request) -> bool:
+    return find_room(worker, request, worker.match(request)) is not None
 
 
 def _load(worker: Worker) -> int:

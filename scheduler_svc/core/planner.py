@@ -205,12 +205,8 @@ class Planner:
         """Brings the queue's view of service up to date before it chooses."""
         if not self._waiting.accounts_service:
             return
-        for row in self._rows.occupied():
-            request = self._rows.requests[row]
-            assert request is not None
-            generated = self._rows.num_generated(row)
-            self._waiting.served(request, output_tokens=generated - request.accounted_tokens)
-            request.accounted_tokens = generated
+        for account, num_tokens in self._rows.charge():
+            self._waiting.served(account, output_tokens=num_tokens)
 
     def _place(self, request: Request, room: Room) -> RowAdmission:
         self._pool.share(room.cached)
@@ -250,7 +246,7 @@ class Planner:
         if request.attempts == 1:
             request.num_cached_prompt_tokens = min(num_cached_tokens, request.num_prompt_tokens)
             uncached = request.num_prompt_tokens - request.num_cached_prompt_tokens
-            self._waiting.served(request, prompt_tokens=uncached)
+            self._waiting.served(request.account, prompt_tokens=uncached)
         self._worker.counters.prompt_tokens += len(request.tokens)
         self._worker.counters.cached_tokens += num_cached_tokens
         return RowAdmission(

@@ -203,7 +203,6 @@ class RequestRegistry:
         if running is not None:
             worker, row = running
             worker.vacate(row)
-            self.waiting.served(request, output_tokens=request.num_generated - request.accounted_tokens)
             self._attempt_ended(request, reason.value)
         elif request.key in self._starved:
             del self._starved[request.key]
@@ -211,6 +210,9 @@ class RequestRegistry:
             self.waiting.discard(request)
         elif was is RequestState.ENDING:
             self._attempt_ended(request, reason.value)
+        owed = request.num_generated - request.accounted_tokens
+        if owed:
+            self.waiting.served(request.account, output_tokens=owed)
         self._queued_tokens -= request.queued_tokens
         self.tenants.ended(request, now, was_running=was is not RequestState.WAITING)
         self.ended[reason] += 1

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from scheduler_svc.core.accounts import Account
 from scheduler_svc.core.arrays import Int32Array
 from scheduler_svc.core.events import Peer
 from scheduler_svc.core.swapping import SwappedKV
@@ -96,7 +97,7 @@ class Request:
     keys: dict[int, bytes] = field(default_factory=dict)
     """By block size: the joined keys of its leading full blocks, as far as they were needed."""
     accounted_tokens: int = 0
-    """Generated tokens that were accounted to its tenant."""
+    """Generated tokens that its account was charged for; while it runs, its row knows."""
     first_planned: float | None = None
     starved_since: float | None = None
     """Since when it has been without credit."""
@@ -116,6 +117,11 @@ class Request:
     def num_generated(self) -> int:
         """Delivered tokens, as far as they are not in a row."""
         return len(self.tokens) - self.num_prompt_tokens
+
+    @property
+    def account(self) -> Account:
+        """To whom its service is accounted."""
+        return Account(self.request_class, self.tenant)
 
     def grant(self, credit: int) -> None:
         """The reader has room for `credit` more bytes."""

@@ -14,6 +14,7 @@ Invariants, for rows that are not free:
 
 import numpy as np
 
+from scheduler_svc.core.accounts import Account, AccountNumbers
 from scheduler_svc.core.arrays import NO_INDICES, IndexArray, Int32Array, any_of
 from scheduler_svc.core.request import Request
 
@@ -58,6 +59,10 @@ class RowTable:
         self.preempted_at = np.zeros(max_rows, np.int32)
         """Generated tokens when the request was last paused; -1: never."""
         self.traced: set[int] = set()
+        self._accounts = AccountNumbers()
+        self._account = np.zeros(max_rows, np.intp)
+        self._charged = np.zeros(max_rows, np.int32)
+        """Generated tokens that the row's account was charged for."""
         self._stops = np.full((max_rows, _STOPS), _NO_TOKEN, np.int32)
         self._many_stops: dict[int, frozenset[int]] = {}
         self._recent = np.zeros((max_rows, _RECENT), np.int32)
@@ -114,6 +119,8 @@ class RowTable:
         self.sequence[row] = request.sequence
         self.preempted_at[row] = request.preempted_at
         self._num_recent[row] = 0
+        self._account[row] = self._accounts.enter(request.account)
+        self._charged[row] = request.accounted_tokens
         stops = request.stop_token_ids
         self._stops[row] = _NO_TOKEN
         if len(stops) <= _STOPS:
@@ -130,6 +137,8 @@ class RowTable:
         assert request is not None
         self._flush(row, request)
         blocks = self.blocks(row).copy()
+        request.accounted_tokens = int(self._charged[row])
+        self._accounts.leave(int(self._account[row]))
         self._decoding = None
         self.requests[row] = None
         self._num_blocks[row] = 0
@@ -190,6 +199,14 @@ class RowTable:
         """The rows that are not free."""
         positions: list[int] = np.flatnonzero(self.state).tolist()
         return positions
+
+    def charge(self) -> list[tuple[Account, int]]:
+        """The tokens that each account's rows have generated since they were last charged."""
+        rows = np.flatnonzero(self.state)
+        generated = self.committed[rows] - self.num_prompt[rows]
+        owed = np.bincount(self._account[rows], weights=generated - self._charged[rows])
+        self._charged[rows] = generated
+        return [(self._accounts[number], int(owed[number])) for number in np.flatnonzero(owed).tolist()]
 
     def num_computed(self, row: int) -> int:
         """Tokens of the row whose KV is written once the steps sent are done."""

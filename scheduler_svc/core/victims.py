@@ -13,55 +13,55 @@ the urgent one by more than the threshold. Of those
 to be compared with, see docs/scheduling.md.
 """
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from scheduler_svc.core.arrays import IndexArray, Int32Array, any_of
 
 VICTIM_RULES = ("fewest", "youngest", "lowest_priority")
 
 
 @dataclass(frozen=True, slots=True)
-class Candidate:
-    """A running request that may be paused."""
+class Candidates:
+    """Running requests that may be paused: arrays of one length."""
 
-    row: int
-    rank: float
-    """The policy's key; larger is less urgent."""
-    sequence: int
-    num_blocks: int
-    num_computed: int
+    rows: IndexArray
+    ranks: npt.NDArray[np.float64]
+    """The policy's keys; larger is less urgent."""
+    sequences: npt.NDArray[np.int64]
+    num_blocks: Int32Array
+    num_computed: Int32Array
     """Tokens that would have to be computed again."""
 
 
-def choose_victims(
-    candidates: Sequence[Candidate], *, need_row: bool, need_blocks: int, rule: str, threshold: float
-) -> list[int]:
+def choose_victims(candidates: Candidates, *, need_blocks: int, rule: str, threshold: float) -> list[int]:
     """The rows to pause, in order; empty when not even all candidates together would be enough.
 
     Args:
         candidates: those that may be paused.
-        need_row: whether a row must become free.
-        need_blocks: how many blocks must become free.
+        need_blocks: how many blocks must become free; 0: a row is all that is missing.
         rule: one of `VICTIM_RULES`.
         threshold: by how much a request must rank behind another one to be paused for it.
     """
-    if sum(candidate.num_blocks for candidate in candidates) < need_blocks or (need_row and not candidates):
+    ranks, num_blocks = candidates.ranks, candidates.num_blocks
+    if int(num_blocks.sum()) < need_blocks or not len(num_blocks):
         return []
     if rule == "fewest":
-        last = max((each.rank for each in candidates), default=0.0)
-        enough = [each for each in candidates if each.num_blocks >= need_blocks and each.rank >= last - threshold]
-        if enough and need_blocks:
-            return [min(enough, key=lambda each: (-each.num_blocks, -each.rank, each.row)).row]
-        if enough:
-            return [min(enough, key=lambda each: (each.num_computed, -each.rank, each.row)).row]
-    order: dict[str, Callable[[Candidate], tuple[float, float]]] = {
-        "fewest": lambda each: (-each.num_blocks, -each.rank),
-        "youngest": lambda each: (-each.sequence, 0),
-        "lowest_priority": lambda each: (-each.rank, -each.sequence),
+        enough = (num_blocks >= need_blocks) & (ranks >= ranks.max() - threshold)
+        if any_of(enough):
+            first = -num_blocks if need_blocks else candidates.num_computed
+            best = np.lexsort((-ranks[enough], first[enough]))[0]
+            return [int(candidates.rows[enough][best])]
+    order = {
+        "fewest": (-ranks, -num_blocks),
+        "youngest": (-candidates.sequences,),
+        "lowest_priority": (-candidates.sequences, -ranks),
     }
-    victims: list[int] = []
-    for candidate in sorted(candidates, key=order[rule]):
-        if victims and need_blocks <= 0:
-            break
-        victims.append(candidate.row)
-        need_blocks -= candidate.num_blocks
+    worst_first = np.lexsort(order[rule])
+    # One victim at least: a row may be all that is missing.
+    freed_before = np.cumsum(num_blocks[worst_first]) - num_blocks[worst_first]
+    count = max(1, int(np.count_nonzero(freed_before < need_blocks)))
+    victims: list[int] = candidates.rows[worst_first[:count]].tolist()
     return victims

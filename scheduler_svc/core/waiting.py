@@ -25,6 +25,7 @@ import heapq
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 
+from scheduler_svc.core.accounts import Account
 from scheduler_svc.core.config import RequestClass
 from scheduler_svc.core.request import Request, RequestState
 
@@ -76,8 +77,8 @@ class WaitingQueue(ABC):
         """Puts back what `take` returned; it keeps its place."""
         self.push(request)
 
-    def served(self, request: Request, *, prompt_tokens: int = 0, output_tokens: int = 0) -> None:
-        """Tokens were computed for a request; only policies that account for service care."""
+    def served(self, account: Account, *, prompt_tokens: int = 0, output_tokens: int = 0) -> None:
+        """Tokens were computed for an account; only policies that account for service care."""
         return
 
 
@@ -137,9 +138,9 @@ class FairQueue(WaitingQueue):
     """Groups without waiting requests whose service is remembered; beyond that the least served half is forgotten."""
 
     def __init__(
-        self, group_of: Callable[[Request], str], weights: Mapping[str, float], make: Callable[[str], WaitingQueue]
+        self, group_of: Callable[[Account], str], weights: Mapping[str, float], make: Callable[[str], WaitingQueue]
     ) -> None:
-        """Groups requests by `group_of`; those of a group wait in the queue that `make` makes for its name."""
+        """Groups accounts by `group_of`; those of a group wait in the queue that `make` makes for its name."""
         self._group_of = group_of
         self._weights = weights
         self._make = make
@@ -160,7 +161,7 @@ class FairQueue(WaitingQueue):
         return len(self._service)
 
     def push(self, request: Request) -> None:
-        group = self._group_of(request)
+        group = self._group_of(request.account)
         if group not in self._waiting:
             least = self._least_served()
             lifted = 0.0 if least is None else self._service[least]
@@ -183,19 +184,19 @@ class FairQueue(WaitingQueue):
 
     def discard(self, request: Request) -> None:
         self._num_requests -= 1
-        self._queues[self._group_of(request)].discard(request)
+        self._queues[self._group_of(request.account)].discard(request)
 
     def requests(self) -> list[Request]:
         return [request for queue in self._queues.values() for request in queue.requests()]
 
     def rank(self, request: Request) -> float:
-        return self._queue_of(self._group_of(request)).rank(request)
+        return self._queue_of(self._group_of(request.account)).rank(request)
 
-    def served(self, request: Request, *, prompt_tokens: int = 0, output_tokens: int = 0) -> None:
-        group = self._group_of(request)
+    def served(self, account: Account, *, prompt_tokens: int = 0, output_tokens: int = 0) -> None:
+        group = self._group_of(account)
         cost = self.INPUT_WEIGHT * prompt_tokens + self.OUTPUT_WEIGHT * output_tokens
         self._service[group] = self._service.get(group, 0.0) + cost / self._weights.get(group, 1.0)
-        self._queue_of(group).served(request, prompt_tokens=prompt_tokens, output_tokens=output_tokens)
+        self._queue_of(group).served(account, prompt_tokens=prompt_tokens, output_tokens=output_tokens)
 
     def _queue_of(self, group: str) -> WaitingQueue:
         queue = self._queues.get(group)
@@ -312,12 +313,12 @@ def make_queue(policy: str, tenant_weights: Mapping[str, float], classes: Mappin
         weights = {name: each.weight for name, each in classes.items()}
         policies = {name: each.policy for name, each in classes.items()}
         return FairQueue(
-            lambda request: request.request_class if request.request_class in classes else "",
+            lambda account: account.request_class if account.request_class in classes else "",
             weights,
             lambda name: make_queue(policies.get(name, policy), tenant_weights, {}),
         )
     if policy == "fair":
-        return FairQueue(lambda request: request.tenant, tenant_weights, lambda _: KeyedQueue(fcfs_key))
+        return FairQueue(lambda account: account.tenant, tenant_weights, lambda _: KeyedQueue(fcfs_key))
     if policy == "lpm":
         return LongestPrefixQueue()
     return KeyedQueue(_KEYS[policy])

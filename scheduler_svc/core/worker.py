@@ -7,10 +7,11 @@ are until the last such step is answered.
 
 from collections import deque
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
-from scheduler_svc.core.arrays import IndexArray, Int32Array, any_of
+from scheduler_svc.core.arrays import NO_INDICES, IndexArray, Int32Array, any_of
 from scheduler_svc.core.batching import BatchGate
 from scheduler_svc.core.block_pool import BlockPool
 from scheduler_svc.core.capacity import Capacity
@@ -58,6 +59,19 @@ class Departure:
     """What it held; not to be trusted if the row turns out to have failed."""
     num_tokens: int
     """Leading tokens whose KV they hold; a token that is sampled late proves it."""
+
+
+class Match(NamedTuple):
+    """What a worker has of a request's KV already."""
+
+    blocks: IndexArray
+    """Cached blocks that it can share."""
+    partial: PartialMatch | None = None
+    """The one that it can begin its next block with."""
+    swapped: SwappedKV | None = None
+    """All of it, in the worker's host memory; then nothing else counts."""
+    next_key: BlockKey = b""
+    """The key of the first full block that is not there; empty: there is no further one that could be."""
 
 
 @dataclass(slots=True)
@@ -164,22 +178,27 @@ class Worker:
 
     def cached_tokens(self, request: Request) -> int:
         """How many of the request's tokens need not be computed here."""
+        match = self.match(request)
+        if match.swapped is not None:
+            return match.swapped.num_tokens
+        num_partial = match.partial.num_tokens if match.partial is not None else 0
+        return len(match.blocks) * self.rows.block_size + num_partial
+
+    def match(self, request: Request) -> Match:
+        """What is here of the request's KV."""
         swapped = self.swapped_here(request)
         if swapped is not None:
-            return swapped.num_tokens
-        blocks, partial = self.match(request)
-        return len(blocks) * self.rows.block_size + (partial.num_tokens if partial is not None else 0)
-
-    def match(self, request: Request) -> tuple[IndexArray, PartialMatch | None]:
-        """The cached blocks that the request can share, and the one that it can begin its next block with."""
+            return Match(NO_INDICES, swapped=swapped)
         cache, keys = self.pool.cache, self.shareable_keys(request)
         blocks = cache.match(keys)
+        next_key = keys[KEY_BYTES * len(blocks) : KEY_BYTES * (len(blocks) + 1)]
         if cache.partial is None:
-            return blocks, None
+            return Match(blocks, next_key=next_key)
         start = len(blocks) * self.rows.block_size
         end = min(start + self.rows.block_size, len(request.tokens) - 1)
         text = request.tokens[start:end].tobytes()
-        return blocks, cache.match_partial(self._root_key(request), keys, len(blocks), text)
+        partial = cache.match_partial(self._root_key(request), keys, len(blocks), text)
+        return Match(blocks, partial, next_key=next_key)
 
     def prefill_backlog(self) -> int:
         """Prompt tokens of its rows that no plan holds yet."""

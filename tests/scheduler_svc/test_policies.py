@@ -13,7 +13,7 @@ from scheduler_svc.core.config import RequestClass, TenantLimits
 from scheduler_svc.core.forecast import Forecast
 from scheduler_svc.core.request import Request, RequestKey, to_tokens
 from scheduler_svc.core.tenants import Tenants
-from scheduler_svc.core.victims import Candidate, choose_victims
+from scheduler_svc.core.victims import Candidates, choose_victims
 from scheduler_svc.core.waiting import (
     AGEING_S,
     SJF_S_PER_TOKEN,
@@ -130,7 +130,7 @@ def test_fair_keeps_backlogged_tenants_within_the_published_bound(seed: int, wei
         assert request is not None
         outputs = request.limit - request.num_prompt_tokens
         cost = FairQueue.INPUT_WEIGHT * 10 + FairQueue.OUTPUT_WEIGHT * outputs
-        queue.served(request, prompt_tokens=10, output_tokens=outputs)
+        queue.served(request.account, prompt_tokens=10, output_tokens=outputs)
         served[request.tenant] += cost / (weight if request.tenant == "a" else 1.0)
         largest = max(largest, cost)
         assert abs(served["a"] - served["b"]) <= 2 * largest
@@ -144,14 +144,14 @@ def test_fair_does_not_save_idleness_up() -> None:
     for _ in range(50):
         request = queue.take(lambda _: 0)
         assert request is not None
-        queue.served(request, output_tokens=10)
+        queue.served(request.account, output_tokens=10)
     for sequence in range(100, 200):
         queue.push(_request(sequence, tenant="back"))
     tenants = []
     for _ in range(20):
         request = queue.take(lambda _: 0)
         assert request is not None
-        queue.served(request, output_tokens=10)
+        queue.served(request.account, output_tokens=10)
         tenants.append(request.tenant)
     assert 9 <= tenants.count("back") <= 11
 
@@ -165,7 +165,7 @@ def test_fair_forgets_tenants_that_are_gone(monkeypatch: pytest.MonkeyPatch) -> 
         queue.push(request)
         assert queue.take(lambda _: 0) is request
         assert queue.take(lambda _: 0) is None
-        queue.served(request, output_tokens=1)
+        queue.served(request.account, output_tokens=1)
     assert isinstance(queue, FairQueue)
     assert queue.num_groups <= 11
 
@@ -203,7 +203,7 @@ def test_request_classes_share_the_service_by_weight(seed: int, weight: float) -
         request = queue.take(lambda _: 0)
         assert request is not None
         outputs = rng.randint(1, 50)
-        queue.served(request, output_tokens=outputs)
+        queue.served(request.account, output_tokens=outputs)
         served[request.request_class] += FairQueue.OUTPUT_WEIGHT * outputs / classes[request.request_class].weight
         largest = max(largest, FairQueue.OUTPUT_WEIGHT * outputs)
         assert abs(served["a"] - served["b"]) <= 2 * largest
@@ -302,12 +302,24 @@ def test_edf_rejects_what_cannot_be_met() -> None:
     assert "forecast" in late.end.message
 
 
+def _candidates(*columns: tuple[float, ...]) -> Candidates:
+    """From (row, rank, sequence, blocks, computed tokens) of each."""
+    rows, ranks, sequences, num_blocks, num_computed = np.array(columns).T
+    return Candidates(
+        rows.astype(np.intp),
+        ranks,
+        sequences.astype(np.int64),
+        num_blocks.astype(np.int32),
+        num_computed.astype(np.int32),
+    )
+
+
 def test_fewest_takes_one_victim_where_one_is_enough() -> None:
     """The default rule pauses a single sufficient request: for a row the cheapest, for memory the largest."""
-    candidates = [Candidate(0, 9, 1, 2, 10), Candidate(1, 8, 2, 7, 90), Candidate(2, 7, 3, 6, 50)]
+    candidates = _candidates((0, 9, 1, 2, 10), (1, 8, 2, 7, 90), (2, 7, 3, 6, 50))
 
     def chosen(need_blocks: int, rule: str, threshold: float = 5.0) -> list[int]:
-        return choose_victims(candidates, need_row=True, need_blocks=need_blocks, rule=rule, threshold=threshold)
+        return choose_victims(candidates, need_blocks=need_blocks, rule=rule, threshold=threshold)
 
     assert chosen(0, "fewest") == [0]
     assert chosen(5, "fewest") == [1]
@@ -319,10 +331,10 @@ def test_fewest_takes_one_victim_where_one_is_enough() -> None:
 
 def test_fewest_spares_those_who_would_pause_others_in_their_turn() -> None:
     """A victim that another candidate ranks behind by more than the threshold would only pass the pause on."""
-    candidates = [Candidate(0, 30, 1, 4, 90), Candidate(1, 20, 2, 9, 10), Candidate(2, 26, 3, 3, 80)]
-    assert choose_victims(candidates, need_row=True, need_blocks=3, rule="fewest", threshold=5.0) == [0]
-    assert choose_victims(candidates, need_row=True, need_blocks=0, rule="fewest", threshold=5.0) == [2]
-    assert choose_victims(candidates, need_row=True, need_blocks=3, rule="fewest", threshold=10.0) == [1]
+    candidates = _candidates((0, 30, 1, 4, 90), (1, 20, 2, 9, 10), (2, 26, 3, 3, 80))
+    assert choose_victims(candidates, need_blocks=3, rule="fewest", threshold=5.0) == [0]
+    assert choose_victims(candidates, need_blocks=0, rule="fewest", threshold=5.0) == [2]
+    assert choose_victims(candidates, need_blocks=3, rule="fewest", threshold=10.0) == [1]
 
 
 def test_a_tenants_bucket_may_be_emptied_but_not_overdrawn() -> None:
