@@ -17,8 +17,9 @@ from google.protobuf.message import DecodeError, Message
 from google.protobuf.unknown_fields import UnknownFieldSet
 from grpc import aio
 
-from services.errors import RETRY_MS, InternalError, to_status
-from shared.errors import FieldViolation, InvalidRequestError, OverloadedError, QuireError, UnsupportedMethodError
+from services.calls import CallsInProgress
+from services.errors import InternalError, to_status
+from shared.errors import FieldViolation, InvalidRequestError, QuireError, UnsupportedMethodError
 from shared.ids import draw_error_id
 from shared.logging import get_logger
 
@@ -46,11 +47,10 @@ class MalformedRequest:
 class Boundary(aio.ServerInterceptor):
     """Wraps every handler of ours."""
 
-    def __init__(self, on_outcome: Callable[[str, str], None], max_concurrent: int) -> None:
-        """`on_outcome` is told method and status code of each RPC; `max_concurrent` calls may be in progress."""
+    def __init__(self, on_outcome: Callable[[str, str], None], calls: CallsInProgress) -> None:
+        """`on_outcome` is told method and status code of each RPC; `calls` bounds how many are in progress."""
         self._on_outcome = on_outcome
-        self._max_concurrent = max_concurrent
-        self._concurrent = 0
+        self._calls = calls
 
     async def intercept_service(
         self,
@@ -78,13 +78,11 @@ class Boundary(aio.ServerInterceptor):
 
         async def guarded(request: Message | MalformedRequest, context: Context) -> object:
             code, failure = "", None
-            self._concurrent += 1
             try:
-                if limited and self._concurrent > self._max_concurrent:
-                    raise OverloadedError(f"{self._max_concurrent} calls are in progress already", retry_ms=RETRY_MS)
-                if isinstance(request, MalformedRequest):
-                    raise InvalidRequestError(FieldViolation(request.field, request.description))
-                response = await handler(request, context)
+                with self._calls.one_more(limited=limited):
+                    if isinstance(request, MalformedRequest):
+                        raise InvalidRequestError(FieldViolation(request.field, request.description))
+                    response = await handler(request, context)
                 code = "OK"
                 return response
             except QuireError as error:
@@ -97,7 +95,6 @@ class Boundary(aio.ServerInterceptor):
                 failure = InternalError(draw_error_id())
                 get_logger().error("handler failed", method=name, error_id=failure.error_id, exc_info=unexpected)
             finally:
-                self._concurrent -= 1
                 self._on_outcome(name, code or (failure.code if failure else cancel_code(context)))
             # The call is over, but gRPC keeps it until its client has read what comes before the status, and with it
             # the request.

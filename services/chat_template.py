@@ -30,6 +30,7 @@ class ChatTemplate:
         Raises:
             ChatTemplateError: the template does not compile.
         """
+        self.source = source
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, loopcontrols]
         )

@@ -20,14 +20,17 @@ from grpc_reflection.v1alpha import reflection
 from quire.admin.v1 import admin_pb2, admin_pb2_grpc
 from quire.v1 import generation_pb2, generation_pb2_grpc, model_pb2, model_pb2_grpc
 from services.boundary import Boundary
+from services.calls import CallsInProgress
 from services.core_link import CoreLink
 from services.generation import Generator, Services
-from services.http import HttpServer, listening_socket, make_app
+from services.http.app import make_api
+from services.http.server import HttpServer, listening_socket
 from services.metrics import FrontendMetrics
 from services.servicer import GenerationServicer
 from services.servicer_admin import AdminServicer
 from services.servicer_health import HealthServicer
 from services.servicer_model import ModelServicer
+from services.texts import Texts
 from services.tokenizer import TextTokenizer, load_tokenizer
 from services.validation import MAX_TEXT
 from shared.config import ConfigError, FrontendConfig
@@ -62,14 +65,19 @@ class Frontend:
         )
         services = Services(config, self.link, tokenizer, self._metrics, telemetry.tracer)
         self._generator = Generator(services)
-        self._grpc = self._make_grpc_server(services)
-        self._http = HttpServer(
-            make_app(
-                is_ready=lambda: self._health.ready,
-                snapshot=self.link.snapshot,
-                own_families=self._metrics.families,
-            )
+        self._texts = Texts(services, self._generator)
+        calls = CallsInProgress(config.max_concurrent_requests)
+        self._grpc = self._make_grpc_server(services, calls)
+        self._api = make_api(
+            services,
+            self._generator,
+            self._texts,
+            calls,
+            is_ready=lambda: self._health.ready,
+            snapshot=self.link.snapshot,
+            own_families=self._metrics.families,
         )
+        self._http = HttpServer(self._api.app)
         self._http_socket: socket.socket | None = None
         self._http_serving: asyncio.Task[None] | None = None
 
@@ -97,8 +105,9 @@ class Frontend:
     async def stop(self) -> None:
         """Ends everything in order; returns when nothing is left."""
         self._health.stop()
-        # Once and only once: overlapping calls of stop crash grpcio.
-        await self._grpc.stop(self._config.grace_period_s)
+        grace_s = self._config.grace_period_s
+        # `stop` once and only once: overlapping calls crash grpcio.
+        await asyncio.gather(self._grpc.stop(grace_s), self._api.drain(grace_s))
         # Handlers that were cancelled still have to tell the core.
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._generator.idle.wait(), _LAST_WORDS_S)
@@ -113,9 +122,9 @@ class Frontend:
         self._tokenizer.close()
         await asyncio.to_thread(self._telemetry.shutdown)
 
-    def _make_grpc_server(self, services: Services) -> aio.Server:
+    def _make_grpc_server(self, services: Services, calls: CallsInProgress) -> aio.Server:
         server = aio.server(
-            interceptors=[Boundary(self._metrics.count_outcome, self._config.max_concurrent_requests)],
+            interceptors=[Boundary(self._metrics.count_outcome, calls)],
             options=[
                 ("grpc.so_reuseport", 1),
                 # A client whose machine vanished is noticed before its reader counts as stalled.
@@ -124,7 +133,7 @@ class Frontend:
                 ("grpc.max_receive_message_length", _MAX_REQUEST_BYTES),
             ],
         )
-        generation = GenerationServicer(services, self._generator)  # type: ignore[abstract]
+        generation = GenerationServicer(self._generator, self._texts)  # type: ignore[abstract]
         generation_pb2_grpc.add_GenerationServiceServicer_to_server(generation, server)
         model_pb2_grpc.add_ModelServiceServicer_to_server(ModelServicer(services), server)
         admin_pb2_grpc.add_AdminServiceServicer_to_server(AdminServicer(services.link), server)

@@ -56,6 +56,11 @@ class TextTokenizer:
         """Whether `encode_chat` works."""
         return self._chat_template is not None
 
+    @property
+    def chat_template_source(self) -> str:
+        """The text of the chat template; empty without one."""
+        return "" if self._chat_template is None else self._chat_template.source
+
     async def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """The token ids of plain text.
 

@@ -1,0 +1,77 @@
+"""The application: which path is answered by what."""
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, JSONResponse, Response
+from starlette.routing import Route
+
+from services.calls import CallsInProgress
+from services.generation import Generator, Services
+from services.http.endpoint import Endpoints, Handler
+from services.http.errors import make_answer
+from services.http.generation import GenerationEndpoints
+from services.http.openapi import PAGE, describe
+from services.http.probes import Families, probe_routes
+from services.http.texts import TextEndpoints
+from services.http.tool_calls import style_of
+from services.texts import Texts
+
+
+@dataclass(frozen=True, slots=True)
+class HttpApi:
+    """The application, and how to end what it has in progress."""
+
+    app: Starlette
+    drain: Callable[[float], Awaitable[None]]
+    """See `Endpoints.drain`."""
+
+
+def make_api(
+    services: Services,
+    generator: Generator,
+    texts: Texts,
+    calls: CallsInProgress,
+    *,
+    is_ready: Callable[[], bool],
+    snapshot: Callable[[float], Awaitable[Families | None]],
+    own_families: Callable[[], Families],
+) -> HttpApi:
+    """The application of one front-end process."""
+    endpoints = Endpoints(calls, services.metrics.count_outcome)
+    generation = GenerationEndpoints(services, generator, style_of(services.tokenizer.chat_template_source))
+    text = TextEndpoints(services, texts)
+    served: list[tuple[str, str, Handler]] = [
+        ("GET", "/v1/models", text.list_models),
+        ("GET", "/v1/models/{name:path}", text.get_model),
+        ("POST", "/v1/completions", generation.complete),
+        ("POST", "/v1/chat/completions", generation.chat),
+        ("POST", "/tokenize", text.tokenize),
+        ("POST", "/detokenize", text.detokenize),
+    ]
+    routes = [Route(path, endpoints.endpoint(path, handler), methods=[method]) for method, path, handler in served]
+    routes += probe_routes(is_ready=is_ready, snapshot=snapshot, own_families=own_families)
+    routes += [Route("/openapi.json", _openapi), Route("/docs", _docs)]
+    return HttpApi(Starlette(routes=routes, exception_handlers={HTTPException: _refuse}), endpoints.drain)
+
+
+async def _openapi(_request: Request) -> Response:
+    return JSONResponse(describe())
+
+
+async def _docs(_request: Request) -> Response:
+    return HTMLResponse(PAGE)
+
+
+async def _refuse(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    if error.status_code == 404:
+        message = f"there is no {request.url.path}; /docs lists what there is"
+    elif error.status_code == 405:
+        message = f"{request.url.path} takes {(error.headers or {}).get('Allow', 'another method')}"
+    else:
+        message = error.detail
+    return JSONResponse(make_answer(error.status_code, message), status_code=error.status_code, headers=error.headers)

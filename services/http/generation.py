@@ -1,0 +1,138 @@
+"""`/v1/completions` and `/v1/chat/completions`: requests for the servicer, and its answers on their way out."""
+
+import asyncio
+from collections.abc import Sequence
+from functools import partial
+
+from quire.v1 import generation_pb2 as v1
+from services.generation import Generator, Send, Services
+from services.http.answers import Answer, WholeAnswer
+from services.http.bodies import parse
+from services.http.endpoint import Exchange
+from services.http.errors import renamed
+from services.http.prompts import Prepared, prepare_chat, prepare_completion, prompts_of
+from services.http.schema import ChatBody, CompletionBody, SamplingBody, StreamOptions
+from services.http.tool_calls import ForcedCalls, parser_of
+from shared.errors import FieldViolation, InvalidRequestError, ModelNotFoundError, QuireError, StalledReaderError
+from shared.ids import draw_request_id
+
+REQUEST_ID_HEADER = "x-request-id"
+
+
+class GenerationEndpoints:
+    """The two of them."""
+
+    def __init__(self, services: Services, generator: Generator, tool_style: str) -> None:
+        """`tool_style` is the form in which the served model writes calls; empty when it knows none."""
+        self._services = services
+        self._generator = generator
+        self._tool_style = tool_style
+
+    async def complete(self, exchange: Exchange) -> None:
+        """`/v1/completions`."""
+        body = parse(CompletionBody, await exchange.body())
+        request_id = _request_id(exchange, body)
+        prompts = prompts_of(body.prompt)
+        ids = [request_id] if len(prompts) == 1 else [f"{request_id}-{number}" for number in range(len(prompts))]
+        prepared = [prepare_completion(body, prompt, each) for prompt, each in zip(prompts, ids, strict=True)]
+        answer = self._answer(body, f"cmpl-{request_id}", prepared, top_logprobs=body.logprobs, echo=body.echo)
+        await exchange.until_gone(self._run(exchange, body, answer, prepared))
+
+    async def chat(self, exchange: Exchange) -> None:
+        """`/v1/chat/completions`."""
+        body = parse(ChatBody, await exchange.body())
+        request_id = _request_id(exchange, body)
+        prepared = prepare_chat(body, request_id, style=self._tool_style)
+        top_logprobs = (body.top_logprobs or 0) if body.logprobs else None
+        answer = self._answer(body, f"chatcmpl-{request_id}", [prepared], top_logprobs=top_logprobs, chat=True)
+        await exchange.until_gone(self._run(exchange, body, answer, [prepared]))
+
+    def _answer(
+        self,
+        body: SamplingBody,
+        answer_id: str,
+        prepared: Sequence[Prepared],
+        *,
+        top_logprobs: int | None,
+        echo: bool = False,
+        chat: bool = False,
+    ) -> Answer:
+        if body.stream_options is not None and not body.stream:
+            raise InvalidRequestError(FieldViolation("stream_options", "needs stream to be true"))
+        check_model(self._services, body.model)
+        calls = prepared[0].calls
+        parsers = ForcedCalls if calls == "forced" else partial(parser_of, calls)
+        return Answer(
+            chat=chat,
+            id=answer_id,
+            model=body.model or self._services.served_model().name,
+            n=body.n,
+            prompts=len(prepared),
+            parsers=parsers if calls else None,
+            top_logprobs=top_logprobs,
+            echo=echo,
+            return_token_ids=body.return_token_ids,
+            tokens_as_ids=body.return_tokens_as_token_ids,
+            options=body.stream_options or StreamOptions(),
+        )
+
+    async def _run(self, exchange: Exchange, body: SamplingBody, answer: Answer, prepared: Sequence[Prepared]) -> None:
+        whole = WholeAnswer(answer)
+
+        async def write(prompt: int, response: v1.GenerateResponse) -> None:
+            for chunk in answer.chunks(prompt, response):
+                if body.stream:
+                    await exchange.event(chunk)
+                else:
+                    whole.add(chunk)
+
+        if len(prepared) == 1:
+            await self._generate(exchange, prepared[0], partial(write, 0))
+        else:
+            await self._generate_all(
+                [self._generate(exchange, each, partial(write, number)) for number, each in enumerate(prepared)]
+            )
+        if not body.stream:
+            await exchange.answer(whole.result())
+            return
+        # While a stream lives, the generator sees to it that its reader takes what there is.
+        try:
+            async with asyncio.timeout(self._services.config.stall_timeout_s or None):
+                if answer.options.include_usage:
+                    await exchange.event(answer.usage_chunk())
+                await exchange.end_events()
+        except TimeoutError:
+            raise StalledReaderError("the client took no data for too long") from None
+
+    async def _generate(self, exchange: Exchange, prepared: Prepared, send: Send) -> None:
+        try:
+            await self._generator.run(prepared.request, exchange.caller(), send)
+        except QuireError as error:
+            raise renamed(error, prepared.names) from None
+
+    async def _generate_all(self, calls: Sequence[object]) -> None:
+        """Runs several prompts at once; the first error ends all."""
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                for call in calls:
+                    tasks.create_task(call)  # type: ignore[arg-type]
+        except* QuireError as group:
+            error = group.exceptions[0]
+            while isinstance(error, BaseExceptionGroup):
+                error = error.exceptions[0]
+            failure = error
+        else:
+            return
+        raise failure
+
+
+def check_model(services: Services, name: str) -> None:
+    """Raises `ModelNotFoundError` for a name that is not served, and `NotReadyError` as long as nothing is."""
+    served = services.served_model().name
+    if name not in ("", served):
+        raise ModelNotFoundError(f"the model {name!r} does not exist; this server serves {served!r}")
+
+
+def _request_id(exchange: Exchange, body: SamplingBody) -> str:
+    exchange.request_id = body.request_id or exchange.headers.get(REQUEST_ID_HEADER, "") or draw_request_id()
+    return exchange.request_id

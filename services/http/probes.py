@@ -1,0 +1,51 @@
+"""Probes and scrapes: `/health`, `/ready`, `/metrics`, `/version`.
+
+`/metrics` shows the whole scheduler service, whichever of its front ends is asked: the core merges what all processes
+report. When the core does not answer, the front end shows its own.
+"""
+
+from collections.abc import Awaitable, Callable
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.routing import Route
+
+from protos.quire.link.v1 import link_pb2
+from quire import __version__
+from shared.metrics import CONTENT_TYPE, render_families
+
+SNAPSHOT_TIMEOUT_S = 1.0
+
+Families = list[link_pb2.MetricFamily]
+
+
+def probe_routes(
+    *,
+    is_ready: Callable[[], bool],
+    snapshot: Callable[[float], Awaitable[Families | None]],
+    own_families: Callable[[], Families],
+) -> list[Route]:
+    """The routes."""
+
+    async def health(_request: Request) -> Response:
+        return PlainTextResponse("ok\n")
+
+    async def ready(_request: Request) -> Response:
+        if is_ready():
+            return PlainTextResponse("ready\n")
+        return PlainTextResponse("not ready\n", status_code=503)
+
+    async def metrics(_request: Request) -> Response:
+        families = await snapshot(SNAPSHOT_TIMEOUT_S)
+        body = render_families(own_families() if families is None else families)
+        return Response(body, headers={"content-type": CONTENT_TYPE})
+
+    async def version(_request: Request) -> Response:
+        return JSONResponse({"version": __version__})
+
+    return [
+        Route("/health", health),
+        Route("/ready", ready),
+        Route("/metrics", metrics),
+        Route("/version", version),
+    ]

@@ -1,0 +1,171 @@
+"""Prompts of HTTP requests: completions and conversations as `GenerateRequest`, with how to read what comes back."""
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from quire.v1 import generation_pb2 as v1
+from services.http.sampling import FieldNames, field_names, fill_common, fill_grammar
+from services.http.schema import ChatBody, CompletionBody, JsonObject, Message, NamedTool, Tool
+from services.http.tool_calls import forced_calls
+from shared.errors import FieldViolation, InvalidRequestError
+
+Prompt = str | list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A request for the servicer."""
+
+    request: v1.GenerateRequest
+    names: FieldNames
+    calls: str = ""
+    """Which calls the answer may hold: none, "forced", or the style in which the model writes them."""
+
+
+def prompts_of(prompt: str | list[int] | list[str] | list[list[int]]) -> list[Prompt]:
+    """The prompts, one or several."""
+    if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)):
+        return [prompt]
+    return list(prompt)  # type: ignore[arg-type]
+
+
+def prepare_completion(body: CompletionBody, prompt: Prompt, request_id: str) -> Prepared:
+    """One prompt of a completion.
+
+    Raises:
+        InvalidRequestError: fields that contradict each other.
+    """
+    if body.best_of not in (None, body.n):
+        raise InvalidRequestError(FieldViolation("best_of", "not supported: nothing is ranked; give n"))
+    request = v1.GenerateRequest()
+    fill_common(request, body, request_id)
+    if isinstance(prompt, str):
+        request.text = prompt
+    else:
+        request.token_ids.ids.extend(prompt)
+    if body.max_tokens is not None:
+        request.stop.max_tokens = body.max_tokens
+    if body.logprobs is not None:
+        request.output.logprobs = body.logprobs
+    if body.echo or body.return_token_ids:
+        request.output.echo = True
+    constraint = fill_grammar(request, body)
+    return Prepared(
+        request, field_names(dict.fromkeys(("text", "token_ids", "input"), "prompt") | _grammar(constraint))
+    )
+
+
+def prepare_chat(body: ChatBody, request_id: str, *, style: str) -> Prepared:
+    """A conversation. `style` is the form in which the served model writes calls; empty when it knows none.
+
+    Raises:
+        InvalidRequestError: fields that contradict each other.
+    """
+    request = v1.GenerateRequest()
+    fill_common(request, body, request_id)
+    shown, forced = _choose_tools(body)
+    fill_chat(request.chat, body.messages, shown, _variables(body))
+    request.chat.omit_generation_prompt = not body.add_generation_prompt or body.continue_final_message
+    request.chat.continue_final_message = body.continue_final_message
+    max_tokens_field = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
+    max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+    if max_tokens is not None:
+        request.stop.max_tokens = max_tokens
+    if body.logprobs:
+        request.output.logprobs = body.top_logprobs or 0
+    elif body.top_logprobs:
+        raise InvalidRequestError(FieldViolation("top_logprobs", "needs logprobs to be true"))
+    if body.return_token_ids:
+        request.output.echo = True
+    constraint = fill_grammar(request, body)
+    calls = ""
+    if forced:
+        if constraint:
+            raise InvalidRequestError(FieldViolation("tool_choice", f"a call that must be made excludes {constraint}"))
+        schema = forced_calls([tool.function for tool in forced], parallel=_parallel(body))
+        request.grammar.json_schema = json.dumps(schema)
+        constraint, calls = "tools", "forced"
+    elif shown:
+        if not style:
+            raise InvalidRequestError(
+                FieldViolation(
+                    "tools",
+                    "the served model's chat template knows no tools; with tool_choice 'required' or a named function"
+                    " any model calls one",
+                )
+            )
+        calls = style
+    names = field_names(
+        {
+            "chat.tools_json": "tools",
+            "chat.template_variables_json": "chat_template_kwargs",
+            "chat": "messages",
+            "chat.messages": "messages",
+            "input": "messages",
+            "stop.max_tokens": max_tokens_field,
+            "output.logprobs": "top_logprobs",
+        }
+        | _grammar(constraint)
+    )
+    return Prepared(request, names, calls)
+
+
+def fill_chat(
+    chat: v1.ChatInput, messages: Iterable[Message], tools: Sequence[Tool], variables: JsonObject | None
+) -> None:
+    """Writes a conversation."""
+    for message in messages:
+        turn = chat.messages.add()
+        # What OpenAI now calls developer is what templates know as system.
+        turn.role = "system" if message.role == "developer" else message.role
+        turn.content = _text(message)
+        turn.name = message.name or ""
+        turn.tool_call_id = message.tool_call_id or ""
+        if message.tool_calls:
+            turn.tool_calls_json = json.dumps([call.model_dump() for call in message.tool_calls])
+    if tools:
+        chat.tools_json = json.dumps([tool.model_dump(exclude_none=True) for tool in tools])
+    if variables:
+        chat.template_variables_json = json.dumps(variables)
+
+
+def _choose_tools(body: ChatBody) -> tuple[list[Tool], list[Tool]]:
+    """The tools that the model is shown, and those of which it must call one."""
+    tools, choice = body.tools or [], body.tool_choice
+    if not tools:
+        if choice not in (None, "none"):
+            raise InvalidRequestError(FieldViolation("tool_choice", "needs tools"))
+        return [], []
+    if choice == "none":
+        return [], []
+    if isinstance(choice, NamedTool):
+        named = [tool for tool in tools if tool.function.name == choice.function.name]
+        if not named:
+            raise InvalidRequestError(
+                FieldViolation("tool_choice.function.name", f"{choice.function.name!r} is none of the tools")
+            )
+        return tools, named
+    return tools, tools if choice == "required" else []
+
+
+def _parallel(body: ChatBody) -> bool:
+    return body.parallel_tool_calls and not isinstance(body.tool_choice, NamedTool)
+
+
+def _variables(body: ChatBody) -> JsonObject:
+    variables = dict(body.chat_template_kwargs or {})
+    if body.reasoning_effort is not None:
+        variables.setdefault("reasoning_effort", body.reasoning_effort)
+    return variables
+
+
+def _grammar(constraint: str) -> dict[str, str]:
+    kinds = ("json_schema", "regex", "ebnf", "choice", "choice.choices", "json_object")
+    names = {f"grammar.{kind}": constraint for kind in kinds} | {"grammar": constraint}
+    return names if constraint else {}
+
+
+def _text(message: Message) -> str:
+    content = message.content
+    return content if isinstance(content, str) else "".join(part.text for part in content or ())

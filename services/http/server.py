@@ -1,0 +1,64 @@
+"""uvicorn inside the front end's event loop, and the socket that the front ends of one machine share."""
+
+import contextlib
+import socket
+from collections.abc import Iterator
+from typing import cast
+
+import uvicorn
+from starlette.applications import Starlette
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+ABORT_KEY = "quire.abort"
+"""Scope entry: drops the connection at once, with whatever its client has not read."""
+
+
+class HttpServer(uvicorn.Server):
+    """uvicorn, leaving the process's signals alone: how the process ends is decided in one place."""
+
+    def __init__(self, app: Starlette) -> None:
+        super().__init__(
+            uvicorn.Config(
+                app,
+                http=_Protocol,
+                ws="none",
+                log_config=None,
+                access_log=False,
+                lifespan="off",
+                server_header=False,
+                timeout_graceful_shutdown=1,
+            )
+        )
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Captures none."""
+        yield
+
+
+class _Protocol(HttpToolsProtocol):
+    """Lets the application abort a connection: closing one waits for a reader that may never come."""
+
+    def on_message_begin(self) -> None:
+        """Begins a request."""
+        super().on_message_begin()
+        cast(dict[str, object], self.scope)[ABORT_KEY] = self.transport.abort
+
+
+def listening_socket(host: str, port: int) -> socket.socket:
+    """A bound socket whose port the other front-end processes may share.
+
+    Raises:
+        OSError: the address cannot be had.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        listener.bind((host, port))
+        listener.setblocking(False)
+    except OSError:
+        listener.close()
+        raise
+    return listener

@@ -1,0 +1,92 @@
+"""`/v1/models`, `/tokenize`, `/detokenize`: calls of the servicers in OpenAI's and vLLM's form."""
+
+import time
+from typing import Any
+
+from protos.quire.link.v1 import link_pb2
+from quire.v1 import generation_pb2 as v1
+from services.generation import Services
+from services.http.bodies import parse
+from services.http.endpoint import Exchange
+from services.http.errors import renamed
+from services.http.generation import check_model
+from services.http.prompts import fill_chat
+from services.http.sampling import field_names
+from services.http.schema import DetokenizeBody, TokenizeBody
+from services.texts import Texts
+from shared.errors import FieldViolation, InvalidRequestError, ModelNotFoundError, QuireError
+
+_TOKENIZE_NAMES = field_names(
+    {
+        "text": "prompt",
+        "chat.tools_json": "tools",
+        "chat.template_variables_json": "chat_template_kwargs",
+        "chat.messages": "messages",
+        "chat": "messages",
+        "token_ids": "tokens",
+    }
+)
+
+
+class TextEndpoints:
+    """Everything that generates nothing."""
+
+    def __init__(self, services: Services, texts: Texts) -> None:
+        self._services = services
+        self._texts = texts
+        self._started = int(time.time())
+
+    async def list_models(self, exchange: Exchange) -> None:
+        """`/v1/models`: the served model, none until the first worker has joined."""
+        model = self._services.link.model
+        await exchange.answer({"object": "list", "data": [] if model is None else [self._model(model)]})
+
+    async def get_model(self, exchange: Exchange) -> None:
+        """`/v1/models/NAME`."""
+        name = exchange.params["name"]
+        model = self._services.served_model()
+        if name != model.name:
+            raise ModelNotFoundError(f"the model {name!r} does not exist; this server serves {model.name!r}")
+        await exchange.answer(self._model(model))
+
+    async def tokenize(self, exchange: Exchange) -> None:
+        """`/tokenize`."""
+        body = parse(TokenizeBody, await exchange.body())
+        check_model(self._services, body.model)
+        if (body.prompt is None) == (body.messages is None):
+            raise InvalidRequestError(FieldViolation("prompt", "give one of prompt and messages"))
+        request = v1.TokenizeRequest(omit_special_tokens=not body.add_special_tokens)
+        if body.messages is None:
+            request.text = body.prompt or ""
+        else:
+            fill_chat(request.chat, body.messages, body.tools or [], body.chat_template_kwargs)
+            request.chat.omit_generation_prompt = not body.add_generation_prompt or body.continue_final_message
+            request.chat.continue_final_message = body.continue_final_message
+        try:
+            response = await self._texts.tokenize(request)
+        except QuireError as error:
+            raise renamed(error, _TOKENIZE_NAMES) from None
+        tokens = list(response.token_ids)
+        await exchange.answer({"count": len(tokens), "max_model_len": response.max_model_len, "tokens": tokens})
+
+    async def detokenize(self, exchange: Exchange) -> None:
+        """`/detokenize`."""
+        body = parse(DetokenizeBody, await exchange.body())
+        check_model(self._services, body.model)
+        request = v1.DetokenizeRequest(token_ids=body.tokens, include_special_tokens=True)
+        try:
+            response = await self._texts.detokenize(request)
+        except QuireError as error:
+            raise renamed(error, _TOKENIZE_NAMES) from None
+        await exchange.answer({"prompt": response.text})
+
+    def _model(self, model: link_pb2.ServedModel) -> dict[str, Any]:
+        return {
+            "id": model.name,
+            "object": "model",
+            "created": self._started,
+            "owned_by": "quire",
+            "root": model.name,
+            "parent": None,
+            "max_model_len": model.max_model_len,
+        }

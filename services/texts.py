@@ -1,0 +1,53 @@
+"""Text to tokens and back, for whatever protocol asks."""
+
+from quire.v1 import generation_pb2 as v1
+from services.chat import check_chat
+from services.generation import Generator, Services
+from services.validation import check_model, check_text, check_token_ids
+from shared.errors import FieldViolation, InvalidRequestError
+
+
+class Texts:
+    """What the tokenizer does by itself."""
+
+    def __init__(self, services: Services, generator: Generator) -> None:
+        self._services = services
+        self._generator = generator
+
+    async def tokenize(self, request: v1.TokenizeRequest) -> v1.TokenizeResponse:
+        """Text or a conversation as token ids.
+
+        Raises:
+            QuireError: the request is wrong, or nothing is served.
+        """
+        model, tokenizer = self._services.served_model(), self._services.tokenizer
+        violations = [*check_model(request.model, model)]
+        match request.WhichOneof("input"):
+            case "text":
+                violations += check_text(request.text, "text", may_be_empty=True)
+            case "chat":
+                violations += check_chat(request.chat, tokenizer.has_chat_template)
+            case _:
+                violations.append(FieldViolation("input", "missing; give one of `text` and `chat`"))
+        if violations:
+            raise InvalidRequestError(*violations)
+        if request.HasField("chat"):
+            ids = await self._generator.encode_chat(request.chat)
+        else:
+            ids = await tokenizer.encode(request.text, add_special_tokens=not request.omit_special_tokens)
+        return v1.TokenizeResponse(token_ids=ids, max_model_len=model.max_model_len)
+
+    async def detokenize(self, request: v1.DetokenizeRequest) -> v1.DetokenizeResponse:
+        """Token ids as text.
+
+        Raises:
+            QuireError: the request is wrong, or nothing is served.
+        """
+        model = self._services.served_model()
+        ids = list(request.token_ids)
+        violations = [*check_model(request.model, model), *check_token_ids(ids, model.vocab_size, "token_ids")]
+        if violations:
+            raise InvalidRequestError(*violations)
+        skip_special_tokens = not request.include_special_tokens
+        text = await self._services.tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
+        return v1.DetokenizeResponse(text=text)
