@@ -84,6 +84,8 @@ class Scheduler:
         if due is None or due > now + EARLY_S:
             return None
         requests = self._requests
+        if not (worker.has_work or len(requests.waiting)):
+            return None
         outcome = Planner(
             worker,
             list(self._fleet),

@@ -262,6 +262,11 @@ class Worker:
             request.keys[block_size] = keys
         return keys
 
+    @property
+    def has_work(self) -> bool:
+        """Whether something runs here, or there are rows to be told of that do no more."""
+        return bool(self.rows.num_running or self.pending_leaves)
+
     def step_deadline(self) -> float | None:
         """When the oldest step in flight is overdue, or None when nothing is in flight."""
         return (
