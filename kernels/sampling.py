@@ -1,4 +1,4 @@
-"""Sampling the next token of each row: temperature, top-k, top-p, min-p and the draw.
+"""Sampling the next token of each row: temperature, top-k, top-p, min-p, typical-p and the draw.
 
 The filters are those of `transformers`' generation, in its order and with its rules; each works on what the
 previous one left, on float32 logits:
@@ -10,6 +10,8 @@ previous one left, on float32 logits:
    p; the most probable token always stays. Where the border falls between equal logits, lower indices stay
    (transformers leaves that to its sort, which is not stable; here it may not differ between machines).
 4. min-p (Nguyen et al., 2024): remove what is less probable than p times the most probable token.
+5. typical-p (Meister et al., 2022): sort by how far a token's information is from the distribution's entropy,
+   keep the nearest ones until their probability reaches p.
 
 The draw is Gumbel-max: the argmax of ``logit + gumbel`` is distributed as softmax(logit). The noise is a pure
 function of (seed, position, choice, vocabulary index), specified in `kernels.philox`, so no draw depends on
@@ -58,6 +60,7 @@ class SamplingTensors:
     position: torch.Tensor  # [num_rows] int32; absolute position of the token being sampled
     any_random: bool  # some row has temperature > 0
     any_truncation: bool  # some row with temperature > 0 has top_k, top_p or min_p on
+    typical_p: torch.Tensor | None = None  # [num_rows] float32; 1: off; None: off for all
 
 
 def sample(logits: torch.Tensor, params: SamplingTensors) -> torch.Tensor:
@@ -96,7 +99,7 @@ def process_logits_reference(logits: torch.Tensor, params: SamplingTensors) -> t
     scores = logits.to(torch.float32)
     random = (params.temperature > 0).unsqueeze(1)
     scores = scores / torch.where(random, params.temperature.unsqueeze(1), 1.0)
-    if not params.any_truncation:
+    if not params.any_truncation and params.typical_p is None:
         return scores
 
     vocab_size = scores.shape[1]
@@ -114,7 +117,23 @@ def process_logits_reference(logits: torch.Tensor, params: SamplingTensors) -> t
 
     probs = kept.softmax(dim=-1)
     unlikely = probs < params.min_p.unsqueeze(1) * probs.amax(dim=-1, keepdim=True)
-    return torch.where(random, kept.masked_fill(unlikely, -torch.inf), scores)
+    kept = kept.masked_fill(unlikely, -torch.inf)
+    if params.typical_p is not None:
+        kept = torch.where((params.typical_p < 1).unsqueeze(1), _typical(kept, params.typical_p), kept)
+    return torch.where(random, kept, scores)
+
+
+def _typical(scores: torch.Tensor, typical_p: torch.Tensor) -> torch.Tensor:
+    """``scores`` with what locally typical sampling removes at -inf."""
+    information = -scores.log_softmax(dim=-1)
+    probs = scores.softmax(dim=-1)
+    entropy = (information * probs).nansum(dim=-1, keepdim=True)
+    distance, index = (information - entropy).abs().sort(dim=-1, stable=True)
+    mass = scores.gather(-1, index).softmax(dim=-1).cumsum(dim=-1)
+    last = (mass < typical_p.unsqueeze(1)).sum(dim=-1, keepdim=True).clamp(max=scores.shape[-1] - 1)
+    removed = distance > distance.gather(-1, last)
+    removed[:, 0] = False
+    return scores.masked_fill(torch.zeros_like(removed).scatter_(1, index, removed), -torch.inf)
 
 
 def _sample_cpu(logits: torch.Tensor, params: SamplingTensors) -> torch.Tensor:
@@ -125,6 +144,8 @@ def _sample_cpu(logits: torch.Tensor, params: SamplingTensors) -> torch.Tensor:
     sparse = random & ((params.top_k > 0) | (params.top_p < 1.0) | (params.min_p > 0))
     if vocab_size <= _SMALL_VOCAB:
         sparse = torch.zeros_like(sparse)
+    if params.typical_p is not None:
+        sparse &= params.typical_p >= 1  # it needs the whole distribution sorted
     dense_rows = (random & ~sparse).nonzero().squeeze(1)
     for rows in torch.split(dense_rows, max(1, _DENSE_ELEMENTS // vocab_size)):
         tokens[rows] = sample_reference(logits[rows], _of_rows(params, rows))
@@ -145,6 +166,7 @@ def _of_rows(params: SamplingTensors, rows: torch.Tensor) -> SamplingTensors:
         position=params.position[rows],
         any_random=params.any_random,
         any_truncation=params.any_truncation,
+        typical_p=None if params.typical_p is None else params.typical_p[rows],
     )
 
 

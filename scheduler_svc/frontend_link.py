@@ -109,6 +109,7 @@ def _arrival(peer: ev.Peer, submission: link_pb2.Submission, now: float) -> ev.R
         tenant=submission.tenant,
         request_class=submission.request_class,
         priority=submission.priority,
+        computes_whole_prompt=submission.computes_whole_prompt,
         expected_output_tokens=submission.expected_output_tokens,
         ttft_deadline=_point_in_time(submission.ttft_target_ns, now),
         total_deadline=_point_in_time(submission.total_time_target_ns, now),
@@ -158,6 +159,15 @@ class Outgoing:
     def add_tokens(self, effect: ef.TokensReady) -> None:
         """Streams got new tokens."""
         self._tokens.append(effect)
+
+    def add_scores(self, effect: ef.ScoresReady) -> None:
+        """Log-probabilities of a stream's tokens."""
+        self._message.scores.add(
+            stream=effect.stream,
+            first_index=effect.first_index,
+            of_prompt=effect.of_prompt,
+            scores=effect.scores,
+        )
 
     def add_end(self, effect: ef.RequestEnded) -> None:
         """A stream ended."""

@@ -210,6 +210,8 @@ class SchedulerService:
             match effect:
                 case ef.TokensReady():
                     self._frontends.outgoing(effect.frontend).add_tokens(effect)
+                case ef.ScoresReady():
+                    self._frontends.outgoing(effect.frontend).add_scores(effect)
                 case ef.RequestEnded():
                     _log_end(effect)
                     self._frontends.outgoing(effect.frontend).add_end(effect)

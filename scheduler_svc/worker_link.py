@@ -126,6 +126,10 @@ def _step_done(peer: ev.Peer, epoch: int, result: plan_pb2.StepResult) -> ev.Ste
         rows=rows,
         tokens=tokens,
         failures=tuple(failures),
+        scores=[
+            ev.RowScores(row=s.row, generation=s.generation, prompt_index=s.prompt_index, scores=s.scores)
+            for s in result.scores
+        ],
         completed_copies=completed_copies,
         copied_blocks=timings.copied_blocks,
         copy_s=timings.copy_ns / 1e9,

@@ -29,6 +29,7 @@ from google.protobuf.message import DecodeError
 from protos.quire.link.v1 import link_pb2
 from services.errors import InternalError
 from services.incoming import tokens_by_stream
+from services.logprobs import read_scores
 from services.outgoing import Outgoing
 from services.stream import Received, Stream
 from shared.columns import MalformedColumnError
@@ -309,6 +310,13 @@ class CoreLink:
             self._take_state(message, now)
         elif message.incarnation != self._core:
             return  # from a core that is gone, or one that has not answered our hello yet
+        for scores in message.scores:
+            stream = self._streams.get(scores.stream)
+            if stream is not None:
+                try:
+                    stream.receive_scores(scores.first_index, scores.of_prompt, read_scores(scores.scores))
+                except Exception as error:
+                    self._fail(stream, error)
         for number, first_index, token_ids in tokens_by_stream(message) if message.streams else ():
             stream = self._streams.get(number)
             if stream is None:

@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from tokenizers import Tokenizer
 
 REPLACEMENT = "\ufffd"
+_SENTENCEPIECE_SPACE = "\u2581"
 
 _MAX_INCOMPLETE = 3
 """An incomplete UTF-8 character has at most three bytes, hence shows as at most three replacement characters."""
@@ -53,6 +54,21 @@ def detokenizer_factory(tokenizer: Tokenizer) -> DetokenizerFactory:
     return lambda skip_special_tokens: WindowDetokenizer(
         tokenizer, byte_tokens, special if skip_special_tokens else frozenset()
     )
+
+
+def token_reader(tokenizer: Tokenizer) -> Callable[[int], bytes]:
+    """What gives the bytes that a token stands for by itself; none for an id without a token."""
+    decoder = json.loads(tokenizer.to_str())["decoder"]
+    if decoder is not None and decoder["type"] == "ByteLevel":
+        return ByteVocabulary(tokenizer, skip_special_tokens=False).to_bytes
+    byte_tokens = _byte_tokens(tokenizer) if "ByteFallback" in json.dumps(decoder) else {}
+
+    def read(token_id: int) -> bytes:
+        if token_id in byte_tokens:
+            return bytes((byte_tokens[token_id],))
+        return str(tokenizer.id_to_token(token_id) or "").replace(_SENTENCEPIECE_SPACE, " ").encode()
+
+    return read
 
 
 class ByteVocabulary:

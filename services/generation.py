@@ -22,6 +22,7 @@ from services.chat import template_input
 from services.chat_template import ChatTemplateError
 from services.core_link import CoreLink
 from services.errors import RETRY_MS, error_of, finish_reason
+from services.logprobs import token_logprobs
 from services.metrics import FrontendMetrics
 from services.scheduling import block_keys, wishes
 from services.stream import Stream, StreamRequest
@@ -29,7 +30,7 @@ from services.tokenizer import TextTokenizer
 from services.tracing import describe_answer, describe_request, server_span
 from services.validation import ValidRequest, fit, validate
 from services.wakeup import Wakeup
-from shared.columns import to_column
+from shared.columns import from_column, to_column
 from shared.config import FrontendConfig
 from shared.errors import (
     DuplicateRequestError,
@@ -176,6 +177,7 @@ class Generator:
             raise NotReadyError("the scheduler is away; try again in a moment", retry_ms=RETRY_MS)
         column = to_column(prompt)
         wakeup = Wakeup()
+        await self._add_bad_words(valid, model)
         scheduling = wishes(request.scheduling, arrival=caller.arrival, principal=caller.principal)
         first = StreamRequest(
             request_id=valid.request_id,
@@ -183,6 +185,8 @@ class Generator:
             max_tokens=max_tokens,
             stop_token_ids=to_column(valid.stop_token_ids),
             sampling=valid.sampling.SerializeToString(),
+            wants_scores=valid.logprobs,
+            wants_prompt_scores=valid.prompt_logprobs,
             stop_strings=valid.stop_strings,
             include_stop_string=valid.include_stop_string,
             min_tokens=valid.min_tokens,
@@ -211,8 +215,8 @@ class Generator:
                 for stream in streams:
                     stream.on_end = partial(self._limit, patience, streams)
                     services.link.submit(stream)
-                if valid.echo:
-                    await send(await self._echo(valid, prompt))
+                if valid.echo or valid.prompt_logprobs:
+                    await self._tell_prompt(valid, prompt, streams[0], wakeup, send)
                 await self._pass_on(answer, wakeup, patience, send)
                 await send(answer.finished(span))
         except TimeoutError:
@@ -223,9 +227,45 @@ class Generator:
                 services.metrics.generation_tokens.inc(stream.num_sent)
                 services.metrics.merged_tokens.inc(stream.merged_tokens)
 
-    async def _echo(self, valid: ValidRequest, prompt: Sequence[int]) -> v1.GenerateResponse:
-        text = await self._services.tokenizer.decode(prompt, skip_special_tokens=not valid.include_special_tokens)
-        return v1.GenerateResponse(prompt=v1.Prompt(token_ids=prompt, text=text))
+    async def _tell_prompt(
+        self, valid: ValidRequest, prompt: Sequence[int], stream: Stream, wakeup: Wakeup, send: Send
+    ) -> None:
+        """Sends the prompt, with what its tokens' log-probabilities are once the model has seen all of it."""
+        tokenizer = self._services.tokenizer
+        message = v1.Prompt(token_ids=prompt)
+        if valid.echo:
+            message.text = await tokenizer.decode(prompt, skip_special_tokens=not valid.include_special_tokens)
+        if valid.prompt_logprobs:
+            while not (stream.num_generated or stream.over):
+                await wakeup.rung()
+            failure = _failure([stream])
+            if failure is not None and not stream.num_generated:
+                raise failure
+            for index, token_id in enumerate(prompt):
+                scores = stream.prompt_scores.get(index)
+                message.logprobs.append(
+                    v1.TokenLogprobs() if scores is None else token_logprobs(token_id, scores, tokenizer)
+                )
+        await send(v1.GenerateResponse(prompt=message))
+
+    async def _add_bad_words(self, valid: ValidRequest, model: link_pb2.ServedModel) -> None:
+        """Forbids what the request's bad words are as tokens, with and without a space before."""
+        if not valid.bad_words:
+            return
+        banned = set(from_column(valid.sampling.banned_token_ids).tolist())
+        longer = set()
+        for word in valid.bad_words:
+            for text in (word, f" {word.lstrip()}"):
+                ids = tuple(await self._services.tokenizer.encode(text, add_special_tokens=False))
+                if len(ids) == 1:
+                    banned.add(ids[0])
+                elif ids:
+                    longer.add(ids)
+        allowed = set(from_column(valid.sampling.allowed_token_ids).tolist()) or set(range(model.vocab_size))
+        if allowed <= banned:
+            raise InvalidRequestError(FieldViolation("sampling.bad_words", "leave no token to choose"))
+        valid.sampling.banned_token_ids = to_column(sorted(banned))
+        valid.sampling.bad_words.extend(to_column(ids) for ids in sorted(longer))
 
     def _limit(self, patience: asyncio.Timeout, streams: list[Stream]) -> None:
         """Gives the reader of a request that is over some time for its next message."""
@@ -261,6 +301,10 @@ class Generator:
                 delta.first_index = batch.first_index
                 delta.token_ids.extend(batch.token_ids)
                 delta.text = batch.text
+                if stream.request.wants_scores:
+                    tokenizer = self._services.tokenizer
+                    for index, token_id in enumerate(batch.token_ids, batch.first_index):
+                        delta.logprobs.append(token_logprobs(token_id, stream.scores.pop(index, None), tokenizer))
                 await send(response)
                 if stream.over:
                     self._limit(patience, streams)
@@ -375,10 +419,11 @@ class _Answer:
 
 
 def _of_choice(sampling: plan_pb2.SamplingParams, choice: int) -> bytes:
-    """The parameters of one of several choices: noise of its own."""
+    """The parameters of a further choice: noise of its own, and the prompt is the first one's business."""
     own = plan_pb2.SamplingParams()
     own.CopyFrom(sampling)
     own.choice = choice
+    own.ClearField("prompt_logprobs")
     return own.SerializeToString()
 
 

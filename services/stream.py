@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 
 from protos.quire.link.v1 import link_pb2
 from services.detokenizer import Detokenizer
+from services.logprobs import Scored
 from services.outbox import Batch, Outbox
 from services.scheduling import SchedulingWishes, left_ns
 from services.stop_strings import StopFinder
@@ -40,6 +41,10 @@ class StreamRequest:
     """Column."""
     sampling: bytes = b""
     """A serialized quire.plan.v1.SamplingParams."""
+    wants_scores: bool = False
+    """Log-probabilities of its tokens are wanted."""
+    wants_prompt_scores: bool = False
+    """The same of the prompt's."""
     choice: int = 0
     """Which of the request's continuations this is."""
     stop_strings: tuple[str, ...] = field(default=(), repr=False)
@@ -65,8 +70,8 @@ class StreamRequest:
         return len(self.prompt) // TOKEN_BYTES
 
     def for_choice(self, choice: int, sampling: bytes) -> "StreamRequest":
-        """The same request for another of its continuations."""
-        return replace(self, choice=choice, sampling=sampling)
+        """The same request for a further one of its continuations."""
+        return replace(self, choice=choice, sampling=sampling, wants_prompt_scores=False)
 
 
 class Received(enum.Enum):
@@ -84,7 +89,8 @@ class Stream:
 
     __slots__ = (
         "_credit_portion", "_credit_returned", "_detokenizer", "_finder", "_flushed", "_held", "_outbox",
-        "_text_length", "_wake", "_writing", "end", "error", "first_token_at", "number", "on_end", "over", "request",
+        "_text_length", "_wake", "_writing", "end", "error", "first_token_at", "number", "on_end", "over",
+        "prompt_scores", "request", "scores",
     )  # fmt: skip
 
     def __init__(self, request: StreamRequest, detokenizer: Detokenizer, wake: Callable[[], None]) -> None:
@@ -98,6 +104,10 @@ class Stream:
         """Why the stream ended without the core."""
         self.over = False
         """Nothing more will come; `take` may still have something."""
+        self.scores: dict[int, Scored] = {}
+        """By index, log-probabilities of generated tokens that the reader has not taken."""
+        self.prompt_scores: dict[int, Scored] = {}
+        """By index, those of the prompt's tokens."""
         self.on_end: Callable[[], None] | None = None
         """Called once, when the stream is over."""
         self._wake = wake
@@ -160,6 +170,7 @@ class Stream:
             traceparent=request.traceparent,
             block_keys=request.block_keys,
             block_size=request.block_size,
+            computes_whole_prompt=request.wants_prompt_scores,
         )
         request.scheduling.fill(submission, now)
         return submission
@@ -185,6 +196,13 @@ class Stream:
             self._wake()
             return Received.TAKEN
         return self._scan(token_ids, finder)
+
+    def receive_scores(self, first_index: int, of_prompt: bool, scores: list[Scored]) -> None:
+        """Takes log-probabilities from the core, those of generated tokens before the tokens themselves."""
+        if of_prompt:
+            self.prompt_scores.update(enumerate(scores, first_index))
+        elif first_index >= len(self._outbox.tokens):
+            self.scores.update(enumerate(scores, first_index))
 
     def finish(self, end: link_pb2.StreamEnd) -> None:
         """The core ended the stream."""

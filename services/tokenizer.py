@@ -17,7 +17,7 @@ from tokenizers import Tokenizer
 
 from services.chat import TemplateInput
 from services.chat_template import ChatTemplate
-from services.detokenizer import Detokenizer, detokenizer_factory
+from services.detokenizer import Detokenizer, detokenizer_factory, token_reader
 from services.errors import RETRY_MS
 from shared.config import ConfigError
 from shared.errors import OverloadedError
@@ -45,6 +45,8 @@ class TextTokenizer:
         self._tokenizer = tokenizer
         self._chat_template = chat_template
         self._detokenizer = detokenizer_factory(tokenizer)
+        self.token_bytes = token_reader(tokenizer)
+        """What a token stands for by itself, by its id; not always whole characters."""
         self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="tokenize")
         self._max_bytes = max_bytes
         self._bytes = 0

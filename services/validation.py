@@ -4,7 +4,7 @@ All violations are reported together, each under the field's name in the proto. 
 is tokens (its length, what still fits) is checked by `fit`, everything else by `validate`.
 """
 
-import math
+import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -13,6 +13,7 @@ from protos.quire.plan.v1 import plan_pb2
 from quire.v1 import generation_pb2 as v1
 from services.chat import check_chat
 from services.scheduling import check_scheduling
+from shared.columns import to_column
 from shared.errors import FieldViolation, InvalidRequestError, UnsupportedFieldError
 from shared.ids import draw_request_id, draw_seed
 
@@ -26,6 +27,12 @@ MAX_STOP_TOKEN_IDS = 64
 MAX_TEMPERATURE = 100.0
 MAX_CHOICES = 128
 MAX_LOGPROBS = 20
+MAX_REPETITION_PENALTY = 10.0
+MAX_BIAS = 100.0
+MAX_BIASES = 4096
+MAX_TOKEN_SET = 1 << 18
+MAX_BAD_WORDS = 64
+MAX_BAD_WORD = 256
 
 Violations = Iterator[FieldViolation]
 
@@ -37,6 +44,8 @@ class ValidRequest:
     request_id: str
     model: str
     sampling: plan_pb2.SamplingParams
+    """Without bad words, which are not tokens yet."""
+    bad_words: tuple[str, ...]
     stop_strings: tuple[str, ...]
     stop_token_ids: tuple[int, ...]
     """The model's end-of-sequence tokens are in it unless the request ignores them."""
@@ -46,6 +55,9 @@ class ValidRequest:
     include_special_tokens: bool
     num_choices: int
     echo: bool
+    logprobs: bool
+    """Log-probabilities of generated tokens are wanted."""
+    prompt_logprobs: bool
     truncate_prompt_tokens: int | None
 
 
@@ -60,7 +72,7 @@ def validate(request: v1.GenerateRequest, model: link_pb2.ServedModel, *, has_ch
         *_check_request_id(request.request_id),
         *check_model(request.model, model),
         *_check_input(request, model, has_chat_template),
-        *_check_sampling(request.sampling),
+        *_check_sampling(request.sampling, model),
         *_check_stop(request.stop, model),
         *_check_output(request.output),
         *check_scheduling(request.scheduling),
@@ -70,24 +82,22 @@ def validate(request: v1.GenerateRequest, model: link_pb2.ServedModel, *, has_ch
     _refuse_unsupported(request)
     sampling, stop, output = request.sampling, request.stop, request.output
     eos = () if stop.ignore_eos else tuple(model.eos_token_ids)
+    stop_token_ids = tuple(dict.fromkeys((*eos, *stop.stop_token_ids)))
     return ValidRequest(
         request_id=request.request_id or draw_request_id(),
         model=model.name,
-        sampling=plan_pb2.SamplingParams(
-            temperature=sampling.temperature if sampling.HasField("temperature") else 1.0,
-            top_k=sampling.top_k,
-            top_p=sampling.top_p if sampling.HasField("top_p") else 1.0,
-            min_p=sampling.min_p,
-            seed=sampling.seed if sampling.HasField("seed") else draw_seed(),
-        ),
+        sampling=_sampling_params(request, stop_token_ids),
+        bad_words=tuple(dict.fromkeys(sampling.bad_words)),
         stop_strings=tuple(dict.fromkeys(stop.stop_strings)),
-        stop_token_ids=tuple(dict.fromkeys((*eos, *stop.stop_token_ids))),
+        stop_token_ids=stop_token_ids,
         max_tokens=stop.max_tokens if stop.HasField("max_tokens") else None,
         min_tokens=stop.min_tokens,
         include_stop_string=stop.include_stop_string,
         include_special_tokens=output.include_special_tokens,
         num_choices=sampling.n if sampling.HasField("n") else 1,
         echo=output.echo,
+        logprobs=output.HasField("logprobs"),
+        prompt_logprobs=output.HasField("prompt_logprobs"),
         truncate_prompt_tokens=output.truncate_prompt_tokens if output.HasField("truncate_prompt_tokens") else None,
     )
 
@@ -168,7 +178,7 @@ def _check_input(request: v1.GenerateRequest, model: link_pb2.ServedModel, has_c
             yield FieldViolation("input", "missing; give one of `text`, `chat` and `token_ids`")
 
 
-def _check_sampling(sampling: v1.SamplingOptions) -> Violations:
+def _check_sampling(sampling: v1.SamplingOptions, model: link_pb2.ServedModel) -> Violations:
     if not 0 <= sampling.temperature <= MAX_TEMPERATURE:  # false for NaN
         yield FieldViolation("sampling.temperature", f"must lie in [0, {MAX_TEMPERATURE:g}]")
     if sampling.HasField("top_p") and not 0 < sampling.top_p <= 1:
@@ -179,14 +189,39 @@ def _check_sampling(sampling: v1.SamplingOptions) -> Violations:
         yield FieldViolation("sampling.top_k", f"must lie in [0, {0x7FFFFFFF}]")
     if sampling.HasField("n") and not 1 <= sampling.n <= MAX_CHOICES:
         yield FieldViolation("sampling.n", f"must lie in [1, {MAX_CHOICES}]")
-    for name in ("typical_p", "repetition_penalty", "presence_penalty", "frequency_penalty"):
-        if not math.isfinite(getattr(sampling, name)):
-            yield FieldViolation(f"sampling.{name}", "must be a finite number")
+    for name in ("presence_penalty", "frequency_penalty"):
+        if not -2 <= getattr(sampling, name) <= 2:
+            yield FieldViolation(f"sampling.{name}", "must lie in [-2, 2]")
+    if sampling.HasField("typical_p") and not 0 < sampling.typical_p <= 1:
+        yield FieldViolation("sampling.typical_p", "must lie in (0, 1]")
+    if sampling.HasField("repetition_penalty") and not 0 < sampling.repetition_penalty <= MAX_REPETITION_PENALTY:
+        yield FieldViolation("sampling.repetition_penalty", f"must lie in (0, {MAX_REPETITION_PENALTY:g}]")
+    yield from _check_token_sets(sampling, model)
+
+
+def _check_token_sets(sampling: v1.SamplingOptions, model: link_pb2.ServedModel) -> Violations:
+    bias = sampling.logit_bias
+    yield from check_token_ids(list(bias), model.vocab_size, "sampling.logit_bias", MAX_BIASES)
+    if not all(-MAX_BIAS <= value <= MAX_BIAS for value in bias.values()):  # NaN fails, too
+        yield FieldViolation("sampling.logit_bias", f"values must lie in [-{MAX_BIAS:g}, {MAX_BIAS:g}]")
+    allowed, banned = list(sampling.allowed_token_ids), list(sampling.banned_token_ids)
+    for name, ids in (("allowed_token_ids", allowed), ("banned_token_ids", banned)):
+        yield from check_token_ids(ids, model.vocab_size, f"sampling.{name}", MAX_TOKEN_SET)
+    left = set(allowed) if allowed else set(range(model.vocab_size))
+    if banned and left <= set(banned):
+        yield FieldViolation("sampling.banned_token_ids", "leaves no token to choose")
+    if len(sampling.bad_words) > MAX_BAD_WORDS:
+        yield FieldViolation("sampling.bad_words", f"more than {MAX_BAD_WORDS} words")
+    for index, word in enumerate(sampling.bad_words[:MAX_BAD_WORDS]):
+        if not 0 < len(word.encode()) <= MAX_BAD_WORD:
+            yield FieldViolation(f"sampling.bad_words[{index}]", f"must have 1 to {MAX_BAD_WORD} bytes")
 
 
 def _check_stop(stop: v1.StopOptions, model: link_pb2.ServedModel) -> Violations:
     if stop.HasField("max_tokens") and not 1 <= stop.max_tokens < model.max_model_len:
         yield FieldViolation("stop.max_tokens", f"must lie in [1, {model.max_model_len - 1}]")
+    if stop.min_tokens > (stop.max_tokens if stop.HasField("max_tokens") else model.max_model_len):
+        yield FieldViolation("stop.min_tokens", "more than max_tokens, or than the context holds")
     if len(stop.stop_strings) > MAX_STOP_STRINGS:
         yield FieldViolation("stop.stop_strings", f"more than {MAX_STOP_STRINGS} strings")
     for index, stop_string in enumerate(stop.stop_strings[:MAX_STOP_STRINGS]):
@@ -203,23 +238,41 @@ def _check_output(output: v1.OutputOptions) -> Violations:
             yield FieldViolation(f"output.{name}", f"must lie in [0, {MAX_LOGPROBS}]")
 
 
-def _refuse_unsupported(request: v1.GenerateRequest) -> None:
+def _sampling_params(request: v1.GenerateRequest, stop_token_ids: tuple[int, ...]) -> plan_pb2.SamplingParams:
+    """What the worker is told; only what differs from the defaults takes room."""
     sampling, stop, output = request.sampling, request.stop, request.output
+    params = plan_pb2.SamplingParams(
+        temperature=sampling.temperature if sampling.HasField("temperature") else 1.0,
+        top_k=sampling.top_k,
+        top_p=sampling.top_p if sampling.HasField("top_p") else 1.0,
+        min_p=sampling.min_p,
+        typical_p=sampling.typical_p,
+        repetition_penalty=sampling.repetition_penalty,
+        presence_penalty=sampling.presence_penalty,
+        frequency_penalty=sampling.frequency_penalty,
+        allowed_token_ids=to_column(list(dict.fromkeys(sampling.allowed_token_ids))),
+        banned_token_ids=to_column(list(dict.fromkeys(sampling.banned_token_ids))),
+        min_tokens=stop.min_tokens,
+        seed=sampling.seed if sampling.HasField("seed") else draw_seed(),
+    )
+    if sampling.logit_bias:
+        biases = sorted(sampling.logit_bias.items())
+        params.bias_token_ids = to_column([token_id for token_id, _ in biases])
+        params.bias_values = struct.pack(f"<{len(biases)}f", *(value for _, value in biases))
+    if stop.min_tokens:
+        params.stop_token_ids = to_column(stop_token_ids)
+    if output.HasField("logprobs"):
+        params.logprobs = output.logprobs
+    if output.HasField("prompt_logprobs"):
+        params.prompt_logprobs = output.prompt_logprobs
+    return params
+
+
+def _refuse_unsupported(request: v1.GenerateRequest) -> None:
     is_set = {
         "grammar": request.HasField("grammar"),
         "resumable": request.resumable,
         "adapter": bool(request.adapter),
-        "sampling.typical_p": sampling.HasField("typical_p") and sampling.typical_p != 1,
-        "sampling.repetition_penalty": sampling.HasField("repetition_penalty") and sampling.repetition_penalty != 1,
-        "sampling.presence_penalty": sampling.presence_penalty != 0,
-        "sampling.frequency_penalty": sampling.frequency_penalty != 0,
-        "sampling.logit_bias": bool(sampling.logit_bias),
-        "sampling.allowed_token_ids": bool(sampling.allowed_token_ids),
-        "sampling.banned_token_ids": bool(sampling.banned_token_ids),
-        "sampling.bad_words": bool(sampling.bad_words),
-        "stop.min_tokens": stop.min_tokens > 0,
-        "output.logprobs": output.HasField("logprobs"),
-        "output.prompt_logprobs": output.HasField("prompt_logprobs"),
     }
     for field, present in is_set.items():
         if present:

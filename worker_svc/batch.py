@@ -16,6 +16,7 @@ from worker_svc.device import upload
 from worker_svc.errors import PlanError
 from worker_svc.model.base import AttentionInputs
 from worker_svc.rows import RowTable
+from worker_svc.scores import PromptPart
 
 _NO_ROWS = np.zeros(0, np.int64)
 
@@ -30,13 +31,20 @@ class StepBatch:
     """`[T] int64`."""
     attention: AttentionInputs
     logits_index: torch.Tensor | None
-    """`[S] int64`: the last token of each row that samples, rows ascending; None: every token samples."""
+    """`[S + P] int64`: the last token of each row that samples, rows ascending, then the tokens that predict those of
+    `prompt_parts`; None: every token samples."""
     sample_rows: IntArray
     """`[S]`: the rows that sample, ascending."""
     sample_rows_on_device: torch.Tensor
     """`[S] int64`."""
     sample_positions: torch.Tensor
     """`[S] int32`: absolute position of the token that is sampled."""
+    positions_on_host: IntArray
+    """The same."""
+    prompt_parts: tuple[PromptPart, ...] = ()
+    """Prompt tokens whose log-probabilities are wanted, P in all."""
+    prompt_targets: torch.Tensor | None = None
+    """`[P] int64`: these tokens; None without any."""
     rows: IntArray
     """All rows of the step, in batch order."""
     num_tokens: int
@@ -101,6 +109,7 @@ class BatchBuilder:
             sample_rows=rows,
             sample_rows_on_device=self._rows_on_device,
             sample_positions=context_lens,
+            positions_on_host=ends,
             rows=rows,
             num_tokens=len(rows),
             num_prefill_tokens=0,
@@ -123,14 +132,16 @@ class BatchBuilder:
                 for row, length in zip(chunk_rows.tolist(), chunk_lengths.tolist(), strict=True)
             ]
         )
+        parts, predicting, targets = self._prompt_parts(decode_rows, chunk_rows, chunk_lengths)
         finished = table.advance(chunk_rows, chunk_lengths)
 
         samples = np.concatenate((np.ones(len(decode_rows), np.bool_), finished)).nonzero()[0]
         samples = samples[np.argsort(rows[samples])]
         sample_rows = rows[samples]
-        wide = (positions, slots, chunk_ids, rows, query_start[samples + 1] - 1, sample_rows)
+        logits_index_ = np.concatenate((query_start[samples + 1] - 1, predicting))
+        wide = (positions, slots, chunk_ids, rows, logits_index_, sample_rows, targets)
         narrow = (query_start, ends, ends[samples])
-        positions_, slots_, chunk_ids_, rows_, logits_index, sample_rows_ = self._upload(wide, np.int64)
+        positions_, slots_, chunk_ids_, rows_, logits_index, sample_rows_, targets_ = self._upload(wide, np.int64)
         query_start_, context_lens, sample_positions = self._upload(narrow, np.int32)
         return StepBatch(
             input_ids=torch.cat((table.last_token[self._rows_on_device], chunk_ids_)),
@@ -146,10 +157,37 @@ class BatchBuilder:
             sample_rows=sample_rows,
             sample_rows_on_device=sample_rows_,
             sample_positions=sample_positions,
+            positions_on_host=ends[samples],
+            prompt_parts=parts,
+            prompt_targets=targets_ if parts else None,
             rows=rows,
             num_tokens=num_tokens,
             num_prefill_tokens=num_tokens - len(decode_rows),
         )
+
+    def _prompt_parts(
+        self, decode_rows: IntArray, chunk_rows: IntArray, chunk_lengths: IntArray
+    ) -> tuple[tuple[PromptPart, ...], IntArray, IntArray]:
+        """The chunks' prompt tokens whose log-probabilities are wanted: which they are, the places in the batch of the
+        tokens that predict them, and the tokens themselves. Call before the table advances."""
+        table = self._table
+        counts = table.sampling.prompt_logprobs[chunk_rows]
+        if (counts < 0).all():
+            return (), _NO_ROWS, _NO_ROWS
+        parts, places, targets = [], [], []
+        place = len(decode_rows)
+        for row, length, count in zip(chunk_rows.tolist(), chunk_lengths.tolist(), counts.tolist(), strict=True):
+            start = int(table.num_computed[row])
+            num_tokens = min(start + length, int(table.num_prompt[row]) - 1) - start
+            if count >= 0 and num_tokens > 0:
+                generation = int(table.generation[row])
+                parts.append(PromptPart(row, generation, count, start + 1, num_tokens))
+                places.append(np.arange(place, place + num_tokens))
+                targets.append(table.chunk_tokens(row, num_tokens + 1)[1:].astype(np.int64))
+            place += length
+        if not parts:
+            return (), _NO_ROWS, _NO_ROWS
+        return tuple(parts), np.concatenate(places), np.concatenate(targets)
 
     def _remember_decode_rows(self, rows: IntArray) -> None:
         self._membership = self._table.membership

@@ -19,16 +19,14 @@ from shared.logging import get_logger
 from worker_svc.batch import BatchBuilder, StepBatch
 from worker_svc.block_copies import copy_blocks
 from worker_svc.block_tables import IntArray
-from worker_svc.executor import DeviceTimes, DoneStep, StepInFlight, make_executor
+from worker_svc.executor import DeviceTimes, DoneStep, StepInFlight, StepOutput, make_executor
 from worker_svc.limits import Limits
 from worker_svc.model.base import KVCache, Model
 from worker_svc.rows import RowTable
-from worker_svc.sampler import FAILED, Sampler
+from worker_svc.sampler import FAILURES, Sampler
+from worker_svc.scores import PromptPart, Wanted, encode
 from worker_svc.swap import Copies, HostPool, copy_ids
 from worker_svc.tracing import Tracing
-
-NOT_FINITE = "the model's logits are not finite"
-"""Why a row fails alone."""
 
 _NO_ROWS = np.zeros(0, np.int64)
 _NO_TOKENS = np.zeros(0, np.int32)
@@ -50,6 +48,9 @@ class _Launched:
     in_flight: StepInFlight
     copies: tuple[Copies, Copies]
     copy_ids: Int32Array
+    scored: Wanted | None
+    """Rows whose sampled tokens' log-probabilities are wanted."""
+    prompt_parts: tuple[PromptPart, ...]
 
 
 class Engine:
@@ -68,6 +69,8 @@ class Engine:
         self._executor = make_executor(device)
         self._tracing = Tracing(tracer, limits.max_rows)
         self._launched: deque[_Launched] = deque()
+        self._reasons: dict[tuple[int, int], str] = {}
+        """Why rows of this epoch have failed, by row and generation."""
 
     @property
     def limits(self) -> Limits:
@@ -134,6 +137,8 @@ class Engine:
                 in_flight=in_flight,
                 copies=(swapped_out, swapped_in),
                 copy_ids=copy_ids(plan),
+                scored=None if batch is None else self._sampler.wanted(batch),
+                prompt_parts=() if batch is None else batch.prompt_parts,
             )
         )
 
@@ -145,18 +150,21 @@ class Engine:
     def collect(self) -> plan_pb2.StepResult:
         """The result of the oldest step in flight; waits for the device if it must."""
         launched = self._launched.popleft()
-        tokens, times = launched.in_flight.result()
+        output, times = launched.in_flight.result()
+        tokens = output.tokens
         self._tracing.end_step(launched.spans, times.ended_unix_ns)
         result = plan_pb2.StepResult(step=launched.step, timings=_timings(launched, times))
         rows, generations = launched.sample_rows, launched.generations
         # A row that failed in an earlier step may have been launched again before that was known.
-        failed = (tokens == FAILED) | self._rows.has_failed(rows, generations)
+        failed = (tokens < 0) | self._rows.has_failed(rows, generations)
         if failed.any():
-            self._log_failures(rows[failed], generations[failed])
-            self._rows.fail(rows[failed], generations[failed])
-            result.failures.extend(_failures(rows[failed], generations[failed]))
-            rows, tokens = rows[~failed], tokens[~failed]
-        result.failures.extend(_failures(*launched.left_out))
+            self._fail(rows[failed], generations[failed], tokens[failed], result)
+            rows, generations, tokens = rows[~failed], generations[~failed], tokens[~failed]
+        if output.scores is not None:
+            alive = set(zip(rows.tolist(), generations.tolist(), strict=True))
+            result.scores.extend(encode(output.scores, launched.scored, alive, launched.prompt_parts))
+        for row, generation in zip(*(column.tolist() for column in launched.left_out), strict=True):
+            result.failures.add(row=row, generation=generation, reason=self._reasons.get((row, generation), ""))
         result.rows = to_column(rows)
         result.tokens = to_column(tokens)
         if len(launched.copy_ids):
@@ -173,17 +181,25 @@ class Engine:
         while self._launched:
             self._tracing.end_step(self._launched.popleft().spans, now)
         self._tracing.rows_left(self._rows.clear(), self._rows.num_computed, now)
+        self._sampler.clear()
+        self._reasons.clear()
 
-    def _log_failures(self, rows: IntArray, generations: IntArray) -> None:
-        """One line per row that has failed just now; one that another request has by now is not told under its name."""
+    def _fail(self, rows: IntArray, generations: IntArray, tokens: Int32Array, result: plan_pb2.StepResult) -> None:
+        """Takes rows out of all further steps; one line per row that has failed just now."""
         known = self._rows.has_failed(rows, generations) | (self._rows.generation[rows] != generations)
-        for row in rows[~known].tolist():
-            get_logger().warning("row failed", request_id=self._rows.request_id(row), row=row, reason=NOT_FINITE)
+        for row, generation, code, is_known in zip(
+            rows.tolist(), generations.tolist(), tokens.tolist(), known.tolist(), strict=True
+        ):
+            reason = self._reasons.setdefault((row, generation), FAILURES.get(code, ""))
+            result.failures.add(row=row, generation=generation, reason=reason)
+            if not is_known:  # one that another request has by now is not told under its name
+                get_logger().warning("row failed", request_id=self._rows.request_id(row), row=row, reason=reason)
+        self._rows.fail(rows, generations)
 
     def _submit(self, batch: StepBatch | None) -> StepInFlight:
         if batch is None:
             return DoneStep(
-                _NO_TOKENS,
+                StepOutput(_NO_TOKENS),
                 DeviceTimes(started_unix_ns=time.time_ns(), forward_ns=0, sample_ns=0, idle_before_ns=0),
             )
         return self._executor.submit(
@@ -192,13 +208,6 @@ class Engine:
             ),
             lambda logits: self._sampler.sample(logits, batch),
         )
-
-
-def _failures(rows: IntArray, generations: IntArray) -> list[plan_pb2.RowFailure]:
-    return [
-        plan_pb2.RowFailure(row=row, generation=generation, reason=NOT_FINITE)
-        for row, generation in zip(rows.tolist(), generations.tolist(), strict=True)
-    ]
 
 
 def _timings(launched: _Launched, times: DeviceTimes) -> plan_pb2.StepTimings:

@@ -16,7 +16,27 @@ import torch
 from shared.columns import Int32Array
 
 Forward = Callable[[], torch.Tensor]
-Sample = Callable[[torch.Tensor], torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """What sampling gives, on the device."""
+
+    tokens: torch.Tensor
+    """`[S] int32`."""
+    scores: torch.Tensor | None = None
+    """`[n, m] int32`, see `worker_svc.scores`; None: no log-probabilities are wanted."""
+
+
+Sample = Callable[[torch.Tensor], Sampled]
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutput:
+    """The same on the host."""
+
+    tokens: Int32Array
+    scores: Int32Array | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,8 +61,8 @@ class StepInFlight(Protocol):
         """Whether `result` would not wait."""
         ...
 
-    def result(self) -> tuple[Int32Array, DeviceTimes]:
-        """The sampled tokens `[S] int32` and the times; waits for the device if it must."""
+    def result(self) -> tuple[StepOutput, DeviceTimes]:
+        """What was sampled and the times; waits for the device if it must."""
         ...
 
 
@@ -68,16 +88,16 @@ def make_executor(device: torch.device) -> Executor:
 class DoneStep:
     """A step whose tokens are there."""
 
-    tokens: Int32Array
+    output: StepOutput
     times: DeviceTimes
 
     def ready(self) -> bool:
         """Always."""
         return True
 
-    def result(self) -> tuple[Int32Array, DeviceTimes]:
+    def result(self) -> tuple[StepOutput, DeviceTimes]:
         """See `StepInFlight.result`."""
-        return self.tokens, self.times
+        return self.output, self.times
 
 
 class CpuExecutor:
@@ -93,12 +113,13 @@ class CpuExecutor:
         started_unix_ns, started = time.time_ns(), time.perf_counter_ns()
         logits = forward()
         computed = time.perf_counter_ns()
-        tokens: Int32Array = sample(logits).numpy()
+        sampled = sample(logits)
+        output = StepOutput(sampled.tokens.numpy(), None if sampled.scores is None else sampled.scores.numpy())
         ended = time.perf_counter_ns()
         idle_ns = started - self._ended_ns if self._ended_ns else 0
         self._ended_ns = ended
         return DoneStep(
-            tokens,
+            output,
             DeviceTimes(
                 started_unix_ns=started_unix_ns,
                 forward_ns=computed - started,
@@ -124,17 +145,22 @@ class CudaExecutor:
         started.record()
         logits = forward()
         computed.record()
-        tokens = sample(logits)
+        picked = sample(logits)
         sampled.record()
-        on_host = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
         with torch.cuda.stream(self._copies):
             self._copies.wait_event(sampled)
-            on_host.copy_(tokens, non_blocking=True)
-            tokens.record_stream(self._copies)
+            on_host = [self._to_host(tensor) for tensor in (picked.tokens, picked.scores) if tensor is not None]
             copied.record()
         step = CudaStep(on_host, submitted_unix_ns, (started, computed, sampled, copied), self._previous)
         self._previous = step
         return step
+
+    def _to_host(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor in pinned memory, once the stream of copies gets there."""
+        on_host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        on_host.copy_(tensor, non_blocking=True)
+        tensor.record_stream(self._copies)
+        return on_host
 
 
 class CudaStep:
@@ -142,7 +168,7 @@ class CudaStep:
 
     def __init__(
         self,
-        on_host: torch.Tensor,
+        on_host: list[torch.Tensor],
         submitted_unix_ns: int,
         events: tuple[torch.cuda.Event, torch.cuda.Event, torch.cuda.Event, torch.cuda.Event],
         previous: "CudaStep | None",
@@ -158,7 +184,7 @@ class CudaStep:
         done: bool = self._events[-1].query()  # type: ignore[no-untyped-call]
         return done
 
-    def result(self) -> tuple[Int32Array, DeviceTimes]:
+    def result(self) -> tuple[StepOutput, DeviceTimes]:
         """See `StepInFlight.result`."""
         started, computed, sampled, copied = self._events
         copied.synchronize()
@@ -175,8 +201,7 @@ class CudaStep:
             idle_before_ns=idle_ns,
         )
         self._ended_unix_ns = times.ended_unix_ns
-        tokens: Int32Array = self._on_host.numpy().astype(np.int32, copy=False)
-        return tokens, times
+        return StepOutput(*(tensor.numpy().astype(np.int32, copy=False) for tensor in self._on_host)), times
 
 
 def _between(first: torch.cuda.Event, second: torch.cuda.Event) -> int:

@@ -20,6 +20,7 @@ from shared.columns import Int32Array, MalformedColumnError, from_column, from_c
 from worker_svc.block_tables import BlockTables, IntArray
 from worker_svc.errors import PlanError
 from worker_svc.limits import Limits
+from worker_svc.logits import LogitsRules
 from worker_svc.sampling_columns import SamplingColumns
 
 _NO_ROWS = np.zeros(0, np.int64)
@@ -47,6 +48,7 @@ class RowTable:
         self._any_failed = False  # within this epoch; almost always spares a look at every row
         self._num_tokens = np.zeros(rows, np.int64)
         self._num_computed = np.zeros(rows, np.int64)
+        self._num_prompt = np.zeros(rows, np.int64)
         self._prompts: dict[int, Int32Array] = {}
         self._request_ids = [""] * rows
         self._membership = 0
@@ -55,6 +57,7 @@ class RowTable:
             BlockTables(rows, limits.max_blocks_per_row, limits.num_blocks, device) for _ in range(limits.num_kv_groups)
         )
         self.sampling = SamplingColumns(rows)
+        self.rules = LogitsRules(limits.vocab_size, device)
         self.last_token = torch.zeros(rows, dtype=torch.int64, device=device)
         """`[max_rows] int64` on the device: the token each row sampled last."""
 
@@ -77,6 +80,11 @@ class RowTable:
     def num_computed(self) -> IntArray:
         """`[max_rows]`: tokens of each row whose KV is computed."""
         return self._num_computed
+
+    @property
+    def num_prompt(self) -> IntArray:
+        """`[max_rows]`: tokens of each row that the client gave."""
+        return self._num_prompt
 
     def request_id(self, row: int) -> str:
         """The request that occupies a row, or did so last."""
@@ -223,6 +231,7 @@ class RowTable:
         self._state[rows] = RowState.FREE
         for row in rows.tolist():
             self._prompts.pop(row, None)
+            self.rules.leave(row)
         self._membership += 1
 
     def _admit(self, admission: plan_pb2.Admission) -> None:
@@ -247,6 +256,7 @@ class RowTable:
         self._held[row] = self._failed[row] = False
         self._num_tokens[row] = len(tokens)
         self._num_computed[row] = admission.num_computed_tokens
+        self._num_prompt[row] = admission.num_prompt_tokens
         self._prompts[row] = tokens
         self._request_ids[row] = admission.request_id
         for tables, column in zip(self.tables, admission.block_tables, strict=True):
@@ -255,6 +265,7 @@ class RowTable:
                 raise PlanError("admission: fewer blocks than its computed tokens need")
             tables.replace(row, blocks)
         self.sampling.set(row, admission.sampling)
+        self.rules.admit(row, admission.sampling, tokens, admission.num_prompt_tokens)
         self._membership += 1
 
     def _append(self, plan: plan_pb2.Plan) -> None:

@@ -1,6 +1,10 @@
-"""From logits to tokens: the parameters of the rows that sample, gathered and kept for as long as the rows stay."""
+"""From logits to tokens: the parameters of the rows that sample, gathered and kept for as long as the rows stay.
 
-from dataclasses import replace
+The order of a step: log-probabilities are taken from the model's own logits; then the rules of the rows that have some
+change their logits (`worker_svc.logits`); then all rows sample together.
+"""
+
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -8,10 +12,30 @@ import torch
 from kernels.sampling import SamplingTensors, nonfinite_rows, sample
 from worker_svc.batch import StepBatch
 from worker_svc.device import upload
+from worker_svc.executor import Sampled
+from worker_svc.host_tokens import HostTokens
+from worker_svc.logits import LogitsBatch
 from worker_svc.rows import RowTable
+from worker_svc.scores import Wanted, score
 
-FAILED = -1
-"""What stands in the place of a token when the row's logits are not finite."""
+NOT_FINITE = -1
+NOTHING_ALLOWED = -2
+FAILURES = {
+    NOT_FINITE: "the model's logits are not finite",
+    NOTHING_ALLOWED: "no token is allowed by the request's sampling options",
+}
+"""What stands in the place of a token when a row cannot sample, and what it means."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Gathered:
+    """What is the same for every step with the same rows."""
+
+    params: SamplingTensors
+    rules: LogitsBatch | None
+    wanted: Wanted | None
+    needs_host_tokens: bool
+    """Some row does."""
 
 
 class Sampler:
@@ -21,31 +45,90 @@ class Sampler:
         self._table = table
         self._device = device
         self._gathered_for: tuple[int, bytes] = (-1, b"")
-        self._gathered: SamplingTensors | None = None
+        self._gathered: _Gathered | None = None
+        self._pending: HostTokens | None = None
+        """Tokens of the step before, if one of its rows needs them on the host."""
 
-    def sample(self, logits: torch.Tensor, batch: StepBatch) -> torch.Tensor:
-        """Tokens `[S] int32` from logits `[S, vocab_size]`, `FAILED` for rows whose logits are not finite.
+    def wanted(self, batch: StepBatch) -> Wanted | None:
+        """The rows of a batch that want log-probabilities of what they sample."""
+        return self._gather_once(batch).wanted
+
+    def clear(self) -> None:
+        """Every row is gone."""
+        self._pending = None
+
+    def sample(self, logits: torch.Tensor, batch: StepBatch) -> Sampled:
+        """Tokens from logits `[S + P, vocab_size]`, one of `FAILURES` for rows that cannot sample.
 
         The tokens become the rows' `last_token`.
         """
-        params = self._params(batch)
+        gathered = self._gather_once(batch)
+        self._catch_up()
+        params, rules, wanted = gathered.params, gathered.rules, gathered.wanted
         if params.any_random:
             params = replace(params, position=batch.sample_positions)
-        tokens = sample(logits, params)
+        num_rows = len(batch.sample_rows)
+        own, of_prompts = logits[:num_rows], logits[num_rows:]
+        failed = nonfinite_rows(own)
+        raw = None if wanted is None else own[wanted.index]
+        without_choice = None
+        if rules is not None:
+            changed = self._table.rules.apply(own, rules, batch.positions_on_host)
+            without_choice = nonfinite_rows(changed)
+            own = own.to(torch.float32)
+            own[rules.index] = changed
+        tokens = sample(own, params)
         self._table.last_token[batch.sample_rows_on_device] = tokens
-        return tokens.masked_fill(nonfinite_rows(logits), FAILED).to(torch.int32)
+        if rules is not None:
+            self._table.rules.count_sampled(rules, tokens)
+        outcome = tokens.to(torch.int32)
+        if rules is not None and without_choice is not None:
+            outcome[rules.index] = outcome[rules.index].masked_fill(without_choice, NOTHING_ALLOWED)
+        outcome = outcome.masked_fill(failed, NOT_FINITE)
+        if gathered.needs_host_tokens:
+            self._pending = HostTokens(outcome, batch.sample_rows, self._table.generation[batch.sample_rows])
+        return Sampled(outcome, self._scores(raw, wanted, tokens, of_prompts, batch))
 
-    def _params(self, batch: StepBatch) -> SamplingTensors:
+    def _scores(
+        self,
+        raw: torch.Tensor | None,
+        wanted: Wanted | None,
+        tokens: torch.Tensor,
+        of_prompts: torch.Tensor,
+        batch: StepBatch,
+    ) -> torch.Tensor | None:
+        """The packed log-probabilities that rows want, of sampled tokens and then of prompts."""
+        counts = [part.count for part in batch.prompt_parts]
+        most = max((*counts, *(wanted.counts if wanted is not None else ())), default=0)
+        found = []
+        if raw is not None and wanted is not None:
+            found.append(score(raw, tokens[wanted.index], most).packed())
+        if batch.prompt_targets is not None:
+            found.append(score(of_prompts, batch.prompt_targets, most).packed())
+        return torch.cat(found) if found else None
+
+    def _catch_up(self) -> None:
+        """Tells rules what was sampled in the step before, where they must know."""
+        pending, self._pending = self._pending, None
+        if pending is None:
+            return
+        table = self._table
+        for row, generation, token in pending.wait():
+            if token >= 0 and table.generation[row] == generation and table.rules.needs_host_tokens(row):
+                table.rules.note_token(row, token)
+
+    def _gather_once(self, batch: StepBatch) -> _Gathered:
         """The rows' parameters; a step that changes the rows changes `membership`, so that both together are a key."""
         key = (self._table.membership, batch.sample_rows.tobytes())
         if self._gathered is None or self._gathered_for != key:
             self._gathered, self._gathered_for = self._gather(batch), key
         return self._gathered
 
-    def _gather(self, batch: StepBatch) -> SamplingTensors:
+    def _gather(self, batch: StepBatch) -> _Gathered:
         columns, rows = self._table.sampling, batch.sample_rows
         random = columns.temperature[rows] > 0
         truncated = (columns.top_k[rows] > 0) | (columns.top_p[rows] < 1) | (columns.min_p[rows] > 0)
+        typical = random & (columns.typical_p[rows] < 1)
         floats = upload(
             np.concatenate((columns.temperature[rows], columns.top_p[rows], columns.min_p[rows])),
             self._device,
@@ -53,14 +136,34 @@ class Sampler:
         ints = upload(np.concatenate((columns.top_k[rows], columns.choice[rows])), self._device)
         temperature, top_p, min_p = floats.chunk(3)
         top_k, choice = ints.chunk(2)
-        return SamplingTensors(
-            temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
-            min_p=min_p,
-            seed=upload(columns.seed[rows], self._device),
-            choice=choice,
-            position=batch.sample_positions,
-            any_random=bool(random.any()),
-            any_truncation=bool((random & truncated).any()),
+        rules = self._table.rules
+        return _Gathered(
+            SamplingTensors(
+                temperature=temperature,
+                top_k=top_k,
+                top_p=top_p,
+                min_p=min_p,
+                seed=upload(columns.seed[rows], self._device),
+                choice=choice,
+                position=batch.sample_positions,
+                any_random=bool(random.any()),
+                any_truncation=bool((random & truncated).any()),
+                typical_p=upload(columns.typical_p[rows], self._device) if typical.any() else None,
+            ),
+            rules.batch(rows),
+            self._wanted(batch),
+            any(rules.needs_host_tokens(row) for row in rows.tolist()) if len(rules) else False,
+        )
+
+    def _wanted(self, batch: StepBatch) -> Wanted | None:
+        rows = batch.sample_rows
+        counts = self._table.sampling.logprobs[rows]
+        places = np.flatnonzero(counts >= 0)
+        if not len(places):
+            return None
+        return Wanted(
+            index=upload(places, self._device),
+            rows=tuple(rows[places].tolist()),
+            generations=tuple(self._table.generation[rows[places]].tolist()),
+            counts=tuple(counts[places].tolist()),
         )

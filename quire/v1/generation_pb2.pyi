@@ -272,8 +272,8 @@ Global___ChatMessage: _TypeAlias = ChatMessage  # noqa: Y015
 
 @_typing.final
 class SamplingOptions(_message.Message):
-    """How the next token is chosen from the model's distribution. The order is that of `transformers`: penalties,
-    temperature, top_k, top_p, min_p, typical_p.
+    """How the next token is chosen from the model's distribution. The order is that of `transformers`: bias and
+    token sets, penalties, bad words, least length, temperature, top_k, top_p, min_p, typical_p.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -323,30 +323,34 @@ class SamplingOptions(_message.Message):
     seed: _builtins.int
     """Two runs of one request with one seed on one configuration draw the same noise. Default: drawn by the server."""
     typical_p: _builtins.float
-    """In (0, 1]. Not supported yet."""
+    """Keep the tokens whose information is nearest to the distribution's entropy until their probability reaches p, in
+    (0, 1]. Default 1.
+    """
     repetition_penalty: _builtins.float
-    """In (0, 10]; 1 is none. Not supported yet."""
+    """Divides positive logits of tokens that prompt or output hold, multiplies negative ones; in (0, 10]. Default 1."""
     presence_penalty: _builtins.float
-    """In [-2, 2]. Not supported yet."""
+    """Subtracted from the logits of tokens that the output holds, in [-2, 2]. Default 0."""
     frequency_penalty: _builtins.float
-    """In [-2, 2]. Not supported yet."""
+    """Subtracted from the logits of tokens as often as the output holds them, in [-2, 2]. Default 0."""
     n: _builtins.int
     """Number of independent continuations of one prompt, in [1, 128]. They share the prompt's KV cache. Default 1."""
     @_builtins.property
     def logit_bias(self) -> _containers.ScalarMap[_builtins.int, _builtins.float]:
-        """Added to the logits of single tokens, in [-100, 100]. Not supported yet."""
+        """Added to the logits of single tokens, in [-100, 100]; at most 4,096 of them."""
 
     @_builtins.property
     def allowed_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Only these tokens may be chosen. Not supported yet."""
+        """Only these tokens may be chosen. Empty: all."""
 
     @_builtins.property
     def banned_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """These tokens are never chosen. Not supported yet."""
+        """These tokens are never chosen."""
 
     @_builtins.property
     def bad_words(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """These words are never produced. Not supported yet."""
+        """Words that are never completed in the tokens that the tokenizer makes of them, with or without a space before; at
+        most 64 of at most 256 bytes.
+        """
 
     def __init__(
         self,
@@ -430,7 +434,7 @@ class StopOptions(_message.Message):
     ignore_eos: _builtins.bool
     """Go on after the model's end-of-sequence token."""
     min_tokens: _builtins.int
-    """Fewest tokens before an end is accepted. Not supported yet."""
+    """Within so many tokens, end-of-sequence and stop tokens are not chosen, and stop strings do not count."""
     include_stop_string: _builtins.bool
     """Keep the matched stop string in the text."""
     @_builtins.property
@@ -474,11 +478,11 @@ class OutputOptions(_message.Message):
     INCLUDE_SPECIAL_TOKENS_FIELD_NUMBER: _builtins.int
     logprobs: _builtins.int
     """Log-probabilities of the generated token and of the k most likely ones at its position, k at most 20; 0: of the
-    generated token alone. They are the model's own, before sampling options change them. Not supported yet.
+    generated token alone. They are the model's own, before sampling options change them.
     """
     prompt_logprobs: _builtins.int
     """The same for the prompt's tokens, all but the first. Such a request computes its whole prompt: it reads no cached
-    prefix. Not supported yet.
+    prefix.
     """
     echo: _builtins.bool
     """Send the prompt's tokens and text first, as the event `prompt`."""

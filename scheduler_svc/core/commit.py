@@ -46,6 +46,8 @@ class Settled:
     at_limit: list[Request] = field(default_factory=list)
     failed: list[FailedRequest] = field(default_factory=list)
     prefilled: list[Request] = field(default_factory=list)
+    scores: list[tuple[Request, int, bool, bytes]] = field(default_factory=list)
+    """(request, first index, of its prompt, log-probabilities)."""
 
 
 def settle(worker: Worker, event: StepDone, now: float) -> Settled:
@@ -80,7 +82,9 @@ def settle(worker: Worker, event: StepDone, now: float) -> Settled:
         next_step = worker.in_flight[0]
         next_step.started = now
         next_step.successor_due = now + worker.clock.lead(next_step.num_tokens)
+    scores = _scores(worker, event) if event.scores else []
     settled = _settle_rows(worker, answered, generations, event.tokens)
+    settled.scores = scores
     if record.prefilled and worker.pool.cache.partial is not None:
         worker.prove_prefilled(np.intersect1d(record.prefilled, settled.rows))
     settled.num_tokens, settled.num_prefill_tokens = record.num_tokens, record.num_prefill_tokens
@@ -138,6 +142,25 @@ def _settle_late(worker: Worker, request: Request, token: int, settled: Settled)
         settled.stopped.append((request, token))
     elif len(request.tokens) >= request.limit:
         settled.at_limit.append(request)
+
+
+def _scores(worker: Worker, event: StepDone) -> list[tuple[Request, int, bool, bytes]]:
+    """Whose log-probabilities these are; call before the step's tokens are booked."""
+    found = []
+    for scores in event.scores:
+        request, num_generated = None, 0
+        if 0 <= scores.row < worker.rows.max_rows and worker.rows.generation[scores.row] == scores.generation:
+            request = worker.rows.requests[scores.row]
+            num_generated = worker.rows.num_generated(scores.row) if request is not None else 0
+        if request is None:
+            departure = worker.departed.get((scores.row, scores.generation))
+            if departure is None or departure.request.state is RequestState.FINISHED:
+                continue
+            request = departure.request
+            num_generated = request.num_generated
+        of_prompt = scores.prompt_index > 0
+        found.append((request, scores.prompt_index if of_prompt else num_generated, of_prompt, scores.scores))
+    return found
 
 
 def _settle_departures(worker: Worker, step: int) -> None:

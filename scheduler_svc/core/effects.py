@@ -35,6 +35,18 @@ class TokensReady:
 
 
 @dataclass(slots=True, kw_only=True)
+class ScoresReady:
+    """Log-probabilities of one stream's tokens; emitted before the tokens, if these are generated ones."""
+
+    frontend: Peer
+    stream: int
+    first_index: int
+    """Among the generated tokens, or the prompt's."""
+    of_prompt: bool
+    scores: bytes
+
+
+@dataclass(slots=True, kw_only=True)
 class RequestEnded:
     """A request ended; emitted exactly once per request, after its last tokens."""
 
@@ -120,6 +132,7 @@ class AttemptEnded:
 
 Effect = (
     TokensReady
+    | ScoresReady
     | RequestEnded
     | ServiceChanged
     | FrontendUnknown

@@ -58,6 +58,8 @@ class RequestArrived:
     tenant: str = ""
     request_class: str = ""
     priority: int = 0
+    computes_whole_prompt: bool = False
+    """Its prompt is not taken from the prefix cache."""
     expected_output_tokens: int = 0
     """0: no hint."""
     ttft_deadline: float | None = None
@@ -146,6 +148,17 @@ class FailedRow:
 
 
 @dataclass(slots=True, kw_only=True)
+class RowScores:
+    """Log-probabilities of a row's tokens, passed to its front end unread."""
+
+    row: int
+    generation: int
+    prompt_index: int
+    """0: of the token sampled in this step; otherwise the index of the first of them in the prompt."""
+    scores: bytes
+
+
+@dataclass(slots=True, kw_only=True)
 class StepDone:
     """A worker answered a plan."""
 
@@ -157,6 +170,7 @@ class StepDone:
     tokens: Int32Array
     """One token per row."""
     failures: tuple[FailedRow, ...] = ()
+    scores: Sequence[RowScores] = ()
     completed_copies: Sequence[int] = ()
     """Ids of the block copies that are done."""
     copied_blocks: int = 0

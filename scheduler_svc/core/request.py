@@ -66,6 +66,8 @@ class Request:
     tenant: str = ""
     request_class: str = ""
     priority: int = 0
+    computes_whole_prompt: bool = False
+    """Its prompt is not taken from the prefix cache."""
     expected_output_tokens: int = 0
     """The client's hint; 0: none."""
     ttft_deadline: float | None = None

@@ -17,6 +17,7 @@ from scheduler_svc.core.effects import (
     Effect,
     EndReason,
     FrontendUnknown,
+    ScoresReady,
     ServiceChanged,
     TokensReady,
     WorkerEmptied,
@@ -260,6 +261,16 @@ class Scheduler:
         if settled.num_prefill_tokens:
             worker.gate.prefill_measured(settled.duration)
         self._requests.forecast.step_measured(settled.num_tokens, settled.num_prefill_tokens, settled.duration)
+        for request, index, of_prompt, scores in settled.scores:
+            self._effects.append(
+                ScoresReady(
+                    frontend=request.key.frontend,
+                    stream=request.key.stream,
+                    first_index=index,
+                    of_prompt=of_prompt,
+                    scores=scores,
+                )
+            )
         self._deliver(worker, settled)
         for request in settled.prefilled:
             self._effects.append(AttemptPrefilled(frontend=request.key.frontend, stream=request.key.stream))

@@ -172,7 +172,7 @@ class Worker:
 
         The last known token is always computed, since its logits are needed.
         """
-        if not self.shares_prefixes:
+        if not self.shares_prefixes or request.computes_whole_prompt:
             return b""
         return self._keys(request)[: KEY_BYTES * ((len(request.tokens) - 1) // self.rows.block_size)]
 
@@ -192,7 +192,7 @@ class Worker:
         cache, keys = self.pool.cache, self.shareable_keys(request)
         blocks = cache.match(keys)
         next_key = keys[KEY_BYTES * len(blocks) : KEY_BYTES * (len(blocks) + 1)]
-        if cache.partial is None:
+        if cache.partial is None or request.computes_whole_prompt:
             return Match(blocks, next_key=next_key)
         start = len(blocks) * self.rows.block_size
         end = min(start + self.rows.block_size, len(request.tokens) - 1)

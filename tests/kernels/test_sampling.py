@@ -13,6 +13,7 @@ from transformers.generation.logits_process import (
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
+    TypicalLogitsWarper,
 )
 
 from kernels.sampling import (
@@ -32,6 +33,7 @@ def sampling(
     top_k: int = 0,
     top_p: float = 1.0,
     min_p: float = 0.0,
+    typical_p: float = 1.0,
     seed: torch.Tensor | None = None,
     choice: torch.Tensor | None = None,
     position: torch.Tensor | None = None,
@@ -48,10 +50,13 @@ def sampling(
         position=rows.int() if position is None else position.int(),
         any_random=temperature > 0,
         any_truncation=top_k > 0 or top_p < 1 or min_p > 0,
+        typical_p=torch.full((num_rows,), typical_p) if typical_p < 1 else None,
     )
 
 
-def by_transformers(logits: torch.Tensor, temperature: float, top_k: int, top_p: float, min_p: float) -> torch.Tensor:
+def by_transformers(
+    logits: torch.Tensor, temperature: float, top_k: int, top_p: float, min_p: float, typical_p: float = 1.0
+) -> torch.Tensor:
     """The scores that transformers' generation samples from, its processors in its order."""
     ids = torch.LongTensor([[0]] * logits.shape[0])
     scores: torch.Tensor = TemperatureLogitsWarper(temperature)(ids, logits)
@@ -61,6 +66,8 @@ def by_transformers(logits: torch.Tensor, temperature: float, top_k: int, top_p:
         scores = TopPLogitsWarper(top_p)(ids, scores)
     if min_p > 0.0:
         scores = MinPLogitsWarper(min_p)(ids, scores)
+    if typical_p < 1.0:
+        scores = TypicalLogitsWarper(typical_p)(ids, scores)
     return scores
 
 
@@ -83,10 +90,12 @@ def test_survivors_are_those_of_transformers(data: st.DataObject) -> None:
     top_k = data.draw(st.sampled_from([0, 1, 3, 10, 100]))
     top_p = as_float32(data.draw(st.sampled_from([0.0, 0.1, 0.5, 0.75, 0.9, 0.999, 1.0])))
     min_p = as_float32(data.draw(st.sampled_from([0.0, 0.05, 0.3, 1.0])))
-    params = sampling(3, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+    # Which of equal ones typical sampling keeps is left to the sort, in transformers too.
+    typical_p = as_float32(1.0 if coarse else data.draw(st.sampled_from([0.1, 0.5, 0.9, 1.0])))
+    params = sampling(3, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, typical_p=typical_p)
 
     ours = process_logits_reference(logits, params)
-    theirs = by_transformers(logits, temperature, top_k, top_p, min_p)
+    theirs = by_transformers(logits, temperature, top_k, top_p, min_p, typical_p)
     if coarse:
         ours, theirs = ours.sort(dim=-1).values, theirs.sort(dim=-1).values
     assert torch.equal(ours, theirs)

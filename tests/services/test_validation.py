@@ -78,7 +78,22 @@ INVALID: list[tuple[str, v1.GenerateRequest]] = [
     ("sampling.n", sampling(n=0)),
     ("sampling.n", sampling(n=129)),
     ("sampling.repetition_penalty", sampling(repetition_penalty=math.nan)),
+    ("sampling.repetition_penalty", sampling(repetition_penalty=0.0)),
+    ("sampling.repetition_penalty", sampling(repetition_penalty=11.0)),
     ("sampling.presence_penalty", sampling(presence_penalty=math.inf)),
+    ("sampling.frequency_penalty", sampling(frequency_penalty=-2.5)),
+    ("sampling.typical_p", sampling(typical_p=0.0)),
+    ("sampling.logit_bias", sampling(logit_bias={VOCAB: 1.0})),
+    ("sampling.logit_bias", sampling(logit_bias={1: 101.0})),
+    ("sampling.logit_bias", sampling(logit_bias={1: math.nan})),
+    ("sampling.allowed_token_ids", sampling(allowed_token_ids=[VOCAB])),
+    ("sampling.banned_token_ids", sampling(banned_token_ids=[VOCAB])),
+    ("sampling.banned_token_ids", sampling(allowed_token_ids=[1, 2], banned_token_ids=[2, 1])),
+    ("sampling.banned_token_ids", sampling(banned_token_ids=range(VOCAB))),
+    ("sampling.bad_words", sampling(bad_words=["x"] * 65)),
+    ("sampling.bad_words[1]", sampling(bad_words=["x", ""])),
+    ("stop.min_tokens", stop(min_tokens=9, max_tokens=8)),
+    ("stop.min_tokens", stop(min_tokens=MODEL.max_model_len + 1)),
     ("stop.max_tokens", stop(max_tokens=0)),
     ("stop.max_tokens", stop(max_tokens=MODEL.max_model_len)),
     ("stop.stop_strings", stop(stop_strings=["x"] * 17)),
@@ -128,17 +143,6 @@ UNSUPPORTED: list[tuple[str, v1.GenerateRequest]] = [
     ("grammar", request(grammar=v1.Grammar())),
     ("adapter", request(adapter="lora")),
     ("resumable", request(resumable=True)),
-    ("sampling.typical_p", sampling(typical_p=0.5)),
-    ("sampling.repetition_penalty", sampling(repetition_penalty=1.1)),
-    ("sampling.presence_penalty", sampling(presence_penalty=0.5)),
-    ("sampling.frequency_penalty", sampling(frequency_penalty=0.5)),
-    ("sampling.logit_bias", sampling(logit_bias={1: 2.0})),
-    ("sampling.allowed_token_ids", sampling(allowed_token_ids=[1])),
-    ("sampling.banned_token_ids", sampling(banned_token_ids=[1])),
-    ("sampling.bad_words", sampling(bad_words=["x"])),
-    ("stop.min_tokens", stop(min_tokens=1)),
-    ("output.logprobs", request(output=v1.OutputOptions(logprobs=0))),
-    ("output.prompt_logprobs", request(output=v1.OutputOptions(prompt_logprobs=1))),
 ]
 
 
@@ -226,7 +230,7 @@ def test_defaults_are_those_of_the_comments() -> None:
     assert first.request_id != second.request_id
 
 
-def test_neutral_values_of_unsupported_fields_are_fine() -> None:
+def test_neutral_values_change_nothing() -> None:
     """A client that always sends n=1 and neutral penalties is served."""
     neutral = sampling(
         n=1, repetition_penalty=1.0, presence_penalty=0.0, frequency_penalty=0.0, typical_p=1.0, temperature=0.0, seed=0
@@ -235,6 +239,8 @@ def test_neutral_values_of_unsupported_fields_are_fine() -> None:
 
     assert valid.sampling.temperature == 0.0
     assert valid.sampling.seed == 0
+    assert valid.sampling.presence_penalty == valid.sampling.frequency_penalty == 0
+    assert valid.sampling.repetition_penalty == valid.sampling.typical_p == 1
 
 
 def test_stop_tokens_hold_the_models_own_unless_ignored() -> None:

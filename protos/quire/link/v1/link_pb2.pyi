@@ -403,6 +403,8 @@ class Submission(_message.Message):
     BLOCK_KEYS_FIELD_NUMBER: _builtins.int
     BLOCK_SIZE_FIELD_NUMBER: _builtins.int
     REQUEST_CLASS_FIELD_NUMBER: _builtins.int
+    COMPUTES_WHOLE_PROMPT_FIELD_NUMBER: _builtins.int
+    GRAMMAR_FIELD_NUMBER: _builtins.int
     stream: _builtins.int
     """Number of the stream, chosen by the front end, below 2^31. A second submission of a live stream is ignored."""
     request_id: _builtins.str
@@ -443,6 +445,10 @@ class Submission(_message.Message):
     """Tokens per block that the keys are for."""
     request_class: _builtins.str
     """The request class; empty or unknown: none."""
+    computes_whole_prompt: _builtins.bool
+    """Its prompt is computed anew, not taken from the prefix cache, because its log-probabilities are wanted."""
+    grammar: _builtins.bytes
+    """A serialized quire.plan.v1.Grammar. Empty: none."""
     def __init__(
         self,
         *,
@@ -465,10 +471,12 @@ class Submission(_message.Message):
         block_keys: _builtins.bytes = ...,
         block_size: _builtins.int = ...,
         request_class: _builtins.str = ...,
+        computes_whole_prompt: _builtins.bool = ...,
+        grammar: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_keys", b"block_keys", "block_size", b"block_size", "cache_scope", b"cache_scope", "credit", b"credit", "deadline_ns", b"deadline_ns", "expected_output_tokens", b"expected_output_tokens", "max_tokens", b"max_tokens", "num_prompt_tokens", b"num_prompt_tokens", "priority", b"priority", "request_class", b"request_class", "request_id", b"request_id", "sampling", b"sampling", "stop_token_ids", b"stop_token_ids", "stream", b"stream", "tenant", b"tenant", "token_ids", b"token_ids", "total_time_target_ns", b"total_time_target_ns", "traceparent", b"traceparent", "ttft_target_ns", b"ttft_target_ns"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_keys", b"block_keys", "block_size", b"block_size", "cache_scope", b"cache_scope", "computes_whole_prompt", b"computes_whole_prompt", "credit", b"credit", "deadline_ns", b"deadline_ns", "expected_output_tokens", b"expected_output_tokens", "grammar", b"grammar", "max_tokens", b"max_tokens", "num_prompt_tokens", b"num_prompt_tokens", "priority", b"priority", "request_class", b"request_class", "request_id", b"request_id", "sampling", b"sampling", "stop_token_ids", b"stop_token_ids", "stream", b"stream", "tenant", b"tenant", "token_ids", b"token_ids", "total_time_target_ns", b"total_time_target_ns", "traceparent", b"traceparent", "ttft_target_ns", b"ttft_target_ns"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -516,6 +524,7 @@ class CoreMessage(_message.Message):
     SNAPSHOT_FIELD_NUMBER: _builtins.int
     UNKNOWN_FIELD_NUMBER: _builtins.int
     OPERATOR_REPLIES_FIELD_NUMBER: _builtins.int
+    SCORES_FIELD_NUMBER: _builtins.int
     incarnation: _builtins.int
     """The core's incarnation."""
     streams: _builtins.bytes
@@ -544,6 +553,10 @@ class CoreMessage(_message.Message):
     def operator_replies(self) -> _containers.RepeatedCompositeFieldContainer[Global___OperatorReply]:
         """Answers to operator requests."""
 
+    @_builtins.property
+    def scores(self) -> _containers.RepeatedCompositeFieldContainer[Global___StreamScores]:
+        """Log-probabilities, before or with the tokens they belong to."""
+
     def __init__(
         self,
         *,
@@ -557,14 +570,49 @@ class CoreMessage(_message.Message):
         snapshot: Global___Snapshot | None = ...,
         unknown: _builtins.bool = ...,
         operator_replies: _abc.Iterable[Global___OperatorReply] | None = ...,
+        scores: _abc.Iterable[Global___StreamScores] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["snapshot", b"snapshot", "state", b"state"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["counts", b"counts", "ends", b"ends", "first_indices", b"first_indices", "incarnation", b"incarnation", "operator_replies", b"operator_replies", "snapshot", b"snapshot", "state", b"state", "streams", b"streams", "tokens", b"tokens", "unknown", b"unknown"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["counts", b"counts", "ends", b"ends", "first_indices", b"first_indices", "incarnation", b"incarnation", "operator_replies", b"operator_replies", "scores", b"scores", "snapshot", b"snapshot", "state", b"state", "streams", b"streams", "tokens", b"tokens", "unknown", b"unknown"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___CoreMessage: _TypeAlias = CoreMessage  # noqa: Y015
+
+@_typing.final
+class StreamScores(_message.Message):
+    """Log-probabilities of one stream's tokens."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STREAM_FIELD_NUMBER: _builtins.int
+    FIRST_INDEX_FIELD_NUMBER: _builtins.int
+    OF_PROMPT_FIELD_NUMBER: _builtins.int
+    SCORES_FIELD_NUMBER: _builtins.int
+    stream: _builtins.int
+    """The stream."""
+    first_index: _builtins.int
+    """Index of the first of them among the generated tokens, or the prompt's."""
+    of_prompt: _builtins.bool
+    """They are of prompt tokens."""
+    scores: _builtins.bytes
+    """A serialized quire.plan.v1.TokenScores."""
+    def __init__(
+        self,
+        *,
+        stream: _builtins.int = ...,
+        first_index: _builtins.int = ...,
+        of_prompt: _builtins.bool = ...,
+        scores: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["first_index", b"first_index", "of_prompt", b"of_prompt", "scores", b"scores", "stream", b"stream"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StreamScores: _TypeAlias = StreamScores  # noqa: Y015
 
 @_typing.final
 class ServiceState(_message.Message):

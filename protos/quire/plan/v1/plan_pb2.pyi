@@ -51,6 +51,7 @@ class WorkerMessage(_message.Message):
     RESULT_FIELD_NUMBER: _builtins.int
     COMPILING_FIELD_NUMBER: _builtins.int
     GOODBYE_FIELD_NUMBER: _builtins.int
+    GRAMMAR_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     """Epoch given in Welcome; 0 in Hello."""
     @_builtins.property
@@ -69,6 +70,10 @@ class WorkerMessage(_message.Message):
     def goodbye(self) -> Global___Goodbye:
         """The worker leaves of its own will; its requests are to be re-planned."""
 
+    @_builtins.property
+    def grammar(self) -> Global___GrammarReport:
+        """A grammar that was asked for can be used, or never will be."""
+
     def __init__(
         self,
         *,
@@ -77,12 +82,13 @@ class WorkerMessage(_message.Message):
         result: Global___StepResult | None = ...,
         compiling: Global___Compiling | None = ...,
         goodbye: Global___Goodbye | None = ...,
+        grammar: Global___GrammarReport | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "compiling", b"compiling", "goodbye", b"goodbye", "hello", b"hello", "result", b"result"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "compiling", b"compiling", "goodbye", b"goodbye", "grammar", b"grammar", "hello", b"hello", "result", b"result"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "compiling", b"compiling", "epoch", b"epoch", "goodbye", b"goodbye", "hello", b"hello", "result", b"result"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "compiling", b"compiling", "epoch", b"epoch", "goodbye", b"goodbye", "grammar", b"grammar", "hello", b"hello", "result", b"result"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["hello", "result", "compiling", "goodbye"]  # noqa: Y015
+    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["hello", "result", "compiling", "goodbye", "grammar"]  # noqa: Y015
     _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_body) -> _WhichOneofReturnType_body | None: ...
 
@@ -100,6 +106,7 @@ class SchedulerMessage(_message.Message):
     PLAN_FIELD_NUMBER: _builtins.int
     PING_FIELD_NUMBER: _builtins.int
     UNKNOWN_FIELD_NUMBER: _builtins.int
+    PREPARE_GRAMMAR_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     """Epoch this message belongs to; 0 in Unknown and Refused."""
     @_builtins.property
@@ -122,6 +129,10 @@ class SchedulerMessage(_message.Message):
     def unknown(self) -> Global___Unknown:
         """The scheduler does not know the sender: say Hello again."""
 
+    @_builtins.property
+    def prepare_grammar(self) -> Global___PrepareGrammar:
+        """Compile a grammar, off the way of steps."""
+
     def __init__(
         self,
         *,
@@ -131,12 +142,13 @@ class SchedulerMessage(_message.Message):
         plan: Global___Plan | None = ...,
         ping: Global___Ping | None = ...,
         unknown: Global___Unknown | None = ...,
+        prepare_grammar: Global___PrepareGrammar | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "ping", b"ping", "plan", b"plan", "refused", b"refused", "unknown", b"unknown", "welcome", b"welcome"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "ping", b"ping", "plan", b"plan", "prepare_grammar", b"prepare_grammar", "refused", b"refused", "unknown", b"unknown", "welcome", b"welcome"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "epoch", b"epoch", "ping", b"ping", "plan", b"plan", "refused", b"refused", "unknown", b"unknown", "welcome", b"welcome"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "epoch", b"epoch", "ping", b"ping", "plan", b"plan", "prepare_grammar", b"prepare_grammar", "refused", b"refused", "unknown", b"unknown", "welcome", b"welcome"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["welcome", "refused", "plan", "ping", "unknown"]  # noqa: Y015
+    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["welcome", "refused", "plan", "ping", "unknown", "prepare_grammar"]  # noqa: Y015
     _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_body) -> _WhichOneofReturnType_body | None: ...
 
@@ -387,6 +399,90 @@ class Compiling(_message.Message):
 Global___Compiling: _TypeAlias = Compiling  # noqa: Y015
 
 @_typing.final
+class PrepareGrammar(_message.Message):
+    """A grammar is to be compiled; a GrammarReport answers."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KEY_FIELD_NUMBER: _builtins.int
+    GRAMMAR_FIELD_NUMBER: _builtins.int
+    key: _builtins.bytes
+    """sha256 of the grammar."""
+    grammar: _builtins.bytes
+    """A serialized Grammar."""
+    def __init__(
+        self,
+        *,
+        key: _builtins.bytes = ...,
+        grammar: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["grammar", b"grammar", "key", b"key"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PrepareGrammar: _TypeAlias = PrepareGrammar  # noqa: Y015
+
+@_typing.final
+class GrammarReport(_message.Message):
+    """What became of a grammar."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KEY_FIELD_NUMBER: _builtins.int
+    FAILURE_FIELD_NUMBER: _builtins.int
+    key: _builtins.bytes
+    """As in PrepareGrammar."""
+    failure: _builtins.str
+    """Why it cannot be used; one line. Empty: it can."""
+    def __init__(
+        self,
+        *,
+        key: _builtins.bytes = ...,
+        failure: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["failure", b"failure", "key", b"key"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GrammarReport: _TypeAlias = GrammarReport  # noqa: Y015
+
+@_typing.final
+class Grammar(_message.Message):
+    """What the output of a row conforms to. Passed from the front end to the worker as it is."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    JSON_SCHEMA_FIELD_NUMBER: _builtins.int
+    REGEX_FIELD_NUMBER: _builtins.int
+    LARK_FIELD_NUMBER: _builtins.int
+    json_schema: _builtins.str
+    """A JSON schema; "true" for any JSON, an object's schema for JSON objects."""
+    regex: _builtins.str
+    """A regular expression over the whole output."""
+    lark: _builtins.str
+    """A grammar in Lark's notation."""
+    def __init__(
+        self,
+        *,
+        json_schema: _builtins.str = ...,
+        regex: _builtins.str = ...,
+        lark: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["json_schema", b"json_schema", "kind", b"kind", "lark", b"lark", "regex", b"regex"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["json_schema", b"json_schema", "kind", b"kind", "lark", b"lark", "regex", b"regex"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["json_schema", "regex", "lark"]  # noqa: Y015
+    _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
+
+Global___Grammar: _TypeAlias = Grammar  # noqa: Y015
+
+@_typing.final
 class Plan(_message.Message):
     """One step of work for one worker."""
 
@@ -496,6 +592,7 @@ class Admission(_message.Message):
     SAMPLING_FIELD_NUMBER: _builtins.int
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
+    GRAMMAR_FIELD_NUMBER: _builtins.int
     row: _builtins.int
     """The row."""
     generation: _builtins.int
@@ -510,6 +607,8 @@ class Admission(_message.Message):
     """The request, for logs and spans."""
     traceparent: _builtins.str
     """W3C traceparent of the attempt's span when the request is traced, else empty."""
+    grammar: _builtins.bytes
+    """A serialized Grammar that the output conforms to. Empty: none. The worker has said that it is ready."""
     @_builtins.property
     def block_tables(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
         """Column of block ids per KV group, in order of position."""
@@ -530,10 +629,11 @@ class Admission(_message.Message):
         sampling: Global___SamplingParams | None = ...,
         request_id: _builtins.str = ...,
         traceparent: _builtins.str = ...,
+        grammar: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_tables", b"block_tables", "generation", b"generation", "num_computed_tokens", b"num_computed_tokens", "num_prompt_tokens", b"num_prompt_tokens", "request_id", b"request_id", "row", b"row", "sampling", b"sampling", "token_ids", b"token_ids", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_tables", b"block_tables", "generation", b"generation", "grammar", b"grammar", "num_computed_tokens", b"num_computed_tokens", "num_prompt_tokens", b"num_prompt_tokens", "request_id", b"request_id", "row", b"row", "sampling", b"sampling", "token_ids", b"token_ids", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -551,6 +651,19 @@ class SamplingParams(_message.Message):
     MIN_P_FIELD_NUMBER: _builtins.int
     SEED_FIELD_NUMBER: _builtins.int
     CHOICE_FIELD_NUMBER: _builtins.int
+    TYPICAL_P_FIELD_NUMBER: _builtins.int
+    REPETITION_PENALTY_FIELD_NUMBER: _builtins.int
+    PRESENCE_PENALTY_FIELD_NUMBER: _builtins.int
+    FREQUENCY_PENALTY_FIELD_NUMBER: _builtins.int
+    BIAS_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    BIAS_VALUES_FIELD_NUMBER: _builtins.int
+    ALLOWED_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    BANNED_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    BAD_WORDS_FIELD_NUMBER: _builtins.int
+    MIN_TOKENS_FIELD_NUMBER: _builtins.int
+    STOP_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    LOGPROBS_FIELD_NUMBER: _builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     temperature: _builtins.float
     """0 is greedy."""
     top_k: _builtins.int
@@ -563,6 +676,34 @@ class SamplingParams(_message.Message):
     """Key of the counter-based noise."""
     choice: _builtins.int
     """Index among the n continuations of one request."""
+    typical_p: _builtins.float
+    """Locally typical sampling. 0 or 1: off."""
+    repetition_penalty: _builtins.float
+    """Divides the logits of tokens that prompt or output hold, or multiplies negative ones. 0 or 1: off."""
+    presence_penalty: _builtins.float
+    """Subtracted once from the logits of tokens that the output holds. 0: off."""
+    frequency_penalty: _builtins.float
+    """Subtracted from the logits of tokens for each time the output holds them. 0: off."""
+    bias_token_ids: _builtins.bytes
+    """Columns of token ids and of what is added to their logits, the latter float32."""
+    bias_values: _builtins.bytes
+    """See bias_token_ids."""
+    allowed_token_ids: _builtins.bytes
+    """Column of the tokens that alone may be chosen. Empty: all."""
+    banned_token_ids: _builtins.bytes
+    """Column of the tokens that are never chosen."""
+    min_tokens: _builtins.int
+    """Tokens of the output within which none of `stop_token_ids` is chosen."""
+    stop_token_ids: _builtins.bytes
+    """Column of the tokens that end the request."""
+    logprobs: _builtins.int
+    """Log-probabilities wanted of each sampled token: of itself and of the so many most likely ones. Absent: none."""
+    prompt_logprobs: _builtins.int
+    """The same for the prompt's tokens but the first."""
+    @_builtins.property
+    def bad_words(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """Columns of token sequences that are never completed, at least two tokens each."""
+
     def __init__(
         self,
         *,
@@ -572,12 +713,32 @@ class SamplingParams(_message.Message):
         min_p: _builtins.float = ...,
         seed: _builtins.int = ...,
         choice: _builtins.int = ...,
+        typical_p: _builtins.float = ...,
+        repetition_penalty: _builtins.float = ...,
+        presence_penalty: _builtins.float = ...,
+        frequency_penalty: _builtins.float = ...,
+        bias_token_ids: _builtins.bytes = ...,
+        bias_values: _builtins.bytes = ...,
+        allowed_token_ids: _builtins.bytes = ...,
+        banned_token_ids: _builtins.bytes = ...,
+        bad_words: _abc.Iterable[_builtins.bytes] | None = ...,
+        min_tokens: _builtins.int = ...,
+        stop_token_ids: _builtins.bytes = ...,
+        logprobs: _builtins.int | None = ...,
+        prompt_logprobs: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_prompt_logprobs", b"_prompt_logprobs", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["choice", b"choice", "min_p", b"min_p", "seed", b"seed", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_prompt_logprobs", b"_prompt_logprobs", "allowed_token_ids", b"allowed_token_ids", "bad_words", b"bad_words", "banned_token_ids", b"banned_token_ids", "bias_token_ids", b"bias_token_ids", "bias_values", b"bias_values", "choice", b"choice", "frequency_penalty", b"frequency_penalty", "logprobs", b"logprobs", "min_p", b"min_p", "min_tokens", b"min_tokens", "presence_penalty", b"presence_penalty", "prompt_logprobs", b"prompt_logprobs", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p", "typical_p", b"typical_p"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__logprobs: _TypeAlias = _typing.Literal["logprobs"]  # noqa: Y015
+    _WhichOneofArgType__logprobs: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs"]  # noqa: Y015
+    _WhichOneofReturnType__prompt_logprobs: _TypeAlias = _typing.Literal["prompt_logprobs"]  # noqa: Y015
+    _WhichOneofArgType__prompt_logprobs: _TypeAlias = _typing.Literal["_prompt_logprobs", b"_prompt_logprobs"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__logprobs) -> _WhichOneofReturnType__logprobs | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__prompt_logprobs) -> _WhichOneofReturnType__prompt_logprobs | None: ...
 
 Global___SamplingParams: _TypeAlias = SamplingParams  # noqa: Y015
 
@@ -594,6 +755,7 @@ class StepResult(_message.Message):
     FAILURES_FIELD_NUMBER: _builtins.int
     TIMINGS_FIELD_NUMBER: _builtins.int
     COMPLETED_COPIES_FIELD_NUMBER: _builtins.int
+    SCORES_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     """The plan's step."""
     rows: _builtins.bytes
@@ -612,6 +774,10 @@ class StepResult(_message.Message):
     def timings(self) -> Global___StepTimings:
         """Where the time went."""
 
+    @_builtins.property
+    def scores(self) -> _containers.RepeatedCompositeFieldContainer[Global___RowScores]:
+        """Log-probabilities of rows that want them."""
+
     def __init__(
         self,
         *,
@@ -622,14 +788,83 @@ class StepResult(_message.Message):
         failures: _abc.Iterable[Global___RowFailure] | None = ...,
         timings: Global___StepTimings | None = ...,
         completed_copies: _builtins.bytes = ...,
+        scores: _abc.Iterable[Global___RowScores] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["timings", b"timings"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["completed_copies", b"completed_copies", "counts", b"counts", "failures", b"failures", "rows", b"rows", "step", b"step", "timings", b"timings", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["completed_copies", b"completed_copies", "counts", b"counts", "failures", b"failures", "rows", b"rows", "scores", b"scores", "step", b"step", "timings", b"timings", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___StepResult: _TypeAlias = StepResult  # noqa: Y015
+
+@_typing.final
+class RowScores(_message.Message):
+    """Log-probabilities of one row in one step."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROW_FIELD_NUMBER: _builtins.int
+    GENERATION_FIELD_NUMBER: _builtins.int
+    PROMPT_INDEX_FIELD_NUMBER: _builtins.int
+    SCORES_FIELD_NUMBER: _builtins.int
+    row: _builtins.int
+    """The row."""
+    generation: _builtins.int
+    """Its generation."""
+    prompt_index: _builtins.int
+    """0: of the token sampled in this step. Otherwise of prompt tokens, beginning with this index of the prompt."""
+    scores: _builtins.bytes
+    """A serialized TokenScores, passed on to the front end unread."""
+    def __init__(
+        self,
+        *,
+        row: _builtins.int = ...,
+        generation: _builtins.int = ...,
+        prompt_index: _builtins.int = ...,
+        scores: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["generation", b"generation", "prompt_index", b"prompt_index", "row", b"row", "scores", b"scores"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RowScores: _TypeAlias = RowScores  # noqa: Y015
+
+@_typing.final
+class TokenScores(_message.Message):
+    """Log-probabilities of n tokens and of the k most likely ones at each of their positions."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LOGPROBS_FIELD_NUMBER: _builtins.int
+    RANKS_FIELD_NUMBER: _builtins.int
+    TOP_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    TOP_LOGPROBS_FIELD_NUMBER: _builtins.int
+    logprobs: _builtins.bytes
+    """Column `[n]` float32 of log-probabilities."""
+    ranks: _builtins.bytes
+    """Column `[n]` of ranks, from 1."""
+    top_token_ids: _builtins.bytes
+    """Column `[n, k]` of the most likely tokens, most likely first."""
+    top_logprobs: _builtins.bytes
+    """Column `[n, k]` float32 of their log-probabilities."""
+    def __init__(
+        self,
+        *,
+        logprobs: _builtins.bytes = ...,
+        ranks: _builtins.bytes = ...,
+        top_token_ids: _builtins.bytes = ...,
+        top_logprobs: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["logprobs", b"logprobs", "ranks", b"ranks", "top_logprobs", b"top_logprobs", "top_token_ids", b"top_token_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TokenScores: _TypeAlias = TokenScores  # noqa: Y015
 
 @_typing.final
 class RowFailure(_message.Message):
