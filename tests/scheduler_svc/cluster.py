@@ -100,11 +100,14 @@ class Cluster:
 
     def plan(self) -> int:
         """Lets the core plan for every worker as far as it will; returns the number of plans."""
+        return sum(self.plan_for(peer) for peer in self.core.workers())
+
+    def plan_for(self, peer: bytes) -> int:
+        """Lets the core plan for one worker as far as it will; returns the number of plans."""
         count = 0
-        for peer in self.core.workers():
-            while (plan := self._plan_when_due(peer)) is not None:
-                self.answers[peer].append(self.workers[peer].execute(plan))
-                count += 1
+        while (plan := self._plan_when_due(peer)) is not None:
+            self.answers[peer].append(self.workers[peer].execute(plan))
+            count += 1
         return count
 
     def _plan_when_due(self, peer: bytes) -> Plan | None:

@@ -1,6 +1,9 @@
 """What several workers promise: placement, draining, joining and leaving at any time."""
 
+import pytest
+
 from scheduler_svc.core import events as ev
+from scheduler_svc.core.admission import MAX_LEFT_ELSEWHERE
 from scheduler_svc.core.effects import EndReason
 from scheduler_svc.sim.model_worker import ModelWorker
 from scheduler_svc.sim.oracle import expected_output
@@ -18,6 +21,16 @@ def _cluster(workers: int = 2, **limits: object) -> Cluster:
 
 def _running(cluster: Cluster) -> dict[str, int]:
     return {worker.worker_id: worker.rows_running for worker in cluster.core.stats().workers}
+
+
+def _serve_at(cluster: Cluster, home: str, other: str) -> None:
+    """Has one of two workers serve `PREFIX`."""
+    cluster.handle(ev.DrainRequested(worker_id=other, move=False))
+    cluster.submit(0, [*PREFIX, 1], 2)
+    cluster.run()
+    cluster.handle(ev.ResumeRequested(worker_id=other))
+    (found,) = (worker.worker_id for worker in cluster.core.stats().workers if worker.blocks_cached)
+    assert found == home
 
 
 def _check_all(cluster: Cluster) -> None:
@@ -53,12 +66,12 @@ def test_a_burst_is_spread_over_many_workers_by_rows_left_and_memory() -> None:
     _check_all(cluster)
 
 
-def test_a_cached_prefix_draws_requests_until_its_worker_is_busy() -> None:
-    """One request with a cached prefix goes where the prefix is; a flood of them does not all go there."""
+@pytest.mark.parametrize(("home", "other"), [("w0", "w1"), ("w1", "w0")])
+def test_a_cached_prefix_draws_requests_until_its_worker_is_busy(home: str, other: str) -> None:
+    """One request with a cached prefix goes where the prefix is, whoever is planned first; a flood of them does not all
+    go there."""
     cluster = _cluster()
-    cluster.submit(0, [*PREFIX, 1], 2)
-    cluster.run()
-    (home,) = (worker.worker_id for worker in cluster.core.stats().workers if worker.blocks_cached)
+    _serve_at(cluster, home, other)
     cluster.submit(1, [*PREFIX, 2], 20)
     cluster.plan()
     assert _running(cluster)[home] == 1
@@ -68,6 +81,25 @@ def test_a_cached_prefix_draws_requests_until_its_worker_is_busy() -> None:
         cluster.plan()
         cluster.answer()
     assert min(_running(cluster).values()) >= 3
+    cluster.run()
+    _check_all(cluster)
+
+
+def test_a_request_is_not_left_for_ever_to_a_worker_that_takes_nothing() -> None:
+    """A worker that would do less work for a request, and never comes to it, is waited for within a bound."""
+    cluster = _cluster()
+    _serve_at(cluster, "w1", "w0")
+    cluster.submit(1, [1, 2], 4 * MAX_LEFT_ELSEWHERE)
+    cluster.plan_for(b"w/0")
+    assert _running(cluster) == {"w0": 1, "w1": 0}
+    cluster.submit(2, [*PREFIX, 2], 20)
+    for _ in range(MAX_LEFT_ELSEWHERE):
+        cluster.answer()
+        assert cluster.plan_for(b"w/0") == 1
+        assert _running(cluster) == {"w0": 1, "w1": 0}
+    cluster.answer()
+    cluster.plan_for(b"w/0")
+    assert _running(cluster) == {"w0": 2, "w1": 0}
     cluster.run()
     _check_all(cluster)
 

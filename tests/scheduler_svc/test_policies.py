@@ -157,17 +157,35 @@ def test_fair_does_not_save_idleness_up() -> None:
 
 
 def test_fair_forgets_tenants_that_are_gone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However many tenants come and go, what is remembered of them is bounded, and those who wait are served."""
+    """However many tenants come and go, what is remembered of them is bounded, and those who wait are served;
+    beyond the bound half of them are forgotten."""
     monkeypatch.setattr(FairQueue, "MAX_IDLE", 10)
     queue = make_queue("fair", {}, {})
+    assert isinstance(queue, FairQueue)
+    remembered = []
     for sequence in range(100):
         request = _request(sequence, tenant=f"tenant-{sequence}")
         queue.push(request)
         assert queue.take(lambda _: 0) is request
         assert queue.take(lambda _: 0) is None
         queue.served(request.account, output_tokens=1)
-    assert isinstance(queue, FairQueue)
-    assert queue.num_groups <= 11
+        remembered.append(queue.num_groups)
+    assert max(remembered) <= 11
+    # Of the least served ones that are forgotten, one is served right after.
+    assert min(remembered[11:]) == 11 - 5 + 1
+
+
+def test_fair_charges_for_what_was_computed() -> None:
+    """Prompt tokens found in the prefix cache cost their tenant nothing, so it is its turn again earlier."""
+    cluster = Cluster(policy="fair", max_num_seqs=1, max_num_batched_tokens=64)
+    cluster.join(ModelWorker(b"w/1", 100, 4, 8))
+    cluster.submit(0, [*range(40)], 1, tenant="c")
+    cluster.run()
+    cluster.effects.clear()
+    for stream, tenant in ((1, "a"), (2, "b"), (3, "b"), (4, "a")):
+        cluster.submit(stream, [*range(40), 9] if tenant == "a" else [stream, *range(40)], 2, tenant=tenant)
+    cluster.run()
+    assert [effect.stream for effect in cluster.effects if isinstance(effect, ef.RequestEnded)] == [1, 2, 4, 3]
 
 
 def test_each_request_class_has_an_order_of_its_own() -> None:
