@@ -12,6 +12,8 @@ hold kernel and CPU path against it.
     activation        SiLU-gated product of the MLP
     philox            the counter-based random numbers that sampling draws from
     sampling          temperature, top-k, top-p, min-p and the draw itself
+    scatter           write scattered words of a state that lives on the device
+    decode_inputs     the inputs of a decode step, computed on the device
     compiling         tells when a launch is about to compile its kernel
     aot               compiles every specialisation the worker reaches, without a GPU
 

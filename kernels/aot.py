@@ -33,11 +33,13 @@ import torch
 
 from kernels._triton import HAVE_TRITON, Launch, record_launches, triton
 from kernels.activation import silu_mul
+from kernels.decode_inputs import DecodeInputs, prepare_decode
 from kernels.kv_cache import write_kv
 from kernels.norm import rms_norm
 from kernels.paged_attention import paged_attention
 from kernels.rotary import apply_rotary
 from kernels.sampling import SamplingTensors, sample
+from kernels.scatter import scatter_words
 
 ARCHITECTURES = (80, 90)
 SHARED_BYTES = {80: 163 * 1024, 90: 227 * 1024}
@@ -99,6 +101,8 @@ def cases() -> list[Case]:
     found.append(Case("rotary 32+8 heads of 80, partial", partial(_rotary, 80), False))
     found.append(Case("silu_mul 14336", _silu_mul, True))
     found.append(Case("sample 128256", _sample, True))
+    found.append(Case("scatter_words", _scatter_words, True))
+    found.append(Case("prepare_decode, page 16", _prepare_decode, True))
     return found
 
 
@@ -167,6 +171,17 @@ def _sample() -> None:
         any_truncation=True,
     )
     sample(_meta(32, 128256), params)
+
+
+def _scatter_words() -> None:
+    scatter_words(_meta(1 << 20, dtype=torch.int32), _meta(2, 700, dtype=torch.int32))
+
+
+def _prepare_decode() -> None:
+    narrow, wide = _meta(32, dtype=torch.int32), _meta(32, dtype=torch.int64)
+    tables = _meta(32, 8193, dtype=torch.int32)
+    out = DecodeInputs(wide, wide, wide, wide, narrow, tables)
+    prepare_decode(narrow, narrow, _meta(65, dtype=torch.int64), tables, 16, out)
 
 
 def compile_cases(chosen: Iterable[Case], architectures: Iterable[int] = ARCHITECTURES) -> Iterator[Compiled]:

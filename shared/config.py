@@ -119,6 +119,7 @@ class WorkerConfig(_Checked):
     max_num_seqs: int = _option(64, "rows the worker can hold", least=1, most=1 << 16)
     max_num_batched_tokens: int = _option(512, "most tokens the worker computes in one step", least=1, most=1 << 24)
     max_model_len: int = _option(0, "longest sequence; 0: what the model's positions allow", least=0, most=1 << 30)
+    decode_graphs: bool = _option(True, "capture decode steps as CUDA graphs at start (on a GPU only)")
     num_threads: int = _option(0, "CPU threads for torch; 0: all cores", least=0, most=4096)
 
 

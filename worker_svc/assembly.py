@@ -6,6 +6,7 @@ import torch
 from opentelemetry.trace import Tracer
 
 from shared.config import ConfigError, WorkerConfig, parse_bytes
+from worker_svc.accelerator import Accelerator
 from worker_svc.engine import Engine
 from worker_svc.kv_pool import allocate, block_bytes, count_blocks, cuda_memory_left
 from worker_svc.limits import Limits
@@ -15,9 +16,15 @@ from worker_svc.profiling import run_largest_step
 
 
 def build_engine(
-    config: WorkerConfig, model: Model, description: ModelDescription, device: torch.device, tracer: Tracer
+    config: WorkerConfig,
+    model: Model,
+    description: ModelDescription,
+    device: torch.device,
+    tracer: Tracer,
+    accelerator: Accelerator | None,
 ) -> Engine:
-    """The engine that serves `model` within the memory that `config` allows.
+    """The engine that serves `model` within the memory that `config` allows; `accelerator` orders the work on
+    `device` (`make_accelerator`).
 
     Raises:
         ConfigError: a setting out of range, or no memory for a single block.
@@ -44,7 +51,15 @@ def build_engine(
     num_host_blocks = parse_bytes(config.swap_space) // bytes_per_block
     limits = dataclasses.replace(limits, num_blocks=num_blocks, num_host_blocks=num_host_blocks)
     caches = allocate(model.kv_shapes, num_blocks, limits.block_size, description.dtype, device, setting)
-    return Engine(model, caches, limits, device, tracer)
+    return Engine(
+        model,
+        caches,
+        limits,
+        device,
+        tracer,
+        accelerator=accelerator,
+        decode_graphs=config.decode_graphs and model.capturable,
+    )
 
 
 def _memory_for_kv(config: WorkerConfig, model: Model, limits: Limits, dtype: torch.dtype, device: torch.device) -> int:

@@ -2,7 +2,8 @@
 
 Decode rows come first, ascending, one token each; then the rows with a prefill chunk, ascending. What a step needs and
 the host knows (positions, slots, lengths) travels in one upload; the input tokens of decode rows are read from the
-device's `last_token`, where the step before has put them.
+device's `last_token`, where the step before has put them. A step that a captured graph computes needs not even that:
+its tensors are the graph's own, which the device fills from its lanes.
 """
 
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ import numpy.typing as npt
 import torch
 
 from worker_svc.block_tables import IntArray
+from worker_svc.decode_graphs import DecodeLanes
 from worker_svc.device import upload
 from worker_svc.errors import PlanError
 from worker_svc.model.base import AttentionInputs
@@ -49,14 +51,18 @@ class StepBatch:
     """All rows of the step, in batch order."""
     num_tokens: int
     num_prefill_tokens: int
+    bucket: int = 0
+    """The captured graph that computes this step; 0: none does. Its tensors are then written by the graph."""
 
 
 class BatchBuilder:
     """Builds the batch of each step and advances the row table by it."""
 
-    def __init__(self, table: RowTable, device: torch.device) -> None:
+    def __init__(self, table: RowTable, device: torch.device, lanes: DecodeLanes | None = None) -> None:
+        """`lanes` are those of the captured graphs, if there are any."""
         self._table = table
         self._device = device
+        self._lanes = lanes
         self._block_size = table.limits.block_size
         # What only depends on which rows decode is kept for as long as they stay the same.
         self._membership = -1
@@ -72,18 +78,49 @@ class BatchBuilder:
             PlanError: a row lacks blocks, or there are more tokens than one step may have.
         """
         table = self._table
-        table.tables[0].publish()
         decode_rows = table.decode_rows()
         num_tokens = len(decode_rows) + (int(chunk_lengths.sum()) if len(chunk_rows) else 0)
         if num_tokens > table.limits.max_tokens_per_step:
             raise PlanError(f"{num_tokens} tokens in a step that may have {table.limits.max_tokens_per_step}")
         if num_tokens == 0:
+            table.publish()
             return None
+        bucket = None
+        if self._lanes is not None:
+            bucket = self._lanes.bucket(len(decode_rows)) if len(chunk_rows) == 0 else None
+            if bucket is None:
+                self._lanes.fall_behind()
+            else:
+                return self._captured(self._lanes, decode_rows, bucket)
+        table.publish()
         if self._membership != table.membership:
             self._remember_decode_rows(decode_rows)
         if len(chunk_rows) == 0:
             return self._decode_only(decode_rows)
         return self._mixed(decode_rows, chunk_rows, chunk_lengths)
+
+    def _captured(self, lanes: DecodeLanes, rows: IntArray, bucket: int) -> StepBatch:
+        table = self._table
+        computed = table.num_computed[rows]
+        table.check_room(rows, computed + 1)
+        lanes.follow(rows, computed, bucket)
+        table.publish()
+        table.advance(_NO_ROWS, _NO_ROWS)
+        inputs = lanes.inputs.lanes(len(rows))
+        return StepBatch(
+            input_ids=inputs.input_ids,
+            positions=inputs.positions,
+            attention=lanes.attention(len(rows)),
+            logits_index=None,
+            sample_rows=rows,
+            sample_rows_on_device=inputs.rows,
+            sample_positions=inputs.context_lens,
+            positions_on_host=computed + 1,
+            rows=rows,
+            num_tokens=len(rows),
+            num_prefill_tokens=0,
+            bucket=bucket,
+        )
 
     def _decode_only(self, rows: IntArray) -> StepBatch:
         table = self._table

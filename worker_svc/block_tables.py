@@ -1,36 +1,35 @@
 """Block tables of one KV group: which blocks hold the tokens of each row, on the host and on the device.
 
-The host's copy serves checks and slot computation, the device's is what attention follows. On a CPU both are the same
-memory. Entries beyond a row's last block are leftovers that nobody follows.
+The host's copy serves checks and slot computation, the device's is what attention follows: a part of the state that
+follows the host by differences. Without such a device both are the same memory. Entries beyond a row's last block are
+leftovers that nobody follows.
 """
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from shared.columns import Int32Array
-from worker_svc.device import upload
+from worker_svc.device_state import DeviceState, IntArray
 from worker_svc.errors import PlanError
 
-IntArray = npt.NDArray[np.int64]
+__all__ = ["BlockTables", "IntArray"]
 
 
 class BlockTables:
     """The tables of all rows, filled from position 0 on."""
 
-    def __init__(self, max_rows: int, max_blocks_per_row: int, num_blocks: int, device: torch.device) -> None:
+    def __init__(self, max_rows: int, max_blocks_per_row: int, num_blocks: int, state: DeviceState | None) -> None:
         self._num_blocks = num_blocks
-        self._device = device
+        self._state = state
         self._host = np.zeros((max_rows, max_blocks_per_row), np.int32)
-        self._on_device = (
-            torch.from_numpy(self._host) if device.type == "cpu" else torch.from_numpy(self._host).to(device)
+        self._on_device, self._first = (
+            (torch.from_numpy(self._host), 0) if state is None else state.column(max_rows, max_blocks_per_row)
         )
         self._lengths = np.zeros(max_rows, np.int64)
-        self._changes: list[tuple[IntArray, IntArray, Int32Array]] = []
 
     @property
     def device_tables(self) -> torch.Tensor:
-        """`[max_rows, max_blocks_per_row] int32`, as of the last `publish`."""
+        """`[max_rows, max_blocks_per_row] int32`, as of the state's last `publish`."""
         return self._on_device
 
     @property
@@ -66,22 +65,12 @@ class BlockTables:
             raise PlanError(f"a row gets more than {self._host.shape[1]} blocks")
         self._host[rows, index] = blocks
         np.add.at(self._lengths, rows, 1)
-        if self._device.type != "cpu":
-            self._changes.append((rows, index, blocks))
-
-    def publish(self) -> None:
-        """Brings the device's copy up to date, by one upload of what changed."""
-        if not self._changes:
-            return
-        packed = np.concatenate([np.stack(change) for change in self._changes], axis=1)
-        self._changes.clear()
-        rows, index, blocks = upload(packed, self._device)
-        self._on_device.index_put_((rows, index), blocks.to(torch.int32))
+        if self._state is not None:
+            self._state.change(self._first + rows * self._host.shape[1] + index, blocks)
 
     def clear(self) -> None:
         """Forgets every table."""
         self._lengths.fill(0)
-        self._changes.clear()
 
 
 def _occurrence(values: IntArray) -> IntArray:

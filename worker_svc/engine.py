@@ -16,9 +16,12 @@ from opentelemetry.trace import Span, Tracer
 from protos.quire.plan.v1 import plan_pb2
 from shared.columns import Int32Array, to_column
 from shared.logging import get_logger
+from worker_svc.accelerator import Accelerator
 from worker_svc.batch import BatchBuilder, StepBatch
 from worker_svc.block_copies import copy_blocks
 from worker_svc.block_tables import IntArray
+from worker_svc.decode_graphs import DecodeGraphs, DecodeLanes, buckets
+from worker_svc.device_state import DeviceState
 from worker_svc.executor import DeviceTimes, DoneStep, StepInFlight, StepOutput, make_executor
 from worker_svc.limits import Limits
 from worker_svc.model.base import KVCache, Model
@@ -57,16 +60,47 @@ class Engine:
     """Executes plans with one model over one KV pool."""
 
     def __init__(
-        self, model: Model, caches: Sequence[KVCache], limits: Limits, device: torch.device, tracer: Tracer
+        self,
+        model: Model,
+        caches: Sequence[KVCache],
+        limits: Limits,
+        device: torch.device,
+        tracer: Tracer,
+        *,
+        accelerator: Accelerator | None = None,
+        decode_graphs: bool = False,
     ) -> None:
+        """
+        Args:
+            model: what computes.
+            caches: its KV blocks, a pair of tensors per layer.
+            limits: what there is of everything.
+            device: where `model` and `caches` are.
+            tracer: for the spans of steps and rows.
+            accelerator: what orders the work on `device`; None: the CPU.
+            decode_graphs: capture decode steps, here and now; needs an accelerator and a model that can be captured.
+        """
+        self._accelerator = accelerator
+        sizes = buckets(limits.max_rows) if accelerator is not None and decode_graphs else ()
+        state = None
+        if accelerator is not None:
+            lane_words = DecodeLanes.state_words(sizes) if sizes else 0
+            state = DeviceState(accelerator, RowTable.state_words(limits) + lane_words)
         self._model = model
         self._caches = caches
         self._host_pool = HostPool(caches, limits.num_host_blocks)
         self._device = device
-        self._rows = RowTable(limits, device)
-        self._batches = BatchBuilder(self._rows, device)
+        self._rows = RowTable(limits, device, state)
+        self._graphs: DecodeGraphs | None = None
+        lanes = None
+        if accelerator is not None and state is not None and sizes:
+            lanes = DecodeLanes(self._rows, state, sizes)
+            self._graphs = DecodeGraphs(accelerator, lanes, model, caches)
+            with torch.inference_mode():
+                self._graphs.capture()
+        self._batches = BatchBuilder(self._rows, device, lanes)
         self._sampler = Sampler(self._rows, device)
-        self._executor = make_executor(device)
+        self._executor = make_executor(accelerator)
         self._tracing = Tracing(tracer, limits.max_rows)
         self._launched: deque[_Launched] = deque()
         self._reasons: dict[tuple[int, int], str] = {}
@@ -176,8 +210,8 @@ class Engine:
     def reset(self) -> None:
         """Waits for the device, then drops every row and every step in flight, for a new epoch."""
         now = time.time_ns()
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+        if self._accelerator is not None:
+            self._accelerator.synchronize()
         while self._launched:
             self._tracing.end_step(self._launched.popleft().spans, now)
         self._tracing.rows_left(self._rows.clear(), self._rows.num_computed, now)
@@ -202,12 +236,12 @@ class Engine:
                 StepOutput(_NO_TOKENS),
                 DeviceTimes(started_unix_ns=time.time_ns(), forward_ns=0, sample_ns=0, idle_before_ns=0),
             )
-        return self._executor.submit(
-            lambda: self._model.forward(
-                batch.input_ids, batch.positions, batch.attention, self._caches, batch.logits_index
-            ),
-            lambda logits: self._sampler.sample(logits, batch),
-        )
+        return self._executor.submit(lambda: self._forward(batch), lambda logits: self._sampler.sample(logits, batch))
+
+    def _forward(self, batch: StepBatch) -> torch.Tensor:
+        if batch.bucket and self._graphs is not None:
+            return self._graphs.forward(batch.bucket, len(batch.rows))
+        return self._model.forward(batch.input_ids, batch.positions, batch.attention, self._caches, batch.logits_index)
 
 
 def _timings(launched: _Launched, times: DeviceTimes) -> plan_pb2.StepTimings:

@@ -1,7 +1,7 @@
-"""When the device computes: at once on a CPU, behind the host's back on CUDA.
+"""When the device computes: at once on a CPU, behind the host's back on an accelerator.
 
 A step is two functions: `forward` gives the logits, `sample` gives the tokens. An executor runs both and hands back a
-step in flight, which becomes ready once the tokens are on the host. On CUDA nothing here waits for the device: the
+step in flight, which becomes ready once the tokens are on the host. With an accelerator nothing here waits for it: the
 tokens travel to pinned memory on a side stream, and `ready` only looks at an event.
 """
 
@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from shared.columns import Int32Array
+from worker_svc.accelerator import Accelerator, Event
 
 Forward = Callable[[], torch.Tensor]
 
@@ -79,9 +80,9 @@ class Executor(Protocol):
         ...
 
 
-def make_executor(device: torch.device) -> Executor:
-    """The executor for this kind of device."""
-    return CpuExecutor() if device.type == "cpu" else CudaExecutor(device)
+def make_executor(accelerator: Accelerator | None) -> Executor:
+    """The executor for this device; None: the CPU."""
+    return CpuExecutor() if accelerator is None else AsyncExecutor(accelerator)
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,51 +130,50 @@ class CpuExecutor:
         )
 
 
-class CudaExecutor:
+class AsyncExecutor:
     """Enqueues on the current stream and copies the tokens out on a stream of its own."""
 
     asynchronous = True
 
-    def __init__(self, device: torch.device) -> None:
-        self._copies = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._previous: CudaStep | None = None
+    def __init__(self, accelerator: Accelerator) -> None:
+        self._accelerator = accelerator
+        self._copies = accelerator.stream()
+        self._previous: EnqueuedStep | None = None
 
-    def submit(self, forward: Forward, sample: Sample) -> "CudaStep":
+    def submit(self, forward: Forward, sample: Sample) -> "EnqueuedStep":
         """See `Executor.submit`."""
-        started, computed, sampled, copied = _event(), _event(), _event(), _event()
+        started, computed, sampled, copied = (self._accelerator.event() for _ in range(4))
         submitted_unix_ns = time.time_ns()
         started.record()
         logits = forward()
         computed.record()
         picked = sample(logits)
         sampled.record()
-        with torch.cuda.stream(self._copies):
-            self._copies.wait_event(sampled)
-            on_host = [self._to_host(tensor) for tensor in (picked.tokens, picked.scores) if tensor is not None]
+        on_device = [tensor for tensor in (picked.tokens, picked.scores) if tensor is not None]
+        on_host = [self._accelerator.pinned(tuple(tensor.shape), tensor.dtype) for tensor in on_device]
+        with self._copies.current():
+            self._copies.wait(sampled)
+            for target, source in zip(on_host, on_device, strict=True):
+                target.copy_(source, non_blocking=True)
             copied.record()
-        step = CudaStep(on_host, submitted_unix_ns, (started, computed, sampled, copied), self._previous)
+        step = EnqueuedStep(on_host, on_device, submitted_unix_ns, (started, computed, sampled, copied), self._previous)
         self._previous = step
         return step
 
-    def _to_host(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The tensor in pinned memory, once the stream of copies gets there."""
-        on_host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-        on_host.copy_(tensor, non_blocking=True)
-        tensor.record_stream(self._copies)
-        return on_host
 
-
-class CudaStep:
-    """A step enqueued on CUDA. Results are taken in the order of submission."""
+class EnqueuedStep:
+    """A step that a device works on behind the host's back. Results are taken in the order of submission."""
 
     def __init__(
         self,
         on_host: list[torch.Tensor],
+        on_device: list[torch.Tensor],
         submitted_unix_ns: int,
-        events: tuple[torch.cuda.Event, torch.cuda.Event, torch.cuda.Event, torch.cuda.Event],
-        previous: "CudaStep | None",
+        events: tuple[Event, Event, Event, Event],
+        previous: "EnqueuedStep | None",
     ) -> None:
         self._on_host = on_host
+        self._on_device = on_device  # kept, so that their memory is not used again while they are copied
         self._submitted_unix_ns = submitted_unix_ns
         self._events = events
         self._previous = previous
@@ -181,34 +181,24 @@ class CudaStep:
 
     def ready(self) -> bool:
         """See `StepInFlight.ready`."""
-        done: bool = self._events[-1].query()  # type: ignore[no-untyped-call]
-        return done
+        return self._events[-1].query()
 
     def result(self) -> tuple[StepOutput, DeviceTimes]:
         """See `StepInFlight.result`."""
         started, computed, sampled, copied = self._events
         copied.synchronize()
+        self._on_device = []
         previous, self._previous = self._previous, None  # a step keeps only the one before it alive
         idle_ns, started_unix_ns = 0, self._submitted_unix_ns
         if previous is not None:
-            idle_ns = _between(previous._events[2], started)
+            idle_ns = previous._events[2].ns_until(started)
             # The device begins when it is told to, or when it is done with the step before.
             started_unix_ns = max(started_unix_ns, previous._ended_unix_ns)
         times = DeviceTimes(
             started_unix_ns=started_unix_ns,
-            forward_ns=_between(started, computed),
-            sample_ns=_between(computed, sampled),
+            forward_ns=started.ns_until(computed),
+            sample_ns=computed.ns_until(sampled),
             idle_before_ns=idle_ns,
         )
         self._ended_unix_ns = times.ended_unix_ns
         return StepOutput(*(tensor.numpy().astype(np.int32, copy=False) for tensor in self._on_host)), times
-
-
-def _between(first: torch.cuda.Event, second: torch.cuda.Event) -> int:
-    """Nanoseconds between two completed events."""
-    milliseconds: float = first.elapsed_time(second)
-    return max(0, round(milliseconds * 1e6))
-
-
-def _event() -> torch.cuda.Event:
-    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]

@@ -14,6 +14,7 @@ from shared.frames import PLAN_PROTOCOL_VERSION
 from shared.logging import configure_logging, get_logger
 from shared.pulse import Pulse
 from shared.telemetry import Telemetry
+from worker_svc.accelerator import make_accelerator
 from worker_svc.assembly import build_engine
 from worker_svc.compiling import compiling_told
 from worker_svc.device import choose_device, describe_device, set_threads
@@ -67,7 +68,7 @@ def _serve(config: WorkerConfig, telemetry: Telemetry) -> None:
     set_threads(config.num_threads)
     device = choose_device(config.device)
     model, description = load_model(config, device)
-    engine = build_engine(config, model, description, device, telemetry.tracer)
+    engine = build_engine(config, model, description, device, telemetry.tracer, make_accelerator(device))
     link = Link(config.worker_address, _hello(name, engine, description, device))
     pulse = Pulse()
     stop.loop = loop = WorkerLoop(link, engine, pulse)

@@ -18,6 +18,7 @@ import torch
 from protos.quire.plan.v1 import plan_pb2
 from shared.columns import Int32Array, MalformedColumnError, from_column, from_columns
 from worker_svc.block_tables import BlockTables, IntArray
+from worker_svc.device_state import DeviceState
 from worker_svc.errors import PlanError
 from worker_svc.limits import Limits
 from worker_svc.logits import LogitsRules
@@ -38,8 +39,10 @@ class RowState(enum.IntEnum):
 class RowTable:
     """All rows of one worker."""
 
-    def __init__(self, limits: Limits, device: torch.device) -> None:
+    def __init__(self, limits: Limits, device: torch.device, state: DeviceState | None = None) -> None:
+        """`state` is what the device's copy of the block tables is part of; None on a CPU."""
         rows = limits.max_rows
+        self._state_on_device = state
         self._limits = limits
         self._state = np.zeros(rows, np.int8)
         self._generation = np.zeros(rows, np.int64)
@@ -54,17 +57,22 @@ class RowTable:
         self._membership = 0
         self._decode_rows: tuple[int, IntArray] = (-1, np.zeros(0, np.int64))
         self.tables = tuple(
-            BlockTables(rows, limits.max_blocks_per_row, limits.num_blocks, device) for _ in range(limits.num_kv_groups)
+            BlockTables(rows, limits.max_blocks_per_row, limits.num_blocks, state) for _ in range(limits.num_kv_groups)
         )
         self.sampling = SamplingColumns(rows)
         self.rules = LogitsRules(limits.vocab_size, device)
-        self.last_token = torch.zeros(rows, dtype=torch.int64, device=device)
-        """`[max_rows] int64` on the device: the token each row sampled last."""
+        self.last_token = torch.zeros(rows + 1, dtype=torch.int64, device=device)
+        """`[max_rows + 1] int64` on the device: the token each row sampled last; the last place is nobody's."""
 
     @property
     def limits(self) -> Limits:
         """What was given to the constructor."""
         return self._limits
+
+    @staticmethod
+    def state_words(limits: Limits) -> int:
+        """Words of `DeviceState` that the block tables take."""
+        return limits.num_kv_groups * limits.max_rows * limits.max_blocks_per_row
 
     @property
     def membership(self) -> int:
@@ -216,7 +224,14 @@ class RowTable:
         self._any_failed = False
         for tables in self.tables:
             tables.clear()
+        if self._state_on_device is not None:
+            self._state_on_device.forget()
         return rows
+
+    def publish(self) -> None:
+        """Brings the device's copy of the block tables, and of what else its state holds, up to date."""
+        if self._state_on_device is not None:
+            self._state_on_device.publish()
 
     def _check_rows(self, rows: npt.NDArray[np.integer], what: str) -> None:
         """That the rows are in range, occupied and named once."""

@@ -15,6 +15,7 @@ from opentelemetry.trace import NoOpTracer, Tracer
 from protos.quire.plan.v1 import plan_pb2
 from shared.columns import from_column, to_column
 from shared.config import WorkerConfig
+from worker_svc.accelerator import Accelerator
 from worker_svc.assembly import build_engine
 from worker_svc.engine import Engine
 from worker_svc.model.loader import load_model
@@ -23,11 +24,13 @@ CPU = torch.device("cpu")
 GREEDY = plan_pb2.SamplingParams()
 
 
-def make_engine(folder: Path, *, tracer: Tracer | None = None, **settings: Any) -> Engine:
-    """An engine on the CPU over a checkpoint."""
+def make_engine(
+    folder: Path, *, tracer: Tracer | None = None, accelerator: Accelerator | None = None, **settings: Any
+) -> Engine:
+    """An engine on the CPU over a checkpoint; with an accelerator it works as on a GPU."""
     config = WorkerConfig(model=str(folder), device="cpu", num_threads=1, **({"kv_cache_memory": "32MiB"} | settings))
     model, description = load_model(config, CPU)
-    return build_engine(config, model, description, CPU, tracer or NoOpTracer())
+    return build_engine(config, model, description, CPU, tracer or NoOpTracer(), accelerator)
 
 
 @dataclass(slots=True)

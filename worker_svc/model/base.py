@@ -47,6 +47,12 @@ class Model(Protocol):
         """What each layer stores, in the order of the caches that `forward` takes."""
         ...
 
+    @property
+    def capturable(self) -> bool:
+        """Whether a step that only decodes can be captured in a graph: `forward` then only enqueues work, and which
+        follows from the shapes of its arguments."""
+        ...
+
     def forward(
         self,
         input_ids: torch.Tensor,

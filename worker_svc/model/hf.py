@@ -44,6 +44,11 @@ class TransformersModel:
         """See `Model.kv_shapes`."""
         return self._kv_shapes
 
+    @property
+    def capturable(self) -> bool:
+        """Not known of decoders that others wrote."""
+        return False
+
     def forward(
         self,
         input_ids: torch.Tensor,

@@ -111,6 +111,11 @@ class LlamaModel:
         """See `Model.kv_shapes`."""
         return (KVShape(self._num_kv_heads, self._head_dim),) * len(self._layers)
 
+    @property
+    def capturable(self) -> bool:
+        """See `Model.capturable`."""
+        return True
+
     def forward(
         self,
         input_ids: torch.Tensor,
