@@ -45,7 +45,9 @@ def test_prepare_decode(data: st.DataObject) -> None:
     for prepare in (prepare_decode, prepare_decode_reference):
         wide = torch.full((4, num_lanes), 99)
         narrow, counts = torch.full((num_lanes,), 98, dtype=torch.int32), computed.clone()
-        out = DecodeInputs(*wide, narrow, torch.full((num_lanes, max_blocks), 97, dtype=torch.int32))
+        out = DecodeInputs(
+            wide[0], wide[1], wide[2], wide[3], narrow, torch.full((num_lanes, max_blocks), 97, dtype=torch.int32)
+        )
         prepare(lane_rows, counts, last_token, tables, block_size, out)
         results.append((*wide, narrow, out.block_tables, counts))
 
