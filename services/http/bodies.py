@@ -42,7 +42,10 @@ def _violations(kind: type[Body], raw: bytes, errors: Iterable[ErrorDetails]) ->
         description = _description(kind, each)
         if description not in descriptions:
             descriptions.append(description)
-    return [FieldViolation(path, "; or ".join(texts)) for path, texts in list(found.items())[:MAX_VIOLATIONS]]
+    # Of a place that may hold one thing or another, all alternatives complain; the one that came further is meant.
+    vague = {path for path in found for other in found if other.startswith((f"{path}[", f"{path}."))}
+    told = [FieldViolation(path, "; or ".join(texts)) for path, texts in found.items() if path not in vague]
+    return told[:MAX_VIOLATIONS]
 
 
 def _path(location: tuple[int | str, ...], document: Any) -> str:

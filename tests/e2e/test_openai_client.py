@@ -1,0 +1,177 @@
+"""The official `openai` package against a running Quire: what its users expect to work, works."""
+
+import time
+from collections.abc import Iterator
+
+import httpx
+import openai
+import pytest
+
+from tests.e2e.harness import Served, serve
+
+ARITHMETIC = [{"role": "user", "content": "What is 3 + 4?"}]
+PATIENCE_S = 60
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Served]:
+    """One service for all tests of this module."""
+    with serve("demo", "--num-threads=1") as served:
+        yield served
+
+
+@pytest.fixture
+def client(served: Served) -> Iterator[openai.OpenAI]:
+    """The official client, which is to try nothing twice."""
+    # No proxy of the environment stands between a test and its own server.
+    with (
+        httpx.Client(trust_env=False) as http,
+        openai.OpenAI(base_url=f"http://{served.http}/v1", api_key="none", max_retries=0, http_client=http) as client,
+    ):
+        yield client
+
+
+def test_a_conversation_is_answered(client: openai.OpenAI) -> None:
+    """The embedded model answers, and usage, finish reason and ids are where the client looks for them."""
+    answer = client.chat.completions.create(model="demo", messages=ARITHMETIC, temperature=0)
+
+    assert "7" in (answer.choices[0].message.content or "")
+    assert answer.choices[0].message.role == "assistant"
+    assert answer.choices[0].finish_reason == "stop"
+    assert answer.object == "chat.completion"
+    assert answer.id.startswith("chatcmpl-")
+    assert answer.usage is not None
+    assert answer.usage.total_tokens == answer.usage.prompt_tokens + answer.usage.completion_tokens
+    assert answer.usage.prompt_tokens_details is not None
+
+
+def test_a_stream_is_the_whole_answer_in_pieces(client: openai.OpenAI) -> None:
+    """The deltas joined are the answer that is given at once; usage comes last, as asked for."""
+    whole = client.chat.completions.create(model="demo", messages=ARITHMETIC, temperature=0)
+    stream = client.chat.completions.create(
+        model="demo", messages=ARITHMETIC, temperature=0, stream=True, stream_options={"include_usage": True}
+    )
+    chunks = list(stream)
+    deltas = [chunk.choices[0].delta for chunk in chunks if chunk.choices]
+
+    assert "".join(delta.content or "" for delta in deltas) == whole.choices[0].message.content
+    assert [delta.role for delta in deltas if delta.role] == ["assistant"]
+    assert len({chunk.id for chunk in chunks}) == 1
+    assert [chunk.choices[0].finish_reason for chunk in chunks if chunk.choices][-1] == "stop"
+    assert chunks[-1].usage == whole.usage
+    assert all(chunk.usage is None for chunk in chunks[:-1])
+
+
+def test_a_prompt_is_completed(client: openai.OpenAI) -> None:
+    """Completions take text or token ids, stop at stop strings, and stream."""
+    ids = client.post("/../tokenize", body={"prompt": "Once upon a time"}, cast_to=httpx.Response).json()["tokens"]
+    common = {"model": "demo", "temperature": 0, "max_tokens": 24, "stop": ["."]}
+    from_text = client.completions.create(prompt="Once upon a time", **common)  # type: ignore[call-overload]
+    from_ids = client.completions.create(prompt=ids, **common)  # type: ignore[call-overload]
+    stream = client.completions.create(prompt="Once upon a time", stream=True, **common)  # type: ignore[call-overload]
+
+    assert from_text.choices[0].text == from_ids.choices[0].text
+    assert "." not in from_text.choices[0].text
+    assert from_text.choices[0].finish_reason == "stop"
+    assert "".join(chunk.choices[0].text for chunk in stream) == from_text.choices[0].text
+
+
+def test_several_prompts_and_choices_are_numbered(client: openai.OpenAI) -> None:
+    """Two prompts with n = 3 give six choices, the first three of the first prompt."""
+    answer = client.completions.create(
+        model="demo", prompt=["The sun is", "The sea is"], n=3, max_tokens=4, temperature=1.0, seed=1, echo=True
+    )
+
+    assert [choice.index for choice in answer.choices] == list(range(6))
+    assert all(choice.text.startswith("The sun is") for choice in answer.choices[:3])
+    assert all(choice.text.startswith("The sea is") for choice in answer.choices[3:])
+    assert len({choice.text for choice in answer.choices}) > 2
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens == 6 * 4
+
+
+def test_choices_of_a_stream_come_interleaved(client: openai.OpenAI) -> None:
+    """Each choice of a streamed conversation has its own text, role and end."""
+    stream = client.chat.completions.create(
+        model="demo", messages=ARITHMETIC, n=2, max_tokens=5, stream=True, seed=7, extra_body={"ignore_eos": True}
+    )
+    roles: dict[int, list[str]] = {0: [], 1: []}
+    ends: dict[int, list[str]] = {0: [], 1: []}
+    for chunk in stream:
+        for choice in chunk.choices:
+            roles[choice.index] += [choice.delta.role] if choice.delta.role else []
+            ends[choice.index] += [choice.finish_reason] if choice.finish_reason else []
+
+    assert roles == {0: ["assistant"], 1: ["assistant"]}
+    assert ends == {0: ["length"], 1: ["length"]}
+
+
+def test_one_seed_gives_one_answer(client: openai.OpenAI) -> None:
+    """Two requests with one seed get one answer; what vLLM adds to OpenAI's parameters is taken, too."""
+    extra = {"top_k": 50, "min_p": 0.01, "ignore_eos": True, "priority": -3, "cache_salt": "mine"}
+    texts = {
+        client.completions.create(
+            model="demo", prompt="The old king", max_tokens=8, temperature=0.9, top_p=0.95, seed=5, extra_body=extra
+        )
+        .choices[0]
+        .text
+        for _ in range(2)
+    }
+
+    assert len(texts) == 1
+
+
+def test_the_models_are_listed(client: openai.OpenAI) -> None:
+    """The list holds the served model, which can be asked for by name; another name is 404."""
+    (model,) = client.models.list().data
+
+    assert model.id == "demo"
+    assert client.models.retrieve("demo") == model
+    with pytest.raises(openai.NotFoundError):
+        client.models.retrieve("gpt-4o")
+
+
+def test_errors_are_of_the_clients_classes(client: openai.OpenAI) -> None:
+    """A wrong value, a misspelt field, an unknown model and a passed deadline are told as OpenAI's errors."""
+    with pytest.raises(openai.BadRequestError) as wrong:
+        client.chat.completions.create(model="demo", messages=ARITHMETIC, temperature=-1)
+    with pytest.raises(openai.BadRequestError) as misspelt:
+        client.chat.completions.create(model="demo", messages=ARITHMETIC, extra_body={"max_token": 5})
+    with pytest.raises(openai.NotFoundError) as unknown:
+        client.chat.completions.create(model="gpt-4o", messages=ARITHMETIC)
+    with pytest.raises(openai.InternalServerError) as late:
+        client.completions.create(
+            model="demo",
+            prompt="And then",
+            max_tokens=2000,
+            extra_body={"ignore_eos": True},
+            extra_headers={"X-Request-Timeout": "0.05"},
+        )
+
+    assert wrong.value.param == "temperature"
+    assert misspelt.value.param == "max_token"
+    assert "did you mean 'max_tokens'" in misspelt.value.message
+    assert unknown.value.code == "model_not_found"
+    assert late.value.status_code == 504
+    assert late.value.code == "deadline"
+
+
+def test_a_client_that_leaves_frees_its_memory(served: Served, client: openai.OpenAI) -> None:
+    """Closing a stream cancels its request: it ends as cancelled and no block is held any more."""
+    cancelled = served.metric("quire_requests_ended_total", reason="cancelled")
+    with client.completions.create(
+        model="demo", prompt="And then", max_tokens=2000, stream=True, extra_body={"ignore_eos": True}
+    ) as stream:
+        for _ in zip(range(5), stream, strict=False):
+            pass
+
+    # A cancel travels front end, core, worker and back, and nobody is told when it is there.
+    end = time.monotonic() + PATIENCE_S
+    while time.monotonic() < end and not (
+        served.metric("quire_requests_ended_total", reason="cancelled") == cancelled + 1
+        and served.metric("quire_kv_blocks", state="held") == 0
+    ):
+        pass
+    assert served.metric("quire_requests_ended_total", reason="cancelled") == cancelled + 1
+    assert served.metric("quire_kv_blocks", state="held") == 0
+    assert served.metric("quire_requests_running") == 0

@@ -1,0 +1,1 @@
+"""Tests of HTTP on the front end."""

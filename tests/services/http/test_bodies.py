@@ -1,0 +1,187 @@
+"""Bodies of HTTP requests: fields are checked, and called what their senders called them."""
+
+import json
+from typing import Any
+
+import pytest
+
+from quire.v1 import generation_pb2 as v1
+from services.http.bodies import parse
+from services.http.prompts import prepare_chat, prepare_completion, prompts_of
+from services.http.schema import ChatBody, CompletionBody
+from shared.errors import InvalidRequestError
+
+MESSAGES = [{"role": "user", "content": "hello"}]
+WEATHER = {
+    "type": "function",
+    "function": {"name": "weather", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}},
+}
+
+
+def chat(style: str = "hermes", **fields: Any) -> v1.GenerateRequest:
+    """The request that a conversation with these fields becomes."""
+    body = parse(ChatBody, json.dumps({"messages": MESSAGES, **fields}).encode())
+    return prepare_chat(body, "id", style=style).request
+
+
+def completion(**fields: Any) -> v1.GenerateRequest:
+    """The request that a completion with these fields becomes."""
+    body = parse(CompletionBody, json.dumps({"prompt": "hello", **fields}).encode())
+    (prompt,) = prompts_of(body.prompt)
+    return prepare_completion(body, prompt, "id").request
+
+
+def test_every_option_reaches_the_request() -> None:
+    """OpenAI's and vLLM's options arrive in the fields of the public proto that mean the same."""
+    request = completion(
+        model="m", max_tokens=7, temperature=0.5, top_p=0.25, top_k=-1, min_p=0.125, typical_p=0.75, seed=-1, n=3,
+        repetition_penalty=1.5, presence_penalty=0.5, frequency_penalty=-0.5, logit_bias={"5": -100, "7": 1.5},
+        allowed_token_ids=[1, 2], banned_token_ids=[3], bad_words=["bad"], stop=["a", "b"], stop_token_ids=[9],
+        include_stop_str_in_output=True, ignore_eos=True, min_tokens=2, skip_special_tokens=False, logprobs=4,
+        prompt_logprobs=2, echo=True, truncate_prompt_tokens=10, priority=5, cache_salt="s", tenant="t",
+        request_class="c", expected_output_tokens=6, ttft_target_s=0.5, total_time_target_s=2, user="ignored",
+    )  # fmt: skip
+    expected = v1.GenerateRequest(
+        request_id="id",
+        model="m",
+        text="hello",
+        sampling=v1.SamplingOptions(
+            temperature=0.5, top_p=0.25, top_k=0, min_p=0.125, typical_p=0.75, seed=2**64 - 1, n=3,
+            repetition_penalty=1.5, presence_penalty=0.5, frequency_penalty=-0.5, logit_bias={5: -100, 7: 1.5},
+            allowed_token_ids=[1, 2], banned_token_ids=[3], bad_words=["bad"],
+        ),
+        stop=v1.StopOptions(
+            max_tokens=7, stop_strings=["a", "b"], stop_token_ids=[9], include_stop_string=True, ignore_eos=True,
+            min_tokens=2,
+        ),
+        output=v1.OutputOptions(
+            include_special_tokens=True, logprobs=4, prompt_logprobs=2, echo=True, truncate_prompt_tokens=10
+        ),
+        scheduling=v1.SchedulingOptions(
+            priority=-5, cache_scope="s", tenant="t", request_class="c", expected_output_tokens=6
+        ),
+    )  # fmt: skip
+    expected.scheduling.ttft_target.FromMilliseconds(500)
+    expected.scheduling.total_time_target.FromSeconds(2)
+
+    assert request == expected
+
+
+def test_a_conversation_keeps_its_turns() -> None:
+    """Parts are joined, tool calls and their answers kept, a developer is the system, template variables passed on."""
+    call = {"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Rome"}'}}
+    request = chat(
+        messages=[
+            {"role": "developer", "content": "be brief"},
+            {
+                "role": "user",
+                "content": [{"type": "text", "text": "hel"}, {"type": "text", "text": "lo"}],
+                "name": "Ann",
+            },
+            {"role": "assistant", "content": None, "tool_calls": [call], "refusal": None, "annotations": []},
+            {"role": "tool", "content": "sunny", "tool_call_id": "call_1"},
+        ],
+        tools=[WEATHER],
+        chat_template_kwargs={"enable_thinking": False},
+        reasoning_effort="low",
+        max_completion_tokens=9,
+        logprobs=True,
+        top_logprobs=3,
+    )
+    turns = request.chat.messages
+
+    assert [(turn.role, turn.content, turn.name) for turn in turns] == [
+        ("system", "be brief", ""),
+        ("user", "hello", "Ann"),
+        ("assistant", "", ""),
+        ("tool", "sunny", ""),
+    ]
+    assert json.loads(turns[2].tool_calls_json) == [call]
+    assert turns[3].tool_call_id == "call_1"
+    assert json.loads(request.chat.tools_json) == [WEATHER]
+    assert json.loads(request.chat.template_variables_json) == {"enable_thinking": False, "reasoning_effort": "low"}
+    assert request.stop.max_tokens == 9
+    assert request.output.logprobs == 3
+    assert not request.HasField("grammar")
+
+
+def test_constraints_in_every_spelling_become_grammars() -> None:
+    """OpenAI's response formats and vLLM's constraints are one thing."""
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    format_of = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema, "strict": True}}
+
+    assert json.loads(chat(response_format=format_of).grammar.json_schema) == schema
+    assert json.loads(chat(guided_json=schema).grammar.json_schema) == schema
+    assert json.loads(chat(structured_outputs={"json": json.dumps(schema)}).grammar.json_schema) == schema
+    assert chat(response_format={"type": "json_object"}).grammar.json_object
+    assert not chat(response_format={"type": "text"}).HasField("grammar")
+    assert chat(guided_regex="a+").grammar.regex == "a+"
+    assert list(chat(structured_outputs={"choice": ["x", "y"]}).grammar.choice.choices) == ["x", "y"]
+    assert completion(guided_grammar='start: "x"').grammar.ebnf == 'start: "x"'
+
+
+def test_a_call_that_must_be_made_is_a_grammar() -> None:
+    """`required` and a named function constrain the answer, whatever the model knows; `none` hides the tools."""
+    named = chat("", tools=[WEATHER], tool_choice={"type": "function", "function": {"name": "weather"}})
+    required = chat("", tools=[WEATHER], tool_choice="required")
+
+    assert json.loads(named.grammar.json_schema)["maxItems"] == 1
+    assert "maxItems" not in json.loads(required.grammar.json_schema)
+    assert chat("", tools=[WEATHER], tool_choice="none").chat.tools_json == ""
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "remedy"),
+    [
+        ({"max_token": 3}, "max_token", "did you mean 'max_tokens'"),
+        ({"use_beam_search": True}, "use_beam_search", "sample with n"),
+        ({"functions": []}, "functions", "give tools"),
+        ({"temperature": "hot"}, "temperature", "number"),
+        ({"max_tokens": -1}, "max_tokens", "greater than or equal to 0"),
+        ({"n": 0}, "n", "greater than or equal to 1"),
+        ({"stop": [1]}, "stop[0]", "string"),
+        ({"logit_bias": {"hello": 1}}, "logit_bias.hello", "pattern"),
+        ({"messages": []}, "messages", "at least 1"),
+        ({"messages": [{"content": "x"}]}, "messages[0].role", "required"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+         "messages[0].content[0].type", "'text'"),
+        ({"messages": [{"role": "user", "contents": "x"}]}, "messages[0].contents", "no such field"),
+        ({"top_logprobs": 3}, "top_logprobs", "logprobs"),
+        ({"tool_choice": "auto"}, "tool_choice", "needs tools"),
+        ({"tools": [WEATHER], "tool_choice": {"type": "function", "function": {"name": "f"}}},
+         "tool_choice.function.name", "'f'"),
+        ({"tools": [WEATHER]}, "tools", "required"),
+        ({"tools": [WEATHER], "tool_choice": "required", "guided_regex": "a"}, "tool_choice", "guided_regex"),
+        ({"guided_regex": "a", "guided_choice": ["a"]}, "guided_choice", "one constraint"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "missing"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_is_named(fields: dict[str, Any], param: str, remedy: str) -> None:
+    """The first violation names the field as the sender wrote it, and says what to do."""
+    with pytest.raises(InvalidRequestError) as error:
+        chat("", **fields)
+
+    assert error.value.violations[0].field == param
+    assert remedy in error.value.message
+
+
+@pytest.mark.parametrize("raw", [b"", b"hello", b"[1]", b'{"messages": NaN}', b'{"a": ' + b"[" * 10_000, b"\xff"])
+def test_what_is_no_json_object_is_refused(raw: bytes) -> None:
+    """Whatever the bytes are, the answer is an error of the client's."""
+    with pytest.raises(InvalidRequestError):
+        parse(ChatBody, raw)
+
+
+def test_names_of_the_proto_are_names_of_http() -> None:
+    """Where the request's checks speak of the proto's fields, the client hears of its own."""
+    body = parse(ChatBody, json.dumps({"messages": MESSAGES, "max_completion_tokens": 5, "guided_regex": "a"}).encode())
+    names = prepare_chat(body, "id", style="").names
+
+    assert names("stop.max_tokens") == "max_completion_tokens"
+    assert names("sampling.temperature") == "temperature"
+    assert names("stop.stop_strings[3]") == "stop[3]"
+    assert names("chat.messages[2].content") == "messages[2].content"
+    assert names("grammar.regex") == "guided_regex"
+    assert names("output.logprobs") == "top_logprobs"
+    assert names("scheduling.cache_scope") == "cache_salt"
+    assert names("model") == "model"

@@ -1,0 +1,377 @@
+"""HTTP exchanges with a real front end: errors, clients that leave or do not read, deadlines, shutdown."""
+
+import asyncio
+import json
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from opentelemetry.trace import SpanKind, format_span_id
+
+from protos.quire.link.v1 import link_pb2
+from services import core_link
+from tests.services.stack import MODEL, Stack, TestCore, running_stack, tokens_request
+from tests.services.test_stalled_readers import LONG, gives_no_more_credit
+from tests.services.test_tracing import PARENT_ID, TRACE_ID, TRACEPARENT, KeptTelemetry
+
+FOREVER = 4000
+
+
+def body(*prompt: int, **fields: Any) -> dict[str, Any]:
+    """A completion that the echo core answers with its own prompt, over and over."""
+    return {"prompt": list(prompt), "max_tokens": 8, **fields}
+
+
+async def events(response: httpx.Response) -> list[Any]:
+    """The events of a stream, the last one as text."""
+    lines = [line.removeprefix("data: ") async for line in response.aiter_lines() if line]
+    return [json.loads(line) if line != "[DONE]" else line for line in lines]
+
+
+@asynccontextmanager
+async def open_stream(stack: Stack, **fields: Any) -> AsyncIterator[AsyncIterator[str]]:
+    """The lines of a stream, of which the first has been read."""
+    request = body(5, 6, 7, stream=True, **{"max_tokens": FOREVER, **fields})
+    async with stack.http.stream("POST", "/v1/completions", json=request) as response:
+        assert response.status_code == 200
+        lines = response.aiter_lines()
+        await anext(lines)
+        yield lines
+
+
+async def rest(lines: AsyncIterator[str]) -> list[str]:
+    """What is left of a stream's lines that say something."""
+    return [line async for line in lines if line]
+
+
+def has_cancelled(core: TestCore) -> bool:
+    """A stream was cancelled."""
+    return bool(core.cancelled)
+
+
+def test_an_answer_and_its_stream_agree(tmp_path: Path) -> None:
+    """A completion's text, usage and ids are the same at once and in pieces; the id is the client's."""
+
+    async def main() -> None:
+        async with running_stack(tmp_path) as stack:
+            whole = (await stack.http.post("/v1/completions", json=body(70, 71, 72, request_id="mine"))).json()
+            async with stack.http.stream(
+                "POST",
+                "/v1/completions",
+                json=body(70, 71, 72, stream=True, stream_options={"include_usage": True}),
+                headers={"X-Request-Id": "mine-2"},
+            ) as response:
+                chunks = await events(response)
+
+            assert whole["id"] == "cmpl-mine"
+            assert response.headers["x-request-id"] == "mine-2"
+            assert response.headers["content-type"].startswith("text/event-stream")
+            assert chunks.pop() == "[DONE]"
+            assert (
+                "".join(choice["text"] for chunk in chunks for choice in chunk["choices"])
+                == whole["choices"][0]["text"]
+            )
+            assert chunks[-1]["usage"] == whole["usage"]
+            assert whole["usage"]["completion_tokens"] == 8
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_leaves_cancels_its_request(tmp_path: Path, stream: bool) -> None:
+    """Whether it waits for a whole answer or reads a stream: when it goes, the core hears of it."""
+
+    async def main() -> None:
+        async with running_stack(tmp_path, core=lambda a: TestCore(a, limit=20)) as stack:
+            request = body(5, 6, max_tokens=FOREVER, stream=stream)
+            waiting = asyncio.create_task(stack.http.post("/v1/completions", json=request))
+            await stack.core.saw(lambda core: bool(core.submissions))
+            waiting.cancel()
+            await stack.core.saw(has_cancelled)
+            await stack.core.saw(lambda core: core.reported("quire_requests_total", code="CANCELLED") == 1)
+
+            assert stack.core.reported("quire_live_streams") == 0
+
+    asyncio.run(main())
+
+
+def test_a_slow_reader_gets_no_more_than_fits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Credit stops when a client stops reading; when the core gives the stream up, its connection is dropped."""
+    monkeypatch.setattr(core_link, "REPORT_EVERY_S", 0.1)
+
+    async def main() -> None:
+        async with running_stack(tmp_path, core=lambda a: TestCore(a, tokens_per_step=512, model=LONG)) as stack:
+            address = stack.http.base_url
+            client = socket.socket()
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            client.connect((address.host, address.port))
+            reader, writer = await asyncio.open_connection(sock=client, limit=1024)
+            request = json.dumps(body(5, 6, 7, stream=True, max_tokens=1 << 23)).encode()
+            head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(request)}\r\n\r\n"
+            writer.write(head.encode() + request)
+            await reader.readline()
+            await stack.core.saw(gives_no_more_credit)
+            end = link_pb2.StreamEnd(stream=stack.core.submissions[0].stream, reason=link_pb2.END_REASON_STALLED)
+            stack.core.say(link_pb2.CoreMessage(incarnation=stack.core.incarnation, ends=[end]).SerializeToString())
+            await stack.core.saw(lambda core: core.reported("quire_requests_total", code="ABORTED") == 1)
+            with pytest.raises(asyncio.IncompleteReadError) as cut:
+                await reader.readexactly(1 << 30)
+
+            assert b"[DONE]" not in cut.value.partial
+            assert stack.core.reported("quire_live_streams") == 0
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("reason", "status", "code", "retry"),
+    [
+        (link_pb2.END_REASON_QUEUE_FULL, 429, "queue_full", "3"),
+        (link_pb2.END_REASON_NO_WORKER, 503, "no_worker", "1"),
+        (link_pb2.END_REASON_SHUTDOWN, 503, "not_ready", "1"),
+        (link_pb2.END_REASON_DEADLINE, 504, "deadline", None),
+        (link_pb2.END_REASON_ROW_FAILED, 500, "row_failed", None),
+        (link_pb2.END_REASON_CANCELLED, 410, "cancelled", None),
+    ],
+)
+def test_ends_have_their_status(
+    tmp_path: Path, reason: link_pb2.EndReason.ValueType, status: int, code: str, retry: str | None
+) -> None:
+    """What the core refuses or gives up is told by status, code and Retry-After, streamed or not."""
+
+    async def main() -> None:
+        async with running_stack(tmp_path) as stack:
+            stack.core.end_at_once = link_pb2.StreamEnd(reason=reason, retry_ms=2500)
+            for stream in (False, True):
+                response = await stack.http.post("/v1/completions", json=body(5, stream=stream))
+
+                assert response.status_code == status
+                assert response.json()["error"]["code"] == code
+                assert response.headers.get("retry-after") == retry
+
+    asyncio.run(main())
+
+
+def test_an_error_amid_a_stream_is_an_event(tmp_path: Path) -> None:
+    """When the head has gone out, the error comes as an event of OpenAI's form, and the stream ends properly."""
+
+    async def main() -> None:
+        async with (
+            running_stack(tmp_path, core=lambda a: TestCore(a, limit=20)) as stack,
+            open_stream(stack) as lines,
+        ):
+            end = link_pb2.StreamEnd(stream=stack.core.submissions[0].stream, reason=link_pb2.END_REASON_ROW_FAILED)
+            stack.core.say(link_pb2.CoreMessage(incarnation=stack.core.incarnation, ends=[end]).SerializeToString())
+            last, done = (await rest(lines))[-2:]
+
+            assert done == "data: [DONE]"
+            assert json.loads(last.removeprefix("data: "))["error"]["code"] == "row_failed"
+
+    asyncio.run(main())
+
+
+def test_a_deadline_is_kept(tmp_path: Path) -> None:
+    """X-Request-Timeout reaches the core as its deadline; one that is no number is refused."""
+
+    async def main() -> None:
+        async with running_stack(tmp_path, core=lambda a: TestCore(a, limit=2)) as stack:
+            late = await stack.http.post("/v1/completions", json=body(5), headers={"X-Request-Timeout": "0.2"})
+            wrong = await stack.http.post("/v1/completions", json=body(5), headers={"X-Request-Timeout": "soon"})
+
+            assert late.status_code == 504
+            assert late.json()["error"]["code"] == "deadline"
+            assert 0 < stack.core.submissions[0].deadline_ns <= 200_000_000
+            assert wrong.status_code == 400
+            assert wrong.json()["error"]["param"] == "X-Request-Timeout"
+
+    asyncio.run(main())
+
+
+def test_bodies_are_bounded(tmp_path: Path) -> None:
+    """A body above 8 MiB is refused, announced or not, and the server goes on."""
+
+    async def main() -> None:
+        async with running_stack(tmp_path) as stack:
+            large = b'{"prompt": "' + b"x" * (8 << 20) + b'"}'
+
+            async def pieces() -> AsyncIterator[bytes]:
+                for begin in range(0, len(large), 1 << 20):
+                    yield large[begin : begin + (1 << 20)]
+
+            for content in (large, pieces()):
+                response = await stack.http.post("/v1/completions", content=content)
+                assert response.status_code == 413
+                assert response.json()["error"]["code"] == "request_too_large"
+            assert (await stack.http.post("/v1/completions", json=body(5))).status_code == 200
+
+    asyncio.run(main())
+
+
+def test_calls_of_both_protocols_share_one_bound(tmp_path: Path) -> None:
+    """With as many calls in progress as there may be, HTTP is told 429, as gRPC would be."""
+
+    async def main() -> None:
+        async with running_stack(tmp_path, core=lambda a: TestCore(a, limit=20), max_concurrent_requests=1) as stack:
+            call = stack.generation.Generate(tokens_request(5, 6, max_tokens=FOREVER))
+            await call.read()
+            refused = await stack.http.post("/v1/completions", json=body(5))
+            probe = await stack.http.get("/health")
+            call.cancel()
+
+            assert refused.status_code == 429
+            assert refused.headers["retry-after"] == "1"
+            assert probe.status_code == 200
+
+    asyncio.run(main())
+
+
+def test_an_id_runs_once(tmp_path: Path) -> None:
+    """A second request under the id of a live one is a conflict."""
+
+    async def main() -> None:
+        async with (
+            running_stack(tmp_path, core=lambda a: TestCore(a, limit=20)) as stack,
+            open_stream(stack, request_id="same"),
+        ):
+            second = await stack.http.post("/v1/completions", json=body(5, request_id="same"))
+
+            assert second.status_code == 409
+            assert second.json()["error"]["code"] == "duplicate_request_id"
+
+    asyncio.run(main())
+
+
+def test_one_of_several_prompts_that_fails_ends_all(tmp_path: Path) -> None:
+    """The error of one prompt is the answer, and the other prompts are cancelled."""
+
+    async def main() -> None:
+        async with running_stack(tmp_path, core=lambda a: TestCore(a, limit=20)) as stack:
+            request = body(max_tokens=FOREVER) | {"prompt": [[5, 6], [MODEL.vocab_size]]}
+            response = await stack.http.post("/v1/completions", json=request)
+
+            assert response.status_code == 400
+            assert response.json()["error"]["param"] == "prompt"
+
+    asyncio.run(main())
+
+
+def test_without_a_worker_requests_are_told_to_come_back(tmp_path: Path) -> None:
+    """Before the first worker has joined no model is listed, and requests get 503 with Retry-After."""
+
+    async def main() -> None:
+        async with running_stack(tmp_path, core=None) as stack:
+            models = await stack.http.get("/v1/models")
+            refused = await stack.http.post("/v1/completions", json=body(5))
+
+            assert models.json() == {"object": "list", "data": []}
+            assert refused.status_code == 503
+            assert refused.headers["retry-after"] == "1"
+
+    asyncio.run(main())
+
+
+def test_a_stopping_front_end_finishes_what_it_has(tmp_path: Path) -> None:
+    """Within the grace period a stream goes on to its end while new requests are refused with 503."""
+
+    async def main() -> None:
+        async with (
+            running_stack(tmp_path, core=lambda a: TestCore(a, limit=20), grace_period_s=30.0) as stack,
+            open_stream(stack, max_tokens=40) as lines,
+        ):
+            stopping = asyncio.create_task(stack.stop())
+            while (await stack.http.get("/ready")).status_code == 200:
+                pass
+            refused = await stack.http.post("/v1/completions", json=body(5))
+            stack.core.limit = None
+            told = await rest(lines)
+            await stopping
+
+            assert refused.status_code == 503
+            assert told[-1] == "data: [DONE]"
+            assert '"finish_reason":"length"' in told[-2]
+
+    asyncio.run(main())
+
+
+def test_after_the_grace_period_streams_are_told(tmp_path: Path) -> None:
+    """A stream that is not done in time ends with an error event, not with a cut connection."""
+
+    async def main() -> None:
+        async with (
+            running_stack(tmp_path, core=lambda a: TestCore(a, limit=20), grace_period_s=0.1) as stack,
+            open_stream(stack) as lines,
+        ):
+            await stack.stop()
+            last, done = (await rest(lines))[-2:]
+
+            assert '"code":"not_ready"' in last
+            assert done == "data: [DONE]"
+
+    asyncio.run(main())
+
+
+def test_the_clients_trace_goes_on_to_the_core(tmp_path: Path) -> None:
+    """A traceparent header is the parent of the server's span, whose own goes to the core."""
+
+    async def main() -> None:
+        telemetry = KeptTelemetry()
+        async with running_stack(tmp_path, telemetry=telemetry) as stack:
+            await stack.http.post("/v1/completions", json=body(5), headers=dict([TRACEPARENT]))
+            (span,) = [span for span in telemetry.spans().values() if span.kind is SpanKind.SERVER]
+
+            assert span.parent is not None
+            assert format_span_id(span.parent.span_id) == PARENT_ID
+            assert TRACE_ID in stack.core.submissions[0].traceparent
+
+    asyncio.run(main())
+
+
+def test_text_and_tokens(tmp_path: Path) -> None:
+    """/tokenize and /detokenize are each other's inverse; a conversation is rendered by the template."""
+
+    async def main() -> None:
+        async with running_stack(tmp_path) as stack:
+            plain = (await stack.http.post("/tokenize", json={"prompt": "the fox", "add_special_tokens": False})).json()
+            back = (await stack.http.post("/detokenize", json={"tokens": plain["tokens"]})).json()
+            messages = [{"role": "user", "content": "hello"}]
+            chat = (await stack.http.post("/tokenize", json={"messages": messages})).json()
+            rendered = (await stack.http.post("/detokenize", json={"tokens": chat["tokens"]})).json()
+            neither = await stack.http.post("/tokenize", json={})
+
+            assert back == {"prompt": "the fox"}
+            assert plain["count"] == len(plain["tokens"])
+            assert plain["max_model_len"] == MODEL.max_model_len
+            assert rendered["prompt"].endswith("user: hello\nassistant:")
+            assert neither.status_code == 400
+
+    asyncio.run(main())
+
+
+def test_unknown_paths_and_methods(tmp_path: Path) -> None:
+    """What is not there is told in OpenAI's form, and the API describes itself completely."""
+
+    async def main() -> None:
+        async with running_stack(tmp_path, core=None) as stack:
+            missing = await stack.http.get("/v1/nothing")
+            method = await stack.http.get("/v1/completions")
+            page = await stack.http.get("/docs")
+            document = (await stack.http.get("/openapi.json")).json()
+            text = json.dumps(document)
+
+            assert missing.status_code == 404
+            assert "/v1/nothing" in missing.json()["error"]["message"]
+            assert method.status_code == 405
+            assert method.headers["allow"] == "POST"
+            assert "openapi.json" in page.text
+            assert "http://" not in page.text
+            assert "https://" not in page.text
+            for name in document["components"]["schemas"]:
+                text = text.replace(f'"#/components/schemas/{name}"', "")
+            assert "#/components" not in text
+            assert set(document["paths"]) >= {"/v1/chat/completions", "/v1/completions", "/v1/models", "/metrics"}
+
+    asyncio.run(main())
