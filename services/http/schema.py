@@ -42,8 +42,10 @@ class FunctionDefinition(Body):
 
     name: str = Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")
     description: str | None = None
-    parameters: JsonObject | None = Field(None, description="JSON schema of the arguments, an object's")
-    strict: bool | None = Field(None, description="accepted without effect: forced calls always follow the schema")
+    parameters: JsonObject | None = Field(default=None, description="JSON schema of the arguments, an object's")
+    strict: bool | None = Field(
+        default=None, description="accepted without effect: forced calls always follow the schema"
+    )
 
 
 class Tool(Body):
@@ -83,8 +85,8 @@ class Message(Body):
     name: str | None = None
     tool_calls: list[MadeCall] | None = None
     tool_call_id: str | None = None
-    refusal: JsonValue = Field(None, description="accepted without effect")
-    annotations: JsonValue = Field(None, description="accepted without effect")
+    refusal: JsonValue = Field(default=None, description="accepted without effect")
+    annotations: JsonValue = Field(default=None, description="accepted without effect")
 
 
 class NamedFunction(Body):
@@ -106,7 +108,7 @@ class NamedSchema(Body):
     name: str = "schema"
     description: str | None = None
     schema_: JsonObject | bool = Field(default_factory=dict, alias="schema")
-    strict: bool | None = Field(None, description="accepted without effect: answers always follow the schema")
+    strict: bool | None = Field(default=None, description="accepted without effect: answers always follow the schema")
 
 
 class ResponseFormat(Body):
@@ -119,7 +121,7 @@ class ResponseFormat(Body):
 class StructuredOutputs(Body):
     """vLLM's form of constraints; exactly one."""
 
-    json_: JsonObject | str | None = Field(None, alias="json")
+    json_: JsonObject | str | None = Field(default=None, alias="json")
     regex: str | None = None
     choice: list[str] | None = None
     grammar: str | None = None
@@ -136,14 +138,14 @@ class StreamOptions(Body):
 class SamplingBody(Body):
     """What completions and chat have in common."""
 
-    model: str = Field("", max_length=256, description="empty: the model that is served")
+    model: str = Field(default="", max_length=256, description="empty: the model that is served")
     stream: bool = False
     stream_options: StreamOptions | None = None
     max_tokens: Uint32 | None = None
     n: Annotated[int, Field(ge=1, le=128)] = 1
     temperature: float | None = None
     top_p: float | None = None
-    top_k: Annotated[int, Field(ge=-1, le=0x7FFFFFFF)] | None = Field(None, description="-1 and 0: all tokens")
+    top_k: Annotated[int, Field(ge=-1, le=0x7FFFFFFF)] | None = Field(default=None, description="-1 and 0: all tokens")
     min_p: float | None = None
     typical_p: float | None = None
     repetition_penalty: float | None = None
@@ -163,30 +165,34 @@ class SamplingBody(Body):
     prompt_logprobs: Uint32 | None = None
     truncate_prompt_tokens: Annotated[int, Field(ge=1, le=_MAX_UINT32)] | None = None
     return_token_ids: bool = False
-    return_tokens_as_token_ids: bool = Field(False, description='tokens in log-probabilities read "token_id:7"')
+    return_tokens_as_token_ids: bool = Field(default=False, description='tokens in log-probabilities read "token_id:7"')
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     guided_json: JsonObject | str | None = None
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
-    request_id: str | None = Field(None, max_length=128)
+    request_id: str | None = Field(default=None, max_length=128)
     priority: Annotated[int, Field(ge=-100, le=100)] = Field(
-        0, description="lower runs first, as in vLLM: the negative of gRPC's"
+        default=0, description="lower runs first, as in vLLM: the negative of gRPC's"
     )
-    cache_salt: str | None = Field(None, description="requests share cached prefixes with those of the same salt only")
+    cache_salt: str | None = Field(
+        default=None, description="requests share cached prefixes with those of the same salt only"
+    )
     tenant: str | None = None
     request_class: str | None = None
     expected_output_tokens: Uint32 | None = None
     ttft_target_s: Annotated[float, Field(gt=0, le=31_536_000)] | None = None
     total_time_target_s: Annotated[float, Field(gt=0, le=31_536_000)] | None = None
-    user: JsonValue = Field(None, description="accepted without effect")
-    store: JsonValue = Field(None, description="accepted without effect")
-    metadata: JsonValue = Field(None, description="accepted without effect")
-    service_tier: JsonValue = Field(None, description="accepted without effect")
-    safety_identifier: JsonValue = Field(None, description="accepted without effect")
-    prompt_cache_key: JsonValue = Field(None, description="accepted without effect: prefixes are found by content")
-    spaces_between_special_tokens: JsonValue = Field(None, description="accepted without effect")
+    user: JsonValue = Field(default=None, description="accepted without effect")
+    store: JsonValue = Field(default=None, description="accepted without effect")
+    metadata: JsonValue = Field(default=None, description="accepted without effect")
+    service_tier: JsonValue = Field(default=None, description="accepted without effect")
+    safety_identifier: JsonValue = Field(default=None, description="accepted without effect")
+    prompt_cache_key: JsonValue = Field(
+        default=None, description="accepted without effect: prefixes are found by content"
+    )
+    spaces_between_special_tokens: JsonValue = Field(default=None, description="accepted without effect")
 
 
 class CompletionBody(SamplingBody):
@@ -200,7 +206,9 @@ class CompletionBody(SamplingBody):
     ) = Field(description="text, token ids, or up to 256 of either")
     echo: bool = False
     logprobs: Uint32 | None = None
-    best_of: Annotated[int, Field(ge=1, le=128)] | None = Field(None, description="only n itself: nothing is ranked")
+    best_of: Annotated[int, Field(ge=1, le=128)] | None = Field(
+        default=None, description="only n itself: nothing is ranked"
+    )
 
 
 class ChatBody(SamplingBody):
@@ -210,19 +218,19 @@ class ChatBody(SamplingBody):
     max_completion_tokens: Uint32 | None = None
     logprobs: bool = False
     top_logprobs: Uint32 | None = None
-    tools: list[Tool] | None = Field(None, max_length=128)
+    tools: list[Tool] | None = Field(default=None, max_length=128)
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool = True
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     chat_template_kwargs: JsonObject | None = None
-    reasoning_effort: str | None = Field(None, description="a variable of the chat template")
+    reasoning_effort: str | None = Field(default=None, description="a variable of the chat template")
 
 
 class EmbeddingBody(Body):
     """Texts to turn into vectors."""
 
-    model: str = Field("", max_length=256)
+    model: str = Field(default="", max_length=256)
     input: (
         str
         | Annotated[list[TokenId], Field(min_length=1)]
@@ -231,26 +239,26 @@ class EmbeddingBody(Body):
     )
     encoding_format: Literal["float", "base64"] = "float"
     truncate_prompt_tokens: Annotated[int, Field(ge=1, le=_MAX_UINT32)] | None = None
-    user: JsonValue = Field(None, description="accepted without effect")
+    user: JsonValue = Field(default=None, description="accepted without effect")
 
 
 class TokenizeBody(Body):
     """Text or a conversation to tokenize."""
 
-    model: str = Field("", max_length=256)
+    model: str = Field(default="", max_length=256)
     prompt: str | None = None
-    messages: list[Message] | None = Field(None, min_length=1, max_length=_MAX_MESSAGES)
+    messages: list[Message] | None = Field(default=None, min_length=1, max_length=_MAX_MESSAGES)
     add_special_tokens: bool = True
     add_generation_prompt: bool = True
     continue_final_message: bool = False
-    tools: list[Tool] | None = Field(None, max_length=128)
+    tools: list[Tool] | None = Field(default=None, max_length=128)
     chat_template_kwargs: JsonObject | None = None
 
 
 class DetokenizeBody(Body):
     """Token ids to turn into text."""
 
-    model: str = Field("", max_length=256)
+    model: str = Field(default="", max_length=256)
     tokens: list[TokenId]
 
 

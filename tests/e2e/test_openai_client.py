@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import httpx
 import openai
@@ -21,17 +22,15 @@ def served() -> Iterator[Served]:
 
 
 @pytest.fixture
-def client(served: Served) -> Iterator[openai.OpenAI]:
-    """The official client, which is to try nothing twice."""
+def client(served: Served, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """The official client, which is to try nothing twice. (Its types know OpenAI's own models and options alone.)"""
     # No proxy of the environment stands between a test and its own server.
-    with (
-        httpx.Client(trust_env=False) as http,
-        openai.OpenAI(base_url=f"http://{served.http}/v1", api_key="none", max_retries=0, http_client=http) as client,
-    ):
+    monkeypatch.setenv("NO_PROXY", "*")
+    with openai.OpenAI(base_url=f"http://{served.http}/v1", api_key="none", max_retries=0) as client:
         yield client
 
 
-def test_a_conversation_is_answered(client: openai.OpenAI) -> None:
+def test_a_conversation_is_answered(client: Any) -> None:
     """The embedded model answers, and usage, finish reason and ids are where the client looks for them."""
     answer = client.chat.completions.create(model="demo", messages=ARITHMETIC, temperature=0)
 
@@ -45,7 +44,7 @@ def test_a_conversation_is_answered(client: openai.OpenAI) -> None:
     assert answer.usage.prompt_tokens_details is not None
 
 
-def test_a_stream_is_the_whole_answer_in_pieces(client: openai.OpenAI) -> None:
+def test_a_stream_is_the_whole_answer_in_pieces(client: Any) -> None:
     """The deltas joined are the answer that is given at once; usage comes last, as asked for."""
     whole = client.chat.completions.create(model="demo", messages=ARITHMETIC, temperature=0)
     stream = client.chat.completions.create(
@@ -62,13 +61,15 @@ def test_a_stream_is_the_whole_answer_in_pieces(client: openai.OpenAI) -> None:
     assert all(chunk.usage is None for chunk in chunks[:-1])
 
 
-def test_a_prompt_is_completed(client: openai.OpenAI) -> None:
+def test_a_prompt_is_completed(served: Served, client: Any) -> None:
     """Completions take text or token ids, stop at stop strings, and stream."""
-    ids = client.post("/../tokenize", body={"prompt": "Once upon a time"}, cast_to=httpx.Response).json()["tokens"]
+    ids = httpx.post(f"http://{served.http}/tokenize", json={"prompt": "Once upon a time"}, trust_env=False).json()[
+        "tokens"
+    ]
     common = {"model": "demo", "temperature": 0, "max_tokens": 24, "stop": ["."]}
-    from_text = client.completions.create(prompt="Once upon a time", **common)  # type: ignore[call-overload]
-    from_ids = client.completions.create(prompt=ids, **common)  # type: ignore[call-overload]
-    stream = client.completions.create(prompt="Once upon a time", stream=True, **common)  # type: ignore[call-overload]
+    from_text = client.completions.create(prompt="Once upon a time", **common)
+    from_ids = client.completions.create(prompt=ids, **common)
+    stream = client.completions.create(prompt="Once upon a time", stream=True, **common)
 
     assert from_text.choices[0].text == from_ids.choices[0].text
     assert "." not in from_text.choices[0].text
@@ -76,7 +77,7 @@ def test_a_prompt_is_completed(client: openai.OpenAI) -> None:
     assert "".join(chunk.choices[0].text for chunk in stream) == from_text.choices[0].text
 
 
-def test_several_prompts_and_choices_are_numbered(client: openai.OpenAI) -> None:
+def test_several_prompts_and_choices_are_numbered(client: Any) -> None:
     """Two prompts with n = 3 give six choices, the first three of the first prompt."""
     answer = client.completions.create(
         model="demo", prompt=["The sun is", "The sea is"], n=3, max_tokens=4, temperature=1.0, seed=1, echo=True
@@ -90,7 +91,7 @@ def test_several_prompts_and_choices_are_numbered(client: openai.OpenAI) -> None
     assert answer.usage.completion_tokens == 6 * 4
 
 
-def test_choices_of_a_stream_come_interleaved(client: openai.OpenAI) -> None:
+def test_choices_of_a_stream_come_interleaved(client: Any) -> None:
     """Each choice of a streamed conversation has its own text, role and end."""
     stream = client.chat.completions.create(
         model="demo", messages=ARITHMETIC, n=2, max_tokens=5, stream=True, seed=7, extra_body={"ignore_eos": True}
@@ -106,7 +107,7 @@ def test_choices_of_a_stream_come_interleaved(client: openai.OpenAI) -> None:
     assert ends == {0: ["length"], 1: ["length"]}
 
 
-def test_one_seed_gives_one_answer(client: openai.OpenAI) -> None:
+def test_one_seed_gives_one_answer(client: Any) -> None:
     """Two requests with one seed get one answer; what vLLM adds to OpenAI's parameters is taken, too."""
     extra = {"top_k": 50, "min_p": 0.01, "ignore_eos": True, "priority": -3, "cache_salt": "mine"}
     texts = {
@@ -121,7 +122,45 @@ def test_one_seed_gives_one_answer(client: openai.OpenAI) -> None:
     assert len(texts) == 1
 
 
-def test_the_models_are_listed(client: openai.OpenAI) -> None:
+def test_log_probabilities_come_in_both_forms(client: Any) -> None:
+    """Chat and completions each have their own form of log-probabilities; greedy picks rank first in both."""
+    chat = client.chat.completions.create(
+        model="demo", messages=ARITHMETIC, temperature=0, max_tokens=4, logprobs=True, top_logprobs=3
+    )
+    text = client.completions.create(
+        model="demo", prompt="Once upon", temperature=0, max_tokens=4, logprobs=2, echo=True
+    )
+    positions = chat.choices[0].logprobs.content
+    logprobs = text.choices[0].logprobs
+
+    assert len(positions) == 4
+    for position in positions:
+        assert len(position.top_logprobs) == 3
+        assert position.top_logprobs[0].token == position.token
+        assert position.logprob <= 0
+        assert bytes(position.bytes).decode() == position.token
+    assert "".join(position.token for position in positions) == chat.choices[0].message.content
+    assert len(logprobs.tokens) == len(logprobs.token_logprobs) == len(logprobs.text_offset) == 4
+    assert all(len(top) == 2 for top in logprobs.top_logprobs)
+
+
+def test_log_probabilities_stream(client: Any) -> None:
+    """A stream's log-probabilities joined are those of the whole answer."""
+    common = {"model": "demo", "messages": ARITHMETIC, "temperature": 0, "logprobs": True, "top_logprobs": 1}
+    whole = client.chat.completions.create(**common).choices[0].logprobs.content
+    chunks = client.chat.completions.create(stream=True, **common)
+    found = [
+        position.token
+        for chunk in chunks
+        for choice in chunk.choices
+        if choice.logprobs
+        for position in choice.logprobs.content
+    ]
+
+    assert found == [position.token for position in whole]
+
+
+def test_the_models_are_listed(client: Any) -> None:
     """The list holds the served model, which can be asked for by name; another name is 404."""
     (model,) = client.models.list().data
 
@@ -131,7 +170,7 @@ def test_the_models_are_listed(client: openai.OpenAI) -> None:
         client.models.retrieve("gpt-4o")
 
 
-def test_errors_are_of_the_clients_classes(client: openai.OpenAI) -> None:
+def test_errors_are_of_the_clients_classes(client: Any) -> None:
     """A wrong value, a misspelt field, an unknown model and a passed deadline are told as OpenAI's errors."""
     with pytest.raises(openai.BadRequestError) as wrong:
         client.chat.completions.create(model="demo", messages=ARITHMETIC, temperature=-1)
@@ -156,7 +195,7 @@ def test_errors_are_of_the_clients_classes(client: openai.OpenAI) -> None:
     assert late.value.code == "deadline"
 
 
-def test_a_client_that_leaves_frees_its_memory(served: Served, client: openai.OpenAI) -> None:
+def test_a_client_that_leaves_frees_its_memory(served: Served, client: Any) -> None:
     """Closing a stream cancels its request: it ends as cancelled and no block is held any more."""
     cancelled = served.metric("quire_requests_ended_total", reason="cancelled")
     with client.completions.create(
