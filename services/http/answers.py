@@ -6,7 +6,7 @@ differ.
 """
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NotRequired, TypedDict
 
@@ -52,6 +52,11 @@ class Answer:
         prompts: number of prompts.
         parsers: makes a parser for each choice, if there may be calls.
         top_logprobs: alternatives per token, None for no log-probabilities.
+        prompt_logprobs: whether those of the prompt were asked for by themselves.
+        token_bytes: what a token stands for.
+        echo: the prompt is part of the text.
+        return_token_ids: token ids beside texts.
+        tokens_as_ids: tokens in log-probabilities are called by their ids.
         options: what a stream carries beside the answer.
     """
 
@@ -60,8 +65,10 @@ class Answer:
     model: str
     n: int
     prompts: int
-    parsers: Any = None
+    parsers: Callable[[], AnswerParser] | None = None
     top_logprobs: int | None = None
+    prompt_logprobs: bool = False
+    token_bytes: Callable[[int], bytes]
     echo: bool = False
     return_token_ids: bool = False
     tokens_as_ids: bool = False
@@ -138,14 +145,14 @@ class Answer:
                 choice["text"] = event.text
                 state.text_length = len(event.text)
                 if self.top_logprobs is not None and event.logprobs:
-                    choice["logprobs"] = self._text_logprobs(event.logprobs, 0)
+                    choice["logprobs"] = self._text_logprobs(_complete(event, self.token_bytes), 0)
             else:
                 choice |= self._content("") if self.chat else {"text": ""}
                 if self.chat:
                     state.role_sent = True
             if self.return_token_ids:
                 choice["prompt_token_ids"] = list(event.token_ids)
-            if event.logprobs:
+            if self.prompt_logprobs:
                 choice["prompt_logprobs"] = [_prompt_logprob(each) for each in event.logprobs]
             yield self._chunk(choice)
 
@@ -227,13 +234,13 @@ class Answer:
 
     def _text_logprobs(self, positions: Sequence[v1.TokenLogprobs], offset: int) -> Json:
         tokens, scores, tops, offsets = [], [], [], []
-        for number, position in enumerate(positions):
-            known = position.HasField("token") and position.token.rank > 0
+        for position in positions:
+            known = position.token.rank > 0
             name = self._name(position.token)
             tokens.append(name)
             scores.append(_finite(position.token.logprob) if known else None)
             top = {self._name(each): _finite(each.logprob) for each in position.top}
-            tops.append(top if known or number else None)
+            tops.append(top if known else None)
             offsets.append(offset)
             offset += len(name)
         return {
@@ -336,7 +343,7 @@ def _stop_reason(end: v1.ChoiceFinished | v1.Finished) -> str | int | None:
 
 def _prompt_logprob(position: v1.TokenLogprobs) -> Json | None:
     """vLLM's form: alternatives by token id; None for the first token."""
-    if not position.HasField("token") or not position.token.rank:
+    if not position.token.rank:
         return None
     return {
         str(token.token_id): {
@@ -346,6 +353,15 @@ def _prompt_logprob(position: v1.TokenLogprobs) -> Json | None:
         }
         for token in (*position.top, position.token)
     }
+
+
+def _complete(event: v1.Prompt, token_bytes: Callable[[int], bytes]) -> list[v1.TokenLogprobs]:
+    """Log-probabilities of all tokens; the first has none, but a name."""
+    positions = list(event.logprobs)
+    for token_id, position in zip(event.token_ids, positions, strict=True):
+        if not position.HasField("token"):
+            position.token.token_id, position.token.bytes = token_id, token_bytes(token_id)
+    return positions
 
 
 def _finite(logprob: float) -> float:

@@ -70,6 +70,8 @@ class GenerationEndpoints:
             prompts=len(prepared),
             parsers=parsers if calls else None,
             top_logprobs=top_logprobs,
+            prompt_logprobs=body.prompt_logprobs is not None,
+            token_bytes=self._services.tokenizer.token_bytes,
             echo=echo,
             return_token_ids=body.return_token_ids,
             tokens_as_ids=body.return_tokens_as_token_ids,

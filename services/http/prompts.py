@@ -50,6 +50,9 @@ def prepare_completion(body: CompletionBody, prompt: Prompt, request_id: str) ->
         request.output.logprobs = body.logprobs
     if body.echo or body.return_token_ids:
         request.output.echo = True
+    if body.echo and body.logprobs is not None and body.prompt_logprobs is None:
+        # As in OpenAI's own: what is echoed has log-probabilities as well.
+        request.output.prompt_logprobs = body.logprobs
     constraint = fill_grammar(request, body)
     return Prepared(
         request, field_names(dict.fromkeys(("text", "token_ids", "input"), "prompt") | _grammar(constraint))

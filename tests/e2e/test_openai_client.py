@@ -140,8 +140,12 @@ def test_log_probabilities_come_in_both_forms(client: Any) -> None:
         assert position.logprob <= 0
         assert bytes(position.bytes).decode() == position.token
     assert "".join(position.token for position in positions) == chat.choices[0].message.content
-    assert len(logprobs.tokens) == len(logprobs.token_logprobs) == len(logprobs.text_offset) == 4
-    assert all(len(top) == 2 for top in logprobs.top_logprobs)
+    # The prompt has a beginning-of-sequence token and is echoed with its log-probabilities, all but the first one's.
+    assert len(logprobs.tokens) == len(logprobs.token_logprobs) == len(logprobs.text_offset) > 4
+    assert logprobs.token_logprobs[0] is None
+    assert all(score <= 0 for score in logprobs.token_logprobs[1:])
+    assert all(len(top) == 2 for top in logprobs.top_logprobs[1:])
+    assert "".join(logprobs.tokens[1:]) == text.choices[0].text
 
 
 def test_log_probabilities_stream(client: Any) -> None:
