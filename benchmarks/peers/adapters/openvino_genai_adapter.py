@@ -1,0 +1,64 @@
+"""OpenVINO GenAI: its continuous batching pipeline, in process. Variants: bf16, int8 (weights), f32.
+
+The model is exported by `optimum-cli`; at most as many requests as may be in flight are handed to it, because it looks
+cached prefixes up when a request is added.
+"""
+
+import numpy as np
+import openvino
+import openvino_genai as genai
+from pace import main
+
+KV_TOKENS = 16_384
+PAGE = 32
+
+
+class Peer:
+    def __init__(self, options):
+        scheduler = genai.SchedulerConfig()
+        scheduler.max_num_batched_tokens = 512
+        scheduler.cache_size = 0
+        scheduler.num_kv_blocks = KV_TOKENS // PAGE
+        scheduler.max_num_seqs = 16
+        scheduler.enable_prefix_caching = True
+        scheduler.dynamic_split_fuse = True
+        properties = {
+            "INFERENCE_NUM_THREADS": options.threads,
+            "PERFORMANCE_HINT": "LATENCY",
+            "NUM_STREAMS": "1",
+            "INFERENCE_PRECISION_HINT": "f32" if options.variant == "f32" else "bf16",
+        }
+        if options.variant != "int8":
+            # With int8 weights its own default, u8, is kept.
+            properties["KV_CACHE_PRECISION"] = options.variant
+        self._pipeline = genai.ContinuousBatchingPipeline(options.model, scheduler, "CPU", properties)
+        self._handles = {}
+        self._left = {}
+        self._next_id = 0
+
+    def start(self, index, request):
+        config = genai.GenerationConfig()
+        config.max_new_tokens = config.min_new_tokens = request["max_tokens"]
+        config.ignore_eos = True
+        config.do_sample = False
+        self._next_id += 1
+        tokens = openvino.Tensor(np.array([request["prompt_token_ids"]], dtype=np.int64))
+        self._handles[index] = self._pipeline.add_request(self._next_id, tokens, config)
+        self._left[index] = request["max_tokens"]
+
+    def poll(self):
+        self._pipeline.step()
+        updates = []
+        for index, handle in list(self._handles.items()):
+            count = 0
+            while handle.can_read():
+                count += sum(len(output.generated_ids) for output in handle.read().values())
+            self._left[index] -= count
+            if self._left[index] <= 0:
+                del self._handles[index]
+            if count:
+                updates.append((index, count, self._left[index] <= 0))
+        return updates
+
+
+main(Peer, lambda: {"openvino": openvino.__version__, "openvino_genai": genai.__version__})
