@@ -22,7 +22,7 @@ FUZZED := tests/worker_svc/test_session.py tests/worker_svc/test_malformed_plans
   tests/services/test_fuzz.py tests/services/test_stop_strings.py tests/services/test_detokenizer.py
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test chaos sim mutants plots fuzz kernels-all lint format protos protos-check protos-breaking model clean
+.PHONY: help setup run node-packages test chaos sim mutants plots fuzz kernels-all lint format protos protos-check protos-breaking model clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sort | awk -F ':.*## ' '{printf "  make %-16s %s\n", $$1, $$2}'
@@ -46,7 +46,17 @@ run: setup ## serve the embedded model, show one streamed answer, keep serving u
 	@if [ -t 0 ]; then set -m; $(BIN)/quire serve --model $(MODEL) --show-sample & fg > /dev/null; \
 	 else exec $(BIN)/quire serve --model $(MODEL) --show-sample; fi
 
-test: setup ## every promise that can be checked in 15 minutes on 2 cores
+# A client in another language needs its own packages; without npm its test is skipped, and says so.
+NODE_STAMP := build/node/.installed
+$(NODE_STAMP): tests/e2e/node/package.json
+	@mkdir -p build/node && cp $< build/node && if command -v npm > /dev/null; then \
+	  echo "installing @grpc/grpc-js into build/node" && cd build/node && \
+	  npm install --silent --no-package-lock --no-audit --no-fund --ignore-scripts && touch .installed; fi || \
+	  echo "npm could not install; the test of the Node client is skipped" >&2
+
+node-packages: $(NODE_STAMP) ## install what the test of the Node client needs, if npm is there
+
+test: setup node-packages ## every promise that can be checked in 15 minutes on 2 cores
 	@exec $(BIN)/python -m tests.run $(ARGS)
 
 sim: setup ## simulate the scheduler with faults for ten minutes on all cores

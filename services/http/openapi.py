@@ -103,6 +103,12 @@ _ERRORS = {
     503: "no worker is there, or the service is stopping; try again after Retry-After",
     504: "the deadline in X-Request-Timeout passed",
 }
+_TIMEOUT = {
+    "name": "X-Request-Timeout",
+    "in": "header",
+    "description": "seconds until 504",
+    "schema": {"type": "number", "exclusiveMinimum": 0, "maximum": 31_536_000},
+}
 _POSTS: list[tuple[str, str, type[Body], str, bool]] = [
     ("/v1/chat/completions", "Continue a conversation", ChatBody, "ChatCompletion", True),
     ("/v1/completions", "Continue a prompt", CompletionBody, "Completion", True),
@@ -161,12 +167,10 @@ def _operation(
             **{str(status): {"description": text, "content": error} for status, text in _ERRORS.items()},
         },
     }
-    timeout = {"type": "number", "exclusiveMinimum": 0, "maximum": 31_536_000}
-    operation["parameters"] = [
-        {"name": "X-Request-Timeout", "in": "header", "schema": timeout, "description": "seconds until 504"}
-    ]
     if parameter:
-        operation["parameters"].append({"name": parameter, "in": "path", "required": True, "schema": _STRING})
+        operation["parameters"] = [{"name": parameter, "in": "path", "required": True, "schema": _STRING}]
+    if streams:
+        operation["parameters"] = [_TIMEOUT]
     if body is not None:
         schema = {"$ref": _REF.format(model=body.__name__)}
         operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema}}}
