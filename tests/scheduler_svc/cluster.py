@@ -35,6 +35,8 @@ class Cluster:
         self.readers: dict[int, Reader] = {}
         self.workers: dict[bytes, ModelWorker] = {}
         self.answers: dict[bytes, deque[ev.StepDone]] = {}
+        self.plans: list[Plan] = []
+        """All that were made, oldest first."""
         self.effects: list[ef.Effect] = []
         self.handle(ev.FrontendJoined(frontend=FRONTEND))
 
@@ -72,6 +74,7 @@ class Cluster:
         expected_output_tokens: int = 0,
         ttft_deadline: float | None = None,
         salt: bytes = b"",
+        traceparent: str = "",
     ) -> Reader:
         """A request arrives, or arrives again with what was `delivered` before."""
         reader = self.readers[stream] = Reader(prompt, max_tokens, stops or set(), list(delivered))
@@ -87,7 +90,7 @@ class Cluster:
                 sampling=b"",
                 credit=credit,
                 deadline=deadline,
-                traceparent="",
+                traceparent=traceparent,
                 tenant=tenant,
                 request_class=request_class,
                 priority=priority,
@@ -115,6 +118,8 @@ class Cluster:
         if due is not None:
             self.now = due
         plan = self.core.plan(peer, self.now)
+        if plan is not None:
+            self.plans.append(plan)
         self._receive(self.core.take_effects())
         self.core.validate()
         return plan

@@ -9,7 +9,7 @@ from scheduler_svc.core.config import CoreConfig, TenantLimits
 from scheduler_svc.core.errors import InvalidLimitsError
 from scheduler_svc.sim.model_worker import ModelWorker
 from scheduler_svc.sim.oracle import expected_output
-from tests.scheduler_svc.cluster import Cluster
+from tests.scheduler_svc.cluster import FRONTEND, Cluster
 
 LIMITS = {"max_num_seqs": 8, "max_num_batched_tokens": 32}
 
@@ -91,6 +91,23 @@ def test_dynamic_batches_end_at_their_token_limit() -> None:
         sizes.add(_running(cluster))
     _check_all(cluster)
     assert max(sizes) == 2
+
+
+def test_a_dynamic_batch_that_was_full_stays_closed() -> None:
+    """Once a request did not fit into a batch nobody joins it, not even a smaller one whose turn it is later."""
+    limits = BatchingLimits(mode="dynamic", max_batch_size=8, max_wait_s=0.0, max_tokens_per_batch=20)
+    cluster = _cluster(batching=limits)
+    cluster.submit(0, [0] * 12, 10)
+    cluster.submit(1, [1] * 12, 4)
+    cluster.plan()
+    cluster.handle(ev.RequestCancelled(frontend=FRONTEND, stream=1))
+    cluster.submit(2, [2] * 2, 4)
+    while cluster.readers[0].end is None:
+        assert _running(cluster) <= 1
+        cluster.answer()
+        cluster.plan()
+    cluster.run()
+    assert len(cluster.readers[2].tokens) == 4
 
 
 def test_continuous_batching_fills_slots_at_once() -> None:

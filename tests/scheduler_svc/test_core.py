@@ -30,9 +30,11 @@ def test_tokens_are_those_of_the_model() -> None:
     cluster.run()
     for reader in cluster.readers.values():
         assert reader.end is not None
-        assert reader.end.reason is ef.EndReason.LENGTH
+        assert (reader.end.reason, reader.end.retry_ms) == (ef.EndReason.LENGTH, 0)
         assert reader.tokens == expected_output(reader.prompt, reader.max_tokens, set())
     assert _available(cluster) == [(64, 64)]
+    generated = sum(len(reader.tokens) for reader in cluster.readers.values())
+    assert cluster.core.stats().workers[0].counters.generated_tokens == generated
 
 
 def test_stop_token_ends_and_later_tokens_are_discarded() -> None:
@@ -360,3 +362,39 @@ def test_a_worker_hears_which_rows_are_over_also_when_nothing_else_is_to_do() ->
     cluster.run()
     assert not worker.rows
     assert not cluster.plan()
+
+
+def test_plans_name_the_traced_requests_that_take_part() -> None:
+    """From its first chunk to its last token a traced request is named, not while it is held out, and others never."""
+    cluster = Cluster(**SMALL)
+    cluster.join(_worker())
+    prompt = list(range(20))
+    cluster.submit(1, prompt, 6, traceparent="00-t-s-01", credit=8)
+    cluster.submit(2, [1, 2], 40)
+    cluster.run()
+    named = [plan.num_tokens for plan in cluster.plans if plan.traced_rows]
+    assert {name for plan in cluster.plans for name in plan.traced_rows} == {(FRONTEND, 1)}
+    # Two chunks, the second of which gives the first token, and one more token: then the credit is used up.
+    assert len(named) == 3
+    cluster.handle(ev.CreditGranted(frontend=FRONTEND, stream=1, credit=100))
+    cluster.run()
+    assert len([plan for plan in cluster.plans if plan.traced_rows]) == 7
+
+
+def test_an_admission_says_since_when_its_request_waited() -> None:
+    """From its arrival the first time; after a loss, from the moment at which it waits again."""
+    cluster = Cluster(**SMALL)
+    cluster.join(_worker())
+    arrived = cluster.now
+    cluster.submit(1, [1, 2], 30)
+    cluster.now += 5
+    cluster.plan()
+    cluster.now += 5
+    lost = cluster.now
+    cluster.lose(b"w/1")
+    cluster.now += 5
+    cluster.join(_worker(peer=b"w/2"))
+    cluster.run()
+    first, second = (admission.queued_since for plan in cluster.plans for admission in plan.admissions)
+    assert arrived <= first < arrived + 1
+    assert lost <= second < lost + 1

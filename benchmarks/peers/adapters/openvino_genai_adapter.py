@@ -1,7 +1,8 @@
-"""OpenVINO GenAI: its continuous batching pipeline, in process. Variants: bf16, int8 (weights), f32.
+"""OpenVINO GenAI: its continuous batching pipeline, in process. Variants: bf16, int8 (weights).
 
-The model is exported by `optimum-cli`; at most as many requests as may be in flight are handed to it, because it looks
-cached prefixes up when a request is added.
+On a CPU without bf16 instructions it computes in f32 and takes no bf16 cache, so f32 is what it gets there. The model
+is exported by `optimum-cli`. No more requests than may be in flight are handed to it, because it looks for cached
+prefixes when a request is added.
 """
 
 import numpy as np
@@ -11,6 +12,7 @@ from pace import main
 
 KV_TOKENS = 16_384
 PAGE = 32
+PRECISION = "bf16" if "BF16" in openvino.Core().get_property("CPU", "OPTIMIZATION_CAPABILITIES") else "f32"
 
 
 class Peer:
@@ -26,11 +28,11 @@ class Peer:
             "INFERENCE_NUM_THREADS": options.threads,
             "PERFORMANCE_HINT": "LATENCY",
             "NUM_STREAMS": "1",
-            "INFERENCE_PRECISION_HINT": "f32" if options.variant == "f32" else "bf16",
+            "INFERENCE_PRECISION_HINT": PRECISION,
         }
         if options.variant != "int8":
             # With int8 weights its own default, u8, is kept.
-            properties["KV_CACHE_PRECISION"] = options.variant
+            properties["KV_CACHE_PRECISION"] = PRECISION
         self._pipeline = genai.ContinuousBatchingPipeline(options.model, scheduler, "CPU", properties)
         self._handles = {}
         self._left = {}
@@ -61,4 +63,4 @@ class Peer:
         return updates
 
 
-main(Peer, lambda: {"openvino": openvino.__version__, "openvino_genai": genai.__version__})
+main(Peer, lambda: {"openvino": openvino.__version__, "openvino_genai": genai.__version__, "precision": PRECISION})
