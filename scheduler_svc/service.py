@@ -32,7 +32,13 @@ MAX_FRAMES_PER_TURN = 256
 """Frames taken from one socket before the other one and planning get their turn."""
 SHUTDOWN_FLUSH_S = 1.0
 SHUTDOWN_LINGER_MS = 500
-_FAULTS = {ef.EndReason.INVALID, ef.EndReason.NO_WORKER, ef.EndReason.ROW_FAILED, ef.EndReason.STALLED}
+_FAULTS = {
+    ef.EndReason.INVALID,
+    ef.EndReason.NO_WORKER,
+    ef.EndReason.ROW_FAILED,
+    ef.EndReason.POISON,
+    ef.EndReason.STALLED,
+}
 """Ends that are logged here. The front end tells of every end; under overload, refusals come by the thousand."""
 
 log = get_logger()

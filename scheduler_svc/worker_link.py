@@ -41,7 +41,7 @@ def decode(peer: ev.Peer, payload: bytes) -> tuple[ev.Event, plan_pb2.StepTiming
             expected_s = message.compiling.expected_ms / 1000
             return ev.WorkerCompiling(worker=peer, epoch=message.epoch, expected_s=expected_s), None
         case "goodbye":
-            return ev.WorkerLost(worker=peer, reason=f"goodbye: {message.goodbye.reason}"), None
+            return ev.WorkerLost(worker=peer, reason=f"goodbye: {message.goodbye.reason}", orderly=True), None
         case _:
             raise MalformedFrameError("a message without a body")
 

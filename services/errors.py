@@ -16,6 +16,7 @@ from shared.errors import (
     InvalidRequestError,
     NotReadyError,
     NoWorkerError,
+    PoisonRequestError,
     QueueFullError,
     QuireError,
     RowFailedError,
@@ -73,6 +74,8 @@ def error_of(end: link_pb2.StreamEnd) -> QuireError:
             return NoWorkerError(message or "no worker is available", retry_ms=RETRY_MS)
         case link_pb2.END_REASON_ROW_FAILED:
             return RowFailedError(message or "the model could not compute this request")
+        case link_pb2.END_REASON_POISON:
+            return PoisonRequestError(message or "workers died of this request")
         case link_pb2.END_REASON_STALLED:
             return StalledReaderError(message or "the client took no data for too long")
         case link_pb2.END_REASON_SHUTDOWN:

@@ -122,6 +122,13 @@ class StalledReaderError(QuireError):
     reason = "STALLED_READER"
 
 
+class PoisonRequestError(QuireError):
+    """Workers died of this request, the last one of nothing else; it must not be sent again."""
+
+    code = "INTERNAL"
+    reason = "POISON_REQUEST"
+
+
 class RowFailedError(QuireError):
     """The model could not compute this request; others were not affected."""
 

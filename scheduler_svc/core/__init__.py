@@ -20,6 +20,7 @@ Read the modules in this order:
 * `worker` – one worker in one epoch: pool, rows, steps in flight; `fleet` – who may join, who is given up.
 * `capacity`, `batching`, `placement`, `victims` – small policies; `admission` – which waiting
   requests a worker takes in.
+* `suspicion` – which request kills workers.
 * `planner` – what the next step holds: decodes first, then prompts in chunks, then admissions.
 * `commit` – what an answered step means for its requests.
 * `registry` – all live requests: who waits, whose time is up; ends each exactly once.

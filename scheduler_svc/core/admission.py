@@ -102,6 +102,11 @@ class Admission:
                 gate.close()
                 self._passed.append(request)
                 return None
+            if request.suspect:
+                # It is tried alone, in the next plan if it would fit now; until then it lets others pass.
+                self._worker.trial_due |= self._room(request) is not None
+                self._passed.append(request)
+                continue
             if self._is_for_another(request):
                 self._elsewhere.append(request)
                 continue
@@ -112,6 +117,29 @@ class Admission:
             self._passed.append(request)
             if self._worker.rows.num_running >= self._max_running:
                 return None
+        return None
+
+    def next_suspect(self) -> tuple[Request, Room] | None:
+        """A suspect that may start now and where its KV goes; the others keep their places.
+
+        The gate was open when the trial was found to be due; where requests run in batches, a suspect is one by itself.
+        """
+        num_running = self._worker.rows.num_running
+        if self._worker.draining or num_running >= self._max_running:
+            return None
+        if num_running and self._config.batching.mode != "continuous":
+            return None
+        while len(self._passed) < MAX_ELSEWHERE and not self._is_at_bound():
+            request = self._waiting.take(self._worker.cached_tokens)
+            if request is None:
+                return None
+            may_run = request.suspect and request.allowed > len(request.tokens) and self._refusal(request) is None
+            room = self._room(request) if may_run else None
+            if room is not None:
+                self._worker.gate.close()
+                self._pass_by()
+                return request, room
+            self._passed.append(request)
         return None
 
     def close(self) -> None:
@@ -131,8 +159,12 @@ class Admission:
             self._num_tokens < MAX_ADMITTED_TOKENS
             and len(self._elsewhere) < MAX_ELSEWHERE
             and len(self._passed) < MAX_OVERTAKING_TRIES
-            and not any(request.overtaken >= MAX_OVERTAKEN for request in self._passed)
+            and not self._is_at_bound()
         )
+
+    def _is_at_bound(self) -> bool:
+        """Whether somebody may not be passed once more."""
+        return any(request.overtaken >= MAX_OVERTAKEN for request in self._passed)
 
     def _is_for_another(self, request: Request) -> bool:
         """Whether another worker takes the request soon and does less work for it."""
@@ -157,6 +189,10 @@ class Admission:
     def _admitted(self, request: Request) -> None:
         self._num_tokens += len(request.tokens)
         self._worker.gate.admitted(len(request.tokens), self._now)
+        self._pass_by()
+
+    def _pass_by(self) -> None:
+        """Somebody is admitted before those that were passed."""
         for passed in self._passed:
             passed.overtaken += 1
 

@@ -19,6 +19,7 @@ class EndReason(enum.Enum):
     INVALID = "invalid"
     NO_WORKER = "no_worker"
     ROW_FAILED = "row_failed"
+    POISON = "poison"
     STALLED = "stalled"
     SHUTDOWN = "shutdown"
 

@@ -127,6 +127,8 @@ class WorkerLost:
 
     worker: Peer
     reason: str
+    orderly: bool = False
+    """It said goodbye: nothing that it ran is to blame."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -26,7 +26,7 @@ from scheduler_svc.core.rows import DECODE, FREE
 from scheduler_svc.core.swapping import BlockCopy
 from scheduler_svc.core.tenants import Tenants
 from scheduler_svc.core.waiting import WaitingQueue
-from scheduler_svc.core.worker import StepInFlight, Worker
+from scheduler_svc.core.worker import StepInFlight, Trial, Worker
 
 
 @dataclass(slots=True)
@@ -82,6 +82,12 @@ class Planner:
 
     def run(self) -> Outcome:
         """Makes the plan and updates rows, pool and queue accordingly."""
+        worker = self._worker
+        worker.judge()
+        if worker.in_flight and worker.in_flight[-1].solo is not None:
+            return self._outcome  # nothing else may share the blame, even when its request has left by now
+        if (worker.trial is not None or worker.trial_due) and (worker.in_flight or self._try_suspect()):
+            return self._outcome
         for row in victims_for_urgent(self._worker, self._waiting, self._config):
             self._preempt(row)
         decodes = self._schedule_decodes()
@@ -94,7 +100,44 @@ class Planner:
         idle_leaves = self._worker.pending_leaves and not self._worker.in_flight
         if len(decodes) or self._chunk_rows or self._swap_outs or idle_leaves:
             self._outcome.plan = self._issue(decodes)
+        elif worker.trial_due and not worker.in_flight:
+            self._try_suspect()
         return self._outcome
+
+    def _try_suspect(self) -> bool:
+        """Makes a plan for a suspect alone, if there is one to try."""
+        decodes = self._schedule_trial()
+        if self._worker.trial is None:
+            return False
+        self._outcome.plan = self._issue(decodes)
+        return True
+
+    def _schedule_trial(self) -> IndexArray:
+        """A step for a suspect alone: one under way goes on, or the next one is admitted. Returns the decode rows."""
+        worker, rows = self._worker, self._rows
+        worker.trial_due = False
+        if worker.trial is None:
+            self._account_service()
+            admission = Admission(worker, self._fleet, self._waiting, self._tenants, self._config, self._now)
+            suspect = admission.next_suspect()
+            if suspect is not None:
+                placed = self._place(*suspect)
+                self._admissions.append(placed)
+                request = suspect[0]
+                worker.trial = Trial(request, placed.row, placed.generation, request.num_generated)
+            admission.close()
+            return NO_INDICES
+        row = worker.trial.row
+        if rows.state[row] != DECODE:
+            self._add_chunk(row)
+            return NO_INDICES
+        alone = np.array([row], np.intp)
+        if rows.length[row] < rows.allowed[row] and rows.length[row] > rows.capacity[row] and self._pool.num_available:
+            self._append(alone)
+        if rows.length[row] < rows.allowed[row] and rows.length[row] <= rows.capacity[row]:
+            return alone
+        worker.end_trial()
+        return NO_INDICES
 
     def _schedule_decodes(self) -> IndexArray:
         """The decode rows that take part, ascending; gives blocks to those that need one."""
@@ -292,6 +335,8 @@ class Planner:
                 successor_due=self._now + worker.clock.lead(num_tokens),
                 # Rows that decoded before, and were not held out, could always go on.
                 goes_on=bool(worker.in_flight) or len(decodes) > len(releases),
+                chunk_rows=self._chunk_rows,
+                solo=worker.trial.request if worker.trial is not None else None,
                 copy_ids=[copy.copy_id for copy in self._swap_outs + self._swap_ins],
                 allowance=worker.clock.deadline(num_tokens),
             )

@@ -109,6 +109,12 @@ class Request:
     """Generated tokens when it was last preempted; it is not paused again before it has more."""
     swapped: SwappedKV | None = None
     """Its KV in a worker's host memory, while it waits after having been swapped out."""
+    fatal_steps: int = 0
+    """Steps that a worker died of and that it took part in; see `suspicion`."""
+    fatal_at: int = 0
+    """Generated tokens at the last of them."""
+    suspect: bool = False
+    """It runs alone until it is cleared."""
     unsettled: bool = False
     """Steps in flight still name a row that it has left."""
     credit_remainder: int = 0

@@ -33,6 +33,7 @@ from scheduler_svc.core.registry import RequestRegistry
 from scheduler_svc.core.request import RequestState
 from scheduler_svc.core.stats import SchedulerStats, worker_stats
 from scheduler_svc.core.step_clock import EARLY_S
+from scheduler_svc.core.suspicion import CONDEMNED, took_part
 from scheduler_svc.core.worker import Worker
 
 
@@ -195,7 +196,7 @@ class Scheduler:
     def _worker_hello(self, event: ev.WorkerHello, now: float) -> None:
         again = self._fleet.get(event.worker)
         if again is not None:
-            self._lose(again, "it said hello again", now)
+            self._lose(again, "it said hello again", now, fatal=True)
         reason = self._fleet.refusal(event, model_in_use=bool(self._requests))
         if reason is not None:
             self._effects.append(WorkerRefused(worker=event.worker, reason=reason))
@@ -203,7 +204,7 @@ class Scheduler:
             # A process that cannot serve displaces nobody, whatever it calls itself.
             replaced = self._fleet.named(event.worker_id)
             if replaced is not None:
-                self._lose(replaced, "another process serves under its name", now)
+                self._lose(replaced, "another process serves under its name", now, fatal=True)
                 self._effects.append(WorkerUnknown(worker=replaced.peer))
             worker = self._fleet.join(event)
             self._effects.append(WorkerWelcomed(worker=event.worker, epoch=worker.epoch))
@@ -212,17 +213,24 @@ class Scheduler:
     def _worker_lost(self, event: ev.WorkerLost, now: float) -> None:
         worker = self._fleet.get(event.worker)
         if worker is not None:
-            self._lose(worker, event.reason, now)
+            self._lose(worker, event.reason, now, fatal=not event.orderly)
             self._announce()
 
-    def _lose(self, worker: Worker, reason: str, now: float) -> None:
-        """Ends a worker's epoch: what ran there waits again."""
+    def _lose(self, worker: Worker, reason: str, now: float, *, fatal: bool) -> None:
+        """Ends a worker's epoch: what ran there waits again; `fatal` when it may have died of what it computed."""
+        aboard = worker.aboard() if fatal else []
+        is_certain = worker.dies_of() is not None
         left_behind = self._fleet.leave(worker, now)
         for request in left_behind:
             self._requests.displace(request, "worker lost", f"lost {worker.worker_id}: {reason}", now)
         if left_behind:
             ids = tuple(request.request_id for request in left_behind)
             self._effects.append(WorkerEmptied(worker_id=worker.worker_id, reason=reason, request_ids=ids))
+        for request in aboard:
+            took_part(request)
+            request.note(now, f"in a fatal step: {request.fatal_steps}")
+            if is_certain:
+                self._requests.end(request, EndReason.POISON, now, message=CONDEMNED)
 
     def _drain_requested(self, event: ev.DrainRequested, now: float) -> None:
         worker = self._fleet.named(event.worker_id)
@@ -256,7 +264,7 @@ class Scheduler:
         try:
             settled = settle(worker, event, now)
         except ProtocolViolationError as error:
-            self._give_up(worker, str(error), now)
+            self._give_up(worker, str(error), now, fatal=False)
             return
         if settled.num_prefill_tokens:
             worker.gate.prefill_measured(settled.duration)
@@ -272,6 +280,7 @@ class Scheduler:
                 )
             )
         self._deliver(worker, settled)
+        worker.judge()
         for request in settled.prefilled:
             self._effects.append(AttemptPrefilled(frontend=request.key.frontend, stream=request.key.stream))
         for request, token in settled.stopped:
@@ -322,8 +331,8 @@ class Scheduler:
             return None
         return worker if worker.epoch == event.epoch else None
 
-    def _give_up(self, worker: Worker, reason: str, now: float) -> None:
-        self._lose(worker, reason, now)
+    def _give_up(self, worker: Worker, reason: str, now: float, *, fatal: bool) -> None:
+        self._lose(worker, reason, now, fatal=fatal)
         self._effects.append(WorkerUnknown(worker=worker.peer))
         self._announce()
 
@@ -348,7 +357,7 @@ class Scheduler:
 
     def _time_passed(self, event: ev.TimePassed, now: float) -> None:
         for worker in self._fleet.overdue(now):
-            self._give_up(worker, f"step {worker.answered_step + 1} is overdue", now)
+            self._give_up(worker, f"step {worker.answered_step + 1} is overdue", now, fatal=True)
         self._requests.time_passed(now)
 
     def _shutdown_requested(self, event: ev.ShutdownRequested, now: float) -> None:

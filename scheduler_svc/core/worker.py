@@ -17,9 +17,10 @@ from scheduler_svc.core.block_pool import BlockPool
 from scheduler_svc.core.capacity import Capacity
 from scheduler_svc.core.events import ModelFacts, Peer
 from scheduler_svc.core.partial_blocks import PartialMatch
-from scheduler_svc.core.request import Request
+from scheduler_svc.core.request import Request, RequestState
 from scheduler_svc.core.rows import RowTable
 from scheduler_svc.core.step_clock import StepClock
+from scheduler_svc.core.suspicion import PROBATION, acquit
 from scheduler_svc.core.swapping import BlockCopy, SwappedKV, SwapSpace
 from shared.prefix_keys import KEY_BYTES, BlockKey, following_keys, root_key
 
@@ -43,10 +44,25 @@ class StepInFlight:
     """When the plan after it should go out."""
     goes_on: bool
     """Whether there was enough to do for it to be planned before its predecessor was answered."""
+    chunk_rows: list[int]
+    """Rows with a chunk of their prompt in it."""
+    solo: Request | None
+    """The suspect, if it holds nothing else."""
     copy_ids: list[int]
     """Block copies in it; all are done when it is answered."""
     allowance: float
     """How long it may take from when it began, in seconds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """A suspect that runs alone."""
+
+    request: Request
+    row: int
+    generation: int
+    num_generated: int
+    """When it began."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +133,9 @@ class Worker:
     answered_step: int = 0
     last_tokens: int = 0
     compiling_until: float = 0.0
+    trial: Trial | None = None
+    trial_due: bool = False
+    """A suspect waits that would fit: the next plan is its own, once nothing is in flight."""
     draining: bool = False
     """It takes nothing new."""
     counters: WorkerCounters = field(default_factory=WorkerCounters)
@@ -266,6 +285,36 @@ class Worker:
     def has_work(self) -> bool:
         """Whether something runs here, or there are rows to be told of that do no more."""
         return bool(self.rows.num_running or self.pending_leaves)
+
+    def aboard(self) -> list[Request]:
+        """The live requests that took part in steps in flight; some of them may only have been about to."""
+        if (suspect := self.dies_of()) is not None:
+            return [suspect] if suspect.state is not RequestState.FINISHED else []
+        rows = {row for step in self.in_flight for row in (*step.rows.tolist(), *step.chunk_rows)}
+        present = [self.rows.requests[row] for row in sorted(rows)]
+        gone = [departure.request for departure in self.departed.values()]
+        return [r for r in (*present, *gone) if r is not None and r.state is not RequestState.FINISHED]
+
+    def dies_of(self) -> Request | None:
+        """The suspect, if nothing else is being computed: whose doing it is if the worker dies now."""
+        return self.in_flight[0].solo if len(self.in_flight) == 1 else None
+
+    def judge(self) -> None:
+        """Ends the trial of a suspect that has survived it, or that has left its row."""
+        trial = self.trial
+        if trial is None:
+            return
+        rows, row = self.rows, trial.row
+        if rows.requests[row] is not trial.request or rows.generation[row] != trial.generation:
+            self.trial = None
+        elif rows.num_generated(row) - trial.num_generated >= PROBATION:
+            self.end_trial()
+
+    def end_trial(self) -> None:
+        """The suspect has survived as far as it can be tried: it goes on with the others."""
+        assert self.trial is not None
+        acquit(self.trial.request)
+        self.trial = None
 
     def step_deadline(self) -> float | None:
         """When the oldest step in flight is overdue, or None when nothing is in flight."""

@@ -52,12 +52,14 @@ class Fault(enum.Enum):
     STALLED_READER = enum.auto()
     SUBMITTED_TWICE = enum.auto()
     INVALID_REQUEST = enum.auto()
+    # A request that kills whoever computes it, see `scenario`.
+    POISON = enum.auto()
 
 
 _KINDS = list(Fault)
 STEP_FAULTS = _KINDS[: _KINDS.index(Fault.SCHEDULER_STALL)]
 TIMED_FAULTS = _KINDS[_KINDS.index(Fault.SCHEDULER_STALL) : _KINDS.index(Fault.CANCEL)]
-REQUEST_FAULTS = _KINDS[_KINDS.index(Fault.CANCEL) :]
+REQUEST_FAULTS = _KINDS[_KINDS.index(Fault.CANCEL) : _KINDS.index(Fault.POISON)]
 
 _WEIGHTS = {Fault.SPOILT_ROW: 5, Fault.STALE_EPOCH: 3, Fault.WRONG_ROWS: 2}
 """Of faults that only seldom meet the situation in which they matter; 1 for the others."""

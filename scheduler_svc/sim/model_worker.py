@@ -133,6 +133,11 @@ class ModelWorker:
         row = self._writer[block]
         return row.name if row is not None else None
 
+    def taking_part(self, plan: Plan) -> list[Row]:
+        """The rows that a plan, which has just been executed, computed something for."""
+        chunks = set(plan.chunk_rows.tolist())
+        return [row for row in self.rows.values() if row.index in chunks or (row.decoding and not row.held)]
+
     def execute(self, plan: Plan) -> ev.StepDone:
         """One step; returns the answer."""
         if plan.epoch != self.epoch or plan.worker != self.peer:

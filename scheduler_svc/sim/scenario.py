@@ -6,13 +6,13 @@ real pool meets in a month. A few seeds are larger. Times are such that every li
 
 import dataclasses
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from scheduler_svc.core.batching import BATCHING_MODES, BatchingLimits
 from scheduler_svc.core.capacity import CAPACITY_MODES
 from scheduler_svc.core.config import POLICIES, PREFIX_CACHES, CoreConfig, RequestClass, TenantLimits
 from scheduler_svc.core.victims import VICTIM_RULES
-from scheduler_svc.sim.faults import FaultRates, draw_rates
+from scheduler_svc.sim.faults import Fault, FaultRates, draw_rates
 
 TENANTS = ("", "a", "b", "c")
 
@@ -110,7 +110,7 @@ def draw(seed: int, *, faults: bool = True) -> Scenario:
             tick=rng.choice((0.05, 0.2, 0.4)),
         ),
         traffic=_draw_traffic(rng, step, context, max_num_seqs, len(workers)),
-        faults=draw_rates(rng, step) if faults else FaultRates((), 0.0, (), 0.0, {}),
+        faults=_with_poison(draw_rates(rng, step), seed) if faults else FaultRates((), 0.0, (), 0.0, {}),
         check_every=rng.choice((32, 64, 128)),
     )
 
@@ -171,6 +171,14 @@ def _draw_config(rng: random.Random, max_num_seqs: int) -> CoreConfig:
         stall_timeout_s=rng.choice((0.0, 0.1, 0.5, 5.0)),
         watermark=rng.choice((0.0, 0.01, 0.1, 0.5)),
     )
+
+
+def _with_poison(rates: FaultRates, seed: int) -> FaultRates:
+    """Requests that kill workers, in one of four worlds."""
+    rng = random.Random(f"poison of {seed}")
+    if rng.random() < 0.75:
+        return rates
+    return replace(rates, of_requests=rates.of_requests | {Fault.POISON: 10 ** rng.uniform(-2.5, -1.0)})
 
 
 def _draw_classes(seed: int) -> dict[str, RequestClass]:

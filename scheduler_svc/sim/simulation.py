@@ -16,6 +16,7 @@ from scheduler_svc.core import events as ev
 from scheduler_svc.core.fleet import OWN_STALL_S
 from scheduler_svc.core.plan import Plan
 from scheduler_svc.core.scheduler import Scheduler
+from scheduler_svc.core.suspicion import FATAL_STEPS
 from scheduler_svc.sim.agenda import Agenda
 from scheduler_svc.sim.clients import Clients
 from scheduler_svc.sim.cluster import Cluster
@@ -23,6 +24,7 @@ from scheduler_svc.sim.coverage import Coverage
 from scheduler_svc.sim.faults import NONE, Fault
 from scheduler_svc.sim.promises import Promises
 from scheduler_svc.sim.scenario import Scenario
+from scheduler_svc.sim.sites import Epoch, Site
 from scheduler_svc.sim.stream import Stream
 from scheduler_svc.sim.violation import StreamName, ViolationError
 from scheduler_svc.sim.world import World
@@ -215,10 +217,29 @@ class Simulation:
             stream = self._clients.live.get(name)
             if stream is not None:
                 stream.row_failed = True
+        self._poison(site, epoch, plan)
         while epoch.spoilt:
             # Somebody should be about to build on it, or it would harm nobody else.
             self._agenda.after(self._world.latency(), self._clients.follow, epoch.spoilt.pop())
         self._promises.plan_made(plan, epoch)
+
+    def _poison(self, site: Site, epoch: Epoch, plan: Plan) -> None:
+        """The worker dies if somebody in the step is of the kind that workers die of."""
+        if not self._scenario.faults.of_requests.get(Fault.POISON) or not site.lives(epoch):
+            return
+        for row in epoch.model.taking_part(plan):
+            stream = self._clients.live.get(row.name)
+            if stream is None or stream.demand.poison_at is None:
+                continue
+            if len(row.tokens) - len(stream.demand.prompt) < stream.demand.poison_at:
+                continue
+            self._world.fault(Fault.POISON)
+            stream.murders += 1
+            # Other faults may befall the same worker at the same time and take the blame.
+            if stream.murders > 2 * (FATAL_STEPS + 1):
+                raise ViolationError("poison", f"{stream.murders} workers have died of it", stream.name)
+            site.crash(silent=self._world.rng.random() < 0.2)
+            return
 
     # ---------------------------------------------------------------- faults of any time
 

@@ -154,6 +154,10 @@ class Site:
             world.agenda.after(world.rng.random() * _NOTICE_S, world.feed, lost)
         self._boot_after(world.rng.uniform(0.0, 0.3) if back_after is None else back_after)
 
+    def lives(self, epoch: Epoch) -> bool:
+        """Whether the process that has this epoch is there."""
+        return self.epoch is epoch and self._world.now < epoch.dead_from
+
     # ---------------------------------------------------------------- steps
 
     def execute(self, epoch: Epoch, plan: Plan) -> list[StreamName]:

@@ -54,6 +54,8 @@ class Stream:
         self.row: tuple[int, int] | None = None
         """(row, generation) on that worker."""
         self.placements = 0
+        self.murders = 0
+        """Workers that died of it."""
         self.preemptions = 0
         self.preempted_at = -1
         """Tokens it had when it was last preempted."""
@@ -82,7 +84,7 @@ class Stream:
         self.arrival = self.last_move = now
         self.context = math.inf
         self.placed = None
-        self.placements = self.preemptions = 0
+        self.placements = self.preemptions = self.murders = 0
         self.preempted_at = -1
         self.unsettled_until = None
 

@@ -39,6 +39,8 @@ class Demand:
     twice: bool
     """Submitted a second time by a front end in doubt."""
     valid: bool
+    poison_at: int | None = None
+    """Whoever computes it dies once it has so many generated tokens."""
 
 
 class Traffic:
@@ -113,6 +115,8 @@ class Traffic:
                     demand = replace(demand, credit=rng.randint(0, 40), take_s=None)
                 case Fault.SUBMITTED_TWICE:
                     demand = replace(demand, twice=True)
+                case Fault.POISON:
+                    demand = replace(demand, poison_at=rng.choice((0, 0, rng.randrange(demand.max_tokens))))
                 case Fault.INVALID_REQUEST:
                     demand = replace(demand, prompt=self._invalid(demand.prompt), valid=False)
         return demand

@@ -3,7 +3,7 @@ its folder in PYTHONPATH; nothing of it is in the product.
 
 * SIGUSR1 makes the main thread hang: signal handlers run there, so the loop stands still while ZeroMQ's threads live.
 * CHAOS_PROXIES names a folder of sockets, one per worker: the worker connects to its own instead of the scheduler's.
-* CHAOS_POISON is a token: a step whose batch holds it ends the process, as a fault in a kernel would.
+* CHAOS_POISON is a run of tokens: a step whose batch holds it ends the process, as a fault in a kernel would.
 """
 
 import importlib.abc
@@ -32,11 +32,11 @@ def _through_proxy(sockets: Any) -> None:
 
 
 def _poisonable(batch: Any) -> None:
-    build, poison = batch.BatchBuilder.build, int(os.environ["CHAOS_POISON"])
+    build, poison = batch.BatchBuilder.build, f",{os.environ['CHAOS_POISON']},"
 
     def watched(*arguments: Any) -> Any:
         built = build(*arguments)
-        if built is not None and poison in built.input_ids.tolist():
+        if built is not None and poison in f",{','.join(map(str, built.input_ids.tolist()))},":
             os.kill(os.getpid(), signal.SIGKILL)
         return built
 

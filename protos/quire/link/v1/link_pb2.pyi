@@ -63,6 +63,8 @@ class _EndReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_EndReason.V
     """The reader took nothing for longer than the configured time."""
     END_REASON_SHUTDOWN: _EndReason.ValueType  # 11
     """The service is shutting down."""
+    END_REASON_POISON: _EndReason.ValueType  # 12
+    """Workers died each time they computed it, the last time alone."""
 
 class EndReason(_EndReason, metaclass=_EndReasonEnumTypeWrapper):
     """Why a stream ended."""
@@ -93,6 +95,8 @@ END_REASON_STALLED: EndReason.ValueType  # 10
 """The reader took nothing for longer than the configured time."""
 END_REASON_SHUTDOWN: EndReason.ValueType  # 11
 """The service is shutting down."""
+END_REASON_POISON: EndReason.ValueType  # 12
+"""Workers died each time they computed it, the last time alone."""
 Global___EndReason: _TypeAlias = EndReason  # noqa: Y015
 
 @_typing.final
