@@ -22,7 +22,7 @@ FUZZED := tests/worker_svc/test_session.py tests/worker_svc/test_malformed_plans
   tests/services/test_fuzz.py tests/services/test_stop_strings.py tests/services/test_detokenizer.py
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run node-packages test chaos sim mutants plots fuzz kernels-all lint format protos protos-check protos-breaking model clean
+.PHONY: help setup run node-packages test load-test chaos sim mutants plots fuzz kernels-all lint format protos protos-check protos-breaking model clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sort | awk -F ':.*## ' '{printf "  make %-16s %s\n", $$1, $$2}'
@@ -58,6 +58,18 @@ node-packages: $(NODE_STAMP) ## install what the test of the Node client needs, 
 
 test: setup node-packages ## every promise that can be checked in 15 minutes on 2 cores
 	@exec $(BIN)/python -m tests.run $(ARGS)
+
+# An independent tool, in a venv of its own: it brings torch and much else along.
+GUIDELLM := guidellm==0.8.1
+build/guidellm/.installed:
+	@echo "installing $(GUIDELLM) into build/guidellm"
+	@$(PYTHON) -m venv build/guidellm
+	@build/guidellm/bin/pip install --quiet --disable-pip-version-check $(TORCH) && \
+	  build/guidellm/bin/pip install --quiet --disable-pip-version-check $(GUIDELLM)
+	@touch $@
+
+load-test: setup build/guidellm/.installed ## guidellm, an independent load tool, drives the OpenAI API
+	@exec $(BIN)/python -m tests.e2e.load_tool build/guidellm/bin/guidellm
 
 sim: setup ## simulate the scheduler with faults for ten minutes on all cores
 	@exec $(BIN)/quire sim --minutes 10
