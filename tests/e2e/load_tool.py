@@ -1,4 +1,4 @@
-"""`make load-test`: guidellm, a load tool that knows nothing of Quire, drives its OpenAI API; every request must succeed.
+"""`make load-test`: guidellm, a load tool that knows nothing of Quire, drives its OpenAI API; no request may fail.
 
     python -m tests.e2e.load_tool PATH_OF_GUIDELLM
 
