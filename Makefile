@@ -22,7 +22,7 @@ FUZZED := tests/worker_svc/test_session.py tests/worker_svc/test_malformed_plans
   tests/services/test_fuzz.py tests/services/test_stop_strings.py tests/services/test_detokenizer.py
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run node-packages test load-test chaos sim mutants plots fuzz kernels-all lint format protos protos-check protos-breaking model clean
+.PHONY: help setup run node-packages test load-test chaos sim mutants plots fuzz schemas kernels-all lint format protos protos-check protos-breaking model clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sort | awk -F ':.*## ' '{printf "  make %-16s %s\n", $$1, $$2}'
@@ -80,6 +80,9 @@ chaos: setup ## 60 faults strike workers under 200 streams: nothing lost or repe
 
 fuzz: setup ## frames and requests of every kind, with 100 times the examples of make test
 	@exec env QUIRE_EXAMPLES=$(EXAMPLES) $(BIN)/python -m tests.run --timeout=0 $(FUZZED)
+
+schemas: setup ## answers to 200 generated JSON schemas, validated (a few minutes)
+	@exec env QUIRE_SCHEMAS=200 $(BIN)/python -m tests.run --timeout=0 tests/e2e/test_grammars.py
 
 kernels-all: setup ## kernels at every type and size: interpreted, and compiled for sm_80 and sm_90 (40 minutes)
 	$(BIN)/python -m tests.run tests/kernels

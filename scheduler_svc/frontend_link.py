@@ -5,6 +5,7 @@ used is answered with INVALID here, so that no other request of its frame suffer
 what a request holds.
 """
 
+import hashlib
 import math
 from dataclasses import dataclass, field
 
@@ -20,6 +21,7 @@ from shared.frames import LINK_PROTOCOL_VERSION, TOKEN_BYTES, MalformedFrameErro
 from shared.prefix_keys import KEY_BYTES
 
 _INT32_MAX = 0x7FFFFFFF
+_MAX_GRAMMAR = 1 << 20
 
 
 class _UnusableSubmissionError(ValueError):
@@ -90,6 +92,8 @@ def _arrival(peer: ev.Peer, submission: link_pb2.Submission, now: float) -> ev.R
     if submission.stream > _INT32_MAX:
         raise _UnusableSubmissionError("a stream number beyond int32")
     _check_sampling(submission.sampling)
+    if len(submission.grammar) > _MAX_GRAMMAR:
+        raise _UnusableSubmissionError(f"a grammar of more than {_MAX_GRAMMAR} bytes")
     _check_keys(submission)
     return ev.RequestArrived(
         frontend=peer,
@@ -110,6 +114,8 @@ def _arrival(peer: ev.Peer, submission: link_pb2.Submission, now: float) -> ev.R
         request_class=submission.request_class,
         priority=submission.priority,
         computes_whole_prompt=submission.computes_whole_prompt,
+        grammar=submission.grammar,
+        grammar_key=hashlib.sha256(submission.grammar).digest() if submission.grammar else b"",
         expected_output_tokens=submission.expected_output_tokens,
         ttft_deadline=_point_in_time(submission.ttft_target_ns, now),
         total_deadline=_point_in_time(submission.total_time_target_ns, now),

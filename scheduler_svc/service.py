@@ -242,6 +242,9 @@ class SchedulerService:
                         reason=effect.reason,
                         request_ids=effect.request_ids,
                     )
+                case ef.GrammarWanted():
+                    frame = worker_link.encode_prepare_grammar(effect.epoch, key=effect.key, grammar=effect.grammar)
+                    self._send_to_worker(effect.worker, frame, now)
                 case ef.AttemptPrefilled():
                     self._tracing.attempt_prefilled((effect.frontend, effect.stream), now)
                 case ef.AttemptEnded():

@@ -40,6 +40,10 @@ def decode(peer: ev.Peer, payload: bytes) -> tuple[ev.Event, plan_pb2.StepTiming
         case "compiling":
             expected_s = message.compiling.expected_ms / 1000
             return ev.WorkerCompiling(worker=peer, epoch=message.epoch, expected_s=expected_s), None
+        case "grammar":
+            report = message.grammar
+            failure = " ".join(report.failure.split())[:500]
+            return ev.GrammarReported(worker=peer, epoch=message.epoch, key=report.key, failure=failure), None
         case "goodbye":
             return ev.WorkerLost(worker=peer, reason=f"goodbye: {message.goodbye.reason}", orderly=True), None
         case _:
@@ -83,6 +87,12 @@ def encode_refused(reason: str) -> bytes:
     return plan_pb2.SchedulerMessage(refused=plan_pb2.Refused(reason=reason)).SerializeToString()
 
 
+def encode_prepare_grammar(epoch: int, *, key: bytes, grammar: bytes) -> bytes:
+    """Asks for a grammar to be compiled."""
+    prepare = plan_pb2.PrepareGrammar(key=key, grammar=grammar)
+    return plan_pb2.SchedulerMessage(epoch=epoch, prepare_grammar=prepare).SerializeToString()
+
+
 def encode_ping(epoch: int) -> bytes:
     """Says that the scheduler is there and still holds the epoch open."""
     return plan_pb2.SchedulerMessage(epoch=epoch, ping=plan_pb2.Ping()).SerializeToString()
@@ -101,6 +111,7 @@ def _admission(admission: RowAdmission, traceparent: str) -> plan_pb2.Admission:
         num_computed_tokens=admission.num_computed_tokens,
         block_tables=[to_column(admission.blocks)],
         sampling=plan_pb2.SamplingParams.FromString(admission.sampling),
+        grammar=admission.grammar,
         request_id=admission.request_id,
         traceparent=traceparent,
     )

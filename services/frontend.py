@@ -23,6 +23,7 @@ from services.boundary import Boundary
 from services.calls import CallsInProgress
 from services.core_link import CoreLink
 from services.generation import Generator, Services
+from services.grammars import GrammarChecker
 from services.http.app import make_api
 from services.http.server import HttpServer, listening_socket
 from services.metrics import FrontendMetrics
@@ -63,7 +64,8 @@ class Frontend:
             families=self._metrics.families,
             on_state=lambda: self._health.set_ready(self.link.ready),
         )
-        services = Services(config, self.link, tokenizer, self._metrics, telemetry.tracer)
+        self._grammars = GrammarChecker(resolve_model(config.model, weights=False) / "tokenizer.json")
+        services = Services(config, self.link, tokenizer, self._grammars, self._metrics, telemetry.tracer)
         self._generator = Generator(services)
         self._texts = Texts(services, self._generator)
         calls = CallsInProgress(config.max_concurrent_requests)
@@ -120,6 +122,7 @@ class Frontend:
         """Lets go of what does not listen."""
         await self.link.close()
         self._tokenizer.close()
+        self._grammars.close()
         await asyncio.to_thread(self._telemetry.shutdown)
 
     def _make_grpc_server(self, services: Services, calls: CallsInProgress) -> aio.Server:

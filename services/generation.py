@@ -22,6 +22,7 @@ from services.chat import template_input
 from services.chat_template import ChatTemplateError
 from services.core_link import CoreLink
 from services.errors import RETRY_MS, error_of, finish_reason
+from services.grammars import GrammarChecker
 from services.logprobs import token_logprobs
 from services.metrics import FrontendMetrics
 from services.scheduling import block_keys, wishes
@@ -59,6 +60,7 @@ class Services:
     config: FrontendConfig
     link: CoreLink
     tokenizer: TextTokenizer
+    grammars: GrammarChecker
     metrics: FrontendMetrics
     tracer: Tracer
 
@@ -185,6 +187,7 @@ class Generator:
             max_tokens=max_tokens,
             stop_token_ids=to_column(valid.stop_token_ids),
             sampling=valid.sampling.SerializeToString(),
+            grammar=await services.grammars.check(request.grammar, model) if request.HasField("grammar") else b"",
             wants_scores=valid.logprobs,
             wants_prompt_scores=valid.prompt_logprobs,
             stop_strings=valid.stop_strings,

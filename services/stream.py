@@ -39,6 +39,8 @@ class StreamRequest:
     max_tokens: int
     stop_token_ids: bytes = b""
     """Column."""
+    grammar: bytes = b""
+    """A serialized quire.plan.v1.Grammar; empty: none."""
     sampling: bytes = b""
     """A serialized quire.plan.v1.SamplingParams."""
     wants_scores: bool = False
@@ -171,6 +173,7 @@ class Stream:
             block_keys=request.block_keys,
             block_size=request.block_size,
             computes_whole_prompt=request.wants_prompt_scores,
+            grammar=request.grammar,
         )
         request.scheduling.fill(submission, now)
         return submission

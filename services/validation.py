@@ -12,6 +12,7 @@ from protos.quire.link.v1 import link_pb2
 from protos.quire.plan.v1 import plan_pb2
 from quire.v1 import generation_pb2 as v1
 from services.chat import check_chat
+from services.grammars import check_grammar
 from services.scheduling import check_scheduling
 from shared.columns import to_column
 from shared.errors import FieldViolation, InvalidRequestError, UnsupportedFieldError
@@ -75,13 +76,15 @@ def validate(request: v1.GenerateRequest, model: link_pb2.ServedModel, *, has_ch
         *_check_sampling(request.sampling, model),
         *_check_stop(request.stop, model),
         *_check_output(request.output),
+        *check_grammar(request),
         *check_scheduling(request.scheduling),
     ]
     if violations:
         raise InvalidRequestError(*violations)
     _refuse_unsupported(request)
     sampling, stop, output = request.sampling, request.stop, request.output
-    eos = () if stop.ignore_eos else tuple(model.eos_token_ids)
+    # A grammar ends by the model's end-of-sequence token, which it allows where the output may end and nowhere else.
+    eos = () if stop.ignore_eos and not request.HasField("grammar") else tuple(model.eos_token_ids)
     stop_token_ids = tuple(dict.fromkeys((*eos, *stop.stop_token_ids)))
     return ValidRequest(
         request_id=request.request_id or draw_request_id(),
@@ -259,7 +262,7 @@ def _sampling_params(request: v1.GenerateRequest, stop_token_ids: tuple[int, ...
         biases = sorted(sampling.logit_bias.items())
         params.bias_token_ids = to_column([token_id for token_id, _ in biases])
         params.bias_values = struct.pack(f"<{len(biases)}f", *(value for _, value in biases))
-    if stop.min_tokens:
+    if stop.min_tokens or request.HasField("grammar"):
         params.stop_token_ids = to_column(stop_token_ids)
     if output.HasField("logprobs"):
         params.logprobs = output.logprobs
@@ -270,7 +273,6 @@ def _sampling_params(request: v1.GenerateRequest, stop_token_ids: tuple[int, ...
 
 def _refuse_unsupported(request: v1.GenerateRequest) -> None:
     is_set = {
-        "grammar": request.HasField("grammar"),
         "resumable": request.resumable,
         "adapter": bool(request.adapter),
     }

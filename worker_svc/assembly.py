@@ -8,6 +8,7 @@ from opentelemetry.trace import Tracer
 from shared.config import ConfigError, WorkerConfig, parse_bytes
 from worker_svc.accelerator import Accelerator
 from worker_svc.engine import Engine
+from worker_svc.grammars import GrammarStore
 from worker_svc.kv_pool import allocate, block_bytes, count_blocks, cuda_memory_left
 from worker_svc.limits import Limits
 from worker_svc.model.base import Model
@@ -57,9 +58,15 @@ def build_engine(
         limits,
         device,
         tracer,
+        grammars=_grammar_store(description),
         accelerator=accelerator,
         decode_graphs=config.decode_graphs and model.capturable,
     )
+
+
+def _grammar_store(description: ModelDescription) -> GrammarStore | None:
+    path = description.folder / "tokenizer.json"
+    return GrammarStore(path, description.vocab_size, description.eos_token_ids) if path.is_file() else None
 
 
 def _memory_for_kv(config: WorkerConfig, model: Model, limits: Limits, dtype: torch.dtype, device: torch.device) -> int:

@@ -23,6 +23,7 @@ from worker_svc.block_tables import IntArray
 from worker_svc.decode_graphs import DecodeGraphs, DecodeLanes, buckets
 from worker_svc.device_state import DeviceState
 from worker_svc.executor import DeviceTimes, DoneStep, StepInFlight, StepOutput, make_executor
+from worker_svc.grammars import GrammarStore
 from worker_svc.limits import Limits
 from worker_svc.model.base import KVCache, Model
 from worker_svc.rows import RowTable
@@ -69,6 +70,7 @@ class Engine:
         *,
         accelerator: Accelerator | None = None,
         decode_graphs: bool = False,
+        grammars: GrammarStore | None = None,
     ) -> None:
         """
         Args:
@@ -78,6 +80,7 @@ class Engine:
             device: where `model` and `caches` are.
             tracer: for the spans of steps and rows.
             accelerator: what orders the work on `device`; None: the CPU.
+            grammars: compiled grammars; None: none can be used.
             decode_graphs: capture decode steps, here and now; needs an accelerator and a model that can be captured.
         """
         self._accelerator = accelerator
@@ -90,7 +93,9 @@ class Engine:
         self._caches = caches
         self._host_pool = HostPool(caches, limits.num_host_blocks)
         self._device = device
-        self._rows = RowTable(limits, device, state)
+        self._rows = RowTable(limits, device, state, grammars)
+        self.grammars = grammars
+        """The compiled grammars; None: none can be used."""
         self._graphs: DecodeGraphs | None = None
         lanes = None
         if accelerator is not None and state is not None and sizes:
@@ -216,6 +221,8 @@ class Engine:
             self._tracing.end_step(self._launched.popleft().spans, now)
         self._tracing.rows_left(self._rows.clear(), self._rows.num_computed, now)
         self._sampler.clear()
+        if self.grammars is not None:
+            self.grammars.forget_reports()
         self._reasons.clear()
 
     def _fail(self, rows: IntArray, generations: IntArray, tokens: Int32Array, result: plan_pb2.StepResult) -> None:

@@ -100,6 +100,11 @@ class Link:
         sent = self._send(plan_pb2.WorkerMessage(epoch=self._session.epoch, result=result))
         return None if sent else Lost("the scheduler takes nothing")
 
+    def send_grammar_report(self, report: plan_pb2.GrammarReport) -> None:
+        """Says what became of a grammar; one that is not heard is asked for again after the next Hello."""
+        if self._session.epoch:
+            self._send(plan_pb2.WorkerMessage(epoch=self._session.epoch, grammar=report))
+
     def tell_compiling(self, expected_ms: int) -> None:
         """Asks for so much more time for the step in hand; without an epoch there is none."""
         if self._session.epoch:

@@ -17,10 +17,12 @@ from shared.pulse import Pulse
 from worker_svc.engine import Engine
 from worker_svc.errors import PlanError
 from worker_svc.link import Link
-from worker_svc.session import Lost, PlanArrived, RefusedForGood, Welcomed
+from worker_svc.session import GrammarRequested, Lost, PlanArrived, RefusedForGood, Welcomed
 
 _IDLE_POLL_MS = 50
 """Longest wait for a frame; bounds how late a signal or silence is noticed."""
+_GRAMMAR_POLL_MS = 1
+"""The same while a grammar is being compiled; bounds how late the scheduler hears of it."""
 _BUSY_WAIT_S = 20e-6
 """Pause between two looks at an asynchronous device and the socket."""
 
@@ -62,7 +64,8 @@ class WorkerLoop:
     def _receive(self) -> Lost | None:
         """Takes what has arrived; waits for it when there is nothing else to do."""
         idle = not self._waiting and self._engine.num_in_flight == 0
-        for event in self._link.receive(_IDLE_POLL_MS if idle else 0):
+        self._report_grammars()
+        for event in self._link.receive(self._idle_poll_ms() if idle else 0):
             match event:
                 case PlanArrived(plan):
                     self._waiting.append((plan, time.time_ns()))
@@ -70,11 +73,29 @@ class WorkerLoop:
                     self._max_launched = min(max_in_flight, self._engine.max_in_flight)
                     bind_contextvars(epoch=f"{epoch:016x}")
                     get_logger().info("welcomed", max_in_flight=max_in_flight)
+                case GrammarRequested(request):
+                    self._prepare_grammar(request)
                 case RefusedForGood(reason):
                     raise RefusedError(reason)
                 case Lost():
                     return event
         return None
+
+    def _idle_poll_ms(self) -> int:
+        grammars = self._engine.grammars
+        return _GRAMMAR_POLL_MS if grammars is not None and grammars.pending else _IDLE_POLL_MS
+
+    def _prepare_grammar(self, request: plan_pb2.PrepareGrammar) -> None:
+        if self._engine.grammars is not None:
+            self._engine.grammars.prepare(request)
+        else:
+            failure = "this worker's model has no tokenizer.json, which grammars need"
+            self._link.send_grammar_report(plan_pb2.GrammarReport(key=request.key, failure=failure))
+
+    def _report_grammars(self) -> None:
+        if self._engine.grammars is not None:
+            for report in self._engine.grammars.take_reports():
+                self._link.send_grammar_report(report)
 
     def _step(self) -> Lost | None:
         """Launches what may be launched and answers what is ready."""

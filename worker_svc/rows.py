@@ -20,6 +20,7 @@ from shared.columns import Int32Array, MalformedColumnError, from_column, from_c
 from worker_svc.block_tables import BlockTables, IntArray
 from worker_svc.device_state import DeviceState
 from worker_svc.errors import PlanError
+from worker_svc.grammars import GrammarRows, GrammarStore
 from worker_svc.limits import Limits
 from worker_svc.logits import LogitsRules
 from worker_svc.sampling_columns import SamplingColumns
@@ -39,8 +40,15 @@ class RowState(enum.IntEnum):
 class RowTable:
     """All rows of one worker."""
 
-    def __init__(self, limits: Limits, device: torch.device, state: DeviceState | None = None) -> None:
-        """`state` is what the device's copy of the block tables is part of; None on a CPU."""
+    def __init__(
+        self,
+        limits: Limits,
+        device: torch.device,
+        state: DeviceState | None = None,
+        grammars: GrammarStore | None = None,
+    ) -> None:
+        """`state` is what the device's copy of the block tables is part of; None on a CPU. Without `grammars`, rows with
+        a grammar may sample nothing."""
         rows = limits.max_rows
         self._state_on_device = state
         self._limits = limits
@@ -61,6 +69,7 @@ class RowTable:
         )
         self.sampling = SamplingColumns(rows)
         self.rules = LogitsRules(limits.vocab_size, device)
+        self.grammars = GrammarRows(grammars, limits.vocab_size)
         self.last_token = torch.zeros(rows + 1, dtype=torch.int64, device=device)
         """`[max_rows + 1] int64` on the device: the token each row sampled last; the last place is nobody's."""
 
@@ -93,6 +102,15 @@ class RowTable:
     def num_prompt(self) -> IntArray:
         """`[max_rows]`: tokens of each row that the client gave."""
         return self._num_prompt
+
+    def needs_host_tokens(self, row: int) -> bool:
+        """Whether the row's next token must not be chosen before its last one is known on the host."""
+        return row in self.grammars or self.rules.needs_host_tokens(row)
+
+    def note_token(self, row: int, token: int) -> None:
+        """What the row has sampled, for those that need it on the host."""
+        self.rules.note_token(row, token)
+        self.grammars.note_token(row, token)
 
     def request_id(self, row: int) -> str:
         """The request that occupies a row, or did so last."""
@@ -247,6 +265,7 @@ class RowTable:
         for row in rows.tolist():
             self._prompts.pop(row, None)
             self.rules.leave(row)
+            self.grammars.leave(row)
         self._membership += 1
 
     def _admit(self, admission: plan_pb2.Admission) -> None:
@@ -281,6 +300,8 @@ class RowTable:
             tables.replace(row, blocks)
         self.sampling.set(row, admission.sampling)
         self.rules.admit(row, admission.sampling, tokens, admission.num_prompt_tokens)
+        stops = from_column(admission.sampling.stop_token_ids)
+        self.grammars.admit(row, admission.grammar, stops, tokens[admission.num_prompt_tokens :])
         self._membership += 1
 
     def _append(self, plan: plan_pb2.Plan) -> None:

@@ -1,7 +1,8 @@
 """From logits to tokens: the parameters of the rows that sample, gathered and kept for as long as the rows stay.
 
 The order of a step: log-probabilities are taken from the model's own logits; then the rules of the rows that have some
-change their logits (`worker_svc.logits`); then all rows sample together.
+change their logits (`worker_svc.logits`), and grammars mask theirs (`worker_svc.grammars`); then all rows sample
+together.
 """
 
 from dataclasses import dataclass, replace
@@ -22,7 +23,7 @@ NOT_FINITE = -1
 NOTHING_ALLOWED = -2
 FAILURES = {
     NOT_FINITE: "the model's logits are not finite",
-    NOTHING_ALLOWED: "no token is allowed by the request's sampling options",
+    NOTHING_ALLOWED: "no token is allowed by the request's sampling options and grammar",
 }
 """What stands in the place of a token when a row cannot sample, and what it means."""
 
@@ -33,6 +34,12 @@ class _Gathered:
 
     params: SamplingTensors
     rules: LogitsBatch | None
+    grammar_rows: tuple[int, ...]
+    """Rows with a grammar."""
+    grammar_index: torch.Tensor
+    """Their places in the batch, `[G] int64`."""
+    restricted: torch.Tensor | None
+    """Places of the rows that may find no token allowed, `[R] int64`; None: no row has rules or a grammar."""
     wanted: Wanted | None
     needs_host_tokens: bool
     """Some row does."""
@@ -71,23 +78,34 @@ class Sampler:
         own, of_prompts = logits[:num_rows], logits[num_rows:]
         failed = nonfinite_rows(own)
         raw = None if wanted is None else own[wanted.index]
-        without_choice = None
-        if rules is not None:
-            changed = self._table.rules.apply(own, rules, batch.positions_on_host)
-            without_choice = nonfinite_rows(changed)
-            own = own.to(torch.float32)
-            own[rules.index] = changed
+        restricted = gathered.restricted
+        if restricted is not None:
+            own = self._restrict(own, gathered, batch)
         tokens = sample(own, params)
         self._table.last_token[batch.sample_rows_on_device] = tokens
         if rules is not None:
             self._table.rules.count_sampled(rules, tokens)
         outcome = tokens.to(torch.int32)
-        if rules is not None and without_choice is not None:
-            outcome[rules.index] = outcome[rules.index].masked_fill(without_choice, NOTHING_ALLOWED)
+        if restricted is not None:
+            stuck = nonfinite_rows(own[restricted])
+            outcome[restricted] = outcome[restricted].masked_fill(stuck, NOTHING_ALLOWED)
         outcome = outcome.masked_fill(failed, NOT_FINITE)
         if gathered.needs_host_tokens:
             self._pending = HostTokens(outcome, batch.sample_rows, self._table.generation[batch.sample_rows])
         return Sampled(outcome, self._scores(raw, wanted, tokens, of_prompts, batch))
+
+    def _restrict(self, logits: torch.Tensor, gathered: _Gathered, batch: StepBatch) -> torch.Tensor:
+        """The float32 logits after rules and grammars."""
+        rules = gathered.rules
+        changed = None if rules is None else self._table.rules.apply(logits, rules, batch.positions_on_host)
+        logits = logits.to(torch.float32)
+        if rules is not None and changed is not None:
+            logits[rules.index] = changed
+        if gathered.grammar_rows:
+            allowed = upload(self._table.grammars.allowed(gathered.grammar_rows), self._device)
+            places = gathered.grammar_index
+            logits[places] = logits[places].masked_fill(~allowed, -torch.inf)
+        return logits
 
     def _scores(
         self,
@@ -114,8 +132,8 @@ class Sampler:
             return
         table = self._table
         for row, generation, token in pending.wait():
-            if token >= 0 and table.generation[row] == generation and table.rules.needs_host_tokens(row):
-                table.rules.note_token(row, token)
+            if token >= 0 and table.generation[row] == generation and table.needs_host_tokens(row):
+                table.note_token(row, token)
 
     def _gather_once(self, batch: StepBatch) -> _Gathered:
         """The rows' parameters; a step that changes the rows changes `membership`, so that both together are a key."""
@@ -136,7 +154,11 @@ class Sampler:
         ints = upload(np.concatenate((columns.top_k[rows], columns.choice[rows])), self._device)
         temperature, top_p, min_p = floats.chunk(3)
         top_k, choice = ints.chunk(2)
-        rules = self._table.rules
+        rules = self._table.rules.batch(rows)
+        grammars = self._table.grammars
+        grammar_places = [place for place, row in enumerate(rows.tolist()) if row in grammars] if len(grammars) else []
+        grammar_index = torch.tensor(grammar_places, dtype=torch.int64, device=self._device)
+        restricted = torch.cat([grammar_index] if rules is None else [rules.index, grammar_index])
         return _Gathered(
             SamplingTensors(
                 temperature=temperature,
@@ -150,9 +172,12 @@ class Sampler:
                 any_truncation=bool((random & truncated).any()),
                 typical_p=upload(columns.typical_p[rows], self._device) if typical.any() else None,
             ),
-            rules.batch(rows),
+            rules,
+            tuple(rows[grammar_places].tolist()),
+            grammar_index,
+            restricted if len(restricted) else None,
             self._wanted(batch),
-            any(rules.needs_host_tokens(row) for row in rows.tolist()) if len(rules) else False,
+            restricted.numel() > 0 and any(map(self._table.needs_host_tokens, rows.tolist())),
         )
 
     def _wanted(self, batch: StepBatch) -> Wanted | None:

@@ -36,6 +36,13 @@ class PlanArrived:
 
 
 @dataclass(frozen=True, slots=True)
+class GrammarRequested:
+    """A grammar is to be compiled."""
+
+    request: plan_pb2.PrepareGrammar
+
+
+@dataclass(frozen=True, slots=True)
 class Lost:
     """Drop all rows and say Hello again."""
 
@@ -56,7 +63,7 @@ class Malformed:
     reason: str
 
 
-Event = Welcomed | PlanArrived | Lost | RefusedForGood | Malformed
+Event = Welcomed | PlanArrived | GrammarRequested | Lost | RefusedForGood | Malformed
 
 
 class Session:
@@ -99,7 +106,12 @@ class Session:
         if self.epoch == 0 or message.epoch != self.epoch:
             return None
         self._heard = now
-        return self._plan(message.plan) if message.WhichOneof("body") == "plan" else None
+        match message.WhichOneof("body"):
+            case "plan":
+                return self._plan(message.plan)
+            case "prepare_grammar":
+                return GrammarRequested(message.prepare_grammar)
+        return None
 
     def _welcome(self, message: plan_pb2.SchedulerMessage, now: float) -> Event:
         if self.epoch:

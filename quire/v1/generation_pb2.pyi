@@ -576,7 +576,7 @@ Global___SchedulingOptions: _TypeAlias = SchedulingOptions  # noqa: Y015
 
 @_typing.final
 class Grammar(_message.Message):
-    """What the output must conform to, exactly one form. Not supported yet."""
+    """What the output must conform to, exactly one form; see docs/sampling.md."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -586,7 +586,7 @@ class Grammar(_message.Message):
     CHOICE_FIELD_NUMBER: _builtins.int
     JSON_OBJECT_FIELD_NUMBER: _builtins.int
     json_schema: _builtins.str
-    """A JSON schema as text."""
+    """A JSON schema as text, at most 128 KiB."""
     regex: _builtins.str
     """A regular expression over the whole output."""
     ebnf: _builtins.str
@@ -618,7 +618,7 @@ Global___Grammar: _TypeAlias = Grammar  # noqa: Y015
 
 @_typing.final
 class ChoiceGrammar(_message.Message):
-    """One of several strings."""
+    """One of several strings, at most 4,096."""
 
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -17,6 +17,7 @@ Read the modules in this order:
 * `rows` – the running requests of one worker as a struct of arrays.
 * `step_clock` – how long steps take: when to send the next plan, when to give a worker up; `forecast` – what a request
   will probably cost.
+* `grammars` – what a worker has compiled.
 * `worker` – one worker in one epoch: pool, rows, steps in flight; `fleet` – who may join, who is given up.
 * `capacity`, `batching`, `placement`, `victims` – small policies; `admission` – which waiting
   requests a worker takes in.

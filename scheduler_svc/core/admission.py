@@ -28,7 +28,7 @@ MAX_OVERTAKEN = 16
 MAX_OVERTAKING_TRIES = 8
 """How many requests that cannot start are looked past in one step."""
 MAX_ELSEWHERE = 256
-"""How many requests are left to other workers in one step."""
+"""How many requests are left to other workers, or wait for their grammar, in one step."""
 MAX_LEFT_ELSEWHERE = 32
 """How many plans leave a request to other workers; after that whoever can takes it."""
 MAX_PREFIX_WAITS = 256
@@ -69,6 +69,10 @@ class Admission:
         """Requests that cannot start now and that others were allowed to pass."""
         self._elsewhere: list[Request] = []
         """Requests that are better placed on another worker."""
+        self._unprepared: list[Request] = []
+        """Requests whose grammar this worker has not compiled yet."""
+        self.wanted: list[Request] = []
+        """Those of them whose grammar it is to be asked for."""
         self._num_tokens = 0
         self._ranked: dict[int, int] = {}
         """By sequence number: cached tokens, as they were when the request was first ranked for this plan."""
@@ -82,7 +86,7 @@ class Admission:
         if self._worker.draining:
             return None
         while self._may_look_further():
-            num_waiting = len(self._waiting) + len(self._passed) + len(self._elsewhere)
+            num_waiting = len(self._waiting) + len(self._passed) + len(self._elsewhere) + len(self._unprepared)
             if not num_waiting or not gate.is_open(
                 num_running=self._worker.rows.num_running, num_waiting=num_waiting, now=self._now
             ):
@@ -109,6 +113,11 @@ class Admission:
                 continue
             if self._is_for_another(request):
                 self._elsewhere.append(request)
+                continue
+            if not self._worker.grammars.is_ready(request.grammar_key):
+                self._unprepared.append(request)
+                if self._worker.grammars.ask(request.grammar_key):
+                    self.wanted.append(request)
                 continue
             room = self._room(request)
             if room is not None:
@@ -144,7 +153,7 @@ class Admission:
 
     def close(self) -> None:
         """Gives back to the queue what could not start."""
-        for request in self._passed + self._elsewhere:
+        for request in self._passed + self._elsewhere + self._unprepared:
             self._waiting.give_back(request)
 
     def _cached_tokens(self, request: Request) -> int:
@@ -157,7 +166,7 @@ class Admission:
     def _may_look_further(self) -> bool:
         return (
             self._num_tokens < MAX_ADMITTED_TOKENS
-            and len(self._elsewhere) < MAX_ELSEWHERE
+            and len(self._elsewhere) + len(self._unprepared) < MAX_ELSEWHERE
             and len(self._passed) < MAX_OVERTAKING_TRIES
             and not self._is_at_bound()
         )
@@ -246,7 +255,7 @@ def victims_for_urgent(worker: Worker, waiting: WaitingQueue, config: CoreConfig
     num_blocks = -(-len(request.tokens) // rows.block_size)
     # Blocks that wait for an answer come back without anybody being paused.
     need_blocks = max(0, num_blocks - pool.num_available - pool.num_retired)
-    if request.unsettled or not (need_row or need_blocks):
+    if request.unsettled or not (need_row or need_blocks) or not worker.grammars.is_ready(request.grammar_key):
         return []
     behind = waiting.rank(request) + config.preempt_threshold
     has_progress = rows.committed - rows.num_prompt > rows.preempted_at

@@ -114,6 +114,16 @@ class WorkerEmptied:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class GrammarWanted:
+    """A worker is to compile a grammar and to report."""
+
+    worker: Peer
+    epoch: int
+    key: bytes
+    grammar: bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class AttemptPrefilled:
     """A traced request's prompt is computed; its first token of this attempt is there."""
 
@@ -141,6 +151,7 @@ Effect = (
     | WorkerRefused
     | WorkerUnknown
     | WorkerEmptied
+    | GrammarWanted
     | AttemptPrefilled
     | AttemptEnded
 )

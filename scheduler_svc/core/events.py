@@ -58,6 +58,9 @@ class RequestArrived:
     tenant: str = ""
     request_class: str = ""
     priority: int = 0
+    grammar: bytes = b""
+    """Serialized, passed to the worker unread; empty: none."""
+    grammar_key: bytes = b""
     computes_whole_prompt: bool = False
     """Its prompt is not taken from the prefix cache."""
     expected_output_tokens: int = 0
@@ -149,6 +152,17 @@ class FailedRow:
     reason: str
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GrammarReported:
+    """A worker has compiled a grammar, or cannot."""
+
+    worker: Peer
+    epoch: int
+    key: bytes
+    failure: str = ""
+    """Why it cannot; empty: it has."""
+
+
 @dataclass(slots=True, kw_only=True)
 class RowScores:
     """Log-probabilities of a row's tokens, passed to its front end unread."""
@@ -218,6 +232,7 @@ Event = (
     | WorkerHello
     | WorkerLost
     | WorkerCompiling
+    | GrammarReported
     | StepDone
     | DrainRequested
     | ResumeRequested

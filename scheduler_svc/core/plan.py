@@ -21,6 +21,7 @@ class RowAdmission:
     blocks: IndexArray
     """Block table of KV group 0."""
     sampling: bytes
+    grammar: bytes
     request_id: str
     frontend: Peer
     stream: int

@@ -40,6 +40,8 @@ class Outcome:
     """Requests whose last step was planned."""
     starved: list[Request]
     """Waiting requests whose readers have no credit after all."""
+    wanted: list[Request]
+    """Waiting requests whose grammar the worker is to compile."""
 
 
 class Planner:
@@ -78,7 +80,7 @@ class Planner:
         self._chunk_rows: list[int] = []
         self._chunk_lengths: list[int] = []
         self._admissions: list[RowAdmission] = []
-        self._outcome = Outcome(None, [], [], [], [])
+        self._outcome = Outcome(None, [], [], [], [], [])
 
     def run(self) -> Outcome:
         """Makes the plan and updates rows, pool and queue accordingly."""
@@ -243,6 +245,7 @@ class Planner:
         admission.close()
         self._outcome.refused = admission.refused
         self._outcome.starved = admission.starved
+        self._outcome.wanted = admission.wanted
 
     def _account_service(self) -> None:
         """Brings the queue's view of service up to date before it chooses."""
@@ -300,6 +303,7 @@ class Planner:
             num_computed_tokens=num_computed,
             blocks=blocks,
             sampling=request.sampling,
+            grammar=request.grammar,
             request_id=request.request_id,
             frontend=request.key.frontend,
             stream=request.key.stream,

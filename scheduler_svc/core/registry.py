@@ -90,6 +90,8 @@ class RequestRegistry:
             request_class=event.request_class,
             priority=event.priority,
             computes_whole_prompt=event.computes_whole_prompt,
+            grammar=event.grammar,
+            grammar_key=event.grammar_key,
             expected_output_tokens=event.expected_output_tokens,
             ttft_deadline=event.ttft_deadline,
             total_deadline=min((t for t in (event.deadline, event.total_deadline) if t is not None), default=None),

@@ -66,6 +66,9 @@ class Request:
     tenant: str = ""
     request_class: str = ""
     priority: int = 0
+    grammar: bytes = b""
+    """What its output conforms to; empty: nothing."""
+    grammar_key: bytes = b""
     computes_whole_prompt: bool = False
     """Its prompt is not taken from the prefix cache."""
     expected_output_tokens: int = 0

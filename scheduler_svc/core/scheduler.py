@@ -17,6 +17,7 @@ from scheduler_svc.core.effects import (
     Effect,
     EndReason,
     FrontendUnknown,
+    GrammarWanted,
     ScoresReady,
     ServiceChanged,
     TokensReady,
@@ -61,6 +62,7 @@ class Scheduler:
             ev.DrainRequested: self._drain_requested,
             ev.ResumeRequested: self._resume_requested,
             ev.WorkerCompiling: self._worker_compiling,
+            ev.GrammarReported: self._grammar_reported,
             ev.StepDone: self._step_done,
             ev.TimePassed: self._time_passed,
             ev.ShutdownRequested: self._shutdown_requested,
@@ -100,6 +102,10 @@ class Scheduler:
         ).run()
         for refusal in outcome.refused:
             requests.end(refusal.request, refusal.reason, now, message=refusal.message)
+        for request in outcome.wanted:
+            self._effects.append(
+                GrammarWanted(worker=peer, epoch=worker.epoch, key=request.grammar_key, grammar=request.grammar)
+            )
         for request in outcome.starved:
             requests.requeue(request, now)
         for request in outcome.preempted:
@@ -257,6 +263,14 @@ class Scheduler:
         if worker is not None:
             worker.compiling_until = now + event.expected_s
 
+    def _grammar_reported(self, event: ev.GrammarReported, now: float) -> None:
+        worker = self._known(event)
+        if worker is None or not worker.grammars.reported(event.key, usable=not event.failure) or not event.failure:
+            return
+        for request in self._requests:
+            if request.grammar_key == event.key:
+                self._requests.end(request, EndReason.INVALID, now, message=f"grammar: {event.failure}")
+
     def _step_done(self, event: ev.StepDone, now: float) -> None:
         worker = self._known(event)
         if worker is None:
@@ -323,7 +337,7 @@ class Scheduler:
             TokensReady(frontend=frontend, streams=streams, first_indices=first_indices, tokens=tokens)
         )
 
-    def _known(self, event: ev.StepDone | ev.WorkerCompiling) -> Worker | None:
+    def _known(self, event: ev.StepDone | ev.WorkerCompiling | ev.GrammarReported) -> Worker | None:
         """The worker of an event, or None when its epoch is over."""
         worker = self._fleet.get(event.worker)
         if worker is None:

@@ -16,6 +16,7 @@ from scheduler_svc.core.batching import BatchGate
 from scheduler_svc.core.block_pool import BlockPool
 from scheduler_svc.core.capacity import Capacity
 from scheduler_svc.core.events import ModelFacts, Peer
+from scheduler_svc.core.grammars import Grammars
 from scheduler_svc.core.partial_blocks import PartialMatch
 from scheduler_svc.core.request import Request, RequestState
 from scheduler_svc.core.rows import RowTable
@@ -138,6 +139,7 @@ class Worker:
     """A suspect waits that would fit: the next plan is its own, once nothing is in flight."""
     draining: bool = False
     """It takes nothing new."""
+    grammars: Grammars = field(default_factory=Grammars)
     counters: WorkerCounters = field(default_factory=WorkerCounters)
 
     def vacate(self, row: int) -> Request:

@@ -104,6 +104,7 @@ class Simulation:
             ef.WorkerRefused: self._cluster.refused,
             ef.WorkerUnknown: lambda effect: self._cluster.unknown(effect, self._event),
             ef.WorkerEmptied: lambda effect: None,
+            ef.GrammarWanted: lambda effect: None,
             ef.AttemptPrefilled: lambda effect: None,
             ef.AttemptEnded: lambda effect: self._promises.attempt_ended(effect),
         }

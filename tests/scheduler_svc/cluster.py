@@ -75,6 +75,7 @@ class Cluster:
         ttft_deadline: float | None = None,
         salt: bytes = b"",
         traceparent: str = "",
+        grammar: bytes = b"",
     ) -> Reader:
         """A request arrives, or arrives again with what was `delivered` before."""
         reader = self.readers[stream] = Reader(prompt, max_tokens, stops or set(), list(delivered))
@@ -97,6 +98,8 @@ class Cluster:
                 expected_output_tokens=expected_output_tokens,
                 ttft_deadline=ttft_deadline,
                 salt=salt,
+                grammar=grammar,
+                grammar_key=grammar,
             )
         )
         return reader

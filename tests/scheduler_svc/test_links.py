@@ -71,6 +71,7 @@ def test_admission_costs_its_tokens_and_blocks() -> None:
         num_computed_tokens=0,
         blocks=np.arange(128, dtype=np.int32),
         sampling=plan_pb2.SamplingParams(temperature=0.7, top_k=40, top_p=0.9, seed=1 << 60).SerializeToString(),
+        grammar=b"",
         request_id="req-0123456789abcdef01234567",
         frontend=b"f",
         stream=7,

@@ -36,6 +36,7 @@ def make_plan(step: int) -> Plan:
         num_computed_tokens=0,
         blocks=np.zeros(1, np.intp),
         sampling=b"",
+        grammar=b"",
         request_id="request",
         frontend=b"frontend",
         stream=1,

@@ -118,6 +118,12 @@ INVALID: list[tuple[str, v1.GenerateRequest]] = [
         "chat.continue_final_message",
         v1.GenerateRequest(chat=v1.ChatInput(messages=[TURN], continue_final_message=True)),
     ),
+    ("grammar", request(grammar=v1.Grammar())),
+    ("grammar.regex", request(grammar=v1.Grammar(regex=""))),
+    ("grammar.json_object", request(grammar=v1.Grammar(json_object=False))),
+    ("grammar.choice.choices", request(grammar=v1.Grammar(choice=v1.ChoiceGrammar()))),
+    ("grammar.choice.choices", request(grammar=v1.Grammar(choice=v1.ChoiceGrammar(choices=["a", ""])))),
+    ("stop.min_tokens", request(grammar=v1.Grammar(regex="a"), stop=v1.StopOptions(min_tokens=1))),
     ("scheduling.priority", request(scheduling=v1.SchedulingOptions(priority=-101))),
     ("scheduling.tenant", request(scheduling=v1.SchedulingOptions(tenant="t" * 129))),
     ("scheduling.expected_output_tokens", request(scheduling=v1.SchedulingOptions(expected_output_tokens=0))),
@@ -139,8 +145,6 @@ INVALID: list[tuple[str, v1.GenerateRequest]] = [
 ]
 
 UNSUPPORTED: list[tuple[str, v1.GenerateRequest]] = [
-    ("grammar", request(grammar=v1.Grammar(regex="a+"))),
-    ("grammar", request(grammar=v1.Grammar())),
     ("adapter", request(adapter="lora")),
     ("resumable", request(resumable=True)),
 ]

@@ -1,6 +1,7 @@
 """From a configuration to a loaded model and what the worker tells others of it."""
 
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -25,6 +26,8 @@ class ModelDescription:
     vocab_size: int
     dtype: torch.dtype
     eos_token_ids: tuple[int, ...]
+    folder: Path
+    """Where its files are."""
 
     @property
     def dtype_name(self) -> str:
@@ -56,6 +59,7 @@ def load_model(config: WorkerConfig, device: torch.device) -> tuple[Model, Model
         vocab_size=model_config.text_config(hf_config).vocab_size,
         dtype=dtype,
         eos_token_ids=model_config.eos_token_ids(folder, hf_config),
+        folder=folder,
     )
     model = build_model(
         architecture,

@@ -1,0 +1,117 @@
+"""Structured output of the embedded model through the real processes."""
+
+import asyncio
+import json
+import os
+import re
+import signal
+from typing import TYPE_CHECKING
+
+from grpc import aio
+from jsonschema import Draft202012Validator
+
+from quire.v1 import generation_pb2 as v1
+from quire.v1.generation_pb2_grpc import GenerationServiceStub
+from tests.e2e.harness import serve
+from tests.schemas import Schema, make_schemas
+
+if TYPE_CHECKING:
+    from quire.v1.generation_pb2_grpc import GenerationServiceAsyncStub
+
+NUM_SCHEMAS = int(os.environ.get("QUIRE_SCHEMAS", "30"))
+"""`make schemas` asks for 200."""
+
+
+def request(grammar: v1.Grammar, temperature: float, seed: int, max_tokens: int = 1500) -> v1.GenerateOnceRequest:
+    """A request whose answer the grammar ends."""
+    return v1.GenerateOnceRequest(
+        request=v1.GenerateRequest(
+            text="Answer with JSON: ",
+            grammar=grammar,
+            sampling=v1.SamplingOptions(temperature=temperature, seed=seed),
+            stop=v1.StopOptions(max_tokens=max_tokens),
+        )
+    )
+
+
+async def answer(stub: "GenerationServiceAsyncStub", asked: v1.GenerateOnceRequest) -> v1.Choice:
+    """The one choice of a whole answer."""
+    response = await stub.GenerateOnce(asked, timeout=240)
+    (choice,) = response.choices
+    return choice
+
+
+def test_every_answer_validates() -> None:
+    """Whatever the schema, greedy or at temperature 1, the answer ends by itself and `jsonschema` accepts it."""
+    schemas = make_schemas(NUM_SCHEMAS)
+
+    async def main(target: str) -> list[tuple[Schema, float, v1.Choice]]:
+        gate = asyncio.Semaphore(64)
+        async with aio.insecure_channel(target) as channel:
+            stub: GenerationServiceAsyncStub = GenerationServiceStub(channel)
+
+            async def ask(schema: Schema, temperature: float, seed: int) -> tuple[Schema, float, v1.Choice]:
+                async with gate:
+                    grammar = v1.Grammar(json_schema=json.dumps(schema))
+                    return schema, temperature, await answer(stub, request(grammar, temperature, seed))
+
+            return await asyncio.gather(
+                *(ask(schema, temperature, index) for index, schema in enumerate(schemas) for temperature in (0.0, 1.0))
+            )
+
+    with serve("demo", "--max-num-seqs=64") as served:
+        answers = asyncio.run(main(served.grpc))
+
+    assert len(answers) == 2 * NUM_SCHEMAS
+    for schema, temperature, choice in answers:
+        assert choice.finished.reason == v1.FINISH_REASON_STOP, (temperature, schema, choice.text)
+        Draft202012Validator(schema).validate(json.loads(choice.text))
+
+
+def test_other_grammars_and_a_worker_that_dies() -> None:
+    """Regex, choice, EBNF in two notations and JSON objects constrain the output; the answers of a worker that is
+    killed in the midst conform all the same, and an ordinary request beside them is not touched."""
+    kinds = {
+        "regex": v1.Grammar(regex=r"[a-c]{400}-\d{3}"),
+        "choice": v1.Grammar(choice=v1.ChoiceGrammar(choices=["yes", "no", 'per"haps'])),
+        "lark": v1.Grammar(ebnf='start: "<" item{200} ">"\nitem: "ab" | "cd"'),
+        "gbnf": v1.Grammar(ebnf='root ::= "(" [0-9]+ ")"'),
+        "object": v1.Grammar(json_object=True),
+    }
+    free = v1.GenerateOnceRequest(
+        request=v1.GenerateRequest(
+            text="Once upon a time", sampling=v1.SamplingOptions(temperature=0), stop=v1.StopOptions(max_tokens=200)
+        )
+    )
+
+    async def main(target: str, worker: int) -> dict[str, v1.Choice]:
+        async with aio.insecure_channel(target) as channel:
+            stub: GenerationServiceAsyncStub = GenerationServiceStub(channel)
+            calls = {
+                name: asyncio.create_task(answer(stub, request(grammar, 0.8, 5))) for name, grammar in kinds.items()
+            }
+            calls["free"] = asyncio.create_task(answer(stub, free))
+            first = stub.Generate(request(kinds["regex"], 0.8, 6).request)
+            seen = 0
+            async for response in first:
+                seen += 1
+                if seen == 20:
+                    os.kill(worker, signal.SIGKILL)
+                if response.HasField("finished"):
+                    ended = v1.Choice(finished=v1.ChoiceFinished(reason=response.finished.reason))
+            calls["streamed"] = asyncio.create_task(asyncio.sleep(0, ended))
+            return {name: await call for name, call in calls.items()}
+
+    with serve("demo") as served:
+        choices = asyncio.run(main(served.grpc, served.pid("worker")))
+
+    text = {name: choice.text for name, choice in choices.items()}
+    assert re.fullmatch(r"[a-c]{400}-\d{3}", text["regex"])
+    assert text["choice"] in ("yes", "no", 'per"haps')
+    assert re.fullmatch(r"<(ab|cd){200}>", text["lark"])
+    if choices["gbnf"].finished.reason == v1.FINISH_REASON_STOP:
+        assert re.fullmatch(r"\(\d+\)", text["gbnf"])
+    if choices["object"].finished.reason == v1.FINISH_REASON_STOP:
+        assert isinstance(json.loads(text["object"]), dict)
+    assert choices["streamed"].finished.reason == v1.FINISH_REASON_STOP
+    assert choices["free"].finished.completion_tokens > 0
