@@ -47,8 +47,13 @@ class RowTable:
         state: DeviceState | None = None,
         grammars: GrammarStore | None = None,
     ) -> None:
-        """`state` is what the device's copy of the block tables is part of; None on a CPU. Without `grammars`, rows with
-        a grammar may sample nothing."""
+        """
+        Args:
+            limits: what there is of everything.
+            device: where last tokens and block tables are.
+            state: what the device's copy of the block tables is part of; None on a CPU.
+            grammars: compiled grammars; without them a row with a grammar may sample nothing.
+        """
         rows = limits.max_rows
         self._state_on_device = state
         self._limits = limits

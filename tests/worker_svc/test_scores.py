@@ -125,7 +125,7 @@ def test_a_row_without_choice_fails_alone(checkpoint: Path) -> None:
 
     assert list(driver.step()) == [fine]
     (failure,) = driver.last_result.failures
-    assert (failure.row, failure.reason) == (stuck, "no token is allowed by the request's sampling options")
+    assert (failure.row, failure.reason) == (stuck, "no token is allowed by the request's sampling options and grammar")
 
 
 def _log_softmax(checkpoint: Path, tokens: list[int]) -> torch.Tensor:
