@@ -9,12 +9,15 @@ hold kernel and CPU path against it.
     paged_attention   attention of a flat batch of rows over their pages: decode and chunked prefill
     norm              RMSNorm, alone or fused with the residual addition before it
     rotary            rotary position embedding of queries and keys
+    qkv               QK norm, rotary and KV write of a packed projection at once
+    fp8               KV in eight bits
     activation        SiLU-gated product of the MLP
     philox            the counter-based random numbers that sampling draws from
     sampling          temperature, top-k, top-p, min-p and the draw itself
     scatter           write scattered words of a state that lives on the device
     decode_inputs     the inputs of a decode step, computed on the device
     compiling         tells when a launch is about to compile its kernel
+    tune              measures the attention kernels' tiles on a GPU and writes their table
     aot               compiles every specialisation the worker reaches, without a GPU
 
 The package imports torch and triton and nothing else of the project; without triton the CPU paths still work.

@@ -46,9 +46,11 @@ __all__ = [
     "INTERPRETED",
     "Kernel",
     "Launch",
+    "architecture",
     "jit",
     "kernel",
     "next_power_of_2",
+    "num_multiprocessors",
     "record_launches",
     "runs_on_triton",
     "tl",
@@ -68,7 +70,15 @@ class Launch:
     options: dict[str, Any]
 
 
-_recording: ContextVar[list[Launch] | None] = ContextVar("kernel_launches", default=None)
+@dataclass(frozen=True, slots=True)
+class _Recording:
+    """The launches noted so far, and the GPU they are meant for."""
+
+    launches: list[Launch]
+    architecture: int
+
+
+_recording: ContextVar[_Recording | None] = ContextVar("kernel_launches", default=None)
 
 
 class Kernel:
@@ -81,11 +91,11 @@ class Kernel:
 
     def __getitem__(self, grid: Sequence[int]) -> Callable[..., None]:
         def launch(*args: Any, **options: Any) -> None:
-            launches = _recording.get()
-            if launches is None:
+            recording = _recording.get()
+            if recording is None:
                 self.function[grid](*args, **options)
             else:
-                launches.append(Launch(self, grid, args, options))
+                recording.launches.append(Launch(self, grid, args, options))
 
         return launch
 
@@ -107,14 +117,33 @@ def runs_on_triton(tensor: torch.Tensor) -> bool:
 
 
 @contextmanager
-def record_launches() -> Iterator[list[Launch]]:
-    """Within the block, kernels launched by this thread are appended to the list and not run."""
-    launches: list[Launch] = []
-    token = _recording.set(launches)
+def record_launches(architecture: int = 90) -> Iterator[list[Launch]]:
+    """Within the block, kernels launched by this thread are appended to the list and not run; operations choose what
+    to launch as on a GPU of this compute capability."""
+    recording = _Recording([], architecture)
+    token = _recording.set(recording)
     try:
-        yield launches
+        yield recording.launches
     finally:
         _recording.reset(token)
+
+
+def architecture(tensor: torch.Tensor) -> int:
+    """The compute capability that kernels on ``tensor`` run on, 90 for sm_90; 0 in the interpreter."""
+    recording = _recording.get()
+    if recording is not None:
+        return recording.architecture
+    if not tensor.is_cuda:
+        return 0
+    major, minor = torch.cuda.get_device_capability(tensor.device)
+    return 10 * major + minor
+
+
+def num_multiprocessors(tensor: torch.Tensor) -> int:
+    """Multiprocessors of the GPU that kernels on ``tensor`` run on; without one those of an H100."""
+    if not tensor.is_cuda:
+        return 132
+    return torch.cuda.get_device_properties(tensor.device).multi_processor_count
 
 
 def next_power_of_2(n: int) -> int:

@@ -37,6 +37,7 @@ from kernels.decode_inputs import DecodeInputs, prepare_decode
 from kernels.kv_cache import write_kv
 from kernels.norm import rms_norm
 from kernels.paged_attention import paged_attention
+from kernels.qkv import rotate_and_cache
 from kernels.rotary import apply_rotary
 from kernels.sampling import SamplingTensors, sample
 from kernels.scatter import scatter_words
@@ -54,6 +55,7 @@ _TYPE_NAMES = {
     torch.float32: "fp32",
     torch.float16: "fp16",
     torch.bfloat16: "bf16",
+    torch.uint8: "u8",
     torch.int32: "i32",
     torch.int64: "i64",
 }
@@ -92,13 +94,22 @@ def cases() -> list[Case]:
         found.append(Case(f"attention {name}", call, in_ci))
     gemma = partial(_attention, 256, 2, 16, sliding_window=4096, soft_cap=50.0)
     found.append(Case("attention head_dim 256, group 2, page 16, window, cap", gemma, True))
+    for head_dim in HEAD_DIMS:
+        call = partial(_attention, head_dim, 4, 16, kv_dtype=torch.uint8)
+        found.append(
+            Case(f"attention bf16 over fp8, head_dim {head_dim}, group 4, page 16", call, head_dim in (64, 128))
+        )
     found.append(Case("write_kv 8x128, page 16", _write_kv, True))
+    found.append(Case("write_kv 8x128, page 16, fp8", partial(_write_kv, torch.uint8), True))
     found.append(Case("rms_norm 4096, residual", partial(_rms_norm, (4096,), True, 0.0), True))
     found.append(Case("rms_norm 1024", partial(_rms_norm, (1024,), False, 0.0), False))
     found.append(Case("rms_norm heads of 128", partial(_rms_norm, (32, 128), False, 0.0), False))
     found.append(Case("rms_norm 2304, residual, gemma", partial(_rms_norm, (2304,), True, 1.0), False))
     found.append(Case("rotary 32+8 heads of 128", partial(_rotary, 128), True))
     found.append(Case("rotary 32+8 heads of 80, partial", partial(_rotary, 80), False))
+    found.append(Case("qkv 32+8 heads of 128, page 16", partial(_qkv, 32, False), True))
+    found.append(Case("qkv 32+8 heads of 128, page 16, fp8", partial(_qkv, 32, False, torch.uint8), False))
+    found.append(Case("qkv 16+8 heads of 128, page 16, norms", partial(_qkv, 16, True), True))
     found.append(Case("silu_mul 14336", _silu_mul, True))
     found.append(Case("sample 128256", _sample, True))
     found.append(Case("scatter_words", _scatter_words, True))
@@ -116,10 +127,11 @@ def _attention(
     block_size: int,
     *,
     dtype: torch.dtype = torch.bfloat16,
+    kv_dtype: torch.dtype | None = None,
     sliding_window: int | None = None,
     soft_cap: float | None = None,
 ) -> None:
-    cache = _meta(1024, 8, block_size, head_dim, dtype=dtype)
+    cache = _meta(1024, 8, block_size, head_dim, dtype=kv_dtype or dtype)
     paged_attention(
         _meta(512, 8 * group_size, head_dim, dtype=dtype),
         cache,
@@ -134,8 +146,8 @@ def _attention(
     )
 
 
-def _write_kv() -> None:
-    cache = _meta(1024, 8, 16, 128)
+def _write_kv(kv_dtype: torch.dtype = torch.bfloat16) -> None:
+    cache = _meta(1024, 8, 16, 128, dtype=kv_dtype)
     write_kv(_meta(32, 8, 128), _meta(32, 8, 128), cache, cache, _meta(32, dtype=torch.int64))
 
 
@@ -150,6 +162,13 @@ def _rms_norm(shape: tuple[int, ...], with_residual: bool, weight_offset: float)
 def _rotary(head_dim: int) -> None:
     angles = _meta(32, 32 if head_dim < 128 else 64, dtype=torch.float32)
     apply_rotary(_meta(32, 32, head_dim), _meta(32, 8, head_dim), angles, angles)
+
+
+def _qkv(num_heads: int, normed: bool, kv_dtype: torch.dtype = torch.bfloat16) -> None:
+    norm = _meta(128) if normed else None
+    angles, cache = _meta(32, 64, dtype=torch.float32), _meta(1024, 8, 16, 128, dtype=kv_dtype)
+    slots = _meta(32, dtype=torch.int64)
+    rotate_and_cache(_meta(32, (num_heads + 16) * 128), norm, norm, 1e-5, angles, angles, cache, cache, slots)
 
 
 def _silu_mul() -> None:
@@ -190,16 +209,15 @@ def compile_cases(chosen: Iterable[Case], architectures: Iterable[int] = ARCHITE
         raise RuntimeError("compiling kernels needs triton, which is not installed")
     targets = list(architectures)
     seen: set[str] = set()
-    for case in chosen:
-        with record_launches() as launches:
+    for case, architecture in product(chosen, targets):
+        with record_launches(architecture) as launches:
             case.call()
         for launch in launches:
-            for architecture in targets:
-                source, options = _source_of(launch)
-                key = f"{architecture} {source.hash()} {options}"
-                if key not in seen:
-                    seen.add(key)
-                    yield _compile(case.name, launch, source, options, architecture)
+            source, options = _source_of(launch)
+            key = f"{architecture} {source.hash()} {options}"
+            if key not in seen:
+                seen.add(key)
+                yield _compile(case.name, launch, source, options, architecture)
 
 
 def _source_of(launch: Launch) -> tuple[Any, dict[str, Any]]:

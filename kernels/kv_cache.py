@@ -5,7 +5,8 @@ inside a block, so that the tile of one (block, head) is contiguous: attention r
 time. A *slot* is the place of one token: ``slot = block_id * block_size + offset``.
 
 Rules: a negative slot writes nothing (padding rows of a captured graph); two tokens of one call never name
-the same slot; key and value are cast to the cache's dtype; blocks that no slot names keep their content.
+the same slot; key and value are cast to the cache's dtype, into a cache of uint8 as `kernels.fp8` says; blocks that no
+slot names keep their content.
 """
 
 # ruff: noqa: N803 - compile-time parameters of kernels are upper case, as everywhere in Triton
@@ -15,6 +16,7 @@ from __future__ import annotations
 import torch
 
 from kernels._triton import kernel, next_power_of_2, runs_on_triton, tl
+from kernels.fp8 import as_cached, as_cached_tile, native_fp8
 
 
 def write_kv(
@@ -47,6 +49,7 @@ def write_kv(
         NUM_KV_HEADS=num_kv_heads,
         BLOCK_SIZE=k_cache.shape[2],
         HEAD_DIM=head_dim,
+        NATIVE_FP8=native_fp8(key),
         TILE=next_power_of_2(num_kv_heads * head_dim),
     )
 
@@ -64,8 +67,8 @@ def write_kv_reference(
         key, value, slot_mapping = key[written], value[written], slot_mapping[written]
     block_size = k_cache.shape[2]
     block, offset = slot_mapping // block_size, slot_mapping % block_size
-    k_cache[block, :, offset] = key.to(k_cache.dtype)
-    v_cache[block, :, offset] = value.to(v_cache.dtype)
+    k_cache[block, :, offset] = as_cached(key, k_cache.dtype)
+    v_cache[block, :, offset] = as_cached(value, v_cache.dtype)
 
 
 @kernel
@@ -82,6 +85,7 @@ def _write_kv_kernel(
     NUM_KV_HEADS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    NATIVE_FP8: tl.constexpr,
     TILE: tl.constexpr,
 ) -> None:
     """One program: all heads of one token."""
@@ -95,6 +99,6 @@ def _write_kv_kernel(
     inside = element < NUM_KV_HEADS * HEAD_DIM
     place = ((block * NUM_KV_HEADS + head) * BLOCK_SIZE + offset) * HEAD_DIM + dim
     key = tl.load(key_ptr + token * key_token_stride + head * key_head_stride + dim, mask=inside)
-    tl.store(k_cache_ptr + place, key.to(k_cache_ptr.dtype.element_ty), mask=inside)
+    tl.store(k_cache_ptr + place, as_cached_tile(key, k_cache_ptr.dtype.element_ty, NATIVE_FP8), mask=inside)
     value = tl.load(value_ptr + token * value_token_stride + head * value_head_stride + dim, mask=inside)
-    tl.store(v_cache_ptr + place, value.to(v_cache_ptr.dtype.element_ty), mask=inside)
+    tl.store(v_cache_ptr + place, as_cached_tile(value, v_cache_ptr.dtype.element_ty, NATIVE_FP8), mask=inside)

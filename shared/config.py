@@ -115,6 +115,11 @@ class WorkerConfig(_Checked):
     block_size: int = _option(16, "tokens per KV block", least=1, most=4096)
     kv_cache_memory: str = _option("512MiB", "memory for KV blocks on a CPU, e.g. 2GiB")
     swap_space: str = _option("0", "host memory for the KV of paused requests, e.g. 4GiB; 0: compute it again instead")
+    kv_cache_dtype: str = _option(
+        "auto",
+        "type of KV; 'auto': that of the weights, 'fp8': e4m3, half the memory of 16 bits",
+        choices=("auto", "fp8"),
+    )
     gpu_memory_utilization: float = _option(0.9, "share of a GPU's memory that the worker may use", least=0.01, most=1)
     max_num_seqs: int = _option(64, "rows the worker can hold", least=1, most=1 << 16)
     max_num_batched_tokens: int = _option(512, "most tokens the worker computes in one step", least=1, most=1 << 24)

@@ -11,6 +11,7 @@ from operator import sub
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
+from kernels.fp8 import from_cache
 from kernels.paged_attention.reference import visible_keys
 
 _PREFILL_TILE = 256  # queries per SDPA call on CPU: bounds the mask and skips the keys above the diagonal
@@ -88,8 +89,8 @@ def _prefill_row(
     first_page = 0 if sliding_window is None else max(0, first_pos - sliding_window + 1) // block_size
     first_key = first_page * block_size
     pages = block_table[first_page : -(-context // block_size)].long().unsqueeze(0)
-    keys = _gather_pages(k_cache, pages)[:, :, : context - first_key].to(query.dtype)
-    values = _gather_pages(v_cache, pages)[:, :, : context - first_key].to(query.dtype)
+    keys = from_cache(_gather_pages(k_cache, pages)[:, :, : context - first_key], query.dtype)
+    values = from_cache(_gather_pages(v_cache, pages)[:, :, : context - first_key], query.dtype)
 
     tiles = []
     positions = torch.arange(context)
@@ -135,7 +136,7 @@ def _decode_rows(
     packed = query.reshape(num_rows, num_kv_heads, num_heads // num_kv_heads, head_dim)
 
     begin, end = min(begins), max(ends)
-    keys, values = keys[:, :, begin:end].to(query.dtype), values[:, :, begin:end].to(query.dtype)
+    keys, values = (from_cache(x[:, :, begin:end], query.dtype) for x in (keys, values))
     if begin == max(begins) and end == min(ends):
         out = _attend(packed, keys, values, None, scale, soft_cap)
     else:

@@ -1,53 +1,32 @@
 """Paged attention on a GPU: which kernels a batch needs, with which tiles, and how many splits.
 
 Nothing here depends on a length that only the device knows, so that the launches can be captured in a graph: the
-grid of prefill follows from T and R alone, that of decode from R and the number of splits, which is fixed by the
-longest context that the block tables could hold.
+grid of prefill follows from T and R alone, that of decode from R and the longest context that the block tables could
+hold. How many of the splits that the grid has room for are used, the kernel decides.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 
-from kernels._triton import next_power_of_2
+from kernels._triton import architecture, next_power_of_2, num_multiprocessors
+from kernels.fp8 import native_fp8
 from kernels.paged_attention.decode import combine_splits_kernel, decode_kernel
 from kernels.paged_attention.prefill import prefill_kernel
+from kernels.paged_attention.tuning import Key, tuning_for
 
 _MAX_SPLITS = 64
 _MIN_KEYS_PER_SPLIT = 256  # below this the second kernel costs more than the parallelism gains
+_PROGRAMS_PER_SM = 4  # that get a share of the keys: more than run at once, so that the last ones to end wait little
+_GRID_PER_SM = 32  # programs in the grid, most of which leave at once: room for one long row among short ones
 
 
-@dataclass(frozen=True, slots=True)
-class _Tuning:
-    """Tile sides and launch options of one specialisation."""
+def num_splits(num_programs: int, max_context: int, num_sms: int) -> int:
+    """Room for splits per (row, KV head) in the grid of decode, a power of two.
 
-    block_m: int  # query heads x queries
-    block_n: int  # keys
-    num_warps: int
-    num_stages: int
-
-
-def _decode_tuning(head_dim: int, group_size: int) -> _Tuning:
-    # tl.dot wants 16 rows at least; a smaller group leaves some idle, which costs nothing: decode waits for
-    # memory.
-    return _Tuning(max(16, next_power_of_2(group_size)), 64 if head_dim <= 128 else 32, 4, 3)
-
-
-def _prefill_tuning(head_dim: int, group_size: int) -> _Tuning:
-    # The largest tiles of keys that spill no registers on sm_80 either.
-    block_m = max(64, next_power_of_2(group_size))
-    if head_dim <= 64:
-        return _Tuning(block_m, 64, 4, 2)
-    return _Tuning(block_m, 32, 4, 3) if head_dim <= 128 else _Tuning(block_m, 32, 8, 2)
-
-
-def _num_splits(num_programs: int, max_context: int, device: torch.device) -> int:
-    """Splits per (row, KV head), a power of two: two programs for every multiprocessor, if the context may be
-    that long."""
-    num_sms = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
-    wanted = min(-(-2 * num_sms // num_programs), -(-max_context // _MIN_KEYS_PER_SPLIT), _MAX_SPLITS)
+    ``num_programs`` is rows times KV heads, ``max_context`` the longest context that the block tables could hold.
+    """
+    wanted = min(-(-_GRID_PER_SM * num_sms // num_programs), -(-max_context // _MIN_KEYS_PER_SPLIT), _MAX_SPLITS)
     return next_power_of_2(wanted)
 
 
@@ -86,10 +65,12 @@ def paged_attention_triton(
         "DIM_TILE": next_power_of_2(head_dim),
         "WINDOWED": sliding_window is not None,
         "CAPPED": soft_cap is not None,
+        "NATIVE_FP8": native_fp8(query),
     }
+    dim_tile, kv_bytes, sm = next_power_of_2(head_dim), k_cache.dtype.itemsize, architecture(query)
 
     if max_query_len > 1:
-        tuning = _prefill_tuning(head_dim, group_size)
+        tuning = tuning_for(Key("prefill", sm, dim_tile, kv_bytes), group_size)
         num_tiles = num_tokens // (tuning.block_m // group_size) + num_rows  # an upper bound: one partial tile per row
         prefill_kernel[(num_tiles, num_kv_heads)](
             *inputs,
@@ -103,35 +84,49 @@ def paged_attention_triton(
             num_stages=tuning.num_stages,
         )
 
-    tuning = _decode_tuning(head_dim, group_size)
-    max_context = block_tables.shape[1] * block_size
-    num_splits = _num_splits(num_rows * num_kv_heads, max_context, query.device)
-    if num_splits == 1:
-        partial, lse = out, None
-    else:
-        partial = torch.empty(num_rows, num_heads, num_splits, head_dim, dtype=torch.float32, device=query.device)
-        lse = torch.empty(num_rows, num_heads, num_splits, dtype=torch.float32, device=query.device)
-    decode_kernel[(num_rows, num_kv_heads, num_splits)](
+    tuning = tuning_for(Key("decode", sm, dim_tile, kv_bytes), group_size)
+    num_sms = num_multiprocessors(query)
+    splits = num_splits(num_rows * num_kv_heads, block_tables.shape[1] * block_size, num_sms)
+    partial = lse = None
+    if splits > 1:
+        partial = torch.empty(num_rows, num_heads, splits, head_dim, dtype=torch.float32, device=query.device)
+        lse = torch.empty(num_rows, num_heads, splits, dtype=torch.float32, device=query.device)
+    sharing = {
+        "NUM_SPLITS": splits,
+        "MIN_TILES": _MIN_KEYS_PER_SPLIT // tuning.block_n,
+        "ROWS_TILE": next_power_of_2(num_rows),
+        "BLOCK_N": tuning.block_n,
+    }
+    wanted_programs = _PROGRAMS_PER_SM * num_sms
+    decode_kernel[(num_rows, num_kv_heads, splits)](
         *inputs,
+        out,
         partial,
         lse,
+        num_rows,
+        wanted_programs,
         *sizes,
         **specialisation,
-        NUM_SPLITS=num_splits,
+        **sharing,
         BLOCK_M=tuning.block_m,
-        BLOCK_N=tuning.block_n,
         num_warps=tuning.num_warps,
         num_stages=tuning.num_stages,
     )
-    if num_splits > 1:
+    if splits > 1:
         combine_splits_kernel[(num_rows, num_heads)](
             partial,
             lse,
             query_start,
+            context_lens,
             out,
+            num_rows,
+            wanted_programs,
+            sliding_window or 0,
             NUM_HEADS=num_heads,
-            NUM_SPLITS=num_splits,
+            NUM_KV_HEADS=num_kv_heads,
             HEAD_DIM=head_dim,
-            DIM_TILE=next_power_of_2(head_dim),
+            DIM_TILE=dim_tile,
+            WINDOWED=sliding_window is not None,
+            **sharing,
         )
     return out

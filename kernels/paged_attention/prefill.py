@@ -9,7 +9,7 @@ that the grid follows from T and R alone; a program finds its row by bisection.
 
 from __future__ import annotations
 
-from kernels._triton import kernel, tl
+from kernels._triton import jit, kernel, tl
 from kernels.paged_attention.tiles import accumulate, gather_tile, score_tile
 
 
@@ -36,6 +36,7 @@ def prefill_kernel(
     DIM_TILE: tl.constexpr,
     WINDOWED: tl.constexpr,
     CAPPED: tl.constexpr,
+    NATIVE_FP8: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ) -> None:
@@ -73,53 +74,136 @@ def prefill_kernel(
     query_place = query_ptr + token[:, None] * query_token_stride + head[:, None] * query_head_stride + dim[None, :]
     query = tl.load(query_place, mask=query_mask, other=0.0)
 
-    # Keys up to the last query of the tile; those before the first query are seen by all, unless a window
-    # ends.
+    # Keys before the first query are seen by all of the tile, unless a window ends: only the others need comparing.
     first_position = context - query_len + first_query
     high = tl.minimum(first_position + QUERIES, context)
     begin = 0
+    seen_by_all = (first_position + 1) // BLOCK_N
     if WINDOWED:
         begin = tl.maximum(first_position - sliding_window + 1, 0) // BLOCK_N
+        seen_by_all = begin
 
     table_ptr = block_tables_ptr + tl.cast(row, tl.int64) * table_stride
     acc = tl.zeros((BLOCK_M, DIM_TILE), tl.float32)
     row_max = tl.full((BLOCK_M,), -float("inf"), tl.float32)
     row_sum = tl.zeros((BLOCK_M,), tl.float32)
-    for key_tile in range(begin, tl.cdiv(high, BLOCK_N)):
-        position = key_tile * BLOCK_N + tl.arange(0, BLOCK_N)
-        inside = position < high
-        keys = gather_tile(
+    for key_tile in range(begin, seen_by_all):
+        acc, row_max, row_sum = _attend_tile(
+            query,
             k_cache_ptr,
+            v_cache_ptr,
             table_ptr,
-            position,
-            inside,
+            key_tile * BLOCK_N + tl.arange(0, BLOCK_N),
+            high,
+            query_position,
             kv_head,
             dim,
+            acc,
+            row_max,
+            row_sum,
+            scale,
+            sliding_window,
+            soft_cap,
             NUM_KV_HEADS,
             BLOCK_SIZE,
             HEAD_DIM,
             DIM_TILE,
+            False,
+            WINDOWED,
+            CAPPED,
+            NATIVE_FP8,
         )
-        scores = score_tile(query, keys, scale, soft_cap, CAPPED)
+    for key_tile in range(seen_by_all, tl.cdiv(high, BLOCK_N)):
+        acc, row_max, row_sum = _attend_tile(
+            query,
+            k_cache_ptr,
+            v_cache_ptr,
+            table_ptr,
+            key_tile * BLOCK_N + tl.arange(0, BLOCK_N),
+            high,
+            query_position,
+            kv_head,
+            dim,
+            acc,
+            row_max,
+            row_sum,
+            scale,
+            sliding_window,
+            soft_cap,
+            NUM_KV_HEADS,
+            BLOCK_SIZE,
+            HEAD_DIM,
+            DIM_TILE,
+            True,
+            WINDOWED,
+            CAPPED,
+            NATIVE_FP8,
+        )
+
+    out = acc / tl.where(row_sum > 0, row_sum, 1.0)[:, None]
+    place = out_ptr + (token[:, None] * (NUM_KV_HEADS * GROUP_SIZE) + head[:, None]) * HEAD_DIM + dim[None, :]
+    tl.store(place, out.to(out_ptr.dtype.element_ty), mask=query_mask)
+
+
+@jit
+def _attend_tile(
+    query: tl.tensor,
+    k_cache_ptr: tl.tensor,
+    v_cache_ptr: tl.tensor,
+    table_ptr: tl.tensor,
+    position: tl.tensor,
+    high: tl.tensor,
+    query_position: tl.tensor,
+    kv_head: tl.tensor,
+    dim: tl.tensor,
+    acc: tl.tensor,
+    row_max: tl.tensor,
+    row_sum: tl.tensor,
+    scale: tl.tensor,
+    sliding_window: tl.tensor,
+    soft_cap: tl.tensor,
+    NUM_KV_HEADS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    DIM_TILE: tl.constexpr,
+    MASKED: tl.constexpr,
+    WINDOWED: tl.constexpr,
+    CAPPED: tl.constexpr,
+    NATIVE_FP8: tl.constexpr,
+) -> tl.tuple:
+    """The softmax with one tile of keys taken in; MASKED: some queries do not see some of them."""
+    inside = position < high
+    keys = gather_tile(
+        k_cache_ptr,
+        table_ptr,
+        position,
+        inside,
+        kv_head,
+        dim,
+        NUM_KV_HEADS,
+        BLOCK_SIZE,
+        HEAD_DIM,
+        DIM_TILE,
+        NATIVE_FP8,
+    )
+    scores = score_tile(query, keys, scale, soft_cap, CAPPED)
+    if MASKED:
         distance = query_position[:, None] - position[None, :]
         visible = distance >= 0
         if WINDOWED:
             visible = visible & (distance < sliding_window)
         scores = tl.where(visible, scores, -float("inf"))
-        values = gather_tile(
-            v_cache_ptr,
-            table_ptr,
-            position,
-            inside,
-            kv_head,
-            dim,
-            NUM_KV_HEADS,
-            BLOCK_SIZE,
-            HEAD_DIM,
-            DIM_TILE,
-        )
-        acc, row_max, row_sum = accumulate(scores, values.to(query.dtype), acc, row_max, row_sum)
-
-    out = acc / tl.where(row_sum > 0, row_sum, 1.0)[:, None]
-    place = out_ptr + (token[:, None] * (NUM_KV_HEADS * GROUP_SIZE) + head[:, None]) * HEAD_DIM + dim[None, :]
-    tl.store(place, out.to(out_ptr.dtype.element_ty), mask=query_mask)
+    values = gather_tile(
+        v_cache_ptr,
+        table_ptr,
+        position,
+        inside,
+        kv_head,
+        dim,
+        NUM_KV_HEADS,
+        BLOCK_SIZE,
+        HEAD_DIM,
+        DIM_TILE,
+        NATIVE_FP8,
+    )
+    return accumulate(scores, values.to(query.dtype), acc, row_max, row_sum)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from kernels.fp8 import from_cache
+
 
 def paged_attention_reference(
     query: torch.Tensor,
@@ -29,8 +31,11 @@ def paged_attention_reference(
         if context == 0:
             continue
         pages = block_tables[row, : -(-context // k_cache.shape[2])].long()
-        keys = k_cache[pages].transpose(1, 2).flatten(0, 1)[:context].to(wide)  # [context, num_kv_heads, head_dim]
-        values = v_cache[pages].transpose(1, 2).flatten(0, 1)[:context].to(wide)
+        # [context, num_kv_heads, head_dim]
+        keys, values = (
+            from_cache(cache[pages].transpose(1, 2).flatten(0, 1)[:context].contiguous(), wide)
+            for cache in (k_cache, v_cache)
+        )
         keys, values = (x.repeat_interleave(group_size, dim=1) for x in (keys, values))
         scores = torch.einsum("qhd,khd->hqk", query[start:end].to(wide), keys) * scale
         if soft_cap is not None:

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 from kernels._triton import jit, tl
+from kernels.fp8 import float_from_fp8
 
 
 @jit
@@ -19,14 +20,21 @@ def gather_tile(
     BLOCK_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     DIM_TILE: tl.constexpr,
+    NATIVE_FP8: tl.constexpr,
 ) -> tl.tensor:
-    """The keys or values at some positions of one row, ``[positions, DIM_TILE]``; zeros outside."""
+    """The keys or values at some positions of one row, ``[positions, DIM_TILE]``; zeros outside. What a cache holds in
+    eight bits comes as float16."""
     block = tl.load(table_ptr + position // BLOCK_SIZE, mask=inside, other=0).to(tl.int64)
     offset = ((block * NUM_KV_HEADS + kv_head) * BLOCK_SIZE + position % BLOCK_SIZE) * HEAD_DIM
     mask = inside[:, None]
     if HEAD_DIM != DIM_TILE:
         mask = mask & (dim < HEAD_DIM)[None, :]
-    return tl.load(cache_ptr + offset[:, None] + dim[None, :], mask=mask, other=0.0)
+    if cache_ptr.dtype.element_ty == tl.uint8:
+        bits = tl.load(cache_ptr + offset[:, None] + dim[None, :], mask=mask, other=0)
+        tile = float_from_fp8(bits, NATIVE_FP8)
+    else:
+        tile = tl.load(cache_ptr + offset[:, None] + dim[None, :], mask=mask, other=0.0)
+    return tile
 
 
 @jit

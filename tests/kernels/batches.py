@@ -82,4 +82,5 @@ def paged_batch(
 
 def as_float64(batch: PagedBatch) -> tuple[torch.Tensor, ...]:
     """The batch's tensors with query and cache widened: for a reference without rounding of its own."""
-    return (batch.query.double(), batch.k_cache.double(), batch.v_cache.double(), *batch.tensors[3:])
+    caches = (cache if cache.dtype == torch.uint8 else cache.double() for cache in (batch.k_cache, batch.v_cache))
+    return (batch.query.double(), *caches, *batch.tensors[3:])

@@ -69,8 +69,10 @@ def test_a_large_tensor_is_sampled_along_its_length(tmp_path: Path) -> None:
 def test_another_dtype_is_another_model(checkpoint: Path) -> None:
     """KV of one type is not continued in another."""
     prints = {fingerprint(checkpoint, dtype, with_weights=True) for dtype in (FLOAT, torch.bfloat16, torch.float16)}
+    prints.add(fingerprint(checkpoint, FLOAT, with_weights=True, kv_dtype=torch.uint8))
 
-    assert len(prints) == 3
+    assert len(prints) == 4
+    assert fingerprint(checkpoint, FLOAT, with_weights=True, kv_dtype=FLOAT) in prints
 
 
 def test_another_configuration_is_another_model(checkpoint: Path) -> None:

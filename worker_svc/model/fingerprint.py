@@ -26,12 +26,13 @@ _MAX_HEADER = 100 << 20
 """What safetensors itself allows."""
 
 
-def fingerprint(folder: Path, dtype: torch.dtype, *, with_weights: bool) -> str:
-    """sha256 (hex) over config.json, `dtype` and each weight file's name, size, header and samples of its tensors.
+def fingerprint(folder: Path, dtype: torch.dtype, *, with_weights: bool, kv_dtype: torch.dtype | None = None) -> str:
+    """sha256 (hex) over config.json, the types and each weight file's name, size, header and samples of its tensors.
 
     Args:
         folder: the checkpoint.
-        dtype: what weights, activations and KV are computed in.
+        dtype: what weights and activations are computed in.
+        kv_dtype: what KV is kept in; None: `dtype`.
         with_weights: False where the weights are drawn at random, which is then what the fingerprint says of them.
 
     Raises:
@@ -40,6 +41,8 @@ def fingerprint(folder: Path, dtype: torch.dtype, *, with_weights: bool) -> str:
     digest = hashlib.sha256()
     _add(digest, (folder / "config.json").read_bytes())
     _add(digest, str(dtype).encode())
+    if kv_dtype not in (None, dtype):
+        _add(digest, f"KV {kv_dtype}".encode())
     if not with_weights:
         _add(digest, b"random weights")
         return digest.hexdigest()

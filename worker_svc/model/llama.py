@@ -15,10 +15,9 @@ from torch.nn.functional import embedding, linear
 from transformers import PretrainedConfig
 
 from kernels.activation import silu_mul
-from kernels.kv_cache import write_kv
 from kernels.norm import rms_norm
 from kernels.paged_attention import paged_attention
-from kernels.rotary import apply_rotary
+from kernels.qkv import rotate_and_cache
 from worker_svc.model.base import AttentionInputs, KVCache, KVShape
 from worker_svc.model.rope import ROPE_TYPES, rope_tables
 from worker_svc.model.weights import copy_weights
@@ -82,7 +81,6 @@ class LlamaModel:
         self._device = device
         self._num_heads: int = config.num_attention_heads
         self._num_kv_heads: int = config.num_key_value_heads
-        self._head_counts = [self._num_heads, self._num_kv_heads, self._num_kv_heads]
         self._head_dim: int = getattr(config, "head_dim", None) or config.hidden_size // self._num_heads
         self._scale = self._head_dim**-0.5
         self._eps: float = config.rms_norm_eps
@@ -176,14 +174,18 @@ class LlamaModel:
         attention: AttentionInputs,
         cache: KVCache,
     ) -> torch.Tensor:
-        heads = layer.qkv(hidden).view(hidden.shape[0], -1, self._head_dim)
-        query, key, value = torch.split(heads, self._head_counts, dim=1)
-        if layer.query_norm is not None and layer.key_norm is not None:
-            query = rms_norm(query, layer.query_norm, self._eps)
-            key = rms_norm(key, layer.key_norm, self._eps)
-        query, key = apply_rotary(query, key, cos, sin)
         k_cache, v_cache = cache
-        write_kv(key, value, k_cache, v_cache, attention.slot_mapping)
+        query = rotate_and_cache(
+            layer.qkv(hidden),
+            layer.query_norm,
+            layer.key_norm,
+            self._eps,
+            cos,
+            sin,
+            k_cache,
+            v_cache,
+            attention.slot_mapping,
+        )
         attended = paged_attention(
             query,
             k_cache,

@@ -25,6 +25,8 @@ class ModelDescription:
     """Most tokens of one sequence."""
     vocab_size: int
     dtype: torch.dtype
+    kv_dtype: torch.dtype
+    """What KV is kept in; uint8: the bits of e4m3, see `kernels.fp8`."""
     eos_token_ids: tuple[int, ...]
     folder: Path
     """Where its files are."""
@@ -51,13 +53,15 @@ def load_model(config: WorkerConfig, device: torch.device) -> tuple[Model, Model
     if config.max_model_len > limit:
         raise ConfigError(f"max_model_len: {config.max_model_len} is more than the {limit} positions of the model")
     dtype = model_config.choose_dtype(hf_config, config.dtype, device)
+    kv_dtype = torch.uint8 if config.kv_cache_dtype == "fp8" else dtype
     description = ModelDescription(
         name=config.served_model_name or served_name(config.model),
         architecture=architecture,
-        fingerprint=fingerprint(folder, dtype, with_weights=not random_weights),
+        fingerprint=fingerprint(folder, dtype, with_weights=not random_weights, kv_dtype=kv_dtype),
         max_model_len=config.max_model_len or limit,
         vocab_size=model_config.text_config(hf_config).vocab_size,
         dtype=dtype,
+        kv_dtype=kv_dtype,
         eos_token_ids=model_config.eos_token_ids(folder, hf_config),
         folder=folder,
     )

@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kernels.fp8 import quantize
 from kernels.paged_attention import launch, paged_attention, paged_attention_reference
 from tests.kernels.batches import PagedBatch, as_float64, paged_batch
 
@@ -30,6 +31,11 @@ def assert_equals_reference(
     )
 
 
+def in_eight_bits(batch: PagedBatch) -> PagedBatch:
+    """The batch with its cache quantised; places that no row owns stay NaN."""
+    return replace(batch, k_cache=quantize(batch.k_cache * 4), v_cache=quantize(batch.v_cache * 40))
+
+
 @pytest.mark.parametrize("block_size", [8, 16, 128])
 @pytest.mark.parametrize("head_dim", [64, 80])
 def test_decode(block_size: int, head_dim: int) -> None:
@@ -46,11 +52,27 @@ def test_mixed_batch(block_size: int, head_dim: int) -> None:
     assert_equals_reference(paged_batch(rows, head_dim=head_dim, block_size=block_size))
 
 
-@pytest.mark.parametrize("num_splits", [1, 2, 8])
-def test_splits_meet_in_the_same_result(num_splits: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """However many splits were launched, rows too short to fill them included, the result is the same."""
-    monkeypatch.setattr(launch, "_num_splits", lambda *_: num_splits)
-    assert_equals_reference(paged_batch([(600, 1), (0, 1), (3, 1), (129, 1)]))
+@pytest.mark.parametrize(
+    ("room", "num_sms", "window"), [(1, 132, None), (2, 132, None), (8, 132, 150), (8, 2, None), (8, 2, 150)]
+)
+def test_splits_meet_in_the_same_result(
+    room: int, num_sms: int, window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many splits the grid has room for and the lengths ask for, the result is the same; rows with one split,
+    rows without keys and rows in prefill stand beside those with many."""
+    monkeypatch.setattr(launch, "num_splits", lambda *_: room)
+    monkeypatch.setattr(launch, "_MIN_KEYS_PER_SPLIT", 64)
+    monkeypatch.setattr(launch, "num_multiprocessors", lambda _: num_sms)
+    assert_equals_reference(paged_batch([(600, 1), (0, 1), (3, 1), (129, 1), (200, 9)]), window)
+
+
+@pytest.mark.parametrize(
+    ("programs", "longest", "sms", "room"),
+    [(8, 131072, 132, 64), (8, 4096, 132, 16), (8, 100, 132, 1), (2048, 131072, 132, 4), (8192, 131072, 132, 1)],
+)
+def test_room_for_splits(programs: int, longest: int, sms: int, room: int) -> None:
+    """Few rows and long tables get many splits, large batches and short tables few."""
+    assert launch.num_splits(programs, longest, sms) == room
 
 
 @pytest.mark.parametrize("group_size", [1, 3, 8, 20])
@@ -78,6 +100,13 @@ def test_cache_of_another_dtype_than_the_query() -> None:
     assert_equals_reference(wide)
 
 
+def test_cache_of_eight_bits() -> None:
+    """A cache of e4m3 is read exactly: what is lost was lost on writing."""
+    batch = in_eight_bits(paged_batch([(90, 1), (70, 30), (0, 1)]))
+    assert_equals_reference(batch, tolerance=1e-3)  # values are up to 150
+    assert_equals_reference(replace(batch, query=batch.query.half()), tolerance=1e-2)
+
+
 def test_query_inside_a_packed_projection() -> None:
     """The query may be a strided view of a wider tensor."""
     batch = paged_batch([(90, 1), (70, 30)])
@@ -103,4 +132,8 @@ def test_any_shape(data: st.DataObject) -> None:
         block_size=data.draw(st.sampled_from([8, 16, 24, 64])),
         seed=data.draw(st.integers(0, 1000)),
     )
-    assert_equals_reference(batch, data.draw(st.none() | st.integers(1, 100)), data.draw(st.none() | st.just(9.0)))
+    if data.draw(st.booleans()):
+        batch = in_eight_bits(batch)
+    tolerance = 1e-5 * float(batch.v_cache.dtype.itemsize == 4) or 1e-3  # values are up to 150 in eight bits
+    window, cap = data.draw(st.none() | st.integers(1, 100)), data.draw(st.none() | st.just(9.0))
+    assert_equals_reference(batch, window, cap, tolerance)

@@ -1,0 +1,83 @@
+"""KV in eight bits: the e4m3 format of OCP (one sign, four exponent, three mantissa bits; largest value 448).
+
+A cache in this form is a tensor of ``uint8`` that holds the bits, so that whatever moves blocks about needs to know
+nothing of it. Values are rounded to nearest, ties to even; what is larger than 448 becomes 448; NaN stays NaN. There is
+no scale: keys and values of the models in use lie well within the range, and where they do not they saturate.
+
+Reading is exact: every value of the format is one of float16's. GPUs from compute capability 8.9 on convert in
+hardware (``NATIVE``); before them, and in the interpreter, the bits are moved by hand, with the same result.
+"""
+
+# ruff: noqa: N803 - compile-time parameters of kernels are upper case, as everywhere in Triton
+
+from __future__ import annotations
+
+import torch
+
+from kernels._triton import architecture, jit, tl
+
+LARGEST = 448.0
+
+
+def quantize(x: torch.Tensor) -> torch.Tensor:
+    """The e4m3 bits of ``x``: uint8 of the same shape."""
+    return x.to(torch.float32).clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn).view(torch.uint8)
+
+
+def dequantize(bits: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The values of e4m3 bits (uint8) as ``dtype``."""
+    return bits.view(torch.float8_e4m3fn).to(dtype)
+
+
+def as_cached(x: torch.Tensor, cache_dtype: torch.dtype) -> torch.Tensor:
+    """``x`` as it stands in a cache of this dtype."""
+    return quantize(x) if cache_dtype == torch.uint8 else x.to(cache_dtype)
+
+
+def from_cache(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """What was read from a cache, as ``dtype``."""
+    return dequantize(x, dtype) if x.dtype == torch.uint8 else x.to(dtype)
+
+
+def native_fp8(tensor: torch.Tensor) -> bool:
+    """Whether kernels on the device of ``tensor`` convert e4m3 in hardware."""
+    return architecture(tensor) >= 89
+
+
+@jit
+def fp8_from_float(x: tl.tensor, NATIVE: tl.constexpr) -> tl.tensor:
+    """In a kernel: `quantize`."""
+    if NATIVE:
+        bits = x.to(tl.float32).to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+    else:
+        word = x.to(tl.float32).to(tl.uint32, bitcast=True)
+        magnitude = word & 0x7FFFFFFF
+        # float32's exponent is biased by 127, that of e4m3 by 7; 20 bits of the mantissa are rounded off.
+        rounded = (magnitude + 0x7FFFF + ((magnitude >> 20) & 1)) >> 20
+        normal = tl.minimum(rounded, 120 * 8 + 0x7E) - 120 * 8
+        # Below 2^-6 steps are 2^-9: adding 2^23 leaves the rounded number of steps in the low bits.
+        steps = magnitude.to(tl.float32, bitcast=True) * 512.0 + 8388608.0
+        subnormal = steps.to(tl.uint32, bitcast=True) & 0xFF
+        code = tl.where(magnitude < 0x3C800000, subnormal, normal)
+        code = tl.where(magnitude > 0x7F800000, 0x7F, code)
+        bits = (code | ((word >> 24) & 0x80)).to(tl.uint8)
+    return bits
+
+
+@jit
+def float_from_fp8(bits: tl.tensor, NATIVE: tl.constexpr) -> tl.tensor:
+    """In a kernel: `dequantize`, as float16."""
+    if NATIVE:
+        value = bits.to(tl.float8e4nv, bitcast=True).to(tl.float16)
+    else:
+        wide = bits.to(tl.uint16)
+        half = ((wide & 0x80) << 8) | ((wide & 0x7F) << 7)  # float16's exponent is biased by 15: 2^8 too small
+        value = half.to(tl.float16, bitcast=True) * 256.0
+        value = tl.where((wide & 0x7F) == 0x7F, float("nan"), value).to(tl.float16)
+    return value
+
+
+@jit
+def as_cached_tile(x: tl.tensor, CACHE_TYPE: tl.constexpr, NATIVE: tl.constexpr) -> tl.tensor:
+    """In a kernel: `as_cached`, for a cache whose elements are of type CACHE_TYPE."""
+    return fp8_from_float(x, NATIVE) if CACHE_TYPE == tl.uint8 else x.to(CACHE_TYPE)  # noqa: SIM300

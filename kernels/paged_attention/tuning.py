@@ -1,0 +1,73 @@
+"""Tile sides and launch options of the attention kernels: a table in a file beside this module, and a safe default.
+
+The table is made once, offline (`python -m kernels.tune`), and checked in; nothing is tried out while serving. An entry
+holds for one kernel on one architecture, for heads of up to ``dim_tile`` dimensions and a cache of so many bytes per
+element. What the table lacks gets tiles that fit into every GPU's registers and shared memory. ``source`` says where an
+entry comes from: ``measured`` on that GPU, or only ``compiled`` (no register spilled).
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from functools import cache
+from pathlib import Path
+
+from kernels._triton import next_power_of_2
+
+TABLE = Path(__file__).with_name("tuning.json")
+
+
+@dataclass(frozen=True, slots=True)
+class Tuning:
+    """Tile sides and launch options of one specialisation."""
+
+    block_m: int  # query heads x queries, at least
+    block_n: int  # keys
+    num_warps: int
+    num_stages: int
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Key:
+    """What a tuning holds for."""
+
+    kernel: str  # "decode" or "prefill"
+    architecture: int  # compute capability, 90 for sm_90
+    dim_tile: int  # head dimension, rounded up to a power of two
+    kv_bytes: int  # bytes of an element of the cache
+
+
+def tuning_for(key: Key, group_size: int) -> Tuning:
+    """The table's entry or the default, with a tile that holds a whole group of query heads."""
+    found = read_table().get(key, (default_tuning(key), ""))[0]
+    return Tuning(max(found.block_m, next_power_of_2(group_size)), found.block_n, found.num_warps, found.num_stages)
+
+
+def default_tuning(key: Key) -> Tuning:
+    """What is launched where nothing was measured."""
+    if key.kernel == "decode":
+        # tl.dot wants 16 rows at least; a smaller group leaves some idle, which costs nothing: decode waits for
+        # memory.
+        return Tuning(16, 64 if key.dim_tile <= 128 else 32, 4, 3)
+    # The largest tiles of keys that spill no registers on sm_80 either.
+    if key.dim_tile <= 64:
+        return Tuning(64, 64, 4, 2)
+    return Tuning(64, 32, 4, 3) if key.dim_tile <= 128 else Tuning(64, 32, 8, 2)
+
+
+@cache
+def read_table() -> dict[Key, tuple[Tuning, str]]:
+    """The checked-in table: for each key its tuning and source."""
+    return {
+        Key(**entry["key"]): (Tuning(**entry["tuning"]), entry["source"]) for entry in json.loads(TABLE.read_text())
+    }
+
+
+def write_table(table: dict[Key, tuple[Tuning, str]], path: Path = TABLE) -> None:
+    """Writes a table, a line per entry."""
+    lines = [
+        json.dumps({"key": asdict(key), "tuning": asdict(tuning), "source": source})
+        for key, (tuning, source) in sorted(table.items(), key=lambda entry: entry[0])
+    ]
+    path.write_text("[\n" + ",\n".join(lines) + "\n]\n")

@@ -1,0 +1,182 @@
+"""From a layer's packed projection to what attention needs, in one kernel: QK norm, rotary embedding, KV write.
+
+Between the QKV GEMM and attention every query and key is normed (in models that do), rotated by its token's angle, and
+keys and values are written to their slots. One by one these are four passes over the projection; here each head is read
+once and written once, to the result or to the cache.
+
+    qkv         [T, (num_heads + 2 · num_kv_heads) · head_dim]: all query heads, then all key heads, then all values
+    query_norm, key_norm  [head_dim], or None for both: no norm (`kernels.norm`, weight_offset 0)
+    cos, sin    [T, rotary_dim / 2] float32 (`kernels.rotary`)
+    k_cache, v_cache, slot_mapping  (`kernels.kv_cache`)
+    result      the queries, [T, num_heads, head_dim]
+
+The operation means what the three modules named say, one after the other, with the same rounding between them.
+"""
+
+# ruff: noqa: N803 - compile-time parameters of kernels are upper case, as everywhere in Triton
+
+from __future__ import annotations
+
+import torch
+
+from kernels._triton import jit, kernel, next_power_of_2, runs_on_triton, tl
+from kernels.fp8 import as_cached_tile, native_fp8
+from kernels.kv_cache import write_kv
+from kernels.norm import rms_norm
+from kernels.rotary import apply_rotary
+
+_HEADS = 4  # heads per program
+
+
+def rotate_and_cache(
+    qkv: torch.Tensor,
+    query_norm: torch.Tensor | None,
+    key_norm: torch.Tensor | None,
+    eps: float,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+) -> torch.Tensor:
+    """Norm, rotate and cache a packed projection; returns the queries ``[T, num_heads, head_dim]`` (see the module)."""
+    num_kv_heads, block_size, head_dim = k_cache.shape[1:]
+    num_tokens = qkv.shape[0]
+    num_heads = qkv.shape[1] // head_dim - 2 * num_kv_heads
+    if not runs_on_triton(qkv):
+        return _one_by_one(qkv, num_heads, query_norm, key_norm, eps, cos, sin, k_cache, v_cache, slot_mapping)
+    query = torch.empty(num_tokens, num_heads, head_dim, dtype=qkv.dtype, device=qkv.device)
+    _rotate_and_cache_kernel[(num_tokens, -(-(num_heads + 2 * num_kv_heads) // _HEADS))](
+        qkv,
+        query_norm,
+        key_norm,
+        cos,
+        sin,
+        slot_mapping,
+        query,
+        k_cache,
+        v_cache,
+        qkv.stride(0),
+        cos.stride(0),
+        sin.stride(0),
+        eps,
+        NUM_HEADS=num_heads,
+        NUM_KV_HEADS=num_kv_heads,
+        BLOCK_SIZE=block_size,
+        HEAD_DIM=head_dim,
+        HALF=cos.shape[1],
+        NORMED=query_norm is not None,
+        NATIVE_FP8=native_fp8(qkv),
+        HEADS=_HEADS,
+        TILE=next_power_of_2(head_dim),
+    )
+    return query
+
+
+def _one_by_one(
+    qkv: torch.Tensor,
+    num_heads: int,
+    query_norm: torch.Tensor | None,
+    key_norm: torch.Tensor | None,
+    eps: float,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+) -> torch.Tensor:
+    """`rotate_and_cache` by the operations it consists of; the CPU path."""
+    num_kv_heads, _, head_dim = k_cache.shape[1:]
+    heads = qkv.view(qkv.shape[0], -1, head_dim)
+    query, key, value = torch.split(heads, [num_heads, num_kv_heads, num_kv_heads], dim=1)
+    if query_norm is not None and key_norm is not None:
+        query, key = rms_norm(query, query_norm, eps), rms_norm(key, key_norm, eps)
+    query, key = apply_rotary(query, key, cos, sin)
+    write_kv(key, value, k_cache, v_cache, slot_mapping)
+    return query
+
+
+@kernel
+def _rotate_and_cache_kernel(
+    qkv_ptr: tl.tensor,
+    query_norm_ptr: tl.tensor,
+    key_norm_ptr: tl.tensor,
+    cos_ptr: tl.tensor,
+    sin_ptr: tl.tensor,
+    slot_mapping_ptr: tl.tensor,
+    query_ptr: tl.tensor,
+    k_cache_ptr: tl.tensor,
+    v_cache_ptr: tl.tensor,
+    token_stride: tl.tensor,
+    cos_stride: tl.tensor,
+    sin_stride: tl.tensor,
+    eps: tl.tensor,
+    NUM_HEADS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HALF: tl.constexpr,
+    NORMED: tl.constexpr,
+    NATIVE_FP8: tl.constexpr,
+    HEADS: tl.constexpr,
+    TILE: tl.constexpr,
+) -> None:
+    """One program: HEADS heads of one token, whichever they are.
+
+    Every element reads its partner in the rotation too, from the cache line that holds it; values are rotated by
+    nothing.
+    """
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
+    dim = tl.arange(0, TILE)[None, :]
+    is_query = head < NUM_HEADS
+    is_value = head >= NUM_HEADS + NUM_KV_HEADS
+    inside = (head < NUM_HEADS + 2 * NUM_KV_HEADS) & (dim < HEAD_DIM)
+    rotated = (dim < 2 * HALF) & (head < NUM_HEADS + NUM_KV_HEADS)
+    partner = tl.where(dim < 2 * HALF, tl.where(dim < HALF, dim + HALF, dim - HALF), dim)
+    base = qkv_ptr + token * token_stride + head * HEAD_DIM
+    own = tl.load(base + dim, mask=inside, other=0.0)
+    other = tl.load(base + partner, mask=inside, other=0.0)
+    x, y = own.to(tl.float32), other.to(tl.float32)
+    if NORMED:
+        scale = tl.rsqrt(tl.sum(x * x, 1, keep_dims=True) / HEAD_DIM + eps)
+        x = _normed(x, scale, query_norm_ptr, key_norm_ptr, dim, is_query, is_value, own.dtype, HEAD_DIM)
+        y = _normed(y, scale, query_norm_ptr, key_norm_ptr, partner, is_query, is_value, own.dtype, HEAD_DIM)
+    angle = (dim % HALF) + head * 0
+    cos = tl.load(cos_ptr + token * cos_stride + angle, mask=rotated, other=1.0)
+    sin = tl.load(sin_ptr + token * sin_stride + angle, mask=rotated, other=0.0)
+    out = (x * cos + y * tl.where(dim < HALF, -sin, sin)).to(own.dtype)
+
+    place = query_ptr + (token * NUM_HEADS + head) * HEAD_DIM + dim
+    tl.store(place, out, mask=inside & is_query)
+    slot = tl.load(slot_mapping_ptr + token)
+    block, offset = slot // BLOCK_SIZE, slot % BLOCK_SIZE
+    cached = inside & (slot + head * 0 >= 0)
+    key_head = head - NUM_HEADS
+    place = ((block * NUM_KV_HEADS + key_head) * BLOCK_SIZE + offset) * HEAD_DIM + dim
+    bits = as_cached_tile(out, k_cache_ptr.dtype.element_ty, NATIVE_FP8)
+    tl.store(k_cache_ptr + place, bits, mask=cached & (key_head >= 0) & (key_head < NUM_KV_HEADS))
+    value_head = key_head - NUM_KV_HEADS
+    place = ((block * NUM_KV_HEADS + value_head) * BLOCK_SIZE + offset) * HEAD_DIM + dim
+    tl.store(v_cache_ptr + place, bits, mask=cached & is_value)
+
+
+@jit
+def _normed(
+    x: tl.tensor,
+    scale: tl.tensor,
+    query_norm_ptr: tl.tensor,
+    key_norm_ptr: tl.tensor,
+    dim: tl.tensor,
+    is_query: tl.tensor,
+    is_value: tl.tensor,
+    DTYPE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+) -> tl.tensor:
+    """Queries and keys normed and weighted, rounded as `kernels.norm` does; values as they are."""
+    inside = dim < HEAD_DIM
+    of_query = tl.load(query_norm_ptr + dim, mask=inside, other=0.0).to(tl.float32)
+    of_key = tl.load(key_norm_ptr + dim, mask=inside, other=0.0).to(tl.float32)
+    rounded = (x * scale).to(DTYPE).to(tl.float32)
+    weighted = (rounded * tl.where(is_query, of_query, of_key)).to(DTYPE).to(tl.float32)
+    return tl.where(is_value, x, weighted)

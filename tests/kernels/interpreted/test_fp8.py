@@ -1,0 +1,73 @@
+"""Eight-bit KV in kernels: the bits that torch gives, the values that torch reads."""
+
+# ruff: noqa: N803 - compile-time parameters of kernels are upper case, as everywhere in Triton
+
+from __future__ import annotations
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kernels._triton import kernel, tl
+from kernels.fp8 import dequantize, float_from_fp8, fp8_from_float, quantize
+from kernels.kv_cache import write_kv, write_kv_reference
+
+
+@kernel
+def _round_trip_kernel(x_ptr: tl.tensor, bits_ptr: tl.tensor, back_ptr: tl.tensor, TILE: tl.constexpr) -> None:
+    """One program: TILE values written in eight bits and read again."""
+    place = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    bits = fp8_from_float(tl.load(x_ptr + place), False)
+    tl.store(bits_ptr + place, bits)
+    tl.store(back_ptr + place, float_from_fp8(bits, False))
+
+
+def round_trip(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    padded = torch.nn.functional.pad(x, (0, -len(x) % 256))
+    bits, back = torch.empty(len(padded), dtype=torch.uint8), torch.empty(len(padded), dtype=torch.float16)
+    _round_trip_kernel[(len(padded) // 256,)](padded, bits, back, TILE=256)
+    return bits[: len(x)], back[: len(x)]
+
+
+def test_every_code_is_read_exactly() -> None:
+    """All 256 codes, subnormal ones and NaN included, have torch's value, and writing that value gives the code."""
+    codes = torch.arange(256).to(torch.uint8)
+    values = dequantize(codes, torch.float32)
+    bits, back = round_trip(values)
+
+    assert torch.equal(back.float().nan_to_num(777), values.nan_to_num(777))
+    assert torch.equal(bits[~values.isnan()], codes[~values.isnan()])
+
+
+def test_borders_round_to_even() -> None:
+    """Between two neighbours the halfway point goes to the even one, a hair beside it to the nearer one."""
+    values = dequantize(torch.arange(127).to(torch.uint8), torch.float32)
+    middle = (values[1:] + values[:-1]) / 2
+    for x in (middle, middle * (1 + 1e-6), middle * (1 - 1e-6), -middle):
+        bits, _ = round_trip(x)
+        assert torch.equal(bits, quantize(x))
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.integers(0, 2**31), st.floats(1e-4, 1e4))
+def test_any_values(seed: int, spread: float) -> None:
+    """Values of any size, too large and infinite ones included, get torch's bits."""
+    x = torch.randn(300, generator=torch.Generator().manual_seed(seed)) * spread
+    x[:4] = torch.tensor([torch.inf, -torch.inf, 1e30, -0.0])
+    bits, back = round_trip(x)
+
+    assert torch.equal(bits, quantize(x))
+    assert torch.equal(back, dequantize(bits, torch.float16))
+
+
+def test_write_kv() -> None:
+    """Keys and values are written into an eight-bit cache as the reference writes them."""
+    key, value = torch.randn(2, 4, 2, 64) * 100
+    slots = torch.tensor([17, -1, 0, 31])
+    ours = torch.zeros(2, 2, 2, 16, 64, dtype=torch.uint8)
+    expected = ours.clone()
+    write_kv(key, value, ours[0], ours[1], slots)
+    write_kv_reference(key, value, expected[0], expected[1], slots)
+
+    assert torch.equal(ours, expected)
+    assert ours.any()

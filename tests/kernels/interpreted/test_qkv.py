@@ -1,0 +1,52 @@
+"""The fused norm, rotation and KV write against the operations it consists of."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kernels.fp8 import from_cache
+from kernels.norm import rms_norm_reference
+from kernels.qkv import rotate_and_cache
+from kernels.rotary import apply_rotary_reference
+
+
+@settings(max_examples=25, deadline=None)
+@given(data=st.data())
+def test_equals_its_parts(data: st.DataObject) -> None:
+    """Any head counts, head and rotary dimensions, page sizes and cache types, with and without norms and slots."""
+    num_tokens, num_heads = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 7))
+    num_kv_heads = data.draw(st.integers(1, 3))
+    head_dim, half = data.draw(st.sampled_from([(16, 8), (64, 32), (80, 40), (80, 16), (96, 48)]))
+    block_size = data.draw(st.sampled_from([8, 16, 24]))
+    dtype = data.draw(st.sampled_from([torch.float32, torch.float16]))
+    kv_dtype = data.draw(st.sampled_from([dtype, torch.uint8]))
+    normed = data.draw(st.booleans())
+    torch.manual_seed(data.draw(st.integers(0, 1000)))
+    qkv = torch.randn(num_tokens, (num_heads + 2 * num_kv_heads) * head_dim).to(dtype)
+    angle = torch.randn(num_tokens, half)
+    norms = torch.rand(2, head_dim).to(dtype) if normed else (None, None)
+    slots = torch.randperm(3 * block_size)[:num_tokens]
+    slots[data.draw(st.integers(0, num_tokens - 1))] = -1
+    empty = torch.zeros(2, 3, num_kv_heads, block_size, head_dim).to(kv_dtype)
+    caches = empty.clone()
+
+    query = rotate_and_cache(qkv, norms[0], norms[1], 1e-5, angle.cos(), angle.sin(), caches[0], caches[1], slots)
+
+    heads = qkv.view(num_tokens, -1, head_dim)
+    expected, key, value = torch.split(heads, [num_heads, num_kv_heads, num_kv_heads], dim=1)
+    if norms[0] is not None and norms[1] is not None:
+        expected, key = rms_norm_reference(expected, norms[0], 1e-5), rms_norm_reference(key, norms[1], 1e-5)
+    expected, key = apply_rotary_reference(expected, key, angle.cos(), angle.sin())
+    # The order of a sum may move a rounding, of eight bits too.
+    step = 4 * torch.finfo(dtype).eps
+    torch.testing.assert_close(query, expected, rtol=step, atol=step)
+    for cache, written in zip(caches, (key, value), strict=True):
+        tolerance = step if kv_dtype is dtype else 0.13
+        for token, slot in enumerate(slots.tolist()):
+            if slot >= 0:
+                found = from_cache(cache[slot // block_size, :, slot % block_size], torch.float32)
+                torch.testing.assert_close(found, written[token].float(), rtol=tolerance, atol=tolerance)
+                cache[slot // block_size, :, slot % block_size] = 0
+    assert torch.equal(caches, empty), "only the slots named are written"
