@@ -241,8 +241,10 @@ class Admission:
 def victims_for_urgent(worker: Worker, waiting: WaitingQueue, config: CoreConfig) -> list[int]:
     """The rows to pause so that the next waiting request fits, if enough of them rank far enough behind it."""
     preempts = config.policy_preemption != "off" and config.capacity != "guaranteed_no_evict"
+    if not preempts or worker.draining or not len(waiting):
+        return []
     policies = {config.policy, *(each.policy for each in config.classes.values())}
-    if not preempts or policies.isdisjoint(PREEMPTIVE_POLICIES) or worker.draining:
+    if policies.isdisjoint(PREEMPTIVE_POLICIES):
         return []
     request = waiting.take(worker.cached_tokens)
     if request is None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from scheduler_svc.core.arrays import IndexArray, Int32Array, all_of
+from scheduler_svc.core.arrays import IndexArray, Int32Array
 from scheduler_svc.core.errors import ProtocolViolationError
 from scheduler_svc.core.events import FailedRow, StepDone
 from scheduler_svc.core.request import Request, RequestState
@@ -112,9 +112,9 @@ def _are_same(planned: IndexArray, answered: Int32Array) -> bool:
 
 def _settle_rows(worker: Worker, answered: IndexArray, generations: Int32Array, tokens: Int32Array) -> Settled:
     rows = worker.rows
-    alive = (rows.generation[answered] == generations) & (rows.state[answered] != FREE)
     late: list[tuple[int, int, int]] = []
-    if not all_of(alive):
+    if worker.departed:
+        alive = (rows.generation[answered] == generations) & (rows.state[answered] != FREE)
         gone = ~alive
         late = list(zip(answered[gone].tolist(), generations[gone].tolist(), tokens[gone].tolist(), strict=True))
         answered, tokens = answered[alive], tokens[alive]

@@ -15,7 +15,7 @@ Invariants, for rows that are not free:
 import numpy as np
 
 from scheduler_svc.core.accounts import Account, AccountNumbers
-from scheduler_svc.core.arrays import NO_INDICES, IndexArray, Int32Array, any_of
+from scheduler_svc.core.arrays import NO_INDICES, BoolArray, IndexArray, Int32Array, any_of
 from scheduler_svc.core.request import Request
 
 FREE, PREFILL, DECODE = 0, 1, 2
@@ -63,7 +63,9 @@ class RowTable:
         self._account = np.zeros(max_rows, np.intp)
         self._charged = np.zeros(max_rows, np.int32)
         """Generated tokens that the row's account was charged for."""
-        self._stops = np.full((max_rows, _STOPS), _NO_TOKEN, np.int32)
+        self._stops = np.full((_STOPS, max_rows), _NO_TOKEN, np.int32)
+        self._most_stops = 0
+        """Of the arrays above, those that are in use."""
         self._many_stops: dict[int, frozenset[int]] = {}
         self._recent = np.zeros((max_rows, _RECENT), np.int32)
         self._num_recent = np.zeros(max_rows, np.intp)
@@ -122,9 +124,10 @@ class RowTable:
         self._account[row] = self._accounts.enter(request.account)
         self._charged[row] = request.accounted_tokens
         stops = request.stop_token_ids
-        self._stops[row] = _NO_TOKEN
+        self._stops[:, row] = _NO_TOKEN
         if len(stops) <= _STOPS:
-            self._stops[row, : len(stops)] = stops
+            self._stops[: len(stops), row] = stops
+            self._most_stops = max(self._most_stops, len(stops))
         else:
             self._many_stops[row] = frozenset(stops)
         if request.traceparent:
@@ -186,14 +189,17 @@ class RowTable:
 
     def stopped(self, rows: IndexArray, tokens: Int32Array) -> IndexArray:
         """Positions within `rows` at which the token ends its row's request."""
-        matches = self._stops[rows] == tokens[:, None]
-        if not self._many_stops and not any_of(matches):
-            return NO_INDICES
-        hits = matches.any(axis=1)
+        # One array after the other: comparing a matrix with a column takes many times as long.
+        hits: BoolArray | None = None
+        for stops in self._stops[: self._most_stops]:
+            matches = stops[rows] == tokens
+            if any_of(matches):
+                hits = matches if hits is None else hits | matches
         if self._many_stops:
+            hits = np.zeros(len(rows), np.bool_) if hits is None else hits
             for position, (row, token) in enumerate(zip(rows.tolist(), tokens.tolist(), strict=True)):
                 hits[position] |= token in self._many_stops.get(row, ())
-        return np.flatnonzero(hits)
+        return NO_INDICES if hits is None else np.flatnonzero(hits)
 
     def occupied(self) -> list[int]:
         """The rows that are not free."""

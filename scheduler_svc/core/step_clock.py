@@ -30,7 +30,17 @@ _RECENT = 100
 class _Estimate:
     mean: float
     deviation: float
-    recent: deque[float] = field(default_factory=lambda: deque(maxlen=_RECENT))
+    count: int = 0
+    peaks: deque[tuple[int, float]] = field(default_factory=deque)
+    """(number, duration) of those of the recent steps that no later one outlasted: the first is the longest."""
+
+    def add(self, duration: float) -> None:
+        self.count += 1
+        while self.peaks and self.peaks[-1][1] <= duration:
+            self.peaks.pop()
+        self.peaks.append((self.count, duration))
+        if self.peaks[0][0] <= self.count - _RECENT:
+            self.peaks.popleft()
 
 
 class StepClock:
@@ -50,7 +60,7 @@ class StepClock:
         else:
             estimate.deviation += 0.25 * (abs(duration - estimate.mean) - estimate.deviation)
             estimate.mean += 0.125 * (duration - estimate.mean)
-        estimate.recent.append(duration)
+        estimate.add(duration)
 
     def idled(self, num_tokens: int, idle: float) -> None:
         """The worker had nothing to do for so long before a step of this size that could have been planned earlier."""
@@ -70,7 +80,7 @@ class StepClock:
     def deadline(self, num_tokens: int) -> float:
         """How long a step of this size may take before its worker counts as hung."""
         estimate = self._estimates.get(num_tokens.bit_length())
-        if estimate is None or len(estimate.recent) < MIN_SAMPLES:
+        if estimate is None or estimate.count < MIN_SAMPLES:
             return self._deadline_ceiling
         # With at most 100 samples the 99th percentile is the largest.
-        return min(self._deadline_ceiling, max(MIN_DEADLINE_S, DEADLINE_FACTOR * max(estimate.recent)))
+        return min(self._deadline_ceiling, max(MIN_DEADLINE_S, DEADLINE_FACTOR * estimate.peaks[0][1]))
