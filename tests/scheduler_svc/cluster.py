@@ -108,10 +108,10 @@ class Cluster:
         """Lets the core plan for every worker as far as it will; returns the number of plans."""
         return sum(self.plan_for(peer) for peer in self.core.workers())
 
-    def plan_for(self, peer: bytes) -> int:
-        """Lets the core plan for one worker as far as it will; returns the number of plans."""
+    def plan_for(self, peer: bytes, most: int = 1 << 30) -> int:
+        """Lets the core plan for one worker as far as it will, or `most` plans; returns the number of plans."""
         count = 0
-        while (plan := self._plan_when_due(peer)) is not None:
+        while count < most and (plan := self._plan_when_due(peer)) is not None:
             self.answers[peer].append(self.workers[peer].execute(plan))
             count += 1
         return count

@@ -234,6 +234,22 @@ def test_a_cancelled_prompt_leaves_full_blocks_only() -> None:
     assert not _num_copied(worker)
 
 
+def test_what_is_cancelled_with_its_first_token_in_flight_is_copied_from_later_only() -> None:
+    """A row that leaves before its newest token is there proves nothing yet; the answer proves what it left behind."""
+    cluster, worker = _cluster(max_num_batched_tokens=64)
+    cluster.submit(1, [*PREFIX, 1], 20)
+    assert cluster.plan_for(b"w/1", most=1) == 1
+    cluster.handle(ev.RequestCancelled(frontend=FRONTEND, stream=1))
+    cluster.submit(2, [*PREFIX, 2], 1)
+    cluster.plan()
+    assert [admission.num_computed_tokens for plan in worker.plans for admission in plan.admissions] == [0, 40]
+    assert not _num_copied(worker)
+    cluster.run()
+    cluster.submit(3, [*PREFIX, 3], 1)
+    cluster.run()
+    assert _num_copied(worker) == 1
+
+
 def test_the_same_ends_are_kept_once() -> None:
     """Requests that end alike leave one copy of their last block, the rest of their memory is free."""
     cluster, _ = _cluster()
