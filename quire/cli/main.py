@@ -38,6 +38,7 @@ class Command:
 COMMANDS = (
     Command("serve", "quire.cli.serve", "serve a model on this machine: every process, one command"),
     Command("generate", "quire.cli.generate", "generate from a prompt and stream the text"),
+    Command("batch", "quire.cli.batch", "answer a file of requests; resumable"),
     Command("frontend", "quire.cli.frontend", "run one front-end process (gRPC and HTTP)"),
     Command("scheduler", "quire.cli.scheduler", "run the scheduler core process"),
     Command("worker", "quire.cli.worker", "run one worker process (the model)"),

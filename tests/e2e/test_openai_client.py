@@ -1,10 +1,13 @@
 """The official `openai` package against a running Quire: what its users expect to work, works."""
 
+import json
+import re
 import time
 from collections.abc import Iterator
 from typing import Any
 
 import httpx
+import jsonschema
 import openai
 import pytest
 
@@ -218,3 +221,105 @@ def test_a_client_that_leaves_frees_its_memory(served: Served, client: Any) -> N
     assert served.metric("quire_requests_ended_total", reason="cancelled") == cancelled + 1
     assert served.metric("quire_kv_blocks", state="held") == 0
     assert served.metric("quire_requests_running") == 0
+
+
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "The weather of a city",
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"enum": ["Rome", "Oslo"]}, "days": {"type": "integer", "minimum": 1, "maximum": 9}},
+            "required": ["city", "days"],
+            "additionalProperties": False,
+        },
+    },
+}
+UTC = {"type": "object", "properties": {"utc": {"type": "boolean"}}, "required": ["utc"], "additionalProperties": False}
+CLOCK = {
+    "type": "function",
+    "function": {"name": "get_time", "parameters": {"$ref": "#/$defs/t", "$defs": {"t": UTC}}},
+}
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_an_answer_follows_its_schema(client: Any, temperature: float) -> None:
+    """`response_format` with a JSON schema: the answer, whole or streamed, validates, whatever the model would say."""
+    schema = {
+        "type": "object",
+        "properties": {
+            "name": {"type": "string", "maxLength": 12},
+            "tags": {"type": "array", "items": {"enum": ["red", "blue"]}, "maxItems": 2},
+            "size": {"type": "integer", "minimum": 0, "maximum": 99},
+        },
+        "required": ["name", "tags", "size"],
+        "additionalProperties": False,
+    }
+    common = {
+        "model": "demo",
+        "messages": [{"role": "user", "content": "Describe a bird."}],
+        "temperature": temperature,
+        "seed": 3,
+        "response_format": {"type": "json_schema", "json_schema": {"name": "bird", "schema": schema, "strict": True}},
+    }
+    whole = client.chat.completions.create(**common).choices[0]
+    chunks = client.chat.completions.create(stream=True, **common)
+    streamed = "".join(choice.delta.content or "" for chunk in chunks for choice in chunk.choices)
+
+    assert whole.finish_reason == "stop"
+    jsonschema.validate(json.loads(whole.message.content), schema)
+    assert streamed == whole.message.content
+
+
+def test_constraints_of_vllm_hold(client: Any) -> None:
+    """A choice, a regular expression and an object, in vLLM's spellings; a hostile schema is the sender's error."""
+
+    def ask(**extra: Any) -> str:
+        answer = client.completions.create(model="demo", prompt="Answer: ", max_tokens=40, seed=1, extra_body=extra)
+        return str(answer.choices[0].text)
+
+    assert ask(guided_choice=["yes", "no"]) in ("yes", "no")
+    assert re.fullmatch("[0-9]{3}-[a-f]{2}", ask(structured_outputs={"regex": "[0-9]{3}-[a-f]{2}"}))
+    with pytest.raises(openai.BadRequestError) as hostile:
+        ask(guided_json={"type": "no such type"})
+    assert hostile.value.param == "guided_json"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_forced_call_is_parsed(client: Any, stream: bool) -> None:
+    """`required` and a named function give calls of the tools with arguments that follow their schemas."""
+    for choice in ("required", {"type": "function", "function": {"name": "get_weather"}}):
+        common = {
+            "model": "demo", "messages": ARITHMETIC, "tools": [CLOCK, WEATHER], "tool_choice": choice, "seed": 5,
+            "parallel_tool_calls": False, "max_tokens": 120,
+        }  # fmt: skip
+        if stream:
+            name, arguments, content, ends = "", "", "", []
+            for chunk in client.chat.completions.create(stream=True, **common):
+                for part in chunk.choices:
+                    content += part.delta.content or ""
+                    ends += [part.finish_reason] if part.finish_reason else []
+                    for call in part.delta.tool_calls or ():
+                        name += call.function.name or ""
+                        arguments += call.function.arguments or ""
+            assert (content, ends) == ("", ["tool_calls"])
+        else:
+            answer = client.chat.completions.create(**common).choices[0]
+            (call,) = answer.message.tool_calls
+            name, arguments = call.function.name, call.function.arguments
+            assert call.id.startswith("call_")
+            assert (answer.message.content, answer.finish_reason) == (None, "tool_calls")
+
+        schemas = {tool["function"]["name"]: tool["function"]["parameters"] for tool in (WEATHER, CLOCK)}  # type: ignore[index]
+        jsonschema.validate(json.loads(arguments), schemas[name])
+        assert choice == "required" or name == "get_weather"
+
+
+def test_a_model_that_knows_no_tools_says_so(client: Any) -> None:
+    """Left the choice, a model whose template has no place for tools would never see them: that is an error."""
+    with pytest.raises(openai.BadRequestError) as error:
+        client.chat.completions.create(model="demo", messages=ARITHMETIC, tools=[WEATHER])
+
+    assert error.value.param == "tools"
+    assert "required" in error.value.message
