@@ -80,6 +80,8 @@ def forced_calls(functions: Sequence[FunctionDefinition], *, parallel: bool) -> 
     definitions: JsonObject = {}
     items = [_call_schema(function, number, definitions) for number, function in enumerate(functions)]
     schema: JsonObject = {"type": "array", "minItems": 1, "items": items[0] if len(items) == 1 else {"anyOf": [*items]}}
+    # For the grammar library. Whitespace says nothing here, and weak models lose themselves in it.
+    schema["x-guidance"] = {"whitespace_pattern": " ?"}
     if not parallel:
         schema["maxItems"] = 1
     if definitions:
