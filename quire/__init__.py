@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from quire.aio import AsyncClient, AsyncGeneration
     from quire.client import Client, Generation
     from quire.types import (
+        BatchAnswer,
+        Choice,
+        ChoiceFinished,
         Completion,
         Delta,
         Finished,
@@ -27,15 +30,21 @@ if TYPE_CHECKING:
         GenerateOptions,
         Message,
         Model,
+        Prompt,
         SchedulingOptions,
+        ScoredToken,
         Timings,
         Tokenized,
+        TokenLogprobs,
         Usage,
     )
 
 __all__ = [
     "AsyncClient",
     "AsyncGeneration",
+    "BatchAnswer",
+    "Choice",
+    "ChoiceFinished",
     "Client",
     "Completion",
     "Delta",
@@ -45,8 +54,11 @@ __all__ = [
     "Generation",
     "Message",
     "Model",
+    "Prompt",
     "SchedulingOptions",
+    "ScoredToken",
     "Timings",
+    "TokenLogprobs",
     "Tokenized",
     "Usage",
     "__version__",

@@ -5,7 +5,8 @@ Pure functions, no connection. A value that does not fit its field (a negative c
 Unicode) is refused here with the field's name, as the server would do it.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+import json
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import grpc
@@ -15,15 +16,20 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 
 from quire import errors
 from quire.types import (
+    Choice,
+    ChoiceFinished,
     Completion,
     Delta,
     Finished,
     FinishReason,
     Message,
     Model,
+    Prompt,
     SchedulingOptions,
+    ScoredToken,
     Timings,
     Tokenized,
+    TokenLogprobs,
     Usage,
 )
 from quire.v1 import generation_pb2 as pb
@@ -73,6 +79,28 @@ def build_generate(
     stop: str | Sequence[str] = (),
     stop_token_ids: Sequence[int] = (),
     ignore_eos: bool = False,
+    n: int | None = None,
+    typical_p: float | None = None,
+    repetition_penalty: float | None = None,
+    presence_penalty: float | None = None,
+    frequency_penalty: float | None = None,
+    logit_bias: Mapping[int, float] | None = None,
+    allowed_token_ids: Sequence[int] = (),
+    banned_token_ids: Sequence[int] = (),
+    bad_words: Sequence[str] = (),
+    min_tokens: int | None = None,
+    include_stop_string: bool = False,
+    logprobs: int | None = None,
+    prompt_logprobs: int | None = None,
+    echo: bool = False,
+    truncate_prompt_tokens: int | None = None,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    template_variables: Mapping[str, Any] | None = None,
+    continue_final_message: bool = False,
+    json_schema: str | Mapping[str, Any] | bool | None = None,
+    regex: str | None = None,
+    ebnf: str | None = None,
+    choice: Sequence[str] | None = None,
     include_special_tokens: bool = False,
     request_id: str = "",
     scheduling: SchedulingOptions | None = None,
@@ -89,16 +117,42 @@ def build_generate(
     _set(request, "text", prompt)
     if messages is not None:
         _set_chat(request.chat, messages)
+        _set(request.chat, "tools_json", _to_json("chat.tools_json", tools), "chat.")
+        _set(
+            request.chat,
+            "template_variables_json",
+            _to_json("chat.template_variables_json", template_variables),
+            "chat.",
+        )
+        _set(request.chat, "continue_final_message", continue_final_message, "chat.")
     if token_ids is not None:
         request.token_ids.SetInParent()
         _extend("token_ids.ids", request.token_ids.ids.extend, token_ids)
-    sampling = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p, "seed": seed}
+    sampling = {
+        "temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p, "seed": seed, "n": n,
+        "typical_p": typical_p, "repetition_penalty": repetition_penalty, "presence_penalty": presence_penalty,
+        "frequency_penalty": frequency_penalty,
+    }  # fmt: skip
     for field, value in sampling.items():
         _set(request.sampling, field, value, "sampling.")
     _set(request.stop, "max_tokens", max_tokens, "stop.")
     _extend("stop.stop_strings", request.stop.stop_strings.extend, [stop] if isinstance(stop, str) else stop)
     _extend("stop.stop_token_ids", request.stop.stop_token_ids.extend, stop_token_ids)
     _set(request.stop, "ignore_eos", ignore_eos, "stop.")
+    _extend("sampling.logit_bias", request.sampling.logit_bias.update, logit_bias or {})
+    for field, values in (
+        ("allowed_token_ids", allowed_token_ids), ("banned_token_ids", banned_token_ids), ("bad_words", bad_words),
+    ):  # fmt: skip
+        _extend(f"sampling.{field}", getattr(request.sampling, field).extend, values)
+    _set(request.stop, "min_tokens", min_tokens, "stop.")
+    _set(request.stop, "include_stop_string", include_stop_string, "stop.")
+    output = {
+        "logprobs": logprobs, "prompt_logprobs": prompt_logprobs, "echo": echo,
+        "truncate_prompt_tokens": truncate_prompt_tokens,
+    }  # fmt: skip
+    for field, value in output.items():
+        _set(request.output, field, value, "output.")
+    _set_grammar(request, json_schema=json_schema, regex=regex, ebnf=ebnf, choice=choice)
     _set(request.output, "include_special_tokens", include_special_tokens, "output.")
     if scheduling is not None:
         _set_scheduling(request.scheduling, scheduling)
@@ -136,7 +190,44 @@ def build_detokenize(token_ids: Sequence[int], *, model: str, include_special_to
 
 def read_delta(delta: pb.Delta) -> Delta:
     """A delta as the client gives it."""
-    return Delta(delta.choice, delta.first_index, tuple(delta.token_ids), delta.text)
+    logprobs = read_logprobs(delta.logprobs) if delta.logprobs else ()
+    return Delta(delta.choice, delta.first_index, tuple(delta.token_ids), delta.text, logprobs)
+
+
+def read_logprobs(entries: Iterable[pb.TokenLogprobs]) -> tuple[TokenLogprobs, ...]:
+    """Log-probabilities, position by position."""
+    return tuple(TokenLogprobs(_read_scored(entry.token), tuple(map(_read_scored, entry.top))) for entry in entries)
+
+
+def read_prompt(prompt: pb.Prompt) -> Prompt:
+    """The prompt as the model saw it."""
+    return Prompt(tuple(prompt.token_ids), prompt.text, read_logprobs(prompt.logprobs))
+
+
+def read_choice_finished(finished: pb.ChoiceFinished) -> ChoiceFinished:
+    """The end of one of several answers.
+
+    Raises:
+        ServerError: a reason that this API does not know.
+    """
+    stop = finished.WhichOneof("stop")
+    return ChoiceFinished(
+        choice=finished.choice,
+        reason=_read_reason(finished.reason),
+        stop_string=finished.stop_string if stop == "stop_string" else None,
+        stop_token_id=finished.stop_token_id if stop == "stop_token_id" else None,
+        completion_tokens=finished.completion_tokens,
+    )
+
+
+def _read_scored(token: pb.ScoredToken) -> ScoredToken:
+    return ScoredToken(token.token_id, token.logprob, token.rank, token.bytes)
+
+
+def _read_reason(reason: pb.FinishReason.ValueType) -> FinishReason:
+    if reason not in _REASONS:
+        raise errors.ServerError(f"the server ended with an unknown reason ({reason})")
+    return _REASONS[reason]
 
 
 def read_finished(finished: pb.Finished) -> Finished:
@@ -145,11 +236,9 @@ def read_finished(finished: pb.Finished) -> Finished:
     Raises:
         ServerError: a reason that this API does not know.
     """
-    if finished.reason not in _REASONS:
-        raise errors.ServerError(f"the server ended with an unknown reason ({finished.reason})")
     stop = finished.WhichOneof("stop")
     return Finished(
-        reason=_REASONS[finished.reason],
+        reason=_read_reason(finished.reason),
         stop_string=finished.stop_string if stop == "stop_string" else None,
         stop_token_id=finished.stop_token_id if stop == "stop_token_id" else None,
         usage=Usage(
@@ -187,16 +276,55 @@ def read_model(model: model_pb2.Model) -> Model:
     )
 
 
-def join(deltas: Sequence[Delta], finished: Finished | None) -> Completion:
-    """A whole answer from its parts.
+class Events:
+    """What a stream of events has said so far; shared by both clients."""
 
-    Raises:
-        ServerError: the stream ended without saying how.
-    """
-    return Completion(
+    def __init__(self) -> None:
+        self.finished: Finished | None = None
+        self.prompt: Prompt | None = None
+        self.choices: dict[int, ChoiceFinished] = {}
+
+    def take(self, response: pb.GenerateResponse) -> Delta | None:
+        """Takes the next message; returns its delta, if it is one.
+
+        Raises:
+            ServerError: a reason that this API does not know.
+        """
+        match response.WhichOneof("event"):
+            case "delta":
+                return read_delta(response.delta)
+            case "prompt":
+                self.prompt = read_prompt(response.prompt)
+            case "choice_finished":
+                finished = read_choice_finished(response.choice_finished)
+                self.choices[finished.choice] = finished
+            case "finished":
+                self.finished = read_finished(response.finished)
+        return None
+
+    def join(self, deltas: Sequence[Delta]) -> Completion:
+        """A whole answer from its parts.
+
+        Raises:
+            ServerError: the stream ended without saying how.
+        """
+        finished = require_finished(self.finished)
+        ends = self.choices or {
+            0: ChoiceFinished(
+                0, finished.reason, finished.stop_string, finished.stop_token_id, finished.usage.completion_tokens
+            )
+        }
+        choices = tuple(_choice([d for d in deltas if d.choice == index], ends[index]) for index in sorted(ends))
+        first = choices[0]
+        return Completion(first.text, first.token_ids, finished, first.logprobs, choices, self.prompt)
+
+
+def _choice(deltas: Sequence[Delta], finished: ChoiceFinished) -> Choice:
+    return Choice(
         text="".join(delta.text for delta in deltas),
         token_ids=tuple(token for delta in deltas for token in delta.token_ids),
-        finished=require_finished(finished),
+        logprobs=tuple(entry for delta in deltas for entry in delta.logprobs),
+        finished=finished,
     )
 
 
@@ -209,6 +337,17 @@ def require_finished(finished: Finished | None) -> Finished:
     if finished is None:
         raise errors.ServerError("the stream ended without a final message")
     return finished
+
+
+def read_batch_error(error: pb.Error) -> errors.QuireError:
+    """The typed error of one request of a batch."""
+    return errors.class_for(error.code, error.reason)(
+        error.message or error.code,
+        code=error.code,
+        reason=error.reason,
+        retry_after_s=_seconds(error.retry_after) if error.HasField("retry_after") else None,
+        violations=[errors.FieldViolation(v.field, v.description) for v in error.violations],
+    )
 
 
 def read_error(call: FailedCall) -> errors.QuireError:
@@ -258,7 +397,7 @@ def _set(message: Any, field: str, value: object, parent: str = "") -> None:
         raise _invalid(parent + field, str(error)) from None
 
 
-def _extend(field: str, extend: Callable[[Any], object], values: Sequence[object]) -> None:
+def _extend(field: str, extend: Callable[[Any], object], values: Collection[object]) -> None:
     if not values:
         return  # touching a sub-message's list would already make the sub-message present
     try:
@@ -294,12 +433,49 @@ def _set_duration(duration: Duration, seconds: float, field: str) -> None:
 def _set_chat(chat: pb.ChatInput, messages: Sequence[Message]) -> None:
     chat.SetInParent()
     for index, message in enumerate(messages):
-        unknown = set(message) - {"role", "content"}
-        if unknown or len(message) != 2:
-            raise _invalid(f"chat.messages[{index}]", "give a 'role' and a 'content', nothing else")
+        unknown = set(message) - {"role", "content", "name", "tool_calls", "tool_call_id"}
+        if unknown or "role" not in message or not ("content" in message or "tool_calls" in message):
+            what = "give a 'role' and a 'content', maybe 'name', 'tool_calls' and 'tool_call_id', nothing else"
+            raise _invalid(f"chat.messages[{index}]", what)
         turn = chat.messages.add()
-        for field in ("role", "content"):
-            _set(turn, field, message[field], f"chat.messages[{index}].")
+        for field in ("role", "content", "name", "tool_call_id"):
+            _set(turn, field, message.get(field), f"chat.messages[{index}].")
+        calls = f"chat.messages[{index}].tool_calls_json"
+        _set(turn, "tool_calls_json", _to_json(calls, message.get("tool_calls")), f"chat.messages[{index}].")
+
+
+def _set_grammar(
+    request: pb.GenerateRequest,
+    *,
+    json_schema: str | Mapping[str, Any] | bool | None,
+    regex: str | None,
+    ebnf: str | None,
+    choice: Sequence[str] | None,
+) -> None:
+    given = {"json_schema": json_schema, "regex": regex, "ebnf": ebnf, "choice": choice}
+    names = [name for name, value in given.items() if value is not None and value is not False]
+    if len(names) > 1:
+        raise _invalid("grammar", f"give at most one of {', '.join(given)}")
+    if json_schema is True:
+        request.grammar.json_object = True
+    elif json_schema:
+        text = json_schema if isinstance(json_schema, str) else _to_json("grammar.json_schema", json_schema)
+        _set(request.grammar, "json_schema", text, "grammar.")
+    elif choice is not None:
+        request.grammar.choice.SetInParent()
+        _extend("grammar.choice.choices", request.grammar.choice.choices.extend, choice)
+    for field, value in (("regex", regex), ("ebnf", ebnf)):
+        if value is not None:
+            _set(request.grammar, field, value, "grammar.")
+
+
+def _to_json(field: str, value: object) -> str | None:
+    if value is None:
+        return None
+    try:
+        return json.dumps(value)
+    except (TypeError, ValueError) as error:
+        raise _invalid(field, str(error)) from None
 
 
 def _invalid(field: str, description: str) -> errors.InvalidRequestError:

@@ -4,7 +4,7 @@ An `AsyncClient` belongs to the event loop that it was made in.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol, Self, Unpack
 
@@ -12,7 +12,19 @@ import grpc
 import grpc.aio
 
 from quire import _mapping, errors
-from quire.types import Completion, Delta, Finished, GenerateOptions, Message, Model, Tokenized
+from quire._batch import BatchAnswers
+from quire.types import (
+    BatchAnswer,
+    ChoiceFinished,
+    Completion,
+    Delta,
+    Finished,
+    GenerateOptions,
+    Message,
+    Model,
+    Prompt,
+    Tokenized,
+)
 from quire.v1 import generation_pb2 as pb
 from quire.v1 import model_pb2
 from quire.v1.generation_pb2_grpc import GenerationServiceStub
@@ -36,8 +48,22 @@ class AsyncGeneration(AsyncIterator[Delta]):
     def __init__(self, call: _Call) -> None:
         self._call = call
         self._cancelled = False
-        self.finished: Finished | None = None
+        self._events = _mapping.Events()
+
+    @property
+    def finished(self) -> Finished | None:
         """How it ended; None until the iteration is over."""
+        return self._events.finished
+
+    @property
+    def prompt(self) -> Prompt | None:
+        """The prompt, if `echo` or `prompt_logprobs` asked for it; there before the first delta."""
+        return self._events.prompt
+
+    @property
+    def choices_finished(self) -> Mapping[int, ChoiceFinished]:
+        """With n > 1: how choices have ended so far."""
+        return self._events.choices
 
     async def __anext__(self) -> Delta:
         """The next delta.
@@ -48,11 +74,9 @@ class AsyncGeneration(AsyncIterator[Delta]):
         try:
             while (response := await self._call.read()) is not grpc.aio.EOF:
                 assert isinstance(response, pb.GenerateResponse)
-                event = response.WhichOneof("event")
-                if event == "delta":
-                    return _mapping.read_delta(response.delta)
-                if event == "finished":
-                    self.finished = _mapping.read_finished(response.finished)
+                delta = self._events.take(response)
+                if delta is not None:
+                    return delta
         except grpc.aio.AioRpcError as error:
             raise _mapping.read_error(error) from None
         except asyncio.CancelledError:
@@ -69,7 +93,7 @@ class AsyncGeneration(AsyncIterator[Delta]):
         Raises:
             QuireError: the request failed.
         """
-        return _mapping.join([delta async for delta in self], self.finished)
+        return self._events.join([delta async for delta in self])
 
     def cancel(self) -> None:
         """Stops the request; a later iteration raises `CancelledError` unless it had ended."""
@@ -117,6 +141,30 @@ class AsyncClient:
         request = _mapping.build_generate(prompt, **options)
         metadata = _mapping.trace_metadata()
         return AsyncGeneration(self._generation.Generate(request, timeout=timeout, metadata=metadata))
+
+    async def generate_batch(
+        self,
+        requests: Iterable[str | Mapping[str, Any]],
+        *,
+        progress: bool = False,
+        timeout: float | None = None,  # noqa: ASYNC109 - it becomes the deadline that the server sees
+        **options: Unpack[GenerateOptions],
+    ) -> AsyncIterator[BatchAnswer]:
+        """Answers many requests over one call, each as soon as it is complete; see `Client.generate_batch`.
+
+        Raises:
+            InvalidRequestError: a value that its field cannot hold.
+            QuireError: the call failed; what failed in one request is in its answer.
+        """
+        answers = BatchAnswers(requests, options, progress)
+        call = self._generation.GenerateBatch(answers.messages(), timeout=timeout, metadata=_mapping.trace_metadata())
+        try:
+            async for response in call:
+                answer = answers.take(response)
+                if answer is not None:
+                    yield answer
+        except grpc.aio.AioRpcError as error:
+            raise _mapping.read_error(error) from None
 
     async def tokenize(
         self,

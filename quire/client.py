@@ -5,14 +5,26 @@ over it for deltas as the model produces them, then look at `finished`. Leaving 
 the end of a `with` block, or simply dropping it) stops the work on the server.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import Protocol, Self, Unpack
+from typing import Any, Protocol, Self, Unpack
 
 import grpc
 
 from quire import _mapping
-from quire.types import Completion, Delta, Finished, GenerateOptions, Message, Model, Tokenized
+from quire._batch import BatchAnswers
+from quire.types import (
+    BatchAnswer,
+    ChoiceFinished,
+    Completion,
+    Delta,
+    Finished,
+    GenerateOptions,
+    Message,
+    Model,
+    Prompt,
+    Tokenized,
+)
 from quire.v1 import generation_pb2 as pb
 from quire.v1 import model_pb2
 from quire.v1.generation_pb2_grpc import GenerationServiceStub
@@ -32,8 +44,22 @@ class Generation(Iterator[Delta]):
 
     def __init__(self, call: _Call) -> None:
         self._call = call
-        self.finished: Finished | None = None
+        self._events = _mapping.Events()
+
+    @property
+    def finished(self) -> Finished | None:
         """How it ended; None until the iteration is over."""
+        return self._events.finished
+
+    @property
+    def prompt(self) -> Prompt | None:
+        """The prompt, if `echo` or `prompt_logprobs` asked for it; there before the first delta."""
+        return self._events.prompt
+
+    @property
+    def choices_finished(self) -> Mapping[int, ChoiceFinished]:
+        """With n > 1: how choices have ended so far."""
+        return self._events.choices
 
     def __next__(self) -> Delta:
         """The next delta.
@@ -43,12 +69,9 @@ class Generation(Iterator[Delta]):
         """
         try:
             while True:
-                response = next(self._call)
-                event = response.WhichOneof("event")
-                if event == "delta":
-                    return _mapping.read_delta(response.delta)
-                if event == "finished":
-                    self.finished = _mapping.read_finished(response.finished)
+                delta = self._events.take(next(self._call))
+                if delta is not None:
+                    return delta
         except grpc.RpcError as error:
             raise _mapping.read_error(error) from None
         except StopIteration:
@@ -61,7 +84,7 @@ class Generation(Iterator[Delta]):
         Raises:
             QuireError: the request failed.
         """
-        return _mapping.join(list(self), self.finished)
+        return self._events.join(list(self))
 
     def cancel(self) -> None:
         """Stops the request; a later `next` raises `CancelledError` unless it had ended."""
@@ -108,6 +131,40 @@ class Client:
         request = _mapping.build_generate(prompt, **options)
         metadata = _mapping.trace_metadata()
         return Generation(self._generation.Generate(request, timeout=timeout, metadata=metadata))
+
+    def generate_batch(
+        self,
+        requests: Iterable[str | Mapping[str, Any]],
+        *,
+        progress: bool = False,
+        timeout: float | None = None,
+        **options: Unpack[GenerateOptions],
+    ) -> Iterator[BatchAnswer]:
+        """Answers many requests over one call, each as soon as it is complete, in whatever order they are.
+
+        Args:
+            requests: texts, or dicts of options with a text as "prompt".
+            progress: show on stderr how far it is.
+            timeout: seconds until the server stops.
+            options: what all requests share; a request's own options come first.
+
+        Raises:
+            InvalidRequestError: a value that its field cannot hold.
+            QuireError: the call failed; what failed in one request is in its answer.
+        """
+        answers = BatchAnswers(requests, options, progress)
+        call = self._generation.GenerateBatch(answers.messages(), timeout=timeout, metadata=_mapping.trace_metadata())
+        return self._read_batch(call, answers)
+
+    @staticmethod
+    def _read_batch(call: Iterator[pb.GenerateBatchResponse], answers: BatchAnswers) -> Iterator[BatchAnswer]:
+        try:
+            for response in call:
+                answer = answers.take(response)
+                if answer is not None:
+                    yield answer
+        except grpc.RpcError as error:
+            raise _mapping.read_error(error) from None
 
     def tokenize(
         self,

@@ -62,14 +62,14 @@ class QuireError(Exception):
 class InvalidRequestError(QuireError):
     """The request can never succeed as it is; `violations` name the fields."""
 
-    reasons = frozenset({"INVALID_REQUEST"})
+    reasons = frozenset({"INVALID_REQUEST", "REQUEST_TOO_LARGE"})
     codes = frozenset({"INVALID_ARGUMENT", "OUT_OF_RANGE", "FAILED_PRECONDITION"})
 
 
 class UnsupportedFieldError(QuireError):
     """The server knows a field but does not support it."""
 
-    reasons = frozenset({"UNSUPPORTED_FIELD"})
+    reasons = frozenset({"UNSUPPORTED_FIELD", "UNSUPPORTED_METHOD"})
     codes = frozenset({"UNIMPLEMENTED"})
 
 
@@ -124,14 +124,14 @@ class CancelledError(QuireError):
 class StalledReaderError(QuireError):
     """The server gave up because this client took no data for too long."""
 
-    reasons = frozenset({"STALLED_READER"})
+    reasons = frozenset({"STALLED_READER", "SLOW_BODY"})
     codes = frozenset({"ABORTED"})
 
 
 class ServerError(QuireError):
     """The server failed, or answered what the API does not allow."""
 
-    reasons = frozenset({"INTERNAL", "ROW_FAILED"})
+    reasons = frozenset({"INTERNAL", "ROW_FAILED", "POISON_REQUEST"})
 
 
 _CLASSES = (

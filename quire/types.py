@@ -8,10 +8,13 @@ is absent is None. How they become messages and come from messages is `quire._ma
 import enum
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypedDict
+from typing import Any, TypedDict
 
-Message = Mapping[str, str]
-"""One turn of a conversation: {"role": "user", "content": "…"}."""
+from quire import errors
+
+Message = Mapping[str, Any]
+"""One turn of a conversation: {"role": "user", "content": "…"}; further keys are "name", "tool_calls" (a list, in
+OpenAI's form) and "tool_call_id"."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +66,50 @@ class GenerateOptions(TypedDict, total=False):
     """Generation ends after one of these tokens."""
     ignore_eos: bool
     """Go on after the model's end-of-sequence token."""
+    n: int
+    """Number of independent answers."""
+    typical_p: float
+    """Keep the tokens whose information is nearest to the distribution's entropy until their probability reaches p."""
+    repetition_penalty: float
+    """Divides the logits of tokens that prompt or output hold; 1 is none."""
+    presence_penalty: float
+    """Subtracted from the logits of tokens that the output holds."""
+    frequency_penalty: float
+    """The same for each time the output holds them."""
+    logit_bias: Mapping[int, float]
+    """Added to the logits of single tokens."""
+    allowed_token_ids: Sequence[int]
+    """Only these tokens may be chosen."""
+    banned_token_ids: Sequence[int]
+    """These tokens are never chosen."""
+    bad_words: Sequence[str]
+    """These words are never completed."""
+    min_tokens: int
+    """Fewest tokens before an end is accepted."""
+    include_stop_string: bool
+    """Keep the stop string in the text."""
+    logprobs: int
+    """Log-probabilities of the generated tokens, and of so many most likely ones at each position."""
+    prompt_logprobs: int
+    """The same for the prompt."""
+    echo: bool
+    """Send the prompt, too: `prompt` of the generation."""
+    truncate_prompt_tokens: int
+    """Keep only the last so many tokens of the prompt."""
+    tools: Sequence[Mapping[str, Any]]
+    """With `messages`: the tools that the model may call, in OpenAI's form."""
+    template_variables: Mapping[str, Any]
+    """With `messages`: further variables of the chat template."""
+    continue_final_message: bool
+    """With `messages`: the last one is a beginning that the model is to continue."""
+    json_schema: str | Mapping[str, Any] | bool
+    """The output conforms to this JSON schema; True: it is any JSON object."""
+    regex: str
+    """The output matches this regular expression."""
+    ebnf: str
+    """The output conforms to this grammar, in Lark's or GBNF's notation."""
+    choice: Sequence[str]
+    """The output is one of these."""
     include_special_tokens: bool
     """Write special tokens into the text."""
     request_id: str
@@ -81,6 +128,28 @@ class FinishReason(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True)
+class ScoredToken:
+    """A token with its log-probability."""
+
+    token_id: int
+    logprob: float
+    rank: int
+    """Its place among all tokens by probability, from 1."""
+    bytes: bytes
+    """What it stands for by itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """The log-probabilities at one position."""
+
+    token: ScoredToken
+    """The token that is there."""
+    top: tuple[ScoredToken, ...]
+    """The most likely ones."""
+
+
+@dataclass(frozen=True, slots=True)
 class Delta:
     """More output. A delta never ends inside a character; its text may belong to earlier tokens that were
     held back."""
@@ -90,6 +159,29 @@ class Delta:
     """Index of the first of these tokens within the answer."""
     token_ids: tuple[int, ...]
     text: str
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    """One for each token, if they were asked for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """The prompt as the model saw it, if it was asked for."""
+
+    token_ids: tuple[int, ...]
+    text: str
+    logprobs: tuple[TokenLogprobs, ...]
+    """One for each token, if they were asked for; the first has no log-probability."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChoiceFinished:
+    """How one of several answers ended."""
+
+    choice: int
+    reason: FinishReason
+    stop_string: str | None
+    stop_token_id: int | None
+    completion_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,12 +218,38 @@ class Finished:
 
 
 @dataclass(frozen=True, slots=True)
+class Choice:
+    """One of several answers."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...]
+    finished: ChoiceFinished
+
+
+@dataclass(frozen=True, slots=True)
 class Completion:
-    """A whole answer."""
+    """A whole answer. With n > 1, text, tokens and log-probabilities are those of the first choice."""
 
     text: str
     token_ids: tuple[int, ...]
     finished: Finished
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    choices: tuple[Choice, ...] = ()
+    """All answers, in order; with n = 1 there is one."""
+    prompt: Prompt | None = None
+    """The prompt, if `echo` or `prompt_logprobs` asked for it."""
+
+
+@dataclass(frozen=True, slots=True)
+class BatchAnswer:
+    """What became of one request of a batch."""
+
+    index: int
+    """Its place in the batch."""
+    completion: Completion | None
+    error: errors.QuireError | None
+    """Why there is no completion."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -60,10 +60,14 @@ class Boundary(aio.ServerInterceptor):
         """Returns the handler with tolerant parsing and inside the guard."""
         handler = await continuation(handler_call_details)
         method = handler_call_details.method
-        if handler is None or handler.request_streaming or not method.startswith(OUR_METHODS):
+        if handler is None or not method.startswith(OUR_METHODS):
             return handler
         # Generated code gives the bound `FromString` of the request's class as its deserializer.
         parse = tolerant(getattr(handler.request_deserializer, "__self__"))  # noqa: B009
+        if handler.request_streaming:
+            return grpc.stream_stream_rpc_method_handler(
+                self._guard(method, handler.stream_stream), parse, handler.response_serializer
+            )
         if handler.response_streaming:
             return grpc.unary_stream_rpc_method_handler(
                 self._guard(method, handler.unary_stream), parse, handler.response_serializer

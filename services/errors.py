@@ -112,6 +112,17 @@ def to_status(error: QuireError) -> grpc.Status:
     return full
 
 
+def to_error(error: QuireError) -> generation_pb2.Error:
+    """The error of one request of a batch, whose call goes on."""
+    message = generation_pb2.Error(code=error.code, reason=error.reason, message=error.message)
+    if isinstance(error, InvalidRequestError):
+        for violation in error.violations:
+            message.violations.add(field=violation.field, description=violation.description)
+    if error.retry_ms is not None:
+        message.retry_after.FromMilliseconds(error.retry_ms)
+    return message
+
+
 def _metadata(error: QuireError) -> dict[str, str]:
     if isinstance(error, UnsupportedFieldError):
         return {"field": error.field}

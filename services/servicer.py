@@ -1,9 +1,11 @@
 """The calls of `quire.v1.GenerationService`: from what gRPC gives to values, from what `generation` sends to gRPC."""
 
 import time
+from collections.abc import AsyncIterator
 
 from quire.v1 import generation_pb2 as v1
 from quire.v1 import generation_pb2_grpc
+from services.batch import Batch
 from services.boundary import Context
 from services.collect import Collector
 from services.generation import Caller, Generator
@@ -37,6 +39,13 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         collector = Collector()
         await self._generator.run(request.request, _caller(context, "GenerateOnce"), collector.send)
         return collector.response()
+
+    async def GenerateBatch(  # type: ignore[override]
+        self, requests: AsyncIterator[v1.GenerateBatchRequest], context: Context
+    ) -> None:
+        """Generates from many prompts on one call."""
+        batch = Batch(self._generator, lambda: _caller(context, "GenerateBatch"), context.write)
+        await batch.run(requests)
 
     async def Tokenize(self, request: v1.TokenizeRequest, context: Context) -> v1.TokenizeResponse:
         """Turns text or a conversation into token ids."""

@@ -1,0 +1,78 @@
+"""What both clients share of a batch: requests under keys, answers put together, progress on a line of the terminal."""
+
+import sys
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from quire import _mapping
+from quire.types import BatchAnswer, Delta
+from quire.v1 import generation_pb2 as pb
+
+_EVERY_S = 0.1
+
+
+class BatchAnswers:
+    """The answers of one batch, as they come in."""
+
+    def __init__(self, requests: Iterable[str | Mapping[str, Any]], options: Mapping[str, Any], progress: bool) -> None:
+        """`requests`: texts, or options of their own; `options`: those that all share.
+
+        Raises:
+            InvalidRequestError: a value that its field cannot hold.
+        """
+        self._messages = [
+            pb.GenerateBatchRequest(key=key, request=_build(request, options)) for key, request in enumerate(requests)
+        ]
+        self._events = [_mapping.Events() for _ in self._messages]
+        self._deltas: list[list[Delta]] = [[] for _ in self._messages]
+        self._progress = Progress(len(self._messages)) if progress else None
+
+    def messages(self) -> Iterator[pb.GenerateBatchRequest]:
+        """What is sent."""
+        return iter(self._messages)
+
+    def take(self, response: pb.GenerateBatchResponse) -> BatchAnswer | None:
+        """Takes the next message; returns the answer that it completes, if it does."""
+        key = response.key
+        answer = None
+        if response.HasField("error"):
+            answer = BatchAnswer(key, None, _mapping.read_batch_error(response.error))
+        else:
+            delta = self._events[key].take(response.response)
+            if delta is not None:
+                self._deltas[key].append(delta)
+            elif self._events[key].finished is not None:
+                answer = BatchAnswer(key, self._events[key].join(self._deltas[key]), None)
+                self._deltas[key].clear()
+        if answer is not None and self._progress is not None:
+            self._progress.one_more(failed=answer.error is not None)
+        return answer
+
+
+class Progress:
+    """How far a batch is, on one line of stderr."""
+
+    def __init__(self, total: int) -> None:
+        self._total = total
+        self._done = self._failed = 0
+        self._shown = 0.0
+
+    def one_more(self, *, failed: bool) -> None:
+        """One more request is over."""
+        self._done += 1
+        self._failed += failed
+        now = time.monotonic()
+        if now - self._shown > _EVERY_S or self._done == self._total:
+            self._shown = now
+            filled = 30 * self._done // self._total
+            failures = f", {self._failed} failed" if self._failed else ""
+            end = "\n" if self._done == self._total else ""
+            print(f"\r[{'#' * filled:30}] {self._done}/{self._total}{failures}", end=end, file=sys.stderr, flush=True)
+
+
+def _build(request: str | Mapping[str, Any], options: Mapping[str, Any]) -> pb.GenerateRequest:
+    if isinstance(request, str):
+        return _mapping.build_generate(request, **options)
+    own = dict(request)
+    return _mapping.build_generate(own.pop("prompt", None), **{**options, **own})

@@ -1,0 +1,100 @@
+"""Many generations on one call: requests come in under keys, their answers go out interleaved.
+
+Each request runs as `Generate` would run it. What one writes waits for the reader like all others, so a reader that
+lags slows its own call and nothing else. Requests beyond `MAX_IN_PROGRESS` stay unread with gRPC until others end.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+
+from quire.v1 import generation_pb2 as v1
+from services.boundary import MalformedRequest
+from services.errors import InternalError, RequestCancelledError, to_error
+from services.generation import Caller, Generator
+from shared.errors import FieldViolation, InvalidRequestError, QuireError
+from shared.ids import draw_error_id
+from shared.logging import get_logger
+
+MAX_IN_PROGRESS = 256
+"""Requests of one call that run at the same time."""
+
+
+class Batch:
+    """One call of GenerateBatch."""
+
+    def __init__(
+        self,
+        generator: Generator,
+        caller: Callable[[], Caller],
+        write: Callable[[v1.GenerateBatchResponse], Awaitable[object]],
+    ) -> None:
+        """`caller` says for each request who asks, as of now; `write` sends a message to the client."""
+        self._generator = generator
+        self._caller = caller
+        self._write = write
+        self._writing = asyncio.Lock()
+        self._room = asyncio.Semaphore(MAX_IN_PROGRESS)
+        self._running: dict[int, asyncio.Task[None]] = {}
+
+    async def run(self, requests: AsyncIterator[v1.GenerateBatchRequest | MalformedRequest]) -> None:
+        """Answers all requests; ends when the client has closed its side and everything is answered.
+
+        Raises:
+            InvalidRequestError: a message that no single request can be blamed for; all requests are cancelled.
+        """
+        try:
+            async for request in requests:
+                if isinstance(request, MalformedRequest):
+                    raise InvalidRequestError(FieldViolation(request.field, request.description))
+                await self._take(request)
+            while self._running:
+                await asyncio.wait(self._running.values())
+        finally:
+            running = list(self._running.values())
+            for task in running:
+                task.cancel()
+            await asyncio.gather(*running, return_exceptions=True)
+
+    async def _take(self, request: v1.GenerateBatchRequest) -> None:
+        key = request.key
+        match request.WhichOneof("action"):
+            case "cancel":
+                await asyncio.sleep(0)  # a task that never began would not tell its end
+                task = self._running.get(key)
+                if task is not None:
+                    task.cancel()
+            case "request":
+                if key in self._running:
+                    raise InvalidRequestError(FieldViolation("key", f"{key} is the key of a request in progress"))
+                await self._room.acquire()
+                task = asyncio.create_task(self._answer(key, request.request))
+                self._running[key] = task
+                task.add_done_callback(lambda _: self._done(key))
+            case _:
+                raise InvalidRequestError(FieldViolation("action", "missing; give one of `request` and `cancel`"))
+
+    def _done(self, key: int) -> None:
+        self._running.pop(key, None)
+        self._room.release()
+
+    async def _answer(self, key: int, request: v1.GenerateRequest) -> None:
+        failure: QuireError
+        try:
+            await self._generator.run(
+                request,
+                self._caller(),
+                lambda response: self._send(v1.GenerateBatchResponse(key=key, response=response)),
+            )
+            return
+        except QuireError as error:
+            failure = error
+        except asyncio.CancelledError:
+            failure = RequestCancelledError("the request was cancelled")
+        except Exception as unexpected:
+            failure = InternalError(draw_error_id())
+            get_logger().error("request failed", error_id=failure.error_id, exc_info=unexpected)
+        await self._send(v1.GenerateBatchResponse(key=key, error=to_error(failure)))
+
+    async def _send(self, message: v1.GenerateBatchResponse) -> None:
+        async with self._writing:
+            await self._write(message)
