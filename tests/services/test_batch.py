@@ -27,7 +27,7 @@ def test_every_request_is_answered_under_its_key(tmp_path: Path) -> None:
                 {"prompt": ""},
                 {"token_ids": FOX, "n": 2, "stop": "fox", "max_tokens": 20},
                 {"prompt": "the fox", "temperature": 1000.0},
-                *({"token_ids": FOX[:2]} for _ in range(40)),
+                *[dict[str, object](token_ids=FOX[:2])] * 40,
             ]
             return [answer async for answer in client.generate_batch(requests, max_tokens=7)]
 
