@@ -1,18 +1,14 @@
 """The typed configuration: frozen dataclasses whose fields carry their own help text.
 
-One name per setting everywhere: the field `max_num_seqs` is the flag `--max-num-seqs` and the variable
-`QUIRE_MAX_NUM_SEQS`. A flag wins over the environment, the environment over the default. Names follow vLLM's where the
-meaning is the same.
+One name per setting everywhere: the field `max_num_seqs` is the flag `--max-num-seqs`, the variable
+`QUIRE_MAX_NUM_SEQS` and the key `max_num_seqs` in a file; `config_sources` says which wins. Names follow vLLM's where
+the meaning is the same.
 """
 
 import argparse
 import dataclasses
-import os
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
-
-ConfigT = TypeVar("ConfigT")
+from typing import Any
 
 
 class ConfigError(ValueError):
@@ -40,6 +36,17 @@ class _Checked:
     def __post_init__(self) -> None:
         for option in dataclasses.fields(self):  # type: ignore[arg-type]
             _check(option, getattr(self, option.name))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServiceConfig(_Checked):
+    """What a whole service on one machine needs beside the settings of its processes."""
+
+    frontends: int = _option(1, "front-end processes", least=1, most=1024)
+    workers: int = _option(1, "worker processes", least=1, most=1024)
+    watchdog_s: float = _option(
+        120.0, "a process that hangs for so long is killed and started again; 0: never", unit="s", least=0
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -176,25 +183,6 @@ def add_options(parser: argparse.ArgumentParser, *configs: type[Any]) -> None:
             )
 
 
-def from_options(
-    config: type[ConfigT], options: argparse.Namespace, environ: Mapping[str, str] = os.environ
-) -> ConfigT:
-    """The configuration from parsed flags, then the environment, then defaults.
-
-    Raises:
-        ConfigError: an environment variable that does not parse.
-    """
-    values: dict[str, Any] = {}
-    for option in dataclasses.fields(config):  # type: ignore[arg-type]
-        given = getattr(options, option.name, None)
-        variable = "QUIRE_" + option.name.upper()
-        if given is not None:
-            values[option.name] = given
-        elif variable in environ:
-            values[option.name] = _parse(variable, environ[variable], option)
-    return config(**values)
-
-
 def to_flags(config: object) -> list[str]:
     """The flags that give another process the same configuration."""
     flags: list[str] = []
@@ -246,16 +234,3 @@ def _check(option: "dataclasses.Field[Any]", value: Any) -> None:
         raise ConfigError(f"{name}: {value} is too small; give at least {least}")
     if most is not None and not value <= most:
         raise ConfigError(f"{name}: {value} is too large; give at most {most}")
-
-
-def _parse(variable: str, text: str, option: "dataclasses.Field[Any]") -> Any:
-    choices = option.metadata["choices"]
-    if choices and text not in choices:
-        raise ConfigError(f"{variable}={text!r}: choose one of {', '.join(choices)}")
-    try:
-        if isinstance(option.default, bool):
-            return {"1": True, "true": True, "0": False, "false": False}[text.lower()]
-        kind: type[Any] = type(option.default)
-        return kind(text)
-    except (ValueError, KeyError):
-        raise ConfigError(f"{variable}={text!r} is no {type(option.default).__name__}") from None

@@ -11,6 +11,7 @@ _DTYPE_ALIASES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
 def add_config_flags(parser: OneLineParser, *configs: type[Any]) -> None:
     """Adds one flag per setting of the given classes, with the spellings that other tools use."""
+    parser.add_argument("--config", metavar="FILE", help="a TOML file with settings, one file for all processes")
     add_options(parser, *configs)
     if WorkerConfig not in configs:
         return

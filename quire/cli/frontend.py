@@ -8,7 +8,8 @@ SIGTERM lets running requests end.
 from quire.cli._config import add_config_flags
 from quire.cli._parser import Namespace, OneLineParser
 from quire.serve import lifeline
-from shared.config import FrontendConfig, from_options
+from shared.config import FrontendConfig
+from shared.config_sources import from_options
 
 EXAMPLES = """
   quire frontend --frontend-address tcp://scheduler:5701 --model /models/my-model --host 0.0.0.0

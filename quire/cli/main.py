@@ -42,6 +42,7 @@ COMMANDS = (
     Command("frontend", "quire.cli.frontend", "run one front-end process (gRPC and HTTP)"),
     Command("scheduler", "quire.cli.scheduler", "run the scheduler core process"),
     Command("worker", "quire.cli.worker", "run one worker process (the model)"),
+    Command("config", "quire.cli.config", "print the settings in effect and where each comes from"),
     Command("workers", "quire.cli.workers", "list the workers of a running service"),
     Command("drain", "quire.cli.drain", "make a worker idle, or let it work again"),
     Command("bench offline", "quire.cli.bench_offline", "send a fixed list of requests through a real service"),

@@ -6,7 +6,8 @@ Front ends connect to --frontend-address and workers to --worker-address. It nee
 from quire.cli._config import add_config_flags
 from quire.cli._parser import Namespace, OneLineParser
 from quire.serve import lifeline
-from shared.config import SchedulerConfig, from_options
+from shared.config import SchedulerConfig
+from shared.config_sources import from_options
 
 EXAMPLES = """
   quire scheduler --frontend-address tcp://0.0.0.0:5701 --worker-address tcp://0.0.0.0:5702

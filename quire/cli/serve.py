@@ -3,7 +3,7 @@
 It prints one line `ready grpc=HOST:PORT http=HOST:PORT` on stdout when the service can be used, and stays in
 the foreground. A process that dies is started again. Ctrl-C or SIGTERM lets running requests end and stops
 everything; a second Ctrl-C does so at once. Settings are also read from the environment, --max-num-seqs from
-QUIRE_MAX_NUM_SEQS, but for --workers, --frontends, --watchdog-s and --show-sample.
+QUIRE_MAX_NUM_SEQS, and from a TOML file (--config), where it is max_num_seqs; `quire config` shows what is in effect.
 """
 
 import asyncio
@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 from quire.cli._config import add_config_flags
 from quire.cli._parser import Namespace, OneLineParser
 from quire.serve.layout import ServeConfig
-from shared.config import FrontendConfig, SchedulerConfig, WorkerConfig, from_options
+from shared.config import FrontendConfig, SchedulerConfig, ServiceConfig, WorkerConfig
+from shared.config_sources import ConfigSources
 from shared.logging import configure_logging
 
 if TYPE_CHECKING:
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 EXAMPLES = """
   quire serve                                                  the embedded model
   quire serve --model ~/models/my-model --dtype bf16           a local Hugging Face checkpoint
+  quire serve --config quire.toml --max-num-seqs 128           settings from a file, one of them from a flag
   quire serve --workers 2 --frontends 2 --grpc-port 0          two workers, two front ends, any free port
 """
 
@@ -36,31 +38,24 @@ def configure(parser: OneLineParser) -> None:
 
 def add_serve_flags(parser: OneLineParser) -> None:
     """Adds what decides how a service on this machine looks."""
-    for name, what in (("--frontends", "front-end"), ("--workers", "worker")):
-        parser.add_argument(name, type=int, default=1, metavar="N", help=f"{what} processes (default: 1)")
-    parser.add_argument(
-        "--watchdog-s",
-        type=float,
-        default=120.0,
-        metavar="FLOAT",
-        help="a process that hangs for so long is killed and started again; 0: never (default: 120.0)",
-    )
-    add_config_flags(parser, FrontendConfig, SchedulerConfig, WorkerConfig)
+    add_config_flags(parser, ServiceConfig, FrontendConfig, SchedulerConfig, WorkerConfig)
 
 
 def serve_config(options: Namespace) -> ServeConfig:
-    """The service that the flags and the environment describe.
+    """The service that flags, environment and file describe.
 
     Raises:
         ConfigError: a value that cannot be used.
     """
+    sources = ConfigSources(options)
+    service = sources.make(ServiceConfig)
     return ServeConfig(
-        scheduler=from_options(SchedulerConfig, options),
-        worker=from_options(WorkerConfig, options),
-        frontend=from_options(FrontendConfig, options),
-        frontends=options.frontends,
-        workers=options.workers,
-        watchdog_s=options.watchdog_s,
+        scheduler=sources.make(SchedulerConfig),
+        worker=sources.make(WorkerConfig),
+        frontend=sources.make(FrontendConfig),
+        frontends=service.frontends,
+        workers=service.workers,
+        watchdog_s=service.watchdog_s,
     )
 
 

@@ -10,7 +10,8 @@ import sys
 from quire.cli._config import add_config_flags
 from quire.cli._parser import Namespace, OneLineParser
 from quire.serve import lifeline
-from shared.config import WorkerConfig, from_options
+from shared.config import WorkerConfig
+from shared.config_sources import from_options
 
 EXAMPLES = """
   quire worker --worker-address tcp://scheduler:5702 --worker-id gpu-0 --model /models/my-model

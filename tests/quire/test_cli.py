@@ -38,7 +38,7 @@ def quire(*arguments: str, **environ: str) -> "subprocess.CompletedProcess[bytes
             2,
             "quire serve: --max-num-seq: not understood; did you mean '--max-num-seqs'?; see quire serve --help",
         ),
-        (["serve", "--workers", "0"], 1, "quire serve: workers: 0 is too few; give at least 1"),
+        (["serve", "--workers", "0"], 1, "quire serve: workers (--workers): 0 is too small; give at least 1"),
         (
             ["bench", "offline", "--requests", "/nowhere"],
             1,

@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,14 +11,15 @@ from shared.config import (
     ConfigError,
     FrontendConfig,
     SchedulerConfig,
+    ServiceConfig,
     WorkerConfig,
     add_options,
-    from_options,
     parse_bytes,
     to_flags,
 )
+from shared.config_sources import ConfigSources, from_options
 
-CONFIGS = (SchedulerConfig, WorkerConfig, FrontendConfig)
+CONFIGS = (ServiceConfig, SchedulerConfig, WorkerConfig, FrontendConfig)
 BOUNDED = [
     (config, option, key, step)
     for config in CONFIGS
@@ -54,6 +56,57 @@ def test_flags_win_over_the_environment_and_the_environment_over_defaults() -> N
     assert (config.max_num_seqs, config.policy, config.batching) == (9, "edf", "continuous")
     with pytest.raises(ConfigError, match="QUIRE_POLICY"):
         from_options(SchedulerConfig, parser.parse_args([]), {"QUIRE_POLICY": "lifo"})
+
+
+def test_a_file_wins_over_defaults_only(tmp_path: Path) -> None:
+    """The file gives what neither flag nor variable gives, for every process; whole numbers do for fractions."""
+    path = tmp_path / "quire.toml"
+    path.write_text('policy = "edf"\nmax_num_seqs = 5\nworker_wait_s = 3\nhttp_port = 80\nworkers = 2\n')
+    parser = argparse.ArgumentParser()
+    add_options(parser, SchedulerConfig)
+    options = parser.parse_args(["--policy=lpm"])
+    sources = ConfigSources(options, {"QUIRE_CONFIG": str(path), "QUIRE_MAX_NUM_SEQS": "7"})
+    config = sources.make(SchedulerConfig)
+    told = {setting.name: setting.source for setting in sources.settings(SchedulerConfig)}
+
+    assert (config.policy, config.max_num_seqs, config.worker_wait_s, config.batching) == ("lpm", 7, 3.0, "continuous")
+    assert [told[name] for name in ("policy", "max_num_seqs", "worker_wait_s", "batching")] == [
+        "--policy",
+        "QUIRE_MAX_NUM_SEQS",
+        str(path),
+        "default",
+    ]
+    assert sources.make(FrontendConfig).http_port == 80
+    assert sources.make(ServiceConfig).workers == 2
+
+
+@pytest.mark.parametrize(
+    ("content", "complaint"),
+    [
+        ("max_num_seq = 5", "did you mean max_num_seqs"),
+        ("max-num-seqs = 5", "did you mean max_num_seqs"),
+        ("colour = 5", "quire config"),
+        ('max_num_seqs = "5"', "is no int"),
+        ("max_num_seqs = 0", "at least 1"),
+        ("policy = 'lifo'", "none of fcfs"),
+        ("[scheduler]", "no setting 'scheduler'"),
+        ("policy", "no valid TOML"),
+    ],
+)
+def test_what_a_file_must_not_say(tmp_path: Path, content: str, complaint: str) -> None:
+    """Names, types and values are checked, and the message leads to the remedy."""
+    path = tmp_path / "quire.toml"
+    path.write_text(content + "\n")
+
+    with pytest.raises(ConfigError, match=complaint):
+        from_options(SchedulerConfig, argparse.Namespace(config=str(path)), {})
+
+
+def test_misspelt_variables_are_errors() -> None:
+    """A variable that is nearly a setting's is a mistake; others with the prefix are somebody else's business."""
+    with pytest.raises(ConfigError, match="did you mean QUIRE_MAX_NUM_SEQS"):
+        from_options(SchedulerConfig, argparse.Namespace(), {"QUIRE_MAX_NUM_SEQ": "5"})
+    from_options(SchedulerConfig, argparse.Namespace(), {"QUIRE_TEST_RUN": "5", "QUIRE_HOME": "x"})
 
 
 def test_flags_of_a_configuration_make_the_same_one() -> None:
