@@ -29,7 +29,7 @@ help: ## list the targets
 
 # torch goes first and alone: resolved together with the rest, pip would take gigabytes of CUDA packages. One that is
 # there already (you installed it yourself, or an earlier run did) is kept.
-$(VENV)/.installed: pyproject.toml
+$(VENV)/.installed: pyproject.toml setup.py $(wildcard kernels/native/src/*)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "Quire needs Python 3.11 or newer; name one: make PYTHON=python3.12 $(MAKECMDGOALS)" >&2; exit 1; }
 	@test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)

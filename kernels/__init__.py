@@ -16,6 +16,9 @@ hold kernel and CPU path against it.
     sampling          temperature, top-k, top-p, min-p and the draw itself
     scatter           write scattered words of a state that lives on the device
     decode_inputs     the inputs of a decode step, computed on the device
+    linear            products over weights packed for a CPU, int8 among them
+    decoder           all layers of a Llama-type decoder on a CPU, in one call
+    native            the C++ that the CPU paths run on, where it was built
     compiling         tells when a launch is about to compile its kernel
     tune              measures the attention kernels' tiles on a GPU and writes their table
     aot               compiles every specialisation the worker reaches, without a GPU

@@ -118,6 +118,9 @@ class WorkerConfig(_Checked):
         "auto", "'auto[:N]' (GPU N, counted round among those there are; without any the CPU), 'cpu' or 'cuda[:N]'"
     )
     dtype: str = _option("auto", "type of weights and KV", choices=("auto", "float32", "bfloat16", "float16"))
+    quantization: str = _option(
+        "none", "form of the weights: as given, or int8 (Llama and Qwen family on a CPU)", choices=("none", "int8")
+    )
     load_format: str = _option("auto", "'auto' reads the weights, 'random' makes them", choices=("auto", "random"))
     block_size: int = _option(16, "tokens per KV block", least=1, most=4096)
     kv_cache_memory: str = _option("512MiB", "memory for KV blocks on a CPU, e.g. 2GiB")

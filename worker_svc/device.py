@@ -7,6 +7,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from kernels.native.library import set_num_threads as native_threads
 from shared.config import ConfigError
 
 
@@ -51,8 +52,10 @@ def describe_device(device: torch.device) -> str:
 
 
 def set_threads(num_threads: int) -> None:
-    """Gives torch `num_threads` CPU threads; 0: all cores that this process may run on."""
-    torch.set_num_threads(num_threads or len(os.sched_getaffinity(0)))
+    """Gives torch and the CPU kernels `num_threads` threads; 0: all cores that this process may run on."""
+    count = num_threads or len(os.sched_getaffinity(0))
+    torch.set_num_threads(count)
+    native_threads(count)
 
 
 def upload(array: npt.NDArray[np.generic], device: torch.device) -> torch.Tensor:

@@ -19,7 +19,8 @@ lies in a page beyond the row's context never reaches the result, not even as Na
 keys of a row that failed.
 
     reference   what the operation means, in plain torch
-    cpu         the path for CPU tensors: torch's fused attention over gathered pages
+    cpu_native  the path for CPU tensors: our own kernels over the pages where they lie
+    cpu         the same where those kernels are missing: torch's fused attention over gathered pages
     launch      the path for CUDA tensors: which kernels, with which tiles
     decode      kernel for rows that bring one token, its keys split over programs
     prefill     kernel for rows that bring a chunk
@@ -34,7 +35,9 @@ from __future__ import annotations
 import torch
 
 from kernels._triton import runs_on_triton
+from kernels.native.library import native
 from kernels.paged_attention.cpu import paged_attention_cpu
+from kernels.paged_attention.cpu_native import is_supported, paged_attention_native
 from kernels.paged_attention.launch import paged_attention_triton
 from kernels.paged_attention.reference import paged_attention_reference
 
@@ -71,6 +74,20 @@ def paged_attention(
             scale,
             sliding_window,
             soft_cap,
+        )
+    kernels = native()
+    if kernels is not None and is_supported(query, k_cache):
+        return paged_attention_native(
+            query,
+            k_cache,
+            v_cache,
+            block_tables,
+            query_start,
+            context_lens,
+            kernels=kernels,
+            scale=scale,
+            sliding_window=sliding_window,
+            soft_cap=soft_cap,
         )
     return paged_attention_cpu(
         query, k_cache, v_cache, block_tables, query_start, context_lens, scale, sliding_window, soft_cap

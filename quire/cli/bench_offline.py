@@ -38,7 +38,6 @@ def configure(parser: OneLineParser) -> None:
     add("--requests", type=Path, required=True, metavar="FILE", help="the requests, one JSON object a line")
     add("--max-concurrency", type=int, default=64, metavar="N", help="most requests in flight (default: 64)")
     add("--json", type=Path, metavar="FILE", help="where the result goes (default: stdout)")
-    add("--quantization", default="none", metavar="FORM", help="form of the weights: only 'none' in this version")
 
 
 def run(options: Namespace) -> int:
@@ -48,8 +47,6 @@ def run(options: Namespace) -> int:
 
     if options.max_concurrency < 1:
         raise CommandError(f"--max-concurrency: {options.max_concurrency} is too few; give at least 1")
-    if options.quantization != "none":
-        raise CommandError(f"--quantization: {options.quantization} is not in this version; give none")
     requests = read_requests(options.requests)
     configure_logging("bench", level="warning")
     config = serve_config(options)

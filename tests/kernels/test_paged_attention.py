@@ -7,7 +7,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kernels.native.library import native_levels
 from kernels.paged_attention import paged_attention, paged_attention_reference
+from kernels.paged_attention.cpu_native import paged_attention_native
 from tests.kernels.batches import PagedBatch, as_float64, paged_batch
 
 DECODE = [(1, 1), (16, 1), (17, 1), (300, 1)]
@@ -43,6 +45,35 @@ def test_reference_is_dense_attention(window: int | None) -> None:
         expected.append(attended[0].transpose(0, 1))
 
     torch.testing.assert_close(reference(batch, window), torch.cat(expected), rtol=1e-10, atol=1e-10)
+
+
+@settings(max_examples=40, deadline=None)
+@given(data=st.data())
+def test_every_level_of_the_cpu_kernels_equals_the_reference(data: st.DataObject) -> None:
+    """Decode rows, chunks long and short, windows, caps and both types of cache, at each level that runs here."""
+    levels = native_levels()
+    if not levels:
+        pytest.skip("built without a compiler: torch computes")
+    contexts = data.draw(st.lists(st.integers(1, 400), min_size=1, max_size=4))
+    rows = [(context, data.draw(st.integers(1, context) | st.just(1))) for context in contexts]
+    num_kv_heads = data.draw(st.integers(1, 3))
+    dtype = data.draw(st.sampled_from([torch.float32, torch.bfloat16]))
+    batch = paged_batch(
+        rows,
+        num_heads=num_kv_heads * data.draw(st.integers(1, 7)),
+        num_kv_heads=num_kv_heads,
+        head_dim=data.draw(st.sampled_from([16, 64, 80, 128])),
+        block_size=data.draw(st.sampled_from([8, 16, 24, 128])),
+        dtype=dtype,
+        seed=data.draw(st.integers(0, 1000)),
+    )
+    window, cap = data.draw(st.none() | st.integers(1, 300)), data.draw(st.sampled_from([None, 30.0]))
+    tolerance = 1e-5 if dtype == torch.float32 else 4 * torch.finfo(dtype).eps
+
+    kernels = data.draw(st.sampled_from(levels))
+    out = paged_attention_native(*batch.tensors, kernels=kernels, scale=0.125, sliding_window=window, soft_cap=cap)
+
+    torch.testing.assert_close(out.double(), reference(batch, window, cap), rtol=tolerance, atol=tolerance)
 
 
 def test_soft_cap_squashes_the_logits_before_the_mask() -> None:

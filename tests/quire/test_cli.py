@@ -45,11 +45,6 @@ def quire(*arguments: str, **environ: str) -> "subprocess.CompletedProcess[bytes
             "quire bench offline: --requests: /nowhere: No such file or directory",
         ),
         (
-            ["bench", "offline", "--requests", "/nowhere", "--quantization", "int8"],
-            1,
-            "quire bench offline: --quantization: int8 is not in this version; give none",
-        ),
-        (
             ["generate", "x", "--target", "127.0.0.1:1", "--max-tokens", "-1"],
             1,
             "quire generate: INVALID_ARGUMENT: stop.max_tokens: Value out of range: -1",

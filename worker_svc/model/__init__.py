@@ -4,6 +4,7 @@
 * `base`: the contract between a model and the rest of the worker
 * `registry`: which of the two paths a model takes
 * `llama`: first path, the hand-written Llama/Qwen family
+* `llama_packed`: the same on a CPU, packed for our kernels
 * `rope`: rotary tables for it
 * `weights`: safetensors files, one tensor at a time
 * `fingerprint`: what tells two loaded models apart

@@ -71,6 +71,6 @@ class Model(Protocol):
             logits_index: `[S] int64`, the tokens whose logits are wanted, in the order wanted; None: all T.
 
         Returns:
-            Logits `[S, vocab_size]` in the model's dtype.
+            Logits `[S, vocab_size]` in the model's dtype or float32.
         """
         ...

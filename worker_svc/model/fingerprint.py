@@ -26,7 +26,14 @@ _MAX_HEADER = 100 << 20
 """What safetensors itself allows."""
 
 
-def fingerprint(folder: Path, dtype: torch.dtype, *, with_weights: bool, kv_dtype: torch.dtype | None = None) -> str:
+def fingerprint(
+    folder: Path,
+    dtype: torch.dtype,
+    *,
+    with_weights: bool,
+    kv_dtype: torch.dtype | None = None,
+    quantization: str = "none",
+) -> str:
     """sha256 (hex) over config.json, the types and each weight file's name, size, header and samples of its tensors.
 
     Args:
@@ -34,6 +41,7 @@ def fingerprint(folder: Path, dtype: torch.dtype, *, with_weights: bool, kv_dtyp
         dtype: what weights and activations are computed in.
         kv_dtype: what KV is kept in; None: `dtype`.
         with_weights: False where the weights are drawn at random, which is then what the fingerprint says of them.
+        quantization: form of the weights as they are computed with.
 
     Raises:
         ConfigError: no weights, or a file that is no safetensors file.
@@ -43,6 +51,8 @@ def fingerprint(folder: Path, dtype: torch.dtype, *, with_weights: bool, kv_dtyp
     _add(digest, str(dtype).encode())
     if kv_dtype not in (None, dtype):
         _add(digest, f"KV {kv_dtype}".encode())
+    if quantization != "none":
+        _add(digest, quantization.encode())
     if not with_weights:
         _add(digest, b"random weights")
         return digest.hexdigest()

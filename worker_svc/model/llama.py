@@ -15,9 +15,13 @@ from torch.nn.functional import embedding, linear
 from transformers import PretrainedConfig
 
 from kernels.activation import silu_mul
+from kernels.decoder import PackedDecoder
+from kernels.linear import empty_weight
+from kernels.native.library import Native
 from kernels.norm import rms_norm
 from kernels.paged_attention import paged_attention
 from kernels.qkv import rotate_and_cache
+from worker_svc.model import llama_packed
 from worker_svc.model.base import AttentionInputs, KVCache, KVShape
 from worker_svc.model.rope import ROPE_TYPES, rope_tables
 from worker_svc.model.weights import copy_weights
@@ -65,7 +69,10 @@ class Layer:
 
 
 class LlamaModel:
-    """A decoder of the family; `load` or `randomise` fills the weights that the constructor allocates."""
+    """A decoder of the family; `load` or `randomise` fills the weights that the constructor allocates.
+
+    With `cpu_kernels` the weights are packed for them once they are filled, and a step is one call.
+    """
 
     def __init__(
         self,
@@ -75,8 +82,13 @@ class LlamaModel:
         dtype: torch.dtype,
         device: torch.device,
         num_positions: int,
+        cpu_kernels: Native | None = None,
+        quantization: str = "none",
     ) -> None:
         self._config = config
+        self._cpu_kernels = cpu_kernels
+        self._quantization = quantization
+        self._packed: PackedDecoder | None = None
         self._dtype = dtype
         self._device = device
         self._num_heads: int = config.num_attention_heads
@@ -88,12 +100,12 @@ class LlamaModel:
         self._cos, self._sin = rope_tables(config, self._head_dim, num_positions, device)
 
         hidden: int = config.hidden_size
-        self._embedding = self._empty(config.vocab_size, hidden)
-        self._head = self._embedding if self._tied else self._empty(config.vocab_size, hidden)
+        self._head = self._empty_weight(config.vocab_size, hidden)
+        self._embedding = self._head if self._tied else self._empty(config.vocab_size, hidden)
         self._final_norm = self._empty(hidden)
         is_qwen2 = architecture == "Qwen2ForCausalLM"
         attention_bias: bool = getattr(config, "attention_bias", False)
-        self._layers = tuple(
+        self._layers = [
             self._allocate_layer(
                 index,
                 qkv_bias=is_qwen2 or attention_bias,
@@ -102,12 +114,12 @@ class LlamaModel:
                 qk_norm=architecture == "Qwen3ForCausalLM",
             )
             for index in range(config.num_hidden_layers)
-        )
+        ]
 
     @property
     def kv_shapes(self) -> tuple[KVShape, ...]:
         """See `Model.kv_shapes`."""
-        return (KVShape(self._num_kv_heads, self._head_dim),) * len(self._layers)
+        return (KVShape(self._num_kv_heads, self._head_dim),) * int(self._config.num_hidden_layers)
 
     @property
     def capturable(self) -> bool:
@@ -123,6 +135,17 @@ class LlamaModel:
         logits_index: torch.Tensor | None,
     ) -> torch.Tensor:
         """See `Model.forward`."""
+        if self._packed is not None:
+            return self._packed(
+                input_ids,
+                positions,
+                attention.slot_mapping,
+                attention.block_tables,
+                attention.query_start,
+                attention.context_lens,
+                caches,
+                logits_index,
+            )
         cos, sin = self._cos[positions], self._sin[positions]
         update = embedding(input_ids, self._embedding)
         residual: torch.Tensor | None = None
@@ -145,6 +168,7 @@ class LlamaModel:
         """
         tied = frozenset({"lm_head.weight"}) if self._tied else frozenset[str]()
         copy_weights(folder, dict(self._named_weights()), optional=tied)
+        self._pack()
 
     def randomise(self, seed: int) -> None:
         """Draws all weights, made on the device: matrices normal, norms 1, biases 0."""
@@ -156,6 +180,25 @@ class LlamaModel:
                 weight.zero_()
             else:
                 weight.normal_(0.0, self._config.initializer_range, generator=generator)
+        self._pack()
+
+    def _pack(self) -> None:
+        """Hands the weights over to the CPU kernels, where those serve; they are no matrices any more then."""
+        if self._cpu_kernels is None:
+            return
+        self._packed = llama_packed.pack(
+            self._cpu_kernels,
+            llama_packed.shape_of(self._config),
+            self._layers,
+            embedding=None if self._tied else self._embedding,
+            final_norm=self._final_norm,
+            head=self._head,
+            cos=self._cos,
+            sin=self._sin,
+            quantization=self._quantization,
+        )
+        self._layers.clear()
+        del self._embedding, self._head
 
     def _add_norm(
         self, update: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor | None
@@ -238,7 +281,12 @@ class LlamaModel:
                 yield f"{attention}.k_norm.weight", layer.key_norm
 
     def _linear(self, inputs: int, outputs: int, *, bias: bool) -> Linear:
-        return Linear(self._empty(outputs, inputs), self._empty(outputs) if bias else None)
+        return Linear(self._empty_weight(outputs, inputs), self._empty(outputs) if bias else None)
+
+    def _empty_weight(self, outputs: int, inputs: int) -> torch.Tensor:
+        if self._cpu_kernels is not None:
+            return empty_weight(outputs, inputs, self._dtype)
+        return self._empty(outputs, inputs)
 
     def _empty(self, *shape: int) -> torch.Tensor:
         return torch.empty(shape, dtype=self._dtype, device=self._device)

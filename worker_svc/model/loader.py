@@ -57,7 +57,9 @@ def load_model(config: WorkerConfig, device: torch.device) -> tuple[Model, Model
     description = ModelDescription(
         name=config.served_model_name or served_name(config.model),
         architecture=architecture,
-        fingerprint=fingerprint(folder, dtype, with_weights=not random_weights, kv_dtype=kv_dtype),
+        fingerprint=fingerprint(
+            folder, dtype, with_weights=not random_weights, kv_dtype=kv_dtype, quantization=config.quantization
+        ),
         max_model_len=config.max_model_len or limit,
         vocab_size=model_config.text_config(hf_config).vocab_size,
         dtype=dtype,
@@ -73,5 +75,7 @@ def load_model(config: WorkerConfig, device: torch.device) -> tuple[Model, Model
         dtype=description.dtype,
         device=device,
         num_positions=description.max_model_len,
+        quantization=config.quantization,
+        kv_dtype=kv_dtype,
     )
     return model, description

@@ -8,7 +8,8 @@ from pathlib import Path
 import torch
 from transformers import PretrainedConfig
 
-from worker_svc.model import llama
+from shared.config import ConfigError
+from worker_svc.model import llama, llama_packed
 from worker_svc.model.base import Model
 
 _RANDOM_SEED = 0
@@ -35,6 +36,8 @@ def build_model(
     dtype: torch.dtype,
     device: torch.device,
     num_positions: int,
+    quantization: str = "none",
+    kv_dtype: torch.dtype | None = None,
 ) -> Model:
     """The model with its weights on `device`; `check_supported` has passed.
 
@@ -46,6 +49,8 @@ def build_model(
         dtype: type of weights and activations.
         device: where the model lives.
         num_positions: positions that will be asked for, from 0.
+        quantization: form of the weights: "none" or "int8".
+        kv_dtype: type of KV; None: `dtype`.
 
     Raises:
         ConfigError: neither path can run it, or the weights do not fit.
@@ -53,6 +58,8 @@ def build_model(
     if not llama.supports(architecture, config):
         from worker_svc.model import hf
 
+        if quantization != "none":
+            raise ConfigError(f"quantization: {architecture} has no {quantization} weights here; give none")
         return hf.load(
             architecture,
             config,
@@ -61,7 +68,15 @@ def build_model(
             dtype=dtype,
             device=device,
         )
-    model = llama.LlamaModel(architecture, config, dtype=dtype, device=device, num_positions=num_positions)
+    model = llama.LlamaModel(
+        architecture,
+        config,
+        dtype=dtype,
+        device=device,
+        num_positions=num_positions,
+        cpu_kernels=llama_packed.choose_kernels(config, dtype, kv_dtype or dtype, device, quantization),
+        quantization=quantization,
+    )
     if random_weights:
         model.randomise(_RANDOM_SEED)
     else:

@@ -1,0 +1,205 @@
+"""All layers of a Llama-type decoder on a CPU, in one call.
+
+What it computes is what `kernels.norm`, `linear`, `rotary`, `kv_cache`, `paged_attention` and `activation` compute one
+after the other, layer by layer, and last the logits of the tokens that sample; between them activations stay float32,
+so that it rounds less often than those do in bfloat16. Nothing returns to Python between two layers.
+
+    x = embedding[token]
+    per layer:  x += output(attention(rotary(qk_norm(qkv(norm(x))))))
+                x += down(silu(gate) * up),  gate, up = gate_up(norm(x))
+    logits = head(norm(x))
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from ctypes import c_int64, c_void_p
+from dataclasses import dataclass
+
+import torch
+
+from kernels.linear import PackedLinear
+from kernels.native.library import Native
+from kernels.native.structures import FORMATS, CDecoder, CLayer, CLinear, CStep
+
+PHASES = ("embed", "norm", "qkv", "rotate", "attend", "output", "gate_up", "activate", "down", "head")
+"""What the time of a step is counted under, as `decoder.h` orders it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerWeights:
+    """One layer. Norms are vectors of any dtype."""
+
+    input_norm: torch.Tensor
+    qkv: PackedLinear
+    """Rows: all query heads, all key heads, all value heads."""
+    query_norm: torch.Tensor | None
+    key_norm: torch.Tensor | None
+    output: PackedLinear
+    mlp_norm: torch.Tensor
+    gate_up: PackedLinear
+    """Rows: gate, then up."""
+    down: PackedLinear
+    sliding_window: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecoderShape:
+    """The sizes of a decoder."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    eps: float
+    scale: float
+
+
+def is_supported(shape: DecoderShape, dtype: torch.dtype, kv_dtype: torch.dtype) -> bool:
+    """Whether the kernels know these types of weights and KV, and sizes: vectors of 16 throughout."""
+    return (
+        dtype in FORMATS and kv_dtype in FORMATS and all(size % 16 == 0 for size in (shape.hidden_size, shape.head_dim))
+    )
+
+
+class PackedDecoder:
+    """The weights of a decoder and how to run it."""
+
+    def __init__(
+        self,
+        kernels: Native,
+        shape: DecoderShape,
+        layers: Sequence[LayerWeights],
+        *,
+        embedding: torch.Tensor | None,
+        final_norm: torch.Tensor,
+        head: PackedLinear,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+    ) -> None:
+        """Takes the weights as they are.
+
+        Args:
+            kernels: what runs it.
+            shape: its sizes.
+            layers: from the first to the last.
+            embedding: ``[vocab, hidden]`` in a dtype of `FORMATS`; None: the rows of ``head``.
+            final_norm: ``[hidden]``.
+            head: makes logits.
+            cos, sin: ``[positions, rotary_dim / 2]`` float32.
+        """
+        self._kernels = kernels
+        self._kept: list[object] = [layers, embedding, head]
+        self._vocab_size = head.outputs
+        structures = (CLayer * len(layers))(*(self._layer(layer) for layer in layers))
+        self._kept.append(structures)
+        self._structure = CDecoder(
+            num_layers=len(layers),
+            layers=ctypes.addressof(structures),
+            head=head.structure,
+            final_norm=self._floats(final_norm),
+            embedding=None if embedding is None else embedding.data_ptr(),
+            embedding_format=0 if embedding is None else FORMATS[embedding.dtype],
+            hidden=shape.hidden_size,
+            intermediate=shape.intermediate_size,
+            num_heads=shape.num_heads,
+            num_kv_heads=shape.num_kv_heads,
+            head_dim=shape.head_dim,
+            cos=self._floats(cos),
+            sin=self._floats(sin),
+            rotary_half=cos.shape[1],
+            eps=shape.eps,
+            scale=shape.scale,
+        )
+        self._caches: tuple[object, ctypes.Array[c_void_p], ctypes.Array[c_void_p]] | None = None
+        self._nanoseconds: ctypes.Array[c_int64] | None = None
+
+    def __call__(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        slot_mapping: torch.Tensor,
+        block_tables: torch.Tensor,
+        query_start: torch.Tensor,
+        context_lens: torch.Tensor,
+        caches: Sequence[tuple[torch.Tensor, torch.Tensor]],
+        logits_index: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """One step of T tokens of R rows (`kernels.paged_attention` says what the tensors mean).
+
+        token_ids, positions, slot_mapping: ``[T]`` int64, contiguous.
+        caches: keys and values per layer, ``[num_blocks, num_kv_heads, block_size, head_dim]``, float32 or bfloat16.
+        logits_index: ``[S]`` int64; None: every token.
+
+        Returns:
+            Logits ``[S, vocab]`` float32, whatever the weights are.
+        """
+        keys, values = self._cache_pointers(caches)
+        num_logits = len(token_ids) if logits_index is None else len(logits_index)
+        logits = torch.empty(num_logits, self._vocab_size)
+        block_tables = block_tables.contiguous()
+        step = CStep(
+            num_tokens=len(token_ids),
+            num_rows=len(context_lens),
+            num_logits=num_logits,
+            token_ids=token_ids.data_ptr(),
+            positions=positions.data_ptr(),
+            slots=slot_mapping.data_ptr(),
+            block_tables=block_tables.data_ptr(),
+            table_stride=block_tables.shape[1],
+            query_start=query_start.data_ptr(),
+            context_lens=context_lens.data_ptr(),
+            k_caches=keys,
+            v_caches=values,
+            logits_index=None if logits_index is None else logits_index.data_ptr(),
+            logits=logits.data_ptr(),
+        )
+        counted = None if self._nanoseconds is None else ctypes.addressof(self._nanoseconds)
+        self._kernels.decoder(self._structure, step, counted)
+        return logits
+
+    def count_time(self) -> None:
+        """From here on, counts where the time of steps goes."""
+        self._nanoseconds = (c_int64 * len(PHASES))()
+
+    def counted_ns(self) -> dict[str, int]:
+        """Nanoseconds per phase since `count_time`."""
+        return dict(zip(PHASES, self._nanoseconds or (), strict=False))
+
+    def _cache_pointers(self, caches: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> tuple[int, int]:
+        if self._caches is None or self._caches[0] is not caches:
+            first = caches[0][0]
+            self._structure.cache_format = FORMATS[first.dtype]
+            self._structure.block_size = first.shape[2]
+            keys = (c_void_p * len(caches))(*(key.data_ptr() for key, _ in caches))
+            values = (c_void_p * len(caches))(*(value.data_ptr() for _, value in caches))
+            self._caches = (caches, keys, values)
+        _, keys, values = self._caches
+        return ctypes.addressof(keys), ctypes.addressof(values)
+
+    def _layer(self, layer: LayerWeights) -> CLayer:
+        return CLayer(
+            input_norm=self._floats(layer.input_norm),
+            mlp_norm=self._floats(layer.mlp_norm),
+            query_norm=self._floats(layer.query_norm),
+            key_norm=self._floats(layer.key_norm),
+            qkv=_copy(layer.qkv),
+            output=_copy(layer.output),
+            gate_up=_copy(layer.gate_up),
+            down=_copy(layer.down),
+            sliding_window=layer.sliding_window or 0,
+        )
+
+    def _floats(self, tensor: torch.Tensor | None) -> int | None:
+        """Address of the tensor as float32; it is kept."""
+        if tensor is None:
+            return None
+        wide = tensor.float().contiguous()
+        self._kept.append(wide)
+        return wide.data_ptr()
+
+
+def _copy(linear: PackedLinear) -> CLinear:
+    return CLinear.from_buffer_copy(linear.structure)

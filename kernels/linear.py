@@ -1,0 +1,144 @@
+"""``y = x Wᵀ + b`` on a CPU over weights packed once: float32, bfloat16 or int8.
+
+Packed weights lie in blocks of 16 outputs, a cache line per step (`kernels/native/src/format.h`). float32 and bfloat16
+are packed *in place*, so that a model never exists twice: `empty_weight` allocates a weight with room for the padding,
+the checkpoint is read into it, `pack` takes it over. `quantise` makes int8 of a weight beside it.
+
+int8 means: the weights of an output share a scale, ``max |w| / 127``; so do the activations of a row, at run time. The
+product is exact in integers. `quantised_linear_reference` says the same in plain torch.
+
+The sum over the inputs is formed in float32 (int32 for int8), in the inputs' order: a row's result does not depend on
+the rows beside it.
+"""
+
+from __future__ import annotations
+
+import mmap
+from ctypes import CDLL, c_int, c_size_t, c_void_p
+from dataclasses import dataclass
+
+import torch
+
+from kernels.native.library import Native, native
+from kernels.native.structures import BFLOAT16, FLOAT32, FORMATS, INT8, STORE_BFLOAT16, STORE_FLOAT, CLinear
+
+_BLOCK = 16
+
+
+@dataclass(frozen=True, slots=True)
+class PackedLinear:
+    """Weights that only the kernels of `kernels.native` can read."""
+
+    structure: CLinear
+    outputs: int
+    inputs: int
+    tensors: tuple[torch.Tensor, ...]
+    """What `structure` points to."""
+
+    def __call__(self, x: torch.Tensor, kernels: Native | None = None) -> torch.Tensor:
+        """``x`` ``[rows, inputs]`` float32 or bfloat16 times the weights: ``[rows, outputs]`` in its dtype."""
+        kernels = kernels or _serving()
+        wide = x.float().contiguous()
+        out = torch.empty(len(x), self.outputs, dtype=x.dtype)
+        work = torch.empty(kernels.work_bytes(self.structure.format, len(x), self.inputs), dtype=torch.uint8)
+        store = STORE_BFLOAT16 if x.dtype == torch.bfloat16 else STORE_FLOAT
+        kernels.linear(self.structure, wide, work, out, store, self.outputs)
+        return out
+
+
+def linear_reference(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """Plain torch form of a product over packed weights; float64 is computed in float64."""
+    return torch.nn.functional.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
+
+
+def quantised_linear_reference(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """Plain torch form of a product over int8 weights: weights and activations are rounded, the sum is exact."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    return torch.nn.functional.linear(
+        _rounded(x.to(wide)), _rounded(weight.to(wide)), None if bias is None else bias.to(wide)
+    ).to(x.dtype)
+
+
+def _rounded(x: torch.Tensor) -> torch.Tensor:
+    scale = x.abs().amax(-1, keepdim=True) / 127
+    return torch.where(scale > 0, (x / scale).round() * scale, x)
+
+
+def empty_weight(outputs: int, inputs: int, dtype: torch.dtype) -> torch.Tensor:
+    """An uninitialised weight ``[outputs, inputs]`` that `pack` can take over; what pads it is zero.
+
+    Its memory is asked for in huge pages, which spares a weight that is streamed once a step most of its page walks.
+    """
+    per_step = 4 // dtype.itemsize
+    padded = (-(-outputs // _BLOCK) * _BLOCK, -(-inputs // per_step) * per_step)
+    if padded == (outputs, inputs):
+        weight = torch.empty(padded, dtype=dtype)
+        advise_huge_pages(weight)
+    else:
+        weight = torch.zeros(padded, dtype=dtype)
+    return weight[:outputs, :inputs]
+
+
+def pack(weight: torch.Tensor, bias: torch.Tensor | None = None, *, kernels: Native | None = None) -> PackedLinear:
+    """Packs a weight made by `empty_weight`, in place: it is no matrix any more afterwards."""
+    outputs, inputs = weight.shape
+    library = (kernels or _serving()).library
+    library.quire_pack_in_place(FORMATS[weight.dtype], weight.data_ptr(), outputs, inputs)
+    return _packed(FORMATS[weight.dtype], outputs, inputs, weight, bias)
+
+
+def quantise(weight: torch.Tensor, bias: torch.Tensor | None = None, *, kernels: Native | None = None) -> PackedLinear:
+    """The weight ``[outputs, inputs]`` (float32 or bfloat16) as int8; ``weight`` stays as it is."""
+    outputs, inputs = weight.shape
+    blocks = -(-outputs // _BLOCK)
+    packed = torch.empty(blocks * -(-inputs // 4) * 64, dtype=torch.int8)
+    advise_huge_pages(packed)
+    scales = torch.empty(blocks * _BLOCK, dtype=torch.float32)
+    sums = torch.empty(blocks * _BLOCK, dtype=torch.int32)
+    (kernels or _serving()).library.quire_quantise(
+        FORMATS[weight.dtype],
+        weight.data_ptr(),
+        weight.stride(0),
+        outputs,
+        inputs,
+        packed.data_ptr(),
+        scales.data_ptr(),
+        sums.data_ptr(),
+    )
+    return _packed(INT8, outputs, inputs, packed, bias, scales, sums)
+
+
+def _packed(
+    num_format: int,
+    outputs: int,
+    inputs: int,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    scales: torch.Tensor | None = None,
+    sums: torch.Tensor | None = None,
+) -> PackedLinear:
+    assert num_format in (FLOAT32, BFLOAT16, INT8)
+    wide_bias = None if bias is None else bias.float().contiguous()
+    kept = (weight, wide_bias, scales, sums)
+    structure = CLinear(
+        num_format, 0, outputs, inputs, *(None if tensor is None else tensor.data_ptr() for tensor in kept)
+    )
+    return PackedLinear(structure, outputs, inputs, tuple(tensor for tensor in kept if tensor is not None))
+
+
+def advise_huge_pages(tensor: torch.Tensor) -> None:
+    """Asks the system for huge pages under the inside of a large tensor that nobody has written to yet."""
+    huge = 2 << 20
+    begin = -(-tensor.data_ptr() // huge) * huge
+    end = (tensor.data_ptr() + tensor.nbytes) // huge * huge
+    if end > begin and hasattr(mmap, "MADV_HUGEPAGE"):
+        madvise = CDLL(None).madvise
+        madvise.argtypes = [c_void_p, c_size_t, c_int]
+        madvise(begin, end - begin, mmap.MADV_HUGEPAGE)  # a wish; what it says does not matter
+
+
+def _serving() -> Native:
+    kernels = native()
+    if kernels is None:
+        raise RuntimeError("there are no CPU kernels here")
+    return kernels

@@ -1,0 +1,59 @@
+"""The self-test of a level: small products and one attention against float64."""
+
+from __future__ import annotations
+
+import torch
+
+from kernels.linear import (
+    PackedLinear,
+    empty_weight,
+    linear_reference,
+    pack,
+    quantise,
+    quantised_linear_reference,
+)
+from kernels.native.library import Native
+from kernels.paged_attention.cpu_native import paged_attention_native
+from kernels.paged_attention.reference import paged_attention_reference
+
+_ROWS = (1, 3, 17)
+_TOLERANCE = {"float32": 1e-5, "bfloat16": 1e-2, "int8": 2e-2}
+"""Largest error in parts of the largest result; bfloat16 rounds activations too, int8 may round a half otherwise."""
+
+
+def failure(kernels: Native) -> str | None:
+    """What is wrong with the level, or None."""
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(85, 72, generator=generator)
+    for name, linear, exact, reference in (
+        ("float32", _packed(kernels, weight), weight, linear_reference),
+        ("bfloat16", _packed(kernels, weight.bfloat16()), weight.bfloat16(), linear_reference),
+        ("int8", quantise(weight, kernels=kernels), weight, quantised_linear_reference),
+    ):
+        for rows in _ROWS:
+            x = torch.randn(rows, 72, generator=generator)
+            expected = reference(x.double(), exact.double())
+            error = float((linear(x, kernels).double() - expected).abs().amax() / expected.abs().amax())
+            if not error <= _TOLERANCE[name]:
+                return f"a {name} product of {rows} rows is off by {error:.1e}"
+    return _attention_failure(kernels, generator)
+
+
+def _packed(kernels: Native, weight: torch.Tensor) -> PackedLinear:
+    destination = empty_weight(weight.shape[0], weight.shape[1], weight.dtype)
+    destination.copy_(weight)
+    return pack(destination, kernels=kernels)
+
+
+def _attention_failure(kernels: Native, generator: torch.Generator) -> str | None:
+    query = torch.randn(43, 4, 32, generator=generator)
+    caches = torch.randn(2, 5, 2, 16, 32, generator=generator)
+    starts, contexts = torch.tensor([0, 1, 43], dtype=torch.int32), torch.tensor([37, 44], dtype=torch.int32)
+    tables = torch.tensor([[4, 1, 3], [0, 2, 1]], dtype=torch.int32)
+    arguments = (tables, starts, contexts)
+    expected = paged_attention_reference(
+        query.double(), caches[0].double(), caches[1].double(), *arguments, max_query_len=42, scale=0.2
+    )
+    got = paged_attention_native(query, caches[0], caches[1], *arguments, scale=0.2, kernels=kernels)
+    error = float((got.double() - expected).abs().amax())
+    return None if error <= 1e-4 else f"attention is off by {error:.1e}"

@@ -1,0 +1,106 @@
+// The C functions of the extension, called through ctypes (which lets go of the GIL). Nothing here throws or hands out
+// memory. `level` is one that quire_levels() offers.
+#include <algorithm>
+
+#include "attention.h"
+#include "decoder.h"
+#include "levels.h"
+#include "linear.h"
+#include "threads.h"
+
+#define QUIRE_API extern "C" __attribute__((visibility("default")))
+
+namespace {
+
+using namespace quire;
+
+// Raised with every change of a structure or function; the Python side knows the same number.
+constexpr int kAbi = 1;
+
+const Kernels* kernels_of(int level) {
+  return level == kAvx512 ? avx512_kernels() : level == kAvx2 ? avx2_kernels() : portable_kernels();
+}
+
+bool runs_here(int level) {
+  if (kernels_of(level) == nullptr) return false;
+#if defined(__x86_64__)
+  if (level == kAvx2) return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+  if (level == kAvx512)
+    return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+           __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
+           __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni");
+#endif
+  return level == kPortable;
+}
+
+}  // namespace
+
+QUIRE_API int quire_abi() { return kAbi; }
+
+// Bit mask of the levels that were compiled and that this processor runs.
+QUIRE_API int quire_levels() {
+  int mask = 0;
+  for (int level : {kPortable, kAvx2, kAvx512})
+    if (runs_here(level)) mask |= 1 << level;
+  return mask;
+}
+
+QUIRE_API void quire_set_num_threads(int count) { set_num_threads(count); }
+
+QUIRE_API void quire_pack_in_place(int format, void* weight, int64_t outputs, int64_t inputs) {
+  pack_in_place(format, weight, outputs, inputs);
+}
+
+QUIRE_API void quire_quantise(int format, const void* weight, int64_t stride, int64_t outputs, int64_t inputs,
+                              int8_t* packed, float* scales, int32_t* sums) {
+  quantise(format, weight, stride, outputs, inputs, packed, scales, sums);
+}
+
+QUIRE_API int64_t quire_activation_bytes(int level, int format) { return kernels_of(level)->activation_bytes[format]; }
+
+// x [rows][inputs] float32, contiguous; work: activation_bytes * round_up(inputs, 16) + 64 bytes a row, then one float a
+// row; out as `store` says.
+QUIRE_API void quire_linear(int level, const Linear* linear, const float* x, int64_t rows, void* work, void* out,
+                            int64_t out_stride, int store) {
+  const Kernels& kernels = *kernels_of(level);
+  const int64_t padded = round_up(linear->inputs, 16);
+  const int64_t stride = round_up(padded * kernels.activation_bytes[linear->format], kLine) + kLine;
+  char* const activations = static_cast<char*>(work);
+  float* const scales = reinterpret_cast<float*>(activations + rows * stride);
+  parallel_chunks(rows, 4096 / padded, [&](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; ++row)
+      kernels.to_activations(linear->format, x + row * linear->inputs, linear->inputs, padded,
+                             activations + row * stride, scales + row);
+  });
+  multiply(kernels, {linear, activations, stride, scales, out, out_stride, store, 0, rows, 0, 0});
+}
+
+QUIRE_API void quire_attention(int level, const Attention* attention) {
+  attend_pages(*kernels_of(level), *attention);
+}
+
+QUIRE_API void quire_convert(int level, int format, int to_float, const void* x, void* out, int64_t count) {
+  const Kernels& kernels = *kernels_of(level);  // count: a multiple of 16
+  parallel_chunks(count / 16, 4096, [&](int64_t begin, int64_t end) {
+    const int64_t at = begin * 16, bytes = element_bytes(format), n = (end - begin) * 16;
+    if (to_float != 0)
+      kernels.load(format, static_cast<const char*>(x) + at * bytes, n, static_cast<float*>(out) + at);
+    else
+      kernels.store(format, static_cast<const float*>(x) + at, n, static_cast<char*>(out) + at * bytes);
+  });
+}
+
+// The largest of each row of logits [rows][stride], -1 where none can be chosen.
+QUIRE_API void quire_argmax(int level, const float* x, int64_t rows, int64_t stride, int64_t count, int64_t* out) {
+  const Kernels& kernels = *kernels_of(level);
+  parallel_for(rows, [&](int64_t row) {
+    bool finite = false;
+    const int64_t index = kernels.argmax(x + row * stride, count, &finite);
+    out[row] = finite ? index : -1;
+  });
+}
+
+// nanoseconds: [kNumPhases], added to; or null.
+QUIRE_API void quire_decoder(int level, const Decoder* decoder, const Step* step, int64_t* nanoseconds) {
+  run_decoder(*kernels_of(level), *decoder, *step, nanoseconds);
+}

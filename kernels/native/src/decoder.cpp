@@ -1,0 +1,235 @@
+// One step of a Llama-type decoder: all layers in one call, without a word from Python between them.
+//
+// The residual stream is float32; activations are rounded only where a kernel's operands are narrower. Each phase of a
+// layer is one parallel loop; a phase too small to share runs on the caller.
+#include "decoder.h"
+
+#include <chrono>
+#include <cstdlib>
+#include <cstring>
+
+#include "attention.h"
+#include "levels.h"
+#include "linear.h"
+#include "threads.h"
+
+namespace quire {
+namespace {
+
+constexpr int64_t kGrain = 4096;  // elements worth a task of their own
+
+class Buffer {
+ public:
+  template <class T>
+  T* of(int64_t count) {
+    const int64_t bytes = round_up(count * static_cast<int64_t>(sizeof(T)), kLine);
+    if (bytes > size_) {
+      std::free(memory_);
+      memory_ = std::aligned_alloc(kLine, bytes);
+      if (memory_ == nullptr) std::abort();
+      size_ = bytes;
+    }
+    return static_cast<T*>(memory_);
+  }
+  Buffer() = default;
+  Buffer(const Buffer&) = delete;
+  Buffer& operator=(const Buffer&) = delete;
+  ~Buffer() { std::free(memory_); }
+
+ private:
+  void* memory_ = nullptr;
+  int64_t size_ = 0;
+};
+
+// Kept from step to step; there is one worker per process, and one step at a time.
+struct Workspace {
+  Buffer residual, wide, attended, activations, scales;
+};
+
+Workspace& workspace() {
+  static Workspace* const instance = new Workspace;
+  return *instance;
+}
+
+float* thread_row(int64_t count) {
+  static thread_local Buffer buffer;
+  return buffer.of<float>(count);
+}
+
+class Clock {
+ public:
+  explicit Clock(int64_t* nanoseconds) : nanoseconds_(nanoseconds), last_(now()) {}
+  void count(Phase phase) {
+    if (nanoseconds_ == nullptr) return;
+    const int64_t time = now();
+    nanoseconds_[phase] += time - last_;
+    last_ = time;
+  }
+
+ private:
+  static int64_t now() {
+    return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch())
+        .count();
+  }
+  int64_t* nanoseconds_;
+  int64_t last_;
+};
+
+class Run {
+ public:
+  Run(const Kernels& kernels, const Decoder& decoder, const Step& step, int64_t* nanoseconds)
+      : k_(kernels), d_(decoder), s_(step), clock_(nanoseconds) {}
+
+  void all() {
+    const int64_t tokens = s_.num_tokens;
+    residual_ = space_.residual.of<float>(tokens * d_.hidden);
+    embed();
+    clock_.count(kEmbed);
+    const int64_t query_size = d_.num_heads * d_.head_dim, qkv_size = query_size + 2 * d_.num_kv_heads * d_.head_dim;
+    const int64_t wide = qkv_size > 2 * d_.intermediate ? qkv_size : 2 * d_.intermediate;
+    float* const wide_rows = space_.wide.of<float>(tokens * wide);
+    float* const attended = space_.attended.of<float>(tokens * query_size);
+    for (int64_t index = 0; index < d_.num_layers; ++index) {
+      const Layer& layer = d_.layers[index];
+      norm(layer.qkv, layer.input_norm, nullptr, tokens);
+      clock_.count(kNorm);
+      product(layer.qkv, wide_rows, qkv_size, kStoreFloat, tokens);
+      clock_.count(kQkv);
+      rotate_and_write(layer, index, wide_rows, qkv_size);
+      clock_.count(kRotate);
+      attend(layer, index, wide_rows, qkv_size, attended);
+      clock_.count(kAttend);
+      activate(layer.output, tokens, query_size, [=](int64_t row, float*) { return attended + row * query_size; });
+      product(layer.output, residual_, d_.hidden, kAddFloat, tokens);
+      clock_.count(kOutput);
+      norm(layer.gate_up, layer.mlp_norm, nullptr, tokens);
+      clock_.count(kNorm);
+      product(layer.gate_up, wide_rows, 2 * d_.intermediate, kStoreFloat, tokens);
+      clock_.count(kGateUp);
+      activate(layer.down, tokens, 2 * d_.intermediate, [&](int64_t row, float* scratch) {
+        k_.silu_mul(wide_rows + row * 2 * d_.intermediate, d_.intermediate, scratch);
+        return scratch;
+      });
+      clock_.count(kActivate);
+      product(layer.down, residual_, d_.hidden, kAddFloat, tokens);
+      clock_.count(kDown);
+    }
+    norm(d_.head, d_.final_norm, s_.logits_index, s_.num_logits);
+    clock_.count(kNorm);
+    product(d_.head, s_.logits, d_.head.outputs, kStoreFloat, s_.num_logits);
+    clock_.count(kHead);
+  }
+
+ private:
+  void embed() {
+    parallel_chunks(s_.num_tokens, kGrain / d_.hidden, [&](int64_t begin, int64_t end) {
+      for (int64_t token = begin; token < end; ++token) {
+        float* const out = residual_ + token * d_.hidden;
+        const int64_t id = s_.token_ids[token];
+        if (d_.embedding == nullptr)
+          unpack_row(d_.head, id, out);
+        else
+          k_.load(d_.embedding_format,
+                  static_cast<const char*>(d_.embedding) + id * d_.hidden * element_bytes(d_.embedding_format),
+                  d_.hidden, out);
+      }
+    });
+  }
+
+  // Each row as operand of `linear`: make(row, scratch) returns the floats, `cost` is what a row costs in elements.
+  template <class Make>
+  void activate(const Linear& linear, int64_t rows, int64_t cost, const Make& make) {
+    const int64_t padded = round_up(linear.inputs, 16);
+    stride_ = round_up(padded * k_.activation_bytes[linear.format], kLine) + kLine;  // not all rows in the same sets
+    char* const out = space_.activations.of<char>(rows * stride_);
+    float* const scales = space_.scales.of<float>(rows);
+    parallel_chunks(rows, kGrain / cost, [&](int64_t begin, int64_t end) {
+      float* const scratch = thread_row(padded);
+      for (int64_t row = begin; row < end; ++row)
+        k_.to_activations(linear.format, make(row, scratch), linear.inputs, padded, out + row * stride_, scales + row);
+    });
+    activations_ = out;
+    scales_ = scales;
+  }
+
+  void norm(const Linear& linear, const float* weight, const int64_t* index, int64_t rows) {
+    activate(linear, rows, d_.hidden, [&](int64_t row, float* scratch) {
+      const int64_t token = index == nullptr ? row : index[row];
+      k_.rms_norm(residual_ + token * d_.hidden, weight, d_.eps, d_.hidden, scratch);
+      return scratch;
+    });
+  }
+
+  void product(const Linear& linear, float* out, int64_t out_stride, Store store, int64_t rows) {
+    multiply(k_, {&linear, activations_, stride_, scales_, out, out_stride, store, 0, rows, 0, 0});
+  }
+
+  void rotate_and_write(const Layer& layer, int64_t index, float* qkv, int64_t stride) {
+    const int64_t head_dim = d_.head_dim, token_bytes = head_dim * element_bytes(d_.cache_format);
+    char* const k_cache = static_cast<char*>(const_cast<void*>(s_.k_caches[index]));
+    char* const v_cache = static_cast<char*>(const_cast<void*>(s_.v_caches[index]));
+    parallel_chunks(s_.num_tokens, kGrain / stride, [&](int64_t begin, int64_t end) {
+      for (int64_t token = begin; token < end; ++token) {
+        const int64_t position = s_.positions[token], slot = s_.slots[token];
+        const float* const cos = d_.cos + position * d_.rotary_half;
+        const float* const sin = d_.sin + position * d_.rotary_half;
+        float* head = qkv + token * stride;
+        for (int64_t i = 0; i < d_.num_heads + d_.num_kv_heads; ++i, head += head_dim) {
+          const float* const weight = i < d_.num_heads ? layer.query_norm : layer.key_norm;
+          if (weight != nullptr) k_.rms_norm(head, weight, d_.eps, head_dim, head);
+          k_.rotate(head, cos, sin, d_.rotary_half);
+        }
+        if (slot < 0) continue;
+        const float* const keys = qkv + token * stride + d_.num_heads * head_dim;
+        const float* const values = keys + d_.num_kv_heads * head_dim;
+        const int64_t block = slot / d_.block_size, offset = slot % d_.block_size;
+        for (int64_t i = 0; i < d_.num_kv_heads; ++i) {
+          const int64_t at = ((block * d_.num_kv_heads + i) * d_.block_size + offset) * token_bytes;
+          k_.store(d_.cache_format, keys + i * head_dim, head_dim, k_cache + at);
+          k_.store(d_.cache_format, values + i * head_dim, head_dim, v_cache + at);
+        }
+      }
+    });
+  }
+
+  void attend(const Layer& layer, int64_t index, const float* qkv, int64_t stride, float* out) {
+    Attention a{};
+    a.query = qkv;
+    a.query_stride = stride;
+    a.out = out;
+    a.out_stride = d_.num_heads * d_.head_dim;
+    a.k_cache = s_.k_caches[index];
+    a.v_cache = s_.v_caches[index];
+    a.cache_format = static_cast<int32_t>(d_.cache_format);
+    a.num_heads = static_cast<int32_t>(d_.num_heads);
+    a.num_kv_heads = static_cast<int32_t>(d_.num_kv_heads);
+    a.head_dim = static_cast<int32_t>(d_.head_dim);
+    a.block_size = static_cast<int32_t>(d_.block_size);
+    a.block_tables = s_.block_tables;
+    a.table_stride = s_.table_stride;
+    a.query_start = s_.query_start;
+    a.context_lens = s_.context_lens;
+    a.num_rows = s_.num_rows;
+    a.scale = d_.scale;
+    a.sliding_window = static_cast<int32_t>(layer.sliding_window);
+    attend_pages(k_, a);
+  }
+
+  const Kernels& k_;
+  const Decoder& d_;
+  const Step& s_;
+  Clock clock_;
+  Workspace& space_ = workspace();
+  float* residual_ = nullptr;
+  char* activations_ = nullptr;
+  float* scales_ = nullptr;
+  int64_t stride_ = 0;
+};
+
+}  // namespace
+
+void run_decoder(const Kernels& kernels, const Decoder& decoder, const Step& step, int64_t* nanoseconds) {
+  Run(kernels, decoder, step, nanoseconds).all();
+}
+
+}  // namespace quire

@@ -1,0 +1,60 @@
+// A decoder of the Llama family as the C ABI describes it, and one step of it. The layout of these structures is that of
+// the ctypes structures in kernels/decoder.py.
+#pragma once
+
+#include "levels.h"
+
+namespace quire {
+
+struct Layer {
+  const float* input_norm;  // [hidden]
+  const float* mlp_norm;    // [hidden]
+  const float* query_norm;  // [head_dim], or null
+  const float* key_norm;    // [head_dim], or null
+  Linear qkv;               // rows: query heads, key heads, value heads
+  Linear output;
+  Linear gate_up;  // rows: gate, then up
+  Linear down;
+  int64_t sliding_window;  // 0: none
+};
+
+struct Decoder {
+  int64_t num_layers;
+  const Layer* layers;
+  Linear head;
+  const float* final_norm;   // [hidden]
+  const void* embedding;     // plain [vocab][hidden] in `embedding_format`; null: the rows of `head`
+  int64_t embedding_format;  // kFloat32 or kBFloat16
+  int64_t hidden, intermediate, num_heads, num_kv_heads, head_dim;
+  const float* cos;  // [positions][rotary_half]
+  const float* sin;
+  int64_t rotary_half;
+  int64_t cache_format;  // kFloat32 or kBFloat16
+  int64_t block_size;
+  float eps;
+  float scale;
+};
+
+// T tokens of R rows, decode rows and chunks; see worker_svc/model/base.py.
+struct Step {
+  int64_t num_tokens, num_rows, num_logits;
+  const int64_t* token_ids;        // [T]
+  const int64_t* positions;        // [T]
+  const int64_t* slots;            // [T]; negative: nothing is written
+  const int32_t* block_tables;     // [R][table_stride]
+  int64_t table_stride;
+  const int32_t* query_start;      // [R + 1]
+  const int32_t* context_lens;     // [R]
+  const void* const* k_caches;     // [layers] of [blocks][kv_heads][block_size][head_dim]
+  const void* const* v_caches;
+  const int64_t* logits_index;     // [num_logits], or null: every token
+  float* logits;                   // [num_logits][vocab]
+};
+
+// What a step's time is counted under.
+enum Phase : int { kEmbed, kNorm, kQkv, kRotate, kAttend, kOutput, kGateUp, kActivate, kDown, kHead, kNumPhases };
+
+// Adds to nanoseconds[phase] where it is not null.
+void run_decoder(const Kernels& kernels, const Decoder& decoder, const Step& step, int64_t* nanoseconds);
+
+}  // namespace quire

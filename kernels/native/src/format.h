@@ -1,0 +1,51 @@
+// How numbers lie in memory: element types, packed weights, activations.
+//
+// Packed weights. Outputs are cut into blocks of 16; one step of a block is one cache line of 64 bytes:
+//
+//     float32  [outputs / 16][inputs    ][16]       16 outputs x 1 input
+//     bf16     [outputs / 16][inputs / 2][16][2]    16 outputs x 2 inputs
+//     int8     [outputs / 16][inputs / 4][16][4]    16 outputs x 4 inputs
+//
+// padded with zeros to whole lines. A block is contiguous, so a matrix-vector product streams whole blocks from memory
+// front to back, without a horizontal sum at the end, and a tile of rows uses every line it has loaded for all its
+// rows. It is the operand order of vdpbf16ps and vpdpbusd; without these instructions shifts widen the lanes. A block
+// takes exactly the memory of its 16 rows, so float32 and bf16 are packed in place.
+#pragma once
+
+#include <cstdint>
+
+namespace quire {
+
+using std::int16_t;
+using std::int32_t;
+using std::int64_t;
+using std::int8_t;
+using std::uint16_t;
+using std::uint32_t;
+using std::uint8_t;
+
+enum Format : int { kFloat32 = 0, kBFloat16 = 1, kInt8 = 2 };
+
+constexpr int64_t kBlock = 16;  // outputs of a block, and lanes of a vector
+constexpr int64_t kLine = 64;   // bytes
+
+constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+constexpr int64_t round_up(int64_t a, int64_t b) { return ceil_div(a, b) * b; }
+
+constexpr int64_t element_bytes(int format) { return format == kFloat32 ? 4 : format == kBFloat16 ? 2 : 1; }
+constexpr int64_t inputs_per_step(int format) { return 4 / element_bytes(format); }
+constexpr int64_t num_steps(int format, int64_t inputs) { return ceil_div(inputs, inputs_per_step(format)); }
+
+// One linear layer. y = x W^T + bias; int8: W[o][i] = q[o][i] * scales[o].
+struct Linear {
+  int32_t format;
+  int32_t pad;
+  int64_t outputs;
+  int64_t inputs;
+  const void* packed;
+  const float* bias;    // [outputs], or null
+  const float* scales;  // int8: [outputs rounded up to 16]
+  const int32_t* sums;  // int8: [outputs rounded up to 16], sum over i of q[o][i]
+};
+
+}  // namespace quire

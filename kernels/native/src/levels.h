@@ -1,0 +1,74 @@
+// The kernels that exist once per instruction set ("level"), as a table of functions.
+//
+// All levels are compiled from the same templates (kernels.inc) over a small set of vector operations (simd_*.h). Rows
+// of floats that these functions take are contiguous, and their length a multiple of 16 unless said otherwise.
+#pragma once
+
+#include "format.h"
+
+namespace quire {
+
+enum Level : int { kPortable = 0, kAvx2 = 1, kAvx512 = 2 };
+
+enum Store : int { kStoreFloat = 0, kAddFloat = 1, kStoreBFloat16 = 2 };
+
+// Rows first .. last by blocks begin .. end of one product.
+struct LinearTask {
+  const Linear* linear;
+  const void* x;        // activations in the level's format, rows `x_stride` bytes apart, padded with zeros to whole steps
+  int64_t x_stride;
+  const float* x_scales;  // int8: one per row
+  void* out;
+  int64_t out_stride;  // elements
+  int store;
+  int64_t first_row, last_row, begin_block, end_block;
+};
+
+// Attention over pages; see kernels/paged_attention for what it means. Sizes and strides in elements.
+struct Attention {
+  const float* query;  // [tokens][heads][head_dim], unscaled
+  int64_t query_stride;
+  float* out;  // [tokens][heads][head_dim]
+  int64_t out_stride;
+  const void* k_cache;  // [blocks][kv_heads][block_size][head_dim]
+  const void* v_cache;
+  int32_t cache_format;  // kFloat32 or kBFloat16
+  int32_t num_heads, num_kv_heads, head_dim, block_size;
+  const int32_t* block_tables;  // [rows][table_stride]
+  int64_t table_stride;
+  const int32_t* query_start;   // [rows + 1]
+  const int32_t* context_lens;  // [rows]
+  int64_t num_rows;
+  float scale;
+  float soft_cap;          // 0: none
+  int32_t sliding_window;  // 0: none
+};
+
+struct Kernels {
+  int level;
+  // Bytes of one activation as `linear` reads it, by the weights' format.
+  int activation_bytes[3];
+  int max_tile_rows;
+  void (*linear)(const LinearTask&);
+  // n floats as activations, zeros behind them up to `padded`; int8 also sets *scale.
+  void (*to_activations)(int format, const float* x, int64_t n, int64_t padded, void* out, float* scale);
+  void (*rms_norm)(const float* x, const float* weight, float eps, int64_t n, float* out);
+  // out[i] = silu(gate_up[i]) * gate_up[n + i]; n need not be a multiple of 16.
+  void (*silu_mul)(const float* gate_up, int64_t n, float* out);
+  // Rotates one head in place; pairs (i, i + half).
+  void (*rotate)(float* head, const float* cos, const float* sin, int64_t half);
+  void (*store)(int format, const float* x, int64_t n, void* out);
+  void (*load)(int format, const void* x, int64_t n, float* out);
+  // Index of the largest of n floats, the first among equals; *finite: it is a number that can be chosen.
+  int64_t (*argmax)(const float* x, int64_t n, bool* finite);
+  // One token of a row that sees `context` keys, for all query heads of one KV head.
+  void (*attend_token)(const Attention&, int64_t token, int64_t row, int64_t context, int64_t kv_head);
+  // A row's whole chunk, for all query heads of one KV head.
+  void (*attend_chunk)(const Attention&, int64_t row, int64_t kv_head);
+};
+
+const Kernels* portable_kernels();
+const Kernels* avx2_kernels();    // null where they were not compiled
+const Kernels* avx512_kernels();  // AVX-512 F, BW, VL, DQ, BF16 and VNNI
+
+}  // namespace quire

@@ -1,0 +1,173 @@
+// Vector operations for AVX2 with FMA. A vector is 16 floats in two registers.
+#pragma once
+
+#include <immintrin.h>
+
+#include <cstring>
+
+#include "format.h"
+
+namespace quire {
+namespace {
+
+constexpr int kThisLevel = 1;
+
+struct V {
+  __m256 a, b;
+};
+
+inline V zero() { return {_mm256_setzero_ps(), _mm256_setzero_ps()}; }
+inline V set1(float x) { return {_mm256_set1_ps(x), _mm256_set1_ps(x)}; }
+inline V load(const float* p) { return {_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}; }
+inline void store(float* p, V x) {
+  _mm256_storeu_ps(p, x.a);
+  _mm256_storeu_ps(p + 8, x.b);
+}
+inline __m256 widen8(const uint16_t* p) {
+  return _mm256_castsi256_ps(
+      _mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))), 16));
+}
+inline V load(const uint16_t* p) { return {widen8(p), widen8(p + 8)}; }
+// To nearest, ties to even; a NaN stays one.
+inline __m256i round_bf16(__m256 x) {
+  const __m256i bits = _mm256_castps_si256(x);
+  const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+  const __m256i rounded = _mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff)));
+  const __m256i quiet = _mm256_or_si256(bits, _mm256_set1_epi32(0x400000));
+  const __m256i is_nan = _mm256_castps_si256(_mm256_cmp_ps(x, x, _CMP_UNORD_Q));
+  return _mm256_srli_epi32(_mm256_blendv_epi8(rounded, quiet, is_nan), 16);
+}
+inline void store(uint16_t* p, V x) {
+  const __m256i packed = _mm256_packus_epi32(round_bf16(x.a), round_bf16(x.b));
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm256_permute4x64_epi64(packed, 0xd8));
+}
+inline V add(V x, V y) { return {_mm256_add_ps(x.a, y.a), _mm256_add_ps(x.b, y.b)}; }
+inline V sub(V x, V y) { return {_mm256_sub_ps(x.a, y.a), _mm256_sub_ps(x.b, y.b)}; }
+inline V mul(V x, V y) { return {_mm256_mul_ps(x.a, y.a), _mm256_mul_ps(x.b, y.b)}; }
+inline V div(V x, V y) { return {_mm256_div_ps(x.a, y.a), _mm256_div_ps(x.b, y.b)}; }
+// x * y + z
+inline V fma(V x, V y, V z) { return {_mm256_fmadd_ps(x.a, y.a, z.a), _mm256_fmadd_ps(x.b, y.b, z.b)}; }
+// The larger; y where either is a NaN.
+inline V max(V x, V y) { return {_mm256_max_ps(x.a, y.a), _mm256_max_ps(x.b, y.b)}; }
+inline V min(V x, V y) { return {_mm256_min_ps(x.a, y.a), _mm256_min_ps(x.b, y.b)}; }
+inline V abs(V x) {
+  const __m256 mask = _mm256_castsi256_ps(_mm256_set1_epi32(0x7fffffff));
+  return {_mm256_and_ps(x.a, mask), _mm256_and_ps(x.b, mask)};
+}
+inline V round(V x) {
+  constexpr int mode = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
+  return {_mm256_round_ps(x.a, mode), _mm256_round_ps(x.b, mode)};
+}
+// x * 2^n for whole n in [-126, 127].
+inline V scale_by_power(V x, V n) {
+  const auto one = [](__m256 value, __m256 power) {
+    const __m256i exponent = _mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(power), _mm256_set1_epi32(127)), 23);
+    return _mm256_mul_ps(value, _mm256_castsi256_ps(exponent));
+  };
+  return {one(x.a, n.a), one(x.b, n.b)};
+}
+inline float sum8(__m256 x) {
+  __m128 half = _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
+  half = _mm_add_ps(half, _mm_movehl_ps(half, half));
+  return _mm_cvtss_f32(_mm_add_ss(half, _mm_shuffle_ps(half, half, 1)));
+}
+inline float sum(V x) { return sum8(_mm256_add_ps(x.a, x.b)); }
+inline void store_halves(float* p, V x) { _mm256_storeu_ps(p, _mm256_add_ps(x.a, x.b)); }
+// The sums of eight rows of eight floats.
+inline void sum_rows8(const float* rows, float* sums) {
+  const auto pair = [&](int i) {
+    return _mm256_hadd_ps(_mm256_loadu_ps(rows + 8 * i), _mm256_loadu_ps(rows + 8 * (i + 1)));
+  };
+  const __m256 low = _mm256_hadd_ps(pair(0), pair(2)), high = _mm256_hadd_ps(pair(4), pair(6));
+  const __m256 crossed = _mm256_permute2f128_ps(low, high, 0x21), blended = _mm256_blend_ps(low, high, 0xf0);
+  _mm256_storeu_ps(sums, _mm256_add_ps(crossed, blended));
+}
+
+inline void prefetch_near(const char* p) { _mm_prefetch(p, _MM_HINT_T0); }
+inline void prefetch_far(const char* p) { _mm_prefetch(p, _MM_HINT_T1); }
+
+// How one step of a product goes, by format. A step may have two halves, so that the widened weights of only one of
+// them fill registers.
+
+// Volatile, so that the compiler does not load the inputs of all rows before it uses them: there are no registers for
+// them.
+inline __m256 broadcast(const float* p) {
+  __m256 x;
+  __asm__ __volatile__("vbroadcastss %1, %0" : "=x"(x) : "m"(*p));
+  return x;
+}
+
+struct Float32Step {
+  using Sum = V;
+  using Weight = V;
+  using Input = __m256;
+  using Element = float;  // of the activations
+  static constexpr int kHalves = 1;
+  static constexpr int kInputs = 1;  // elements of the activations in a step
+  static Sum zero_sum() { return zero(); }
+  static Weight weight(const char* line, int) {
+    return {_mm256_load_ps(reinterpret_cast<const float*>(line)),
+            _mm256_load_ps(reinterpret_cast<const float*>(line) + 8)};
+  }
+  static Input input(const Element* x, int) { return broadcast(x); }
+  static Sum dot(Sum sum, Input x, Weight w) { return {_mm256_fmadd_ps(x, w.a, sum.a), _mm256_fmadd_ps(x, w.b, sum.b)}; }
+  static V to_float(Sum sum) { return sum; }
+};
+
+struct BFloat16Step : Float32Step {
+  static constexpr int kHalves = 2;
+  static constexpr int kInputs = 2;
+  static Weight weight(const char* line, int half) {
+    const __m256i a = _mm256_load_si256(reinterpret_cast<const __m256i*>(line));
+    const __m256i b = _mm256_load_si256(reinterpret_cast<const __m256i*>(line + 32));
+    if (half == 0) return {_mm256_castsi256_ps(_mm256_slli_epi32(a, 16)), _mm256_castsi256_ps(_mm256_slli_epi32(b, 16))};
+    const __m256i high = _mm256_set1_epi32(static_cast<int>(0xffff0000u));
+    return {_mm256_castsi256_ps(_mm256_and_si256(a, high)), _mm256_castsi256_ps(_mm256_and_si256(b, high))};
+  }
+  static Input input(const Element* x, int half) { return broadcast(x + half); }
+};
+
+// Activations are 16 bits wide, four inputs in the order 0, 2, 1, 3: vpmaddwd takes the even, then the odd ones.
+struct Int8Step {
+  struct Sum {
+    __m256i a, b;
+  };
+  using Weight = Sum;
+  using Input = __m256i;
+  using Element = int16_t;
+  static constexpr int kHalves = 2;
+  static constexpr int kInputs = 4;
+  static constexpr int kOffset = 0;  // what is added to every quantised activation
+  static Sum zero_sum() { return {_mm256_setzero_si256(), _mm256_setzero_si256()}; }
+  static Weight weight(const char* line, int half) {
+    const __m256i a = _mm256_load_si256(reinterpret_cast<const __m256i*>(line));
+    const __m256i b = _mm256_load_si256(reinterpret_cast<const __m256i*>(line + 32));
+    if (half == 0) return {_mm256_srai_epi16(_mm256_slli_epi16(a, 8), 8), _mm256_srai_epi16(_mm256_slli_epi16(b, 8), 8)};
+    return {_mm256_srai_epi16(a, 8), _mm256_srai_epi16(b, 8)};
+  }
+  static Input input(const Element* x, int half) {
+    return _mm256_castps_si256(broadcast(reinterpret_cast<const float*>(x + 2 * half)));
+  }
+  static Sum dot(Sum sum, Input x, Weight w) {
+    sum = {_mm256_add_epi32(sum.a, _mm256_madd_epi16(x, w.a)), _mm256_add_epi32(sum.b, _mm256_madd_epi16(x, w.b))};
+    // Without this the compiler adds the halves' products first, and runs out of registers for them.
+    __asm__("" : "+x"(sum.a), "+x"(sum.b));
+    return sum;
+  }
+  static V to_float(Sum sum) { return {_mm256_cvtepi32_ps(sum.a), _mm256_cvtepi32_ps(sum.b)}; }
+  static void quantise(const float* x, float inverse, Element* out) {  // 16 floats
+    const V scaled = mul(load(x), set1(inverse));
+    const __m256i words = _mm256_permute4x64_epi64(
+        _mm256_packs_epi32(_mm256_cvtps_epi32(scaled.a), _mm256_cvtps_epi32(scaled.b)), 0xd8);
+    const __m256i even_odd = _mm256_shufflehi_epi16(_mm256_shufflelo_epi16(words, 0xd8), 0xd8);
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(out), even_odd);
+  }
+};
+
+// 16 registers: up to 12 of sums, two of weights, one of inputs.
+constexpr bool kFewRegisters = true;
+constexpr int kMaxTileRows = 6;
+constexpr int tile_blocks(int rows) { return rows == 1 ? 4 : rows <= 3 ? 2 : 1; }
+
+}  // namespace
+}  // namespace quire

@@ -1,0 +1,119 @@
+// Vector operations for AVX-512 with BF16 and VNNI. A vector is 16 floats in one register.
+#pragma once
+
+#include <immintrin.h>
+
+#include <cstring>
+
+#include "format.h"
+
+namespace quire {
+namespace {
+
+constexpr int kThisLevel = 2;
+
+using V = __m512;
+
+inline V zero() { return _mm512_setzero_ps(); }
+inline V set1(float x) { return _mm512_set1_ps(x); }
+inline V load(const float* p) { return _mm512_loadu_ps(p); }
+inline void store(float* p, V x) { _mm512_storeu_ps(p, x); }
+inline V load(const uint16_t* p) {
+  return _mm512_castsi512_ps(
+      _mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))), 16));
+}
+inline void store(uint16_t* p, V x) {
+  const __m256bh rounded = _mm512_cvtneps_pbh(x);
+  std::memcpy(p, &rounded, sizeof rounded);
+}
+inline V add(V x, V y) { return _mm512_add_ps(x, y); }
+inline V sub(V x, V y) { return _mm512_sub_ps(x, y); }
+inline V mul(V x, V y) { return _mm512_mul_ps(x, y); }
+inline V div(V x, V y) { return _mm512_div_ps(x, y); }
+inline V fma(V x, V y, V z) { return _mm512_fmadd_ps(x, y, z); }
+inline V max(V x, V y) { return _mm512_max_ps(x, y); }
+inline V min(V x, V y) { return _mm512_min_ps(x, y); }
+inline V abs(V x) { return _mm512_abs_ps(x); }
+inline V round(V x) { return _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT); }
+inline V scale_by_power(V x, V n) { return _mm512_scalef_ps(x, n); }
+inline float sum(V x) { return _mm512_reduce_add_ps(x); }
+inline void store_halves(float* p, V x) {
+  _mm256_storeu_ps(p, _mm256_add_ps(_mm512_castps512_ps256(x), _mm512_extractf32x8_ps(x, 1)));
+}
+inline void sum_rows8(const float* rows, float* sums) {
+  const auto pair = [&](int i) {
+    return _mm256_hadd_ps(_mm256_loadu_ps(rows + 8 * i), _mm256_loadu_ps(rows + 8 * (i + 1)));
+  };
+  const __m256 low = _mm256_hadd_ps(pair(0), pair(2)), high = _mm256_hadd_ps(pair(4), pair(6));
+  const __m256 crossed = _mm256_permute2f128_ps(low, high, 0x21), blended = _mm256_blend_ps(low, high, 0xf0);
+  _mm256_storeu_ps(sums, _mm256_add_ps(crossed, blended));
+}
+
+inline void prefetch_near(const char* p) { _mm_prefetch(p, _MM_HINT_T0); }
+inline void prefetch_far(const char* p) { _mm_prefetch(p, _MM_HINT_T1); }
+
+struct Float32Step {
+  using Sum = V;
+  using Weight = V;
+  using Input = V;
+  using Element = float;
+  static constexpr int kHalves = 1;
+  static constexpr int kInputs = 1;
+  static Sum zero_sum() { return zero(); }
+  static Weight weight(const char* line, int) { return _mm512_load_ps(line); }
+  static Input input(const Element* x, int) { return _mm512_set1_ps(*x); }
+  static Sum dot(Sum sum, Input x, Weight w) { return _mm512_fmadd_ps(x, w, sum); }
+  static V to_float(Sum sum) { return sum; }
+};
+
+struct BFloat16Step {
+  using Sum = V;
+  using Weight = __m512bh;
+  using Input = __m512bh;
+  using Element = uint16_t;
+  static constexpr int kHalves = 1;
+  static constexpr int kInputs = 2;
+  static Sum zero_sum() { return zero(); }
+  static Weight weight(const char* line, int) { return (__m512bh)_mm512_load_si512(line); }
+  static Input input(const Element* x, int) {
+    int32_t pair;
+    std::memcpy(&pair, x, sizeof pair);
+    return (__m512bh)_mm512_set1_epi32(pair);
+  }
+  static Sum dot(Sum sum, Input x, Weight w) { return _mm512_dpbf16_ps(sum, x, w); }
+  static V to_float(Sum sum) { return sum; }
+};
+
+// vpdpbusd multiplies unsigned activations by signed weights: 128 is added to each activation, and 128 times the sum of
+// the weights taken off at the end.
+struct Int8Step {
+  using Sum = __m512i;
+  using Weight = __m512i;
+  using Input = __m512i;
+  using Element = uint8_t;
+  static constexpr int kHalves = 1;
+  static constexpr int kInputs = 4;
+  static constexpr int kOffset = 128;
+  static Sum zero_sum() { return _mm512_setzero_si512(); }
+  static Weight weight(const char* line, int) { return _mm512_load_si512(line); }
+  static Input input(const Element* x, int) {
+    int32_t four;
+    std::memcpy(&four, x, sizeof four);
+    return _mm512_set1_epi32(four);
+  }
+  static Sum dot(Sum sum, Input x, Weight w) { return _mm512_dpbusd_epi32(sum, x, w); }
+  static V to_float(Sum sum) { return _mm512_cvtepi32_ps(sum); }
+  static void quantise(const float* x, float inverse, Element* out) {
+    const __m512i words = _mm512_cvtps_epi32(_mm512_mul_ps(_mm512_loadu_ps(x), _mm512_set1_ps(inverse)));
+    const __m128i bytes = _mm512_cvtepi32_epi8(_mm512_add_epi32(words, _mm512_set1_epi32(kOffset)));
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(out), bytes);
+  }
+};
+
+// 32 registers: up to 24 of sums.
+constexpr bool kFewRegisters = false;
+constexpr int kMaxTileRows = 12;
+constexpr int tile_blocks(int rows) { return rows <= 6 ? 4 : rows <= 8 ? 3 : 2; }
+
+}  // namespace
+}  // namespace quire

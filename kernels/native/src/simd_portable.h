@@ -1,0 +1,155 @@
+// Vector operations in plain C++, for any processor. Slow, but shaped as AVX-512's are (one half per step, bf16 and
+// unsigned activations, tiles of several blocks), so that tests of this level run all that the AVX-512 level does but its
+// instructions.
+#pragma once
+
+#include <cmath>
+#include <cstring>
+
+#include "format.h"
+
+namespace quire {
+namespace {
+
+constexpr int kThisLevel = 0;
+
+struct V {
+  float lane[16];
+};
+
+template <class Function>
+inline V each(Function function) {
+  V out;
+  for (int i = 0; i < 16; ++i) out.lane[i] = function(i);
+  return out;
+}
+inline float widen1(uint16_t x) {
+  const uint32_t bits = static_cast<uint32_t>(x) << 16;
+  float wide;
+  std::memcpy(&wide, &bits, sizeof wide);
+  return wide;
+}
+inline uint16_t narrow1(float x) {
+  uint32_t bits;
+  std::memcpy(&bits, &x, sizeof bits);
+  if ((bits & 0x7fffffffu) > 0x7f800000u) return static_cast<uint16_t>((bits >> 16) | 0x40);
+  return static_cast<uint16_t>((bits + 0x7fffu + ((bits >> 16) & 1)) >> 16);
+}
+inline V zero() { return each([](int) { return 0.0f; }); }
+inline V set1(float x) { return each([=](int) { return x; }); }
+inline V load(const float* p) { return each([=](int i) { return p[i]; }); }
+inline void store(float* p, V x) { std::memcpy(p, x.lane, sizeof x.lane); }
+inline V load(const uint16_t* p) { return each([=](int i) { return widen1(p[i]); }); }
+inline void store(uint16_t* p, V x) {
+  for (int i = 0; i < 16; ++i) p[i] = narrow1(x.lane[i]);
+}
+inline V add(V x, V y) { return each([&](int i) { return x.lane[i] + y.lane[i]; }); }
+inline V sub(V x, V y) { return each([&](int i) { return x.lane[i] - y.lane[i]; }); }
+inline V mul(V x, V y) { return each([&](int i) { return x.lane[i] * y.lane[i]; }); }
+inline V div(V x, V y) { return each([&](int i) { return x.lane[i] / y.lane[i]; }); }
+inline V fma(V x, V y, V z) { return each([&](int i) { return x.lane[i] * y.lane[i] + z.lane[i]; }); }
+inline V max(V x, V y) { return each([&](int i) { return x.lane[i] > y.lane[i] ? x.lane[i] : y.lane[i]; }); }
+inline V min(V x, V y) { return each([&](int i) { return x.lane[i] < y.lane[i] ? x.lane[i] : y.lane[i]; }); }
+inline V abs(V x) { return each([&](int i) { return std::fabs(x.lane[i]); }); }
+inline V round(V x) { return each([&](int i) { return std::nearbyintf(x.lane[i]); }); }
+inline V scale_by_power(V x, V n) {
+  return each([&](int i) { return std::isnan(n.lane[i]) ? n.lane[i] : std::ldexp(x.lane[i], static_cast<int>(n.lane[i])); });
+}
+inline float sum(V x) {
+  float total = 0.0f;
+  for (int i = 0; i < 16; ++i) total += x.lane[i];
+  return total;
+}
+inline void store_halves(float* p, V x) {
+  for (int i = 0; i < 8; ++i) p[i] = x.lane[i] + x.lane[i + 8];
+}
+inline void sum_rows8(const float* rows, float* sums) {
+  for (int row = 0; row < 8; ++row) {
+    float total = 0.0f;
+    for (int i = 0; i < 8; ++i) total += rows[8 * row + i];
+    sums[row] = total;
+  }
+}
+
+inline void prefetch_near(const char*) {}
+inline void prefetch_far(const char*) {}
+
+struct Float32Step {
+  using Sum = V;
+  using Weight = V;
+  using Input = float;
+  using Element = float;
+  static constexpr int kHalves = 1;
+  static constexpr int kInputs = 1;
+  static Sum zero_sum() { return zero(); }
+  static Weight weight(const char* line, int) { return load(reinterpret_cast<const float*>(line)); }
+  static Input input(const Element* x, int) { return *x; }
+  static Sum dot(Sum sum, Input x, Weight w) { return fma(set1(x), w, sum); }
+  static V to_float(Sum sum) { return sum; }
+};
+
+struct BFloat16Step {
+  struct Weight {
+    uint16_t pair[16][2];
+  };
+  struct Input {
+    float pair[2];
+  };
+  using Sum = V;
+  using Element = uint16_t;
+  static constexpr int kHalves = 1;
+  static constexpr int kInputs = 2;
+  static Sum zero_sum() { return zero(); }
+  static Weight weight(const char* line, int) {
+    Weight w;
+    std::memcpy(&w, line, sizeof w);
+    return w;
+  }
+  static Input input(const Element* x, int) { return {{widen1(x[0]), widen1(x[1])}}; }
+  static Sum dot(Sum sum, Input x, Weight w) {
+    return each([&](int i) {
+      return sum.lane[i] + x.pair[0] * widen1(w.pair[i][0]) + x.pair[1] * widen1(w.pair[i][1]);
+    });
+  }
+  static V to_float(Sum sum) { return sum; }
+};
+
+struct Int8Step {
+  struct Sum {
+    int32_t lane[16];
+  };
+  struct Weight {
+    int8_t four[16][4];
+  };
+  struct Input {
+    uint8_t four[4];
+  };
+  using Element = uint8_t;
+  static constexpr int kHalves = 1;
+  static constexpr int kInputs = 4;
+  static constexpr int kOffset = 128;
+  static Sum zero_sum() { return Sum{}; }
+  static Weight weight(const char* line, int) {
+    Weight w;
+    std::memcpy(&w, line, sizeof w);
+    return w;
+  }
+  static Input input(const Element* x, int) { return {{x[0], x[1], x[2], x[3]}}; }
+  static Sum dot(Sum sum, Input x, Weight w) {
+    for (int i = 0; i < 16; ++i)
+      for (int k = 0; k < 4; ++k) sum.lane[i] += static_cast<int32_t>(x.four[k]) * w.four[i][k];
+    return sum;
+  }
+  static V to_float(Sum sum) { return each([&](int i) { return static_cast<float>(sum.lane[i]); }); }
+  static void quantise(const float* x, float inverse, Element* out) {
+    for (int i = 0; i < 16; ++i) out[i] = static_cast<uint8_t>(static_cast<int>(std::nearbyintf(x[i] * inverse)) + kOffset);
+  }
+};
+
+// Small tiles of every shape: what matters here is that all paths are taken, and that this compiles fast.
+constexpr bool kFewRegisters = false;
+constexpr int kMaxTileRows = 3;
+constexpr int tile_blocks(int rows) { return rows == 1 ? 4 : rows == 2 ? 3 : 2; }
+
+}  // namespace
+}  // namespace quire

@@ -1,0 +1,115 @@
+"""The structures of the C ABI (`format.h`, `levels.h`, `decoder.h`), field by field."""
+
+from __future__ import annotations
+
+from ctypes import Structure, c_float, c_int32, c_int64, c_void_p
+
+import torch
+
+FLOAT32, BFLOAT16, INT8 = 0, 1, 2
+STORE_FLOAT, ADD_FLOAT, STORE_BFLOAT16 = 0, 1, 2
+
+FORMATS = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16}
+
+
+class CLinear(Structure):
+    """`Linear`."""
+
+    _fields_ = (
+        ("format", c_int32),
+        ("pad", c_int32),
+        ("outputs", c_int64),
+        ("inputs", c_int64),
+        ("packed", c_void_p),
+        ("bias", c_void_p),
+        ("scales", c_void_p),
+        ("sums", c_void_p),
+    )
+
+
+class CAttention(Structure):
+    """`Attention`."""
+
+    _fields_ = (
+        ("query", c_void_p),
+        ("query_stride", c_int64),
+        ("out", c_void_p),
+        ("out_stride", c_int64),
+        ("k_cache", c_void_p),
+        ("v_cache", c_void_p),
+        ("cache_format", c_int32),
+        ("num_heads", c_int32),
+        ("num_kv_heads", c_int32),
+        ("head_dim", c_int32),
+        ("block_size", c_int32),
+        ("block_tables", c_void_p),
+        ("table_stride", c_int64),
+        ("query_start", c_void_p),
+        ("context_lens", c_void_p),
+        ("num_rows", c_int64),
+        ("scale", c_float),
+        ("soft_cap", c_float),
+        ("sliding_window", c_int32),
+    )
+
+
+class CLayer(Structure):
+    """`Layer`."""
+
+    _fields_ = (
+        ("input_norm", c_void_p),
+        ("mlp_norm", c_void_p),
+        ("query_norm", c_void_p),
+        ("key_norm", c_void_p),
+        ("qkv", CLinear),
+        ("output", CLinear),
+        ("gate_up", CLinear),
+        ("down", CLinear),
+        ("sliding_window", c_int64),
+    )
+
+
+class CDecoder(Structure):
+    """`Decoder`."""
+
+    _fields_ = (
+        ("num_layers", c_int64),
+        ("layers", c_void_p),
+        ("head", CLinear),
+        ("final_norm", c_void_p),
+        ("embedding", c_void_p),
+        ("embedding_format", c_int64),
+        ("hidden", c_int64),
+        ("intermediate", c_int64),
+        ("num_heads", c_int64),
+        ("num_kv_heads", c_int64),
+        ("head_dim", c_int64),
+        ("cos", c_void_p),
+        ("sin", c_void_p),
+        ("rotary_half", c_int64),
+        ("cache_format", c_int64),
+        ("block_size", c_int64),
+        ("eps", c_float),
+        ("scale", c_float),
+    )
+
+
+class CStep(Structure):
+    """`Step`."""
+
+    _fields_ = (
+        ("num_tokens", c_int64),
+        ("num_rows", c_int64),
+        ("num_logits", c_int64),
+        ("token_ids", c_void_p),
+        ("positions", c_void_p),
+        ("slots", c_void_p),
+        ("block_tables", c_void_p),
+        ("table_stride", c_int64),
+        ("query_start", c_void_p),
+        ("context_lens", c_void_p),
+        ("k_caches", c_void_p),
+        ("v_caches", c_void_p),
+        ("logits_index", c_void_p),
+        ("logits", c_void_p),
+    )

@@ -1,0 +1,54 @@
+"""Builds the extension of `kernels/native`: plain C++17 behind a C ABI, loaded with ctypes. It is optional: where there
+is no compiler, or the processor is none that it was written for, Quire installs without it and computes with torch."""
+
+import platform
+from pathlib import Path
+
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+
+SOURCES = Path("kernels/native/src")
+FLAGS = ["-std=c++17", "-O3", "-g0", "-fno-math-errno", "-fvisibility=hidden", "-Wall", "-Wextra"]
+# GCC takes the undefined lanes of its own AVX-512 header for a mistake of ours.
+FLAGS += ["-Wno-missing-field-initializers", "-Wno-maybe-uninitialized", "-Wno-uninitialized"]
+# Each level's kernels are compiled for its instructions, all else for any processor; which level runs is decided there.
+LEVEL_FLAGS = {
+    "level_portable.cpp": ["-O1"],  # serves tests only
+    "level_avx2.cpp": ["-mavx2", "-mfma"],
+    "level_avx512.cpp": ["-mfma", *(f"-mavx512{part}" for part in ("f", "bw", "vl", "dq", "bf16", "vnni"))],
+}
+
+
+class BuildNative(build_ext):
+    """Compiles every source with its own flags, then links them."""
+
+    def build_extension(self, ext: Extension) -> None:
+        """Builds the one extension there is."""
+        on_x86 = platform.machine().lower() in ("x86_64", "amd64")
+        objects = [
+            self.compiler.compile(
+                [source],
+                output_dir=self.build_temp,
+                macros=[("QUIRE_X86_LEVELS", "1" if on_x86 else "0")],
+                extra_postargs=FLAGS + (LEVEL_FLAGS.get(Path(source).name, []) if on_x86 else []),
+                depends=ext.depends,
+            )[0]
+            for source in ext.sources
+        ]
+        self.compiler.link_shared_object(
+            objects, self.get_ext_fullpath(ext.name), extra_postargs=["-pthread"], target_lang="c++"
+        )
+
+
+setup(
+    ext_modules=[
+        Extension(
+            "kernels.native._native",
+            sources=sorted(str(path) for path in SOURCES.glob("*.cpp")),
+            depends=sorted(str(path) for path in [*SOURCES.glob("*.h"), *SOURCES.glob("*.inc")]),
+            language="c++",
+            optional=True,
+        )
+    ],
+    cmdclass={"build_ext": BuildNative},
+)

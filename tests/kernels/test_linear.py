@@ -1,0 +1,97 @@
+"""Products over packed weights at every level of the CPU kernels, against float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kernels.linear import (
+    PackedLinear,
+    empty_weight,
+    linear_reference,
+    pack,
+    quantise,
+    quantised_linear_reference,
+)
+from kernels.native.library import Native, native_levels
+
+LEVELS = native_levels()
+pytestmark = pytest.mark.skipif(not LEVELS, reason="built without a compiler: torch computes")
+
+
+def packed(weight: torch.Tensor, bias: torch.Tensor | None = None) -> PackedLinear:
+    destination = empty_weight(weight.shape[0], weight.shape[1], weight.dtype)
+    destination.copy_(weight)
+    return pack(destination, bias)
+
+
+def relative_error(got: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((got.double() - expected).abs().amax() / expected.abs().amax())
+
+
+@given(data=st.data())
+def test_products_equal_the_reference_for_any_shape(data: st.DataObject) -> None:
+    """Any rows, inputs, outputs, dtype and level give the product within the rounding of the operands."""
+    kernels: Native = data.draw(st.sampled_from(LEVELS), label="level")
+    dtype = data.draw(st.sampled_from([torch.float32, torch.bfloat16]), label="dtype")
+    rows, inputs, outputs = (data.draw(st.integers(1, most), label="size") for most in (40, 150, 200))
+    generator = torch.Generator().manual_seed(data.draw(st.integers(0, 1000), label="seed"))
+    weight = torch.randn(outputs, inputs, generator=generator).to(dtype)
+    bias = torch.randn(outputs, generator=generator).to(dtype) if data.draw(st.booleans(), label="bias") else None
+    x = torch.randn(rows, inputs, generator=generator).to(dtype)
+
+    got = packed(weight, bias)(x, kernels)
+
+    assert got.dtype == dtype
+    assert relative_error(got, linear_reference(x.double(), weight, bias)) < (1e-5 if dtype == torch.float32 else 1e-2)
+
+
+@given(data=st.data())
+def test_int8_products_equal_the_reference_for_any_shape(data: st.DataObject) -> None:
+    """Rounded weights times rounded activations, summed exactly."""
+    kernels: Native = data.draw(st.sampled_from(LEVELS), label="level")
+    rows, inputs, outputs = (data.draw(st.integers(1, most), label="size") for most in (40, 150, 200))
+    generator = torch.Generator().manual_seed(data.draw(st.integers(0, 1000), label="seed"))
+    weight, x = torch.randn(outputs, inputs, generator=generator), torch.randn(rows, inputs, generator=generator)
+    bias = torch.randn(outputs, generator=generator) if data.draw(st.booleans(), label="bias") else None
+
+    got = quantise(weight, bias)(x, kernels)
+
+    # A value that lies between two integers may be rounded either way: one unit in one of the products.
+    assert relative_error(got, quantised_linear_reference(x.double(), weight, bias)) < 2e-2
+
+
+@pytest.mark.parametrize("kernels", LEVELS, ids=lambda kernels: kernels.level_name)
+def test_a_row_does_not_depend_on_the_rows_beside_it(kernels: Native) -> None:
+    """Bit for bit the same alone and in any batch."""
+    for linear in (
+        packed(torch.randn(120, 96)),
+        packed(torch.randn(120, 96).bfloat16()),
+        quantise(torch.randn(50, 96)),
+    ):
+        x = torch.randn(33, 96)
+        together = linear(x, kernels)
+        for rows in (1, 2, 5, 16):
+            assert torch.equal(linear(x[:rows], kernels), together[:rows])
+
+
+@pytest.mark.parametrize("kernels", LEVELS, ids=lambda kernels: kernels.level_name)
+def test_what_is_not_finite_stays_in_its_row(kernels: Native) -> None:
+    """A NaN or an infinity in a row's activations makes that row's results not finite, and no other's."""
+    for linear in (packed(torch.randn(40, 96)), packed(torch.randn(40, 96).bfloat16()), quantise(torch.randn(40, 96))):
+        x = torch.randn(4, 96)
+        x[1, 3], x[2, 95] = torch.nan, torch.inf
+        finite = linear(x, kernels).isfinite().all(1)
+
+        assert finite.tolist() == [True, False, False, True]
+
+
+def test_int8_keeps_most_of_the_answer() -> None:
+    """On normal weights and activations int8 costs less than 2 % of the result's size."""
+    generator = torch.Generator().manual_seed(1)
+    weight, x = torch.randn(512, 1024, generator=generator), torch.randn(16, 1024, generator=generator)
+    expected = linear_reference(x.double(), weight)
+
+    assert float((quantise(weight)(x).double() - expected).norm() / expected.norm()) < 0.02
