@@ -38,10 +38,13 @@ class Command:
 COMMANDS = (
     Command("serve", "quire.cli.serve", "serve a model on this machine: every process, one command"),
     Command("generate", "quire.cli.generate", "generate from a prompt and stream the text"),
+    Command("chat", "quire.cli.chat", "talk with the model in the terminal"),
     Command("batch", "quire.cli.batch", "answer a file of requests; resumable"),
     Command("frontend", "quire.cli.frontend", "run one front-end process (gRPC and HTTP)"),
     Command("scheduler", "quire.cli.scheduler", "run the scheduler core process"),
     Command("worker", "quire.cli.worker", "run one worker process (the model)"),
+    Command("models", "quire.cli.models", "list the models that a service serves"),
+    Command("top", "quire.cli.top", "watch a service at work"),
     Command("config", "quire.cli.config", "print the settings in effect and where each comes from"),
     Command("workers", "quire.cli.workers", "list the workers of a running service"),
     Command("drain", "quire.cli.drain", "make a worker idle, or let it work again"),

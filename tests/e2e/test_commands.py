@@ -1,0 +1,60 @@
+"""The commands for people, against a running service."""
+
+import json
+import subprocess
+from collections.abc import Iterator
+
+import pytest
+
+from tests.e2e.harness import QUIRE, ROOT, Served, serve
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Served]:
+    """One service for all tests of this module."""
+    with serve("demo") as served:
+        yield served
+
+
+def quire(*arguments: str, typed: str = "") -> str:
+    """What a command that must succeed writes."""
+    run = subprocess.run(
+        [*QUIRE, *arguments], cwd=ROOT, input=typed, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert (run.returncode, run.stderr) == (0, "")
+    return run.stdout
+
+
+def test_a_conversation_in_the_terminal(served: Served) -> None:
+    """Questions are answered one after the other, the conversation is remembered, saved, and forgotten when told."""
+    saved = ROOT / "build" / "test-chat.json"
+    saved.parent.mkdir(exist_ok=True)
+    typed = f"What is 3 + 4?\n/retry\nWhat is \\\n5 + 6?\n/save {saved}\n/reset\n/history\n/exit\nnever\n"
+    answers = quire("chat", "--target", served.grpc, "--temperature", "0", typed=typed).splitlines()
+    turns = json.loads(saved.read_text())
+    saved.unlink()
+
+    assert len(answers) == 3
+    assert "7" in answers[0]
+    assert answers[0] == answers[1]
+    assert [turn["role"] for turn in turns] == ["user", "assistant", "user", "assistant"]
+    assert turns[2]["content"] == "What is \n5 + 6?"
+    assert [turns[1]["content"], turns[3]["content"]] == answers[1:]
+
+
+def test_models_and_workers_are_listed(served: Served) -> None:
+    """The served model with its figures, for people and for programs; the worker and its blocks."""
+    table = quire("models", "--target", served.grpc).splitlines()
+    (model,) = json.loads(quire("models", "--json", "--target", served.grpc))
+
+    assert table[1].split() == ["demo", "Qwen3ForCausalLM", model["dtype"], "2048", "1024", "yes"]
+    assert model["eos_token_ids"] == [2]
+    assert "worker-0" in quire("workers", "--target", served.grpc)
+
+
+def test_top_shows_the_service(served: Served) -> None:
+    """One reading names the worker and its blocks."""
+    text = quire("top", "--once", "--every", "0.1", "--target", served.http)
+
+    assert "1 workers, 1 front ends" in text
+    assert "worker-0" in text
