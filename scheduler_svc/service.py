@@ -72,14 +72,17 @@ class SchedulerService:
         self._stopping = True
 
     def run(self) -> None:
-        """Serves until stopped; then every live request ends with SHUTDOWN."""
+        """Serves until stopped; then live requests are left to the front ends, or end with SHUTDOWN."""
         sockets = (self._workers.socket, self._frontends.socket)
         more = False
         while not self._stopping:
             if not more:
                 wait_readable(sockets, self._wake_at() - time.monotonic())
             more = self._turn()
-        self._carry_out(self._core.handle(ev.ShutdownRequested(), time.monotonic()), time.monotonic())
+        if self._config.on_stop == "end":
+            now = time.monotonic()
+            self._carry_out(self._core.handle(ev.ShutdownRequested(), now), now)
+        # What was computed reaches its clients in any case.
         self._frontends.drain(SHUTDOWN_FLUSH_S)
 
     def close(self) -> None:

@@ -102,6 +102,11 @@ class SchedulerConfig(_Checked):
     stall_timeout_s: float = _option(
         60.0, "a reader that takes nothing for so long is cancelled; 0: never", unit="s", least=0
     )
+    on_stop: str = _option(
+        "hand_over",
+        "live requests at SIGTERM: the front ends keep them for the next scheduler, or they end UNAVAILABLE",
+        choices=("hand_over", "end"),
+    )
     frontend_lease_s: float = _option(10.0, "a front end silent for so long is lost", unit="s", least=3)
     trace_steps: float = _option(1.0, "share of the steps with a traced request that get a step trace, 0 to 1")
 

@@ -33,6 +33,10 @@ class Peer:
         assert self._socket.poll(WAIT_MS), "nothing came"
         return self._socket.recv()
 
+    def has_message(self) -> bool:
+        """Whether a frame is there already."""
+        return bool(self._socket.poll(0))
+
     def close(self) -> None:
         """Goes away without a word."""
         self._socket.close()
@@ -96,13 +100,13 @@ class WorkerPeer(Peer):
 class Stand:
     """A scheduler process and the peers of one test."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *flags: str) -> None:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._frontends, self._workers = f"ipc://{folder}/f", f"ipc://{folder}/w"
         self._peers: list[Peer] = []
         self.process = subprocess.Popen(
             [sys.executable, "-m", "quire.cli.main", "scheduler", f"--frontend-address={self._frontends}",
-             f"--worker-address={self._workers}", "--max-num-seqs=4"],
+             f"--worker-address={self._workers}", "--max-num-seqs=4", *flags],
         )  # fmt: skip
 
     def frontend(self) -> FrontendPeer:
@@ -248,8 +252,19 @@ def test_an_operator_drains_and_resumes_a_worker(stand: Stand) -> None:
     assert [state.total_blocks for state in ask(list_workers=link_pb2.ListWorkers()).workers] == [8]
 
 
-def test_shutdown_ends_live_requests(stand: Stand) -> None:
-    """SIGTERM ends every live request with SHUTDOWN and the process with exit code 0."""
+def test_shutdown_leaves_live_requests_to_the_front_ends(stand: Stand) -> None:
+    """SIGTERM ends the process with exit code 0, and no request: front ends keep those for the next scheduler."""
+    frontend = stand.frontend()
+    frontend.hello()
+    frontend.submit(1)
+    stand.process.send_signal(signal.SIGTERM)
+    assert stand.process.wait(20) == 0
+    assert not frontend.has_message()
+
+
+def test_shutdown_can_end_live_requests(tmp_path: Path) -> None:
+    """With --on-stop=end, SIGTERM ends every live request with SHUTDOWN."""
+    stand = Stand(tmp_path, "--on-stop=end")
     frontend = stand.frontend()
     frontend.hello()
     frontend.submit(1)
@@ -259,3 +274,4 @@ def test_shutdown_ends_live_requests(stand: Stand) -> None:
     (end,) = frontend.until("ends").ends
     assert end.reason == link_pb2.END_REASON_SHUTDOWN
     assert stand.process.wait(20) == 0
+    stand.close()

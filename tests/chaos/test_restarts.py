@@ -1,0 +1,151 @@
+"""What clients see when parts of a service are replaced, orderly or not, while it serves: pauses at most."""
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Callable, Coroutine, Iterator
+from dataclasses import dataclass
+
+import pytest
+
+from quire import AsyncClient
+from quire.errors import UnavailableError
+from tests.chaos.campaign import wait_until_empty
+from tests.chaos.load import Load, check
+from tests.checkpoints import make_checkpoint
+from tests.e2e.harness import Served, serve
+from tests.e2e.oracle import Oracle, Tally
+
+PATIENCE_S = 120.0
+STREAMS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """A service of two workers and two front ends, and what its model would say."""
+
+    served: Served
+    oracle: Oracle
+
+
+@pytest.fixture(scope="module")
+def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
+    checkpoint = make_checkpoint("LlamaForCausalLM", tmp_path_factory.mktemp("model"))
+    with serve(checkpoint, "--dtype=float32", "--workers=2", "--frontends=2") as served:
+        yield Stage(served, Oracle(checkpoint))
+
+
+def test_every_worker_is_restarted_under_load(stage: Stage) -> None:
+    """Workers told to end one after the other, each when the one before is back: all exit 0, no stream fails, no token
+    is lost or repeated."""
+
+    async def restart_all(served: Served) -> None:
+        for number, worker in enumerate(served.children("worker"), 1):
+            os.kill(worker.pid, signal.SIGTERM)
+            await _until(lambda: _count(served, "worker joined") == 2 + number)  # noqa: B023
+
+    _under_load(stage, restart_all)
+
+    ends = [line["how"] for line in stage.served.log_lines() if line["event"] == "process died"]
+    assert ends == ["exit code 0"] * 2
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM], ids=["killed", "told to end"])
+def test_the_scheduler_comes_back_under_load(stage: Stage, number: signal.Signals) -> None:
+    """A scheduler that dies, or is replaced, costs a pause: workers and front ends find the next one by themselves, and
+    every stream goes on with the token after the last one delivered."""
+
+    async def restart(served: Served) -> None:
+        joined = _count(served, "worker joined")
+        os.kill(served.pid("scheduler"), number)
+        await _until(lambda: _count(served, "worker joined") >= joined + 2)
+        await _until(lambda: served.metric("quire_requests_running") > 0)
+
+    _under_load(stage, restart)
+
+
+def test_a_stalled_scheduler_blames_nobody(stage: Stage) -> None:
+    """A scheduler that stands still for two seconds gives up no worker when it goes on."""
+
+    async def stall(served: Served) -> None:
+        pid = served.pid("scheduler")
+        lost = _count(served, "worker lost")
+        os.kill(pid, signal.SIGSTOP)
+        await asyncio.sleep(2.0)
+        os.kill(pid, signal.SIGCONT)
+        tokens = served.metric("quire_generation_tokens_total")
+        await _until(lambda: served.metric("quire_generation_tokens_total") > tokens)
+        assert _count(served, "worker lost") == lost
+
+    _under_load(stage, stall)
+
+
+def test_a_dead_front_end_takes_only_its_own_streams(stage: Stage) -> None:
+    """Streams on the front end that was killed end UNAVAILABLE at once; those on the other one are not disturbed, and
+    its place is taken by a new one."""
+
+    async def run(served: Served) -> tuple[list[int], int]:
+        counts, failed = [], 0
+        # Each connection belongs to one front end; which, the kernel decides.
+        clients = [AsyncClient(served.grpc) for _ in range(8)]
+        streams = [client.generate("the", max_tokens=600, ignore_eos=True, temperature=0.0) for client in clients]
+        for stream in streams:
+            await anext(stream)
+        os.kill(served.children("frontend")[0].pid, signal.SIGKILL)
+        for stream in streams:
+            try:
+                completion = await stream.result()
+                assert completion.finished is not None
+                counts.append(completion.finished.usage.completion_tokens)
+            except UnavailableError:
+                failed += 1
+        for client in clients:
+            await client.close()
+        await _until(lambda: served.metric("quire_frontends") == 2)
+        return counts, failed
+
+    counts, failed = asyncio.run(run(stage.served))
+
+    assert counts == [600] * (8 - failed)
+    wait_until_empty(stage.served)
+
+
+def _under_load(stage: Stage, act: Callable[[Served], Coroutine[None, None, None]]) -> None:
+    """Acts while streams flow, and checks every one of them."""
+
+    async def run() -> Load:
+        load = Load(stage.served.grpc, STREAMS, stage.oracle.vocab_size, 120, seed=3)
+        streaming = asyncio.create_task(load.run())
+        await asyncio.wait_for(load.flows.wait(), PATIENCE_S)
+        try:
+            await act(stage.served)
+        finally:
+            load.stop()
+            await streaming
+        return load
+
+    load = asyncio.run(run())
+    tally = Tally()
+    for streamed in load.done:
+        check(stage.oracle, streamed, tally)
+    wait_until_empty(stage.served)
+
+
+def _count(served: Served, event: str) -> int:
+    return sum(line["event"] == event for line in served.log_lines())
+
+
+async def _until(condition: Callable[[], bool]) -> None:
+    """Waits for what only shows in a log or a figure."""
+    end = time.monotonic() + PATIENCE_S
+    while not await asyncio.to_thread(_holds, condition):
+        assert time.monotonic() < end, "it does not come about"
+        await asyncio.sleep(0.05)
+
+
+def _holds(condition: Callable[[], bool]) -> bool:
+    try:
+        return condition()
+    except OSError:
+        return False  # the front end that was asked is gone
