@@ -57,9 +57,9 @@ class FailedCall(Protocol):
     def trailing_metadata(self) -> Any: ...
 
 
-def trace_metadata() -> tuple[tuple[str, str], ...]:
-    """The current OpenTelemetry context as call metadata; empty when nothing is being traced."""
-    carrier: dict[str, str] = {}
+def call_metadata(token: str = "") -> tuple[tuple[str, str], ...]:
+    """The current OpenTelemetry context, if something is being traced, and who calls, as call metadata."""
+    carrier: dict[str, str] = {"authorization": f"Bearer {token}"} if token else {}
     _PROPAGATOR.inject(carrier)
     return tuple(carrier.items())
 

@@ -115,9 +115,11 @@ class AsyncClient:
     Args:
         target: "HOST:PORT" of the gRPC listener, or any other gRPC target.
         credentials: for TLS; without them the connection is in the clear.
+        token: a bearer token that says who calls.
     """
 
-    def __init__(self, target: str, *, credentials: grpc.ChannelCredentials | None = None) -> None:
+    def __init__(self, target: str, *, credentials: grpc.ChannelCredentials | None = None, token: str = "") -> None:
+        self._token = token
         if credentials is None:
             self._channel = grpc.aio.insecure_channel(target, _mapping.CHANNEL_OPTIONS)
         else:
@@ -139,7 +141,7 @@ class AsyncClient:
             InvalidRequestError: a value that its field cannot hold. All other errors come while iterating.
         """
         request = _mapping.build_generate(prompt, **options)
-        metadata = _mapping.trace_metadata()
+        metadata = _mapping.call_metadata(self._token)
         return AsyncGeneration(self._generation.Generate(request, timeout=timeout, metadata=metadata))
 
     async def generate_batch(
@@ -157,7 +159,9 @@ class AsyncClient:
             QuireError: the call failed; what failed in one request is in its answer.
         """
         answers = BatchAnswers(requests, options, progress)
-        call = self._generation.GenerateBatch(answers.messages(), timeout=timeout, metadata=_mapping.trace_metadata())
+        call = self._generation.GenerateBatch(
+            answers.messages(), timeout=timeout, metadata=_mapping.call_metadata(self._token)
+        )
         try:
             async for response in call:
                 answer = answers.take(response)
@@ -183,7 +187,7 @@ class AsyncClient:
         request = _mapping.build_tokenize(text, messages, model=model, add_special_tokens=add_special_tokens)
         try:
             return _mapping.read_tokenized(
-                await self._generation.Tokenize(request, timeout=timeout, metadata=_mapping.trace_metadata())
+                await self._generation.Tokenize(request, timeout=timeout, metadata=_mapping.call_metadata(self._token))
             )
         except grpc.aio.AioRpcError as error:
             raise _mapping.read_error(error) from None
@@ -203,7 +207,9 @@ class AsyncClient:
         """
         request = _mapping.build_detokenize(token_ids, model=model, include_special_tokens=include_special_tokens)
         try:
-            response = await self._generation.Detokenize(request, timeout=timeout, metadata=_mapping.trace_metadata())
+            response = await self._generation.Detokenize(
+                request, timeout=timeout, metadata=_mapping.call_metadata(self._token)
+            )
         except grpc.aio.AioRpcError as error:
             raise _mapping.read_error(error) from None
         return response.text
@@ -221,7 +227,9 @@ class AsyncClient:
         """
         request = model_pb2.GetModelRequest(name=name)
         try:
-            response = await self._models.GetModel(request, timeout=timeout, metadata=_mapping.trace_metadata())
+            response = await self._models.GetModel(
+                request, timeout=timeout, metadata=_mapping.call_metadata(self._token)
+            )
         except grpc.aio.AioRpcError as error:
             raise _mapping.read_error(error) from None
         return _mapping.read_model(response.model)

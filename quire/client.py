@@ -105,9 +105,11 @@ class Client:
     Args:
         target: "HOST:PORT" of the gRPC listener, or any other gRPC target.
         credentials: for TLS; without them the connection is in the clear.
+        token: a bearer token that says who calls.
     """
 
-    def __init__(self, target: str, *, credentials: grpc.ChannelCredentials | None = None) -> None:
+    def __init__(self, target: str, *, credentials: grpc.ChannelCredentials | None = None, token: str = "") -> None:
+        self._token = token
         if credentials is None:
             self._channel = grpc.insecure_channel(target, _mapping.CHANNEL_OPTIONS)
         else:
@@ -129,7 +131,7 @@ class Client:
             InvalidRequestError: a value that its field cannot hold. All other errors come while iterating.
         """
         request = _mapping.build_generate(prompt, **options)
-        metadata = _mapping.trace_metadata()
+        metadata = _mapping.call_metadata(self._token)
         return Generation(self._generation.Generate(request, timeout=timeout, metadata=metadata))
 
     def generate_batch(
@@ -153,7 +155,9 @@ class Client:
             QuireError: the call failed; what failed in one request is in its answer.
         """
         answers = BatchAnswers(requests, options, progress)
-        call = self._generation.GenerateBatch(answers.messages(), timeout=timeout, metadata=_mapping.trace_metadata())
+        call = self._generation.GenerateBatch(
+            answers.messages(), timeout=timeout, metadata=_mapping.call_metadata(self._token)
+        )
         return self._read_batch(call, answers)
 
     @staticmethod
@@ -183,7 +187,7 @@ class Client:
         request = _mapping.build_tokenize(text, messages, model=model, add_special_tokens=add_special_tokens)
         try:
             return _mapping.read_tokenized(
-                self._generation.Tokenize(request, timeout=timeout, metadata=_mapping.trace_metadata())
+                self._generation.Tokenize(request, timeout=timeout, metadata=_mapping.call_metadata(self._token))
             )
         except grpc.RpcError as error:
             raise _mapping.read_error(error) from None
@@ -203,7 +207,9 @@ class Client:
         """
         request = _mapping.build_detokenize(token_ids, model=model, include_special_tokens=include_special_tokens)
         try:
-            return self._generation.Detokenize(request, timeout=timeout, metadata=_mapping.trace_metadata()).text
+            return self._generation.Detokenize(
+                request, timeout=timeout, metadata=_mapping.call_metadata(self._token)
+            ).text
         except grpc.RpcError as error:
             raise _mapping.read_error(error) from None
 
@@ -215,7 +221,7 @@ class Client:
         """
         request = model_pb2.GetModelRequest(name=name)
         try:
-            response = self._models.GetModel(request, timeout=timeout, metadata=_mapping.trace_metadata())
+            response = self._models.GetModel(request, timeout=timeout, metadata=_mapping.call_metadata(self._token))
         except grpc.RpcError as error:
             raise _mapping.read_error(error) from None
         return _mapping.read_model(response.model)

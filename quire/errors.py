@@ -73,6 +73,26 @@ class UnsupportedFieldError(QuireError):
     codes = frozenset({"UNIMPLEMENTED"})
 
 
+class UnauthenticatedError(QuireError):
+    """The server does not know who calls; give a token or a certificate."""
+
+    reasons = frozenset({"UNAUTHENTICATED"})
+    codes = frozenset({"UNAUTHENTICATED"})
+
+
+class PermissionDeniedError(QuireError):
+    """The caller is known and may not do this."""
+
+    reasons = frozenset({"PERMISSION_DENIED"})
+    codes = frozenset({"PERMISSION_DENIED"})
+
+
+class PoisonRequestError(QuireError):
+    """Workers died of this request; do not send it again."""
+
+    reasons = frozenset({"POISON_REQUEST"})
+
+
 class ModelNotFoundError(QuireError):
     """No model of that name is served."""
 
@@ -137,6 +157,9 @@ class ServerError(QuireError):
 _CLASSES = (
     InvalidRequestError,
     UnsupportedFieldError,
+    UnauthenticatedError,
+    PermissionDeniedError,
+    PoisonRequestError,
     ModelNotFoundError,
     WorkerNotFoundError,
     DuplicateRequestError,

@@ -15,7 +15,7 @@ from protos.quire.link.v1 import link_pb2
 from scheduler_svc.core import events as ev
 from scheduler_svc.frontend_link import Outgoing
 from shared.logging import get_logger
-from shared.sockets import LINK_MAX_MESSAGE, SendOutcome, bind_router, send_to
+from shared.sockets import LINK_MAX_MESSAGE, Protect, SendOutcome, bind_router, send_to
 
 MAX_BACKLOG = 64 << 20
 """A front end with a longer backlog is lost, bytes. Tokens alone do not get there, since streams have credit."""
@@ -37,8 +37,16 @@ class _Frontend:
 class FrontendHub:
     """The ROUTER that front ends connect to, and what is known of each."""
 
-    def __init__(self, context: "zmq.Context[zmq.Socket[bytes]]", address: str, *, incarnation: int, lease_s: float):
-        self.socket = bind_router(context, address, max_message=LINK_MAX_MESSAGE)
+    def __init__(
+        self,
+        context: "zmq.Context[zmq.Socket[bytes]]",
+        address: str,
+        *,
+        incarnation: int,
+        lease_s: float,
+        protect: Protect = lambda _socket: None,
+    ):
+        self.socket = bind_router(context, address, max_message=LINK_MAX_MESSAGE, protect=protect)
         self._incarnation = incarnation
         self._lease_s = lease_s
         self._frontends: dict[ev.Peer, _Frontend] = {}

@@ -22,10 +22,11 @@ from scheduler_svc.metrics import SchedulerMetrics
 from scheduler_svc.tracing import SchedulerTracing
 from scheduler_svc.worker_hub import PING_INTERVAL_S, WorkerHub
 from shared.config import SchedulerConfig
+from shared.curve import DOMAINS, FRONTEND, SCHEDULER, WORKER, AllowList, CurveKeys, check_bind, load_keys
 from shared.frames import MalformedFrameError
 from shared.logging import get_logger
 from shared.pulse import Pulse
-from shared.sockets import receive_from, wait_readable
+from shared.sockets import Protect, receive_from, wait_readable
 from shared.telemetry import Telemetry
 
 MAX_FRAMES_PER_TURN = 256
@@ -59,9 +60,17 @@ class SchedulerService:
         self._metrics = SchedulerMetrics()
         self._tracing = SchedulerTracing(telemetry, time.time_ns() - time.monotonic_ns(), config.trace_steps)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._workers = WorkerHub(self._context, config.worker_address)
+        keys = load_keys(config.keys, SCHEDULER)
+        for setting in ("worker_address", "frontend_address"):
+            check_bind(setting, getattr(config, setting), protected=keys is not None, insecure=config.insecure)
+        self._allowed = AllowList(self._context, keys) if keys is not None else None
+        self._workers = WorkerHub(self._context, config.worker_address, _protector(keys, WORKER))
         self._frontends = FrontendHub(
-            self._context, config.frontend_address, incarnation=incarnation, lease_s=config.frontend_lease_s
+            self._context,
+            config.frontend_address,
+            incarnation=incarnation,
+            lease_s=config.frontend_lease_s,
+            protect=_protector(keys, FRONTEND),
         )
         self._pulse = Pulse()
         self._next_tick = 0.0
@@ -90,6 +99,8 @@ class SchedulerService:
         self._workers.socket.close()
         # What was just flushed is still on its way.
         self._frontends.socket.close(linger=SHUTDOWN_LINGER_MS)
+        if self._allowed is not None:
+            self._allowed.close()
         self._context.term()
 
     def _wake_at(self) -> float:
@@ -212,6 +223,8 @@ class SchedulerService:
             self._lose_frontend(peer, "its lease ran out", now)
         for peer in self._workers.ping(now):
             self._lose_worker(peer, "its connection is gone", now)
+        if self._allowed is not None:
+            self._allowed.refresh()
         self._carry_out(self._core.handle(ev.TimePassed(), now), now)
 
     def _carry_out(self, effects: list[ef.Effect], now: float) -> None:
@@ -261,6 +274,13 @@ class SchedulerService:
             silence_s=self._config.worker_silence_s,
         )
         self._send_to_worker(effect.worker, frame, now)
+
+
+def _protector(keys: CurveKeys | None, role: str) -> Protect:
+    """What protects the socket for peers of a role."""
+    if keys is None:
+        return lambda _socket: None
+    return lambda socket: keys.protect_server(socket, DOMAINS[role])
 
 
 def _log_end(effect: ef.RequestEnded) -> None:

@@ -11,7 +11,7 @@ import zmq
 from scheduler_svc import worker_link
 from scheduler_svc.core import events as ev
 from shared.logging import get_logger
-from shared.sockets import PLAN_HEARTBEAT, PLAN_MAX_MESSAGE, SendOutcome, bind_router, send_to
+from shared.sockets import PLAN_HEARTBEAT, PLAN_MAX_MESSAGE, Protect, SendOutcome, bind_router, send_to
 
 PING_INTERVAL_S = 0.05
 
@@ -31,8 +31,12 @@ class _Worker:
 class WorkerHub:
     """The ROUTER that workers connect to."""
 
-    def __init__(self, context: "zmq.Context[zmq.Socket[bytes]]", address: str):
-        self.socket = bind_router(context, address, max_message=PLAN_MAX_MESSAGE, heartbeat=PLAN_HEARTBEAT)
+    def __init__(
+        self, context: "zmq.Context[zmq.Socket[bytes]]", address: str, protect: Protect = lambda _socket: None
+    ):
+        self.socket = bind_router(
+            context, address, max_message=PLAN_MAX_MESSAGE, heartbeat=PLAN_HEARTBEAT, protect=protect
+        )
         self._workers: dict[ev.Peer, _Worker] = {}
 
     def add(self, peer: ev.Peer, worker_id: str, now: float) -> None:

@@ -2,8 +2,8 @@
 
 gRPC answers INTERNAL or UNKNOWN, with no details, when a request does not parse or a handler raises. So requests are
 parsed by `tolerant`, which yields a `MalformedRequest` instead of raising, and every handler runs inside a guard. The
-guard is the one place where errors become statuses, where unexpected ones are logged, and where calls are counted: one
-more than the process may have in hand is refused before anything is done for it.
+guard is the one place where it is found out who calls, where errors become statuses, where unexpected ones are logged,
+and where calls are counted: one more than the process may have in hand is refused before anything is done for it.
 """
 
 from collections.abc import Awaitable, Callable
@@ -19,14 +19,15 @@ from grpc import aio
 
 from services.calls import CallsInProgress
 from services.errors import InternalError, to_status
+from services.principals import CURRENT, Principals, certificate_names
 from shared.errors import FieldViolation, InvalidRequestError, QuireError, UnsupportedMethodError
 from shared.ids import draw_error_id
 from shared.logging import get_logger
 
 OUR_METHODS = "/quire."
 """Methods of other services (health, reflection) handle their own errors."""
-UNLIMITED_METHODS = "/quire.admin."
-"""An operator gets through when nobody else does."""
+ADMIN_METHODS = "/quire.admin."
+"""For operators; they get through when nobody else does."""
 
 _LENGTH_DELIMITED = 2
 _MAX_NESTING = 8
@@ -47,8 +48,10 @@ class MalformedRequest:
 class Boundary(aio.ServerInterceptor):
     """Wraps every handler of ours."""
 
-    def __init__(self, on_outcome: Callable[[str, str], None], calls: CallsInProgress) -> None:
-        """`on_outcome` is told method and status code of each RPC; `calls` bounds how many are in progress."""
+    def __init__(self, on_outcome: Callable[[str, str], None], calls: CallsInProgress, principals: Principals) -> None:
+        """`on_outcome` is told method and status code of each RPC; `calls` bounds how many are in progress;
+        `principals` says who calls."""
+        self._principals = principals
         self._on_outcome = on_outcome
         self._calls = calls
 
@@ -76,14 +79,29 @@ class Boundary(aio.ServerInterceptor):
             self._guard(method, handler.unary_unary), parse, handler.response_serializer
         )
 
+    def _identify(self, method: str, context: Context) -> None:
+        """Finds out who calls, and whether they may call this at all.
+
+        Raises:
+            QuireError: they may not.
+        """
+        metadata = dict(context.invocation_metadata() or ())
+        principal = self._principals.identify(
+            str(metadata.get("authorization", "")), certificate_names(context.auth_context())
+        )
+        if method.startswith(ADMIN_METHODS):
+            principal.check_admin()
+        CURRENT.set(principal)
+
     def _guard(self, method: str, handler: Any) -> Any:
         name = method.rpartition("/")[2]
-        limited = not method.startswith(UNLIMITED_METHODS)
+        limited = not method.startswith(ADMIN_METHODS)
 
         async def guarded(request: Message | MalformedRequest, context: Context) -> object:
             code, failure = "", None
             try:
                 with self._calls.one_more(limited=limited):
+                    self._identify(method, context)
                     if isinstance(request, MalformedRequest):
                         raise InvalidRequestError(FieldViolation(request.field, request.description))
                     response = await handler(request, context)

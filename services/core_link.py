@@ -37,7 +37,7 @@ from shared.errors import NoWorkerError
 from shared.frames import LINK_PROTOCOL_VERSION
 from shared.ids import draw_error_id, draw_incarnation, routing_id
 from shared.logging import get_logger
-from shared.sockets import LINK_MAX_MESSAGE, connect_dealer
+from shared.sockets import LINK_MAX_MESSAGE, Protect, connect_dealer
 
 REPORT_EVERY_S = 1.0
 AWAY_S = 3.0
@@ -66,8 +66,11 @@ class CoreLink:
         *,
         families: Callable[[], Families],
         on_state: Callable[[], None],
+        protect: Protect = lambda _socket: None,
     ) -> None:
-        """`families` gives the front end's own metrics; `on_state` is called when `ready` may have changed."""
+        """`families` gives the front end's own metrics; `on_state` is called when `ready` may have changed; `protect`
+        encrypts each new socket."""
+        self._protect = protect
         self._address = address
         self._frontend_id = frontend_id
         self._context = zmq.Context()
@@ -201,6 +204,7 @@ class CoreLink:
             identity=routing_id(self._frontend_id, self._incarnation),
             max_message=LINK_MAX_MESSAGE,
             queue_while_away=False,
+            protect=self._protect,
         )
 
     def _connect_again(self) -> None:

@@ -24,17 +24,20 @@ from services.calls import CallsInProgress
 from services.core_link import CoreLink
 from services.generation import Generator, Services
 from services.grammars import GrammarChecker
-from services.http.app import make_api
+from services.http.app import make_api, make_probes
 from services.http.server import HttpServer, listening_socket
 from services.metrics import FrontendMetrics
+from services.principals import Principals
 from services.servicer import GenerationServicer
 from services.servicer_admin import AdminServicer
 from services.servicer_health import HealthServicer
 from services.servicer_model import ModelServicer
 from services.texts import Texts
+from services.tls import tls_files
 from services.tokenizer import TextTokenizer, load_tokenizer
 from services.validation import MAX_TEXT
 from shared.config import ConfigError, FrontendConfig
+from shared.curve import FRONTEND, check_bind, is_routable, load_keys
 from shared.logging import configure_logging, get_logger
 from shared.model_path import resolve_model
 from shared.pulse import Pulse
@@ -58,30 +61,39 @@ class Frontend:
         self._tokenizer = tokenizer
         self._health = HealthServicer()
         self._metrics = FrontendMetrics(config.frontend_id, lambda: self.link.malformed_messages)
+        keys = load_keys(config.keys, FRONTEND)
         self.link = CoreLink(
             config.frontend_address,
             config.frontend_id,
             families=self._metrics.families,
             on_state=lambda: self._health.set_ready(self.link.ready),
+            protect=(lambda _socket: None) if keys is None else keys.protect_client,
         )
         self._grammars = GrammarChecker(resolve_model(config.model, weights=False) / "tokenizer.json")
+        self._tls = tls_files(config)
+        check_bind("host", config.host, protected=self._tls is not None, insecure=config.insecure)
+        principals = Principals(config.principals, anonymous_is_admin=not is_routable(config.host))
         services = Services(config, self.link, tokenizer, self._grammars, self._metrics, telemetry.tracer)
         self._generator = Generator(services)
         self._texts = Texts(services, self._generator)
         calls = CallsInProgress(config.max_concurrent_requests)
-        self._grpc = self._make_grpc_server(services, calls)
+        self._grpc = self._make_grpc_server(services, calls, principals)
         self._api = make_api(
             services,
             self._generator,
             self._texts,
             calls,
+            principals,
             is_ready=lambda: self._health.ready,
             snapshot=self.link.snapshot,
             own_families=self._metrics.families,
         )
-        self._http = HttpServer(self._api.app)
-        self._http_socket: socket.socket | None = None
-        self._http_serving: asyncio.Task[None] | None = None
+        self._http = HttpServer(self._api.app, self._tls)
+        probes = make_probes(
+            is_ready=lambda: self._health.ready, snapshot=self.link.snapshot, own_families=self._metrics.families
+        )
+        self._probes = HttpServer(probes) if config.health_port >= 0 else None
+        self._serving: list[asyncio.Task[None]] = []
 
     async def start(self) -> tuple[int, int]:
         """Listens and greets the core; returns the ports of gRPC and HTTP.
@@ -90,18 +102,22 @@ class Frontend:
             ConfigError: a port cannot be had.
         """
         host = self._config.host
+        address = _address(host, self._config.grpc_port)
         try:
-            grpc_port = self._grpc.add_insecure_port(_address(host, self._config.grpc_port))
+            if self._tls is None:
+                grpc_port = self._grpc.add_insecure_port(address)
+            else:
+                grpc_port = self._grpc.add_secure_port(address, self._tls.grpc_credentials())
         except RuntimeError:
             raise ConfigError(_port_message("grpc_port", host, self._config.grpc_port)) from None
-        try:
-            self._http_socket = listening_socket(host, self._config.http_port)
-        except OSError as error:
-            raise ConfigError(_port_message("http_port", host, self._config.http_port, str(error))) from None
-        http_port = int(self._http_socket.getsockname()[1])
+        http_socket = _listening("http_port", host, self._config.http_port)
+        http_port = int(http_socket.getsockname()[1])
+        listeners = [(self._http, http_socket)]
+        if self._probes is not None:
+            listeners.append((self._probes, _listening("health_port", host, self._config.health_port)))
         self.link.start()
         await self._grpc.start()
-        self._http_serving = asyncio.create_task(self._http.serve([self._http_socket]))
+        self._serving = [asyncio.create_task(server.serve([listener])) for server, listener in listeners]
         return grpc_port, http_port
 
     async def stop(self) -> None:
@@ -113,9 +129,10 @@ class Frontend:
         # Handlers that were cancelled still have to tell the core.
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._generator.idle.wait(), _LAST_WORDS_S)
-        self._http.should_exit = True
-        if self._http_serving is not None:
-            await self._http_serving
+        for server in (self._http, self._probes):
+            if server is not None:
+                server.should_exit = True
+        await asyncio.gather(*self._serving)
         await self.close()
 
     async def close(self) -> None:
@@ -125,9 +142,9 @@ class Frontend:
         self._grammars.close()
         await asyncio.to_thread(self._telemetry.shutdown)
 
-    def _make_grpc_server(self, services: Services, calls: CallsInProgress) -> aio.Server:
+    def _make_grpc_server(self, services: Services, calls: CallsInProgress, principals: Principals) -> aio.Server:
         server = aio.server(
-            interceptors=[Boundary(self._metrics.count_outcome, calls)],
+            interceptors=[Boundary(self._metrics.count_outcome, calls, principals)],
             options=[
                 ("grpc.so_reuseport", 1),
                 # A client whose machine vanished is noticed before its reader counts as stalled.
@@ -200,6 +217,13 @@ async def _beat(pulse: Pulse) -> None:
 
 def _address(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def _listening(setting: str, host: str, port: int) -> socket.socket:
+    try:
+        return listening_socket(host, port)
+    except OSError as error:
+        raise ConfigError(_port_message(setting, host, port, str(error))) from None
 
 
 def _port_message(setting: str, host: str, port: int, detail: str = "") -> str:

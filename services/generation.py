@@ -25,6 +25,7 @@ from services.errors import RETRY_MS, error_of, finish_reason
 from services.grammars import GrammarChecker
 from services.logprobs import token_logprobs
 from services.metrics import FrontendMetrics
+from services.principals import CURRENT
 from services.scheduling import block_keys, wishes
 from services.stream import Stream, StreamRequest
 from services.tokenizer import TextTokenizer
@@ -46,9 +47,6 @@ from shared.telemetry import to_traceparent
 
 FAREWELL_S = 1.0
 """How long the reader of a stream that ended with an error has for what came before the error."""
-ANONYMOUS = "anonymous"
-"""The principal of calls without authentication."""
-
 Send = Callable[[v1.GenerateResponse], Awaitable[object]]
 """Takes a message; done when it has really gone to the reader, so that a slow one is waited for."""
 
@@ -82,7 +80,7 @@ class Caller:
 
     method: str = "Generate"
     """The call's name, for its span."""
-    principal: str = ANONYMOUS
+    principal: str = field(default_factory=lambda: CURRENT.get().name)
     traceparent: str = ""
     """W3C traceparent of the caller's span; may be empty."""
     arrival: float = field(default_factory=time.monotonic)
@@ -180,7 +178,7 @@ class Generator:
         column = to_column(prompt)
         wakeup = Wakeup()
         await self._add_bad_words(valid, model)
-        scheduling = wishes(request.scheduling, arrival=caller.arrival, principal=caller.principal)
+        scheduling = wishes(request.scheduling, arrival=caller.arrival, principal=CURRENT.get())
         first = StreamRequest(
             request_id=valid.request_id,
             prompt=column,

@@ -1,8 +1,8 @@
 """What a request wishes of the scheduler: checked at the door, told to the core with the submission.
 
 Tenant and cache scope count only as far as the caller's principal may act for them; without authentication there is one
-principal, which may act for every tenant. Without an explicit scope a request shares cached prompt prefixes with those
-of its own principal only, so that nobody can find out by timing what others have asked.
+principal, which may act for every tenant (`principals`). Without an explicit scope a request shares cached prompt
+prefixes with those of its own principal only, so that nobody can find out by timing what others have asked.
 """
 
 from collections.abc import Iterator
@@ -12,6 +12,7 @@ from google.protobuf.duration_pb2 import Duration
 
 from protos.quire.link.v1 import link_pb2
 from quire.v1 import generation_pb2 as v1
+from services.principals import Principal
 from shared.errors import FieldViolation
 from shared.prefix_keys import following_keys, root_key
 
@@ -60,11 +61,16 @@ def check_scheduling(options: v1.SchedulingOptions) -> Iterator[FieldViolation]:
         yield from _check_target("scheduling.total_time_target", options.total_time_target)
 
 
-def wishes(options: v1.SchedulingOptions, *, arrival: float, principal: str) -> SchedulingWishes:
-    """The wishes of valid options of a request that arrived at `arrival`."""
-    scope = f"scope\0{options.cache_scope}" if options.cache_scope else f"principal\0{principal}"
+def wishes(options: v1.SchedulingOptions, *, arrival: float, principal: Principal) -> SchedulingWishes:
+    """The wishes of valid options of a request that arrived at `arrival`.
+
+    Raises:
+        PermissionDeniedError: the principal may not act for the tenant, or use the cache scope.
+    """
+    principal.check_scope(options.cache_scope)
+    scope = f"scope\0{options.cache_scope}" if options.cache_scope else f"principal\0{principal.name}"
     return SchedulingWishes(
-        tenant=options.tenant,
+        tenant=principal.tenant(options.tenant),
         request_class=options.request_class,
         priority=options.priority,
         expected_output_tokens=options.expected_output_tokens,

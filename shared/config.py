@@ -102,6 +102,8 @@ class SchedulerConfig(_Checked):
     stall_timeout_s: float = _option(
         60.0, "a reader that takes nothing for so long is cancelled; 0: never", unit="s", least=0
     )
+    keys: str = _option("", "folder of CURVE keys (quire keys create); without it links are not encrypted")
+    insecure: bool = _option(False, "listen where other machines can reach it without TLS or keys")
     on_stop: str = _option(
         "hand_over",
         "live requests at SIGTERM: the front ends keep them for the next scheduler, or they end UNAVAILABLE",
@@ -116,6 +118,7 @@ class WorkerConfig(_Checked):
     """What one worker process needs."""
 
     worker_address: str = _option("ipc:///tmp/quire-workers", "ZeroMQ address of the scheduler")
+    keys: str = _option("", "folder of CURVE keys (quire keys create); without it links are not encrypted")
     worker_id: str = _option("", "name of this worker, at most 64 bytes; default: host and process id")
     model: str = _option("demo", "'demo', the folder of a Hugging Face checkpoint, or a hub id")
     served_model_name: str = _option("", "name that requests give; default: the folder's name")
@@ -148,6 +151,8 @@ class FrontendConfig(_Checked):
     """What one front-end process needs."""
 
     frontend_address: str = _option("ipc:///tmp/quire-frontends", "ZeroMQ address of the scheduler core")
+    keys: str = _option("", "folder of CURVE keys (quire keys create); without it links are not encrypted")
+    insecure: bool = _option(False, "listen where other machines can reach it without TLS or keys")
     frontend_id: str = _option("frontend-0", "stable name of this front end")
     model: str = _option("demo", "where the tokenizer is: 'demo', a checkpoint folder, or a hub id")
     host: str = _option("127.0.0.1", "address to listen on")
@@ -166,6 +171,11 @@ class FrontendConfig(_Checked):
     stall_timeout_s: float = _option(
         60.0, "a reader that takes nothing for so long is cancelled; 0: never", unit="s", least=0
     )
+    tls_cert: str = _option("", "PEM file with the server's certificate chain: gRPC and HTTP speak TLS")
+    tls_key: str = _option("", "PEM file with its private key")
+    tls_client_ca: str = _option("", "PEM file with the CA of client certificates; clients without one are refused")
+    principals: str = _option("", "TOML file with who may call, by which token or certificate")
+    health_port: int = _option(-1, "port for /health, /ready and /metrics alone, without TLS; -1: none", least=-1)
     grace_period_s: float = _option(10.0, "how long running requests may go on after SIGTERM", unit="s", least=0)
 
 

@@ -59,6 +59,20 @@ class UnsupportedMethodError(QuireError):
     reason = "UNSUPPORTED_METHOD"
 
 
+class UnauthenticatedError(QuireError):
+    """Nobody known is calling."""
+
+    code = "UNAUTHENTICATED"
+    reason = "UNAUTHENTICATED"
+
+
+class PermissionDeniedError(QuireError):
+    """The caller is known and may not do this."""
+
+    code = "PERMISSION_DENIED"
+    reason = "PERMISSION_DENIED"
+
+
 class ModelNotFoundError(QuireError):
     """No model of that name is served."""
 

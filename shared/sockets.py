@@ -7,7 +7,7 @@ makes ZeroMQ drop the connection.
 
 import enum
 import select
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -36,6 +36,10 @@ NO_HEARTBEAT = Heartbeat(0, 0)
 """For a worker: it knows by the scheduler's silence, and must not break a connection because the scheduler stalled."""
 
 
+Protect = Callable[["zmq.Socket[bytes]"], None]
+"""Sets up encryption before a socket is bound or connected; see `shared.curve`."""
+
+
 class SendOutcome(enum.Enum):
     """What became of a message handed to a ROUTER."""
 
@@ -52,6 +56,7 @@ def bind_router(
     *,
     max_message: int,
     heartbeat: Heartbeat = LINK_HEARTBEAT,
+    protect: Protect = lambda _socket: None,
 ) -> "zmq.Socket[bytes]":
     """A ROUTER bound to `address` (`ipc://…` or `tcp://…`); see `endpoint` for the port that `:*` became."""
     socket = context.socket(zmq.ROUTER)
@@ -59,6 +64,7 @@ def bind_router(
     # A routing id is never reused by an honest peer: a second owner of one is refused.
     socket.setsockopt(zmq.ROUTER_HANDOVER, 0)
     _bound(socket, max_message, heartbeat)
+    protect(socket)
     if address.startswith("ipc://"):
         Path(address.removeprefix("ipc://")).unlink(missing_ok=True)
     socket.bind(address)
@@ -73,6 +79,7 @@ def connect_dealer(
     max_message: int,
     queue_while_away: bool = True,
     heartbeat: Heartbeat = LINK_HEARTBEAT,
+    protect: Protect = lambda _socket: None,
 ) -> "zmq.Socket[bytes]":
     """A DEALER with the routing id `identity`, connected to `address` (now, or as soon as somebody binds it).
 
@@ -85,6 +92,7 @@ def connect_dealer(
     socket.setsockopt(zmq.RECONNECT_IVL, 20)
     socket.setsockopt(zmq.RECONNECT_IVL_MAX, 500)
     _bound(socket, max_message, heartbeat)
+    protect(socket)
     socket.connect(address)
     return socket
 

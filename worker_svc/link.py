@@ -13,7 +13,7 @@ import zmq
 from protos.quire.plan.v1 import plan_pb2
 from shared.ids import draw_incarnation, routing_id
 from shared.logging import get_logger
-from shared.sockets import NO_HEARTBEAT, PLAN_MAX_MESSAGE, connect_dealer
+from shared.sockets import NO_HEARTBEAT, PLAN_MAX_MESSAGE, Protect, connect_dealer
 from worker_svc.session import Event, Lost, Malformed, Session
 
 _HELLO_INTERVAL_S = 0.2
@@ -24,13 +24,15 @@ _GOODBYE_LINGER_MS = 500
 class Link:
     """The connection of one worker."""
 
-    def __init__(self, address: str, hello: plan_pb2.Hello) -> None:
+    def __init__(self, address: str, hello: plan_pb2.Hello, protect: Protect = lambda _socket: None) -> None:
         """Connects when `open` is called.
 
         Args:
             address: the scheduler's ZeroMQ address.
             hello: what to say of this worker; the incarnation is filled in.
+            protect: encrypts each new socket.
         """
+        self._protect = protect
         self._address = address
         self._hello = hello
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -59,6 +61,7 @@ class Link:
             identity=routing_id(self._hello.worker_id, self._hello.incarnation),
             max_message=PLAN_MAX_MESSAGE,
             heartbeat=NO_HEARTBEAT,
+            protect=self._protect,
         )
         self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         self._poller = zmq.Poller()

@@ -10,6 +10,7 @@ import torch
 
 from protos.quire.plan.v1 import plan_pb2
 from shared.config import ConfigError, WorkerConfig
+from shared.curve import WORKER, load_keys
 from shared.frames import PLAN_PROTOCOL_VERSION
 from shared.logging import configure_logging, get_logger
 from shared.pulse import Pulse
@@ -65,11 +66,13 @@ class _StopOnSignal:
 def _serve(config: WorkerConfig, telemetry: Telemetry) -> None:
     stop = _StopOnSignal()
     name = worker_id(config.worker_id, platform.node(), os.getpid())
+    keys = load_keys(config.keys, WORKER)
     set_threads(config.num_threads)
     device = choose_device(config.device)
     model, description = load_model(config, device)
     engine = build_engine(config, model, description, device, telemetry.tracer, make_accelerator(device))
-    link = Link(config.worker_address, _hello(name, engine, description, device))
+    protect = (lambda _socket: None) if keys is None else keys.protect_client
+    link = Link(config.worker_address, _hello(name, engine, description, device), protect)
     pulse = Pulse()
     stop.loop = loop = WorkerLoop(link, engine, pulse)
     get_logger().info(

@@ -7,7 +7,8 @@ import grpc
 
 from quire import _mapping
 from quire.admin.v1 import admin_pb2, admin_pb2_grpc
-from quire.cli._parser import OneLineParser
+from quire.cli._connection import add_tls, credentials
+from quire.cli._parser import Namespace, OneLineParser
 
 TIMEOUT_S = 10.0
 
@@ -15,12 +16,15 @@ TIMEOUT_S = 10.0
 def add_target(parser: OneLineParser) -> None:
     """Adds the flag that says where the service is."""
     parser.add_argument("--target", default="127.0.0.1:50051", metavar="HOST:PORT", help="gRPC address of the service")
+    add_tls(parser)
 
 
 @contextmanager
-def admin_stub(target: str) -> Iterator[admin_pb2_grpc.AdminServiceStub]:
-    """The operator API at `target`; its errors become Quire's."""
-    with grpc.insecure_channel(target) as channel:
+def admin_stub(options: Namespace) -> Iterator[admin_pb2_grpc.AdminServiceStub]:
+    """The operator API of the service that the flags say; its errors become Quire's."""
+    secure = credentials(options)
+    target = options.target
+    with grpc.insecure_channel(target) if secure is None else grpc.secure_channel(target, secure) as channel:
         try:
             yield admin_pb2_grpc.AdminServiceStub(channel)
         except grpc.RpcError as error:

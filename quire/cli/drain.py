@@ -4,8 +4,10 @@ Running requests finish where they are, or with `--move` go on elsewhere at once
 tokens, and clients see a pause. The worker may be stopped when it runs nothing any more.
 """
 
+from quire._mapping import call_metadata
 from quire.admin.v1 import admin_pb2
 from quire.cli._admin import TIMEOUT_S, add_target, admin_stub, print_workers
+from quire.cli._connection import token
 from quire.cli._parser import Namespace, OneLineParser
 
 EXAMPLES = """
@@ -25,12 +27,12 @@ def configure(parser: OneLineParser) -> None:
 
 def run(options: Namespace) -> int:
     """Drains or resumes, and prints the worker's state."""
-    with admin_stub(options.target) as stub:
+    with admin_stub(options) as stub:
         if options.resume:
             resume = admin_pb2.ResumeWorkerRequest(worker_id=options.worker)
-            worker = stub.ResumeWorker(resume, timeout=TIMEOUT_S).worker
+            worker = stub.ResumeWorker(resume, timeout=TIMEOUT_S, metadata=call_metadata(token())).worker
         else:
             drain = admin_pb2.DrainWorkerRequest(worker_id=options.worker, move_requests=options.move)
-            worker = stub.DrainWorker(drain, timeout=TIMEOUT_S).worker
+            worker = stub.DrainWorker(drain, timeout=TIMEOUT_S, metadata=call_metadata(token())).worker
     print_workers([worker])
     return 0

@@ -12,7 +12,7 @@ from shared.config import FrontendConfig
 from shared.config_sources import from_options
 
 EXAMPLES = """
-  quire frontend --frontend-address tcp://scheduler:5701 --model /models/my-model --host 0.0.0.0
+  quire frontend --frontend-address tcp://scheduler:5701 --keys keys/frontend --model /models/my-model
 """
 
 

@@ -9,6 +9,7 @@ import os
 import sys
 from dataclasses import asdict
 
+from quire.cli._connection import add_tls, credentials, token
 from quire.cli._parser import Namespace, OneLineParser
 from quire.client import Client, Generation
 from quire.types import Completion, GenerateOptions, SchedulingOptions
@@ -38,6 +39,7 @@ def configure(parser: OneLineParser) -> None:
         metavar="HOST:PORT",
         help=f"the server's gRPC address (default: the variable QUIRE_TARGET, or {_DEFAULT_TARGET})",
     )
+    add_tls(parser)
     add("--chat", action="store_true", help="send the text as a user's message")
     add("--model", metavar="NAME", help="the model's name (default: the one that is served)")
     add("--max-tokens", type=int, metavar="N", help="most tokens to generate")
@@ -86,7 +88,7 @@ def run(options: Namespace) -> int:
     if options.chat:
         given["messages"] = [{"role": "user", "content": prompt}]
     with (
-        Client(options.target) as client,
+        Client(options.target, credentials=credentials(options), token=token()) as client,
         client.generate(None if options.chat else prompt, timeout=options.timeout, **given) as generation,
     ):
         if options.json:

@@ -47,6 +47,7 @@ COMMANDS = (
     Command("top", "quire.cli.top", "watch a service at work"),
     Command("config", "quire.cli.config", "print the settings in effect and where each comes from"),
     Command("workers", "quire.cli.workers", "list the workers of a running service"),
+    Command("keys", "quire.cli.keys", "make and rotate the keys between processes"),
     Command("drain", "quire.cli.drain", "make a worker idle, or let it work again"),
     Command("bench offline", "quire.cli.bench_offline", "send a fixed list of requests through a real service"),
     Command("bench scheduler", "quire.cli.bench_scheduler", "measure what a step costs the scheduler"),

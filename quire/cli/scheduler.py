@@ -10,7 +10,7 @@ from shared.config import SchedulerConfig
 from shared.config_sources import from_options
 
 EXAMPLES = """
-  quire scheduler --frontend-address tcp://0.0.0.0:5701 --worker-address tcp://0.0.0.0:5702
+  quire scheduler --keys keys/scheduler --frontend-address tcp://0.0.0.0:5701 --worker-address tcp://0.0.0.0:5702
 """
 
 

@@ -14,7 +14,7 @@ from shared.config import WorkerConfig
 from shared.config_sources import from_options
 
 EXAMPLES = """
-  quire worker --worker-address tcp://scheduler:5702 --worker-id gpu-0 --model /models/my-model
+  quire worker --keys keys/worker --worker-address tcp://scheduler:5702 --worker-id gpu-0 --model /models/my-model
 """
 
 

@@ -43,6 +43,10 @@ class ServeConfig:
         for name in ("frontends", "workers"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}: {getattr(self, name)} is too few; give at least 1")
+        if self.frontend.tls_client_ca and self.frontend.health_port <= 0:
+            raise ConfigError(
+                "tls_client_ca: give --health-port too; without a certificate nobody else can ask for health"
+            )
         if not (self.watchdog_s == 0 or self.watchdog_s >= 2):
             raise ConfigError(f"watchdog_s: {self.watchdog_s:g} is too short; give at least 2, or 0 for never")
 

@@ -1,55 +1,49 @@
-"""Waits until a service can be used: its health service says so, and every process has joined."""
+"""Waits until a service can be used: it says that it is ready, and every process has joined."""
 
 import asyncio
 import re
+import ssl
 import urllib.request
 
-import grpc
-import grpc.aio
-from grpc_health.v1 import health_pb2, health_pb2_grpc
-
-from quire.serve.supervisor import Addresses
-
 _PAUSE_S = 0.1
-_CHANNEL_OPTIONS = (
-    ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.max_reconnect_backoff_ms", 500),
-    # Our own front end is not behind anybody's proxy.
-    ("grpc.enable_http_proxy", 0),
-)
+# It asks the processes it has started itself, at a port that it holds, and tells them nothing.
+_UNVERIFIED = ssl._create_unverified_context()
 
 
-async def until_ready(addresses: Addresses, *, workers: int, frontends: int) -> None:
-    """Returns once `readiness` is SERVING and so many workers and front ends are connected to the scheduler."""
-    await _until_serving(addresses.grpc)
-    # The health service speaks for one front end and for "a usable worker"; the metrics tell about all of them.
+async def until_ready(probes: str, *, workers: int, frontends: int) -> None:
+    """Returns once the service is ready and so many workers and front ends are connected to the scheduler.
+
+    Args:
+        probes: URL under which /ready and /metrics answer.
+        workers: how many must have joined.
+        frontends: likewise.
+    """
+    # Readiness speaks for one front end and for "a usable worker"; the metrics tell about all of them.
     while True:
-        if await asyncio.to_thread(_connected, addresses.http, workers, frontends):
+        if await asyncio.to_thread(_is_ready, probes, workers, frontends):
             return
         await asyncio.sleep(_PAUSE_S)
 
 
-async def _until_serving(target: str) -> None:
-    async with grpc.aio.insecure_channel(target, _CHANNEL_OPTIONS) as channel:
-        health = health_pb2_grpc.HealthStub(channel)
-        while True:
-            try:
-                async for update in health.Watch(health_pb2.HealthCheckRequest(service="readiness")):
-                    if update.status == health_pb2.HealthCheckResponse.SERVING:
-                        return
-            except grpc.aio.AioRpcError:
-                pass  # the front end that we watched was restarted
-            await asyncio.sleep(_PAUSE_S)
+def _is_ready(probes: str, workers: int, frontends: int) -> bool:
+    if not _get(f"{probes}/ready"):
+        return False
+    text = _get(f"{probes}/metrics")
+    return _gauge(text, "quire_workers") >= workers and _gauge(text, "quire_frontends") >= frontends
 
 
-def _connected(http: str, workers: int, frontends: int) -> bool:
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+def _get(url: str) -> str:
+    """The answer, or nothing while there is none or one that is no success."""
+    # Our own front end is not behind anybody's proxy.
+    opener = urllib.request.build_opener(
+        urllib.request.ProxyHandler({}), urllib.request.HTTPSHandler(context=_UNVERIFIED)
+    )
     try:
-        with opener.open(f"http://{http}/metrics", timeout=5) as response:
+        with opener.open(url, timeout=5) as response:
             text: str = response.read().decode()
     except OSError:
-        return False
-    return _gauge(text, "quire_workers") >= workers and _gauge(text, "quire_frontends") >= frontends
+        return ""
+    return text
 
 
 def _gauge(exposition: str, name: str) -> float:

@@ -100,8 +100,14 @@ class Service:
     ) -> None:
         await self.stop()
 
+    def _probes(self, addresses: Addresses) -> str:
+        frontend = self._config.frontend
+        if frontend.health_port > 0:
+            return f"http://{addresses.http.rpartition(':')[0]}:{frontend.health_port}"
+        return f"{'https' if frontend.tls_cert else 'http'}://{addresses.http}"
+
     async def _until_ready(self) -> Addresses:
         addresses = await self._supervisor.listening()
-        await until_ready(addresses, workers=self._config.workers, frontends=self._config.frontends)
+        await until_ready(self._probes(addresses), workers=self._config.workers, frontends=self._config.frontends)
         self._supervisor.was_ready = True
         return addresses

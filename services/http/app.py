@@ -18,6 +18,7 @@ from services.http.openapi import PAGE, describe
 from services.http.probes import Families, probe_routes
 from services.http.texts import TextEndpoints
 from services.http.tool_calls import style_of
+from services.principals import Principals
 from services.texts import Texts
 
 
@@ -35,13 +36,14 @@ def make_api(
     generator: Generator,
     texts: Texts,
     calls: CallsInProgress,
+    principals: Principals,
     *,
     is_ready: Callable[[], bool],
     snapshot: Callable[[float], Awaitable[Families | None]],
     own_families: Callable[[], Families],
 ) -> HttpApi:
     """The application of one front-end process."""
-    endpoints = Endpoints(calls, services.metrics.count_outcome)
+    endpoints = Endpoints(calls, services.metrics.count_outcome, principals)
     generation = GenerationEndpoints(services, generator, style_of(services.tokenizer.chat_template_source))
     text = TextEndpoints(services, texts)
     served: list[tuple[str, str, Handler]] = [
@@ -56,6 +58,16 @@ def make_api(
     routes += probe_routes(is_ready=is_ready, snapshot=snapshot, own_families=own_families)
     routes += [Route("/openapi.json", _openapi), Route("/docs", _docs)]
     return HttpApi(Starlette(routes=routes, exception_handlers={HTTPException: _refuse}), endpoints.drain)
+
+
+def make_probes(
+    *,
+    is_ready: Callable[[], bool],
+    snapshot: Callable[[float], Awaitable[Families | None]],
+    own_families: Callable[[], Families],
+) -> Starlette:
+    """The application of the port for probes and scrapes alone."""
+    return Starlette(routes=probe_routes(is_ready=is_ready, snapshot=snapshot, own_families=own_families))
 
 
 async def _openapi(_request: Request) -> Response:

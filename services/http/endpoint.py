@@ -21,6 +21,7 @@ from services.errors import RETRY_MS, InternalError
 from services.generation import FAREWELL_S, Caller
 from services.http import errors
 from services.http.server import ABORT_KEY
+from services.principals import CURRENT, Principals
 from services.tracing import TRACEPARENT_KEY
 from shared.errors import (
     DeadlineError,
@@ -189,8 +190,10 @@ Handler = Callable[[Exchange], Awaitable[None]]
 class Endpoints:
     """What the endpoints of one process share; makes an ASGI application of a handler."""
 
-    def __init__(self, calls: CallsInProgress, on_outcome: Callable[[str, str], None]) -> None:
-        """`calls` bounds how many are in progress; `on_outcome` is told path and gRPC code of each."""
+    def __init__(self, calls: CallsInProgress, on_outcome: Callable[[str, str], None], principals: Principals) -> None:
+        """`calls` bounds how many are in progress; `on_outcome` is told path and gRPC code of each; `principals` says
+        who calls."""
+        self._principals = principals
         self._calls = calls
         self._on_outcome = on_outcome
         self._stopping = False
@@ -236,6 +239,7 @@ class Endpoints:
             with self._calls.one_more():
                 if self._stopping:
                     raise _shutting_down()
+                CURRENT.set(self._principals.identify(exchange.headers.get("authorization", "")))
                 exchange.read_deadline()
                 async with asyncio.timeout_at(_loop_time(exchange.deadline)):
                     await handler(exchange)

@@ -2,12 +2,15 @@
 
 import contextlib
 import socket
+import ssl
 from collections.abc import Iterator
 from typing import cast
 
 import uvicorn
 from starlette.applications import Starlette
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from services.tls import TlsFiles
 
 ABORT_KEY = "quire.abort"
 """Scope entry: drops the connection at once, with whatever its client has not read."""
@@ -16,10 +19,14 @@ ABORT_KEY = "quire.abort"
 class HttpServer(uvicorn.Server):
     """uvicorn, leaving the process's signals alone: how the process ends is decided in one place."""
 
-    def __init__(self, app: Starlette) -> None:
+    def __init__(self, app: Starlette, tls: TlsFiles | None = None) -> None:
         super().__init__(
             uvicorn.Config(
                 app,
+                ssl_certfile=tls.cert if tls else None,
+                ssl_keyfile=tls.key if tls else None,
+                ssl_ca_certs=(tls.client_ca or None) if tls else None,
+                ssl_cert_reqs=ssl.CERT_REQUIRED if tls and tls.client_ca else ssl.CERT_NONE,
                 http=_Protocol,
                 ws="none",
                 log_config=None,

@@ -191,7 +191,7 @@ class Trainer:
         partial.replace(path)
 
     def load(self, path: Path) -> None:
-        state = torch.load(path)
+        state = torch.load(path, weights_only=True)
         if state["seed"] != self.seed:
             raise SystemExit(f"{path} was trained with seed {state['seed']}, not {self.seed}")
         self.model.load_state_dict(state["model"])

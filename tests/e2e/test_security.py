@@ -1,0 +1,127 @@
+"""A service as it stands in the open: TLS with client certificates, tokens, keys between its processes."""
+
+import hashlib
+import os
+import socket
+import subprocess
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+import pytest
+import trustme
+
+from quire import Client
+from quire.errors import QuireError
+from tests.checkpoints import make_checkpoint
+from tests.e2e.harness import DEFAULTS, QUIRE, ROOT, Served, serve
+
+
+@dataclass(frozen=True, slots=True)
+class Fortress:
+    """A service that lets in few, and the papers of those."""
+
+    served: Served
+    ca: Path
+    client_chain: bytes
+    client_key: bytes
+    health: str
+
+    def credentials(self, *, certificate: bool = True) -> grpc.ChannelCredentials:
+        """For TLS, with or without a client certificate."""
+        root = self.ca.read_bytes()
+        if not certificate:
+            return grpc.ssl_channel_credentials(root)
+        return grpc.ssl_channel_credentials(root, self.client_key, self.client_chain)
+
+
+@pytest.fixture(scope="module")
+def fortress(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fortress]:
+    folder = tmp_path_factory.mktemp("fortress")
+    checkpoint = make_checkpoint("LlamaForCausalLM", folder / "model")
+    ca = trustme.CA()
+    server, client = ca.issue_cert("127.0.0.1", "localhost"), ca.issue_cert("search.example.org")
+    ca.cert_pem.write_to_path(str(folder / "ca.pem"))
+    server.private_key_pem.write_to_path(str(folder / "server.key"))
+    for pem in server.cert_chain_pems:
+        pem.write_to_path(str(folder / "server.pem"), append=True)
+    (folder / "principals.toml").write_text(
+        '[principals.search]\ncertificates = ["search.example.org"]\n'
+        f'[principals.token]\ntokens = ["{hashlib.sha256(b"t0ken").hexdigest()}"]\nadmin = true\n'
+    )
+    subprocess.run([*QUIRE, "keys", "create", str(folder / "keys")], cwd=ROOT, check=True)
+    worker_port, frontend_port, health_port = _free_ports(3)
+    with serve(
+        checkpoint,
+        f"--keys={folder / 'keys'}",
+        f"--worker-address=tcp://127.0.0.1:{worker_port}",
+        f"--frontend-address=tcp://127.0.0.1:{frontend_port}",
+        f"--tls-cert={folder / 'server.pem'}",
+        f"--tls-key={folder / 'server.key'}",
+        f"--tls-client-ca={folder / 'ca.pem'}",
+        f"--principals={folder / 'principals.toml'}",
+        f"--health-port={health_port}",
+    ) as served:
+        chain = b"".join(pem.bytes() for pem in client.cert_chain_pems)
+        yield Fortress(
+            served, folder / "ca.pem", chain, client.private_key_pem.bytes(), f"http://127.0.0.1:{health_port}"
+        )
+
+
+def test_a_certificate_says_who_calls(fortress: Fortress) -> None:
+    """A client with a certificate of a known name is served over TLS, through processes that speak CURVE."""
+    with Client(fortress.served.grpc, credentials=fortress.credentials()) as client:
+        completion = client.generate("the", max_tokens=4, ignore_eos=True).result()
+
+    assert completion.finished is not None
+    assert completion.finished.usage.completion_tokens == 4
+
+
+@pytest.mark.parametrize("kind", ["in the clear", "without a certificate", "with a false token"])
+def test_strangers_get_nothing(fortress: Fortress, kind: str) -> None:
+    """Without TLS, without a certificate, or with a token that nobody has, there is no answer but an error."""
+    credentials = fortress.credentials(certificate=kind == "with a false token")
+    secure = None if kind == "in the clear" else credentials
+    token = "false" if kind == "with a false token" else ""
+    with Client(fortress.served.grpc, credentials=secure, token=token) as client, pytest.raises(QuireError) as caught:
+        client.generate("the", max_tokens=4, timeout=20).result()
+
+    assert caught.value.code == ("UNAUTHENTICATED" if token else "UNAVAILABLE")
+
+
+def test_probes_have_a_port_of_their_own(fortress: Fortress) -> None:
+    """Whoever looks after the service sees its health and figures without TLS, and nothing else there."""
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+
+    assert opener.open(f"{fortress.health}/ready", timeout=10).status == 200
+    assert b"quire_workers" in opener.open(f"{fortress.health}/metrics", timeout=10).read()
+    with pytest.raises(urllib.error.HTTPError, match="404"):
+        opener.open(f"{fortress.health}/v1/models", timeout=10)
+
+
+def test_an_open_address_is_refused(tmp_path: Path) -> None:
+    """A listener that other machines can reach, without TLS, is refused in one line that names the remedy."""
+    checkpoint = make_checkpoint("LlamaForCausalLM", tmp_path / "model")
+    failed = subprocess.run(
+        [*QUIRE, "serve", f"--model={checkpoint}", "--host=0.0.0.0", "--grpc-port=0", "--http-port=0"],
+        cwd=ROOT, env={**os.environ, **DEFAULTS}, capture_output=True, timeout=120, check=False,
+    )  # fmt: skip
+
+    assert failed.returncode == 1
+    complaint = [line for line in failed.stderr.decode().splitlines() if not line.startswith("{")]
+    assert len(complaint) == 1
+    assert "host: 0.0.0.0 can be reached from other machines by anybody" in complaint[0]
+    assert "--insecure" in complaint[0]
+
+
+def _free_ports(count: int) -> list[int]:
+    held = [socket.socket() for _ in range(count)]
+    for each in held:
+        each.bind(("127.0.0.1", 0))
+    ports = [int(each.getsockname()[1]) for each in held]
+    for each in held:
+        each.close()
+    return ports

@@ -1,0 +1,162 @@
+"""Who calls, and what they may."""
+
+import asyncio
+import hashlib
+import os
+from pathlib import Path
+
+import grpc
+import pytest
+
+from quire.admin.v1 import admin_pb2, admin_pb2_grpc
+from quire.v1 import generation_pb2 as v1
+from services.principals import Principals
+from shared.config import ConfigError
+from shared.errors import PermissionDeniedError, UnauthenticatedError
+from tests.services.stack import Stack, running_stack, tokens_request
+
+FILE = """
+[principals.search]
+tokens = ["{search}"]
+certificates = ["search.example.org"]
+tenants = ["search", "batch"]
+cache_scopes = ["team"]
+
+[principals.operator]
+tokens = ["sha256:{operator}"]
+tenants = ["*"]
+cache_scopes = ["*"]
+admin = true
+"""
+
+
+def _written(folder: Path, **tokens: str) -> Path:
+    path = folder / "principals.toml"
+    digests = {name: hashlib.sha256(token.encode()).hexdigest() for name, token in tokens.items()}
+    path.write_text(FILE.format(**digests))
+    return path
+
+
+def _known(tmp_path: Path) -> Principals:
+    return Principals(str(_written(tmp_path, search="s3cret", operator="0p")), anonymous_is_admin=False)
+
+
+def test_tokens_and_certificates_name_principals(tmp_path: Path) -> None:
+    """A known token or certificate is a principal; anything else is nobody, and no error says how near it came."""
+    principals = _known(tmp_path)
+
+    assert principals.identify("Bearer s3cret").name == "search"
+    assert principals.identify("bearer 0p").name == "operator"
+    assert principals.identify("", ["other", "search.example.org"]).name == "search"
+    for wrong in ("", "s3cret", "Bearer", "Bearer s3cre", "Basic s3cret", "Bearer " + "x" * 5000):
+        with pytest.raises(UnauthenticatedError):
+            principals.identify(wrong, ["other"])
+    with pytest.raises(UnauthenticatedError):
+        principals.identify("Bearer wrong", ["search.example.org"])
+
+
+def test_a_principal_acts_for_its_tenants_only(tmp_path: Path) -> None:
+    """What a request claims counts only if its principal may; without a claim it is the first tenant."""
+    principals = _known(tmp_path)
+    search, operator = principals.identify("Bearer s3cret"), principals.identify("Bearer 0p")
+
+    assert (search.tenant(""), search.tenant("batch")) == ("search", "batch")
+    assert (operator.tenant(""), operator.tenant("anybody")) == ("", "anybody")
+    search.check_scope("team")
+    search.check_scope("")
+    operator.check_admin()
+    for forbidden in (
+        lambda: search.tenant("other"),
+        lambda: search.check_scope("others"),
+        search.check_admin,
+    ):
+        with pytest.raises(PermissionDeniedError):
+            forbidden()
+
+
+def test_the_file_is_read_again_when_it_changes(tmp_path: Path) -> None:
+    """A token that is taken out is nobody's from then on; a file that cannot be read changes nothing."""
+    principals = _known(tmp_path)
+    path = _written(tmp_path, search="fresh", operator="0p")
+    os.utime(path, ns=(1, 1))
+    principals._next_look = 0.0
+
+    assert principals.identify("Bearer fresh").name == "search"
+    with pytest.raises(UnauthenticatedError):
+        principals.identify("Bearer s3cret")
+    path.write_text("[principals.search")
+    os.utime(path, ns=(2, 2))
+    principals._next_look = 0.0
+    assert principals.identify("Bearer fresh").name == "search"
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["x = 1", "[principals]\na = 1", "[principals.a]\ntoken = []", "[principals.a]\ntokens = ['plain']",
+     "[principals.a]\ntenants = 'a'", "[principals.a]\nadmin = 'yes'", "[principals.a"],
+)  # fmt: skip
+def test_a_file_that_cannot_be_meant_is_refused(tmp_path: Path, content: str) -> None:
+    """A file with a mistake ends the start in one line that names it."""
+    path = tmp_path / "principals.toml"
+    path.write_text(content)
+
+    with pytest.raises(ConfigError, match="principals"):
+        Principals(str(path), anonymous_is_admin=False)
+
+
+def test_nobody_gets_in_without_a_token(tmp_path: Path) -> None:
+    """gRPC and HTTP refuse strangers before anything reaches the core; probes answer; who is known is served, under its
+    own tenant and cache scope; the operator API is for operators."""
+    path = _written(tmp_path, search="s3cret", operator="0p")
+
+    async def main() -> None:
+        async with running_stack(tmp_path, principals=str(path)) as stack:
+            await stack.until_ready()
+            for authorization in ((), (("authorization", "Bearer wrong"),)):
+                assert await _code(stack, authorization) is grpc.StatusCode.UNAUTHENTICATED
+            for headers in ({}, {"authorization": "Bearer wrong"}):
+                answer = await stack.http.post(
+                    "/v1/completions", json={"model": "echo", "prompt": "a"}, headers=headers
+                )
+                assert answer.status_code == 401
+            assert (await stack.http.get("/ready")).status_code == 200
+            assert not stack.core.submissions
+
+            search, operator = (("authorization", "Bearer s3cret"),), (("authorization", "Bearer 0p"),)
+            assert await _code(stack, search) is grpc.StatusCode.OK
+            assert await _code(stack, search, tenant="others") is grpc.StatusCode.PERMISSION_DENIED
+            assert await _code(stack, search, cache_scope="others") is grpc.StatusCode.PERMISSION_DENIED
+            (submission,) = stack.core.submissions
+            assert (submission.tenant, submission.cache_scope) == ("search", b"principal\0search")
+            answer = await stack.http.post(
+                "/v1/completions",
+                json={"model": "echo", "prompt": "a", "max_tokens": 2},
+                headers={"authorization": "Bearer s3cret"},
+            )
+            assert answer.status_code == 200
+            assert await _admin_code(stack, ()) is grpc.StatusCode.UNAUTHENTICATED
+            assert await _admin_code(stack, search) is grpc.StatusCode.PERMISSION_DENIED
+            assert await _admin_code(stack, operator) is not grpc.StatusCode.PERMISSION_DENIED
+
+    asyncio.run(main())
+
+
+async def _code(stack: Stack, metadata: tuple[tuple[str, str], ...], **wishes: str) -> grpc.StatusCode:
+    request = tokens_request(1, 2, 3, max_tokens=2)
+    request.scheduling.MergeFrom(v1.SchedulingOptions(**wishes))  # type: ignore[arg-type]
+    call = stack.generation.Generate(request, metadata=metadata)
+    try:
+        async for _ in call:
+            pass
+    except grpc.aio.AioRpcError as error:
+        return error.code()
+    return grpc.StatusCode.OK
+
+
+async def _admin_code(stack: Stack, metadata: tuple[tuple[str, str], ...]) -> grpc.StatusCode:
+    stub = admin_pb2_grpc.AdminServiceStub(stack.channel)
+    try:
+        await stub.ListWorkers(admin_pb2.ListWorkersRequest(), metadata=metadata, timeout=10)
+    except grpc.aio.AioRpcError as error:
+        return error.code()
+    return grpc.StatusCode.OK
