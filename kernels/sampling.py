@@ -35,6 +35,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from kernels._triton import kernel, next_power_of_2, runs_on_triton, tl
+from kernels.native.argmax import argmax_kernels, argmax_native
 from kernels.philox import gumbel_from_words, gumbel_tile, philox_words_tile, random_words, random_words_at
 
 _SMALL_VOCAB = 4096  # up to here one batched sort is cheaper than looking at each row
@@ -70,7 +71,7 @@ def sample(logits: torch.Tensor, params: SamplingTensors) -> torch.Tensor:
     A batch of greedy rows costs one argmax; a batch without truncation never sorts.
     """
     if not params.any_random:
-        return logits.argmax(dim=-1)
+        return _argmax(logits)
     if runs_on_triton(logits):
         return _gumbel_argmax_triton(process_logits_reference(logits, params), params)
     return _sample_cpu(logits, params)
@@ -78,8 +79,17 @@ def sample(logits: torch.Tensor, params: SamplingTensors) -> torch.Tensor:
 
 def nonfinite_rows(logits: torch.Tensor) -> torch.Tensor:
     """``[num_rows]`` bool: the row holds a NaN or +inf, or nothing but -inf, and cannot be sampled from."""
+    kernels = argmax_kernels(logits)
+    if kernels is not None:
+        return argmax_native(logits, kernels) < 0
     # One pass: the maximum carries NaN and +inf along, and is -inf only when everything is.
     return ~torch.isfinite(logits.amax(dim=-1))
+
+
+def _argmax(logits: torch.Tensor) -> torch.Tensor:
+    """Index of each row's largest logit; some index where a row has none."""
+    kernels = argmax_kernels(logits)
+    return logits.argmax(dim=-1) if kernels is None else argmax_native(logits, kernels).clamp_(min=0)
 
 
 def sample_reference(logits: torch.Tensor, params: SamplingTensors) -> torch.Tensor:

@@ -45,6 +45,10 @@ _FAULTS = {
 log = get_logger()
 
 
+_NO_BUDGET = 1 << 24
+"""More tokens than any worker computes in a step: each worker says what it does."""
+
+
 class SchedulerService:
     """Owns the sockets and the core; `run` serves until `stop` is called (from a signal handler, for example)."""
 
@@ -313,7 +317,7 @@ def to_core_config(config: SchedulerConfig, admission: AdmissionSettings) -> Cor
         preempt_threshold=config.preempt_threshold,
         victim_rule=config.victim_rule,
         max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_num_batched_tokens=config.max_num_batched_tokens or _NO_BUDGET,
         long_prefill_token_threshold=config.long_prefill_token_threshold,
         max_tokens_in_paged_kv_cache=config.max_tokens_in_paged_kv_cache,
         max_queued_requests=config.max_queued_requests,

@@ -80,7 +80,12 @@ class SchedulerConfig(_Checked):
     )
     victim_rule: str = _option("fewest", "whom to pause", choices=("fewest", "youngest", "lowest_priority"))
     max_num_seqs: int = _option(64, "most requests running at once per worker", least=1, most=1 << 16)
-    max_num_batched_tokens: int = _option(512, "most tokens computed in one step of a worker", least=1, most=1 << 24)
+    max_num_batched_tokens: int = _option(
+        0,
+        "most tokens computed in one step of a worker; 0: by its device (GPU 512, CPU 128) and max_num_seqs",
+        least=0,
+        most=1 << 24,
+    )
     long_prefill_token_threshold: int = _option(
         0, "most prompt tokens of one request in a step; 0: the whole budget", least=0
     )
@@ -140,7 +145,12 @@ class WorkerConfig(_Checked):
     )
     gpu_memory_utilization: float = _option(0.9, "share of a GPU's memory that the worker may use", least=0.01, most=1)
     max_num_seqs: int = _option(64, "rows the worker can hold", least=1, most=1 << 16)
-    max_num_batched_tokens: int = _option(512, "most tokens the worker computes in one step", least=1, most=1 << 24)
+    max_num_batched_tokens: int = _option(
+        0,
+        "most tokens the worker computes in one step; 0: by its device (GPU 512, CPU 128) and max_num_seqs",
+        least=0,
+        most=1 << 24,
+    )
     max_model_len: int = _option(0, "longest sequence; 0: what the model's positions allow", least=0, most=1 << 30)
     decode_graphs: bool = _option(True, "capture decode steps as CUDA graphs at start (on a GPU only)")
     num_threads: int = _option(0, "CPU threads for torch; 0: all cores", least=0, most=4096)

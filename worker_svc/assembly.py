@@ -15,6 +15,15 @@ from worker_svc.model.base import Model
 from worker_svc.model.loader import ModelDescription
 from worker_svc.profiling import run_largest_step
 
+_TOKENS_PER_STEP = {"cpu": 128, "cuda": 512}
+"""Enough for matrix products at full speed. On a CPU, where each token costs a millisecond or more, every one beyond
+that only lengthens what those who decode wait for a neighbour's prompt."""
+
+
+def tokens_per_step(device: torch.device, max_rows: int) -> int:
+    """Most tokens of a step where nobody said; at least half of them are left to prompts."""
+    return max(_TOKENS_PER_STEP[device.type], 2 * max_rows)
+
 
 def build_engine(
     config: WorkerConfig,
@@ -30,12 +39,12 @@ def build_engine(
     Raises:
         ConfigError: a setting out of range, or no memory for a single block.
     """
-    for setting in ("block_size", "max_num_seqs", "max_num_batched_tokens"):
+    for setting in ("block_size", "max_num_seqs"):
         if getattr(config, setting) < 1:
             raise ConfigError(f"{setting}: {getattr(config, setting)} is less than 1")
     limits = Limits(
         max_rows=config.max_num_seqs,
-        max_tokens_per_step=config.max_num_batched_tokens,
+        max_tokens_per_step=config.max_num_batched_tokens or tokens_per_step(device, config.max_num_seqs),
         max_model_len=description.max_model_len,
         block_size=config.block_size,
         num_blocks=0,

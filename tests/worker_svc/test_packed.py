@@ -1,0 +1,128 @@
+"""Models packed for the CPU kernels compute what torch computes; int8 weights cost little."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from kernels.native.library import native_levels
+from shared.config import ConfigError, WorkerConfig
+from tests.checkpoints import VOCAB_SIZE, make_checkpoint
+from tests.worker_svc.driver import CPU, Driver, make_engine
+from worker_svc.model.base import AttentionInputs, Model
+from worker_svc.model.loader import load_model
+
+LEVELS = [kernels.level_name for kernels in native_levels()]
+LENGTHS = (1, 37, 3, 90, 2)
+"""Tokens of each row of the batch that is compared; the first are decode rows."""
+BLOCK_SIZE = 16
+
+pytestmark = pytest.mark.skipif(not LEVELS, reason="built without a compiler: torch computes")
+
+
+@pytest.fixture(autouse=True)
+def _inference() -> Iterator[None]:
+    with torch.inference_mode():
+        yield
+
+
+def load(folder: Path | str, **settings: Any) -> Model:
+    return load_model(WorkerConfig(model=str(folder), device="cpu", **settings), CPU)[0]
+
+
+def logits_of(model: Model, tokens: list[list[int]], dtype: torch.dtype) -> torch.Tensor:
+    """Logits of every token of some rows computed at once, from scratch: `[tokens, vocab]` float64."""
+    lengths = torch.tensor([len(row) for row in tokens])
+    blocks = -(-lengths // BLOCK_SIZE)
+    first = torch.cat((torch.zeros(1, dtype=torch.int64), blocks.cumsum(0)[:-1]))
+    tables = first[:, None] + torch.arange(int(blocks.max())).minimum(blocks[:, None] - 1)
+    positions = torch.cat([torch.arange(len(row)) for row in tokens])
+    starts = torch.cat((torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)))
+    caches = tuple(
+        (
+            torch.zeros(int(blocks.sum()), shape.num_kv_heads, BLOCK_SIZE, shape.head_dim, dtype=dtype),
+            torch.zeros(int(blocks.sum()), shape.num_kv_heads, BLOCK_SIZE, shape.head_dim, dtype=dtype),
+        )
+        for shape in model.kv_shapes
+    )
+    attention = AttentionInputs(
+        slot_mapping=first.repeat_interleave(lengths) * BLOCK_SIZE + positions,
+        block_tables=tables.int(),
+        query_start=starts.int(),
+        context_lens=lengths.int(),
+        max_query_len=int(lengths.max()),
+    )
+    ids = torch.tensor([token for row in tokens for token in row])
+    return model.forward(ids, positions, attention, caches, None).double()
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize(
+    "architecture", ["LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"]
+)
+def test_a_packed_model_computes_what_torch_does(
+    architecture: str, level: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Biases, norms of queries and keys, windows, tied and untied embeddings: the same logits at every level."""
+    folder = make_checkpoint(architecture, tmp_path)
+    generator = torch.Generator().manual_seed(0)
+    tokens = [torch.randint(VOCAB_SIZE, (length,), generator=generator).tolist() for length in LENGTHS]
+    for dtype, tolerance in (("float32", 1e-5), ("bfloat16", 0.05)):
+        monkeypatch.setenv("QUIRE_CPU_KERNELS", "off")
+        expected = logits_of(load(folder, dtype="float32"), tokens, torch.float32)
+        monkeypatch.setenv("QUIRE_CPU_KERNELS", level)
+        got = logits_of(load(folder, dtype=dtype), tokens, getattr(torch, dtype))
+
+        assert float((got - expected).norm() / expected.norm()) < tolerance, dtype
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_int8_weights_keep_the_embedded_models_answers(level: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a trained model's own text, int8 chooses the same token nearly always, and the text stays as likely."""
+    monkeypatch.setenv("QUIRE_CPU_KERNELS", level)
+    prompts = [[1, 40 + row, 50, 60] for row in range(6)]
+    driver = Driver(make_engine("demo"))  # type: ignore[arg-type]
+    texts = [prompt + driver.generate(prompt, 40) for prompt in prompts]
+    dtype = load_model(WorkerConfig(model="demo", device="cpu"), CPU)[1].dtype
+    exact, rounded = (
+        logits_of(load("demo", quantization=quantization), texts, dtype).log_softmax(-1)
+        for quantization in ("none", "int8")
+    )
+    targets = torch.tensor([token for text in texts for token in [*text[1:], 0]])
+    written = torch.tensor([3 <= place < len(text) - 1 for text in texts for place in range(len(text))])
+    lost = (exact - rounded).gather(1, targets[:, None])[written]
+    same = (exact.argmax(-1) == rounded.argmax(-1))[written]
+
+    assert float(same.double().mean()) > 0.93
+    assert abs(float(lost.mean())) < 0.03, "nats per token"
+
+
+def test_int8_serves(tmp_path: Path) -> None:
+    """An engine with int8 weights generates, prompts in chunks included, the same as it does alone."""
+    folder = make_checkpoint("Qwen3ForCausalLM", tmp_path)
+    driver = Driver(make_engine(folder, quantization="int8"))
+    prompt = driver.rng.integers(0, VOCAB_SIZE, 50).tolist()
+
+    assert driver.generate(prompt, 12) == driver.generate(prompt, 12)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "settings"), [("GPT2LMHeadModel", {}), ("LlamaForCausalLM", {"dtype": "float16"})]
+)
+def test_int8_is_refused_where_it_is_not_to_be_had(architecture: str, settings: dict[str, str], tmp_path: Path) -> None:
+    """Other models, and types that the CPU kernels do not know, are refused by the setting's name."""
+    with pytest.raises(ConfigError, match="quantization: "):
+        load(make_checkpoint(architecture, tmp_path), quantization="int8", **settings)
+
+
+def test_torch_computes_where_the_kernels_are_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`QUIRE_CPU_KERNELS=off` serves as an installation without a compiler does; int8 is refused then."""
+    monkeypatch.setenv("QUIRE_CPU_KERNELS", "off")
+    folder = make_checkpoint("LlamaForCausalLM", tmp_path)
+    driver = Driver(make_engine(folder))
+
+    assert len(driver.generate([1, 2, 3], 4)) == 4
+    with pytest.raises(ConfigError, match="quantization: int8"):
+        load(folder, quantization="int8")
