@@ -50,6 +50,7 @@ COMMANDS = (
     Command("keys", "quire.cli.keys", "make and rotate the keys between processes"),
     Command("drain", "quire.cli.drain", "make a worker idle, or let it work again"),
     Command("bench offline", "quire.cli.bench_offline", "send a fixed list of requests through a real service"),
+    Command("bench kernels", "quire.cli.bench_kernels", "measure the worker's kernels on this machine's device"),
     Command("bench scheduler", "quire.cli.bench_scheduler", "measure what a step costs the scheduler"),
     Command("bench link", "quire.cli.bench_link", "measure how long workers wait for plans"),
     Command("bench frontend", "quire.cli.bench_frontend", "measure the front end alone"),

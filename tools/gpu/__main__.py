@@ -1,0 +1,49 @@
+"""`python -m tools.gpu PART`: see the package."""
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+from tools.gpu.results import Results, device_name
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Runs one part. 0: complete; 1: something failed; 3: there is more to do, run it again."""
+    parser = argparse.ArgumentParser(prog="python -m tools.gpu", description="Measure what only a GPU can tell.")
+    parser.add_argument("part", choices=("kernels", "decode", "workloads", "peers"))
+    parser.add_argument("--rehearse", action="store_true", help="with a tiny model, on a CPU if there is no GPU")
+    parser.add_argument("--budget-s", type=float, default=420.0, help="begin nothing after so long (default: 420)")
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="folder of the JSON")
+    options = parser.parse_args(arguments)
+    # Read by triton when it compiles, here and in the worker: what was compiled for one part serves the next.
+    os.environ.setdefault("TRITON_CACHE_DIR", str(Path("build/gpu/triton").absolute()))
+
+    import torch
+
+    from tools.gpu.parts import FULL, PARTS, REHEARSAL, Context
+    from worker_svc.device import set_threads
+
+    if not torch.cuda.is_available() and not options.rehearse:
+        print("there is no GPU here; --rehearse runs the same with a tiny model on the CPU", file=sys.stderr)
+        return 1
+    device = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
+    set_threads(0)
+    name = f"gpu-{options.part}{'-rehearsal' if options.rehearse else ''}.json"
+    results = Results(options.out / name, rehearsal=options.rehearse, budget_s=options.budget_s)
+    print(f"{options.part} on {device_name()}" + (" (rehearsal)" if options.rehearse else ""), flush=True)
+    scale = REHEARSAL if options.rehearse else FULL
+    PARTS[options.part](Context(device, scale, results))
+    for item in results.skipped:
+        print(f"  {item}: no time left")
+    print(f"{len(results.items)} items in {options.out / name}")
+    if results.failed:
+        return 1
+    if results.skipped:
+        print("run the same command again to go on")
+        return 3
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

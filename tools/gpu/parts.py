@@ -1,0 +1,262 @@
+"""What each part consists of."""
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from kernels import bench
+from quire.bench.offline import OfflineRequest
+from tools.gpu import checks, loads, shapes
+from tools.gpu.results import Figures, Results
+from tools.gpu.serving import Served, with_service
+
+WORK = Path("build/gpu")
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """How large everything is."""
+
+    models: tuple[shapes.Shape, ...]
+    kernels: bench.Sizes
+    check_rounds: int
+    rows: int
+    tokens_per_step: int
+    decode: tuple[tuple[int, int, int], ...]
+    """(rows, context, output tokens)."""
+    prefill: tuple[int, ...]
+    nano_vllm: tuple[int, int, int]
+    """Requests, shortest, longest."""
+    sharegpt: tuple[int, int]
+    """Requests, longest."""
+
+    def longest(self) -> int:
+        """Tokens of the longest sequence of any item."""
+        most = max(context + output for _, context, output in self.decode)
+        return max(most, max(self.prefill) + 1, 2 * self.nano_vllm[2], 2 * self.sharegpt[1]) + 16
+
+
+FULL = Scale(
+    models=(shapes.QWEN_06B, shapes.LLAMA_8B),
+    kernels=bench.LLAMA_8B,
+    check_rounds=60,
+    rows=256,
+    tokens_per_step=8192,
+    decode=((1, 1024, 256), (8, 1024, 256), (64, 1024, 256), (256, 1024, 192)),
+    prefill=(2048, 8192),
+    nano_vllm=(256, 100, 1024),
+    sharegpt=(512, 1024),
+)
+REHEARSAL = Scale(
+    models=(shapes.TINY,),
+    kernels=bench.TINY,
+    check_rounds=2,
+    rows=4,
+    tokens_per_step=64,
+    decode=((1, 20, 12), (4, 20, 24)),
+    prefill=(100,),
+    nano_vllm=(6, 5, 20),
+    sharegpt=(6, 40),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """What every part is given."""
+
+    device: torch.device
+    scale: Scale
+    results: Results
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the kernel measurements."""
+        return torch.bfloat16 if self.device.type == "cuda" else torch.float32
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """Something measured through a service."""
+
+    name: str
+    measure: Callable[[Served], Figures]
+    expected_s: float
+
+
+def kernels(context: Context) -> None:
+    """Checks, then measurements beside the device's ceilings."""
+    for name, check in checks.checks(context.device, context.scale.check_rounds):
+        context.results.run(name, check, 30.0)
+    ceilings = _ceilings(context)
+    with torch.inference_mode():
+        for name, measure in bench.measurements(context.device, context.dtype, context.scale.kernels):
+            context.results.run(name, partial(_measure_one, measure, ceilings), 10.0)
+
+
+def decode(context: Context) -> None:
+    """Decode and prefill of each model shape, beside the roofline; the same tokens on CPU and GPU."""
+    ceilings = _ceilings(context)
+    context.results.run("greedy tokens on CPU and device", lambda: _same_tokens(context), 60.0)
+    for shape in context.scale.models:
+        items = [
+            Item(
+                f"{shape.name}: decode, {rows} rows at {length}",
+                partial(_decode, shape=shape, ceilings=ceilings, rows=rows, length=length, output=output),
+                30.0,
+            )
+            for rows, length, output in context.scale.decode
+        ]
+        items += [
+            Item(
+                f"{shape.name}: prefill, {tokens} tokens",
+                partial(_prefill, shape=shape, ceilings=ceilings, tokens=tokens),
+                20.0,
+            )
+            for tokens in context.scale.prefill
+        ]
+        _serve(context, shape, items)
+
+
+def workloads(context: Context) -> None:
+    """Whole lists of requests, offline."""
+    for shape in context.scale.models:
+        items = [
+            Item(f"{shape.name}: {name}", partial(_throughput, requests=requests, rows=context.scale.rows), 90.0)
+            for name, requests in _lists(context.scale, shape)
+        ]
+        _serve(context, shape, items)
+
+
+def peers(context: Context) -> None:
+    """The same by `transformers`."""
+    from tools.gpu import hf
+
+    device, scale = context.device, context.scale
+    for shape in scale.models:
+        items = [
+            (
+                f"{shape.name}: generate, {rows} rows at {length}",
+                partial(hf.generate, requests=loads.decode_load(rows, length, output, shape.vocab_size), device=device),
+                60.0,
+            )
+            for rows, length, output in scale.decode
+        ]
+        items += [
+            (
+                f"{shape.name}: continuous batching, {name}",
+                partial(hf.continuous_batching, requests=requests, rows=scale.rows, device=device),
+                200.0,
+            )
+            for name, requests in _lists(scale, shape)
+        ]
+        if context.results.all_done(name for name, _, _ in items):
+            continue
+        with hf.loaded(shape, shapes.make_folder(shape, WORK), device) as model:
+            for name, measure, expected_s in items:
+                context.results.run(name, partial(measure, model), expected_s)
+
+
+PARTS: dict[str, Callable[[Context], None]] = {
+    "kernels": kernels,
+    "decode": decode,
+    "workloads": workloads,
+    "peers": peers,
+}
+
+
+def _lists(scale: Scale, shape: shapes.Shape) -> list[tuple[str, list[OfflineRequest]]]:
+    return [
+        ("nano-vllm", loads.nano_vllm_load(*scale.nano_vllm, shape.vocab_size)),
+        ("like ShareGPT", loads.sharegpt_like_load(*scale.sharegpt, shape.vocab_size)),
+    ]
+
+
+def _serve(context: Context, shape: shapes.Shape, items: list[Item]) -> None:
+    """Does the items that are not done with one service."""
+    scale = context.scale
+    if context.results.all_done(item.name for item in items):
+        return
+
+    def use(served: Served) -> None:
+        for item in items:
+            context.results.run(item.name, partial(item.measure, served), item.expected_s)
+
+    with_service(
+        shapes.make_folder(shape, WORK),
+        str(context.device),
+        use,
+        rows=scale.rows,
+        tokens_per_step=scale.tokens_per_step,
+        max_model_len=scale.longest(),
+    )
+
+
+def _ceilings(context: Context) -> bench.Ceilings:
+    """Measured once per part."""
+
+    def measure() -> Figures:
+        with torch.inference_mode():
+            found = asdict(bench.measure_ceilings(context.device, context.dtype, context.scale.kernels))
+        if context.device.type == "cuda":
+            torch.cuda.empty_cache()  # a worker process wants the memory
+        return found
+
+    context.results.run("ceilings", measure, 10.0)
+    found = context.results.items["ceilings"]
+    return bench.Ceilings(float(found["copy_bytes_per_s"]), float(found["gemm_flop_per_s"]))
+
+
+def _measure_one(measure: Callable[[], bench.Measurement], ceilings: bench.Ceilings) -> Figures:
+    found = measure()
+    figures: Figures = {
+        "us": found.seconds * 1e6,
+        "tb_per_s": found.bytes / found.seconds / 1e12,
+        "tflop_per_s": found.flop / found.seconds / 1e12,
+        "of_roof": found.share(ceilings),
+    }
+    if found.peer:
+        figures |= {"peer": found.peer, "peer_us": found.peer_seconds * 1e6}
+    return figures
+
+
+def _decode(
+    served: Served, *, shape: shapes.Shape, ceilings: bench.Ceilings, rows: int, length: int, output: int
+) -> Figures:
+    requests = loads.decode_load(rows, length, output, shape.vocab_size)
+    served.send(requests, rows)  # once to warm up: kernels are compiled on first use
+    report, idle = served.send(requests, rows)
+    found = loads.decode_figures(report.traces)
+    least_s = shape.decode_seconds(rows, length + output // 2, ceilings.copy_bytes_per_s, ceilings.gemm_flop_per_s)
+    return {**found, **idle, "of_roofline": 1e3 * least_s / float(found["step_ms"])}
+
+
+def _prefill(served: Served, *, shape: shapes.Shape, ceilings: bench.Ceilings, tokens: int) -> Figures:
+    found = loads.prefill_figures(served.send(loads.prefill_load(tokens, 5, shape.vocab_size), 1)[0].traces)
+    least_s = shape.prefill_flop(tokens) / ceilings.gemm_flop_per_s
+    return {**found, "of_gemm_peak": 1e3 * least_s / float(found["ttft_ms"])}
+
+
+def _throughput(served: Served, *, requests: list[OfflineRequest], rows: int) -> Figures:
+    served.send(requests[: min(8, len(requests))], 8)
+    report, idle = served.send(requests, 4 * rows)
+    return {**loads.throughput_figures(report.requests, report.traces, report.wall_s), **idle}
+
+
+def _same_tokens(context: Context) -> Figures:
+    """Greedy tokens of the embedded float32 model, on the CPU and on the device."""
+    prompts = loads.nano_vllm_load(8, 10, 60, 1000)
+    answers: list[list[tuple[int, ...]]] = []
+
+    def use(served: Served) -> None:
+        answers.append([trace.tokens for trace in served.send(prompts, 4)[0].traces])
+
+    folder = Path("shared/demo_model")
+    for device in ("cpu", str(context.device)):
+        with_service(folder, device, use, rows=4, tokens_per_step=64, max_model_len=256, weights="auto")
+    differing = sum(ours != theirs for ours, theirs in zip(*answers, strict=True))
+    if differing:
+        raise ValueError(f"{differing} of {len(prompts)} answers differ between CPU and device")
+    return {"answers": len(prompts), "differing": differing}
