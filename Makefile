@@ -12,6 +12,12 @@ ARGS ?=
 MODEL ?= demo
 # How many times as many examples `make fuzz` tries as `make test` does.
 EXAMPLES ?= 100
+GPU_PYTHON_VERSION ?= 3.12
+GPU_WHEELS := pyzmq structlog prometheus-client googleapis-common-protos grpcio-health-checking==1.76.0 \
+  grpcio-reflection==1.76.0 grpcio-status==1.76.0 opentelemetry-api opentelemetry-sdk \
+  opentelemetry-semantic-conventions opentelemetry-proto opentelemetry-exporter-otlp-common \
+  opentelemetry-exporter-otlp-proto-common opentelemetry-exporter-otlp-proto-grpc starlette anyio sniffio idna \
+  uvicorn h11 click httptools uvloop llguidance pydantic annotated-types typing-inspection
 PROTOC_TOOLS := grpcio-tools==1.76.0 mypy-protobuf==5.1.0
 PROTOC_VENV := build/protoc
 PROTOC_STAMP := $(PROTOC_VENV)/.$(subst ==,-,$(firstword $(PROTOC_TOOLS)))-$(subst ==,-,$(lastword $(PROTOC_TOOLS)))
@@ -22,7 +28,7 @@ FUZZED := tests/worker_svc/test_session.py tests/worker_svc/test_malformed_plans
   tests/services/test_fuzz.py tests/services/test_stop_strings.py tests/services/test_detokenizer.py
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run node-packages test load-test chaos sim mutants plots fuzz schemas kernels-all lint format protos protos-check protos-breaking model clean
+.PHONY: help setup run node-packages test gpu gpu-wheels load-test chaos sim mutants plots fuzz schemas kernels-all lint format protos protos-check protos-breaking model clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sort | awk -F ':.*## ' '{printf "  make %-16s %s\n", $$1, $$2}'
@@ -88,6 +94,17 @@ kernels-all: setup ## kernels at every type and size: interpreted, and compiled 
 	$(BIN)/python -m tests.run tests/kernels
 	TRITON_INTERPRET=1 $(BIN)/python -m pytest --timeout=0 tests/kernels/interpreted/every_size.py
 	$(BIN)/python -W ignore -m kernels.aot --all
+
+# PART is kernels, decode, workloads or peers; ARGS=--rehearse runs the same with a tiny model. Run a part again to go on.
+gpu: ## measure on a GPU what only a GPU can tell: make gpu PART=kernels | decode | workloads | peers (8 minutes each)
+	@exec tools/gpu/run.sh $(PART) $(ARGS)
+
+# What Quire needs on a machine that has only torch, triton, transformers, grpcio, protobuf and numpy.
+gpu-wheels: ## collect wheels into build/gpu/wheels, to be carried to a GPU machine that cannot install any
+	@rm -rf build/gpu/wheels && $(PYTHON) -m pip download --quiet --disable-pip-version-check --no-deps \
+	  --only-binary=:all: --python-version $(GPU_PYTHON_VERSION) --platform manylinux_2_28_x86_64 \
+	  --platform manylinux2014_x86_64 --platform any -d build/gpu/wheels $(GPU_WHEELS)
+	@du -sh build/gpu/wheels
 
 mutants: setup ## change the scheduler core in 240 small ways; checks must notice 9 of 10 (about an hour, resumable)
 	@exec $(BIN)/python -m tools.mutation
