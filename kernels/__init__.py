@@ -19,6 +19,7 @@ hold kernel and CPU path against it.
     linear            products over weights packed for a CPU, int8 among them
     decoder           all layers of a Llama-type decoder on a CPU, in one call
     native            the C++ that the CPU paths run on, where it was built
+    bench             what the kernels reach beside the device's ceilings
     compiling         tells when a launch is about to compile its kernel
     tune              measures the attention kernels' tiles on a GPU and writes their table
     aot               compiles every specialisation the worker reaches, without a GPU

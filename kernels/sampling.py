@@ -20,12 +20,9 @@ the batch around it.
 `nonfinite_rows` finds rows whose logits cannot be sampled from. `sample` still returns a valid token index
 for such rows: the worker fails them alone, after the step.
 
-On CUDA the draw is a Triton kernel (tiles of the vocabulary, then a reduction per row), while truncation is
-one `torch.sort` of the batch: no host synchronisation, but more memory traffic than selection without a sort
-would need.
+On CUDA all of this is selection and a draw, without a sort and without host synchronisation
+(`kernels.sampling_triton`); only typical-p sorts.
 """
-
-# ruff: noqa: N803 - compile-time parameters of kernels are upper case, as everywhere in Triton
 
 from __future__ import annotations
 
@@ -34,12 +31,12 @@ from dataclasses import dataclass
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from kernels._triton import kernel, next_power_of_2, runs_on_triton, tl
+from kernels._triton import runs_on_triton
 from kernels.native.argmax import argmax_kernels, argmax_native
-from kernels.philox import gumbel_from_words, gumbel_tile, philox_words_tile, random_words, random_words_at
+from kernels.philox import gumbel_from_words, random_words, random_words_at
+from kernels.sampling_triton import draw_triton, sample_triton
 
 _SMALL_VOCAB = 4096  # up to here one batched sort is cheaper than looking at each row
-_DRAW_TILE = 1024  # logits per program of the Triton draw
 _COLDEST = 1e-30  # a smaller temperature could overflow a logit; this one is greedy already
 _DENSE_ELEMENTS = 1 << 16  # logits given noise at once: Philox on CPU makes a dozen passes over eight bytes for each
 
@@ -73,7 +70,9 @@ def sample(logits: torch.Tensor, params: SamplingTensors) -> torch.Tensor:
     if not params.any_random:
         return _argmax(logits)
     if runs_on_triton(logits):
-        return _gumbel_argmax_triton(process_logits_reference(logits, params), params)
+        if params.typical_p is not None:
+            return draw_triton(process_logits_reference(logits, params), params)
+        return sample_triton(logits, params)
     return _sample_cpu(logits, params)
 
 
@@ -225,80 +224,3 @@ def _survivors(scores: torch.Tensor, top_k: int, top_p: float, min_p: float) -> 
         kept = probs >= min_p * probs.max()
         index, scores = index[kept], scores[kept]
     return index, scores
-
-
-def _gumbel_argmax_triton(scores: torch.Tensor, params: SamplingTensors) -> torch.Tensor:
-    """The draw over processed float32 scores ``[num_rows, vocab_size]``: tiles of the vocabulary, then
-    rows."""
-    num_rows, vocab_size = scores.shape
-    num_tiles = -(-vocab_size // _DRAW_TILE)
-    tile_score = torch.empty(num_rows, num_tiles, dtype=torch.float32, device=scores.device)
-    tile_token = torch.empty(num_rows, num_tiles, dtype=torch.int32, device=scores.device)
-    tokens = torch.empty(num_rows, dtype=torch.int64, device=scores.device)
-    _gumbel_argmax_tiles_kernel[(num_rows, num_tiles)](
-        scores,
-        params.temperature,
-        params.seed,
-        params.choice,
-        params.position,
-        tile_score,
-        tile_token,
-        scores.stride(0),
-        vocab_size,
-        num_tiles,
-        TILE=_DRAW_TILE,
-    )
-    _gumbel_argmax_rows_kernel[(num_rows,)](tile_score, tile_token, tokens, num_tiles, TILES=next_power_of_2(num_tiles))
-    return tokens
-
-
-@kernel
-def _gumbel_argmax_tiles_kernel(
-    scores_ptr: tl.tensor,
-    temperature_ptr: tl.tensor,
-    seed_ptr: tl.tensor,
-    choice_ptr: tl.tensor,
-    position_ptr: tl.tensor,
-    tile_score_ptr: tl.tensor,
-    tile_token_ptr: tl.tensor,
-    row_stride: tl.tensor,
-    vocab_size: tl.tensor,
-    num_tiles: tl.tensor,
-    TILE: tl.constexpr,
-) -> None:
-    """One program: the best perturbed score in one tile of one row's vocabulary, ties to the lowest index."""
-    row = tl.program_id(0)
-    tile = tl.program_id(1)
-    token = tile * TILE + tl.arange(0, TILE)
-    inside = token < vocab_size
-    score = tl.load(scores_ptr + row.to(tl.int64) * row_stride + token, mask=inside, other=-float("inf"))
-    score = tl.where(score == score, score, -float("inf"))  # a NaN must not make the index meaningless
-    if tl.load(temperature_ptr + row) > 0:
-        words = philox_words_tile(
-            tl.load(seed_ptr + row),
-            tl.load(position_ptr + row),
-            tl.load(choice_ptr + row),
-            tile * (TILE // 4),
-            TILE,
-        )
-        score += gumbel_tile(words)
-    best = tl.max(score, 0)
-    best_token = tl.min(tl.where(score == best, token, vocab_size), 0)
-    tl.store(tile_score_ptr + row * num_tiles + tile, best)
-    tl.store(tile_token_ptr + row * num_tiles + tile, best_token)
-
-
-@kernel
-def _gumbel_argmax_rows_kernel(
-    tile_score_ptr: tl.tensor,
-    tile_token_ptr: tl.tensor,
-    tokens_ptr: tl.tensor,
-    num_tiles: tl.tensor,
-    TILES: tl.constexpr,
-) -> None:
-    """One program: the best tile of one row, ties to the first tile."""
-    row = tl.program_id(0)
-    tile = tl.arange(0, TILES)
-    score = tl.load(tile_score_ptr + row * num_tiles + tile, mask=tile < num_tiles, other=-float("inf"))
-    best_tile = tl.min(tl.where(score == tl.max(score, 0), tile, num_tiles), 0)
-    tl.store(tokens_ptr + row, tl.load(tile_token_ptr + row * num_tiles + best_tile).to(tl.int64))

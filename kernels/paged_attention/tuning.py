@@ -1,9 +1,8 @@
 """Tile sides and launch options of the attention kernels: a table in a file beside this module, and a safe default.
 
-The table is made once, offline (`python -m kernels.tune`), and checked in; nothing is tried out while serving. An entry
-holds for one kernel on one architecture, for heads of up to ``dim_tile`` dimensions and a cache of so many bytes per
-element. What the table lacks gets tiles that fit into every GPU's registers and shared memory. ``source`` says where an
-entry comes from: ``measured`` on that GPU, or only ``compiled`` (no register spilled).
+The table is made once, offline, on a GPU (`python -m kernels.tune`), and checked in; nothing is tried out while
+serving. An entry holds for one kernel on one architecture, for heads of up to ``dim_tile`` dimensions and a cache of so
+many bytes per element. What the table lacks gets tiles that fit into every GPU's registers and shared memory.
 """
 
 from __future__ import annotations
@@ -38,9 +37,13 @@ class Key:
     kv_bytes: int  # bytes of an element of the cache
 
 
+tried: dict[Key, Tuning] = {}
+"""What `kernels.tune` is trying out; empty while serving."""
+
+
 def tuning_for(key: Key, group_size: int) -> Tuning:
     """The table's entry or the default, with a tile that holds a whole group of query heads."""
-    found = read_table().get(key, (default_tuning(key), ""))[0]
+    found = tried.get(key) or read_table().get(key) or default_tuning(key)
     return Tuning(max(found.block_m, next_power_of_2(group_size)), found.block_n, found.num_warps, found.num_stages)
 
 
@@ -57,17 +60,15 @@ def default_tuning(key: Key) -> Tuning:
 
 
 @cache
-def read_table() -> dict[Key, tuple[Tuning, str]]:
-    """The checked-in table: for each key its tuning and source."""
-    return {
-        Key(**entry["key"]): (Tuning(**entry["tuning"]), entry["source"]) for entry in json.loads(TABLE.read_text())
-    }
+def read_table() -> dict[Key, Tuning]:
+    """The checked-in table."""
+    return {Key(**entry["key"]): Tuning(**entry["tuning"]) for entry in json.loads(TABLE.read_text())}
 
 
-def write_table(table: dict[Key, tuple[Tuning, str]], path: Path = TABLE) -> None:
+def write_table(table: dict[Key, Tuning], path: Path = TABLE) -> None:
     """Writes a table, a line per entry."""
     lines = [
-        json.dumps({"key": asdict(key), "tuning": asdict(tuning), "source": source})
-        for key, (tuning, source) in sorted(table.items(), key=lambda entry: entry[0])
+        json.dumps({"key": asdict(key), "tuning": asdict(tuning)})
+        for key, tuning in sorted(table.items(), key=lambda entry: entry[0])
     ]
     path.write_text("[\n" + ",\n".join(lines) + "\n]\n")

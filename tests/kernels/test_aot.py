@@ -66,8 +66,12 @@ def test_ci_specialisations_compile(tmp_path: Path) -> None:
         "rms_norm_kernel",
         "rotary_kernel",
         "silu_mul_kernel",
-        "gumbel_argmax_tiles_kernel",
-        "gumbel_argmax_rows_kernel",
+        "rotate_and_cache_kernel",
+        "select_kernel",
+        "draw_tiles_kernel",
+        "draw_rows_kernel",
+        "scatter_words_kernel",
+        "prepare_decode_kernel",
     }
     # Triton versions differ by a register or two; a kernel that outgrew its registers spills hundreds of bytes.
     assert [row for row in rows if row["spill_bytes"] > 32] == []

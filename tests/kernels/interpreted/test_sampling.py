@@ -4,8 +4,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from kernels._triton import kernel, tl
 from kernels.philox import (
@@ -16,7 +20,7 @@ from kernels.philox import (
     uniform_from_words,
     uniform_tile,
 )
-from kernels.sampling import SamplingTensors, sample, sample_reference
+from kernels.sampling import SamplingTensors, process_logits_reference, sample, sample_reference
 from tests.kernels.test_philox import KNOWN_ANSWERS
 
 
@@ -127,3 +131,62 @@ def test_ties_and_nan() -> None:
 
     assert tokens[[0, 3]].tolist() == [1500, 0]
     assert ((tokens >= 0) & (tokens < 2100)).all()
+
+
+@settings(max_examples=25, deadline=None)
+@given(data=st.data())
+def test_any_parameters(data: st.DataObject) -> None:
+    """Any mix of parameters over any vocabulary gives the reference's tokens, with logits that are often equal too."""
+    num_rows, vocab_size = data.draw(st.integers(1, 4)), data.draw(st.sampled_from([3, 40, 1024, 1500]))
+    torch.manual_seed(data.draw(st.integers(0, 10_000)))
+    logits = torch.randn(num_rows, vocab_size) * data.draw(st.sampled_from([0.5, 3.0, 10.0]))
+    if data.draw(st.booleans()):
+        logits = logits.round()
+    logits = logits.to(data.draw(st.sampled_from([torch.float32, torch.float16])))
+
+    def column(*values: float) -> torch.Tensor:
+        return torch.tensor([data.draw(st.sampled_from(values)) for _ in range(num_rows)])
+
+    params = SamplingTensors(
+        temperature=column(0.0, 0.5, 1.0, 1.7).float(),
+        top_k=column(0, 1, 2, 7, 100, 5000).int(),
+        top_p=column(1.0, 0.95, 0.6, 0.1, 0.0).float(),
+        min_p=column(0.0, 0.0, 0.03, 0.3).float(),
+        seed=column(1, -5, 1 << 40).long(),
+        choice=column(0, 3).int(),
+        position=column(7, 99_999).int(),
+        any_random=True,
+        any_truncation=True,
+    )
+    tokens, expected = sample(logits, params), sample_reference(logits, params)
+    scores = process_logits_reference(logits, params)
+    for row in (tokens != expected).nonzero().flatten().tolist():
+        # A sum that rounds the other way may move the border by a token: what was drawn must stand right there.
+        border = scores[row][scores[row].isfinite()].min()
+        drawn = logits[row].float() / params.temperature[row]
+        assert min(abs(drawn[tokens[row]] - border), abs(drawn[expected[row]] - border)) < 0.05
+
+
+def test_top_p_cuts_between_equal_logits() -> None:
+    """Of equal logits those with lower indices stay, however many tiles they are spread over."""
+    logits = torch.zeros(4, 1300)
+    params = SamplingTensors(
+        temperature=torch.ones(4),
+        top_k=torch.tensor([0, 0, 30, 0]).int(),
+        top_p=torch.tensor([0.0, 0.5, 0.5, 0.9999]),
+        min_p=torch.zeros(4),
+        seed=torch.zeros(4).long(),
+        choice=torch.zeros(4).int(),
+        position=torch.arange(4).int(),
+        any_random=True,
+        any_truncation=True,
+    )
+    highest = torch.zeros(4, dtype=torch.int64)
+    for seed in range(8):
+        draws = sample(logits, replace(params, seed=torch.full((4,), seed)))
+        highest = highest.maximum(draws)
+
+    assert highest[0] == 0
+    assert 400 < highest[1] < 650
+    assert 400 < highest[2] < 650, "with equal logits top-k removes nothing"
+    assert highest[3] > 1000

@@ -1,0 +1,53 @@
+"""The table of tiles: what is in it is used, what is not gets the default."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from kernels import tune
+from kernels.paged_attention import tuning
+from kernels.paged_attention.tuning import Key, Tuning, default_tuning, tuning_for
+
+
+@pytest.fixture
+def table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An own table, so that the checked-in one is left alone."""
+    monkeypatch.setattr(tuning, "TABLE", tmp_path / "tuning.json")
+    monkeypatch.setattr(tuning, "read_table", tuning.read_table.__wrapped__)  # without its cache
+    return tmp_path / "tuning.json"
+
+
+def test_entries_are_used_where_they_hold(table: Path) -> None:
+    """An entry serves its own key, others get the default; a group of heads that is larger gets a larger tile."""
+    key = Key("decode", 90, 128, 2)
+    tuning.write_table({key: Tuning(16, 128, 8, 2)}, table)
+
+    assert tuning_for(key, 4) == Tuning(16, 128, 8, 2)
+    assert tuning_for(key, 20) == Tuning(32, 128, 8, 2)
+    other = Key("decode", 80, 128, 2)
+    assert tuning_for(other, 4) == default_tuning(other)
+
+
+def test_the_table_reads_as_it_was_written(table: Path) -> None:
+    """Whatever the tuner finds comes back, one line per entry, in a fixed order."""
+    found = {key: next(iter(tune.candidates(key))) for key in tune.keys(90) + tune.keys(80)}
+    tuning.write_table(found, table)
+
+    assert tuning.read_table() == found
+    assert len(table.read_text().splitlines()) == len(found) + 2
+
+
+def test_the_tuner_tries_the_default_first_and_everything_once() -> None:
+    """No candidate is tried twice, and none has a tile that the kernels cannot have."""
+    for key in tune.keys(90):
+        tried = list(tune.candidates(key))
+        assert tried[0] == default_tuning(key)
+        assert len(tried) == len(set(tried))
+        assert all(each.block_m >= 16 and each.block_n >= 16 for each in tried)
+
+
+def test_the_shipped_table_names_kernels_that_there_are() -> None:
+    """The checked-in table can be read, and holds only keys that a launch asks for."""
+    assert all(key in tune.keys(key.architecture) for key in tuning.read_table())
