@@ -110,6 +110,23 @@ def test_a_dynamic_batch_that_was_full_stays_closed() -> None:
     assert len(cluster.readers[2].tokens) == 4
 
 
+def test_a_delay_lasts_about_as_long_as_a_prompt_takes() -> None:
+    """With scheduler_delay_factor 1 admission waits, while others run, for as long as the newest prefill step took."""
+    cluster = _cluster(batching=BatchingLimits(delay_factor=1.0))
+    cluster.submit(0, [0] * 8, 30)
+    cluster.plan()
+    cluster.now += 0.5
+    cluster.answer()
+    cluster.submit(1, [1] * 8, 4)
+    for _ in range(6):
+        cluster.now += 0.1
+        cluster.answer()
+        cluster.plan()
+    assert _running(cluster) == 2
+    cluster.run()
+    _check_all(cluster)
+
+
 def test_continuous_batching_fills_slots_at_once() -> None:
     """A waiting request starts in the step after a slot is known to become free."""
     cluster = _cluster(max_num_seqs=2)

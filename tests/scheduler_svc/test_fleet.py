@@ -4,7 +4,9 @@ import pytest
 
 from scheduler_svc.core import events as ev
 from scheduler_svc.core.admission import MAX_LEFT_ELSEWHERE
-from scheduler_svc.core.effects import EndReason
+from scheduler_svc.core.config import CoreConfig
+from scheduler_svc.core.effects import EndReason, ServiceChanged, WorkerWelcomed
+from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.sim.model_worker import ModelWorker
 from scheduler_svc.sim.oracle import expected_output
 from tests.scheduler_svc.cluster import Cluster
@@ -215,3 +217,23 @@ def test_a_cache_cap_below_one_block_leaves_one_block() -> None:
         cluster = Cluster(max_num_seqs=8, max_num_batched_tokens=64, max_tokens_in_paged_kv_cache=tokens)
         cluster.join(ModelWorker(b"w/0", 100, 8, 8), "w0")
         assert cluster.core.stats().workers[0].blocks_total == blocks
+
+
+def test_epochs_fit_into_64_bits_and_are_never_zero() -> None:
+    """Zero is what an absent field says on the wire; counting goes on after the largest number."""
+    core = Scheduler(CoreConfig(), incarnation=(1 << 64) - 2)
+    epochs = []
+    for index in range(3):
+        effects = core.handle(ModelWorker(b"w/%d" % index, 10, 4, 8).hello(f"w{index}"), 1.0)
+        epochs += [effect.epoch for effect in effects if isinstance(effect, WorkerWelcomed)]
+    assert epochs == [(1 << 64) - 1, 1, 2]
+
+
+def test_front_ends_hear_of_every_change_once() -> None:
+    """What is served changes with the first worker and the last one; a second one of the same kind changes nothing."""
+    cluster = _cluster(workers=2)
+    cluster.handle(ev.DrainRequested(worker_id="w0", move=False))
+    cluster.handle(ev.DrainRequested(worker_id="w1", move=False))
+    cluster.handle(ev.ResumeRequested(worker_id="w1"))
+    changes = [effect.ready for effect in cluster.effects if isinstance(effect, ServiceChanged)]
+    assert changes == [True, False, True]
