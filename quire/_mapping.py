@@ -15,6 +15,7 @@ from google.rpc import error_details_pb2, status_pb2  # type: ignore[import-unty
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from quire import errors
+from quire._resume import make_resumable
 from quire.types import (
     Choice,
     ChoiceFinished,
@@ -102,6 +103,7 @@ def build_generate(
     ebnf: str | None = None,
     choice: Sequence[str] | None = None,
     include_special_tokens: bool = False,
+    resumable: bool = False,
     request_id: str = "",
     scheduling: SchedulingOptions | None = None,
 ) -> pb.GenerateRequest:
@@ -156,6 +158,8 @@ def build_generate(
     _set(request.output, "include_special_tokens", include_special_tokens, "output.")
     if scheduling is not None:
         _set_scheduling(request.scheduling, scheduling)
+    if resumable:
+        make_resumable(request)
     return request
 
 

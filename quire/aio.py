@@ -4,6 +4,8 @@ An `AsyncClient` belongs to the event loop that it was made in.
 """
 
 import asyncio
+import contextlib
+import time
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol, Self, Unpack
@@ -13,6 +15,7 @@ import grpc.aio
 
 from quire import _mapping, errors
 from quire._batch import BatchAnswers
+from quire._resume import Resumption
 from quire.types import (
     BatchAnswer,
     ChoiceFinished,
@@ -109,6 +112,62 @@ class AsyncGeneration(AsyncIterator[Delta]):
         self.cancel()
 
 
+class _ResumingCall:
+    """A `Generate` call that goes on after its connection was lost."""
+
+    def __init__(
+        self, stub: "GenerationServiceAsyncStub", request: pb.GenerateRequest, timeout: float | None, token: str
+    ) -> None:
+        self._stub = stub
+        self._token = token
+        self._deadline = None if timeout is None else time.monotonic() + timeout
+        self._resumption = Resumption(request)
+        self._cancelled = False
+        self._cancelling: asyncio.Task[None] | None = None
+        self._call: Any = stub.Generate(request, timeout=timeout, metadata=_mapping.call_metadata(self._token))
+
+    async def read(self) -> Any:
+        while True:
+            try:
+                response = await self._call.read()
+            except grpc.aio.AioRpcError as error:
+                wait_s = self._resumption.failed(_mapping.read_error(error))
+                if wait_s is None or self._cancelled:
+                    raise
+                await asyncio.sleep(wait_s)
+                self._try_again()
+                continue
+            if isinstance(response, pb.ResumeResponse):
+                response = response.response
+            if response is not grpc.aio.EOF:
+                self._resumption.received(response)
+            return response
+
+    def cancel(self) -> bool:
+        self._cancelled = True
+        cancelled = bool(self._call.cancel())
+        if cancelled:
+            # Otherwise the server would wait for this client to come back.
+            self._cancelling = asyncio.ensure_future(self._tell_cancelled())
+        return cancelled
+
+    async def _tell_cancelled(self) -> None:
+        request_id = self._resumption.request.request_id
+        with contextlib.suppress(grpc.aio.AioRpcError):
+            await self._stub.Cancel(
+                pb.CancelRequest(request_id=request_id), timeout=5, metadata=_mapping.call_metadata(self._token)
+            )
+
+    def _try_again(self) -> None:
+        left = None if self._deadline is None else max(self._deadline - time.monotonic(), 0.001)
+        metadata = _mapping.call_metadata(self._token)
+        if self._resumption.sends_again:
+            self._call = self._stub.Generate(self._resumption.request, timeout=left, metadata=metadata)
+        else:
+            resume = self._resumption.resume_request()
+            self._call = self._stub.Resume(resume, timeout=left, metadata=metadata)
+
+
 class AsyncClient:
     """A connection to a Quire server.
 
@@ -141,6 +200,8 @@ class AsyncClient:
             InvalidRequestError: a value that its field cannot hold. All other errors come while iterating.
         """
         request = _mapping.build_generate(prompt, **options)
+        if request.resumable:
+            return AsyncGeneration(_ResumingCall(self._generation, request, timeout, self._token))
         metadata = _mapping.call_metadata(self._token)
         return AsyncGeneration(self._generation.Generate(request, timeout=timeout, metadata=metadata))
 

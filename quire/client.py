@@ -5,6 +5,8 @@ over it for deltas as the model produces them, then look at `finished`. Leaving 
 the end of a `with` block, or simply dropping it) stops the work on the server.
 """
 
+import threading
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Protocol, Self, Unpack
@@ -13,6 +15,7 @@ import grpc
 
 from quire import _mapping
 from quire._batch import BatchAnswers
+from quire._resume import Resumption
 from quire.types import (
     BatchAnswer,
     ChoiceFinished,
@@ -99,6 +102,78 @@ class Generation(Iterator[Delta]):
         self._call.cancel()
 
 
+class _Resumed:
+    """A `Resume` call that looks like `Generate`."""
+
+    def __init__(self, call: Any) -> None:
+        self._call = call
+
+    def __iter__(self) -> Iterator[pb.GenerateResponse]:
+        return self
+
+    def __next__(self) -> pb.GenerateResponse:
+        response: pb.GenerateResponse = next(self._call).response
+        return response
+
+    def cancel(self) -> bool:
+        return bool(self._call.cancel())
+
+
+class _ResumingCall:
+    """A `Generate` call that goes on after its connection was lost."""
+
+    def __init__(
+        self, stub: GenerationServiceStub, request: pb.GenerateRequest, timeout: float | None, token: str
+    ) -> None:
+        self._stub = stub
+        self._token = token
+        self._deadline = None if timeout is None else time.monotonic() + timeout
+        self._resumption = Resumption(request)
+        self._lock = threading.Lock()
+        self._cancelled = threading.Event()
+        self._call: _Call = stub.Generate(request, timeout=timeout, metadata=_mapping.call_metadata(self._token))
+
+    def __iter__(self) -> Iterator[pb.GenerateResponse]:
+        return self
+
+    def __next__(self) -> pb.GenerateResponse:
+        while True:
+            try:
+                response = next(self._call)
+                self._resumption.received(response)
+                return response
+            except grpc.RpcError as error:
+                wait_s = self._resumption.failed(_mapping.read_error(error))
+                if wait_s is None or self._cancelled.wait(wait_s):
+                    raise
+                self._try_again()
+
+    def cancel(self) -> bool:
+        with self._lock:
+            self._cancelled.set()
+            cancelled = self._call.cancel()
+        if cancelled:
+            # Fire and forget: otherwise the server would wait for this client to come back.
+            self._stub.Cancel.future(
+                pb.CancelRequest(request_id=self._resumption.request.request_id),
+                timeout=5,
+                metadata=_mapping.call_metadata(self._token),
+            )
+        return cancelled
+
+    def _try_again(self) -> None:
+        left = None if self._deadline is None else max(self._deadline - time.monotonic(), 0.001)
+        metadata = _mapping.call_metadata(self._token)
+        with self._lock:
+            if self._cancelled.is_set():
+                return
+            if self._resumption.sends_again:
+                self._call = self._stub.Generate(self._resumption.request, timeout=left, metadata=metadata)
+            else:
+                resume = self._resumption.resume_request()
+                self._call = _Resumed(self._stub.Resume(resume, timeout=left, metadata=metadata))
+
+
 class Client:
     """A connection to a Quire server.
 
@@ -131,8 +206,43 @@ class Client:
             InvalidRequestError: a value that its field cannot hold. All other errors come while iterating.
         """
         request = _mapping.build_generate(prompt, **options)
+        if request.resumable:
+            return Generation(_ResumingCall(self._generation, request, timeout, self._token))
         metadata = _mapping.call_metadata(self._token)
         return Generation(self._generation.Generate(request, timeout=timeout, metadata=metadata))
+
+    def resume(
+        self,
+        request_id: str,
+        *,
+        from_tokens: Sequence[int] = (),
+        from_text_bytes: Sequence[int] = (),
+        timeout: float | None = None,
+    ) -> Generation:
+        """Goes on with a resumable request that another connection, or another process, has begun.
+
+        Args:
+            request_id: its id.
+            from_tokens: tokens that are known already, per choice; they are not sent again.
+            from_text_bytes: bytes of text, in UTF-8, that are known already; by default as the tokens stand for.
+            timeout: seconds until the iteration raises `DeadlineError`.
+        """
+        request = pb.ResumeRequest(request_id=request_id, from_tokens=from_tokens, from_text_bytes=from_text_bytes)
+        call = self._generation.Resume(request, timeout=timeout, metadata=_mapping.call_metadata(self._token))
+        return Generation(_Resumed(call))
+
+    def cancel(self, request_id: str, *, timeout: float | None = None) -> None:
+        """Ends a resumable request, wherever it runs; the server forgets it.
+
+        Raises:
+            QuireError: the call failed; `RequestNotFoundError`: nothing is known of the request.
+        """
+        try:
+            self._generation.Cancel(
+                pb.CancelRequest(request_id=request_id), timeout=timeout, metadata=_mapping.call_metadata(self._token)
+            )
+        except grpc.RpcError as error:
+            raise _mapping.read_error(error) from None
 
     def generate_batch(
         self,

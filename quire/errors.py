@@ -106,6 +106,12 @@ class WorkerNotFoundError(QuireError):
     reasons = frozenset({"WORKER_NOT_FOUND"})
 
 
+class RequestNotFoundError(QuireError):
+    """Nothing is known, or kept any longer, of the request to go on with."""
+
+    reasons = frozenset({"REQUEST_NOT_FOUND"})
+
+
 class DuplicateRequestError(QuireError):
     """A live request has the same id."""
 
@@ -162,6 +168,7 @@ _CLASSES = (
     PoisonRequestError,
     ModelNotFoundError,
     WorkerNotFoundError,
+    RequestNotFoundError,
     DuplicateRequestError,
     QueueFullError,
     UnavailableError,

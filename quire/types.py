@@ -112,6 +112,9 @@ class GenerateOptions(TypedDict, total=False):
     """The output is one of these."""
     include_special_tokens: bool
     """Write special tokens into the text."""
+    resumable: bool
+    """Go on after a lost connection, by itself, with exactly the answer of an undisturbed run. The server keeps what it
+    has for some minutes, and the request's id is taken for as long."""
     request_id: str
     """Chosen by the caller; drawn by the server otherwise."""
     scheduling: SchedulingOptions

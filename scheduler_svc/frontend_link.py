@@ -22,6 +22,8 @@ from shared.prefix_keys import KEY_BYTES
 
 _INT32_MAX = 0x7FFFFFFF
 _MAX_GRAMMAR = 1 << 20
+_MAX_IDENTITY = 64
+_MAX_RESUME_INFO = 64 << 10
 
 
 class _UnusableSubmissionError(ValueError):
@@ -71,6 +73,14 @@ def _incoming(peer: ev.Peer, message: link_pb2.FrontendMessage, now: float) -> I
         for match in message.stop_matches
     ]
     events += [ev.RequestCancelled(frontend=peer, stream=stream) for stream in from_column(message.cancelled).tolist()]
+    events += [
+        ev.RequestCancelled(frontend=peer, stream=stream, keep=True)
+        for stream in from_column(message.detached).tolist()
+    ]
+    events += [
+        ev.ResumeAsked(frontend=peer, number=question.number, identity=question.identity)
+        for question in message.resume_questions
+    ]
     streams, credits = from_columns(message.credit_streams, message.credit_bytes)
     if len(credits) and credits.min() < 0:
         raise MalformedFrameError("negative credit")
@@ -92,6 +102,8 @@ def _arrival(peer: ev.Peer, submission: link_pb2.Submission, now: float) -> ev.R
     if submission.stream > _INT32_MAX:
         raise _UnusableSubmissionError("a stream number beyond int32")
     _check_sampling(submission.sampling)
+    if len(submission.identity) > _MAX_IDENTITY or len(submission.resume_info) > _MAX_RESUME_INFO:
+        raise _UnusableSubmissionError("an identity or resume_info that is too long")
     if len(submission.grammar) > _MAX_GRAMMAR:
         raise _UnusableSubmissionError(f"a grammar of more than {_MAX_GRAMMAR} bytes")
     _check_keys(submission)
@@ -114,6 +126,9 @@ def _arrival(peer: ev.Peer, submission: link_pb2.Submission, now: float) -> ev.R
         request_class=submission.request_class,
         priority=submission.priority,
         computes_whole_prompt=submission.computes_whole_prompt,
+        identity=submission.identity,
+        resume_info=submission.resume_info,
+        again=submission.again,
         grammar=submission.grammar,
         grammar_key=hashlib.sha256(submission.grammar).digest() if submission.grammar else b"",
         expected_output_tokens=submission.expected_output_tokens,
@@ -175,19 +190,38 @@ class Outgoing:
             scores=effect.scores,
         )
 
+    def add_resume(self, effect: ef.ResumeAnswered) -> None:
+        """What is kept of a request that a client wants to go on with."""
+        reply = self._message.resume_replies.add(number=effect.number, not_found=effect.log is None)
+        if effect.log is None:
+            return
+        log, request = effect.log, effect.log.request
+        reply.submission.CopyFrom(
+            link_pb2.Submission(
+                request_id=request.request_id,
+                token_ids=log.tokens,
+                num_prompt_tokens=request.num_prompt_tokens,
+                max_tokens=request.max_tokens,
+                stop_token_ids=to_column(request.stop_token_ids),
+                sampling=request.sampling,
+                tenant=request.tenant,
+                priority=request.priority,
+                expected_output_tokens=request.expected_output_tokens,
+                cache_scope=request.salt,
+                request_class=request.request_class,
+                grammar=request.grammar,
+                identity=request.identity,
+                resume_info=request.resume_info,
+            )
+        )
+        for index, scores in log.scores:
+            reply.scores.add(first_index=index, scores=scores)
+        if log.end is not None:
+            reply.end.CopyFrom(_stream_end(log.end))
+
     def add_end(self, effect: ef.RequestEnded) -> None:
         """A stream ended."""
-        self._message.ends.add(
-            stream=effect.stream,
-            reason=link_pb2.EndReason.Value(f"END_REASON_{effect.reason.name}"),
-            message=effect.message,
-            retry_ms=effect.retry_ms,
-            completion_tokens=effect.completion_tokens,
-            stop_token_id=effect.stop_token_id,
-            cached_prompt_tokens=effect.cached_prompt_tokens,
-            preemptions=effect.preemptions,
-            queued_ns=max(0, int(effect.queued_s * 1e9)),
-        )
+        self._message.ends.append(_stream_end(effect))
 
     def set_state(self, state: ef.ServiceChanged) -> None:
         """What is served, and whether it can be used."""
@@ -223,3 +257,17 @@ class Outgoing:
             self._message.first_indices = to_column(np.concatenate([effect.first_indices for effect in self._tokens]))
             self._message.tokens = to_column(np.concatenate([effect.tokens for effect in self._tokens]))
         return self._message.SerializeToString()
+
+
+def _stream_end(effect: ef.RequestEnded) -> link_pb2.StreamEnd:
+    return link_pb2.StreamEnd(
+        stream=effect.stream,
+        reason=link_pb2.EndReason.Value(f"END_REASON_{effect.reason.name}"),
+        message=effect.message,
+        retry_ms=effect.retry_ms,
+        completion_tokens=effect.completion_tokens,
+        stop_token_id=effect.stop_token_id,
+        cached_prompt_tokens=effect.cached_prompt_tokens,
+        preemptions=effect.preemptions,
+        queued_ns=max(0, int(effect.queued_s * 1e9)),
+    )

@@ -211,10 +211,14 @@ class SchedulerService:
 
         for request in incoming.operator_requests:
             order = operator.to_event(request)
+            unknown = isinstance(order, ev.RequestsDropped) and not any(map(self._core.knows, order.identities))
             if order is not None:
-                log.info("operator", order=str(order))
+                if not isinstance(order, ev.RequestsDropped):
+                    log.info("operator", order=str(order))
                 self._carry_out(self._core.handle(order, now), now)
-            self._frontends.outgoing(peer).add_reply(operator.to_reply(request, self._core.stats()))
+            reply = operator.to_reply(request, self._core.stats())
+            reply.not_found |= unknown
+            self._frontends.outgoing(peer).add_reply(reply)
 
     def _lose_frontend(self, peer: ev.Peer, reason: str, now: float) -> None:
         self._frontends.forget(peer, reason)
@@ -236,6 +240,8 @@ class SchedulerService:
             match effect:
                 case ef.TokensReady():
                     self._frontends.outgoing(effect.frontend).add_tokens(effect)
+                case ef.ResumeAnswered():
+                    self._frontends.outgoing(effect.frontend).add_resume(effect)
                 case ef.ScoresReady():
                     self._frontends.outgoing(effect.frontend).add_scores(effect)
                 case ef.RequestEnded():
@@ -326,4 +332,6 @@ def to_core_config(config: SchedulerConfig, admission: AdmissionSettings) -> Cor
         worker_wait_s=config.worker_wait_s,
         step_deadline_s=config.step_deadline_s,
         stall_timeout_s=config.stall_timeout_s,
+        resume_keep_s=config.resume_keep_s,
+        resume_keep_bytes=config.resume_keep_bytes,
     )

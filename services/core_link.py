@@ -89,6 +89,7 @@ class CoreLink:
         self._numbers = itertools.cycle(range(1, _MAX_STREAM_NUMBER))
         self._snapshots: dict[int, asyncio.Future[Families]] = {}
         self._replies: dict[int, asyncio.Future[link_pb2.OperatorReply]] = {}
+        self._resumes: dict[int, asyncio.Future[link_pb2.ResumeReply]] = {}
         self._question_numbers = itertools.count(1)
         self._core = 0
         """Incarnation of the core that knows us."""
@@ -140,18 +141,24 @@ class CoreLink:
         self._socket.close(linger=_CLOSE_LINGER_MS)
         self._context.term()
 
-    def submit(self, stream: Stream) -> None:
-        """Hands a new stream to the core."""
+    def submit(self, stream: Stream, *, again: bool = False) -> None:
+        """Hands a new stream to the core; `again`: one whose request a core may know."""
         stream.number = next(number for number in self._numbers if number not in self._streams)
         if not self._greeting:
-            self._outgoing.submit(stream.submission(time.monotonic()))
+            self._outgoing.submit(stream.submission(time.monotonic(), again=again))
             self._schedule_flush()
         self._streams[stream.number] = stream
 
-    def release(self, stream: Stream) -> None:
-        """The stream's reader is done. Unless the core has ended the stream, it is told that the client has gone."""
+    def release(self, stream: Stream, *, keep: bool = False) -> None:
+        """The stream's reader is done. Unless the core has ended the stream, it is told that the client has gone.
+
+        `keep`: the client may come back.
+        """
         if self._streams.pop(stream.number, None) is not None and stream.end is None and not self._greeting:
-            self._outgoing.cancel(stream.number)
+            if keep:
+                self._outgoing.detach(stream.number)
+            else:
+                self._outgoing.cancel(stream.number)
             self._schedule_flush()
 
     def give_credit(self, stream: Stream) -> None:
@@ -178,6 +185,14 @@ class CoreLink:
         request.number = next(self._question_numbers)
         self._outgoing.operate(request)
         return await self._answer(self._replies, request.number, timeout_s)
+
+    async def ask_resume(self, identity: bytes, timeout_s: float) -> link_pb2.ResumeReply | None:
+        """What the core keeps of a request, or None when it does not answer in time."""
+        if self._greeting:
+            return None
+        number = next(self._question_numbers)
+        self._outgoing.ask_resume(number, identity)
+        return await self._answer(self._resumes, number, timeout_s)
 
     async def _answer(
         self, questions: dict[int, "asyncio.Future[AnswerT]"], number: int, timeout_s: float
@@ -339,6 +354,8 @@ class CoreLink:
                 stream.finish(end)
         if message.HasField("snapshot"):
             _resolve(self._snapshots, message.snapshot.request, list(message.snapshot.families))
+        for resumed in message.resume_replies:
+            _resolve(self._resumes, resumed.number, resumed)
         for reply in message.operator_replies:
             _resolve(self._replies, reply.number, reply)
 
@@ -366,12 +383,12 @@ class CoreLink:
         get_logger().error("tokens are missing", request_id=stream.request.request_id, stream=stream.number)
         del self._streams[stream.number]
         self._outgoing.cancel(stream.number)
-        self.submit(stream)
+        self.submit(stream, again=True)
 
     def _submit_again(self, stream: Stream, now: float) -> None:
         if stream.over:
             return
-        self._outgoing.submit(stream.submission(now))
+        self._outgoing.submit(stream.submission(now, again=True))
         if stream.stop_string is not None:
             self._outgoing.stop_match(stream.number, stream.keep_tokens)
         self._schedule_flush()

@@ -12,6 +12,7 @@ from protos.quire.link.v1 import link_pb2
 from quire.v1 import generation_pb2
 from shared.errors import (
     DeadlineError,
+    DuplicateRequestError,
     FieldViolation,
     InvalidRequestError,
     NotReadyError,
@@ -78,6 +79,8 @@ def error_of(end: link_pb2.StreamEnd) -> QuireError:
             return PoisonRequestError(message or "workers died of this request")
         case link_pb2.END_REASON_STALLED:
             return StalledReaderError(message or "the client took no data for too long")
+        case link_pb2.END_REASON_DUPLICATE:
+            return DuplicateRequestError(message or "a request with this id is live or kept")
         case link_pb2.END_REASON_SHUTDOWN:
             return NotReadyError(message or "the service is shutting down", retry_ms=RETRY_MS)
         case unknown:

@@ -9,6 +9,7 @@ draws noise of its own. They end together: when one fails or the caller goes, al
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -26,6 +27,15 @@ from services.grammars import GrammarChecker
 from services.logprobs import token_logprobs
 from services.metrics import FrontendMetrics
 from services.principals import CURRENT
+from services.resuming import (
+    MAX_CHOICES,
+    identity_of,
+    info_of,
+    kept_of,
+    resume_info,
+    skip_known,
+    stream_of,
+)
 from services.scheduling import block_keys, wishes
 from services.stream import Stream, StreamRequest
 from services.tokenizer import TextTokenizer
@@ -40,6 +50,7 @@ from shared.errors import (
     InvalidRequestError,
     NotReadyError,
     QuireError,
+    RequestNotFoundError,
     StalledReaderError,
 )
 from shared.logging import get_logger
@@ -47,6 +58,7 @@ from shared.telemetry import to_traceparent
 
 FAREWELL_S = 1.0
 """How long the reader of a stream that ended with an error has for what came before the error."""
+_CANCEL_TIMEOUT_S = 5.0
 Send = Callable[[v1.GenerateResponse], Awaitable[object]]
 """Takes a message; done when it has really gone to the reader, so that a slow one is waited for."""
 
@@ -94,8 +106,8 @@ class Generator:
 
     def __init__(self, services: Services) -> None:
         self._services = services
-        self._live: set[tuple[str, str]] = set()
-        """(principal, request id) of the requests in progress."""
+        self._live: Counter[tuple[str, str]] = Counter()
+        """(principal, request id) of the calls in progress."""
         self.idle = asyncio.Event()
         """Set while no request is in progress."""
         self.idle.set()
@@ -185,6 +197,8 @@ class Generator:
             max_tokens=max_tokens,
             stop_token_ids=to_column(valid.stop_token_ids),
             sampling=valid.sampling.SerializeToString(),
+            identity=identity_of(caller.principal, valid.request_id, 0) if valid.resumable else b"",
+            resume_info=resume_info(request) if valid.resumable else b"",
             grammar=await services.grammars.check(request.grammar, model) if request.HasField("grammar") else b"",
             wants_scores=valid.logprobs,
             wants_prompt_scores=valid.prompt_logprobs,
@@ -201,30 +215,123 @@ class Generator:
         )
         streams = [
             Stream(
-                first if choice == 0 else first.for_choice(choice, _of_choice(valid.sampling, choice)),
+                first if choice == 0 else _for_choice(first, choice, valid, caller),
                 services.tokenizer.detokenizer(skip_special_tokens=not valid.include_special_tokens),
                 wakeup.ring,
             )
             for choice in range(valid.num_choices)
         ]
-        answer = _Answer(streams, model.name, valid)
         services.metrics.prompt_tokens.inc(len(prompt))
+
+        async def begin() -> None:
+            for stream in streams:
+                services.link.submit(stream)
+            if valid.echo or valid.prompt_logprobs:
+                await self._tell_prompt(valid, prompt, streams[0], wakeup, send)
+
+        answer = _Answer(streams, model.name, valid.request_id)
+        await self._serve(answer, wakeup, span, send, begin, keep=valid.resumable)
+
+    async def resume(
+        self, request: v1.ResumeRequest, caller: Caller, send: Send, *, begun: Callable[[str], Awaitable[object]]
+    ) -> None:
+        """Goes on with a request where its client lost it; as `run` otherwise.
+
+        Raises:
+            QuireError: nothing is kept of the request, or it failed.
+        """
+        services = self._services
+        if not request.request_id:
+            raise InvalidRequestError(FieldViolation("request_id", "missing"))
+        with server_span(services.tracer, caller.traceparent, caller.method) as span:
+            model = services.served_model()
+            wakeup = Wakeup()
+            kept = await kept_of(services.link, caller.principal, request.request_id)
+            info = info_of(kept[0])
+            streams = [
+                stream_of(
+                    reply,
+                    choice,
+                    services.tokenizer,
+                    model,
+                    credit=services.config.stream_credit,
+                    arrival=caller.arrival,
+                    traceparent=to_traceparent(span),
+                    wake=wakeup.ring,
+                )
+                for choice, reply in enumerate(kept)
+            ]
+            tokens, text = list(request.from_tokens), list(request.from_text_bytes)
+            for choice, stream in enumerate(streams):
+                skip_known(
+                    stream,
+                    info,
+                    services.tokenizer,
+                    tokens[choice] if choice < len(tokens) else 0,
+                    text[choice] if choice < len(text) else None,
+                )
+            self._live[caller.principal, request.request_id] += 1
+            self._count_live()
+            try:
+                await begun(request.request_id)
+
+                async def begin() -> None:
+                    for stream in streams:
+                        if not stream.over:
+                            services.link.submit(stream, again=True)
+
+                answer = _Answer(streams, model.name, request.request_id)
+                await self._serve(answer, wakeup, span, send, begin, keep=True)
+            finally:
+                self._release(caller.principal, request.request_id)
+
+    async def cancel(self, request_id: str, principal: str) -> None:
+        """Ends a resumable request, and forgets what is kept of it.
+
+        Raises:
+            RequestNotFoundError: there is none with this id.
+            NotReadyError: the core does not answer.
+        """
+        if not request_id:
+            raise InvalidRequestError(FieldViolation("request_id", "missing"))
+        identities = [identity_of(principal, request_id, choice) for choice in range(MAX_CHOICES)]
+        order = link_pb2.OperatorRequest(cancel_requests=link_pb2.CancelRequests(identities=identities))
+        reply = await self._services.link.operate(order, _CANCEL_TIMEOUT_S)
+        if reply is None:
+            raise NotReadyError("the scheduler is away; try again in a moment", retry_ms=RETRY_MS)
+        if reply.not_found:
+            raise RequestNotFoundError("no resumable request with this id is live or kept")
+
+    async def _serve(
+        self,
+        answer: "_Answer",
+        wakeup: Wakeup,
+        span: Span,
+        send: Send,
+        begin: Callable[[], Awaitable[None]],
+        *,
+        keep: bool,
+    ) -> None:
+        """Passes on what the streams yield once `begin` has submitted them; `keep`: the client may come back."""
+        services, streams = self._services, answer.streams
+        is_gone = True
         try:
             # gRPC waits for ever for a client that does not read. While a stream lives that is the core's business: it
             # notices that no credit comes back. What is left at the end goes out in time or not at all.
             async with asyncio.timeout(None) as patience:
                 for stream in streams:
                     stream.on_end = partial(self._limit, patience, streams)
-                    services.link.submit(stream)
-                if valid.echo or valid.prompt_logprobs:
-                    await self._tell_prompt(valid, prompt, streams[0], wakeup, send)
+                await begin()
                 await self._pass_on(answer, wakeup, patience, send)
                 await send(answer.finished(span))
         except TimeoutError:
             raise _failure(streams) or StalledReaderError("the client took no data for too long") from None
+        except QuireError:
+            is_gone = False
+            raise
         finally:
             for stream in streams:
-                services.link.release(stream)
+                services.link.release(stream, keep=keep and is_gone)
                 services.metrics.generation_tokens.inc(stream.num_sent)
                 services.metrics.merged_tokens.inc(stream.merged_tokens)
 
@@ -346,14 +453,20 @@ class Generator:
     def _claim(self, principal: str, request_id: str) -> None:
         if (principal, request_id) in self._live:
             raise DuplicateRequestError("a live request has this request_id; choose another or wait for its end")
-        self._live.add((principal, request_id))
-        self.idle.clear()
-        self._services.metrics.live_streams.set(len(self._live))
+        self._live[principal, request_id] += 1
+        self._count_live()
 
     def _release(self, principal: str, request_id: str) -> None:
-        self._live.discard((principal, request_id))
-        self._services.metrics.live_streams.set(len(self._live))
-        if not self._live:
+        self._live[principal, request_id] -= 1
+        if not self._live[principal, request_id]:
+            del self._live[principal, request_id]
+        self._count_live()
+
+    def _count_live(self) -> None:
+        self._services.metrics.live_streams.set(self._live.total())
+        if self._live:
+            self.idle.clear()
+        else:
             self.idle.set()
 
 
@@ -364,7 +477,7 @@ class _Answer:
     streams: list[Stream]
     """By choice."""
     model: str
-    request: ValidRequest
+    request_id: str
 
     def choice_finished(self, stream: Stream) -> v1.ChoiceFinished:
         """How a stream ended well."""
@@ -388,7 +501,7 @@ class _Answer:
         """The last message of a request that ended well."""
         response = v1.GenerateResponse()
         finished = response.finished
-        finished.request_id, finished.model = self.request.request_id, self.model
+        finished.request_id, finished.model = self.request_id, self.model
         choices = [self.choice_finished(stream) for stream in self.streams]
         first = choices[0]
         finished.reason = first.reason
@@ -417,6 +530,11 @@ class _Answer:
             preemptions=usage.preemptions,
         )
         return response
+
+
+def _for_choice(first: StreamRequest, choice: int, valid: ValidRequest, caller: Caller) -> StreamRequest:
+    identity = identity_of(caller.principal, valid.request_id, choice) if valid.resumable else b""
+    return first.for_choice(choice, _of_choice(valid.sampling, choice), identity)
 
 
 def _of_choice(sampling: plan_pb2.SamplingParams, choice: int) -> bytes:

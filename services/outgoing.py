@@ -15,7 +15,15 @@ class Outgoing:
     """The events of one turn."""
 
     __slots__ = (
-        "_cancelled", "_credit", "_hello", "_matches", "_operator_requests", "_report", "_snapshot_request",
+        "_cancelled",
+        "_credit",
+        "_detached",
+        "_hello",
+        "_matches",
+        "_operator_requests",
+        "_report",
+        "_resume_questions",
+        "_snapshot_request",
         "_submissions",
     )  # fmt: skip
 
@@ -27,6 +35,8 @@ class Outgoing:
         self._hello: link_pb2.FrontendHello | None = None
         self._submissions: list[link_pb2.Submission] = []
         self._cancelled: list[int] = []
+        self._detached: list[int] = []
+        self._resume_questions: list[link_pb2.ResumeQuestion] = []
         self._matches: dict[int, int] = {}
         self._credit: dict[int, int] = {}
         self._report: link_pb2.MetricReport | None = None
@@ -45,6 +55,15 @@ class Outgoing:
         """A stream whose client has gone."""
         self._cancelled.append(stream)
         self._credit.pop(stream, None)
+
+    def detach(self, stream: int) -> None:
+        """A stream whose client has gone and may come back."""
+        self._detached.append(stream)
+        self._credit.pop(stream, None)
+
+    def ask_resume(self, number: int, identity: bytes) -> None:
+        """A client wants to go on with a request."""
+        self._resume_questions.append(link_pb2.ResumeQuestion(number=number, identity=identity))
 
     def stop_match(self, stream: int, keep_tokens: int) -> None:
         """A stop string was found."""
@@ -79,6 +98,9 @@ class Outgoing:
         last = messages[-1]
         if self._cancelled:
             last.cancelled = to_column(self._cancelled)
+        if self._detached:
+            last.detached = to_column(self._detached)
+        last.resume_questions.extend(self._resume_questions)
         for stream, keep_tokens in self._matches.items():
             last.stop_matches.add(stream=stream, keep_tokens=keep_tokens)
         if self._credit:

@@ -47,6 +47,22 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         batch = Batch(self._generator, lambda: _caller(context, "GenerateBatch"), context.write)
         await batch.run(requests)
 
+    async def Resume(self, request: v1.ResumeRequest, context: Context) -> None:  # type: ignore[override]
+        """Goes on with a request whose connection was lost."""
+
+        async def begun(request_id: str) -> None:
+            await context.send_initial_metadata(((REQUEST_ID_KEY, request_id),))
+
+        async def send(response: v1.GenerateResponse) -> None:
+            await context.write(v1.ResumeResponse(response=response))
+
+        await self._generator.resume(request, _caller(context, "Resume"), send, begun=begun)
+
+    async def Cancel(self, request: v1.CancelRequest, context: Context) -> v1.CancelResponse:
+        """Ends a resumable request."""
+        await self._generator.cancel(request.request_id, _caller(context, "Cancel").principal)
+        return v1.CancelResponse()
+
     async def Tokenize(self, request: v1.TokenizeRequest, context: Context) -> v1.TokenizeResponse:
         """Turns text or a conversation into token ids."""
         return await self._texts.tokenize(request)

@@ -39,6 +39,10 @@ class StreamRequest:
     max_tokens: int
     stop_token_ids: bytes = b""
     """Column."""
+    identity: bytes = b""
+    """Which request this is, whichever front end has it; empty: it cannot be resumed."""
+    resume_info: bytes = b""
+    """A serialized GenerateRequest with what another front end needs to go on with it."""
     grammar: bytes = b""
     """A serialized quire.plan.v1.Grammar; empty: none."""
     sampling: bytes = b""
@@ -71,9 +75,9 @@ class StreamRequest:
         """Tokens of the prompt."""
         return len(self.prompt) // TOKEN_BYTES
 
-    def for_choice(self, choice: int, sampling: bytes) -> "StreamRequest":
+    def for_choice(self, choice: int, sampling: bytes, identity: bytes) -> "StreamRequest":
         """The same request for a further one of its continuations."""
-        return replace(self, choice=choice, sampling=sampling, wants_prompt_scores=False)
+        return replace(self, choice=choice, sampling=sampling, identity=identity, wants_prompt_scores=False)
 
 
 class Received(enum.Enum):
@@ -90,9 +94,9 @@ class Stream:
     """One live request."""
 
     __slots__ = (
-        "_credit_portion", "_credit_returned", "_detokenizer", "_finder", "_flushed", "_held", "_outbox",
-        "_text_length", "_wake", "_writing", "end", "error", "first_token_at", "number", "on_end", "over",
-        "prompt_scores", "request", "scores",
+        "_credit_portion", "_credit_returned", "_detokenizer", "_finder", "_flushed", "_held", "_outbox", "_skip_text",
+        "_skip_tokens", "_text_length", "_wake", "_writing", "end", "error", "first_token_at", "number", "on_end",
+        "over", "prompt_scores", "request", "scores",
     )  # fmt: skip
 
     def __init__(self, request: StreamRequest, detokenizer: Detokenizer, wake: Callable[[], None]) -> None:
@@ -124,6 +128,7 @@ class Stream:
         self._writing = 0
         """Tokens handed out by `take` and not yet confirmed by `taken`."""
         self._flushed = False
+        self._skip_tokens = self._skip_text = 0
         # Only with stop strings: for each token not yet let out, the length of the text before it.
         self._held: deque[int] = deque()
         self._text_length = 0
@@ -153,8 +158,11 @@ class Stream:
         """Tokens that went out in one message with an earlier one."""
         return self._outbox.merged
 
-    def submission(self, now: float) -> link_pb2.Submission:
-        """The request with all tokens so far, for a core that does not know it. Starts the credit afresh."""
+    def submission(self, now: float, *, again: bool = False) -> link_pb2.Submission:
+        """The request with all tokens so far, for a core that does not know it. Starts the credit afresh.
+
+        `again`: a core may know it already, from another submission.
+        """
         request = self.request
         outbox = self._outbox
         waiting = outbox.released - outbox.taken + self._writing
@@ -174,6 +182,9 @@ class Stream:
             block_size=request.block_size,
             computes_whole_prompt=request.wants_prompt_scores,
             grammar=request.grammar,
+            identity=request.identity,
+            resume_info=request.resume_info,
+            again=again,
         )
         request.scheduling.fill(submission, now)
         return submission
@@ -230,7 +241,26 @@ class Stream:
         batch = outbox.take()
         if batch is not None:
             self._writing = len(batch.token_ids)
+            if self._skip_tokens or self._skip_text:
+                batch = self._without_known(batch)
         return batch
+
+    def first_tokens(self, count: int) -> list[int]:
+        """The first `count` tokens that it has."""
+        return self._outbox.tokens[:count].tolist()
+
+    def skip(self, tokens: int, text: int) -> None:
+        """Leaves out the first `tokens` tokens and `text` bytes of text: the reader has them already."""
+        self._skip_tokens, self._skip_text = tokens, text
+
+    def _without_known(self, batch: Batch) -> Batch:
+        """What of a batch the reader does not have. May be nothing at all."""
+        known = min(max(self._skip_tokens - batch.first_index, 0), len(batch.token_ids))
+        text = batch.text.encode()
+        self._skip_text, text = max(self._skip_text - len(text), 0), text[self._skip_text :]
+        if batch.first_index + len(batch.token_ids) >= self._skip_tokens:
+            self._skip_tokens = 0
+        return Batch(batch.first_index + known, batch.token_ids[known:], text.decode("utf-8", "replace"))
 
     def taken(self) -> None:
         """The reader has really taken the batch."""

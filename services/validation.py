@@ -55,6 +55,7 @@ class ValidRequest:
     include_stop_string: bool
     include_special_tokens: bool
     num_choices: int
+    resumable: bool
     echo: bool
     logprobs: bool
     """Log-probabilities of generated tokens are wanted."""
@@ -77,6 +78,7 @@ def validate(request: v1.GenerateRequest, model: link_pb2.ServedModel, *, has_ch
         *_check_stop(request.stop, model),
         *_check_output(request.output),
         *check_grammar(request),
+        *_check_resumable(request),
         *check_scheduling(request.scheduling),
     ]
     if violations:
@@ -98,6 +100,7 @@ def validate(request: v1.GenerateRequest, model: link_pb2.ServedModel, *, has_ch
         include_stop_string=stop.include_stop_string,
         include_special_tokens=output.include_special_tokens,
         num_choices=sampling.n if sampling.HasField("n") else 1,
+        resumable=request.resumable,
         echo=output.echo,
         logprobs=output.HasField("logprobs"),
         prompt_logprobs=output.HasField("prompt_logprobs"),
@@ -233,6 +236,11 @@ def _check_stop(stop: v1.StopOptions, model: link_pb2.ServedModel) -> Violations
     yield from check_token_ids(list(stop.stop_token_ids), model.vocab_size, "stop.stop_token_ids", MAX_STOP_TOKEN_IDS)
 
 
+def _check_resumable(request: v1.GenerateRequest) -> Violations:
+    if request.resumable and not request.request_id:
+        yield FieldViolation("resumable", "needs a request_id, by which Resume finds the request")
+
+
 def _check_output(output: v1.OutputOptions) -> Violations:
     if output.HasField("truncate_prompt_tokens") and not 0 < output.truncate_prompt_tokens <= MAX_TOKEN_IDS:
         yield FieldViolation("output.truncate_prompt_tokens", f"must lie in [1, {MAX_TOKEN_IDS}]")
@@ -273,7 +281,6 @@ def _sampling_params(request: v1.GenerateRequest, stop_token_ids: tuple[int, ...
 
 def _refuse_unsupported(request: v1.GenerateRequest) -> None:
     is_set = {
-        "resumable": request.resumable,
         "adapter": bool(request.adapter),
     }
     for field, present in is_set.items():

@@ -114,6 +114,12 @@ class SchedulerConfig(_Checked):
         "live requests at SIGTERM: the front ends keep them for the next scheduler, or they end UNAVAILABLE",
         choices=("hand_over", "end"),
     )
+    resume_keep_s: float = _option(
+        300.0, "how long Resume can go on with a resumable request whose client is gone", unit="s", least=0
+    )
+    resume_keep_bytes: int = _option(
+        64 << 20, "most memory for what is kept of such requests; the oldest go first", unit="bytes", least=0
+    )
     frontend_lease_s: float = _option(10.0, "a front end silent for so long is lost", unit="s", least=3)
     trace_steps: float = _option(1.0, "share of the steps with a traced request that get a step trace, 0 to 1")
 

@@ -94,6 +94,13 @@ class DuplicateRequestError(QuireError):
     reason = "DUPLICATE_REQUEST_ID"
 
 
+class RequestNotFoundError(QuireError):
+    """No live or kept request has the id."""
+
+    code = "NOT_FOUND"
+    reason = "REQUEST_NOT_FOUND"
+
+
 class QueueFullError(QuireError):
     """The waiting queue is full; try again after `retry_ms`."""
 

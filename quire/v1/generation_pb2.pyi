@@ -107,7 +107,7 @@ class GenerateRequest(_message.Message):
     """Name of a LoRA adapter. Not supported yet."""
     resumable: _builtins.bool
     """Let the request live on for some time when its connection is lost or its call cancelled, so that `Resume` can go on
-    with it. Needs a `request_id`. `Cancel` ends it at once. Not supported yet.
+    with it. Needs a `request_id`. `Cancel` ends it at once.
     """
     @_builtins.property
     def chat(self) -> Global___ChatInput:
@@ -1252,12 +1252,19 @@ class ResumeRequest(_message.Message):
 
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     FROM_TOKENS_FIELD_NUMBER: _builtins.int
+    FROM_TEXT_BYTES_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The id that the request was given."""
     @_builtins.property
     def from_tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Index of the first generated token that is wanted, per choice; 0 for choices that are not listed. The text begins
-        with the first character that begins in that token.
+        """Index of the first generated token that is wanted, per choice; 0 for choices that are not listed. At most as
+        many as there are so far.
+        """
+
+    @_builtins.property
+    def from_text_bytes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Bytes of text in UTF-8 that were received, per choice; the text goes on after them. For choices that are not listed:
+        as the tokens before `from_tokens` stand for, which is exact without stop strings.
         """
 
     def __init__(
@@ -1265,10 +1272,11 @@ class ResumeRequest(_message.Message):
         *,
         request_id: _builtins.str = ...,
         from_tokens: _abc.Iterable[_builtins.int] | None = ...,
+        from_text_bytes: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["from_tokens", b"from_tokens", "request_id", b"request_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["from_text_bytes", b"from_text_bytes", "from_tokens", b"from_tokens", "request_id", b"request_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -106,16 +106,17 @@ class GenerationServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Resume(self, request, context):
-        """Goes on with the stream of a request whose connection was lost, on any front end, from any token on: what the
-        stream would have carried had it not been interrupted. A request is kept for some time after its client is gone
-        (see `resumable` and the server's settings); afterwards, and for an id that never was, NOT_FOUND.
+        """Goes on with the stream of a resumable request whose connection was lost, on any front end, from any token on: with
+        what the stream would have carried had it not been interrupted. Nothing is computed while the client is away; what
+        there is is kept for some time (see the server's settings), also of a request that has ended. Afterwards, when the
+        scheduler has restarted, and for an id that never was, NOT_FOUND. A call that still has the request ends CANCELLED.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Cancel(self, request, context):
-        """Ends a request by its id, on whichever front end it runs.
+        """Ends a resumable request by its id, on whichever front end it runs, and forgets what is kept of it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

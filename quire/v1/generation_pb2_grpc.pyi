@@ -54,12 +54,13 @@ class GenerationServiceStub:
     side and everything is answered; cancelling it cancels what is left.
     """
     Resume: _grpc.UnaryStreamMultiCallable[_generation_pb2.ResumeRequest, _generation_pb2.ResumeResponse]
-    """Goes on with the stream of a request whose connection was lost, on any front end, from any token on: what the
-    stream would have carried had it not been interrupted. A request is kept for some time after its client is gone
-    (see `resumable` and the server's settings); afterwards, and for an id that never was, NOT_FOUND.
+    """Goes on with the stream of a resumable request whose connection was lost, on any front end, from any token on: with
+    what the stream would have carried had it not been interrupted. Nothing is computed while the client is away; what
+    there is is kept for some time (see the server's settings), also of a request that has ended. Afterwards, when the
+    scheduler has restarted, and for an id that never was, NOT_FOUND. A call that still has the request ends CANCELLED.
     """
     Cancel: _grpc.UnaryUnaryMultiCallable[_generation_pb2.CancelRequest, _generation_pb2.CancelResponse]
-    """Ends a request by its id, on whichever front end it runs."""
+    """Ends a resumable request by its id, on whichever front end it runs, and forgets what is kept of it."""
     Embed: _grpc.UnaryUnaryMultiCallable[_generation_pb2.EmbedRequest, _generation_pb2.EmbedResponse]
     """Turns prompts into vectors: the model's last hidden states, pooled."""
     Tokenize: _grpc.UnaryUnaryMultiCallable[_generation_pb2.TokenizeRequest, _generation_pb2.TokenizeResponse]
@@ -84,12 +85,13 @@ class GenerationServiceAsyncStub(GenerationServiceStub):
     side and everything is answered; cancelling it cancels what is left.
     """
     Resume: _aio.UnaryStreamMultiCallable[_generation_pb2.ResumeRequest, _generation_pb2.ResumeResponse]  # type: ignore[assignment]
-    """Goes on with the stream of a request whose connection was lost, on any front end, from any token on: what the
-    stream would have carried had it not been interrupted. A request is kept for some time after its client is gone
-    (see `resumable` and the server's settings); afterwards, and for an id that never was, NOT_FOUND.
+    """Goes on with the stream of a resumable request whose connection was lost, on any front end, from any token on: with
+    what the stream would have carried had it not been interrupted. Nothing is computed while the client is away; what
+    there is is kept for some time (see the server's settings), also of a request that has ended. Afterwards, when the
+    scheduler has restarted, and for an id that never was, NOT_FOUND. A call that still has the request ends CANCELLED.
     """
     Cancel: _aio.UnaryUnaryMultiCallable[_generation_pb2.CancelRequest, _generation_pb2.CancelResponse]  # type: ignore[assignment]
-    """Ends a request by its id, on whichever front end it runs."""
+    """Ends a resumable request by its id, on whichever front end it runs, and forgets what is kept of it."""
     Embed: _aio.UnaryUnaryMultiCallable[_generation_pb2.EmbedRequest, _generation_pb2.EmbedResponse]  # type: ignore[assignment]
     """Turns prompts into vectors: the model's last hidden states, pooled."""
     Tokenize: _aio.UnaryUnaryMultiCallable[_generation_pb2.TokenizeRequest, _generation_pb2.TokenizeResponse]  # type: ignore[assignment]
@@ -135,9 +137,10 @@ class GenerationServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _generation_pb2.ResumeRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_generation_pb2.ResumeResponse], _abc.AsyncIterator[_generation_pb2.ResumeResponse]]:
-        """Goes on with the stream of a request whose connection was lost, on any front end, from any token on: what the
-        stream would have carried had it not been interrupted. A request is kept for some time after its client is gone
-        (see `resumable` and the server's settings); afterwards, and for an id that never was, NOT_FOUND.
+        """Goes on with the stream of a resumable request whose connection was lost, on any front end, from any token on: with
+        what the stream would have carried had it not been interrupted. Nothing is computed while the client is away; what
+        there is is kept for some time (see the server's settings), also of a request that has ended. Afterwards, when the
+        scheduler has restarted, and for an id that never was, NOT_FOUND. A call that still has the request ends CANCELLED.
         """
 
     @_abc_1.abstractmethod
@@ -146,7 +149,7 @@ class GenerationServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _generation_pb2.CancelRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_generation_pb2.CancelResponse, _abc.Awaitable[_generation_pb2.CancelResponse]]:
-        """Ends a request by its id, on whichever front end it runs."""
+        """Ends a resumable request by its id, on whichever front end it runs, and forgets what is kept of it."""
 
     @_abc_1.abstractmethod
     def Embed(

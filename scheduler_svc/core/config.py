@@ -66,6 +66,8 @@ class CoreConfig:
     worker_wait_s: float = 60.0
     step_deadline_s: float = 120.0
     stall_timeout_s: float = 60.0
+    resume_keep_s: float = 300.0
+    resume_keep_bytes: int = 64 << 20
     watermark: float = 0.01
     """Share of a worker's blocks that admission leaves free, so that running requests can grow."""
 

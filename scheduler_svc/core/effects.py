@@ -2,9 +2,13 @@
 
 import enum
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from scheduler_svc.core.arrays import Int32Array
 from scheduler_svc.core.events import ModelFacts, Peer
+
+if TYPE_CHECKING:
+    from scheduler_svc.core.kept import Log
 
 
 class EndReason(enum.Enum):
@@ -22,6 +26,7 @@ class EndReason(enum.Enum):
     POISON = "poison"
     STALLED = "stalled"
     SHUTDOWN = "shutdown"
+    DUPLICATE = "duplicate"
 
 
 @dataclass(slots=True, kw_only=True)
@@ -62,6 +67,15 @@ class RequestEnded:
     cached_prompt_tokens: int = 0
     preemptions: int = 0
     queued_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResumeAnswered:
+    """What is kept of a request that a client wants to go on with; None: nothing."""
+
+    frontend: Peer
+    number: int
+    log: "Log | None"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,6 +159,7 @@ Effect = (
     TokensReady
     | ScoresReady
     | RequestEnded
+    | ResumeAnswered
     | ServiceChanged
     | FrontendUnknown
     | WorkerWelcomed

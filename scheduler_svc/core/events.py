@@ -58,6 +58,12 @@ class RequestArrived:
     tenant: str = ""
     request_class: str = ""
     priority: int = 0
+    identity: bytes = b""
+    """Says which request this is, whichever front end has it; empty: nothing is kept of it."""
+    resume_info: bytes = b""
+    """What a front end needs to go on with it."""
+    again: bool = False
+    """It may be known already, and is then taken over."""
     grammar: bytes = b""
     """Serialized, passed to the worker unread; empty: none."""
     grammar_key: bytes = b""
@@ -77,6 +83,24 @@ class RequestCancelled:
 
     frontend: Peer
     stream: int
+    keep: bool = False
+    """It may come back."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResumeAsked:
+    """A client wants to go on with a request; if it is live somewhere, it ends there."""
+
+    frontend: Peer
+    number: int
+    identity: bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestsDropped:
+    """Somebody ends requests, and nothing is to be kept of them."""
+
+    identities: tuple[bytes, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -227,6 +251,8 @@ Event = (
     | FrontendLost
     | RequestArrived
     | RequestCancelled
+    | ResumeAsked
+    | RequestsDropped
     | StopMatched
     | CreditGranted
     | WorkerHello

@@ -12,9 +12,10 @@ import numpy as np
 
 from scheduler_svc.core import events as ev
 from scheduler_svc.core.config import CoreConfig
-from scheduler_svc.core.effects import AttemptEnded, Effect, EndReason, RequestEnded
+from scheduler_svc.core.effects import AttemptEnded, Effect, EndReason, RequestEnded, ResumeAnswered
 from scheduler_svc.core.fleet import Fleet
 from scheduler_svc.core.forecast import Forecast
+from scheduler_svc.core.kept import KeptLogs, Log
 from scheduler_svc.core.plan import RowAdmission
 from scheduler_svc.core.request import TOKEN_BYTES, Request, RequestKey, RequestState, to_tokens
 from scheduler_svc.core.rows import DECODE
@@ -23,6 +24,14 @@ from scheduler_svc.core.waiting import make_queue
 from scheduler_svc.core.worker import Worker
 
 _NATURAL_ENDS = (EndReason.STOP, EndReason.STOP_STRING, EndReason.LENGTH)
+_UNFINISHED = (
+    EndReason.CANCELLED,
+    EndReason.DEADLINE,
+    EndReason.NO_WORKER,
+    EndReason.STALLED,
+    EndReason.SHUTDOWN,
+)
+"""Ends after which a request may go on when its client comes back."""
 
 
 class RequestRegistry:
@@ -39,6 +48,9 @@ class RequestRegistry:
         self._effects = effects
         self._requests: dict[RequestKey, Request] = {}
         self._running: dict[RequestKey, tuple[Worker, int]] = {}
+        self._identified: dict[bytes, Request] = {}
+        """Live requests of which a log is to be kept, by identity."""
+        self.kept = KeptLogs(config.resume_keep_s, config.resume_keep_bytes)
         self._queued_tokens = 0
         self._stalling: dict[RequestKey, Request] = {}
         """Requests that were seen without credit; some may have got it since."""
@@ -72,6 +84,12 @@ class RequestRegistry:
         key = RequestKey(event.frontend, event.stream)
         if key in self._requests:
             return  # submitted twice by a front end in doubt; the first one stands
+        is_duplicate = False
+        if event.identity:
+            known = self._identified.get(event.identity)
+            is_duplicate = not event.again and (known is not None or event.identity in self.kept)
+            if known is not None and event.again:
+                self.end(known, EndReason.CANCELLED, now, message="another call goes on with the request")
         self._sequence += 1
         request = Request(
             key=key,
@@ -103,9 +121,17 @@ class RequestRegistry:
         )
         self._requests[key] = request
         request.note(now, "arrived")
+        if event.identity and not is_duplicate:
+            request.origin = event
+            log = self.kept.get(event.identity)
+            request.scores = list(log.scores) if log is not None else []
+            self._identified[event.identity] = request
         fits_tenant = self.tenants.may_queue(request)
         self.tenants.arrived(request, now)
-        if not 0 < request.num_prompt_tokens <= len(request.tokens):
+        if is_duplicate:
+            message = "a request with this id is live, or kept for its client to come back"
+            self.end(request, EndReason.DUPLICATE, now, message=message)
+        elif not 0 < request.num_prompt_tokens <= len(request.tokens):
             self.end(request, EndReason.INVALID, now, message="the prompt is empty or longer than the tokens given")
         elif len(request.tokens) >= request.limit:
             self.end(request, EndReason.LENGTH, now)
@@ -196,8 +222,12 @@ class RequestRegistry:
         retry_ms: int = 0,
         completion_tokens: int | None = None,
         stop_token_id: int = 0,
+        keep: bool = True,
     ) -> None:
-        """The one exit: whatever state a request is in, it leaves here, once."""
+        """The one exit: whatever state a request is in, it leaves here, once.
+
+        `keep`: a log is left of a request with an identity.
+        """
         assert self._requests.pop(request.key) is request
         was = request.state
         request.state = RequestState.FINISHED
@@ -221,21 +251,60 @@ class RequestRegistry:
         self.ended[reason] += 1
         if reason in _NATURAL_ENDS:
             self.forecast.request_finished(request)
-        self._effects.append(
-            RequestEnded(
-                frontend=request.key.frontend,
-                stream=request.key.stream,
-                request_id=request.request_id,
-                reason=reason,
-                message=message,
-                retry_ms=retry_ms,
-                completion_tokens=request.num_generated if completion_tokens is None else completion_tokens,
-                stop_token_id=stop_token_id,
-                cached_prompt_tokens=request.num_cached_prompt_tokens,
-                preemptions=request.preemptions,
-                queued_s=(request.first_planned or now) - request.arrival,
-            )
+        ended = RequestEnded(
+            frontend=request.key.frontend,
+            stream=request.key.stream,
+            request_id=request.request_id,
+            reason=reason,
+            message=message,
+            retry_ms=retry_ms,
+            completion_tokens=request.num_generated if completion_tokens is None else completion_tokens,
+            stop_token_id=stop_token_id,
+            cached_prompt_tokens=request.num_cached_prompt_tokens,
+            preemptions=request.preemptions,
+            queued_s=(request.first_planned or now) - request.arrival,
         )
+        if request.origin is not None:
+            self._keep(request, ended, keep, now)
+        self._effects.append(ended)
+
+    def _keep(self, request: Request, ended: RequestEnded, keep: bool, now: float) -> None:
+        """Leaves a log of a request that its client may want to go on with."""
+        origin = request.origin
+        assert origin is not None
+        del self._identified[origin.identity]
+        is_natural = ended.reason in _NATURAL_ENDS
+        if not (keep and (is_natural or ended.reason in _UNFINISHED)):
+            self.kept.drop(origin.identity)
+            return
+        # A stop string is found again in all tokens, those that it cuts off included.
+        log = Log(
+            request=origin,
+            tokens=request.tokens.tobytes(),
+            scores=tuple(request.scores),
+            end=ended if is_natural else None,
+        )
+        self.kept.put(origin.identity, log, now)
+
+    def resume(self, event: ev.ResumeAsked, now: float) -> None:
+        """Hands out what is kept of a request, which is over for whoever had it."""
+        live = self._identified.get(event.identity)
+        if live is not None:
+            self.end(live, EndReason.CANCELLED, now, message="another call goes on with the request")
+        log = self.kept.get(event.identity)
+        self._effects.append(ResumeAnswered(frontend=event.frontend, number=event.number, log=log))
+
+    def drop(self, identities: tuple[bytes, ...], now: float) -> None:
+        """Ends requests for good."""
+        for identity in identities:
+            live = self._identified.get(identity)
+            if live is not None:
+                self.end(live, EndReason.CANCELLED, now, message="the request was cancelled", keep=False)
+            self.kept.drop(identity)
+
+    def knows(self, identity: bytes) -> bool:
+        """Whether a request is live, or a log of it is kept."""
+        return identity in self._identified or identity in self.kept
 
     def _drop_swapped(self, request: Request) -> None:
         """Frees the host memory of a request that is over or goes on elsewhere."""
@@ -268,6 +337,7 @@ class RequestRegistry:
                     now,
                     message="the deadline passed before the answer was complete",
                 )
+        self.kept.time_passed(now)
         self._end_unserved(now)
         self._end_stalled(now)
 

@@ -17,7 +17,7 @@ import numpy as np
 
 from scheduler_svc.core.accounts import Account
 from scheduler_svc.core.arrays import Int32Array
-from scheduler_svc.core.events import Peer
+from scheduler_svc.core.events import Peer, RequestArrived
 from scheduler_svc.core.swapping import SwappedKV
 from shared.frames import TOKEN_BYTES as TOKEN_BYTES
 
@@ -66,6 +66,10 @@ class Request:
     tenant: str = ""
     request_class: str = ""
     priority: int = 0
+    origin: RequestArrived | None = None
+    """How it arrived, if a log of it is to be kept."""
+    scores: list[tuple[int, bytes]] = field(default_factory=list)
+    """Log-probabilities of generated tokens by index, for that log."""
     grammar: bytes = b""
     """What its output conforms to; empty: nothing."""
     grammar_key: bytes = b""

@@ -55,6 +55,8 @@ class Scheduler:
             ev.FrontendLost: self._frontend_lost,
             ev.RequestArrived: self._request_arrived,
             ev.RequestCancelled: self._request_cancelled,
+            ev.ResumeAsked: self._resume_asked,
+            ev.RequestsDropped: self._requests_dropped,
             ev.StopMatched: self._stop_matched,
             ev.CreditGranted: self._credit_granted,
             ev.WorkerHello: self._worker_hello,
@@ -185,7 +187,17 @@ class Scheduler:
     def _request_cancelled(self, event: ev.RequestCancelled, now: float) -> None:
         request = self._requests.get(event.frontend, event.stream)
         if request is not None:
-            self._requests.end(request, EndReason.CANCELLED, now)
+            self._requests.end(request, EndReason.CANCELLED, now, keep=event.keep)
+
+    def _resume_asked(self, event: ev.ResumeAsked, now: float) -> None:
+        self._requests.resume(event, now)
+
+    def _requests_dropped(self, event: ev.RequestsDropped, now: float) -> None:
+        self._requests.drop(event.identities, now)
+
+    def knows(self, identity: bytes) -> bool:
+        """Whether a request with this identity is live, or a log of it is kept."""
+        return self._requests.knows(identity)
 
     def _stop_matched(self, event: ev.StopMatched, now: float) -> None:
         request = self._requests.get(event.frontend, event.stream)
@@ -284,6 +296,8 @@ class Scheduler:
             worker.gate.prefill_measured(settled.duration)
         self._requests.forecast.step_measured(settled.num_tokens, settled.num_prefill_tokens, settled.duration)
         for request, index, of_prompt, scores in settled.scores:
+            if request.origin is not None and not of_prompt:
+                request.scores.append((index, scores))
             self._effects.append(
                 ScoresReady(
                     frontend=request.key.frontend,

@@ -42,7 +42,8 @@ def expected_kinds() -> list[Kind]:
     return [
         *(("event", kind.__name__) for kind in ev.Event.__args__),
         *(("effect", kind.__name__) for kind in ef.Effect.__args__),
-        *(("end", reason.name) for reason in ef.EndReason),
+        # Clients that come back are not simulated.
+        *(("end", reason.name) for reason in ef.EndReason if reason is not ef.EndReason.DUPLICATE),
         *(("fault", fault.name) for fault in Fault),
         *(("limit", limit.name) for limit in Limit),
         *(("policy", policy) for policy in POLICIES),

@@ -76,6 +76,8 @@ class Cluster:
         salt: bytes = b"",
         traceparent: str = "",
         grammar: bytes = b"",
+        identity: bytes = b"",
+        again: bool = False,
     ) -> Reader:
         """A request arrives, or arrives again with what was `delivered` before."""
         reader = self.readers[stream] = Reader(prompt, max_tokens, stops or set(), list(delivered))
@@ -100,6 +102,8 @@ class Cluster:
                 salt=salt,
                 grammar=grammar,
                 grammar_key=grammar,
+                identity=identity,
+                again=again,
             )
         )
         return reader

@@ -225,6 +225,7 @@ def test_every_end_of_the_core_has_its_status(tmp_path: Path) -> None:
         link_pb2.END_REASON_ROW_FAILED: (code.INTERNAL, "ROW_FAILED"),
         link_pb2.END_REASON_POISON: (code.INTERNAL, "POISON_REQUEST"),
         link_pb2.END_REASON_STALLED: (code.ABORTED, "STALLED_READER"),
+        link_pb2.END_REASON_DUPLICATE: (code.ALREADY_EXISTS, "DUPLICATE_REQUEST_ID"),
         link_pb2.END_REASON_SHUTDOWN: (code.UNAVAILABLE, "NOT_READY"),
     }
     successes = {link_pb2.END_REASON_STOP, link_pb2.END_REASON_STOP_STRING, link_pb2.END_REASON_LENGTH}

@@ -118,6 +118,7 @@ INVALID: list[tuple[str, v1.GenerateRequest]] = [
         "chat.continue_final_message",
         v1.GenerateRequest(chat=v1.ChatInput(messages=[TURN], continue_final_message=True)),
     ),
+    ("resumable", request(resumable=True)),
     ("grammar", request(grammar=v1.Grammar())),
     ("grammar.regex", request(grammar=v1.Grammar(regex=""))),
     ("grammar.json_object", request(grammar=v1.Grammar(json_object=False))),
@@ -146,7 +147,6 @@ INVALID: list[tuple[str, v1.GenerateRequest]] = [
 
 UNSUPPORTED: list[tuple[str, v1.GenerateRequest]] = [
     ("adapter", request(adapter="lora")),
-    ("resumable", request(resumable=True)),
 ]
 
 

@@ -65,6 +65,8 @@ class _EndReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_EndReason.V
     """The service is shutting down."""
     END_REASON_POISON: _EndReason.ValueType  # 12
     """Workers died each time they computed it, the last time alone."""
+    END_REASON_DUPLICATE: _EndReason.ValueType  # 13
+    """A request with this identity is live, or kept."""
 
 class EndReason(_EndReason, metaclass=_EndReasonEnumTypeWrapper):
     """Why a stream ended."""
@@ -97,6 +99,8 @@ END_REASON_SHUTDOWN: EndReason.ValueType  # 11
 """The service is shutting down."""
 END_REASON_POISON: EndReason.ValueType  # 12
 """Workers died each time they computed it, the last time alone."""
+END_REASON_DUPLICATE: EndReason.ValueType  # 13
+"""A request with this identity is live, or kept."""
 Global___EndReason: _TypeAlias = EndReason  # noqa: Y015
 
 @_typing.final
@@ -114,6 +118,8 @@ class FrontendMessage(_message.Message):
     REPORT_FIELD_NUMBER: _builtins.int
     SNAPSHOT_REQUEST_FIELD_NUMBER: _builtins.int
     OPERATOR_REQUESTS_FIELD_NUMBER: _builtins.int
+    RESUME_QUESTIONS_FIELD_NUMBER: _builtins.int
+    DETACHED_FIELD_NUMBER: _builtins.int
     cancelled: _builtins.bytes
     """Column of streams whose client has gone or whose deadline has passed."""
     credit_streams: _builtins.bytes
@@ -122,6 +128,8 @@ class FrontendMessage(_message.Message):
     """See credit_streams."""
     snapshot_request: _builtins.int
     """Asks for a metrics snapshot; answered with the same number. 0: none."""
+    detached: _builtins.bytes
+    """Column of streams whose client has gone and may come back: what they have generated is kept."""
     @_builtins.property
     def hello(self) -> Global___FrontendHello:
         """Presents the front end; first message of an incarnation and whenever the core asks for it."""
@@ -142,6 +150,10 @@ class FrontendMessage(_message.Message):
     def operator_requests(self) -> _containers.RepeatedCompositeFieldContainer[Global___OperatorRequest]:
         """What an operator asks of the core."""
 
+    @_builtins.property
+    def resume_questions(self) -> _containers.RepeatedCompositeFieldContainer[Global___ResumeQuestion]:
+        """Requests that clients want to go on with."""
+
     def __init__(
         self,
         *,
@@ -154,10 +166,12 @@ class FrontendMessage(_message.Message):
         report: Global___MetricReport | None = ...,
         snapshot_request: _builtins.int = ...,
         operator_requests: _abc.Iterable[Global___OperatorRequest] | None = ...,
+        resume_questions: _abc.Iterable[Global___ResumeQuestion] | None = ...,
+        detached: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["hello", b"hello", "report", b"report"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cancelled", b"cancelled", "credit_bytes", b"credit_bytes", "credit_streams", b"credit_streams", "hello", b"hello", "operator_requests", b"operator_requests", "report", b"report", "snapshot_request", b"snapshot_request", "stop_matches", b"stop_matches", "submissions", b"submissions"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cancelled", b"cancelled", "credit_bytes", b"credit_bytes", "credit_streams", b"credit_streams", "detached", b"detached", "hello", b"hello", "operator_requests", b"operator_requests", "report", b"report", "resume_questions", b"resume_questions", "snapshot_request", b"snapshot_request", "stop_matches", b"stop_matches", "submissions", b"submissions"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -194,6 +208,76 @@ class FrontendHello(_message.Message):
 Global___FrontendHello: _TypeAlias = FrontendHello  # noqa: Y015
 
 @_typing.final
+class ResumeQuestion(_message.Message):
+    """Asks for what is kept of a request, live or ended; a live one is ended by it, since whoever asks goes on with it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUMBER_FIELD_NUMBER: _builtins.int
+    IDENTITY_FIELD_NUMBER: _builtins.int
+    number: _builtins.int
+    """Chosen by the front end; the reply has the same."""
+    identity: _builtins.bytes
+    """As in the submission."""
+    def __init__(
+        self,
+        *,
+        number: _builtins.int = ...,
+        identity: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["identity", b"identity", "number", b"number"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ResumeQuestion: _TypeAlias = ResumeQuestion  # noqa: Y015
+
+@_typing.final
+class ResumeReply(_message.Message):
+    """What is kept of a request."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUMBER_FIELD_NUMBER: _builtins.int
+    NOT_FOUND_FIELD_NUMBER: _builtins.int
+    SUBMISSION_FIELD_NUMBER: _builtins.int
+    SCORES_FIELD_NUMBER: _builtins.int
+    END_FIELD_NUMBER: _builtins.int
+    number: _builtins.int
+    """The question's number."""
+    not_found: _builtins.bool
+    """Nothing is; the rest is empty."""
+    @_builtins.property
+    def submission(self) -> Global___Submission:
+        """The request with all tokens it has; ready to be submitted again."""
+
+    @_builtins.property
+    def scores(self) -> _containers.RepeatedCompositeFieldContainer[Global___StreamScores]:
+        """Log-probabilities of generated tokens."""
+
+    @_builtins.property
+    def end(self) -> Global___StreamEnd:
+        """How it ended, if it ended well; it is then not submitted again."""
+
+    def __init__(
+        self,
+        *,
+        number: _builtins.int = ...,
+        not_found: _builtins.bool = ...,
+        submission: Global___Submission | None = ...,
+        scores: _abc.Iterable[Global___StreamScores] | None = ...,
+        end: Global___StreamEnd | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["end", b"end", "submission", b"submission"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["end", b"end", "not_found", b"not_found", "number", b"number", "scores", b"scores", "submission", b"submission"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ResumeReply: _TypeAlias = ResumeReply  # noqa: Y015
+
+@_typing.final
 class OperatorRequest(_message.Message):
     """What an operator asks of the core."""
 
@@ -203,6 +287,7 @@ class OperatorRequest(_message.Message):
     LIST_WORKERS_FIELD_NUMBER: _builtins.int
     DRAIN_WORKER_FIELD_NUMBER: _builtins.int
     RESUME_WORKER_FIELD_NUMBER: _builtins.int
+    CANCEL_REQUESTS_FIELD_NUMBER: _builtins.int
     number: _builtins.int
     """Chosen by the front end; the reply has the same."""
     @_builtins.property
@@ -217,6 +302,10 @@ class OperatorRequest(_message.Message):
     def resume_worker(self) -> Global___ResumeWorker:
         """Let a worker take requests again."""
 
+    @_builtins.property
+    def cancel_requests(self) -> Global___CancelRequests:
+        """End requests, and forget what is kept of them."""
+
     def __init__(
         self,
         *,
@@ -224,12 +313,13 @@ class OperatorRequest(_message.Message):
         list_workers: Global___ListWorkers | None = ...,
         drain_worker: Global___DrainWorker | None = ...,
         resume_worker: Global___ResumeWorker | None = ...,
+        cancel_requests: Global___CancelRequests | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["action", b"action", "drain_worker", b"drain_worker", "list_workers", b"list_workers", "resume_worker", b"resume_worker"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["action", b"action", "cancel_requests", b"cancel_requests", "drain_worker", b"drain_worker", "list_workers", b"list_workers", "resume_worker", b"resume_worker"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["action", b"action", "drain_worker", b"drain_worker", "list_workers", b"list_workers", "number", b"number", "resume_worker", b"resume_worker"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["action", b"action", "cancel_requests", b"cancel_requests", "drain_worker", b"drain_worker", "list_workers", b"list_workers", "number", b"number", "resume_worker", b"resume_worker"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_action: _TypeAlias = _typing.Literal["list_workers", "drain_worker", "resume_worker"]  # noqa: Y015
+    _WhichOneofReturnType_action: _TypeAlias = _typing.Literal["list_workers", "drain_worker", "resume_worker", "cancel_requests"]  # noqa: Y015
     _WhichOneofArgType_action: _TypeAlias = _typing.Literal["action", b"action"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_action) -> _WhichOneofReturnType_action | None: ...
 
@@ -277,6 +367,30 @@ class DrainWorker(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___DrainWorker: _TypeAlias = DrainWorker  # noqa: Y015
+
+@_typing.final
+class CancelRequests(_message.Message):
+    """Ends requests."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    IDENTITIES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def identities(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """As in their submissions."""
+
+    def __init__(
+        self,
+        *,
+        identities: _abc.Iterable[_builtins.bytes] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["identities", b"identities"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CancelRequests: _TypeAlias = CancelRequests  # noqa: Y015
 
 @_typing.final
 class ResumeWorker(_message.Message):
@@ -409,6 +523,9 @@ class Submission(_message.Message):
     REQUEST_CLASS_FIELD_NUMBER: _builtins.int
     COMPUTES_WHOLE_PROMPT_FIELD_NUMBER: _builtins.int
     GRAMMAR_FIELD_NUMBER: _builtins.int
+    IDENTITY_FIELD_NUMBER: _builtins.int
+    RESUME_INFO_FIELD_NUMBER: _builtins.int
+    AGAIN_FIELD_NUMBER: _builtins.int
     stream: _builtins.int
     """Number of the stream, chosen by the front end, below 2^31. A second submission of a live stream is ignored."""
     request_id: _builtins.str
@@ -453,6 +570,14 @@ class Submission(_message.Message):
     """Its prompt is computed anew, not taken from the prefix cache, because its log-probabilities are wanted."""
     grammar: _builtins.bytes
     """A serialized quire.plan.v1.Grammar. Empty: none."""
+    identity: _builtins.bytes
+    """Says which request this is, whichever front end has it; at most 64 bytes. Empty: nothing is kept of it."""
+    resume_info: _builtins.bytes
+    """What a front end needs to go on with it, beside what is here; at most 64 KiB."""
+    again: _builtins.bool
+    """It may be known already: the front end submits it again, or goes on with it. Otherwise one whose identity is known
+    ends with DUPLICATE.
+    """
     def __init__(
         self,
         *,
@@ -477,10 +602,13 @@ class Submission(_message.Message):
         request_class: _builtins.str = ...,
         computes_whole_prompt: _builtins.bool = ...,
         grammar: _builtins.bytes = ...,
+        identity: _builtins.bytes = ...,
+        resume_info: _builtins.bytes = ...,
+        again: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_keys", b"block_keys", "block_size", b"block_size", "cache_scope", b"cache_scope", "computes_whole_prompt", b"computes_whole_prompt", "credit", b"credit", "deadline_ns", b"deadline_ns", "expected_output_tokens", b"expected_output_tokens", "grammar", b"grammar", "max_tokens", b"max_tokens", "num_prompt_tokens", b"num_prompt_tokens", "priority", b"priority", "request_class", b"request_class", "request_id", b"request_id", "sampling", b"sampling", "stop_token_ids", b"stop_token_ids", "stream", b"stream", "tenant", b"tenant", "token_ids", b"token_ids", "total_time_target_ns", b"total_time_target_ns", "traceparent", b"traceparent", "ttft_target_ns", b"ttft_target_ns"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["again", b"again", "block_keys", b"block_keys", "block_size", b"block_size", "cache_scope", b"cache_scope", "computes_whole_prompt", b"computes_whole_prompt", "credit", b"credit", "deadline_ns", b"deadline_ns", "expected_output_tokens", b"expected_output_tokens", "grammar", b"grammar", "identity", b"identity", "max_tokens", b"max_tokens", "num_prompt_tokens", b"num_prompt_tokens", "priority", b"priority", "request_class", b"request_class", "request_id", b"request_id", "resume_info", b"resume_info", "sampling", b"sampling", "stop_token_ids", b"stop_token_ids", "stream", b"stream", "tenant", b"tenant", "token_ids", b"token_ids", "total_time_target_ns", b"total_time_target_ns", "traceparent", b"traceparent", "ttft_target_ns", b"ttft_target_ns"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -529,6 +657,7 @@ class CoreMessage(_message.Message):
     UNKNOWN_FIELD_NUMBER: _builtins.int
     OPERATOR_REPLIES_FIELD_NUMBER: _builtins.int
     SCORES_FIELD_NUMBER: _builtins.int
+    RESUME_REPLIES_FIELD_NUMBER: _builtins.int
     incarnation: _builtins.int
     """The core's incarnation."""
     streams: _builtins.bytes
@@ -561,6 +690,10 @@ class CoreMessage(_message.Message):
     def scores(self) -> _containers.RepeatedCompositeFieldContainer[Global___StreamScores]:
         """Log-probabilities, before or with the tokens they belong to."""
 
+    @_builtins.property
+    def resume_replies(self) -> _containers.RepeatedCompositeFieldContainer[Global___ResumeReply]:
+        """Answers to resume questions."""
+
     def __init__(
         self,
         *,
@@ -575,10 +708,11 @@ class CoreMessage(_message.Message):
         unknown: _builtins.bool = ...,
         operator_replies: _abc.Iterable[Global___OperatorReply] | None = ...,
         scores: _abc.Iterable[Global___StreamScores] | None = ...,
+        resume_replies: _abc.Iterable[Global___ResumeReply] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["snapshot", b"snapshot", "state", b"state"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["counts", b"counts", "ends", b"ends", "first_indices", b"first_indices", "incarnation", b"incarnation", "operator_replies", b"operator_replies", "scores", b"scores", "snapshot", b"snapshot", "state", b"state", "streams", b"streams", "tokens", b"tokens", "unknown", b"unknown"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["counts", b"counts", "ends", b"ends", "first_indices", b"first_indices", "incarnation", b"incarnation", "operator_replies", b"operator_replies", "resume_replies", b"resume_replies", "scores", b"scores", "snapshot", b"snapshot", "state", b"state", "streams", b"streams", "tokens", b"tokens", "unknown", b"unknown"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,0 +1,76 @@
+"""What both clients share of going on after a lost connection: how far the answer is, and what to try next.
+
+A resumable request is known to the server by its id. When the connection breaks, `Resume` goes on after what was
+received; when the server has nothing of the request and nothing was received either, it is sent again.
+"""
+
+import time
+import uuid
+
+import grpc
+
+from quire import errors
+from quire.v1 import generation_pb2 as pb
+
+GIVE_UP_S = 60.0
+"""How long a broken connection is tried again without a message coming through."""
+_FIRST_WAIT_S = 0.05
+_LONGEST_WAIT_S = 2.0
+
+
+def make_resumable(request: pb.GenerateRequest) -> None:
+    """Gives the request an id if it has none."""
+    request.resumable = True
+    request.request_id = request.request_id or f"req-{uuid.uuid4().hex}"
+
+
+class Resumption:
+    """One resumable request, seen from its client."""
+
+    def __init__(self, request: pb.GenerateRequest) -> None:
+        self.request = request
+        self._tokens: dict[int, int] = {}
+        self._text_bytes: dict[int, int] = {}
+        self._broken_since: float | None = None
+        self._wait_s = _FIRST_WAIT_S
+        self._send_again = False
+
+    @property
+    def sends_again(self) -> bool:
+        """Whether the request itself is the next thing to send, not `Resume`."""
+        return self._send_again
+
+    def received(self, response: pb.GenerateResponse) -> None:
+        """A message came through."""
+        self._broken_since, self._wait_s = None, _FIRST_WAIT_S
+        self._send_again = False
+        if response.HasField("delta"):
+            delta = response.delta
+            self._tokens[delta.choice] = delta.first_index + len(delta.token_ids)
+            self._text_bytes[delta.choice] = self._text_bytes.get(delta.choice, 0) + len(delta.text.encode())
+
+    def resume_request(self) -> pb.ResumeRequest:
+        """Asks for what is missing."""
+        num_choices = 1 + max(self._tokens, default=-1)
+        return pb.ResumeRequest(
+            request_id=self.request.request_id,
+            from_tokens=[self._tokens.get(choice, 0) for choice in range(num_choices)],
+            from_text_bytes=[self._text_bytes.get(choice, 0) for choice in range(num_choices)],
+        )
+
+    def failed(self, error: errors.QuireError, now: float | None = None) -> float | None:
+        """How long to wait before trying again, seconds; None: it is over."""
+        now = time.monotonic() if now is None else now
+        if isinstance(error, errors.RequestNotFoundError) and not self._tokens and not self._send_again:
+            self._send_again = True  # it never got there
+        elif isinstance(error, errors.DuplicateRequestError) and self._send_again:
+            self._send_again = False  # it did
+        elif error.code != grpc.StatusCode.UNAVAILABLE.name:
+            return None
+        if self._broken_since is None:
+            self._broken_since = now
+        if now - self._broken_since > GIVE_UP_S:
+            return None
+        wait_s = self._wait_s
+        self._wait_s = min(2 * wait_s, _LONGEST_WAIT_S)
+        return wait_s

@@ -1,0 +1,84 @@
+"""What is kept of requests whose clients may come back: tokens and how they ended, bounded in time and bytes.
+
+A request with an *identity* leaves its log here when it ends: for good, or because its client is gone. Nothing is
+computed for a client that is not there; whoever resumes submits the request again with the tokens of the log, and the
+prefix cache and the noise, which depends on the position alone, make it go on as if nothing had happened. The log stays
+until it is older than `keep_s`, until a newer one takes its place, or until the memory for logs is used up; then the
+oldest one goes.
+"""
+
+from collections import OrderedDict
+from dataclasses import dataclass
+
+from scheduler_svc.core.effects import RequestEnded
+from scheduler_svc.core.events import RequestArrived
+
+_OVERHEAD = 512
+"""What a log costs beside its tokens, bytes, roughly."""
+
+
+@dataclass(frozen=True, slots=True)
+class Log:
+    """What is kept of one request."""
+
+    request: RequestArrived
+    """As it arrived; its own tokens may be fewer."""
+    tokens: bytes
+    """Column of prompt and generated tokens."""
+    scores: tuple[tuple[int, bytes], ...]
+    """(index among the generated tokens, log-probabilities), if they were asked for."""
+    end: RequestEnded | None
+    """How it ended, if it ended well; otherwise it can go on."""
+
+    @property
+    def size(self) -> int:
+        """Bytes."""
+        scores = sum(len(scores) + 16 for _, scores in self.scores)
+        request = self.request
+        opaque = len(request.sampling) + len(request.grammar) + len(request.resume_info) + len(request.block_keys)
+        return _OVERHEAD + 2 * len(self.tokens) + scores + opaque
+
+
+class KeptLogs:
+    """The logs of one core, oldest first."""
+
+    def __init__(self, keep_s: float, max_bytes: int) -> None:
+        self._keep_s = keep_s
+        self._max_bytes = max_bytes
+        self._logs: OrderedDict[bytes, tuple[float, Log]] = OrderedDict()
+        self.num_bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._logs)
+
+    def __contains__(self, identity: bytes) -> bool:
+        return identity in self._logs
+
+    def get(self, identity: bytes) -> Log | None:
+        """The log of a request."""
+        entry = self._logs.get(identity)
+        return None if entry is None else entry[1]
+
+    def put(self, identity: bytes, log: Log, now: float) -> None:
+        """Keeps a log, in place of an older one of the same request."""
+        self.drop(identity)
+        self._logs[identity] = (now, log)
+        self.num_bytes += log.size
+        while self.num_bytes > self._max_bytes:
+            self.drop(next(iter(self._logs)))
+
+    def drop(self, identity: bytes) -> bool:
+        """Forgets a log; whether there was one."""
+        entry = self._logs.pop(identity, None)
+        if entry is None:
+            return False
+        self.num_bytes -= entry[1].size
+        return True
+
+    def time_passed(self, now: float) -> None:
+        """Forgets what is too old."""
+        while self._logs:
+            identity, (since, _) = next(iter(self._logs.items()))
+            if now - since <= self._keep_s:
+                return
+            self.drop(identity)

@@ -1,0 +1,161 @@
+"""Clients and front ends that die in the midst of an answer; the answer goes on as if they had not."""
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+
+import grpc
+import pytest
+
+from quire import AsyncClient, Client, Completion, errors
+from quire.v1 import generation_pb2 as v1
+from quire.v1.generation_pb2_grpc import GenerationServiceStub
+from tests.e2e.harness import ROOT, Served, serve
+
+OPTIONS = {"max_tokens": 300, "temperature": 1.0, "seed": 11, "ignore_eos": True}
+PROMPT = "Once upon a time"
+CLIENT = """
+    import json, sys
+    from quire import Client
+
+    target, request_id, resume, known = sys.argv[1], sys.argv[2], sys.argv[3] == "resume", json.loads(sys.argv[4])
+    client = Client(target)
+    if resume:
+        generation = client.resume(request_id, from_tokens=known["tokens"], from_text_bytes=known["bytes"])
+    else:
+        generation = client.generate(**json.loads(sys.argv[5]), request_id=request_id, resumable=True)
+    for delta in generation:
+        print(json.dumps([delta.choice, delta.first_index, delta.token_ids, delta.text]), flush=True)
+    print(json.dumps(["end", generation.finished.usage.completion_tokens]), flush=True)
+"""
+
+
+def client_process(target: str, request_id: str, *arguments: str) -> "subprocess.Popen[str]":
+    """A client in a process of its own."""
+    command = [sys.executable, "-c", textwrap.dedent(CLIENT), target, request_id, *arguments]
+    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+
+
+class Received:
+    """What a client had on its screen."""
+
+    def __init__(self, num_choices: int) -> None:
+        self.tokens: list[list[int]] = [[] for _ in range(num_choices)]
+        self.texts = [""] * num_choices
+        self.usage: int | None = None
+
+    def read(self, process: "subprocess.Popen[str]", lines: int | None = None) -> None:
+        """Reads so many lines, or all."""
+        assert process.stdout is not None
+        while lines is None or lines > 0:
+            line = process.stdout.readline()
+            if not line:
+                return
+            choice, *rest = json.loads(line)
+            if choice == "end":
+                self.usage = rest[0]
+                continue
+            first, tokens, text = rest
+            assert first == len(self.tokens[choice]), "a token is missing or repeated"
+            self.tokens[choice] += tokens
+            self.texts[choice] += text
+            lines = None if lines is None else lines - 1
+
+    def known(self) -> str:
+        """For the client that comes after."""
+        return json.dumps({"tokens": list(map(len, self.tokens)), "bytes": [len(t.encode()) for t in self.texts]})
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Served]:
+    with serve("demo", "--frontends=2", "--dtype=float32") as running:
+        yield running
+
+
+@pytest.mark.parametrize("options", [{}, {"n": 3}, {"stop": ["zzz", "e w"], "max_tokens": 120, "n": 2}])
+def test_a_client_that_is_killed_resumes(served: Served, options: dict[str, object]) -> None:
+    """Killed twice in mid-stream and started again, on whichever front end, it ends with exactly the tokens and the
+    text of an undisturbed run; and what has ended can be had again."""
+    request = {"prompt": PROMPT, **OPTIONS, **options}
+    with Client(served.grpc) as client:
+        whole = client.generate(**request).result()  # type: ignore[arg-type]
+    received = Received(len(whole.choices))
+    name = f"killed-{len(options)}"
+
+    process = client_process(served.grpc, name, "generate", "{}", json.dumps(request))
+    for lines in (7, 11):
+        received.read(process, lines)
+        process.kill()
+        received.read(process)  # what was on its way to the screen
+        process.wait()
+        process = client_process(served.grpc, name, "resume", received.known())
+    received.read(process)
+    assert process.wait() == 0
+
+    assert [tuple(tokens) for tokens in received.tokens] == [choice.token_ids for choice in whole.choices]
+    assert received.texts == [choice.text for choice in whole.choices]
+    assert received.usage == whole.finished.usage.completion_tokens
+    with Client(served.grpc) as client:
+        again = client.resume(name).result()
+        assert [choice.text for choice in again.choices] == received.texts
+        assert [choice.finished for choice in again.choices] == [choice.finished for choice in whole.choices]
+        with pytest.raises(errors.DuplicateRequestError):
+            client.generate("another", request_id=name, resumable=True).result()
+        client.cancel(name)
+        with pytest.raises(errors.RequestNotFoundError):
+            client.resume(name).result()
+
+
+def test_the_client_goes_on_by_itself_when_a_front_end_dies(served: Served) -> None:
+    """Eight resumable streams lose their front ends; their answers are those of undisturbed runs."""
+
+    async def run(*, disturb: bool) -> list[Completion]:
+        options = OPTIONS | {"max_tokens": 200, "logprobs": 1}
+        async with AsyncClient(served.grpc) as client:
+            streams = [
+                client.generate(PROMPT, **(options | {"seed": seed}), resumable=True)  # type: ignore[arg-type]
+                for seed in range(8)
+            ]
+            answers = [asyncio.create_task(stream.result()) for stream in streams]
+            if disturb:
+                one = client.generate(PROMPT, **OPTIONS)  # type: ignore[arg-type]
+                for _ in range(15):
+                    await anext(one)
+                for child in served.children("frontend"):
+                    os.kill(child.pid, signal.SIGKILL)
+            return await asyncio.gather(*answers)
+
+    calm, disturbed = asyncio.run(run(disturb=False)), asyncio.run(run(disturb=True))
+
+    for undisturbed, resumed in zip(calm, disturbed, strict=True):
+        assert resumed.token_ids == undisturbed.token_ids
+        assert resumed.text == undisturbed.text
+        assert len(resumed.logprobs) == 200
+        worst = max(
+            abs(a.token.logprob - b.token.logprob) for a, b in zip(resumed.logprobs, undisturbed.logprobs, strict=True)
+        )
+        assert worst < 1e-3
+
+
+def test_what_cannot_be_resumed_is_said(served: Served) -> None:
+    """An unknown id, one that was not resumable, and more tokens than there are."""
+    with grpc.insecure_channel(served.grpc) as channel:
+        stub = GenerationServiceStub(channel)
+        plain = v1.GenerateRequest(request_id="plain", text=PROMPT, stop=v1.StopOptions(max_tokens=3))
+        list(stub.Generate(plain))
+        kept = v1.GenerateRequest(request_id="kept", text=PROMPT, resumable=True, stop=v1.StopOptions(max_tokens=3))
+        list(stub.Generate(kept))
+        for request, code in (
+            (v1.ResumeRequest(request_id="plain"), grpc.StatusCode.NOT_FOUND),
+            (v1.ResumeRequest(), grpc.StatusCode.INVALID_ARGUMENT),
+            (v1.ResumeRequest(request_id="kept", from_tokens=[4]), grpc.StatusCode.INVALID_ARGUMENT),
+        ):
+            with pytest.raises(grpc.RpcError) as error:
+                list(stub.Resume(request))
+            assert error.value.code() == code
+        assert [len(r.response.delta.token_ids) for r in stub.Resume(v1.ResumeRequest(request_id="kept"))] == [3, 0]
