@@ -32,8 +32,10 @@ def load(folder: Path | str, **settings: Any) -> Model:
     return load_model(WorkerConfig(model=str(folder), device="cpu", **settings), CPU)[0]
 
 
-def logits_of(model: Model, tokens: list[list[int]], dtype: torch.dtype) -> torch.Tensor:
-    """Logits of every token of some rows computed at once, from scratch: `[tokens, vocab]` float64."""
+def logits_of(
+    model: Model, tokens: list[list[int]], dtype: torch.dtype, index: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Logits of some tokens, by default all, of rows computed at once, from scratch: `[tokens, vocab]` float64."""
     lengths = torch.tensor([len(row) for row in tokens])
     blocks = -(-lengths // BLOCK_SIZE)
     first = torch.cat((torch.zeros(1, dtype=torch.int64), blocks.cumsum(0)[:-1]))
@@ -55,7 +57,7 @@ def logits_of(model: Model, tokens: list[list[int]], dtype: torch.dtype) -> torc
         max_query_len=int(lengths.max()),
     )
     ids = torch.tensor([token for row in tokens for token in row])
-    return model.forward(ids, positions, attention, caches, None).double()
+    return model.forward(ids, positions, attention, caches, index).double()
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -76,6 +78,18 @@ def test_a_packed_model_computes_what_torch_does(
         got = logits_of(load(folder, dtype=dtype), tokens, getattr(torch, dtype))
 
         assert float((got - expected).norm() / expected.norm()) < tolerance, dtype
+
+
+@pytest.mark.parametrize("chosen", [[], [0], [132, 0, 132, 40]])
+def test_only_the_logits_asked_for_are_computed(chosen: list[int], tmp_path: Path) -> None:
+    """Those of any tokens, in any order, none included, are what they are among all."""
+    model = load(make_checkpoint("LlamaForCausalLM", tmp_path))
+    tokens = [list(range(5, 5 + length)) for length in LENGTHS]
+    all_of_them = logits_of(model, tokens, torch.float32)
+
+    assert torch.equal(
+        logits_of(model, tokens, torch.float32, torch.tensor(chosen, dtype=torch.int64)), all_of_them[chosen]
+    )
 
 
 @pytest.mark.parametrize("level", LEVELS)

@@ -43,7 +43,7 @@ class Buffer {
 
 // Kept from step to step; there is one worker per process, and one step at a time.
 struct Workspace {
-  Buffer residual, wide, attended, activations, scales;
+  Buffer residual, kept, wide, attended, activations, scales;
 };
 
 Workspace& workspace() {
@@ -81,7 +81,8 @@ class Run {
       : k_(kernels), d_(decoder), s_(step), clock_(nanoseconds) {}
 
   void all() {
-    const int64_t tokens = s_.num_tokens;
+    int64_t tokens = s_.num_tokens;
+    const int64_t* index_of = nullptr;  // the token of each row of the residual stream; null: they are the tokens
     residual_ = space_.residual.of<float>(tokens * d_.hidden);
     embed();
     clock_.count(kEmbed);
@@ -91,7 +92,7 @@ class Run {
     float* const attended = space_.attended.of<float>(tokens * query_size);
     for (int64_t index = 0; index < d_.num_layers; ++index) {
       const Layer& layer = d_.layers[index];
-      norm(layer.qkv, layer.input_norm, nullptr, tokens);
+      norm(layer.qkv, layer.input_norm, tokens);
       clock_.count(kNorm);
       product(layer.qkv, wide_rows, qkv_size, kStoreFloat, tokens);
       clock_.count(kQkv);
@@ -99,10 +100,17 @@ class Run {
       clock_.count(kRotate);
       attend(layer, index, wide_rows, qkv_size, attended);
       clock_.count(kAttend);
-      activate(layer.output, tokens, query_size, [=](int64_t row, float*) { return attended + row * query_size; });
+      if (index == d_.num_layers - 1 && s_.logits_index != nullptr) {  // from here on only what samples counts
+        tokens = s_.num_logits;
+        index_of = s_.logits_index;
+        keep(index_of, tokens);
+      }
+      activate(layer.output, tokens, query_size, [=](int64_t row, float*) {
+        return attended + (index_of == nullptr ? row : index_of[row]) * query_size;
+      });
       product(layer.output, residual_, d_.hidden, kAddFloat, tokens);
       clock_.count(kOutput);
-      norm(layer.gate_up, layer.mlp_norm, nullptr, tokens);
+      norm(layer.gate_up, layer.mlp_norm, tokens);
       clock_.count(kNorm);
       product(layer.gate_up, wide_rows, 2 * d_.intermediate, kStoreFloat, tokens);
       clock_.count(kGateUp);
@@ -114,7 +122,7 @@ class Run {
       product(layer.down, residual_, d_.hidden, kAddFloat, tokens);
       clock_.count(kDown);
     }
-    norm(d_.head, d_.final_norm, s_.logits_index, s_.num_logits);
+    norm(d_.head, d_.final_norm, tokens);
     clock_.count(kNorm);
     product(d_.head, s_.logits, d_.head.outputs, kStoreFloat, s_.num_logits);
     clock_.count(kHead);
@@ -152,10 +160,17 @@ class Run {
     scales_ = scales;
   }
 
-  void norm(const Linear& linear, const float* weight, const int64_t* index, int64_t rows) {
+  // The residual stream of these tokens only.
+  void keep(const int64_t* tokens, int64_t count) {
+    float* const kept = space_.kept.of<float>(count * d_.hidden);
+    for (int64_t row = 0; row < count; ++row)
+      std::memcpy(kept + row * d_.hidden, residual_ + tokens[row] * d_.hidden, d_.hidden * sizeof(float));
+    residual_ = kept;
+  }
+
+  void norm(const Linear& linear, const float* weight, int64_t rows) {
     activate(linear, rows, d_.hidden, [&](int64_t row, float* scratch) {
-      const int64_t token = index == nullptr ? row : index[row];
-      k_.rms_norm(residual_ + token * d_.hidden, weight, d_.eps, d_.hidden, scratch);
+      k_.rms_norm(residual_ + row * d_.hidden, weight, d_.eps, d_.hidden, scratch);
       return scratch;
     });
   }

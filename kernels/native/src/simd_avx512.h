@@ -101,7 +101,11 @@ struct Int8Step {
     std::memcpy(&four, x, sizeof four);
     return _mm512_set1_epi32(four);
   }
-  static Sum dot(Sum sum, Input x, Weight w) { return _mm512_dpbusd_epi32(sum, x, w); }
+  // _mm512_dpbusd_epi32(sum, x, w), for which GCC 12 finds no registers: it keeps the sums of a tile in memory.
+  static Sum dot(Sum sum, Input x, Weight w) {
+    __asm__("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(x), "v"(w));
+    return sum;
+  }
   static V to_float(Sum sum) { return _mm512_cvtepi32_ps(sum); }
   static void quantise(const float* x, float inverse, Element* out) {
     const __m512i words = _mm512_cvtps_epi32(_mm512_mul_ps(_mm512_loadu_ps(x), _mm512_set1_ps(inverse)));
