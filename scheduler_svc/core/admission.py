@@ -222,13 +222,11 @@ class Admission:
         if not 0 <= request.lowest_token <= request.highest_token < worker.model.vocab_size:
             message = f"token ids must lie in [0, {worker.model.vocab_size}), found {request.highest_token}"
             return Refusal(request, EndReason.INVALID, message)
-        latest_start = request.latest_start
-        if (
-            self._config.policy_of(request.request_class) == "edf"
-            and latest_start is not None
-            and self._now > latest_start
-            and not request.attempts
-        ):
+        # A worker that has nothing else to do may as well try: the forecast may be wrong.
+        is_busy = worker.rows.num_running > 0
+        by_target = self._config.policy_of(request.request_class) == "edf"
+        latest_start = request.latest_start if by_target else request.must_start if is_busy else None
+        if latest_start is not None and self._now > latest_start and not request.attempts:
             return Refusal(
                 request,
                 EndReason.DEADLINE,

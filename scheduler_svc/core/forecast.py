@@ -72,6 +72,12 @@ class Forecast:
             return 0.0
         return self._decode_step.value * max(0.0, self.output_tokens(request) - request.num_generated)
 
+    def must_start(self, request: Request) -> float | None:
+        """When the request must run at the latest to be complete by the client's deadline; None without one."""
+        if request.deadline is None:
+            return None
+        return request.deadline - self.prefill_s(request) - self.decode_s(request)
+
     def latest_start(self, request: Request) -> float | None:
         """When the request must run at the latest to meet its deadline and targets; None without any."""
         starts = []

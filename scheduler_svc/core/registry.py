@@ -23,6 +23,9 @@ from scheduler_svc.core.tenants import Tenants
 from scheduler_svc.core.waiting import make_queue
 from scheduler_svc.core.worker import Worker
 
+_SMOOTHING = 0.05
+_SHORTEST_RETRY_S = 0.1
+_LONGEST_RETRY_S = 30.0
 _NATURAL_ENDS = (EndReason.STOP, EndReason.STOP_STRING, EndReason.LENGTH)
 _UNFINISHED = (
     EndReason.CANCELLED,
@@ -58,8 +61,9 @@ class RequestRegistry:
         """Waiting requests whose readers have no credit."""
         self._deadlines: list[tuple[float, int, RequestKey]] = []
         self._sequence = 0
-        self._recent_wait = 0.0
-        """Smoothed time from arrival to first plan."""
+        self._admission_gap: float | None = None
+        """Smoothed time between two first admissions, the later of which was waiting for the earlier one."""
+        self._last_admission = 0.0
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -141,6 +145,11 @@ class RequestRegistry:
         elif self._queue_is_full(request):
             message = f"{len(self.waiting)} requests with {self._queued_tokens} tokens are waiting already"
             self.end(request, EndReason.QUEUE_FULL, now, message=message, retry_ms=self._retry_ms())
+        elif self._misses_its_deadline(request, now):
+            message = (
+                f"the deadline cannot be met: {self.num_waiting} requests wait; allow more time or try again later"
+            )
+            self.end(request, EndReason.DEADLINE, now, message=message, retry_ms=self._retry_ms())
         else:
             if request.deadline is not None:
                 self._watch_deadline(request, request.deadline)
@@ -181,7 +190,12 @@ class RequestRegistry:
         self._drop_swapped(request)
         if request.state is RequestState.RUNNING:
             self._running[key] = (worker, admission.row)
-        self._recent_wait += 0.1 * (now - admission.queued_since - self._recent_wait)
+        if request.attempts == 1:
+            if admission.queued_since <= self._last_admission:
+                gap = now - self._last_admission
+                known = self._admission_gap
+                self._admission_gap = gap if known is None else known + _SMOOTHING * (gap - known)
+            self._last_admission = now
 
     def last_step_planned(self, request: Request) -> None:
         """The request has left its row and waits for its last answer."""
@@ -199,6 +213,7 @@ class RequestRegistry:
         request.overtaken = request.passed_over = request.left_elsewhere = 0
         request.forecast_tokens = self.forecast.output_tokens(request)
         request.latest_start = self.forecast.latest_start(request)
+        request.must_start = self.forecast.must_start(request)
         if request.allowed > len(request.tokens):
             self.waiting.push(request)
         else:
@@ -319,9 +334,25 @@ class RequestRegistry:
                 AttemptEnded(frontend=request.key.frontend, stream=request.key.stream, outcome=outcome)
             )
 
+    def _expected_wait(self) -> float:
+        """How long a request that arrived now would wait, first come, first served."""
+        return self.num_waiting * (self._admission_gap or 0.0)
+
     def _retry_ms(self) -> int:
-        """When a refused client should try again: about as long as requests wait at present."""
-        return int(1000 * min(30.0, max(0.1, self._recent_wait)))
+        """When a refused client should try again: when those before it have started."""
+        return int(1000 * min(_LONGEST_RETRY_S, max(_SHORTEST_RETRY_S, self._expected_wait())))
+
+    def _misses_its_deadline(self, request: Request, now: float) -> bool:
+        """Whether a new request cannot be complete in time, as far as can be foreseen.
+
+        Who finds nobody waiting is let in all the same: what was measured may be of another day, and only what runs
+        measures anew.
+        """
+        must_start = self.forecast.must_start(request)
+        if must_start is None or request.num_generated or not self.num_waiting:
+            return False
+        first_come = self._config.policy_of(request.request_class) == "fcfs"
+        return now + (self._expected_wait() if first_come else 0.0) > must_start
 
     # ---------------------------------------------------------------- time
 

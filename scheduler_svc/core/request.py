@@ -83,6 +83,8 @@ class Request:
     """When the last token is wanted: the client's deadline or its target, whichever comes first."""
     forecast_tokens: float = 0.0
     """Tokens it will probably generate in all, as forecast when it was queued."""
+    must_start: float | None = None
+    """When it must run at the latest to meet the client's deadline, as forecast when it was queued."""
     latest_start: float | None = None
     """When it must run at the latest to meet these, as forecast when it was queued."""
     state: RequestState = RequestState.WAITING

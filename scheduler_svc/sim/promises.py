@@ -160,6 +160,7 @@ class Promises:
                     and not stream.placements
                     and any(t is not None for t in targets)
                 )
+                early |= stream.deadline is not None and not stream.placements
                 return None if passed or early else "its time was not up"
             case EndReason.QUEUE_FULL:
                 most = self._most_queued(stream)

@@ -380,3 +380,51 @@ def test_forecasts_follow_what_was_measured() -> None:
     assert forecast.decode_s(request) == pytest.approx(90 * 0.5)
     forecast.step_measured(0, 0, 9.0)
     assert forecast.decode_s(request) == pytest.approx(90 * 0.5)
+
+
+def _busy(**limits: object) -> Cluster:
+    """A worker with one row that has measured what requests of 50 tokens take, one after the other."""
+    cluster = Cluster(**({"max_num_seqs": 1, "max_num_batched_tokens": 64} | limits))
+    cluster.join(ModelWorker(b"w/1", 400, 4, 1))
+    for stream in range(100, 106):
+        cluster.submit(stream, [1, 2, 3], 50)
+    cluster.run()
+    for stream in range(200, 210):
+        cluster.submit(stream, [1, 2, 3], 50)
+    cluster.plan()
+    cluster.answer()
+    return cluster
+
+
+def test_a_deadline_that_cannot_be_met_is_refused_at_once() -> None:
+    """Who would still wait when it had to run hears so at once, with the reason and when to try again; who has time
+    enough, or finds nobody waiting, is let in."""
+    cluster = _busy()
+
+    hopeless = cluster.submit(1, [1, 2, 3], 50, deadline=cluster.now + 0.06)
+    hopeful = cluster.submit(2, [1, 2, 3], 50, deadline=cluster.now + 100.0)
+
+    assert hopeless.end is not None
+    assert hopeless.end.reason is ef.EndReason.DEADLINE
+    assert "cannot be met" in hopeless.end.message
+    assert hopeless.end.retry_ms > 0
+    assert hopeful.end is None
+    cluster.run()
+    assert len(hopeful.tokens) == 50
+    alone = cluster.submit(3, [1, 2, 3], 5, deadline=cluster.now + 0.001)
+    assert alone.end is None
+
+
+def test_pushback_is_what_the_queue_takes() -> None:
+    """A refused client is told to come back when those before it have started."""
+    cluster = _busy(max_queued_requests=10)
+    cluster.submit(1, [1, 2, 3], 50)
+    refused = cluster.submit(2, [1, 2, 3], 50)
+    assert refused.end is not None
+    assert refused.end.reason is ef.EndReason.QUEUE_FULL
+    waited = cluster.now
+    while not cluster.readers[1].tokens:
+        cluster.plan()
+        cluster.answer()
+
+    assert refused.end.retry_ms / 1000 == pytest.approx(cluster.now - waited, rel=0.5)
