@@ -162,7 +162,10 @@ def run(campaign: Campaign, folder: Path) -> Outcome:
     checkpoint = make_checkpoint("LlamaForCausalLM", folder / "model")
     oracle = Oracle(checkpoint)
     began = time.monotonic()
-    with service(checkpoint, "--max-num-seqs=64", f"--frontends={campaign.frontends}") as (served, wires):
+    # Whoever is left can take everybody: what is measured is how soon streams go on, not how long they queue.
+    with service(
+        checkpoint, f"--max-num-seqs={max(64, campaign.num_streams)}", f"--frontends={campaign.frontends}"
+    ) as (served, wires):
         load = Load(served.grpc, campaign.num_streams, oracle.vocab_size, campaign.max_tokens, campaign.seed)
         strikes = asyncio.run(_strike_under_load(campaign, served, wires, load))
         wait_until_empty(served)

@@ -1,0 +1,182 @@
+"""What overload costs: the same requests at the rate a service can bear, and at ten times that.
+
+    python -m tests.chaos.overload --json overload.json
+
+1x is the highest of a few rates at which 99 % of the requests meet their deadline. At 10x most must be refused; what
+counts is that those that are let in are served as well as before. Requests come at fixed times, whatever became of
+earlier ones; a refused one is not sent again.
+"""
+
+import argparse
+import asyncio
+import json
+import random
+import resource
+import sys
+import tempfile
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import grpc
+import psutil
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from quire import AsyncClient
+from quire.errors import QuireError
+from tests.chaos.campaign import quantiles
+from tests.checkpoints import make_checkpoint
+from tests.e2e.harness import Served, serve
+
+PROMPT, OUTPUT = 64, 192
+DEADLINE_S = 20.0
+SHARES = (0.9, 0.8, 0.7, 0.6, 0.5)
+"""Of the throughput without pauses, tried in turn until 99 % meet their deadline."""
+
+
+@dataclass(slots=True)
+class Phase:
+    """Requests at one rate."""
+
+    rate: float
+    seconds: float
+    ttft_s: list[float] = field(default_factory=list)
+    """Of requests that were let in."""
+    in_time: int = 0
+    outcomes: Counter[str] = field(default_factory=Counter)
+    health_s: list[float] = field(default_factory=list)
+    memory_mb: list[float] = field(default_factory=list)
+    """Of scheduler and front end together."""
+    generator_cpu: float = 0.0
+
+    def figures(self) -> dict[str, Any]:
+        """As JSON."""
+        sent = sum(self.outcomes.values())
+        return {
+            "rate_per_s": round(self.rate, 3),
+            "seconds": self.seconds,
+            "sent": sent,
+            "in_time": self.in_time,
+            "goodput_tok_per_s": round(self.in_time * OUTPUT / self.seconds, 1),
+            "outcomes": dict(self.outcomes),
+            "ttft_s": quantiles(self.ttft_s),
+            "health_s": quantiles(self.health_s),
+            "memory_mb": {"first": round(self.memory_mb[0], 1), "last": round(self.memory_mb[-1], 1)},
+            "generator_cpu_share": round(self.generator_cpu / self.seconds, 3),
+        }
+
+
+async def run(served: Served, rate: float, seconds: float) -> Phase:
+    """Sends requests at a rate for so long, then waits for all of them."""
+    phase, rng = Phase(rate, seconds), random.Random(1)
+    cpu = _own_cpu()
+    watching = asyncio.create_task(_watch(served, phase))
+    async with AsyncClient(served.grpc) as client, asyncio.TaskGroup() as tasks:
+        begin, number = time.monotonic(), 0
+        while number < rate * seconds:
+            await asyncio.sleep(max(0.0, begin + number / rate - time.monotonic()))
+            prompt = [rng.randrange(16, 380) for _ in range(PROMPT)]
+            tasks.create_task(_one(client, prompt, phase))
+            number += 1
+    watching.cancel()
+    phase.generator_cpu = _own_cpu() - cpu
+    return phase
+
+
+async def _one(client: AsyncClient, prompt: list[int], phase: Phase) -> None:
+    begin = time.monotonic()
+    stream = client.generate(token_ids=prompt, max_tokens=OUTPUT, temperature=0, ignore_eos=True, timeout=DEADLINE_S)
+    first = 0.0
+    try:
+        async for _ in stream:
+            first = first or time.monotonic() - begin
+    except QuireError as error:
+        phase.outcomes[f"{error.code} after its first token" if first else error.code] += 1
+    else:
+        phase.outcomes["OK"] += 1
+        phase.in_time += 1
+    if first:
+        phase.ttft_s.append(first)
+
+
+async def _watch(served: Served, phase: Phase) -> None:
+    """How long health takes to answer, and how much memory is in use."""
+    watched = [*served.children("scheduler"), *served.children("frontend")]
+    async with grpc.aio.insecure_channel(served.grpc) as channel:
+        health = health_pb2_grpc.HealthStub(channel)
+        while True:
+            begin = time.monotonic()
+            await health.Check(health_pb2.HealthCheckRequest(service="liveness"))
+            phase.health_s.append(time.monotonic() - begin)
+            phase.memory_mb.append(sum(psutil.Process(p.pid).memory_info().rss for p in watched) / 1e6)
+            await asyncio.sleep(0.2)
+
+
+async def _capacity(served: Served, concurrency: int, seconds: float) -> float:
+    """Requests per second without pauses."""
+    done, end = 0, time.monotonic() + seconds
+
+    async def one_after_another(client: AsyncClient, rng: random.Random) -> None:
+        nonlocal done
+        while time.monotonic() < end:
+            prompt = [rng.randrange(16, 380) for _ in range(PROMPT)]
+            await client.generate(token_ids=prompt, max_tokens=OUTPUT, temperature=0, ignore_eos=True).result()
+            done += 1
+
+    begin = time.monotonic()
+    async with AsyncClient(served.grpc) as client, asyncio.TaskGroup() as tasks:
+        for index in range(concurrency):
+            tasks.create_task(one_after_another(client, random.Random(index)))
+    return done / (time.monotonic() - begin)
+
+
+def _own_cpu() -> float:
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    return usage.ru_utime + usage.ru_stime
+
+
+async def measure(served: Served, seconds: float) -> dict[str, Any]:
+    """Finds 1x, then runs 10x."""
+    capacity = await _capacity(served, 8, min(30.0, seconds))
+    normal = None
+    for share in SHARES:
+        normal = await run(served, share * capacity, seconds)
+        if normal.in_time >= 0.99 * sum(normal.outcomes.values()):
+            break
+    assert normal is not None
+    overload = await run(served, 10 * normal.rate, seconds)
+    one, ten = normal.figures(), overload.figures()
+    return {
+        "capacity_per_s": round(capacity, 3),
+        "deadline_s": DEADLINE_S,
+        "1x": one,
+        "10x": ten,
+        "goodput_kept": round(ten["goodput_tok_per_s"] / max(one["goodput_tok_per_s"], 0.1), 3),
+    }
+
+
+def main() -> int:
+    """Measures; prints and writes the figures."""
+    parser = argparse.ArgumentParser("python -m tests.chaos.overload", description=__doc__)
+    parser.add_argument("--seconds", type=float, default=180.0, help="of each phase")
+    parser.add_argument("--max-num-seqs", type=int, default=8)
+    parser.add_argument("--json", type=Path, default=None)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="quire-overload-") as folder:
+        # Large enough that a request keeps a worker busy for some time.
+        checkpoint = make_checkpoint(
+            "LlamaForCausalLM", Path(folder) / "model", hidden_size=512, intermediate_size=1408, num_hidden_layers=6,
+            num_attention_heads=8, num_key_value_heads=4,
+        )  # fmt: skip
+        with serve(checkpoint, "--dtype=float32", f"--max-num-seqs={options.max_num_seqs}") as served:
+            figures = json.dumps(asyncio.run(measure(served, options.seconds)), indent=2)
+    print(figures)
+    if options.json is not None:
+        options.json.write_text(figures + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
