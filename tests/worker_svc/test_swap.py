@@ -78,14 +78,25 @@ def test_copies_run_beside_the_steps(tmp_path: Path) -> None:
         engine.launch(plan, 0)
         return ["copies" if entry.startswith("stream") else "steps" for entry in device.log if "waits" in entry]
 
-    out = {"swap_out_blocks": to_column([1, 2]), "swap_out_host_blocks": to_column([0, 1]), "copy_ids": to_column([7])}
-    back = {"swap_in_host_blocks": to_column([0, 1]), "swap_in_blocks": to_column([5, 6]), "copy_ids": to_column([8])}
-    overwrites = {"copy_sources": to_column([9]), "copy_targets": to_column([2])}
+    out = plan_pb2.Plan(
+        step=1,
+        swap_out_blocks=to_column([1, 2]),
+        swap_out_host_blocks=to_column([0, 1]),
+        copy_ids=to_column([7]),
+    )
+    back = plan_pb2.Plan(
+        step=2,
+        swap_in_host_blocks=to_column([0, 1]),
+        swap_in_blocks=to_column([5, 6]),
+        copy_ids=to_column([8]),
+    )
+    overwrites = plan_pb2.Plan(copy_sources=to_column([9]), copy_targets=to_column([2]))
+    overwrites.MergeFrom(out)
 
-    assert waiting(plan_pb2.Plan(step=1, **out)) == ["copies"]
+    assert waiting(out) == ["copies"]
     assert not engine.ready()
     assert from_column(engine.collect().completed_copies).tolist() == [7]
-    assert waiting(plan_pb2.Plan(step=2, **back)) == ["steps"]
-    assert waiting(plan_pb2.Plan(step=3, **out, **overwrites)) == ["copies", "steps"]
+    assert waiting(back) == ["steps"]
+    assert waiting(overwrites) == ["copies", "steps"]
     for copy in (8, 7):
         assert from_column(engine.collect().completed_copies).tolist() == [copy]
