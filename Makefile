@@ -28,7 +28,7 @@ PUBLIC_PROTOS := $(patsubst protos/%,%,$(wildcard protos/quire/v1/*.proto protos
 INTERNAL_PROTOS := $(patsubst protos/%,%,$(wildcard protos/quire/plan/v1/*.proto protos/quire/link/v1/*.proto))
 # Frames of every link, requests, and what is cut from text: whatever comes in from outside.
 FUZZED := tests/worker_svc/test_session.py tests/worker_svc/test_malformed_plans.py tests/scheduler_svc/test_links.py \
-  tests/services/test_fuzz.py tests/services/test_stop_strings.py tests/services/test_detokenizer.py
+  tests/services/test_api_fuzz.py tests/services/test_fuzz.py tests/services/test_stop_strings.py tests/services/test_detokenizer.py
 
 .DEFAULT_GOAL := help
 .PHONY: help setup run node-packages test gpu gpu-wheels load-test chaos sim mutants plots fuzz schemas kernels-all lint format protos protos-check protos-breaking model clean
