@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from scheduler_svc.core.request import Request
 
 _SMOOTHING = 0.1
+_CAUTION = 1.25
+"""By how much longer than forecast a request may take."""
 _MAX_KEYS = 10_000
 """Tenants and buckets remembered; when there are more, learning starts anew."""
 
@@ -73,10 +75,13 @@ class Forecast:
         return self._decode_step.value * max(0.0, self.output_tokens(request) - request.num_generated)
 
     def must_start(self, request: Request) -> float | None:
-        """When the request must run at the latest to be complete by the client's deadline; None without one."""
+        """When the request must run at the latest to be complete by the client's deadline; None without one.
+
+        With some to spare: a request that is given up after its first token has cost others what it has had.
+        """
         if request.deadline is None:
             return None
-        return request.deadline - self.prefill_s(request) - self.decode_s(request)
+        return request.deadline - _CAUTION * (self.prefill_s(request) + self.decode_s(request))
 
     def latest_start(self, request: Request) -> float | None:
         """When the request must run at the latest to meet its deadline and targets; None without any."""

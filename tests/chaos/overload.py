@@ -56,7 +56,7 @@ class Phase:
         sent = sum(self.outcomes.values())
         return {
             "rate_per_s": round(self.rate, 3),
-            "seconds": self.seconds,
+            "seconds": round(self.seconds, 1),
             "sent": sent,
             "in_time": self.in_time,
             "goodput_tok_per_s": round(self.in_time * OUTPUT / self.seconds, 1),
@@ -80,6 +80,8 @@ async def run(served: Served, rate: float, seconds: float) -> Phase:
             prompt = [rng.randrange(16, 380) for _ in range(PROMPT)]
             tasks.create_task(_one(client, prompt, phase))
             number += 1
+    # From the first request to the end of the last one that was let in: what is served late counts against the rate.
+    phase.seconds = time.monotonic() - begin
     watching.cancel()
     phase.generator_cpu = _own_cpu() - cpu
     return phase
