@@ -17,7 +17,10 @@ GPU_WHEELS := pyzmq structlog prometheus-client googleapis-common-protos grpcio-
   grpcio-reflection==1.76.0 grpcio-status==1.76.0 opentelemetry-api opentelemetry-sdk \
   opentelemetry-semantic-conventions opentelemetry-proto opentelemetry-exporter-otlp-common \
   opentelemetry-exporter-otlp-proto-common opentelemetry-exporter-otlp-proto-grpc starlette anyio sniffio idna \
-  uvicorn h11 click httptools uvloop llguidance pydantic annotated-types typing-inspection
+  uvicorn h11 click httptools uvloop llguidance
+GPU_DOWNLOAD = $(PYTHON) -m pip download --quiet --disable-pip-version-check --only-binary=:all: \
+  --python-version $(GPU_PYTHON_VERSION) --platform manylinux_2_28_x86_64 --platform manylinux2014_x86_64 \
+  -d build/gpu/wheels
 PROTOC_TOOLS := grpcio-tools==1.76.0 mypy-protobuf==5.1.0
 PROTOC_VENV := build/protoc
 PROTOC_STAMP := $(PROTOC_VENV)/.$(subst ==,-,$(firstword $(PROTOC_TOOLS)))-$(subst ==,-,$(lastword $(PROTOC_TOOLS)))
@@ -25,7 +28,7 @@ PUBLIC_PROTOS := $(patsubst protos/%,%,$(wildcard protos/quire/v1/*.proto protos
 INTERNAL_PROTOS := $(patsubst protos/%,%,$(wildcard protos/quire/plan/v1/*.proto protos/quire/link/v1/*.proto))
 # Frames of every link, requests, and what is cut from text: whatever comes in from outside.
 FUZZED := tests/worker_svc/test_session.py tests/worker_svc/test_malformed_plans.py tests/scheduler_svc/test_links.py \
-  tests/services/test_fuzz.py tests/services/test_stop_strings.py tests/services/test_detokenizer.py
+  tests/services/test_api_fuzz.py tests/services/test_fuzz.py tests/services/test_stop_strings.py tests/services/test_detokenizer.py
 
 .DEFAULT_GOAL := help
 .PHONY: help setup run node-packages test gpu gpu-wheels load-test chaos sim mutants plots fuzz schemas kernels-all lint format protos protos-check protos-breaking model clean
@@ -101,9 +104,9 @@ gpu: ## measure on a GPU what only a GPU can tell: make gpu PART=kernels | decod
 
 # What Quire needs on a machine that has only torch, triton, transformers, grpcio, protobuf and numpy.
 gpu-wheels: ## collect wheels into build/gpu/wheels, to be carried to a GPU machine that cannot install any
-	@rm -rf build/gpu/wheels && $(PYTHON) -m pip download --quiet --disable-pip-version-check --no-deps \
-	  --only-binary=:all: --python-version $(GPU_PYTHON_VERSION) --platform manylinux_2_28_x86_64 \
-	  --platform manylinux2014_x86_64 --platform any -d build/gpu/wheels $(GPU_WHEELS)
+	@rm -rf build/gpu/wheels
+	@$(GPU_DOWNLOAD) --no-deps $(GPU_WHEELS)
+	@$(GPU_DOWNLOAD) pydantic
 	@du -sh build/gpu/wheels
 
 mutants: setup ## change the scheduler core in 240 small ways; checks must notice 9 of 10 (about an hour, resumable)

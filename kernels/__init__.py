@@ -14,6 +14,7 @@ hold kernel and CPU path against it.
     activation        SiLU-gated product of the MLP
     philox            the counter-based random numbers that sampling draws from
     sampling          temperature, top-k, top-p, min-p and the draw itself
+    block_copy        whole blocks from pool to pool: copies on the device, swap with the host
     scatter           write scattered words of a state that lives on the device
     decode_inputs     the inputs of a decode step, computed on the device
     linear            products over weights packed for a CPU, int8 among them

@@ -33,6 +33,7 @@ import torch
 
 from kernels._triton import HAVE_TRITON, Launch, record_launches, triton
 from kernels.activation import silu_mul
+from kernels.block_copy import BlockPool, copy_blocks
 from kernels.decode_inputs import DecodeInputs, prepare_decode
 from kernels.kv_cache import write_kv
 from kernels.norm import rms_norm
@@ -112,6 +113,7 @@ def cases() -> list[Case]:
     found.append(Case("qkv 16+8 heads of 128, page 16, norms", partial(_qkv, 16, True), True))
     found.append(Case("silu_mul 14336", _silu_mul, True))
     found.append(Case("sample 128256", _sample, True))
+    found.append(Case("copy_blocks", _copy_blocks, True))
     found.append(Case("scatter_words", _scatter_words, True))
     found.append(Case("prepare_decode, page 16", _prepare_decode, True))
     return found
@@ -190,6 +192,11 @@ def _sample() -> None:
         any_truncation=True,
     )
     sample(_meta(32, 128256), params)
+
+
+def _copy_blocks() -> None:
+    pool = BlockPool([_meta(64, 8, 16, 128)], torch.device("meta"))
+    copy_blocks(pool, pool, _meta(2, 5, dtype=torch.int64))
 
 
 def _scatter_words() -> None:

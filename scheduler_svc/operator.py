@@ -2,34 +2,87 @@
 
 from protos.quire.link.v1 import link_pb2
 from scheduler_svc.core import events as ev
-from scheduler_svc.core.stats import SchedulerStats, WorkerStats
+from scheduler_svc.core.history import Story
+from scheduler_svc.core.scheduler import Scheduler
+from scheduler_svc.core.stats import RequestStats, SchedulerStats, WorkerStats
+
+MAX_LISTED = 10_000
 
 
-def to_event(
-    request: link_pb2.OperatorRequest,
-) -> ev.DrainRequested | ev.ResumeRequested | ev.RequestsDropped | None:
-    """What the request asks the core to do; None for one that only looks."""
+def to_events(request: link_pb2.OperatorRequest, core: Scheduler) -> list[ev.Event]:
+    """What the request asks the core to do; nothing for one that only looks."""
     match request.WhichOneof("action"):
         case "drain_worker":
-            return ev.DrainRequested(worker_id=request.drain_worker.worker_id, move=request.drain_worker.move_requests)
+            drain = request.drain_worker
+            return [ev.DrainRequested(worker_id=drain.worker_id, move=drain.move_requests)]
         case "resume_worker":
-            return ev.ResumeRequested(worker_id=request.resume_worker.worker_id)
+            return [ev.ResumeRequested(worker_id=request.resume_worker.worker_id)]
         case "cancel_requests":
-            return ev.RequestsDropped(identities=tuple(request.cancel_requests.identities))
-    return None
+            identities = tuple(request.cancel_requests.identities)
+            return [ev.RequestsDropped(identities=identities)] if any(map(core.knows, identities)) else []
+        case "cancel_by_id":
+            return core.cancelling(request.cancel_by_id.request_id)
+    return []
 
 
-def to_reply(request: link_pb2.OperatorRequest, stats: SchedulerStats) -> link_pb2.OperatorReply:
-    """The state that the request asked for or led to."""
-    event = to_event(request)
-    if isinstance(event, ev.RequestsDropped):
-        return link_pb2.OperatorReply(number=request.number)
-    workers = [worker for worker in stats.workers if event is None or worker.worker_id == event.worker_id]
-    return link_pb2.OperatorReply(
-        number=request.number,
-        not_found=event is not None and not workers,
-        workers=[_worker_state(worker) for worker in workers],
+def to_reply(request: link_pb2.OperatorRequest, core: Scheduler, now: float, *, done: int) -> link_pb2.OperatorReply:
+    """The state that the request asked for or led to; `done` is the number of events that it became."""
+    reply = link_pb2.OperatorReply(number=request.number)
+    match request.WhichOneof("action"):
+        case "list_workers":
+            reply.workers.extend(map(_worker_state, core.stats().workers))
+        case "drain_worker":
+            _tell_of(request.drain_worker.worker_id, core.stats(), reply)
+        case "resume_worker":
+            _tell_of(request.resume_worker.worker_id, core.stats(), reply)
+        case "list_requests":
+            found = core.requests(min(request.list_requests.most, MAX_LISTED))
+            reply.requests.extend(_request_state(each, now) for each in found)
+        case "cancel_requests" | "cancel_by_id":
+            reply.cancelled, reply.not_found = done, not done
+        case "get_story":
+            stories = core.stories(request.get_story.request_id)
+            reply.stories.extend(_story(each, now) for each in stories)
+            reply.not_found = not stories
+        case "get_state":
+            stats = core.stats()
+            reply.workers.extend(map(_worker_state, stats.workers))
+            state = reply.state
+            state.running, state.waiting, state.frontends = stats.running, stats.waiting, stats.frontends
+            for reason, count in stats.ended.items():
+                state.ended[reason.value] = count
+    return reply
+
+
+def _tell_of(worker_id: str, stats: SchedulerStats, reply: link_pb2.OperatorReply) -> None:
+    """The worker of a name, or that there is none."""
+    reply.workers.extend(_worker_state(worker) for worker in stats.workers if worker.worker_id == worker_id)
+    reply.not_found = not reply.workers
+
+
+def _request_state(request: RequestStats, now: float) -> link_pb2.RequestState:
+    return link_pb2.RequestState(
+        request_id=request.request_id,
+        state=request.state.name.lower(),
+        worker_id=request.worker_id,
+        tenant=request.tenant,
+        request_class=request.request_class,
+        priority=request.priority,
+        prompt_tokens=request.prompt_tokens,
+        generated_tokens=request.generated_tokens,
+        max_tokens=request.max_tokens,
+        preemptions=request.preemptions,
+        age_ns=_ago(request.arrival, now),
     )
+
+
+def _story(story: Story, now: float) -> link_pb2.RequestStory:
+    events = [link_pb2.StoryEvent(ago_ns=_ago(moment, now), what=what) for moment, what in story.events]
+    return link_pb2.RequestStory(live=story.live, events=events)
+
+
+def _ago(moment: float, now: float) -> int:
+    return int(max(now - moment, 0.0) * 1e9)
 
 
 def _worker_state(worker: WorkerStats) -> link_pb2.WorkerState:

@@ -210,15 +210,12 @@ class SchedulerService:
             self._frontends.outgoing(peer).set_snapshot(incoming.snapshot_request, families)
 
         for request in incoming.operator_requests:
-            order = operator.to_event(request)
-            unknown = isinstance(order, ev.RequestsDropped) and not any(map(self._core.knows, order.identities))
-            if order is not None:
-                if not isinstance(order, ev.RequestsDropped):
+            orders = operator.to_events(request, self._core)
+            for order in orders:
+                if not request.HasField("cancel_requests"):  # that is what a client asked for
                     log.info("operator", order=str(order))
                 self._carry_out(self._core.handle(order, now), now)
-            reply = operator.to_reply(request, self._core.stats())
-            reply.not_found |= unknown
-            self._frontends.outgoing(peer).add_reply(reply)
+            self._frontends.outgoing(peer).add_reply(operator.to_reply(request, self._core, now, done=len(orders)))
 
     def _lose_frontend(self, peer: ev.Peer, reason: str, now: float) -> None:
         self._frontends.forget(peer, reason)

@@ -24,7 +24,7 @@ from shared.errors import FieldViolation, InvalidRequestError, QuireError, Unsup
 from shared.ids import draw_error_id
 from shared.logging import get_logger
 
-OUR_METHODS = "/quire."
+OUR_METHODS = ("/quire.", "/vllm.grpc.engine.")
 """Methods of other services (health, reflection) handle their own errors."""
 ADMIN_METHODS = "/quire.admin."
 """For operators; they get through when nobody else does."""

@@ -32,6 +32,7 @@ from services.servicer import GenerationServicer
 from services.servicer_admin import AdminServicer
 from services.servicer_health import HealthServicer
 from services.servicer_model import ModelServicer
+from services.servicer_vllm import add_vllm_service
 from services.texts import Texts
 from services.tls import tls_files
 from services.tokenizer import TextTokenizer, load_tokenizer
@@ -155,6 +156,7 @@ class Frontend:
         )
         generation = GenerationServicer(self._generator, self._texts)  # type: ignore[abstract]
         generation_pb2_grpc.add_GenerationServiceServicer_to_server(generation, server)
+        add_vllm_service(server, services, self._generator)
         model_pb2_grpc.add_ModelServiceServicer_to_server(ModelServicer(services), server)
         admin_pb2_grpc.add_AdminServiceServicer_to_server(AdminServicer(services.link), server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)

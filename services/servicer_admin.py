@@ -1,13 +1,19 @@
 """`quire.admin.v1.AdminService`: passes an operator's request to the core and the core's answer back."""
 
+import time
+
+from google.protobuf.duration_pb2 import Duration
+from google.protobuf.timestamp_pb2 import Timestamp
+
 from protos.quire.link.v1 import link_pb2
 from quire.admin.v1 import admin_pb2, admin_pb2_grpc
 from services.boundary import Context
 from services.core_link import CoreLink
 from services.errors import RETRY_MS
-from shared.errors import NotReadyError, WorkerNotFoundError
+from shared.errors import NotReadyError, RequestNotFoundError, WorkerNotFoundError
 
 _TIMEOUT_S = 5.0
+_LISTED = 1000
 
 
 class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
@@ -20,15 +26,15 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         self, request: admin_pb2.ListWorkersRequest, context: Context
     ) -> admin_pb2.ListWorkersResponse:
         """Lists the usable workers."""
-        workers = await self._ask(link_pb2.OperatorRequest(list_workers=link_pb2.ListWorkers()))
-        return admin_pb2.ListWorkersResponse(workers=workers)
+        reply = await self._ask(link_pb2.OperatorRequest(list_workers=link_pb2.ListWorkers()))
+        return admin_pb2.ListWorkersResponse(workers=map(_worker, reply.workers))
 
     async def DrainWorker(
         self, request: admin_pb2.DrainWorkerRequest, context: Context
     ) -> admin_pb2.DrainWorkerResponse:
         """Makes a worker idle."""
         drain = link_pb2.DrainWorker(worker_id=request.worker_id, move_requests=request.move_requests)
-        (worker,) = await self._ask(link_pb2.OperatorRequest(drain_worker=drain))
+        worker = await self._ask_of_worker(link_pb2.OperatorRequest(drain_worker=drain))
         return admin_pb2.DrainWorkerResponse(worker=worker)
 
     async def ResumeWorker(
@@ -36,25 +42,106 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
     ) -> admin_pb2.ResumeWorkerResponse:
         """Lets a drained worker take requests again."""
         resume = link_pb2.ResumeWorker(worker_id=request.worker_id)
-        (worker,) = await self._ask(link_pb2.OperatorRequest(resume_worker=resume))
+        worker = await self._ask_of_worker(link_pb2.OperatorRequest(resume_worker=resume))
         return admin_pb2.ResumeWorkerResponse(worker=worker)
 
-    async def _ask(self, request: link_pb2.OperatorRequest) -> list[admin_pb2.Worker]:
+    async def ListRequests(
+        self, request: admin_pb2.ListRequestsRequest, context: Context
+    ) -> admin_pb2.ListRequestsResponse:
+        """Lists live requests."""
+        question = link_pb2.ListRequests(most=request.limit or _LISTED)
+        reply = await self._ask(link_pb2.OperatorRequest(list_requests=question))
+        return admin_pb2.ListRequestsResponse(requests=map(_live_request, reply.requests))
+
+    async def CancelRequest(
+        self, request: admin_pb2.CancelRequestRequest, context: Context
+    ) -> admin_pb2.CancelRequestResponse:
+        """Ends the requests of an id."""
+        cancel = link_pb2.CancelById(request_id=request.request_id)
+        reply = await self._ask(link_pb2.OperatorRequest(cancel_by_id=cancel))
+        if reply.not_found:
+            raise RequestNotFoundError("no live request has this id; list the requests for those there are")
+        return admin_pb2.CancelRequestResponse(cancelled=reply.cancelled)
+
+    async def GetStory(self, request: admin_pb2.GetStoryRequest, context: Context) -> admin_pb2.GetStoryResponse:
+        """Tells what happened to the requests of an id."""
+        question = link_pb2.GetStory(request_id=request.request_id)
+        reply = await self._ask(link_pb2.OperatorRequest(get_story=question))
+        if reply.not_found:
+            raise RequestNotFoundError("no request has this id, nor had one lately")
+        now = time.time_ns()
+        return admin_pb2.GetStoryResponse(
+            stories=[
+                admin_pb2.Story(
+                    live=story.live,
+                    events=[
+                        admin_pb2.StoryEvent(time=_timestamp(now - event.ago_ns), what=event.what)
+                        for event in story.events
+                    ],
+                )
+                for story in reply.stories
+            ]
+        )
+
+    async def GetSchedulerState(
+        self, request: admin_pb2.GetSchedulerStateRequest, context: Context
+    ) -> admin_pb2.GetSchedulerStateResponse:
+        """Tells how much runs and waits."""
+        reply = await self._ask(link_pb2.OperatorRequest(get_state=link_pb2.GetState()))
+        return admin_pb2.GetSchedulerStateResponse(
+            running_requests=reply.state.running,
+            waiting_requests=reply.state.waiting,
+            frontends=reply.state.frontends,
+            ended_requests=reply.state.ended,
+            workers=map(_worker, reply.workers),
+        )
+
+    async def _ask_of_worker(self, request: link_pb2.OperatorRequest) -> admin_pb2.Worker:
+        reply = await self._ask(request)
+        if reply.not_found:
+            raise WorkerNotFoundError("no usable worker has this name; list the workers for those there are")
+        (worker,) = reply.workers
+        return _worker(worker)
+
+    async def _ask(self, request: link_pb2.OperatorRequest) -> link_pb2.OperatorReply:
         reply = await self._link.operate(request, _TIMEOUT_S)
         if reply is None:
             raise NotReadyError("the scheduler does not answer; try again in a moment", retry_ms=RETRY_MS)
-        if reply.not_found:
-            raise WorkerNotFoundError("no usable worker has this name; list the workers for those there are")
-        return [
-            admin_pb2.Worker(
-                worker_id=worker.worker_id,
-                draining=worker.draining,
-                running_requests=worker.running_requests,
-                plans_in_flight=worker.plans_in_flight,
-                free_blocks=worker.free_blocks,
-                cached_blocks=worker.cached_blocks,
-                total_blocks=worker.total_blocks,
-                last_step_tokens=worker.last_step_tokens,
-            )
-            for worker in reply.workers
-        ]
+        return reply
+
+
+def _worker(worker: link_pb2.WorkerState) -> admin_pb2.Worker:
+    return admin_pb2.Worker(
+        worker_id=worker.worker_id,
+        draining=worker.draining,
+        running_requests=worker.running_requests,
+        plans_in_flight=worker.plans_in_flight,
+        free_blocks=worker.free_blocks,
+        cached_blocks=worker.cached_blocks,
+        total_blocks=worker.total_blocks,
+        last_step_tokens=worker.last_step_tokens,
+    )
+
+
+def _live_request(request: link_pb2.RequestState) -> admin_pb2.LiveRequest:
+    age = Duration()
+    age.FromNanoseconds(request.age_ns)
+    return admin_pb2.LiveRequest(
+        request_id=request.request_id,
+        state=request.state,
+        worker_id=request.worker_id,
+        tenant=request.tenant,
+        request_class=request.request_class,
+        priority=request.priority,
+        prompt_tokens=request.prompt_tokens,
+        generated_tokens=request.generated_tokens,
+        max_tokens=request.max_tokens,
+        preemptions=request.preemptions,
+        age=age,
+    )
+
+
+def _timestamp(nanoseconds: int) -> Timestamp:
+    timestamp = Timestamp()
+    timestamp.FromNanoseconds(nanoseconds)
+    return timestamp

@@ -13,12 +13,13 @@ import numpy as np
 import torch
 from opentelemetry.trace import Span, Tracer
 
+from kernels.block_copy import BlockPool
 from protos.quire.plan.v1 import plan_pb2
 from shared.columns import Int32Array, to_column
 from shared.logging import get_logger
 from worker_svc.accelerator import Accelerator
 from worker_svc.batch import BatchBuilder, StepBatch
-from worker_svc.block_copies import copy_blocks
+from worker_svc.block_copies import make_copies
 from worker_svc.block_tables import IntArray
 from worker_svc.decode_graphs import DecodeGraphs, DecodeLanes, buckets
 from worker_svc.device_state import DeviceState
@@ -91,7 +92,8 @@ class Engine:
             state = DeviceState(accelerator, RowTable.state_words(limits) + lane_words)
         self._model = model
         self._caches = caches
-        self._host_pool = HostPool(caches, limits.num_host_blocks)
+        self._pool = BlockPool([tensor for pair in caches for tensor in pair], device)
+        self._host_pool = HostPool(caches, limits.num_host_blocks, accelerator)
         self._device = device
         self._rows = RowTable(limits, device, state, grammars)
         self.grammars = grammars
@@ -154,7 +156,7 @@ class Engine:
         began, began_unix_ns = time.perf_counter_ns(), time.time_ns()
         self._tracing.rows_left(self._rows.leave(plan), self._rows.num_computed, began_unix_ns)
         swapped_out = self._host_pool.swap_out(plan)
-        copy_blocks(plan, self._caches)
+        make_copies(plan, self._pool)
         self._rows.change(plan)
         swapped_in = self._host_pool.swap_in(plan)
         self._tracing.rows_admitted(plan, began_unix_ns)
@@ -183,7 +185,10 @@ class Engine:
 
     def ready(self) -> bool:
         """Whether `collect` would not wait. False when nothing is in flight."""
-        return bool(self._launched) and self._launched[0].in_flight.ready()
+        if not self._launched:
+            return False
+        oldest = self._launched[0]
+        return oldest.in_flight.ready() and all(copies.done() for copies in oldest.copies)
 
     @torch.inference_mode()
     def collect(self) -> plan_pb2.StepResult:
@@ -206,6 +211,8 @@ class Engine:
             result.failures.add(row=row, generation=generation, reason=self._reasons.get((row, generation), ""))
         result.rows = to_column(rows)
         result.tokens = to_column(tokens)
+        for copies in launched.copies:
+            copies.wait()
         if len(launched.copy_ids):
             result.completed_copies = to_column(launched.copy_ids)
             result.timings.copied_blocks = sum(copies.num_blocks for copies in launched.copies)

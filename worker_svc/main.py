@@ -8,6 +8,7 @@ from types import FrameType
 
 import torch
 
+from kernels.native.library import native
 from protos.quire.plan.v1 import plan_pb2
 from shared.config import ConfigError, WorkerConfig
 from shared.curve import WORKER, load_keys
@@ -82,6 +83,7 @@ def _serve(config: WorkerConfig, telemetry: Telemetry) -> None:
         architecture=description.architecture,
         dtype=description.dtype_name,
         device=str(device),
+        cpu_kernels=_cpu_kernels(device),
         num_blocks=engine.limits.num_blocks,
         block_size=engine.limits.block_size,
         max_model_len=description.max_model_len,
@@ -96,6 +98,14 @@ def _serve(config: WorkerConfig, telemetry: Telemetry) -> None:
             loop.run()
     finally:
         engine.reset()  # ends the spans of rows
+
+
+def _cpu_kernels(device: torch.device) -> str | None:
+    """Which of our own kernels serve on a CPU, or that torch's do."""
+    if device.type != "cpu":
+        return None
+    kernels = native()
+    return "torch" if kernels is None else kernels.level_name
 
 
 def _hello(name: str, engine: Engine, description: ModelDescription, device: torch.device) -> plan_pb2.Hello:

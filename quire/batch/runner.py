@@ -8,9 +8,10 @@ ends and can be started again.
 import http.client
 import json
 import random
+import ssl
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,6 +21,23 @@ from quire.batch.journal import Journal
 RETRIED = frozenset({408, 409, 429, 502, 503})
 _LONGEST_PAUSE_S = 10.0
 _SOCKET_TIMEOUT_S = 24 * 3600.0
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """Where requests go."""
+
+    address: str
+    """HOST:PORT of HTTP."""
+    tls: ssl.SSLContext | None = None
+    headers: Mapping[str, str] = field(default_factory=dict)
+    """What every request carries."""
+
+    def connect(self) -> http.client.HTTPConnection:
+        """A connection, which opens itself when it is needed."""
+        if self.tls is not None:
+            return http.client.HTTPSConnection(self.address, timeout=_SOCKET_TIMEOUT_S, context=self.tls)
+        return http.client.HTTPConnection(self.address, timeout=_SOCKET_TIMEOUT_S)
 
 
 @dataclass(slots=True)
@@ -45,7 +63,7 @@ class Runner:
 
     def __init__(
         self,
-        address: str,
+        server: Server,
         journal: Journal,
         progress: Progress,
         *,
@@ -54,8 +72,8 @@ class Runner:
         timeout_s: float | None,
         on_progress: Callable[[], None],
     ) -> None:
-        """`address` is HOST:PORT of HTTP; `timeout_s` the deadline of each request."""
-        self._address = address
+        """`timeout_s` is the deadline of each request."""
+        self._server = server
         self._journal = journal
         self._progress = progress
         self._concurrency = concurrency
@@ -86,7 +104,7 @@ class Runner:
             raise self._failure
 
     def _work(self, jobs: Iterator[Job]) -> None:
-        connection = http.client.HTTPConnection(self._address, timeout=_SOCKET_TIMEOUT_S)
+        connection = self._server.connect()
         try:
             while not self._stopping.is_set():
                 with self._lock:
@@ -114,12 +132,12 @@ class Runner:
                 self._write_down(job, make_answer(job, status, request_id, body), status)
                 return
             if time.monotonic() - self._last_success > self._patience_s:
-                raise BatchError(f"{self._address}: nothing succeeds for {self._patience_s:g} s ({problem})")
+                raise BatchError(f"{self._server.address}: nothing succeeds for {self._patience_s:g} s ({problem})")
             self._stopping.wait(max(hint or 0.0, pause * random.uniform(0.5, 1.0)))
             pause = min(2 * pause, _LONGEST_PAUSE_S)
 
     def _send(self, job: Job, connection: http.client.HTTPConnection) -> tuple[int, str, dict[str, Any], float | None]:
-        headers = {"content-type": "application/json"}
+        headers = {"content-type": "application/json", **self._server.headers}
         if self._timeout_s is not None:
             headers["x-request-timeout"] = f"{self._timeout_s:g}"
         connection.request("POST", job.url, json.dumps(job.body).encode(), headers)

@@ -16,6 +16,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from quire.cli._connection import add_tls, http_headers, tls_context
 from quire.cli._errors import CommandError
 from quire.cli._parser import Namespace, OneLineParser
 
@@ -36,6 +37,7 @@ def configure(parser: OneLineParser) -> None:
     parser.add_argument("answers", type=Path, help="the file of answers; one from an interrupted run is gone on with")
     add = parser.add_argument
     add("--target", default="127.0.0.1:8000", metavar="HOST:PORT", help="HTTP address of the service")
+    add_tls(parser)
     add("--concurrency", type=int, default=32, metavar="N", help="requests under way at once (default: 32)")
     add("--timeout", type=float, metavar="S", help="deadline of each request, seconds")
     add(
@@ -52,7 +54,7 @@ def run(options: Namespace) -> int:
     """Runs what is left of the batch."""
     from quire.batch.jobs import BatchError, read_ids, read_jobs
     from quire.batch.journal import Journal
-    from quire.batch.runner import Progress, Runner
+    from quire.batch.runner import Progress, Runner, Server
 
     if options.concurrency < 1:
         raise CommandError("--concurrency: give at least 1")
@@ -67,7 +69,7 @@ def run(options: Namespace) -> int:
             progress = Progress(total=len(ids), done=len(journal.done))
             teller = _Teller(progress, quiet=options.quiet)
             runner = Runner(
-                options.target.removeprefix("http://").rstrip("/"),
+                Server(options.target, tls_context(options), http_headers()),
                 journal,
                 progress,
                 concurrency=min(options.concurrency, max(len(ids) - len(journal.done), 1)),

@@ -19,6 +19,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from quire.cli._connection import add_tls, credentials, token
 from quire.cli._errors import explain
 from quire.cli._parser import Namespace, OneLineParser
 from quire.client import Client
@@ -38,6 +39,7 @@ def configure(parser: OneLineParser) -> None:
     """Adds the flags."""
     add = parser.add_argument
     add("--target", default="127.0.0.1:50051", metavar="HOST:PORT", help="gRPC address of the service")
+    add_tls(parser)
     add("--system", metavar="TEXT", help="how the model is to behave")
     add("--temperature", type=float, metavar="T", help="0 is greedy (default: 1)")
     add("--top-k", type=int, metavar="K", help="keep the k most likely tokens")
@@ -53,7 +55,7 @@ def run(options: Namespace) -> int:
         name: value for name in _PASSED_ON if (value := getattr(options, name)) is not None
     }
     terminal = sys.stdin.isatty()
-    with Client(options.target) as client, _line_history(terminal):
+    with Client(options.target, credentials=credentials(options), token=token()) as client, _line_history(terminal):
         chat = Chat(client, given, system=options.system or "")
         if terminal:
             print("Ctrl-D ends, /help tells more.")

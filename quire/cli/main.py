@@ -46,6 +46,7 @@ COMMANDS = (
     Command("models", "quire.cli.models", "list the models that a service serves"),
     Command("top", "quire.cli.top", "watch a service at work"),
     Command("config", "quire.cli.config", "print the settings in effect and where each comes from"),
+    Command("requests", "quire.cli.requests", "list the live requests of a service, tell their stories, end them"),
     Command("workers", "quire.cli.workers", "list the workers of a running service"),
     Command("keys", "quire.cli.keys", "make and rotate the keys between processes"),
     Command("drain", "quire.cli.drain", "make a worker idle, or let it work again"),

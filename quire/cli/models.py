@@ -5,6 +5,7 @@ import json
 import grpc
 
 from quire import _mapping
+from quire.cli._connection import add_tls, credentials, token
 from quire.cli._parser import Namespace, OneLineParser
 from quire.v1 import model_pb2, model_pb2_grpc
 
@@ -18,15 +19,18 @@ _TIMEOUT_S = 10.0
 def configure(parser: OneLineParser) -> None:
     """Adds the flags."""
     parser.add_argument("--target", default="127.0.0.1:50051", metavar="HOST:PORT", help="gRPC address of the service")
+    add_tls(parser)
     parser.add_argument("--json", action="store_true", help="as a JSON array, with every detail")
 
 
 def run(options: Namespace) -> int:
     """Prints a line for each."""
-    with grpc.insecure_channel(options.target) as channel:
+    secure, target = credentials(options), options.target
+    metadata = _mapping.call_metadata(token())
+    with grpc.insecure_channel(target) if secure is None else grpc.secure_channel(target, secure) as channel:
         try:
-            request = model_pb2.ListModelsRequest()
-            found = model_pb2_grpc.ModelServiceStub(channel).ListModels(request, timeout=_TIMEOUT_S).models
+            stub = model_pb2_grpc.ModelServiceStub(channel)
+            found = stub.ListModels(model_pb2.ListModelsRequest(), timeout=_TIMEOUT_S, metadata=metadata).models
         except grpc.RpcError as error:
             raise _mapping.read_error(error) from None
     if options.json:

@@ -3,11 +3,13 @@
 Ctrl-C ends it. Rates and latencies are those since the screen was drawn last.
 """
 
+import ssl
 import sys
 import time
 import urllib.error
 import urllib.request
 
+from quire.cli._connection import add_tls, http_headers, tls_context
 from quire.cli._errors import CommandError
 from quire.cli._parser import Namespace, OneLineParser
 
@@ -25,6 +27,7 @@ def configure(parser: OneLineParser) -> None:
     """Adds the flags."""
     add = parser.add_argument
     add("--target", default="127.0.0.1:8000", metavar="HOST:PORT", help="HTTP address of the service")
+    add_tls(parser)
     add("--every", type=float, default=1.0, metavar="S", help="seconds between two readings (default: 1)")
     add("--once", action="store_true", help="print one reading and end")
 
@@ -35,15 +38,15 @@ def run(options: Namespace) -> int:
 
     if not options.every > 0:
         raise CommandError("--every: give a number above 0")
-    address = options.target.removeprefix("http://").rstrip("/")
-    before, then = parse(_read(address)), time.monotonic()
+    address, tls = options.target, tls_context(options)
+    before, then = parse(_read(address, tls)), time.monotonic()
     screen = sys.stdout.isatty() and not options.once
     if screen:
         sys.stdout.write(_OTHER_SCREEN)
     try:
         while True:
             time.sleep(options.every)
-            now, moment = parse(_read(address)), time.monotonic()
+            now, moment = parse(_read(address, tls)), time.monotonic()
             lines = render(before, now, moment - then, address)
             sys.stdout.write((_FRESH_SCREEN if screen else "") + "\n".join(lines) + "\n")
             sys.stdout.flush()
@@ -56,11 +59,14 @@ def run(options: Namespace) -> int:
             sys.stdout.flush()
 
 
-def _read(address: str) -> str:
+def _read(address: str, tls: ssl.SSLContext | None) -> str:
+    request = urllib.request.Request(
+        f"{'http' if tls is None else 'https'}://{address}/metrics", headers=http_headers()
+    )
     try:
         # Straight there, whatever proxy the environment names for the outside.
-        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-        with opener.open(f"http://{address}/metrics", timeout=_TIMEOUT_S) as response:
+        handlers = [urllib.request.ProxyHandler({}), urllib.request.HTTPSHandler(context=tls)]
+        with urllib.request.build_opener(*handlers).open(request, timeout=_TIMEOUT_S) as response:
             text: str = response.read().decode()
             return text
     except (OSError, ValueError) as error:

@@ -7,6 +7,7 @@ ends in `end`, exactly once.
 
 import heapq
 from collections.abc import Iterator
+from itertools import islice
 
 import numpy as np
 
@@ -15,10 +16,12 @@ from scheduler_svc.core.config import CoreConfig
 from scheduler_svc.core.effects import AttemptEnded, Effect, EndReason, RequestEnded, ResumeAnswered
 from scheduler_svc.core.fleet import Fleet
 from scheduler_svc.core.forecast import Forecast
+from scheduler_svc.core.history import History, Story
 from scheduler_svc.core.kept import KeptLogs, Log
 from scheduler_svc.core.plan import RowAdmission
 from scheduler_svc.core.request import TOKEN_BYTES, Request, RequestKey, RequestState, to_tokens
 from scheduler_svc.core.rows import DECODE
+from scheduler_svc.core.stats import RequestStats, request_stats
 from scheduler_svc.core.tenants import Tenants
 from scheduler_svc.core.waiting import make_queue
 from scheduler_svc.core.worker import Worker
@@ -46,6 +49,7 @@ class RequestRegistry:
         self.waiting = make_queue(config.policy, config.tenant_weights, config.classes)
         self.forecast = Forecast()
         self.tenants = Tenants(config.tenant_limits)
+        self.history = History()
         self.ended: dict[EndReason, int] = dict.fromkeys(EndReason, 0)
         """How many requests have ended for each reason."""
         self._config = config
@@ -77,6 +81,19 @@ class RequestRegistry:
     def get(self, frontend: ev.Peer, stream: int) -> Request | None:
         """The live request of a stream."""
         return self._requests.get(RequestKey(frontend, stream))
+
+    def find(self, request_id: str) -> list[Request]:
+        """The live requests of this id: several choices share one, and so may several principals."""
+        return [request for request in self._requests.values() if request.request_id == request_id]
+
+    def stories(self, request_id: str) -> list[Story]:
+        """What happened to the requests of this id, those that ended lately included."""
+        live = [Story(request_id, True, list(request.story)) for request in self.find(request_id)]
+        return self.history.stories(request_id) + live
+
+    def stats(self, most: int) -> list[RequestStats]:
+        """Figures of live requests, in order of arrival."""
+        return [request_stats(request, self._running.get(key)) for key, request in islice(self._requests.items(), most)]
 
     @property
     def num_waiting(self) -> int:
@@ -266,6 +283,9 @@ class RequestRegistry:
         self._queued_tokens -= request.queued_tokens
         self.tenants.ended(request, now, was_running=was is not RequestState.WAITING)
         self.ended[reason] += 1
+        kept = request.num_generated if completion_tokens is None else completion_tokens
+        request.note(now, f"ended: {reason.value}, {kept} tokens" + (f" ({message})" if message else ""))
+        self.history.keep(request)
         if reason in _NATURAL_ENDS:
             self.forecast.request_finished(request)
         ended = RequestEnded(
@@ -275,7 +295,7 @@ class RequestRegistry:
             reason=reason,
             message=message,
             retry_ms=retry_ms,
-            completion_tokens=request.num_generated if completion_tokens is None else completion_tokens,
+            completion_tokens=kept,
             stop_token_id=stop_token_id,
             cached_prompt_tokens=request.num_cached_prompt_tokens,
             preemptions=request.preemptions,

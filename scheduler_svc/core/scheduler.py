@@ -28,11 +28,12 @@ from scheduler_svc.core.effects import (
 )
 from scheduler_svc.core.errors import ProtocolViolationError
 from scheduler_svc.core.fleet import Fleet
+from scheduler_svc.core.history import Story
 from scheduler_svc.core.plan import Plan
 from scheduler_svc.core.planner import Planner
 from scheduler_svc.core.registry import RequestRegistry
 from scheduler_svc.core.request import RequestState
-from scheduler_svc.core.stats import SchedulerStats, worker_stats
+from scheduler_svc.core.stats import RequestStats, SchedulerStats, worker_stats
 from scheduler_svc.core.step_clock import EARLY_S
 from scheduler_svc.core.suspicion import CONDEMNED, took_part
 from scheduler_svc.core.worker import Worker
@@ -153,6 +154,23 @@ class Scheduler:
         """What happened to a live request, with times."""
         request = self._requests.get(frontend, stream)
         return list(request.story) if request is not None else []
+
+    def stories(self, request_id: str) -> list[Story]:
+        """What happened to the requests of this id, live or ended lately."""
+        return self._requests.stories(request_id)
+
+    def requests(self, most: int) -> list[RequestStats]:
+        """Figures of live requests, in order of arrival."""
+        return self._requests.stats(most)
+
+    def cancelling(self, request_id: str) -> list[ev.Event]:
+        """The events that end the live requests of this id for good."""
+        return [
+            ev.RequestCancelled(frontend=request.key.frontend, stream=request.key.stream)
+            if request.origin is None
+            else ev.RequestsDropped(identities=(request.origin.identity,))
+            for request in self._requests.find(request_id)
+        ]
 
     def validate(self) -> None:
         """Checks every invariant that spans parts; for tests and simulation."""

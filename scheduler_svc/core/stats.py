@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from scheduler_svc.core.effects import EndReason
+from scheduler_svc.core.request import Request, RequestState
 from scheduler_svc.core.worker import Worker, WorkerCounters
 
 
@@ -27,6 +28,25 @@ class WorkerStats:
 
 
 @dataclass(frozen=True, slots=True)
+class RequestStats:
+    """A live request's state."""
+
+    request_id: str
+    state: RequestState
+    worker_id: str
+    """Empty while no worker runs it."""
+    tenant: str
+    request_class: str
+    priority: int
+    prompt_tokens: int
+    generated_tokens: int
+    max_tokens: int
+    preemptions: int
+    arrival: float
+    """On the core's clock."""
+
+
+@dataclass(frozen=True, slots=True)
 class SchedulerStats:
     """The core's state for metrics."""
 
@@ -35,6 +55,27 @@ class SchedulerStats:
     frontends: int
     ended: dict[EndReason, int]
     workers: list[WorkerStats]
+
+
+def request_stats(request: Request, running: tuple[Worker, int] | None) -> RequestStats:
+    """A request's figures; `running` is where it runs, if it does."""
+    num_tokens = len(request.tokens)
+    if running is not None:
+        worker, row = running
+        num_tokens = int(worker.rows.committed[row])
+    return RequestStats(
+        request_id=request.request_id,
+        state=request.state,
+        worker_id=running[0].worker_id if running is not None else "",
+        tenant=request.tenant,
+        request_class=request.request_class,
+        priority=request.priority,
+        prompt_tokens=request.num_prompt_tokens,
+        generated_tokens=num_tokens - request.num_prompt_tokens,
+        max_tokens=request.limit - request.num_prompt_tokens,
+        preemptions=request.preemptions,
+        arrival=request.arrival,
+    )
 
 
 def worker_stats(worker: Worker) -> WorkerStats:

@@ -6,6 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
+from quire import Client
+from quire.errors import CancelledError
 from tests.e2e.harness import QUIRE, ROOT, Served, serve
 
 
@@ -50,6 +52,38 @@ def test_models_and_workers_are_listed(served: Served) -> None:
     assert table[1].split() == ["demo", "Qwen3ForCausalLM", model["dtype"], "2048", "1024", "yes"]
     assert model["eos_token_ids"] == [2]
     assert "worker-0" in quire("workers", "--target", served.grpc)
+
+
+def test_an_operator_sees_and_ends_requests(served: Served) -> None:
+    """A live request is listed where it runs; ended by its id, its client hears CANCELLED, and its story tells all of
+    it from arrival to end."""
+    with Client(served.grpc) as client:
+        generation = client.generate("Once upon a time", max_tokens=2000, ignore_eos=True, request_id="long-story")
+        next(generation)
+        listed = quire("requests", "--target", served.grpc)
+        ended = quire("requests", "--cancel", "long-story", "--target", served.grpc)
+        with pytest.raises(CancelledError):
+            generation.result()
+    story = quire("requests", "--story", "long-story", "--target", served.grpc)
+    events = [line.split(maxsplit=2)[2] for line in story.splitlines()]
+
+    assert any(line.split()[:3] == ["long-story", "running", "worker-0"] for line in listed.splitlines())
+    assert "1 running" in listed
+    assert ended == "1 ended\n"
+    assert events[0] == "arrived"
+    assert events[1].startswith("admitted to worker-0")
+    assert len(events) == 3
+    assert events[2].startswith("ended: cancelled")
+
+
+def test_requests_that_nobody_knows(served: Served) -> None:
+    """An id that never was has neither a story nor an end."""
+    for flag in ("--story", "--cancel"):
+        command = [*QUIRE, "requests", flag, "nobody", "--target", served.grpc]
+        run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+
+        assert run.returncode == 1
+        assert run.stderr.startswith("quire requests: NOT_FOUND: ")
 
 
 def test_top_shows_the_service(served: Served) -> None:

@@ -2,19 +2,23 @@
 
 from pathlib import Path
 
+import pytest
+
 from protos.quire.plan.v1 import plan_pb2
 from shared.columns import from_column, to_column
 from tests.checkpoints import VOCAB_SIZE, make_checkpoint
 from tests.worker_svc.driver import Driver, make_engine
+from tests.worker_svc.fake_accelerator import FakeAccelerator
 
 
-def test_swapped_kv_comes_back_as_it_was(tmp_path: Path) -> None:
+@pytest.mark.parametrize("accelerator", [None, FakeAccelerator()], ids=["cpu", "accelerator"])
+def test_swapped_kv_comes_back_as_it_was(tmp_path: Path, accelerator: FakeAccelerator | None) -> None:
     """A row whose blocks were swapped out, overwritten by another row and swapped into other blocks continues with the
     same tokens, computing only its newest one; the copies are reported as done."""
     folder = make_checkpoint("LlamaForCausalLM", tmp_path)
     prompt, other = ([(7 * index + start) % VOCAB_SIZE for index in range(20)] for start in (3, 5))
     expected = Driver(make_engine(folder, block_size=8)).generate(prompt, 4)
-    engine = make_engine(folder, block_size=8, max_num_seqs=2, swap_space="1MiB")
+    engine = make_engine(folder, accelerator=accelerator, block_size=8, max_num_seqs=2, swap_space="1MiB")
 
     def admission(row: int, generation: int, tokens: list[int], blocks: list[int], computed: int) -> plan_pb2.Admission:
         return plan_pb2.Admission(
@@ -60,3 +64,39 @@ def test_swapped_kv_comes_back_as_it_was(tmp_path: Path) -> None:
     )
     later = [engine.handle(plan_pb2.Plan(step=step)) for step in (4, 5)]
     assert [from_column(result.tokens).tolist() for result in (back, *later)] == [[token] for token in expected[1:]]
+
+
+def test_copies_run_beside_the_steps(tmp_path: Path) -> None:
+    """On an accelerator a swap-out waits for the steps before it; steps wait for swap-ins, and for a swap-out only if
+    they write what it reads; a plan without tokens is answered no sooner than its copies are made."""
+    device = FakeAccelerator()
+    folder = make_checkpoint("LlamaForCausalLM", tmp_path)
+    engine = make_engine(folder, accelerator=device, block_size=8, swap_space="1MiB", decode_graphs=False)
+
+    def waiting(plan: plan_pb2.Plan) -> list[str]:
+        device.log.clear()
+        engine.launch(plan, 0)
+        return ["copies" if entry.startswith("stream") else "steps" for entry in device.log if "waits" in entry]
+
+    out = plan_pb2.Plan(
+        step=1,
+        swap_out_blocks=to_column([1, 2]),
+        swap_out_host_blocks=to_column([0, 1]),
+        copy_ids=to_column([7]),
+    )
+    back = plan_pb2.Plan(
+        step=2,
+        swap_in_host_blocks=to_column([0, 1]),
+        swap_in_blocks=to_column([5, 6]),
+        copy_ids=to_column([8]),
+    )
+    overwrites = plan_pb2.Plan(copy_sources=to_column([9]), copy_targets=to_column([2]))
+    overwrites.MergeFrom(out)
+
+    assert waiting(out) == ["copies"]
+    assert not engine.ready()
+    assert from_column(engine.collect().completed_copies).tolist() == [7]
+    assert waiting(back) == ["steps"]
+    assert waiting(overwrites) == ["copies", "steps"]
+    for copy in (8, 7):
+        assert from_column(engine.collect().completed_copies).tolist() == [copy]

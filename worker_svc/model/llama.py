@@ -160,6 +160,11 @@ class LlamaModel:
         normed, _ = self._add_norm(update, self._final_norm, residual)
         return linear(normed, self._head)
 
+    @property
+    def packed(self) -> PackedDecoder | None:
+        """What computes a step where the CPU kernels do."""
+        return self._packed
+
     def load(self, folder: Path) -> None:
         """Reads the weights of a checkpoint.
 

@@ -5,7 +5,9 @@ The operator API of Quire."""
 
 from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
+from google.protobuf import duration_pb2 as _duration_pb2
 from google.protobuf import message as _message
+from google.protobuf import timestamp_pb2 as _timestamp_pb2
 from google.protobuf.internal import containers as _containers
 import builtins as _builtins
 import sys
@@ -156,6 +158,341 @@ class ResumeWorkerResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ResumeWorkerResponse: _TypeAlias = ResumeWorkerResponse  # noqa: Y015
+
+@_typing.final
+class ListRequestsRequest(_message.Message):
+    """Which requests to list."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LIMIT_FIELD_NUMBER: _builtins.int
+    limit: _builtins.int
+    """Most requests to list, at most 10,000; those that arrived first are listed first. 0: 1,000."""
+    def __init__(
+        self,
+        *,
+        limit: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["limit", b"limit"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListRequestsRequest: _TypeAlias = ListRequestsRequest  # noqa: Y015
+
+@_typing.final
+class ListRequestsResponse(_message.Message):
+    """Live requests."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUESTS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def requests(self) -> _containers.RepeatedCompositeFieldContainer[Global___LiveRequest]:
+        """The requests."""
+
+    def __init__(
+        self,
+        *,
+        requests: _abc.Iterable[Global___LiveRequest] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["requests", b"requests"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListRequestsResponse: _TypeAlias = ListRequestsResponse  # noqa: Y015
+
+@_typing.final
+class CancelRequestRequest(_message.Message):
+    """Which request to end."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    """The id that the request was given."""
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["request_id", b"request_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CancelRequestRequest: _TypeAlias = CancelRequestRequest  # noqa: Y015
+
+@_typing.final
+class CancelRequestResponse(_message.Message):
+    """The requests have ended."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CANCELLED_FIELD_NUMBER: _builtins.int
+    cancelled: _builtins.int
+    """How many there were; each choice of a request with n > 1 counts."""
+    def __init__(
+        self,
+        *,
+        cancelled: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cancelled", b"cancelled"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CancelRequestResponse: _TypeAlias = CancelRequestResponse  # noqa: Y015
+
+@_typing.final
+class GetStoryRequest(_message.Message):
+    """Whose story to tell."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    """The id that the request was given."""
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["request_id", b"request_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetStoryRequest: _TypeAlias = GetStoryRequest  # noqa: Y015
+
+@_typing.final
+class GetStoryResponse(_message.Message):
+    """What happened."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STORIES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def stories(self) -> _containers.RepeatedCompositeFieldContainer[Global___Story]:
+        """One for each request of the id: each choice of one with n > 1, and whoever has used the id again."""
+
+    def __init__(
+        self,
+        *,
+        stories: _abc.Iterable[Global___Story] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["stories", b"stories"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetStoryResponse: _TypeAlias = GetStoryResponse  # noqa: Y015
+
+@_typing.final
+class GetSchedulerStateRequest(_message.Message):
+    """Asks for the scheduler's state."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetSchedulerStateRequest: _TypeAlias = GetSchedulerStateRequest  # noqa: Y015
+
+@_typing.final
+class GetSchedulerStateResponse(_message.Message):
+    """The scheduler's state."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class EndedRequestsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.int
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.int = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    RUNNING_REQUESTS_FIELD_NUMBER: _builtins.int
+    WAITING_REQUESTS_FIELD_NUMBER: _builtins.int
+    FRONTENDS_FIELD_NUMBER: _builtins.int
+    ENDED_REQUESTS_FIELD_NUMBER: _builtins.int
+    WORKERS_FIELD_NUMBER: _builtins.int
+    running_requests: _builtins.int
+    """Requests that hold a row."""
+    waiting_requests: _builtins.int
+    """Requests that wait."""
+    frontends: _builtins.int
+    """Live front ends."""
+    @_builtins.property
+    def ended_requests(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
+        """Ended requests by reason ("stop", "length", "cancelled", …) since the scheduler was started."""
+
+    @_builtins.property
+    def workers(self) -> _containers.RepeatedCompositeFieldContainer[Global___Worker]:
+        """The usable workers."""
+
+    def __init__(
+        self,
+        *,
+        running_requests: _builtins.int = ...,
+        waiting_requests: _builtins.int = ...,
+        frontends: _builtins.int = ...,
+        ended_requests: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
+        workers: _abc.Iterable[Global___Worker] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ended_requests", b"ended_requests", "frontends", b"frontends", "running_requests", b"running_requests", "waiting_requests", b"waiting_requests", "workers", b"workers"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetSchedulerStateResponse: _TypeAlias = GetSchedulerStateResponse  # noqa: Y015
+
+@_typing.final
+class LiveRequest(_message.Message):
+    """A live request."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    STATE_FIELD_NUMBER: _builtins.int
+    WORKER_ID_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
+    REQUEST_CLASS_FIELD_NUMBER: _builtins.int
+    PRIORITY_FIELD_NUMBER: _builtins.int
+    PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    GENERATED_TOKENS_FIELD_NUMBER: _builtins.int
+    MAX_TOKENS_FIELD_NUMBER: _builtins.int
+    PREEMPTIONS_FIELD_NUMBER: _builtins.int
+    AGE_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    """Its id."""
+    state: _builtins.str
+    """"waiting", "running" or "ending"."""
+    worker_id: _builtins.str
+    """Where it runs; empty while it waits."""
+    tenant: _builtins.str
+    """The tenant it is accounted to."""
+    request_class: _builtins.str
+    """The request class."""
+    priority: _builtins.int
+    """Higher runs first."""
+    prompt_tokens: _builtins.int
+    """Tokens of its prompt."""
+    generated_tokens: _builtins.int
+    """Tokens it has generated so far."""
+    max_tokens: _builtins.int
+    """Most tokens it will generate."""
+    preemptions: _builtins.int
+    """How often it was paused and continued."""
+    @_builtins.property
+    def age(self) -> _duration_pb2.Duration:
+        """Since it arrived."""
+
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+        state: _builtins.str = ...,
+        worker_id: _builtins.str = ...,
+        tenant: _builtins.str = ...,
+        request_class: _builtins.str = ...,
+        priority: _builtins.int = ...,
+        prompt_tokens: _builtins.int = ...,
+        generated_tokens: _builtins.int = ...,
+        max_tokens: _builtins.int = ...,
+        preemptions: _builtins.int = ...,
+        age: _duration_pb2.Duration | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["age", b"age"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["age", b"age", "generated_tokens", b"generated_tokens", "max_tokens", b"max_tokens", "preemptions", b"preemptions", "priority", b"priority", "prompt_tokens", b"prompt_tokens", "request_class", b"request_class", "request_id", b"request_id", "state", b"state", "tenant", b"tenant", "worker_id", b"worker_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LiveRequest: _TypeAlias = LiveRequest  # noqa: Y015
+
+@_typing.final
+class Story(_message.Message):
+    """What happened to one request."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LIVE_FIELD_NUMBER: _builtins.int
+    EVENTS_FIELD_NUMBER: _builtins.int
+    live: _builtins.bool
+    """It has not ended."""
+    @_builtins.property
+    def events(self) -> _containers.RepeatedCompositeFieldContainer[Global___StoryEvent]:
+        """Oldest first; at most some dozen."""
+
+    def __init__(
+        self,
+        *,
+        live: _builtins.bool = ...,
+        events: _abc.Iterable[Global___StoryEvent] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["events", b"events", "live", b"live"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Story: _TypeAlias = Story  # noqa: Y015
+
+@_typing.final
+class StoryEvent(_message.Message):
+    """Something that happened to a request."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TIME_FIELD_NUMBER: _builtins.int
+    WHAT_FIELD_NUMBER: _builtins.int
+    what: _builtins.str
+    """What, in words."""
+    @_builtins.property
+    def time(self) -> _timestamp_pb2.Timestamp:
+        """When."""
+
+    def __init__(
+        self,
+        *,
+        time: _timestamp_pb2.Timestamp | None = ...,
+        what: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["time", b"time"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["time", b"time", "what", b"what"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StoryEvent: _TypeAlias = StoryEvent  # noqa: Y015
 
 @_typing.final
 class Worker(_message.Message):

@@ -50,6 +50,26 @@ class AdminServiceStub(object):
                 request_serializer=quire_dot_admin_dot_v1_dot_admin__pb2.ResumeWorkerRequest.SerializeToString,
                 response_deserializer=quire_dot_admin_dot_v1_dot_admin__pb2.ResumeWorkerResponse.FromString,
                 _registered_method=True)
+        self.ListRequests = channel.unary_unary(
+                '/quire.admin.v1.AdminService/ListRequests',
+                request_serializer=quire_dot_admin_dot_v1_dot_admin__pb2.ListRequestsRequest.SerializeToString,
+                response_deserializer=quire_dot_admin_dot_v1_dot_admin__pb2.ListRequestsResponse.FromString,
+                _registered_method=True)
+        self.CancelRequest = channel.unary_unary(
+                '/quire.admin.v1.AdminService/CancelRequest',
+                request_serializer=quire_dot_admin_dot_v1_dot_admin__pb2.CancelRequestRequest.SerializeToString,
+                response_deserializer=quire_dot_admin_dot_v1_dot_admin__pb2.CancelRequestResponse.FromString,
+                _registered_method=True)
+        self.GetStory = channel.unary_unary(
+                '/quire.admin.v1.AdminService/GetStory',
+                request_serializer=quire_dot_admin_dot_v1_dot_admin__pb2.GetStoryRequest.SerializeToString,
+                response_deserializer=quire_dot_admin_dot_v1_dot_admin__pb2.GetStoryResponse.FromString,
+                _registered_method=True)
+        self.GetSchedulerState = channel.unary_unary(
+                '/quire.admin.v1.AdminService/GetSchedulerState',
+                request_serializer=quire_dot_admin_dot_v1_dot_admin__pb2.GetSchedulerStateRequest.SerializeToString,
+                response_deserializer=quire_dot_admin_dot_v1_dot_admin__pb2.GetSchedulerStateResponse.FromString,
+                _registered_method=True)
 
 
 class AdminServiceServicer(object):
@@ -78,6 +98,35 @@ class AdminServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ListRequests(self, request, context):
+        """Lists live requests, in order of arrival.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def CancelRequest(self, request, context):
+        """Ends every live request of an id, whoever has sent it; its client is told CANCELLED. NOT_FOUND when there is none.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetStory(self, request, context):
+        """Tells what happened to the requests of an id: where each waited, ran, was paused, and how it ended. Some thousand
+        ended requests are remembered. NOT_FOUND when there is none.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetSchedulerState(self, request, context):
+        """Tells how much runs and waits, and what has become of the requests so far.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AdminServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -95,6 +144,26 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.ResumeWorker,
                     request_deserializer=quire_dot_admin_dot_v1_dot_admin__pb2.ResumeWorkerRequest.FromString,
                     response_serializer=quire_dot_admin_dot_v1_dot_admin__pb2.ResumeWorkerResponse.SerializeToString,
+            ),
+            'ListRequests': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListRequests,
+                    request_deserializer=quire_dot_admin_dot_v1_dot_admin__pb2.ListRequestsRequest.FromString,
+                    response_serializer=quire_dot_admin_dot_v1_dot_admin__pb2.ListRequestsResponse.SerializeToString,
+            ),
+            'CancelRequest': grpc.unary_unary_rpc_method_handler(
+                    servicer.CancelRequest,
+                    request_deserializer=quire_dot_admin_dot_v1_dot_admin__pb2.CancelRequestRequest.FromString,
+                    response_serializer=quire_dot_admin_dot_v1_dot_admin__pb2.CancelRequestResponse.SerializeToString,
+            ),
+            'GetStory': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetStory,
+                    request_deserializer=quire_dot_admin_dot_v1_dot_admin__pb2.GetStoryRequest.FromString,
+                    response_serializer=quire_dot_admin_dot_v1_dot_admin__pb2.GetStoryResponse.SerializeToString,
+            ),
+            'GetSchedulerState': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetSchedulerState,
+                    request_deserializer=quire_dot_admin_dot_v1_dot_admin__pb2.GetSchedulerStateRequest.FromString,
+                    response_serializer=quire_dot_admin_dot_v1_dot_admin__pb2.GetSchedulerStateResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -179,6 +248,114 @@ class AdminService(object):
             '/quire.admin.v1.AdminService/ResumeWorker',
             quire_dot_admin_dot_v1_dot_admin__pb2.ResumeWorkerRequest.SerializeToString,
             quire_dot_admin_dot_v1_dot_admin__pb2.ResumeWorkerResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListRequests(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/quire.admin.v1.AdminService/ListRequests',
+            quire_dot_admin_dot_v1_dot_admin__pb2.ListRequestsRequest.SerializeToString,
+            quire_dot_admin_dot_v1_dot_admin__pb2.ListRequestsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def CancelRequest(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/quire.admin.v1.AdminService/CancelRequest',
+            quire_dot_admin_dot_v1_dot_admin__pb2.CancelRequestRequest.SerializeToString,
+            quire_dot_admin_dot_v1_dot_admin__pb2.CancelRequestResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetStory(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/quire.admin.v1.AdminService/GetStory',
+            quire_dot_admin_dot_v1_dot_admin__pb2.GetStoryRequest.SerializeToString,
+            quire_dot_admin_dot_v1_dot_admin__pb2.GetStoryResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetSchedulerState(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/quire.admin.v1.AdminService/GetSchedulerState',
+            quire_dot_admin_dot_v1_dot_admin__pb2.GetSchedulerStateRequest.SerializeToString,
+            quire_dot_admin_dot_v1_dot_admin__pb2.GetSchedulerStateResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -41,6 +41,16 @@ class AdminServiceStub:
     """
     ResumeWorker: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ResumeWorkerRequest, _admin_pb2.ResumeWorkerResponse]
     """Lets a drained worker take requests again. NOT_FOUND for a name that no usable worker has."""
+    ListRequests: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ListRequestsRequest, _admin_pb2.ListRequestsResponse]
+    """Lists live requests, in order of arrival."""
+    CancelRequest: _grpc.UnaryUnaryMultiCallable[_admin_pb2.CancelRequestRequest, _admin_pb2.CancelRequestResponse]
+    """Ends every live request of an id, whoever has sent it; its client is told CANCELLED. NOT_FOUND when there is none."""
+    GetStory: _grpc.UnaryUnaryMultiCallable[_admin_pb2.GetStoryRequest, _admin_pb2.GetStoryResponse]
+    """Tells what happened to the requests of an id: where each waited, ran, was paused, and how it ended. Some thousand
+    ended requests are remembered. NOT_FOUND when there is none.
+    """
+    GetSchedulerState: _grpc.UnaryUnaryMultiCallable[_admin_pb2.GetSchedulerStateRequest, _admin_pb2.GetSchedulerStateResponse]
+    """Tells how much runs and waits, and what has become of the requests so far."""
 
 @_typing.type_check_only
 class AdminServiceAsyncStub(AdminServiceStub):
@@ -55,6 +65,16 @@ class AdminServiceAsyncStub(AdminServiceStub):
     """
     ResumeWorker: _aio.UnaryUnaryMultiCallable[_admin_pb2.ResumeWorkerRequest, _admin_pb2.ResumeWorkerResponse]  # type: ignore[assignment]
     """Lets a drained worker take requests again. NOT_FOUND for a name that no usable worker has."""
+    ListRequests: _aio.UnaryUnaryMultiCallable[_admin_pb2.ListRequestsRequest, _admin_pb2.ListRequestsResponse]  # type: ignore[assignment]
+    """Lists live requests, in order of arrival."""
+    CancelRequest: _aio.UnaryUnaryMultiCallable[_admin_pb2.CancelRequestRequest, _admin_pb2.CancelRequestResponse]  # type: ignore[assignment]
+    """Ends every live request of an id, whoever has sent it; its client is told CANCELLED. NOT_FOUND when there is none."""
+    GetStory: _aio.UnaryUnaryMultiCallable[_admin_pb2.GetStoryRequest, _admin_pb2.GetStoryResponse]  # type: ignore[assignment]
+    """Tells what happened to the requests of an id: where each waited, ran, was paused, and how it ended. Some thousand
+    ended requests are remembered. NOT_FOUND when there is none.
+    """
+    GetSchedulerState: _aio.UnaryUnaryMultiCallable[_admin_pb2.GetSchedulerStateRequest, _admin_pb2.GetSchedulerStateResponse]  # type: ignore[assignment]
+    """Tells how much runs and waits, and what has become of the requests so far."""
 
 class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
     """Looks into and steers a running scheduler service."""
@@ -84,5 +104,39 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.ResumeWorkerResponse, _abc.Awaitable[_admin_pb2.ResumeWorkerResponse]]:
         """Lets a drained worker take requests again. NOT_FOUND for a name that no usable worker has."""
+
+    @_abc_1.abstractmethod
+    def ListRequests(
+        self,
+        request: _admin_pb2.ListRequestsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.ListRequestsResponse, _abc.Awaitable[_admin_pb2.ListRequestsResponse]]:
+        """Lists live requests, in order of arrival."""
+
+    @_abc_1.abstractmethod
+    def CancelRequest(
+        self,
+        request: _admin_pb2.CancelRequestRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.CancelRequestResponse, _abc.Awaitable[_admin_pb2.CancelRequestResponse]]:
+        """Ends every live request of an id, whoever has sent it; its client is told CANCELLED. NOT_FOUND when there is none."""
+
+    @_abc_1.abstractmethod
+    def GetStory(
+        self,
+        request: _admin_pb2.GetStoryRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.GetStoryResponse, _abc.Awaitable[_admin_pb2.GetStoryResponse]]:
+        """Tells what happened to the requests of an id: where each waited, ran, was paused, and how it ended. Some thousand
+        ended requests are remembered. NOT_FOUND when there is none.
+        """
+
+    @_abc_1.abstractmethod
+    def GetSchedulerState(
+        self,
+        request: _admin_pb2.GetSchedulerStateRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.GetSchedulerStateResponse, _abc.Awaitable[_admin_pb2.GetSchedulerStateResponse]]:
+        """Tells how much runs and waits, and what has become of the requests so far."""
 
 def add_AdminServiceServicer_to_server(servicer: AdminServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

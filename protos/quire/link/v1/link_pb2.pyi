@@ -288,6 +288,10 @@ class OperatorRequest(_message.Message):
     DRAIN_WORKER_FIELD_NUMBER: _builtins.int
     RESUME_WORKER_FIELD_NUMBER: _builtins.int
     CANCEL_REQUESTS_FIELD_NUMBER: _builtins.int
+    LIST_REQUESTS_FIELD_NUMBER: _builtins.int
+    CANCEL_BY_ID_FIELD_NUMBER: _builtins.int
+    GET_STORY_FIELD_NUMBER: _builtins.int
+    GET_STATE_FIELD_NUMBER: _builtins.int
     number: _builtins.int
     """Chosen by the front end; the reply has the same."""
     @_builtins.property
@@ -306,6 +310,22 @@ class OperatorRequest(_message.Message):
     def cancel_requests(self) -> Global___CancelRequests:
         """End requests, and forget what is kept of them."""
 
+    @_builtins.property
+    def list_requests(self) -> Global___ListRequests:
+        """Live requests."""
+
+    @_builtins.property
+    def cancel_by_id(self) -> Global___CancelById:
+        """End the requests of an id."""
+
+    @_builtins.property
+    def get_story(self) -> Global___GetStory:
+        """What happened to a request."""
+
+    @_builtins.property
+    def get_state(self) -> Global___GetState:
+        """The scheduler's figures."""
+
     def __init__(
         self,
         *,
@@ -314,12 +334,16 @@ class OperatorRequest(_message.Message):
         drain_worker: Global___DrainWorker | None = ...,
         resume_worker: Global___ResumeWorker | None = ...,
         cancel_requests: Global___CancelRequests | None = ...,
+        list_requests: Global___ListRequests | None = ...,
+        cancel_by_id: Global___CancelById | None = ...,
+        get_story: Global___GetStory | None = ...,
+        get_state: Global___GetState | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["action", b"action", "cancel_requests", b"cancel_requests", "drain_worker", b"drain_worker", "list_workers", b"list_workers", "resume_worker", b"resume_worker"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["action", b"action", "cancel_by_id", b"cancel_by_id", "cancel_requests", b"cancel_requests", "drain_worker", b"drain_worker", "get_state", b"get_state", "get_story", b"get_story", "list_requests", b"list_requests", "list_workers", b"list_workers", "resume_worker", b"resume_worker"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["action", b"action", "cancel_requests", b"cancel_requests", "drain_worker", b"drain_worker", "list_workers", b"list_workers", "number", b"number", "resume_worker", b"resume_worker"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["action", b"action", "cancel_by_id", b"cancel_by_id", "cancel_requests", b"cancel_requests", "drain_worker", b"drain_worker", "get_state", b"get_state", "get_story", b"get_story", "list_requests", b"list_requests", "list_workers", b"list_workers", "number", b"number", "resume_worker", b"resume_worker"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_action: _TypeAlias = _typing.Literal["list_workers", "drain_worker", "resume_worker", "cancel_requests"]  # noqa: Y015
+    _WhichOneofReturnType_action: _TypeAlias = _typing.Literal["list_workers", "drain_worker", "resume_worker", "cancel_requests", "list_requests", "cancel_by_id", "get_story", "get_state"]  # noqa: Y015
     _WhichOneofArgType_action: _TypeAlias = _typing.Literal["action", b"action"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_action) -> _WhichOneofReturnType_action | None: ...
 
@@ -415,6 +439,261 @@ class ResumeWorker(_message.Message):
 Global___ResumeWorker: _TypeAlias = ResumeWorker  # noqa: Y015
 
 @_typing.final
+class ListRequests(_message.Message):
+    """Asks for live requests."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MOST_FIELD_NUMBER: _builtins.int
+    most: _builtins.int
+    """Most requests to tell of."""
+    def __init__(
+        self,
+        *,
+        most: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["most", b"most"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListRequests: _TypeAlias = ListRequests  # noqa: Y015
+
+@_typing.final
+class CancelById(_message.Message):
+    """Ends the live requests of an id, whoever has sent them."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    """The id."""
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["request_id", b"request_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CancelById: _TypeAlias = CancelById  # noqa: Y015
+
+@_typing.final
+class GetStory(_message.Message):
+    """Asks what happened to the requests of an id, live or ended lately."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    """The id."""
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["request_id", b"request_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetStory: _TypeAlias = GetStory  # noqa: Y015
+
+@_typing.final
+class GetState(_message.Message):
+    """Asks for the scheduler's figures."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetState: _TypeAlias = GetState  # noqa: Y015
+
+@_typing.final
+class RequestState(_message.Message):
+    """A live request."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    STATE_FIELD_NUMBER: _builtins.int
+    WORKER_ID_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
+    REQUEST_CLASS_FIELD_NUMBER: _builtins.int
+    PRIORITY_FIELD_NUMBER: _builtins.int
+    PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    GENERATED_TOKENS_FIELD_NUMBER: _builtins.int
+    MAX_TOKENS_FIELD_NUMBER: _builtins.int
+    PREEMPTIONS_FIELD_NUMBER: _builtins.int
+    AGE_NS_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    """Its id."""
+    state: _builtins.str
+    """"waiting", "running" or "ending"."""
+    worker_id: _builtins.str
+    """Where it runs; empty while it waits."""
+    tenant: _builtins.str
+    """The tenant."""
+    request_class: _builtins.str
+    """The request class."""
+    priority: _builtins.int
+    """Higher runs first."""
+    prompt_tokens: _builtins.int
+    """Tokens of its prompt."""
+    generated_tokens: _builtins.int
+    """Tokens it has generated."""
+    max_tokens: _builtins.int
+    """Most tokens it will generate."""
+    preemptions: _builtins.int
+    """Times it was paused and continued."""
+    age_ns: _builtins.int
+    """Since it arrived, nanoseconds."""
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+        state: _builtins.str = ...,
+        worker_id: _builtins.str = ...,
+        tenant: _builtins.str = ...,
+        request_class: _builtins.str = ...,
+        priority: _builtins.int = ...,
+        prompt_tokens: _builtins.int = ...,
+        generated_tokens: _builtins.int = ...,
+        max_tokens: _builtins.int = ...,
+        preemptions: _builtins.int = ...,
+        age_ns: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_ns", b"age_ns", "generated_tokens", b"generated_tokens", "max_tokens", b"max_tokens", "preemptions", b"preemptions", "priority", b"priority", "prompt_tokens", b"prompt_tokens", "request_class", b"request_class", "request_id", b"request_id", "state", b"state", "tenant", b"tenant", "worker_id", b"worker_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RequestState: _TypeAlias = RequestState  # noqa: Y015
+
+@_typing.final
+class RequestStory(_message.Message):
+    """What happened to one request."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LIVE_FIELD_NUMBER: _builtins.int
+    EVENTS_FIELD_NUMBER: _builtins.int
+    live: _builtins.bool
+    """It has not ended."""
+    @_builtins.property
+    def events(self) -> _containers.RepeatedCompositeFieldContainer[Global___StoryEvent]:
+        """Oldest first."""
+
+    def __init__(
+        self,
+        *,
+        live: _builtins.bool = ...,
+        events: _abc.Iterable[Global___StoryEvent] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["events", b"events", "live", b"live"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RequestStory: _TypeAlias = RequestStory  # noqa: Y015
+
+@_typing.final
+class StoryEvent(_message.Message):
+    """Something that happened."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    AGO_NS_FIELD_NUMBER: _builtins.int
+    WHAT_FIELD_NUMBER: _builtins.int
+    ago_ns: _builtins.int
+    """How long ago, nanoseconds."""
+    what: _builtins.str
+    """What."""
+    def __init__(
+        self,
+        *,
+        ago_ns: _builtins.int = ...,
+        what: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ago_ns", b"ago_ns", "what", b"what"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StoryEvent: _TypeAlias = StoryEvent  # noqa: Y015
+
+@_typing.final
+class SchedulerState(_message.Message):
+    """The scheduler's figures."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class EndedEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.int
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.int = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    RUNNING_FIELD_NUMBER: _builtins.int
+    WAITING_FIELD_NUMBER: _builtins.int
+    FRONTENDS_FIELD_NUMBER: _builtins.int
+    ENDED_FIELD_NUMBER: _builtins.int
+    running: _builtins.int
+    """Requests in rows."""
+    waiting: _builtins.int
+    """Requests that wait."""
+    frontends: _builtins.int
+    """Live front ends."""
+    @_builtins.property
+    def ended(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
+        """Ended requests by reason, since the core began."""
+
+    def __init__(
+        self,
+        *,
+        running: _builtins.int = ...,
+        waiting: _builtins.int = ...,
+        frontends: _builtins.int = ...,
+        ended: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ended", b"ended", "frontends", b"frontends", "running", b"running", "waiting", b"waiting"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SchedulerState: _TypeAlias = SchedulerState  # noqa: Y015
+
+@_typing.final
 class OperatorReply(_message.Message):
     """The state after an operator request."""
 
@@ -423,13 +702,31 @@ class OperatorReply(_message.Message):
     NUMBER_FIELD_NUMBER: _builtins.int
     NOT_FOUND_FIELD_NUMBER: _builtins.int
     WORKERS_FIELD_NUMBER: _builtins.int
+    REQUESTS_FIELD_NUMBER: _builtins.int
+    STORIES_FIELD_NUMBER: _builtins.int
+    STATE_FIELD_NUMBER: _builtins.int
+    CANCELLED_FIELD_NUMBER: _builtins.int
     number: _builtins.int
     """The request's number."""
     not_found: _builtins.bool
     """No usable worker has the name that was given."""
+    cancelled: _builtins.int
+    """How many requests were ended."""
     @_builtins.property
     def workers(self) -> _containers.RepeatedCompositeFieldContainer[Global___WorkerState]:
         """The workers asked for: all, or the one that was named."""
+
+    @_builtins.property
+    def requests(self) -> _containers.RepeatedCompositeFieldContainer[Global___RequestState]:
+        """Live requests, those that came first first."""
+
+    @_builtins.property
+    def stories(self) -> _containers.RepeatedCompositeFieldContainer[Global___RequestStory]:
+        """What happened to the requests of an id."""
+
+    @_builtins.property
+    def state(self) -> Global___SchedulerState:
+        """The scheduler's figures."""
 
     def __init__(
         self,
@@ -437,10 +734,14 @@ class OperatorReply(_message.Message):
         number: _builtins.int = ...,
         not_found: _builtins.bool = ...,
         workers: _abc.Iterable[Global___WorkerState] | None = ...,
+        requests: _abc.Iterable[Global___RequestState] | None = ...,
+        stories: _abc.Iterable[Global___RequestStory] | None = ...,
+        state: Global___SchedulerState | None = ...,
+        cancelled: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["state", b"state"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["not_found", b"not_found", "number", b"number", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cancelled", b"cancelled", "not_found", b"not_found", "number", b"number", "requests", b"requests", "state", b"state", "stories", b"stories", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,0 +1,81 @@
+"""Copies of whole KV blocks between tensors of blocks: one launch for all layers and all blocks of a plan.
+
+A *pool* is a list of tensors ``[num_blocks, …]``, two per layer; block b of one is copied to block c of the tensor at
+the same place of the other. Source and target may be the same pool (rows that share the beginning of a block), or one
+on the GPU and one in pinned host memory, which a GPU reads and writes by its address like its own: so a swap is one
+kernel, not a copy call per block and layer.
+
+Rules: targets are distinct, and no block of a call is both source and target of the same pool.
+"""
+
+# ruff: noqa: N803 - compile-time parameters of kernels are upper case, as everywhere in Triton
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from kernels._triton import INTERPRETED, kernel, tl
+
+_TILE = 1024  # words of eight bytes that a program copies at once
+
+
+class BlockPool:
+    """Tensors of blocks, and their addresses where kernels find them."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor], device: torch.device) -> None:
+        """The tensors are contiguous, and on ``device`` or in pinned host memory; kernels run on ``device``."""
+        self.tensors = list(tensors)
+        block_bytes = [tensor.shape[1:].numel() * tensor.itemsize for tensor in self.tensors]
+        has_kernels = INTERPRETED or device.type in ("cuda", "meta")
+        self.on_triton = has_kernels and all(size % 8 == 0 for size in block_bytes)
+        if self.on_triton:
+            addresses = [0 if tensor.is_meta else tensor.data_ptr() for tensor in self.tensors]
+            self.addresses = torch.tensor(addresses, device=device)
+            self.words = torch.tensor([size // 8 for size in block_bytes], device=device)
+
+
+def copy_blocks(source: BlockPool, target: BlockPool, blocks: torch.Tensor) -> None:
+    """Copy block ``blocks[0, i]`` of every tensor of ``source`` to block ``blocks[1, i]`` of its peer in ``target``.
+
+    blocks: ``[2, n]`` int64, on the device of the kernels.
+    """
+    if not (source.on_triton and target.on_triton):
+        copy_blocks_reference(source, target, blocks)
+        return
+    num_copies = blocks.shape[1]
+    if num_copies:
+        _copy_blocks_kernel[(num_copies, len(source.tensors))](
+            source.addresses, target.addresses, source.words, blocks, num_copies, TILE=_TILE, num_warps=8
+        )
+
+
+def copy_blocks_reference(source: BlockPool, target: BlockPool, blocks: torch.Tensor) -> None:
+    """Plain torch form of `copy_blocks`; also the CPU path."""
+    for old, new in zip(source.tensors, target.tensors, strict=True):
+        chosen = old.index_select(0, blocks[0].to(old.device))
+        new.index_copy_(0, blocks[1].to(new.device), chosen.to(new.device))
+
+
+@kernel
+def _copy_blocks_kernel(
+    source_addresses_ptr: tl.tensor,
+    target_addresses_ptr: tl.tensor,
+    words_ptr: tl.tensor,
+    blocks_ptr: tl.tensor,
+    num_copies: tl.tensor,
+    TILE: tl.constexpr,
+) -> None:
+    """One program: one block of one tensor."""
+    copy = tl.program_id(0)
+    tensor = tl.program_id(1)
+    words = tl.load(words_ptr + tensor)
+    source_ptr = tl.load(source_addresses_ptr + tensor).to(tl.pointer_type(tl.int64))
+    target_ptr = tl.load(target_addresses_ptr + tensor).to(tl.pointer_type(tl.int64))
+    source_ptr += tl.load(blocks_ptr + copy) * words
+    target_ptr += tl.load(blocks_ptr + num_copies + copy) * words
+    for first in range(0, words, TILE):
+        word = first + tl.arange(0, TILE)
+        value = tl.load(source_ptr + word, mask=word < words, other=0)
+        tl.store(target_ptr + word, value, mask=word < words)

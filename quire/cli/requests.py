@@ -1,0 +1,74 @@
+"""Shows the live requests of a running service, tells what happened to one, or ends one.
+
+A story tells when a request came, where and when it ran, whether and why it was paused, and how it ended; requests
+that ended lately have theirs, too. The id is in the answer, in the server's log and in the trace.
+"""
+
+from datetime import datetime
+
+from quire._mapping import call_metadata
+from quire.admin.v1 import admin_pb2
+from quire.cli._admin import TIMEOUT_S, add_target, admin_stub
+from quire.cli._connection import token
+from quire.cli._parser import Namespace, OneLineParser
+
+EXAMPLES = """
+  quire requests
+  quire requests --story req-0123456789abcdef01234567
+  quire requests --cancel req-0123456789abcdef01234567
+"""
+
+
+def configure(parser: OneLineParser) -> None:
+    """Adds the flags."""
+    choice = parser.add_mutually_exclusive_group()
+    choice.add_argument("--story", metavar="ID", help="tell what happened to a request")
+    choice.add_argument("--cancel", metavar="ID", help="end a request; its client is told CANCELLED")
+    parser.add_argument("--limit", type=int, default=100, metavar="N", help="most requests to list (default: 100)")
+    add_target(parser)
+
+
+def run(options: Namespace) -> int:
+    """Lists, tells or ends."""
+    with admin_stub(options) as stub:
+        if options.story is not None:
+            stories = stub.GetStory(
+                admin_pb2.GetStoryRequest(request_id=options.story), timeout=TIMEOUT_S, metadata=call_metadata(token())
+            ).stories
+            for number, story in enumerate(stories):
+                _print_story(story, first=number == 0)
+        elif options.cancel is not None:
+            cancel = admin_pb2.CancelRequestRequest(request_id=options.cancel)
+            print(f"{stub.CancelRequest(cancel, timeout=TIMEOUT_S, metadata=call_metadata(token())).cancelled} ended")
+        else:
+            listed = stub.ListRequests(
+                admin_pb2.ListRequestsRequest(limit=options.limit), timeout=TIMEOUT_S, metadata=call_metadata(token())
+            )
+            state = stub.GetSchedulerState(
+                admin_pb2.GetSchedulerStateRequest(), timeout=TIMEOUT_S, metadata=call_metadata(token())
+            )
+            _print_requests(listed, state)
+    return 0
+
+
+def _print_requests(listed: admin_pb2.ListRequestsResponse, state: admin_pb2.GetSchedulerStateResponse) -> None:
+    row = "{:<32} {:<8} {:<16} {:>8} {:>7} {:>13} {:>7}  {}".format
+    print(row("request", "state", "worker", "age", "prompt", "generated", "paused", "tenant"))
+    for each in listed.requests:
+        generated = f"{each.generated_tokens}/{each.max_tokens}"
+        age = f"{each.age.ToMilliseconds() / 1000:.1f} s"
+        name, worker = each.request_id, each.worker_id or "-"
+        print(row(name, each.state, worker, age, each.prompt_tokens, generated, each.preemptions, each.tenant))
+    print(f"{state.running_requests} running, {state.waiting_requests} waiting")
+
+
+def _print_story(story: admin_pb2.Story, *, first: bool) -> None:
+    if not first:
+        print()
+    begin = story.events[0].time.ToNanoseconds() if story.events else 0
+    for event in story.events:
+        moment = event.time.ToNanoseconds()
+        clock = datetime.fromtimestamp(moment / 1e9).strftime("%H:%M:%S.%f")[:-3]
+        print(f"{clock}  +{(moment - begin) / 1e9:<9.3f} {event.what}")
+    if story.live:
+        print("it is still live")

@@ -1,0 +1,259 @@
+"""`vllm.grpc.engine.VllmEngine`: what routers speak to vLLM's engines, so that they can put Quire behind them.
+
+The messages are those of the package smg-grpc-proto; without it the service is not offered. Generate, Abort,
+HealthCheck, GetModelInfo, GetServerInfo and GetLoads work; what moves KV, media or profiles does not, and is refused.
+"""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from datetime import UTC, datetime
+from typing import Any
+
+from quire import __version__
+from quire.v1 import generation_pb2 as v1
+from services.boundary import Context
+from services.errors import RequestCancelledError
+from services.generation import Caller, Generator, Services
+from shared.errors import FieldViolation, InvalidRequestError, UnsupportedFieldError
+
+try:
+    from smg_grpc_proto import vllm_engine_pb2 as pb
+    from smg_grpc_proto import vllm_engine_pb2_grpc as pb_grpc
+except ImportError:  # the extra "vllm-protocol" is not installed
+    pb = pb_grpc = None
+
+SERVICE = "vllm.grpc.engine.VllmEngine"
+_SNAPSHOT_TIMEOUT_S = 1.0
+_MOST = 0x7FFFFFFF
+_CONSTRAINTS = {"json_schema": "json_schema", "regex": "regex", "grammar": "ebnf", "json_object": "json_object"}
+_REASONS = {v1.FINISH_REASON_STOP: "stop", v1.FINISH_REASON_LENGTH: "length"}
+
+
+def add_vllm_service(server: Any, services: Services, generator: Generator) -> bool:
+    """Offers the service, if its messages are installed; whether they are."""
+    if pb_grpc is None:
+        return False
+    servicer = type("VllmServicer", (VllmEngine, pb_grpc.VllmEngineServicer), {})(services, generator)
+    pb_grpc.add_VllmEngineServicer_to_server(servicer, server)
+    return True
+
+
+class VllmEngine:
+    """Serves one front-end process."""
+
+    def __init__(self, services: Services, generator: Generator) -> None:
+        self._services = services
+        self._generator = generator
+        self._started = time.time()
+        self._running: dict[str, asyncio.Task[None]] = {}
+        """Requests by id; a router keeps to one connection, hence to one process."""
+
+    async def Generate(self, request: Any, context: Context) -> None:
+        """Generates; chunks if `stream` is set, and in any case each choice complete at its end."""
+        wanted = to_request(request)
+        answers = _Answers(request.stream, context.write)
+        left = context.time_remaining()
+        now = time.monotonic()
+        caller = Caller(method=SERVICE, arrival=now, deadline=None if left is None else now + left)
+        task = asyncio.create_task(self._generator.run(wanted, caller, answers.send))
+        self._running.setdefault(wanted.request_id, task)
+        try:
+            await task
+        except asyncio.CancelledError:
+            if not task.cancelled() or asyncio.current_task().cancelling():  # type: ignore[union-attr]
+                task.cancel()
+                await asyncio.gather(task, return_exceptions=True)
+                raise
+            raise RequestCancelledError("the request was aborted") from None
+        finally:
+            if self._running.get(wanted.request_id) is task:
+                del self._running[wanted.request_id]
+
+    async def Abort(self, request: Any, context: Context) -> Any:
+        """Ends requests; those that are not here are over already."""
+        for request_id in request.request_ids:
+            task = self._running.get(request_id)
+            if task is not None:
+                task.cancel()
+        return pb.AbortResponse()
+
+    async def HealthCheck(self, request: Any, context: Context) -> Any:
+        """Whether requests would be served now."""
+        ready = self._services.link.ready
+        return pb.HealthCheckResponse(healthy=ready, message="ready" if ready else "no worker, or no scheduler")
+
+    async def GetModelInfo(self, request: Any, context: Context) -> Any:
+        """The served model."""
+        model = self._services.served_model()
+        return pb.GetModelInfoResponse(
+            model_path=self._services.config.model,
+            tokenizer_path=self._services.config.model,
+            served_model_name=model.name,
+            is_generation=True,
+            max_context_length=model.max_model_len,
+            max_req_input_len=model.max_model_len - 1,
+            vocab_size=model.vocab_size,
+            architectures=[model.architecture],
+            eos_token_ids=model.eos_token_ids,
+        )
+
+    async def GetServerInfo(self, request: Any, context: Context) -> Any:
+        """This server."""
+        model = self._services.served_model()
+        return pb.GetServerInfoResponse(
+            active_requests=len(self._running),
+            last_receive_timestamp=time.time(),
+            uptime_seconds=time.time() - self._started,
+            server_type="quire-grpc",
+            data_parallel_size=1,
+            block_size=model.block_size,
+            model_dtype=model.dtype,
+            constrained_decoding_start="first_token",
+        )
+
+    async def GetLoads(self, request: Any, context: Context) -> Any:
+        """How much the scheduler service has to do, all workers together."""
+        totals: dict[str, float] = {}
+        for family in await self._services.link.snapshot(_SNAPSHOT_TIMEOUT_S) or ():
+            for sample in family.samples:
+                name = sample.name + (f":{sample.labels['state']}" if "state" in sample.labels else "")
+                totals[name] = totals.get(name, 0.0) + sample.value
+        running, waiting = int(totals.get("quire_requests_running", 0)), int(totals.get("quire_requests_waiting", 0))
+        blocks = totals.get("quire_kv_blocks:total", 0.0)
+        held = totals.get("quire_kv_blocks:held", 0.0)
+        model = self._services.link.model
+        block_size = model.block_size if model is not None else 0
+        load = pb.SchedulerLoad(
+            num_running_reqs=running,
+            num_waiting_reqs=waiting,
+            num_total_reqs=running + waiting,
+            num_used_tokens=min(int(held * block_size), _MOST),
+            max_total_num_tokens=min(int(blocks * block_size), _MOST),
+            token_usage=held / blocks if blocks else 0.0,
+        )
+        timestamp = datetime.now(UTC).isoformat()
+        return pb.GetLoadsResponse(timestamp=timestamp, version=__version__, dp_rank_count=1, loads=[load])
+
+
+class _Answers:
+    """Our messages as theirs."""
+
+    def __init__(self, stream: bool, write: Callable[[Any], Awaitable[object]]) -> None:
+        self._stream = stream
+        self._write = write
+        self._choices: dict[int, Any] = {}
+        self._ended: dict[int, v1.ChoiceFinished] = {}
+        self._input_logprobs: Any = None
+
+    async def send(self, message: v1.GenerateResponse) -> None:
+        """Takes the next message."""
+        match message.WhichOneof("event"):
+            case "delta":
+                await self._delta(message.delta)
+            case "prompt":
+                self._input_logprobs = _input_logprobs(message.prompt)
+            case "choice_finished":
+                self._ended[message.choice_finished.choice] = message.choice_finished
+            case "finished":
+                await self._finish(message.finished)
+
+    async def _delta(self, delta: v1.Delta) -> None:
+        complete = self._choices.setdefault(delta.choice, pb.GenerateComplete(index=delta.choice))
+        complete.output_ids.extend(delta.token_ids)
+        complete.completion_tokens += len(delta.token_ids)
+        if delta.logprobs:
+            _add_logprobs(complete.output_logprobs, delta.logprobs)
+        if not self._stream or not delta.token_ids:
+            return
+        chunk = pb.GenerateStreamChunk(
+            token_ids=delta.token_ids, index=delta.choice, completion_tokens=complete.completion_tokens
+        )
+        if delta.logprobs:
+            _add_logprobs(chunk.output_logprobs, delta.logprobs)
+        await self._write(pb.GenerateResponse(chunk=chunk))
+
+    async def _finish(self, finished: v1.Finished) -> None:
+        usage = finished.usage
+        for choice in sorted(self._choices) or [0]:
+            complete = self._choices.get(choice) or pb.GenerateComplete(index=choice)
+            end: Any = self._ended.get(choice, finished)
+            complete.finish_reason = _REASONS.get(end.reason, "error")
+            match end.WhichOneof("stop"):
+                case "stop_string":
+                    complete.matched_stop_str = end.stop_string
+                case "stop_token_id":
+                    complete.matched_token_id = end.stop_token_id
+            complete.prompt_tokens, complete.cached_tokens = usage.prompt_tokens, usage.cached_prompt_tokens
+            if self._input_logprobs is not None:
+                complete.input_logprobs.CopyFrom(self._input_logprobs)
+            await self._write(pb.GenerateResponse(complete=complete))
+
+
+def to_request(request: Any) -> v1.GenerateRequest:
+    """Our request for theirs.
+
+    Raises:
+        InvalidRequestError: a value that we cannot take.
+        UnsupportedFieldError: media, or KV of another engine.
+    """
+    for name in ("mm_inputs", "media_refs", "kv_transfer_params"):
+        if request.HasField(name):
+            raise UnsupportedFieldError(name)
+    theirs = request.sampling_params
+    ours = v1.GenerateRequest(request_id=request.request_id)
+    match request.WhichOneof("input"):
+        case "tokenized":
+            ours.token_ids.ids.extend(request.tokenized.input_ids)
+        case "text":
+            ours.text = request.text
+    sampling, stop, output = ours.sampling, ours.stop, ours.output
+    sampling.temperature = theirs.temperature if theirs.HasField("temperature") else 1.0
+    sampling.top_k = theirs.top_k if theirs.top_k <= _MOST else 0  # -1 as unsigned is "all", too
+    sampling.min_p = theirs.min_p
+    sampling.frequency_penalty, sampling.presence_penalty = theirs.frequency_penalty, theirs.presence_penalty
+    for name in ("top_p", "repetition_penalty", "n"):
+        if getattr(theirs, name):  # 0 is "not set" in proto3
+            setattr(sampling, name, getattr(theirs, name))
+    if theirs.HasField("seed"):
+        sampling.seed = theirs.seed & 0xFFFFFFFFFFFFFFFF
+    for token_id, bias in theirs.logit_bias.items():
+        if token_id < 0:
+            raise InvalidRequestError(FieldViolation("sampling_params.logit_bias", f"{token_id} is no token"))
+        sampling.logit_bias[token_id] = bias
+    if theirs.HasField("max_tokens"):
+        stop.max_tokens = theirs.max_tokens
+    stop.min_tokens, stop.ignore_eos = theirs.min_tokens, theirs.ignore_eos
+    stop.stop_strings.extend(theirs.stop)
+    stop.stop_token_ids.extend(theirs.stop_token_ids)
+    stop.include_stop_string = theirs.include_stop_str_in_output
+    output.include_special_tokens = not theirs.skip_special_tokens
+    for name in ("logprobs", "prompt_logprobs", "truncate_prompt_tokens"):
+        if theirs.HasField(name):
+            value = getattr(theirs, name)
+            if value < 0:
+                raise InvalidRequestError(FieldViolation(f"sampling_params.{name}", "must not be negative"))
+            setattr(output, name, value)
+    kind = theirs.WhichOneof("constraint")
+    if kind == "choice":
+        ours.grammar.choice.choices.extend(theirs.choice.choices)
+    elif kind in _CONSTRAINTS:
+        setattr(ours.grammar, _CONSTRAINTS[kind], getattr(theirs, kind))
+    elif kind is not None:
+        raise UnsupportedFieldError(f"sampling_params.{kind}")
+    return ours
+
+
+def _add_logprobs(target: Any, entries: Any) -> None:
+    for entry in entries:
+        target.token_logprobs.append(entry.token.logprob)
+        target.token_ids.append(entry.token.token_id)
+        target.top_logprobs.add(values=[t.logprob for t in entry.top], token_ids=[t.token_id for t in entry.top])
+
+
+def _input_logprobs(prompt: v1.Prompt) -> Any:
+    message = pb.InputLogProbs(token_ids=prompt.token_ids)
+    for index, entry in enumerate(prompt.logprobs):
+        message.token_logprobs.add(**({"value": entry.token.logprob} if index else {}))
+        message.top_logprobs.add(values=[t.logprob for t in entry.top], token_ids=[t.token_id for t in entry.top])
+    return message

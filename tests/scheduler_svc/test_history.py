@@ -1,0 +1,58 @@
+"""Stories and figures of requests, live and ended: what operators are told."""
+
+from scheduler_svc.core import events as ev
+from scheduler_svc.core.history import MAX_ENDED
+from scheduler_svc.core.request import RequestState
+from scheduler_svc.sim.model_worker import ModelWorker
+from tests.scheduler_svc.cluster import FRONTEND, Cluster
+
+
+def joined_cluster() -> Cluster:
+    """A cluster with one worker."""
+    cluster = Cluster()
+    cluster.join(ModelWorker(b"w/1", 64, 4, 8))
+    return cluster
+
+
+def test_a_story_is_told_from_arrival_to_end() -> None:
+    """Arrival, admission and end, in order and with times that do not go back."""
+    cluster = joined_cluster()
+    cluster.submit(1, [1, 2, 3], 4)
+    cluster.run()
+    (story,) = cluster.core.stories("r1")
+    times = [moment for moment, _ in story.events]
+
+    assert not story.live
+    assert [what for _, what in story.events] == ["arrived", "admitted to w row 0", "ended: length, 4 tokens"]
+    assert times == sorted(times)
+
+
+def test_a_live_request_is_listed_with_what_it_has() -> None:
+    """A running request tells where it runs and how far it is; one that waits tells that it waits."""
+    cluster = Cluster(max_num_seqs=1)
+    cluster.join(ModelWorker(b"w/1", 64, 4, 8))
+    cluster.submit(1, [1, 2, 3], 40)
+    cluster.submit(2, [4], 5)
+    for _ in range(4):
+        cluster.plan()
+        cluster.answer()
+    running, waiting = cluster.core.requests(10)
+
+    assert (running.request_id, running.state, running.worker_id) == ("r1", RequestState.RUNNING, "w")
+    assert (running.prompt_tokens, running.max_tokens) == (3, 40)
+    assert running.generated_tokens == len(cluster.readers[1].tokens) > 0
+    assert (waiting.request_id, waiting.state, waiting.worker_id) == ("r2", RequestState.WAITING, "")
+    assert len(cluster.core.requests(1)) == 1
+    assert cluster.core.cancelling("r2") == [ev.RequestCancelled(frontend=FRONTEND, stream=2)]
+    assert cluster.core.stories("r1")[0].live
+
+
+def test_the_newest_ends_are_kept_and_no_more() -> None:
+    """Memory is bounded: of more requests than are kept, the oldest are forgotten."""
+    cluster = Cluster()
+    for stream in range(MAX_ENDED + 5):
+        cluster.submit(stream, [1], 1)
+        cluster.handle(ev.RequestCancelled(frontend=FRONTEND, stream=stream))
+
+    assert cluster.core.stories("r4") == []
+    assert [what for _, what in cluster.core.stories("r5")[0].events] == ["arrived", "ended: cancelled, 0 tokens"]

@@ -1,0 +1,81 @@
+"""The engine protocol of vLLM's routers, through its own generated stubs."""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from grpc import aio
+from smg_grpc_proto import vllm_engine_pb2 as pb
+from smg_grpc_proto import vllm_engine_pb2_grpc as pb_grpc
+
+from tests.services.stack import MODEL, TestCore, running_stack
+from tests.services.tokenizers_for_tests import byte_level
+
+FOX = byte_level().encode("the fox ", add_special_tokens=False).ids
+
+
+def request(**fields: Any) -> Any:
+    """A tokenized request."""
+    sampling = pb.SamplingParams(**({"max_tokens": 6} | fields.pop("sampling", {})))
+    return pb.GenerateRequest(tokenized=pb.TokenizedInput(input_ids=FOX), sampling_params=sampling, **fields)
+
+
+def test_a_router_is_served(tmp_path: Path) -> None:
+    """Chunks and completes with tokens, reasons and counts; health, model, server and loads; what cannot be done is
+    refused by name."""
+
+    async def main() -> None:
+        async with running_stack(tmp_path) as stack:
+            engine = pb_grpc.VllmEngineStub(stack.channel)
+            streamed = [each async for each in engine.Generate(request(request_id="r", stream=True))]
+            whole = [each async for each in engine.Generate(request(sampling={"n": 2, "stop": ["fox"]}))]
+
+            expected = (FOX * 6)[:6]
+            assert [token for each in streamed[:-1] for token in each.chunk.token_ids] == expected
+            complete = streamed[-1].complete
+            assert (list(complete.output_ids), complete.finish_reason) == (expected, "length")
+            assert (complete.prompt_tokens, complete.completion_tokens) == (len(FOX), 6)
+            assert [each.complete.index for each in whole] == [0, 1]
+            assert all(each.complete.matched_stop_str == "fox" for each in whole)
+
+            assert (await engine.HealthCheck(pb.HealthCheckRequest())).healthy
+            model = await engine.GetModelInfo(pb.GetModelInfoRequest())
+            assert (model.served_model_name, model.max_context_length) == (MODEL.name, MODEL.max_model_len)
+            assert (await engine.GetServerInfo(pb.GetServerInfoRequest())).server_type == "quire-grpc"
+            assert (await engine.GetLoads(pb.GetLoadsRequest())).dp_rank_count == 1
+            for wrong, code in (
+                (request(sampling={"structural_tag": "x"}), grpc.StatusCode.UNIMPLEMENTED),
+                (request(media_refs=pb.MediaRefs()), grpc.StatusCode.UNIMPLEMENTED),
+                (request(sampling={"logprobs": -1}), grpc.StatusCode.INVALID_ARGUMENT),
+                (request(sampling={"temperature": -1}), grpc.StatusCode.INVALID_ARGUMENT),
+            ):
+                with pytest.raises(aio.AioRpcError) as error:
+                    async for _ in engine.Generate(wrong):
+                        pass
+                assert error.value.code() == code
+
+    asyncio.run(main())
+
+
+def test_abort_ends_a_request(tmp_path: Path) -> None:
+    """Its call ends CANCELLED and the core hears of it; an id that is not there is none of our business."""
+
+    async def main() -> None:
+        async with running_stack(tmp_path, core=lambda address: TestCore(address, limit=20)) as stack:
+            engine = pb_grpc.VllmEngineStub(stack.channel)
+            call = engine.Generate(request(request_id="long", stream=True, sampling={"max_tokens": 4000}))
+            await call.read()
+            await engine.Abort(pb.AbortRequest(request_ids=["long", "unknown"]))
+            with pytest.raises(aio.AioRpcError, match="aborted") as error:
+                await _drain(call)
+            assert error.value.code() == grpc.StatusCode.CANCELLED
+            await stack.core.saw(lambda core: len(core.cancelled) == 1)
+
+    asyncio.run(main())
+
+
+async def _drain(call: Any) -> None:
+    while await call.read() is not aio.EOF:
+        pass

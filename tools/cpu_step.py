@@ -1,0 +1,76 @@
+"""Where the time of one decode step on a CPU goes, phase by phase.
+
+`python -m tools.cpu_step --model FOLDER --rows 16 --context 200 [--quantization int8]` loads the model as a worker does
+and computes decode steps of so many rows, each with so many keys, in this process. It prints the median of a step, what
+its phases take, and how much of the step they account for.
+"""
+
+import argparse
+import time
+
+import torch
+
+from kernels.decoder import PackedDecoder
+from shared.config import WorkerConfig
+from worker_svc.device import set_threads
+from worker_svc.kv_pool import allocate
+from worker_svc.model.base import AttentionInputs
+from worker_svc.model.llama import LlamaModel
+from worker_svc.model.loader import load_model
+
+_BLOCK_SIZE = 16
+_CPU = torch.device("cpu")
+
+
+@torch.inference_mode()
+def main() -> None:
+    """Measures and prints."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--rows", type=int, default=1)
+    parser.add_argument("--context", type=int, default=200)
+    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--num-threads", type=int, default=0)
+    parser.add_argument("--quantization", default="none")
+    options = parser.parse_args()
+    set_threads(options.num_threads)
+    config = WorkerConfig(model=options.model, device="cpu", quantization=options.quantization)
+    model, description = load_model(config, _CPU)
+    if not isinstance(model, LlamaModel) or (decoder := model.packed) is None:
+        raise SystemExit("the CPU kernels do not serve this model here")
+    times = _run(model, decoder, description.kv_dtype, options.rows, options.context, options.steps)
+    step_ms, phases = sorted(times)[len(times) // 2] * 1e3, decoder.counted_ns()
+    counted_ms = {name: value / len(times) / 1e6 for name, value in phases.items()}
+    mean_ms = sum(times) / len(times) * 1e3
+    print(f"{options.rows} rows of {options.context} keys: {step_ms:.2f} ms a step (median), {mean_ms:.2f} ms (mean)")
+    print("  ".join(f"{name} {value:.2f}" for name, value in counted_ms.items()))
+    print(f"accounted for: {sum(counted_ms.values()) / mean_ms:.1%} of the mean")
+
+
+def _run(
+    model: LlamaModel, decoder: PackedDecoder, kv_dtype: torch.dtype, rows: int, context: int, steps: int
+) -> list[float]:
+    blocks = -(-context // _BLOCK_SIZE)
+    caches = allocate(model.kv_shapes, rows * blocks, _BLOCK_SIZE, kv_dtype, _CPU, "context")
+    tables = torch.randperm(rows * blocks, dtype=torch.int32).view(rows, blocks)
+    last = context - 1
+    attention = AttentionInputs(
+        slot_mapping=tables[:, last // _BLOCK_SIZE].long() * _BLOCK_SIZE + last % _BLOCK_SIZE,
+        block_tables=tables,
+        query_start=torch.arange(rows + 1, dtype=torch.int32),
+        context_lens=torch.full((rows,), context, dtype=torch.int32),
+        max_query_len=1,
+    )
+    ids, positions = torch.arange(rows), torch.full((rows,), last)
+    times = []
+    for step in range(steps + 3):
+        if step == 3:  # warm
+            decoder.count_time()
+        began = time.perf_counter()
+        model.forward(ids, positions, attention, caches, None)
+        times.append(time.perf_counter() - began)
+    return times[3:]
+
+
+if __name__ == "__main__":
+    main()
