@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from kernels.linear import advise_huge_pages
 from shared.config import ConfigError
 from worker_svc.model.base import KVCache, KVShape
 
@@ -53,14 +54,22 @@ def allocate(
         with torch.inference_mode():
             return tuple(
                 (
-                    torch.zeros(size, dtype=dtype, device=device),
-                    torch.zeros(size, dtype=dtype, device=device),
+                    _zeros(size, dtype, device),
+                    _zeros(size, dtype, device),
                 )
                 for size in ((num_blocks, shape.num_kv_heads, block_size, shape.head_dim) for shape in shapes)
             )
     except (RuntimeError, MemoryError):
         size = num_blocks * block_bytes(shapes, block_size, dtype)
         raise ConfigError(f"{setting}: there is no memory for {size:,} bytes of KV; give it less") from None
+
+
+def _zeros(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Touched memory; on a CPU in huge pages where the system has them, since attention jumps from block to block."""
+    tensor = torch.empty(size, dtype=dtype, device=device)
+    if device.type == "cpu":
+        advise_huge_pages(tensor)
+    return tensor.zero_()
 
 
 def cuda_memory_left(device: torch.device, utilization: float, profile: Callable[[], int]) -> int:
