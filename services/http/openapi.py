@@ -93,6 +93,8 @@ _ANSWERS: dict[str, dict[str, Any]] = {
 }
 _ERRORS = {
     400: "a field is wrong or not supported; `param` names it",
+    401: "nobody has this token",
+    403: "the token's owner may not act for this tenant or cache scope",
     404: "no model of that name is served",
     408: "the body, or the reader, was too slow",
     409: "a live request has the same id",

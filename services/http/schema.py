@@ -227,21 +227,6 @@ class ChatBody(SamplingBody):
     reasoning_effort: str | None = Field(default=None, description="a variable of the chat template")
 
 
-class EmbeddingBody(Body):
-    """Texts to turn into vectors."""
-
-    model: str = Field(default="", max_length=256)
-    input: (
-        str
-        | Annotated[list[TokenId], Field(min_length=1)]
-        | Annotated[list[str], Field(min_length=1, max_length=_MAX_PROMPTS)]
-        | Annotated[list[list[TokenId]], Field(min_length=1, max_length=_MAX_PROMPTS)]
-    )
-    encoding_format: Literal["float", "base64"] = "float"
-    truncate_prompt_tokens: Annotated[int, Field(ge=1, le=_MAX_UINT32)] | None = None
-    user: JsonValue = Field(default=None, description="accepted without effect")
-
-
 class TokenizeBody(Body):
     """Text or a conversation to tokenize."""
 
