@@ -74,7 +74,7 @@ class Promises:
         if now - self._last_tick > patience:
             self._regular_since = now
         self._last_tick = now
-        if not cluster.usable:
+        if not cluster.usable and self._omniscient:
             for stream in self.waiting.streams():
                 since = max(cluster.empty_since, stream.arrival, self._regular_since)
                 if stream.known and now - since > config.worker_wait_s + patience:

@@ -24,11 +24,15 @@ CPU = torch.device("cpu")
 GREEDY = plan_pb2.SamplingParams()
 
 
+_SETTINGS: dict[str, Any] = {"kv_cache_memory": "32MiB", "max_num_batched_tokens": 512}
+"""Prompts of some hundred tokens go into one step."""
+
+
 def make_engine(
     folder: Path, *, tracer: Tracer | None = None, accelerator: Accelerator | None = None, **settings: Any
 ) -> Engine:
     """An engine on the CPU over a checkpoint; with an accelerator it works as on a GPU."""
-    config = WorkerConfig(model=str(folder), device="cpu", num_threads=1, **({"kv_cache_memory": "32MiB"} | settings))
+    config = WorkerConfig(model=str(folder), device="cpu", num_threads=1, **(_SETTINGS | settings))
     model, description = load_model(config, CPU)
     return build_engine(config, model, description, CPU, tracer or NoOpTracer(), accelerator)
 
