@@ -5,12 +5,13 @@ lags slows its own call and nothing else. Requests beyond `MAX_IN_PROGRESS` stay
 """
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable
 
 from quire.v1 import generation_pb2 as v1
 from services.boundary import MalformedRequest
 from services.errors import InternalError, RequestCancelledError, to_error
-from services.generation import Caller, Generator
+from services.generation import FAREWELL_S, Caller, Generator
 from shared.errors import FieldViolation, InvalidRequestError, QuireError
 from shared.ids import draw_error_id
 from shared.logging import get_logger
@@ -34,6 +35,7 @@ class Batch:
         self._write = write
         self._writing = asyncio.Lock()
         self._room = asyncio.Semaphore(MAX_IN_PROGRESS)
+        self._closing = False
         self._running: dict[int, asyncio.Task[None]] = {}
 
     async def run(self, requests: AsyncIterator[v1.GenerateBatchRequest | MalformedRequest]) -> None:
@@ -50,10 +52,15 @@ class Batch:
             while self._running:
                 await asyncio.wait(self._running.values())
         finally:
+            self._closing = True
             running = list(self._running.values())
             for task in running:
                 task.cancel()
             await asyncio.gather(*running, return_exceptions=True)
+            # A status must not overtake a message that is being written, unless nobody reads it.
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(FAREWELL_S), self._writing:
+                    pass
 
     async def _take(self, request: v1.GenerateBatchRequest) -> None:
         key = request.key
@@ -93,8 +100,13 @@ class Batch:
         except Exception as unexpected:
             failure = InternalError(draw_error_id())
             get_logger().error("request failed", error_id=failure.error_id, exc_info=unexpected)
-        await self._send(v1.GenerateBatchResponse(key=key, error=to_error(failure)))
+        if not self._closing:
+            await self._send(v1.GenerateBatchResponse(key=key, error=to_error(failure)))
 
     async def _send(self, message: v1.GenerateBatchResponse) -> None:
+        # gRPC knows no way back from a write: one that is begun is finished, even when its request is cancelled.
+        await asyncio.shield(asyncio.ensure_future(self._write_alone(message)))
+
+    async def _write_alone(self, message: v1.GenerateBatchResponse) -> None:
         async with self._writing:
             await self._write(message)
