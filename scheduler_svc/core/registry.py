@@ -236,7 +236,8 @@ class RequestRegistry:
         if request.allowed > len(request.tokens):
             self.waiting.push(request)
         else:
-            request.starved_since = now
+            if request.starved_since is None:
+                request.starved_since = now
             self._starved[request.key] = self._stalling[request.key] = request
 
     def displace(self, request: Request, outcome: str, note: str, now: float) -> None:
