@@ -20,6 +20,9 @@ from shared.config import ConfigError, FrontendConfig, SchedulerConfig, ServiceC
 CONFIG_VARIABLE = "QUIRE_CONFIG"
 """Names the file where `--config` does not."""
 
+OTHER_VARIABLES = frozenset({CONFIG_VARIABLE, "QUIRE_LOG_FORMAT", "QUIRE_CPU_KERNELS", "QUIRE_TOKEN", "QUIRE_TARGET"})
+"""Variables that mean something and are no settings, however like one they are."""
+
 _PREFIX = "QUIRE_"
 _CLOSE = 0.85
 """How like a setting's name a variable must be to be taken for a misspelt one; not every QUIRE_… is a setting."""
@@ -119,7 +122,7 @@ def _check_environment(environ: Mapping[str, str]) -> None:
     names = [name.upper() for name in all_settings()]
     for variable in environ:
         name = variable.removeprefix(_PREFIX)
-        if name == variable or name in names or variable == CONFIG_VARIABLE:
+        if name == variable or name in names or variable in OTHER_VARIABLES:
             continue
         close = difflib.get_close_matches(name, names, n=1, cutoff=_CLOSE)
         if close:

@@ -17,7 +17,7 @@ from shared.config import (
     parse_bytes,
     to_flags,
 )
-from shared.config_sources import ConfigSources, from_options
+from shared.config_sources import OTHER_VARIABLES, ConfigSources, from_options
 
 CONFIGS = (ServiceConfig, SchedulerConfig, WorkerConfig, FrontendConfig)
 BOUNDED = [
@@ -128,3 +128,9 @@ def test_what_is_no_size(text: str) -> None:
     """Negative and infinite ones included."""
     with pytest.raises(ConfigError, match="not a size"):
         parse_bytes(text)
+
+
+@pytest.mark.parametrize("variable", sorted(OTHER_VARIABLES))
+def test_variables_that_are_no_settings_are_not_taken_for_misspelt_ones(variable: str) -> None:
+    """QUIRE_LOG_FORMAT is not meant to be QUIRE_LOAD_FORMAT."""
+    from_options(SchedulerConfig, argparse.Namespace(), {variable: "json"} if variable != "QUIRE_CONFIG" else {})
