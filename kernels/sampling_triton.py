@@ -107,7 +107,8 @@ def _scores_tile(row_ptr: tl.tensor, token: tl.tensor, vocab_size: tl.tensor, te
 def _key_tile(score: tl.tensor) -> tl.tensor:
     """Unsigned integers in the order of the floats."""
     bits = score.to(tl.uint32, bitcast=True)
-    return tl.where(bits >= 0x80000000, ~bits, bits | 0x80000000)
+    # Not ~bits: some interpreters of Triton know no complement of unsigned numbers.
+    return tl.where(bits >= 0x80000000, bits ^ 0xFFFFFFFF, bits | 0x80000000)
 
 
 @jit
