@@ -13,7 +13,7 @@ import signal
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
@@ -70,6 +70,22 @@ class Strike:
     """When the worker had joined again."""
 
 
+@dataclass(frozen=True, slots=True)
+class Pause:
+    """One stream that a fault hit, from the fault to its next token; seconds."""
+
+    to_notice: float
+    queued: float
+    """From the notice until another worker, or the same one again, has it in a plan."""
+    prefill: float
+    """From there until the token: computing prompt and output again, beside what else the worker computes."""
+
+    @property
+    def whole(self) -> float:
+        """From the fault to the token."""
+        return self.to_notice + self.queued + self.prefill
+
+
 @dataclass(slots=True)
 class Outcome:
     """What a campaign came to."""
@@ -79,39 +95,71 @@ class Outcome:
     tally: Tally
     seconds: float
 
+    def pauses(self, strikes: Sequence[Strike]) -> list[Pause]:
+        """Of every stream that these strikes hit, as far as its story is known and a token was still to come."""
+        by_id = {streamed.request_id: streamed for streamed in self.streams}
+        found = []
+        for strike in strikes:
+            for request_id in strike.request_ids:
+                pause = _pause(strike, by_id[request_id])
+                if pause is not None:
+                    found.append(pause)
+        return found
+
     def figures(self) -> dict[str, Any]:
         """As JSON: times from fault to notice, to the next token of each stream it hit, and to the worker's return."""
-        by_id = {streamed.request_id: streamed for streamed in self.streams}
-        kinds: dict[str, Any] = {}
-        all_pauses: list[float] = []
-        for kind in Fault:
-            strikes = [strike for strike in self.strikes if strike.fault is kind]
-            # What had been sent before the fault still arrives; only what comes after the notice came from elsewhere.
-            pauses = [
-                token - strike.time
-                for strike in strikes
-                for request_id in strike.request_ids
-                if strike.noticed is not None
-                and (token := by_id[request_id].next_token_after(strike.noticed)) is not None
-            ]
-            all_pauses += pauses
-            kinds[kind.value] = {
-                "faults": len(strikes),
-                "to_notice_s": quantiles([s.noticed - s.time for s in strikes if s.noticed is not None]),
-                "to_next_token_s": quantiles(pauses),
-                "to_worker_back_s": quantiles([s.served_again - s.time for s in strikes if s.served_again is not None]),
-            }
         return {
             "faults": len(self.strikes),
             "streams": len(self.streams),
+            "streams_by_kind": {
+                "greedy": sum(1 for each in self.streams if each.seed is None and each.schema is None),
+                "seeded": sum(1 for each in self.streams if each.seed is not None and each.schema is None),
+                "schema, greedy": sum(1 for each in self.streams if each.seed is None and each.schema is not None),
+                "schema, seeded": sum(1 for each in self.streams if each.seed is not None and each.schema is not None),
+            },
             "tokens": sum(len(streamed.tokens) for streamed in self.streams),
             "streams_hit": sum(1 for streamed in self.streams if preemptions(streamed)),
+            "schema_streams_hit": sum(1 for each in self.streams if preemptions(each) and each.schema is not None),
             "failed": sum(1 for streamed in self.streams if streamed.error is not None),
             "near_ties": self.tally.near_ties,
             "seconds": round(self.seconds, 1),
-            "to_next_token_s": quantiles(all_pauses),
-            "by_kind": kinds,
+            "pauses": _itemised(self.pauses(self.strikes)),
+            "by_kind": {
+                kind.value: self._figures_of([each for each in self.strikes if each.fault is kind]) for kind in Fault
+            },
         }
+
+    def _figures_of(self, strikes: Sequence[Strike]) -> dict[str, Any]:
+        return {
+            "faults": len(strikes),
+            "to_notice_s": quantiles([each.noticed - each.time for each in strikes if each.noticed is not None]),
+            "pauses": _itemised(self.pauses(strikes)),
+            "to_worker_back_s": quantiles(
+                [each.served_again - each.time for each in strikes if each.served_again is not None]
+            ),
+        }
+
+
+def _pause(strike: Strike, streamed: Streamed) -> Pause | None:
+    lost = f"lost {strike.worker}:"
+    story = iter(streamed.story)
+    noticed = next((at for at, what in story if at >= strike.time and what.startswith(lost)), None)
+    admitted = next((at for at, what in story if what.startswith("admitted to")), None)
+    if noticed is None or admitted is None:
+        return None
+    # What had been sent before the fault still arrives; what comes after the admission was computed anew.
+    token = streamed.next_token_after(admitted)
+    return None if token is None else Pause(noticed - strike.time, admitted - noticed, token - admitted)
+
+
+def _itemised(pauses: Sequence[Pause]) -> dict[str, Any]:
+    return {
+        "to_next_token_s": quantiles([pause.whole for pause in pauses]),
+        "without_prefill_s": quantiles([pause.to_notice + pause.queued for pause in pauses]),
+        "to_notice_s": quantiles([pause.to_notice for pause in pauses]),
+        "queued_s": quantiles([pause.queued for pause in pauses]),
+        "prefill_s": quantiles([pause.prefill for pause in pauses]),
+    }
 
 
 def quantiles(values: list[float]) -> dict[str, float | int]:

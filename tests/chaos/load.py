@@ -1,16 +1,25 @@
 """Streams that never cease: so many at once, each replaced by a new one when it ends, every token timed and checked."""
 
 import asyncio
+import json
 import random
 import time
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 import torch
+from grpc import aio
 
 from kernels.philox import gumbel_from_words, random_words
-from quire import AsyncClient, Finished
+from quire import AsyncClient, Finished, FinishReason
+from quire.admin.v1 import admin_pb2
+from quire.admin.v1.admin_pb2_grpc import AdminServiceStub
 from quire.errors import QuireError
+from tests.chaos import constrained
 from tests.e2e.oracle import NEAR_TIE, Oracle, Tally
+
+if TYPE_CHECKING:
+    from quire.admin.v1.admin_pb2_grpc import AdminServiceAsyncStub
 
 TEMPERATURE = 0.8
 
@@ -24,9 +33,14 @@ class Streamed:
     max_tokens: int
     seed: int | None
     """None: greedy."""
+    schema: dict[str, Any] | None = None
+    """What the answer must conform to, and which ends it."""
+    text: str = ""
     tokens: list[int] = field(default_factory=list)
     times: list[float] = field(default_factory=list)
     """Of each delta, by `time.time()`."""
+    story: list[tuple[float, str]] = field(default_factory=list)
+    """What the scheduler did with it, by `time.time()`; of streams that were interrupted."""
     finished: Finished | None = None
     error: QuireError | None = None
 
@@ -45,6 +59,8 @@ class Load:
     max_tokens: int
     seed: int
     longest_prompt: int = 200
+    constrained_share: float = 0.3
+    """How many of the streams answer to a JSON schema."""
     done: list[Streamed] = field(default_factory=list)
     live: dict[str, Streamed] = field(default_factory=dict)
     flows: asyncio.Event = field(default_factory=asyncio.Event)
@@ -54,24 +70,35 @@ class Load:
     async def run(self) -> None:
         """Runs until `stop`, and then until every stream has ended."""
         rng = random.Random(self.seed)
-        async with AsyncClient(self.target) as client, asyncio.TaskGroup() as tasks:
+        async with (
+            AsyncClient(self.target) as client,
+            aio.insecure_channel(self.target) as channel,
+            asyncio.TaskGroup() as tasks,
+        ):
+            admin: AdminServiceAsyncStub = AdminServiceStub(channel)
             for index in range(self.num_streams):
-                tasks.create_task(self._one_after_another(client, index, random.Random(rng.random())))
+                tasks.create_task(self._one_after_another(client, admin, index, random.Random(rng.random())))
 
     def stop(self) -> None:
         """No new streams."""
         self._stopping = True
 
-    async def _one_after_another(self, client: AsyncClient, index: int, rng: random.Random) -> None:
+    async def _one_after_another(
+        self, client: AsyncClient, admin: "AdminServiceAsyncStub", index: int, rng: random.Random
+    ) -> None:
         number = 0
         while not self._stopping or not number:
             prompt = [rng.randrange(16, self.vocab_size) for _ in range(rng.randrange(2, self.longest_prompt))]
             seed = rng.getrandbits(63) if rng.random() < 0.5 else None
             streamed = Streamed(f"chaos-{index}-{number}", prompt, self.max_tokens, seed)
+            if rng.random() < self.constrained_share:
+                streamed.schema, streamed.max_tokens = constrained.draw_schema(rng), constrained.MAX_TOKENS
             self.live[streamed.request_id] = streamed
             await self._stream(client, streamed)
             del self.live[streamed.request_id]
             self.done.append(streamed)
+            if streamed.finished is not None and streamed.finished.usage.preemptions:
+                streamed.story = await _story(admin, streamed.request_id)
             number += 1
 
     async def _stream(self, client: AsyncClient, streamed: Streamed) -> None:
@@ -79,7 +106,8 @@ class Load:
             token_ids=streamed.prompt,
             max_tokens=streamed.max_tokens,
             temperature=0.0 if streamed.seed is None else TEMPERATURE,
-            ignore_eos=True,
+            ignore_eos=streamed.schema is None,
+            json_schema=json.dumps(streamed.schema) if streamed.schema is not None else False,
             request_id=streamed.request_id,
             timeout=600,
             seed=streamed.seed or 0,
@@ -88,6 +116,7 @@ class Load:
             async for delta in generation:
                 assert delta.first_index == len(streamed.tokens), f"{streamed.request_id}: a gap or a repeat"
                 streamed.tokens.extend(delta.token_ids)
+                streamed.text += delta.text
                 streamed.times.append(time.time())
                 self.flows.set()
         except QuireError as error:
@@ -96,28 +125,53 @@ class Load:
         streamed.finished = generation.finished
 
 
+async def _story(admin: "AdminServiceAsyncStub", request_id: str) -> list[tuple[float, str]]:
+    """What the scheduler says of a request; nothing when it does not remember."""
+    try:
+        answer = await admin.GetStory(admin_pb2.GetStoryRequest(request_id=request_id), timeout=60)
+    except aio.AioRpcError:
+        return []
+    return [(event.time.ToNanoseconds() / 1e9, event.what) for story in answer.stories for event in story.events]
+
+
 def check(oracle: Oracle, streamed: Streamed, tally: Tally) -> None:
-    """Asserts that a stream ended in full, with the reference's pick after each delivered prefix (teacher-forced)."""
+    """Asserts that a stream ended in full, with the reference's pick after each delivered prefix (teacher-forced).
+
+    Of a constrained stream: the pick among what the schema allows there, which at the end is to end; the text conforms.
+    """
     assert streamed.error is None, f"{streamed.request_id}: {streamed.error!r}"
-    assert len(streamed.tokens) == streamed.max_tokens, streamed.request_id
-    if streamed.seed is None:
-        oracle.check_greedy(streamed.prompt, streamed.tokens, tally)
-        return
-    count = len(streamed.tokens)
+    tokens = streamed.tokens
+    if streamed.schema is None:
+        assert len(tokens) == streamed.max_tokens, streamed.request_id
+    else:
+        assert streamed.finished is not None
+        assert streamed.finished.reason is FinishReason.STOP, streamed.request_id
+        constrained.check_text(streamed.schema, streamed.text)
+        tokens = [*tokens, *oracle.eos_token_ids[:1]]
+    count = len(tokens)
     with torch.inference_mode():
-        logits = oracle.model(torch.tensor([[*streamed.prompt, *streamed.tokens]])).logits[0]
-    positions = torch.arange(len(streamed.prompt), len(streamed.prompt) + count, dtype=torch.int32)
+        logits = oracle.model(torch.tensor([[*streamed.prompt, *tokens]])).logits[0]
+    scores = logits[len(streamed.prompt) - 1 : -1].float()
+    near_tie = NEAR_TIE
+    if streamed.seed is not None:
+        scores, near_tie = scores / TEMPERATURE + _noise(streamed, count, oracle.vocab_size), NEAR_TIE / TEMPERATURE
+    if streamed.schema is not None:
+        scores = scores.where(constrained.masks(oracle, streamed.schema, streamed.tokens), -torch.inf)
+    gaps = scores.max(dim=-1).values - scores[torch.arange(count), torch.tensor(tokens)]
+    tally.tokens += count
+    tally.near_ties += int(((gaps > 0) & (gaps <= near_tie)).sum())
+    wrong = torch.nonzero(gaps > near_tie).flatten().tolist()
+    assert not wrong, f"{streamed.request_id}: tokens {wrong[:5]} of {count} are not the reference's pick"
+
+
+def _noise(streamed: Streamed, count: int, vocab_size: int) -> torch.Tensor:
+    """`[count, vocab_size]`: what a seeded request adds to its scaled logits."""
+    assert streamed.seed is not None
+    first = len(streamed.prompt)
     words = random_words(
         torch.full((count,), streamed.seed, dtype=torch.int64),
-        positions,
+        torch.arange(first, first + count, dtype=torch.int32),
         torch.zeros(count, dtype=torch.int32),
-        logits.shape[1],
+        vocab_size,
     )
-    scores = logits[len(streamed.prompt) - 1 : -1].float() / TEMPERATURE + gumbel_from_words(words)
-    chosen = scores[torch.arange(count), torch.tensor(streamed.tokens)]
-    gaps = scores.max(dim=-1).values - chosen
-    tally.tokens += count
-    near = (gaps > 0) & (gaps <= NEAR_TIE / TEMPERATURE)
-    tally.near_ties += int(near.sum())
-    wrong = torch.nonzero(gaps > NEAR_TIE / TEMPERATURE).flatten().tolist()
-    assert not wrong, f"{streamed.request_id}: tokens {wrong[:5]} of {count} are not the seeded draw"
+    return gumbel_from_words(words)

@@ -33,7 +33,11 @@ class Oracle:
             attn_implementation="eager",
         )
         self.model = model.train(False)
-        self.vocab_size = int(model.config.get_text_config().vocab_size)
+        self.checkpoint = checkpoint
+        config = model.config.get_text_config()
+        self.vocab_size = int(config.vocab_size)
+        eos = config.eos_token_id
+        self.eos_token_ids: list[int] = eos if isinstance(eos, list) else [eos]
 
     def check_greedy(self, prompt: Sequence[int], delivered: Sequence[int], tally: Tally) -> None:
         """Asserts that `delivered` is a greedy continuation of `prompt`, and counts near ties."""
