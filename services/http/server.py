@@ -12,6 +12,9 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from services.tls import TlsFiles
 
+KEEP_ALIVE_S = 75
+"""How long a connection may lie idle. Clients pool theirs for some seconds up to a minute; whoever closes first while a
+request is on its way costs the client an error, so it must not be us."""
 ABORT_KEY = "quire.abort"
 """Scope entry: drops the connection at once, with whatever its client has not read."""
 
@@ -33,6 +36,7 @@ class HttpServer(uvicorn.Server):
                 access_log=False,
                 lifespan="off",
                 server_header=False,
+                timeout_keep_alive=KEEP_ALIVE_S,
                 timeout_graceful_shutdown=1,
             )
         )
