@@ -4,6 +4,7 @@ The core never waits for a front end. What a socket does not take stays in a bac
 nothing for the length of its lease is lost, and so is one that goes on talking without reading what it is told.
 """
 
+import math
 import time
 from collections import deque
 from collections.abc import Iterator
@@ -29,7 +30,8 @@ class _Frontend:
     outgoing: Outgoing = field(default_factory=Outgoing)
     pending: bool = False
     """`outgoing` holds something."""
-    backlog: deque[bytes] = field(default_factory=deque)
+    backlog: deque[tuple[int, bytes]] = field(default_factory=deque)
+    """What must be durable before it may be sent, and the frame."""
     backlog_bytes: int = 0
     report: link_pb2.MetricReport = field(default_factory=link_pb2.MetricReport)
 
@@ -89,23 +91,26 @@ class FrontendHub:
         for frontend in self._frontends.values():
             yield from frontend.report.families
 
-    def flush(self) -> dict[ev.Peer, str]:
-        """Sends what this turn has for everyone; returns the front ends that are lost, and why."""
+    def flush(self, written: int = 0, durable: float = math.inf) -> dict[ev.Peer, str]:
+        """Sends what this turn has for everyone; returns the front ends that are lost, and why.
+
+        What this turn has waits until the journal is durable up to `written`; now it is up to `durable`.
+        """
         lost = {}
         for peer, frontend in self._frontends.items():
             if frontend.pending:
                 frame = frontend.outgoing.encode(self._incarnation)
-                frontend.backlog.append(frame)
+                frontend.backlog.append((written, frame))
                 frontend.backlog_bytes += len(frame)
                 frontend.outgoing = Outgoing()
                 frontend.pending = False
-            while frontend.backlog:
-                outcome = send_to(self.socket, peer, frontend.backlog[0])
+            while frontend.backlog and frontend.backlog[0][0] <= durable:
+                outcome = send_to(self.socket, peer, frontend.backlog[0][1])
                 if outcome is SendOutcome.GONE:
                     lost[peer] = "its connection is gone"
                 if outcome is not SendOutcome.SENT:
                     break
-                frontend.backlog_bytes -= len(frontend.backlog.popleft())
+                frontend.backlog_bytes -= len(frontend.backlog.popleft()[1])
             if frontend.backlog_bytes > MAX_BACKLOG:
                 lost[peer] = "it reads nothing"
         return lost

@@ -26,7 +26,7 @@ _MAX_IDENTITY = 64
 _MAX_RESUME_INFO = 64 << 10
 
 
-class _UnusableSubmissionError(ValueError):
+class UnusableSubmissionError(ValueError):
     """A submission that does not say what a request must; the message is for the client."""
 
 
@@ -65,8 +65,8 @@ def _incoming(peer: ev.Peer, message: link_pb2.FrontendMessage, now: float) -> I
     refused: list[ef.RequestEnded] = []
     for submission in message.submissions:
         try:
-            events.append(_arrival(peer, submission, now))
-        except (_UnusableSubmissionError, MalformedColumnError) as error:
+            events.append(arrival(peer, submission, now))
+        except (UnusableSubmissionError, MalformedColumnError) as error:
             refused.append(_refusal(peer, submission, str(error)))
     events += [
         ev.StopMatched(frontend=peer, stream=match.stream, keep_tokens=match.keep_tokens)
@@ -98,14 +98,20 @@ def _incoming(peer: ev.Peer, message: link_pb2.FrontendMessage, now: float) -> I
     )
 
 
-def _arrival(peer: ev.Peer, submission: link_pb2.Submission, now: float) -> ev.RequestArrived:
+def arrival(peer: ev.Peer, submission: link_pb2.Submission, now: float) -> ev.RequestArrived:
+    """What a submission says; `now` turns the time left until a deadline into a point in time.
+
+    Raises:
+        UnusableSubmissionError: it does not say what a request must.
+        MalformedColumnError: a column is none.
+    """
     if submission.stream > _INT32_MAX:
-        raise _UnusableSubmissionError("a stream number beyond int32")
+        raise UnusableSubmissionError("a stream number beyond int32")
     _check_sampling(submission.sampling)
     if len(submission.identity) > _MAX_IDENTITY or len(submission.resume_info) > _MAX_RESUME_INFO:
-        raise _UnusableSubmissionError("an identity or resume_info that is too long")
+        raise UnusableSubmissionError("an identity or resume_info that is too long")
     if len(submission.grammar) > _MAX_GRAMMAR:
-        raise _UnusableSubmissionError(f"a grammar of more than {_MAX_GRAMMAR} bytes")
+        raise UnusableSubmissionError(f"a grammar of more than {_MAX_GRAMMAR} bytes")
     _check_keys(submission)
     return ev.RequestArrived(
         frontend=peer,
@@ -142,18 +148,18 @@ def _check_sampling(serialized: bytes) -> None:
     try:
         params = plan_pb2.SamplingParams.FromString(serialized)
     except DecodeError:
-        raise _UnusableSubmissionError("the sampling parameters do not parse") from None
+        raise UnusableSubmissionError("the sampling parameters do not parse") from None
     if not (math.isfinite(params.temperature) and params.temperature >= 0):
-        raise _UnusableSubmissionError("a temperature that is negative or not finite")
+        raise UnusableSubmissionError("a temperature that is negative or not finite")
     if not (0 <= params.top_p <= 1 and 0 <= params.min_p <= 1) or max(params.top_k, params.choice) > _INT32_MAX:
-        raise _UnusableSubmissionError("top_p, min_p, top_k or choice out of range")
+        raise UnusableSubmissionError("top_p, min_p, top_k or choice out of range")
 
 
 def _check_keys(submission: link_pb2.Submission) -> None:
     num_keys, rest = divmod(len(submission.block_keys), KEY_BYTES)
     num_tokens = len(submission.token_ids) // TOKEN_BYTES
     if rest or (num_keys and not 0 < num_keys * submission.block_size <= num_tokens):
-        raise _UnusableSubmissionError("block_keys is no whole number of keys, or more than the tokens have blocks")
+        raise UnusableSubmissionError("block_keys is no whole number of keys, or more than the tokens have blocks")
 
 
 def _refusal(peer: ev.Peer, submission: link_pb2.Submission, message: str) -> ef.RequestEnded:
@@ -195,33 +201,16 @@ class Outgoing:
         reply = self._message.resume_replies.add(number=effect.number, not_found=effect.log is None)
         if effect.log is None:
             return
-        log, request = effect.log, effect.log.request
-        reply.submission.CopyFrom(
-            link_pb2.Submission(
-                request_id=request.request_id,
-                token_ids=log.tokens,
-                num_prompt_tokens=request.num_prompt_tokens,
-                max_tokens=request.max_tokens,
-                stop_token_ids=to_column(request.stop_token_ids),
-                sampling=request.sampling,
-                tenant=request.tenant,
-                priority=request.priority,
-                expected_output_tokens=request.expected_output_tokens,
-                cache_scope=request.salt,
-                request_class=request.request_class,
-                grammar=request.grammar,
-                identity=request.identity,
-                resume_info=request.resume_info,
-            )
-        )
+        log = effect.log
+        reply.submission.CopyFrom(to_submission(log.request, log.tokens))
         for index, scores in log.scores:
             reply.scores.add(first_index=index, scores=scores)
         if log.end is not None:
-            reply.end.CopyFrom(_stream_end(log.end))
+            reply.end.CopyFrom(to_stream_end(log.end))
 
     def add_end(self, effect: ef.RequestEnded) -> None:
         """A stream ended."""
-        self._message.ends.append(_stream_end(effect))
+        self._message.ends.append(to_stream_end(effect))
 
     def set_state(self, state: ef.ServiceChanged) -> None:
         """What is served, and whether it can be used."""
@@ -259,7 +248,28 @@ class Outgoing:
         return self._message.SerializeToString()
 
 
-def _stream_end(effect: ef.RequestEnded) -> link_pb2.StreamEnd:
+def to_submission(request: ev.RequestArrived, tokens: bytes) -> link_pb2.Submission:
+    """What is kept of a request whose client may come back, with all tokens that it has."""
+    return link_pb2.Submission(
+        request_id=request.request_id,
+        token_ids=tokens,
+        num_prompt_tokens=request.num_prompt_tokens,
+        max_tokens=request.max_tokens,
+        stop_token_ids=to_column(request.stop_token_ids),
+        sampling=request.sampling,
+        tenant=request.tenant,
+        priority=request.priority,
+        expected_output_tokens=request.expected_output_tokens,
+        cache_scope=request.salt,
+        request_class=request.request_class,
+        grammar=request.grammar,
+        identity=request.identity,
+        resume_info=request.resume_info,
+    )
+
+
+def to_stream_end(effect: ef.RequestEnded) -> link_pb2.StreamEnd:
+    """How a stream ended, for its front end."""
     return link_pb2.StreamEnd(
         stream=effect.stream,
         reason=link_pb2.EndReason.Value(f"END_REASON_{effect.reason.name}"),
@@ -270,4 +280,21 @@ def _stream_end(effect: ef.RequestEnded) -> link_pb2.StreamEnd:
         cached_prompt_tokens=effect.cached_prompt_tokens,
         preemptions=effect.preemptions,
         queued_ns=max(0, int(effect.queued_s * 1e9)),
+    )
+
+
+def from_stream_end(end: link_pb2.StreamEnd, request: ev.RequestArrived) -> ef.RequestEnded:
+    """The same, read back."""
+    return ef.RequestEnded(
+        frontend=request.frontend,
+        stream=end.stream,
+        request_id=request.request_id,
+        reason=ef.EndReason[link_pb2.EndReason.Name(end.reason).removeprefix("END_REASON_")],
+        message=end.message,
+        retry_ms=end.retry_ms,
+        completion_tokens=end.completion_tokens,
+        stop_token_id=end.stop_token_id,
+        cached_prompt_tokens=end.cached_prompt_tokens,
+        preemptions=end.preemptions,
+        queued_s=end.queued_ns / 1e9,
     )

@@ -8,6 +8,7 @@ from prometheus_client import CollectorRegistry, Histogram
 from protos.quire.link.v1 import link_pb2
 from protos.quire.plan.v1 import plan_pb2
 from scheduler_svc.core.stats import SchedulerStats, WorkerStats
+from scheduler_svc.journal.journal import Journal
 from shared.metrics import collect_families
 
 _STEP_BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10)
@@ -61,7 +62,7 @@ class SchedulerMetrics:
         times.sample_ns += sample
         times.idle_ns += timings.idle_before_ns
 
-    def families(self, stats: SchedulerStats) -> list[link_pb2.MetricFamily]:
+    def families(self, stats: SchedulerStats, journal: Journal | None = None) -> list[link_pb2.MetricFamily]:
         """Everything, as of now."""
         families = [
             _family("quire_requests_running", "gauge", "Requests that hold a row", [({}, stats.running)]),
@@ -86,7 +87,22 @@ class SchedulerMetrics:
                 ],
             ),
         ]
+        if journal is not None:
+            families += _journal_families(journal)
         return families + _worker_families(stats.workers) + collect_families(self._registry)
+
+
+def _journal_families(journal: Journal) -> list[link_pb2.MetricFamily]:
+    stats = journal.stats
+    figures: tuple[tuple[str, str, str, float], ...] = (
+        ("quire_journal_bytes", "gauge", "Space that the journal takes", journal.num_bytes),
+        ("quire_journal_requests", "gauge", "Requests that the journal covers", len(journal)),
+        ("quire_journal_writes", "gauge", "1 while the disk takes the journal", journal.covers),
+        ("quire_journal_commits", "counter", "Turns that the journal was told of", stats.commits),
+        ("quire_journal_failures", "counter", "Writes to the journal that failed", stats.failures),
+        ("quire_journal_forgotten", "counter", "Requests not covered for want of space", stats.forgotten),
+    )
+    return [_family(name, kind, help_text, [({}, value)]) for name, kind, help_text, value in figures]
 
 
 def _worker_families(workers: list[WorkerStats]) -> list[link_pb2.MetricFamily]:

@@ -7,6 +7,7 @@ answers that lie in its own buffers for silence. Nothing in the loop blocks but 
 
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import zmq
 
@@ -18,10 +19,11 @@ from scheduler_svc.core.batching import BatchingLimits
 from scheduler_svc.core.config import CoreConfig
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.frontend_hub import FrontendHub
+from scheduler_svc.journal.journal import Journal
 from scheduler_svc.metrics import SchedulerMetrics
 from scheduler_svc.tracing import SchedulerTracing
 from scheduler_svc.worker_hub import PING_INTERVAL_S, WorkerHub
-from shared.config import SchedulerConfig
+from shared.config import ConfigError, SchedulerConfig
 from shared.curve import DOMAINS, FRONTEND, SCHEDULER, WORKER, AllowList, CurveKeys, check_bind, load_keys
 from shared.frames import MalformedFrameError
 from shared.logging import get_logger
@@ -76,6 +78,7 @@ class SchedulerService:
             lease_s=config.frontend_lease_s,
             protect=_protector(keys, FRONTEND),
         )
+        self._journal = _open_journal(config)
         self._pulse = Pulse()
         self._next_tick = 0.0
         self._stopping = False
@@ -87,14 +90,21 @@ class SchedulerService:
     def run(self) -> None:
         """Serves until stopped; then live requests are left to the front ends, or end with SHUTDOWN."""
         sockets = (self._workers.socket, self._frontends.socket)
+        descriptors: tuple[int, ...] = ()
+        if self._journal is not None:
+            descriptors = self._journal.descriptors
+            now = time.monotonic()
+            self._carry_out(self._core.handle(self._journal.restored, now), now)
         more = False
         while not self._stopping:
             if not more:
-                wait_readable(sockets, self._wake_at() - time.monotonic())
+                wait_readable(sockets, self._wake_at() - time.monotonic(), descriptors)
             more = self._turn()
         if self._config.on_stop == "end":
             now = time.monotonic()
             self._carry_out(self._core.handle(ev.ShutdownRequested(), now), now)
+        if self._journal is not None:
+            self._journal.close()
         # What was computed reaches its clients in any case.
         self._frontends.drain(SHUTDOWN_FLUSH_S)
 
@@ -122,7 +132,11 @@ class SchedulerService:
             self._pulse.beat()
         for peer in self._core.due_workers(now):
             self._plan(peer)
-        for peer, reason in self._frontends.flush().items():
+        written, durable = 0, 0
+        if self._journal is not None:
+            self._journal.commit()
+            written, durable = self._journal.written, self._journal.durable
+        for peer, reason in self._frontends.flush(written, durable).items():
             self._lose_frontend(peer, reason, time.monotonic())
         return more
 
@@ -206,7 +220,7 @@ class SchedulerService:
         if incoming.report is not None:
             self._frontends.set_report(peer, incoming.report)
         if incoming.snapshot_request:
-            families = [*self._metrics.families(self._core.stats()), *self._frontends.families()]
+            families = [*self._metrics.families(self._core.stats(), self._journal), *self._frontends.families()]
             self._frontends.outgoing(peer).set_snapshot(incoming.snapshot_request, families)
 
         for request in incoming.operator_requests:
@@ -233,7 +247,10 @@ class SchedulerService:
         self._carry_out(self._core.handle(ev.TimePassed(), now), now)
 
     def _carry_out(self, effects: list[ef.Effect], now: float) -> None:
+        journal = self._journal
         for effect in effects:
+            if journal is not None:
+                journal.note(effect)
             match effect:
                 case ef.TokensReady():
                     self._frontends.outgoing(effect.frontend).add_tokens(effect)
@@ -248,6 +265,8 @@ class SchedulerService:
                     log.info("service state", ready=effect.ready, max_model_len=effect.max_model_len)
                     for outgoing in self._frontends.everyone():
                         outgoing.set_state(effect)
+                    if journal is not None and effect.model is not None:
+                        self._drop_other_models(journal, effect.model.fingerprint, now)
                 case ef.FrontendUnknown():
                     self._frontends.send_unknown(effect.frontend)
                 case ef.WorkerWelcomed():
@@ -273,6 +292,13 @@ class SchedulerService:
                 case ef.AttemptEnded():
                     self._tracing.attempt_ended((effect.frontend, effect.stream), effect.outcome, now)
 
+    def _drop_other_models(self, journal: Journal, fingerprint: str, now: float) -> None:
+        """What one model has begun is not for another one to go on with."""
+        identities = journal.of_other_models(fingerprint)
+        if identities:
+            log.warning("requests of another model are given up", requests=len(identities))
+            self._carry_out(self._core.handle(ev.RequestsDropped(identities=identities), now), now)
+
     def _welcome(self, effect: ef.WorkerWelcomed, now: float) -> None:
         self._workers.welcomed(effect.worker, effect.epoch)
         frame = worker_link.encode_welcome(
@@ -281,6 +307,23 @@ class SchedulerService:
             silence_s=self._config.worker_silence_s,
         )
         self._send_to_worker(effect.worker, frame, now)
+
+
+def _open_journal(config: SchedulerConfig) -> Journal | None:
+    if not config.journal:
+        return None
+    if not config.resume_keep_s:
+        raise ConfigError("journal (--journal): of no use with resume_keep_s 0, which keeps nothing for Resume")
+    try:
+        return Journal(
+            Path(config.journal),
+            max_bytes=config.journal_bytes,
+            keep_s=config.resume_keep_s,
+            fsync=config.journal_fsync,
+            fsync_interval_s=config.journal_fsync_interval_s,
+        )
+    except OSError as error:
+        raise ConfigError(f"journal (--journal): {error}; give a folder that only this scheduler writes") from None
 
 
 def _protector(keys: CurveKeys | None, role: str) -> Protect:

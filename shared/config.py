@@ -120,6 +120,21 @@ class SchedulerConfig(_Checked):
     resume_keep_bytes: int = _option(
         64 << 20, "most memory for what is kept of such requests; the oldest go first", unit="bytes", least=0
     )
+    journal: str = _option(
+        "",
+        "folder of the journal, with which Resume goes on even when scheduler and front ends are lost together; it "
+        "holds prompts and outputs of resumable requests; empty: none",
+    )
+    journal_bytes: int = _option(256 << 20, "most space that the journal takes, roughly", unit="bytes", least=1 << 20)
+    journal_fsync: str = _option(
+        "none",
+        "how far the disk must be before tokens go out: 'none' (survives the death of any process), 'interval' (and, "
+        "but for the last moments, of the machine), 'step' (and of the machine)",
+        choices=("none", "interval", "step"),
+    )
+    journal_fsync_interval_s: float = _option(
+        0.1, "journal_fsync interval: time between two", unit="s", least=0.001, most=60
+    )
     frontend_lease_s: float = _option(10.0, "a front end silent for so long is lost", unit="s", least=3)
     trace_steps: float = _option(1.0, "share of the steps with a traced request that get a step trace, 0 to 1")
 

@@ -128,8 +128,9 @@ def receive_from(router: "zmq.Socket[bytes]") -> tuple[bytes, bytes] | None:
             return frames[0], frames[1]
 
 
-def wait_readable(sockets: "Sequence[zmq.Socket[bytes]]", timeout_s: float) -> None:
-    """Waits until one of the sockets may have a message, but no longer than `timeout_s`; it may return early.
+def wait_readable(sockets: "Sequence[zmq.Socket[bytes]]", timeout_s: float, descriptors: Sequence[int] = ()) -> None:
+    """Waits until one of the sockets may have a message or a descriptor is readable, but no longer than `timeout_s`; it
+    may return early.
 
     ZeroMQ's own poll counts in whole milliseconds, which is too coarse for plans that go out just in time.
     """
@@ -139,7 +140,7 @@ def wait_readable(sockets: "Sequence[zmq.Socket[bytes]]", timeout_s: float) -> N
         assert isinstance(events, int)
         if events & zmq.POLLIN:
             return
-    select.select([socket.FD for socket in sockets], [], [], max(0.0, timeout_s))
+    select.select([*(socket.FD for socket in sockets), *descriptors], [], [], max(0.0, timeout_s))
 
 
 def _bound(socket: "zmq.Socket[bytes]", max_message: int, heartbeat: Heartbeat) -> None:

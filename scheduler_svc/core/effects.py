@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from scheduler_svc.core.arrays import Int32Array
-from scheduler_svc.core.events import ModelFacts, Peer
+from scheduler_svc.core.events import ModelFacts, Peer, RequestArrived
 
 if TYPE_CHECKING:
     from scheduler_svc.core.kept import Log
@@ -76,6 +76,35 @@ class ResumeAnswered:
     frontend: Peer
     number: int
     log: "Log | None"
+
+
+@dataclass(slots=True, kw_only=True)
+class LogBegun:
+    """A request with an identity is live: from now on its tokens and log-probabilities are worth keeping."""
+
+    request: RequestArrived
+    """With the tokens that it has by now."""
+    scores: tuple[tuple[int, bytes], ...]
+    """(index among the generated tokens, log-probabilities) of those that it came with."""
+
+
+@dataclass(slots=True, kw_only=True)
+class LogEnded:
+    """A request with an identity is live no longer; emitted after its last tokens. Its log is kept, unless it
+    is dropped at once."""
+
+    frontend: Peer
+    stream: int
+    identity: bytes
+    end: RequestEnded | None
+    """How it ended, if it ended well; otherwise it can go on."""
+
+
+@dataclass(slots=True, kw_only=True)
+class LogDropped:
+    """Nothing is known any longer of the request with this identity."""
+
+    identity: bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,6 +189,9 @@ Effect = (
     | ScoresReady
     | RequestEnded
     | ResumeAnswered
+    | LogBegun
+    | LogEnded
+    | LogDropped
     | ServiceChanged
     | FrontendUnknown
     | WorkerWelcomed

@@ -9,8 +9,12 @@ a frozen dataclass takes three times as long to make.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from scheduler_svc.core.arrays import Int32Array
+
+if TYPE_CHECKING:
+    from scheduler_svc.core.kept import Log
 
 Peer = bytes
 """ZeroMQ routing id of one incarnation of a front end or worker."""
@@ -101,6 +105,14 @@ class RequestsDropped:
     """Somebody ends requests, and nothing is to be kept of them."""
 
     identities: tuple[bytes, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogsRestored:
+    """What an earlier core knew of requests whose clients may come back. Comes first, if at all."""
+
+    logs: "tuple[tuple[float, Log], ...]"
+    """Age in seconds and log, oldest first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -253,6 +265,7 @@ Event = (
     | RequestCancelled
     | ResumeAsked
     | RequestsDropped
+    | LogsRestored
     | StopMatched
     | CreditGranted
     | WorkerHello

@@ -59,13 +59,16 @@ class KeptLogs:
         entry = self._logs.get(identity)
         return None if entry is None else entry[1]
 
-    def put(self, identity: bytes, log: Log, now: float) -> None:
-        """Keeps a log, in place of an older one of the same request."""
+    def put(self, identity: bytes, log: Log, now: float) -> list[bytes]:
+        """Keeps a log, in place of an older one of the same request; returns whose logs had to go for it."""
         self.drop(identity)
         self._logs[identity] = (now, log)
         self.num_bytes += log.size
+        gone = []
         while self.num_bytes > self._max_bytes:
-            self.drop(next(iter(self._logs)))
+            gone.append(next(iter(self._logs)))
+            self.drop(gone[-1])
+        return gone
 
     def drop(self, identity: bytes) -> bool:
         """Forgets a log; whether there was one."""
@@ -75,10 +78,13 @@ class KeptLogs:
         self.num_bytes -= entry[1].size
         return True
 
-    def time_passed(self, now: float) -> None:
-        """Forgets what is too old."""
+    def time_passed(self, now: float) -> list[bytes]:
+        """Forgets what is too old; returns whose logs that were."""
+        gone = []
         while self._logs:
             identity, (since, _) = next(iter(self._logs.items()))
             if now - since <= self._keep_s:
-                return
+                break
             self.drop(identity)
+            gone.append(identity)
+        return gone

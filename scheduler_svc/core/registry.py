@@ -13,7 +13,16 @@ import numpy as np
 
 from scheduler_svc.core import events as ev
 from scheduler_svc.core.config import CoreConfig
-from scheduler_svc.core.effects import AttemptEnded, Effect, EndReason, RequestEnded, ResumeAnswered
+from scheduler_svc.core.effects import (
+    AttemptEnded,
+    Effect,
+    EndReason,
+    LogBegun,
+    LogDropped,
+    LogEnded,
+    RequestEnded,
+    ResumeAnswered,
+)
 from scheduler_svc.core.fleet import Fleet
 from scheduler_svc.core.forecast import Forecast
 from scheduler_svc.core.history import History, Story
@@ -149,6 +158,7 @@ class RequestRegistry:
             log = self.kept.get(event.identity)
             request.scores = list(log.scores) if log is not None else []
             self._identified[event.identity] = request
+            self._effects.append(LogBegun(request=event, scores=tuple(request.scores)))
         fits_tenant = self.tenants.may_queue(request)
         self.tenants.arrived(request, now)
         if is_duplicate:
@@ -312,17 +322,31 @@ class RequestRegistry:
         assert origin is not None
         del self._identified[origin.identity]
         is_natural = ended.reason in _NATURAL_ENDS
+        key, end = request.key, ended if is_natural else None
+        self._effects.append(LogEnded(frontend=key.frontend, stream=key.stream, identity=origin.identity, end=end))
         if not (keep and (is_natural or ended.reason in _UNFINISHED)):
             self.kept.drop(origin.identity)
+            self._effects.append(LogDropped(identity=origin.identity))
             return
         # A stop string is found again in all tokens, those that it cuts off included.
         log = Log(
             request=origin,
             tokens=request.tokens.tobytes(),
             scores=tuple(request.scores),
-            end=ended if is_natural else None,
+            end=end,
         )
-        self.kept.put(origin.identity, log, now)
+        self._logs_gone(self.kept.put(origin.identity, log, now))
+
+    def _logs_gone(self, identities: list[bytes]) -> None:
+        """Logs were given up; of a request that is live again, there will be a newer one."""
+        self._effects.extend(
+            LogDropped(identity=identity) for identity in identities if identity not in self._identified
+        )
+
+    def restore(self, event: ev.LogsRestored, now: float) -> None:
+        """Keeps what an earlier core knew."""
+        for age, log in event.logs:
+            self._logs_gone(self.kept.put(log.request.identity, log, now - age))
 
     def resume(self, event: ev.ResumeAsked, now: float) -> None:
         """Hands out what is kept of a request, which is over for whoever had it."""
@@ -338,7 +362,8 @@ class RequestRegistry:
             live = self._identified.get(identity)
             if live is not None:
                 self.end(live, EndReason.CANCELLED, now, message="the request was cancelled", keep=False)
-            self.kept.drop(identity)
+            if self.kept.drop(identity):
+                self._effects.append(LogDropped(identity=identity))
 
     def knows(self, identity: bytes) -> bool:
         """Whether a request is live, or a log of it is kept."""
@@ -391,7 +416,7 @@ class RequestRegistry:
                     now,
                     message="the deadline passed before the answer was complete",
                 )
-        self.kept.time_passed(now)
+        self._logs_gone(self.kept.time_passed(now))
         self._end_unserved(now)
         self._end_stalled(now)
 

@@ -58,6 +58,7 @@ class Scheduler:
             ev.RequestCancelled: self._request_cancelled,
             ev.ResumeAsked: self._resume_asked,
             ev.RequestsDropped: self._requests_dropped,
+            ev.LogsRestored: self._logs_restored,
             ev.StopMatched: self._stop_matched,
             ev.CreditGranted: self._credit_granted,
             ev.WorkerHello: self._worker_hello,
@@ -212,6 +213,9 @@ class Scheduler:
 
     def _requests_dropped(self, event: ev.RequestsDropped, now: float) -> None:
         self._requests.drop(event.identities, now)
+
+    def _logs_restored(self, event: ev.LogsRestored, now: float) -> None:
+        self._requests.restore(event, now)
 
     def knows(self, identity: bytes) -> bool:
         """Whether a request with this identity is live, or a log of it is kept."""

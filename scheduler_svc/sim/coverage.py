@@ -40,6 +40,10 @@ class Limit(enum.Enum):
 NOT_SIMULATED: dict[Kind, str] = {
     ("event", "ResumeAsked"): "clients that come back: tests/scheduler_svc/test_kept.py, tests/e2e/test_resume.py",
     ("event", "RequestsDropped"): "clients that come back: tests/scheduler_svc/test_kept.py",
+    ("event", "LogsRestored"): "clients that come back: tests/scheduler_svc/test_journal.py",
+    ("effect", "LogBegun"): "clients that come back: tests/scheduler_svc/test_journal.py",
+    ("effect", "LogEnded"): "clients that come back: tests/scheduler_svc/test_journal.py",
+    ("effect", "LogDropped"): "clients that come back: tests/scheduler_svc/test_journal.py",
     ("effect", "ResumeAnswered"): "clients that come back: tests/scheduler_svc/test_kept.py",
     ("end", "DUPLICATE"): "clients that come back: tests/scheduler_svc/test_kept.py",
     ("event", "GrammarReported"): "structured output: tests/scheduler_svc/test_grammars.py",

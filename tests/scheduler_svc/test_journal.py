@@ -1,0 +1,400 @@
+"""What the journal promises: whoever reads it after a crash at any byte knows all that clients were told, and no more
+than the writer knew; it stays within its bounds, and a disk that takes nothing ends nothing."""
+
+import random
+import resource
+import select
+import signal
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from scheduler_svc.core import effects as ef
+from scheduler_svc.core import events as ev
+from scheduler_svc.core.kept import Log
+from scheduler_svc.frontend_hub import FrontendHub
+from scheduler_svc.journal.journal import Journal
+from scheduler_svc.journal.recovery import replay, to_event
+from scheduler_svc.journal.segments import JournalInUseError, read_segment
+from scheduler_svc.sim.model_worker import ModelWorker
+from scheduler_svc.sim.oracle import expected_output
+from tests.scheduler_svc.cluster import FRONTEND, Cluster
+
+Known = dict[bytes, tuple[list[int], ef.EndReason | None]]
+"""By identity: all tokens, and how it ended if it ended well."""
+MIB = 1 << 20
+
+
+def _known(logs: tuple[tuple[float, Log], ...]) -> Known:
+    return {
+        log.request.identity: (np.frombuffer(log.tokens, "<i4").tolist(), None if log.end is None else log.end.reason)
+        for _, log in logs
+    }
+
+
+def _on_disk(files: list[bytes]) -> Known:
+    """What a reader of these segments knows."""
+    return _known(to_event(replay([read_segment(data) for data in files]).book, 0).logs)
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """After a commit."""
+
+    size: int
+    """Of the newest segment."""
+    known: Known
+    """What was committed."""
+    told: dict[int, list[int]]
+    """By stream, what its client has."""
+
+
+class Written:
+    """A core at work whose effects a journal is told of before its clients are."""
+
+    def __init__(self, folder: Path, *, seed: int = 0, max_bytes: int = 64 * MIB, keep_s: float = 300.0) -> None:
+        self.now_ms = 1_000_000
+        self.journal = Journal(folder, max_bytes=max_bytes, keep_s=keep_s, clock_ms=lambda: self.now_ms)
+        self.cluster = Cluster(resume_keep_s=keep_s)
+        self.cluster.join(ModelWorker(b"w/1", 512, 16, 8))
+        self.moments: list[Moment] = []
+        self._folder = folder
+        self._rng = random.Random(seed)
+        self._streams = 0
+        self._seen = 0
+        self.prompts: dict[bytes, list[int]] = {}
+        self.limits: dict[bytes, int] = {}
+
+    def end_turn(self) -> None:
+        """What the scheduler does before it tells anybody anything."""
+        for effect in self.cluster.effects[self._seen :]:
+            self.journal.note(effect)
+        self._seen = len(self.cluster.effects)
+        self.journal.commit()
+
+    def commit(self) -> None:
+        """The end of a turn that is worth remembering."""
+        self.end_turn()
+        told = {stream: list(reader.tokens) for stream, reader in self.cluster.readers.items()}
+        self.moments.append(Moment(len(self.files()[-1]), _known(to_event(self.journal._book, 0).logs), told))
+
+    def files(self) -> list[bytes]:
+        """The segments, oldest first."""
+        return [path.read_bytes() for path in sorted(self._folder.glob("*.journal"))]
+
+    def submit(self, *, longest: int = 12) -> bytes:
+        """A new request; every fourth is not resumable."""
+        self._streams += 1
+        identity = b"" if self._streams % 4 == 0 else b"%d" % self._streams
+        prompt = [self._rng.randrange(900) for _ in range(self._rng.randrange(1, 6))]
+        limit = self._rng.randrange(1, longest)
+        stops = {token for token in range(1000) if token % 17 == 0}
+        self.cluster.submit(self._streams, prompt, limit, identity=identity, stops=stops)
+        self.prompts[identity], self.limits[identity] = prompt, limit
+        return identity
+
+    def act(self) -> None:
+        """Something happens."""
+        cluster, rng = self.cluster, self._rng
+        stream = rng.randrange(1, self._streams + 1) if self._streams else 0
+        match rng.randrange(10):
+            case 0 | 1 | 2:
+                self.submit()
+            case 3 if stream:
+                cluster.handle(ev.RequestCancelled(frontend=FRONTEND, stream=stream, keep=rng.random() < 0.7))
+            case 4 if stream:
+                cluster.handle(ev.RequestsDropped(identities=(b"%d" % stream,)))
+            case 5 if stream:
+                self.resume(b"%d" % stream)
+            case 6 if stream and stream in cluster.readers:
+                cluster.handle(ev.StopMatched(frontend=FRONTEND, stream=stream, keep_tokens=0))
+            case _:
+                cluster.plan()
+                cluster.answer()
+
+    def resume(self, identity: bytes) -> None:
+        """A client comes back for a request and goes on with all that there is."""
+        effects = self.cluster.handle(ev.ResumeAsked(frontend=FRONTEND, number=1, identity=identity))
+        (answer,) = [effect for effect in effects if isinstance(effect, ef.ResumeAnswered)]
+        if answer.log is None or answer.log.end is not None:
+            return
+        self._streams += 1
+        self.submit_log(answer.log, self._streams)
+
+    def submit_log(self, log: Log, stream: int) -> None:
+        """Submits a request with the tokens of its log."""
+        tokens = np.frombuffer(log.tokens, "<i4").tolist()
+        request, count = log.request, log.request.num_prompt_tokens
+        self.cluster.submit(
+            stream,
+            tokens[:count],
+            request.max_tokens,
+            stops=set(request.stop_token_ids.tolist()),
+            identity=request.identity,
+            again=True,
+            delivered=tuple(tokens[count:]),
+        )
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_crash_at_any_byte_loses_nothing_that_a_client_has(tmp_path: Path, seed: int) -> None:
+    """Cut off at every byte, the journal says exactly what was known after the last whole commit; that is at least what
+    any client had been told by then, since clients are told after the commit."""
+    written = Written(tmp_path, seed=seed)
+    written.commit()
+    while len(written.files()[-1]) < 6000:
+        for _ in range(written._rng.randrange(1, 4)):
+            written.act()
+        written.commit()
+    (data,) = written.files()
+    assert {None, ef.EndReason.LENGTH} <= {end for _, end in written.moments[-1].known.values()}
+
+    position = 0
+    for size in range(written.moments[0].size, len(data) + 1):
+        while position + 1 < len(written.moments) and written.moments[position + 1].size <= size:
+            position += 1
+        moment = written.moments[position]
+        known = _on_disk([data[:size]])
+        assert known == moment.known, f"cut off at byte {size}"
+        for stream, tokens in moment.told.items():
+            identity, prompt = b"%d" % stream, written.prompts.get(b"%d" % stream)
+            if identity in known and prompt is not None:
+                assert known[identity][0][: len(prompt) + len(tokens)] == [*prompt, *tokens]
+    written.journal.close()
+
+
+@pytest.mark.parametrize("damage", ["bit", "zeros", "garbage"])
+def test_what_follows_damage_is_left_out(tmp_path: Path, damage: str) -> None:
+    """A flipped bit, zeros or garbage at the end cost what stands there, and nothing before."""
+    written = Written(tmp_path)
+    for _ in range(30):
+        written.act()
+        written.commit()
+    (data,) = written.files()
+    previous, last = [moment for moment in written.moments if moment.size < len(data)][-1], written.moments[-1]
+    middle = (previous.size + len(data)) // 2
+    match damage:
+        case "bit":
+            assert _on_disk([data[:middle] + bytes([data[middle] ^ 4]) + data[middle + 1 :]]) == previous.known
+        case "zeros":
+            assert _on_disk([data + bytes(4096)]) == last.known
+        case "garbage":
+            assert _on_disk([data + random.Random(1).randbytes(999)]) == last.known
+
+
+def test_a_new_core_goes_on_where_the_last_one_was_struck(tmp_path: Path) -> None:
+    """Whatever had come of a request when the scheduler and everybody else died: resumed from the journal, its output
+    is that of an undisturbed run, across several such deaths."""
+    rng = random.Random(5)
+    written = Written(tmp_path, seed=7)
+    identities = [identity for identity in (written.submit(longest=60) for _ in range(12)) if identity]
+    prompts, limits = dict(written.prompts), dict(written.limits)
+    written.commit()
+    for life in range(6):
+        for _ in range(rng.randrange(4, 9)):
+            written.cluster.plan()
+            written.cluster.answer()
+            written.commit()
+        tokens = dict(_on_disk(written.files()))
+        for path in sorted(tmp_path.glob("*.journal"))[-1:]:
+            path.write_bytes(path.read_bytes() + b"torn"[: rng.randrange(5)])
+        written.journal._folder.close()  # as the kernel does when a process dies
+        written = Written(tmp_path, seed=life)
+        written.cluster.handle(written.journal.restored)
+        assert _known(written.journal.restored.logs) == tokens
+        for stream, (_, log) in enumerate(written.journal.restored.logs, 1000 * (life + 1)):
+            if log.end is None:
+                written.submit_log(log, stream)
+        written.commit()
+    written.cluster.run()
+    written.commit()
+
+    known = _on_disk(written.files())
+    stops = {token for token in range(1000) if token % 17 == 0}
+    for identity in identities:
+        prompt = prompts[identity]
+        assert known[identity][0] == [*prompt, *expected_output(prompt, limits[identity], stops)]
+        assert known[identity][1] in (ef.EndReason.LENGTH, ef.EndReason.STOP)
+    written.journal.close()
+
+
+def test_the_journal_stays_within_its_bounds(tmp_path: Path) -> None:
+    """However much is written, the folder stays small, and says as much as before it was tidied up."""
+    written = Written(tmp_path, max_bytes=40_000)
+    largest = 0
+    for _ in range(12):
+        for _ in range(100):
+            written.act()
+            written.cluster.handle(ev.RequestsDropped(identities=(b"%d" % (written._streams - 40),)))
+            written.end_turn()
+            largest = max(largest, written.journal.num_bytes)
+        written.commit()
+        assert written.journal.num_bytes == sum(map(len, written.files()))
+        assert _on_disk(written.files()) == written.moments[-1].known
+
+    assert written.journal.stats.forgotten == 0
+    assert written.journal.written > 2 * 40_000
+    assert largest < 50_000
+    for identity in written.moments[-1].known:
+        assert written.cluster.core.knows(identity)
+    written.journal.close()
+
+
+def test_what_does_not_fit_is_forgotten_oldest_first(tmp_path: Path) -> None:
+    """More than the journal has room for: the oldest requests are no longer covered, which is counted."""
+    written = Written(tmp_path, max_bytes=20_000)
+    for _ in range(400):
+        written.submit()
+        written.cluster.plan()
+        written.cluster.answer()
+        written.end_turn()
+
+    assert written.journal.stats.forgotten > 0
+    assert sum(map(len, written.files())) < 30_000
+    known = _on_disk(written.files())
+    assert known
+    assert min(map(int, known)) > 100
+    assert b"399" in known
+    written.journal.close()
+
+
+def test_nothing_lies_there_for_long(tmp_path: Path) -> None:
+    """What is kept no longer is on no disk after three times as long, however little is written."""
+    written = Written(tmp_path, keep_s=10.0)
+    prompt = list(range(100, 140))
+    written.cluster.submit(5, prompt, 3, identity=b"secret")
+    written.cluster.run()
+    written.commit()
+    secret = np.array(prompt, "<i4").tobytes()
+    assert any(secret in data for data in written.files())
+
+    for _ in range(40):
+        written.now_ms += 1000
+        written.cluster.now += 1
+        written.cluster.handle(ev.TimePassed())
+        written.commit()
+
+    assert not any(secret in data for data in written.files())
+    assert len(written.files()) == 1
+    written.journal.close()
+
+
+def test_what_is_too_old_is_not_restored(tmp_path: Path) -> None:
+    """The time between two schedulers counts: what would have been forgotten meanwhile, is."""
+    written = Written(tmp_path, keep_s=10.0)
+    written.submit()
+    written.commit()
+    written.journal.close()
+
+    late = Journal(tmp_path, max_bytes=MIB, keep_s=10.0, clock_ms=lambda: 1_000_000 + 11_000)
+    cluster = Cluster(resume_keep_s=10.0)
+    cluster.handle(late.restored)
+    cluster.handle(ev.TimePassed())
+    for effect in cluster.effects:
+        late.note(effect)
+    late.commit()
+
+    assert not cluster.core.knows(b"1")
+    assert len(late) == 0
+    late.close()
+
+
+def test_a_disk_that_takes_nothing_ends_nothing(tmp_path: Path) -> None:
+    """Writes that fail, one of them in the midst of a frame, are counted; once the disk takes something again, the
+    journal says all that counts."""
+    written = Written(tmp_path)
+    for _ in range(20):
+        written.act()
+        written.commit()
+    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (len(written.files()[-1]) + 10, limits[1]))
+        while written.journal.covers:
+            written.act()
+            written.commit()
+        written.submit()
+        written.commit()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, ignored)
+    assert written.journal.stats.failures == 1
+    assert written.journal.durable == written.journal.written
+
+    written.journal._retry_at = 0.0
+    written.submit()
+    written.commit()
+    assert written.journal.covers
+    written.submit()
+    written.commit()
+    assert _on_disk(written.files()) == written.moments[-1].known
+    written.journal.close()
+
+
+def test_one_scheduler_at_a_time_writes_a_journal(tmp_path: Path) -> None:
+    """A second one is refused by name of the folder; when the first is gone, it gets in."""
+    first = Journal(tmp_path, max_bytes=MIB, keep_s=1)
+    with pytest.raises(JournalInUseError, match=str(tmp_path)):
+        Journal(tmp_path, max_bytes=MIB, keep_s=1)
+    first.close()
+    Journal(tmp_path, max_bytes=MIB, keep_s=1).close()
+
+
+def test_with_fsync_step_front_ends_are_told_when_the_disk_has_it(tmp_path: Path) -> None:
+    """What was committed is durable only after the disk has it, which a descriptor tells; then nothing is held back."""
+    journal = Journal(tmp_path, max_bytes=MIB, keep_s=1, fsync="step")
+    request = ev.RequestArrived(
+        frontend=FRONTEND,
+        stream=1,
+        request_id="r",
+        token_ids=np.array([1], np.int32),
+        num_prompt_tokens=1,
+        max_tokens=1,
+        stop_token_ids=np.array([], np.int32),
+        sampling=b"",
+        credit=1,
+        deadline=None,
+        traceparent="",
+        identity=b"i",
+    )
+    journal.note(ef.LogBegun(request=request, scores=()))
+    journal.commit()
+    while journal.durable < journal.written:
+        assert select.select(journal.descriptors, [], [], 30)[0], "the disk is never told to have it"
+        journal.commit()
+    assert journal.durable == journal.written
+    journal.close()
+    assert list(_on_disk([path.read_bytes() for path in tmp_path.glob("*.journal")])) == [b"i"]
+
+
+def test_frames_wait_for_the_journal(tmp_path: Path) -> None:
+    """A front end is sent nothing of a turn before the journal is durable up to that turn."""
+    import zmq
+
+    from shared.sockets import connect_dealer
+
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    address = f"ipc://{tmp_path}/f"
+    hub = FrontendHub(context, address, incarnation=1, lease_s=10)
+    peer = connect_dealer(context, address, identity=b"f/1", max_message=MIB)
+    peer.send(b"hello")
+    assert hub.socket.poll(10_000)
+    hub.socket.recv_multipart()
+    hub.heard(b"f/1", 0.0, hello=True)
+
+    hub.outgoing(b"f/1").set_snapshot(1, [])
+    assert not hub.flush(100, 90)
+    hub.outgoing(b"f/1").set_snapshot(2, [])
+    assert not hub.flush(110, 99)
+    assert not peer.poll(50)
+    assert not hub.flush(110, 100)
+    assert peer.poll(10_000)
+    peer.recv()
+    assert not peer.poll(50)
+    assert not hub.flush(110, 110)
+    assert peer.poll(10_000)
+    peer.close()
+    hub.socket.close()
+    context.term()
