@@ -1,5 +1,6 @@
 #include "attention.h"
 
+#include <algorithm>
 #include <cstring>
 
 #include "threads.h"
@@ -8,27 +9,41 @@ namespace quire {
 namespace {
 
 constexpr int64_t kFewTokens = 4;  // a chunk shorter than this is not worth packing keys for
+constexpr int64_t kTasksPerThread = 4;
 
-void attend_row(const Kernels& kernels, const Attention& a, int64_t row, int64_t kv_head) {
+bool is_chunk(const Attention& a, int64_t row) {
+  return a.context_lens[row] > 0 && a.query_start[row + 1] - a.query_start[row] >= kFewTokens;
+}
+
+void attend_tokens(const Kernels& kernels, const Attention& a, int64_t row, int64_t first_kv_head,
+                   int64_t last_kv_head) {
   const int64_t begin = a.query_start[row], end = a.query_start[row + 1], context = a.context_lens[row];
-  if (context <= 0) {  // padding
-    const int64_t group = a.num_heads / a.num_kv_heads * a.head_dim;
-    for (int64_t token = begin; token < end; ++token)
-      std::memset(a.out + token * a.out_stride + kv_head * group, 0, group * sizeof(float));
-  } else if (end - begin < kFewTokens) {
-    for (int64_t token = begin; token < end; ++token)
-      kernels.attend_token(a, token, row, context - (end - token) + 1, kv_head);
-  } else {
-    kernels.attend_chunk(a, row, kv_head);
-  }
+  const int64_t group = a.num_heads / a.num_kv_heads * a.head_dim;
+  for (int64_t token = begin; token < end; ++token)
+    if (context > 0)
+      kernels.attend_token(a, token, row, context - (end - token) + 1, first_kv_head, last_kv_head);
+    else  // padding
+      std::memset(a.out + token * a.out_stride + first_kv_head * group, 0,
+                  (last_kv_head - first_kv_head) * group * sizeof(float));
 }
 
 }  // namespace
 
-// The last rows first: chunks, which take longest, come after the rows in decode.
+// Rows in decode are cut no finer than the threads need: heads that are read together are read in one run. The last rows
+// first: chunks, which take longest, come after the rows in decode.
 void attend_pages(const Kernels& kernels, const Attention& a) {
+  int64_t chunks = 0;
+  for (int64_t row = 0; row < a.num_rows; ++row) chunks += is_chunk(a, row) ? 1 : 0;
+  const int64_t others = a.num_rows - chunks, wanted = kTasksPerThread * num_threads();
+  const int64_t parts =
+      others == 0 ? 1 : std::min<int64_t>(a.num_kv_heads, std::max<int64_t>(1, ceil_div(wanted, others)));
+  const int64_t heads = ceil_div(a.num_kv_heads, parts);
   parallel_for(a.num_rows * a.num_kv_heads, [&](int64_t task) {
-    attend_row(kernels, a, a.num_rows - 1 - task / a.num_kv_heads, task % a.num_kv_heads);
+    const int64_t row = a.num_rows - 1 - task / a.num_kv_heads, kv_head = task % a.num_kv_heads;
+    if (is_chunk(a, row))
+      kernels.attend_chunk(a, row, kv_head);
+    else if (kv_head % heads == 0)
+      attend_tokens(kernels, a, row, kv_head, std::min(kv_head + heads, static_cast<int64_t>(a.num_kv_heads)));
   });
 }
 

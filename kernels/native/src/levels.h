@@ -61,8 +61,9 @@ struct Kernels {
   void (*load)(int format, const void* x, int64_t n, float* out);
   // Index of the largest of n floats, the first among equals; *finite: it is a number that can be chosen.
   int64_t (*argmax)(const float* x, int64_t n, bool* finite);
-  // One token of a row that sees `context` keys, for all query heads of one KV head.
-  void (*attend_token)(const Attention&, int64_t token, int64_t row, int64_t context, int64_t kv_head);
+  // One token of a row that sees `context` keys, for all query heads of the KV heads first .. last.
+  void (*attend_token)(const Attention&, int64_t token, int64_t row, int64_t context, int64_t first_kv_head,
+                       int64_t last_kv_head);
   // A row's whole chunk, for all query heads of one KV head.
   void (*attend_chunk)(const Attention&, int64_t row, int64_t kv_head);
 };
