@@ -22,7 +22,7 @@ from scheduler_svc.frontend_hub import FrontendHub
 from scheduler_svc.journal.journal import Journal
 from scheduler_svc.metrics import SchedulerMetrics
 from scheduler_svc.tracing import SchedulerTracing
-from scheduler_svc.worker_hub import PING_INTERVAL_S, WorkerHub
+from scheduler_svc.worker_hub import LOOK_INTERVAL_S, PING_INTERVAL_S, WorkerHub
 from shared.config import ConfigError, SchedulerConfig
 from shared.curve import DOMAINS, FRONTEND, SCHEDULER, WORKER, AllowList, CurveKeys, check_bind, load_keys
 from shared.frames import MalformedFrameError
@@ -80,7 +80,7 @@ class SchedulerService:
         )
         self._journal = _open_journal(config)
         self._pulse = Pulse()
-        self._next_tick = 0.0
+        self._next_tick = self._next_look = 0.0
         self._stopping = False
 
     def stop(self) -> None:
@@ -110,7 +110,7 @@ class SchedulerService:
 
     def close(self) -> None:
         """Closes the sockets."""
-        self._workers.socket.close()
+        self._workers.close()
         # What was just flushed is still on its way.
         self._frontends.socket.close(linger=SHUTDOWN_LINGER_MS)
         if self._allowed is not None:
@@ -119,13 +119,18 @@ class SchedulerService:
 
     def _wake_at(self) -> float:
         due = self._core.next_plan_due(time.monotonic())
-        return self._next_tick if due is None else min(self._next_tick, due)
+        wake_at = min(self._next_tick, self._next_look)
+        return wake_at if due is None else min(wake_at, due)
 
     def _turn(self) -> bool:
         """One turn; returns whether frames may be left in a socket."""
         more = self._take_in(self._workers.socket, self._worker_frame)
         more |= self._take_in(self._frontends.socket, self._frontend_frame)
         now = time.monotonic()
+        if now >= self._next_look:
+            self._next_look = now + LOOK_INTERVAL_S
+            for peer in self._workers.dying():
+                self._lose_worker(peer, "its process is dying", now)
         if now >= self._next_tick:
             self._next_tick = now + PING_INTERVAL_S
             self._tick(now)
@@ -163,9 +168,9 @@ class SchedulerService:
             return
         match event:
             case ev.WorkerHello():
-                self._workers.add(peer, event.worker_id, now)
+                self._workers.add(peer, event.worker_id, now, process=event.process)
             case ev.WorkerLost():
-                self._forget_worker(peer, event.reason, now)
+                self._forget_worker(peer, event.reason, now, orderly=event.orderly)
             case ev.StepDone():
                 self._pulse.served()
                 self._tracing.step_answered(peer, event.epoch, event.step, now)
@@ -197,8 +202,8 @@ class SchedulerService:
         self._forget_worker(peer, reason, now)
         self._carry_out(self._core.handle(ev.WorkerLost(worker=peer, reason=reason), now), now)
 
-    def _forget_worker(self, peer: ev.Peer, reason: str, now: float) -> None:
-        self._workers.forget(peer, reason)
+    def _forget_worker(self, peer: ev.Peer, reason: str, now: float, *, orderly: bool = False) -> None:
+        self._workers.forget(peer, reason, orderly=orderly)
         self._tracing.worker_lost(peer, now)
 
     # ---------------------------------------------------------------- front ends

@@ -1,19 +1,23 @@
 """All connected workers: who is known under which routing id, and that each hears something often enough.
 
 A ROUTER's monitor does not say which peer left; a send to it does. So something goes to every worker at least every
-`PING_INTERVAL_S`, which bounds how long the death of a process stays unnoticed.
+`PING_INTERVAL_S`, which bounds how long the end of a connection stays unnoticed. A process of this machine is looked at
+as well, every `LOOK_INTERVAL_S`: it keeps its connection until the kernel has taken its memory back.
 """
 
 from dataclasses import dataclass
+from functools import partial
 
 import zmq
 
 from scheduler_svc import worker_link
 from scheduler_svc.core import events as ev
 from shared.logging import get_logger
+from shared.process_watch import ProcessWatch
 from shared.sockets import PLAN_HEARTBEAT, PLAN_MAX_MESSAGE, Protect, SendOutcome, bind_router, send_to
 
 PING_INTERVAL_S = 0.05
+LOOK_INTERVAL_S = 0.02
 
 log = get_logger()
 
@@ -26,6 +30,8 @@ class _Worker:
     """0 before it was welcomed."""
     ping: bytes = b""
     """The ping of its epoch; empty before it was welcomed."""
+    watch: ProcessWatch | None = None
+    """Of a process on this machine."""
 
 
 class WorkerHub:
@@ -39,9 +45,10 @@ class WorkerHub:
         )
         self._workers: dict[ev.Peer, _Worker] = {}
 
-    def add(self, peer: ev.Peer, worker_id: str, now: float) -> None:
+    def add(self, peer: ev.Peer, worker_id: str, now: float, *, process: str = "") -> None:
         """A worker said hello."""
-        self._workers[peer] = _Worker(worker_id, now)
+        self._close_watch(peer)
+        self._workers[peer] = _Worker(worker_id, now, watch=ProcessWatch.open(process) if process else None)
 
     def welcomed(self, peer: ev.Peer, epoch: int) -> None:
         """The worker's epoch begins."""
@@ -54,11 +61,13 @@ class WorkerHub:
         worker = self._workers.get(peer)
         return worker.worker_id if worker is not None else None
 
-    def forget(self, peer: ev.Peer, reason: str) -> None:
-        """Drops a worker."""
+    def forget(self, peer: ev.Peer, reason: str, *, orderly: bool = False) -> None:
+        """Drops a worker, which is nothing to worry about when it left of its own will."""
+        self._close_watch(peer)
         worker = self._workers.pop(peer, None)
         if worker is not None:
-            log.warning("worker lost", worker=worker.worker_id, epoch=f"{worker.epoch:016x}", reason=reason)
+            tell = partial(log.info, "worker left") if orderly else partial(log.warning, "worker lost")
+            tell(worker=worker.worker_id, epoch=f"{worker.epoch:016x}", reason=reason)
 
     def send(self, peer: ev.Peer, frame: bytes, now: float) -> str | None:
         """Sends a frame that must arrive; returns why the worker is lost, if it is."""
@@ -74,6 +83,16 @@ class WorkerHub:
         """Sends a frame to a peer that may be gone."""
         send_to(self.socket, peer, frame)
 
+    def dying(self) -> list[ev.Peer]:
+        """The workers whose processes have begun to die."""
+        return [peer for peer, worker in self._workers.items() if worker.watch is not None and worker.watch.is_dying()]
+
+    def close(self) -> None:
+        """Closes the socket, and forgets everybody."""
+        for peer in self._workers:
+            self._close_watch(peer)
+        self.socket.close()
+
     def ping(self, now: float) -> list[ev.Peer]:
         """Pings who has heard nothing for a while; returns the workers that turned out to be gone."""
         gone = []
@@ -84,3 +103,8 @@ class WorkerHub:
                 if send_to(self.socket, peer, worker.ping) is SendOutcome.GONE:
                     gone.append(peer)
         return gone
+
+    def _close_watch(self, peer: ev.Peer) -> None:
+        worker = self._workers.get(peer)
+        if worker is not None and worker.watch is not None:
+            worker.watch.close()

@@ -177,4 +177,5 @@ def _hello(peer: ev.Peer, hello: plan_pb2.Hello) -> ev.WorkerHello:
         max_rows=hello.max_rows,
         max_tokens_per_step=hello.max_tokens_per_step,
         num_host_blocks=min(hello.num_host_blocks, _MAX_BLOCKS),
+        process=hello.process,
     )

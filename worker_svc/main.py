@@ -14,6 +14,7 @@ from shared.config import ConfigError, WorkerConfig
 from shared.curve import WORKER, load_keys
 from shared.frames import PLAN_PROTOCOL_VERSION
 from shared.logging import configure_logging, get_logger
+from shared.process_watch import own_process
 from shared.pulse import Pulse
 from shared.telemetry import Telemetry
 from worker_svc.accelerator import make_accelerator
@@ -130,4 +131,5 @@ def _hello(name: str, engine: Engine, description: ModelDescription, device: tor
         num_kv_groups=limits.num_kv_groups,
         device=describe_device(device),
         pid=os.getpid(),
+        process=own_process(),
     )

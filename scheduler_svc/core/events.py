@@ -158,6 +158,8 @@ class WorkerHello:
     max_rows: int
     max_tokens_per_step: int
     num_host_blocks: int = 0
+    process: str = ""
+    """What the machine calls its process; nothing that the core looks at."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -266,7 +266,7 @@ async def _serving(served: Served, streaming: "asyncio.Task[None]") -> list[tupl
         found = {
             line["worker"]: line["event"] == "worker joined"
             for line in await asyncio.to_thread(served.log_lines)
-            if line["event"] in ("worker joined", "worker lost")
+            if line["event"] in ("worker joined", "worker lost", "worker left")
         }
         pids = {_worker_name(child.cmdline()): child.pid for child in served.children("worker")}
         serving = [(name, pids[name]) for name, joined in found.items() if joined and name in pids]

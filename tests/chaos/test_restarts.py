@@ -47,8 +47,10 @@ def test_every_worker_is_restarted_under_load(stage: Stage) -> None:
 
     _under_load(stage, restart_all)
 
-    ends = [line["how"] for line in stage.served.log_lines() if line["event"] == "process died"]
-    assert ends == ["exit code 0"] * 2
+    lines = stage.served.log_lines()
+    assert [line["how"] for line in lines if line["event"] == "process died"] == ["exit code 0"] * 2
+    assert [line["level"] for line in lines if line["event"] == "worker left"] == ["info"] * 2
+    assert not any(line["event"] == "worker lost" for line in lines)
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM], ids=["killed", "told to end"])

@@ -172,6 +172,7 @@ class Hello(_message.Message):
     NUM_KV_GROUPS_FIELD_NUMBER: _builtins.int
     DEVICE_FIELD_NUMBER: _builtins.int
     PID_FIELD_NUMBER: _builtins.int
+    PROCESS_FIELD_NUMBER: _builtins.int
     protocol_version: _builtins.int
     """Version of this protocol; a scheduler accepts its own only and refuses others with the reason."""
     worker_id: _builtins.str
@@ -194,6 +195,10 @@ class Hello(_message.Message):
     """The device, "cpu" or "cuda:0 NVIDIA H100" for example."""
     pid: _builtins.int
     """Operating system process id, for the operator."""
+    process: _builtins.str
+    """Names the process among all of its machine: "BOOT_ID/PID_NAMESPACE/PID/START_TIME", as Linux tells them. A scheduler
+    that shares machine and namespace sees by it when the process begins to die. Empty: not known.
+    """
     @_builtins.property
     def model(self) -> Global___ModelInfo:
         """The loaded model."""
@@ -213,10 +218,11 @@ class Hello(_message.Message):
         num_kv_groups: _builtins.int = ...,
         device: _builtins.str = ...,
         pid: _builtins.int = ...,
+        process: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["model", b"model"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "device", b"device", "incarnation", b"incarnation", "max_rows", b"max_rows", "max_tokens_per_step", b"max_tokens_per_step", "model", b"model", "num_blocks", b"num_blocks", "num_host_blocks", b"num_host_blocks", "num_kv_groups", b"num_kv_groups", "pid", b"pid", "protocol_version", b"protocol_version", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "device", b"device", "incarnation", b"incarnation", "max_rows", b"max_rows", "max_tokens_per_step", b"max_tokens_per_step", "model", b"model", "num_blocks", b"num_blocks", "num_host_blocks", b"num_host_blocks", "num_kv_groups", b"num_kv_groups", "pid", b"pid", "process", b"process", "protocol_version", b"protocol_version", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
