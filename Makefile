@@ -167,7 +167,7 @@ protos-breaking: setup ## fail when protos/ break what main promises
 	    { echo "buf breaking: skipped; this clone holds no commit before this one to compare with"; exit 0; }; fi; \
 	rm -rf build/breaking && mkdir -p build/breaking && \
 	git archive $$base protos | tar -x -C build/breaking && cp buf.yaml build/breaking && \
-	$(BIN)/buf breaking --against build/breaking && echo "buf breaking: nothing broken since $${base:0:12}"
+	"$(BIN)/buf" breaking --against build/breaking && echo "buf breaking: nothing broken since $${base:0:12}"
 
 model: setup ## train the embedded model again (up to 3 hours on 2 cores, resumable)
 	$(BIN)/python -m tools.demo_model.train

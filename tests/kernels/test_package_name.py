@@ -37,14 +37,14 @@ loaded = LlamaForCausalLM.from_pretrained(sys.argv[1])
 prompt = torch.tensor([[1, 2, 3]])
 args = dict(max_new_tokens=5, do_sample=False, pad_token_id=0)
 assert torch.equal(model.generate(prompt, **args), loaded.generate(prompt, **args))
-print(kernels.__file__, is_kernels_available(), loaded.generate(prompt, **args).shape[1])
+print(kernels.__file__, is_kernels_available(), loaded.generate(prompt, **args).shape[1], sep="\n")
 """
 
 
 def test_transformers_works_beside_our_kernels(tmp_path: Path) -> None:
     """With our package importable as `kernels`, transformers saves, loads and generates, and uses none of
     it."""
-    file, available, length = run(TRANSFORMERS, str(tmp_path)).split()
+    file, available, length = run(TRANSFORMERS, str(tmp_path)).splitlines()
 
     assert Path(file).parent == ROOT / "kernels"
     assert available == "False"
