@@ -23,7 +23,7 @@ def run(program: str, *arguments: str) -> str:
     return process.stdout
 
 
-TRANSFORMERS = """
+TRANSFORMERS = r"""
 import sys, torch
 import kernels
 from transformers import LlamaConfig, LlamaForCausalLM
