@@ -86,7 +86,8 @@ sim: setup ## simulate the scheduler with faults for ten minutes on all cores
 
 chaos: setup ## 60 faults strike workers under 200 streams: nothing lost or repeated; figures (a quarter of an hour)
 	@mkdir -p build
-	@exec $(BIN)/python -m tests.chaos --json build/chaos.json
+	@$(BIN)/python -m tests.chaos --json build/chaos.json
+	@exec $(BIN)/python -m tests.chaos.fronts --json build/chaos-fronts.json
 
 fuzz: setup ## frames and requests of every kind, with 100 times the examples of make test
 	@exec env QUIRE_EXAMPLES=$(EXAMPLES) $(BIN)/python -m tests.run --timeout=0 $(FUZZED)

@@ -39,6 +39,11 @@ from quire.v1 import model_pb2
 CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
     # A detokenized million tokens is more than gRPC's default of 4 MiB.
     ("grpc.max_receive_message_length", 64 << 20),
+    # Otherwise all clients of a process share one connection, and with it one front end.
+    ("grpc.use_local_subchannel_pool", 1),
+    # A server that is started again is found soon; gRPC would wait for up to two minutes between two attempts.
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 2000),
 )
 
 _STATUS_KEY = "grpc-status-details-bin"

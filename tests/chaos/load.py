@@ -1,6 +1,7 @@
 """Streams that never cease: so many at once, each replaced by a new one when it ends, every token timed and checked."""
 
 import asyncio
+import contextlib
 import json
 import random
 import time
@@ -59,6 +60,10 @@ class Load:
     max_tokens: int
     seed: int
     longest_prompt: int = 200
+    resumable: bool = False
+    """Clients go on by themselves after their connection was lost."""
+    connections: int = 1
+    """Among which the streams are divided; each leads to some front end."""
     constrained_share: float = 0.3
     """How many of the streams answer to a JSON schema."""
     done: list[Streamed] = field(default_factory=list)
@@ -70,13 +75,13 @@ class Load:
     async def run(self) -> None:
         """Runs until `stop`, and then until every stream has ended."""
         rng = random.Random(self.seed)
-        async with (
-            AsyncClient(self.target) as client,
-            aio.insecure_channel(self.target) as channel,
-            asyncio.TaskGroup() as tasks,
-        ):
+        async with contextlib.AsyncExitStack() as stack:
+            clients = [await stack.enter_async_context(AsyncClient(self.target)) for _ in range(self.connections)]
+            channel = await stack.enter_async_context(aio.insecure_channel(self.target))
             admin: AdminServiceAsyncStub = AdminServiceStub(channel)
+            tasks = await stack.enter_async_context(asyncio.TaskGroup())
             for index in range(self.num_streams):
+                client = clients[index % len(clients)]
                 tasks.create_task(self._one_after_another(client, admin, index, random.Random(rng.random())))
 
     def stop(self) -> None:
@@ -111,6 +116,7 @@ class Load:
             request_id=streamed.request_id,
             timeout=600,
             seed=streamed.seed or 0,
+            resumable=self.resumable,
         )
         try:
             async for delta in generation:

@@ -1,0 +1,201 @@
+"""Front ends and schedulers that die under load, one by one and all together, while clients go on by Resume.
+
+    python -m tests.chaos.fronts --json fronts.json
+
+Two workers, two front ends, a journal. As soon as every live stream has got on since the last blow, the next one falls:
+a front end, all of them, the scheduler, or scheduler and front ends at once. Each stream is checked token by token.
+"""
+
+import argparse
+import asyncio
+import enum
+import json
+import math
+import os
+import random
+import signal
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, field
+from itertools import pairwise, zip_longest
+from pathlib import Path
+from typing import Any
+
+from tests.chaos.campaign import PATIENCE_S, quantiles, wait_until_empty
+from tests.chaos.load import Load, Streamed, check
+from tests.checkpoints import make_checkpoint
+from tests.e2e.harness import Served, serve
+from tests.e2e.oracle import Oracle, Tally
+
+CONNECTIONS = 8
+
+
+class Blow(enum.Enum):
+    """Who is killed."""
+
+    FRONTEND = "a front end"
+    FRONTENDS = "all front ends"
+    SCHEDULER = "the scheduler"
+    BOTH = "scheduler and front ends"
+
+
+@dataclass(frozen=True, slots=True)
+class Campaign:
+    """How hard and how long."""
+
+    num_streams: int
+    blows_of_each_kind: int
+    max_tokens: int
+    fsync: str = "none"
+    pause_s: float = 1.0
+    seed: int = 0
+
+
+@dataclass(slots=True)
+class Struck:
+    """One blow."""
+
+    blow: Blow
+    time: float
+    """By `time.time()`."""
+    live: list[Streamed] = field(default_factory=list)
+    """Streams under way."""
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What a campaign came to."""
+
+    struck: list[Struck]
+    streams: list[Streamed]
+    tally: Tally
+    seconds: float
+
+    def figures(self) -> dict[str, Any]:
+        """As JSON; the pause is the longest between two messages of a stream from the last one before a blow until the
+        next blow, for each stream that was under way."""
+        pauses: dict[Blow, list[float]] = {blow: [] for blow in Blow}
+        for struck, following in zip_longest(self.struck, self.struck[1:]):
+            until = following.time if following is not None else math.inf
+            for streamed in struck.live:
+                gaps = [b - a for a, b in pairwise(streamed.times) if b > struck.time and a < until]
+                pauses[struck.blow].append(max(gaps, default=0.0))
+        return {
+            "blows": len(self.struck),
+            "streams": len(self.streams),
+            "tokens": sum(len(streamed.tokens) for streamed in self.streams),
+            "tokens_compared": self.tally.tokens,
+            "near_ties": self.tally.near_ties,
+            "failed": sum(streamed.error is not None for streamed in self.streams),
+            "seconds": round(self.seconds, 1),
+            "pause_s": {blow.value: quantiles(values) for blow, values in pauses.items()},
+        }
+
+
+def run(campaign: Campaign, folder: Path) -> Outcome:
+    """Runs a campaign; raises AssertionError for a stream that is not what it should be."""
+    checkpoint = make_checkpoint("LlamaForCausalLM", folder / "model")
+    oracle = Oracle(checkpoint)
+    began = time.monotonic()
+    with serve(
+        checkpoint,
+        "--dtype=float32",
+        "--workers=2",
+        "--frontends=2",
+        f"--max-num-seqs={max(64, campaign.num_streams)}",
+        f"--journal={folder / 'journal'}",
+        f"--journal-fsync={campaign.fsync}",
+    ) as served:
+        load = Load(
+            served.grpc,
+            campaign.num_streams,
+            oracle.vocab_size,
+            campaign.max_tokens,
+            campaign.seed,
+            resumable=True,
+            connections=CONNECTIONS,
+        )
+        struck = asyncio.run(_strike_under_load(campaign, served, load))
+        wait_until_empty(served)
+        assert served.metric("quire_journal_failures_total") == 0
+    tally = Tally()
+    for streamed in load.done:
+        check(oracle, streamed, tally)
+    assert tally.near_ties * 1000 < tally.tokens, tally
+    return Outcome(struck, load.done, tally, time.monotonic() - began)
+
+
+async def _strike_under_load(campaign: Campaign, served: Served, load: Load) -> list[Struck]:
+    rng = random.Random(campaign.seed)
+    blows = [blow for blow in Blow for _ in range(campaign.blows_of_each_kind)]
+    rng.shuffle(blows)
+    streaming = asyncio.create_task(load.run())
+    struck: list[Struck] = []
+    try:
+        await asyncio.wait_for(load.flows.wait(), PATIENCE_S)
+        for blow in blows:
+            await _until_all_get_on(load, struck[-1].time if struck else time.time())
+            await asyncio.wait({streaming}, timeout=campaign.pause_s)
+            if streaming.done():
+                break
+            struck.append(Struck(blow, time.time(), [each for each in load.live.values() if each.tokens]))
+            for pid in _victims(blow, served, rng):
+                os.kill(pid, signal.SIGKILL)
+        await _until_all_get_on(load, struck[-1].time)
+    finally:
+        load.stop()
+        await streaming
+    return struck
+
+
+def _victims(blow: Blow, served: Served, rng: random.Random) -> list[int]:
+    frontends = [child.pid for child in served.children("frontend")]
+    scheduler = [child.pid for child in served.children("scheduler")]
+    match blow:
+        case Blow.FRONTEND:
+            return [rng.choice(frontends)]
+        case Blow.FRONTENDS:
+            return frontends
+        case Blow.SCHEDULER:
+            return scheduler
+        case Blow.BOTH:
+            return scheduler + frontends
+
+
+async def _until_all_get_on(load: Load, moment: float) -> None:
+    """Waits until every stream that is live has got a token since a moment."""
+    end = time.monotonic() + PATIENCE_S
+    while not all(streamed.times and streamed.times[-1] > moment for streamed in load.live.values()):
+        if time.monotonic() > end:
+            raise AssertionError("streams do not get on")
+        await asyncio.sleep(0.05)
+
+
+def main() -> int:
+    """Runs one campaign; prints and writes its figures."""
+    parser = argparse.ArgumentParser("python -m tests.chaos.fronts", description=__doc__)
+    parser.add_argument("--streams", type=int, default=100)
+    parser.add_argument("--blows-of-each-kind", type=int, default=8)
+    parser.add_argument("--max-tokens", type=int, default=300)
+    parser.add_argument("--fsync", default="none")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", type=Path, default=None)
+    options = parser.parse_args()
+    campaign = Campaign(
+        num_streams=options.streams,
+        blows_of_each_kind=options.blows_of_each_kind,
+        max_tokens=options.max_tokens,
+        fsync=options.fsync,
+        seed=options.seed,
+    )
+    with tempfile.TemporaryDirectory(prefix="quire-chaos-") as folder:
+        figures = json.dumps(run(campaign, Path(folder)).figures(), indent=2)
+    print(figures)
+    if options.json is not None:
+        options.json.write_text(figures + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
