@@ -1,7 +1,7 @@
 """Which library of CPU kernels there is, and which of its levels serves.
 
 A level serves when the library was compiled with it, the processor has its instructions, and it passes a self-test:
-one product of each format and one attention, compared with float64. What fails is left out with a line in the log, and
+small products and attention, compared with float64. What fails is left out with a line in the log, and
 the next lower level is tried; so a wrong path never serves, at the price of a millisecond at start.
 """
 
@@ -90,12 +90,13 @@ def load_library() -> CDLL | None:
         if library.quire_abi() != ABI:
             _log.warning("CPU kernels left out: %s is of another version; install Quire again", path.name)
             continue
-        _declare(library)
+        declare(library)
         return library
     return None
 
 
-def _declare(library: CDLL) -> None:
+def declare(library: CDLL) -> None:
+    """Tells ctypes the types of a library's functions."""
     declared = {
         "quire_levels": [],
         "quire_set_num_threads": [c_int],

@@ -66,6 +66,18 @@ struct Float32Step {
   static V to_float(Sum sum) { return sum; }
 };
 
+#ifdef QUIRE_AVX512_MODEL  // what tests put in place of the instructions
+inline __m512bh as_bf16(__m512i x) { return model_as_bf16(x); }
+inline __m512i dot_bytes(__m512i sum, __m512i x, __m512i w) { return _mm512_dpbusd_epi32(sum, x, w); }
+#else
+inline __m512bh as_bf16(__m512i x) { return (__m512bh)x; }
+// _mm512_dpbusd_epi32(sum, x, w), for which GCC 12 finds no registers: it keeps the sums of a tile in memory.
+inline __m512i dot_bytes(__m512i sum, __m512i x, __m512i w) {
+  __asm__("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(x), "v"(w));
+  return sum;
+}
+#endif
+
 struct BFloat16Step {
   using Sum = V;
   using Weight = __m512bh;
@@ -74,11 +86,11 @@ struct BFloat16Step {
   static constexpr int kHalves = 1;
   static constexpr int kInputs = 2;
   static Sum zero_sum() { return zero(); }
-  static Weight weight(const char* line, int) { return (__m512bh)_mm512_load_si512(line); }
+  static Weight weight(const char* line, int) { return as_bf16(_mm512_load_si512(line)); }
   static Input input(const Element* x, int) {
     int32_t pair;
     std::memcpy(&pair, x, sizeof pair);
-    return (__m512bh)_mm512_set1_epi32(pair);
+    return as_bf16(_mm512_set1_epi32(pair));
   }
   static Sum dot(Sum sum, Input x, Weight w) { return _mm512_dpbf16_ps(sum, x, w); }
   static V to_float(Sum sum) { return sum; }
@@ -101,11 +113,7 @@ struct Int8Step {
     std::memcpy(&four, x, sizeof four);
     return _mm512_set1_epi32(four);
   }
-  // _mm512_dpbusd_epi32(sum, x, w), for which GCC 12 finds no registers: it keeps the sums of a tile in memory.
-  static Sum dot(Sum sum, Input x, Weight w) {
-    __asm__("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(x), "v"(w));
-    return sum;
-  }
+  static Sum dot(Sum sum, Input x, Weight w) { return dot_bytes(sum, x, w); }
   static V to_float(Sum sum) { return _mm512_cvtepi32_ps(sum); }
   static void quantise(const float* x, float inverse, Element* out) {
     const __m512i words = _mm512_cvtps_epi32(_mm512_mul_ps(_mm512_loadu_ps(x), _mm512_set1_ps(inverse)));

@@ -1,0 +1,208 @@
+// What each AVX-512 instruction of kernels/native/src/simd_avx512.h does, lane by lane, in plain C++ for processors that
+// have none: written from the operation sections of Intel's instruction reference, not from the code that uses them.
+// Included before that header, it takes the place of its types and intrinsics.
+#pragma once
+
+#include <immintrin.h>
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+#define QUIRE_AVX512_MODEL 1
+
+namespace avx512_model {
+
+struct alignas(64) F32 {
+  float lane[16];
+};
+struct alignas(64) I32 {
+  std::int32_t lane[16];
+};
+struct alignas(64) BF16 {
+  std::uint16_t lane[32];
+};
+struct alignas(32) HalfBF16 {
+  std::uint16_t lane[16];
+};
+
+template <class To, class From>
+To cast(const From& x) {
+  static_assert(sizeof(To) == sizeof(From));
+  To to;
+  std::memcpy(&to, &x, sizeof to);
+  return to;
+}
+
+template <class Function>
+F32 floats(const Function& of) {
+  F32 out;
+  for (int i = 0; i < 16; ++i) out.lane[i] = of(i);
+  return out;
+}
+
+template <class Function>
+I32 ints(const Function& of) {
+  I32 out;
+  for (int i = 0; i < 16; ++i) out.lane[i] = of(i);
+  return out;
+}
+
+template <class T>
+T read(const void* p) {
+  T out;
+  std::memcpy(&out, p, sizeof out);
+  return out;
+}
+
+// An aligned load faults on any other address.
+template <class T>
+T read_aligned(const void* p) {
+  if (reinterpret_cast<std::uintptr_t>(p) % 64 != 0) __builtin_trap();
+  return read<T>(p);
+}
+
+inline float flushed(float x) { return std::fpclassify(x) == FP_SUBNORMAL ? std::copysign(0.0f, x) : x; }
+inline float widened(std::uint16_t x) { return cast<float>(static_cast<std::uint32_t>(x) << 16); }
+
+// VCVTNEPS2BF16: to nearest even, denormals to zero, a NaN made quiet.
+inline std::uint16_t narrowed(float x) {
+  const std::uint32_t bits = cast<std::uint32_t>(flushed(x));
+  if (std::isnan(x)) return static_cast<std::uint16_t>(bits >> 16 | 0x40);
+  return static_cast<std::uint16_t>((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+
+// VDPBF16PS: first the odd product, then the even one, each fused; denormals are zero on the way in and out.
+inline F32 dpbf16(F32 sum, BF16 x, BF16 y) {
+  return floats([&](int i) {
+    const auto product = [&](float to, int at) {
+      return flushed(std::fma(flushed(widened(x.lane[at])), flushed(widened(y.lane[at])), flushed(to)));
+    };
+    return product(product(sum.lane[i], 2 * i + 1), 2 * i);
+  });
+}
+
+// VPDPBUSD: four unsigned bytes of x times four signed bytes of y, added without saturation.
+inline I32 dpbusd(I32 sum, I32 x, I32 y) {
+  return ints([&](int i) {
+    std::uint32_t total = static_cast<std::uint32_t>(sum.lane[i]);
+    for (int k = 0; k < 4; ++k) {
+      const std::int32_t a = static_cast<std::uint8_t>(static_cast<std::uint32_t>(x.lane[i]) >> 8 * k);
+      const std::int32_t b = static_cast<std::int8_t>(static_cast<std::uint32_t>(y.lane[i]) >> 8 * k);
+      total += static_cast<std::uint32_t>(a * b);
+    }
+    return static_cast<std::int32_t>(total);
+  });
+}
+
+// VSCALEFPS: x * 2^floor(n).
+inline float scalef(float x, float n) {
+  if (std::isnan(x) || std::isnan(n)) return NAN;
+  return n > 1000.0f ? x * INFINITY : n < -1000.0f ? x * 0.0f : std::ldexp(x, static_cast<int>(std::floor(n)));
+}
+
+// VCVTPS2DQ: to nearest even; what does not fit becomes the "integer indefinite".
+inline std::int32_t rounded(float x) {
+  if (!(x >= -2147483648.0f && x < 2147483648.0f)) return INT32_MIN;
+  return static_cast<std::int32_t>(std::nearbyint(x));
+}
+
+inline __m128i low_bytes(I32 x) {
+  std::uint8_t bytes[16];
+  for (int i = 0; i < 16; ++i) bytes[i] = static_cast<std::uint8_t>(x.lane[i]);
+  return read<__m128i>(bytes);
+}
+
+inline I32 words(__m256i x) {
+  const auto lanes = cast<HalfBF16>(x);
+  return ints([&](int i) { return static_cast<std::int32_t>(lanes.lane[i]); });
+}
+
+inline HalfBF16 narrow(F32 x) {
+  HalfBF16 out;
+  for (int i = 0; i < 16; ++i) out.lane[i] = narrowed(x.lane[i]);
+  return out;
+}
+
+inline float total(F32 x) {
+  float sum = 0.0f;
+  for (float lane : x.lane) sum += lane;
+  return sum;
+}
+
+}  // namespace avx512_model
+
+#define __m512 avx512_model::F32
+#define __m512i avx512_model::I32
+#define __m512bh avx512_model::BF16
+#define __m256bh avx512_model::HalfBF16
+#define QUIRE_LANES(expression) avx512_model::floats([=](int i) { return expression; })
+
+#define _mm512_setzero_ps() QUIRE_LANES((static_cast<void>(i), 0.0f))
+#define _mm512_setzero_si512() avx512_model::ints([](int) { return 0; })
+inline __m512 model_set1(float x) { return QUIRE_LANES((static_cast<void>(i), x)); }
+inline __m512i model_set1(std::int32_t x) {
+  return avx512_model::ints([=](int) { return x; });
+}
+#define _mm512_set1_ps(x) model_set1(static_cast<float>(x))
+#define _mm512_set1_epi32(x) model_set1(static_cast<std::int32_t>(x))
+#define _mm512_loadu_ps(p) avx512_model::read<__m512>(p)
+#define _mm512_load_ps(p) avx512_model::read_aligned<__m512>(p)
+#define _mm512_load_si512(p) avx512_model::read_aligned<__m512i>(p)
+inline void model_store(float* p, __m512 x) { std::memcpy(p, &x, sizeof x); }
+#define _mm512_storeu_ps(p, x) model_store(p, x)
+inline __m512 model_add(__m512 x, __m512 y) { return QUIRE_LANES(x.lane[i] + y.lane[i]); }
+inline __m512 model_sub(__m512 x, __m512 y) { return QUIRE_LANES(x.lane[i] - y.lane[i]); }
+inline __m512 model_mul(__m512 x, __m512 y) { return QUIRE_LANES(x.lane[i] * y.lane[i]); }
+inline __m512 model_div(__m512 x, __m512 y) { return QUIRE_LANES(x.lane[i] / y.lane[i]); }
+inline __m512 model_fma(__m512 x, __m512 y, __m512 z) { return QUIRE_LANES(std::fma(x.lane[i], y.lane[i], z.lane[i])); }
+// The second operand where either is a NaN.
+inline __m512 model_max(__m512 x, __m512 y) { return QUIRE_LANES(x.lane[i] > y.lane[i] ? x.lane[i] : y.lane[i]); }
+inline __m512 model_min(__m512 x, __m512 y) { return QUIRE_LANES(x.lane[i] < y.lane[i] ? x.lane[i] : y.lane[i]); }
+inline __m512 model_abs(__m512 x) { return QUIRE_LANES(std::fabs(x.lane[i])); }
+// Immediate 0: no digits behind the point, to nearest even.
+inline __m512 model_round(__m512 x) { return QUIRE_LANES(std::nearbyint(x.lane[i])); }
+inline __m512 model_scalef(__m512 x, __m512 n) { return QUIRE_LANES(avx512_model::scalef(x.lane[i], n.lane[i])); }
+inline __m512 model_to_float(__m512i x) { return QUIRE_LANES(static_cast<float>(x.lane[i])); }
+inline __m512i model_rounded(__m512 x) {
+  return avx512_model::ints([=](int i) { return avx512_model::rounded(x.lane[i]); });
+}
+inline __m512i model_shift(__m512i x, int by) {
+  return avx512_model::ints([=](int i) { return static_cast<std::int32_t>(static_cast<std::uint32_t>(x.lane[i]) << by); });
+}
+inline __m512i model_add(__m512i x, __m512i y) {
+  return avx512_model::ints([=](int i) {
+    return static_cast<std::int32_t>(static_cast<std::uint32_t>(x.lane[i]) + static_cast<std::uint32_t>(y.lane[i]));
+  });
+}
+inline __m256 model_half(__m512 x, int half) { return _mm256_loadu_ps(x.lane + 8 * half); }
+#define _mm512_add_ps(x, y) model_add(x, y)
+#define _mm512_add_epi32(x, y) model_add(x, y)
+#define _mm512_sub_ps(x, y) model_sub(x, y)
+#define _mm512_mul_ps(x, y) model_mul(x, y)
+#define _mm512_div_ps(x, y) model_div(x, y)
+#define _mm512_fmadd_ps(x, y, z) model_fma(x, y, z)
+#define _mm512_max_ps(x, y) model_max(x, y)
+#define _mm512_min_ps(x, y) model_min(x, y)
+#define _mm512_abs_ps(x) model_abs(x)
+#undef _mm512_roundscale_ps
+#define _mm512_roundscale_ps(x, mode) (static_assert_nearest<(mode)>(), model_round(x))
+template <int Mode>
+inline void static_assert_nearest() {
+  static_assert(Mode == 0);
+}
+#define _mm512_scalef_ps(x, n) model_scalef(x, n)
+#define _mm512_reduce_add_ps(x) avx512_model::total(x)
+#define _mm512_castps512_ps256(x) model_half(x, 0)
+#undef _mm512_extractf32x8_ps
+#define _mm512_extractf32x8_ps(x, half) model_half(x, half)
+#define _mm512_castsi512_ps(x) avx512_model::cast<__m512>(x)
+#define _mm512_cvtepi32_ps(x) model_to_float(x)
+#define _mm512_cvtps_epi32(x) model_rounded(x)
+#define _mm512_cvtepi32_epi8(x) avx512_model::low_bytes(x)
+#define _mm512_cvtepu16_epi32(x) avx512_model::words(x)
+#define _mm512_slli_epi32(x, by) model_shift(x, by)
+#define _mm512_cvtneps_pbh(x) avx512_model::narrow(x)
+#define _mm512_dpbf16_ps(sum, x, y) avx512_model::dpbf16(sum, x, y)
+#define _mm512_dpbusd_epi32(sum, x, y) avx512_model::dpbusd(sum, x, y)
+inline __m512bh model_as_bf16(__m512i x) { return avx512_model::cast<__m512bh>(x); }

@@ -1,0 +1,92 @@
+"""The AVX-512 level without the processor: its source compiled over a lane-by-lane model of each instruction.
+
+`avx512_model.h` says what the instructions do; what is left unproven is that the compiler encodes them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import platform
+import shutil
+import subprocess
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+
+from kernels.linear import linear_reference, quantise, quantised_linear_reference
+from kernels.native import library
+from kernels.native.selftest import failure
+from kernels.paged_attention import paged_attention_reference
+from kernels.paged_attention.cpu_native import paged_attention_native
+from tests.kernels.batches import as_float64, paged_batch
+from tests.kernels.test_linear import packed, relative_error
+
+COMPILER = shutil.which("g++")
+SOURCES = Path(library.__file__).parent / "src"
+pytestmark = [
+    pytest.mark.skipif(COMPILER is None or platform.machine() != "x86_64", reason="needs g++ on x86-64"),
+    pytest.mark.skipif(library.native() is None, reason="the CPU kernels do not serve here"),
+]
+
+
+@pytest.fixture(scope="module")
+def modelled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[library.Native]:
+    """The library whose AVX-512 level computes by the model."""
+    folder = tmp_path_factory.mktemp("avx512")
+
+    def compiled(source: Path) -> str:
+        over_model = source.name == "level_avx512.cpp"
+        flags = ["-std=c++17", "-O0", "-fPIC", "-w", f"-DQUIRE_X86_LEVELS={int(over_model)}"]
+        if over_model:
+            flags += ["-mavx2", "-mfma", "-include", str(Path(__file__).with_name("avx512_model.h"))]
+        out = str(folder / f"{source.stem}.o")
+        subprocess.run([COMPILER or "", *flags, "-c", str(source), "-o", out], check=True)
+        return out
+
+    with ThreadPoolExecutor(2) as pool:
+        objects = list(pool.map(compiled, sorted(SOURCES.glob("*.cpp"))))
+    path = folder / "modelled.so"
+    subprocess.run([COMPILER or "", "-shared", "-pthread", *objects, "-o", str(path)], check=True)
+    loaded = ctypes.CDLL(str(path))
+    library.declare(loaded)
+    yield library.Native(loaded, "avx512")
+
+
+def test_the_self_test_passes(modelled: library.Native) -> None:
+    """What decides whether the level serves finds nothing wrong with it."""
+    assert failure(modelled) is None
+
+
+def test_every_tile_gives_the_product(modelled: library.Native) -> None:
+    """One row to more than two tiles of them, and outputs that leave blocks over in each."""
+    generator = torch.Generator().manual_seed(3)
+    weight = torch.randn(150, 70, generator=generator)
+    x = torch.randn(27, 70, generator=generator)
+    bf16, int8 = packed(weight.bfloat16()), quantise(weight)
+    expected = linear_reference(x.bfloat16().double(), weight.bfloat16())
+    expected_int8 = quantised_linear_reference(x.double(), weight)
+
+    for rows in range(1, 28):
+        assert relative_error(bf16(x[:rows], modelled), expected[:rows]) < 1e-5, rows
+        assert relative_error(int8(x[:rows], modelled), expected_int8[:rows]) < 2e-2, rows
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("window", "cap"), [(None, None), (20, None), (None, 30.0)])
+def test_attention_equals_the_reference(
+    modelled: library.Native, dtype: torch.dtype, window: int | None, cap: float | None
+) -> None:
+    """Rows in decode, chunks longer than a tile, contexts longer than a span, groups of seven heads."""
+    rows = [(300, 1), (33, 1), (100, 40), (290, 15), (31, 2)]
+    batch = paged_batch(rows, num_heads=14, num_kv_heads=2, head_dim=80, block_size=16, dtype=dtype)
+    expected = paged_attention_reference(
+        *as_float64(batch), max_query_len=batch.max_query_len, scale=0.125, sliding_window=window, soft_cap=cap
+    )
+    tolerance = 1e-5 if dtype == torch.float32 else 4 * torch.finfo(dtype).eps
+
+    got = paged_attention_native(*batch.tensors, kernels=modelled, scale=0.125, sliding_window=window, soft_cap=cap)
+
+    torch.testing.assert_close(got.double(), expected, rtol=tolerance, atol=tolerance)
