@@ -76,6 +76,14 @@ def sample(logits: torch.Tensor, params: SamplingTensors) -> torch.Tensor:
     return _sample_cpu(logits, params)
 
 
+def greedy(logits: torch.Tensor) -> torch.Tensor:
+    """The likeliest token of each row, ``[num_rows]`` int64; -1 for those of `nonfinite_rows`."""
+    kernels = argmax_kernels(logits)
+    if kernels is not None:
+        return argmax_native(logits, kernels)
+    return logits.argmax(dim=-1).masked_fill(nonfinite_rows(logits), -1)
+
+
 def nonfinite_rows(logits: torch.Tensor) -> torch.Tensor:
     """``[num_rows]`` bool: the row holds a NaN or +inf, or nothing but -inf, and cannot be sampled from."""
     kernels = argmax_kernels(logits)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from kernels.sampling import SamplingTensors, nonfinite_rows, sample
+from kernels.sampling import SamplingTensors, greedy, nonfinite_rows, sample
 from worker_svc.batch import StepBatch
 from worker_svc.device import upload
 from worker_svc.executor import Sampled
@@ -76,9 +76,11 @@ class Sampler:
             params = replace(params, position=batch.sample_positions)
         num_rows = len(batch.sample_rows)
         own, of_prompts = logits[:num_rows], logits[num_rows:]
+        restricted = gathered.restricted
+        if restricted is None and wanted is None and batch.prompt_targets is None and not params.any_random:
+            return Sampled(self._sample_greedily(own, batch))
         failed = nonfinite_rows(own)
         raw = None if wanted is None else own[wanted.index]
-        restricted = gathered.restricted
         if restricted is not None:
             own = self._restrict(own, gathered, batch)
         tokens = sample(own, params)
@@ -93,6 +95,12 @@ class Sampler:
         if gathered.needs_host_tokens:
             self._pending = HostTokens(outcome, batch.sample_rows, self._table.generation[batch.sample_rows])
         return Sampled(outcome, self._scores(raw, wanted, tokens, of_prompts, batch))
+
+    def _sample_greedily(self, logits: torch.Tensor, batch: StepBatch) -> torch.Tensor:
+        """What `sample` gives rows that want nothing but the likeliest token: each logit is looked at once."""
+        outcome = greedy(logits)
+        self._table.last_token[batch.sample_rows_on_device] = outcome.clamp(min=0)
+        return outcome.to(torch.int32)
 
     def _restrict(self, logits: torch.Tensor, gathered: _Gathered, batch: StepBatch) -> torch.Tensor:
         """The float32 logits after rules and grammars."""

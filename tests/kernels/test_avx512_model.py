@@ -9,7 +9,6 @@ import ctypes
 import platform
 import shutil
 import subprocess
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -33,7 +32,7 @@ pytestmark = [
 
 
 @pytest.fixture(scope="module")
-def modelled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[library.Native]:
+def modelled(tmp_path_factory: pytest.TempPathFactory) -> library.Native:
     """The library whose AVX-512 level computes by the model."""
     folder = tmp_path_factory.mktemp("avx512")
 
@@ -52,7 +51,7 @@ def modelled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[library.Nativ
     subprocess.run([COMPILER or "", "-shared", "-pthread", *objects, "-o", str(path)], check=True)
     loaded = ctypes.CDLL(str(path))
     library.declare(loaded)
-    yield library.Native(loaded, "avx512")
+    return library.Native(loaded, "avx512")
 
 
 def test_the_self_test_passes(modelled: library.Native) -> None:

@@ -19,6 +19,7 @@ from transformers.generation.logits_process import (
 from kernels.sampling import (
     SamplingTensors,
     _survivors,
+    greedy,
     nonfinite_rows,
     process_logits_reference,
     sample,
@@ -239,6 +240,18 @@ def test_rows_that_cannot_be_sampled_are_found() -> None:
     logits[4, 3] = 1e30
 
     assert nonfinite_rows(logits).tolist() == [True, True, True, False, False, False]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_greedy_finds_the_likeliest_token_or_none(dtype: torch.dtype) -> None:
+    """The first of the largest logits; -1 for a row that cannot be sampled."""
+    logits = torch.randn(5, 50, dtype=dtype)
+    logits[0, 7] = torch.nan
+    logits[1, 7] = torch.inf
+    logits[2] = -torch.inf
+    logits[3, 49] = 9.0
+
+    assert greedy(logits).tolist() == [-1, -1, -1, 49, int(logits[4].argmax())]
 
 
 @pytest.mark.parametrize("vocab_size", [50, 6000])
