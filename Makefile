@@ -32,7 +32,7 @@ FUZZED := tests/worker_svc/test_session.py tests/worker_svc/test_malformed_plans
   tests/services/test_api_fuzz.py tests/services/test_fuzz.py tests/services/test_stop_strings.py tests/services/test_detokenizer.py
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run node-packages test gpu gpu-wheels load-test chaos sim mutants plots fuzz schemas kernels-all lint format protos protos-check protos-breaking model clean
+.PHONY: help setup run node-packages test gpu gpu-wheels load-test router-test chaos sim mutants plots fuzz schemas kernels-all lint format protos protos-check protos-breaking model clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sort | awk -F ':.*## ' '{printf "  make %-16s %s\n", $$1, $$2}'
@@ -80,6 +80,17 @@ build/guidellm/.installed:
 
 load-test: setup build/guidellm/.installed ## guidellm, an independent load tool, drives the OpenAI API
 	@exec $(BIN)/python -m tests.e2e.load_tool build/guidellm/bin/guidellm
+
+# A router that speaks the engines' protocol, in a venv of its own as well.
+SMG := smg==1.13.0
+build/smg/.installed:
+	@echo "installing $(SMG) into build/smg"
+	@$(PYTHON) -m venv build/smg
+	@build/smg/bin/pip install --quiet --disable-pip-version-check $(SMG)
+	@touch $@
+
+router-test: setup build/smg/.installed ## smg, an independent router, stands before two services that speak vllm.grpc.engine
+	@exec $(BIN)/python -m tests.e2e.router build/smg/bin/smg
 
 sim: setup ## simulate the scheduler with faults for ten minutes on all cores
 	@exec $(BIN)/quire sim --minutes 10

@@ -1,7 +1,8 @@
 """`vllm.grpc.engine.VllmEngine`: what routers speak to vLLM's engines, so that they can put Quire behind them.
 
 The messages are those of the package smg-grpc-proto; without it the service is not offered. Generate, Abort,
-HealthCheck, GetModelInfo, GetServerInfo and GetLoads work; what moves KV, media or profiles does not, and is refused.
+HealthCheck, GetModelInfo, GetServerInfo, GetLoads and GetTokenizer work; what moves KV, media or profiles does not, and
+is refused.
 """
 
 import asyncio
@@ -10,12 +11,16 @@ from collections.abc import Awaitable, Callable
 from datetime import UTC, datetime
 from typing import Any
 
+from google.protobuf import message_factory
+
 from quire import __version__
 from quire.v1 import generation_pb2 as v1
 from services.boundary import Context
 from services.errors import RequestCancelledError
 from services.generation import Caller, Generator, Services
+from services.tokenizer_archive import pack_tokenizer
 from shared.errors import FieldViolation, InvalidRequestError, UnsupportedFieldError
+from shared.model_path import resolve_model
 
 try:
     from smg_grpc_proto import vllm_engine_pb2 as pb
@@ -45,6 +50,7 @@ class VllmEngine:
     def __init__(self, services: Services, generator: Generator) -> None:
         self._services = services
         self._generator = generator
+        self._folder = resolve_model(services.config.model, weights=False).resolve()
         self._started = time.time()
         self._running: dict[str, asyncio.Task[None]] = {}
         """Requests by id; a router keeps to one connection, hence to one process."""
@@ -87,8 +93,9 @@ class VllmEngine:
         """The served model."""
         model = self._services.served_model()
         return pb.GetModelInfoResponse(
-            model_path=self._services.config.model,
-            tokenizer_path=self._services.config.model,
+            # A router on this machine reads the tokenizer from there; others ask for it (GetTokenizer).
+            model_path=str(self._folder),
+            tokenizer_path=str(self._folder),
             served_model_name=model.name,
             is_generation=True,
             max_context_length=model.max_model_len,
@@ -134,6 +141,17 @@ class VllmEngine:
         )
         timestamp = datetime.now(UTC).isoformat()
         return pb.GetLoadsResponse(timestamp=timestamp, version=__version__, dp_rank_count=1, loads=[load])
+
+    async def GetTokenizer(self, request: Any, context: Context) -> None:
+        """The tokenizer's files, as a zip archive in chunks; the last one carries the archive's sha256."""
+        # The package does not export the module that defines this message.
+        method = pb.DESCRIPTOR.services_by_name["VllmEngine"].methods_by_name["GetTokenizer"]
+        chunk_type = message_factory.GetMessageClass(method.output_type)
+        archive = await asyncio.to_thread(pack_tokenizer, self._folder)
+        *others, last = archive.chunks()
+        for chunk in others:
+            await context.write(chunk_type(data=chunk))
+        await context.write(chunk_type(data=last, sha256=archive.sha256))
 
 
 class _Answers:

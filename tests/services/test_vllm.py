@@ -1,11 +1,15 @@
 """The engine protocol of vLLM's routers, through its own generated stubs."""
 
 import asyncio
+import hashlib
+import io
+import zipfile
 from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
+from google.protobuf import message_factory
 from grpc import aio
 from smg_grpc_proto import vllm_engine_pb2 as pb
 from smg_grpc_proto import vllm_engine_pb2_grpc as pb_grpc
@@ -55,6 +59,29 @@ def test_a_router_is_served(tmp_path: Path) -> None:
                     async for _ in engine.Generate(wrong):
                         pass
                 assert error.value.code() == code
+
+    asyncio.run(main())
+
+
+def test_a_router_gets_the_tokenizer(tmp_path: Path) -> None:
+    """Its files come as a zip archive in chunks, with a checksum on the last; on this machine they are where the
+    model's description says."""
+
+    async def main() -> None:
+        async with running_stack(tmp_path) as stack:
+            engine = pb_grpc.VllmEngineStub(stack.channel)
+            model = await engine.GetModelInfo(pb.GetModelInfoRequest())
+            method = pb.DESCRIPTOR.services_by_name["VllmEngine"].methods_by_name["GetTokenizer"]
+            request = message_factory.GetMessageClass(method.input_type)()
+            chunks = [chunk async for chunk in engine.GetTokenizer(request)]
+
+        data = b"".join(chunk.data for chunk in chunks)
+        assert [chunk.sha256 for chunk in chunks] == [""] * (len(chunks) - 1) + [hashlib.sha256(data).hexdigest()]
+        assert all(len(chunk.data) < 4 << 20 for chunk in chunks)
+        with zipfile.ZipFile(io.BytesIO(data)) as archive:
+            given = archive.read("tokenizer.json")
+            assert not [name for name in archive.namelist() if "safetensors" in name]
+        assert given == (Path(model.tokenizer_path) / "tokenizer.json").read_bytes()
 
     asyncio.run(main())
 
