@@ -129,8 +129,11 @@ async def run_requests(client: AsyncClient, requests: Sequence[OfflineRequest], 
         async with free:
             return await _send(client, request, start)
 
-    async with asyncio.TaskGroup() as group:
-        tasks = {index: group.create_task(one(request)) for index, request in enumerate(requests) if not request.prime}
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = {i: group.create_task(one(request)) for i, request in enumerate(requests) if not request.prime}
+    except BaseExceptionGroup as failed:
+        raise failed.exceptions[0] from None  # the others were cancelled with it, or failed as well
     wall_s = time.perf_counter() - start
     traces = primes | {index: task.result() for index, task in tasks.items()}
     return Report(tuple(requests), tuple(traces[index] for index in range(len(requests))), wall_s)

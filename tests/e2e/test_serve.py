@@ -274,6 +274,21 @@ def test_bench_offline_times_every_token(checkpoint: Path, tmp_path: Path) -> No
     assert set(report["itl_s"]) == {"p50", "p99", "max"}
 
 
+def test_bench_offline_names_what_is_wrong_with_a_request(checkpoint: Path, tmp_path: Path) -> None:
+    """A request that the service refuses ends the benchmark in one line."""
+    requests = tmp_path / "requests.jsonl"
+    lines = [{"prompt_token_ids": [10], "max_tokens": 2}, {"prompt_token_ids": [10, 99_999], "max_tokens": 2}]
+    requests.write_text("\n".join(map(json.dumps, lines)))
+
+    done = quire("bench", "offline", f"--model={checkpoint}", f"--requests={requests}")
+
+    assert done.returncode == 1
+    assert done.stdout == b""
+    assert (
+        done.stderr.decode().splitlines()[-1].startswith("quire bench offline: INVALID_ARGUMENT: token_ids: id 99999")
+    )
+
+
 def _answers(served: Served) -> bool:
     with Client(served.grpc) as client:
         try:
