@@ -21,6 +21,8 @@ from shared.sockets import LINK_MAX_MESSAGE, Protect, SendOutcome, bind_router, 
 MAX_BACKLOG = 64 << 20
 """A front end with a longer backlog is lost, bytes. Tokens alone do not get there, since streams have credit."""
 
+_MAX_REFUSED = 64
+
 log = get_logger()
 
 
@@ -52,21 +54,39 @@ class FrontendHub:
         self._incarnation = incarnation
         self._lease_s = lease_s
         self._frontends: dict[ev.Peer, _Frontend] = {}
+        self._refused: dict[str, str] = {}
+        """Why, by name, for the log."""
 
-    def heard(self, peer: ev.Peer, now: float, *, hello: bool) -> bool:
-        """Notes a sign of life; returns whether the front end is known (a hello makes it so)."""
-        if hello and peer not in self._frontends:
+    def heard(self, peer: ev.Peer, now: float, *, version: int = 0) -> bool:
+        """Notes a sign of life; returns whether the front end is known.
+
+        A hello, which comes with the `version` that is spoken with it, makes it so.
+        """
+        if version and peer not in self._frontends:
             self._frontends[peer] = _Frontend(now)
-            log.info("front end joined", frontend=peer.decode(errors="replace"))
+            log.info("front end joined", frontend=peer.decode(errors="replace"), protocol_version=version)
         frontend = self._frontends.get(peer)
         if frontend is None:
             return False
+        if version:
+            self.outgoing(peer).set_version(version)
         frontend.last_heard = now
         return True
 
     def send_unknown(self, peer: ev.Peer) -> None:
         """Tells a stranger to say hello and to submit again."""
         message = link_pb2.CoreMessage(incarnation=self._incarnation, unknown=True)
+        send_to(self.socket, peer, message.SerializeToString())
+
+    def refuse(self, peer: ev.Peer, reason: str) -> None:
+        """Tells a front end that we have no version in common. It asks again and again; the log says it once."""
+        name = peer.decode(errors="replace").partition("/")[0]
+        if self._refused.get(name) != reason:
+            self._refused[name] = reason
+            log.error("front end refused", frontend=name, reason=reason)
+            if len(self._refused) > _MAX_REFUSED:
+                self._refused.clear()
+        message = link_pb2.CoreMessage(incarnation=self._incarnation, refused=reason)
         send_to(self.socket, peer, message.SerializeToString())
 
     def outgoing(self, peer: ev.Peer) -> Outgoing:

@@ -17,8 +17,9 @@ from protos.quire.plan.v1 import plan_pb2
 from scheduler_svc.core import effects as ef
 from scheduler_svc.core import events as ev
 from shared.columns import MalformedColumnError, from_column, from_columns, to_column
-from shared.frames import LINK_PROTOCOL_VERSION, TOKEN_BYTES, MalformedFrameError
+from shared.frames import LINK_VERSIONS, TOKEN_BYTES, MalformedFrameError
 from shared.prefix_keys import KEY_BYTES
+from shared.versions import negotiate, spoken
 
 _INT32_MAX = 0x7FFFFFFF
 _MAX_GRAMMAR = 1 << 20
@@ -37,7 +38,8 @@ class Incoming:
     events: list[ev.Event]
     refused: list[ef.RequestEnded]
     """Submissions that cannot be used, each with its end."""
-    hello: bool
+    hello: int
+    """The version that is spoken with it, if it says hello; otherwise 0."""
     report: link_pb2.MetricReport | None
     snapshot_request: int
     operator_requests: list[link_pb2.OperatorRequest]
@@ -48,6 +50,7 @@ def decode(peer: ev.Peer, payload: bytes, now: float) -> Incoming:
 
     Raises:
         MalformedFrameError: the frame does not parse, or its columns do not fit together.
+        UnsupportedVersionError: a hello of a front end that speaks no version of ours.
     """
     try:
         message = link_pb2.FrontendMessage.FromString(payload)
@@ -58,9 +61,10 @@ def decode(peer: ev.Peer, payload: bytes, now: float) -> Incoming:
 
 def _incoming(peer: ev.Peer, message: link_pb2.FrontendMessage, now: float) -> Incoming:
     events: list[ev.Event] = []
+    version = 0
     if message.HasField("hello"):
-        if message.hello.protocol_version != LINK_PROTOCOL_VERSION:
-            raise MalformedFrameError(f"version {message.hello.protocol_version} of the link protocol")
+        theirs = spoken(message.hello.protocol_version, message.hello.newest_protocol_version)
+        version = negotiate("link", scheduler=LINK_VERSIONS, peer=theirs, role="front end")
         events.append(ev.FrontendJoined(frontend=peer))
     refused: list[ef.RequestEnded] = []
     for submission in message.submissions:
@@ -91,7 +95,7 @@ def _incoming(peer: ev.Peer, message: link_pb2.FrontendMessage, now: float) -> I
     return Incoming(
         events=events,
         refused=refused,
-        hello=message.HasField("hello"),
+        hello=version,
         report=message.report if message.HasField("report") else None,
         snapshot_request=message.snapshot_request,
         operator_requests=list(message.operator_requests),
@@ -228,6 +232,10 @@ class Outgoing:
                     block_size=state.block_size,
                 )
             )
+
+    def set_version(self, version: int) -> None:
+        """The version that is spoken from now on."""
+        self._message.protocol_version = version
 
     def set_snapshot(self, request: int, families: list[link_pb2.MetricFamily]) -> None:
         """The answer to a snapshot request."""

@@ -30,6 +30,7 @@ from shared.logging import get_logger
 from shared.pulse import Pulse
 from shared.sockets import Protect, receive_from, wait_readable
 from shared.telemetry import Telemetry
+from shared.versions import UnsupportedVersionError
 
 MAX_FRAMES_PER_TURN = 256
 """Frames taken from one socket before the other one and planning get their turn."""
@@ -163,7 +164,8 @@ class SchedulerService:
     def _worker_frame(self, peer: ev.Peer, payload: bytes, now: float) -> None:
         try:
             event, timings = worker_link.decode(peer, payload)
-        except worker_link.UnsupportedVersionError as error:
+        except UnsupportedVersionError as error:
+            log.warning("worker refused", worker=peer.decode(errors="replace"), reason=str(error))
             self._workers.send_carelessly(peer, worker_link.encode_refused(str(error)))
             return
         match event:
@@ -209,8 +211,12 @@ class SchedulerService:
     # ---------------------------------------------------------------- front ends
 
     def _frontend_frame(self, peer: ev.Peer, payload: bytes, now: float) -> None:
-        incoming = frontend_link.decode(peer, payload, now)
-        if not self._frontends.heard(peer, now, hello=incoming.hello):
+        try:
+            incoming = frontend_link.decode(peer, payload, now)
+        except UnsupportedVersionError as error:
+            self._frontends.refuse(peer, str(error))
+            return
+        if not self._frontends.heard(peer, now, version=incoming.hello):
             self._frontends.send_unknown(peer)
             return
         for event in incoming.events:
@@ -310,6 +316,7 @@ class SchedulerService:
             effect.epoch,
             max_in_flight=self._config.max_plans_in_flight,
             silence_s=self._config.worker_silence_s,
+            version=effect.protocol_version,
         )
         self._send_to_worker(effect.worker, frame, now)
 

@@ -11,14 +11,11 @@ from scheduler_svc.core import events as ev
 from scheduler_svc.core.plan import Plan, RowAdmission
 from scheduler_svc.core.swapping import joined
 from shared.columns import MalformedColumnError, from_column, from_columns, to_column
-from shared.frames import PLAN_PROTOCOL_VERSION, MalformedFrameError
+from shared.frames import PLAN_VERSIONS, MalformedFrameError
+from shared.versions import UnsupportedVersionError, negotiate, spoken
 
 _MAX_ROWS = 1 << 16
 _MAX_BLOCKS = 1 << 26
-
-
-class UnsupportedVersionError(ValueError):
-    """A worker that speaks another version of the protocol."""
 
 
 def decode(peer: ev.Peer, payload: bytes) -> tuple[ev.Event, plan_pb2.StepTimings | None]:
@@ -26,7 +23,7 @@ def decode(peer: ev.Peer, payload: bytes) -> tuple[ev.Event, plan_pb2.StepTiming
 
     Raises:
         MalformedFrameError: see the module.
-        UnsupportedVersionError: a hello of another protocol version.
+        UnsupportedVersionError: a hello of a worker that speaks no version of ours, or of another kind of model.
     """
     try:
         message = plan_pb2.WorkerMessage.FromString(payload)
@@ -76,9 +73,9 @@ def encode_plan(plan: Plan, *, step_traceparent: str, attempt_traceparents: dict
     return plan_pb2.SchedulerMessage(epoch=plan.epoch, plan=message).SerializeToString()
 
 
-def encode_welcome(epoch: int, *, max_in_flight: int, silence_s: float) -> bytes:
-    """Opens an epoch."""
-    welcome = plan_pb2.Welcome(max_in_flight=max_in_flight, silence_ms=int(silence_s * 1000))
+def encode_welcome(epoch: int, *, max_in_flight: int, silence_s: float, version: int) -> bytes:
+    """Opens an epoch, in which `version` of the protocol is spoken."""
+    welcome = plan_pb2.Welcome(max_in_flight=max_in_flight, silence_ms=int(silence_s * 1000), protocol_version=version)
     return plan_pb2.SchedulerMessage(epoch=epoch, welcome=welcome).SerializeToString()
 
 
@@ -149,10 +146,8 @@ def _step_done(peer: ev.Peer, epoch: int, result: plan_pb2.StepResult) -> ev.Ste
 
 
 def _hello(peer: ev.Peer, hello: plan_pb2.Hello) -> ev.WorkerHello:
-    if hello.protocol_version != PLAN_PROTOCOL_VERSION:
-        raise UnsupportedVersionError(
-            f"the worker speaks version {hello.protocol_version} of the plan protocol, not {PLAN_PROTOCOL_VERSION}"
-        )
+    theirs = spoken(hello.protocol_version, hello.newest_protocol_version)
+    version = negotiate("plan", scheduler=PLAN_VERSIONS, peer=theirs, role="worker")
     if hello.num_kv_groups != 1:
         raise UnsupportedVersionError(f"{hello.num_kv_groups} KV groups; this scheduler knows one")
     if not (
@@ -178,4 +173,5 @@ def _hello(peer: ev.Peer, hello: plan_pb2.Hello) -> ev.WorkerHello:
         max_tokens_per_step=hello.max_tokens_per_step,
         num_host_blocks=min(hello.num_host_blocks, _MAX_BLOCKS),
         process=hello.process,
+        protocol_version=version,
     )

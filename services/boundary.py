@@ -19,7 +19,8 @@ from grpc import aio
 
 from services.calls import CallsInProgress
 from services.errors import InternalError, to_status
-from services.principals import CURRENT, Principals, certificate_names
+from services.principals import CURRENT, Principals
+from services.tls import grpc_names
 from shared.errors import FieldViolation, InvalidRequestError, QuireError, UnsupportedMethodError
 from shared.ids import draw_error_id
 from shared.logging import get_logger
@@ -87,7 +88,7 @@ class Boundary(aio.ServerInterceptor):
         """
         metadata = dict(context.invocation_metadata() or ())
         principal = self._principals.identify(
-            str(metadata.get("authorization", "")), certificate_names(context.auth_context())
+            str(metadata.get("authorization", "")), grpc_names(context.auth_context())
         )
         if method.startswith(ADMIN_METHODS):
             principal.check_admin()

@@ -34,7 +34,7 @@ from services.outgoing import Outgoing
 from services.stream import Received, Stream
 from shared.columns import MalformedColumnError
 from shared.errors import NoWorkerError
-from shared.frames import LINK_PROTOCOL_VERSION
+from shared.frames import LINK_VERSIONS
 from shared.ids import draw_error_id, draw_incarnation, routing_id
 from shared.logging import get_logger
 from shared.sockets import LINK_MAX_MESSAGE, Protect, connect_dealer
@@ -103,6 +103,10 @@ class CoreLink:
         self._model: link_pb2.ServedModel | None = None
         self._ticking: asyncio.Task[None] | None = None
         self._closed = False
+        self._refused = ""
+        """Why the core does not want us, if it does not."""
+        self.protocol_version = LINK_VERSIONS.oldest
+        """What is spoken with the core; nothing that a newer version adds is used."""
         self.malformed_messages = 0
 
     @property
@@ -243,7 +247,8 @@ class CoreLink:
         self._outgoing.clear()
         self._outgoing.hello(
             link_pb2.FrontendHello(
-                protocol_version=LINK_PROTOCOL_VERSION,
+                protocol_version=LINK_VERSIONS.oldest,
+                newest_protocol_version=LINK_VERSIONS.newest,
                 frontend_id=self._frontend_id,
                 incarnation=self._incarnation,
             )
@@ -325,6 +330,11 @@ class CoreLink:
                 self._greet(message.incarnation)
                 self._on_state()
             return
+        if message.refused:
+            if message.refused != self._refused:
+                self._refused = message.refused
+                get_logger().error("refused by the scheduler", reason=message.refused)
+            return
         if message.HasField("state"):
             self._take_state(message, now)
         elif message.incarnation != self._core:
@@ -364,6 +374,8 @@ class CoreLink:
         if message.state.HasField("model"):
             self._model = message.state.model
         if self._greeting or message.incarnation != self._core:
+            self.protocol_version = message.protocol_version or LINK_VERSIONS.oldest
+            self._refused = ""
             if self._core not in (0, message.incarnation):
                 get_logger().warning("the scheduler core is a new one", live_streams=len(self._streams))
             self._core = message.incarnation

@@ -34,7 +34,7 @@ from services.servicer_health import HealthServicer
 from services.servicer_model import ModelServicer
 from services.servicer_vllm import add_vllm_service
 from services.texts import Texts
-from services.tls import tls_files
+from services.tls import server_tls
 from services.tokenizer import TextTokenizer, load_tokenizer
 from services.validation import MAX_TEXT
 from shared.config import ConfigError, FrontendConfig
@@ -71,7 +71,7 @@ class Frontend:
             protect=(lambda _socket: None) if keys is None else keys.protect_client,
         )
         self._grammars = GrammarChecker(resolve_model(config.model, weights=False) / "tokenizer.json")
-        self._tls = tls_files(config)
+        self._tls = server_tls(config)
         check_bind("host", config.host, protected=self._tls is not None, insecure=config.insecure)
         principals = Principals(config.principals, anonymous_is_admin=not is_routable(config.host))
         services = Services(config, self.link, tokenizer, self._grammars, self._metrics, telemetry.tracer)

@@ -19,7 +19,7 @@ import hmac
 import os
 import time
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -157,12 +157,6 @@ class Principals:
             get_logger().error("principals not read again; those before stay in force", error=str(error))
             return
         get_logger().info("principals read again", tokens=len(self._known.by_digest))
-
-
-def certificate_names(auth_context: Mapping[str, Iterable[bytes]]) -> list[str]:
-    """The names in the client certificate that gRPC has verified; none without one."""
-    found = [*auth_context.get("x509_common_name", ()), *auth_context.get("x509_subject_alternative_name", ())]
-    return [name.decode(errors="replace") for name in found]
 
 
 def _mtime(path: Path) -> int:

@@ -1,9 +1,11 @@
 """What both ends of an inter-process protocol must agree on beside its messages."""
 
-LINK_PROTOCOL_VERSION = 1
-"""Version of the protocol between front ends and core; both sides must speak the same."""
-PLAN_PROTOCOL_VERSION = 2
-"""Version of the protocol between scheduler and workers; both sides must speak the same."""
+from shared.versions import Versions
+
+LINK_VERSIONS = Versions(oldest=1, newest=2)
+"""Of the protocol between front ends and core. 2: embeddings."""
+PLAN_VERSIONS = Versions(oldest=2, newest=3)
+"""Of the protocol between scheduler and workers. 3: embeddings."""
 TOKEN_BYTES = 4
 """What one token costs of a stream's credit: its place in a column."""
 

@@ -69,10 +69,10 @@ class WorkerLoop:
             match event:
                 case PlanArrived(plan):
                     self._waiting.append((plan, time.time_ns()))
-                case Welcomed(epoch, max_in_flight):
+                case Welcomed(epoch, max_in_flight, version):
                     self._max_launched = min(max_in_flight, self._engine.max_in_flight)
                     bind_contextvars(epoch=f"{epoch:016x}")
-                    get_logger().info("welcomed", max_in_flight=max_in_flight)
+                    get_logger().info("welcomed", max_in_flight=max_in_flight, protocol_version=version)
                 case GrammarRequested(request):
                     self._prepare_grammar(request)
                 case RefusedForGood(reason):

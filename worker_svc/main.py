@@ -12,7 +12,7 @@ from kernels.native.library import native
 from protos.quire.plan.v1 import plan_pb2
 from shared.config import ConfigError, WorkerConfig
 from shared.curve import WORKER, load_keys
-from shared.frames import PLAN_PROTOCOL_VERSION
+from shared.frames import PLAN_VERSIONS
 from shared.logging import configure_logging, get_logger
 from shared.process_watch import own_process
 from shared.pulse import Pulse
@@ -112,7 +112,8 @@ def _cpu_kernels(device: torch.device) -> str | None:
 def _hello(name: str, engine: Engine, description: ModelDescription, device: torch.device) -> plan_pb2.Hello:
     limits = engine.limits
     return plan_pb2.Hello(
-        protocol_version=PLAN_PROTOCOL_VERSION,
+        protocol_version=PLAN_VERSIONS.oldest,
+        newest_protocol_version=PLAN_VERSIONS.newest,
         worker_id=name,
         model=plan_pb2.ModelInfo(
             name=description.name,

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from google.protobuf.message import DecodeError
 
 from protos.quire.plan.v1 import plan_pb2
+from shared.frames import PLAN_VERSIONS
 
 WELCOME_TIMEOUT_S = 2.0
 """How long a Hello waits for its Welcome."""
@@ -26,6 +27,8 @@ class Welcomed:
 
     epoch: int
     max_in_flight: int
+    protocol_version: int
+    """What is spoken in it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,11 +122,14 @@ class Session:
         welcome = message.welcome
         if message.epoch == 0 or welcome.max_in_flight == 0 or welcome.silence_ms == 0:
             return Malformed("a Welcome without epoch, plans in flight or time of silence")
+        version = welcome.protocol_version or PLAN_VERSIONS.oldest
+        if not PLAN_VERSIONS.oldest <= version <= PLAN_VERSIONS.newest:
+            return Malformed(f"a Welcome to version {version} of the plan protocol, which was not offered")
         self.epoch = message.epoch
         self._heard = now
         self._silence = welcome.silence_ms / 1000
         self._max_in_flight = welcome.max_in_flight
-        return Welcomed(self.epoch, welcome.max_in_flight)
+        return Welcomed(self.epoch, welcome.max_in_flight, version)
 
     def _plan(self, plan: plan_pb2.Plan) -> Event:
         if plan.step != self._next_step:

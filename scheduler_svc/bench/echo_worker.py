@@ -27,7 +27,7 @@ import zmq
 
 from protos.quire.plan.v1 import plan_pb2
 from shared.columns import from_column, to_column
-from shared.frames import PLAN_PROTOCOL_VERSION
+from shared.frames import PLAN_VERSIONS
 from shared.ids import draw_incarnation, routing_id
 from shared.sockets import PLAN_MAX_MESSAGE, connect_dealer
 
@@ -346,7 +346,7 @@ def main(arguments: Sequence[str]) -> int:
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     hellos = [
         plan_pb2.Hello(
-            protocol_version=PLAN_PROTOCOL_VERSION,
+            protocol_version=PLAN_VERSIONS.newest,
             worker_id=f"echo-{index}",
             incarnation=draw_incarnation(),
             model=plan_pb2.ModelInfo(

@@ -12,11 +12,11 @@ import zmq
 from protos.quire.link.v1 import link_pb2
 from protos.quire.plan.v1 import plan_pb2
 from shared.columns import to_column
+from shared.frames import LINK_VERSIONS
 from shared.ids import draw_incarnation, routing_id
 from shared.prefix_keys import following_keys, root_key
 from shared.sockets import LINK_MAX_MESSAGE, connect_dealer
 
-PROTOCOL_VERSION = 1
 REPORT_EVERY_S = 1.0
 _PER_FRAME = 256
 _ENDLESS_CREDIT = 1 << 31
@@ -36,7 +36,7 @@ class TokenSink:
             context, address, identity=routing_id(_FRONTEND_ID, incarnation), max_message=LINK_MAX_MESSAGE
         )
         hello = link_pb2.FrontendHello(
-            protocol_version=PROTOCOL_VERSION, frontend_id=_FRONTEND_ID, incarnation=incarnation
+            protocol_version=LINK_VERSIONS.newest, frontend_id=_FRONTEND_ID, incarnation=incarnation
         )
         self._socket.send(link_pb2.FrontendMessage(hello=hello).SerializeToString())
         self._next_report = time.monotonic() + REPORT_EVERY_S

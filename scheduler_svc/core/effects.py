@@ -130,6 +130,8 @@ class WorkerWelcomed:
 
     worker: Peer
     epoch: int
+    protocol_version: int
+    """What is spoken in it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -158,6 +158,8 @@ class WorkerHello:
     max_rows: int
     max_tokens_per_step: int
     num_host_blocks: int = 0
+    protocol_version: int = 0
+    """The version of the plan protocol that is spoken with it."""
     process: str = ""
     """What the machine calls its process; nothing that the core looks at."""
 

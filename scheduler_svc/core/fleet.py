@@ -120,6 +120,7 @@ class Fleet:
             gate=BatchGate(config.batching),
             shares_prefixes=config.prefix_cache != "off",
             swap=SwapSpace(hello.num_host_blocks),
+            protocol_version=hello.protocol_version,
         )
         return worker
 

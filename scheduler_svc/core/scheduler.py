@@ -247,7 +247,9 @@ class Scheduler:
                 self._lose(replaced, "another process serves under its name", now, fatal=True)
                 self._effects.append(WorkerUnknown(worker=replaced.peer))
             worker = self._fleet.join(event)
-            self._effects.append(WorkerWelcomed(worker=event.worker, epoch=worker.epoch))
+            self._effects.append(
+                WorkerWelcomed(worker=event.worker, epoch=worker.epoch, protocol_version=worker.protocol_version)
+            )
         self._announce()
 
     def _worker_lost(self, event: ev.WorkerLost, now: float) -> None:

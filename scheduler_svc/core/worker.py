@@ -124,6 +124,8 @@ class Worker:
     gate: BatchGate
     shares_prefixes: bool
     swap: SwapSpace
+    protocol_version: int
+    """Nothing that a newer one adds to plans is used with it."""
     in_flight: deque[StepInFlight] = field(default_factory=deque)
     departed: dict[tuple[int, int], Departure] = field(default_factory=dict)
     prefilling: list[int] = field(default_factory=list)

@@ -20,7 +20,7 @@ from services.calls import CallsInProgress
 from services.errors import RETRY_MS, InternalError
 from services.generation import FAREWELL_S, Caller
 from services.http import errors
-from services.http.server import ABORT_KEY
+from services.http.server import ABORT_KEY, NAMES_KEY
 from services.principals import CURRENT, Principals
 from services.tracing import TRACEPARENT_KEY
 from shared.errors import (
@@ -61,6 +61,8 @@ class Exchange:
         """Goes into the answer's header `x-request-id` once it is known."""
         self._receive = receive
         self._send = send
+        self.certificate_names: list[str] = scope.get(NAMES_KEY, [])
+        """Of the client's certificate, if it has shown one."""
         self._abort: Callable[[], None] = scope.get(ABORT_KEY, lambda: None)
         self.started = False
         self._streaming = False
@@ -239,7 +241,8 @@ class Endpoints:
             with self._calls.one_more():
                 if self._stopping:
                     raise _shutting_down()
-                CURRENT.set(self._principals.identify(exchange.headers.get("authorization", "")))
+                authorization = exchange.headers.get("authorization", "")
+                CURRENT.set(self._principals.identify(authorization, exchange.certificate_names))
                 exchange.read_deadline()
                 async with asyncio.timeout_at(_loop_time(exchange.deadline)):
                     await handler(exchange)

@@ -1,8 +1,8 @@
 """uvicorn inside the front end's event loop, and the socket that the front ends of one machine share."""
 
+import asyncio
 import contextlib
 import socket
-import ssl
 from collections.abc import Iterator
 from typing import cast
 
@@ -10,36 +10,35 @@ import uvicorn
 from starlette.applications import Starlette
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from services.tls import TlsFiles
+from services.tls import ServerTls, http_names
 
 KEEP_ALIVE_S = 75
 """How long a connection may lie idle. Clients pool theirs for some seconds up to a minute; whoever closes first while a
 request is on its way costs the client an error, so it must not be us."""
 ABORT_KEY = "quire.abort"
 """Scope entry: drops the connection at once, with whatever its client has not read."""
+NAMES_KEY = "quire.certificate_names"
+"""Scope entry: the names in the client's certificate, which TLS has verified."""
 
 
 class HttpServer(uvicorn.Server):
     """uvicorn, leaving the process's signals alone: how the process ends is decided in one place."""
 
-    def __init__(self, app: Starlette, tls: TlsFiles | None = None) -> None:
-        super().__init__(
-            uvicorn.Config(
-                app,
-                ssl_certfile=tls.cert if tls else None,
-                ssl_keyfile=tls.key if tls else None,
-                ssl_ca_certs=(tls.client_ca or None) if tls else None,
-                ssl_cert_reqs=ssl.CERT_REQUIRED if tls and tls.client_ca else ssl.CERT_NONE,
-                http=_Protocol,
-                ws="none",
-                log_config=None,
-                access_log=False,
-                lifespan="off",
-                server_header=False,
-                timeout_keep_alive=KEEP_ALIVE_S,
-                timeout_graceful_shutdown=1,
-            )
+    def __init__(self, app: Starlette, tls: ServerTls | None = None) -> None:
+        config = uvicorn.Config(
+            app,
+            http=_Protocol,
+            ws="none",
+            log_config=None,
+            access_log=False,
+            lifespan="off",
+            server_header=False,
+            timeout_keep_alive=KEEP_ALIVE_S,
+            timeout_graceful_shutdown=1,
         )
+        config.load()
+        config.ssl = tls.http_context() if tls is not None else None
+        super().__init__(config)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -48,12 +47,19 @@ class HttpServer(uvicorn.Server):
 
 
 class _Protocol(HttpToolsProtocol):
-    """Lets the application abort a connection: closing one waits for a reader that may never come."""
+    """Lets the application abort a connection (closing one waits for a reader that may never come), and tells it whose
+    it is."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Begins a connection; TLS has been negotiated."""
+        super().connection_made(transport)
+        self._names = http_names(transport.get_extra_info("peercert"))
 
     def on_message_begin(self) -> None:
         """Begins a request."""
         super().on_message_begin()
-        cast(dict[str, object], self.scope)[ABORT_KEY] = self.transport.abort
+        scope = cast(dict[str, object], self.scope)
+        scope[ABORT_KEY], scope[NAMES_KEY] = self.transport.abort, self._names
 
 
 def listening_socket(host: str, port: int) -> socket.socket:

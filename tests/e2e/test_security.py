@@ -1,9 +1,12 @@
 """A service as it stands in the open: TLS with client certificates, tokens, keys between its processes."""
 
 import hashlib
+import json
 import os
 import socket
+import ssl
 import subprocess
+import tempfile
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -28,6 +31,8 @@ class Fortress:
     ca: Path
     client_chain: bytes
     client_key: bytes
+    stranger_chain: bytes
+    stranger_key: bytes
     health: str
 
     def credentials(self, *, certificate: bool = True) -> grpc.ChannelCredentials:
@@ -65,9 +70,15 @@ def fortress(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fortress]:
         f"--principals={folder / 'principals.toml'}",
         f"--health-port={health_port}",
     ) as served:
-        chain = b"".join(pem.bytes() for pem in client.cert_chain_pems)
+        stranger = ca.issue_cert("stranger.example.org")
         yield Fortress(
-            served, folder / "ca.pem", chain, client.private_key_pem.bytes(), f"http://127.0.0.1:{health_port}"
+            served,
+            folder / "ca.pem",
+            _chain(client),
+            client.private_key_pem.bytes(),
+            _chain(stranger),
+            stranger.private_key_pem.bytes(),
+            f"http://127.0.0.1:{health_port}",
         )
 
 
@@ -78,6 +89,36 @@ def test_a_certificate_says_who_calls(fortress: Fortress) -> None:
 
     assert completion.finished is not None
     assert completion.finished.usage.completion_tokens == 4
+
+
+def test_a_certificate_says_who_calls_over_http_too(fortress: Fortress) -> None:
+    """Over HTTPS the principal is that of the client's certificate; one that nobody has is let in by TLS and by nothing
+    else; without a certificate there is no connection."""
+
+    def ask(chain: bytes | None, key: bytes, folder: Path) -> int:
+        context = ssl.create_default_context(cafile=str(fortress.ca))
+        if chain is not None:
+            (folder / "chain.pem").write_bytes(chain)
+            (folder / "key.pem").write_bytes(key)
+            context.load_cert_chain(folder / "chain.pem", folder / "key.pem")
+        opener = urllib.request.build_opener(
+            urllib.request.ProxyHandler({}), urllib.request.HTTPSHandler(context=context)
+        )
+        body = json.dumps({"model": "", "prompt": "the", "max_tokens": 2}).encode()
+        request = urllib.request.Request(
+            f"https://{fortress.served.http}/v1/completions", body, {"content-type": "application/json"}
+        )
+        try:
+            with opener.open(request, timeout=60) as response:
+                return int(response.status)
+        except urllib.error.HTTPError as error:
+            return error.code
+
+    with tempfile.TemporaryDirectory() as folder:
+        assert ask(fortress.client_chain, fortress.client_key, Path(folder)) == 200
+        assert ask(fortress.stranger_chain, fortress.stranger_key, Path(folder)) == 401
+        with pytest.raises(OSError, match=r"(?i)certificate|reset|closed|EOF"):
+            ask(None, b"", Path(folder))
 
 
 @pytest.mark.parametrize("kind", ["in the clear", "without a certificate", "with a false token"])
@@ -115,6 +156,10 @@ def test_an_open_address_is_refused(tmp_path: Path) -> None:
     assert len(complaint) == 1
     assert "host: 0.0.0.0 can be reached from other machines by anybody" in complaint[0]
     assert "--insecure" in complaint[0]
+
+
+def _chain(certificate: trustme.LeafCert) -> bytes:
+    return b"".join(pem.bytes() for pem in certificate.cert_chain_pems)
 
 
 def _free_ports(count: int) -> list[int]:

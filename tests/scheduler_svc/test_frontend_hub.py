@@ -28,11 +28,11 @@ def test_a_front_end_that_talks_and_never_reads_is_lost(tmp_path: Path, monkeypa
         for _ in dealers:
             assert hub.socket.poll(20_000)
             peer, _ = receive_from(hub.socket) or (b"", b"")
-            hub.heard(peer, 0.0, hello=True)
+            hub.heard(peer, 0.0, version=1)
         lost: dict[bytes, str] = {}
         for turn in range(100_000):
             for peer in (b"a", b"b"):
-                hub.heard(peer, float(turn), hello=False)
+                hub.heard(peer, float(turn))
                 hub.outgoing(peer).set_state(STATE)
             lost = hub.flush()
             if lost:

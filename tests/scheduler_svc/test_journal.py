@@ -382,7 +382,7 @@ def test_frames_wait_for_the_journal(tmp_path: Path) -> None:
     peer.send(b"hello")
     assert hub.socket.poll(10_000)
     hub.socket.recv_multipart()
-    hub.heard(b"f/1", 0.0, hello=True)
+    hub.heard(b"f/1", 0.0, version=1)
 
     hub.outgoing(b"f/1").set_snapshot(1, [])
     assert not hub.flush(100, 90)

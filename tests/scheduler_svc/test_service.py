@@ -12,7 +12,7 @@ import zmq
 from protos.quire.link.v1 import link_pb2
 from protos.quire.plan.v1 import plan_pb2
 from shared.columns import from_column, to_column
-from shared.frames import PLAN_PROTOCOL_VERSION
+from shared.frames import LINK_VERSIONS, PLAN_VERSIONS
 from shared.sockets import LINK_MAX_MESSAGE, PLAN_MAX_MESSAGE, connect_dealer
 
 WAIT_MS = 20_000
@@ -52,11 +52,16 @@ class FrontendPeer(Peer):
             if getattr(message, field) not in (b"", False) and (field != "ends" or message.ends):
                 return message
 
-    def hello(self) -> link_pb2.CoreMessage:
-        """Says hello and waits for the state."""
-        hello = link_pb2.FrontendHello(protocol_version=1, frontend_id="f", incarnation=1)
+    def hello(self, oldest: int = LINK_VERSIONS.oldest, newest: int = 0) -> link_pb2.CoreMessage:
+        """Says hello, as one that speaks these versions, and waits for the state or a refusal."""
+        hello = link_pb2.FrontendHello(
+            protocol_version=oldest, newest_protocol_version=newest, frontend_id="f", incarnation=1
+        )
         self.send(link_pb2.FrontendMessage(hello=hello))
-        return self.until("state")
+        while True:
+            message = link_pb2.CoreMessage.FromString(self.receive())
+            if message.HasField("state") or message.refused:
+                return message
 
     def submit(self, stream: int) -> None:
         """Submits a request of three tokens."""
@@ -82,11 +87,12 @@ class WorkerPeer(Peer):
             if message.WhichOneof("body") == body:
                 return message
 
-    def hello(self, *, version: int = PLAN_PROTOCOL_VERSION) -> None:
-        """Says hello."""
+    def hello(self, oldest: int = PLAN_VERSIONS.oldest, newest: int = 0) -> None:
+        """Says hello, as one that speaks these versions."""
         model = plan_pb2.ModelInfo(name="m", fingerprint="f", max_model_len=64, vocab_size=100)
         hello = plan_pb2.Hello(
-            protocol_version=version, worker_id="w", incarnation=1, model=model, block_size=4, num_blocks=8,
+            protocol_version=oldest, newest_protocol_version=newest, worker_id="w", incarnation=1, model=model,
+            block_size=4, num_blocks=8,
             max_rows=4, max_tokens_per_step=64, num_kv_groups=1,
         )  # fmt: skip
         self.send(plan_pb2.WorkerMessage(hello=hello))
@@ -191,11 +197,39 @@ def test_strangers_are_told_to_say_hello(stand: Stand) -> None:
     worker.until("unknown")
 
 
-def test_a_worker_of_another_version_is_refused(stand: Stand) -> None:
-    """A worker that speaks another protocol version is told so in one line."""
-    worker = stand.worker()
-    worker.hello(version=99)
-    assert "version 99" in worker.until("refused").refused.reason
+def test_neighbouring_versions_speak_the_newest_that_both_know(stand: Stand) -> None:
+    """A worker or front end one version behind or ahead is served in a version that it knows, and so is one from before
+    versions were negotiated."""
+    ours = LINK_VERSIONS
+    for oldest, newest, spoken in (
+        (ours.oldest, 0, ours.oldest), (ours.oldest - 1, ours.oldest, ours.oldest), (1, 99, ours.newest),
+        (ours.newest, ours.newest + 1, ours.newest),
+    ):  # fmt: skip
+        assert stand.frontend().hello(oldest, newest).protocol_version == spoken
+    plan = PLAN_VERSIONS
+    for oldest, newest, spoken in (
+        (plan.oldest, 0, plan.oldest), (plan.oldest - 1, plan.oldest, plan.oldest), (1, 99, plan.newest),
+        (plan.newest, plan.newest + 1, plan.newest),
+    ):  # fmt: skip
+        worker = stand.worker()
+        worker.hello(oldest, newest)
+        assert worker.until("welcome").welcome.protocol_version == spoken
+
+
+@pytest.mark.parametrize(("oldest", "newest", "behind"), [(98, 99, "scheduler"), (1, 0, "peer"), (0, 0, "peer")])
+def test_versions_too_far_apart_are_refused(stand: Stand, oldest: int, newest: int, behind: str) -> None:
+    """A peer with which there is no version in common is told both sides' versions and whom to upgrade."""
+    worker, frontend = stand.worker(), stand.frontend()
+    worker.hello(oldest, newest)
+    reason = worker.until("refused").refused.reason
+    if oldest != 1:
+        refused = frontend.hello(oldest, newest).refused
+        assert f"scheduler {LINK_VERSIONS}" in refused
+        assert f"upgrade the {'front end' if behind == 'peer' else behind}" in refused
+    theirs = f"{oldest} to {newest}" if newest > oldest else f"{oldest}"
+    assert f"speaks version {theirs} of the plan protocol" in reason
+    assert f"scheduler {PLAN_VERSIONS}" in reason
+    assert f"upgrade the {'worker' if behind == 'peer' else behind}" in reason
 
 
 def test_nonsense_is_dropped_and_counted(stand: Stand) -> None:

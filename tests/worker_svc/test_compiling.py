@@ -6,6 +6,7 @@ import pytest
 import zmq
 
 from protos.quire.plan.v1 import plan_pb2
+from shared.frames import PLAN_VERSIONS
 from shared.sockets import PLAN_MAX_MESSAGE, SendOutcome, bind_router, endpoint, receive_from, send_to
 from worker_svc.compiling import LONGEST_COMPILE_MS, compiling_told
 from worker_svc.link import Link
@@ -51,7 +52,7 @@ def test_the_scheduler_hears_of_a_compilation_in_its_epoch(router: "zmq.Socket[b
         peer, hello = receive(router)
         welcome = plan_pb2.SchedulerMessage(epoch=7, welcome=plan_pb2.Welcome(max_in_flight=2, silence_ms=60_000))
         assert send_to(router, peer, welcome.SerializeToString()) is SendOutcome.SENT
-        assert Welcomed(7, 2) in link.receive(WAIT_MS)
+        assert Welcomed(7, 2, PLAN_VERSIONS.oldest) in link.receive(WAIT_MS)
         launch_something_new()
     _, told = receive(router)
     launch_something_new()

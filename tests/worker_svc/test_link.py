@@ -15,7 +15,7 @@ import zmq
 
 from protos.quire.plan.v1 import plan_pb2
 from shared.columns import from_column, to_column
-from shared.frames import PLAN_PROTOCOL_VERSION
+from shared.frames import PLAN_VERSIONS
 from shared.sockets import PLAN_MAX_MESSAGE, SendOutcome, bind_router, endpoint, receive_from, send_to
 from tests.checkpoints import make_checkpoint
 from tests.e2e.harness import QUIRE, ROOT
@@ -143,7 +143,7 @@ def test_a_worker_presents_itself_and_answers_plans(scheduler: Scheduler, checkp
     tokens = [int(from_column(r.tokens)[0]) for r in (first, scheduler.result(2), scheduler.result(3))]
 
     assert (hello.protocol_version, hello.worker_id, hello.pid) == (
-        PLAN_PROTOCOL_VERSION,
+        PLAN_VERSIONS.oldest,
         "tested",
         scheduler.process.pid,
     )

@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from protos.quire.plan.v1 import plan_pb2
 from shared.columns import to_column
+from shared.frames import PLAN_VERSIONS
 from worker_svc.session import (
     WELCOME_TIMEOUT_S,
     Event,
@@ -49,7 +50,7 @@ def test_welcome_opens_the_epoch() -> None:
     """After Welcome, plans 1, 2, 3 of that epoch are taken as they are answered."""
     session = Session(0.0)
 
-    assert outcome(session, WELCOME) == Welcomed(EPOCH, 2)
+    assert outcome(session, WELCOME) == Welcomed(EPOCH, 2, PLAN_VERSIONS.oldest)
     for step in (1, 2, 3):
         event = outcome(session, plan(step))
         assert isinstance(event, PlanArrived)
@@ -106,6 +107,14 @@ def test_a_refusal_is_for_good_and_one_line() -> None:
     assert event == RefusedForGood("another model")
 
 
+def test_the_scheduler_picks_the_version() -> None:
+    """What Welcome names is spoken in its epoch; a scheduler from before such choices speaks our oldest."""
+    named = frame(welcome=plan_pb2.Welcome(max_in_flight=2, silence_ms=500, protocol_version=PLAN_VERSIONS.newest))
+
+    assert outcome(Session(0.0), named) == Welcomed(EPOCH, 2, PLAN_VERSIONS.newest)
+    assert outcome(Session(0.0), WELCOME) == Welcomed(EPOCH, 2, PLAN_VERSIONS.oldest)
+
+
 @pytest.mark.parametrize(
     "junk",
     [
@@ -116,6 +125,7 @@ def test_a_refusal_is_for_good_and_one_line() -> None:
         frame(epoch=0, welcome=plan_pb2.Welcome(max_in_flight=2, silence_ms=500)),
         frame(welcome=plan_pb2.Welcome(max_in_flight=0, silence_ms=500)),
         frame(welcome=plan_pb2.Welcome(max_in_flight=2)),
+        frame(welcome=plan_pb2.Welcome(max_in_flight=2, silence_ms=500, protocol_version=PLAN_VERSIONS.newest + 1)),
     ],
 )
 def test_a_malformed_frame_changes_nothing(junk: bytes) -> None:
@@ -123,7 +133,7 @@ def test_a_malformed_frame_changes_nothing(junk: bytes) -> None:
     session = Session(0.0)
 
     assert isinstance(session.receive(junk, 0.0), Malformed)
-    assert outcome(session, WELCOME) == Welcomed(EPOCH, 2)
+    assert outcome(session, WELCOME) == Welcomed(EPOCH, 2, PLAN_VERSIONS.oldest)
 
 
 @given(st.binary(max_size=200))

@@ -186,22 +186,26 @@ class FrontendHello(_message.Message):
     PROTOCOL_VERSION_FIELD_NUMBER: _builtins.int
     FRONTEND_ID_FIELD_NUMBER: _builtins.int
     INCARNATION_FIELD_NUMBER: _builtins.int
+    NEWEST_PROTOCOL_VERSION_FIELD_NUMBER: _builtins.int
     protocol_version: _builtins.int
-    """Version of this protocol."""
+    """Oldest version of this protocol that the front end speaks."""
     frontend_id: _builtins.str
     """Stable name of the front end, at most 64 bytes."""
     incarnation: _builtins.int
     """Drawn afresh by every front-end process."""
+    newest_protocol_version: _builtins.int
+    """Newest version that it speaks. 0: the oldest is the only one."""
     def __init__(
         self,
         *,
         protocol_version: _builtins.int = ...,
         frontend_id: _builtins.str = ...,
         incarnation: _builtins.int = ...,
+        newest_protocol_version: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["frontend_id", b"frontend_id", "incarnation", b"incarnation", "protocol_version", b"protocol_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["frontend_id", b"frontend_id", "incarnation", b"incarnation", "newest_protocol_version", b"newest_protocol_version", "protocol_version", b"protocol_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -959,6 +963,8 @@ class CoreMessage(_message.Message):
     OPERATOR_REPLIES_FIELD_NUMBER: _builtins.int
     SCORES_FIELD_NUMBER: _builtins.int
     RESUME_REPLIES_FIELD_NUMBER: _builtins.int
+    PROTOCOL_VERSION_FIELD_NUMBER: _builtins.int
+    REFUSED_FIELD_NUMBER: _builtins.int
     incarnation: _builtins.int
     """The core's incarnation."""
     streams: _builtins.bytes
@@ -971,6 +977,12 @@ class CoreMessage(_message.Message):
     """Column of the tokens themselves, grouped by stream in the order of `streams`."""
     unknown: _builtins.bool
     """The core does not know the sender: say hello again and submit again."""
+    protocol_version: _builtins.int
+    """In answer to hello: the version that both speak, the newest such. Nothing that a newer one adds is used. 0: the front
+    end's oldest.
+    """
+    refused: _builtins.str
+    """In answer to hello: the front end cannot be used, and why, for the operator. It may ask again."""
     @_builtins.property
     def state(self) -> Global___ServiceState:
         """The state of the service; in answer to hello and whenever it changes."""
@@ -1010,10 +1022,12 @@ class CoreMessage(_message.Message):
         operator_replies: _abc.Iterable[Global___OperatorReply] | None = ...,
         scores: _abc.Iterable[Global___StreamScores] | None = ...,
         resume_replies: _abc.Iterable[Global___ResumeReply] | None = ...,
+        protocol_version: _builtins.int = ...,
+        refused: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["snapshot", b"snapshot", "state", b"state"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["counts", b"counts", "ends", b"ends", "first_indices", b"first_indices", "incarnation", b"incarnation", "operator_replies", b"operator_replies", "resume_replies", b"resume_replies", "scores", b"scores", "snapshot", b"snapshot", "state", b"state", "streams", b"streams", "tokens", b"tokens", "unknown", b"unknown"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["counts", b"counts", "ends", b"ends", "first_indices", b"first_indices", "incarnation", b"incarnation", "operator_replies", b"operator_replies", "protocol_version", b"protocol_version", "refused", b"refused", "resume_replies", b"resume_replies", "scores", b"scores", "snapshot", b"snapshot", "state", b"state", "streams", b"streams", "tokens", b"tokens", "unknown", b"unknown"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

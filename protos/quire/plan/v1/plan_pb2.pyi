@@ -173,8 +173,11 @@ class Hello(_message.Message):
     DEVICE_FIELD_NUMBER: _builtins.int
     PID_FIELD_NUMBER: _builtins.int
     PROCESS_FIELD_NUMBER: _builtins.int
+    NEWEST_PROTOCOL_VERSION_FIELD_NUMBER: _builtins.int
     protocol_version: _builtins.int
-    """Version of this protocol; a scheduler accepts its own only and refuses others with the reason."""
+    """Oldest version of this protocol that the worker speaks. The scheduler picks the newest that both speak; when there
+    is none it refuses, with the reason.
+    """
     worker_id: _builtins.str
     """Name of the worker, 1 to 64 bytes of UTF-8. A worker takes the place of an earlier one of the same name."""
     incarnation: _builtins.int
@@ -199,6 +202,8 @@ class Hello(_message.Message):
     """Names the process among all of its machine: "BOOT_ID/PID_NAMESPACE/PID/START_TIME", as Linux tells them. A scheduler
     that shares machine and namespace sees by it when the process begins to die. Empty: not known.
     """
+    newest_protocol_version: _builtins.int
+    """Newest version of this protocol that the worker speaks. 0: the oldest is the only one."""
     @_builtins.property
     def model(self) -> Global___ModelInfo:
         """The loaded model."""
@@ -219,10 +224,11 @@ class Hello(_message.Message):
         device: _builtins.str = ...,
         pid: _builtins.int = ...,
         process: _builtins.str = ...,
+        newest_protocol_version: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["model", b"model"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "device", b"device", "incarnation", b"incarnation", "max_rows", b"max_rows", "max_tokens_per_step", b"max_tokens_per_step", "model", b"model", "num_blocks", b"num_blocks", "num_host_blocks", b"num_host_blocks", "num_kv_groups", b"num_kv_groups", "pid", b"pid", "process", b"process", "protocol_version", b"protocol_version", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "device", b"device", "incarnation", b"incarnation", "max_rows", b"max_rows", "max_tokens_per_step", b"max_tokens_per_step", "model", b"model", "newest_protocol_version", b"newest_protocol_version", "num_blocks", b"num_blocks", "num_host_blocks", b"num_host_blocks", "num_kv_groups", b"num_kv_groups", "pid", b"pid", "process", b"process", "protocol_version", b"protocol_version", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -286,19 +292,23 @@ class Welcome(_message.Message):
 
     MAX_IN_FLIGHT_FIELD_NUMBER: _builtins.int
     SILENCE_MS_FIELD_NUMBER: _builtins.int
+    PROTOCOL_VERSION_FIELD_NUMBER: _builtins.int
     max_in_flight: _builtins.int
     """Most plans the scheduler keeps in flight."""
     silence_ms: _builtins.int
     """The worker says Hello again after so long without a message, in milliseconds."""
+    protocol_version: _builtins.int
+    """The version that is spoken in this epoch; nothing that a newer one adds is used. 0: the worker's oldest."""
     def __init__(
         self,
         *,
         max_in_flight: _builtins.int = ...,
         silence_ms: _builtins.int = ...,
+        protocol_version: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_in_flight", b"max_in_flight", "silence_ms", b"silence_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_in_flight", b"max_in_flight", "protocol_version", b"protocol_version", "silence_ms", b"silence_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
