@@ -9,7 +9,6 @@ import hashlib
 import math
 from dataclasses import dataclass, field
 
-import numpy as np
 from google.protobuf.message import DecodeError
 
 from protos.quire.link.v1 import link_pb2
@@ -25,6 +24,7 @@ _INT32_MAX = 0x7FFFFFFF
 _MAX_GRAMMAR = 1 << 20
 _MAX_IDENTITY = 64
 _MAX_RESUME_INFO = 64 << 10
+_REASONS = {reason: link_pb2.EndReason.Value(f"END_REASON_{reason.name}") for reason in ef.EndReason}
 
 
 class UnusableSubmissionError(ValueError):
@@ -72,26 +72,23 @@ def _incoming(peer: ev.Peer, message: link_pb2.FrontendMessage, now: float) -> I
             events.append(arrival(peer, submission, now))
         except (UnusableSubmissionError, MalformedColumnError) as error:
             refused.append(_refusal(peer, submission, str(error)))
-    events += [
-        ev.StopMatched(frontend=peer, stream=match.stream, keep_tokens=match.keep_tokens)
-        for match in message.stop_matches
-    ]
-    events += [ev.RequestCancelled(frontend=peer, stream=stream) for stream in from_column(message.cancelled).tolist()]
-    events += [
-        ev.RequestCancelled(frontend=peer, stream=stream, keep=True)
-        for stream in from_column(message.detached).tolist()
-    ]
-    events += [
-        ev.ResumeAsked(frontend=peer, number=question.number, identity=question.identity)
-        for question in message.resume_questions
-    ]
-    streams, credits = from_columns(message.credit_streams, message.credit_bytes)
-    if len(credits) and credits.min() < 0:
-        raise MalformedFrameError("negative credit")
-    events += [
-        ev.CreditGranted(frontend=peer, stream=stream, credit=credit)
-        for stream, credit in zip(streams.tolist(), credits.tolist(), strict=True)
-    ]
+    # Most frames hold nothing but submissions, or nothing but credit.
+    for match in message.stop_matches:
+        events.append(ev.StopMatched(frontend=peer, stream=match.stream, keep_tokens=match.keep_tokens))
+    if message.cancelled:
+        for stream in from_column(message.cancelled).tolist():
+            events.append(ev.RequestCancelled(frontend=peer, stream=stream))
+    if message.detached:
+        for stream in from_column(message.detached).tolist():
+            events.append(ev.RequestCancelled(frontend=peer, stream=stream, keep=True))
+    for question in message.resume_questions:
+        events.append(ev.ResumeAsked(frontend=peer, number=question.number, identity=question.identity))
+    if message.credit_streams or message.credit_bytes:
+        streams, credits = from_columns(message.credit_streams, message.credit_bytes)
+        if credits.min() < 0:
+            raise MalformedFrameError("negative credit")
+        for stream, credit in zip(streams.tolist(), credits.tolist(), strict=True):
+            events.append(ev.CreditGranted(frontend=peer, stream=stream, credit=credit))
     return Incoming(
         events=events,
         refused=refused,
@@ -210,11 +207,11 @@ class Outgoing:
         for index, scores in log.scores:
             reply.scores.add(first_index=index, scores=scores)
         if log.end is not None:
-            reply.end.CopyFrom(to_stream_end(log.end))
+            _encode_end(reply.end, log.end)
 
     def add_end(self, effect: ef.RequestEnded) -> None:
         """A stream ended."""
-        self._message.ends.append(to_stream_end(effect))
+        _encode_end(self._message.ends.add(), effect)
 
     def set_state(self, state: ef.ServiceChanged) -> None:
         """What is served, and whether it can be used."""
@@ -250,9 +247,9 @@ class Outgoing:
         self._message.incarnation = incarnation
         if self._tokens:
             # Two steps of one stream in one turn stay in order; the reader appends entry by entry.
-            self._message.streams = to_column(np.concatenate([effect.streams for effect in self._tokens]))
-            self._message.first_indices = to_column(np.concatenate([effect.first_indices for effect in self._tokens]))
-            self._message.tokens = to_column(np.concatenate([effect.tokens for effect in self._tokens]))
+            self._message.streams = b"".join([to_column(effect.streams) for effect in self._tokens])
+            self._message.first_indices = b"".join([to_column(effect.first_indices) for effect in self._tokens])
+            self._message.tokens = b"".join([to_column(effect.tokens) for effect in self._tokens])
         return self._message.SerializeToString()
 
 
@@ -278,31 +275,18 @@ def to_submission(request: ev.RequestArrived, tokens: bytes) -> link_pb2.Submiss
 
 def to_stream_end(effect: ef.RequestEnded) -> link_pb2.StreamEnd:
     """How a stream ended, for its front end."""
-    return link_pb2.StreamEnd(
-        stream=effect.stream,
-        reason=link_pb2.EndReason.Value(f"END_REASON_{effect.reason.name}"),
-        message=effect.message,
-        retry_ms=effect.retry_ms,
-        completion_tokens=effect.completion_tokens,
-        stop_token_id=effect.stop_token_id,
-        cached_prompt_tokens=effect.cached_prompt_tokens,
-        preemptions=effect.preemptions,
-        queued_ns=max(0, int(effect.queued_s * 1e9)),
-    )
+    message = link_pb2.StreamEnd()
+    _encode_end(message, effect)
+    return message
 
 
-def from_stream_end(end: link_pb2.StreamEnd, request: ev.RequestArrived) -> ef.RequestEnded:
-    """The same, read back."""
-    return ef.RequestEnded(
-        frontend=request.frontend,
-        stream=end.stream,
-        request_id=request.request_id,
-        reason=ef.EndReason[link_pb2.EndReason.Name(end.reason).removeprefix("END_REASON_")],
-        message=end.message,
-        retry_ms=end.retry_ms,
-        completion_tokens=end.completion_tokens,
-        stop_token_id=end.stop_token_id,
-        cached_prompt_tokens=end.cached_prompt_tokens,
-        preemptions=end.preemptions,
-        queued_s=end.queued_ns / 1e9,
-    )
+def _encode_end(message: link_pb2.StreamEnd, effect: ef.RequestEnded) -> None:
+    message.stream = effect.stream
+    message.reason = _REASONS[effect.reason]
+    message.message = effect.message
+    message.retry_ms = effect.retry_ms
+    message.completion_tokens = effect.completion_tokens
+    message.stop_token_id = effect.stop_token_id
+    message.cached_prompt_tokens = effect.cached_prompt_tokens
+    message.preemptions = effect.preemptions
+    message.queued_ns = max(0, int(effect.queued_s * 1e9))

@@ -49,28 +49,32 @@ def decode(peer: ev.Peer, payload: bytes) -> tuple[ev.Event, plan_pb2.StepTiming
 
 def encode_plan(plan: Plan, *, step_traceparent: str, attempt_traceparents: dict[tuple[bytes, int], str]) -> bytes:
     """A plan as a frame; traceparents are looked up by (front end, stream)."""
-    message = plan_pb2.Plan(
-        step=plan.step,
-        leaves=to_column(plan.leaves),
-        admissions=[
-            _admission(admission, attempt_traceparents.get((admission.frontend, admission.stream), ""))
-            for admission in plan.admissions
-        ],
-        append_rows=to_column(plan.append_rows),
-        append_blocks=to_column(plan.append_blocks),
-        chunk_rows=to_column(plan.chunk_rows),
-        chunk_lengths=to_column(plan.chunk_lengths),
-        holds=to_column(plan.holds),
-        releases=to_column(plan.releases),
-        traceparent=step_traceparent,
-    )
+    frame = plan_pb2.SchedulerMessage(epoch=plan.epoch)
+    # Filled in place, since a message is copied when it is put into another one.
+    message = frame.plan
+    message.step = plan.step
+    message.traceparent = step_traceparent
+    for admission in plan.admissions:
+        traceparent = attempt_traceparents.get((admission.frontend, admission.stream), "")
+        _encode_admission(message.admissions.add(), admission, traceparent)
+    # Most columns of most plans are empty, and a field that is not set costs nothing.
+    if len(plan.leaves):
+        message.leaves = to_column(plan.leaves)
+    if len(plan.append_rows):
+        message.append_rows, message.append_blocks = to_column(plan.append_rows), to_column(plan.append_blocks)
+    if len(plan.chunk_rows):
+        message.chunk_rows, message.chunk_lengths = to_column(plan.chunk_rows), to_column(plan.chunk_lengths)
+    if len(plan.holds):
+        message.holds = to_column(plan.holds)
+    if len(plan.releases):
+        message.releases = to_column(plan.releases)
     if len(plan.copy_sources):
         message.copy_sources, message.copy_targets = to_column(plan.copy_sources), to_column(plan.copy_targets)
     if plan.swap_outs or plan.swap_ins:
         message.swap_out_blocks, message.swap_out_host_blocks = map(to_column, joined(plan.swap_outs))
         message.swap_in_host_blocks, message.swap_in_blocks = map(to_column, joined(plan.swap_ins))
         message.copy_ids = to_column([copy.copy_id for copy in plan.swap_outs + plan.swap_ins])
-    return plan_pb2.SchedulerMessage(epoch=plan.epoch, plan=message).SerializeToString()
+    return frame.SerializeToString()
 
 
 def encode_welcome(epoch: int, *, max_in_flight: int, silence_s: float, version: int) -> bytes:
@@ -99,19 +103,17 @@ UNKNOWN = plan_pb2.SchedulerMessage(unknown=plan_pb2.Unknown()).SerializeToStrin
 """Makes the receiver say hello again."""
 
 
-def _admission(admission: RowAdmission, traceparent: str) -> plan_pb2.Admission:
-    return plan_pb2.Admission(
-        row=admission.row,
-        generation=admission.generation,
-        token_ids=to_column(admission.token_ids),
-        num_prompt_tokens=admission.num_prompt_tokens,
-        num_computed_tokens=admission.num_computed_tokens,
-        block_tables=[to_column(admission.blocks)],
-        sampling=plan_pb2.SamplingParams.FromString(admission.sampling),
-        grammar=admission.grammar,
-        request_id=admission.request_id,
-        traceparent=traceparent,
-    )
+def _encode_admission(message: plan_pb2.Admission, admission: RowAdmission, traceparent: str) -> None:
+    message.row = admission.row
+    message.generation = admission.generation
+    message.token_ids = to_column(admission.token_ids)
+    message.num_prompt_tokens = admission.num_prompt_tokens
+    message.num_computed_tokens = admission.num_computed_tokens
+    message.block_tables.append(to_column(admission.blocks))
+    message.sampling.MergeFromString(admission.sampling)
+    message.grammar = admission.grammar
+    message.request_id = admission.request_id
+    message.traceparent = traceparent
 
 
 def _step_done(peer: ev.Peer, epoch: int, result: plan_pb2.StepResult) -> ev.StepDone:
@@ -122,10 +124,6 @@ def _step_done(peer: ev.Peer, epoch: int, result: plan_pb2.StepResult) -> ev.Ste
         completed_copies = from_column(result.completed_copies).tolist() if result.completed_copies else ()
     except MalformedColumnError as error:
         raise MalformedFrameError(str(error)) from None
-    failures = [
-        ev.FailedRow(row=failure.row, generation=failure.generation, reason=failure.reason[:500])
-        for failure in result.failures
-    ]
     timings = result.timings
     return ev.StepDone(
         worker=peer,
@@ -133,7 +131,10 @@ def _step_done(peer: ev.Peer, epoch: int, result: plan_pb2.StepResult) -> ev.Ste
         step=result.step,
         rows=rows,
         tokens=tokens,
-        failures=tuple(failures),
+        failures=[
+            ev.FailedRow(row=failure.row, generation=failure.generation, reason=failure.reason[:500])
+            for failure in result.failures
+        ],
         scores=[
             ev.RowScores(row=s.row, generation=s.generation, prompt_index=s.prompt_index, scores=s.scores)
             for s in result.scores

@@ -33,7 +33,9 @@ def from_column(column: bytes) -> Int32Array:
 
 def from_columns(*columns: bytes) -> tuple[Int32Array, ...]:
     """Unpacks columns of one group, which must have equal length."""
-    arrays = tuple(map(from_column, columns))
-    if len(set(map(len, columns))) > 1:
-        raise MalformedColumnError(f"columns of one group differ in length: {[len(array) for array in arrays]}")
+    arrays = tuple([from_column(column) for column in columns])
+    length = len(columns[0])
+    for column in columns:
+        if len(column) != length:
+            raise MalformedColumnError(f"columns of one group differ in length: {[len(array) for array in arrays]}")
     return arrays

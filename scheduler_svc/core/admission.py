@@ -220,7 +220,8 @@ class Admission:
             message = f"the prompt has {num_tokens} tokens, the served model takes at most {self._longest - 1}"
             return Refusal(request, reason, message)
         if not 0 <= request.lowest_token <= request.highest_token < worker.model.vocab_size:
-            message = f"token ids must lie in [0, {worker.model.vocab_size}), found {request.highest_token}"
+            found = request.lowest_token if request.lowest_token < 0 else request.highest_token
+            message = f"token ids must lie in [0, {worker.model.vocab_size}), found {found}"
             return Refusal(request, EndReason.INVALID, message)
         # A worker that has nothing else to do may as well try: the forecast may be wrong.
         is_busy = worker.rows.num_running > 0

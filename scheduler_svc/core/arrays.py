@@ -22,3 +22,8 @@ def any_of(mask: BoolArray) -> bool:
 def all_of(mask: BoolArray) -> bool:
     """`mask.all()`, likewise."""
     return bool(np.count_nonzero(mask) == len(mask))
+
+
+def where(mask: BoolArray) -> IndexArray:
+    """`np.flatnonzero(mask)`, likewise."""
+    return mask.nonzero()[0]

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from scheduler_svc.core.arrays import IndexArray, Int32Array
+from scheduler_svc.core.arrays import IndexArray, Int32Array, any_of
 from scheduler_svc.core.errors import ProtocolViolationError
 from scheduler_svc.core.events import FailedRow, StepDone
 from scheduler_svc.core.request import Request, RequestState
@@ -67,10 +67,10 @@ def settle(worker: Worker, event: StepDone, now: float) -> Settled:
     if not _are_same(answered, event.rows) or len(event.tokens) != len(event.rows):
         raise ProtocolViolationError(f"the rows of step {event.step} are not those of its plan")
     # As unsigned numbers, negative ones are large.
-    if event.tokens.view(np.uint32).max(initial=0) >= worker.model.vocab_size:
+    if any_of(event.tokens.view(np.uint32) >= worker.model.vocab_size):
         raise ProtocolViolationError(f"step {event.step} sampled a token outside the vocabulary")
 
-    if not set(record.copy_ids) <= set(event.completed_copies):
+    if record.copy_ids and not set(record.copy_ids) <= set(event.completed_copies):
         raise ProtocolViolationError(f"step {event.step} was answered without its block copies")
 
     worker.in_flight.popleft()

@@ -225,7 +225,7 @@ class StepDone:
     """Rows that sampled, ascending."""
     tokens: Int32Array
     """One token per row."""
-    failures: tuple[FailedRow, ...] = ()
+    failures: Sequence[FailedRow] = ()
     scores: Sequence[RowScores] = ()
     completed_copies: Sequence[int] = ()
     """Ids of the block copies that are done."""

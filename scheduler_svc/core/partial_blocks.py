@@ -25,9 +25,8 @@ from typing import NamedTuple
 import numpy as np
 
 from scheduler_svc.core.arrays import IndexArray
+from shared.frames import TOKEN_BYTES
 from shared.prefix_keys import BlockKey
-
-TOKEN_BYTES = 4
 
 
 class PartialMatch(NamedTuple):

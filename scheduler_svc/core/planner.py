@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from scheduler_svc.core.admission import Admission, Refusal, victims_for_urgent
-from scheduler_svc.core.arrays import NO_INDICES, IndexArray, any_of
+from scheduler_svc.core.arrays import NO_INDICES, IndexArray, any_of, where
 from scheduler_svc.core.config import CoreConfig
 from scheduler_svc.core.forecast import Forecast
 from scheduler_svc.core.placement import Room
@@ -201,7 +201,7 @@ class Planner:
         rows = self._rows
         behind = (rows.rank > rows.rank[row]) | ((rows.rank == rows.rank[row]) & (rows.sequence >= rows.sequence[row]))
         has_progress = rows.committed - rows.num_prompt > rows.preempted_at
-        candidates = np.flatnonzero((rows.state != FREE) & behind & has_progress)
+        candidates = where((rows.state != FREE) & behind & has_progress)
         if not len(candidates):
             return None
         return int(candidates[np.lexsort((rows.sequence[candidates], rows.rank[candidates]))[-1]])
@@ -351,18 +351,18 @@ class Planner:
             worker=worker.peer,
             epoch=worker.epoch,
             step=worker.last_step,
-            leaves=np.array(leaves, np.intp) if leaves else NO_INDICES,
+            leaves=_indices(leaves),
             admissions=tuple(self._admissions),
-            append_rows=np.concatenate(self._append_rows) if self._append_rows else NO_INDICES,
-            append_blocks=np.concatenate(self._append_blocks) if self._append_rows else NO_INDICES,
-            chunk_rows=np.array(self._chunk_rows, np.intp) if self._chunk_rows else NO_INDICES,
-            chunk_lengths=np.array(self._chunk_lengths, np.intp) if self._chunk_rows else NO_INDICES,
+            append_rows=_joined(self._append_rows),
+            append_blocks=_joined(self._append_blocks),
+            chunk_rows=_indices(self._chunk_rows),
+            chunk_lengths=_indices(self._chunk_lengths),
             holds=holds,
             releases=releases,
             swap_outs=tuple(self._swap_outs),
             swap_ins=tuple(self._swap_ins),
-            copy_sources=np.array(self._copy_sources, np.intp) if self._copy_sources else NO_INDICES,
-            copy_targets=np.array(self._copy_targets, np.intp) if self._copy_sources else NO_INDICES,
+            copy_sources=_indices(self._copy_sources),
+            copy_targets=_indices(self._copy_targets),
             num_decodes=len(decodes),
             num_tokens=num_tokens,
             traced_rows=self._traced() if rows.traced else (),
@@ -382,8 +382,8 @@ class Planner:
             return NO_INDICES, NO_INDICES
         rows.held = held
         return (
-            np.flatnonzero(changed & held),
-            np.flatnonzero(changed & ~held),
+            where(changed & held),
+            where(changed & ~held),
         )
 
     def _advance_prefills(self) -> list[int]:
@@ -402,16 +402,31 @@ class Planner:
         """Rows that reach their limit in this step leave: what they cannot use is not planned."""
         rows = self._rows
         at_limit = rows.length[sampling] >= rows.limit[sampling]
-        for row in sampling[at_limit].tolist() if any_of(at_limit) else ():
+        if not any_of(at_limit):
+            return
+        for row in sampling[at_limit].tolist():
             request = self._worker.vacate(row)
             request.state = RequestState.ENDING
             self._outcome.ending.append(request)
 
     def _traced(self) -> tuple[tuple[bytes, int], ...]:
         """The traced requests that take part, as (front end, stream)."""
-        rows, chunks = self._rows, self._chunk_rows
-        takes_part = (
-            row for row in sorted(rows.traced) if row in chunks or (rows.state[row] == DECODE and not rows.held[row])
-        )
-        requests = (rows.requests[row] for row in takes_part)
-        return tuple((r.key.frontend, r.key.stream) for r in requests if r is not None)
+        rows = self._rows
+        traced = []
+        for row in sorted(rows.traced):
+            request = rows.requests[row]
+            assert request is not None
+            decodes = rows.state.item(row) == DECODE and not rows.held.item(row)
+            if decodes or row in self._chunk_rows:
+                traced.append((request.key.frontend, request.key.stream))
+        return tuple(traced)
+
+
+def _indices(numbers: list[int]) -> IndexArray:
+    return np.array(numbers, np.intp) if numbers else NO_INDICES
+
+
+def _joined(parts: list[IndexArray]) -> IndexArray:
+    if len(parts) == 1:
+        return parts[0]
+    return np.concatenate(parts) if parts else NO_INDICES

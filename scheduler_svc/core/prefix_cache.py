@@ -19,7 +19,8 @@ from typing import NamedTuple
 import numpy as np
 
 from scheduler_svc.core.arrays import NO_INDICES, IndexArray, all_of, any_of
-from scheduler_svc.core.partial_blocks import TOKEN_BYTES, PartialBlocks, PartialMatch, num_common
+from scheduler_svc.core.partial_blocks import PartialBlocks, PartialMatch, num_common
+from shared.frames import TOKEN_BYTES
 from shared.prefix_keys import KEY_BYTES, BlockKey
 
 
@@ -115,7 +116,8 @@ class PrefixCache:
         Returns:
             all blocks that are held here no longer: those that were, and what followed them.
         """
-        known = blocks[self.holds[blocks]]
+        held = self.holds[blocks]
+        known = blocks if all_of(held) else blocks[held]
         gone: list[IndexArray] = []
         if self.partial is not None and any_of(tails := self.partial.tails[known]):
             gone.append(known[tails])

@@ -28,12 +28,13 @@ from scheduler_svc.core.forecast import Forecast
 from scheduler_svc.core.history import History, Story
 from scheduler_svc.core.kept import KeptLogs, Log
 from scheduler_svc.core.plan import RowAdmission
-from scheduler_svc.core.request import TOKEN_BYTES, Request, RequestKey, RequestState, to_tokens
+from scheduler_svc.core.request import Request, RequestKey, RequestState, to_tokens
 from scheduler_svc.core.rows import DECODE
 from scheduler_svc.core.stats import RequestStats, request_stats
 from scheduler_svc.core.tenants import Tenants
 from scheduler_svc.core.waiting import make_queue
 from scheduler_svc.core.worker import Worker
+from shared.frames import TOKEN_BYTES
 
 _SMOOTHING = 0.05
 _CAUTION = 1.25

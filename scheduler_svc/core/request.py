@@ -19,7 +19,7 @@ from scheduler_svc.core.accounts import Account
 from scheduler_svc.core.arrays import Int32Array
 from scheduler_svc.core.events import Peer, RequestArrived
 from scheduler_svc.core.swapping import SwappedKV
-from shared.frames import TOKEN_BYTES as TOKEN_BYTES
+from shared.frames import TOKEN_BYTES
 
 _STORY_LENGTH = 64
 
@@ -153,11 +153,9 @@ class Request:
 
 def to_tokens(values: Int32Array) -> "array[int]":
     """A growable copy of a token column."""
-    tokens = array("i")
-    tokens.frombytes(np.ascontiguousarray(values, dtype=np.int32).tobytes())
-    return tokens
+    return array("i", values.tobytes())
 
 
 def as_column(tokens: "array[int]") -> Int32Array:
     """The tokens as `[n] int32`, copied, because the request's log goes on growing."""
-    return np.array(tokens, dtype=np.int32)
+    return np.frombuffer(tokens.tobytes(), np.int32)

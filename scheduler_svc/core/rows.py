@@ -15,13 +15,15 @@ Invariants, for rows that are not free:
 import numpy as np
 
 from scheduler_svc.core.accounts import Account, AccountNumbers
-from scheduler_svc.core.arrays import NO_INDICES, BoolArray, IndexArray, Int32Array, any_of
+from scheduler_svc.core.arrays import NO_INDICES, BoolArray, IndexArray, Int32Array, any_of, where
 from scheduler_svc.core.request import Request
 
 FREE, PREFILL, DECODE = 0, 1, 2
 
-_RECENT = 256
-"""Tokens kept per row before they are moved to the request's own log."""
+_RECENT = 512
+"""Places per row for tokens that are not yet in the request's own log."""
+_FLUSH_EVERY = _RECENT // 2
+"""Every row's tokens are moved there once in so many steps: a few rows with each, lest one step has to do all."""
 _STOPS = 4
 """Stop tokens that are compared by array; requests with more are looked at one by one."""
 _NO_TOKEN = -1
@@ -67,8 +69,13 @@ class RowTable:
         self._most_stops = 0
         """Of the arrays above, those that are in use."""
         self._many_stops: dict[int, frozenset[int]] = {}
-        self._recent = np.zeros((max_rows, _RECENT), np.int32)
-        self._num_recent = np.zeros(max_rows, np.intp)
+        self._recent = np.zeros(max_rows * _RECENT, np.int32)
+        """`_RECENT` places for each row."""
+        self._places = np.zeros(max_rows, np.intp)
+        """What to add to a row's length for the place of the token that follows."""
+        self._next_flush = 0
+        """The row whose turn is next."""
+        self._flush_rows = -(-max_rows // _FLUSH_EVERY)
         self._free = list(range(max_rows - 1, -1, -1))
         self._decoding: IndexArray | None = None
 
@@ -86,7 +93,7 @@ class RowTable:
     def decoding(self) -> IndexArray:
         """The rows in DECODE, ascending; not to be written to."""
         if self._decoding is None:
-            self._decoding = np.flatnonzero(self.state == DECODE)
+            self._decoding = where(self.state == DECODE)
         return self._decoding
 
     def occupy(
@@ -120,7 +127,7 @@ class RowTable:
         self.rank[row] = rank
         self.sequence[row] = request.sequence
         self.preempted_at[row] = request.preempted_at
-        self._num_recent[row] = 0
+        self._places[row] = row * _RECENT - num_tokens
         self._account[row] = self._accounts.enter(request.account)
         self._charged[row] = request.accounted_tokens
         stops = request.stop_token_ids
@@ -168,24 +175,23 @@ class RowTable:
 
     def grow(self, rows: IndexArray, blocks: IndexArray) -> None:
         """Appends one block to the table of each of distinct rows."""
-        self._tables[rows, self._num_blocks[rows]] = blocks
-        self._num_blocks[rows] += 1
-        self.capacity[rows] += self.block_size
+        num_blocks = self._num_blocks[rows]
+        self._tables[rows, num_blocks] = blocks
+        num_blocks += 1
+        self._num_blocks[rows] = num_blocks
+        self.capacity[rows] = num_blocks * self.block_size
 
     def commit(self, rows: IndexArray, tokens: Int32Array) -> Int32Array:
         """Appends one token to each of distinct rows; returns the index of each among its generated tokens."""
-        first_indices: Int32Array = self.committed[rows] - self.num_prompt[rows]
-        self.committed[rows] += 1
-        slots = self._num_recent[rows]
-        self._recent[rows, slots] = tokens
-        self._num_recent[rows] = slots + 1
-        full = slots == _RECENT - 1
-        if any_of(full):
-            for row in rows[full].tolist():
-                request = self.requests[row]
-                assert request is not None
+        length = self.committed[rows]
+        self._recent[self._places[rows] + length] = tokens
+        self.committed[rows] = length + 1
+        first = self._next_flush
+        self._next_flush = first + self._flush_rows if first + self._flush_rows < self.max_rows else 0
+        for row, request in enumerate(self.requests[first : first + self._flush_rows], first):
+            if request is not None:
                 self._flush(row, request)
-        return first_indices
+        return length - self.num_prompt[rows]
 
     def stopped(self, rows: IndexArray, tokens: Int32Array) -> IndexArray:
         """Positions within `rows` at which the token ends its row's request."""
@@ -199,16 +205,16 @@ class RowTable:
             hits = np.zeros(len(rows), np.bool_) if hits is None else hits
             for position, (row, token) in enumerate(zip(rows.tolist(), tokens.tolist(), strict=True)):
                 hits[position] |= token in self._many_stops.get(row, ())
-        return NO_INDICES if hits is None else np.flatnonzero(hits)
+        return NO_INDICES if hits is None else where(hits)
 
     def occupied(self) -> list[int]:
         """The rows that are not free."""
-        positions: list[int] = np.flatnonzero(self.state).tolist()
+        positions: list[int] = where(self.state != FREE).tolist()
         return positions
 
     def charge(self) -> list[tuple[Account, int]]:
         """The tokens that each account's rows have generated since they were last charged."""
-        rows = np.flatnonzero(self.state)
+        rows = where(self.state != FREE)
         generated = self.committed[rows] - self.num_prompt[rows]
         owed = np.bincount(self._account[rows], weights=generated - self._charged[rows])
         self._charged[rows] = generated
@@ -236,15 +242,18 @@ class RowTable:
                 continue
             assert self.num_prompt[row] <= self.committed[row] <= self.length[row] <= self.limit[row]
             assert self.capacity[row] == len(self.blocks(row)) * self.block_size
-            assert len(request.tokens) + self._num_recent[row] == self.committed[row]
+            num_recent = self._places[row] + self.committed[row] - row * _RECENT
+            assert 0 <= num_recent == self.committed[row] - len(request.tokens)
             if self.state[row] == PREFILL:
                 assert self.computed[row] < self.length[row] == self.committed[row]
             else:
                 assert self.capacity[row] >= self.length[row] - 1
-        assert self.decoding.tolist() == np.flatnonzero(self.state == DECODE).tolist()
-        assert sorted(self._free) == np.flatnonzero(self.state == FREE).tolist()
+        assert self.decoding.tolist() == where(self.state == DECODE).tolist()
+        assert sorted(self._free) == where(self.state == FREE).tolist()
 
     def _flush(self, row: int, request: Request) -> None:
-        count = self._num_recent[row]
-        request.tokens.frombytes(self._recent[row, :count].tobytes())
-        self._num_recent[row] = 0
+        length, place = self.committed.item(row), self._places.item(row)
+        first = row * _RECENT
+        if first - place < length:
+            request.tokens.frombytes(self._recent[first : place + length].tobytes())
+            self._places[row] = first - length
