@@ -280,6 +280,23 @@ def to_stream_end(effect: ef.RequestEnded) -> link_pb2.StreamEnd:
     return message
 
 
+def from_stream_end(end: link_pb2.StreamEnd, request: ev.RequestArrived) -> ef.RequestEnded:
+    """The same, read back."""
+    return ef.RequestEnded(
+        frontend=request.frontend,
+        stream=end.stream,
+        request_id=request.request_id,
+        reason=ef.EndReason[link_pb2.EndReason.Name(end.reason).removeprefix("END_REASON_")],
+        message=end.message,
+        retry_ms=end.retry_ms,
+        completion_tokens=end.completion_tokens,
+        stop_token_id=end.stop_token_id,
+        cached_prompt_tokens=end.cached_prompt_tokens,
+        preemptions=end.preemptions,
+        queued_s=end.queued_ns / 1e9,
+    )
+
+
 def _encode_end(message: link_pb2.StreamEnd, effect: ef.RequestEnded) -> None:
     message.stream = effect.stream
     message.reason = _REASONS[effect.reason]

@@ -108,16 +108,14 @@ class Admission:
                 return None
             if request.suspect:
                 # It is tried alone, in the next plan if it would fit now; until then it lets others pass.
-                self._worker.trial_due |= self._room(request) is not None
-                self._passed.append(request)
+                if self._is_prepared(request):
+                    self._worker.trial_due |= self._room(request) is not None
+                    self._passed.append(request)
                 continue
             if self._is_for_another(request):
                 self._elsewhere.append(request)
                 continue
-            if not self._worker.grammars.is_ready(request.grammar_key):
-                self._unprepared.append(request)
-                if self._worker.grammars.ask(request.grammar_key):
-                    self.wanted.append(request)
+            if not self._is_prepared(request):
                 continue
             room = self._room(request)
             if room is not None:
@@ -142,7 +140,12 @@ class Admission:
             request = self._waiting.take(self._worker.cached_tokens)
             if request is None:
                 return None
-            may_run = request.suspect and request.allowed > len(request.tokens) and self._refusal(request) is None
+            may_run = (
+                request.suspect
+                and request.allowed > len(request.tokens)
+                and self._worker.grammars.is_ready(request.grammar_key)
+                and self._refusal(request) is None
+            )
             room = self._room(request) if may_run else None
             if room is not None:
                 self._worker.gate.close()
@@ -183,6 +186,16 @@ class Admission:
             return False
         request.left_elsewhere += 1
         return True
+
+    def _is_prepared(self, request: Request) -> bool:
+        """Whether the worker has compiled the request's grammar; if not, the request waits, and it is asked to."""
+        grammars = self._worker.grammars
+        if grammars.is_ready(request.grammar_key):
+            return True
+        self._unprepared.append(request)
+        if grammars.ask(request.grammar_key):
+            self.wanted.append(request)
+        return False
 
     def _room(self, request: Request) -> Room | None:
         worker = self._worker

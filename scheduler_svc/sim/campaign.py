@@ -11,7 +11,7 @@ from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from dataclasses import dataclass
 
-from scheduler_svc.sim.coverage import NOT_SIMULATED, Coverage, Kind
+from scheduler_svc.sim.coverage import Coverage, Kind
 from scheduler_svc.sim.report import render
 from scheduler_svc.sim.scenario import draw
 from scheduler_svc.sim.simulation import Result, Simulation
@@ -78,7 +78,6 @@ def summary(outcome: Outcome) -> str:
     """The table of what was seen, and one closing line."""
     rate = outcome.num_events / max(outcome.seconds, 1e-9)
     missing = [f"never seen: {group} {name}" for group, name in outcome.coverage.missing()]
-    missing += [f"not simulated: {group} {name} ({why})" for (group, name), why in NOT_SIMULATED.items()]
     state = "ok" if outcome.ok else "failed"
     closing = (
         f"{state} simulations={outcome.num_simulations} events={outcome.num_events} seconds={outcome.seconds:.0f}"

@@ -13,6 +13,7 @@ from scheduler_svc.core import effects as ef
 from scheduler_svc.core import events as ev
 from scheduler_svc.core.effects import EndReason
 from scheduler_svc.sim.faults import NONE, Fault
+from scheduler_svc.sim.returns import Returns
 from scheduler_svc.sim.stream import Stream
 from scheduler_svc.sim.traffic import Demand, Traffic
 from scheduler_svc.sim.violation import StreamName, ViolationError
@@ -56,6 +57,7 @@ class Clients:
         self._service: ef.ServiceChanged | None = None
         self._refused = False
         """The queue was full."""
+        self.returns = Returns(world, self)
 
     # ---------------------------------------------------------------- what front ends do
 
@@ -109,11 +111,12 @@ class Clients:
 
     def _begin(self, frontend: _Frontend, demand: Demand) -> None:
         world = self._world
-        self._num_streams += 1
-        stream = Stream(StreamName(frontend.peer, self._num_streams), demand, world.now)
-        frontend.streams[self._num_streams] = stream
-        self.live[stream.name] = stream
+        stream = self._open(frontend, demand)
+        if demand.identified:
+            stream.identity = b"id%d" % self._num_streams
         self._submit(stream)
+        if demand.identified:
+            self.returns.began(stream)
         if demand.cancel_s is not None:
             world.agenda.after(demand.cancel_s, self._cancel, stream)
         if demand.twice:
@@ -131,10 +134,45 @@ class Clients:
         if stream.starved and demand.take_s is not None:
             world.agenda.after(demand.take_s, self._grant, stream, world.rng.choice((4, 7, 64)))
 
-    def _submit(self, stream: Stream) -> None:
+    def _open(self, frontend: _Frontend, demand: Demand) -> Stream:
+        self._num_streams += 1
+        stream = Stream(StreamName(frontend.peer, self._num_streams), demand, self._world.now)
+        frontend.streams[self._num_streams] = stream
+        self.live[stream.name] = stream
+        return stream
+
+    def a_frontend(self) -> ev.Peer | None:
+        """One that the core knows, or None."""
+        known = [frontend.peer for frontend in self._frontends.values() if frontend.joined]
+        return self._world.rng.choice(known) if known else None
+
+    def go_on(self, earlier: Stream, tokens: list[int]) -> None:
+        """A client goes on with a request that has these tokens, on any front end."""
+        peer = self.a_frontend()
+        if peer is None:
+            return
+        stream = self._open(self._frontends[peer], earlier.demand)
+        stream.identity = earlier.identity
+        stream.go_on_from(tokens)
+        self._submit(stream, again=True)
+        self.returns.began(stream)
+        if stream.starved and stream.end is None and earlier.demand.take_s is not None:
+            self._world.agenda.after(earlier.demand.take_s, self._grant, stream, 64)
+
+    def submit_twin(self, stream: Stream) -> Stream | None:
+        """Somebody submits a request of the same identity; returns its stream."""
+        peer = self.a_frontend()
+        if peer is None:
+            return None
+        twin = self._open(self._frontends[peer], stream.demand)
+        twin.identity, twin.is_twin = stream.identity, True
+        self._submit(twin)
+        return twin
+
+    def _submit(self, stream: Stream, *, again: bool = False) -> None:
         if stream.end is not None:
             return
-        event = stream.submission()
+        event = stream.submission(again=again)
         if self._service is not None and self._world.rng.random() < 0.5:
             event = self._with_keys(event, self._service)
         stream.begin(self._world.now)
@@ -231,6 +269,13 @@ class Clients:
     def _take(self, stream: Stream) -> None:
         taken, stream.untaken = stream.untaken, 0
         self._grant(stream, taken)
+
+    def scores_ready(self, effect: ef.ScoresReady) -> None:
+        """Log-probabilities for a stream."""
+        stream = self.find(StreamName(effect.frontend, effect.stream))
+        if stream is None:
+            raise ViolationError("stream.unknown", f"scores for stream {effect.stream} of {effect.frontend!r}")
+        stream.take_scores(effect)
 
     def request_ended(self, effect: ef.RequestEnded, justified: Callable[[Stream, EndReason], str | None]) -> None:
         """A stream's end."""
@@ -336,7 +381,7 @@ class Clients:
         self._world.feed(ev.FrontendJoined(frontend=frontend.peer))
         for stream in list(frontend.streams.values()):
             if not stream.known:
-                self._submit(stream)
+                self._submit(stream, again=True)
 
     def heal(self) -> None:
         """Every reader takes everything, unless it is to be ended for stalling."""

@@ -7,6 +7,7 @@ from scheduler_svc.core import events as ev
 from scheduler_svc.core.step_clock import MIN_DEADLINE_S
 from scheduler_svc.sim.coverage import Limit
 from scheduler_svc.sim.faults import Fault
+from scheduler_svc.sim.oracle import grammar_key
 from scheduler_svc.sim.scenario import draw_size
 from scheduler_svc.sim.sites import Epoch, Site
 from scheduler_svc.sim.violation import ViolationError
@@ -26,6 +27,8 @@ class Cluster:
         """Since when no worker takes requests, if none does."""
         self._served = ""
         """Fingerprint of the model served last."""
+        self.unusable = b""
+        """The key of the grammar that a worker, asked for it, has just reported that it cannot compile."""
         self._expectation = ""
         """What has to come of the answer that the core is given."""
 
@@ -54,6 +57,8 @@ class Cluster:
                 self._lose(event.worker)
             case ev.WorkerHello():
                 self._lose(event.worker)
+            case ev.GrammarReported():
+                self._grammar_reported(event)
             case ev.DrainRequested():
                 for epoch in self.usable:
                     if epoch.worker_id == event.worker_id:
@@ -62,6 +67,16 @@ class Cluster:
             case ev.ResumeRequested():
                 for epoch in self.epochs.values():
                     epoch.draining &= epoch.worker_id != event.worker_id
+
+    def _grammar_reported(self, event: ev.GrammarReported) -> None:
+        epoch = self.epochs.get(event.worker)
+        self.unusable = b""
+        if epoch is not None and epoch.number == event.epoch and event.key in epoch.asked:
+            epoch.asked.remove(event.key)
+            if event.failure:
+                self.unusable = event.key
+            else:
+                epoch.compiled.add(event.key)
 
     def _expect(self, event: ev.StepDone) -> str:
         epoch = self.epochs.get(event.worker)
@@ -132,6 +147,16 @@ class Cluster:
             self._world.coverage.limit(Limit.MODEL)
         self._served = fingerprint
         self.epochs[effect.worker] = site.welcomed(effect.epoch)
+
+    def grammar_wanted(self, effect: ef.GrammarWanted) -> None:
+        """The core asks a worker for a grammar: once, and for none that it has."""
+        epoch = self.epochs[effect.worker]
+        if effect.epoch != epoch.number or effect.key != grammar_key(effect.grammar):
+            raise ViolationError("grammar.wanted", f"{effect} in epoch {epoch.number}")
+        if effect.key in epoch.asked | epoch.compiled:
+            raise ViolationError("grammar.wanted", f"{effect.grammar!r} is wanted twice of {effect.worker!r}")
+        epoch.asked.add(effect.key)
+        self._site(effect.worker).compile_grammar(epoch, effect.key)
 
     def refused(self, effect: ef.WorkerRefused) -> None:
         """The core turns a worker away; it comes back as one that can serve."""

@@ -37,25 +37,9 @@ class Limit(enum.Enum):
     IDLE_WITH_WAITING = "idle worker, and requests wait that all do not fit"
 
 
-NOT_SIMULATED: dict[Kind, str] = {
-    ("event", "ResumeAsked"): "clients that come back: tests/scheduler_svc/test_kept.py, tests/e2e/test_resume.py",
-    ("event", "RequestsDropped"): "clients that come back: tests/scheduler_svc/test_kept.py",
-    ("event", "LogsRestored"): "clients that come back: tests/scheduler_svc/test_journal.py",
-    ("effect", "LogBegun"): "clients that come back: tests/scheduler_svc/test_journal.py",
-    ("effect", "LogEnded"): "clients that come back: tests/scheduler_svc/test_journal.py",
-    ("effect", "LogDropped"): "clients that come back: tests/scheduler_svc/test_journal.py",
-    ("effect", "ResumeAnswered"): "clients that come back: tests/scheduler_svc/test_kept.py",
-    ("end", "DUPLICATE"): "clients that come back: tests/scheduler_svc/test_kept.py",
-    ("event", "GrammarReported"): "structured output: tests/scheduler_svc/test_grammars.py",
-    ("effect", "GrammarWanted"): "structured output: tests/scheduler_svc/test_grammars.py",
-    ("effect", "ScoresReady"): "log-probabilities pass through unread: tests/scheduler_svc/test_links.py",
-}
-"""Kinds that no simulated world has yet, and what tests them instead."""
-
-
 def expected_kinds() -> list[Kind]:
     """Every kind that a campaign must see at least once."""
-    kinds = [
+    return [
         *(("event", kind.__name__) for kind in ev.Event.__args__),
         *(("effect", kind.__name__) for kind in ef.Effect.__args__),
         *(("end", reason.name) for reason in ef.EndReason),
@@ -67,7 +51,6 @@ def expected_kinds() -> list[Kind]:
         *(("victims", rule) for rule in VICTIM_RULES),
         *(("prefix cache", kind) for kind in PREFIX_CACHES),
     ]
-    return [kind for kind in kinds if kind not in NOT_SIMULATED]
 
 
 class Coverage:

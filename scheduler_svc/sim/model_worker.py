@@ -15,13 +15,14 @@ Rows fail on demand: with `spoil` their KV is worth nothing from then on (NaN), 
 well; without, only their sampling fails.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from scheduler_svc.core import events as ev
 from scheduler_svc.core.plan import Plan, RowAdmission
-from scheduler_svc.sim.oracle import EMPTY, VOCAB, extend, token_after
+from scheduler_svc.sim.oracle import EMPTY, SCORED, VOCAB, extend, scores_of, token_after
 from scheduler_svc.sim.violation import StreamName, ViolationError
 
 _NOTHING = -1
@@ -53,6 +54,10 @@ class Row:
     held: bool = False
     fails: bool = False
     spoil: Spoil | None = None
+    scored: bool = False
+    """Its tokens are wanted with log-probabilities."""
+    num_prompt_unscored: int = 0
+    """Prompt tokens whose log-probabilities are still to come; all come with its first token."""
 
 
 @dataclass(slots=True)
@@ -210,6 +215,8 @@ class ModelWorker:
             values.append(value)
         computed = admission.num_computed_tokens
         row = Row(index, admission.generation, name, tokens, values, admission.blocks.tolist(), computed)
+        if admission.sampling == SCORED:
+            row.scored, row.num_prompt_unscored = True, admission.num_prompt_tokens if computed == 0 else 0
         self.rows[index] = row
         for number, block in enumerate(row.blocks):
             self._name_block(row, block, fresh=(number + 1) * self.block_size > computed)
@@ -352,6 +359,14 @@ class ModelWorker:
                 self._spoils[own] = spoil
             return
 
+    @staticmethod
+    def _scores(row: Row, token: int) -> Iterator[ev.RowScores]:
+        if row.num_prompt_unscored > 1:
+            prompt = scores_of(row.tokens[1 : row.num_prompt_unscored])
+            yield ev.RowScores(row=row.index, generation=row.generation, prompt_index=1, scores=prompt)
+        row.num_prompt_unscored = 0
+        yield ev.RowScores(row=row.index, generation=row.generation, prompt_index=0, scores=scores_of([token]))
+
     def _sample(self, plan: Plan, rows: list[Row]) -> ev.StepDone:
         step = plan.step
         copies = plan.swap_outs + plan.swap_ins
@@ -360,6 +375,7 @@ class ModelWorker:
         sampled: list[int] = []
         tokens: list[int] = []
         failures: list[ev.FailedRow] = []
+        scores: list[ev.RowScores] = []
         for row in rows:
             row.decoding = True
             token = token_after(row.values[-1])
@@ -370,6 +386,8 @@ class ModelWorker:
             else:
                 sampled.append(row.index)
                 tokens.append(token)
+                if row.scored:
+                    scores += self._scores(row, token)
             row.values.append(extend(row.values[-1], token, len(row.tokens)))
             row.tokens.append(token)
         return ev.StepDone(
@@ -379,6 +397,7 @@ class ModelWorker:
             rows=np.array(sampled, np.int32),
             tokens=np.array(tokens, np.int32),
             failures=tuple(failures),
+            scores=scores,
             completed_copies=[copy.copy_id for copy in copies],
             copied_blocks=copied if self.copy_s else 0,
             copy_s=copied * self.copy_s,

@@ -38,3 +38,17 @@ def expected_output(prompt: list[int], max_tokens: int, stops: set[int]) -> list
         output.append(token_after(value))
         value = extend(value, output[-1], len(prompt) + len(output) - 1)
     return output
+
+
+SCORED = b"scored"
+"""The sampling parameters of requests that ask for log-probabilities."""
+
+
+def scores_of(tokens: list[int]) -> bytes:
+    """What stands for the tokens' log-probabilities."""
+    return b"".join(token.to_bytes(4, "little", signed=True) for token in tokens)
+
+
+def grammar_key(grammar: bytes) -> bytes:
+    """By which the core knows a grammar."""
+    return b"key of " + grammar if grammar else b""

@@ -82,8 +82,8 @@ class WaitingRoom:
         for largest, sequence, other in self._queue_of(stream):
             if (largest, sequence) >= key:
                 break
-            if other.starved:
-                continue
+            if other.starved or other.demand.grammar:
+                continue  # the latter may have waited for this worker to compile
             count = self._overtaken[other] = self._overtaken[other] + 1
             self._world.coverage.limit(Limit.OVERTAKEN)
             if count == MAX_OVERTAKEN:

@@ -15,9 +15,11 @@ from scheduler_svc.core.suspicion import FATAL_STEPS
 from scheduler_svc.sim.clients import Clients
 from scheduler_svc.sim.cluster import Cluster
 from scheduler_svc.sim.coverage import Limit
+from scheduler_svc.sim.oracle import grammar_key
 from scheduler_svc.sim.order import WaitingRoom
 from scheduler_svc.sim.sites import Epoch
 from scheduler_svc.sim.stream import Stream
+from scheduler_svc.sim.traffic import UNUSABLE
 from scheduler_svc.sim.violation import StreamName, ViolationError
 from scheduler_svc.sim.world import World
 
@@ -52,10 +54,11 @@ class Promises:
             case ev.RequestArrived():
                 stream = self._live(event.frontend, event.stream)
                 if stream is not None and not self.waiting.knows(stream):
-                    if self._num_waiting >= self._config.max_queued_requests:
+                    # Who takes a request over makes room by ending the other one first.
+                    if self._num_waiting >= self._config.max_queued_requests + event.again:
                         raise ViolationError("limit.queue", f"{self._num_waiting} wait already", stream.name)
                     most = self._most_queued(stream)
-                    if most and self._omniscient and self._num_queued_beside(stream) >= most:
+                    if most and self._omniscient and self._num_queued_beside(stream) >= most + event.again:
                         raise ViolationError("limit.tenant_queue", f"{most} of its tenant wait already", stream.name)
                     self.waiting.arrive(stream)
                     self._wait(stream)
@@ -63,8 +66,16 @@ class Promises:
                 stream = self._live(event.frontend, event.stream)
                 if stream is not None and stream.placed is None:
                     self._wait(stream)
+            case ev.GrammarReported() if self._cluster.unusable:
+                self._check_unusable(self._cluster.unusable)
             case ev.TimePassed():
                 self._check_waits()
+
+    def _check_unusable(self, key: bytes) -> None:
+        """A grammar that cannot be compiled ends everybody who has it."""
+        for stream in self._clients.live.values():
+            if stream.known and grammar_key(stream.demand.grammar) == key:
+                raise ViolationError("grammar.unusable", f"it goes on with {stream.demand.grammar!r}", stream.name)
 
     def _check_waits(self) -> None:
         """Nobody waits for a worker, or for a reader, longer than is said."""
@@ -169,6 +180,8 @@ class Promises:
                     return f"only {self._num_waiting} were waiting"
                 self._world.coverage.limit(Limit.QUEUE)
             case EndReason.INVALID:
+                if stream.demand.grammar == UNUSABLE:
+                    return None
                 if stream.demand.valid and (stream.tokens or stream.num_known < self._cluster.longest()):
                     return "it is valid"
             case EndReason.LENGTH:
@@ -241,6 +254,12 @@ class Promises:
             raise ViolationError("plan.admission", "the request is not live", row.name)
         if epoch.draining:
             raise ViolationError("worker.draining", f"an admission to {epoch.worker_id}", row.name)
+        if stream.demand.grammar and grammar_key(stream.demand.grammar) not in epoch.compiled:
+            raise ViolationError("grammar.compiled", f"{epoch.worker_id} has not compiled its grammar", row.name)
+        if admission.grammar != stream.demand.grammar:
+            raise ViolationError("plan.admission", f"grammar {admission.grammar!r}", row.name)
+        if num_cached and stream.demand.scored and not plan.swap_ins:
+            raise ViolationError("prefix.whole", f"{num_cached} cached tokens", row.name)
         known = [*stream.demand.prompt, *stream.tokens]
         if row.tokens[: len(known)] != known or len(row.tokens) > len(known) + 1:
             raise ViolationError("plan.admission", f"{len(row.tokens)} tokens, {len(known)} are known", row.name)
@@ -310,6 +329,8 @@ class Promises:
         for stream in self.waiting.streams():
             needed = -(-stream.num_known // epoch.model.block_size)
             prefilling = any(not row.decoding for row in epoch.model.rows.values())
+            if stream.demand.grammar and grammar_key(stream.demand.grammar) not in epoch.compiled:
+                return
             if needed + reserve > available or self._unsettled(stream) or prefilling or stream.starved:
                 return
         raise ViolationError(

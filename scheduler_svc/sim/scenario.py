@@ -7,6 +7,7 @@ real pool meets in a month. A few seeds are larger. Times are such that every li
 import dataclasses
 import random
 from dataclasses import dataclass, replace
+from typing import Any
 
 from scheduler_svc.core.batching import BATCHING_MODES, BatchingLimits
 from scheduler_svc.core.capacity import CAPACITY_MODES
@@ -70,6 +71,12 @@ class TrafficShape:
     """Window of readers in tokens; 0: no flow control."""
     traced: float
     """Share of traced requests. With 1 the simulator knows of every preemption."""
+    grammars: float = 0.0
+    """Share of requests with a grammar."""
+    scored: float = 0.0
+    """Share of requests that ask for log-probabilities."""
+    identified: float = 0.0
+    """Share of requests that somebody comes back to."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +99,7 @@ def draw(seed: int, *, faults: bool = True) -> Scenario:
     rng = random.Random(seed)
     large = rng.random() < 0.1
     max_num_seqs = rng.randint(13, 48) if large else rng.choice((1, 2, 4, 6, 8, 12))
-    config = dataclasses.replace(_draw_config(rng, max_num_seqs), classes=_draw_classes(seed))
+    config = dataclasses.replace(_draw_config(rng, max_num_seqs), classes=_draw_classes(seed), **_draw_keeping(seed))
     context = rng.choice((16, 40, 80, 160)) * (4 if large else 1)
     workers = tuple(draw_size(rng, config, context) for _ in range(rng.choice((1, 1, 1, 1, 2, 2, 3, 4))))
     step = 10 ** rng.uniform(-3.7, -2.3)
@@ -109,7 +116,7 @@ def draw(seed: int, *, faults: bool = True) -> Scenario:
             turn=rng.choice((0.0, 0.1, 0.5, 1.0, 1.0)) * step,
             tick=rng.choice((0.05, 0.2, 0.4)),
         ),
-        traffic=_draw_traffic(rng, step, context, max_num_seqs, len(workers)),
+        traffic=_with_extras(_draw_traffic(rng, step, context, max_num_seqs, len(workers)), seed),
         faults=_with_poison(draw_rates(rng, step), seed) if faults else FaultRates((), 0.0, (), 0.0, {}),
         check_every=rng.choice((32, 64, 128)),
     )
@@ -179,6 +186,19 @@ def _with_poison(rates: FaultRates, seed: int) -> FaultRates:
     if rng.random() < 0.75:
         return rates
     return replace(rates, of_requests=rates.of_requests | {Fault.POISON: 10 ** rng.uniform(-2.5, -1.0)})
+
+
+def _draw_keeping(seed: int) -> dict[str, Any]:
+    """How much is kept of requests whose clients may come back, and how long."""
+    rng = random.Random(f"keeping of {seed}")
+    return {"resume_keep_s": rng.choice((0.01, 0.5, 300.0)), "resume_keep_bytes": rng.choice((2_000, 1 << 28, 1 << 28))}
+
+
+def _with_extras(traffic: TrafficShape, seed: int) -> TrafficShape:
+    """Grammars, log-probabilities and clients that come back, each in one of four worlds."""
+    rng = random.Random(f"extras of {seed}")
+    shares = [rng.choice((0.1, 0.6)) if rng.random() < 0.25 else 0.0 for _ in range(3)]
+    return replace(traffic, grammars=shares[0], scored=shares[1], identified=shares[2])
 
 
 def _draw_classes(seed: int) -> dict[str, RequestClass]:

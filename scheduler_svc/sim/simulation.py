@@ -104,7 +104,12 @@ class Simulation:
             ef.WorkerRefused: self._cluster.refused,
             ef.WorkerUnknown: lambda effect: self._cluster.unknown(effect, self._event),
             ef.WorkerEmptied: lambda effect: None,
-            ef.GrammarWanted: lambda effect: None,
+            ef.GrammarWanted: self._cluster.grammar_wanted,
+            ef.ScoresReady: self._clients.scores_ready,
+            ef.ResumeAnswered: self._clients.returns.answered,
+            ef.LogBegun: self._clients.returns.log_begun,
+            ef.LogEnded: self._clients.returns.log_ended,
+            ef.LogDropped: self._clients.returns.log_dropped,
             ef.AttemptPrefilled: lambda effect: None,
             ef.AttemptEnded: lambda effect: self._promises.attempt_ended(effect),
         }
@@ -286,6 +291,7 @@ class Simulation:
         self._core = Scheduler(self._scenario.config, self._world.rng.getrandbits(63))
         self._promises = Promises(self._world, self._cluster, self._clients)
         self._cluster.core_died()
+        self._clients.returns.core_died()
         self._clients.core_died()
 
     # ---------------------------------------------------------------- phase two

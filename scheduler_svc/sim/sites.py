@@ -15,7 +15,9 @@ from scheduler_svc.sim.answers import malformed, with_unknown_failure
 from scheduler_svc.sim.coverage import Limit
 from scheduler_svc.sim.faults import Fault
 from scheduler_svc.sim.model_worker import ModelWorker
+from scheduler_svc.sim.oracle import grammar_key
 from scheduler_svc.sim.scenario import WorkerSize, draw_size
+from scheduler_svc.sim.traffic import UNUSABLE
 from scheduler_svc.sim.violation import StreamName, ViolationError
 from scheduler_svc.sim.world import World
 
@@ -56,6 +58,10 @@ class Epoch:
     preempted: bool = False
     """Somebody was preempted, so the core keeps a headroom that only it knows."""
     draining: bool = False
+    asked: set[bytes] = field(default_factory=set)
+    """Grammars that it was asked for and has not reported, by key."""
+    compiled: set[bytes] = field(default_factory=set)
+    """Grammars that the core knows to be compiled."""
     context: int = 0
     """Longest sequence that fits."""
 
@@ -153,6 +159,21 @@ class Site:
             lost = ev.WorkerLost(worker=peer, reason="its connection is gone")
             world.agenda.after(world.rng.random() * _NOTICE_S, world.feed, lost)
         self._boot_after(world.rng.uniform(0.0, 0.3) if back_after is None else back_after)
+
+    def compile_grammar(self, epoch: Epoch, key: bytes) -> None:
+        """Compiles off the way of its steps, and reports; now and then twice, or for an epoch that is over."""
+        world = self._world
+        usable = key != grammar_key(UNUSABLE)
+        delay = world.latency() + world.scenario.pace.step * world.rng.uniform(0, 20)
+        report = ev.GrammarReported(worker=epoch.peer, epoch=epoch.number, key=key, failure="" if usable else "empty")
+        stale = dataclasses.replace(report, epoch=epoch.number - 1)
+        reports = world.rng.choice(((report,), (report,), (stale, report), (report, report)))
+        for number, each in enumerate(reports):
+            world.agenda.after(delay + number * world.latency(), self._report, epoch, each)
+
+    def _report(self, epoch: Epoch, report: ev.GrammarReported) -> None:
+        if self._world.now <= epoch.dead_from:
+            self._world.feed(report)
 
     def lives(self, epoch: Epoch) -> bool:
         """Whether the process that has this epoch is there."""

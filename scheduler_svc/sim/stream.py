@@ -12,7 +12,7 @@ import numpy as np
 from scheduler_svc.core import effects as ef
 from scheduler_svc.core import events as ev
 from scheduler_svc.core.effects import EndReason
-from scheduler_svc.sim.oracle import extend, token_after, value_of
+from scheduler_svc.sim.oracle import SCORED, extend, grammar_key, scores_of, token_after, value_of
 from scheduler_svc.sim.traffic import Demand
 from scheduler_svc.sim.violation import StreamName, ViolationError
 from shared.frames import TOKEN_BYTES
@@ -31,6 +31,12 @@ class Stream:
         self.known = False
         """The core has it."""
         self.end: EndReason | None = None
+        self.identity = b""
+        """What somebody who comes back to it names it by; empty: nobody does."""
+        self.is_twin = False
+        """Another stream of its identity is live."""
+        self.num_scored = 0
+        """Of its tokens, those whose log-probabilities have come."""
         self.tokens: list[int] = []
         self.allowed = demand.credit // TOKEN_BYTES
         """Tokens that its credit covers."""
@@ -78,9 +84,16 @@ class Stream:
         """Its reader has no credit left."""
         return len(self.tokens) >= self.allowed
 
+    def go_on_from(self, tokens: list[int]) -> None:
+        """It begins with these tokens, which were delivered to somebody before; its credit is for further ones."""
+        self.tokens = tokens
+        self.allowed += len(tokens)
+        self._value = value_of([*self.demand.prompt, *tokens])
+
     def begin(self, now: float) -> None:
         """A core is given the stream."""
         self.known = True
+        self.num_scored = len(self.tokens)
         self.arrival = self.last_move = now
         self.context = math.inf
         self.placed = None
@@ -88,8 +101,8 @@ class Stream:
         self.preempted_at = -1
         self.unsettled_until = None
 
-    def submission(self) -> ev.RequestArrived:
-        """What its front end says to a core that does not know it."""
+    def submission(self, *, again: bool = False) -> ev.RequestArrived:
+        """What its front end says to a core that does not know it; `again`: it may know the request."""
         demand = self.demand
         credit = (self.allowed - len(self.tokens)) * TOKEN_BYTES + self._spare
         return ev.RequestArrived(
@@ -100,7 +113,7 @@ class Stream:
             num_prompt_tokens=len(demand.prompt),
             max_tokens=demand.max_tokens,
             stop_token_ids=np.array(sorted(demand.stops), np.int32),
-            sampling=b"",
+            sampling=SCORED if demand.scored else b"",
             credit=credit,
             deadline=self.deadline,
             traceparent=_TRACEPARENT if demand.traced else "",
@@ -111,7 +124,25 @@ class Stream:
             expected_output_tokens=demand.expected_output_tokens,
             ttft_deadline=self.ttft_deadline,
             total_deadline=self.total_deadline,
+            grammar=demand.grammar,
+            grammar_key=grammar_key(demand.grammar),
+            computes_whole_prompt=demand.scored,
+            identity=self.identity,
+            again=again,
         )
+
+    def take_scores(self, effect: ef.ScoresReady) -> None:
+        """Log-probabilities from the core: of its prompt, or of the token that comes next."""
+        if self.end is not None or not self.known or not self.demand.scored:
+            raise ViolationError("scores.unasked", f"scores of token {effect.first_index}", self.name)
+        if effect.of_prompt:
+            sound = (effect.first_index, effect.scores) == (1, scores_of(self.demand.prompt[1:]))
+        else:
+            expected = len(self.tokens), scores_of([token_after(self._value)])
+            sound = (effect.first_index, effect.scores) == expected
+            self.num_scored = effect.first_index + 1
+        if not sound:
+            raise ViolationError("scores.wrong", f"{effect} after {len(self.tokens)} tokens", self.name)
 
     def grant(self, credit: int, now: float) -> None:
         """Its reader took `credit` bytes."""
@@ -135,6 +166,8 @@ class Stream:
             raise ViolationError("stream.token", f"token {index} is {token}, not {expected}", self.name)
         self._value = extend(self._value, token, len(self.demand.prompt) + index)
         self.tokens.append(token)
+        if self.demand.scored and self.num_scored != len(self.tokens):
+            raise ViolationError("scores.missing", f"token {index} came without", self.name)
         self.last_move = now
         self.must_end = token in self.demand.stops or len(self.tokens) >= self.demand.max_tokens
 
@@ -169,6 +202,8 @@ class Stream:
                 return "a stop token" if stopped else None
             case EndReason.STOP_STRING:
                 return None if self.stop_sent and effect.completion_tokens == self.demand.keep_tokens else "not found"
+            case EndReason.DUPLICATE:
+                return None if self.is_twin else "no other stream has its identity"
             case EndReason.ROW_FAILED:
                 return None if self.row_failed else "no row of it failed"
         return None

@@ -8,6 +8,9 @@ from scheduler_svc.sim.oracle import VOCAB, expected_output
 from scheduler_svc.sim.scenario import TENANTS, Pace, TrafficShape
 
 _ENDLESS = 1 << 30
+UNUSABLE = b"unusable"
+GRAMMARS = (b"a", b"a", b"b", b"c", UNUSABLE)
+"""Workers cannot compile the last one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +42,11 @@ class Demand:
     twice: bool
     """Submitted a second time by a front end in doubt."""
     valid: bool
+    grammar: bytes = b""
+    scored: bool = False
+    """It asks for the log-probabilities of its output and of its prompt."""
+    identified: bool = False
+    """Somebody comes back to it."""
     poison_at: int | None = None
     """Whoever computes it dies once it has so many generated tokens."""
 
@@ -93,7 +101,17 @@ class Traffic:
             twice=False,
             valid=True,
         )
-        return self._with_faults(demand)
+        return self._with_faults(self._with_extras(demand))
+
+    def _with_extras(self, demand: Demand) -> Demand:
+        rng, shape = self._rng, self._shape
+        if shape.grammars and rng.random() < shape.grammars:
+            demand = replace(demand, grammar=rng.choice(GRAMMARS))
+        if shape.scored and rng.random() < shape.scored:
+            demand = replace(demand, scored=True)
+        if shape.identified and rng.random() < shape.identified:
+            demand = replace(demand, identified=True)
+        return demand
 
     def _with_faults(self, demand: Demand) -> Demand:
         rng, pace = self._rng, self._pace

@@ -15,6 +15,8 @@ from scheduler_svc.core.batching import BatchingLimits
 from scheduler_svc.core.block_pool import BlockPool
 from scheduler_svc.core.capacity import Capacity
 from scheduler_svc.core.fleet import Fleet
+from scheduler_svc.core.grammars import Grammars
+from scheduler_svc.core.kept import KeptLogs
 from scheduler_svc.core.partial_blocks import PartialBlocks
 from scheduler_svc.core.planner import Planner
 from scheduler_svc.core.prefix_cache import PrefixCache
@@ -96,6 +98,13 @@ def with_moves(scenario: Scenario) -> Scenario:
     """Three equal workers, two plans in flight, and drains that move requests."""
     several = dataclasses.replace(with_limits(max_plans_in_flight=2)(scenario), workers=scenario.workers[:1] * 3)
     return with_faults(Fault.DRAIN, per_100_steps=100 * scenario.pace.step)(several)
+
+
+def with_extras(scenario: Scenario) -> Scenario:
+    """Many requests have grammars, ask for log-probabilities, or are come back to."""
+    traffic = dataclasses.replace(scenario.traffic, grammars=0.5, scored=0.5, identified=0.5)
+    config = dataclasses.replace(scenario.config, resume_keep_s=300.0, resume_keep_bytes=1 << 28)
+    return dataclasses.replace(scenario, traffic=traffic, config=config)
 
 
 def with_few_words(scenario: Scenario) -> Scenario:
@@ -490,3 +499,66 @@ def frontends_confused(patch: pytest.MonkeyPatch) -> None:
     _wrap(
         patch, RowTable, "occupy", lambda occupy, self, *a, frontend_index, **k: occupy(self, *a, frontend_index=0, **k)
     )
+
+
+@bug("grammar.compiled", aim=with_extras)
+def grammar_not_awaited(patch: pytest.MonkeyPatch) -> None:
+    """A request is planned before its grammar has been compiled."""
+    patch.setattr(Grammars, "is_ready", lambda self, key: True)
+
+
+@bug("grammar.wanted", aim=with_extras)
+def grammar_asked_for_twice(patch: pytest.MonkeyPatch) -> None:
+    """A worker is asked for a grammar again while it compiles it."""
+
+    def ask(original: Any, self: Grammars, key: bytes) -> bool:
+        original(self, key)
+        return True
+
+    _wrap(patch, Grammars, "ask", ask)
+
+
+@bug("scores.wrong", "scores.missing", aim=with_extras)
+def scores_of_the_token_before(patch: pytest.MonkeyPatch) -> None:
+    """Log-probabilities come with the index of the token before theirs."""
+    _wrap(
+        patch,
+        commit,
+        "_scores",
+        lambda scores, *a: [(request, index - 1, of_prompt, each) for request, index, of_prompt, each in scores(*a)],
+    )
+
+
+@bug("resume.duplicate", "log.begun", aim=with_extras)
+def duplicate_accepted(patch: pytest.MonkeyPatch) -> None:
+    """A second request of the same id runs beside the first."""
+    _wrap(
+        patch,
+        RequestRegistry,
+        "arrive",
+        lambda arrive, self, event, now: (self._identified.pop(event.identity, None), arrive(self, event, now))[1],
+    )
+
+
+@bug("resume.tokens", aim=with_extras)
+def log_one_short(patch: pytest.MonkeyPatch) -> None:
+    """The newest token is missing from what is kept of a request."""
+    _wrap(
+        patch,
+        KeptLogs,
+        "put",
+        lambda put, self, key, log, now: put(self, key, dataclasses.replace(log, tokens=log.tokens[:-4]), now),
+    )
+
+
+@bug("resume.over", aim=with_extras)
+def taken_over_and_going_on(patch: pytest.MonkeyPatch) -> None:
+    """A request goes on although its client has asked for it elsewhere."""
+
+    def resume(original: Any, self: RequestRegistry, event: Any, now: float) -> None:
+        live = self._identified.pop(event.identity, None)
+        original(self, event, now)
+        if live is not None:
+            self._identified[event.identity] = live
+
+    _wrap(patch, RequestRegistry, "resume", resume)

@@ -1,5 +1,6 @@
 """What the simulator found in the core, each as the smallest history that shows it."""
 
+from scheduler_svc.core import events as ev
 from scheduler_svc.sim.model_worker import ModelWorker
 from scheduler_svc.sim.oracle import expected_output
 from tests.scheduler_svc.cluster import Cluster
@@ -38,3 +39,25 @@ def test_what_was_built_on_a_failed_rows_prefix_is_not_shared() -> None:
         reader = cluster.submit(stream, [*longer, stream], 8)
         cluster.run()
         assert reader.tokens == expected_output(reader.prompt, 8, set())
+
+
+def test_a_suspect_waits_for_its_grammar() -> None:
+    """Whoever is tried alone runs, as anybody does, only where its grammar has been compiled; others run meanwhile."""
+    cluster = Cluster(max_num_seqs=4, max_num_batched_tokens=16)
+    suspect = cluster.submit(1, [1, 2, 3], 6, grammar=b"g")
+    for number in (1, 2):
+        worker = ModelWorker(b"w/%d" % number, 64, 4, 8)
+        cluster.join(worker)
+        cluster.plan()
+        cluster.handle(ev.GrammarReported(worker=worker.peer, epoch=worker.epoch, key=b"g"))
+        assert cluster.plan()
+        cluster.lose(worker.peer)
+    last = ModelWorker(b"w/3", 64, 4, 8)
+    cluster.join(last)
+    other = cluster.submit(2, [4, 5], 5)
+    cluster.run()
+    assert (suspect.tokens, other.tokens) == ([], expected_output([4, 5], 5, set()))
+
+    cluster.handle(ev.GrammarReported(worker=last.peer, epoch=last.epoch, key=b"g"))
+    cluster.run()
+    assert suspect.tokens == expected_output([1, 2, 3], 6, set())

@@ -1,0 +1,177 @@
+"""Clients that come back: requests with an identity, taken over, detached and resumed, submitted twice, dropped.
+
+What the core keeps is known exactly: it says when a log begins, ends and is given up, as it says to a journal. So what
+it answers to a client that asks is known as well, and after a restart it may be given back what it kept.
+"""
+
+import enum
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from scheduler_svc.core import effects as ef
+from scheduler_svc.core import events as ev
+from scheduler_svc.core.effects import EndReason
+from scheduler_svc.core.kept import Log
+from scheduler_svc.sim.stream import Stream
+from scheduler_svc.sim.violation import StreamName, ViolationError
+from scheduler_svc.sim.world import World
+
+if TYPE_CHECKING:
+    from scheduler_svc.sim.clients import Clients
+
+_AGAIN = 0.5
+"""Probability that somebody does one more thing about a request."""
+
+
+class Act(enum.Enum):
+    """What somebody does about a request with an identity."""
+
+    RESUME = enum.auto()
+    DETACH = enum.auto()
+    TAKE_OVER = enum.auto()
+    SUBMIT_TWICE = enum.auto()
+    DROP = enum.auto()
+
+
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """What the core must have of a request that is over."""
+
+    request: ev.RequestArrived
+    stream: Stream
+    tokens: list[int]
+    end: ef.RequestEnded | None
+    since: float
+
+
+class Returns:
+    """All requests with an identity, and what the core keeps of them."""
+
+    def __init__(self, world: World, clients: "Clients") -> None:
+        self._world = world
+        self._clients = clients
+        self._newest: dict[bytes, Stream] = {}
+        """The stream that has each request, or had it last."""
+        self._live: dict[bytes, ev.RequestArrived] = {}
+        """Requests whose logs have begun and not ended."""
+        self._kept: dict[bytes, _Kept] = {}
+        self._answers: list[ef.ResumeAnswered] = []
+        self._questions = 0
+
+    def began(self, stream: Stream) -> None:
+        """A stream with an identity was submitted; somebody will do something about it."""
+        self._newest[stream.identity] = stream
+        world = self._world
+        delay = world.rng.uniform(0, 2 * stream.demand.max_tokens) * world.scenario.pace.step
+        world.agenda.after(delay, self._act, stream.identity)
+
+    def _act(self, identity: bytes) -> None:
+        world, stream = self._world, self._newest[identity]
+        if stream.end is None and not stream.known:
+            return  # the core has died and does not know it again yet
+        match world.rng.choice(list(Act)):
+            case Act.RESUME:
+                self._resume(identity)
+            case Act.DETACH if stream.end is None:
+                stream.cancel_sent = True
+                name = stream.name
+                world.feed(ev.RequestCancelled(frontend=name.frontend, stream=name.stream, keep=True))
+                self._must_be_over(stream)
+                world.agenda.after(world.latency(), self._resume, identity)
+            case Act.TAKE_OVER if stream.end is None:
+                stream.cancel_sent = True
+                self._clients.go_on(stream, list(stream.tokens))
+                self._must_be_over(stream)
+            case Act.SUBMIT_TWICE if stream.end is None:
+                twin = self._clients.submit_twin(stream)
+                if twin is not None and twin.end is not EndReason.DUPLICATE:
+                    raise ViolationError("resume.duplicate", f"a second request of one id: {twin.end}", twin.name)
+            case Act.DROP:
+                stream.cancel_sent = True
+                world.feed(ev.RequestsDropped(identities=(identity, b"nobody's")))
+                self._must_be_over(stream)
+                if identity in self._kept:
+                    raise ViolationError("resume.dropped", "a dropped request is kept", stream.name)
+        if world.rng.random() < _AGAIN and not world.healed:
+            world.agenda.after(world.scenario.pace.step * world.rng.uniform(0, 50), self._act, identity)
+
+    def _resume(self, identity: bytes) -> None:
+        """A client asks for its request, and goes on with it if it is not complete."""
+        stream, frontend = self._newest[identity], self._clients.a_frontend()
+        if frontend is None or (stream.end is None and not stream.known):
+            return
+        stream.cancel_sent = True
+        self._questions += 1
+        self._answers.clear()
+        self._world.feed(ev.ResumeAsked(frontend=frontend, number=self._questions, identity=identity))
+        self._must_be_over(stream)
+        if [(answer.frontend, answer.number) for answer in self._answers] != [(frontend, self._questions)]:
+            raise ViolationError("resume.answer", f"{len(self._answers)} answers to one question", stream.name)
+        log, kept = self._answers[0].log, self._kept.get(identity)
+        if (log is None) != (kept is None):
+            raise ViolationError("resume.kept", f"a log is {'not' * (log is None)} there against its word", stream.name)
+        if log is None or kept is None:
+            return
+        self._check(log, kept)
+        if log.end is None and not self._world.healed:
+            self._clients.go_on(stream, kept.tokens)
+
+    @staticmethod
+    def _check(log: Log, kept: _Kept) -> None:
+        """The log holds what was delivered, and the log-probabilities of the newest tokens."""
+        name, demand = kept.stream.name, kept.stream.demand
+        if np.frombuffer(log.tokens, np.int32).tolist() != [*demand.prompt, *kept.tokens]:
+            raise ViolationError("resume.tokens", "the log has other tokens than were delivered", name)
+        if (log.end is None) != (kept.end is None) or (log.end and kept.end and log.end.reason is not kept.end.reason):
+            raise ViolationError("resume.end", f"the log ends with {log.end}, the request with {kept.end}", name)
+        indices = [index for index, _ in log.scores]
+        if indices != list(range(len(kept.tokens)))[len(kept.tokens) - len(indices) :]:
+            raise ViolationError("resume.scores", f"scores of {indices} for {len(kept.tokens)} tokens", name)
+
+    @staticmethod
+    def _must_be_over(stream: Stream) -> None:
+        if stream.end is None:
+            raise ViolationError("resume.over", "it goes on although somebody else has it now", stream.name)
+
+    # ---------------------------------------------------------------- what the core says
+
+    def answered(self, effect: ef.ResumeAnswered) -> None:
+        """An answer to a client that asks for its request."""
+        self._answers.append(effect)
+
+    def log_begun(self, effect: ef.LogBegun) -> None:
+        """A request with an identity is live."""
+        identity = effect.request.identity
+        if identity in self._live:
+            raise ViolationError("log.begun", f"the log of {identity!r} begins twice")
+        self._live[identity] = effect.request
+
+    def log_ended(self, effect: ef.LogEnded) -> None:
+        """It is live no longer; its log is kept until the core says that it is not."""
+        request = self._live.pop(effect.identity, None)
+        stream = self._clients.find(StreamName(effect.frontend, effect.stream))
+        if request is None or stream is None or (request.frontend, request.stream) != stream.name:
+            raise ViolationError("log.ended", f"the log of {effect.identity!r} ends and never began")
+        self._kept[effect.identity] = _Kept(request, stream, list(stream.tokens), effect.end, self._world.now)
+
+    def log_dropped(self, effect: ef.LogDropped) -> None:
+        """Nothing is known of it any longer."""
+        if self._kept.pop(effect.identity, None) is None:
+            raise ViolationError("log.dropped", f"the log of {effect.identity!r} is dropped and was not kept")
+
+    def core_died(self) -> None:
+        """The new core is given what the old one kept, or knows of nothing."""
+        self._live.clear()
+        if self._world.rng.random() < 0.5:
+            self._kept.clear()
+        elif self._kept:
+            now = self._world.now
+            oldest_first = sorted(self._kept.values(), key=lambda kept: kept.since)
+            self._world.feed(ev.LogsRestored(logs=tuple((now - kept.since, _to_log(kept)) for kept in oldest_first)))
+
+
+def _to_log(kept: _Kept) -> Log:
+    tokens = np.array([*kept.stream.demand.prompt, *kept.tokens], np.int32)
+    return Log(request=kept.request, tokens=tokens.tobytes(), scores=(), end=kept.end)
