@@ -15,15 +15,15 @@ NO_INDICES: IndexArray = np.zeros(0, np.intp)
 
 
 def any_of(mask: BoolArray) -> bool:
-    """`mask.any()`, which takes three times as long for some hundred values."""
-    return bool(np.count_nonzero(mask))
+    """`mask.any()`; looking for a byte takes an eighth of the time for some hundred values."""
+    return 1 in mask.tobytes()
 
 
 def all_of(mask: BoolArray) -> bool:
     """`mask.all()`, likewise."""
-    return bool(np.count_nonzero(mask) == len(mask))
+    return 0 not in mask.tobytes()
 
 
 def where(mask: BoolArray) -> IndexArray:
-    """`np.flatnonzero(mask)`, likewise."""
+    """`np.flatnonzero(mask)`, in a fifth of the time."""
     return mask.nonzero()[0]
