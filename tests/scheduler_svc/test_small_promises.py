@@ -1,0 +1,169 @@
+"""Promises of the core that are too small for a file of their own; mutants showed that nothing watched them."""
+
+import numpy as np
+import pytest
+
+from scheduler_svc.core import effects as ef
+from scheduler_svc.core import events as ev
+from scheduler_svc.core.accounts import Account, AccountNumbers
+from scheduler_svc.core.config import CoreConfig, RequestClass
+from scheduler_svc.core.kept import Log
+from scheduler_svc.core.request import Request, RequestKey, to_tokens
+from scheduler_svc.core.waiting import LongestPrefixQueue, make_queue
+from scheduler_svc.sim.model_worker import ModelWorker
+from tests.scheduler_svc.cluster import FRONTEND, Cluster
+
+
+def _cluster(**limits: object) -> Cluster:
+    cluster = Cluster(**limits)
+    cluster.join(ModelWorker(b"w/1", 64, 4, 8))
+    return cluster
+
+
+def _waiting(sequence: int, **changes: object) -> Request:
+    values: dict[str, object] = {
+        "key": RequestKey(b"f", sequence),
+        "request_id": f"r{sequence}",
+        "tokens": to_tokens(np.arange(5, dtype=np.int32)),
+        "num_prompt_tokens": 5,
+        "limit": 20,
+        "stop_token_ids": (),
+        "sampling": b"",
+        "allowed": 100,
+        "deadline": None,
+        "traceparent": "",
+        "arrival": float(sequence),
+        "sequence": sequence,
+    }
+    return Request(**(values | changes))  # type: ignore[arg-type]
+
+
+def _arrived(**changes: object) -> ev.RequestArrived:
+    values: dict[str, object] = {
+        "frontend": FRONTEND,
+        "stream": 1,
+        "request_id": "r",
+        "token_ids": np.array([1], np.int32),
+        "num_prompt_tokens": 1,
+        "max_tokens": 1,
+        "stop_token_ids": np.array([], np.int32),
+        "sampling": b"",
+        "credit": 0,
+        "deadline": None,
+        "traceparent": "",
+    }
+    return ev.RequestArrived(**(values | changes))  # type: ignore[arg-type]
+
+
+def test_a_lost_worker_is_reported_with_its_requests() -> None:
+    """Whoever watches the log learns which requests wait again, and why."""
+    cluster = _cluster()
+    for stream in (1, 2):
+        cluster.submit(stream, [stream], 9)
+    cluster.plan()
+    cluster.lose(b"w/1")
+    emptied = [effect for effect in cluster.effects if isinstance(effect, ef.WorkerEmptied)]
+    assert emptied == [ef.WorkerEmptied(worker_id="w", reason="killed", request_ids=("r1", "r2"))]
+
+
+def test_an_idle_worker_learns_that_its_rows_are_over() -> None:
+    """After the last answer one more plan names the rows that were left, though there is nothing to compute."""
+    cluster = _cluster()
+    cluster.submit(1, [1, 2], 3)
+    cluster.run()
+    assert cluster.workers[b"w/1"].rows == {}
+
+
+def test_time_in_the_queue_ends_with_the_first_plan() -> None:
+    """What is said of a request's wait does not count the time it ran."""
+    cluster = _cluster()
+    before = cluster.now
+    reader = cluster.submit(1, [1, 2], 50)
+    cluster.plan()
+    planned = cluster.now
+    cluster.run()
+    assert reader.end is not None
+    assert reader.end.queued_s <= planned - before < cluster.now - before
+
+
+def test_an_answer_that_does_not_fit_blames_no_request() -> None:
+    """A worker that talks nonsense is given up, and what ran there is under no suspicion."""
+    cluster = _cluster()
+    cluster.submit(1, [1, 2], 9)
+    cluster.plan()
+    wrong = cluster.answers[b"w/1"].popleft()
+    wrong.step += 1
+    cluster.handle(wrong)
+    assert [what for _, what in cluster.core.story(FRONTEND, 1) if "fatal" in what] == []
+
+
+@pytest.mark.parametrize("policy", ["priority", "sjf"])
+def test_only_first_come_first_served_foresees_the_wait(policy: str) -> None:
+    """Under other orders nobody knows how long a new request waits, so its deadline refuses it only once it is near."""
+    cluster = Cluster(policy=policy)
+    cluster.submit(1, [1], 9)
+    reader = cluster.submit(2, [1], 9, deadline=cluster.now + 0.5)
+    assert reader.end is None
+
+
+def test_requests_of_unknown_classes_are_of_one_class() -> None:
+    """Whoever names no known class waits, and is paused, with all others that do not."""
+    config = CoreConfig(classes={"a": RequestClass(policy="fcfs")})
+    assert config.same_class("a", "a")
+    assert config.same_class("x", "y")
+    assert not config.same_class("a", "x")
+    assert not config.same_class("x", "a")
+
+
+def test_numbers_of_accounts_are_used_again() -> None:
+    """A number that nobody uses goes to the next account, however often it has changed hands."""
+    numbers = AccountNumbers()
+    for tenant in "abcd":
+        number = numbers.enter(Account("", tenant))
+        assert (number, numbers[number].tenant) == (0, tenant)
+        numbers.leave(number)
+
+
+def test_a_log_is_as_large_as_what_it_holds() -> None:
+    """Every opaque part counts towards the memory that logs may take."""
+
+    def size(**changes: object) -> int:
+        return Log(request=_arrived(**changes), tokens=b"", scores=(), end=None).size
+
+    for part in ("sampling", "grammar", "resume_info", "block_keys"):
+        assert size(**{part: b"x" * 100}) == size() + 100
+
+
+def test_the_longest_prefix_is_looked_for_in_a_window() -> None:
+    """As many of the oldest requests are ranked as is stated, and no more; none is lost when they are put back."""
+    queue = LongestPrefixQueue()
+    for sequence in range(80):
+        queue.push(_waiting(sequence))
+    ranked: set[int] = set()
+
+    def cached(request: Request) -> int:
+        ranked.add(request.sequence)
+        return 0
+
+    first = queue.take(cached)
+    assert ranked == set(range(queue.WINDOW))
+    second = queue.take(cached)
+    assert first is not None
+    assert second is not None
+    queue.take(cached)
+    queue.give_back(second)
+    queue.give_back(first)
+    assert len(queue) == 79
+    taken = [request.sequence for _ in range(79) if (request := queue.take(lambda _: 0)) is not None]
+    assert taken == [0, 1, *range(3, 80)]
+
+
+def test_tenants_take_turns_within_a_fair_class() -> None:
+    """What a tenant was served counts in the class whose order is fair, too."""
+    queue = make_queue("fcfs", {}, {"c": RequestClass(policy="fair")})
+    queue.push(_waiting(1, request_class="c", tenant="a"))
+    queue.push(_waiting(2, request_class="c", tenant="b"))
+    queue.served(Account("c", "a"), prompt_tokens=10)
+    served = queue.take(lambda _: 0)
+    assert served is not None
+    assert served.tenant == "b"
