@@ -49,6 +49,7 @@ struct Kernels {
   // Bytes of one activation as `linear` reads it, by the weights' format.
   int activation_bytes[3];
   int max_tile_rows;
+  int64_t chunk_bytes;  // of activations that one pass over the weights keeps in a core's second-level cache
   void (*linear)(const LinearTask&);
   // n floats as activations, zeros behind them up to `padded`; int8 also sets *scale.
   void (*to_activations)(int format, const float* x, int64_t n, int64_t padded, void* out, float* scale);

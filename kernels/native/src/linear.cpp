@@ -10,7 +10,6 @@
 namespace quire {
 namespace {
 
-constexpr int64_t kChunk = 1 << 18;  // bytes of activations that one pass over the weights keeps in a core's cache
 constexpr int64_t kTaskBytes = 1 << 17;  // of weights; takes some ten microseconds
 
 float widen(uint16_t x) {
@@ -49,7 +48,7 @@ void multiply(const Kernels& kernels, const LinearTask& whole) {
   const int64_t rows = whole.last_row, tall = kernels.max_tile_rows;
   if (rows <= 0) return;
   // Many rows are cut into chunks that stay in a core's cache; each chunk reads all weights.
-  const int64_t in_cache = std::max(tall, kChunk / whole.x_stride / tall * tall);
+  const int64_t in_cache = std::max(tall, kernels.chunk_bytes / whole.x_stride / tall * tall);
   const int64_t num_chunks = ceil_div(rows, in_cache), chunk = ceil_div(ceil_div(rows, num_chunks), tall) * tall;
   // Enough tasks that a core with other work does not hold up the rest.
   const int64_t num_blocks = ceil_div(linear.outputs, kBlock);

@@ -167,6 +167,7 @@ struct Int8Step {
 // 16 registers: up to 12 of sums, two of weights, one of inputs.
 constexpr bool kFewRegisters = true;
 constexpr int kMaxTileRows = 6;
+constexpr int64_t kChunkBytes = 5 << 16;  // of second-level caches of 512 KiB or more
 constexpr int tile_blocks(int rows) { return rows == 1 ? 4 : rows <= 3 ? 2 : 1; }
 
 }  // namespace

@@ -122,10 +122,11 @@ struct Int8Step {
   }
 };
 
-// 32 registers: up to 24 of sums.
+// 32 registers: up to 24 of sums. Tasks are multiples of four blocks, which leave none over in twos.
 constexpr bool kFewRegisters = false;
 constexpr int kMaxTileRows = 12;
-constexpr int tile_blocks(int rows) { return rows <= 6 ? 4 : rows <= 8 ? 3 : 2; }
+constexpr int64_t kChunkBytes = 1 << 19;  // of second-level caches of 1 MiB or more
+constexpr int tile_blocks(int rows) { return rows <= 6 ? 4 : 2; }
 
 }  // namespace
 }  // namespace quire

@@ -149,6 +149,7 @@ struct Int8Step {
 // Small tiles of every shape: what matters here is that all paths are taken, and that this compiles fast.
 constexpr bool kFewRegisters = false;
 constexpr int kMaxTileRows = 3;
+constexpr int64_t kChunkBytes = 1 << 18;  // of second-level caches of any size
 constexpr int tile_blocks(int rows) { return rows == 1 ? 4 : rows == 2 ? 3 : 2; }
 
 }  // namespace
