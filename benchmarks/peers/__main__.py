@@ -6,6 +6,9 @@
 The peers are installed into environments of their own under --work (gigabytes; llama.cpp is built from source). Within
 a round everybody runs once, one at a time, in an order that changes from round to round; figures are medians over the
 rounds with their range. Loading a model is not timed, and everybody serves a few requests before the clock starts.
+
+A --json file that exists is gone on with: its rounds count, those of this call are added. So a comparison can be made
+in pieces, one workload and one round at a time, wherever the machine is quiet for a few minutes.
 """
 
 import argparse
@@ -17,6 +20,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -60,10 +64,15 @@ def main() -> int:
             remarks[peer.name] = str(error)
             print(f"{peer.name}: {error}", file=sys.stderr)
 
-    runs: dict[str, dict[str, list[Figures]]] = {name: {} for name in chosen}
-    memory: dict[str, int] = {}
-    versions: dict[str, dict[str, str]] = {}
-    for number in range(options.rounds):
+    report = _begun(options)
+    runs: dict[str, dict[str, list[Figures]]] = report["runs"]
+    remarks |= report["remarks"]
+    memory, versions = report["peak_rss_bytes"], report["versions"]
+    report["remarks"] = remarks
+    for name in chosen:
+        runs.setdefault(name, {})
+    done = max(len(runs[name].get(US, ())) for name in chosen)
+    for number in range(done, done + options.rounds):
         order: list[PeerSpec | None] = [None, *able]
         order = order[number % len(order) :] + order[: number % len(order)]
         for each in order:
@@ -77,24 +86,32 @@ def main() -> int:
                     result = figures(workload, times[workload.name])
                     runs[workload.name].setdefault(name, []).append(result)
                     print(f"round {number + 1} {name:16} {workload.name:4} {_line(result)}", flush=True)
+                if options.json:
+                    options.json.write_text(json.dumps(report, indent=1) + "\n")
             except (RunError, DifferentWorkError) as error:
                 remarks[name] = str(error)
                 print(f"{name}: {error}", file=sys.stderr, flush=True)
-    rows = compare(runs)
-    print(table(rows))
-    if options.json:
-        report = {
-            "machine": {"cpu": _cpu(), "cores": os.cpu_count(), "threads": options.threads},
-            "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-            "weights": options.weights,
-            "rounds": options.rounds,
-            "runs": runs,
-            "peak_rss_bytes": memory,
-            "versions": versions,
-            "remarks": remarks,
-        }
-        options.json.write_text(json.dumps(report, indent=1) + "\n")
+    print(table(compare(runs)))
     return 0 if any(US in by_peer for by_peer in runs.values()) else 1
+
+
+def _begun(options: argparse.Namespace) -> dict[str, Any]:
+    """What the report holds so far."""
+    machine = {"cpu": _cpu(), "cores": os.cpu_count(), "threads": options.threads}
+    if options.json and options.json.exists():
+        report: dict[str, Any] = json.loads(options.json.read_text())
+        if (report["machine"], report["weights"]) != (machine, options.weights):
+            raise SystemExit(f"--json: {options.json} was measured on another machine or with other weights")
+        return report
+    return {
+        "machine": machine,
+        "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "weights": options.weights,
+        "runs": {},
+        "peak_rss_bytes": {},
+        "versions": {},
+        "remarks": {},
+    }
 
 
 def _options() -> argparse.Namespace:
@@ -108,7 +125,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=os.cpu_count(), help="threads that compute (all cores)")
     parser.add_argument("--work", type=Path, default=Path("build/peers"), help="where all of it lies (build/peers)")
     parser.add_argument("--model", type=Path, help="another checkpoint than the made-up one")
-    parser.add_argument("--json", type=Path, help="write everything that was measured there")
+    parser.add_argument("--json", type=Path, help="write everything that was measured there, or add to it")
     return parser.parse_args()
 
 
