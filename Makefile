@@ -32,7 +32,7 @@ FUZZED := tests/worker_svc/test_session.py tests/worker_svc/test_malformed_plans
   tests/services/test_api_fuzz.py tests/services/test_fuzz.py tests/services/test_stop_strings.py tests/services/test_detokenizer.py
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run node-packages test gpu gpu-wheels load-test router-test chaos sim mutants plots fuzz schemas kernels-all lint format protos protos-check protos-breaking model clean
+.PHONY: help setup run node-packages test gpu gpu-wheels load-test router-test chaos frames overload sim mutants plots fuzz schemas kernels-all lint format protos protos-check protos-breaking model clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sort | awk -F ':.*## ' '{printf "  make %-16s %s\n", $$1, $$2}'
@@ -99,6 +99,16 @@ chaos: setup ## 60 faults strike workers under 200 streams: nothing lost or repe
 	@mkdir -p build
 	@$(BIN)/python -m tests.chaos --json build/chaos.json
 	@exec $(BIN)/python -m tests.chaos.fronts --json build/chaos-fronts.json
+
+# FRAMES is how many go into each socket.
+FRAMES ?= 1000000
+frames: setup ## a million mutated frames into each socket of the running processes (an hour)
+	@mkdir -p build
+	@exec $(BIN)/python -m tests.chaos.frames --count $(FRAMES) --json build/frames.json
+
+overload: setup ## ten times the load that can be borne, for three minutes: figures and a plot
+	@mkdir -p build
+	@exec $(BIN)/python -m tests.chaos.overload --json build/overload.json --plot build/overload.svg
 
 fuzz: setup ## frames and requests of every kind, with 100 times the examples of make test
 	@exec env QUIRE_EXAMPLES=$(EXAMPLES) $(BIN)/python -m tests.run --timeout=0 $(FUZZED)

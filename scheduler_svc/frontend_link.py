@@ -108,6 +108,8 @@ def arrival(peer: ev.Peer, submission: link_pb2.Submission, now: float) -> ev.Re
     """
     if submission.stream > _INT32_MAX:
         raise UnusableSubmissionError("a stream number beyond int32")
+    if not 0 < submission.num_prompt_tokens <= len(submission.token_ids) // TOKEN_BYTES:
+        raise UnusableSubmissionError("the prompt is empty or longer than the tokens given")
     _check_sampling(submission.sampling)
     if len(submission.identity) > _MAX_IDENTITY or len(submission.resume_info) > _MAX_RESUME_INFO:
         raise UnusableSubmissionError("an identity or resume_info that is too long")

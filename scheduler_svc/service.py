@@ -156,7 +156,9 @@ class SchedulerService:
                 handle(peer, payload, time.monotonic())
             except MalformedFrameError as error:
                 self._metrics.malformed_frames += 1
-                log.warning("malformed frame dropped", peer=peer.decode(errors="replace"), error=str(error))
+                if self._metrics.malformed_frames == 1:
+                    told = "malformed frame dropped; further ones are only counted"
+                    log.warning(told, peer=peer.decode(errors="replace"), error=str(error))
         return True
 
     # ---------------------------------------------------------------- workers

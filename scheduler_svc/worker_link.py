@@ -11,11 +11,14 @@ from scheduler_svc.core import events as ev
 from scheduler_svc.core.plan import Plan, RowAdmission
 from scheduler_svc.core.swapping import joined
 from shared.columns import MalformedColumnError, from_column, from_columns, to_column
-from shared.frames import PLAN_VERSIONS, MalformedFrameError
+from shared.frames import MAX_SEQUENCE, MAX_VOCABULARY, PLAN_VERSIONS, MalformedFrameError
 from shared.versions import UnsupportedVersionError, negotiate, spoken
 
 _MAX_ROWS = 1 << 16
-_MAX_BLOCKS = 1 << 26
+_MAX_BLOCKS = 1 << 22
+_MAX_BLOCK_SIZE = 1 << 16
+_MAX_TABLE = 1 << 28
+"""Entries of a worker's block tables. Untouched ones take no memory, but there must be room for them."""
 
 
 def decode(peer: ev.Peer, payload: bytes) -> tuple[ev.Event, plan_pb2.StepTimings | None]:
@@ -151,11 +154,22 @@ def _hello(peer: ev.Peer, hello: plan_pb2.Hello) -> ev.WorkerHello:
     version = negotiate("plan", scheduler=PLAN_VERSIONS, peer=theirs, role="worker")
     if hello.num_kv_groups != 1:
         raise UnsupportedVersionError(f"{hello.num_kv_groups} KV groups; this scheduler knows one")
-    if not (
-        0 < len(hello.worker_id.encode()) <= 64 and hello.max_rows <= _MAX_ROWS and hello.num_blocks <= _MAX_BLOCKS
-    ):
-        raise MalformedFrameError("worker_id, max_rows or num_blocks is out of range")
     model = hello.model
+    if not (
+        0 < len(hello.worker_id.encode()) <= 64
+        and hello.max_rows <= _MAX_ROWS
+        and hello.num_blocks <= _MAX_BLOCKS
+        and hello.block_size <= _MAX_BLOCK_SIZE
+        and model.max_model_len <= MAX_SEQUENCE
+        and model.vocab_size <= MAX_VOCABULARY
+    ):
+        raise MalformedFrameError("worker_id, max_rows, num_blocks, block_size or the model is out of range")
+    longest = min(hello.num_blocks, -(-model.max_model_len // max(hello.block_size, 1)))
+    if hello.max_rows * longest > _MAX_TABLE:
+        raise UnsupportedVersionError(
+            f"max_num_seqs ({hello.max_rows}) sequences of max_model_len ({model.max_model_len}) need block tables of"
+            f" more than {_MAX_TABLE} entries: lower one of them, or raise block_size"
+        )
     return ev.WorkerHello(
         worker=peer,
         worker_id=hello.worker_id,

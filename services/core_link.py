@@ -34,7 +34,7 @@ from services.outgoing import Outgoing
 from services.stream import Received, Stream
 from shared.columns import MalformedColumnError
 from shared.errors import NoWorkerError
-from shared.frames import LINK_VERSIONS
+from shared.frames import LINK_VERSIONS, MAX_SEQUENCE, MAX_VOCABULARY, MalformedFrameError
 from shared.ids import draw_error_id, draw_incarnation, routing_id
 from shared.logging import get_logger
 from shared.sockets import LINK_MAX_MESSAGE, Protect, connect_dealer
@@ -317,7 +317,7 @@ class CoreLink:
         try:
             message = link_pb2.CoreMessage.FromString(payload)
             self._handle(message)
-        except (DecodeError, MalformedColumnError) as error:
+        except (DecodeError, MalformedColumnError, MalformedFrameError) as error:
             self.malformed_messages += 1
             if self.malformed_messages == 1:
                 get_logger().error("malformed message from the core dropped", error=str(error))
@@ -370,9 +370,12 @@ class CoreLink:
             _resolve(self._replies, reply.number, reply)
 
     def _take_state(self, message: link_pb2.CoreMessage, now: float) -> None:
+        model = message.state.model
+        if model.max_model_len > MAX_SEQUENCE or model.vocab_size > MAX_VOCABULARY:
+            raise MalformedFrameError("a model whose sequences or vocabulary are beyond belief")
         self._state = message.state
         if message.state.HasField("model"):
-            self._model = message.state.model
+            self._model = model
         if self._greeting or message.incarnation != self._core:
             self.protocol_version = message.protocol_version or LINK_VERSIONS.oldest
             self._refused = ""

@@ -369,8 +369,8 @@ class Generator:
                     banned.add(ids[0])
                 elif ids:
                     longer.add(ids)
-        allowed = set(from_column(valid.sampling.allowed_token_ids).tolist()) or set(range(model.vocab_size))
-        if allowed <= banned:
+        allowed = set(from_column(valid.sampling.allowed_token_ids).tolist())
+        if allowed <= banned if allowed else len(banned) >= model.vocab_size:
             raise InvalidRequestError(FieldViolation("sampling.bad_words", "leave no token to choose"))
         valid.sampling.banned_token_ids = to_column(sorted(banned))
         valid.sampling.bad_words.extend(to_column(ids) for ids in sorted(longer))

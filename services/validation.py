@@ -213,8 +213,7 @@ def _check_token_sets(sampling: v1.SamplingOptions, model: link_pb2.ServedModel)
     allowed, banned = list(sampling.allowed_token_ids), list(sampling.banned_token_ids)
     for name, ids in (("allowed_token_ids", allowed), ("banned_token_ids", banned)):
         yield from check_token_ids(ids, model.vocab_size, f"sampling.{name}", MAX_TOKEN_SET)
-    left = set(allowed) if allowed else set(range(model.vocab_size))
-    if banned and left <= set(banned):
+    if banned and (set(banned) >= set(allowed) if allowed else len(set(banned)) >= model.vocab_size):
         yield FieldViolation("sampling.banned_token_ids", "leaves no token to choose")
     if len(sampling.bad_words) > MAX_BAD_WORDS:
         yield FieldViolation("sampling.bad_words", f"more than {MAX_BAD_WORDS} words")

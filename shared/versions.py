@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 
 class UnsupportedVersionError(ValueError):
-    """Two sides have no version in common; the message is for the operator."""
+    """Two sides have no version in common, or one cannot serve what the other is; the message is for the operator."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -261,7 +261,7 @@ class Scheduler:
     def _lose(self, worker: Worker, reason: str, now: float, *, fatal: bool) -> None:
         """Ends a worker's epoch: what ran there waits again; `fatal` when it may have died of what it computed."""
         aboard = worker.aboard() if fatal else []
-        is_certain = worker.dies_of() is not None
+        is_alone = worker.dies_of() is not None
         left_behind = self._fleet.leave(worker, now)
         for request in left_behind:
             self._requests.displace(request, "worker lost", f"lost {worker.worker_id}: {reason}", now)
@@ -269,9 +269,9 @@ class Scheduler:
             ids = tuple(request.request_id for request in left_behind)
             self._effects.append(WorkerEmptied(worker_id=worker.worker_id, reason=reason, request_ids=ids))
         for request in aboard:
-            took_part(request)
-            request.note(now, f"in a fatal step: {request.fatal_steps}")
-            if is_certain:
+            is_condemned = took_part(request, alone=is_alone)
+            request.note(now, f"in a fatal step: {request.fatal_steps}" + (", alone" if is_alone else ""))
+            if is_condemned:
                 self._requests.end(request, EndReason.POISON, now, message=CONDEMNED)
 
     def _drain_requested(self, event: ev.DrainRequested, now: float) -> None:

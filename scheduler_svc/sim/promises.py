@@ -11,7 +11,7 @@ from scheduler_svc.core import events as ev
 from scheduler_svc.core.effects import EndReason
 from scheduler_svc.core.plan import Plan, RowAdmission
 from scheduler_svc.core.stats import SchedulerStats
-from scheduler_svc.core.suspicion import FATAL_STEPS
+from scheduler_svc.core.suspicion import FATAL_ALONE, FATAL_STEPS
 from scheduler_svc.sim.clients import Clients
 from scheduler_svc.sim.cluster import Cluster
 from scheduler_svc.sim.coverage import Limit
@@ -196,8 +196,8 @@ class Promises:
                 if not config.stall_timeout_s or not stream.starved or now - stream.last_move < config.stall_timeout_s:
                     return "its reader was not stalled"
             case EndReason.POISON:
-                # It may have been innocent and unlucky three times, which the core cannot know.
-                if stream.demand.traced and stream.preemptions <= FATAL_STEPS:
+                # It may have been innocent and unlucky four times, which the core cannot know.
+                if stream.demand.traced and stream.preemptions < FATAL_STEPS + FATAL_ALONE:
                     return f"it was moved away from {stream.preemptions} workers only"
             case EndReason.SHUTDOWN:
                 return None if self.shutting_down else "nobody asked for it"

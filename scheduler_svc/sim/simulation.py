@@ -16,7 +16,7 @@ from scheduler_svc.core import events as ev
 from scheduler_svc.core.fleet import OWN_STALL_S
 from scheduler_svc.core.plan import Plan
 from scheduler_svc.core.scheduler import Scheduler
-from scheduler_svc.core.suspicion import FATAL_STEPS
+from scheduler_svc.core.suspicion import FATAL_ALONE, FATAL_STEPS
 from scheduler_svc.sim.agenda import Agenda
 from scheduler_svc.sim.clients import Clients
 from scheduler_svc.sim.cluster import Cluster
@@ -242,7 +242,7 @@ class Simulation:
             self._world.fault(Fault.POISON)
             stream.murders += 1
             # Other faults may befall the same worker at the same time and take the blame.
-            if stream.murders > 2 * (FATAL_STEPS + 1):
+            if stream.murders > 2 * (FATAL_STEPS + FATAL_ALONE):
                 raise ViolationError("poison", f"{stream.murders} workers have died of it", stream.name)
             site.crash(silent=self._world.rng.random() < 0.2)
             return

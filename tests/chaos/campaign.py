@@ -212,7 +212,11 @@ def run(campaign: Campaign, folder: Path) -> Outcome:
     began = time.monotonic()
     # Whoever is left can take everybody: what is measured is how soon streams go on, not how long they queue.
     with service(
-        checkpoint, f"--max-num-seqs={max(64, campaign.num_streams)}", f"--frontends={campaign.frontends}"
+        checkpoint,
+        f"--max-num-seqs={max(64, campaign.num_streams)}",
+        # Steps of a tiny model cost the same whatever they hold.
+        "--max-num-batched-tokens=2048",
+        f"--frontends={campaign.frontends}",
     ) as (served, wires):
         load = Load(served.grpc, campaign.num_streams, oracle.vocab_size, campaign.max_tokens, campaign.seed)
         strikes = asyncio.run(_strike_under_load(campaign, served, wires, load))

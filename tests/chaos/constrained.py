@@ -7,6 +7,8 @@ forbade wrongly; that the whole text conforms is jsonschema's word.
 
 import json
 import random
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -55,7 +57,7 @@ def masks(oracle: Oracle, schema: dict[str, Any], tokens: list[int]) -> torch.Te
     Asserts that each of the tokens is allowed where it stands.
     """
     eos = oracle.eos_token_ids
-    tokenizer = GrammarTokenizer(oracle.checkpoint / "tokenizer.json", oracle.vocab_size, eos)
+    tokenizer = _tokenizer(oracle.checkpoint / "tokenizer.json", oracle.vocab_size, tuple(eos))
     matcher = compile_grammar(plan_pb2.Grammar(json_schema=json.dumps(schema)), tokenizer)
     allowed = np.zeros((len(tokens) + 1, oracle.vocab_size), np.bool_)
     for index, token in enumerate([*tokens, None]):
@@ -69,3 +71,8 @@ def masks(oracle: Oracle, schema: dict[str, Any], tokens: list[int]) -> torch.Te
             assert allowed[index, token], f"token {index} of {len(tokens)} is not what the schema allows there"
             matcher.consume_token(token)
     return torch.from_numpy(allowed)
+
+
+@cache
+def _tokenizer(path: Path, vocab_size: int, eos_token_ids: tuple[int, ...]) -> GrammarTokenizer:
+    return GrammarTokenizer(path, vocab_size, eos_token_ids)

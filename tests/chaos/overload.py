@@ -1,6 +1,6 @@
 """What overload costs: the same requests at the rate a service can bear, and at ten times that.
 
-    python -m tests.chaos.overload --json overload.json
+    python -m tests.chaos.overload --json overload.json --plot docs/plots/overload.svg
 
 1x is the highest of a few rates at which 99 % of the requests meet their deadline. At 10x most must be refused; what
 counts is that those that are let in are served as well as before. Requests come at fixed times, whatever became of
@@ -29,6 +29,7 @@ from quire.errors import QuireError
 from tests.chaos.campaign import quantiles
 from tests.checkpoints import make_checkpoint
 from tests.e2e.harness import Served, serve
+from tools.plots.svg import Series, lines
 
 PROMPT, OUTPUT = 64, 192
 DEADLINE_S = 20.0
@@ -44,6 +45,9 @@ class Phase:
     seconds: float
     ttft_s: list[float] = field(default_factory=list)
     """Of requests that were let in."""
+    begun: float = 0.0
+    ends: list[tuple[float, bool]] = field(default_factory=list)
+    """Of every request: when, from the beginning, and whether it was served in time."""
     in_time: int = 0
     outcomes: Counter[str] = field(default_factory=Counter)
     health_s: list[float] = field(default_factory=list)
@@ -63,9 +67,20 @@ class Phase:
             "outcomes": dict(self.outcomes),
             "ttft_s": quantiles(self.ttft_s),
             "health_s": quantiles(self.health_s),
-            "memory_mb": {"first": round(self.memory_mb[0], 1), "last": round(self.memory_mb[-1], 1)},
+            "memory_mb": {
+                "first": round(self.memory_mb[0], 1),
+                "last": round(self.memory_mb[-1], 1),
+                "most": round(max(self.memory_mb), 1),
+            },
             "generator_cpu_share": round(self.generator_cpu / self.seconds, 3),
+            "goodput_by_10_s": [round(tokens, 1) for _, tokens in self.goodput()],
         }
+
+    def goodput(self, window_s: float = 10.0) -> list[tuple[float, float]]:
+        """(middle, tokens per second of requests that ended in time) of each whole window."""
+        num_windows = int(self.seconds / window_s)
+        counts = Counter(int(at / window_s) for at, in_time in self.ends if in_time)
+        return [((index + 0.5) * window_s, counts[index] * OUTPUT / window_s) for index in range(num_windows)]
 
 
 async def run(served: Served, rate: float, seconds: float) -> Phase:
@@ -75,6 +90,7 @@ async def run(served: Served, rate: float, seconds: float) -> Phase:
     watching = asyncio.create_task(_watch(served, phase))
     async with AsyncClient(served.grpc) as client, asyncio.TaskGroup() as tasks:
         begin, number = time.monotonic(), 0
+        phase.begun = begin
         while number < rate * seconds:
             await asyncio.sleep(max(0.0, begin + number / rate - time.monotonic()))
             prompt = [rng.randrange(16, 380) for _ in range(PROMPT)]
@@ -99,6 +115,7 @@ async def _one(client: AsyncClient, prompt: list[int], phase: Phase) -> None:
     else:
         phase.outcomes["OK"] += 1
         phase.in_time += 1
+    phase.ends.append((time.monotonic() - phase.begun, stream.finished is not None))
     if first:
         phase.ttft_s.append(first)
 
@@ -139,31 +156,62 @@ def _own_cpu() -> float:
     return usage.ru_utime + usage.ru_stime
 
 
-async def measure(served: Served, seconds: float) -> dict[str, Any]:
-    """Finds 1x, then runs 10x."""
+async def find_rate(served: Served, seconds: float) -> float:
+    """The highest rate of a few at which requests meet their deadlines."""
     capacity = await _capacity(served, 8, min(30.0, seconds))
-    normal = None
+    print(f"{capacity:.3f} requests per second without pauses", flush=True)
     for share in SHARES:
-        normal = await run(served, share * capacity, seconds)
-        if normal.in_time >= 0.99 * sum(normal.outcomes.values()):
+        phase = await run(served, share * capacity, seconds)
+        print(json.dumps(phase.figures()), flush=True)
+        if phase.in_time >= 0.99 * sum(phase.outcomes.values()):
             break
-    assert normal is not None
-    overload = await run(served, 10 * normal.rate, seconds)
+    return phase.rate
+
+
+async def measure(served: Served, rate: float, normal_s: float, overload_s: float) -> tuple[Phase, Phase]:
+    """1x, then 10x."""
+    await run(served, rate, 10.0)  # speeds are learnt, memory is there
+    return await run(served, rate, normal_s), await run(served, 10 * rate, overload_s)
+
+
+def compare(normal: Phase, overload: Phase) -> dict[str, Any]:
+    """The figures of both, and their ratios."""
     one, ten = normal.figures(), overload.figures()
     return {
-        "capacity_per_s": round(capacity, 3),
         "deadline_s": DEADLINE_S,
         "1x": one,
         "10x": ten,
         "goodput_kept": round(ten["goodput_tok_per_s"] / max(one["goodput_tok_per_s"], 0.1), 3),
+        "ttft_p99_ratio": round(ten["ttft_s"]["p99"] / one["ttft_s"]["p99"], 2),
     }
+
+
+def plot(normal: Phase, overload: Phase) -> str:
+    """Goodput over time at both rates, and what is promised."""
+    promised = 0.95 * normal.figures()["goodput_tok_per_s"]
+    end = overload.goodput()[-1][0]
+    return lines(
+        "Tokens/s of requests that met their deadline",
+        "seconds",
+        "tokens/s",
+        [
+            Series("at 1x", normal.goodput()),
+            Series("at 10x", overload.goodput()),
+            Series("95 % of 1x", [(0, promised), (end, promised)], is_bound=True),
+        ],
+    )
 
 
 def main() -> int:
     """Measures; prints and writes the figures."""
     parser = argparse.ArgumentParser("python -m tests.chaos.overload", description=__doc__)
-    parser.add_argument("--seconds", type=float, default=180.0, help="of each phase")
+    parser.add_argument("--seconds", type=float, default=180.0, help="of the overload")
+    parser.add_argument("--normal-seconds", type=float, default=60.0, help="of the time at 1x, and of each try for it")
+    parser.add_argument("--rate", type=float, default=0.0, help="1x, requests/s, if it is known")
+    parser.add_argument("--only-find", action="store_true", help="find 1x and end")
     parser.add_argument("--max-num-seqs", type=int, default=8)
+    parser.add_argument("--max-queued-requests", type=int, default=4)
+    parser.add_argument("--plot", type=Path, default=None)
     parser.add_argument("--json", type=Path, default=None)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="quire-overload-") as folder:
@@ -172,9 +220,18 @@ def main() -> int:
             "LlamaForCausalLM", Path(folder) / "model", hidden_size=512, intermediate_size=1408, num_hidden_layers=6,
             num_attention_heads=8, num_key_value_heads=4,
         )  # fmt: skip
-        with serve(checkpoint, "--dtype=float32", f"--max-num-seqs={options.max_num_seqs}") as served:
-            figures = json.dumps(asyncio.run(measure(served, options.seconds)), indent=2)
+        # What waits longest waits as long as the queue is: that, and not the deadline, bounds the time to first token.
+        limits = (f"--max-num-seqs={options.max_num_seqs}", f"--max-queued-requests={options.max_queued_requests}")
+        with serve(checkpoint, "--dtype=float32", *limits) as served:
+            rate = options.rate or asyncio.run(find_rate(served, options.normal_seconds))
+            if options.only_find:
+                print(f"1x is {rate:.3f} requests per second")
+                return 0
+            phases = asyncio.run(measure(served, rate, options.normal_seconds, options.seconds))
+    figures = json.dumps(compare(*phases), indent=2)
     print(figures)
+    if options.plot is not None:
+        options.plot.write_text(plot(*phases))
     if options.json is not None:
         options.json.write_text(figures + "\n")
     return 0

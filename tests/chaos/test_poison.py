@@ -19,7 +19,7 @@ POISON = [371, 372, 373]
 
 def test_a_poison_prompt_ends_with_an_error_for_itself_only(tmp_path: Path) -> None:
     """Tokens that crash the worker in the midst of its step, sent among other streams: that request ends with
-    POISON_REQUEST after three crashes, the others in full and right; the worker is back."""
+    POISON_REQUEST after four crashes, the others in full and right; the worker is back."""
     checkpoint = make_checkpoint("LlamaForCausalLM", tmp_path / "model")
     oracle = Oracle(checkpoint)
     answers = [Answer(prompt, 60) for prompt in draw_prompts([3, 30, 100], oracle.vocab_size, seed=2)]
@@ -32,7 +32,7 @@ def test_a_poison_prompt_ends_with_an_error_for_itself_only(tmp_path: Path) -> N
     for answer in answers:
         assert len(answer.tokens) == 60
         oracle.check_greedy(answer.prompt, answer.tokens, tally)
-    assert deaths == 3
+    assert deaths == 4
 
 
 async def _run(target: str, answers: list[Answer]) -> None:

@@ -2,7 +2,7 @@
 
 from scheduler_svc.core import effects as ef
 from scheduler_svc.core import events as ev
-from scheduler_svc.core.suspicion import FATAL_STEPS, PROVEN_BY
+from scheduler_svc.core.suspicion import FATAL_ALONE, FATAL_STEPS, PROVEN_BY
 from scheduler_svc.sim.model_worker import ModelWorker
 from scheduler_svc.sim.oracle import expected_output
 from tests.scheduler_svc.cluster import Cluster
@@ -64,7 +64,7 @@ def _ends(cluster: Cluster) -> dict[int, ef.EndReason]:
 
 
 def test_a_poison_request_is_rejected_by_name_and_nobody_else() -> None:
-    """Two deaths in company, one alone: the request ends with POISON, all others in full."""
+    """Two deaths in company, two alone: the request ends with POISON, all others in full."""
     ward = Ward()
     for stream in range(5):
         ward.cluster.submit(stream, [stream + 1, 2, 3], 30)
@@ -74,8 +74,8 @@ def test_a_poison_request_is_rejected_by_name_and_nobody_else() -> None:
 
     ward.run()
 
-    assert ward.deaths == FATAL_STEPS + 1
-    assert ward.alone[-1]
+    assert ward.deaths == FATAL_STEPS + FATAL_ALONE
+    assert ward.alone[-FATAL_ALONE:] == [True] * FATAL_ALONE
     assert poison.end is not None
     assert (poison.end.reason, poison.end.request_id) == (ef.EndReason.POISON, "r9")
     del ward.cluster.readers[9]
@@ -119,6 +119,18 @@ def test_surviving_alone_clears() -> None:
     assert max(sizes) == 3
     for reader in readers:
         assert reader.tokens == expected_output(reader.prompt, 30, set())
+
+
+def test_one_death_alone_condemns_nobody() -> None:
+    """A worker that is struck while it tries an innocent: the request is tried once more, and goes on."""
+    ward = Ward()
+    reader = ward.cluster.submit(0, [1, 2, 3], 30)
+    for _ in range(FATAL_STEPS + FATAL_ALONE - 1):
+        ward.cluster.plan()
+        ward.lose()
+    ward.run()
+
+    assert reader.tokens == expected_output([1, 2, 3], 30, set())
 
 
 def test_who_gets_on_between_deaths_is_no_suspect() -> None:

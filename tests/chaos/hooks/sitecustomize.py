@@ -3,6 +3,7 @@ its folder in PYTHONPATH; nothing of it is in the product.
 
 * SIGUSR1 makes the main thread hang: signal handlers run there, so the loop stands still while ZeroMQ's threads live.
 * CHAOS_PROXIES names a folder of sockets, one per worker: the worker connects to its own instead of the scheduler's.
+* CHAOS_EAGER lets the worker say hello without a pause.
 * CHAOS_POISON is a run of tokens: a step whose batch holds it ends the process, as a fault in a kernel would.
 """
 
@@ -29,6 +30,10 @@ def _through_proxy(sockets: Any) -> None:
     connect, folder = sockets.connect_dealer, os.environ["CHAOS_PROXIES"]
     name = next(each.removeprefix(_PREFIX) for each in _arguments if each.startswith(_PREFIX))
     sockets.connect_dealer = lambda context, _address, **options: connect(context, f"ipc://{folder}/{name}", **options)
+
+
+def _eager(link: Any) -> None:
+    link._HELLO_INTERVAL_S = 0.0
 
 
 def _poisonable(batch: Any) -> None:
@@ -70,6 +75,8 @@ if "worker" in _arguments:
     changes: dict[str, Callable[[Any], None]] = {}
     if os.environ.get("CHAOS_PROXIES"):
         changes["shared.sockets"] = _through_proxy
+    if os.environ.get("CHAOS_EAGER"):
+        changes["worker_svc.link"] = _eager
     if os.environ.get("CHAOS_POISON"):
         changes["worker_svc.batch"] = _poisonable
     sys.meta_path.insert(0, _AfterImport(changes))
