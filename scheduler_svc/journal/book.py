@@ -26,6 +26,8 @@ class Entry:
     """Without its tokens."""
     tokens: "array[int]"
     """Prompt and generated tokens."""
+    num_prompt_tokens: int
+    """As the submission says; here because it is asked for with every token."""
     scores: list[tuple[int, bytes]] = field(default_factory=list)
     """(index among the generated tokens, log-probabilities)."""
     live: bool = True
@@ -40,7 +42,7 @@ class Entry:
     @property
     def num_generated(self) -> int:
         """Tokens beyond the prompt."""
-        return len(self.tokens) - self.submission.num_prompt_tokens
+        return len(self.tokens) - self.num_prompt_tokens
 
     def record(self) -> journal_pb2.Entry:
         """All of it."""
@@ -103,7 +105,7 @@ class Book:
             columns = from_columns(batch.numbers, batch.indices, batch.tokens)
             for number, index, token in zip(*(column.tolist() for column in columns), strict=True):
                 entry = entries.get(number)
-                if entry is not None and index == len(entry.tokens) - entry.submission.num_prompt_tokens:
+                if entry is not None and index == len(entry.tokens) - entry.num_prompt_tokens:
                     entry.tokens.append(token)
         for scores in batch.scores:
             entry = entries.get(scores.number)
@@ -123,7 +125,8 @@ class Book:
         known = self._by_identity.get(submission.identity)
         if known is not None:
             self._remove(known)
-        entry = Entry(whole.number, submission, tokens, model=whole.model, segment=segment)
+        count = submission.num_prompt_tokens
+        entry = Entry(whole.number, submission, tokens, count, model=whole.model, segment=segment)
         entry.scores = [(scores.first_index, scores.scores) for scores in whole.scores]
         if whole.HasField("ended"):
             _end(entry, whole.ended)

