@@ -1,7 +1,8 @@
 """The one place that knows whether triton is installed, and the only way a kernel is launched.
 
 Kernels are written at the top level of their module with what this one exports: ``@kernel`` makes an entry
-point that is launched as ``kernel[grid](*args, **options)``, ``@jit`` a device function that kernels call.
+point that is launched as ``kernel[grid](*args, **options)`` (``@kernel_with`` one with arguments that vary), ``@jit`` a
+device function that kernels call.
 Where triton is missing all are stand-ins that let the modules be imported (the bodies never run then), so
 that the CPU paths work.
 
@@ -49,6 +50,7 @@ __all__ = [
     "architecture",
     "jit",
     "kernel",
+    "kernel_with",
     "next_power_of_2",
     "num_multiprocessors",
     "record_launches",
@@ -85,9 +87,12 @@ class Kernel:
     """An entry point: compiled for its arguments' types when first launched, then enqueued on the current
     stream."""
 
-    def __init__(self, function: Callable[..., None]) -> None:
+    def __init__(self, function: Callable[..., None], varying: Sequence[str] = ()) -> None:
         self.name: str = function.__name__.strip("_")
-        self.function: Any = triton.jit(function) if HAVE_TRITON else None
+        names = list(varying)
+        self.function: Any = (
+            triton.jit(function, do_not_specialize=names, do_not_specialize_on_alignment=names) if HAVE_TRITON else None
+        )
 
     def __getitem__(self, grid: Sequence[int]) -> Callable[..., None]:
         def launch(*args: Any, **options: Any) -> None:
@@ -103,6 +108,16 @@ class Kernel:
 def kernel(function: Callable[..., None]) -> Kernel:
     """Make ``function`` an entry point."""
     return Kernel(function)
+
+
+def kernel_with(*, varying: Sequence[str]) -> Callable[[Callable[..., None]], Kernel]:
+    """Make a function an entry point that is compiled once, whatever the values of the arguments named.
+
+    Triton compiles a kernel anew for an integer that is 1, one divisible by 16, and any other; and for a pointer that is
+    aligned to 16 bytes and one that is not. What changes from step to step (numbers of rows, pointers into the midst of
+    a packed upload) is named here: otherwise a step that serves people would wait for the compiler.
+    """
+    return lambda function: Kernel(function, varying)
 
 
 def jit(function: Callable[..., Any]) -> Callable[..., Any]:

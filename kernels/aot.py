@@ -11,7 +11,7 @@ compile, or spills, shows on any machine, and what is compiled cannot drift from
     python -m kernels.aot --json FILE     the table as JSON as well
 
 Specialisation follows Triton's own rule for launches: an integer 1 becomes a constant, integers divisible by
-16 and all tensors (the allocator aligns them) are marked so.
+16 and all tensors (the allocator aligns them) are marked so, unless a kernel is declared not to care.
 """
 
 from __future__ import annotations
@@ -241,15 +241,17 @@ def _source_of(launch: Launch) -> tuple[Any, dict[str, Any]]:
     attributes: dict[tuple[int, ...], list[list[Any]]] = {}
     for index, (parameter, name) in enumerate(zip(function.params, names, strict=True)):
         value = values[name]
-        if parameter.is_constexpr or value is None or (isinstance(value, int) and value == 1):
+        varies = parameter.do_not_specialize
+        if parameter.is_constexpr or value is None or (isinstance(value, int) and value == 1 and not varies):
             signature[name] = "constexpr"
             constants[(index,)] = value
         elif isinstance(value, torch.Tensor):
             signature[name] = "*" + _TYPE_NAMES[value.dtype]
-            attributes[(index,)] = [["tt.divisibility", 16]]
+            if not varies:
+                attributes[(index,)] = [["tt.divisibility", 16]]
         elif isinstance(value, int):
             signature[name] = "i32"
-            if value % 16 == 0:
+            if value % 16 == 0 and not varies:
                 attributes[(index,)] = [["tt.divisibility", 16]]
         else:
             signature[name] = "fp32"

@@ -16,9 +16,11 @@ from collections.abc import Sequence
 
 import torch
 
-from kernels._triton import INTERPRETED, kernel, tl
+from kernels._triton import INTERPRETED, kernel_with, tl
 
 _TILE = 1024  # words of eight bytes that a program copies at once
+_MOST_PROGRAMS = 8192  # copies beyond that are made by turns
+_PROGRAMS_BESIDE = 32  # 256 KiB under way are more than the bus to the host holds, and leave the GPU to the steps
 
 
 class BlockPool:
@@ -36,18 +38,21 @@ class BlockPool:
             self.words = torch.tensor([size // 8 for size in block_bytes], device=device)
 
 
-def copy_blocks(source: BlockPool, target: BlockPool, blocks: torch.Tensor) -> None:
+def copy_blocks(source: BlockPool, target: BlockPool, blocks: torch.Tensor, *, beside: bool = False) -> None:
     """Copy block ``blocks[0, i]`` of every tensor of ``source`` to block ``blocks[1, i]`` of its peer in ``target``.
 
-    blocks: ``[2, n]`` int64, on the device of the kernels.
+    blocks: ``[2, n]`` int64, on the device of the kernels. ``beside``: other work runs at the same time, which a copy
+    over the bus is not to keep from the multiprocessors: few programs make all copies.
     """
     if not (source.on_triton and target.on_triton):
         copy_blocks_reference(source, target, blocks)
         return
     num_copies = blocks.shape[1]
     if num_copies:
-        _copy_blocks_kernel[(num_copies, len(source.tensors))](
-            source.addresses, target.addresses, source.words, blocks, num_copies, TILE=_TILE, num_warps=8
+        num_tensors = len(source.tensors)
+        num_programs = min(num_copies * num_tensors, _PROGRAMS_BESIDE if beside else _MOST_PROGRAMS)
+        _copy_blocks_kernel[(num_programs,)](
+            source.addresses, target.addresses, source.words, blocks, num_copies, num_tensors, TILE=_TILE, num_warps=8
         )
 
 
@@ -58,24 +63,25 @@ def copy_blocks_reference(source: BlockPool, target: BlockPool, blocks: torch.Te
         new.index_copy_(0, blocks[1].to(new.device), chosen.to(new.device))
 
 
-@kernel
+@kernel_with(varying=("num_copies", "num_tensors"))
 def _copy_blocks_kernel(
     source_addresses_ptr: tl.tensor,
     target_addresses_ptr: tl.tensor,
     words_ptr: tl.tensor,
     blocks_ptr: tl.tensor,
     num_copies: tl.tensor,
+    num_tensors: tl.tensor,
     TILE: tl.constexpr,
 ) -> None:
-    """One program: one block of one tensor."""
-    copy = tl.program_id(0)
-    tensor = tl.program_id(1)
-    words = tl.load(words_ptr + tensor)
-    source_ptr = tl.load(source_addresses_ptr + tensor).to(tl.pointer_type(tl.int64))
-    target_ptr = tl.load(target_addresses_ptr + tensor).to(tl.pointer_type(tl.int64))
-    source_ptr += tl.load(blocks_ptr + copy) * words
-    target_ptr += tl.load(blocks_ptr + num_copies + copy) * words
-    for first in range(0, words, TILE):
-        word = first + tl.arange(0, TILE)
-        value = tl.load(source_ptr + word, mask=word < words, other=0)
-        tl.store(target_ptr + word, value, mask=word < words)
+    """One program: one block of one tensor, then one so many further on, until there are no more."""
+    for job in range(tl.program_id(0), num_copies * num_tensors, tl.num_programs(0)):
+        tensor, copy = job // num_copies, job % num_copies
+        words = tl.load(words_ptr + tensor)
+        source_ptr = tl.load(source_addresses_ptr + tensor).to(tl.pointer_type(tl.int64))
+        target_ptr = tl.load(target_addresses_ptr + tensor).to(tl.pointer_type(tl.int64))
+        source_ptr += tl.load(blocks_ptr + copy) * words
+        target_ptr += tl.load(blocks_ptr + num_copies + copy) * words
+        for first in range(0, words, TILE):
+            word = first + tl.arange(0, TILE)
+            value = tl.load(source_ptr + word, mask=word < words, other=0)
+            tl.store(target_ptr + word, value, mask=word < words)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import torch
 
-from kernels._triton import kernel, next_power_of_2, runs_on_triton, tl
+from kernels._triton import kernel_with, next_power_of_2, runs_on_triton, tl
 from kernels.fp8 import as_cached, as_cached_tile, native_fp8
 
 
@@ -71,7 +71,7 @@ def write_kv_reference(
     v_cache[block, :, offset] = as_cached(value, v_cache.dtype)
 
 
-@kernel
+@kernel_with(varying=("slot_mapping_ptr",))
 def _write_kv_kernel(
     key_ptr: tl.tensor,
     value_ptr: tl.tensor,

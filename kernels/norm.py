@@ -23,7 +23,7 @@ from typing import overload
 
 import torch
 
-from kernels._triton import kernel, next_power_of_2, runs_on_triton, tl
+from kernels._triton import kernel_with, next_power_of_2, runs_on_triton, tl
 
 _ELEMENTS = 2048  # per program: short vectors (QK-norm) share one
 
@@ -122,7 +122,7 @@ def _rms_norm_triton(
     return out if summed is None else (out, summed)
 
 
-@kernel
+@kernel_with(varying=("num_vectors",))
 def _rms_norm_kernel(
     x_ptr: tl.tensor,
     residual_ptr: tl.tensor,

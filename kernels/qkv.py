@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import torch
 
-from kernels._triton import jit, kernel, next_power_of_2, runs_on_triton, tl
+from kernels._triton import jit, kernel_with, next_power_of_2, runs_on_triton, tl
 from kernels.fp8 import as_cached_tile, native_fp8
 from kernels.kv_cache import write_kv
 from kernels.norm import rms_norm
@@ -96,7 +96,7 @@ def _one_by_one(
     return query
 
 
-@kernel
+@kernel_with(varying=("slot_mapping_ptr",))
 def _rotate_and_cache_kernel(
     qkv_ptr: tl.tensor,
     query_norm_ptr: tl.tensor,

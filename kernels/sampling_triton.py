@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from kernels._triton import jit, kernel, next_power_of_2, tl
+from kernels._triton import jit, kernel, kernel_with, next_power_of_2, tl
 from kernels.philox import gumbel_tile, philox_words_tile
 
 if TYPE_CHECKING:
@@ -150,7 +150,7 @@ def _search(
     return found, above
 
 
-@kernel
+@kernel_with(varying=("temperature_ptr", "top_k_ptr", "top_p_ptr", "min_p_ptr"))
 def _select_kernel(
     logits_ptr: tl.tensor,
     temperature_ptr: tl.tensor,
@@ -211,7 +211,7 @@ def _select_kernel(
         tl.store(last_tie_ptr + row, last)
 
 
-@kernel
+@kernel_with(varying=("temperature_ptr", "min_p_ptr", "seed_ptr", "choice_ptr", "position_ptr"))
 def _draw_tiles_kernel(
     logits_ptr: tl.tensor,
     temperature_ptr: tl.tensor,

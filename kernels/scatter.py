@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import torch
 
-from kernels._triton import kernel, runs_on_triton, tl
+from kernels._triton import kernel_with, runs_on_triton, tl
 
 _TILE = 1024  # words per program
 
@@ -36,7 +36,7 @@ def scatter_words_reference(state: torch.Tensor, changes: torch.Tensor) -> None:
     state.index_copy_(0, changes[0].long(), changes[1])
 
 
-@kernel
+@kernel_with(varying=("num_words",))
 def _scatter_words_kernel(
     state_ptr: tl.tensor, changes_ptr: tl.tensor, num_words: tl.tensor, TILE: tl.constexpr
 ) -> None:

@@ -189,6 +189,7 @@ class BatchBuilder:
                 query_start=query_start_,
                 context_lens=context_lens,
                 max_query_len=int(lengths.max()),
+                min_query_len=int(lengths.min()),
             ),
             logits_index=logits_index,
             sample_rows=sample_rows,

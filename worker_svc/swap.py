@@ -127,7 +127,7 @@ class HostPool:
         with self._stream.current():
             blocks = upload(columns, self._where)
             began.record()
-            copy_blocks(source, target, blocks)
+            copy_blocks(source, target, blocks, beside=True)
             ended.record()
         return (
             Copies(len(source_blocks), ended.query, ended.synchronize, lambda: began.ns_until(ended)),

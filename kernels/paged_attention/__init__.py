@@ -22,7 +22,8 @@ keys of a row that failed.
     cpu_native  the path for CPU tensors: our own kernels over the pages where they lie
     cpu         the same where those kernels are missing: torch's fused attention over gathered pages
     launch      the path for CUDA tensors: which kernels, with which tiles
-    decode      kernel for rows that bring one token, its keys split over programs
+    schedule    how the keys of rows in decode are shared among programs, reckoned on the device
+    decode      kernels for rows that bring one token
     prefill     kernel for rows that bring a chunk
     tiles       what both kernels do with a tile of keys
 
@@ -40,8 +41,9 @@ from kernels.paged_attention.cpu import paged_attention_cpu
 from kernels.paged_attention.cpu_native import is_supported, paged_attention_native
 from kernels.paged_attention.launch import paged_attention_triton
 from kernels.paged_attention.reference import paged_attention_reference
+from kernels.paged_attention.schedule import DecodeSchedule, schedule_decode
 
-__all__ = ["paged_attention", "paged_attention_reference"]
+__all__ = ["DecodeSchedule", "paged_attention", "paged_attention_reference", "schedule_decode"]
 
 
 def paged_attention(
@@ -54,13 +56,16 @@ def paged_attention(
     *,
     max_query_len: int,
     scale: float,
+    min_query_len: int = 1,
     sliding_window: int | None = None,
     soft_cap: float | None = None,
+    schedule: DecodeSchedule | None = None,
 ) -> torch.Tensor:
     """Causal attention of every query over its row's pages (shapes and rules: see the package).
 
     ``max_query_len`` is the longest chunk in the batch, known to the host: 1 means that every row is in
-    decode. ``sliding_window`` counts the visible positions including the query's own.
+    decode; ``min_query_len`` above 1 means that none is. ``sliding_window`` counts the visible positions including the
+    query's own. ``schedule`` is what `schedule_decode` gave for this batch and window; None: it is made here.
     """
     if runs_on_triton(query):
         return paged_attention_triton(
@@ -70,10 +75,12 @@ def paged_attention(
             block_tables,
             query_start,
             context_lens,
+            min_query_len,
             max_query_len,
             scale,
             sliding_window,
             soft_cap,
+            schedule,
         )
     kernels = native()
     if kernels is not None and is_supported(query, k_cache):

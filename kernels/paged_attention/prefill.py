@@ -9,11 +9,11 @@ that the grid follows from T and R alone; a program finds its row by bisection.
 
 from __future__ import annotations
 
-from kernels._triton import jit, kernel, tl
+from kernels._triton import jit, kernel_with, tl
 from kernels.paged_attention.tiles import accumulate, gather_tile, score_tile
 
 
-@kernel
+@kernel_with(varying=("query_start_ptr", "context_lens_ptr", "num_rows", "table_stride"))
 def prefill_kernel(
     query_ptr: tl.tensor,
     k_cache_ptr: tl.tensor,
@@ -47,7 +47,8 @@ def prefill_kernel(
     leave at once.
     """
     QUERIES: tl.constexpr = BLOCK_M // GROUP_SIZE  # noqa: N806
-    tile = tl.program_id(0)
+    # The last tiles of a row see the most keys: they begin first, so that none of them is left over at the end.
+    tile = tl.num_programs(0) - 1 - tl.program_id(0)
     kv_head = tl.program_id(1)
     row, beyond = 0, num_rows
     while beyond - row > 1:

@@ -2,7 +2,7 @@
 
 The table is made once, offline, on a GPU (`python -m kernels.tune`), and checked in; nothing is tried out while
 serving. An entry holds for one kernel on one architecture, for heads of up to ``dim_tile`` dimensions and a cache of so
-many bytes per element. What the table lacks gets tiles that fit into every GPU's registers and shared memory.
+many bytes per element. What the table lacks gets a default that fits into the GPU's registers and shared memory.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Key:
     kernel: str  # "decode" or "prefill"
     architecture: int  # compute capability, 90 for sm_90
     dim_tile: int  # head dimension, rounded up to a power of two
-    kv_bytes: int  # bytes of an element of the cache
+    kv_bytes: int  # bytes of an element of the cache; 4 if queries are float32
 
 
 tried: dict[Key, Tuning] = {}
@@ -48,14 +48,27 @@ def tuning_for(key: Key, group_size: int) -> Tuning:
 
 
 def default_tuning(key: Key) -> Tuning:
-    """What is launched where nothing was measured."""
+    """What is launched where nothing was measured: chosen by what the compiler says of registers and shared memory, not
+    by the clock.
+
+    Rules: nothing spills; 16-byte copies into shared memory, which matrix units read from there. Decode waits for
+    memory, so it has two tiles of keys and of values under way in each of three programs or more a multiprocessor:
+    five stages, as two of them are gone for the detour over the block table. Prefill reads each key once per tile of
+    queries: on Hopper, whose matrix units outrun its L2 cache, a tile has 128 rows, two warp groups. Float32 has no
+    matrix units to feed and every product takes registers: small tiles.
+    """
+    wide = key.kv_bytes > 2
     if key.kernel == "decode":
         # tl.dot wants 16 rows at least; a smaller group leaves some idle, which costs nothing: decode waits for
         # memory.
-        return Tuning(16, 64 if key.dim_tile <= 128 else 32, 4, 3)
-    # The largest tiles of keys that spill no registers on sm_80 either.
+        largest = 64 if key.dim_tile <= 128 else 32
+        return Tuning(16, (32 if key.dim_tile <= 128 else 16) if wide else largest, 4, 5)
+    if wide:
+        return Tuning(64 if key.dim_tile <= 128 else 32, 32 if key.dim_tile <= 64 else 16, 8, 2)
     if key.dim_tile <= 64:
-        return Tuning(64, 64, 4, 2)
+        return Tuning(64, 64, 4, 3 if key.architecture >= 90 else 2)
+    if key.architecture >= 90:
+        return Tuning(128, 64 if key.dim_tile <= 128 else 32, 8, 3)
     return Tuning(64, 32, 4, 3) if key.dim_tile <= 128 else Tuning(64, 32, 8, 2)
 
 

@@ -11,6 +11,8 @@ from typing import Protocol
 
 import torch
 
+from kernels.paged_attention import DecodeSchedule, schedule_decode
+
 KVCache = tuple[torch.Tensor, torch.Tensor]
 """Keys and values of one layer, each `[num_blocks, num_kv_heads, block_size, head_dim]`."""
 
@@ -37,6 +39,17 @@ class AttentionInputs:
     """`[R] int32`: tokens of each row including this step's."""
     max_query_len: int
     """Most tokens of one row in this step."""
+    min_query_len: int = 1
+    """Fewest tokens of one row in this step; 1 where that is not known."""
+
+    def schedule(self, sliding_window: int | None, num_kv_heads: int) -> DecodeSchedule | None:
+        """How the keys of rows in decode are shared among programs, for all layers of this kind; None where no row is
+        in decode, or no kernel needs it."""
+        if self.min_query_len > 1:
+            return None
+        return schedule_decode(
+            self.query_start, self.context_lens, num_kv_heads=num_kv_heads, sliding_window=sliding_window
+        )
 
 
 class Model(Protocol):

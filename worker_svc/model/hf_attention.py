@@ -20,7 +20,7 @@ from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
 from kernels.kv_cache import write_kv
-from kernels.paged_attention import paged_attention
+from kernels.paged_attention import DecodeSchedule, paged_attention
 from worker_svc.model.base import AttentionInputs, KVCache
 
 PAGED = "quire_paged"
@@ -59,6 +59,15 @@ class PagedStep:
     caches: Sequence[KVCache]
     windows: tuple[int | None, ...]
     """Sliding window of each layer."""
+    schedules: dict[tuple[int | None, int], DecodeSchedule | None] = field(default_factory=dict)
+    """Of the layers so far, by window and number of KV heads."""
+
+    def schedule(self, window: int | None, num_kv_heads: int) -> DecodeSchedule | None:
+        """The schedule of a layer, made by the first layer that needs it."""
+        key = (window, num_kv_heads)
+        if key not in self.schedules:
+            self.schedules[key] = self.attention.schedule(window, num_kv_heads)
+        return self.schedules[key]
 
 
 _STEP: ContextVar[PagedStep] = ContextVar("quire_paged_step")
@@ -112,9 +121,11 @@ def _attend_paged(
         step.attention.query_start,
         step.attention.context_lens,
         max_query_len=step.attention.max_query_len,
+        min_query_len=step.attention.min_query_len,
         scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
         sliding_window=step.windows[layer],
         soft_cap=softcap,
+        schedule=step.schedule(step.windows[layer], k_cache.shape[1]),
     )
     return attended.unsqueeze(0), None
 

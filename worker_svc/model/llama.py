@@ -19,7 +19,7 @@ from kernels.decoder import PackedDecoder
 from kernels.linear import empty_weight
 from kernels.native.library import Native
 from kernels.norm import rms_norm
-from kernels.paged_attention import paged_attention
+from kernels.paged_attention import DecodeSchedule, paged_attention
 from kernels.qkv import rotate_and_cache
 from worker_svc.model import llama_packed
 from worker_svc.model.base import AttentionInputs, KVCache, KVShape
@@ -149,9 +149,11 @@ class LlamaModel:
         cos, sin = self._cos[positions], self._sin[positions]
         update = embedding(input_ids, self._embedding)
         residual: torch.Tensor | None = None
+        windows = {layer.sliding_window for layer in self._layers}
+        schedules = {window: attention.schedule(window, self._num_kv_heads) for window in windows}
         for layer, cache in zip(self._layers, caches, strict=True):
             normed, residual = self._add_norm(update, layer.input_norm, residual)
-            attended = self._attend(layer, normed, cos, sin, attention, cache)
+            attended = self._attend(layer, normed, cos, sin, attention, cache, schedules[layer.sliding_window])
             normed, residual = self._add_norm(attended, layer.mlp_norm, residual)
             update = layer.down(silu_mul(layer.gate_up(normed)))
         if logits_index is not None:
@@ -221,6 +223,7 @@ class LlamaModel:
         sin: torch.Tensor,
         attention: AttentionInputs,
         cache: KVCache,
+        schedule: DecodeSchedule | None,
     ) -> torch.Tensor:
         k_cache, v_cache = cache
         query = rotate_and_cache(
@@ -242,8 +245,10 @@ class LlamaModel:
             attention.query_start,
             attention.context_lens,
             max_query_len=attention.max_query_len,
+            min_query_len=attention.min_query_len,
             scale=self._scale,
             sliding_window=layer.sliding_window,
+            schedule=schedule,
         )
         return layer.output(attended.view(hidden.shape[0], -1))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kernels.fp8 import quantize
-from kernels.paged_attention import launch, paged_attention, paged_attention_reference
+from kernels.paged_attention import launch, paged_attention, paged_attention_reference, schedule
 from tests.kernels.batches import PagedBatch, as_float64, paged_batch
 
 
@@ -52,27 +53,64 @@ def test_mixed_batch(block_size: int, head_dim: int) -> None:
     assert_equals_reference(paged_batch(rows, head_dim=head_dim, block_size=block_size))
 
 
-@pytest.mark.parametrize(
-    ("room", "num_sms", "window"), [(1, 132, None), (2, 132, None), (8, 132, 150), (8, 2, None), (8, 2, 150)]
-)
-def test_splits_meet_in_the_same_result(
-    room: int, num_sms: int, window: int | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """However many splits the grid has room for and the lengths ask for, the result is the same; rows with one split,
-    rows without keys and rows in prefill stand beside those with many."""
-    monkeypatch.setattr(launch, "num_splits", lambda *_: room)
-    monkeypatch.setattr(launch, "_MIN_KEYS_PER_SPLIT", 64)
-    monkeypatch.setattr(launch, "num_multiprocessors", lambda _: num_sms)
-    assert_equals_reference(paged_batch([(600, 1), (0, 1), (3, 1), (129, 1), (200, 9)]), window)
+@pytest.mark.parametrize("window", [None, 1, 150])
+@pytest.mark.parametrize("num_sms", [1, 2, 132])
+def test_shares_meet_in_the_same_result(num_sms: int, window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many shares the lengths and the GPU ask for, the result is the same; rows with one share, rows without
+    keys and rows in prefill stand beside those with many."""
+    monkeypatch.setattr(schedule, "num_multiprocessors", lambda _: num_sms)
+    monkeypatch.setattr(launch, "_SHARES_TILE", 4)
+    assert_equals_reference(paged_batch([(1300, 1), (0, 1), (3, 1), (129, 1), (200, 9)]), window)
 
 
-@pytest.mark.parametrize(
-    ("programs", "longest", "sms", "room"),
-    [(8, 131072, 132, 64), (8, 4096, 132, 16), (8, 100, 132, 1), (2048, 131072, 132, 4), (8192, 131072, 132, 1)],
-)
-def test_room_for_splits(programs: int, longest: int, sms: int, room: int) -> None:
-    """Few rows and long tables get many splits, large batches and short tables few."""
-    assert launch.num_splits(programs, longest, sms) == room
+@settings(max_examples=30, deadline=None)
+@given(data=st.data())
+def test_a_schedule_shares_out_every_key_once(data: st.DataObject) -> None:
+    """A row's shares follow one another and together are the keys that its window leaves; none is empty but those of
+    rows without keys; rows in prefill have none; and the grid's size is never exceeded."""
+    contexts = data.draw(st.lists(st.integers(0, 3000), min_size=1, max_size=12))
+    in_decode = [data.draw(st.booleans()) or context < 2 for context in contexts]
+    window = data.draw(st.none() | st.integers(1, 2000))
+    num_kv_heads = data.draw(st.integers(1, 8))
+    lengths = torch.tensor([1 if decodes else 2 for decodes in in_decode])
+    made = schedule.schedule_decode(
+        torch.cat((torch.zeros(1, dtype=torch.int64), lengths.cumsum(0))).int(),
+        torch.tensor(contexts, dtype=torch.int32),
+        num_kv_heads=num_kv_heads,
+        sliding_window=window,
+    )
+    assert made is not None
+    shares, next_share = made.shares.tolist(), 0
+
+    for row, context in enumerate(contexts):
+        first, count = made.rows[row].tolist()
+        assert first == next_share
+        assert (count > 0) == in_decode[row]
+        own = shares[first : first + count]
+        assert all(share[0] == row and share[3] == count for share in own)
+        if own:
+            assert own[0][1] == max(context - (window or context), 0)
+            assert own[-1][2] == context
+            assert all(before[2] == after[1] for before, after in pairwise(own))
+            assert count == 1 or all(end > begin for _, begin, end, _ in own)
+        next_share += count
+    assert all(share[0] == -1 for share in shares[next_share:])
+
+
+def test_long_rows_are_read_by_many_programs_and_large_batches_by_few_each() -> None:
+    """One long row gets a share for every program that the GPU runs; rows that are many enough get one each."""
+
+    def counts(contexts: list[int]) -> list[int]:
+        starts = torch.arange(len(contexts) + 1, dtype=torch.int32)
+        made = schedule.schedule_decode(starts, torch.tensor(contexts, dtype=torch.int32), num_kv_heads=8)
+        assert made is not None
+        return made.rows[:, 1].tolist()
+
+    assert counts([1024]) == [8]
+    assert 60 <= counts([131072])[0] <= 66
+    assert counts([1024] * 300) == [1] * 300  # more rows than a tile of them
+    assert counts([8192] * 8) == [8] * 8
+    assert counts([100] * 63 + [60000])[-1] >= 50
 
 
 @pytest.mark.parametrize("group_size", [1, 3, 8, 20])
