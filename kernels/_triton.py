@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -89,6 +90,8 @@ class Kernel:
 
     def __init__(self, function: Callable[..., None], varying: Sequence[str] = ()) -> None:
         self.name: str = function.__name__.strip("_")
+        self.varying = frozenset(varying)
+        """Arguments by whose values nothing is compiled anew."""
         names = list(varying)
         self.function: Any = (
             triton.jit(function, do_not_specialize=names, do_not_specialize_on_alignment=names) if HAVE_TRITON else None
@@ -113,9 +116,9 @@ def kernel(function: Callable[..., None]) -> Kernel:
 def kernel_with(*, varying: Sequence[str]) -> Callable[[Callable[..., None]], Kernel]:
     """Make a function an entry point that is compiled once, whatever the values of the arguments named.
 
-    Triton compiles a kernel anew for an integer that is 1, one divisible by 16, and any other; and for a pointer that is
-    aligned to 16 bytes and one that is not. What changes from step to step (numbers of rows, pointers into the midst of
-    a packed upload) is named here: otherwise a step that serves people would wait for the compiler.
+    Triton compiles a kernel anew for an integer that is 1, one divisible by 16, and any other; and for a pointer that
+    is aligned to 16 bytes and one that is not. What changes from step to step (numbers of rows, pointers into the
+    midst of a packed upload) is named here: otherwise a step that serves people would wait for the compiler.
     """
     return lambda function: Kernel(function, varying)
 
@@ -148,17 +151,26 @@ def architecture(tensor: torch.Tensor) -> int:
     recording = _recording.get()
     if recording is not None:
         return recording.architecture
-    if not tensor.is_cuda:
-        return 0
-    major, minor = torch.cuda.get_device_capability(tensor.device)
-    return 10 * major + minor
+    return _architecture(tensor.device) if tensor.is_cuda else 0
 
 
 def num_multiprocessors(tensor: torch.Tensor) -> int:
     """Multiprocessors of the GPU that kernels on ``tensor`` run on; without one those of an H100."""
-    if not tensor.is_cuda:
+    if _recording.get() is not None or not tensor.is_cuda:
         return 132
-    return torch.cuda.get_device_properties(tensor.device).multi_processor_count
+    return _num_multiprocessors(tensor.device)
+
+
+# Both are asked for at every launch, and reading a device's properties takes longer than a launch.
+@cache
+def _architecture(device: torch.device) -> int:
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor
+
+
+@cache
+def _num_multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def next_power_of_2(n: int) -> int:

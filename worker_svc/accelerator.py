@@ -134,6 +134,8 @@ class CudaAccelerator:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._pool = torch.cuda.graph_pool_handle()
+        # One for all captures: cuBLAS keeps a workspace of tens of MiB for every stream that it has seen.
+        self._capturing = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     @property
     def device(self) -> torch.device:
@@ -159,14 +161,12 @@ class CudaAccelerator:
     def capture(self, compute: Callable[[], torch.Tensor]) -> tuple[Graph, torch.Tensor]:
         """See `Accelerator.capture`. Runs `compute` once beforehand: libraries make their workspaces and Triton
         compiles on first use, neither of which may happen within a capture."""
-        warm_up = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
-        warm_up.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(warm_up):
+        self.synchronize()
+        with torch.cuda.stream(self._capturing):
             compute()
-        torch.cuda.current_stream(self._device).wait_stream(warm_up)
         self.synchronize()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._capturing):
             result = compute()
         return graph, result
 

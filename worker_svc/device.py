@@ -62,7 +62,12 @@ def upload(array: npt.NDArray[np.generic], device: torch.device) -> torch.Tensor
     """The array on the device, without waiting for it.
 
     On a CPU the tensor *is* the array, so the caller gives it away. On CUDA it travels through pinned memory that
-    torch keeps until the copy is done.
+    torch keeps until the copy is done. Whatever goes to the device within a step comes this way: a copy from memory
+    that is not pinned would wait for all steps in flight.
     """
     tensor = torch.from_numpy(array)
-    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
+    if device.type == "cpu":
+        return tensor
+    if not array.size:
+        return torch.empty_like(tensor, device=device)
+    return tensor.pin_memory().to(device, non_blocking=True)

@@ -106,7 +106,7 @@ class Engine:
             with torch.inference_mode():
                 self._graphs.capture()
         self._batches = BatchBuilder(self._rows, device, lanes)
-        self._sampler = Sampler(self._rows, device)
+        self._sampler = Sampler(self._rows, device, accelerator)
         self._executor = make_executor(accelerator)
         self._tracing = Tracing(tracer, limits.max_rows)
         self._launched: deque[_Launched] = deque()

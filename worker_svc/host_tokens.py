@@ -7,23 +7,26 @@ is under way by then.
 
 import torch
 
+from worker_svc.accelerator import Accelerator, Event
 from worker_svc.block_tables import IntArray
 
 
 class HostTokens:
     """The tokens of one step on their way to the host."""
 
-    def __init__(self, tokens: torch.Tensor, rows: IntArray, generations: IntArray) -> None:
-        """`tokens` `[S] int32` on any device, negative for rows that failed; of `rows` `[S]` in these uses."""
+    def __init__(
+        self, tokens: torch.Tensor, rows: IntArray, generations: IntArray, accelerator: Accelerator | None
+    ) -> None:
+        """`tokens` `[S] int32` on the device, negative for rows that failed; of `rows` `[S]` in these uses."""
         self.rows = rows
         self.generations = generations
-        self._copied: torch.cuda.Event | None = None
+        self._copied: Event | None = None
         self._tokens = tokens
-        if tokens.device.type == "cuda":
-            self._tokens = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
+        if accelerator is not None:
+            self._tokens = accelerator.pinned(tuple(tokens.shape), tokens.dtype)
             # On the stream of the computation itself: all that this stream has before it is what gave the tokens.
             self._tokens.copy_(tokens, non_blocking=True)
-            self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._copied = accelerator.event()
             self._copied.record()
 
     def wait(self) -> list[tuple[int, int, int]]:

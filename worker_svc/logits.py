@@ -19,6 +19,7 @@ import torch
 from protos.quire.plan.v1 import plan_pb2
 from shared.columns import Int32Array, from_column, from_columns
 from worker_svc.block_tables import IntArray
+from worker_svc.device import upload
 from worker_svc.errors import PlanError
 
 _FIRST_SLOTS = 4
@@ -166,12 +167,12 @@ class LogitsRules:
         penalties = None
         if any(each.penalised for each in rules):
             columns = np.array([(each.repetition, each.presence, each.frequency) for each in rules], np.float32)
-            repetition, presence, frequency = torch.from_numpy(columns.T.copy()).to(self._device).unsqueeze(2)
+            repetition, presence, frequency = upload(columns.T.copy(), self._device).unsqueeze(2)
             penalties = (repetition, presence, frequency)
         places = tuple(place for place, _ in found)
         return LogitsBatch(
-            index=torch.tensor(places, device=self._device),
-            slots=torch.tensor([each.slot for each in rules], device=self._device),
+            index=self._upload(np.array(places)),
+            slots=self._upload(np.array([each.slot for each in rules])),
             rules=rules,
             rows=tuple(row for _, row in found),
             places=places,
@@ -203,7 +204,7 @@ class LogitsRules:
             if rules.bad_words:
                 forbidden = rules.forbidden_next()
                 if forbidden:
-                    scores[line, forbidden] = -torch.inf
+                    scores[line, self._upload(np.array(forbidden))] = -torch.inf
         if batch.any_min_tokens:
             for line, rules in enumerate(batch.rules):
                 if int(positions[batch.places[line]]) - rules.num_prompt < rules.min_tokens:
@@ -232,22 +233,22 @@ class LogitsRules:
 
     def _set_bias(self, slot: int, ids: Int32Array, bias: "np.ndarray[tuple[int], np.dtype[np.float32]]",
                   allowed: Int32Array, banned: Int32Array) -> None:  # fmt: skip
-        line = torch.zeros(self._vocab_size)
+        line = np.zeros(self._vocab_size, np.float32)
         if len(allowed):
-            line.fill_(-torch.inf)
-            line[torch.from_numpy(allowed.astype(np.int64))] = 0
-        line.index_add_(0, torch.from_numpy(ids.astype(np.int64)), torch.from_numpy(bias.copy()))
-        line[torch.from_numpy(banned.astype(np.int64))] = -torch.inf
-        self._bias[slot] = line.to(self._device)
+            line.fill(-np.inf)
+            line[allowed] = 0
+        np.add.at(line, ids, bias)
+        line[banned] = -np.inf
+        self._bias[slot] = upload(line, self._device)
 
     def _count(self, slot: int, tokens: Int32Array, num_prompt: int) -> None:
         wide = tokens.astype(np.int64)
         self._in_prompt[slot, self._upload(wide[:num_prompt])] = True
         counts = np.bincount(wide[num_prompt:], minlength=self._vocab_size).astype(np.int32)
-        self._generated[slot] = torch.from_numpy(counts).to(self._device)
+        self._generated[slot] = upload(counts, self._device)
 
     def _upload(self, ids: "np.ndarray[tuple[int], np.dtype[np.integer]]") -> torch.Tensor:
-        return torch.from_numpy(ids.astype(np.int64)).to(self._device)
+        return upload(ids.astype(np.int64), self._device)
 
 
 def _has_rules(params: plan_pb2.SamplingParams) -> bool:

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from kernels.sampling import SamplingTensors, greedy, nonfinite_rows, sample
+from worker_svc.accelerator import Accelerator
 from worker_svc.batch import StepBatch
 from worker_svc.device import upload
 from worker_svc.executor import Sampled
@@ -48,9 +49,11 @@ class _Gathered:
 class Sampler:
     """Samples one token for each row of a batch that samples."""
 
-    def __init__(self, table: RowTable, device: torch.device) -> None:
+    def __init__(self, table: RowTable, device: torch.device, accelerator: Accelerator | None = None) -> None:
+        """`accelerator` orders the work on `device`; None: the CPU."""
         self._table = table
         self._device = device
+        self._accelerator = accelerator
         self._gathered_for: tuple[int, bytes] = (-1, b"")
         self._gathered: _Gathered | None = None
         self._pending: HostTokens | None = None
@@ -93,7 +96,8 @@ class Sampler:
             outcome[restricted] = outcome[restricted].masked_fill(stuck, NOTHING_ALLOWED)
         outcome = outcome.masked_fill(failed, NOT_FINITE)
         if gathered.needs_host_tokens:
-            self._pending = HostTokens(outcome, batch.sample_rows, self._table.generation[batch.sample_rows])
+            generations = self._table.generation[batch.sample_rows]
+            self._pending = HostTokens(outcome, batch.sample_rows, generations, self._accelerator)
         return Sampled(outcome, self._scores(raw, wanted, tokens, of_prompts, batch))
 
     def _sample_greedily(self, logits: torch.Tensor, batch: StepBatch) -> torch.Tensor:
@@ -165,7 +169,7 @@ class Sampler:
         rules = self._table.rules.batch(rows)
         grammars = self._table.grammars
         grammar_places = [place for place, row in enumerate(rows.tolist()) if row in grammars] if len(grammars) else []
-        grammar_index = torch.tensor(grammar_places, dtype=torch.int64, device=self._device)
+        grammar_index = upload(np.array(grammar_places, np.int64), self._device)
         restricted = torch.cat([grammar_index] if rules is None else [rules.index, grammar_index])
         return _Gathered(
             SamplingTensors(

@@ -77,9 +77,7 @@ def paged_attention_triton(
         return out
 
     if schedule is None:
-        schedule = schedule_decode(
-            query_start, context_lens, num_kv_heads=num_kv_heads, sliding_window=sliding_window
-        )
+        schedule = schedule_decode(query_start, context_lens, num_kv_heads=num_kv_heads, sliding_window=sliding_window)
     assert schedule is not None
     tuning = tuning_for(Key("decode", sm, dim_tile, kv_bytes), group_size)
     max_shares, fields = schedule.shares.shape

@@ -121,7 +121,7 @@ def _schedule_kernel(
         first = used + tl.cumsum(count, 0) - count
         tl.store(rows_ptr + row * 2, first, mask=inside)
         tl.store(rows_ptr + row * 2 + 1, count, mask=inside)
-        for share in range(0, tl.max(count, 0)):
+        for share in range(tl.max(count, 0)):
             there = share < count
             place = shares_ptr + (first + share) * FIELDS
             low = begin + share * size

@@ -1,5 +1,10 @@
-"""Every kernel on the device against its reference in float64 on the CPU, at random sizes."""
+"""Every kernel on the device against its reference, at random sizes; attention's reference is computed in float64.
 
+Each size is another kernel to compile, which takes longer than to run it: a check ends when its time is up, and says
+how far it came.
+"""
+
+import time
 from collections.abc import Callable, Iterator
 from functools import partial
 
@@ -18,8 +23,9 @@ from tools.gpu.results import Figures
 _TOLERANCE = {torch.float32: 2e-4, torch.float16: 6e-3, torch.bfloat16: 4e-2}
 
 
-def checks(device: torch.device, rounds: int) -> Iterator[tuple[str, Callable[[], Figures]]]:
-    """Name of each check and what makes it; a check raises AssertionError with what differs."""
+def checks(device: torch.device, rounds: int, limit_s: float) -> Iterator[tuple[str, Callable[[], Figures]]]:
+    """Name of each check and what makes it; a check raises AssertionError with what differs, and begins no round after
+    ``limit_s``."""
     for name, check in (
         ("attention", _attention),
         ("norm, rotary, KV write", _qkv),
@@ -27,13 +33,22 @@ def checks(device: torch.device, rounds: int) -> Iterator[tuple[str, Callable[[]
         ("sampling", _sampling),
         ("decode inputs", _decode_inputs),
     ):
-        yield f"check {name}", partial(_repeat, check, device, rounds)
+        yield f"check {name}", partial(_repeat, check, device, rounds, limit_s)
 
 
-def _repeat(check: Callable[[torch.device, torch.Generator], float], device: torch.device, rounds: int) -> Figures:
+def _repeat(
+    check: Callable[[torch.device, torch.Generator], float], device: torch.device, rounds: int, limit_s: float
+) -> Figures:
+    worst, done = 0.0, 0
+    deadline = time.monotonic() + limit_s
     with torch.inference_mode():
-        worst = max(check(device, torch.Generator().manual_seed(seed)) for seed in range(rounds))
-    return {"rounds": rounds, "worst_error": worst}
+        while done < rounds and (done == 0 or time.monotonic() < deadline):
+            try:
+                worst = max(worst, check(device, torch.Generator().manual_seed(done)))
+            except Exception as error:
+                raise AssertionError(f"round {done}: {error}") from error
+            done += 1
+    return {"rounds": done, "worst_error": worst}
 
 
 def _pick(generator: torch.Generator, *choices: int) -> int:
@@ -46,8 +61,9 @@ def _dtype(generator: torch.Generator, device: torch.device) -> torch.dtype:
 
 
 def _compare(ours: torch.Tensor, expected: torch.Tensor, tolerance: float) -> float:
-    torch.testing.assert_close(ours.double().cpu(), expected.double(), rtol=tolerance, atol=tolerance)
-    return float((ours.double().cpu() - expected.double()).abs().max()) if ours.numel() else 0.0
+    ours, expected = ours.double(), expected.to(ours.device).double()
+    torch.testing.assert_close(ours, expected, rtol=tolerance, atol=tolerance)
+    return float((ours - expected).abs().max()) if ours.numel() else 0.0
 
 
 def _attention(device: torch.device, generator: torch.Generator) -> float:
@@ -75,8 +91,9 @@ def _attention(device: torch.device, generator: torch.Generator) -> float:
     def call(attend: Callable[..., torch.Tensor], *given: torch.Tensor) -> torch.Tensor:
         return attend(*given, max_query_len=longest, scale=head_dim**-0.5, sliding_window=window, soft_cap=cap)
 
-    wide = [x if x.dtype in (torch.uint8, torch.int32) else x.double() for x in tensors]
-    ours = call(paged_attention, *(x.to(device) for x in tensors))
+    there = [x.to(device) for x in tensors]
+    wide = [x if x.dtype in (torch.uint8, torch.int32) else x.double() for x in there]
+    ours = call(paged_attention, *there)
     return _compare(ours, call(paged_attention_reference, *wide), _TOLERANCE[dtype])
 
 
@@ -123,7 +140,7 @@ def _sampling(device: torch.device, generator: torch.Generator) -> float:
     def some(values: torch.Tensor, off: float) -> torch.Tensor:
         return torch.where(torch.rand(rows, generator=generator) < 0.5, values, off)
 
-    columns = {
+    columns: dict[str, torch.Tensor] = {
         "temperature": some(0.3 + torch.rand(rows, generator=generator), 0.0),
         "top_k": some(torch.randint(1, 100, (rows,), generator=generator), 0).int(),
         "top_p": some(torch.rand(rows, generator=generator), 1.0),
@@ -132,11 +149,11 @@ def _sampling(device: torch.device, generator: torch.Generator) -> float:
         "choice": torch.randint(0, 4, (rows,), generator=generator).int(),
         "position": torch.randint(0, 100_000, (rows,), generator=generator).int(),
     }
-    here = SamplingTensors(**columns, any_random=True, any_truncation=True)
-    there = SamplingTensors(
+    params = SamplingTensors(
         **{name: column.to(device) for name, column in columns.items()}, any_random=True, any_truncation=True
     )
-    differing = float((sample(logits.to(device), there).cpu() != sample_reference(logits, here)).float().mean())
+    logits = logits.to(device)
+    differing = float((sample(logits, params) != sample_reference(logits, params)).float().mean())
     assert differing <= 2 / rows, f"{differing:.1%} of the draws differ"
     return differing
 

@@ -12,6 +12,7 @@ from quire.bench.offline import OfflineRequest
 from tools.gpu import checks, loads, shapes
 from tools.gpu.results import Figures, Results
 from tools.gpu.serving import Served, with_service
+from tools.gpu.smoke import smoke
 
 WORK = Path("build/gpu")
 
@@ -23,6 +24,8 @@ class Scale:
     models: tuple[shapes.Shape, ...]
     kernels: bench.Sizes
     check_rounds: int
+    check_s: float
+    """Seconds after which a check begins no other round."""
     rows: int
     tokens_per_step: int
     decode: tuple[tuple[int, int, int], ...]
@@ -43,6 +46,7 @@ FULL = Scale(
     models=(shapes.QWEN_06B, shapes.LLAMA_8B),
     kernels=bench.LLAMA_8B,
     check_rounds=60,
+    check_s=45.0,
     rows=256,
     tokens_per_step=8192,
     decode=((1, 1024, 256), (8, 1024, 256), (64, 1024, 256), (256, 1024, 192)),
@@ -54,6 +58,7 @@ REHEARSAL = Scale(
     models=(shapes.TINY,),
     kernels=bench.TINY,
     check_rounds=2,
+    check_s=10.0,
     rows=4,
     tokens_per_step=64,
     decode=((1, 20, 12), (4, 20, 24)),
@@ -87,13 +92,16 @@ class Item:
 
 
 def kernels(context: Context) -> None:
-    """Checks, then measurements beside the device's ceilings."""
-    for name, check in checks.checks(context.device, context.scale.check_rounds):
-        context.results.run(name, check, 30.0)
+    """A minute's test, then measurements beside the device's ceilings, then checks at random sizes."""
+    for name, test in smoke(context.device, context.dtype):
+        context.results.run(name, test, 10.0)
     ceilings = _ceilings(context)
     with torch.inference_mode():
         for name, measure in bench.measurements(context.device, context.dtype, context.scale.kernels):
             context.results.run(name, partial(_measure_one, measure, ceilings), 10.0)
+    limit_s = context.scale.check_s
+    for name, check in checks.checks(context.device, context.scale.check_rounds, limit_s):
+        context.results.run(name, check, limit_s)
 
 
 def decode(context: Context) -> None:

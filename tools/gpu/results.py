@@ -1,5 +1,6 @@
 """The JSON of one part: what was measured on which device at which commit, item by item."""
 
+import hashlib
 import json
 import platform
 import subprocess
@@ -13,6 +14,7 @@ import torch
 Figures = dict[str, float | int | str]
 
 ROOT = Path(__file__).parents[2]
+_SOURCES = ("kernels", "worker_svc", "tools/gpu")
 _PACKAGES = ("torch", "triton", "transformers", "grpcio", "protobuf", "numpy", "pyzmq")
 
 
@@ -71,8 +73,17 @@ def device_name() -> str:
 
 
 def _commit() -> str:
-    found = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
-    return found.stdout.strip() or "unknown"
+    """The commit; where there is no git, as in a tree that was copied to a machine, what the sources amount to."""
+    try:
+        found = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
+        if found.returncode == 0 and found.stdout.strip():
+            return found.stdout.strip()
+    except OSError:
+        pass
+    digest = hashlib.sha256()
+    for path in sorted(path for folder in _SOURCES for path in (ROOT / folder).rglob("*.py")):
+        digest.update(path.read_bytes())
+    return f"sources {digest.hexdigest()[:16]}"
 
 
 def _versions() -> dict[str, str]:

@@ -1,0 +1,174 @@
+"""The whole path of a GPU but the GPU: interpreted kernels, graphs and streams of a stand-in, two plans in flight."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+from kernels import _triton
+from protos.quire.plan.v1 import plan_pb2
+from shared.columns import to_column
+from tests.checkpoints import VOCAB_SIZE, make_checkpoint
+from tests.worker_svc.driver import Driver, make_engine
+from tests.worker_svc.fake_accelerator import FakeAccelerator
+from tests.worker_svc.oracle import Oracle, Verdict
+from worker_svc import host_tokens
+
+READ_BACK = {
+    "aten._local_scalar_dense", "aten.is_nonzero", "aten.equal", "aten.nonzero", "aten.masked_select",
+    "aten.unique_dim", "aten._unique2", "aten.bincount", "aten.allclose", "aten.repeat_interleave.Tensor",
+}  # fmt: skip
+"""Operations that need values of a tensor on the host: on a GPU they wait for everything enqueued so far."""
+
+
+class NoReadBack(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Fails on an operation that would make the host wait for the device."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        name = str(func)
+        assert not any(name == read or name.startswith(read + ".") for read in READ_BACK), f"{name} waits"
+        if name.startswith(("aten.index.", "aten.index_put")):
+            masks = [index for index in args[1] if index is not None and index.dtype in (torch.bool, torch.uint8)]
+            assert not masks, f"{name} by a mask waits for the number of its elements"
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.fixture
+def compiled(monkeypatch: pytest.MonkeyPatch) -> dict[str, set[tuple[object, ...]]]:
+    """What would have been compiled of each kernel: Triton's key of every launch. What the interpreter itself does with
+    tensors is none of the path's, and not watched."""
+    found: dict[str, set[tuple[object, ...]]] = {}
+    launch_of = _triton.Kernel.__getitem__
+
+    def unwatched(kernel: _triton.Kernel, grid: Any) -> Callable[..., None]:
+        launch = launch_of(kernel, grid)
+
+        def run(*args: Any, **options: Any) -> None:
+            with _disable_current_modes():
+                found.setdefault(kernel.name, set()).add(specialisation(kernel, args, options))
+                launch(*args, **options)
+
+        return run
+
+    monkeypatch.setattr(_triton.Kernel, "__getitem__", unwatched)
+    # The host may wait here, for the rows that ask for it; tokens are then read from pinned memory.
+    wait = host_tokens.HostTokens.wait
+
+    def waits(tokens: host_tokens.HostTokens) -> list[tuple[int, int, int]]:
+        with _disable_current_modes():
+            return wait(tokens)
+
+    monkeypatch.setattr(host_tokens.HostTokens, "wait", waits)
+    return found
+
+
+def specialisation(kernel: _triton.Kernel, args: tuple[Any, ...], options: dict[str, Any]) -> tuple[object, ...]:
+    """Triton's rule: types, the values of compile-time parameters, whether an integer is 1 or divisible by 16 and a
+    pointer aligned to 16 bytes, but for arguments that vary."""
+    key: list[object] = [tuple(sorted(options.items()))]
+    for name, value in zip(kernel.function.arg_names, args, strict=False):
+        if isinstance(value, torch.Tensor):
+            key.append((value.dtype, name in kernel.varying or value.data_ptr() % 16 == 0))
+        elif isinstance(value, int):
+            key.append("int" if name in kernel.varying else (value == 1, value % 16 == 0))
+        else:
+            key.append(type(value))
+    return tuple(key)
+
+
+@contextmanager
+def watched_launches(driver: Driver) -> Iterator[None]:
+    """Within the block, launching a plan must not read anything back."""
+    launch = driver.engine.launch
+
+    def watched(plan: plan_pb2.Plan, received_unix_ns: int) -> None:
+        with NoReadBack():  # type: ignore[no-untyped-call]
+            launch(plan, received_unix_ns)
+
+    driver.engine.launch = watched  # type: ignore[method-assign]
+    yield
+
+
+SAMPLINGS = {
+    "greedy": plan_pb2.SamplingParams(),
+    "random": plan_pb2.SamplingParams(temperature=1.0, seed=5),
+    "truncated": plan_pb2.SamplingParams(temperature=0.8, top_k=20, top_p=0.9, min_p=0.01, seed=6),
+    "typical": plan_pb2.SamplingParams(temperature=1.0, top_p=0.95, typical_p=0.8, seed=7),
+    "penalised": plan_pb2.SamplingParams(
+        temperature=1.0, top_p=0.9, seed=8, repetition_penalty=1.1, presence_penalty=0.5, frequency_penalty=0.2
+    ),
+    "biased": plan_pb2.SamplingParams(
+        bias_token_ids=to_column([3, 4]), bias_values=b"\0\0\x80?\0\0\0@", banned_token_ids=to_column([5]),
+        min_tokens=6, stop_token_ids=to_column([2]), bad_words=[to_column([7, 8]), to_column([1, 2, 3])],
+    ),
+    "scored": plan_pb2.SamplingParams(logprobs=3, prompt_logprobs=0),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("architecture", ["MistralForCausalLM", "Gemma2ForCausalLM"])
+def test_tokens_are_the_oracles(architecture: str, tmp_path: Path) -> None:
+    """Chunks, mixed steps and captured decode, two plans in flight, over kernels as they are written for a GPU."""
+    folder = make_checkpoint(architecture, tmp_path)
+    engine = make_engine(folder, accelerator=FakeAccelerator(), block_size=8, max_num_seqs=3)
+    driver = Driver(engine)
+    prompts = [list(range(10, 25)), [7, 8, 9], list(range(19))]
+    rows = []
+    for prompt in prompts:
+        rows.append(driver.admit(prompt))
+        driver.chunk(rows[-1], len(prompt) // 2 + 1)
+    driver.engine.launch(driver.finish_plan(), 0)
+    for row, prompt in zip(rows, prompts, strict=True):
+        driver.chunk(row, len(prompt) - len(prompt) // 2 - 1)
+        driver.engine.launch(driver.finish_plan(), 0)
+        driver.take(driver.engine.collect())
+    for _ in range(3):
+        driver.engine.launch(driver.finish_plan(), 0)
+        driver.take(driver.engine.collect())
+    driver.take(driver.engine.collect())
+
+    oracle, verdict = Oracle(folder), Verdict()
+    for row, prompt in zip(rows, prompts, strict=True):
+        oracle.judge(prompt, driver.rows[row].tokens[len(prompt) :], verdict)
+    assert verdict.near_ties == 0
+
+
+def test_steps_neither_read_back_nor_compile(compiled: dict[str, set[tuple[object, ...]]], tmp_path: Path) -> None:
+    """Rows of every kind of sampling, admitted, computed in chunks, decoded by graphs, copied, swapped and left: what
+    launches a step never needs a value of the device on the host, but the tokens of rows that asked for it; and however
+    batches differ, each kernel is compiled once for each use of it."""
+    folder = make_checkpoint("Qwen3ForCausalLM", tmp_path)
+    settings: dict[str, Any] = {"block_size": 8, "max_num_seqs": 8, "swap_space": "1MiB"}
+    driver = Driver(make_engine(folder, accelerator=FakeAccelerator(), **settings))
+    with watched_launches(driver):
+        for index, sampling in enumerate(SAMPLINGS.values()):
+            row = driver.admit(driver.rng.integers(0, VOCAB_SIZE, 5 + index).tolist(), sampling=sampling)
+            driver.chunk(row, 5 + index)
+            driver.step()
+        driver.step()
+        spare = [driver._free.pop() for _ in range(2)]
+        driver.plan.copy_sources += to_column([driver.rows[0].blocks[0]])
+        driver.plan.copy_targets += to_column([spare[0]])
+        driver.plan.swap_out_blocks += to_column([driver.rows[1].blocks[0]])
+        driver.plan.swap_out_host_blocks += to_column([0])
+        driver.plan.copy_ids += to_column([1])
+        driver.hold(2)
+        driver.step()
+        driver.plan.swap_in_blocks += to_column([spare[1]])
+        driver.plan.swap_in_host_blocks += to_column([0])
+        driver.plan.copy_ids += to_column([2])
+        driver.leave(3)
+        sampled = driver.step()
+
+    assert set(sampled) == {0, 1, 4, 5, 6}
+    assert not driver.last_result.failures
+    uses = {"rms_norm_kernel": 2, "draw_tiles_kernel": 3}  # with and without a residual; truncated, scaled, neither
+    assert {name: len(keys) for name, keys in compiled.items() if len(keys) > uses.get(name, 1)} == {}
+    assert {"prefill_kernel", "decode_kernel", "schedule_kernel", "select_kernel", "copy_blocks_kernel"} <= set(
+        compiled
+    )
