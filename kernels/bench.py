@@ -20,7 +20,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from kernels.activation import silu_mul
 from kernels.norm import rms_norm
-from kernels.paged_attention import paged_attention
+from kernels.paged_attention import paged_attention, schedule_decode
 from kernels.qkv import rotate_and_cache
 from kernels.sampling import SamplingTensors, sample
 
@@ -82,6 +82,11 @@ LLAMA_8B = Sizes(
 TINY = Sizes(4, 2, 64, 256, 512, 1000, decode=((1, 64), (4, 100)), prefill=(128,), copy_bytes=1 << 20, gemm_side=128)
 
 
+_AHEAD_CYCLES = 600_000
+"""For so long the GPU waits before each call (0.3 ms): all of its kernels are enqueued by then, and what is timed is
+the GPU, not the host that launches them."""
+
+
 def median_seconds(run: Callable[[], object], device: torch.device, budget_s: float = 0.3) -> float:
     """Median time of one call on the device, after warming up; calls are timed one by one with cold caches on a GPU."""
     run()
@@ -104,7 +109,8 @@ def median_seconds(run: Callable[[], object], device: torch.device, budget_s: fl
         for _ in range(count)
     ]
     for first, second in pairs:
-        flushed.zero_()  # the L2 cache holds nothing of the last call, and launches are enqueued behind it
+        flushed.fill_(1)  # the L2 cache holds nothing of the last call
+        torch.cuda._sleep(_AHEAD_CYCLES)  # type: ignore[no-untyped-call]
         first.record()
         run()
         second.record()
@@ -115,7 +121,7 @@ def median_seconds(run: Callable[[], object], device: torch.device, budget_s: fl
 
 def measure_ceilings(device: torch.device, dtype: torch.dtype, sizes: Sizes) -> Ceilings:
     """Copy bandwidth and matrix product rate."""
-    source = torch.zeros(sizes.copy_bytes, dtype=torch.uint8, device=device)
+    source = torch.randint(0, 256, (sizes.copy_bytes,), dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     copy_s = median_seconds(lambda: target.copy_(source), device)
     side = sizes.gemm_side
@@ -170,8 +176,11 @@ def _decode(
     starts = torch.arange(rows + 1, device=device).int()
     contexts = torch.full((rows,), context, device=device).int()
     scale = sizes.head_dim**-0.5
+    schedule = schedule_decode(starts, contexts, num_kv_heads=sizes.num_kv_heads)  # one serves all layers of a step
     seconds = median_seconds(
-        lambda: paged_attention(query, k_cache, v_cache, tables, starts, contexts, max_query_len=1, scale=scale),
+        lambda: paged_attention(
+            query, k_cache, v_cache, tables, starts, contexts, max_query_len=1, scale=scale, schedule=schedule
+        ),
         device,
     )
     dense = torch.randn(2, rows, sizes.num_kv_heads, context, sizes.head_dim, device=device, dtype=dtype)
@@ -190,7 +199,9 @@ def _prefill(name: str, device: torch.device, dtype: torch.dtype, sizes: Sizes, 
     starts, contexts = (torch.tensor(values, device=device).int() for values in ([0, tokens], [tokens]))
     scale = sizes.head_dim**-0.5
     seconds = median_seconds(
-        lambda: paged_attention(query, k_cache, v_cache, tables, starts, contexts, max_query_len=tokens, scale=scale),
+        lambda: paged_attention(
+            query, k_cache, v_cache, tables, starts, contexts, min_query_len=2, max_query_len=tokens, scale=scale
+        ),
         device,
     )
     heads = query.transpose(0, 1).unsqueeze(0)

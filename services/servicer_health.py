@@ -5,6 +5,9 @@ own name are true while a usable worker is there and the process is not shutting
 used: it lacks List, and its Watch calls never end, so that they would hold up every shutdown.
 """
 
+# Annotations are not evaluated: older versions of the package have Check and Watch, but no messages for List.
+from __future__ import annotations
+
 import asyncio
 
 import grpc

@@ -7,6 +7,7 @@ from opentelemetry.trace import Tracer
 
 from shared.config import ConfigError, WorkerConfig, parse_bytes
 from worker_svc.accelerator import Accelerator
+from worker_svc.decode_graphs import buckets
 from worker_svc.engine import Engine
 from worker_svc.grammars import GrammarStore
 from worker_svc.kv_pool import allocate, block_bytes, count_blocks, cuda_memory_left
@@ -15,6 +16,8 @@ from worker_svc.model.base import Model
 from worker_svc.model.loader import ModelDescription
 from worker_svc.profiling import run_largest_step
 
+_LOGIT_BYTES = 4
+"""Of each lane of each decode graph, at most: every graph keeps its logits."""
 _TOKENS_PER_STEP = {"cpu": 128, "cuda": 512}
 """Enough for matrix products at full speed. On a CPU, where each token costs a millisecond or more, every one beyond
 that only lengthens what those who decode wait for a neighbour's prompt."""
@@ -81,6 +84,10 @@ def _grammar_store(description: ModelDescription) -> GrammarStore | None:
 def _memory_for_kv(config: WorkerConfig, model: Model, limits: Limits, dtype: torch.dtype, device: torch.device) -> int:
     if device.type == "cpu":
         return parse_bytes(config.kv_cache_memory)
+    lanes = sum(buckets(limits.max_rows)) if config.decode_graphs and model.capturable else 0
     return cuda_memory_left(
-        device, config.gpu_memory_utilization, lambda: run_largest_step(model, limits, dtype, device)
+        device,
+        config.gpu_memory_utilization,
+        lambda: run_largest_step(model, limits, dtype, device),
+        lanes * limits.vocab_size * _LOGIT_BYTES,
     )

@@ -72,13 +72,14 @@ def _zeros(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> t
     return tensor.zero_()
 
 
-def cuda_memory_left(device: torch.device, utilization: float, profile: Callable[[], int]) -> int:
+def cuda_memory_left(device: torch.device, utilization: float, profile: Callable[[], int], later: int) -> int:
     """Bytes of a GPU left for KV when the worker as a whole uses the share `utilization` of it.
 
     Args:
         device: the GPU.
         utilization: share of its memory.
         profile: runs the largest possible step; returns the bytes of KV that it used, which do not count.
+        later: bytes that will be taken besides, after KV.
     """
     torch.cuda.reset_peak_memory_stats(device)
     profiled_kv = profile()
@@ -87,4 +88,4 @@ def cuda_memory_left(device: torch.device, utilization: float, profile: Callable
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
     elsewhere = total - free - torch.cuda.memory_reserved(device)  # other processes, and what CUDA itself takes
-    return int(total * utilization) - elsewhere - peak
+    return int(total * utilization) - elsewhere - peak - later

@@ -1,5 +1,7 @@
 """The largest step there can be, run once at start on a GPU to see how much memory steps need besides KV."""
 
+from itertools import product
+
 import numpy as np
 import torch
 
@@ -46,18 +48,21 @@ def run_largest_step(model: Model, limits: Limits, dtype: torch.dtype, device: t
     )
     ones = torch.ones(num_samples, dtype=torch.int32, device=device)
     shares = torch.full((num_samples,), 0.5, device=device)
-    sample(
-        logits,
-        SamplingTensors(
-            temperature=shares,
-            top_k=ones,
-            top_p=shares,
-            min_p=shares,
-            seed=ones.long(),
-            choice=ones,
-            position=ones,
-            any_random=True,
-            any_truncation=True,
-        ),
-    )
+    # Every way of sampling, so that its kernels are compiled before the first request: rows with rules have float32.
+    for scores, truncated in product((logits, logits[:1].float()), (True, False)):
+        rows = len(scores)
+        sample(
+            scores,
+            SamplingTensors(
+                temperature=shares[:rows],
+                top_k=ones[:rows],
+                top_p=shares[:rows],
+                min_p=shares[:rows],
+                seed=ones[:rows].long(),
+                choice=ones[:rows],
+                position=ones[:rows],
+                any_random=True,
+                any_truncation=truncated,
+            ),
+        )
     return num_blocks * block_bytes(model.kv_shapes, block_size, dtype)

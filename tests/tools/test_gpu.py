@@ -1,32 +1,46 @@
 """`make gpu` rehearsed on a CPU: every part runs to its end, goes on where it was, and its arithmetic is right."""
 
 import json
+import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from quire.bench.offline import OfflineRequest, Trace
 from tools.gpu import loads, shapes
-from tools.gpu.results import Results
+from tools.gpu import results as results_module
+from tools.gpu.__main__ import main
+from tools.gpu.results import ENDED, DeviceLostError, Results
+from worker_svc.device import set_threads
 
 ROOT = Path(__file__).parents[2]
 
 
-def run_part(part: str, out: Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-W", "ignore", "-m", "tools.gpu", part, "--rehearse", "--out", str(out)]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280, check=False)
+@pytest.fixture(autouse=True)
+def threads_as_they_were() -> Iterator[None]:
+    """A part takes all cores."""
+    count = torch.get_num_threads()
+    yield
+    set_threads(count)
 
 
 @pytest.mark.parametrize(
-    ("part", "items"), [("kernels", 23), ("decode", 5), ("workloads", 2), ("peers", 4)], ids=lambda value: str(value)
+    ("part", "items"), [("kernels", 39), ("decode", 5), ("workloads", 2), ("peers", 4)], ids=lambda value: str(value)
 )
-def test_a_part_runs_to_its_end(part: str, items: int, tmp_path: Path) -> None:
-    """With the tiny model every item gives figures; a second call finds them and does nothing."""
-    first = run_part(part, tmp_path)
-    assert first.returncode == 0, first.stdout + first.stderr[-3000:]
-    (path,) = tmp_path.iterdir()
+def test_a_part_runs_to_its_end(
+    part: str, items: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With the tiny model every item gives figures; a second call, by the command itself, finds them and does
+    nothing."""
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
+    arguments = [part, "--rehearse", "--out", str(tmp_path)]
+    assert main(arguments) == 0, capsys.readouterr().out
+    (path,) = tmp_path.glob("*.json")
     found = json.loads(path.read_text())
 
     assert found["rehearsal"] is True
@@ -34,21 +48,20 @@ def test_a_part_runs_to_its_end(part: str, items: int, tmp_path: Path) -> None:
     assert len(found["items"]) == items
     before = path.read_bytes()
     if part == "kernels":
-        assert run_part(part, tmp_path).returncode == 0
+        command = ["tools/gpu/run.sh", *arguments]
+        environment = os.environ | {"GPU_PYTHON": sys.executable}
+        again = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200, check=False)
+        assert again.returncode == 0, again.stdout + again.stderr
         assert path.read_bytes() == before
 
 
-def test_without_a_gpu_nothing_is_measured(tmp_path: Path) -> None:
+def test_without_a_gpu_nothing_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A CPU is taken only for a rehearsal: no figure of it may look like one of a GPU."""
-    command = [sys.executable, "-m", "tools.gpu", "kernels", "--out", str(tmp_path)]
-    import torch
-
     if torch.cuda.is_available():
         pytest.skip("there is a GPU here")
-    process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100, check=False)
 
-    assert process.returncode == 1
-    assert "no GPU" in process.stderr
+    assert main(["kernels", "--out", str(tmp_path)]) == 1
+    assert "no GPU" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
 
 
@@ -73,6 +86,42 @@ def test_items_are_done_once_and_failures_do_not_stop_the_rest(tmp_path: Path) -
     assert second.all_done(["one", "two"])
     assert not second.all_done(["three"])
     assert Results(path, rehearsal=False, budget_s=100).items == {}, "a rehearsal's figures are no measurement's"
+
+
+def test_an_item_that_loses_the_device_is_not_begun_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After an illegal access nothing works in the process: it ends, and the next one does everything else."""
+    path = tmp_path / "part.json"
+
+    def crash() -> dict[str, float | int | str]:
+        raise RuntimeError("an illegal memory access was encountered")
+
+    monkeypatch.setattr(results_module, "_device_is_lost", lambda: True)
+    first = Results(path, rehearsal=True, budget_s=100)
+    first.run("one", lambda: {"x": 1.0})
+    with pytest.raises(DeviceLostError):
+        first.run("two", crash)
+    second = Results(path, rehearsal=True, budget_s=100)
+    for name in ("one", "two", "three"):
+        second.run(name, lambda: {"x": 3.0})
+
+    assert second.failed == ["two"]
+    assert second.all_done(["one", "two", "three"])
+    assert {name: item["x"] for name, item in second.items.items()} == {"one": 1.0, "three": 3.0}
+    assert "illegal" in json.loads(path.read_text())["broken"]["two"]
+
+
+def test_an_item_that_hangs_ends_the_process(tmp_path: Path) -> None:
+    """What takes far too long is noted as broken before the process ends; the code says that there is more to do."""
+    program = (
+        "import sys, time; from pathlib import Path; from tools.gpu import results; results._LEAST_PATIENCE_S = 0.1;"
+        " results.Results(Path(sys.argv[1]), rehearsal=True, budget_s=9).run('stuck', lambda: time.sleep(60))"
+    )
+    path = tmp_path / "part.json"
+    command = [sys.executable, "-c", program, str(path)]
+    process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=50, check=False)
+
+    assert process.returncode == ENDED, process.stderr
+    assert "hung" in json.loads(path.read_text())["broken"]["stuck"]
 
 
 def test_decode_counts_only_while_all_rows_decode() -> None:

@@ -3,13 +3,15 @@
 import argparse
 import os
 import sys
+import time
 from pathlib import Path
 
-from tools.gpu.results import Results, device_name
+from tools.gpu.results import ENDED, DeviceLostError, Results, device_name
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs one part. 0: complete; 1: something failed; 3: there is more to do, run it again."""
+    """Runs one part. 0: complete; 1: something failed; 3: there is more to do, run it again; 4: an item has ended the
+    process, and the next one goes on without it."""
     parser = argparse.ArgumentParser(prog="python -m tools.gpu", description="Measure what only a GPU can tell.")
     parser.add_argument("part", choices=("kernels", "decode", "workloads", "peers"))
     parser.add_argument("--rehearse", action="store_true", help="with a tiny model, on a CPU if there is no GPU")
@@ -30,10 +32,16 @@ def main(arguments: list[str] | None = None) -> int:
     device = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
     set_threads(0)
     name = f"gpu-{options.part}{'-rehearsal' if options.rehearse else ''}.json"
-    results = Results(options.out / name, rehearsal=options.rehearse, budget_s=options.budget_s)
+    until = float(os.environ.get("QUIRE_GPU_UNTIL", "inf"))  # where an earlier process has taken some of the time
+    budget_s = min(options.budget_s, until - time.time())
+    results = Results(options.out / name, rehearsal=options.rehearse, budget_s=budget_s)
     print(f"{options.part} on {device_name()}" + (" (rehearsal)" if options.rehearse else ""), flush=True)
     scale = REHEARSAL if options.rehearse else FULL
-    PARTS[options.part](Context(device, scale, results))
+    try:
+        PARTS[options.part](Context(device, scale, results))
+    except DeviceLostError as error:
+        print(f"the device is lost to this process after: {error}", flush=True)
+        return ENDED
     for item in results.skipped:
         print(f"  {item}: no time left")
     print(f"{len(results.items)} items in {options.out / name}")

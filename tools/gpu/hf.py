@@ -1,5 +1,6 @@
 """The peer on the same machine and the same random-weight shapes: `transformers`, both ways that it generates."""
 
+import inspect
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -100,5 +101,6 @@ def _batching(rows: int, device: torch.device) -> dict[str, Any]:
     kind = getattr(transformers, "ContinuousBatchingConfig", None)
     if kind is None:
         return {}
-    pages = {"page_size": 32, "num_blocks": 64} if device.type == "cpu" else {}
+    page_size = "page_size" if "page_size" in inspect.signature(kind).parameters else "block_size"
+    pages = {page_size: 32, "num_blocks": 64} if device.type == "cpu" else {}
     return {"continuous_batching_config": kind(max_requests_per_batch=rows, **pages)}

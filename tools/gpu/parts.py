@@ -1,5 +1,6 @@
 """What each part consists of."""
 
+import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -9,6 +10,7 @@ import torch
 
 from kernels import bench
 from quire.bench.offline import OfflineRequest
+from quire.serve.supervisor import ServeError
 from tools.gpu import checks, loads, shapes
 from tools.gpu.results import Figures, Results
 from tools.gpu.serving import Served, with_service
@@ -93,7 +95,7 @@ class Item:
 
 def kernels(context: Context) -> None:
     """A minute's test, then measurements beside the device's ceilings, then checks at random sizes."""
-    for name, test in smoke(context.device, context.dtype):
+    for name, test in smoke(context.device, context.dtype, context.scale.kernels):
         context.results.run(name, test, 10.0)
     ceilings = _ceilings(context)
     with torch.inference_mode():
@@ -162,9 +164,12 @@ def peers(context: Context) -> None:
         ]
         if context.results.all_done(name for name, _, _ in items):
             continue
-        with hf.loaded(shape, shapes.make_folder(shape, WORK), device) as model:
-            for name, measure, expected_s in items:
-                context.results.run(name, partial(measure, model), expected_s)
+        try:
+            with hf.loaded(shape, shapes.make_folder(shape, WORK), device) as model:
+                for name, measure, expected_s in items:
+                    context.results.run(name, partial(measure, model), expected_s)
+        except torch.OutOfMemoryError as error:  # the next shape may do better
+            context.results.fail(f"{shape.name}: loading", error)
 
 
 PARTS: dict[str, Callable[[Context], None]] = {
@@ -192,14 +197,17 @@ def _serve(context: Context, shape: shapes.Shape, items: list[Item]) -> None:
         for item in items:
             context.results.run(item.name, partial(item.measure, served), item.expected_s)
 
-    with_service(
-        shapes.make_folder(shape, WORK),
-        str(context.device),
-        use,
-        rows=scale.rows,
-        tokens_per_step=scale.tokens_per_step,
-        max_model_len=scale.longest(),
-    )
+    try:
+        with_service(
+            shapes.make_folder(shape, WORK),
+            str(context.device),
+            use,
+            rows=scale.rows,
+            tokens_per_step=scale.tokens_per_step,
+            max_model_len=scale.longest(),
+        )
+    except ServeError as error:  # the next shape may do better
+        context.results.fail(f"{shape.name}: service", error)
 
 
 def _ceilings(context: Context) -> bench.Ceilings:
@@ -213,7 +221,9 @@ def _ceilings(context: Context) -> bench.Ceilings:
         return found
 
     context.results.run("ceilings", measure, 10.0)
-    found = context.results.items["ceilings"]
+    found = context.results.items.get("ceilings")
+    if found is None:  # it failed, or there was no time: what follows is measured all the same
+        return bench.Ceilings(math.nan, math.nan)
     return bench.Ceilings(float(found["copy_bytes_per_s"]), float(found["gemm_flop_per_s"]))
 
 

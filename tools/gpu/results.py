@@ -1,9 +1,16 @@
-"""The JSON of one part: what was measured on which device at which commit, item by item."""
+"""The JSON of one part: what was measured on which device at which commit, item by item.
+
+It is written after every item, so that whatever ends the process loses nothing. An item may end it itself: a kernel
+that never returns, or one after which the device answers nothing any more. Such an item is noted as *broken* and not
+begun again; the next process goes on with the others.
+"""
 
 import hashlib
 import json
+import os
 import platform
 import subprocess
+import threading
 import time
 from collections.abc import Callable, Iterable
 from importlib.metadata import PackageNotFoundError, version
@@ -18,6 +25,17 @@ _SOURCES = ("kernels", "worker_svc", "tools/gpu")
 _PACKAGES = ("torch", "triton", "transformers", "grpcio", "protobuf", "numpy", "pyzmq")
 
 
+ENDED = 4
+"""Exit code of a process that an item has ended; the next one goes on."""
+_PATIENCE = 6.0
+_LEAST_PATIENCE_S = 120.0
+"""An item that takes this many times as long as expected, and at least so long, is taken to hang."""
+
+
+class DeviceLostError(Exception):
+    """The device answers nothing any more in this process."""
+
+
 class Results:
     """What a part has given so far; every new item is written at once."""
 
@@ -29,7 +47,7 @@ class Results:
         """Items for which there was no time."""
         self.failed: list[str] = []
         header = {"rehearsal": rehearsal, "commit": _commit(), "device": device_name(), "versions": _versions()}
-        self._document: dict[str, object] = {**header, "items": {}}
+        self._document: dict[str, object] = {**header, "items": {}, "failed": {}, "broken": {}}
         if path.is_file():
             earlier = json.loads(path.read_text())
             if {key: earlier.get(key) for key in header} == header:
@@ -42,34 +60,97 @@ class Results:
         assert isinstance(items, dict)
         return items
 
+    @property
+    def _failures(self) -> dict[str, str]:
+        failures = self._document["failed"]
+        assert isinstance(failures, dict)
+        return failures
+
+    @property
+    def _broken(self) -> dict[str, str]:
+        broken = self._document["broken"]
+        assert isinstance(broken, dict)
+        return broken
+
     def all_done(self, names: Iterable[str]) -> bool:
         """Whether nothing is left to do of these, or there is no time to."""
-        return all(name in self.items for name in names) or time.monotonic() > self._deadline
+        left = [name for name in names if name not in self.items]
+        self.failed += [name for name in left if name in self._broken]
+        return not set(left) - set(self._broken) or time.monotonic() > self._deadline
 
     def run(self, name: str, measure: Callable[[], Figures], expected_s: float = 0.0) -> None:
         """Does an item, unless it is done or would take longer than there is time. One that fails is noted and told,
-        and does not keep the others from being done."""
+        and does not keep the others from being done.
+
+        Raises:
+            DeviceLostError: nothing else can be done in this process.
+        """
         if name in self.items:
+            return
+        if name in self._broken:
+            self.failed.append(name)
+            print(f"  {name}: not begun again, it ended a process before: {self._broken[name]}", flush=True)
             return
         if time.monotonic() + expected_s > self._deadline:
             self.skipped.append(name)
             return
         began = time.monotonic()
+        patience_s = max(_LEAST_PATIENCE_S, _PATIENCE * expected_s)
+        watchdog = threading.Timer(patience_s, self._end, (name, f"it hung for {patience_s:.0f} s"))
+        watchdog.daemon = True
+        watchdog.start()
         try:
             found = measure()
         except Exception as error:
-            self.failed.append(name)
-            print(f"  {name}: FAILED {type(error).__name__}: {error}", flush=True)
+            self.fail(name, error)
+            if _device_is_lost():
+                self._broken[name] = self._failures.pop(name)
+                self._write()
+                raise DeviceLostError(name) from error
             return
+        finally:
+            watchdog.cancel()
         print(f"  {name}: " + ", ".join(f"{key} {_short(value)}" for key, value in found.items()), flush=True)
         self.items[name] = {**found, "took_s": round(time.monotonic() - began, 1)}
+        self._failures.pop(name, None)
+        self._write()
+
+    def fail(self, name: str, error: Exception) -> None:
+        """Notes and tells that an item, or what several need, has failed."""
+        self.failed.append(name)
+        self._failures[name] = f"{type(error).__name__}: {error}"
+        print(f"  {name}: FAILED {self._failures[name]}", flush=True)
+        self._write()
+
+    def _end(self, name: str, why: str) -> None:
+        """Ends the process; the thread that does the item cannot be reached."""
+        print(f"  {name}: FAILED {why}", flush=True)
+        self._broken[name] = why
+        self._write()
+        os._exit(ENDED)
+
+    def _write(self) -> None:
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        self._path.write_text(json.dumps(self._document, indent=1) + "\n")
+        written = self._path.with_suffix(".tmp")
+        written.write_text(json.dumps(self._document, indent=1) + "\n")
+        written.replace(self._path)
 
 
 def device_name() -> str:
     """The GPU's name, or the CPU's architecture."""
     return torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU {platform.machine()}"
+
+
+def _device_is_lost() -> bool:
+    """Whether the device has failed for good: after an illegal access every call fails, until the process ends."""
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return False
+    try:
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+    except Exception:
+        return True
+    return False
 
 
 def _commit() -> str:
