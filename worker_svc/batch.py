@@ -190,6 +190,7 @@ class BatchBuilder:
                 context_lens=context_lens,
                 max_query_len=int(lengths.max()),
                 min_query_len=int(lengths.min()),
+                num_leading_decodes=len(decode_rows),
             ),
             logits_index=logits_index,
             sample_rows=sample_rows,

@@ -59,12 +59,14 @@ def paged_attention(
     min_query_len: int = 1,
     sliding_window: int | None = None,
     soft_cap: float | None = None,
+    num_leading_decodes: int = 0,
     schedule: DecodeSchedule | None = None,
 ) -> torch.Tensor:
     """Causal attention of every query over its row's pages (shapes and rules: see the package).
 
     ``max_query_len`` is the longest chunk in the batch, known to the host: 1 means that every row is in
-    decode; ``min_query_len`` above 1 means that none is. ``sliding_window`` counts the visible positions including the
+    decode; ``min_query_len`` above 1 means that none is; the first ``num_leading_decodes`` rows are known to be, and
+    spare the others' kernel looking for them. ``sliding_window`` counts the visible positions including the
     query's own. ``schedule`` is what `schedule_decode` gave for this batch and window; None: it is made here.
     """
     if runs_on_triton(query):
@@ -80,6 +82,7 @@ def paged_attention(
             scale,
             sliding_window,
             soft_cap,
+            num_leading_decodes,
             schedule,
         )
     kernels = native()

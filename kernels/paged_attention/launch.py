@@ -31,6 +31,7 @@ def paged_attention_triton(
     scale: float,
     sliding_window: int | None,
     soft_cap: float | None,
+    num_leading_decodes: int,
     schedule: DecodeSchedule | None,
 ) -> torch.Tensor:
     """`paged_attention` of CUDA tensors; never reads a value back from the device."""
@@ -56,11 +57,14 @@ def paged_attention_triton(
     if max_query_len > 1:
         num_rows = context_lens.shape[0]
         tuning = tuning_for(Key("prefill", sm, dim_tile, kv_bytes), group_size)
-        num_tiles = num_tokens // (tuning.block_m // group_size) + num_rows  # an upper bound: one partial tile per row
+        queries = tuning.block_m // group_size
+        # An upper bound: one partial tile per row; those that only decode are left out.
+        num_tiles = num_tokens // queries + num_rows - num_leading_decodes // queries - num_leading_decodes
         prefill_kernel[(num_tiles, num_kv_heads)](
             *caches_and_tables,
             context_lens,
             out,
+            num_leading_decodes,
             num_rows,
             *strides,
             scale,

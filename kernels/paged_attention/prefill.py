@@ -13,7 +13,7 @@ from kernels._triton import jit, kernel_with, tl
 from kernels.paged_attention.tiles import accumulate, gather_tile, score_tile
 
 
-@kernel_with(varying=("query_start_ptr", "context_lens_ptr", "num_rows", "table_stride"))
+@kernel_with(varying=("query_start_ptr", "context_lens_ptr", "first_row", "num_rows", "table_stride"))
 def prefill_kernel(
     query_ptr: tl.tensor,
     k_cache_ptr: tl.tensor,
@@ -22,6 +22,7 @@ def prefill_kernel(
     query_start_ptr: tl.tensor,
     context_lens_ptr: tl.tensor,
     out_ptr: tl.tensor,
+    first_row: tl.tensor,
     num_rows: tl.tensor,
     query_token_stride: tl.tensor,
     query_head_stride: tl.tensor,
@@ -44,13 +45,13 @@ def prefill_kernel(
     head.
 
     Row r owns the tiles from ``query_start[r] // QUERIES + r`` on: at least as many as it needs, the rest
-    leave at once.
+    leave at once. The rows before ``first_row`` bring one token each and have no tiles.
     """
     QUERIES: tl.constexpr = BLOCK_M // GROUP_SIZE  # noqa: N806
     # The last tiles of a row see the most keys: they begin first, so that none of them is left over at the end.
-    tile = tl.num_programs(0) - 1 - tl.program_id(0)
+    tile = first_row // QUERIES + first_row + tl.num_programs(0) - 1 - tl.program_id(0)
     kv_head = tl.program_id(1)
-    row, beyond = 0, num_rows
+    row, beyond = first_row, num_rows
     while beyond - row > 1:
         middle = (row + beyond) // 2
         if tl.load(query_start_ptr + middle) // QUERIES + middle <= tile:

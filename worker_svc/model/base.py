@@ -41,6 +41,8 @@ class AttentionInputs:
     """Most tokens of one row in this step."""
     min_query_len: int = 1
     """Fewest tokens of one row in this step; 1 where that is not known."""
+    num_leading_decodes: int = 0
+    """The first rows, so many of them, are known to bring one token each; all rows do where `max_query_len` is 1."""
 
     def schedule(self, sliding_window: int | None, num_kv_heads: int) -> DecodeSchedule | None:
         """How the keys of rows in decode are shared among programs, for all layers of this kind; None where no row is

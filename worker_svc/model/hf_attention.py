@@ -122,6 +122,7 @@ def _attend_paged(
         step.attention.context_lens,
         max_query_len=step.attention.max_query_len,
         min_query_len=step.attention.min_query_len,
+        num_leading_decodes=step.attention.num_leading_decodes,
         scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
         sliding_window=step.windows[layer],
         soft_cap=softcap,

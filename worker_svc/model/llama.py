@@ -246,6 +246,7 @@ class LlamaModel:
             attention.context_lens,
             max_query_len=attention.max_query_len,
             min_query_len=attention.min_query_len,
+            num_leading_decodes=attention.num_leading_decodes,
             scale=self._scale,
             sliding_window=layer.sliding_window,
             schedule=schedule,

@@ -16,11 +16,13 @@ from tests.kernels.batches import PagedBatch, as_float64, paged_batch
 
 
 def assert_equals_reference(
-    batch: PagedBatch, window: int | None = None, cap: float | None = None, tolerance: float = 1e-5
+    batch: PagedBatch, window: int | None = None, cap: float | None = None, tolerance: float = 1e-5, **known: int
 ) -> None:
     def call(attend: object, tensors: tuple[torch.Tensor, ...]) -> torch.Tensor:
         assert callable(attend)
-        result = attend(*tensors, max_query_len=batch.max_query_len, scale=0.125, sliding_window=window, soft_cap=cap)
+        hints = known if attend is paged_attention else {}
+        options = {"max_query_len": batch.max_query_len, "sliding_window": window, "soft_cap": cap}
+        result = attend(*tensors, scale=0.125, **options, **hints)
         assert isinstance(result, torch.Tensor)
         return result
 
@@ -51,6 +53,15 @@ def test_mixed_batch(block_size: int, head_dim: int) -> None:
     """Rows in decode and rows with chunks, with and without a prefix, share one call."""
     rows = [(70, 33), (40, 1), (9, 9), (130, 65), (2, 1)]
     assert_equals_reference(paged_batch(rows, head_dim=head_dim, block_size=block_size))
+
+
+@pytest.mark.parametrize("num_decodes", [1, 5, 40])
+def test_rows_known_to_decode_are_passed_over(num_decodes: int) -> None:
+    """What the caller knows of the batch changes no result: leading rows in decode, or none in decode at all."""
+    chunks = [(70, 33), (9, 9), (130, 65), (90, 90)]
+    assert_equals_reference(paged_batch([(20, 1)] * num_decodes + chunks), num_leading_decodes=num_decodes)
+    assert_equals_reference(paged_batch([(20, 1)] * num_decodes + [(5, 1), *chunks]), num_leading_decodes=num_decodes)
+    assert_equals_reference(paged_batch(chunks), min_query_len=9)
 
 
 @pytest.mark.parametrize("window", [None, 1, 150])
