@@ -91,6 +91,7 @@ def cases() -> list[Case]:
     for dtype, head_dim, group_size, block_size in product(DTYPES, HEAD_DIMS, GROUP_SIZES, BLOCK_SIZES):
         name = f"{_TYPE_NAMES[dtype]}, head_dim {head_dim}, group {group_size}, page {block_size}"
         in_ci = dtype is torch.bfloat16 and head_dim in (64, 128, 256) and (group_size, block_size) == (4, 16)
+        in_ci = in_ci or (dtype is torch.float32 and (head_dim, group_size, block_size) == (128, 4, 16))
         call = partial(_attention, head_dim, group_size, block_size, dtype=dtype)
         found.append(Case(f"attention {name}", call, in_ci))
     gemma = partial(_attention, 256, 2, 16, sliding_window=4096, soft_cap=50.0)

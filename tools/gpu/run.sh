@@ -7,13 +7,13 @@ if [ -z "$1" ]; then echo "which part? make gpu PART=kernels | decode | workload
 python=${GPU_PYTHON:-python3}
 if [ -z "$GPU_PYTHON" ] && [ -x .venv/bin/python ]; then python=$PWD/.venv/bin/python; fi
 export PYTHONPATH="$PWD:$PWD/build/gpu/site${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
-needed="torch, triton, transformers, numpy, grpc, google.protobuf, zmq, structlog, opentelemetry.sdk, \
+needed="numpy, grpc, google.protobuf, zmq, structlog, opentelemetry.sdk, \
 opentelemetry.exporter.otlp.proto.grpc, starlette, uvicorn, prometheus_client, pydantic, llguidance, grpc_status, \
 grpc_health, grpc_reflection"
-if ! "$python" -W ignore -c "import ${needed//\\/}" 2>/dev/null; then
+if ! "$python" -W ignore -c "import $needed" 2>/dev/null; then
   ls build/gpu/wheels/*.whl > /dev/null || { echo "make gpu-wheels, where there is a package index, comes first" >&2; exit 1; }
   "$python" -m pip install --quiet --no-index --no-deps --upgrade --target build/gpu/site build/gpu/wheels/*.whl
-  "$python" -W ignore -c "import ${needed//\\/}"  # says what is missing still
+  "$python" -W ignore -c "import $needed"  # says what is missing still
 fi
 # An item that ends its process (a kernel that hangs, a device that is lost) does not keep the others from being done.
 export QUIRE_GPU_UNTIL=$(($(date +%s) + ${GPU_BUDGET_S:-430}))

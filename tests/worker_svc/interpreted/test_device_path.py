@@ -95,29 +95,24 @@ def watched_launches(driver: Driver) -> Iterator[None]:
     yield
 
 
-SAMPLINGS = {
-    "greedy": plan_pb2.SamplingParams(),
-    "random": plan_pb2.SamplingParams(temperature=1.0, seed=5),
-    "truncated": plan_pb2.SamplingParams(temperature=0.8, top_k=20, top_p=0.9, min_p=0.01, seed=6),
-    "typical": plan_pb2.SamplingParams(temperature=1.0, top_p=0.95, typical_p=0.8, seed=7),
-    "penalised": plan_pb2.SamplingParams(
-        temperature=1.0, top_p=0.9, seed=8, repetition_penalty=1.1, presence_penalty=0.5, frequency_penalty=0.2
-    ),
-    "biased": plan_pb2.SamplingParams(
+SAMPLINGS = (
+    plan_pb2.SamplingParams(temperature=1.0, seed=5),
+    plan_pb2.SamplingParams(temperature=0.8, top_k=20, top_p=0.9, min_p=0.01, seed=6),
+    plan_pb2.SamplingParams(
+        temperature=1.0, seed=8, repetition_penalty=1.1, presence_penalty=0.5, frequency_penalty=0.2,
         bias_token_ids=to_column([3, 4]), bias_values=b"\0\0\x80?\0\0\0@", banned_token_ids=to_column([5]),
         min_tokens=6, stop_token_ids=to_column([2]), bad_words=[to_column([7, 8]), to_column([1, 2, 3])],
     ),
-    "scored": plan_pb2.SamplingParams(logprobs=3, prompt_logprobs=0),
-}  # fmt: skip
+    plan_pb2.SamplingParams(temperature=1.0, top_p=0.95, typical_p=0.8, seed=7, logprobs=3, prompt_logprobs=0),
+)  # fmt: skip
 
 
-@pytest.mark.parametrize("architecture", ["MistralForCausalLM", "Gemma2ForCausalLM"])
-def test_tokens_are_the_oracles(architecture: str, tmp_path: Path) -> None:
+def test_tokens_are_the_oracles(tmp_path: Path) -> None:
     """Chunks, mixed steps and captured decode, two plans in flight, over kernels as they are written for a GPU."""
-    folder = make_checkpoint(architecture, tmp_path)
-    engine = make_engine(folder, accelerator=FakeAccelerator(), block_size=8, max_num_seqs=3)
+    folder = make_checkpoint("MistralForCausalLM", tmp_path)
+    engine = make_engine(folder, accelerator=FakeAccelerator(), block_size=8, max_num_seqs=2)
     driver = Driver(engine)
-    prompts = [list(range(10, 25)), [7, 8, 9], list(range(19))]
+    prompts = [list(range(10, 29)), [7, 8, 9]]
     rows = []
     for prompt in prompts:
         rows.append(driver.admit(prompt))
@@ -143,10 +138,10 @@ def test_steps_neither_read_back_nor_compile(compiled: dict[str, set[tuple[objec
     launches a step never needs a value of the device on the host, but the tokens of rows that asked for it; and however
     batches differ, each kernel is compiled once for each use of it."""
     folder = make_checkpoint("Qwen3ForCausalLM", tmp_path)
-    settings: dict[str, Any] = {"block_size": 8, "max_num_seqs": 8, "swap_space": "1MiB"}
+    settings: dict[str, Any] = {"block_size": 8, "max_num_seqs": 4, "swap_space": "1MiB"}
     driver = Driver(make_engine(folder, accelerator=FakeAccelerator(), **settings))
     with watched_launches(driver):
-        for index, sampling in enumerate(SAMPLINGS.values()):
+        for index, sampling in enumerate(SAMPLINGS):
             row = driver.admit(driver.rng.integers(0, VOCAB_SIZE, 5 + index).tolist(), sampling=sampling)
             driver.chunk(row, 5 + index)
             driver.step()
@@ -165,7 +160,7 @@ def test_steps_neither_read_back_nor_compile(compiled: dict[str, set[tuple[objec
         driver.leave(3)
         sampled = driver.step()
 
-    assert set(sampled) == {0, 1, 4, 5, 6}
+    assert set(sampled) == {0, 1}
     assert not driver.last_result.failures
     uses = {"rms_norm_kernel": 2, "draw_tiles_kernel": 3}  # with and without a residual; truncated, scaled, neither
     assert {name: len(keys) for name, keys in compiled.items() if len(keys) > uses.get(name, 1)} == {}
