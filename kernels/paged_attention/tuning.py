@@ -64,7 +64,7 @@ def default_tuning(key: Key) -> Tuning:
         largest = 64 if key.dim_tile <= 128 else 32
         return Tuning(16, (32 if key.dim_tile <= 128 else 16) if wide else largest, 4, 5)
     if wide:
-        return Tuning(64 if key.dim_tile <= 128 else 32, 32 if key.dim_tile <= 64 else 16, 8, 2)
+        return Tuning(32, 16, 4 if key.dim_tile <= 64 else 8, 2)
     if key.dim_tile <= 64:
         return Tuning(64, 64, 4, 3 if key.architecture >= 90 else 2)
     if key.architecture >= 90:
