@@ -44,13 +44,17 @@ class Entry:
         """Tokens beyond the prompt."""
         return len(self.tokens) - self.num_prompt_tokens
 
-    def record(self) -> journal_pb2.Entry:
-        """All of it."""
-        whole = journal_pb2.Entry(number=self.number, model=self.model)
+    def whole_submission(self) -> link_pb2.Submission:
+        """The submission with all tokens that it has."""
         submission = link_pb2.Submission()
         submission.CopyFrom(self.submission)
         submission.token_ids = self.tokens.tobytes()
-        whole.submission = submission.SerializeToString()
+        return submission
+
+    def record(self) -> journal_pb2.Entry:
+        """All of it."""
+        whole = journal_pb2.Entry(number=self.number, model=self.model)
+        whole.submission = self.whole_submission().SerializeToString()
         for index, scores in self.scores:
             whole.scores.add(first_index=index, scores=scores)
         if not self.live:

@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass
 
-import numpy as np
 from google.protobuf.message import DecodeError
 
 from protos.quire.link.v1 import link_pb2
@@ -11,7 +10,7 @@ from scheduler_svc.core.kept import Log
 from scheduler_svc.frontend_link import UnusableSubmissionError, arrival, from_stream_end
 from scheduler_svc.journal.book import Book, Entry
 from scheduler_svc.journal.segments import Folder, Segment
-from shared.columns import MalformedColumnError, to_column
+from shared.columns import MalformedColumnError
 from shared.logging import get_logger
 
 _NOBODY = b""
@@ -65,15 +64,14 @@ def replay(segments: list[Segment]) -> Found:
 
 def to_log(entry: Entry) -> Log | None:
     """What the core keeps of such a request; None when no core can have written it."""
-    submission = entry.submission
+    submission = entry.whole_submission()
     try:
         request = arrival(_NOBODY, submission, 0.0)
         end = from_stream_end(link_pb2.StreamEnd.FromString(entry.end), request) if entry.end else None
     except (UnusableSubmissionError, MalformedColumnError, DecodeError, KeyError, ValueError) as error:
         get_logger().error("a request of the journal is left out", error=str(error))
         return None
-    tokens = to_column(np.frombuffer(entry.tokens, np.int32))
-    return Log(request=request, tokens=tokens, scores=tuple(entry.scores), end=end)
+    return Log(request=request, tokens=submission.token_ids, scores=tuple(entry.scores), end=end)
 
 
 def to_event(book: Book, now_ms: int) -> ev.LogsRestored:
