@@ -16,7 +16,7 @@ from scheduler_svc.core import events as ev
 from scheduler_svc.core.plan import Plan, RowAdmission
 from scheduler_svc.frontend_link import Outgoing
 from shared.columns import from_column, to_column
-from shared.frames import MalformedFrameError
+from shared.frames import PLAN_VERSIONS, MalformedFrameError
 from shared.versions import UnsupportedVersionError
 from tests.examples import examples
 
@@ -130,6 +130,7 @@ UNUSABLE = {
     "top_k": link_pb2.Submission(sampling=plan_pb2.SamplingParams(top_k=1 << 31).SerializeToString()),
     "stream": link_pb2.Submission(stream=1 << 31),
     "tokens": link_pb2.Submission(token_ids=b"\1\0\0"),
+    "longer prompt": link_pb2.Submission(num_prompt_tokens=5),
     "half a key": link_pb2.Submission(block_keys=bytes(31), block_size=1),
     "keys without size": link_pb2.Submission(block_keys=bytes(32)),
     "more keys than blocks": link_pb2.Submission(block_keys=bytes(64), block_size=4),
@@ -151,6 +152,41 @@ def test_an_unusable_submission_ends_invalid_and_alone(name: str) -> None:
     assert [(end.request_id, end.stream, end.reason) for end in incoming.refused] == [
         ("wrong", wrong.stream, ef.EndReason.INVALID)
     ]
+
+
+def _hello(**changes: int) -> bytes:
+    hello = plan_pb2.Hello(
+        protocol_version=PLAN_VERSIONS.newest, worker_id="w", block_size=16, num_blocks=64, max_rows=4,
+        max_tokens_per_step=64, num_kv_groups=1,
+    )  # fmt: skip
+    hello.model.vocab_size, hello.model.max_model_len = 100, 1024
+    for name, value in changes.items():
+        setattr(hello if hasattr(hello, name) else hello.model, name, value)
+    return plan_pb2.WorkerMessage(hello=hello).SerializeToString()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"max_rows": 1 << 17},
+        {"num_blocks": 1 << 26},
+        {"block_size": 1 << 31},
+        {"vocab_size": (1 << 32) - 1},
+        {"max_model_len": (1 << 32) - 1},
+    ],
+    ids=lambda changes: next(iter(changes)),
+)
+def test_a_worker_beyond_belief_is_malformed(changes: dict[str, int]) -> None:
+    """Numbers that no worker has, and for which there would be no memory, are refused at the door."""
+    assert isinstance(worker_link.decode(b"w", _hello())[0], ev.WorkerHello)
+    with pytest.raises(MalformedFrameError):
+        worker_link.decode(b"w", _hello(**changes))
+
+
+def test_block_tables_without_end_are_refused_with_the_remedy() -> None:
+    """Rows and lengths that are each possible, but whose block tables would not fit together, are refused by name."""
+    with pytest.raises(UnsupportedVersionError, match="max_num_seqs"):
+        worker_link.decode(b"w", _hello(max_rows=1 << 16, num_blocks=1 << 22, max_model_len=1 << 29))
 
 
 @settings(max_examples=examples(500), deadline=None)

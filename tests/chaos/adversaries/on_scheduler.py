@@ -1,0 +1,218 @@
+"""Peers of a scheduler that have got in: a false worker and a false front end, in a whole service."""
+
+import contextlib
+import random
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import zmq
+from google.protobuf.message import Message
+
+from protos.quire.link.v1 import link_pb2
+from protos.quire.plan.v1 import plan_pb2
+from quire import Client
+from shared.columns import to_column
+from shared.frames import LINK_VERSIONS, PLAN_VERSIONS
+from shared.sockets import LINK_MAX_MESSAGE, PLAN_MAX_MESSAGE, connect_dealer
+from tests.chaos.adversaries.base import BATCH, PATIENCE_S, PROMPT, Adversary
+from tests.chaos.mutation import Frames
+from tests.checkpoints import make_checkpoint
+from tests.e2e.harness import serve
+
+
+class _InService(Adversary):
+    """Attacks the scheduler of a whole service, whose honest client asks for greedy tokens."""
+
+    def __init__(self, folder: Path, rng: random.Random) -> None:
+        self.rng = rng
+        self.addresses = {role: f"ipc://{folder}/{role}" for role in ("workers", "frontends")}
+        self._stack = contextlib.ExitStack()
+        checkpoint = make_checkpoint("LlamaForCausalLM", folder / "model")
+        self._served = self._stack.enter_context(
+            serve(
+                checkpoint,
+                "--dtype=float32",
+                f"--worker-address={self.addresses['workers']}",
+                f"--frontend-address={self.addresses['frontends']}",
+                "--max-num-seqs=4",
+                "--max-queued-requests=64",
+                "--step-deadline-s=1",
+                "--frontend-lease-s=3",
+            )
+        )
+        self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._client = self._stack.enter_context(Client(self._served.grpc))
+        self._number = 0
+        self._answer: list[int] | None = None
+
+    @property
+    def pid(self) -> int:  # type: ignore[override]
+        """The scheduler."""
+        return self._served.pid("scheduler")
+
+    def connect(self, role: str, max_message: int) -> "zmq.Socket[bytes]":
+        """A new peer."""
+        self._number += 1
+        name = f"false-{self._number}/{self._number}".encode()
+        return connect_dealer(self.context, self.addresses[role], identity=name, max_message=max_message)
+
+    def check(self) -> None:
+        """A client gets the tokens that it got at first."""
+        # A request may have been given to a false worker, whose step must be overdue first.
+        completion = self._client.generate(
+            token_ids=PROMPT, max_tokens=8, temperature=0.0, ignore_eos=True, timeout=PATIENCE_S
+        ).result()
+        tokens = list(completion.token_ids)
+        assert self._answer in (None, tokens), "the answer is another one"
+        self._answer = tokens
+        died = [line for line in self._served.log_lines() if line["event"] == "process died"]
+        assert not died, died
+
+    def tell(self) -> None:
+        """The end of the service's log."""
+        print("".join(self._served.log.read_text().splitlines(keepends=True)[-60:]), file=sys.stderr)
+
+    def close(self) -> None:
+        """Ends the service."""
+        self.context.destroy(linger=0)
+        self._stack.close()
+
+
+class FalseWorker(_InService):
+    """Says hello as a worker, is given requests, and answers with nonsense."""
+
+    def batch(self) -> int:
+        """One connection's frames, of which the last is known to have been read."""
+        socket = self.connect("workers", PLAN_MAX_MESSAGE)
+        frames = Frames(plan_pb2.WorkerMessage, self.rng, {})
+        model = self._model()
+        hello = plan_pb2.Hello(
+            protocol_version=PLAN_VERSIONS.newest, worker_id="false", incarnation=1, model=model, block_size=16,
+            num_blocks=64, max_rows=4, max_tokens_per_step=64, num_kv_groups=1,
+        )  # fmt: skip
+        right: list[Message] = [plan_pb2.WorkerMessage(hello=hello)]
+        socket.send(right[0].SerializeToString())
+        for number in range(BATCH):
+            socket.send(frames.draw(right))
+            if number % 25 == 0:
+                self._listen(socket, frames, right)
+        # Its refusal says that everything before it was read.
+        last = plan_pb2.Hello(protocol_version=7_000_000, worker_id="false")
+        socket.send(plan_pb2.WorkerMessage(hello=last).SerializeToString())
+        _until(socket, lambda frame: b"7000000" in frame)
+        socket.close(linger=0)
+        return BATCH
+
+    def _listen(self, socket: "zmq.Socket[bytes]", frames: Frames, right: list[Message]) -> None:
+        """Learns epoch and plans, so that what is sent fits."""
+        while socket.poll(0):
+            message = plan_pb2.SchedulerMessage.FromString(socket.recv())
+            match message.WhichOneof("body"):
+                case "unknown":
+                    socket.send(right[0].SerializeToString())
+                case "welcome":
+                    frames.fixed["epoch"] = message.epoch
+                    goodbye = plan_pb2.Goodbye(reason="x")
+                    compiling = plan_pb2.Compiling(expected_ms=10)
+                    grammar = plan_pb2.GrammarReport(key=b"k", failure="f")
+                    del right[1:]
+                    right.append(plan_pb2.WorkerMessage(epoch=message.epoch, goodbye=goodbye))
+                    right.append(plan_pb2.WorkerMessage(epoch=message.epoch, compiling=compiling))
+                    right.append(plan_pb2.WorkerMessage(epoch=message.epoch, grammar=grammar))
+                case "plan":
+                    rows = to_column(sorted(admission.row for admission in message.plan.admissions) or [0])
+                    result = plan_pb2.StepResult(step=message.plan.step, rows=rows, tokens=rows)
+                    right += [plan_pb2.WorkerMessage(epoch=message.epoch, result=result)] * 3
+                    if self.rng.random() < 0.7:
+                        socket.send(right[-1].SerializeToString())
+
+    def _model(self) -> plan_pb2.ModelInfo:
+        """What the honest worker says of its model, so that a false one may serve beside it."""
+        model = self._client.get_model()
+        return plan_pb2.ModelInfo(
+            name=model.name, fingerprint=self._fingerprint(), max_model_len=1024, vocab_size=384, eos_token_ids=[2]
+        )
+
+    def _fingerprint(self) -> str:
+        """As the core tells front ends."""
+        socket = self.connect("frontends", LINK_MAX_MESSAGE)
+        hello = link_pb2.FrontendHello(protocol_version=LINK_VERSIONS.newest, frontend_id="asks", incarnation=1)
+        socket.send(link_pb2.FrontendMessage(hello=hello).SerializeToString())
+        state = link_pb2.CoreMessage.FromString(_until(socket, lambda _: True)).state
+        socket.close(linger=0)
+        return state.model.fingerprint
+
+
+class FalseFrontend(_InService):
+    """Says hello as a front end and submits, cancels, credits and asks for nonsense; its streams run on a worker."""
+
+    def batch(self) -> int:
+        """One connection's frames, of which the last is known to have been read."""
+        socket = self.connect("frontends", LINK_MAX_MESSAGE)
+        frames = Frames(link_pb2.FrontendMessage, self.rng, {})
+        hello = link_pb2.FrontendHello(protocol_version=LINK_VERSIONS.newest, frontend_id="false", incarnation=1)
+        right: list[Message] = [link_pb2.FrontendMessage(hello=hello), *self._right()]
+        socket.send(right[0].SerializeToString())
+        for number in range(BATCH):
+            if number % 100 == 0:
+                right[1:] = self._right()
+                socket.send(right[1].SerializeToString())
+            socket.send(frames.draw(right))
+            while socket.poll(0):
+                socket.recv()
+        question = link_pb2.OperatorRequest(number=7_000_000, get_state=link_pb2.GetState())
+        socket.send(link_pb2.FrontendMessage(hello=hello, operator_requests=[question]).SerializeToString())
+        _until(socket, lambda frame: _answers(frame, 7_000_000))
+        socket.close(linger=0)
+        return BATCH
+
+    def _right(self) -> Sequence[Message]:
+        rng = self.rng
+        submission = link_pb2.Submission(
+            stream=rng.randrange(1, 50),
+            request_id="r",
+            token_ids=to_column([rng.randrange(384) for _ in range(rng.randrange(1, 40))]),
+            num_prompt_tokens=1,
+            max_tokens=rng.randrange(50, 200),
+            sampling=plan_pb2.SamplingParams(top_p=1, temperature=rng.random()).SerializeToString(),
+            credit=4000,
+        )
+        # A drain would stop the honest worker; operators may do that.
+        looks = [
+            link_pb2.OperatorRequest(number=1, list_requests=link_pb2.ListRequests(most=5)),
+            link_pb2.OperatorRequest(number=2, get_story=link_pb2.GetStory(request_id="r")),
+        ]
+        return (
+            link_pb2.FrontendMessage(submissions=[submission]),
+            link_pb2.FrontendMessage(cancelled=to_column([1]), detached=to_column([2])),
+            link_pb2.FrontendMessage(credit_streams=to_column([1, 2]), credit_bytes=to_column([100, 100])),
+            link_pb2.FrontendMessage(stop_matches=[link_pb2.StopMatch(stream=3, keep_tokens=1)]),
+            link_pb2.FrontendMessage(operator_requests=looks, snapshot_request=3),
+            link_pb2.FrontendMessage(resume_questions=[link_pb2.ResumeQuestion(number=4, identity=b"i")]),
+        )
+
+    def check(self) -> None:
+        """As before, with whatever the false front end has drained taken up again."""
+        socket = self.connect("frontends", LINK_MAX_MESSAGE)
+        hello = link_pb2.FrontendHello(protocol_version=LINK_VERSIONS.newest, frontend_id="mends", incarnation=1)
+        resume = link_pb2.OperatorRequest(number=1, resume_worker=link_pb2.ResumeWorker(worker_id="worker-0"))
+        socket.send(link_pb2.FrontendMessage(hello=hello, operator_requests=[resume]).SerializeToString())
+        _until(socket, lambda frame: _answers(frame, 1))
+        socket.close(linger=0)
+        super().check()
+
+
+def _until(socket: "zmq.Socket[bytes]", holds: Callable[[bytes], bool]) -> bytes:
+    """The next frame for which `holds`."""
+    end = time.monotonic() + PATIENCE_S
+    while time.monotonic() < end:
+        if socket.poll(1000) and holds(frame := socket.recv()):
+            return frame
+    raise AssertionError("no answer")
+
+
+def _answers(frame: bytes, number: int) -> bool:
+    replies = link_pb2.CoreMessage.FromString(frame).operator_replies
+    return any(reply.number == number for reply in replies)
