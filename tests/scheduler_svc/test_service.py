@@ -87,13 +87,15 @@ class WorkerPeer(Peer):
             if message.WhichOneof("body") == body:
                 return message
 
-    def hello(self, oldest: int = PLAN_VERSIONS.oldest, newest: int = 0) -> None:
+    def hello(
+        self, oldest: int = PLAN_VERSIONS.oldest, newest: int = 0, *, worker_id: str = "w", process: str = ""
+    ) -> None:
         """Says hello, as one that speaks these versions."""
         model = plan_pb2.ModelInfo(name="m", fingerprint="f", max_model_len=64, vocab_size=100)
         hello = plan_pb2.Hello(
-            protocol_version=oldest, newest_protocol_version=newest, worker_id="w", incarnation=1, model=model,
+            protocol_version=oldest, newest_protocol_version=newest, worker_id=worker_id, incarnation=1, model=model,
             block_size=4, num_blocks=8,
-            max_rows=4, max_tokens_per_step=64, num_kv_groups=1,
+            max_rows=4, max_tokens_per_step=64, num_kv_groups=1, process=process,
         )  # fmt: skip
         self.send(plan_pb2.WorkerMessage(hello=hello))
 
@@ -186,6 +188,28 @@ def test_a_vanished_worker_is_noticed_and_replaced(stand: Stand) -> None:
     (admission,) = second.until("plan").plan.admissions
     assert from_column(admission.token_ids).tolist() == [1, 2, 3, 42]
     assert admission.num_prompt_tokens == 3
+
+
+def test_a_worker_whose_process_dies_is_lost_before_its_connection_goes(stand: Stand) -> None:
+    """The process that a worker named has died while its connection stands, as it does until the kernel has freed the
+    process's memory: the worker is lost, and its request goes on elsewhere."""
+    name = "from shared.process_watch import own_process; print(own_process(), flush=True); input()"
+    with subprocess.Popen(
+        [sys.executable, "-c", name], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        frontend, first = stand.frontend(), stand.worker()
+        frontend.hello()
+        first.hello(process=process.stdout.readline().strip())
+        frontend.submit(1)
+        first.until("plan")
+        process.kill()
+    second = stand.worker()
+    # Another name, so that it is not its hello that displaces the first.
+    second.hello(worker_id="second")
+    (admission,) = second.until("plan").plan.admissions
+
+    assert from_column(admission.token_ids).tolist() == [1, 2, 3]
 
 
 def test_strangers_are_told_to_say_hello(stand: Stand) -> None:
