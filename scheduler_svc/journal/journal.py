@@ -351,8 +351,13 @@ class Journal:
                 self._doomed.append((self.written, oldest))
         on_disk = self.written if self._syncer is None else self._syncer.synced
         while self._doomed and self._doomed[0][0] <= on_disk:
-            number = self._doomed.popleft()[1]
-            self._folder.delete(number)
+            number = self._doomed[0][1]
+            try:
+                self._folder.delete(number)
+            except OSError as error:
+                self._fail(error)
+                return
+            self._doomed.popleft()
             del self._segments[number]
 
     def _is_wasteful(self) -> bool:
