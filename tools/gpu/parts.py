@@ -190,7 +190,8 @@ def _lists(scale: Scale, shape: shapes.Shape) -> list[tuple[str, list[OfflineReq
 def _serve(context: Context, shape: shapes.Shape, items: list[Item]) -> None:
     """Does the items that are not done with one service."""
     scale = context.scale
-    if context.results.all_done(item.name for item in items):
+    service = f"{shape.name}: service"
+    if context.results.all_done(item.name for item in items) or context.results.is_broken(service):
         return
 
     def use(served: Served) -> None:
@@ -202,12 +203,13 @@ def _serve(context: Context, shape: shapes.Shape, items: list[Item]) -> None:
             shapes.make_folder(shape, WORK),
             str(context.device),
             use,
+            starting=context.results.patience(service, 30.0),
             rows=scale.rows,
             tokens_per_step=scale.tokens_per_step,
             max_model_len=scale.longest(),
         )
     except ServeError as error:  # the next shape may do better
-        context.results.fail(f"{shape.name}: service", error)
+        context.results.fail(service, error)
 
 
 def _ceilings(context: Context) -> bench.Ceilings:

@@ -12,7 +12,8 @@ import platform
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -87,20 +88,15 @@ class Results:
         """
         if name in self.items:
             return
-        if name in self._broken:
-            self.failed.append(name)
-            print(f"  {name}: not begun again, it ended a process before: {self._broken[name]}", flush=True)
+        if self.is_broken(name):
             return
         if time.monotonic() + expected_s > self._deadline:
             self.skipped.append(name)
             return
         began = time.monotonic()
-        patience_s = max(_LEAST_PATIENCE_S, _PATIENCE * expected_s)
-        watchdog = threading.Timer(patience_s, self._end, (name, f"it hung for {patience_s:.0f} s"))
-        watchdog.daemon = True
-        watchdog.start()
         try:
-            found = measure()
+            with self.patience(name, expected_s):
+                found = measure()
         except Exception as error:
             self.fail(name, error)
             if _device_is_lost():
@@ -108,12 +104,30 @@ class Results:
                 self._write()
                 raise DeviceLostError(name) from error
             return
-        finally:
-            watchdog.cancel()
         print(f"  {name}: " + ", ".join(f"{key} {_short(value)}" for key, value in found.items()), flush=True)
         self.items[name] = {**found, "took_s": round(time.monotonic() - began, 1)}
         self._failures.pop(name, None)
         self._write()
+
+    def is_broken(self, name: str) -> bool:
+        """Whether it has ended a process; that is a failure, and told."""
+        if name not in self._broken:
+            return False
+        self.failed.append(name)
+        print(f"  {name}: not begun again, it ended a process before: {self._broken[name]}", flush=True)
+        return True
+
+    @contextmanager
+    def patience(self, name: str, expected_s: float) -> Iterator[None]:
+        """Ends the process if the block hangs."""
+        patience_s = max(_LEAST_PATIENCE_S, _PATIENCE * expected_s)
+        watchdog = threading.Timer(patience_s, self._end, (name, f"it hung for {patience_s:.0f} s"))
+        watchdog.daemon = True
+        watchdog.start()
+        try:
+            yield
+        finally:
+            watchdog.cancel()
 
     def fail(self, name: str, error: Exception) -> None:
         """Notes and tells that an item, or what several need, has failed."""

@@ -4,6 +4,7 @@ import asyncio
 import re
 import urllib.request
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 from quire.aio import AsyncClient
@@ -39,9 +40,10 @@ class Served:
 
 def with_service(
     folder: Path, device: str, use: Callable[[Served], None], *, rows: int, tokens_per_step: int, max_model_len: int,
-    weights: str = "random", kv_cache_dtype: str = "auto",
+    weights: str = "random", kv_cache_dtype: str = "auto", starting: AbstractContextManager[object] | None = None,
 ) -> None:  # fmt: skip
-    """Starts a service over `folder`, lets `use` send requests to it, and ends it."""
+    """Starts a service over `folder`, lets `use` send requests to it, and ends it. `starting` is entered while it
+    starts."""
     config = ServeConfig(
         scheduler=SchedulerConfig(
             max_num_seqs=rows, max_num_batched_tokens=tokens_per_step, prefix_cache="off", trace_steps=0.0
@@ -60,7 +62,8 @@ def with_service(
     with asyncio.Runner() as runner:
         service = runner.run(_make(config))
         try:
-            addresses = runner.run(service.start())
+            with starting or nullcontext():
+                addresses = runner.run(service.start())
             client = runner.run(_connect(addresses.grpc))
             try:
                 use(Served(runner, client, addresses.http))
