@@ -307,7 +307,7 @@ class Journal:
             self._syncer.want(descriptor, self.written)
         if fresh:
             self._book.apply(batch, number)
-            self._doomed.extend((self.written, each) for each in before)
+            self._doomed = deque((self.written, each) for each in before)
 
     def _fail(self, error: OSError) -> None:
         """The disk does not take what we write; the present segment may end in the midst of a frame."""

@@ -333,6 +333,26 @@ def test_a_disk_that_takes_nothing_ends_nothing(tmp_path: Path) -> None:
     written.journal.close()
 
 
+def test_a_segment_that_cannot_be_deleted_ends_nothing(tmp_path: Path) -> None:
+    """Something in the way of deleting is counted as a failure; once it is gone, the journal is one segment again."""
+    Journal(tmp_path, max_bytes=MIB, keep_s=300).close()
+    written = Written(tmp_path)
+    (tmp_path / "000000000001.journal").unlink()
+    (tmp_path / "000000000001.journal").mkdir()
+    written.submit()
+    written.end_turn()
+    assert written.journal.stats.failures == 1
+
+    (tmp_path / "000000000001.journal").rmdir()
+    written.journal._retry_at = 0.0
+    for _ in range(3):
+        written.submit()
+        written.commit()
+    assert len(written.files()) == 1
+    assert _on_disk(written.files()) == written.moments[-1].known
+    written.journal.close()
+
+
 def test_one_scheduler_at_a_time_writes_a_journal(tmp_path: Path) -> None:
     """A second one is refused by name of the folder; when the first is gone, it gets in."""
     first = Journal(tmp_path, max_bytes=MIB, keep_s=1)
