@@ -2,6 +2,8 @@
 
     python -m kernels.tune                all entries of this GPU's architecture that the table lacks (minutes)
     python -m kernels.tune --again        those it has, too
+    python -m kernels.tune --budget-s 500 --table FILE
+                                          begin no entry after 500 s; write the table elsewhere
 
 For each kernel, head dimension and type of KV every candidate is timed on a few batches; the one with the least total
 time wins. One that does not compile, or wants more shared memory than there is, is passed over. The table is written
@@ -12,9 +14,11 @@ from __future__ import annotations
 
 import argparse
 import sys
+import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import product
+from pathlib import Path
 
 import torch
 
@@ -22,7 +26,7 @@ from kernels._triton import architecture
 from kernels.bench import median_seconds
 from kernels.fp8 import quantize
 from kernels.paged_attention import paged_attention
-from kernels.paged_attention.tuning import Key, Tuning, default_tuning, read_table, tried, write_table
+from kernels.paged_attention.tuning import TABLE, Key, Tuning, default_tuning, read_table, tried, write_table
 
 _HEADS, _KV_HEADS, _BLOCK_SIZE = 32, 8, 16
 _DECODE = ((1, 8192), (64, 1024), (16, 8192))
@@ -83,15 +87,17 @@ def main(arguments: list[str] | None = None) -> int:
     """Tunes what is missing; 1 without a GPU."""
     parser = argparse.ArgumentParser(prog="python -m kernels.tune", description="Tune the attention kernels.")
     parser.add_argument("--again", action="store_true", help="entries that the table has, too")
+    parser.add_argument("--budget-s", type=float, default=float("inf"), help="begin no entry after so long")
+    parser.add_argument("--table", type=Path, default=TABLE, help="file to write the table to")
     options = parser.parse_args(arguments)
     if not torch.cuda.is_available():
         print("tuning needs a GPU", file=sys.stderr)
         return 1
     device = torch.device("cuda", torch.cuda.current_device())
-    table = dict(read_table())
+    table, deadline = dict(read_table()), time.monotonic() + options.budget_s
     with torch.inference_mode():
         for key in keys(architecture(torch.empty(0, device=device))):
-            if key in table and not options.again:
+            if (key in table and not options.again) or time.monotonic() > deadline:
                 continue
             calls, times = batches(key, device), dict[Tuning, float]()
             for tuning in candidates(key):
@@ -101,8 +107,11 @@ def main(arguments: list[str] | None = None) -> int:
                 except Exception as error:  # a candidate that cannot be compiled or launched is no candidate
                     print(f"  {tuning}: {type(error).__name__}")
             tried.clear()
+            if not times:
+                print(f"{key}: nothing could be launched", flush=True)
+                continue
             table[key] = min(times, key=lambda tuning: times[tuning])
-            write_table(table)
+            write_table(table, options.table)
             gain = times[default_tuning(key)] / times[table[key]] if default_tuning(key) in times else 0.0
             print(f"{key}: {table[key]}, {gain:.2f} x the default", flush=True)
     return 0
