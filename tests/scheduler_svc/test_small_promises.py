@@ -167,3 +167,19 @@ def test_tenants_take_turns_within_a_fair_class() -> None:
     served = queue.take(lambda _: 0)
     assert served is not None
     assert served.tenant == "b"
+
+
+def test_deadlines_hold_after_those_of_the_ended_are_forgotten() -> None:
+    """However many requests with deadlines have come and gone, those that are left end when their time is up."""
+    cluster = Cluster(worker_wait_s=1e6)
+    order = np.random.default_rng(0).permutation(400).tolist()
+    start = cluster.now
+    for stream in order:
+        cluster.submit(stream, [1], 9, deadline=start + 100 + stream)
+        if stream % 10:
+            cluster.handle(ev.RequestCancelled(frontend=FRONTEND, stream=stream))
+    for passed in range(0, 400, 10):
+        cluster.now = start + 100 + passed + 5
+        cluster.handle(ev.TimePassed())
+        ended = [s for s in range(0, 400, 10) if cluster.readers[s].end is not None]
+        assert ended == list(range(0, passed + 10, 10))
