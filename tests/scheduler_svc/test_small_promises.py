@@ -183,3 +183,20 @@ def test_deadlines_hold_after_those_of_the_ended_are_forgotten() -> None:
         cluster.handle(ev.TimePassed())
         ended = [s for s in range(0, 400, 10) if cluster.readers[s].end is not None]
         assert ended == list(range(0, passed + 10, 10))
+
+
+def test_who_has_become_hopeless_while_waiting_is_refused() -> None:
+    """A request that could have met its deadline when it came, and cannot when its turn comes, is not begun."""
+    cluster = _cluster(max_num_seqs=2)
+    cluster.submit(1, [1], 200)
+    cluster.submit(2, [2], 200)
+    for _ in range(20):
+        cluster.plan()
+        cluster.answer()
+    reader = cluster.submit(3, [3], 200, deadline=cluster.now + 10)
+    assert reader.end is None
+    cluster.now += 9.999
+    cluster.handle(ev.RequestCancelled(frontend=FRONTEND, stream=2))
+    cluster.plan()
+    assert reader.end is not None
+    assert (reader.end.reason, reader.tokens) == (ef.EndReason.DEADLINE, [])
