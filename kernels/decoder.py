@@ -1,8 +1,9 @@
 """All layers of a Llama-type decoder on a CPU, in one call.
 
 What it computes is what `kernels.norm`, `linear`, `rotary`, `kv_cache`, `paged_attention` and `activation` compute one
-after the other, layer by layer, and last the logits of the tokens that sample; between them activations stay float32,
-so that it rounds less often than those do in bfloat16. Nothing returns to Python between two layers.
+after the other, layer by layer, and last the logits of the tokens that sample, or hidden states; between them
+activations stay float32, so that it rounds less often than those do in bfloat16. Nothing returns to Python between two
+layers.
 
     x = embedding[token]
     per layer:  x += output(attention(rotary(qk_norm(qkv(norm(x))))))
@@ -93,6 +94,7 @@ class PackedDecoder:
         self._kernels = kernels
         self._kept: list[object] = [layers, embedding, head]
         self._vocab_size = head.outputs
+        self._hidden_size = shape.hidden_size
         structures = (CLayer * len(layers))(*(self._layer(layer) for layer in layers))
         self._kept.append(structures)
         self._structure = CDecoder(
@@ -127,22 +129,53 @@ class PackedDecoder:
         caches: Sequence[tuple[torch.Tensor, torch.Tensor]],
         logits_index: torch.Tensor | None,
     ) -> torch.Tensor:
+        """As `run` without hidden states."""
+        num_logits = len(token_ids) if logits_index is None else len(logits_index)
+        return self.run(
+            token_ids,
+            positions,
+            slot_mapping,
+            block_tables,
+            query_start,
+            context_lens,
+            caches,
+            logits_index,
+            num_logits=num_logits,
+        )[0]
+
+    def run(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        slot_mapping: torch.Tensor,
+        block_tables: torch.Tensor,
+        query_start: torch.Tensor,
+        context_lens: torch.Tensor,
+        caches: Sequence[tuple[torch.Tensor, torch.Tensor]],
+        kept_index: torch.Tensor | None,
+        *,
+        num_logits: int,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """One step of T tokens of R rows (`kernels.paged_attention` says what the tensors mean).
 
         token_ids, positions, slot_mapping: ``[T]`` int64, contiguous.
         caches: keys and values per layer, ``[num_blocks, num_kv_heads, block_size, head_dim]``, float32 or bfloat16.
-        logits_index: ``[S]`` int64; None: every token.
+        kept_index: ``[K]`` int64, tokens whose logits or hidden states are wanted; None: every token.
+        num_logits: of so many of them, the first ones, logits.
 
         Returns:
-            Logits ``[S, vocab]`` float32, whatever the weights are.
+            Logits ``[num_logits, vocab]``, and of the other tokens the last hidden states, normed,
+            ``[K - num_logits, hidden]``; both float32, whatever the weights are.
         """
         keys, values = self._cache_pointers(caches)
-        num_logits = len(token_ids) if logits_index is None else len(logits_index)
+        num_kept = len(token_ids) if kept_index is None else len(kept_index)
         logits = torch.empty(num_logits, self._vocab_size)
+        hidden = torch.empty(num_kept - num_logits, self._hidden_size)
         block_tables = block_tables.contiguous()
         step = CStep(
             num_tokens=len(token_ids),
             num_rows=len(context_lens),
+            num_kept=num_kept,
             num_logits=num_logits,
             token_ids=token_ids.data_ptr(),
             positions=positions.data_ptr(),
@@ -153,12 +186,13 @@ class PackedDecoder:
             context_lens=context_lens.data_ptr(),
             k_caches=keys,
             v_caches=values,
-            logits_index=None if logits_index is None else logits_index.data_ptr(),
+            kept_index=None if kept_index is None else kept_index.data_ptr(),
             logits=logits.data_ptr(),
+            hidden=hidden.data_ptr(),
         )
         counted = None if self._nanoseconds is None else ctypes.addressof(self._nanoseconds)
         self._kernels.decoder(self._structure, step, counted)
-        return logits
+        return logits, hidden
 
     def count_time(self) -> None:
         """From here on, counts where the time of steps goes."""

@@ -5,7 +5,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from quire import _mapping
+from quire import _calls, _requests, _responses
 from quire.types import BatchAnswer, Delta
 from quire.v1 import generation_pb2 as pb
 
@@ -24,7 +24,7 @@ class BatchAnswers:
         self._messages = [
             pb.GenerateBatchRequest(key=key, request=_build(request, options)) for key, request in enumerate(requests)
         ]
-        self._events = [_mapping.Events() for _ in self._messages]
+        self._events = [_responses.Events() for _ in self._messages]
         self._deltas: list[list[Delta]] = [[] for _ in self._messages]
         self._progress = Progress(len(self._messages)) if progress else None
 
@@ -37,7 +37,7 @@ class BatchAnswers:
         key = response.key
         answer = None
         if response.HasField("error"):
-            answer = BatchAnswer(key, None, _mapping.read_batch_error(response.error))
+            answer = BatchAnswer(key, None, _calls.read_batch_error(response.error))
         else:
             delta = self._events[key].take(response.response)
             if delta is not None:
@@ -73,6 +73,6 @@ class Progress:
 
 def _build(request: str | Mapping[str, Any], options: Mapping[str, Any]) -> pb.GenerateRequest:
     if isinstance(request, str):
-        return _mapping.build_generate(request, **options)
+        return _requests.build_generate(request, **options)
     own = dict(request)
-    return _mapping.build_generate(own.pop("prompt", None), **{**options, **own})
+    return _requests.build_generate(own.pop("prompt", None), **{**options, **own})

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol, Self, Unpack
 import grpc
 import grpc.aio
 
-from quire import _mapping, errors
+from quire import _calls, _requests, _responses, errors
 from quire._batch import BatchAnswers
 from quire._resume import Resumption
 from quire.types import (
@@ -21,11 +21,13 @@ from quire.types import (
     ChoiceFinished,
     Completion,
     Delta,
+    Embeddings,
     Finished,
     GenerateOptions,
     Message,
     Model,
     Prompt,
+    SchedulingOptions,
     Tokenized,
 )
 from quire.v1 import generation_pb2 as pb
@@ -51,7 +53,7 @@ class AsyncGeneration(AsyncIterator[Delta]):
     def __init__(self, call: _Call) -> None:
         self._call = call
         self._cancelled = False
-        self._events = _mapping.Events()
+        self._events = _responses.Events()
 
     @property
     def finished(self) -> Finished | None:
@@ -81,13 +83,13 @@ class AsyncGeneration(AsyncIterator[Delta]):
                 if delta is not None:
                     return delta
         except grpc.aio.AioRpcError as error:
-            raise _mapping.read_error(error) from None
+            raise _calls.read_error(error) from None
         except asyncio.CancelledError:
             # grpc.aio says the same for "the call was cancelled" and "the reading task is being cancelled".
             if self._cancelled:
                 raise errors.CancelledError("the call was cancelled", code="CANCELLED") from None
             raise
-        _mapping.require_finished(self.finished)
+        _responses.require_finished(self.finished)
         raise StopAsyncIteration
 
     async def result(self) -> Completion:
@@ -124,14 +126,14 @@ class _ResumingCall:
         self._resumption = Resumption(request)
         self._cancelled = False
         self._cancelling: asyncio.Task[None] | None = None
-        self._call: Any = stub.Generate(request, timeout=timeout, metadata=_mapping.call_metadata(self._token))
+        self._call: Any = stub.Generate(request, timeout=timeout, metadata=_calls.call_metadata(self._token))
 
     async def read(self) -> Any:
         while True:
             try:
                 response = await self._call.read()
             except grpc.aio.AioRpcError as error:
-                wait_s = self._resumption.failed(_mapping.read_error(error))
+                wait_s = self._resumption.failed(_calls.read_error(error))
                 if wait_s is None or self._cancelled:
                     raise
                 await asyncio.sleep(wait_s)
@@ -155,12 +157,12 @@ class _ResumingCall:
         request_id = self._resumption.request.request_id
         with contextlib.suppress(grpc.aio.AioRpcError):
             await self._stub.Cancel(
-                pb.CancelRequest(request_id=request_id), timeout=5, metadata=_mapping.call_metadata(self._token)
+                pb.CancelRequest(request_id=request_id), timeout=5, metadata=_calls.call_metadata(self._token)
             )
 
     def _try_again(self) -> None:
         left = None if self._deadline is None else max(self._deadline - time.monotonic(), 0.001)
-        metadata = _mapping.call_metadata(self._token)
+        metadata = _calls.call_metadata(self._token)
         if self._resumption.sends_again:
             self._call = self._stub.Generate(self._resumption.request, timeout=left, metadata=metadata)
         else:
@@ -180,9 +182,9 @@ class AsyncClient:
     def __init__(self, target: str, *, credentials: grpc.ChannelCredentials | None = None, token: str = "") -> None:
         self._token = token
         if credentials is None:
-            self._channel = grpc.aio.insecure_channel(target, _mapping.CHANNEL_OPTIONS)
+            self._channel = grpc.aio.insecure_channel(target, _calls.CHANNEL_OPTIONS)
         else:
-            self._channel = grpc.aio.secure_channel(target, credentials, _mapping.CHANNEL_OPTIONS)
+            self._channel = grpc.aio.secure_channel(target, credentials, _calls.CHANNEL_OPTIONS)
         self._generation: GenerationServiceAsyncStub = GenerationServiceStub(self._channel)
         self._models: ModelServiceAsyncStub = ModelServiceStub(self._channel)
 
@@ -199,10 +201,10 @@ class AsyncClient:
         Raises:
             InvalidRequestError: a value that its field cannot hold. All other errors come while iterating.
         """
-        request = _mapping.build_generate(prompt, **options)
+        request = _requests.build_generate(prompt, **options)
         if request.resumable:
             return AsyncGeneration(_ResumingCall(self._generation, request, timeout, self._token))
-        metadata = _mapping.call_metadata(self._token)
+        metadata = _calls.call_metadata(self._token)
         return AsyncGeneration(self._generation.Generate(request, timeout=timeout, metadata=metadata))
 
     async def generate_batch(
@@ -221,7 +223,7 @@ class AsyncClient:
         """
         answers = BatchAnswers(requests, options, progress)
         call = self._generation.GenerateBatch(
-            answers.messages(), timeout=timeout, metadata=_mapping.call_metadata(self._token)
+            answers.messages(), timeout=timeout, metadata=_calls.call_metadata(self._token)
         )
         try:
             async for response in call:
@@ -229,7 +231,51 @@ class AsyncClient:
                 if answer is not None:
                     yield answer
         except grpc.aio.AioRpcError as error:
-            raise _mapping.read_error(error) from None
+            raise _calls.read_error(error) from None
+
+    async def embed(
+        self,
+        inputs: Sequence[str | Sequence[int]],
+        *,
+        model: str = "",
+        pooling: str = "last",
+        normalize: bool = True,
+        truncate_prompt_tokens: int | None = None,
+        scheduling: SchedulingOptions | None = None,
+        request_id: str = "",
+        timeout: float | None = None,  # noqa: ASYNC109 - it becomes the deadline that the server sees
+    ) -> Embeddings:
+        """Turns prompts into vectors: the model's last hidden states, pooled.
+
+        Args:
+            inputs: texts or lists of token ids, at most 2,048.
+            model: the model's name; by default the one that is served.
+            pooling: "last" takes the hidden state of the last token, "mean" the mean over all tokens.
+            normalize: scale vectors to length 1.
+            truncate_prompt_tokens: keep only so many tokens of each prompt, the last ones.
+            scheduling: how the prompts are treated in the server's queue.
+            request_id: under which id they run; by default the server draws one.
+            timeout: seconds until the server stops.
+
+        Raises:
+            QuireError: the call failed; no vector of it is kept.
+        """
+        request = _requests.build_embed(
+            inputs,
+            model=model,
+            pooling=pooling,
+            normalize=normalize,
+            truncate_prompt_tokens=truncate_prompt_tokens,
+            scheduling=scheduling,
+            request_id=request_id,
+        )
+        try:
+            response = await self._generation.Embed(
+                request, timeout=timeout, metadata=_calls.call_metadata(self._token)
+            )
+        except grpc.aio.AioRpcError as error:
+            raise _calls.read_error(error) from None
+        return _responses.read_embeddings(response)
 
     async def tokenize(
         self,
@@ -245,13 +291,13 @@ class AsyncClient:
         Raises:
             QuireError: the call failed.
         """
-        request = _mapping.build_tokenize(text, messages, model=model, add_special_tokens=add_special_tokens)
+        request = _requests.build_tokenize(text, messages, model=model, add_special_tokens=add_special_tokens)
         try:
-            return _mapping.read_tokenized(
-                await self._generation.Tokenize(request, timeout=timeout, metadata=_mapping.call_metadata(self._token))
+            return _responses.read_tokenized(
+                await self._generation.Tokenize(request, timeout=timeout, metadata=_calls.call_metadata(self._token))
             )
         except grpc.aio.AioRpcError as error:
-            raise _mapping.read_error(error) from None
+            raise _calls.read_error(error) from None
 
     async def detokenize(
         self,
@@ -266,13 +312,13 @@ class AsyncClient:
         Raises:
             QuireError: the call failed.
         """
-        request = _mapping.build_detokenize(token_ids, model=model, include_special_tokens=include_special_tokens)
+        request = _requests.build_detokenize(token_ids, model=model, include_special_tokens=include_special_tokens)
         try:
             response = await self._generation.Detokenize(
-                request, timeout=timeout, metadata=_mapping.call_metadata(self._token)
+                request, timeout=timeout, metadata=_calls.call_metadata(self._token)
             )
         except grpc.aio.AioRpcError as error:
-            raise _mapping.read_error(error) from None
+            raise _calls.read_error(error) from None
         return response.text
 
     async def get_model(
@@ -288,12 +334,10 @@ class AsyncClient:
         """
         request = model_pb2.GetModelRequest(name=name)
         try:
-            response = await self._models.GetModel(
-                request, timeout=timeout, metadata=_mapping.call_metadata(self._token)
-            )
+            response = await self._models.GetModel(request, timeout=timeout, metadata=_calls.call_metadata(self._token))
         except grpc.aio.AioRpcError as error:
-            raise _mapping.read_error(error) from None
-        return _mapping.read_model(response.model)
+            raise _calls.read_error(error) from None
+        return _responses.read_model(response.model)
 
     async def close(self) -> None:
         """Closes the connection; requests that still run are cancelled."""

@@ -13,7 +13,7 @@ from typing import Any, Protocol, Self, Unpack
 
 import grpc
 
-from quire import _mapping
+from quire import _calls, _requests, _responses
 from quire._batch import BatchAnswers
 from quire._resume import Resumption
 from quire.types import (
@@ -21,11 +21,13 @@ from quire.types import (
     ChoiceFinished,
     Completion,
     Delta,
+    Embeddings,
     Finished,
     GenerateOptions,
     Message,
     Model,
     Prompt,
+    SchedulingOptions,
     Tokenized,
 )
 from quire.v1 import generation_pb2 as pb
@@ -47,7 +49,7 @@ class Generation(Iterator[Delta]):
 
     def __init__(self, call: _Call) -> None:
         self._call = call
-        self._events = _mapping.Events()
+        self._events = _responses.Events()
 
     @property
     def finished(self) -> Finished | None:
@@ -76,9 +78,9 @@ class Generation(Iterator[Delta]):
                 if delta is not None:
                     return delta
         except grpc.RpcError as error:
-            raise _mapping.read_error(error) from None
+            raise _calls.read_error(error) from None
         except StopIteration:
-            _mapping.require_finished(self.finished)
+            _responses.require_finished(self.finished)
             raise
 
     def result(self) -> Completion:
@@ -131,7 +133,7 @@ class _ResumingCall:
         self._resumption = Resumption(request)
         self._lock = threading.Lock()
         self._cancelled = threading.Event()
-        self._call: _Call = stub.Generate(request, timeout=timeout, metadata=_mapping.call_metadata(self._token))
+        self._call: _Call = stub.Generate(request, timeout=timeout, metadata=_calls.call_metadata(self._token))
 
     def __iter__(self) -> Iterator[pb.GenerateResponse]:
         return self
@@ -143,7 +145,7 @@ class _ResumingCall:
                 self._resumption.received(response)
                 return response
             except grpc.RpcError as error:
-                wait_s = self._resumption.failed(_mapping.read_error(error))
+                wait_s = self._resumption.failed(_calls.read_error(error))
                 if wait_s is None or self._cancelled.wait(wait_s):
                     raise
                 self._try_again()
@@ -157,13 +159,13 @@ class _ResumingCall:
             self._stub.Cancel.future(
                 pb.CancelRequest(request_id=self._resumption.request.request_id),
                 timeout=5,
-                metadata=_mapping.call_metadata(self._token),
+                metadata=_calls.call_metadata(self._token),
             )
         return cancelled
 
     def _try_again(self) -> None:
         left = None if self._deadline is None else max(self._deadline - time.monotonic(), 0.001)
-        metadata = _mapping.call_metadata(self._token)
+        metadata = _calls.call_metadata(self._token)
         with self._lock:
             if self._cancelled.is_set():
                 return
@@ -186,9 +188,9 @@ class Client:
     def __init__(self, target: str, *, credentials: grpc.ChannelCredentials | None = None, token: str = "") -> None:
         self._token = token
         if credentials is None:
-            self._channel = grpc.insecure_channel(target, _mapping.CHANNEL_OPTIONS)
+            self._channel = grpc.insecure_channel(target, _calls.CHANNEL_OPTIONS)
         else:
-            self._channel = grpc.secure_channel(target, credentials, _mapping.CHANNEL_OPTIONS)
+            self._channel = grpc.secure_channel(target, credentials, _calls.CHANNEL_OPTIONS)
         self._generation = GenerationServiceStub(self._channel)
         self._models = ModelServiceStub(self._channel)
 
@@ -205,10 +207,10 @@ class Client:
         Raises:
             InvalidRequestError: a value that its field cannot hold. All other errors come while iterating.
         """
-        request = _mapping.build_generate(prompt, **options)
+        request = _requests.build_generate(prompt, **options)
         if request.resumable:
             return Generation(_ResumingCall(self._generation, request, timeout, self._token))
-        metadata = _mapping.call_metadata(self._token)
+        metadata = _calls.call_metadata(self._token)
         return Generation(self._generation.Generate(request, timeout=timeout, metadata=metadata))
 
     def resume(
@@ -228,7 +230,7 @@ class Client:
             timeout: seconds until the iteration raises `DeadlineError`.
         """
         request = pb.ResumeRequest(request_id=request_id, from_tokens=from_tokens, from_text_bytes=from_text_bytes)
-        call = self._generation.Resume(request, timeout=timeout, metadata=_mapping.call_metadata(self._token))
+        call = self._generation.Resume(request, timeout=timeout, metadata=_calls.call_metadata(self._token))
         return Generation(_Resumed(call))
 
     def cancel(self, request_id: str, *, timeout: float | None = None) -> None:
@@ -239,10 +241,10 @@ class Client:
         """
         try:
             self._generation.Cancel(
-                pb.CancelRequest(request_id=request_id), timeout=timeout, metadata=_mapping.call_metadata(self._token)
+                pb.CancelRequest(request_id=request_id), timeout=timeout, metadata=_calls.call_metadata(self._token)
             )
         except grpc.RpcError as error:
-            raise _mapping.read_error(error) from None
+            raise _calls.read_error(error) from None
 
     def generate_batch(
         self,
@@ -266,7 +268,7 @@ class Client:
         """
         answers = BatchAnswers(requests, options, progress)
         call = self._generation.GenerateBatch(
-            answers.messages(), timeout=timeout, metadata=_mapping.call_metadata(self._token)
+            answers.messages(), timeout=timeout, metadata=_calls.call_metadata(self._token)
         )
         return self._read_batch(call, answers)
 
@@ -278,7 +280,49 @@ class Client:
                 if answer is not None:
                     yield answer
         except grpc.RpcError as error:
-            raise _mapping.read_error(error) from None
+            raise _calls.read_error(error) from None
+
+    def embed(
+        self,
+        inputs: Sequence[str | Sequence[int]],
+        *,
+        model: str = "",
+        pooling: str = "last",
+        normalize: bool = True,
+        truncate_prompt_tokens: int | None = None,
+        scheduling: SchedulingOptions | None = None,
+        request_id: str = "",
+        timeout: float | None = None,
+    ) -> Embeddings:
+        """Turns prompts into vectors: the model's last hidden states, pooled.
+
+        Args:
+            inputs: texts or lists of token ids, at most 2,048.
+            model: the model's name; by default the one that is served.
+            pooling: "last" takes the hidden state of the last token, "mean" the mean over all tokens.
+            normalize: scale vectors to length 1.
+            truncate_prompt_tokens: keep only so many tokens of each prompt, the last ones.
+            scheduling: how the prompts are treated in the server's queue.
+            request_id: under which id they run; by default the server draws one.
+            timeout: seconds until the server stops.
+
+        Raises:
+            QuireError: the call failed; no vector of it is kept.
+        """
+        request = _requests.build_embed(
+            inputs,
+            model=model,
+            pooling=pooling,
+            normalize=normalize,
+            truncate_prompt_tokens=truncate_prompt_tokens,
+            scheduling=scheduling,
+            request_id=request_id,
+        )
+        try:
+            response = self._generation.Embed(request, timeout=timeout, metadata=_calls.call_metadata(self._token))
+        except grpc.RpcError as error:
+            raise _calls.read_error(error) from None
+        return _responses.read_embeddings(response)
 
     def tokenize(
         self,
@@ -294,13 +338,13 @@ class Client:
         Raises:
             QuireError: the call failed.
         """
-        request = _mapping.build_tokenize(text, messages, model=model, add_special_tokens=add_special_tokens)
+        request = _requests.build_tokenize(text, messages, model=model, add_special_tokens=add_special_tokens)
         try:
-            return _mapping.read_tokenized(
-                self._generation.Tokenize(request, timeout=timeout, metadata=_mapping.call_metadata(self._token))
+            return _responses.read_tokenized(
+                self._generation.Tokenize(request, timeout=timeout, metadata=_calls.call_metadata(self._token))
             )
         except grpc.RpcError as error:
-            raise _mapping.read_error(error) from None
+            raise _calls.read_error(error) from None
 
     def detokenize(
         self,
@@ -315,13 +359,13 @@ class Client:
         Raises:
             QuireError: the call failed.
         """
-        request = _mapping.build_detokenize(token_ids, model=model, include_special_tokens=include_special_tokens)
+        request = _requests.build_detokenize(token_ids, model=model, include_special_tokens=include_special_tokens)
         try:
             return self._generation.Detokenize(
-                request, timeout=timeout, metadata=_mapping.call_metadata(self._token)
+                request, timeout=timeout, metadata=_calls.call_metadata(self._token)
             ).text
         except grpc.RpcError as error:
-            raise _mapping.read_error(error) from None
+            raise _calls.read_error(error) from None
 
     def get_model(self, name: str = "", *, timeout: float | None = None) -> Model:
         """Describes a served model; by default the one that is served.
@@ -331,10 +375,10 @@ class Client:
         """
         request = model_pb2.GetModelRequest(name=name)
         try:
-            response = self._models.GetModel(request, timeout=timeout, metadata=_mapping.call_metadata(self._token))
+            response = self._models.GetModel(request, timeout=timeout, metadata=_calls.call_metadata(self._token))
         except grpc.RpcError as error:
-            raise _mapping.read_error(error) from None
-        return _mapping.read_model(response.model)
+            raise _calls.read_error(error) from None
+        return _responses.read_model(response.model)
 
     def close(self) -> None:
         """Closes the connection; requests that still run are cancelled."""

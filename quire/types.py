@@ -2,7 +2,8 @@
 `AsyncClient`.
 
 They carry what the public proto carries, in Python's terms: durations are seconds, columns are tuples, what
-is absent is None. How they become messages and come from messages is `quire._mapping`'s business.
+is absent is None. How they become messages is `quire._requests`' business, how they come from messages that of
+`quire._responses`.
 """
 
 import enum
@@ -256,6 +257,17 @@ class BatchAnswer:
 
 
 @dataclass(frozen=True, slots=True)
+class Embeddings:
+    """The vectors of prompts."""
+
+    vectors: tuple[tuple[float, ...], ...]
+    """One for each prompt, in order."""
+    usage: Usage
+    request_id: str
+    model: str
+
+
+@dataclass(frozen=True, slots=True)
 class Tokenized:
     """The tokens of a prompt, and how long a sequence the model takes."""
 
@@ -275,3 +287,5 @@ class Model:
     dtype: str
     has_chat_template: bool
     fingerprint: str
+    embedding_size: int = 0
+    """Elements of the vectors that `embed` gives; 0: the model makes none."""

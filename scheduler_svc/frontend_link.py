@@ -25,6 +25,7 @@ _MAX_GRAMMAR = 1 << 20
 _MAX_IDENTITY = 64
 _MAX_RESUME_INFO = 64 << 10
 _REASONS = {reason: link_pb2.EndReason.Value(f"END_REASON_{reason.name}") for reason in ef.EndReason}
+_POOLINGS = frozenset(ev.Pooling)
 
 
 class UnusableSubmissionError(ValueError):
@@ -111,6 +112,10 @@ def arrival(peer: ev.Peer, submission: link_pb2.Submission, now: float) -> ev.Re
     if not 0 < submission.num_prompt_tokens <= len(submission.token_ids) // TOKEN_BYTES:
         raise UnusableSubmissionError("the prompt is empty or longer than the tokens given")
     _check_sampling(submission.sampling)
+    if submission.pooling not in _POOLINGS:
+        raise UnusableSubmissionError(f"pooling {submission.pooling} is not known")
+    if submission.pooling and (submission.max_tokens != 1 or submission.grammar):
+        raise UnusableSubmissionError("pooling with tokens to generate, or with a grammar")
     if len(submission.identity) > _MAX_IDENTITY or len(submission.resume_info) > _MAX_RESUME_INFO:
         raise UnusableSubmissionError("an identity or resume_info that is too long")
     if len(submission.grammar) > _MAX_GRAMMAR:
@@ -135,6 +140,7 @@ def arrival(peer: ev.Peer, submission: link_pb2.Submission, now: float) -> ev.Re
         request_class=submission.request_class,
         priority=submission.priority,
         computes_whole_prompt=submission.computes_whole_prompt,
+        pooling=ev.Pooling(submission.pooling),
         identity=submission.identity,
         resume_info=submission.resume_info,
         again=submission.again,
@@ -215,9 +221,10 @@ class Outgoing:
         """A stream ended."""
         _encode_end(self._message.ends.add(), effect)
 
-    def set_state(self, state: ef.ServiceChanged) -> None:
-        """What is served, and whether it can be used."""
+    def set_state(self, state: ef.ServiceChanged, log_level: str) -> None:
+        """What is served, whether it can be used, and how much is to be logged, if not empty."""
         self._message.state.ready = state.ready
+        self._message.state.log_level = log_level
         if state.model is not None:
             self._message.state.model.CopyFrom(
                 link_pb2.ServedModel(
@@ -229,6 +236,7 @@ class Outgoing:
                     dtype=state.model.dtype,
                     fingerprint=state.model.fingerprint,
                     block_size=state.block_size,
+                    hidden_size=state.model.hidden_size,
                 )
             )
 
@@ -309,3 +317,4 @@ def _encode_end(message: link_pb2.StreamEnd, effect: ef.RequestEnded) -> None:
     message.cached_prompt_tokens = effect.cached_prompt_tokens
     message.preemptions = effect.preemptions
     message.queued_ns = max(0, int(effect.queued_s * 1e9))
+    message.embedding = effect.embedding

@@ -26,7 +26,7 @@ from scheduler_svc.worker_hub import LOOK_INTERVAL_S, PING_INTERVAL_S, WorkerHub
 from shared.config import ConfigError, SchedulerConfig
 from shared.curve import DOMAINS, FRONTEND, SCHEDULER, WORKER, AllowList, CurveKeys, check_bind, load_keys
 from shared.frames import MalformedFrameError
-from shared.logging import get_logger
+from shared.logging import LEVELS, get_logger, set_level
 from shared.pulse import Pulse
 from shared.sockets import Protect, receive_from, wait_readable
 from shared.telemetry import Telemetry
@@ -83,6 +83,8 @@ class SchedulerService:
         self._pulse = Pulse()
         self._next_tick = self._next_look = 0.0
         self._stopping = False
+        self._log_level = ""
+        """What an operator wants of all logs; empty: nobody has said."""
 
     def stop(self) -> None:
         """Makes `run` end after the present turn."""
@@ -191,6 +193,14 @@ class SchedulerService:
             self._carry_out(self._core.take_effects(), now)
             if plan is None:
                 return
+            for admission in plan.admissions:
+                log.debug(
+                    "request admitted",
+                    request_id=admission.request_id,
+                    worker=self._workers.worker_id(peer),
+                    row=admission.row,
+                    step=plan.step,
+                )
             step_traceparent, attempts = self._tracing.plan_issued(plan, now)
             frame = worker_link.encode_plan(plan, step_traceparent=step_traceparent, attempt_traceparents=attempts)
             if not self._send_to_worker(peer, frame, now):
@@ -229,7 +239,7 @@ class SchedulerService:
         self._carry_out([*incoming.refused], now)
         if incoming.hello or incoming.report is not None:
             # The state answers every report too: that is how a front end knows that the core is alive.
-            self._frontends.outgoing(peer).set_state(self._core.service_state())
+            self._frontends.outgoing(peer).set_state(self._core.service_state(), self._log_level)
         if incoming.report is not None:
             self._frontends.set_report(peer, incoming.report)
         if incoming.snapshot_request:
@@ -242,7 +252,22 @@ class SchedulerService:
                 if not request.HasField("cancel_requests"):  # that is what a client asked for
                     log.info("operator", order=str(order))
                 self._carry_out(self._core.handle(order, now), now)
-            self._frontends.outgoing(peer).add_reply(operator.to_reply(request, self._core, now, done=len(orders)))
+            reply = operator.to_reply(request, self._core, now, done=len(orders))
+            if request.HasField("set_log_level"):
+                reply.log_level = self._set_log_level(request.set_log_level.level)
+            self._frontends.outgoing(peer).add_reply(reply)
+
+    def _set_log_level(self, level: str) -> str:
+        """Changes the level of all processes' logs; returns this one's before."""
+        if level not in LEVELS:
+            return ""
+        self._log_level = level
+        before = set_level(level)
+        log.info("log level", level=level, before=before)
+        self._workers.set_log_level(level)
+        for outgoing in self._frontends.everyone():
+            outgoing.set_state(self._core.service_state(), level)
+        return before
 
     def _lose_frontend(self, peer: ev.Peer, reason: str, now: float) -> None:
         self._frontends.forget(peer, reason)
@@ -277,7 +302,7 @@ class SchedulerService:
                 case ef.ServiceChanged():
                     log.info("service state", ready=effect.ready, max_model_len=effect.max_model_len)
                     for outgoing in self._frontends.everyone():
-                        outgoing.set_state(effect)
+                        outgoing.set_state(effect, self._log_level)
                     if journal is not None and effect.model is not None:
                         self._drop_other_models(journal, effect.model.fingerprint, now)
                 case ef.FrontendUnknown():

@@ -5,6 +5,7 @@ A ROUTER's monitor does not say which peer left; a send to it does. So something
 as well, every `LOOK_INTERVAL_S`: it keeps its connection until the kernel has taken its memory back.
 """
 
+import math
 from dataclasses import dataclass
 from functools import partial
 
@@ -44,6 +45,7 @@ class WorkerHub:
             context, address, max_message=PLAN_MAX_MESSAGE, heartbeat=PLAN_HEARTBEAT, protect=protect
         )
         self._workers: dict[ev.Peer, _Worker] = {}
+        self._log_level = ""
 
     def add(self, peer: ev.Peer, worker_id: str, now: float, *, process: str = "") -> None:
         """A worker said hello."""
@@ -53,7 +55,7 @@ class WorkerHub:
     def welcomed(self, peer: ev.Peer, epoch: int) -> None:
         """The worker's epoch begins."""
         worker = self._workers[peer]
-        worker.epoch, worker.ping = epoch, worker_link.encode_ping(epoch)
+        worker.epoch, worker.ping = epoch, worker_link.encode_ping(epoch, self._log_level)
         log.info("worker joined", worker=worker.worker_id, epoch=f"{epoch:016x}")
 
     def worker_id(self, peer: ev.Peer) -> str | None:
@@ -92,6 +94,14 @@ class WorkerHub:
         for peer in self._workers:
             self._close_watch(peer)
         self.socket.close()
+
+    def set_log_level(self, level: str) -> None:
+        """Every worker is told with its next ping, which is due at once."""
+        self._log_level = level
+        for worker in self._workers.values():
+            if worker.epoch:
+                worker.ping = worker_link.encode_ping(worker.epoch, level)
+                worker.last_sent = -math.inf
 
     def ping(self, now: float) -> list[ev.Peer]:
         """Pings who has heard nothing for a while; returns the workers that turned out to be gone."""

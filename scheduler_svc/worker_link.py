@@ -17,8 +17,14 @@ from shared.versions import UnsupportedVersionError, negotiate, spoken
 _MAX_ROWS = 1 << 16
 _MAX_BLOCKS = 1 << 22
 _MAX_BLOCK_SIZE = 1 << 16
+_MAX_HIDDEN = 1 << 20
 _MAX_TABLE = 1 << 28
 """Entries of a worker's block tables. Untouched ones take no memory, but there must be room for them."""
+_POOLINGS = {
+    ev.Pooling.NONE: plan_pb2.POOLING_UNSPECIFIED,
+    ev.Pooling.LAST: plan_pb2.POOLING_LAST,
+    ev.Pooling.MEAN: plan_pb2.POOLING_MEAN,
+}
 
 
 def decode(peer: ev.Peer, payload: bytes) -> tuple[ev.Event, plan_pb2.StepTimings | None]:
@@ -97,9 +103,9 @@ def encode_prepare_grammar(epoch: int, *, key: bytes, grammar: bytes) -> bytes:
     return plan_pb2.SchedulerMessage(epoch=epoch, prepare_grammar=prepare).SerializeToString()
 
 
-def encode_ping(epoch: int) -> bytes:
-    """Says that the scheduler is there and still holds the epoch open."""
-    return plan_pb2.SchedulerMessage(epoch=epoch, ping=plan_pb2.Ping()).SerializeToString()
+def encode_ping(epoch: int, log_level: str) -> bytes:
+    """Says that the scheduler is there and still holds the epoch open, and how much is to be logged, if not empty."""
+    return plan_pb2.SchedulerMessage(epoch=epoch, ping=plan_pb2.Ping(log_level=log_level)).SerializeToString()
 
 
 UNKNOWN = plan_pb2.SchedulerMessage(unknown=plan_pb2.Unknown()).SerializeToString()
@@ -115,6 +121,7 @@ def _encode_admission(message: plan_pb2.Admission, admission: RowAdmission, trac
     message.block_tables.append(to_column(admission.blocks))
     message.sampling.MergeFromString(admission.sampling)
     message.grammar = admission.grammar
+    message.pooling = _POOLINGS[admission.pooling]
     message.request_id = admission.request_id
     message.traceparent = traceparent
 
@@ -142,6 +149,9 @@ def _step_done(peer: ev.Peer, epoch: int, result: plan_pb2.StepResult) -> ev.Ste
             ev.RowScores(row=s.row, generation=s.generation, prompt_index=s.prompt_index, scores=s.scores)
             for s in result.scores
         ],
+        embeddings=[
+            ev.RowEmbedding(row=each.row, generation=each.generation, values=each.values) for each in result.embeddings
+        ],
         completed_copies=completed_copies,
         copied_blocks=timings.copied_blocks,
         copy_s=timings.copy_ns / 1e9,
@@ -162,6 +172,7 @@ def _hello(peer: ev.Peer, hello: plan_pb2.Hello) -> ev.WorkerHello:
         and hello.block_size <= _MAX_BLOCK_SIZE
         and model.max_model_len <= MAX_SEQUENCE
         and model.vocab_size <= MAX_VOCABULARY
+        and model.hidden_size <= _MAX_HIDDEN
     ):
         raise MalformedFrameError("worker_id, max_rows, num_blocks, block_size or the model is out of range")
     longest = min(hello.num_blocks, -(-model.max_model_len // max(hello.block_size, 1)))
@@ -181,6 +192,7 @@ def _hello(peer: ev.Peer, hello: plan_pb2.Hello) -> ev.WorkerHello:
             vocab_size=model.vocab_size,
             dtype=model.dtype,
             eos_token_ids=tuple(model.eos_token_ids),
+            hidden_size=model.hidden_size,
         ),
         block_size=hello.block_size,
         num_blocks=hello.num_blocks,

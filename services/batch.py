@@ -10,8 +10,10 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 
 from quire.v1 import generation_pb2 as v1
 from services.boundary import MalformedRequest
+from services.context import Caller
+from services.delivery import FAREWELL_S
 from services.errors import InternalError, RequestCancelledError, to_error
-from services.generation import FAREWELL_S, Caller, Generator
+from services.generation import Generator
 from shared.errors import FieldViolation, InvalidRequestError, QuireError
 from shared.ids import draw_error_id
 from shared.logging import get_logger

@@ -36,7 +36,7 @@ from shared.columns import MalformedColumnError
 from shared.errors import NoWorkerError
 from shared.frames import LINK_VERSIONS, MAX_SEQUENCE, MAX_VOCABULARY, MalformedFrameError
 from shared.ids import draw_error_id, draw_incarnation, routing_id
-from shared.logging import get_logger
+from shared.logging import LEVELS, get_logger, set_level
 from shared.sockets import LINK_MAX_MESSAGE, Protect, connect_dealer
 
 REPORT_EVERY_S = 1.0
@@ -374,6 +374,8 @@ class CoreLink:
         if model.max_model_len > MAX_SEQUENCE or model.vocab_size > MAX_VOCABULARY:
             raise MalformedFrameError("a model whose sequences or vocabulary are beyond belief")
         self._state = message.state
+        if message.state.log_level in LEVELS:
+            set_level(message.state.log_level)
         if message.state.HasField("model"):
             self._model = model
         if self._greeting or message.incarnation != self._core:

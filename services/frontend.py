@@ -21,13 +21,16 @@ from quire.admin.v1 import admin_pb2, admin_pb2_grpc
 from quire.v1 import generation_pb2, generation_pb2_grpc, model_pb2, model_pb2_grpc
 from services.boundary import Boundary
 from services.calls import CallsInProgress
+from services.context import LiveRequests, Services
 from services.core_link import CoreLink
-from services.generation import Generator, Services
+from services.embeddings import Embedder
+from services.generation import Generator
 from services.grammars import GrammarChecker
 from services.http.app import make_api, make_probes
 from services.http.server import HttpServer, listening_socket
 from services.metrics import FrontendMetrics
 from services.principals import Principals
+from services.prompts import Prompts
 from services.servicer import GenerationServicer
 from services.servicer_admin import AdminServicer
 from services.servicer_health import HealthServicer
@@ -75,13 +78,17 @@ class Frontend:
         check_bind("host", config.host, protected=self._tls is not None, insecure=config.insecure)
         principals = Principals(config.principals, anonymous_is_admin=not is_routable(config.host))
         services = Services(config, self.link, tokenizer, self._grammars, self._metrics, telemetry.tracer)
-        self._generator = Generator(services)
-        self._texts = Texts(services, self._generator)
+        prompts = Prompts(tokenizer, telemetry.tracer)
+        self._live = LiveRequests(self._metrics)
+        self._generator = Generator(services, prompts, self._live)
+        self._embedder = Embedder(services, prompts, self._live)
+        self._texts = Texts(services, prompts)
         calls = CallsInProgress(config.max_concurrent_requests)
         self._grpc = self._make_grpc_server(services, calls, principals)
         self._api = make_api(
             services,
             self._generator,
+            self._embedder,
             self._texts,
             calls,
             principals,
@@ -129,7 +136,7 @@ class Frontend:
         await asyncio.gather(self._grpc.stop(grace_s), self._api.drain(grace_s))
         # Handlers that were cancelled still have to tell the core.
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._generator.idle.wait(), _LAST_WORDS_S)
+            await asyncio.wait_for(self._live.idle.wait(), _LAST_WORDS_S)
         for server in (self._http, self._probes):
             if server is not None:
                 server.should_exit = True
@@ -154,7 +161,7 @@ class Frontend:
                 ("grpc.max_receive_message_length", _MAX_REQUEST_BYTES),
             ],
         )
-        generation = GenerationServicer(self._generator, self._texts)  # type: ignore[abstract]
+        generation = GenerationServicer(self._generator, self._embedder, self._texts)
         generation_pb2_grpc.add_GenerationServiceServicer_to_server(generation, server)
         add_vllm_service(server, services, self._generator)
         model_pb2_grpc.add_ModelServiceServicer_to_server(ModelServicer(services), server)

@@ -8,9 +8,11 @@ from quire.v1 import generation_pb2_grpc
 from services.batch import Batch
 from services.boundary import Context
 from services.collect import Collector
-from services.generation import Caller, Generator
+from services.context import Caller
+from services.embeddings import Embedder
+from services.generation import Generator
 from services.texts import Texts
-from services.tracing import TRACEPARENT_KEY
+from services.tracing import TRACEPARENT_KEY, rpc
 from shared.errors import FieldViolation, InvalidRequestError
 
 REQUEST_ID_KEY = "quire-request-id"
@@ -20,8 +22,9 @@ REQUEST_ID_KEY = "quire-request-id"
 class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
     """Serves one front-end process."""
 
-    def __init__(self, generator: Generator, texts: Texts) -> None:
+    def __init__(self, generator: Generator, embedder: Embedder, texts: Texts) -> None:
         self._generator = generator
+        self._embedder = embedder
         self._texts = texts
 
     async def Generate(self, request: v1.GenerateRequest, context: Context) -> None:  # type: ignore[override]
@@ -63,6 +66,10 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         await self._generator.cancel(request.request_id, _caller(context, "Cancel").principal)
         return v1.CancelResponse()
 
+    async def Embed(self, request: v1.EmbedRequest, context: Context) -> v1.EmbedResponse:
+        """Turns prompts into vectors."""
+        return await self._embedder.run(request, _caller(context, "Embed"))
+
     async def Tokenize(self, request: v1.TokenizeRequest, context: Context) -> v1.TokenizeResponse:
         """Turns text or a conversation into token ids."""
         return await self._texts.tokenize(request)
@@ -77,7 +84,7 @@ def _caller(context: Context, method: str) -> Caller:
     metadata = dict(context.invocation_metadata() or ())
     arrival, left = time.monotonic(), context.time_remaining()
     return Caller(
-        method=method,
+        operation=rpc(method),
         traceparent=str(metadata.get(TRACEPARENT_KEY, "")),
         arrival=arrival,
         deadline=None if left is None else arrival + left,

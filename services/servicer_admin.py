@@ -10,10 +10,22 @@ from quire.admin.v1 import admin_pb2, admin_pb2_grpc
 from services.boundary import Context
 from services.core_link import CoreLink
 from services.errors import RETRY_MS
-from shared.errors import NotReadyError, RequestNotFoundError, WorkerNotFoundError
+from shared.errors import (
+    FieldViolation,
+    InvalidRequestError,
+    NotReadyError,
+    RequestNotFoundError,
+    WorkerNotFoundError,
+)
 
 _TIMEOUT_S = 5.0
 _LISTED = 1000
+_LEVELS = {
+    admin_pb2.LOG_LEVEL_DEBUG: "debug",
+    admin_pb2.LOG_LEVEL_INFO: "info",
+    admin_pb2.LOG_LEVEL_WARNING: "warning",
+    admin_pb2.LOG_LEVEL_ERROR: "error",
+}
 
 
 class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
@@ -95,6 +107,18 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
             ended_requests=reply.state.ended,
             workers=map(_worker, reply.workers),
         )
+
+    async def SetLogLevel(
+        self, request: admin_pb2.SetLogLevelRequest, context: Context
+    ) -> admin_pb2.SetLogLevelResponse:
+        """Changes how much all processes log."""
+        name = _LEVELS.get(request.level)
+        if name is None:
+            raise InvalidRequestError(FieldViolation("level", "give one of LOG_LEVEL_DEBUG, _INFO, _WARNING, _ERROR"))
+        reply = await self._ask(link_pb2.OperatorRequest(set_log_level=link_pb2.SetLogLevel(level=name)))
+        names = {each: level for level, each in _LEVELS.items()}
+        previous = names.get(reply.log_level, admin_pb2.LOG_LEVEL_UNSPECIFIED)
+        return admin_pb2.SetLogLevelResponse(previous=previous)
 
     async def _ask_of_worker(self, request: link_pb2.OperatorRequest) -> admin_pb2.Worker:
         reply = await self._ask(request)

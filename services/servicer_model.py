@@ -3,7 +3,7 @@
 from protos.quire.link.v1 import link_pb2
 from quire.v1 import model_pb2, model_pb2_grpc
 from services.boundary import Context
-from services.generation import Services
+from services.context import Services
 from shared.errors import ModelNotFoundError
 
 
@@ -35,4 +35,5 @@ class ModelServicer(model_pb2_grpc.ModelServiceServicer):
             dtype=model.dtype,
             has_chat_template=self._services.tokenizer.has_chat_template,
             fingerprint=model.fingerprint,
+            embedding_size=model.hidden_size,
         )

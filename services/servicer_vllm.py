@@ -16,9 +16,11 @@ from google.protobuf import message_factory
 from quire import __version__
 from quire.v1 import generation_pb2 as v1
 from services.boundary import Context
+from services.context import Caller, Services
 from services.errors import RequestCancelledError
-from services.generation import Caller, Generator, Services
+from services.generation import Generator
 from services.tokenizer_archive import pack_tokenizer
+from services.tracing import rpc
 from shared.errors import FieldViolation, InvalidRequestError, UnsupportedFieldError
 from shared.model_path import resolve_model
 
@@ -61,7 +63,8 @@ class VllmEngine:
         answers = _Answers(request.stream, context.write)
         left = context.time_remaining()
         now = time.monotonic()
-        caller = Caller(method=SERVICE, arrival=now, deadline=None if left is None else now + left)
+        deadline = None if left is None else now + left
+        caller = Caller(operation=rpc("Generate", SERVICE), arrival=now, deadline=deadline)
         task = asyncio.create_task(self._generator.run(wanted, caller, answers.send))
         self._running.setdefault(wanted.request_id, task)
         try:

@@ -69,6 +69,8 @@ class StreamRequest:
     block_keys: bytes = field(default=b"", repr=False)
     """Keys of the prompt's full blocks of `block_size` tokens, joined; may be empty."""
     block_size: int = 0
+    pooling: int = 0
+    """A quire.plan.v1.Pooling: what its prompt is computed for, if nothing is generated."""
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -185,6 +187,7 @@ class Stream:
             identity=request.identity,
             resume_info=request.resume_info,
             again=again,
+            pooling=request.pooling,
         )
         request.scheduling.fill(submission, now)
         return submission

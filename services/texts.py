@@ -2,7 +2,8 @@
 
 from quire.v1 import generation_pb2 as v1
 from services.chat import check_chat
-from services.generation import Generator, Services
+from services.context import Services
+from services.prompts import Prompts
 from services.validation import check_model, check_text, check_token_ids
 from shared.errors import FieldViolation, InvalidRequestError
 
@@ -10,9 +11,9 @@ from shared.errors import FieldViolation, InvalidRequestError
 class Texts:
     """What the tokenizer does by itself."""
 
-    def __init__(self, services: Services, generator: Generator) -> None:
+    def __init__(self, services: Services, prompts: Prompts) -> None:
         self._services = services
-        self._generator = generator
+        self._prompts = prompts
 
     async def tokenize(self, request: v1.TokenizeRequest) -> v1.TokenizeResponse:
         """Text or a conversation as token ids.
@@ -32,7 +33,7 @@ class Texts:
         if violations:
             raise InvalidRequestError(*violations)
         if request.HasField("chat"):
-            ids = await self._generator.encode_chat(request.chat)
+            ids = await self._prompts.encode_chat(request.chat)
         else:
             ids = await tokenizer.encode(request.text, add_special_tokens=not request.omit_special_tokens)
         return v1.TokenizeResponse(token_ids=ids, max_model_len=model.max_model_len)

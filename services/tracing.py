@@ -1,11 +1,12 @@
-"""The server span of a generation, named and described as OpenTelemetry's conventions for RPC and generative AI say.
+"""The server span of a request, named and described as OpenTelemetry's conventions for RPC, HTTP and generative AI say.
 
 It is a child of the client's W3C traceparent, and its own traceparent goes to the core with the request, so that one
 trace leads from the client to the steps on the device. Nothing of a prompt or an answer is recorded.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 from opentelemetry import trace
 from opentelemetry.trace import Span, SpanKind, Status, StatusCode, Tracer
@@ -18,35 +19,59 @@ from shared.telemetry import from_traceparent
 TRACEPARENT_KEY = "traceparent"
 """The metadata entry of the W3C trace context."""
 
-_SERVICE = "quire.v1.GenerationService"
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """What a call is to those who trace it: differs by protocol."""
+
+    name: str
+    """The span's name."""
+    attributes: Mapping[str, str]
+    status_key: str
+    """The attribute that holds the outcome."""
+    status_of: Callable[[QuireError], str | int]
+    """What it says of an error."""
+    internal: str | int
+    """What it says of an unexpected one."""
+    success: str | int | None = None
+    """What it says otherwise; None: it is left out."""
+
+
+def rpc(method: str, service: str = "quire.v1.GenerationService") -> Operation:
+    """A gRPC call."""
+    return Operation(
+        name=f"{service}/{method}",
+        attributes={"rpc.system": "grpc", "rpc.service": service, "rpc.method": method},
+        status_key="rpc.response.status_code",
+        status_of=lambda error: error.code,
+        internal="INTERNAL",
+    )
 
 
 @contextmanager
-def server_span(tracer: Tracer, traceparent: str, method: str) -> Iterator[Span]:
-    """The span of one generation, current while it runs. An error marks it by its reason."""
+def server_span(tracer: Tracer, traceparent: str, operation: Operation) -> Iterator[Span]:
+    """The span of one request, current while it runs. An error marks it by its reason."""
     span = tracer.start_span(
-        f"{_SERVICE}/{method}",
+        operation.name,
         context=from_traceparent(traceparent),
         kind=SpanKind.SERVER,
-        attributes={
-            "rpc.system": "grpc",
-            "rpc.service": _SERVICE,
-            "rpc.method": method,
-            "gen_ai.provider.name": "quire",
-        },
+        attributes={**operation.attributes, "gen_ai.provider.name": "quire"},
     )
     try:
         # The text of an unexpected exception is not ours and may hold anything: it is not recorded.
         with trace.use_span(span, record_exception=False, set_status_on_exception=False):
             yield span
+        if operation.success is not None:
+            span.set_attribute(operation.status_key, operation.success)
     except QuireError as error:
-        _mark(span, error.code, error.reason)
+        _mark(span, operation, operation.status_of(error), error.reason)
         raise
     except Exception:
-        _mark(span, "INTERNAL", "INTERNAL")
+        _mark(span, operation, operation.internal, "INTERNAL")
         raise
     except BaseException:
-        _mark(span, "CANCELLED", "CANCELLED")
+        # Nobody is there to be told a status.
+        _mark(span, operation, "CANCELLED" if operation.success is None else None, "CANCELLED")
         raise
     finally:
         span.end()
@@ -89,7 +114,24 @@ def describe_answer(
     )
 
 
-def _mark(span: Span, code: str, reason: str) -> None:
+def describe_embedding(span: Span, request_id: str, *, model: str, num_tokens: int, dimensions: int) -> None:
+    """What is to be embedded."""
+    if not span.is_recording():
+        return
+    span.set_attributes(
+        {
+            "gen_ai.operation.name": "embeddings",
+            "gen_ai.request.model": model,
+            "gen_ai.response.id": request_id,
+            "gen_ai.usage.input_tokens": num_tokens,
+            "gen_ai.embeddings.dimension.count": dimensions,
+            "quire.request_id": request_id,
+        }
+    )
+
+
+def _mark(span: Span, operation: Operation, status: str | int | None, reason: str) -> None:
     span.set_attribute("error.type", reason)
-    span.set_attribute("rpc.response.status_code", code)
+    if status is not None:
+        span.set_attribute(operation.status_key, status)
     span.set_status(Status(StatusCode.ERROR, reason))

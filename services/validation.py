@@ -71,7 +71,7 @@ def validate(request: v1.GenerateRequest, model: link_pb2.ServedModel, *, has_ch
         UnsupportedFieldError: a field that this version does not support is set.
     """
     violations = [
-        *_check_request_id(request.request_id),
+        *check_request_id(request.request_id),
         *check_model(request.model, model),
         *_check_input(request, model, has_chat_template),
         *_check_sampling(request.sampling, model),
@@ -162,11 +162,18 @@ def check_token_ids(ids: "list[int]", vocab_size: int, field: str, limit: int = 
         yield FieldViolation(field, f"id {ids[position]} at position {position} is outside [0, {vocab_size})")
 
 
-def _check_request_id(request_id: str) -> Violations:
+def check_request_id(request_id: str) -> Violations:
+    """An id that the client has chosen, or none."""
     if len(request_id) > MAX_REQUEST_ID:
         yield FieldViolation("request_id", f"longer than {MAX_REQUEST_ID} bytes")
     elif not (request_id.isascii() and request_id.isprintable()):
         yield FieldViolation("request_id", "must be printable ASCII")
+
+
+def check_truncation(count: int, field: str) -> Violations:
+    """A number of tokens to keep."""
+    if not 0 < count <= MAX_TOKEN_IDS:
+        yield FieldViolation(field, f"must lie in [1, {MAX_TOKEN_IDS}]")
 
 
 def _check_input(request: v1.GenerateRequest, model: link_pb2.ServedModel, has_chat_template: bool) -> Violations:
@@ -241,8 +248,8 @@ def _check_resumable(request: v1.GenerateRequest) -> Violations:
 
 
 def _check_output(output: v1.OutputOptions) -> Violations:
-    if output.HasField("truncate_prompt_tokens") and not 0 < output.truncate_prompt_tokens <= MAX_TOKEN_IDS:
-        yield FieldViolation("output.truncate_prompt_tokens", f"must lie in [1, {MAX_TOKEN_IDS}]")
+    if output.HasField("truncate_prompt_tokens"):
+        yield from check_truncation(output.truncate_prompt_tokens, "output.truncate_prompt_tokens")
     for name in ("logprobs", "prompt_logprobs"):
         if getattr(output, name) > MAX_LOGPROBS:
             yield FieldViolation(f"output.{name}", f"must lie in [0, {MAX_LOGPROBS}]")

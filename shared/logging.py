@@ -16,6 +16,12 @@ import structlog
 from opentelemetry import trace
 from structlog.typing import EventDict, FilteringBoundLogger, Processor, WrappedLogger
 
+LEVELS = ("debug", "info", "warning", "error")
+"""From the most lines to the fewest."""
+
+_lowest = "info"
+"""Lines below this level are left out."""
+
 
 def configure_logging(service: str, level: str = "info") -> None:
     """Sets up logging for this process; lines go to stderr, so that stdout stays for what a command answers.
@@ -32,7 +38,9 @@ def configure_logging(service: str, level: str = "info") -> None:
         # Not a context variable: threads that libraries start have a context of their own.
         return {**process, **event}
 
+    set_level(level)
     processors: list[Processor] = [
+        _drop_below,
         structlog.contextvars.merge_contextvars,
         add_process,
         structlog.processors.add_log_level,
@@ -42,7 +50,8 @@ def configure_logging(service: str, level: str = "info") -> None:
     ]
     structlog.configure(
         processors=[*processors, renderer],
-        wrapper_class=structlog.make_filtering_bound_logger(logging.getLevelNamesMapping()[level.upper()]),
+        # Which lines are left out may change; loggers are kept from their first use on.
+        wrapper_class=structlog.make_filtering_bound_logger(logging.DEBUG),
         logger_factory=structlog.PrintLoggerFactory(sys.stderr),
         cache_logger_on_first_use=True,
     )
@@ -50,13 +59,22 @@ def configure_logging(service: str, level: str = "info") -> None:
     handler.setLevel(logging.WARNING)
     handler.setFormatter(
         structlog.stdlib.ProcessorFormatter(
-            foreign_pre_chain=[_add_library, *processors],
+            foreign_pre_chain=[_add_library, *processors[1:]],
             processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, renderer],
         )
     )
     logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)
     logging.captureWarnings(True)
     adopt_libraries()
+
+
+def set_level(level: str) -> str:
+    """From now on the process's own lines below `level`, one of `LEVELS`, are left out; returns the level before."""
+    global _lowest
+    if level not in LEVELS:
+        raise ValueError(f"{level!r} is none of {', '.join(LEVELS)}")
+    before, _lowest = _lowest, level
+    return before
 
 
 def adopt_libraries() -> None:
@@ -77,6 +95,12 @@ def get_logger() -> FilteringBoundLogger:
     """The process's logger."""
     logger: FilteringBoundLogger = structlog.get_logger()
     return logger
+
+
+def _drop_below(_logger: WrappedLogger, method: str, event: EventDict) -> EventDict:
+    if method in LEVELS and LEVELS.index(method) < LEVELS.index(_lowest):
+        raise structlog.DropEvent
+    return event
 
 
 def _add_library(_logger: WrappedLogger, _method: str, event: EventDict) -> EventDict:

@@ -52,6 +52,7 @@ def build_engine(
         block_size=config.block_size,
         num_blocks=0,
         vocab_size=description.vocab_size,
+        hidden_size=model.hidden_size,
     )
     setting = "kv_cache_memory" if device.type == "cpu" else "gpu_memory_utilization"
     num_blocks = count_blocks(

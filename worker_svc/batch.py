@@ -17,6 +17,7 @@ from worker_svc.decode_graphs import DecodeLanes
 from worker_svc.device import upload
 from worker_svc.errors import PlanError
 from worker_svc.model.base import AttentionInputs
+from worker_svc.pooling import PooledPart
 from worker_svc.rows import RowTable
 from worker_svc.scores import PromptPart
 
@@ -47,6 +48,10 @@ class StepBatch:
     """Prompt tokens whose log-probabilities are wanted, P in all."""
     prompt_targets: torch.Tensor | None = None
     """`[P] int64`: these tokens; None without any."""
+    pooled_parts: tuple[PooledPart, ...] = ()
+    """What the step adds to embeddings, of H tokens in all."""
+    hidden_index: torch.Tensor | None = None
+    """`[H] int64`: these tokens, part by part; None without any."""
     rows: IntArray
     """All rows of the step, in batch order."""
     num_tokens: int
@@ -171,14 +176,30 @@ class BatchBuilder:
         )
         parts, predicting, targets = self._prompt_parts(decode_rows, chunk_rows, chunk_lengths)
         finished = table.advance(chunk_rows, chunk_lengths)
+        num_decodes = len(decode_rows)
+        pooled = table.pooling.parts(
+            chunk_rows.tolist(),
+            table.generation[chunk_rows].tolist(),
+            query_start[num_decodes:-1].tolist(),
+            chunk_lengths.tolist(),
+            ends[num_decodes:].tolist(),
+            finished.tolist(),
+        )
+        hidden_index_ = [np.arange(part.first, part.first + part.num_tokens) for part in pooled]
 
-        samples = np.concatenate((np.ones(len(decode_rows), np.bool_), finished)).nonzero()[0]
+        generating = finished & ~table.pooling.pools(chunk_rows)
+        samples = np.concatenate((np.ones(num_decodes, np.bool_), generating)).nonzero()[0]
         samples = samples[np.argsort(rows[samples])]
         sample_rows = rows[samples]
         logits_index_ = np.concatenate((query_start[samples + 1] - 1, predicting))
-        wide = (positions, slots, chunk_ids, rows, logits_index_, sample_rows, targets)
+        wide = (
+            positions, slots, chunk_ids, rows, logits_index_, sample_rows, targets,
+            np.concatenate(hidden_index_) if pooled else _NO_ROWS,
+        )  # fmt: skip
         narrow = (query_start, ends, ends[samples])
-        positions_, slots_, chunk_ids_, rows_, logits_index, sample_rows_, targets_ = self._upload(wide, np.int64)
+        positions_, slots_, chunk_ids_, rows_, logits_index, sample_rows_, targets_, hidden_index = self._upload(
+            wide, np.int64
+        )
         query_start_, context_lens, sample_positions = self._upload(narrow, np.int32)
         return StepBatch(
             input_ids=torch.cat((table.last_token[self._rows_on_device], chunk_ids_)),
@@ -199,9 +220,11 @@ class BatchBuilder:
             positions_on_host=ends[samples],
             prompt_parts=parts,
             prompt_targets=targets_ if parts else None,
+            pooled_parts=pooled,
+            hidden_index=hidden_index if pooled else None,
             rows=rows,
             num_tokens=num_tokens,
-            num_prefill_tokens=num_tokens - len(decode_rows),
+            num_prefill_tokens=num_tokens - num_decodes,
         )
 
     def _prompt_parts(

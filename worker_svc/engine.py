@@ -7,7 +7,7 @@ asynchronous device several steps may be launched before the first is collected;
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -17,13 +17,22 @@ from kernels.block_copy import BlockPool
 from protos.quire.plan.v1 import plan_pb2
 from shared.columns import Int32Array, to_column
 from shared.logging import get_logger
+from worker_svc import pooling
 from worker_svc.accelerator import Accelerator
 from worker_svc.batch import BatchBuilder, StepBatch
 from worker_svc.block_copies import make_copies
 from worker_svc.block_tables import IntArray
 from worker_svc.decode_graphs import DecodeGraphs, DecodeLanes, buckets
 from worker_svc.device_state import DeviceState
-from worker_svc.executor import DeviceTimes, DoneStep, StepInFlight, StepOutput, make_executor
+from worker_svc.executor import (
+    Computed,
+    DeviceTimes,
+    DoneStep,
+    Sampled,
+    StepInFlight,
+    StepOutput,
+    make_executor,
+)
 from worker_svc.grammars import GrammarStore
 from worker_svc.limits import Limits
 from worker_svc.model.base import KVCache, Model
@@ -56,6 +65,7 @@ class _Launched:
     scored: Wanted | None
     """Rows whose sampled tokens' log-probabilities are wanted."""
     prompt_parts: tuple[PromptPart, ...]
+    pooled_parts: tuple[pooling.PooledPart, ...]
 
 
 class Engine:
@@ -180,6 +190,7 @@ class Engine:
                 copy_ids=copy_ids(plan),
                 scored=None if batch is None else self._sampler.wanted(batch),
                 prompt_parts=() if batch is None else batch.prompt_parts,
+                pooled_parts=() if batch is None else batch.pooled_parts,
             )
         )
 
@@ -207,6 +218,8 @@ class Engine:
         if output.scores is not None:
             alive = set(zip(rows.tolist(), generations.tolist(), strict=True))
             result.scores.extend(encode(output.scores, launched.scored, alive, launched.prompt_parts))
+        for part in pooling.encode(output.embeddings, launched.pooled_parts, result):
+            self._report(part.row, part.generation, pooling.NOT_FINITE, result)
         for row, generation in zip(*(column.tolist() for column in launched.left_out), strict=True):
             result.failures.add(row=row, generation=generation, reason=self._reasons.get((row, generation), ""))
         result.rows = to_column(rows)
@@ -239,10 +252,16 @@ class Engine:
             rows.tolist(), generations.tolist(), tokens.tolist(), known.tolist(), strict=True
         ):
             reason = self._reasons.setdefault((row, generation), FAILURES.get(code, ""))
-            result.failures.add(row=row, generation=generation, reason=reason)
-            if not is_known:  # one that another request has by now is not told under its name
-                get_logger().warning("row failed", request_id=self._rows.request_id(row), row=row, reason=reason)
+            self._report(row, generation, reason, result, in_log=not is_known)
         self._rows.fail(rows, generations)
+
+    def _report(
+        self, row: int, generation: int, reason: str, result: plan_pb2.StepResult, *, in_log: bool = True
+    ) -> None:
+        result.failures.add(row=row, generation=generation, reason=reason)
+        # One that another request has by now is not told under its name.
+        if in_log and self._rows.generation[row] == generation:
+            get_logger().warning("row failed", request_id=self._rows.request_id(row), row=row, reason=reason)
 
     def _submit(self, batch: StepBatch | None) -> StepInFlight:
         if batch is None:
@@ -250,12 +269,21 @@ class Engine:
                 StepOutput(_NO_TOKENS),
                 DeviceTimes(started_unix_ns=time.time_ns(), forward_ns=0, sample_ns=0, idle_before_ns=0),
             )
-        return self._executor.submit(lambda: self._forward(batch), lambda logits: self._sampler.sample(logits, batch))
+        return self._executor.submit(lambda: self._forward(batch), lambda computed: self._sample(computed, batch))
 
-    def _forward(self, batch: StepBatch) -> torch.Tensor:
+    def _forward(self, batch: StepBatch) -> Computed:
         if batch.bucket and self._graphs is not None:
-            return self._graphs.forward(batch.bucket, len(batch.rows))
-        return self._model.forward(batch.input_ids, batch.positions, batch.attention, self._caches, batch.logits_index)
+            return Computed(self._graphs.forward(batch.bucket, len(batch.rows)))
+        model, inputs = self._model, (batch.input_ids, batch.positions, batch.attention, self._caches)
+        if batch.hidden_index is None or batch.logits_index is None:
+            return Computed(model.forward(*inputs, batch.logits_index))
+        return Computed(*model.forward_hidden(*inputs, batch.logits_index, batch.hidden_index))
+
+    def _sample(self, computed: Computed, batch: StepBatch) -> Sampled:
+        sampled = self._sampler.sample(computed.logits, batch)
+        if computed.hidden is None:
+            return sampled
+        return replace(sampled, embeddings=self._rows.pooling.pool(computed.hidden, batch.pooled_parts))
 
 
 def _timings(launched: _Launched, times: DeviceTimes) -> plan_pb2.StepTimings:

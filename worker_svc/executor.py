@@ -1,6 +1,7 @@
 """When the device computes: at once on a CPU, behind the host's back on an accelerator.
 
-A step is two functions: `forward` gives the logits, `sample` gives the tokens. An executor runs both and hands back a
+A step is two functions: `forward` gives the logits, `sample` gives the tokens. Where rows pool, hidden states and
+embeddings go the same way. An executor runs both and hands back a
 step in flight, which becomes ready once the tokens are on the host. With an accelerator nothing here waits for it: the
 tokens travel to pinned memory on a side stream, and `ready` only looks at an event.
 """
@@ -11,12 +12,24 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from shared.columns import Int32Array
 from worker_svc.accelerator import Accelerator, Event
 
-Forward = Callable[[], torch.Tensor]
+
+@dataclass(frozen=True, slots=True)
+class Computed:
+    """What the forward pass gives, on the device."""
+
+    logits: torch.Tensor
+    """`[S + P, vocab_size]`."""
+    hidden: torch.Tensor | None = None
+    """`[H, hidden_size]`; None: no row pools."""
+
+
+Forward = Callable[[], Computed]
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,9 +40,11 @@ class Sampled:
     """`[S] int32`."""
     scores: torch.Tensor | None = None
     """`[n, m] int32`, see `worker_svc.scores`; None: no log-probabilities are wanted."""
+    embeddings: torch.Tensor | None = None
+    """`[E, hidden_size] float32`; None: none is complete."""
 
 
-Sample = Callable[[torch.Tensor], Sampled]
+Sample = Callable[[Computed], Sampled]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +53,7 @@ class StepOutput:
 
     tokens: Int32Array
     scores: Int32Array | None = None
+    embeddings: npt.NDArray[np.float32] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,10 +128,14 @@ class CpuExecutor:
     def submit(self, forward: Forward, sample: Sample) -> DoneStep:
         """See `Executor.submit`."""
         started_unix_ns, started = time.time_ns(), time.perf_counter_ns()
-        logits = forward()
+        outputs = forward()
         computed = time.perf_counter_ns()
-        sampled = sample(logits)
-        output = StepOutput(sampled.tokens.numpy(), None if sampled.scores is None else sampled.scores.numpy())
+        sampled = sample(outputs)
+        output = StepOutput(
+            sampled.tokens.numpy(),
+            None if sampled.scores is None else sampled.scores.numpy(),
+            None if sampled.embeddings is None else sampled.embeddings.numpy(),
+        )
         ended = time.perf_counter_ns()
         idle_ns = started - self._ended_ns if self._ended_ns else 0
         self._ended_ns = ended
@@ -145,20 +165,32 @@ class AsyncExecutor:
         started, computed, sampled, copied = (self._accelerator.event() for _ in range(4))
         submitted_unix_ns = time.time_ns()
         started.record()
-        logits = forward()
+        outputs = forward()
         computed.record()
-        picked = sample(logits)
+        picked = sample(outputs)
         sampled.record()
-        on_device = [tensor for tensor in (picked.tokens, picked.scores) if tensor is not None]
-        on_host = [self._accelerator.pinned(tuple(tensor.shape), tensor.dtype) for tensor in on_device]
+        on_host = Sampled(
+            self._pinned(picked.tokens),
+            None if picked.scores is None else self._pinned(picked.scores),
+            None if picked.embeddings is None else self._pinned(picked.embeddings),
+        )
         with self._copies.current():
             self._copies.wait(sampled)
-            for target, source in zip(on_host, on_device, strict=True):
-                target.copy_(source, non_blocking=True)
+            for target, source in (
+                (on_host.tokens, picked.tokens),
+                (on_host.scores, picked.scores),
+                (on_host.embeddings, picked.embeddings),
+            ):
+                if target is not None and source is not None:
+                    target.copy_(source, non_blocking=True)
             copied.record()
-        step = EnqueuedStep(on_host, on_device, submitted_unix_ns, (started, computed, sampled, copied), self._previous)
+        step = EnqueuedStep(on_host, picked, submitted_unix_ns, (started, computed, sampled, copied), self._previous)
         self._previous = step
         return step
+
+    def _pinned(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Room on the host for a copy."""
+        return self._accelerator.pinned(tuple(tensor.shape), tensor.dtype)
 
 
 class EnqueuedStep:
@@ -166,14 +198,15 @@ class EnqueuedStep:
 
     def __init__(
         self,
-        on_host: list[torch.Tensor],
-        on_device: list[torch.Tensor],
+        on_host: Sampled,
+        on_device: Sampled,
         submitted_unix_ns: int,
         events: tuple[Event, Event, Event, Event],
         previous: "EnqueuedStep | None",
     ) -> None:
         self._on_host = on_host
-        self._on_device = on_device  # kept, so that their memory is not used again while they are copied
+        # Kept, so that their memory is not used again while they are copied.
+        self._on_device: Sampled | None = on_device
         self._submitted_unix_ns = submitted_unix_ns
         self._events = events
         self._previous = previous
@@ -187,7 +220,7 @@ class EnqueuedStep:
         """See `StepInFlight.result`."""
         started, computed, sampled, copied = self._events
         copied.synchronize()
-        self._on_device = []
+        self._on_device = None
         previous, self._previous = self._previous, None  # a step keeps only the one before it alive
         idle_ns, started_unix_ns = 0, self._submitted_unix_ns
         if previous is not None:
@@ -201,4 +234,10 @@ class EnqueuedStep:
             idle_before_ns=idle_ns,
         )
         self._ended_unix_ns = times.ended_unix_ns
-        return StepOutput(*(tensor.numpy().astype(np.int32, copy=False) for tensor in self._on_host)), times
+        on_host = self._on_host
+        output = StepOutput(
+            on_host.tokens.numpy(),
+            None if on_host.scores is None else on_host.scores.numpy(),
+            None if on_host.embeddings is None else on_host.embeddings.numpy(),
+        )
+        return output, times

@@ -15,6 +15,8 @@ class Limits:
     vocab_size: int
     num_host_blocks: int = 0
     num_kv_groups: int = 1
+    hidden_size: int = 0
+    """Elements of a last hidden state; 0: the model gives none out."""
 
     @property
     def max_blocks_per_row(self) -> int:

@@ -12,12 +12,12 @@ from collections import deque
 from structlog.contextvars import bind_contextvars, unbind_contextvars
 
 from protos.quire.plan.v1 import plan_pb2
-from shared.logging import get_logger
+from shared.logging import LEVELS, get_logger, set_level
 from shared.pulse import Pulse
 from worker_svc.engine import Engine
 from worker_svc.errors import PlanError
 from worker_svc.link import Link
-from worker_svc.session import GrammarRequested, Lost, PlanArrived, RefusedForGood, Welcomed
+from worker_svc.session import GrammarRequested, LogLevelWanted, Lost, PlanArrived, RefusedForGood, Welcomed
 
 _IDLE_POLL_MS = 50
 """Longest wait for a frame; bounds how late a signal or silence is noticed."""
@@ -75,6 +75,8 @@ class WorkerLoop:
                     get_logger().info("welcomed", max_in_flight=max_in_flight, protocol_version=version)
                 case GrammarRequested(request):
                     self._prepare_grammar(request)
+                case LogLevelWanted(level) if level in LEVELS:
+                    set_level(level)
                 case RefusedForGood(reason):
                     raise RefusedError(reason)
                 case Lost():
@@ -103,6 +105,13 @@ class WorkerLoop:
             while self._waiting and self._engine.num_in_flight < self._max_launched:
                 plan, received_unix_ns = self._waiting.popleft()
                 bind_contextvars(step=plan.step)
+                for admission in plan.admissions:
+                    get_logger().debug(
+                        "row admitted",
+                        request_id=admission.request_id,
+                        row=admission.row,
+                        computed=admission.num_computed_tokens,
+                    )
                 self._engine.launch(plan, received_unix_ns)
             if self._engine.ready():
                 bind_contextvars(step=self._engine.oldest_step)

@@ -123,6 +123,7 @@ def _hello(name: str, engine: Engine, description: ModelDescription, device: tor
             vocab_size=description.vocab_size,
             dtype=description.dtype_name,
             eos_token_ids=description.eos_token_ids,
+            hidden_size=limits.hidden_size,
         ),
         block_size=limits.block_size,
         num_blocks=limits.num_blocks,

@@ -5,8 +5,8 @@ and releases) and check each against the contract. Everything here is known on t
 a row that takes part in a step advances by a number that the plan fixes, whatever token it samples. The one thing that
 lives on the device only is the last sampled token of each row, so that step N feeds step N + 1 without the host.
 
-A row is free, in prefill until all its admitted tokens are computed, then in decode. It takes part in a step when the
-plan gives it a chunk (prefill), or in every step (decode) unless it is held or has failed.
+A row is free, in prefill until all its admitted tokens are computed, then in decode, or done if it pools. It takes part
+in a step when the plan gives it a chunk (prefill), or in every step (decode) unless it is held or has failed.
 """
 
 import enum
@@ -23,6 +23,7 @@ from worker_svc.errors import PlanError
 from worker_svc.grammars import GrammarRows, GrammarStore
 from worker_svc.limits import Limits
 from worker_svc.logits import LogitsRules
+from worker_svc.pooling import PoolingRows
 from worker_svc.sampling_columns import SamplingColumns
 
 _NO_ROWS = np.zeros(0, np.int64)
@@ -35,6 +36,7 @@ class RowState(enum.IntEnum):
     FREE = 0
     PREFILL = 1
     DECODE = 2
+    DONE = 3
 
 
 class RowTable:
@@ -75,6 +77,7 @@ class RowTable:
         self.sampling = SamplingColumns(rows)
         self.rules = LogitsRules(limits.vocab_size, device)
         self.grammars = GrammarRows(grammars, limits.vocab_size)
+        self.pooling = PoolingRows(rows, limits.hidden_size)
         self.last_token = torch.zeros(rows + 1, dtype=torch.int64, device=device)
         """`[max_rows + 1] int64` on the device: the token each row sampled last; the last place is nobody's."""
 
@@ -204,7 +207,8 @@ class RowTable:
         """Counts a step's tokens as computed: one per decode row, a chunk per row in `chunk_rows`.
 
         Returns:
-            Which of `chunk_rows` have now finished prefill, as a boolean array; they are decode rows from here on.
+            Which of `chunk_rows` have now finished prefill, as a boolean array; they are decode rows from here on, or
+            done.
         """
         self._num_computed[self.decode_rows()] += 1
         if len(chunk_rows) == 0:
@@ -213,7 +217,7 @@ class RowTable:
         finished: npt.NDArray[np.bool_] = self._num_computed[chunk_rows] == self._num_tokens[chunk_rows]
         if finished.any():
             done = chunk_rows[finished]
-            self._state[done] = RowState.DECODE
+            self._state[done] = np.where(self.pooling.pools(done), RowState.DONE, RowState.DECODE)
             for row in done.tolist():
                 del self._prompts[row]
             self._membership += 1
@@ -271,6 +275,7 @@ class RowTable:
             self._prompts.pop(row, None)
             self.rules.leave(row)
             self.grammars.leave(row)
+            self.pooling.leave(row)
         self._membership += 1
 
     def _admit(self, admission: plan_pb2.Admission) -> None:
@@ -290,6 +295,7 @@ class RowTable:
             raise PlanError("admission: more prompt or computed tokens than there are, or none left to compute")
         if len(admission.block_tables) != len(self.tables):
             raise PlanError(f"admission: {len(admission.block_tables)} block tables for {len(self.tables)} KV groups")
+        self.pooling.admit(row, admission)
         self._state[row] = RowState.PREFILL
         self._generation[row] = admission.generation
         self._held[row] = self._failed[row] = False

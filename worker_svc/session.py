@@ -46,6 +46,13 @@ class GrammarRequested:
 
 
 @dataclass(frozen=True, slots=True)
+class LogLevelWanted:
+    """How much the operator wants logged."""
+
+    level: str
+
+
+@dataclass(frozen=True, slots=True)
 class Lost:
     """Drop all rows and say Hello again."""
 
@@ -66,7 +73,7 @@ class Malformed:
     reason: str
 
 
-Event = Welcomed | PlanArrived | GrammarRequested | Lost | RefusedForGood | Malformed
+Event = Welcomed | PlanArrived | GrammarRequested | LogLevelWanted | Lost | RefusedForGood | Malformed
 
 
 class Session:
@@ -114,6 +121,8 @@ class Session:
                 return self._plan(message.plan)
             case "prepare_grammar":
                 return GrammarRequested(message.prepare_grammar)
+            case "ping" if message.ping.log_level:
+                return LogLevelWanted(message.ping.log_level)
         return None
 
     def _welcome(self, message: plan_pb2.SchedulerMessage, now: float) -> Event:

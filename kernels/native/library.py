@@ -17,7 +17,7 @@ import torch
 
 from kernels.native.structures import CAttention, CDecoder, CLinear, CStep
 
-ABI = 1
+ABI = 2
 """What `quire_abi` of a fitting library says."""
 LEVELS = {"portable": 0, "avx2": 1, "avx512": 2}
 _SERVING = ("avx512", "avx2")  # best first; the portable level is slower than torch

@@ -100,6 +100,7 @@ class CStep(Structure):
     _fields_ = (
         ("num_tokens", c_int64),
         ("num_rows", c_int64),
+        ("num_kept", c_int64),
         ("num_logits", c_int64),
         ("token_ids", c_void_p),
         ("positions", c_void_p),
@@ -110,6 +111,7 @@ class CStep(Structure):
         ("context_lens", c_void_p),
         ("k_caches", c_void_p),
         ("v_caches", c_void_p),
-        ("logits_index", c_void_p),
+        ("kept_index", c_void_p),
         ("logits", c_void_p),
+        ("hidden", c_void_p),
     )

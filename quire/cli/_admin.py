@@ -5,7 +5,7 @@ from contextlib import contextmanager
 
 import grpc
 
-from quire import _mapping
+from quire import _calls
 from quire.admin.v1 import admin_pb2, admin_pb2_grpc
 from quire.cli._connection import add_tls, credentials
 from quire.cli._parser import Namespace, OneLineParser
@@ -28,7 +28,7 @@ def admin_stub(options: Namespace) -> Iterator[admin_pb2_grpc.AdminServiceStub]:
         try:
             yield admin_pb2_grpc.AdminServiceStub(channel)
         except grpc.RpcError as error:
-            raise _mapping.read_error(error) from None
+            raise _calls.read_error(error) from None
 
 
 def print_workers(workers: Iterable[admin_pb2.Worker]) -> None:

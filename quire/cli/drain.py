@@ -4,7 +4,7 @@ Running requests finish where they are, or with `--move` go on elsewhere at once
 tokens, and clients see a pause. The worker may be stopped when it runs nothing any more.
 """
 
-from quire._mapping import call_metadata
+from quire._calls import call_metadata
 from quire.admin.v1 import admin_pb2
 from quire.cli._admin import TIMEOUT_S, add_target, admin_stub, print_workers
 from quire.cli._connection import token

@@ -50,6 +50,7 @@ COMMANDS = (
     Command("workers", "quire.cli.workers", "list the workers of a running service"),
     Command("keys", "quire.cli.keys", "make and rotate the keys between processes"),
     Command("drain", "quire.cli.drain", "make a worker idle, or let it work again"),
+    Command("log-level", "quire.cli.log_level", "change how much a running service logs"),
     Command("bench offline", "quire.cli.bench_offline", "send a fixed list of requests through a real service"),
     Command("bench kernels", "quire.cli.bench_kernels", "measure the worker's kernels on this machine's device"),
     Command("bench scheduler", "quire.cli.bench_scheduler", "measure what a step costs the scheduler"),

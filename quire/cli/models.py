@@ -4,7 +4,7 @@ import json
 
 import grpc
 
-from quire import _mapping
+from quire import _calls
 from quire.cli._connection import add_tls, credentials, token
 from quire.cli._parser import Namespace, OneLineParser
 from quire.v1 import model_pb2, model_pb2_grpc
@@ -26,13 +26,13 @@ def configure(parser: OneLineParser) -> None:
 def run(options: Namespace) -> int:
     """Prints a line for each."""
     secure, target = credentials(options), options.target
-    metadata = _mapping.call_metadata(token())
+    metadata = _calls.call_metadata(token())
     with grpc.insecure_channel(target) if secure is None else grpc.secure_channel(target, secure) as channel:
         try:
             stub = model_pb2_grpc.ModelServiceStub(channel)
             found = stub.ListModels(model_pb2.ListModelsRequest(), timeout=_TIMEOUT_S, metadata=metadata).models
         except grpc.RpcError as error:
-            raise _mapping.read_error(error) from None
+            raise _calls.read_error(error) from None
     if options.json:
         fields = [name for name in model_pb2.Model.DESCRIPTOR.fields_by_name if name != "eos_token_ids"]
         models = [

@@ -6,7 +6,7 @@ that ended lately have theirs, too. The id is in the answer, in the server's log
 
 from datetime import datetime
 
-from quire._mapping import call_metadata
+from quire._calls import call_metadata
 from quire.admin.v1 import admin_pb2
 from quire.cli._admin import TIMEOUT_S, add_target, admin_stub
 from quire.cli._connection import token

@@ -1,6 +1,6 @@
 """Lists the usable workers of a running service: what they run, and how their KV blocks are used."""
 
-from quire._mapping import call_metadata
+from quire._calls import call_metadata
 from quire.admin.v1 import admin_pb2
 from quire.cli._admin import TIMEOUT_S, add_target, admin_stub, print_workers
 from quire.cli._connection import token

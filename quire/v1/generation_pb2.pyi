@@ -64,7 +64,7 @@ class _PoolingEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Pooling.Value
     POOLING_LAST: _Pooling.ValueType  # 1
     """The last token's."""
     POOLING_MEAN: _Pooling.ValueType  # 2
-    """The mean over all tokens."""
+    """The mean over all tokens. Needs all of them computed: it reads no cached prefix."""
 
 class Pooling(_Pooling, metaclass=_PoolingEnumTypeWrapper):
     """How hidden states become one vector."""
@@ -74,7 +74,7 @@ POOLING_UNSPECIFIED: Pooling.ValueType  # 0
 POOLING_LAST: Pooling.ValueType  # 1
 """The last token's."""
 POOLING_MEAN: Pooling.ValueType  # 2
-"""The mean over all tokens."""
+"""The mean over all tokens. Needs all of them computed: it reads no cached prefix."""
 Global___Pooling: _TypeAlias = Pooling  # noqa: Y015
 
 @_typing.final
@@ -1357,6 +1357,7 @@ class EmbedRequest(_message.Message):
     OMIT_NORMALIZATION_FIELD_NUMBER: _builtins.int
     TRUNCATE_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     SCHEDULING_FIELD_NUMBER: _builtins.int
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """Name of the model. Empty: the model that is served."""
     pooling: Global___Pooling.ValueType
@@ -1364,14 +1365,18 @@ class EmbedRequest(_message.Message):
     omit_normalization: _builtins.bool
     """Leave the vectors as long as they are. Default: they are scaled to length 1."""
     truncate_prompt_tokens: _builtins.int
-    """Keep only the last k tokens of each prompt."""
+    """Keep only the last k tokens of each prompt, at least 1."""
+    request_id: _builtins.str
+    """Chosen by the client, at most 128 bytes of printable ASCII; unique among the principal's live requests. Empty: the
+    server draws one.
+    """
     @_builtins.property
     def inputs(self) -> _containers.RepeatedCompositeFieldContainer[Global___EmbedInput]:
-        """The prompts, at least one and at most 256."""
+        """The prompts, at least one and at most 2,048; each with at least one token and fewer than the context holds."""
 
     @_builtins.property
     def scheduling(self) -> Global___SchedulingOptions:
-        """How the request is treated in the queue."""
+        """How the request is treated in the queue. Nothing is generated, so `expected_output_tokens` means nothing."""
 
     def __init__(
         self,
@@ -1382,10 +1387,11 @@ class EmbedRequest(_message.Message):
         omit_normalization: _builtins.bool = ...,
         truncate_prompt_tokens: _builtins.int | None = ...,
         scheduling: Global___SchedulingOptions | None = ...,
+        request_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_truncate_prompt_tokens", b"_truncate_prompt_tokens", "scheduling", b"scheduling", "truncate_prompt_tokens", b"truncate_prompt_tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_truncate_prompt_tokens", b"_truncate_prompt_tokens", "inputs", b"inputs", "model", b"model", "omit_normalization", b"omit_normalization", "pooling", b"pooling", "scheduling", b"scheduling", "truncate_prompt_tokens", b"truncate_prompt_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_truncate_prompt_tokens", b"_truncate_prompt_tokens", "inputs", b"inputs", "model", b"model", "omit_normalization", b"omit_normalization", "pooling", b"pooling", "request_id", b"request_id", "scheduling", b"scheduling", "truncate_prompt_tokens", b"truncate_prompt_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__truncate_prompt_tokens: _TypeAlias = _typing.Literal["truncate_prompt_tokens"]  # noqa: Y015
     _WhichOneofArgType__truncate_prompt_tokens: _TypeAlias = _typing.Literal["_truncate_prompt_tokens", b"_truncate_prompt_tokens"]  # noqa: Y015
@@ -1432,8 +1438,11 @@ class EmbedResponse(_message.Message):
     EMBEDDINGS_FIELD_NUMBER: _builtins.int
     USAGE_FIELD_NUMBER: _builtins.int
     MODEL_FIELD_NUMBER: _builtins.int
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """The model that answered."""
+    request_id: _builtins.str
+    """The id the request ran under."""
     @_builtins.property
     def embeddings(self) -> _containers.RepeatedCompositeFieldContainer[Global___Embedding]:
         """One for each input, in order."""
@@ -1448,10 +1457,11 @@ class EmbedResponse(_message.Message):
         embeddings: _abc.Iterable[Global___Embedding] | None = ...,
         usage: Global___Usage | None = ...,
         model: _builtins.str = ...,
+        request_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["embeddings", b"embeddings", "model", b"model", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["embeddings", b"embeddings", "model", b"model", "request_id", b"request_id", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1466,7 +1476,7 @@ class Embedding(_message.Message):
     VALUES_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def values(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
-        """Its elements."""
+        """Its elements, as many as `Model.embedding_size` says."""
 
     def __init__(
         self,

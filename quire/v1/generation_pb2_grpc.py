@@ -123,7 +123,8 @@ class GenerationServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Embed(self, request, context):
-        """Turns prompts into vectors: the model's last hidden states, pooled.
+        """Turns prompts into vectors: the model's last hidden states, pooled. All or none: if one prompt fails, the call does.
+        UNIMPLEMENTED where the model gives no hidden states out (`Model.embedding_size` is 0).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

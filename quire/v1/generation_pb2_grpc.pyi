@@ -62,7 +62,9 @@ class GenerationServiceStub:
     Cancel: _grpc.UnaryUnaryMultiCallable[_generation_pb2.CancelRequest, _generation_pb2.CancelResponse]
     """Ends a resumable request by its id, on whichever front end it runs, and forgets what is kept of it."""
     Embed: _grpc.UnaryUnaryMultiCallable[_generation_pb2.EmbedRequest, _generation_pb2.EmbedResponse]
-    """Turns prompts into vectors: the model's last hidden states, pooled."""
+    """Turns prompts into vectors: the model's last hidden states, pooled. All or none: if one prompt fails, the call does.
+    UNIMPLEMENTED where the model gives no hidden states out (`Model.embedding_size` is 0).
+    """
     Tokenize: _grpc.UnaryUnaryMultiCallable[_generation_pb2.TokenizeRequest, _generation_pb2.TokenizeResponse]
     """Turns text or a chat into the token ids that `Generate` would run on."""
     Detokenize: _grpc.UnaryUnaryMultiCallable[_generation_pb2.DetokenizeRequest, _generation_pb2.DetokenizeResponse]
@@ -93,7 +95,9 @@ class GenerationServiceAsyncStub(GenerationServiceStub):
     Cancel: _aio.UnaryUnaryMultiCallable[_generation_pb2.CancelRequest, _generation_pb2.CancelResponse]  # type: ignore[assignment]
     """Ends a resumable request by its id, on whichever front end it runs, and forgets what is kept of it."""
     Embed: _aio.UnaryUnaryMultiCallable[_generation_pb2.EmbedRequest, _generation_pb2.EmbedResponse]  # type: ignore[assignment]
-    """Turns prompts into vectors: the model's last hidden states, pooled."""
+    """Turns prompts into vectors: the model's last hidden states, pooled. All or none: if one prompt fails, the call does.
+    UNIMPLEMENTED where the model gives no hidden states out (`Model.embedding_size` is 0).
+    """
     Tokenize: _aio.UnaryUnaryMultiCallable[_generation_pb2.TokenizeRequest, _generation_pb2.TokenizeResponse]  # type: ignore[assignment]
     """Turns text or a chat into the token ids that `Generate` would run on."""
     Detokenize: _aio.UnaryUnaryMultiCallable[_generation_pb2.DetokenizeRequest, _generation_pb2.DetokenizeResponse]  # type: ignore[assignment]
@@ -157,7 +161,9 @@ class GenerationServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _generation_pb2.EmbedRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_generation_pb2.EmbedResponse, _abc.Awaitable[_generation_pb2.EmbedResponse]]:
-        """Turns prompts into vectors: the model's last hidden states, pooled."""
+        """Turns prompts into vectors: the model's last hidden states, pooled. All or none: if one prompt fails, the call does.
+        UNIMPLEMENTED where the model gives no hidden states out (`Model.embedding_size` is 0).
+        """
 
     @_abc_1.abstractmethod
     def Tokenize(

@@ -119,6 +119,7 @@ class Model(_message.Message):
     DTYPE_FIELD_NUMBER: _builtins.int
     HAS_CHAT_TEMPLATE_FIELD_NUMBER: _builtins.int
     FINGERPRINT_FIELD_NUMBER: _builtins.int
+    EMBEDDING_SIZE_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """The name that requests may give."""
     architecture: _builtins.str
@@ -135,6 +136,8 @@ class Model(_message.Message):
     """Identifies configuration, weights and the type they are computed in; workers with different fingerprints never
     serve one model together.
     """
+    embedding_size: _builtins.int
+    """Elements of the vectors that `Embed` makes; 0: the model makes none."""
     @_builtins.property
     def eos_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Tokens that end a sequence."""
@@ -150,10 +153,11 @@ class Model(_message.Message):
         dtype: _builtins.str = ...,
         has_chat_template: _builtins.bool = ...,
         fingerprint: _builtins.str = ...,
+        embedding_size: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["architecture", b"architecture", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "fingerprint", b"fingerprint", "has_chat_template", b"has_chat_template", "max_model_len", b"max_model_len", "name", b"name", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["architecture", b"architecture", "dtype", b"dtype", "embedding_size", b"embedding_size", "eos_token_ids", b"eos_token_ids", "fingerprint", b"fingerprint", "has_chat_template", b"has_chat_template", "max_model_len", b"max_model_len", "name", b"name", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -59,6 +59,8 @@ class Admission:
         self._worker = worker
         # A worker that is drained may never take anything again.
         self._longest = max((each.max_model_len for each in fleet if not each.draining), default=0)
+        self._embeds = any(each.model.hidden_size for each in fleet)
+        """A worker makes embeddings; one that speaks an older version of the protocol does not."""
         self._placement = Placement(worker, fleet, config.max_num_seqs) if len(fleet) > 1 else None
         self._waiting = waiting
         self._tenants = tenants
@@ -201,7 +203,7 @@ class Admission:
         worker = self._worker
         if request.unsettled or worker.rows.num_running >= self._max_running:
             return None
-        if len(request.tokens) >= worker.max_model_len:
+        if len(request.tokens) >= worker.max_model_len or (request.pooling and not worker.model.hidden_size):
             return None
         if not self._tenants.may_run(request, self._now):
             return None
@@ -236,6 +238,8 @@ class Admission:
             found = request.lowest_token if request.lowest_token < 0 else request.highest_token
             message = f"token ids must lie in [0, {worker.model.vocab_size}), found {found}"
             return Refusal(request, EndReason.INVALID, message)
+        if request.pooling and not self._embeds:
+            return Refusal(request, EndReason.INVALID, "the served model makes no embeddings")
         # A worker that has nothing else to do may as well try: the forecast may be wrong.
         is_busy = worker.rows.num_running > 0
         by_target = self._config.policy_of(request.request_class) == "edf"

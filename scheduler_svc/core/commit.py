@@ -14,7 +14,7 @@ from scheduler_svc.core.errors import ProtocolViolationError
 from scheduler_svc.core.events import FailedRow, StepDone
 from scheduler_svc.core.request import Request, RequestState
 from scheduler_svc.core.rows import FREE
-from scheduler_svc.core.worker import Worker
+from scheduler_svc.core.worker import StepInFlight, Worker
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +48,8 @@ class Settled:
     prefilled: list[Request] = field(default_factory=list)
     scores: list[tuple[Request, int, bool, bytes]] = field(default_factory=list)
     """(request, first index, of its prompt, log-probabilities)."""
+    embedded: list[tuple[Request, bytes]] = field(default_factory=list)
+    """Requests whose embedding has come."""
 
 
 def settle(worker: Worker, event: StepDone, now: float) -> Settled:
@@ -70,6 +72,7 @@ def settle(worker: Worker, event: StepDone, now: float) -> Settled:
     if any_of(event.tokens.view(np.uint32) >= worker.model.vocab_size):
         raise ProtocolViolationError(f"step {event.step} sampled a token outside the vocabulary")
 
+    _check_embeddings(worker, record, event)
     if record.copy_ids and not set(record.copy_ids) <= set(event.completed_copies):
         raise ProtocolViolationError(f"step {event.step} was answered without its block copies")
 
@@ -83,8 +86,9 @@ def settle(worker: Worker, event: StepDone, now: float) -> Settled:
         next_step.started = now
         next_step.successor_due = now + worker.clock.lead(next_step.num_tokens)
     scores = _scores(worker, event) if event.scores else []
-    settled = _settle_rows(worker, answered, generations, event.tokens)
+    settled = _settle_rows(worker, answered, generations, event.tokens, now)
     settled.scores = scores
+    _settle_embeddings(worker, event, settled)
     if record.prefilled and worker.pool.cache.partial is not None:
         worker.prove_prefilled(np.intersect1d(record.prefilled, settled.rows))
     settled.num_tokens, settled.num_prefill_tokens = record.num_tokens, record.num_prefill_tokens
@@ -95,7 +99,11 @@ def settle(worker: Worker, event: StepDone, now: float) -> Settled:
             settled.failed.append(failed)
     for row in record.prefilled:
         request = worker.rows.requests[row]
-        if request is not None and request.traceparent:
+        if request is None:
+            continue
+        if worker.rows.num_generated(row) == 1:
+            request.note(now, "first token")
+        if request.traceparent:
             settled.prefilled.append(request)
     _settle_departures(worker, record.step)
     worker.pool.step_answered(record.step)
@@ -110,7 +118,9 @@ def _are_same(planned: IndexArray, answered: Int32Array) -> bool:
     return planned.astype(np.int32).tobytes() == answered.tobytes()
 
 
-def _settle_rows(worker: Worker, answered: IndexArray, generations: Int32Array, tokens: Int32Array) -> Settled:
+def _settle_rows(
+    worker: Worker, answered: IndexArray, generations: Int32Array, tokens: Int32Array, now: float
+) -> Settled:
     rows = worker.rows
     late: list[tuple[int, int, int]] = []
     if worker.departed:
@@ -127,14 +137,16 @@ def _settle_rows(worker: Worker, answered: IndexArray, generations: Int32Array, 
     for row, generation, token in late:
         departure = worker.departed[row, generation]
         worker.prove_departed(departure)
-        _settle_late(worker, departure.request, token, settled)
+        _settle_late(worker, departure.request, token, settled, now)
     return settled
 
 
-def _settle_late(worker: Worker, request: Request, token: int, settled: Settled) -> None:
+def _settle_late(worker: Worker, request: Request, token: int, settled: Settled, now: float) -> None:
     if request.state is RequestState.FINISHED:
         worker.counters.discarded_tokens += 1
         return
+    if not request.num_generated:
+        request.note(now, "first token")
     settled.late.append((request, request.num_generated, token))
     request.tokens.append(token)
     worker.counters.generated_tokens += 1
@@ -142,6 +154,29 @@ def _settle_late(worker: Worker, request: Request, token: int, settled: Settled)
         settled.stopped.append((request, token))
     elif len(request.tokens) >= request.limit:
         settled.at_limit.append(request)
+
+
+def _check_embeddings(worker: Worker, record: StepInFlight, event: StepDone) -> None:
+    """That the answer has the planned embeddings, but for those of rows that failed, each of the model's size.
+
+    Raises:
+        ProtocolViolationError: it has not.
+    """
+    if not record.pooled and not event.embeddings:
+        return
+    failed = {(failure.row, failure.generation) for failure in event.failures}
+    answered = sorted((each.row, each.generation) for each in event.embeddings)
+    num_bytes = 4 * worker.model.hidden_size
+    if answered != sorted(set(record.pooled) - failed) or any(len(e.values) != num_bytes for e in event.embeddings):
+        raise ProtocolViolationError(f"the embeddings of step {event.step} are not those of its plan")
+
+
+def _settle_embeddings(worker: Worker, event: StepDone, settled: Settled) -> None:
+    for embedding in event.embeddings:
+        departure = worker.departed[embedding.row, embedding.generation]
+        worker.prove_departed(departure)
+        if departure.request.state is not RequestState.FINISHED:
+            settled.embedded.append((departure.request, embedding.values))
 
 
 def _scores(worker: Worker, event: StepDone) -> list[tuple[Request, int, bool, bytes]]:

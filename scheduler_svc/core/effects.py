@@ -27,6 +27,7 @@ class EndReason(enum.Enum):
     STALLED = "stalled"
     SHUTDOWN = "shutdown"
     DUPLICATE = "duplicate"
+    EMBEDDED = "embedded"
 
 
 @dataclass(slots=True, kw_only=True)
@@ -67,6 +68,8 @@ class RequestEnded:
     cached_prompt_tokens: int = 0
     preemptions: int = 0
     queued_s: float = 0.0
+    embedding: bytes = b""
+    """For EMBEDDED: a float32 column."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,6 +7,7 @@ Nobody changes an event, an effect or a plan. Those that are made for every step
 a frozen dataclass takes three times as long to make.
 """
 
+import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -18,6 +19,17 @@ if TYPE_CHECKING:
 
 Peer = bytes
 """ZeroMQ routing id of one incarnation of a front end or worker."""
+
+
+class Pooling(enum.IntEnum):
+    """What becomes of a prompt; the numbers are those of plan.proto."""
+
+    NONE = 0
+    """It is continued."""
+    LAST = 1
+    """The last hidden state of its last token is its embedding."""
+    MEAN = 2
+    """The mean of those of all its tokens is."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,6 +85,8 @@ class RequestArrived:
     grammar_key: bytes = b""
     computes_whole_prompt: bool = False
     """Its prompt is not taken from the prefix cache."""
+    pooling: Pooling = Pooling.NONE
+    """With another one it generates nothing; `max_tokens` is then 1."""
     expected_output_tokens: int = 0
     """0: no hint."""
     ttft_deadline: float | None = None
@@ -144,6 +158,8 @@ class ModelFacts:
     vocab_size: int
     dtype: str
     eos_token_ids: tuple[int, ...]
+    hidden_size: int = 0
+    """Elements of an embedding; 0: it makes none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -215,6 +231,15 @@ class RowScores:
 
 
 @dataclass(slots=True, kw_only=True)
+class RowEmbedding:
+    """The embedding of a row that pools, passed to its front end unread."""
+
+    row: int
+    generation: int
+    values: bytes
+
+
+@dataclass(slots=True, kw_only=True)
 class StepDone:
     """A worker answered a plan."""
 
@@ -227,6 +252,8 @@ class StepDone:
     """One token per row."""
     failures: Sequence[FailedRow] = ()
     scores: Sequence[RowScores] = ()
+    embeddings: Sequence[RowEmbedding] = ()
+    """Of the rows that pool and whose last chunk this step had."""
     completed_copies: Sequence[int] = ()
     """Ids of the block copies that are done."""
     copied_blocks: int = 0

@@ -51,6 +51,8 @@ class Forecast:
 
     def output_tokens(self, request: Request) -> float:
         """How many tokens the request will probably generate in all."""
+        if request.pooling:
+            return 0.0
         most = request.limit - request.num_prompt_tokens
         if request.expected_output_tokens:
             return min(request.expected_output_tokens, most)

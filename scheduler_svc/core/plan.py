@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from scheduler_svc.core.arrays import NO_INDICES, IndexArray, Int32Array
-from scheduler_svc.core.events import Peer
+from scheduler_svc.core.events import Peer, Pooling
 from scheduler_svc.core.swapping import BlockCopy
 
 
@@ -22,6 +22,7 @@ class RowAdmission:
     """Block table of KV group 0."""
     sampling: bytes
     grammar: bytes
+    pooling: Pooling = Pooling.NONE
     request_id: str
     frontend: Peer
     stream: int

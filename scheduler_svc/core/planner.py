@@ -18,6 +18,7 @@ import numpy as np
 from scheduler_svc.core.admission import Admission, Refusal, victims_for_urgent
 from scheduler_svc.core.arrays import NO_INDICES, IndexArray, any_of, where
 from scheduler_svc.core.config import CoreConfig
+from scheduler_svc.core.events import Pooling
 from scheduler_svc.core.forecast import Forecast
 from scheduler_svc.core.placement import Room
 from scheduler_svc.core.plan import Plan, RowAdmission
@@ -210,7 +211,10 @@ class Planner:
         worker, forecast_s = self._worker, self._forecast.prefill_token_s()
         num_computed = self._rows.num_computed(row)
         num_blocks = -(-num_computed // self._rows.block_size)
-        if worker.swap.is_cheaper(num_blocks=num_blocks, recompute_s=forecast_s * num_computed):
+        request = self._rows.requests[row]
+        assert request is not None
+        recompute_s = forecast_s * num_computed
+        if not request.starts_over and worker.swap.is_cheaper(num_blocks=num_blocks, recompute_s=recompute_s):
             request, copy = worker.swap_out(row)
             self._swap_outs.append(copy)
         else:
@@ -304,6 +308,7 @@ class Planner:
             blocks=blocks,
             sampling=request.sampling,
             grammar=request.grammar,
+            pooling=request.pooling,
             request_id=request.request_id,
             frontend=request.key.frontend,
             stream=request.key.stream,
@@ -317,7 +322,7 @@ class Planner:
         holds, releases = self._update_held(decodes)
         # Decode rows advance before prefill rows turn into decode rows.
         rows.length[decodes] += 1
-        prefilled = self._advance_prefills()
+        prefilled, pooled = self._advance_prefills()
         sampling = decodes
         if prefilled:
             sampling = np.concatenate((decodes, np.array(prefilled, np.intp)))
@@ -333,6 +338,7 @@ class Planner:
                 rows=sampling,
                 generations=rows.generation[sampling],
                 prefilled=prefilled,
+                pooled=[(row, int(rows.generation[row])) for row in pooled],
                 num_tokens=num_tokens,
                 num_prefill_tokens=num_tokens - len(decodes),
                 started=self._now,
@@ -367,7 +373,9 @@ class Planner:
             num_tokens=num_tokens,
             traced_rows=self._traced() if rows.traced else (),
         )
-        self._retire_certain_ends(sampling)
+        at_limit = rows.length[sampling] >= rows.limit[sampling]
+        for row in (sampling[at_limit].tolist() if any_of(at_limit) else []) + pooled:
+            self._retire(row)
         return plan
 
     def _update_held(self, decodes: IndexArray) -> tuple[IndexArray, IndexArray]:
@@ -386,28 +394,31 @@ class Planner:
             where(changed & ~held),
         )
 
-    def _advance_prefills(self) -> list[int]:
-        """Counts the chunks as computed; rows whose prompt is complete become decode rows. Returns those."""
+    def _advance_prefills(self) -> tuple[list[int], list[int]]:
+        """Counts the chunks as computed. Returns the rows whose prompt is complete: those that have become decode rows,
+        and those that pool and have nothing left to do."""
         rows = self._rows
         prefilled: list[int] = []
+        pooled: list[int] = []
         for row, chunk in zip(self._chunk_rows, self._chunk_lengths, strict=True):
             rows.computed[row] += chunk
-            if rows.computed[row] == rows.length[row]:
-                rows.start_decoding(row)
-                self._worker.prefilling.remove(row)
-                prefilled.append(row)
-        return prefilled
+            if rows.computed[row] < rows.length[row]:
+                continue
+            request = rows.requests[row]
+            assert request is not None
+            if request.pooling is not Pooling.NONE:
+                pooled.append(row)
+                continue
+            rows.start_decoding(row)
+            self._worker.prefilling.remove(row)
+            prefilled.append(row)
+        return prefilled, pooled
 
-    def _retire_certain_ends(self, sampling: IndexArray) -> None:
-        """Rows that reach their limit in this step leave: what they cannot use is not planned."""
-        rows = self._rows
-        at_limit = rows.length[sampling] >= rows.limit[sampling]
-        if not any_of(at_limit):
-            return
-        for row in sampling[at_limit].tolist():
-            request = self._worker.vacate(row)
-            request.state = RequestState.ENDING
-            self._outcome.ending.append(request)
+    def _retire(self, row: int) -> None:
+        """A row whose request ends with this step leaves: what it cannot use is not planned."""
+        request = self._worker.vacate(row)
+        request.state = RequestState.ENDING
+        self._outcome.ending.append(request)
 
     def _traced(self) -> tuple[tuple[bytes, int], ...]:
         """The traced requests that take part, as (front end, stream)."""

@@ -140,7 +140,8 @@ class RequestRegistry:
             tenant=event.tenant,
             request_class=event.request_class,
             priority=event.priority,
-            computes_whole_prompt=event.computes_whole_prompt,
+            computes_whole_prompt=event.computes_whole_prompt or event.pooling is ev.Pooling.MEAN,
+            pooling=event.pooling,
             grammar=event.grammar,
             grammar_key=event.grammar_key,
             expected_output_tokens=event.expected_output_tokens,
@@ -269,6 +270,7 @@ class RequestRegistry:
         completion_tokens: int | None = None,
         stop_token_id: int = 0,
         keep: bool = True,
+        embedding: bytes = b"",
     ) -> None:
         """The one exit: whatever state a request is in, it leaves here, once.
 
@@ -312,6 +314,7 @@ class RequestRegistry:
             cached_prompt_tokens=request.num_cached_prompt_tokens,
             preemptions=request.preemptions,
             queued_s=(request.first_planned or now) - request.arrival,
+            embedding=embedding,
         )
         if request.origin is not None:
             self._keep(request, ended, keep, now)

@@ -17,7 +17,7 @@ import numpy as np
 
 from scheduler_svc.core.accounts import Account
 from scheduler_svc.core.arrays import Int32Array
-from scheduler_svc.core.events import Peer, RequestArrived
+from scheduler_svc.core.events import Peer, Pooling, RequestArrived
 from scheduler_svc.core.swapping import SwappedKV
 from shared.frames import TOKEN_BYTES
 
@@ -75,6 +75,8 @@ class Request:
     grammar_key: bytes = b""
     computes_whole_prompt: bool = False
     """Its prompt is not taken from the prefix cache."""
+    pooling: Pooling = Pooling.NONE
+    """What becomes of its prompt, if it generates nothing."""
     expected_output_tokens: int = 0
     """The client's hint; 0: none."""
     ttft_deadline: float | None = None
@@ -141,6 +143,11 @@ class Request:
     def account(self) -> Account:
         """To whom its service is accounted."""
         return Account(self.request_class, self.tenant)
+
+    @property
+    def starts_over(self) -> bool:
+        """Whether all of it is computed anew when it goes on elsewhere: a mean that a worker was adding up is lost."""
+        return self.pooling is Pooling.MEAN
 
     def grant(self, credit: int) -> None:
         """The reader has room for `credit` more bytes."""

@@ -339,6 +339,8 @@ class Scheduler:
             self._requests.end(request, EndReason.STOP, now, stop_token_id=token)
         for request in settled.at_limit:
             self._requests.end(request, EndReason.LENGTH, now)
+        for request, values in settled.embedded:
+            self._requests.end(request, EndReason.EMBEDDED, now, embedding=values)
         for failed in settled.failed:
             if failed.request.state is not RequestState.FINISHED:
                 self._requests.end(failed.request, EndReason.ROW_FAILED, now, message=failed.reason)

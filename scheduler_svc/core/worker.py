@@ -37,6 +37,8 @@ class StepInFlight:
     """Their generations when it was planned."""
     prefilled: list[int]
     """Those of the rows whose first token of this attempt it is."""
+    pooled: list[tuple[int, int]]
+    """(row, generation) of the embeddings that are complete with it; their requests have left the rows."""
     num_tokens: int
     num_prefill_tokens: int
     started: float

@@ -22,7 +22,7 @@ import numpy as np
 
 from scheduler_svc.core import events as ev
 from scheduler_svc.core.plan import Plan, RowAdmission
-from scheduler_svc.sim.oracle import EMPTY, SCORED, VOCAB, extend, scores_of, token_after
+from scheduler_svc.sim.oracle import EMPTY, SCORED, VOCAB, embedding_of, extend, scores_of, token_after
 from scheduler_svc.sim.violation import StreamName, ViolationError
 
 _NOTHING = -1
@@ -50,6 +50,7 @@ class Row:
     """Of the sequence up to each token."""
     blocks: list[int]
     computed: int
+    pooling: ev.Pooling = ev.Pooling.NONE
     decoding: bool = False
     held: bool = False
     fails: bool = False
@@ -106,6 +107,7 @@ class ModelWorker:
                 vocab_size=VOCAB,
                 dtype="float32",
                 eos_token_ids=(),
+                hidden_size=1,
             ),
             block_size=self.block_size,
             num_blocks=self.num_blocks,
@@ -209,12 +211,15 @@ class ModelWorker:
             raise ViolationError("plan.admission", f"{len(tokens)} tokens", name)
         if not 0 <= admission.num_computed_tokens < len(tokens):
             raise ViolationError("plan.admission", f"{admission.num_computed_tokens} of {len(tokens)} computed", name)
+        if admission.pooling is ev.Pooling.MEAN and admission.num_computed_tokens:
+            raise ViolationError("plan.pooling", f"{admission.num_computed_tokens} tokens are left out of a mean", name)
         value, values = EMPTY, []
         for position, token in enumerate(tokens):
             value = extend(value, token, position)
             values.append(value)
         computed = admission.num_computed_tokens
-        row = Row(index, admission.generation, name, tokens, values, admission.blocks.tolist(), computed)
+        blocks = admission.blocks.tolist()
+        row = Row(index, admission.generation, name, tokens, values, blocks, computed, admission.pooling)
         if admission.sampling == SCORED:
             row.scored, row.num_prompt_unscored = True, admission.num_prompt_tokens if computed == 0 else 0
         self.rows[index] = row
@@ -376,18 +381,24 @@ class ModelWorker:
         tokens: list[int] = []
         failures: list[ev.FailedRow] = []
         scores: list[ev.RowScores] = []
+        embeddings: list[ev.RowEmbedding] = []
         for row in rows:
-            row.decoding = True
+            row.decoding = row.pooling is ev.Pooling.NONE
             token = token_after(row.values[-1])
             if row.fails:
                 failures.append(ev.FailedRow(row=row.index, generation=row.generation, reason="NaN"))
                 row.spoil = row.spoil or Spoil()
                 row.spoil.reported_step = row.spoil.reported_step or step
+            elif not row.decoding:
+                values = embedding_of(row.values, row.pooling)
+                embeddings.append(ev.RowEmbedding(row=row.index, generation=row.generation, values=values))
             else:
                 sampled.append(row.index)
                 tokens.append(token)
                 if row.scored:
                     scores += self._scores(row, token)
+            if not row.decoding:
+                continue
             row.values.append(extend(row.values[-1], token, len(row.tokens)))
             row.tokens.append(token)
         return ev.StepDone(
@@ -398,6 +409,7 @@ class ModelWorker:
             tokens=np.array(tokens, np.int32),
             failures=tuple(failures),
             scores=scores,
+            embeddings=embeddings,
             completed_copies=[copy.copy_id for copy in copies],
             copied_blocks=copied if self.copy_s else 0,
             copy_s=copied * self.copy_s,

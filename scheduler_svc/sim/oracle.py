@@ -7,6 +7,10 @@ position also stands for that position's KV, which in a transformer depends on e
 
 from collections.abc import Iterable
 
+import numpy as np
+
+from scheduler_svc.core.events import Pooling
+
 VOCAB = 1000
 EMPTY = 17
 """The value of the empty sequence."""
@@ -28,6 +32,21 @@ def value_of(tokens: Iterable[int]) -> int:
     for position, token in enumerate(tokens):
         value = extend(value, token, position)
     return value
+
+
+def embedding_of(values: list[int], pooling: Pooling) -> bytes:
+    """The embedding of a sequence, one element, from the values after each of its tokens."""
+    element = values[-1] if pooling is Pooling.LAST else sum(values) % 1_000_003
+    return np.array([element], "<f4").tobytes()
+
+
+def expected_embedding(prompt: list[int], pooling: Pooling) -> bytes:
+    """What a request for an embedding must get."""
+    value, values = EMPTY, []
+    for position, token in enumerate(prompt):
+        value = extend(value, token, position)
+        values.append(value)
+    return embedding_of(values, pooling)
 
 
 def expected_output(prompt: list[int], max_tokens: int, stops: set[int]) -> list[int]:

@@ -77,6 +77,8 @@ class TrafficShape:
     """Share of requests that ask for log-probabilities."""
     identified: float = 0.0
     """Share of requests that somebody comes back to."""
+    embeds: float = 0.0
+    """Share of requests that want an embedding."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,4 +232,5 @@ def _draw_traffic(rng: random.Random, step: float, context: int, max_num_seqs: i
         deadlines=rng.choice((0.0, 0.1, 0.4)),
         credit_tokens=rng.choice((0, 1, 4, 16, 16, 64, 64)),
         traced=rng.choice((1.0, 1.0, 1.0, 0.3, 0.0)),
+        embeds=rng.choice((0.0, 0.0, 0.1, 0.4)),
     )

@@ -12,7 +12,16 @@ import numpy as np
 from scheduler_svc.core import effects as ef
 from scheduler_svc.core import events as ev
 from scheduler_svc.core.effects import EndReason
-from scheduler_svc.sim.oracle import SCORED, extend, grammar_key, scores_of, token_after, value_of
+from scheduler_svc.core.events import Pooling
+from scheduler_svc.sim.oracle import (
+    SCORED,
+    expected_embedding,
+    extend,
+    grammar_key,
+    scores_of,
+    token_after,
+    value_of,
+)
 from scheduler_svc.sim.traffic import Demand
 from scheduler_svc.sim.violation import StreamName, ViolationError
 from shared.frames import TOKEN_BYTES
@@ -129,6 +138,7 @@ class Stream:
             computes_whole_prompt=demand.scored,
             identity=self.identity,
             again=again,
+            pooling=demand.pooling,
         )
 
     def take_scores(self, effect: ef.ScoresReady) -> None:
@@ -161,6 +171,8 @@ class Stream:
             raise ViolationError("stream.after_end", f"token {index} after the end", self.name)
         if index != len(self.tokens):
             raise ViolationError("stream.order", f"token {index} after {len(self.tokens)} tokens", self.name)
+        if self.demand.pooling is not Pooling.NONE:
+            raise ViolationError("stream.token", "a token of a request for an embedding", self.name)
         expected = token_after(self._value)
         if token != expected:
             raise ViolationError("stream.token", f"token {index} is {token}, not {expected}", self.name)
@@ -199,7 +211,12 @@ class Stream:
             case EndReason.STOP:
                 return None if stopped and effect.stop_token_id == self.tokens[-1] else "no stop token"
             case EndReason.LENGTH:
-                return "a stop token" if stopped else None
+                return "a stop token" if stopped or self.demand.pooling is not Pooling.NONE else None
+            case EndReason.EMBEDDED:
+                if self.demand.pooling is Pooling.NONE:
+                    return "it wants tokens"
+                same = effect.embedding == expected_embedding(self.demand.prompt, self.demand.pooling)
+                return None if same else "another embedding"
             case EndReason.STOP_STRING:
                 return None if self.stop_sent and effect.completion_tokens == self.demand.keep_tokens else "not found"
             case EndReason.DUPLICATE:

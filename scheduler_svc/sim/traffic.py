@@ -3,6 +3,7 @@
 import random
 from dataclasses import dataclass, replace
 
+from scheduler_svc.core.events import Pooling
 from scheduler_svc.sim.faults import Fault, FaultRates
 from scheduler_svc.sim.oracle import VOCAB, expected_output
 from scheduler_svc.sim.scenario import TENANTS, Pace, TrafficShape
@@ -49,6 +50,8 @@ class Demand:
     """Somebody comes back to it."""
     poison_at: int | None = None
     """Whoever computes it dies once it has so many generated tokens."""
+    pooling: Pooling = Pooling.NONE
+    """It wants an embedding, and no tokens."""
 
 
 class Traffic:
@@ -101,7 +104,23 @@ class Traffic:
             twice=False,
             valid=True,
         )
-        return self._with_faults(self._with_extras(demand))
+        demand = self._with_faults(self._with_extras(demand))
+        return self._embedding(demand) if rng.random() < shape.embeds else demand
+
+    def _embedding(self, demand: Demand) -> Demand:
+        """The same for an embedding: it has no tokens at which anything could happen."""
+        return replace(
+            demand,
+            pooling=self._rng.choice((Pooling.LAST, Pooling.MEAN)),
+            max_tokens=1,
+            stops=frozenset(),
+            cancel_at=None,
+            stop_string_at=None,
+            poison_at=None if demand.poison_at is None else 0,
+            grammar=b"",
+            scored=False,
+            identified=False,
+        )
 
     def _with_extras(self, demand: Demand) -> Demand:
         rng, shape = self._rng, self._shape

@@ -10,7 +10,10 @@ from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 
 from services.calls import CallsInProgress
-from services.generation import Generator, Services
+from services.context import Services
+from services.embeddings import Embedder
+from services.generation import Generator
+from services.http.embeddings import EmbeddingEndpoint
 from services.http.endpoint import Endpoints, Handler
 from services.http.errors import make_answer
 from services.http.generation import GenerationEndpoints
@@ -34,6 +37,7 @@ class HttpApi:
 def make_api(
     services: Services,
     generator: Generator,
+    embedder: Embedder,
     texts: Texts,
     calls: CallsInProgress,
     principals: Principals,
@@ -45,12 +49,14 @@ def make_api(
     """The application of one front-end process."""
     endpoints = Endpoints(calls, services.metrics.count_outcome, principals)
     generation = GenerationEndpoints(services, generator, style_of(services.tokenizer.chat_template_source))
+    embedding = EmbeddingEndpoint(services, embedder)
     text = TextEndpoints(services, texts)
     served: list[tuple[str, str, Handler]] = [
         ("GET", "/v1/models", text.list_models),
         ("GET", "/v1/models/{name:path}", text.get_model),
         ("POST", "/v1/completions", generation.complete),
         ("POST", "/v1/chat/completions", generation.chat),
+        ("POST", "/v1/embeddings", embedding.embed),
         ("POST", "/tokenize", text.tokenize),
         ("POST", "/detokenize", text.detokenize),
     ]

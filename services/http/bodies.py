@@ -1,7 +1,7 @@
 """From the bytes of a body to a checked one, or to an error that names the field as its sender wrote it."""
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
 from pydantic import ValidationError
@@ -29,7 +29,7 @@ def parse(kind: type[BodyT], raw: bytes) -> BodyT:
         ) from None
 
 
-def _violations(kind: type[Body], raw: bytes, errors: Iterable[ErrorDetails]) -> list[FieldViolation]:
+def _violations(kind: type[Body], raw: bytes, errors: Sequence[ErrorDetails]) -> list[FieldViolation]:
     found: dict[str, list[str]] = {}
     try:
         document = from_json(raw)
@@ -42,7 +42,13 @@ def _violations(kind: type[Body], raw: bytes, errors: Iterable[ErrorDetails]) ->
         description = _description(kind, each)
         if description not in descriptions:
             descriptions.append(description)
-    # Of a place that may hold one thing or another, all alternatives complain; the one that came further is meant.
+    # Of a place that may hold one thing or another, all alternatives complain; the one that came further is meant. One
+    # that only finds a list too long had nothing else to say.
+    too_long = {_path(each["loc"], document): each for each in errors if each["type"] == "too_long"}
+    for path, each in too_long.items():
+        found[path] = [_description(kind, each)]
+    beside = tuple(f"{path}[" for path in too_long)
+    found = {path: texts for path, texts in found.items() if not path.startswith(beside)}
     vague = {path for path in found for other in found if other.startswith((f"{path}[", f"{path}."))}
     told = [FieldViolation(path, "; or ".join(texts)) for path, texts in found.items() if path not in vague]
     return told[:MAX_VIOLATIONS]

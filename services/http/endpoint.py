@@ -17,12 +17,13 @@ from starlette.datastructures import Headers
 from starlette.types import Message, Receive, Scope, Send
 
 from services.calls import CallsInProgress
+from services.context import Caller
+from services.delivery import FAREWELL_S
 from services.errors import RETRY_MS, InternalError
-from services.generation import FAREWELL_S, Caller
 from services.http import errors
 from services.http.server import ABORT_KEY, NAMES_KEY
 from services.principals import CURRENT, Principals
-from services.tracing import TRACEPARENT_KEY
+from services.tracing import TRACEPARENT_KEY, Operation
 from shared.errors import (
     DeadlineError,
     FieldViolation,
@@ -52,8 +53,12 @@ class ClientGoneError(Exception):
 class Exchange:
     """A request and the way to answer it."""
 
-    def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    def __init__(self, scope: Scope, receive: Receive, send: Send, *, route: str = "") -> None:
+        """`route` is the path as it is configured, parameters by name."""
         self.path: str = scope["path"]
+        self._scheme: str = scope.get("scheme", "http")
+        self._method: str = scope.get("method", "")
+        self._route = route
         self.params: Mapping[str, str] = scope.get("path_params", {})
         self.headers = Headers(scope=scope)
         self.arrival = time.monotonic()
@@ -71,7 +76,29 @@ class Exchange:
 
     def caller(self) -> Caller:
         """Who asks."""
-        return Caller(traceparent=self.headers.get(TRACEPARENT_KEY, ""), arrival=self.arrival, deadline=self.deadline)
+        return Caller(
+            operation=self._operation(),
+            traceparent=self.headers.get(TRACEPARENT_KEY, ""),
+            arrival=self.arrival,
+            deadline=self.deadline,
+        )
+
+    def _operation(self) -> Operation:
+        """What this is to those who trace it, as OpenTelemetry's conventions for HTTP say."""
+        attributes = {
+            "http.request.method": self._method,
+            "http.route": self._route,
+            "url.path": self.path,
+            "url.scheme": self._scheme,
+        }
+        return Operation(
+            name=f"{self._method} {self._route}",
+            attributes=attributes,
+            status_key="http.response.status_code",
+            status_of=errors.status_of,
+            internal=500,
+            success=200,
+        )
 
     def read_deadline(self) -> None:
         """Takes the deadline from the header.
@@ -275,7 +302,8 @@ class Endpoint:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serves one request."""
-        await self._endpoints.serve(self._name, self._handler, Exchange(scope, receive, send))
+        exchange = Exchange(scope, receive, send, route=self._name)
+        await self._endpoints.serve(self._name, self._handler, exchange)
 
 
 def _loop_time(deadline: float | None) -> float | None:

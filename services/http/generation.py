@@ -5,18 +5,18 @@ from collections.abc import Sequence
 from functools import partial
 
 from quire.v1 import generation_pb2 as v1
-from services.generation import Generator, Send, Services
+from services.context import Services
+from services.delivery import Send
+from services.generation import Generator
 from services.http.answers import Answer, WholeAnswer
 from services.http.bodies import parse
 from services.http.endpoint import Exchange
 from services.http.errors import renamed
+from services.http.identity import check_model, choose_request_id
 from services.http.prompts import Prepared, prepare_chat, prepare_completion, prompts_of
 from services.http.schema import ChatBody, CompletionBody, SamplingBody, StreamOptions
 from services.http.tool_calls import ForcedCalls, parser_of
-from shared.errors import FieldViolation, InvalidRequestError, ModelNotFoundError, QuireError, StalledReaderError
-from shared.ids import draw_request_id
-
-REQUEST_ID_HEADER = "x-request-id"
+from shared.errors import FieldViolation, InvalidRequestError, QuireError, StalledReaderError
 
 
 class GenerationEndpoints:
@@ -31,7 +31,7 @@ class GenerationEndpoints:
     async def complete(self, exchange: Exchange) -> None:
         """`/v1/completions`."""
         body = parse(CompletionBody, await exchange.body())
-        request_id = _request_id(exchange, body)
+        request_id = choose_request_id(exchange, body)
         prompts = prompts_of(body.prompt)
         ids = [request_id] if len(prompts) == 1 else [f"{request_id}-{number}" for number in range(len(prompts))]
         prepared = [prepare_completion(body, prompt, each) for prompt, each in zip(prompts, ids, strict=True)]
@@ -41,7 +41,7 @@ class GenerationEndpoints:
     async def chat(self, exchange: Exchange) -> None:
         """`/v1/chat/completions`."""
         body = parse(ChatBody, await exchange.body())
-        request_id = _request_id(exchange, body)
+        request_id = choose_request_id(exchange, body)
         prepared = prepare_chat(body, request_id, style=self._tool_style)
         top_logprobs = (body.top_logprobs or 0) if body.logprobs else None
         answer = self._answer(body, f"chatcmpl-{request_id}", [prepared], top_logprobs=top_logprobs, chat=True)
@@ -126,15 +126,3 @@ class GenerationEndpoints:
         else:
             return
         raise failure
-
-
-def check_model(services: Services, name: str) -> None:
-    """Raises `ModelNotFoundError` for a name that is not served, and `NotReadyError` as long as nothing is."""
-    served = services.served_model().name
-    if name not in ("", served):
-        raise ModelNotFoundError(f"the model {name!r} does not exist; this server serves {served!r}")
-
-
-def _request_id(exchange: Exchange, body: SamplingBody) -> str:
-    exchange.request_id = body.request_id or exchange.headers.get(REQUEST_ID_HEADER, "") or draw_request_id()
-    return exchange.request_id

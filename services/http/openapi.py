@@ -6,7 +6,7 @@ from typing import Any
 from pydantic.json_schema import models_json_schema
 
 from quire import __version__
-from services.http.schema import Body, ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from services.http.schema import Body, ChatBody, CompletionBody, DetokenizeBody, EmbeddingBody, TokenizeBody
 
 _REF = "#/components/schemas/{model}"
 
@@ -73,6 +73,28 @@ _ANSWERS: dict[str, dict[str, Any]] = {
             "usage": _USAGE,
         }
     ),
+    "Embeddings": _object(
+        {
+            "object": {"const": "list"},
+            "data": _list(
+                _object(
+                    {
+                        "object": {"const": "embedding"},
+                        "index": _INT,
+                        "embedding": {"anyOf": [_list({"type": "number"}), _STRING]},
+                    }
+                )
+            ),
+            "model": _STRING,
+            "usage": _object(
+                {
+                    "prompt_tokens": _INT,
+                    "total_tokens": _INT,
+                    "prompt_tokens_details": _object({"cached_tokens": _INT}),
+                }
+            ),
+        }
+    ),
     "Models": _object({"object": {"const": "list"}, "data": _list(_MODEL)}),
     "Model": _MODEL,
     "Tokens": _object({"count": _INT, "max_model_len": _INT, "tokens": _list(_INT)}),
@@ -114,6 +136,7 @@ _TIMEOUT = {
 _POSTS: list[tuple[str, str, type[Body], str, bool]] = [
     ("/v1/chat/completions", "Continue a conversation", ChatBody, "ChatCompletion", True),
     ("/v1/completions", "Continue a prompt", CompletionBody, "Completion", True),
+    ("/v1/embeddings", "Turn texts into vectors", EmbeddingBody, "Embeddings", False),
     ("/tokenize", "Text or a conversation into token ids", TokenizeBody, "Tokens", False),
     ("/detokenize", "Token ids into text", DetokenizeBody, "Text", False),
 ]

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from google.protobuf.duration_pb2 import Duration
 
 from quire.v1 import generation_pb2 as v1
-from services.http.schema import JsonObject, SamplingBody
+from services.http.schema import JsonObject, QueuedBody, SamplingBody
 from shared.errors import FieldViolation, InvalidRequestError
 
 _SEED_MASK = 2**64 - 1
@@ -47,7 +47,7 @@ def fill_common(request: v1.GenerateRequest, body: SamplingBody, request_id: str
     """Writes everything but prompt, lengths, log-probabilities and grammar."""
     request.request_id = request_id
     request.model = body.model
-    sampling, stop, output, scheduling = request.sampling, request.stop, request.output, request.scheduling
+    sampling, stop, output = request.sampling, request.stop, request.output
     for name in _SAMPLING:
         value = getattr(body, name)
         if value is not None:
@@ -73,13 +73,18 @@ def fill_common(request: v1.GenerateRequest, body: SamplingBody, request_id: str
         output.prompt_logprobs = body.prompt_logprobs
     if body.truncate_prompt_tokens is not None:
         output.truncate_prompt_tokens = body.truncate_prompt_tokens
+    fill_scheduling(request.scheduling, body)
+    if body.expected_output_tokens is not None:
+        request.scheduling.expected_output_tokens = body.expected_output_tokens
+
+
+def fill_scheduling(scheduling: v1.SchedulingOptions, body: QueuedBody) -> None:
+    """Writes how a request is treated in the queue."""
     # There as in vLLM, where lower runs first.
     scheduling.priority = -body.priority
     scheduling.tenant = body.tenant or ""
     scheduling.request_class = body.request_class or ""
     scheduling.cache_scope = body.cache_salt or ""
-    if body.expected_output_tokens is not None:
-        scheduling.expected_output_tokens = body.expected_output_tokens
     if body.ttft_target_s is not None:
         scheduling.ttft_target.CopyFrom(_duration(body.ttft_target_s))
     if body.total_time_target_s is not None:

@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, JsonValue, model_validator
 
 _MAX_MESSAGES = 4096
 _MAX_PROMPTS = 256
+_MAX_INPUTS = 2048
 _MAX_UINT32 = 0xFFFFFFFF
 
 Uint32 = Annotated[int, Field(ge=0, le=_MAX_UINT32)]
@@ -135,10 +136,28 @@ class StreamOptions(Body):
     continuous_usage_stats: bool = Field(default=False, description="usage in every chunk")
 
 
-class SamplingBody(Body):
-    """What completions and chat have in common."""
+class QueuedBody(Body):
+    """What all requests that a worker computes have in common."""
 
     model: str = Field(default="", max_length=256, description="empty: the model that is served")
+    truncate_prompt_tokens: Annotated[int, Field(ge=1, le=_MAX_UINT32)] | None = None
+    request_id: str | None = Field(default=None, max_length=128)
+    priority: Annotated[int, Field(ge=-100, le=100)] = Field(
+        default=0, description="lower runs first, as in vLLM: the negative of gRPC's"
+    )
+    cache_salt: str | None = Field(
+        default=None, description="requests share cached prefixes with those of the same salt only"
+    )
+    tenant: str | None = None
+    request_class: str | None = None
+    ttft_target_s: Annotated[float, Field(gt=0, le=31_536_000)] | None = None
+    total_time_target_s: Annotated[float, Field(gt=0, le=31_536_000)] | None = None
+    user: JsonValue = Field(default=None, description="accepted without effect")
+
+
+class SamplingBody(QueuedBody):
+    """What completions and chat have in common."""
+
     stream: bool = False
     stream_options: StreamOptions | None = None
     max_tokens: Uint32 | None = None
@@ -163,7 +182,6 @@ class SamplingBody(Body):
     min_tokens: Uint32 | None = None
     skip_special_tokens: bool = True
     prompt_logprobs: Uint32 | None = None
-    truncate_prompt_tokens: Annotated[int, Field(ge=1, le=_MAX_UINT32)] | None = None
     return_token_ids: bool = False
     return_tokens_as_token_ids: bool = Field(default=False, description='tokens in log-probabilities read "token_id:7"')
     response_format: ResponseFormat | None = None
@@ -172,19 +190,7 @@ class SamplingBody(Body):
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
-    request_id: str | None = Field(default=None, max_length=128)
-    priority: Annotated[int, Field(ge=-100, le=100)] = Field(
-        default=0, description="lower runs first, as in vLLM: the negative of gRPC's"
-    )
-    cache_salt: str | None = Field(
-        default=None, description="requests share cached prefixes with those of the same salt only"
-    )
-    tenant: str | None = None
-    request_class: str | None = None
     expected_output_tokens: Uint32 | None = None
-    ttft_target_s: Annotated[float, Field(gt=0, le=31_536_000)] | None = None
-    total_time_target_s: Annotated[float, Field(gt=0, le=31_536_000)] | None = None
-    user: JsonValue = Field(default=None, description="accepted without effect")
     store: JsonValue = Field(default=None, description="accepted without effect")
     metadata: JsonValue = Field(default=None, description="accepted without effect")
     service_tier: JsonValue = Field(default=None, description="accepted without effect")
@@ -227,6 +233,27 @@ class ChatBody(SamplingBody):
     reasoning_effort: str | None = Field(default=None, description="a variable of the chat template")
 
 
+class EmbeddingBody(QueuedBody):
+    """A text to turn into a vector, or several."""
+
+    input: (
+        str
+        | Annotated[list[TokenId], Field(min_length=1)]
+        | Annotated[list[str], Field(min_length=1, max_length=_MAX_INPUTS)]
+        | Annotated[list[Annotated[list[TokenId], Field(min_length=1)]], Field(min_length=1, max_length=_MAX_INPUTS)]
+    ) = Field(description="text, token ids, or up to 2048 of either")
+    encoding_format: Literal["float", "base64"] = Field(
+        default="float", description="base64: of little-endian float32, as OpenAI's own"
+    )
+    dimensions: Annotated[int, Field(ge=1, le=_MAX_UINT32)] | None = Field(
+        default=None, description="only the model's own number: cutting needs a model that was trained for it"
+    )
+    pooling: Literal["last", "mean"] = Field(
+        default="last", description="the last hidden state of the last token, or the mean over all tokens"
+    )
+    normalize: bool = Field(default=True, description="scale vectors to length 1")
+
+
 class TokenizeBody(Body):
     """Text or a conversation to tokenize."""
 
@@ -251,7 +278,6 @@ NOT_SUPPORTED = {
     "audio": "audio is not generated",
     "best_of": "nothing is ranked; give n",
     "chat_template": "templates come with the model; give chat_template_kwargs",
-    "dimensions": "vectors have the model's size",
     "documents": "put documents into the messages",
     "function_call": "give tool_choice",
     "functions": "give tools",

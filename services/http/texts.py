@@ -5,11 +5,11 @@ from typing import Any
 
 from protos.quire.link.v1 import link_pb2
 from quire.v1 import generation_pb2 as v1
-from services.generation import Services
+from services.context import Services
 from services.http.bodies import parse
 from services.http.endpoint import Exchange
 from services.http.errors import renamed
-from services.http.generation import check_model
+from services.http.identity import check_model
 from services.http.prompts import fill_chat
 from services.http.sampling import field_names
 from services.http.schema import DetokenizeBody, TokenizeBody

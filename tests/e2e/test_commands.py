@@ -72,8 +72,29 @@ def test_an_operator_sees_and_ends_requests(served: Served) -> None:
     assert ended == "1 ended\n"
     assert events[0] == "arrived"
     assert events[1].startswith("admitted to worker-0")
-    assert len(events) == 3
-    assert events[2].startswith("ended: cancelled")
+    assert events[2] == "first token"
+    assert len(events) == 4
+    assert events[3].startswith("ended: cancelled")
+
+
+def test_the_log_level_of_a_running_service(served: Served) -> None:
+    """At debug every process of the service tells of a request; at warning none even of its end; then as before."""
+
+    def services_that_tell(request_id: str) -> set[str]:
+        with Client(served.grpc) as client:
+            client.generate("hello", max_tokens=2, request_id=request_id).result()
+        lines = [line for line in served.log_lines() if line.get("request_id") == request_id]
+        return {line["service"] for line in lines if line["level"] == "debug"}
+
+    assert services_that_tell("at-info") == set()
+    assert quire("log-level", "debug", "--target", served.grpc) == "log level debug, before info\n"
+    number = 0
+    while len(services_that_tell(f"at-debug-{number}")) < 3:
+        number += 1
+    assert quire("log-level", "warning", "--target", served.grpc) == "log level warning, before debug\n"
+    assert services_that_tell("at-warning") == set()
+    assert "at-warning" not in served.log.read_text()
+    assert quire("log-level", "info", "--target", served.grpc) == "log level info, before warning\n"
 
 
 def test_requests_that_nobody_knows(served: Served) -> None:

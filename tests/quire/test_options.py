@@ -5,7 +5,7 @@ from typing import get_type_hints
 
 import pytest
 
-from quire import GenerateOptions, _mapping, errors
+from quire import GenerateOptions, _requests, _responses, errors
 from quire.v1 import generation_pb2 as pb
 
 OPTIONS: dict[str, tuple[object, str, object]] = {
@@ -35,7 +35,7 @@ OPTIONS: dict[str, tuple[object, str, object]] = {
 def test_an_option_is_the_field_of_its_name(name: str) -> None:
     """With its value, present even where that is zero."""
     value, path, expected = OPTIONS[name]
-    message: object = _mapping.build_generate("text", **{name: value})  # type: ignore[arg-type]
+    message: object = _requests.build_generate("text", **{name: value})  # type: ignore[arg-type]
     *parents, field = path.split(".")
     for parent in parents:
         assert message.HasField(parent)  # type: ignore[attr-defined]
@@ -47,7 +47,7 @@ def test_an_option_is_the_field_of_its_name(name: str) -> None:
 
 def test_every_documented_option_is_taken() -> None:
     """`GenerateOptions` and `build_generate` name the same options."""
-    taken = set(_mapping.build_generate.__annotations__) - {"prompt", "return"}
+    taken = set(_requests.build_generate.__annotations__) - {"prompt", "return"}
 
     assert taken == set(get_type_hints(GenerateOptions))
 
@@ -55,7 +55,7 @@ def test_every_documented_option_is_taken() -> None:
 def test_tools_travel_as_json() -> None:
     """Tools, tool calls and template variables are the JSON of what was given."""
     call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
-    request = _mapping.build_generate(
+    request = _requests.build_generate(
         None,
         messages=[
             {"role": "assistant", "content": "", "tool_calls": [call]},
@@ -80,12 +80,12 @@ def test_tools_travel_as_json() -> None:
 def test_what_no_field_can_hold_is_refused(options: dict[str, object]) -> None:
     """Before anything is sent, by the field's name."""
     with pytest.raises(errors.InvalidRequestError):
-        _mapping.build_generate("text", **options)  # type: ignore[arg-type]
+        _requests.build_generate("text", **options)  # type: ignore[arg-type]
 
 
 def test_events_become_a_completion() -> None:
     """Deltas are joined by choice, log-probabilities and the prompt come along."""
-    events = _mapping.Events()
+    events = _responses.Events()
     scored = pb.TokenLogprobs(token=pb.ScoredToken(token_id=5, logprob=-0.5, rank=1, bytes=b"x"))
     stream = [
         pb.GenerateResponse(prompt=pb.Prompt(token_ids=[1], text="p")),

@@ -33,7 +33,7 @@ def test_a_front_end_that_talks_and_never_reads_is_lost(tmp_path: Path, monkeypa
         for turn in range(100_000):
             for peer in (b"a", b"b"):
                 hub.heard(peer, float(turn))
-                hub.outgoing(peer).set_state(STATE)
+                hub.outgoing(peer).set_state(STATE, "")
             lost = hub.flush()
             if lost:
                 break

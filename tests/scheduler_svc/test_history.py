@@ -23,7 +23,8 @@ def test_a_story_is_told_from_arrival_to_end() -> None:
     times = [moment for moment, _ in story.events]
 
     assert not story.live
-    assert [what for _, what in story.events] == ["arrived", "admitted to w row 0", "ended: length, 4 tokens"]
+    events = ["arrived", "admitted to w row 0", "first token", "ended: length, 4 tokens"]
+    assert [what for _, what in story.events] == events
     assert times == sorted(times)
 
 

@@ -185,10 +185,10 @@ def test_mutated_requests_do_no_harm(tmp_path: Path) -> None:
             core = stack.core
             assert isinstance(core, FuzzCore)
             async with asyncio.timeout(PATIENCE_S):
-                await stack.frontend._generator.idle.wait()
+                await stack.frontend._live.idle.wait()
                 await core.saw(lambda core: not core.streams if isinstance(core, FuzzCore) else False)
             assert not stack.frontend.link._streams
-            assert not stack.frontend._generator._live
+            assert not stack.frontend._live._live
             deltas, _ = await stack.generate(tokens_request(*FOX, max_tokens=9))
             assert joined_ids(deltas) == (FOX * 9)[:9]
             assert len(asyncio.all_tasks()) <= tasks_before + 2

@@ -21,6 +21,7 @@ from scheduler_svc.core.partial_blocks import PartialBlocks
 from scheduler_svc.core.planner import Planner
 from scheduler_svc.core.prefix_cache import PrefixCache
 from scheduler_svc.core.registry import RequestRegistry
+from scheduler_svc.core.request import Request
 from scheduler_svc.core.rows import RowTable
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.waiting import KeyedQueue
@@ -562,3 +563,17 @@ def taken_over_and_going_on(patch: pytest.MonkeyPatch) -> None:
             self._identified[event.identity] = live
 
     _wrap(patch, RequestRegistry, "resume", resume)
+
+
+@bug("plan.pooling")
+def mean_begins_in_the_middle(patch: pytest.MonkeyPatch) -> None:
+    """A request for a mean goes on from what the cache, or host memory, has of its prompt."""
+    patch.setattr(Request, "starts_over", False)
+
+    def from_the_cache(match: Any, self: Worker, request: Request) -> Any:
+        whole, request.computes_whole_prompt = request.computes_whole_prompt, False
+        found = match(self, request)
+        request.computes_whole_prompt = whole
+        return found
+
+    _wrap(patch, Worker, "match", from_the_cache)

@@ -2,7 +2,7 @@
 
 A model computes the flat batch of one step: T tokens of R rows, concatenated. It writes their keys and values into the
 slots it is given, attends over block tables, and returns logits only where a row samples. It knows nothing of rows,
-plans or sampling.
+plans, sampling or pooling.
 """
 
 from collections.abc import Sequence
@@ -87,5 +87,30 @@ class Model(Protocol):
 
         Returns:
             Logits `[S, vocab_size]` in the model's dtype or float32.
+        """
+        ...
+
+    @property
+    def hidden_size(self) -> int:
+        """Elements of a last hidden state; 0: `forward_hidden` must not be called."""
+        ...
+
+    def forward_hidden(
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        attention: AttentionInputs,
+        caches: Sequence[KVCache],
+        logits_index: torch.Tensor,
+        hidden_index: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As `forward`, and the last hidden states, what the head is applied to, of the tokens in `hidden_index`.
+
+        Args:
+            input_ids, positions, attention, caches, logits_index: as in `forward`.
+            hidden_index: `[H] int64`.
+
+        Returns:
+            Logits as `forward` does, and hidden states `[H, hidden_size]` in the model's dtype or float32.
         """
         ...

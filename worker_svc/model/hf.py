@@ -4,6 +4,9 @@ A decoder qualifies when its class declares attention-backend support, that is w
 through the attention function. That is declared, not proven, so two checks at load follow: a *probe* learns what each
 layer stores and refuses what pages cannot express, and a *trial* computes two short rows in chunks over a small pool
 and compares the logits with the model's own attention. A model that would answer wrongly is refused, in one line.
+
+The last hidden states are what the class's base model returns; a hook on it sees them. A class that has none still
+generates, but makes no embeddings.
 """
 
 import inspect
@@ -38,6 +41,11 @@ class TransformersModel:
         self._windows = tuple(call.sliding_window for call in ordered)
         self._kv_shapes = tuple(KVShape(call.num_kv_heads, call.head_dim) for call in ordered)
         self._keeps_logits = "logits_to_keep" in inspect.signature(decoder.forward).parameters
+        self._seen: torch.Tensor | None = None
+        """The last hidden states of the forward pass under way, `[1, T, hidden_size]`."""
+        self._hidden_size = 0
+        if decoder.base_model is not decoder:
+            decoder.base_model.register_forward_hook(self._see)
 
     @property
     def kv_shapes(self) -> tuple[KVShape, ...]:
@@ -57,7 +65,37 @@ class TransformersModel:
         caches: Sequence[KVCache],
         logits_index: torch.Tensor | None,
     ) -> torch.Tensor:
-        """See `Model.forward`.
+        """See `Model.forward`."""
+        return self._run(input_ids, positions, attention, caches, logits_index)[0]
+
+    @property
+    def hidden_size(self) -> int:
+        """See `Model.hidden_size`; known once a step was computed, as `load` does."""
+        return self._hidden_size
+
+    def forward_hidden(
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        attention: AttentionInputs,
+        caches: Sequence[KVCache],
+        logits_index: torch.Tensor,
+        hidden_index: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `Model.forward_hidden`."""
+        logits, hidden = self._run(input_ids, positions, attention, caches, logits_index)
+        assert hidden is not None, "a model without hidden states says so by its `hidden_size`"
+        return logits, hidden[0, hidden_index]
+
+    def _run(
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        attention: AttentionInputs,
+        caches: Sequence[KVCache],
+        logits_index: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Logits as `forward` gives them, and the last hidden states of all tokens `[1, T, hidden_size]`.
 
         The whole class runs, head included, so that what it does to its logits (soft caps, scaling) is kept.
         """
@@ -66,7 +104,13 @@ class TransformersModel:
             logits: torch.Tensor = self._decoder(
                 input_ids=input_ids.unsqueeze(0), position_ids=positions.unsqueeze(0), use_cache=False, **selection
             ).logits[0]
-        return logits if selection or logits_index is None else logits[logits_index]
+        hidden, self._seen = self._seen, None
+        return logits if selection or logits_index is None else logits[logits_index], hidden
+
+    def _see(self, _module: torch.nn.Module, _inputs: object, output: Any) -> None:
+        hidden = getattr(output, "last_hidden_state", None)
+        if isinstance(hidden, torch.Tensor) and hidden.dim() == 3:
+            self._seen, self._hidden_size = hidden, hidden.shape[-1]
 
 
 def load(

@@ -146,6 +146,48 @@ class LlamaModel:
                 caches,
                 logits_index,
             )
+        return linear(self._hidden(input_ids, positions, attention, caches, logits_index), self._head)
+
+    @property
+    def hidden_size(self) -> int:
+        """See `Model.hidden_size`."""
+        return int(self._config.hidden_size)
+
+    def forward_hidden(
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        attention: AttentionInputs,
+        caches: Sequence[KVCache],
+        logits_index: torch.Tensor,
+        hidden_index: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `Model.forward_hidden`."""
+        kept, num_logits = torch.cat((logits_index, hidden_index)), len(logits_index)
+        if self._packed is not None:
+            return self._packed.run(
+                input_ids,
+                positions,
+                attention.slot_mapping,
+                attention.block_tables,
+                attention.query_start,
+                attention.context_lens,
+                caches,
+                kept,
+                num_logits=num_logits,
+            )
+        hidden = self._hidden(input_ids, positions, attention, caches, kept)
+        return linear(hidden[:num_logits], self._head), hidden[num_logits:]
+
+    def _hidden(
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        attention: AttentionInputs,
+        caches: Sequence[KVCache],
+        index: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """The last hidden states, normed, of the tokens in `index`; None: of all."""
         cos, sin = self._cos[positions], self._sin[positions]
         update = embedding(input_ids, self._embedding)
         residual: torch.Tensor | None = None
@@ -156,11 +198,11 @@ class LlamaModel:
             attended = self._attend(layer, normed, cos, sin, attention, cache, schedules[layer.sliding_window])
             normed, residual = self._add_norm(attended, layer.mlp_norm, residual)
             update = layer.down(silu_mul(layer.gate_up(normed)))
-        if logits_index is not None:
-            update = update[logits_index]
-            residual = None if residual is None else residual[logits_index]
+        if index is not None:
+            update = update[index]
+            residual = None if residual is None else residual[index]
         normed, _ = self._add_norm(update, self._final_norm, residual)
-        return linear(normed, self._head)
+        return normed
 
     @property
     def packed(self) -> PackedDecoder | None:

@@ -15,7 +15,7 @@ namespace {
 using namespace quire;
 
 // Raised with every change of a structure or function; the Python side knows the same number.
-constexpr int kAbi = 1;
+constexpr int kAbi = 2;
 
 const Kernels* kernels_of(int level) {
   return level == kAvx512 ? avx512_kernels() : level == kAvx2 ? avx2_kernels() : portable_kernels();

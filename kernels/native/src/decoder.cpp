@@ -100,9 +100,9 @@ class Run {
       clock_.count(kRotate);
       attend(layer, index, wide_rows, qkv_size, attended);
       clock_.count(kAttend);
-      if (index == d_.num_layers - 1 && s_.logits_index != nullptr) {  // from here on only what samples counts
-        tokens = s_.num_logits;
-        index_of = s_.logits_index;
+      if (index == d_.num_layers - 1 && s_.kept_index != nullptr) {  // from here on only what is wanted counts
+        tokens = s_.num_kept;
+        index_of = s_.kept_index;
         keep(index_of, tokens);
       }
       activate(layer.output, tokens, query_size, [=](int64_t row, float*) {
@@ -122,7 +122,8 @@ class Run {
       product(layer.down, residual_, d_.hidden, kAddFloat, tokens);
       clock_.count(kDown);
     }
-    norm(d_.head, d_.final_norm, tokens);
+    norm(d_.head, d_.final_norm, s_.num_logits);
+    hidden_states();
     clock_.count(kNorm);
     product(d_.head, s_.logits, d_.head.outputs, kStoreFloat, s_.num_logits);
     clock_.count(kHead);
@@ -172,6 +173,15 @@ class Run {
     activate(linear, rows, d_.hidden, [&](int64_t row, float* scratch) {
       k_.rms_norm(residual_ + row * d_.hidden, weight, d_.eps, d_.hidden, scratch);
       return scratch;
+    });
+  }
+
+  void hidden_states() {
+    const int64_t first = s_.num_logits, count = s_.num_kept - s_.num_logits;
+    parallel_chunks(count, kGrain / d_.hidden, [&](int64_t begin, int64_t end) {
+      for (int64_t row = begin; row < end; ++row)
+        k_.rms_norm(residual_ + (first + row) * d_.hidden, d_.final_norm, d_.eps, d_.hidden,
+                    s_.hidden + row * d_.hidden);
     });
   }
 

@@ -37,7 +37,9 @@ struct Decoder {
 
 // T tokens of R rows, decode rows and chunks; see worker_svc/model/base.py.
 struct Step {
-  int64_t num_tokens, num_rows, num_logits;
+  int64_t num_tokens, num_rows;
+  int64_t num_kept;                // tokens that the last layer's output is wanted of
+  int64_t num_logits;              // the first of them: logits are made of these
   const int64_t* token_ids;        // [T]
   const int64_t* positions;        // [T]
   const int64_t* slots;            // [T]; negative: nothing is written
@@ -47,8 +49,9 @@ struct Step {
   const int32_t* context_lens;     // [R]
   const void* const* k_caches;     // [layers] of [blocks][kv_heads][block_size][head_dim]
   const void* const* v_caches;
-  const int64_t* logits_index;     // [num_logits], or null: every token
+  const int64_t* kept_index;       // [num_kept], or null: every token
   float* logits;                   // [num_logits][vocab]
+  float* hidden;                   // [num_kept - num_logits][hidden]: the last hidden states of the others
 };
 
 // What a step's time is counted under.

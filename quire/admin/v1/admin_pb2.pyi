@@ -9,6 +9,7 @@ from google.protobuf import duration_pb2 as _duration_pb2
 from google.protobuf import message as _message
 from google.protobuf import timestamp_pb2 as _timestamp_pb2
 from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -19,6 +20,38 @@ else:
     from typing_extensions import TypeAlias as _TypeAlias, Never as _Never
 
 DESCRIPTOR: _descriptor.FileDescriptor
+
+class _LogLevel:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _LogLevelEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_LogLevel.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    LOG_LEVEL_UNSPECIFIED: _LogLevel.ValueType  # 0
+    """Not allowed."""
+    LOG_LEVEL_DEBUG: _LogLevel.ValueType  # 1
+    """Also what each request meets on its way."""
+    LOG_LEVEL_INFO: _LogLevel.ValueType  # 2
+    """What processes and requests begin and end; where processes start."""
+    LOG_LEVEL_WARNING: _LogLevel.ValueType  # 3
+    """What went wrong, and what somebody should know."""
+    LOG_LEVEL_ERROR: _LogLevel.ValueType  # 4
+    """Faults alone."""
+
+class LogLevel(_LogLevel, metaclass=_LogLevelEnumTypeWrapper):
+    """Which lines of the logs are wanted."""
+
+LOG_LEVEL_UNSPECIFIED: LogLevel.ValueType  # 0
+"""Not allowed."""
+LOG_LEVEL_DEBUG: LogLevel.ValueType  # 1
+"""Also what each request meets on its way."""
+LOG_LEVEL_INFO: LogLevel.ValueType  # 2
+"""What processes and requests begin and end; where processes start."""
+LOG_LEVEL_WARNING: LogLevel.ValueType  # 3
+"""What went wrong, and what somebody should know."""
+LOG_LEVEL_ERROR: LogLevel.ValueType  # 4
+"""Faults alone."""
+Global___LogLevel: _TypeAlias = LogLevel  # noqa: Y015
 
 @_typing.final
 class ListWorkersRequest(_message.Message):
@@ -373,6 +406,50 @@ class GetSchedulerStateResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GetSchedulerStateResponse: _TypeAlias = GetSchedulerStateResponse  # noqa: Y015
+
+@_typing.final
+class SetLogLevelRequest(_message.Message):
+    """How much is to be logged."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LEVEL_FIELD_NUMBER: _builtins.int
+    level: Global___LogLevel.ValueType
+    """Lines below this level are left out."""
+    def __init__(
+        self,
+        *,
+        level: Global___LogLevel.ValueType = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["level", b"level"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SetLogLevelRequest: _TypeAlias = SetLogLevelRequest  # noqa: Y015
+
+@_typing.final
+class SetLogLevelResponse(_message.Message):
+    """It has changed."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PREVIOUS_FIELD_NUMBER: _builtins.int
+    previous: Global___LogLevel.ValueType
+    """The scheduler's level before."""
+    def __init__(
+        self,
+        *,
+        previous: Global___LogLevel.ValueType = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["previous", b"previous"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SetLogLevelResponse: _TypeAlias = SetLogLevelResponse  # noqa: Y015
 
 @_typing.final
 class LiveRequest(_message.Message):

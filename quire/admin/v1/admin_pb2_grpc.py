@@ -70,6 +70,11 @@ class AdminServiceStub(object):
                 request_serializer=quire_dot_admin_dot_v1_dot_admin__pb2.GetSchedulerStateRequest.SerializeToString,
                 response_deserializer=quire_dot_admin_dot_v1_dot_admin__pb2.GetSchedulerStateResponse.FromString,
                 _registered_method=True)
+        self.SetLogLevel = channel.unary_unary(
+                '/quire.admin.v1.AdminService/SetLogLevel',
+                request_serializer=quire_dot_admin_dot_v1_dot_admin__pb2.SetLogLevelRequest.SerializeToString,
+                response_deserializer=quire_dot_admin_dot_v1_dot_admin__pb2.SetLogLevelResponse.FromString,
+                _registered_method=True)
 
 
 class AdminServiceServicer(object):
@@ -127,6 +132,14 @@ class AdminServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def SetLogLevel(self, request, context):
+        """Changes how much all processes of the service (scheduler, front ends, workers) write into their logs; those that join
+        later follow. It holds until the scheduler ends.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AdminServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -164,6 +177,11 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.GetSchedulerState,
                     request_deserializer=quire_dot_admin_dot_v1_dot_admin__pb2.GetSchedulerStateRequest.FromString,
                     response_serializer=quire_dot_admin_dot_v1_dot_admin__pb2.GetSchedulerStateResponse.SerializeToString,
+            ),
+            'SetLogLevel': grpc.unary_unary_rpc_method_handler(
+                    servicer.SetLogLevel,
+                    request_deserializer=quire_dot_admin_dot_v1_dot_admin__pb2.SetLogLevelRequest.FromString,
+                    response_serializer=quire_dot_admin_dot_v1_dot_admin__pb2.SetLogLevelResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -356,6 +374,33 @@ class AdminService(object):
             '/quire.admin.v1.AdminService/GetSchedulerState',
             quire_dot_admin_dot_v1_dot_admin__pb2.GetSchedulerStateRequest.SerializeToString,
             quire_dot_admin_dot_v1_dot_admin__pb2.GetSchedulerStateResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SetLogLevel(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/quire.admin.v1.AdminService/SetLogLevel',
+            quire_dot_admin_dot_v1_dot_admin__pb2.SetLogLevelRequest.SerializeToString,
+            quire_dot_admin_dot_v1_dot_admin__pb2.SetLogLevelResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -51,6 +51,10 @@ class AdminServiceStub:
     """
     GetSchedulerState: _grpc.UnaryUnaryMultiCallable[_admin_pb2.GetSchedulerStateRequest, _admin_pb2.GetSchedulerStateResponse]
     """Tells how much runs and waits, and what has become of the requests so far."""
+    SetLogLevel: _grpc.UnaryUnaryMultiCallable[_admin_pb2.SetLogLevelRequest, _admin_pb2.SetLogLevelResponse]
+    """Changes how much all processes of the service (scheduler, front ends, workers) write into their logs; those that join
+    later follow. It holds until the scheduler ends.
+    """
 
 @_typing.type_check_only
 class AdminServiceAsyncStub(AdminServiceStub):
@@ -75,6 +79,10 @@ class AdminServiceAsyncStub(AdminServiceStub):
     """
     GetSchedulerState: _aio.UnaryUnaryMultiCallable[_admin_pb2.GetSchedulerStateRequest, _admin_pb2.GetSchedulerStateResponse]  # type: ignore[assignment]
     """Tells how much runs and waits, and what has become of the requests so far."""
+    SetLogLevel: _aio.UnaryUnaryMultiCallable[_admin_pb2.SetLogLevelRequest, _admin_pb2.SetLogLevelResponse]  # type: ignore[assignment]
+    """Changes how much all processes of the service (scheduler, front ends, workers) write into their logs; those that join
+    later follow. It holds until the scheduler ends.
+    """
 
 class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
     """Looks into and steers a running scheduler service."""
@@ -138,5 +146,15 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.GetSchedulerStateResponse, _abc.Awaitable[_admin_pb2.GetSchedulerStateResponse]]:
         """Tells how much runs and waits, and what has become of the requests so far."""
+
+    @_abc_1.abstractmethod
+    def SetLogLevel(
+        self,
+        request: _admin_pb2.SetLogLevelRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.SetLogLevelResponse, _abc.Awaitable[_admin_pb2.SetLogLevelResponse]]:
+        """Changes how much all processes of the service (scheduler, front ends, workers) write into their logs; those that join
+        later follow. It holds until the scheduler ends.
+        """
 
 def add_AdminServiceServicer_to_server(servicer: AdminServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

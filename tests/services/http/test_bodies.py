@@ -172,6 +172,15 @@ def test_what_is_no_json_object_is_refused(raw: bytes) -> None:
         parse(ChatBody, raw)
 
 
+def test_too_many_are_too_many_and_not_of_the_wrong_type() -> None:
+    """Of a field with several forms, the error is that of the form that was meant."""
+    with pytest.raises(InvalidRequestError) as error:
+        completion(prompt=["a"] * 257)
+
+    assert [violation.field for violation in error.value.violations] == ["prompt"]
+    assert "at most 256" in error.value.message
+
+
 def test_names_of_the_proto_are_names_of_http() -> None:
     """Where the request's checks speak of the proto's fields, the client hears of its own."""
     body = parse(ChatBody, json.dumps({"messages": MESSAGES, "max_completion_tokens": 5, "guided_regex": "a"}).encode())

@@ -67,6 +67,8 @@ class _EndReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_EndReason.V
     """Workers died each time they computed it, the last time alone."""
     END_REASON_DUPLICATE: _EndReason.ValueType  # 13
     """A request with this identity is live, or kept."""
+    END_REASON_EMBEDDED: _EndReason.ValueType  # 14
+    """The embedding is there."""
 
 class EndReason(_EndReason, metaclass=_EndReasonEnumTypeWrapper):
     """Why a stream ended."""
@@ -101,6 +103,8 @@ END_REASON_POISON: EndReason.ValueType  # 12
 """Workers died each time they computed it, the last time alone."""
 END_REASON_DUPLICATE: EndReason.ValueType  # 13
 """A request with this identity is live, or kept."""
+END_REASON_EMBEDDED: EndReason.ValueType  # 14
+"""The embedding is there."""
 Global___EndReason: _TypeAlias = EndReason  # noqa: Y015
 
 @_typing.final
@@ -296,6 +300,7 @@ class OperatorRequest(_message.Message):
     CANCEL_BY_ID_FIELD_NUMBER: _builtins.int
     GET_STORY_FIELD_NUMBER: _builtins.int
     GET_STATE_FIELD_NUMBER: _builtins.int
+    SET_LOG_LEVEL_FIELD_NUMBER: _builtins.int
     number: _builtins.int
     """Chosen by the front end; the reply has the same."""
     @_builtins.property
@@ -330,6 +335,10 @@ class OperatorRequest(_message.Message):
     def get_state(self) -> Global___GetState:
         """The scheduler's figures."""
 
+    @_builtins.property
+    def set_log_level(self) -> Global___SetLogLevel:
+        """How much all processes of the service write into their logs."""
+
     def __init__(
         self,
         *,
@@ -342,12 +351,13 @@ class OperatorRequest(_message.Message):
         cancel_by_id: Global___CancelById | None = ...,
         get_story: Global___GetStory | None = ...,
         get_state: Global___GetState | None = ...,
+        set_log_level: Global___SetLogLevel | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["action", b"action", "cancel_by_id", b"cancel_by_id", "cancel_requests", b"cancel_requests", "drain_worker", b"drain_worker", "get_state", b"get_state", "get_story", b"get_story", "list_requests", b"list_requests", "list_workers", b"list_workers", "resume_worker", b"resume_worker"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["action", b"action", "cancel_by_id", b"cancel_by_id", "cancel_requests", b"cancel_requests", "drain_worker", b"drain_worker", "get_state", b"get_state", "get_story", b"get_story", "list_requests", b"list_requests", "list_workers", b"list_workers", "resume_worker", b"resume_worker", "set_log_level", b"set_log_level"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["action", b"action", "cancel_by_id", b"cancel_by_id", "cancel_requests", b"cancel_requests", "drain_worker", b"drain_worker", "get_state", b"get_state", "get_story", b"get_story", "list_requests", b"list_requests", "list_workers", b"list_workers", "number", b"number", "resume_worker", b"resume_worker"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["action", b"action", "cancel_by_id", b"cancel_by_id", "cancel_requests", b"cancel_requests", "drain_worker", b"drain_worker", "get_state", b"get_state", "get_story", b"get_story", "list_requests", b"list_requests", "list_workers", b"list_workers", "number", b"number", "resume_worker", b"resume_worker", "set_log_level", b"set_log_level"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_action: _TypeAlias = _typing.Literal["list_workers", "drain_worker", "resume_worker", "cancel_requests", "list_requests", "cancel_by_id", "get_story", "get_state"]  # noqa: Y015
+    _WhichOneofReturnType_action: _TypeAlias = _typing.Literal["list_workers", "drain_worker", "resume_worker", "cancel_requests", "list_requests", "cancel_by_id", "get_story", "get_state", "set_log_level"]  # noqa: Y015
     _WhichOneofArgType_action: _TypeAlias = _typing.Literal["action", b"action"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_action) -> _WhichOneofReturnType_action | None: ...
 
@@ -524,6 +534,28 @@ class GetState(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GetState: _TypeAlias = GetState  # noqa: Y015
+
+@_typing.final
+class SetLogLevel(_message.Message):
+    """Changes the level of all logs, until the core ends."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LEVEL_FIELD_NUMBER: _builtins.int
+    level: _builtins.str
+    """"debug", "info", "warning" or "error"."""
+    def __init__(
+        self,
+        *,
+        level: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["level", b"level"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SetLogLevel: _TypeAlias = SetLogLevel  # noqa: Y015
 
 @_typing.final
 class RequestState(_message.Message):
@@ -710,12 +742,15 @@ class OperatorReply(_message.Message):
     STORIES_FIELD_NUMBER: _builtins.int
     STATE_FIELD_NUMBER: _builtins.int
     CANCELLED_FIELD_NUMBER: _builtins.int
+    LOG_LEVEL_FIELD_NUMBER: _builtins.int
     number: _builtins.int
     """The request's number."""
     not_found: _builtins.bool
     """No usable worker has the name that was given."""
     cancelled: _builtins.int
     """How many requests were ended."""
+    log_level: _builtins.str
+    """The level of the core's log before it was changed."""
     @_builtins.property
     def workers(self) -> _containers.RepeatedCompositeFieldContainer[Global___WorkerState]:
         """The workers asked for: all, or the one that was named."""
@@ -742,10 +777,11 @@ class OperatorReply(_message.Message):
         stories: _abc.Iterable[Global___RequestStory] | None = ...,
         state: Global___SchedulerState | None = ...,
         cancelled: _builtins.int = ...,
+        log_level: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["state", b"state"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cancelled", b"cancelled", "not_found", b"not_found", "number", b"number", "requests", b"requests", "state", b"state", "stories", b"stories", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cancelled", b"cancelled", "log_level", b"log_level", "not_found", b"not_found", "number", b"number", "requests", b"requests", "state", b"state", "stories", b"stories", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -831,6 +867,7 @@ class Submission(_message.Message):
     IDENTITY_FIELD_NUMBER: _builtins.int
     RESUME_INFO_FIELD_NUMBER: _builtins.int
     AGAIN_FIELD_NUMBER: _builtins.int
+    POOLING_FIELD_NUMBER: _builtins.int
     stream: _builtins.int
     """Number of the stream, chosen by the front end, below 2^31. A second submission of a live stream is ignored."""
     request_id: _builtins.str
@@ -883,6 +920,10 @@ class Submission(_message.Message):
     """It may be known already: the front end submits it again, or goes on with it. Otherwise one whose identity is known
     ends with DUPLICATE.
     """
+    pooling: _builtins.int
+    """A quire.plan.v1.Pooling. But for 0 nothing is generated: the request ends with EMBEDDED once its prompt is computed,
+    and `max_tokens` is 1.
+    """
     def __init__(
         self,
         *,
@@ -910,10 +951,11 @@ class Submission(_message.Message):
         identity: _builtins.bytes = ...,
         resume_info: _builtins.bytes = ...,
         again: _builtins.bool = ...,
+        pooling: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["again", b"again", "block_keys", b"block_keys", "block_size", b"block_size", "cache_scope", b"cache_scope", "computes_whole_prompt", b"computes_whole_prompt", "credit", b"credit", "deadline_ns", b"deadline_ns", "expected_output_tokens", b"expected_output_tokens", "grammar", b"grammar", "identity", b"identity", "max_tokens", b"max_tokens", "num_prompt_tokens", b"num_prompt_tokens", "priority", b"priority", "request_class", b"request_class", "request_id", b"request_id", "resume_info", b"resume_info", "sampling", b"sampling", "stop_token_ids", b"stop_token_ids", "stream", b"stream", "tenant", b"tenant", "token_ids", b"token_ids", "total_time_target_ns", b"total_time_target_ns", "traceparent", b"traceparent", "ttft_target_ns", b"ttft_target_ns"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["again", b"again", "block_keys", b"block_keys", "block_size", b"block_size", "cache_scope", b"cache_scope", "computes_whole_prompt", b"computes_whole_prompt", "credit", b"credit", "deadline_ns", b"deadline_ns", "expected_output_tokens", b"expected_output_tokens", "grammar", b"grammar", "identity", b"identity", "max_tokens", b"max_tokens", "num_prompt_tokens", b"num_prompt_tokens", "pooling", b"pooling", "priority", b"priority", "request_class", b"request_class", "request_id", b"request_id", "resume_info", b"resume_info", "sampling", b"sampling", "stop_token_ids", b"stop_token_ids", "stream", b"stream", "tenant", b"tenant", "token_ids", b"token_ids", "total_time_target_ns", b"total_time_target_ns", "traceparent", b"traceparent", "ttft_target_ns", b"ttft_target_ns"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1075,8 +1117,11 @@ class ServiceState(_message.Message):
 
     READY_FIELD_NUMBER: _builtins.int
     MODEL_FIELD_NUMBER: _builtins.int
+    LOG_LEVEL_FIELD_NUMBER: _builtins.int
     ready: _builtins.bool
     """A usable worker is there."""
+    log_level: _builtins.str
+    """Lines of the front end's log below this level are left out. Empty: as it is."""
     @_builtins.property
     def model(self) -> Global___ServedModel:
         """The served model; absent until the first worker has joined."""
@@ -1086,10 +1131,11 @@ class ServiceState(_message.Message):
         *,
         ready: _builtins.bool = ...,
         model: Global___ServedModel | None = ...,
+        log_level: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["model", b"model"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "ready", b"ready"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["log_level", b"log_level", "model", b"model", "ready", b"ready"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1109,6 +1155,7 @@ class ServedModel(_message.Message):
     DTYPE_FIELD_NUMBER: _builtins.int
     FINGERPRINT_FIELD_NUMBER: _builtins.int
     BLOCK_SIZE_FIELD_NUMBER: _builtins.int
+    HIDDEN_SIZE_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """The name requests give."""
     architecture: _builtins.str
@@ -1123,6 +1170,8 @@ class ServedModel(_message.Message):
     """sha256 over configuration and weights' headers, hex."""
     block_size: _builtins.int
     """Tokens per KV block of the worker that joined last; what block keys are best computed for."""
+    hidden_size: _builtins.int
+    """Elements of an embedding; 0: the model makes none."""
     @_builtins.property
     def eos_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Tokens that end a sequence."""
@@ -1138,10 +1187,11 @@ class ServedModel(_message.Message):
         dtype: _builtins.str = ...,
         fingerprint: _builtins.str = ...,
         block_size: _builtins.int = ...,
+        hidden_size: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["architecture", b"architecture", "block_size", b"block_size", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "fingerprint", b"fingerprint", "max_model_len", b"max_model_len", "name", b"name", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["architecture", b"architecture", "block_size", b"block_size", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "fingerprint", b"fingerprint", "hidden_size", b"hidden_size", "max_model_len", b"max_model_len", "name", b"name", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1162,6 +1212,7 @@ class StreamEnd(_message.Message):
     CACHED_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     PREEMPTIONS_FIELD_NUMBER: _builtins.int
     QUEUED_NS_FIELD_NUMBER: _builtins.int
+    EMBEDDING_FIELD_NUMBER: _builtins.int
     stream: _builtins.int
     """The stream."""
     reason: Global___EndReason.ValueType
@@ -1180,6 +1231,8 @@ class StreamEnd(_message.Message):
     """Times the request was paused and continued."""
     queued_ns: _builtins.int
     """From arrival at the core to its first plan, nanoseconds."""
+    embedding: _builtins.bytes
+    """For EMBEDDED: column `[hidden_size]` float32, finite, not scaled."""
     def __init__(
         self,
         *,
@@ -1192,10 +1245,11 @@ class StreamEnd(_message.Message):
         cached_prompt_tokens: _builtins.int = ...,
         preemptions: _builtins.int = ...,
         queued_ns: _builtins.int = ...,
+        embedding: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_prompt_tokens", b"cached_prompt_tokens", "completion_tokens", b"completion_tokens", "message", b"message", "preemptions", b"preemptions", "queued_ns", b"queued_ns", "reason", b"reason", "retry_ms", b"retry_ms", "stop_token_id", b"stop_token_id", "stream", b"stream"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_prompt_tokens", b"cached_prompt_tokens", "completion_tokens", b"completion_tokens", "embedding", b"embedding", "message", b"message", "preemptions", b"preemptions", "queued_ns", b"queued_ns", "reason", b"reason", "retry_ms", b"retry_ms", "stop_token_id", b"stop_token_id", "stream", b"stream"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -15,7 +15,8 @@ say Hello again with a new incarnation; the scheduler then re-plans that worker'
 
 Rows: the worker keeps a table of rows. A plan carries differences only. A row is in prefill until all its admitted
 tokens are computed; it then samples once and is a decode row. Every decode row takes part in every step, one token
-each, unless it is held. Prefill rows take part only when the plan gives them a chunk.
+each, unless it is held. Prefill rows take part only when the plan gives them a chunk. A row that *pools* never
+samples: once all its tokens are computed, the step's result has its vector, and it takes part in nothing more.
 
 Order inside a plan: leaves, swap-outs, copies, admissions, appends, holds and releases, swap-ins, forward, sample.
 
@@ -29,6 +30,7 @@ from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -39,6 +41,30 @@ else:
     from typing_extensions import TypeAlias as _TypeAlias, Never as _Never
 
 DESCRIPTOR: _descriptor.FileDescriptor
+
+class _Pooling:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _PoolingEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Pooling.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    POOLING_UNSPECIFIED: _Pooling.ValueType  # 0
+    """They do not: the row generates."""
+    POOLING_LAST: _Pooling.ValueType  # 1
+    """The last token's."""
+    POOLING_MEAN: _Pooling.ValueType  # 2
+    """The mean over all tokens."""
+
+class Pooling(_Pooling, metaclass=_PoolingEnumTypeWrapper):
+    """How the last hidden states of a row's tokens become one vector."""
+
+POOLING_UNSPECIFIED: Pooling.ValueType  # 0
+"""They do not: the row generates."""
+POOLING_LAST: Pooling.ValueType  # 1
+"""The last token's."""
+POOLING_MEAN: Pooling.ValueType  # 2
+"""The mean over all tokens."""
+Global___Pooling: _TypeAlias = Pooling  # noqa: Y015
 
 @_typing.final
 class WorkerMessage(_message.Message):
@@ -247,6 +273,7 @@ class ModelInfo(_message.Message):
     VOCAB_SIZE_FIELD_NUMBER: _builtins.int
     DTYPE_FIELD_NUMBER: _builtins.int
     EOS_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    HIDDEN_SIZE_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """The name requests give."""
     architecture: _builtins.str
@@ -261,6 +288,8 @@ class ModelInfo(_message.Message):
     """Number of token ids."""
     dtype: _builtins.str
     """Type of weights and activations."""
+    hidden_size: _builtins.int
+    """Elements of a last hidden state; 0: the model gives none out."""
     @_builtins.property
     def eos_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Tokens that end a sequence."""
@@ -275,10 +304,11 @@ class ModelInfo(_message.Message):
         vocab_size: _builtins.int = ...,
         dtype: _builtins.str = ...,
         eos_token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        hidden_size: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["architecture", b"architecture", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "fingerprint", b"fingerprint", "max_model_len", b"max_model_len", "name", b"name", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["architecture", b"architecture", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "fingerprint", b"fingerprint", "hidden_size", b"hidden_size", "max_model_len", b"max_model_len", "name", b"name", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -342,12 +372,17 @@ class Ping(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    LOG_LEVEL_FIELD_NUMBER: _builtins.int
+    log_level: _builtins.str
+    """Lines of the worker's log below this level are left out: "debug", "info", "warning" or "error". Empty: as it is."""
     def __init__(
         self,
+        *,
+        log_level: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["log_level", b"log_level"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -609,6 +644,7 @@ class Admission(_message.Message):
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
     GRAMMAR_FIELD_NUMBER: _builtins.int
+    POOLING_FIELD_NUMBER: _builtins.int
     row: _builtins.int
     """The row."""
     generation: _builtins.int
@@ -625,6 +661,8 @@ class Admission(_message.Message):
     """W3C traceparent of the attempt's span when the request is traced, else empty."""
     grammar: _builtins.bytes
     """A serialized Grammar that the output conforms to. Empty: none. The worker has said that it is ready."""
+    pooling: Global___Pooling.ValueType
+    """What the row is for, if not for generating. With MEAN, no token is computed yet."""
     @_builtins.property
     def block_tables(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
         """Column of block ids per KV group, in order of position."""
@@ -646,10 +684,11 @@ class Admission(_message.Message):
         request_id: _builtins.str = ...,
         traceparent: _builtins.str = ...,
         grammar: _builtins.bytes = ...,
+        pooling: Global___Pooling.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_tables", b"block_tables", "generation", b"generation", "grammar", b"grammar", "num_computed_tokens", b"num_computed_tokens", "num_prompt_tokens", b"num_prompt_tokens", "request_id", b"request_id", "row", b"row", "sampling", b"sampling", "token_ids", b"token_ids", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_tables", b"block_tables", "generation", b"generation", "grammar", b"grammar", "num_computed_tokens", b"num_computed_tokens", "num_prompt_tokens", b"num_prompt_tokens", "pooling", b"pooling", "request_id", b"request_id", "row", b"row", "sampling", b"sampling", "token_ids", b"token_ids", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -772,6 +811,7 @@ class StepResult(_message.Message):
     TIMINGS_FIELD_NUMBER: _builtins.int
     COMPLETED_COPIES_FIELD_NUMBER: _builtins.int
     SCORES_FIELD_NUMBER: _builtins.int
+    EMBEDDINGS_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     """The plan's step."""
     rows: _builtins.bytes
@@ -794,6 +834,10 @@ class StepResult(_message.Message):
     def scores(self) -> _containers.RepeatedCompositeFieldContainer[Global___RowScores]:
         """Log-probabilities of rows that want them."""
 
+    @_builtins.property
+    def embeddings(self) -> _containers.RepeatedCompositeFieldContainer[Global___RowEmbedding]:
+        """Vectors of the rows that pool and whose last tokens were computed in this step."""
+
     def __init__(
         self,
         *,
@@ -805,14 +849,45 @@ class StepResult(_message.Message):
         timings: Global___StepTimings | None = ...,
         completed_copies: _builtins.bytes = ...,
         scores: _abc.Iterable[Global___RowScores] | None = ...,
+        embeddings: _abc.Iterable[Global___RowEmbedding] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["timings", b"timings"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["completed_copies", b"completed_copies", "counts", b"counts", "failures", b"failures", "rows", b"rows", "scores", b"scores", "step", b"step", "timings", b"timings", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["completed_copies", b"completed_copies", "counts", b"counts", "embeddings", b"embeddings", "failures", b"failures", "rows", b"rows", "scores", b"scores", "step", b"step", "timings", b"timings", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___StepResult: _TypeAlias = StepResult  # noqa: Y015
+
+@_typing.final
+class RowEmbedding(_message.Message):
+    """The vector of one row."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROW_FIELD_NUMBER: _builtins.int
+    GENERATION_FIELD_NUMBER: _builtins.int
+    VALUES_FIELD_NUMBER: _builtins.int
+    row: _builtins.int
+    """The row."""
+    generation: _builtins.int
+    """Its generation."""
+    values: _builtins.bytes
+    """Column `[hidden_size]` float32, finite, not scaled."""
+    def __init__(
+        self,
+        *,
+        row: _builtins.int = ...,
+        generation: _builtins.int = ...,
+        values: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["generation", b"generation", "row", b"row", "values", b"values"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RowEmbedding: _TypeAlias = RowEmbedding  # noqa: Y015
 
 @_typing.final
 class RowScores(_message.Message):

@@ -1,0 +1,105 @@
+"""What both clients share of a call: how it is made, and which error it failed with."""
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import grpc
+from google.rpc import error_details_pb2, status_pb2  # type: ignore[import-untyped]
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+from quire import errors
+from quire._responses import seconds
+from quire.v1 import generation_pb2 as pb
+
+CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
+    # A detokenized million tokens is more than gRPC's default of 4 MiB, and so are a thousand embeddings.
+    ("grpc.max_receive_message_length", 64 << 20),
+    # Otherwise all clients of a process share one connection, and with it one front end.
+    ("grpc.use_local_subchannel_pool", 1),
+    # A server that is started again is found soon; gRPC would wait for up to two minutes between two attempts.
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 2000),
+)
+
+_STATUS_KEY = "grpc-status-details-bin"
+_PUSHBACK_KEY = "grpc-retry-pushback-ms"
+_PROPAGATOR = TraceContextTextMapPropagator()
+
+
+class FailedCall(Protocol):
+    """What grpc's and grpc.aio's errors have in common."""
+
+    def code(self) -> grpc.StatusCode: ...
+    def details(self) -> str | None: ...
+    def trailing_metadata(self) -> Any: ...
+
+
+def call_metadata(token: str = "") -> tuple[tuple[str, str], ...]:
+    """The current OpenTelemetry context, if something is being traced, and who calls, as call metadata."""
+    carrier: dict[str, str] = {"authorization": f"Bearer {token}"} if token else {}
+    _PROPAGATOR.inject(carrier)
+    return tuple(carrier.items())
+
+
+def read_batch_error(error: pb.Error) -> errors.QuireError:
+    """The typed error of one request of a batch."""
+    return errors.class_for(error.code, error.reason)(
+        error.message or error.code,
+        code=error.code,
+        reason=error.reason,
+        retry_after_s=seconds(error.retry_after) if error.HasField("retry_after") else None,
+        violations=[errors.FieldViolation(v.field, v.description) for v in error.violations],
+    )
+
+
+def read_error(call: FailedCall) -> errors.QuireError:
+    """The typed error of a failed call. Details that cannot be read are left out, never raised."""
+    code = call.code().name
+    trailers = _text_and_bytes(call.trailing_metadata())
+    status = _parse(status_pb2.Status, trailers.get(_STATUS_KEY))
+    info, bad_request, retry = (
+        error_details_pb2.ErrorInfo(),
+        error_details_pb2.BadRequest(),
+        error_details_pb2.RetryInfo(),
+    )
+    retry_after_s = _pushback(trailers.get(_PUSHBACK_KEY))
+    for detail in status.details:
+        if detail.Is(info.DESCRIPTOR):
+            detail.Unpack(info)
+        elif detail.Is(bad_request.DESCRIPTOR):
+            detail.Unpack(bad_request)
+        elif detail.Is(retry.DESCRIPTOR):
+            detail.Unpack(retry)
+            retry_after_s = seconds(retry.retry_delay)
+    reason = info.reason if info.domain == errors.DOMAIN else ""
+    return errors.class_for(code, reason)(
+        status.message or call.details() or code,
+        code=code,
+        reason=reason,
+        retry_after_s=retry_after_s,
+        violations=[errors.FieldViolation(v.field, v.description) for v in bad_request.field_violations],
+        metadata=info.metadata,
+    )
+
+
+def _text_and_bytes(metadata: Any) -> Mapping[str, str | bytes]:
+    return dict(metadata or ())
+
+
+def _parse(kind: type[status_pb2.Status], data: str | bytes | None) -> status_pb2.Status:
+    status = kind()
+    if isinstance(data, bytes):
+        try:
+            status.ParseFromString(data)
+        except Exception:  # protobuf's DecodeError; a damaged detail must not hide the error itself
+            return kind()
+    return status
+
+
+def _pushback(value: str | bytes | None) -> float | None:
+    """gRPC's own hint, in milliseconds; negative means do not retry."""
+    try:
+        milliseconds = int(value) if value is not None else -1
+    except ValueError:
+        return None
+    return milliseconds / 1000 if milliseconds >= 0 else None

@@ -1,0 +1,286 @@
+"""From what clients are given to request messages. Pure functions.
+
+A value that does not fit its field (a negative count, text that is not Unicode) is refused here with the field's name,
+as the server would do it.
+"""
+
+import json
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+from google.protobuf.duration_pb2 import Duration
+
+from quire import errors
+from quire._resume import make_resumable
+from quire.types import Message, SchedulingOptions
+from quire.v1 import generation_pb2 as pb
+
+_POOLING = {"last": pb.POOLING_LAST, "mean": pb.POOLING_MEAN}
+
+
+def build_generate(
+    prompt: str | None,
+    *,
+    messages: Sequence[Message] | None = None,
+    token_ids: Sequence[int] | None = None,
+    model: str = "",
+    max_tokens: int | None = None,
+    temperature: float | None = None,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    min_p: float | None = None,
+    seed: int | None = None,
+    stop: str | Sequence[str] = (),
+    stop_token_ids: Sequence[int] = (),
+    ignore_eos: bool = False,
+    n: int | None = None,
+    typical_p: float | None = None,
+    repetition_penalty: float | None = None,
+    presence_penalty: float | None = None,
+    frequency_penalty: float | None = None,
+    logit_bias: Mapping[int, float] | None = None,
+    allowed_token_ids: Sequence[int] = (),
+    banned_token_ids: Sequence[int] = (),
+    bad_words: Sequence[str] = (),
+    min_tokens: int | None = None,
+    include_stop_string: bool = False,
+    logprobs: int | None = None,
+    prompt_logprobs: int | None = None,
+    echo: bool = False,
+    truncate_prompt_tokens: int | None = None,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    template_variables: Mapping[str, Any] | None = None,
+    continue_final_message: bool = False,
+    json_schema: str | Mapping[str, Any] | bool | None = None,
+    regex: str | None = None,
+    ebnf: str | None = None,
+    choice: Sequence[str] | None = None,
+    include_special_tokens: bool = False,
+    resumable: bool = False,
+    request_id: str = "",
+    scheduling: SchedulingOptions | None = None,
+) -> pb.GenerateRequest:
+    """The request message; `quire.types.GenerateOptions` documents the arguments.
+
+    Raises:
+        InvalidRequestError: no prompt or several, or a value that its field cannot hold.
+    """
+    _exactly_one(text=prompt, messages=messages, token_ids=token_ids)
+    request = pb.GenerateRequest()
+    _set(request, "request_id", request_id)
+    _set(request, "model", model)
+    _set(request, "text", prompt)
+    if messages is not None:
+        _set_chat(request.chat, messages)
+        _set(request.chat, "tools_json", _to_json("chat.tools_json", tools), "chat.")
+        _set(
+            request.chat,
+            "template_variables_json",
+            _to_json("chat.template_variables_json", template_variables),
+            "chat.",
+        )
+        _set(request.chat, "continue_final_message", continue_final_message, "chat.")
+    if token_ids is not None:
+        request.token_ids.SetInParent()
+        _extend("token_ids.ids", request.token_ids.ids.extend, token_ids)
+    sampling = {
+        "temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p, "seed": seed, "n": n,
+        "typical_p": typical_p, "repetition_penalty": repetition_penalty, "presence_penalty": presence_penalty,
+        "frequency_penalty": frequency_penalty,
+    }  # fmt: skip
+    for field, value in sampling.items():
+        _set(request.sampling, field, value, "sampling.")
+    _set(request.stop, "max_tokens", max_tokens, "stop.")
+    _extend("stop.stop_strings", request.stop.stop_strings.extend, [stop] if isinstance(stop, str) else stop)
+    _extend("stop.stop_token_ids", request.stop.stop_token_ids.extend, stop_token_ids)
+    _set(request.stop, "ignore_eos", ignore_eos, "stop.")
+    _extend("sampling.logit_bias", request.sampling.logit_bias.update, logit_bias or {})
+    for field, values in (
+        ("allowed_token_ids", allowed_token_ids), ("banned_token_ids", banned_token_ids), ("bad_words", bad_words),
+    ):  # fmt: skip
+        _extend(f"sampling.{field}", getattr(request.sampling, field).extend, values)
+    _set(request.stop, "min_tokens", min_tokens, "stop.")
+    _set(request.stop, "include_stop_string", include_stop_string, "stop.")
+    output = {
+        "logprobs": logprobs, "prompt_logprobs": prompt_logprobs, "echo": echo,
+        "truncate_prompt_tokens": truncate_prompt_tokens,
+    }  # fmt: skip
+    for field, value in output.items():
+        _set(request.output, field, value, "output.")
+    _set_grammar(request, json_schema=json_schema, regex=regex, ebnf=ebnf, choice=choice)
+    _set(request.output, "include_special_tokens", include_special_tokens, "output.")
+    if scheduling is not None:
+        _set_scheduling(request.scheduling, scheduling)
+    if resumable:
+        make_resumable(request)
+    return request
+
+
+def build_tokenize(
+    text: str | None, messages: Sequence[Message] | None, *, model: str, add_special_tokens: bool
+) -> pb.TokenizeRequest:
+    """The request message for text or a conversation.
+
+    Raises:
+        InvalidRequestError: neither or both are given, or a value that its field cannot hold.
+    """
+    _exactly_one(text=text, messages=messages)
+    request = pb.TokenizeRequest(omit_special_tokens=not add_special_tokens)
+    _set(request, "model", model)
+    _set(request, "text", text)
+    if messages is not None:
+        _set_chat(request.chat, messages)
+    return request
+
+
+def build_detokenize(token_ids: Sequence[int], *, model: str, include_special_tokens: bool) -> pb.DetokenizeRequest:
+    """The request message.
+
+    Raises:
+        InvalidRequestError: an id that no token can have.
+    """
+    request = pb.DetokenizeRequest(include_special_tokens=include_special_tokens)
+    _set(request, "model", model)
+    _extend("token_ids", request.token_ids.extend, token_ids)
+    return request
+
+
+def build_embed(
+    inputs: Sequence[str | Sequence[int]],
+    *,
+    model: str,
+    pooling: str,
+    normalize: bool,
+    truncate_prompt_tokens: int | None,
+    scheduling: SchedulingOptions | None,
+    request_id: str,
+) -> pb.EmbedRequest:
+    """The request message.
+
+    Raises:
+        InvalidRequestError: a way of pooling that there is not, or a value that its field cannot hold.
+    """
+    if pooling not in _POOLING:
+        raise _invalid("pooling", f"{pooling!r} is none of {', '.join(map(repr, _POOLING))}")
+    if isinstance(inputs, str):
+        raise _invalid("inputs", "give a list of texts or of token ids, also for one")
+    request = pb.EmbedRequest(pooling=_POOLING[pooling], omit_normalization=not normalize)
+    _set(request, "model", model)
+    _set(request, "request_id", request_id)
+    _set(request, "truncate_prompt_tokens", truncate_prompt_tokens)
+    for index, each in enumerate(inputs):
+        added = request.inputs.add()
+        if isinstance(each, str):
+            _set(added, "text", each, f"inputs[{index}].")
+        else:
+            added.token_ids.SetInParent()
+            _extend(f"inputs[{index}].token_ids", added.token_ids.ids.extend, each)
+    if scheduling is not None:
+        _set_scheduling(request.scheduling, scheduling)
+    return request
+
+
+def _exactly_one(**inputs: object) -> None:
+    given = [name for name, value in inputs.items() if value is not None]
+    if len(given) != 1:
+        what = f"{' and '.join(given)} are given" if given else "none is given"
+        raise _invalid("input", f"give exactly one of {', '.join(inputs)}; {what}")
+
+
+def _set(message: Any, field: str, value: object, parent: str = "") -> None:
+    """Sets a field unless the value is the one that an absent field stands for."""
+    if value is None or value is False or (value == "" and field != "text"):
+        return
+    try:
+        setattr(message, field, value)
+    except (ValueError, TypeError) as error:
+        raise _invalid(parent + field, str(error)) from None
+
+
+def _extend(field: str, extend: Callable[[Any], object], values: Collection[object]) -> None:
+    if not values:
+        return  # touching a sub-message's list would already make the sub-message present
+    try:
+        extend(values)
+    except (ValueError, TypeError) as error:
+        raise _invalid(field, str(error)) from None
+
+
+def _set_scheduling(message: pb.SchedulingOptions, options: SchedulingOptions) -> None:
+    plain = {
+        "priority": options.priority or None,
+        "tenant": options.tenant,
+        "expected_output_tokens": options.expected_output_tokens,
+        "cache_scope": options.cache_scope,
+        "request_class": options.request_class,
+    }
+    for field, value in plain.items():
+        _set(message, field, value, "scheduling.")
+    targets = {"ttft_target": options.ttft_target_s, "total_time_target": options.total_time_target_s}
+    for field, seconds in targets.items():
+        if seconds is not None:
+            _set_duration(getattr(message, field), seconds, f"scheduling.{field}")
+
+
+def _set_duration(duration: Duration, seconds: float, field: str) -> None:
+    try:
+        duration.FromNanoseconds(round(seconds * 1e9))
+    except (ValueError, TypeError, OverflowError):
+        raise _invalid(field, f"{seconds!r} is no number of seconds that a duration can hold") from None
+    duration.SetInParent()  # 0 s is the server's to judge, not the same as none
+
+
+def _set_chat(chat: pb.ChatInput, messages: Sequence[Message]) -> None:
+    chat.SetInParent()
+    for index, message in enumerate(messages):
+        unknown = set(message) - {"role", "content", "name", "tool_calls", "tool_call_id"}
+        if unknown or "role" not in message or not ("content" in message or "tool_calls" in message):
+            what = "give a 'role' and a 'content', maybe 'name', 'tool_calls' and 'tool_call_id', nothing else"
+            raise _invalid(f"chat.messages[{index}]", what)
+        turn = chat.messages.add()
+        for field in ("role", "content", "name", "tool_call_id"):
+            _set(turn, field, message.get(field), f"chat.messages[{index}].")
+        calls = f"chat.messages[{index}].tool_calls_json"
+        _set(turn, "tool_calls_json", _to_json(calls, message.get("tool_calls")), f"chat.messages[{index}].")
+
+
+def _set_grammar(
+    request: pb.GenerateRequest,
+    *,
+    json_schema: str | Mapping[str, Any] | bool | None,
+    regex: str | None,
+    ebnf: str | None,
+    choice: Sequence[str] | None,
+) -> None:
+    given = {"json_schema": json_schema, "regex": regex, "ebnf": ebnf, "choice": choice}
+    names = [name for name, value in given.items() if value is not None and value is not False]
+    if len(names) > 1:
+        raise _invalid("grammar", f"give at most one of {', '.join(given)}")
+    if json_schema is True:
+        request.grammar.json_object = True
+    elif json_schema:
+        text = json_schema if isinstance(json_schema, str) else _to_json("grammar.json_schema", json_schema)
+        _set(request.grammar, "json_schema", text, "grammar.")
+    elif choice is not None:
+        request.grammar.choice.SetInParent()
+        _extend("grammar.choice.choices", request.grammar.choice.choices.extend, choice)
+    for field, value in (("regex", regex), ("ebnf", ebnf)):
+        if value is not None:
+            _set(request.grammar, field, value, "grammar.")
+
+
+def _to_json(field: str, value: object) -> str | None:
+    if value is None:
+        return None
+    try:
+        return json.dumps(value)
+    except (TypeError, ValueError) as error:
+        raise _invalid(field, str(error)) from None
+
+
+def _invalid(field: str, description: str) -> errors.InvalidRequestError:
+    return errors.InvalidRequestError(
+        f"{field}: {description}",
+        code="INVALID_ARGUMENT",
+        violations=[errors.FieldViolation(field, description)],
+    )

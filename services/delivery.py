@@ -1,0 +1,204 @@
+"""From the streams of one request to its reader: each message goes out when the one before has really gone.
+
+The protocol's side of it is `Send`, which takes one message after the other and returns when it has gone; so a lagging
+reader is noticed the same way for all protocols. The streams of a request end together: when one fails or the caller
+goes, all are over.
+"""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from opentelemetry.trace import Span
+
+from protos.quire.link.v1 import link_pb2
+from quire.v1 import generation_pb2 as v1
+from services.context import Services
+from services.errors import error_of, finish_reason
+from services.logprobs import token_logprobs
+from services.stream import Stream
+from services.tracing import describe_answer
+from services.wakeup import Wakeup
+from shared.errors import QuireError, StalledReaderError
+
+FAREWELL_S = 1.0
+"""How long the reader of a stream that ended with an error has for what came before the error."""
+Send = Callable[[v1.GenerateResponse], Awaitable[object]]
+"""Takes a message; done when it has really gone to the reader, so that a slow one is waited for."""
+
+
+class Delivery:
+    """Delivers what streams yield."""
+
+    def __init__(self, services: Services) -> None:
+        self._services = services
+
+    async def serve(
+        self,
+        answer: "Answer",
+        wakeup: Wakeup,
+        span: Span,
+        send: Send,
+        begin: Callable[[], Awaitable[None]],
+        *,
+        keep: bool,
+    ) -> None:
+        """Passes on what the streams yield once `begin` has submitted them; `keep`: the client may come back."""
+        services, streams = self._services, answer.streams
+        is_gone = True
+        try:
+            # gRPC waits for ever for a client that does not read. While a stream lives that is the core's business: it
+            # notices that no credit comes back. What is left at the end goes out in time or not at all.
+            async with asyncio.timeout(None) as patience:
+                for stream in streams:
+                    stream.on_end = partial(self._limit, patience, streams)
+                await begin()
+                await self._pass_on(answer, wakeup, patience, send)
+                await send(answer.finished(span))
+        except TimeoutError:
+            raise failure_of(streams) or StalledReaderError("the client took no data for too long") from None
+        except QuireError:
+            is_gone = False
+            raise
+        finally:
+            for stream in streams:
+                services.link.release(stream, keep=keep and is_gone)
+                services.metrics.generation_tokens.inc(stream.num_sent)
+                services.metrics.merged_tokens.inc(stream.merged_tokens)
+
+    def _limit(self, patience: asyncio.Timeout, streams: list[Stream]) -> None:
+        """Gives the reader of a request that is over some time for its next message."""
+        failure = failure_of(streams)
+        if failure is None and not all(stream.over for stream in streams):
+            return
+        seconds = self._services.config.stall_timeout_s if failure is None else FAREWELL_S
+        if seconds > 0:
+            patience.reschedule(asyncio.get_running_loop().time() + seconds)
+
+    async def _pass_on(self, answer: "Answer", wakeup: Wakeup, patience: asyncio.Timeout, send: Send) -> None:
+        """Writes what the streams yield until all are over, each message when the one before has really gone.
+
+        Raises:
+            QuireError: a stream ended with an error.
+        """
+        link, metrics = self._services.link, self._services.metrics
+        streams = answer.streams
+        live = list(streams)
+        last = [0.0] * len(streams)
+        while live:
+            idle = True
+            for stream in live:
+                batch = stream.take()
+                if batch is None:
+                    continue
+                idle = False
+                response = v1.GenerateResponse()
+                # Filling in place takes half the time of passing a Delta to the constructor.
+                delta = response.delta
+                choice = stream.request.choice
+                delta.choice = choice
+                delta.first_index = batch.first_index
+                delta.token_ids.extend(batch.token_ids)
+                delta.text = batch.text
+                if stream.request.wants_scores:
+                    tokenizer = self._services.tokenizer
+                    for index, token_id in enumerate(batch.token_ids, batch.first_index):
+                        delta.logprobs.append(token_logprobs(token_id, stream.scores.pop(index, None), tokenizer))
+                await send(response)
+                if stream.over:
+                    self._limit(patience, streams)
+                stream.taken()
+                link.give_credit(stream)
+                now = time.monotonic()
+                if last[choice]:
+                    metrics.message_gap.observe(now - last[choice])
+                elif stream.first_token_at is not None:
+                    metrics.first_token.observe(stream.first_token_at - stream.request.arrival)
+                last[choice] = now
+            if not idle:
+                continue
+            ended = [stream for stream in live if stream.over]
+            if not ended:
+                await wakeup.rung()
+                continue
+            failure = failure_of(ended)
+            if failure is not None:
+                raise failure
+            for stream in ended:
+                live.remove(stream)
+                if len(streams) > 1:
+                    await send(v1.GenerateResponse(choice_finished=answer.choice_finished(stream)))
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """The streams of one request, and how their ends are told."""
+
+    streams: list[Stream]
+    """By choice."""
+    model: str
+    request_id: str
+
+    def choice_finished(self, stream: Stream) -> v1.ChoiceFinished:
+        """How a stream ended well."""
+        end = stream.end
+        assert end is not None, "a stream that is over without an error was ended by the core"
+        reason = finish_reason(end)
+        assert reason is not None, "a stream that the core ended with an error does not finish"
+        finished = v1.ChoiceFinished(
+            choice=stream.request.choice, reason=reason, completion_tokens=end.completion_tokens
+        )
+        if stream.stop_string is not None:
+            # The core may have ended the stream for another reason before it heard of the match.
+            finished.reason = v1.FINISH_REASON_STOP
+            finished.stop_string = stream.stop_string
+            finished.completion_tokens = stream.keep_tokens
+        elif end.reason == link_pb2.END_REASON_STOP:
+            finished.stop_token_id = end.stop_token_id
+        return finished
+
+    def finished(self, span: Span) -> v1.GenerateResponse:
+        """The last message of a request that ended well."""
+        response = v1.GenerateResponse()
+        finished = response.finished
+        finished.request_id, finished.model = self.request_id, self.model
+        choices = [self.choice_finished(stream) for stream in self.streams]
+        first = choices[0]
+        finished.reason = first.reason
+        match first.WhichOneof("stop"):
+            case "stop_string":
+                finished.stop_string = first.stop_string
+            case "stop_token_id":
+                finished.stop_token_id = first.stop_token_id
+        ends = [stream.end for stream in self.streams if stream.end is not None]
+        request = self.streams[0].request
+        usage = finished.usage
+        usage.prompt_tokens = request.num_prompt_tokens
+        usage.completion_tokens = sum(choice.completion_tokens for choice in choices)
+        usage.cached_prompt_tokens = ends[0].cached_prompt_tokens
+        usage.preemptions = sum(end.preemptions for end in ends)
+        finished.timings.queued.FromNanoseconds(ends[0].queued_ns)
+        firsts = [stream.first_token_at for stream in self.streams if stream.first_token_at is not None]
+        if firsts:
+            finished.timings.first_token.FromNanoseconds(int((min(firsts) - request.arrival) * 1e9))
+        finished.timings.total.FromNanoseconds(int((time.monotonic() - request.arrival) * 1e9))
+        describe_answer(
+            span,
+            finish_reasons=[v1.FinishReason.Name(c.reason).removeprefix("FINISH_REASON_").lower() for c in choices],
+            output_tokens=usage.completion_tokens,
+            cached_tokens=usage.cached_prompt_tokens,
+            preemptions=usage.preemptions,
+        )
+        return response
+
+
+def failure_of(streams: Sequence[Stream]) -> QuireError | None:
+    """Why one of the streams ended without success; None when none did."""
+    for stream in streams:
+        if stream.error is not None:
+            return stream.error
+        if stream.end is not None and finish_reason(stream.end) is None:
+            return error_of(stream.end)
+    return None

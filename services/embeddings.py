@@ -1,0 +1,196 @@
+"""Embeddings: prompts in, one vector each out.
+
+Each prompt is a request to the core that generates nothing: it waits, is computed and paused like others, and ends
+with its vector. At most `MAX_IN_PROGRESS` of a call's prompts are with the core at a time, so that one call does not
+fill the queue. They end together: when one fails or the caller goes, all are over.
+"""
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+
+import numpy as np
+import numpy.typing as npt
+
+from protos.quire.link.v1 import link_pb2
+from protos.quire.plan.v1 import plan_pb2
+from quire.v1 import generation_pb2 as v1
+from services.context import Caller, LiveRequests, Services, outcome_told
+from services.errors import error_of
+from services.principals import CURRENT
+from services.prompts import Prompts
+from services.scheduling import block_keys, check_scheduling, wishes
+from services.stream import Stream, StreamRequest
+from services.tracing import describe_embedding, server_span
+from services.validation import (
+    Violations,
+    check_model,
+    check_request_id,
+    check_text,
+    check_token_ids,
+    check_truncation,
+    fit,
+)
+from services.wakeup import Wakeup
+from shared.columns import to_column
+from shared.errors import FieldViolation, InvalidRequestError, UnsupportedMethodError
+from shared.ids import draw_request_id
+from shared.telemetry import to_traceparent
+
+MAX_INPUTS = 2048
+MAX_IN_PROGRESS = 128
+"""Prompts of one call that are with the core at the same time."""
+_NO_VECTOR = "the served model gives no hidden states out, so it makes no embeddings"
+
+
+class Embedder:
+    """Makes the embeddings of one front-end process."""
+
+    def __init__(self, services: Services, prompts: Prompts, live: LiveRequests) -> None:
+        self._services = services
+        self._prompts = prompts
+        self._live = live
+
+    async def run(self, request: v1.EmbedRequest, caller: Caller) -> v1.EmbedResponse:
+        """One vector for each input, in order.
+
+        Raises:
+            QuireError: an input is wrong or failed.
+        """
+        services = self._services
+        with server_span(services.tracer, caller.traceparent, caller.operation) as span:
+            model = services.served_model()
+            if not model.hidden_size:
+                raise UnsupportedMethodError(_NO_VECTOR)
+            violations = list(_violations(request, model))
+            if violations:
+                raise InvalidRequestError(*violations)
+            request_id = request.request_id or draw_request_id()
+            with (
+                self._live.one_more(caller.principal, request_id),
+                outcome_told(services.metrics, caller, request_id),
+            ):
+                prompts = await self._encode(request, model)
+                num_tokens = sum(map(len, prompts))
+                describe_embedding(
+                    span, request_id, model=model.name, num_tokens=num_tokens, dimensions=model.hidden_size
+                )
+                services.check_connected()
+                services.metrics.prompt_tokens.inc(num_tokens)
+                ends = await self._compute(self._requests(request, request_id, prompts, caller, to_traceparent(span)))
+            response = v1.EmbedResponse(model=model.name, request_id=request_id)
+            response.usage.prompt_tokens = num_tokens
+            response.usage.cached_prompt_tokens = sum(end.cached_prompt_tokens for end in ends)
+            response.usage.preemptions = sum(end.preemptions for end in ends)
+            for end in ends:
+                vector = np.frombuffer(end.embedding, "<f4")
+                if not request.omit_normalization:
+                    vector = _normalized(vector)
+                response.embeddings.add().values.extend(vector.tolist())
+            return response
+
+    async def _encode(self, request: v1.EmbedRequest, model: link_pb2.ServedModel) -> list[Sequence[int]]:
+        """The inputs as tokens.
+
+        Raises:
+            InvalidRequestError: one is empty or too long.
+        """
+        keep = request.truncate_prompt_tokens if request.HasField("truncate_prompt_tokens") else 0
+        prompts = []
+        for index, each in enumerate(request.inputs):
+            tokens = (await self._prompts.encode(each))[-keep:]  # of 0: all of them
+            fit(len(tokens), 1, 1, model, f"inputs[{index}].{each.WhichOneof('input')}")
+            prompts.append(tokens)
+        return prompts
+
+    def _requests(
+        self, request: v1.EmbedRequest, request_id: str, prompts: Sequence[Sequence[int]], caller: Caller, parent: str
+    ) -> Iterator[StreamRequest]:
+        """What the core is told of each prompt, made when it is its turn."""
+        model = self._services.served_model()
+        scheduling = wishes(request.scheduling, arrival=caller.arrival, principal=CURRENT.get())
+        takes_mean = request.pooling == v1.POOLING_MEAN
+        for prompt in prompts:
+            column = to_column(prompt)
+            yield StreamRequest(
+                request_id=request_id,
+                prompt=column,
+                max_tokens=1,
+                sampling=plan_pb2.SamplingParams().SerializeToString(),
+                credit=self._services.config.stream_credit,
+                arrival=caller.arrival,
+                deadline=caller.deadline,
+                traceparent=parent,
+                scheduling=scheduling,
+                block_keys=b"" if takes_mean else block_keys(model, scheduling.cache_scope, column),
+                block_size=model.block_size,
+                pooling=plan_pb2.POOLING_MEAN if takes_mean else plan_pb2.POOLING_LAST,
+            )
+
+    async def _compute(self, requests: Iterator[StreamRequest]) -> list[link_pb2.StreamEnd]:
+        """How the requests end, each with its vector.
+
+        Raises:
+            QuireError: one has failed.
+        """
+        link, wakeup = self._services.link, Wakeup()
+        detokenizer = partial(self._services.tokenizer.detokenizer, skip_special_tokens=True)
+        streams: list[Stream] = []
+        live: list[Stream] = []
+        try:
+            while True:
+                while len(live) < MAX_IN_PROGRESS and (request := next(requests, None)) is not None:
+                    streams.append(Stream(request, detokenizer(), wakeup.ring))
+                    live.append(streams[-1])
+                    link.submit(streams[-1])
+                if not live:
+                    return [_end_of(stream) for stream in streams]
+                await wakeup.rung()
+                for stream in [each for each in live if each.over]:
+                    _end_of(stream)
+                    live.remove(stream)
+                    link.release(stream)
+        finally:
+            for stream in live:
+                link.release(stream)
+
+
+def _violations(request: v1.EmbedRequest, model: link_pb2.ServedModel) -> Violations:
+    yield from check_request_id(request.request_id)
+    yield from check_model(request.model, model)
+    if not 1 <= len(request.inputs) <= MAX_INPUTS:
+        yield FieldViolation("inputs", f"{len(request.inputs)} of them; give 1 to {MAX_INPUTS}")
+    for index, each in enumerate(request.inputs[:MAX_INPUTS]):
+        field = f"inputs[{index}]"
+        match each.WhichOneof("input"):
+            case "text":
+                yield from check_text(each.text, f"{field}.text")
+            case "token_ids":
+                ids = list(each.token_ids.ids)
+                yield from check_token_ids(ids, model.vocab_size, f"{field}.token_ids")
+            case _:
+                yield FieldViolation(field, "missing; give one of `text` and `token_ids`")
+    if request.pooling not in v1.Pooling.values():
+        yield FieldViolation("pooling", f"{request.pooling} is not known; give POOLING_LAST or POOLING_MEAN")
+    if request.HasField("truncate_prompt_tokens"):
+        yield from check_truncation(request.truncate_prompt_tokens, "truncate_prompt_tokens")
+    yield from check_scheduling(request.scheduling)
+
+
+def _end_of(stream: Stream) -> link_pb2.StreamEnd:
+    """How a stream that is over ended.
+
+    Raises:
+        QuireError: without a vector.
+    """
+    if stream.error is not None:
+        raise stream.error
+    assert stream.end is not None, "a stream that is over without an error was ended by the core"
+    if stream.end.reason != link_pb2.END_REASON_EMBEDDED:
+        raise error_of(stream.end)
+    return stream.end
+
+
+def _normalized(vector: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+    """The vector at length 1; one of length 0 stays."""
+    length = float(np.linalg.norm(vector.astype(np.float64)))
+    return (vector / length).astype(np.float32) if length else vector

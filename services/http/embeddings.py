@@ -1,0 +1,93 @@
+"""`/v1/embeddings`: OpenAI's form of `Embed`."""
+
+import base64
+import struct
+from collections.abc import Sequence
+
+from quire.v1 import generation_pb2 as v1
+from services.context import Services
+from services.embeddings import Embedder
+from services.http.bodies import parse
+from services.http.endpoint import Exchange
+from services.http.errors import renamed
+from services.http.identity import check_model, choose_request_id
+from services.http.prompts import prompts_of
+from services.http.sampling import FieldNames, field_names, fill_scheduling
+from services.http.schema import EmbeddingBody
+from shared.errors import FieldViolation, InvalidRequestError, QuireError
+
+_POOLING = {"last": v1.POOLING_LAST, "mean": v1.POOLING_MEAN}
+
+
+class EmbeddingEndpoint:
+    """The endpoint."""
+
+    def __init__(self, services: Services, embedder: Embedder) -> None:
+        self._services = services
+        self._embedder = embedder
+
+    async def embed(self, exchange: Exchange) -> None:
+        """`/v1/embeddings`."""
+        body = parse(EmbeddingBody, await exchange.body())
+        request_id = choose_request_id(exchange, body)
+        model = check_model(self._services, body.model)
+        self._check_dimensions(body.dimensions)
+        request = v1.EmbedRequest(
+            request_id=request_id, pooling=_POOLING[body.pooling], omit_normalization=not body.normalize
+        )
+        for prompt in prompts_of(body.input):
+            each = request.inputs.add()
+            if isinstance(prompt, str):
+                each.text = prompt
+            else:
+                each.token_ids.ids.extend(prompt)
+        if body.truncate_prompt_tokens is not None:
+            request.truncate_prompt_tokens = body.truncate_prompt_tokens
+        fill_scheduling(request.scheduling, body)
+        is_one = isinstance(body.input, str) or isinstance(body.input[0], int)
+        await exchange.until_gone(self._answer(exchange, body, request, model, _names(len(request.inputs), is_one)))
+
+    async def _answer(
+        self, exchange: Exchange, body: EmbeddingBody, request: v1.EmbedRequest, model: str, names: FieldNames
+    ) -> None:
+        try:
+            response = await self._embedder.run(request, exchange.caller())
+        except QuireError as error:
+            raise renamed(error, names) from None
+        encode = _to_base64 if body.encoding_format == "base64" else list[float]
+        usage = response.usage
+        await exchange.answer(
+            {
+                "object": "list",
+                "data": [
+                    {"object": "embedding", "index": index, "embedding": encode(embedding.values)}
+                    for index, embedding in enumerate(response.embeddings)
+                ],
+                "model": model,
+                "usage": {
+                    "prompt_tokens": usage.prompt_tokens,
+                    "total_tokens": usage.prompt_tokens,
+                    "prompt_tokens_details": {"cached_tokens": usage.cached_prompt_tokens},
+                },
+            }
+        )
+
+    def _check_dimensions(self, wanted: int | None) -> None:
+        size = self._services.served_model().hidden_size
+        if wanted is not None and size and wanted != size:
+            raise InvalidRequestError(
+                FieldViolation("dimensions", f"the served model's vectors have {size} elements; leave it out")
+            )
+
+
+def _names(count: int, is_one: bool) -> FieldNames:
+    """What fields are called whose input is a list, or just one."""
+    names = {"inputs": "input"}
+    for index in range(count):
+        here = f"input[{index}]" if not is_one else "input"
+        names |= {f"inputs[{index}].{kind}": here for kind in ("text", "token_ids")} | {f"inputs[{index}]": here}
+    return field_names(names)
+
+
+def _to_base64(values: Sequence[float]) -> str:
+    return base64.b64encode(struct.pack(f"<{len(values)}f", *values)).decode("ascii")

@@ -1,0 +1,70 @@
+"""From the words of a request to token ids: its prompt, and its bad words."""
+
+from collections.abc import Sequence
+
+from opentelemetry.trace import Tracer
+
+from protos.quire.link.v1 import link_pb2
+from quire.v1 import generation_pb2 as v1
+from services.chat import template_input
+from services.chat_template import ChatTemplateError
+from services.tokenizer import TextTokenizer
+from services.validation import ValidRequest
+from shared.columns import from_column, to_column
+from shared.errors import FieldViolation, InvalidRequestError
+
+
+class Prompts:
+    """Encodes for one front-end process."""
+
+    def __init__(self, tokenizer: TextTokenizer, tracer: Tracer) -> None:
+        self._tokenizer = tokenizer
+        self._tracer = tracer
+
+    async def encode(self, request: v1.GenerateRequest | v1.EmbedInput) -> Sequence[int]:
+        """The token ids of a valid request's prompt.
+
+        Raises:
+            InvalidRequestError: the chat template refuses it.
+        """
+        with self._tracer.start_as_current_span("tokenize", record_exception=False) as span:
+            match request.WhichOneof("input"):
+                case "text":
+                    prompt: Sequence[int] = await self._tokenizer.encode(request.text)
+                case "chat":
+                    assert isinstance(request, v1.GenerateRequest)
+                    prompt = await self.encode_chat(request.chat)
+                case _:
+                    prompt = list(request.token_ids.ids)
+            span.set_attribute("gen_ai.usage.input_tokens", len(prompt))
+        return prompt
+
+    async def encode_chat(self, chat: v1.ChatInput, field_name: str = "chat") -> list[int]:
+        """The token ids of a valid conversation.
+
+        Raises:
+            InvalidRequestError: the template refuses it.
+        """
+        try:
+            return await self._tokenizer.encode_chat(template_input(chat))
+        except ChatTemplateError as error:
+            raise InvalidRequestError(FieldViolation(field_name, f"the model's chat template says: {error}")) from None
+
+    async def add_bad_words(self, valid: ValidRequest, model: link_pb2.ServedModel) -> None:
+        """Forbids what the request's bad words are as tokens, with and without a space before."""
+        if not valid.bad_words:
+            return
+        banned = set(from_column(valid.sampling.banned_token_ids).tolist())
+        longer = set()
+        for word in valid.bad_words:
+            for text in (word, f" {word.lstrip()}"):
+                ids = tuple(await self._tokenizer.encode(text, add_special_tokens=False))
+                if len(ids) == 1:
+                    banned.add(ids[0])
+                elif ids:
+                    longer.add(ids)
+        allowed = set(from_column(valid.sampling.allowed_token_ids).tolist())
+        if allowed <= banned if allowed else len(banned) >= model.vocab_size:
+            raise InvalidRequestError(FieldViolation("sampling.bad_words", "leave no token to choose"))
+        valid.sampling.banned_token_ids = to_column(sorted(banned))
+        valid.sampling.bad_words.extend(to_column(ids) for ids in sorted(longer))

@@ -1,0 +1,97 @@
+"""Requests for embeddings in the core: rows that leave once their prompt is planned, and end with their vector."""
+
+import dataclasses
+
+import numpy as np
+
+from scheduler_svc.core import events as ev
+from scheduler_svc.core.effects import EndReason
+from scheduler_svc.core.events import Pooling
+from scheduler_svc.sim.model_worker import ModelWorker
+from scheduler_svc.sim.oracle import expected_embedding
+from tests.scheduler_svc.cluster import FRONTEND, Cluster, Reader
+
+PROMPT = list(range(1, 30))
+
+
+class OldWorker(ModelWorker):
+    """One that speaks the version before embeddings."""
+
+    def hello(self, worker_id: str = "w") -> ev.WorkerHello:
+        """Says nothing of hidden states."""
+        hello = super().hello(worker_id)
+        return dataclasses.replace(hello, model=dataclasses.replace(hello.model, hidden_size=0))
+
+
+def embed(cluster: Cluster, stream: int, pooling: Pooling) -> Reader:
+    """Submits a request."""
+    reader = cluster.readers[stream] = Reader(PROMPT, 1, set())
+    cluster.handle(
+        ev.RequestArrived(
+            frontend=FRONTEND,
+            stream=stream,
+            request_id=f"r{stream}",
+            token_ids=np.array(PROMPT, np.int32),
+            num_prompt_tokens=len(PROMPT),
+            max_tokens=1,
+            stop_token_ids=np.zeros(0, np.int32),
+            sampling=b"",
+            credit=4,
+            deadline=None,
+            traceparent="",
+            pooling=pooling,
+        )
+    )
+    return reader
+
+
+def ended(reader: Reader) -> tuple[EndReason, bytes]:
+    """How a request ended."""
+    assert reader.end is not None
+    assert not reader.tokens
+    return reader.end.reason, reader.end.embedding
+
+
+def test_a_mean_begins_at_the_first_token_whatever_is_cached() -> None:
+    """The last token's hidden state reads the prefix cache; a mean computes all, in chunks; both end once, rightly."""
+    cluster = Cluster(max_num_batched_tokens=8, max_num_seqs=4)
+    cluster.join(ModelWorker(b"w/1", num_blocks=64, block_size=4, max_rows=4))
+    for stream, pooling in enumerate((Pooling.LAST, Pooling.MEAN, Pooling.LAST), 1):
+        reader = embed(cluster, stream, pooling)
+        cluster.run()
+        assert ended(reader) == (EndReason.EMBEDDED, expected_embedding(PROMPT, pooling))
+    computed = [a.num_computed_tokens for plan in cluster.plans for a in plan.admissions]
+    assert computed == [0, 0, 28]
+
+
+def test_workers_of_an_older_version_are_left_out() -> None:
+    """An embedding waits for a worker that makes it; where no worker does, it is refused."""
+    cluster = Cluster(max_num_batched_tokens=8, max_num_seqs=4)
+    cluster.join(OldWorker(b"old/1", num_blocks=64, block_size=4, max_rows=4), "old")
+    refused = embed(cluster, 1, Pooling.LAST)
+    cluster.run()
+    assert ended(refused)[0] is EndReason.INVALID
+
+    cluster.join(ModelWorker(b"new/1", num_blocks=64, block_size=4, max_rows=4), "new")
+    served = embed(cluster, 2, Pooling.LAST)
+    cluster.run()
+    assert ended(served) == (EndReason.EMBEDDED, expected_embedding(PROMPT, Pooling.LAST))
+    assert {plan.worker for plan in cluster.plans if plan.admissions} == {b"new/1"}
+
+
+def test_an_answer_without_its_vector_ends_the_epoch() -> None:
+    """A worker that leaves a vector out, or makes one of another size, is given up; the request is planned again."""
+    for wrong in ((), (ev.RowEmbedding(row=3, generation=1, values=b"123"),)):
+        cluster = Cluster(max_num_batched_tokens=64, max_num_seqs=4)
+        worker = ModelWorker(b"w/1", num_blocks=64, block_size=4, max_rows=4)
+        cluster.join(worker)
+        reader = embed(cluster, 1, Pooling.LAST)
+        plan = cluster.core.plan(worker.peer, cluster.now)
+        assert plan is not None
+        cluster.handle(dataclasses.replace(worker.execute(plan), embeddings=wrong))
+        assert not cluster.core.workers()
+        assert reader.end is None
+
+        cluster.join(ModelWorker(b"w/2", num_blocks=64, block_size=4, max_rows=4))
+        cluster.run()
+        assert ended(reader) == (EndReason.EMBEDDED, expected_embedding(PROMPT, Pooling.LAST))
