@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -181,14 +182,27 @@ def test_greedy_takes_the_lowest_of_equal_logits() -> None:
     assert int(sample(logits, mixed)[0]) == 30
 
 
-@pytest.mark.parametrize(("top_k", "top_p"), [(0, 1.0), (5, 1.0), (0, 0.9)])
-def test_draws_follow_the_softmax(top_k: int, top_p: float) -> None:
-    """Over 20,000 positions the frequencies pass a chi-squared test against the filtered softmax."""
+@pytest.mark.parametrize(
+    "filters",
+    [
+        {},
+        {"top_k": 5},
+        {"top_p": 0.9},
+        {"min_p": 0.1},
+        {"min_p": 0.3},
+        {"typical_p": 0.5},
+        {"typical_p": 0.9},
+        {"top_k": 8, "top_p": 0.95, "min_p": 0.05, "typical_p": 0.8},
+    ],
+    ids=str,
+)
+def test_draws_follow_the_softmax(filters: dict[str, Any]) -> None:
+    """Over 20,000 positions the frequencies pass a chi-squared test against what transformers would draw from."""
     num_draws = 20000
     logits = torch.tensor([2.0, 1.0, 0.5, 0.0, -0.5, -1.0, -2.0, 1.5, 0.25, -3.0])
-    params = sampling(num_draws, temperature=0.9, top_k=top_k, top_p=top_p)
-    one = sampling(1, temperature=0.9, top_k=top_k, top_p=top_p)
-    probs = process_logits_reference(logits[None], one)[0].double().softmax(0)
+    params = sampling(num_draws, temperature=0.9, **filters)
+    probs = by_transformers(logits[None], 0.9, **({"top_k": 0, "top_p": 1.0, "min_p": 0.0} | filters))[0]
+    probs = probs.double().softmax(0)
     counts = sample(logits.expand(num_draws, -1), params).bincount(minlength=10)
 
     possible = probs > 0
