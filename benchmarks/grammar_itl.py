@@ -1,13 +1,17 @@
 """What rows with a grammar cost the others: the time between tokens of plain streams, beside plain and grammar rows.
 
-.venv/bin/python benchmarks/grammar_itl.py 127.0.0.1:50051
+.venv/bin/quire serve &
+.venv/bin/python benchmarks/grammar_itl.py 127.0.0.1:50051 --json benchmarks/results/grammar_itl.json
 """
 
+import argparse
 import asyncio
 import itertools
+import json
+import platform
 import statistics
-import sys
 import time
+from pathlib import Path
 
 from quire import AsyncClient
 
@@ -44,18 +48,38 @@ async def round_of(client: AsyncClient, *, grammars: bool) -> list[float]:
     return [gap for each in gaps for gap in each]
 
 
-async def main(target: str) -> None:
-    """Three rounds of each, in turn."""
+async def main(target: str) -> dict[str, object]:
+    """The figures of three rounds of each, in turn."""
     async with AsyncClient(target) as client:
         await round_of(client, grammars=True)
         found: dict[bool, list[float]] = {False: [], True: []}
         for _ in range(3):
             for grammars in found:
                 found[grammars] += await round_of(client, grammars=grammars)
+    results = []
     for grammars, gaps in found.items():
         quantiles = statistics.quantiles(gaps, n=100)
-        what = "grammar" if grammars else "plain"
-        print(f"beside {BESIDE} {what} rows: ITL p50 {quantiles[49] * 1e3:.2f} ms, p99 {quantiles[98] * 1e3:.2f} ms")
+        beside = "grammar" if grammars else "plain"
+        print(f"beside {BESIDE} {beside} rows: ITL p50 {quantiles[49] * 1e3:.2f} ms, p99 {quantiles[98] * 1e3:.2f} ms")
+        results.append(
+            {
+                "beside": beside,
+                "rows_measured": PLAIN,
+                "rows_beside": BESIDE,
+                "gaps": len(gaps),
+                "itl_ms_mean": statistics.mean(gaps) * 1e3,
+                "itl_ms_p50": quantiles[49] * 1e3,
+                "itl_ms_p90": quantiles[89] * 1e3,
+                "itl_ms_p99": quantiles[98] * 1e3,
+            }
+        )
+    return {"machine": platform.machine(), "model": "demo", "results": results}
 
 
-asyncio.run(main(sys.argv[1]))
+parser = argparse.ArgumentParser(description=__doc__)
+parser.add_argument("target", help="HOST:PORT of the service's gRPC")
+parser.add_argument("--json", type=Path, help="where to write the figures")
+options = parser.parse_args()
+found = asyncio.run(main(options.target))
+if options.json is not None:
+    options.json.write_text(json.dumps(found, indent=2) + "\n")
