@@ -134,4 +134,6 @@ def _mark(span: Span, operation: Operation, status: str | int | None, reason: st
     span.set_attribute("error.type", reason)
     if status is not None:
         span.set_attribute(operation.status_key, status)
-    span.set_status(Status(StatusCode.ERROR, reason))
+    # What an HTTP client did wrong is no error of the server's span.
+    if not (isinstance(status, int) and status < 500):
+        span.set_status(Status(StatusCode.ERROR, reason))

@@ -87,6 +87,37 @@ def test_an_error_marks_the_span(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
+def test_http_requests_are_named_as_http_requests_are(tmp_path: Path) -> None:
+    """Method and route name the span, the status is in it, and only a fault of the server makes it an error; it is a
+    child of the client's span all the same."""
+
+    async def main() -> None:
+        telemetry = KeptTelemetry()
+        found = []
+        async with running_stack(tmp_path, telemetry=telemetry) as stack:
+            for body in ({"prompt": "the fox", "max_tokens": 3}, {"prompt": "the fox", "temperature": -1}):
+                answer = await stack.http.post("/v1/completions", json=body, headers=dict([TRACEPARENT]))
+                found.append((answer.status_code, telemetry.spans()["POST /v1/completions"]))
+            stack.core.end_at_once = link_pb2.StreamEnd(reason=link_pb2.END_REASON_ROW_FAILED)
+            answer = await stack.http.post("/v1/completions", json={"prompt": "the fox"})
+            found.append((answer.status_code, telemetry.spans()["POST /v1/completions"]))
+
+        assert [status for status, _ in found] == [200, 400, 500]
+        for status, span in found:
+            attributes = dict(span.attributes or {})
+            assert span.kind is SpanKind.SERVER
+            assert attributes["http.request.method"] == "POST"
+            assert attributes["http.route"] == attributes["url.path"] == "/v1/completions"
+            assert attributes["http.response.status_code"] == status
+            assert ("error.type" in attributes) == (status != 200)
+            assert (span.status.status_code is StatusCode.ERROR) == (status == 500)
+        parent = found[0][1].parent
+        assert parent is not None
+        assert format_span_id(parent.span_id) == PARENT_ID
+
+    asyncio.run(main())
+
+
 def test_nothing_of_a_prompt_is_recorded(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Neither spans nor logs hold text of prompt or answer, whether the call succeeds, fails or is cancelled."""
 
