@@ -63,8 +63,8 @@ class FrontendPeer(Peer):
             if message.HasField("state") or message.refused:
                 return message
 
-    def submit(self, stream: int) -> None:
-        """Submits a request of three tokens."""
+    def submit(self, stream: int, identity: bytes = b"") -> None:
+        """Submits a request of three tokens; one with an identity is resumable."""
         submission = link_pb2.Submission(
             stream=stream,
             request_id=f"r{stream}",
@@ -73,6 +73,7 @@ class FrontendPeer(Peer):
             max_tokens=4,
             sampling=plan_pb2.SamplingParams(top_p=1).SerializeToString(),
             credit=1000,
+            identity=identity,
         )
         self.send(link_pb2.FrontendMessage(submissions=[submission]))
 
@@ -112,6 +113,7 @@ class Stand:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._frontends, self._workers = f"ipc://{folder}/f", f"ipc://{folder}/w"
         self._peers: list[Peer] = []
+        self.killed = False
         self.process = subprocess.Popen(
             [sys.executable, "-m", "quire.cli.main", "scheduler", f"--frontend-address={self._frontends}",
              f"--worker-address={self._workers}", "--max-num-seqs=4", *flags],
@@ -136,7 +138,13 @@ class Stand:
         self._context.term()
         if self.process.poll() is None:
             self.process.terminate()
-        assert self.process.wait(20) == 0
+        assert self.process.wait(20) == (-signal.SIGKILL if self.killed else 0)
+
+    def kill(self) -> None:
+        """Ends the scheduler at once."""
+        self.killed = True
+        self.process.kill()
+        self.process.wait()
 
 
 @pytest.fixture
@@ -333,3 +341,35 @@ def test_shutdown_can_end_live_requests(tmp_path: Path) -> None:
     assert end.reason == link_pb2.END_REASON_SHUTDOWN
     assert stand.process.wait(20) == 0
     stand.close()
+
+
+@pytest.mark.parametrize("fsync", ["none", "interval", "step"])
+def test_what_a_front_end_was_told_outlives_the_scheduler(tmp_path: Path, fsync: str) -> None:
+    """A scheduler that is killed between two steps: the next one gives whoever resumes all tokens that were told to
+    anybody, and says how far it had come."""
+    flags = (f"--journal={tmp_path / 'journal'}", f"--journal-fsync={fsync}")
+    first = Stand(tmp_path, *flags)
+    frontend, worker = first.frontend(), first.worker()
+    frontend.hello()
+    worker.hello()
+    frontend.submit(7, b"identity")
+    told: list[int] = []
+    for step in (1, 2):
+        worker.answer(worker.until("plan"), [0], [10 + step])
+        told += from_column(frontend.until("tokens").tokens).tolist()
+    first.kill()
+    first.close()
+
+    second = Stand(tmp_path, *flags)
+    frontend = second.frontend()
+    frontend.hello()
+    question = link_pb2.ResumeQuestion(number=3, identity=b"identity")
+    frontend.send(link_pb2.FrontendMessage(resume_questions=[question]))
+    while not (message := link_pb2.CoreMessage.FromString(frontend.receive())).resume_replies:
+        pass
+    (reply,) = message.resume_replies
+    assert (reply.number, reply.not_found, reply.HasField("end")) == (3, False, False)
+    assert told == [11, 12]
+    assert from_column(reply.submission.token_ids).tolist() == [1, 2, 3, *told]
+    assert (reply.submission.request_id, reply.submission.max_tokens) == ("r7", 4)
+    second.close()
