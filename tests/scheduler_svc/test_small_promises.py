@@ -200,3 +200,13 @@ def test_who_has_become_hopeless_while_waiting_is_refused() -> None:
     cluster.plan()
     assert reader.end is not None
     assert (reader.end.reason, reader.tokens) == (ef.EndReason.DEADLINE, [])
+
+
+def test_every_end_counts_once() -> None:
+    """The metrics tell how many requests have ended, by reason."""
+    cluster = _cluster()
+    for stream in range(3):
+        cluster.submit(stream, [stream], 4)
+    cluster.run()
+    ended = {reason: count for reason, count in cluster.core.stats().ended.items() if count}
+    assert ended == {ef.EndReason.LENGTH: 3}
