@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 import zmq
 
@@ -63,14 +64,15 @@ class FrontendPeer(Peer):
             if message.HasField("state") or message.refused:
                 return message
 
-    def submit(self, stream: int, identity: bytes = b"") -> None:
-        """Submits a request of three tokens; one with an identity is resumable."""
+    def submit(self, stream: int, identity: bytes = b"", *, pooling: int = 0) -> None:
+        """Submits a request of three tokens: one with an identity is resumable, one with `pooling` for an embedding."""
         submission = link_pb2.Submission(
             stream=stream,
             request_id=f"r{stream}",
             token_ids=to_column([1, 2, 3]),
             num_prompt_tokens=3,
-            max_tokens=4,
+            max_tokens=1 if pooling else 4,
+            pooling=pooling,
             sampling=plan_pb2.SamplingParams(top_p=1).SerializeToString(),
             credit=1000,
             identity=identity,
@@ -92,7 +94,7 @@ class WorkerPeer(Peer):
         self, oldest: int = PLAN_VERSIONS.oldest, newest: int = 0, *, worker_id: str = "w", process: str = ""
     ) -> None:
         """Says hello, as one that speaks these versions."""
-        model = plan_pb2.ModelInfo(name="m", fingerprint="f", max_model_len=64, vocab_size=100)
+        model = plan_pb2.ModelInfo(name="m", fingerprint="f", max_model_len=64, vocab_size=100, hidden_size=2)
         hello = plan_pb2.Hello(
             protocol_version=oldest, newest_protocol_version=newest, worker_id=worker_id, incarnation=1, model=model,
             block_size=4, num_blocks=8,
@@ -179,6 +181,45 @@ def test_a_request_runs_from_submission_to_end(stand: Stand) -> None:
     assert delivered == [11, 12, 13, 14]
     ends = message.ends or frontend.until("ends").ends
     assert [(end.stream, end.reason) for end in ends] == [(7, link_pb2.END_REASON_LENGTH)]
+
+
+def test_an_embedding_travels_from_the_worker_to_the_front_end(stand: Stand) -> None:
+    """The worker hears what the row is for, its vector ends the request, and the row leaves."""
+    frontend, worker = stand.frontend(), stand.worker()
+    frontend.hello()
+    worker.hello()
+    assert frontend.until("state").state.model.hidden_size == 2
+    frontend.submit(7, pooling=plan_pb2.POOLING_LAST)
+    plan = worker.until("plan")
+    (admission,) = plan.plan.admissions
+    assert admission.pooling == plan_pb2.POOLING_LAST
+    vector = np.array([0.5, -2.0], "<f4").tobytes()
+    embedding = plan_pb2.RowEmbedding(row=admission.row, generation=admission.generation, values=vector)
+    result = plan_pb2.StepResult(step=plan.plan.step, embeddings=[embedding])
+    worker.send(plan_pb2.WorkerMessage(epoch=plan.epoch, result=result))
+
+    (end,) = frontend.until("ends").ends
+    assert (end.stream, end.reason, end.embedding) == (7, link_pb2.END_REASON_EMBEDDED, vector)
+    assert from_column(worker.until("plan").plan.leaves).tolist() == [admission.row]
+
+
+def test_the_log_level_reaches_everybody(stand: Stand) -> None:
+    """Front ends hear it with the state, workers with their next ping, and so do those that join later."""
+    frontend, worker = stand.frontend(), stand.worker()
+    assert frontend.hello().state.log_level == ""
+    worker.hello()
+    assert worker.until("ping").ping.log_level == ""
+    order = link_pb2.OperatorRequest(number=3, set_log_level=link_pb2.SetLogLevel(level="warning"))
+    frontend.send(link_pb2.FrontendMessage(operator_requests=[order]))
+    message = frontend.until("operator_replies")
+    while not message.operator_replies:
+        message = link_pb2.CoreMessage.FromString(frontend.receive())
+    while worker.until("ping").ping.log_level != "warning":
+        pass
+
+    assert (message.operator_replies[0].number, message.operator_replies[0].log_level) == (3, "info")
+    assert message.state.log_level == "warning"
+    assert stand.frontend().hello().state.log_level == "warning"
 
 
 def test_a_vanished_worker_is_noticed_and_replaced(stand: Stand) -> None:

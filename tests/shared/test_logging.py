@@ -39,6 +39,18 @@ def test_a_line_says_who_wrote_it_and_when() -> None:
     assert line["timestamp"].endswith("Z")
 
 
+def test_the_level_may_change_at_any_time() -> None:
+    """Loggers that were used before follow, and what libraries say is not touched by it."""
+    program = (
+        "import logging\nfrom shared.logging import set_level\nlog = get_logger()\n"
+        "log.debug('1'); log.info('2'); set_level('debug')\n"
+        "log.debug('3'); set_level('error'); log.warning('4'); log.error('5')\n"
+        "logging.getLogger('lib').warning('6')"
+    )
+
+    assert [line["event"] for line in lines_of(program)] == ["2", "3", "5", "6"]
+
+
 @pytest.mark.parametrize(
     ("program", "logger", "event"),
     [
