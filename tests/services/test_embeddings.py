@@ -1,0 +1,118 @@
+"""Embeddings at the front end: prompts go to the core as requests that pool, vectors come out in both protocols."""
+
+import asyncio
+import struct
+from base64 import b64decode
+from pathlib import Path
+
+import grpc
+import pytest
+from grpc import aio
+
+from protos.quire.link.v1 import link_pb2
+from protos.quire.plan.v1 import plan_pb2
+from quire.v1 import generation_pb2 as v1
+from services.embeddings import MAX_IN_PROGRESS
+from shared.columns import from_column
+from tests.services.stack import MODEL, TestCore, running_stack
+
+VECTOR = struct.pack("<2f", 3.0, -4.0)
+
+
+def embedding_core(address: str) -> TestCore:
+    """A core that ends every request with the same vector."""
+    model = link_pb2.ServedModel()
+    model.CopyFrom(MODEL)
+    model.hidden_size = 2
+    core = TestCore(address, model=model)
+    core.end_at_once = link_pb2.StreamEnd(reason=link_pb2.END_REASON_EMBEDDED, embedding=VECTOR, cached_prompt_tokens=1)
+    return core
+
+
+def test_prompts_are_requests_that_pool(tmp_path: Path) -> None:
+    """Each input is a request with the call's pooling; vectors are scaled unless that is declined; usage is the sum; a
+    call of more inputs than are in progress at a time is answered in order."""
+
+    async def main() -> None:
+        async with running_stack(tmp_path, core=embedding_core) as stack:
+            inputs = [v1.EmbedInput(token_ids=v1.TokenIds(ids=[1, 2, 3 + i % 5])) for i in range(MAX_IN_PROGRESS + 9)]
+            scaled = await stack.generation.Embed(v1.EmbedRequest(inputs=inputs, request_id="mine"))
+            raw = await stack.generation.Embed(
+                v1.EmbedRequest(
+                    inputs=inputs[:1], pooling=v1.POOLING_MEAN, omit_normalization=True, truncate_prompt_tokens=2
+                )
+            )
+            submissions = stack.core.submissions
+
+        assert [list(each.values) for each in scaled.embeddings] == [pytest.approx([0.6, -0.8])] * len(inputs)
+        assert (scaled.request_id, scaled.model) == ("mine", "echo")
+        assert (scaled.usage.prompt_tokens, scaled.usage.cached_prompt_tokens) == (3 * len(inputs), len(inputs))
+        assert list(raw.embeddings[0].values) == [3.0, -4.0]
+        assert {(s.pooling, s.max_tokens, s.request_id) for s in submissions[:-1]} == {
+            (plan_pb2.POOLING_LAST, 1, "mine")
+        }
+        assert submissions[-1].pooling == plan_pb2.POOLING_MEAN
+        assert from_column(submissions[-1].token_ids).tolist() == [2, 3]
+
+    asyncio.run(main())
+
+
+def test_http_gives_them_as_openai_does(tmp_path: Path) -> None:
+    """As numbers or as base64 of little-endian float32, with usage; dimensions only if they are the model's own."""
+
+    async def main() -> None:
+        async with running_stack(tmp_path, core=embedding_core) as stack:
+            answers = []
+            for options in (
+                {},
+                {"encoding_format": "base64", "normalize": False},
+                {"dimensions": 2},
+                {"dimensions": 3},
+            ):
+                body = {"input": ["the fox", "a dog"], "model": "echo", **options}
+                answers.append(await stack.http.post("/v1/embeddings", json=body))
+
+        plain, encoded, fits, wrong = (answer.json() for answer in answers)
+        assert [answer.status_code for answer in answers] == [200, 200, 200, 400]
+        assert (plain["object"], plain["model"]) == ("list", "echo")
+        assert [(each["object"], each["index"]) for each in plain["data"]] == [("embedding", 0), ("embedding", 1)]
+        assert plain["data"][1]["embedding"] == pytest.approx([0.6, -0.8])
+        assert plain["usage"]["prompt_tokens"] == plain["usage"]["total_tokens"] > 0
+        assert b64decode(encoded["data"][0]["embedding"]) == VECTOR
+        assert fits["data"] == plain["data"]
+        assert wrong["error"]["param"] == "dimensions"
+
+    asyncio.run(main())
+
+
+def test_a_model_without_hidden_states_says_so(tmp_path: Path) -> None:
+    """UNIMPLEMENTED, and 400 in HTTP, before anything is computed; one that fails ends the call with its reason."""
+
+    async def main() -> None:
+        async with running_stack(tmp_path) as stack:
+            request = v1.EmbedRequest(inputs=[v1.EmbedInput(text="the fox")])
+            with pytest.raises(aio.AioRpcError) as unable:
+                await stack.generation.Embed(request)
+            answer = await stack.http.post("/v1/embeddings", json={"input": "the fox"})
+            assert not stack.core.submissions
+
+        assert unable.value.code() is grpc.StatusCode.UNIMPLEMENTED
+        assert answer.status_code == 400
+        assert "no embeddings" in answer.json()["error"]["message"]
+
+    asyncio.run(main())
+
+
+def test_one_failure_ends_the_call(tmp_path: Path) -> None:
+    """No vector is given out of a call of which one prompt failed; the others are cancelled."""
+
+    async def main() -> None:
+        async with running_stack(tmp_path, core=embedding_core) as stack:
+            stack.core.end_at_once = link_pb2.StreamEnd(reason=link_pb2.END_REASON_ROW_FAILED, message="NaN")
+            with pytest.raises(aio.AioRpcError) as failed:
+                await stack.generation.Embed(v1.EmbedRequest(inputs=[v1.EmbedInput(text="the fox")] * 3))
+            assert not stack.frontend.link._streams
+
+        assert failed.value.code() is grpc.StatusCode.INTERNAL
+
+    asyncio.run(main())
