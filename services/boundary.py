@@ -6,6 +6,7 @@ guard is the one place where it is found out who calls, where errors become stat
 and where calls are counted: one more than the process may have in hand is refused before anything is done for it.
 """
 
+import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -18,9 +19,11 @@ from google.protobuf.unknown_fields import UnknownFieldSet
 from grpc import aio
 
 from services.calls import CallsInProgress
+from services.context import Caller
 from services.errors import InternalError, to_status
 from services.principals import CURRENT, Principals
 from services.tls import grpc_names
+from services.tracing import TRACEPARENT_KEY, Operation
 from shared.errors import FieldViolation, InvalidRequestError, QuireError, UnsupportedMethodError
 from shared.ids import draw_error_id
 from shared.logging import get_logger
@@ -127,6 +130,18 @@ class Boundary(aio.ServerInterceptor):
             return None
 
         return guarded
+
+
+def caller_of(context: Context, operation: Operation) -> Caller:
+    """Who calls, as gRPC says."""
+    metadata = dict(context.invocation_metadata() or ())
+    arrival, left = time.monotonic(), context.time_remaining()
+    return Caller(
+        operation=operation,
+        traceparent=str(metadata.get(TRACEPARENT_KEY, "")),
+        arrival=arrival,
+        deadline=None if left is None else arrival + left,
+    )
 
 
 def cancel_code(context: Context) -> str:

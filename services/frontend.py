@@ -163,7 +163,7 @@ class Frontend:
         )
         generation = GenerationServicer(self._generator, self._embedder, self._texts)
         generation_pb2_grpc.add_GenerationServiceServicer_to_server(generation, server)
-        add_vllm_service(server, services, self._generator)
+        add_vllm_service(server, services, self._generator, self._embedder)
         model_pb2_grpc.add_ModelServiceServicer_to_server(ModelServicer(services), server)
         admin_pb2_grpc.add_AdminServiceServicer_to_server(AdminServicer(services.link), server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)

@@ -1,18 +1,16 @@
 """The calls of `quire.v1.GenerationService`: from what gRPC gives to values, from what `generation` sends to gRPC."""
 
-import time
 from collections.abc import AsyncIterator
 
 from quire.v1 import generation_pb2 as v1
 from quire.v1 import generation_pb2_grpc
 from services.batch import Batch
-from services.boundary import Context
+from services.boundary import Context, caller_of
 from services.collect import Collector
-from services.context import Caller
 from services.embeddings import Embedder
 from services.generation import Generator
 from services.texts import Texts
-from services.tracing import TRACEPARENT_KEY, rpc
+from services.tracing import rpc
 from shared.errors import FieldViolation, InvalidRequestError
 
 REQUEST_ID_KEY = "quire-request-id"
@@ -33,21 +31,21 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         async def begun(request_id: str) -> None:
             await context.send_initial_metadata(((REQUEST_ID_KEY, request_id),))
 
-        await self._generator.run(request, _caller(context, "Generate"), context.write, begun=begun)
+        await self._generator.run(request, caller_of(context, rpc("Generate")), context.write, begun=begun)
 
     async def GenerateOnce(self, request: v1.GenerateOnceRequest, context: Context) -> v1.GenerateOnceResponse:
         """Generates from one prompt and answers once."""
         if not request.HasField("request"):
             raise InvalidRequestError(FieldViolation("request", "missing"))
         collector = Collector()
-        await self._generator.run(request.request, _caller(context, "GenerateOnce"), collector.send)
+        await self._generator.run(request.request, caller_of(context, rpc("GenerateOnce")), collector.send)
         return collector.response()
 
     async def GenerateBatch(  # type: ignore[override]
         self, requests: AsyncIterator[v1.GenerateBatchRequest], context: Context
     ) -> None:
         """Generates from many prompts on one call."""
-        batch = Batch(self._generator, lambda: _caller(context, "GenerateBatch"), context.write)
+        batch = Batch(self._generator, lambda: caller_of(context, rpc("GenerateBatch")), context.write)
         await batch.run(requests)
 
     async def Resume(self, request: v1.ResumeRequest, context: Context) -> None:  # type: ignore[override]
@@ -59,16 +57,16 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         async def send(response: v1.GenerateResponse) -> None:
             await context.write(v1.ResumeResponse(response=response))
 
-        await self._generator.resume(request, _caller(context, "Resume"), send, begun=begun)
+        await self._generator.resume(request, caller_of(context, rpc("Resume")), send, begun=begun)
 
     async def Cancel(self, request: v1.CancelRequest, context: Context) -> v1.CancelResponse:
         """Ends a resumable request."""
-        await self._generator.cancel(request.request_id, _caller(context, "Cancel").principal)
+        await self._generator.cancel(request.request_id, caller_of(context, rpc("Cancel")).principal)
         return v1.CancelResponse()
 
     async def Embed(self, request: v1.EmbedRequest, context: Context) -> v1.EmbedResponse:
         """Turns prompts into vectors."""
-        return await self._embedder.run(request, _caller(context, "Embed"))
+        return await self._embedder.run(request, caller_of(context, rpc("Embed")))
 
     async def Tokenize(self, request: v1.TokenizeRequest, context: Context) -> v1.TokenizeResponse:
         """Turns text or a conversation into token ids."""
@@ -77,15 +75,3 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
     async def Detokenize(self, request: v1.DetokenizeRequest, context: Context) -> v1.DetokenizeResponse:
         """Turns token ids into text."""
         return await self._texts.detokenize(request)
-
-
-def _caller(context: Context, method: str) -> Caller:
-    """Who calls, as gRPC says."""
-    metadata = dict(context.invocation_metadata() or ())
-    arrival, left = time.monotonic(), context.time_remaining()
-    return Caller(
-        operation=rpc(method),
-        traceparent=str(metadata.get(TRACEPARENT_KEY, "")),
-        arrival=arrival,
-        deadline=None if left is None else arrival + left,
-    )

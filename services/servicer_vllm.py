@@ -1,8 +1,8 @@
 """`vllm.grpc.engine.VllmEngine`: what routers speak to vLLM's engines, so that they can put Quire behind them.
 
-The messages are those of the package smg-grpc-proto; without it the service is not offered. Generate, Abort,
-HealthCheck, GetModelInfo, GetServerInfo, GetLoads and GetTokenizer work; what moves KV, media or profiles does not, and
-is refused.
+The messages are those of the package smg-grpc-proto; without it the service is not offered. Generate, Embed,
+Abort, HealthCheck, GetModelInfo, GetServerInfo, GetLoads and GetTokenizer work; what moves KV, media or profiles does
+not, and is refused.
 """
 
 import asyncio
@@ -15,8 +15,9 @@ from google.protobuf import message_factory
 
 from quire import __version__
 from quire.v1 import generation_pb2 as v1
-from services.boundary import Context
-from services.context import Caller, Services
+from services.boundary import Context, caller_of
+from services.context import Services
+from services.embeddings import Embedder
 from services.errors import RequestCancelledError
 from services.generation import Generator
 from services.tokenizer_archive import pack_tokenizer
@@ -37,11 +38,11 @@ _CONSTRAINTS = {"json_schema": "json_schema", "regex": "regex", "grammar": "ebnf
 _REASONS = {v1.FINISH_REASON_STOP: "stop", v1.FINISH_REASON_LENGTH: "length"}
 
 
-def add_vllm_service(server: Any, services: Services, generator: Generator) -> bool:
+def add_vllm_service(server: Any, services: Services, generator: Generator, embedder: Embedder) -> bool:
     """Offers the service, if its messages are installed; whether they are."""
     if pb_grpc is None:
         return False
-    servicer = type("VllmServicer", (VllmEngine, pb_grpc.VllmEngineServicer), {})(services, generator)
+    servicer = type("VllmServicer", (VllmEngine, pb_grpc.VllmEngineServicer), {})(services, generator, embedder)
     pb_grpc.add_VllmEngineServicer_to_server(servicer, server)
     return True
 
@@ -49,9 +50,10 @@ def add_vllm_service(server: Any, services: Services, generator: Generator) -> b
 class VllmEngine:
     """Serves one front-end process."""
 
-    def __init__(self, services: Services, generator: Generator) -> None:
+    def __init__(self, services: Services, generator: Generator, embedder: Embedder) -> None:
         self._services = services
         self._generator = generator
+        self._embedder = embedder
         self._folder = resolve_model(services.config.model, weights=False).resolve()
         self._started = time.time()
         self._running: dict[str, asyncio.Task[None]] = {}
@@ -61,11 +63,9 @@ class VllmEngine:
         """Generates; chunks if `stream` is set, and in any case each choice complete at its end."""
         wanted = to_request(request)
         answers = _Answers(request.stream, context.write)
-        left = context.time_remaining()
-        now = time.monotonic()
-        deadline = None if left is None else now + left
-        caller = Caller(operation=rpc("Generate", SERVICE), arrival=now, deadline=deadline)
-        task = asyncio.create_task(self._generator.run(wanted, caller, answers.send))
+        task = asyncio.create_task(
+            self._generator.run(wanted, caller_of(context, rpc("Generate", SERVICE)), answers.send)
+        )
         self._running.setdefault(wanted.request_id, task)
         try:
             await task
@@ -86,6 +86,18 @@ class VllmEngine:
             if task is not None:
                 task.cancel()
         return pb.AbortResponse()
+
+    async def Embed(self, request: Any, context: Context) -> Any:
+        """The scaled hidden state of the prompt's last token."""
+        wanted = v1.EmbedRequest(request_id=request.request_id)
+        wanted.inputs.add().token_ids.ids.extend(request.tokenized.input_ids)
+        response = await self._embedder.run(wanted, caller_of(context, rpc("Embed", SERVICE)))
+        (embedding,) = response.embeddings
+        return pb.EmbedResponse(
+            embedding=embedding.values,
+            prompt_tokens=response.usage.prompt_tokens,
+            embedding_dim=len(embedding.values),
+        )
 
     async def HealthCheck(self, request: Any, context: Context) -> Any:
         """Whether requests would be served now."""

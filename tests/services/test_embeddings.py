@@ -8,6 +8,8 @@ from pathlib import Path
 import grpc
 import pytest
 from grpc import aio
+from smg_grpc_proto import vllm_engine_pb2 as pb
+from smg_grpc_proto import vllm_engine_pb2_grpc as pb_grpc
 
 from protos.quire.link.v1 import link_pb2
 from protos.quire.plan.v1 import plan_pb2
@@ -53,6 +55,21 @@ def test_prompts_are_requests_that_pool(tmp_path: Path) -> None:
         }
         assert submissions[-1].pooling == plan_pb2.POOLING_MEAN
         assert from_column(submissions[-1].token_ids).tolist() == [2, 3]
+
+    asyncio.run(main())
+
+
+def test_a_router_gets_one(tmp_path: Path) -> None:
+    """In the engine protocol of vLLM's routers a prompt's vector comes with its size and the tokens it took."""
+
+    async def main() -> None:
+        async with running_stack(tmp_path, core=embedding_core) as stack:
+            engine = pb_grpc.VllmEngineStub(stack.channel)
+            answer = await engine.Embed(pb.EmbedRequest(request_id="r", tokenized=pb.TokenizedInput(input_ids=[1, 2])))
+            assert [each.request_id for each in stack.core.submissions] == ["r"]
+
+        assert list(answer.embedding) == pytest.approx([0.6, -0.8])
+        assert (answer.embedding_dim, answer.prompt_tokens) == (2, 2)
 
     asyncio.run(main())
 
