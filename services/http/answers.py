@@ -55,6 +55,7 @@ class Answer:
         prompt_logprobs: whether those of the prompt were asked for by themselves.
         token_bytes: what a token stands for.
         echo: the prompt is part of the text.
+        only_prompt: it is all of it; what was generated is not shown.
         return_token_ids: token ids beside texts.
         tokens_as_ids: tokens in log-probabilities are called by their ids.
         options: what a stream carries beside the answer.
@@ -70,6 +71,7 @@ class Answer:
     prompt_logprobs: bool = False
     token_bytes: Callable[[int], bytes]
     echo: bool = False
+    only_prompt: bool = False
     return_token_ids: bool = False
     tokens_as_ids: bool = False
     options: StreamOptions = field(default_factory=StreamOptions)
@@ -91,7 +93,8 @@ class Answer:
         """The chunks that a message of the stream of one prompt becomes."""
         match response.WhichOneof("event"):
             case "delta":
-                yield from self._delta(prompt, response.delta)
+                if not self.only_prompt:
+                    yield from self._delta(prompt, response.delta)
             case "prompt":
                 yield from self._prompt(prompt, response.prompt)
             case "choice_finished":
@@ -100,7 +103,7 @@ class Answer:
                 finished = response.finished
                 usage = finished.usage
                 self._prompt_tokens[prompt] = usage.prompt_tokens
-                self._completion_tokens[prompt] = usage.completion_tokens
+                self._completion_tokens[prompt] = 0 if self.only_prompt else usage.completion_tokens
                 self._cached_tokens[prompt] = usage.cached_prompt_tokens
                 yield from self._end(prompt, 0, finished)
 
@@ -206,12 +209,12 @@ class Answer:
             last = _content_of(piece)
             state.called = state.called or "tool_calls" in last
             content = {**content, **last}
-        reason = "length" if end.reason == v1.FINISH_REASON_LENGTH else "stop"
+        reason = "length" if self.only_prompt or end.reason == v1.FINISH_REASON_LENGTH else "stop"
         choice: Json = {
             "index": state.index,
             "logprobs": None,
             "finish_reason": "tool_calls" if state.called and reason == "stop" else reason,
-            "stop_reason": _stop_reason(end),
+            "stop_reason": None if self.only_prompt else _stop_reason(end),
         }
         choice |= {"delta": content} if self.chat else {"text": ""}
         yield self._chunk(choice)

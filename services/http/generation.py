@@ -35,7 +35,14 @@ class GenerationEndpoints:
         prompts = prompts_of(body.prompt)
         ids = [request_id] if len(prompts) == 1 else [f"{request_id}-{number}" for number in range(len(prompts))]
         prepared = [prepare_completion(body, prompt, each) for prompt, each in zip(prompts, ids, strict=True)]
-        answer = self._answer(body, f"cmpl-{request_id}", prepared, top_logprobs=body.logprobs, echo=body.echo)
+        answer = self._answer(
+            body,
+            f"cmpl-{request_id}",
+            prepared,
+            top_logprobs=body.logprobs,
+            echo=body.echo,
+            only_prompt=body.only_prompt,
+        )
         await exchange.until_gone(self._run(exchange, body, answer, prepared))
 
     async def chat(self, exchange: Exchange) -> None:
@@ -55,6 +62,7 @@ class GenerationEndpoints:
         *,
         top_logprobs: int | None,
         echo: bool = False,
+        only_prompt: bool = False,
         chat: bool = False,
     ) -> Answer:
         if body.stream_options is not None and not body.stream:
@@ -73,6 +81,7 @@ class GenerationEndpoints:
             prompt_logprobs=body.prompt_logprobs is not None,
             token_bytes=self._services.tokenizer.token_bytes,
             echo=echo,
+            only_prompt=only_prompt,
             return_token_ids=body.return_token_ids,
             tokens_as_ids=body.return_tokens_as_token_ids,
             options=body.stream_options or StreamOptions(),

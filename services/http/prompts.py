@@ -45,7 +45,8 @@ def prepare_completion(body: CompletionBody, prompt: Prompt, request_id: str) ->
     else:
         request.token_ids.ids.extend(prompt)
     if body.max_tokens is not None:
-        request.stop.max_tokens = body.max_tokens
+        # Who wants nothing but the prompt's own log-probabilities asks for no token; one is computed and not shown.
+        request.stop.max_tokens = 1 if body.only_prompt else body.max_tokens
     if body.logprobs is not None:
         request.output.logprobs = body.logprobs
     if body.echo or body.return_token_ids:

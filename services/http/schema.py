@@ -216,6 +216,11 @@ class CompletionBody(SamplingBody):
         default=None, description="only n itself: nothing is ranked"
     )
 
+    @property
+    def only_prompt(self) -> bool:
+        """Whether the prompt is all that is to come back, as evaluations want it for its log-probabilities."""
+        return self.echo and self.max_tokens == 0
+
 
 class ChatBody(SamplingBody):
     """A conversation to continue."""

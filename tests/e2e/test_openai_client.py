@@ -151,6 +151,22 @@ def test_log_probabilities_come_in_both_forms(client: Any) -> None:
     assert "".join(logprobs.tokens[1:]) == text.choices[0].text
 
 
+def test_a_prompt_is_scored_without_generating(client: Any) -> None:
+    """Echo with no token to generate gives the prompt's log-probabilities and nothing else, as evaluations ask for."""
+    longer = client.completions.create(
+        model="demo", prompt="Once upon", temperature=0, max_tokens=1, logprobs=1, echo=True
+    )
+    scored = client.completions.create(
+        model="demo", prompt="Once upon", temperature=0, max_tokens=0, logprobs=1, echo=True
+    )
+
+    assert scored.choices[0].text == "Once upon"
+    assert scored.choices[0].finish_reason == "length"
+    assert scored.usage.completion_tokens == 0
+    assert scored.choices[0].logprobs.tokens == longer.choices[0].logprobs.tokens[:-1]
+    assert scored.choices[0].logprobs.token_logprobs == longer.choices[0].logprobs.token_logprobs[:-1]
+
+
 def test_log_probabilities_stream(client: Any) -> None:
     """A stream's log-probabilities joined are those of the whole answer."""
     common = {"model": "demo", "messages": ARITHMETIC, "temperature": 0, "logprobs": True, "top_logprobs": 1}
