@@ -62,7 +62,7 @@ def default_tuning(key: Key) -> Tuning:
         # tl.dot wants 16 rows at least; a smaller group leaves some idle, which costs nothing: decode waits for
         # memory.
         largest = 64 if key.dim_tile <= 128 else 32
-        return Tuning(16, (32 if key.dim_tile <= 128 else 16) if wide else largest, 4, 5)
+        return Tuning(16, (32 if key.dim_tile <= 64 else 16) if wide else largest, 4, 5)
     if wide:
         return Tuning(32, 16, 4 if key.dim_tile <= 64 else 8, 2)
     if key.dim_tile <= 64:
