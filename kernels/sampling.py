@@ -155,9 +155,10 @@ def _typical(scores: torch.Tensor, typical_p: torch.Tensor) -> torch.Tensor:
 
 def _sample_cpu(logits: torch.Tensor, params: SamplingTensors) -> torch.Tensor:
     """`sample` on CPU: each row gets only the work that its own parameters ask for."""
-    tokens = logits.argmax(dim=-1)
+    found = greedy(logits)
+    tokens = found.clamp(min=0)
     vocab_size = logits.shape[1]
-    random = (params.temperature > 0) & ~nonfinite_rows(logits)
+    random = (params.temperature > 0) & (found >= 0)
     sparse = random & ((params.top_k > 0) | (params.top_p < 1.0) | (params.min_p > 0))
     if vocab_size <= _SMALL_VOCAB:
         sparse = torch.zeros_like(sparse)

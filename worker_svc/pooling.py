@@ -5,7 +5,7 @@ hidden state of its last token. MEAN adds up, chunk by chunk, in float32 on the 
 the row, so that one which is admitted again begins at its first token. A step without such rows costs nothing.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -89,24 +89,17 @@ class PoolingRows:
             ends: tokens of each row that are computed with it.
             finished: whether those are all.
         """
-        return tuple(self._parts(rows, generations, firsts, lengths, ends, finished)) if self._num_rows else ()
-
-    def _parts(
-        self,
-        rows: Sequence[int],
-        generations: Sequence[int],
-        firsts: Sequence[int],
-        lengths: Sequence[int],
-        ends: Sequence[int],
-        finished: Sequence[bool],
-    ) -> Iterator[PooledPart]:
+        if not self._num_rows:
+            return ()
+        found = []
         for row, generation, first, length, end, is_done in zip(
             rows, generations, firsts, lengths, ends, finished, strict=True
         ):
             if self._modes[row] == _MEAN:
-                yield PooledPart(row, generation, first, length, end if is_done else 0)
+                found.append(PooledPart(row, generation, first, length, end if is_done else 0))
             elif self._modes[row] == _LAST and is_done:
-                yield PooledPart(row, generation, first + length - 1, 1, 1)
+                found.append(PooledPart(row, generation, first + length - 1, 1, 1))
+        return tuple(found)
 
     def pool(self, hidden: torch.Tensor, parts: Sequence[PooledPart]) -> torch.Tensor | None:
         """The vectors that are complete with these parts, in their order.

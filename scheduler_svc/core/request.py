@@ -120,10 +120,10 @@ class Request:
     """Generated tokens when it was last preempted; it is not paused again before it has more."""
     swapped: SwappedKV | None = None
     """Its KV in a worker's host memory, while it waits after having been swapped out."""
-    fatal_alone: int = 0
-    """Those of the fatal steps that held nothing else."""
     fatal_steps: int = 0
     """Steps that a worker died of and that it took part in; see `suspicion`."""
+    fatal_alone: int = 0
+    """Those of them that held nothing else."""
     fatal_at: int = 0
     """Generated tokens at the last of them."""
     suspect: bool = False

@@ -288,16 +288,16 @@ class Journal:
         """
         number, before = self._newest + 1, list(self._segments)
         descriptor = self._folder.begin(number)
-        batch = journal_pb2.Batch(fresh=True, unix_ms=self._clock_ms())
-        batch.entries.extend(entry.record() for entry in self._book)
-        data = frame(batch) if fresh else b""
-        try:
-            if fresh:
+        batch, data = journal_pb2.Batch(fresh=True, unix_ms=self._clock_ms()), b""
+        if fresh:
+            batch.entries.extend(entry.record() for entry in self._book)
+            data = frame(batch)
+            try:
                 append(descriptor, data)
-        except OSError:
-            os.close(descriptor)
-            self._folder.delete(number)
-            raise
+            except OSError:
+                os.close(descriptor)
+                self._folder.delete(number)
+                raise
         if self._descriptor is not None and self._syncer is None:
             os.close(self._descriptor)
         self._descriptor = descriptor
@@ -322,7 +322,7 @@ class Journal:
         if time.monotonic() < self._retry_at:
             return
         if self._syncer is not None:
-            self._syncer.failure = None
+            self._syncer.start_over()
         try:
             self._begin(fresh=True)
         except OSError as error:

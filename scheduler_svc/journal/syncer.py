@@ -8,7 +8,6 @@ slower the disk, the more goes with one sync.
 import contextlib
 import os
 import threading
-import time
 from collections.abc import Callable
 
 
@@ -20,16 +19,20 @@ class Syncer:
         self._sync_names = sync_names
         self._interval_s = interval_s
         self._condition = threading.Condition()
-        self._wanted = 0
+        self._wanted = self._tried = 0
         self._descriptor = -1
         self._retired: list[int] = []
+        """Files that are full; the disk must have them, too."""
+        self._abandoned: list[int] = []
+        """Files that failed; they are only closed."""
         self._new_names = False
         self._ending = False
         self.woken, self._wake = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         self.synced = 0
-        """Everything up to this position is on the disk."""
+        """Everything up to this position is on the disk. Stands still from a failure until `start_over`: a kernel tells
+        of a lost write once, and the next sync of the file succeeds without it."""
         self.failure: OSError | None = None
-        """What went wrong last; whoever sees it begins a new file with all that counts and clears it."""
+        """What went wrong first."""
         self._thread = threading.Thread(target=self._run, name="journal", daemon=True)
         self._thread.start()
 
@@ -43,6 +46,15 @@ class Syncer:
                 self._new_names = True
             self._descriptor, self._wanted = descriptor, position
             self._condition.notify()
+
+    def start_over(self) -> None:
+        """After a failure: files given so far are let go; one that begins with all that counts is about to follow."""
+        with self._condition:
+            self._abandoned += self._retired
+            if self._descriptor != -1:
+                self._abandoned.append(self._descriptor)
+            self._retired, self._descriptor = [], -1
+            self._wanted, self.failure = self._tried, None
 
     def acknowledge(self) -> None:
         """Makes `woken` unreadable until there is something new."""
@@ -61,11 +73,12 @@ class Syncer:
     def _run(self) -> None:
         while True:
             with self._condition:
-                self._condition.wait_for(lambda: self._wanted > self.synced or self._ending)
-                if self._wanted <= self.synced:
+                self._condition.wait_for(lambda: self._wanted > self._tried or self._ending)
+                if self._wanted <= self._tried:
                     return
                 position, descriptor, new_names = self._wanted, self._descriptor, self._new_names
                 retired, self._retired, self._new_names = self._retired, [], False
+                abandoned, self._abandoned = self._abandoned, []
             failure: OSError | None = None
             try:
                 for each in (*retired, descriptor):
@@ -74,12 +87,14 @@ class Syncer:
                     self._sync_names()
             except OSError as error:
                 failure = error
-            for each in retired:
+            for each in (*retired, *abandoned):
                 os.close(each)
             with self._condition:
-                self.synced, self.failure = position, failure or self.failure
-                self._condition.notify_all()
+                self._tried = position
+                self.failure = self.failure or failure
+                if self.failure is None:
+                    self.synced = position
             with contextlib.suppress(BlockingIOError):  # nobody has looked for a long time; one byte is as good as two
                 os.write(self._wake, b"1")
-            if self._interval_s and not self._ending:
-                time.sleep(self._interval_s)
+            with self._condition:
+                self._condition.wait_for(lambda: self._ending, self._interval_s)

@@ -1,6 +1,7 @@
 """What the journal promises: whoever reads it after a crash at any byte knows all that clients were told, and no more
 than the writer knew; it stays within its bounds, and a disk that takes nothing ends nothing."""
 
+import os
 import random
 import resource
 import select
@@ -18,6 +19,7 @@ from scheduler_svc.frontend_hub import FrontendHub
 from scheduler_svc.journal.journal import Journal
 from scheduler_svc.journal.recovery import replay, to_event
 from scheduler_svc.journal.segments import JournalInUseError, read_segment
+from scheduler_svc.journal.syncer import Syncer
 from scheduler_svc.sim.model_worker import ModelWorker
 from scheduler_svc.sim.oracle import expected_output
 from tests.scheduler_svc.cluster import FRONTEND, Cluster
@@ -387,6 +389,32 @@ def test_with_fsync_step_front_ends_are_told_when_the_disk_has_it(tmp_path: Path
     assert journal.durable == journal.written
     journal.close()
     assert list(_on_disk([path.read_bytes() for path in tmp_path.glob("*.journal")])) == [b"i"]
+
+
+def test_a_sync_that_fails_makes_nothing_durable(tmp_path: Path) -> None:
+    """From a failure on nothing counts as on the disk, whatever a later sync says, until a new file is begun."""
+    syncer = Syncer(lambda: None, interval_s=0.0)
+
+    def sync(descriptor: int, position: int) -> None:
+        syncer.acknowledge()
+        syncer.want(descriptor, position)
+        assert select.select([syncer.woken], [], [], 30)[0]
+
+    reader, no_file = os.pipe()
+    good = [os.open(tmp_path / name, os.O_WRONLY | os.O_CREAT) for name in "abc"]
+    sync(good[0], 10)
+    assert syncer.synced == 10
+    sync(no_file, 20)
+    assert syncer.failure is not None
+    sync(good[1], 30)
+    assert syncer.synced == 10
+
+    syncer.start_over()
+    sync(good[2], 40)
+    assert (syncer.failure, syncer.synced) == (None, 40)
+    syncer.close()
+    os.close(good[2])
+    os.close(reader)
 
 
 def test_frames_wait_for_the_journal(tmp_path: Path) -> None:
