@@ -5,6 +5,7 @@ turn produced. Sockets are drained before deadlines are looked at, so that a sch
 answers that lie in its own buffers for silence. Nothing in the loop blocks but the poll.
 """
 
+import math
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -265,6 +266,7 @@ class SchedulerService:
         before = set_level(level)
         log.info("log level", level=level, before=before)
         self._workers.set_log_level(level)
+        self._next_tick = -math.inf  # pings leave in this turn: before the answer, and before any later plan
         for outgoing in self._frontends.everyone():
             outgoing.set_state(self._core.service_state(), level)
         return before
