@@ -3,23 +3,21 @@
 python -m tests.chaos --json chaos.json
 """
 
-import argparse
-import json
 import sys
 import tempfile
 from pathlib import Path
 
+from tests.chaos import command
 from tests.chaos.campaign import Campaign, run
 
 
 def main() -> int:
     """Runs one campaign; prints and writes its figures."""
-    parser = argparse.ArgumentParser("python -m tests.chaos", description=__doc__)
+    parser = command.parser("tests.chaos", __doc__)
     parser.add_argument("--streams", type=int, default=200)
     parser.add_argument("--faults-of-each-kind", type=int, default=15)
     parser.add_argument("--max-tokens", type=int, default=300)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", type=Path, default=None)
     options = parser.parse_args()
     campaign = Campaign(
         num_streams=options.streams,
@@ -28,10 +26,7 @@ def main() -> int:
         seed=options.seed,
     )
     with tempfile.TemporaryDirectory(prefix="quire-chaos-") as folder:
-        figures = json.dumps(run(campaign, Path(folder)).figures(), indent=2)
-    print(figures)
-    if options.json is not None:
-        options.json.write_text(figures + "\n")
+        command.tell(run(campaign, Path(folder)).figures(), options.json)
     return 0
 
 

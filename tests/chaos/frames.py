@@ -13,7 +13,6 @@ and holds the right epoch or incarnation most of the time:
 After every batch an honest peer, or client, must get the exact answer, from the same process.
 """
 
-import argparse
 import json
 import random
 import sys
@@ -26,7 +25,7 @@ from typing import Any
 
 import psutil
 
-from tests.chaos import adversaries
+from tests.chaos import adversaries, command
 
 TARGETS: dict[str, Callable[[Path, random.Random], adversaries.Adversary]] = {
     "scheduler-workers": adversaries.FalseWorker,
@@ -92,11 +91,10 @@ def attack(target: str, count: int, seed: int = 0) -> Outcome:
 
 def main() -> int:
     """Attacks every socket; prints and writes the figures."""
-    parser = argparse.ArgumentParser("python -m tests.chaos.frames", description=__doc__)
+    parser = command.parser("tests.chaos.frames", __doc__)
     parser.add_argument("--count", type=int, default=1_000_000, help="frames into each socket")
     parser.add_argument("--target", choices=TARGETS, action="append", help="one socket; given again, several")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", type=Path, default=None)
     options = parser.parse_args()
     figures: dict[str, Any] = {}
     for target in options.target or TARGETS:

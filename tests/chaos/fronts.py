@@ -6,10 +6,8 @@ Two workers, two front ends, a journal. As soon as every live stream has got on 
 a front end, all of them, the scheduler, or scheduler and front ends at once. Each stream is checked token by token.
 """
 
-import argparse
 import asyncio
 import enum
-import json
 import math
 import os
 import random
@@ -22,6 +20,7 @@ from itertools import pairwise, zip_longest
 from pathlib import Path
 from typing import Any
 
+from tests.chaos import command
 from tests.chaos.campaign import PATIENCE_S, quantiles, wait_until_empty
 from tests.chaos.load import Load, Streamed, check
 from tests.checkpoints import make_checkpoint
@@ -174,13 +173,12 @@ async def _until_all_get_on(load: Load, moment: float) -> None:
 
 def main() -> int:
     """Runs one campaign; prints and writes its figures."""
-    parser = argparse.ArgumentParser("python -m tests.chaos.fronts", description=__doc__)
+    parser = command.parser("tests.chaos.fronts", __doc__)
     parser.add_argument("--streams", type=int, default=100)
     parser.add_argument("--blows-of-each-kind", type=int, default=8)
     parser.add_argument("--max-tokens", type=int, default=300)
     parser.add_argument("--fsync", default="none")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", type=Path, default=None)
     options = parser.parse_args()
     campaign = Campaign(
         num_streams=options.streams,
@@ -190,10 +188,7 @@ def main() -> int:
         seed=options.seed,
     )
     with tempfile.TemporaryDirectory(prefix="quire-chaos-") as folder:
-        figures = json.dumps(run(campaign, Path(folder)).figures(), indent=2)
-    print(figures)
-    if options.json is not None:
-        options.json.write_text(figures + "\n")
+        command.tell(run(campaign, Path(folder)).figures(), options.json)
     return 0
 
 

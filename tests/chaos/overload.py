@@ -7,7 +7,6 @@ counts is that those that are let in are served as well as before. Requests come
 earlier ones; a refused one is not sent again.
 """
 
-import argparse
 import asyncio
 import json
 import random
@@ -26,6 +25,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from quire import AsyncClient
 from quire.errors import QuireError
+from tests.chaos import command
 from tests.chaos.campaign import quantiles
 from tests.checkpoints import make_checkpoint
 from tests.e2e.harness import Served, serve
@@ -204,7 +204,7 @@ def plot(normal: Phase, overload: Phase) -> str:
 
 def main() -> int:
     """Measures; prints and writes the figures."""
-    parser = argparse.ArgumentParser("python -m tests.chaos.overload", description=__doc__)
+    parser = command.parser("tests.chaos.overload", __doc__)
     parser.add_argument("--seconds", type=float, default=180.0, help="of the overload")
     parser.add_argument("--normal-seconds", type=float, default=60.0, help="of the time at 1x, and of each try for it")
     parser.add_argument("--rate", type=float, default=0.0, help="1x, requests/s, if it is known")
@@ -212,7 +212,6 @@ def main() -> int:
     parser.add_argument("--max-num-seqs", type=int, default=8)
     parser.add_argument("--max-queued-requests", type=int, default=4)
     parser.add_argument("--plot", type=Path, default=None)
-    parser.add_argument("--json", type=Path, default=None)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="quire-overload-") as folder:
         # Large enough that a request keeps a worker busy for some time.
@@ -228,12 +227,9 @@ def main() -> int:
                 print(f"1x is {rate:.3f} requests per second")
                 return 0
             phases = asyncio.run(measure(served, rate, options.normal_seconds, options.seconds))
-    figures = json.dumps(compare(*phases), indent=2)
-    print(figures)
+    command.tell(compare(*phases), options.json)
     if options.plot is not None:
         options.plot.write_text(plot(*phases))
-    if options.json is not None:
-        options.json.write_text(figures + "\n")
     return 0
 
 

@@ -1,6 +1,5 @@
 """What the core learns and reckons with: forecasts, step times, headroom, gates, buckets; each to its boundary."""
 
-import itertools
 import math
 
 import numpy as np
@@ -10,7 +9,6 @@ from scheduler_svc.core.batching import BatchGate, BatchingLimits
 from scheduler_svc.core.capacity import Capacity
 from scheduler_svc.core.config import TenantLimits
 from scheduler_svc.core.forecast import Forecast
-from scheduler_svc.core.request import Request, RequestKey, to_tokens
 from scheduler_svc.core.rows import RowTable
 from scheduler_svc.core.step_clock import (
     DEADLINE_FACTOR,
@@ -22,28 +20,7 @@ from scheduler_svc.core.step_clock import (
 )
 from scheduler_svc.core.swapping import SwapSpace
 from scheduler_svc.core.tenants import BURST_S, Tenants
-
-_sequence = itertools.count(1)
-
-
-def _request(prompt: int = 10, generated: int = 0, max_tokens: int = 50, **changes: object) -> Request:
-    sequence = next(_sequence)
-    values: dict[str, object] = {
-        "key": RequestKey(b"f", sequence),
-        "request_id": f"r{sequence}",
-        "tokens": to_tokens(np.ones(prompt + generated, np.int32)),
-        "num_prompt_tokens": prompt,
-        "limit": prompt + max_tokens,
-        "stop_token_ids": (),
-        "sampling": b"",
-        "allowed": 1000,
-        "deadline": None,
-        "traceparent": "",
-        "arrival": 0.0,
-        "sequence": sequence,
-    }
-    return Request(**(values | changes))  # type: ignore[arg-type]
-
+from tests.scheduler_svc.requests import make_request
 
 # ---------------------------------------------------------------- forecast
 
@@ -51,16 +28,16 @@ def _request(prompt: int = 10, generated: int = 0, max_tokens: int = 50, **chang
 def test_lengths_are_learned_per_tenant_and_prompt_length_then_per_tenant_then_for_all() -> None:
     """The nearest estimate counts, a hint before any, and the request's own limit bounds all of them."""
     forecast = Forecast()
-    assert forecast.output_tokens(_request(max_tokens=50)) == 50
-    forecast.request_finished(_request(prompt=10, generated=20, tenant="a"))
-    forecast.request_finished(_request(prompt=100, generated=40, tenant="a"))
-    assert forecast.output_tokens(_request(prompt=9, tenant="a")) == 20
-    assert forecast.output_tokens(_request(prompt=100, tenant="a")) == 40
-    assert forecast.output_tokens(_request(prompt=1000, tenant="a")) == pytest.approx(20 + 0.1 * 20)
-    assert forecast.output_tokens(_request(prompt=10, tenant="b")) == pytest.approx(20 + 0.1 * 20)
-    assert forecast.output_tokens(_request(prompt=10, tenant="a", max_tokens=5)) == 5
-    assert forecast.output_tokens(_request(prompt=10, tenant="a", expected_output_tokens=7)) == 7
-    assert forecast.output_tokens(_request(tenant="a", expected_output_tokens=70)) == 50
+    assert forecast.output_tokens(make_request(max_tokens=50)) == 50
+    forecast.request_finished(make_request(prompt=10, generated=20, tenant="a"))
+    forecast.request_finished(make_request(prompt=100, generated=40, tenant="a"))
+    assert forecast.output_tokens(make_request(prompt=9, tenant="a")) == 20
+    assert forecast.output_tokens(make_request(prompt=100, tenant="a")) == 40
+    assert forecast.output_tokens(make_request(prompt=1000, tenant="a")) == pytest.approx(20 + 0.1 * 20)
+    assert forecast.output_tokens(make_request(prompt=10, tenant="b")) == pytest.approx(20 + 0.1 * 20)
+    assert forecast.output_tokens(make_request(prompt=10, tenant="a", max_tokens=5)) == 5
+    assert forecast.output_tokens(make_request(prompt=10, tenant="a", expected_output_tokens=7)) == 7
+    assert forecast.output_tokens(make_request(tenant="a", expected_output_tokens=70)) == 50
 
 
 def test_only_steps_that_are_mostly_prompts_tell_of_prefill_and_only_pure_ones_of_decode() -> None:
@@ -69,14 +46,14 @@ def test_only_steps_that_are_mostly_prompts_tell_of_prefill_and_only_pure_ones_o
     for num_tokens, num_prefill in ((0, 0), (10, 5), (10, 1)):
         forecast.step_measured(num_tokens, num_prefill, 9.0)
     assert forecast.prefill_token_s() == 0.0
-    assert forecast.decode_s(_request()) == 0.0
+    assert forecast.decode_s(make_request()) == 0.0
     forecast.step_measured(10, 6, 0.5)
     assert forecast.prefill_token_s() == pytest.approx(0.05)
     forecast.step_measured(10, 10, 1.5)
     assert forecast.prefill_token_s() == pytest.approx(0.05 + 0.1 * 0.1)
     forecast.step_measured(4, 0, 0.2)
-    assert forecast.decode_s(_request(max_tokens=50, generated=10)) == pytest.approx(0.2 * 40)
-    assert forecast.decode_s(_request(max_tokens=50, generated=10, expected_output_tokens=5)) == 0.0
+    assert forecast.decode_s(make_request(max_tokens=50, generated=10)) == pytest.approx(0.2 * 40)
+    assert forecast.decode_s(make_request(max_tokens=50, generated=10, expected_output_tokens=5)) == 0.0
 
 
 def test_the_latest_start_leaves_time_for_prompt_and_output() -> None:
@@ -84,12 +61,12 @@ def test_the_latest_start_leaves_time_for_prompt_and_output() -> None:
     forecast = Forecast()
     forecast.step_measured(10, 10, 0.1)
     forecast.step_measured(4, 0, 0.02)
-    assert forecast.latest_start(_request()) is None
-    assert forecast.latest_start(_request(ttft_deadline=100.0)) == pytest.approx(100 - 0.1)
-    assert forecast.latest_start(_request(ttft_deadline=100.0, generated=1)) is None
-    total = _request(total_deadline=100.0, max_tokens=50)
+    assert forecast.latest_start(make_request()) is None
+    assert forecast.latest_start(make_request(ttft_deadline=100.0)) == pytest.approx(100 - 0.1)
+    assert forecast.latest_start(make_request(ttft_deadline=100.0, generated=1)) is None
+    total = make_request(total_deadline=100.0, max_tokens=50)
     assert forecast.latest_start(total) == pytest.approx(100 - 0.1 - 1.0)
-    both = _request(ttft_deadline=50.0, total_deadline=100.0)
+    both = make_request(ttft_deadline=50.0, total_deadline=100.0)
     assert forecast.latest_start(both) == pytest.approx(50 - 0.1)
 
 
@@ -157,7 +134,7 @@ def _rows(running: int, limit: int = 17) -> RowTable:
     rows = RowTable(8, 4, 100)
     for _ in range(running):
         rows.occupy(
-            _request(prompt=5, limit=limit),
+            make_request(prompt=5, limit=limit),
             frontend_index=0,
             blocks=np.arange(2),
             num_computed=0,
@@ -270,27 +247,27 @@ def test_a_dynamic_batch_has_a_token_limit_that_its_first_request_may_exceed() -
 def test_a_bucket_holds_ten_seconds_and_may_go_below_zero() -> None:
     """Prompts count at the first start, outputs at the end; nothing starts below zero, and at zero it does."""
     tenants = Tenants({"": TenantLimits(tokens_per_s=2.0)})
-    big = _request(prompt=int(BURST_S * 2))
+    big = make_request(prompt=int(BURST_S * 2))
     assert tenants.may_run(big, 100.0)
     tenants.arrived(big, 100.0)
     big.attempts = 1
     tenants.started(big, 100.0)
-    assert tenants.may_run(_request(), 100.0), "zero is not below zero"
+    assert tenants.may_run(make_request(), 100.0), "zero is not below zero"
     tenants.paused(big, 100.0)
     big.attempts = 2
     tenants.started(big, 100.0)
-    assert tenants.may_run(_request(), 100.0), "a prompt counts once"
-    done = _request(prompt=int(BURST_S * 2), generated=3)
+    assert tenants.may_run(make_request(), 100.0), "a prompt counts once"
+    done = make_request(prompt=int(BURST_S * 2), generated=3)
     tenants.ended(done, 100.0, was_running=True)
-    assert not tenants.may_run(_request(), 101.4)
-    assert tenants.may_run(_request(), 101.5)
-    assert tenants.may_run(_request(tenant="another"), 100.0)
+    assert not tenants.may_run(make_request(), 101.4)
+    assert tenants.may_run(make_request(), 101.5)
+    assert tenants.may_run(make_request(tenant="another"), 100.0)
 
 
 def test_waiting_and_running_are_counted_apart() -> None:
     """Each request counts in one place at a time, and in none after its end."""
     tenants = Tenants({"a": TenantLimits(max_running=1, max_queued=1)})
-    first, second, other = _request(tenant="a"), _request(tenant="a"), _request(tenant="b")
+    first, second, other = make_request(tenant="a"), make_request(tenant="a"), make_request(tenant="b")
     assert tenants.may_queue(first)
     tenants.arrived(first, 0.0)
     assert not tenants.may_queue(second)
@@ -306,9 +283,9 @@ def test_waiting_and_running_are_counted_apart() -> None:
     tenants.arrived(second, 0.0)
     tenants.ended(first, 0.0, was_running=True)
     assert tenants.may_run(second, 0.0)
-    assert not tenants.may_queue(_request(tenant="a"))
+    assert not tenants.may_queue(make_request(tenant="a"))
     tenants.ended(second, 0.0, was_running=False)
-    assert tenants.may_queue(_request(tenant="a"))
+    assert tenants.may_queue(make_request(tenant="a"))
 
 
 # ---------------------------------------------------------------- swapping

@@ -11,7 +11,7 @@ from scheduler_svc.core import effects as ef
 from scheduler_svc.core.admission import MAX_OVERTAKEN
 from scheduler_svc.core.config import RequestClass, TenantLimits
 from scheduler_svc.core.forecast import Forecast
-from scheduler_svc.core.request import Request, RequestKey, to_tokens
+from scheduler_svc.core.request import Request
 from scheduler_svc.core.tenants import Tenants
 from scheduler_svc.core.victims import Candidates, choose_victims
 from scheduler_svc.core.waiting import (
@@ -24,24 +24,7 @@ from scheduler_svc.core.waiting import (
 )
 from scheduler_svc.sim.model_worker import ModelWorker
 from tests.scheduler_svc.cluster import Cluster
-
-
-def _request(sequence: int, **changes: object) -> Request:
-    values: dict[str, object] = {
-        "key": RequestKey(b"f", sequence),
-        "request_id": f"r{sequence}",
-        "tokens": to_tokens(np.arange(10, dtype=np.int32)),
-        "num_prompt_tokens": 10,
-        "limit": 100,
-        "stop_token_ids": (),
-        "sampling": b"",
-        "allowed": 100,
-        "deadline": None,
-        "traceparent": "",
-        "arrival": float(sequence),
-        "sequence": sequence,
-    }
-    return Request(**(values | changes))  # type: ignore[arg-type]
+from tests.scheduler_svc.requests import make_request
 
 
 def _drain(queue: WaitingQueue, cached: dict[int, int] | None = None) -> list[int]:
@@ -60,31 +43,31 @@ def _filled(policy: str, *requests: Request) -> WaitingQueue:
 
 def test_fcfs_is_the_order_of_arrival() -> None:
     """A request that comes back later than it arrived is still ahead of those that arrived after it."""
-    assert _drain(_filled("fcfs", _request(3), _request(1), _request(2))) == [1, 2, 3]
+    assert _drain(_filled("fcfs", make_request(3), make_request(1), make_request(2))) == [1, 2, 3]
 
 
 def test_priority_goes_first_until_waiting_outweighs_it() -> None:
     """One level is worth `AGEING_S` of waiting: a higher level wins within that time and loses beyond it."""
-    early = _request(1, arrival=0.0, priority=0)
-    soon = _request(2, arrival=AGEING_S - 1, priority=1)
-    late = _request(3, arrival=AGEING_S + 1, priority=1)
+    early = make_request(1, arrival=0.0, priority=0)
+    soon = make_request(2, arrival=AGEING_S - 1, priority=1)
+    late = make_request(3, arrival=AGEING_S + 1, priority=1)
     assert _drain(_filled("priority", early, soon, late)) == [2, 1, 3]
 
 
 def test_sjf_prefers_short_ones_until_waiting_outweighs_it() -> None:
     """A long request is overtaken only by requests that arrive within its length's worth of time."""
-    long = _request(1, arrival=0.0, forecast_tokens=100.0)
-    soon = _request(2, arrival=100 * SJF_S_PER_TOKEN - 1, forecast_tokens=1.0)
-    late = _request(3, arrival=100 * SJF_S_PER_TOKEN + 1, forecast_tokens=1.0)
+    long = make_request(1, arrival=0.0, forecast_tokens=100.0)
+    soon = make_request(2, arrival=100 * SJF_S_PER_TOKEN - 1, forecast_tokens=1.0)
+    late = make_request(3, arrival=100 * SJF_S_PER_TOKEN + 1, forecast_tokens=1.0)
     assert _drain(_filled("sjf", long, soon, late)) == [2, 1, 3]
 
 
 def test_edf_goes_by_the_latest_start() -> None:
     """The request that must start soonest goes first; one without a deadline is patient, not last for ever."""
-    relaxed = _request(1, latest_start=50.0)
-    urgent = _request(2, latest_start=5.0)
-    none = _request(3, arrival=0.0)
-    much_later = _request(4, latest_start=500.0)
+    relaxed = make_request(1, latest_start=50.0)
+    urgent = make_request(2, latest_start=5.0)
+    none = make_request(3, arrival=0.0)
+    much_later = make_request(4, latest_start=500.0)
     assert _drain(_filled("edf", relaxed, urgent, none, much_later)) == [2, 1, 3, 4]
 
 
@@ -93,7 +76,7 @@ def test_lpm_prefers_cached_prefixes_but_passes_nobody_for_ever() -> None:
     queue = LongestPrefixQueue()
     count = 2 * LongestPrefixQueue.MAX_PASSED
     for sequence in range(count):
-        queue.push(_request(sequence))
+        queue.push(make_request(sequence))
     order = _drain(queue, {sequence: sequence for sequence in range(1, count)})
     assert order.index(0) == LongestPrefixQueue.MAX_PASSED
     assert sorted(order) == list(range(count))
@@ -102,7 +85,7 @@ def test_lpm_prefers_cached_prefixes_but_passes_nobody_for_ever() -> None:
 def test_lpm_keeps_the_place_of_what_is_given_back() -> None:
     """A request that did not fit is offered again, and one that ended is never offered."""
     queue = LongestPrefixQueue()
-    requests = [_request(sequence) for sequence in range(5)]
+    requests = [make_request(sequence) for sequence in range(5)]
     for request in requests:
         queue.push(request)
     first = queue.take(lambda _: 0)
@@ -124,7 +107,7 @@ def test_fair_keeps_backlogged_tenants_within_the_published_bound(seed: int, wei
     for tenant in ("a", "b"):
         for _ in range(400):
             sequence += 1
-            queue.push(_request(sequence, tenant=tenant, limit=10 + rng.randint(1, 50 if tenant == "a" else 5)))
+            queue.push(make_request(sequence, tenant=tenant, limit=10 + rng.randint(1, 50 if tenant == "a" else 5)))
     for _ in range(200):
         request = queue.take(lambda _: 0)
         assert request is not None
@@ -140,13 +123,13 @@ def test_fair_does_not_save_idleness_up() -> None:
     """A tenant that was away does not get to catch up on what it did not ask for."""
     queue = make_queue("fair", {}, {})
     for sequence in range(100):
-        queue.push(_request(sequence, tenant="busy"))
+        queue.push(make_request(sequence, tenant="busy"))
     for _ in range(50):
         request = queue.take(lambda _: 0)
         assert request is not None
         queue.served(request.account, output_tokens=10)
     for sequence in range(100, 200):
-        queue.push(_request(sequence, tenant="back"))
+        queue.push(make_request(sequence, tenant="back"))
     tenants = []
     for _ in range(20):
         request = queue.take(lambda _: 0)
@@ -164,7 +147,7 @@ def test_fair_forgets_tenants_that_are_gone(monkeypatch: pytest.MonkeyPatch) -> 
     assert isinstance(queue, FairQueue)
     remembered = []
     for sequence in range(100):
-        request = _request(sequence, tenant=f"tenant-{sequence}")
+        request = make_request(sequence, tenant=f"tenant-{sequence}")
         queue.push(request)
         assert queue.take(lambda _: 0) is request
         assert queue.take(lambda _: 0) is None
@@ -193,12 +176,12 @@ def test_each_request_class_has_an_order_of_its_own() -> None:
     classes = {"urgent": RequestClass(policy="edf"), "bulk": RequestClass(policy="priority")}
     queue = make_queue("fcfs", {}, classes)
     for request in (
-        _request(1, request_class="urgent", latest_start=9.0),
-        _request(2, request_class="urgent", latest_start=5.0),
-        _request(3, request_class="bulk", priority=0),
-        _request(4, request_class="bulk", priority=5),
-        _request(5, request_class="nobody knows it"),
-        _request(6),
+        make_request(1, request_class="urgent", latest_start=9.0),
+        make_request(2, request_class="urgent", latest_start=5.0),
+        make_request(3, request_class="bulk", priority=0),
+        make_request(4, request_class="bulk", priority=5),
+        make_request(5, request_class="nobody knows it"),
+        make_request(6),
     ):
         queue.push(request)
     order = _drain(queue)
@@ -214,7 +197,7 @@ def test_request_classes_share_the_service_by_weight(seed: int, weight: float) -
     classes = {"a": RequestClass(policy="sjf", weight=weight), "b": RequestClass(policy="lpm")}
     queue = make_queue("fcfs", {}, classes)
     for sequence in range(400):
-        queue.push(_request(sequence, request_class="ab"[sequence % 2]))
+        queue.push(make_request(sequence, request_class="ab"[sequence % 2]))
     served = {"a": 0.0, "b": 0.0}
     largest = 0.0
     for _ in range(100):
@@ -250,7 +233,7 @@ def test_requests_that_end_while_waiting_are_never_offered(policy: str) -> None:
     """However many of a queue's requests end while they wait, the others come out, each once."""
     from scheduler_svc.core.request import RequestState
 
-    requests = [_request(sequence, tenant=f"t{sequence % 3}") for sequence in range(300)]
+    requests = [make_request(sequence, tenant=f"t{sequence % 3}") for sequence in range(300)]
     queue = _filled(policy, *requests)
     for request in requests[::2]:
         request.state = RequestState.FINISHED
@@ -358,7 +341,7 @@ def test_fewest_spares_those_who_would_pause_others_in_their_turn() -> None:
 def test_a_tenants_bucket_may_be_emptied_but_not_overdrawn() -> None:
     """Whoever has spent exactly what there was may still start; the next one waits until the bucket is filled again."""
     tenants = Tenants({"a": TenantLimits(tokens_per_s=1.0)})
-    first, second, third = (_request(sequence, tenant="a", attempts=1) for sequence in range(3))
+    first, second, third = (make_request(sequence, tenant="a", attempts=1) for sequence in range(3))
     for request in (first, second, third):
         tenants.arrived(request, 0.0)
     tenants.started(first, 0.0)  # a prompt of 10 tokens, as many as ten seconds fill
@@ -371,15 +354,15 @@ def test_a_tenants_bucket_may_be_emptied_but_not_overdrawn() -> None:
 def test_forecasts_follow_what_was_measured() -> None:
     """Steps that are mostly prompt teach the cost of prompt tokens, pure decode steps that of an output token."""
     forecast = Forecast()
-    request = _request(1)
+    request = make_request(1)
     forecast.step_measured(5, 2, 1.0)
     assert (forecast.prefill_s(request), forecast.decode_s(request)) == (0.0, 0.0)
     forecast.step_measured(5, 3, 1.0)
     assert forecast.prefill_s(request) == pytest.approx(10 * 0.2)
     forecast.step_measured(4, 0, 0.5)
-    assert forecast.decode_s(request) == pytest.approx(90 * 0.5)
+    assert forecast.decode_s(request) == pytest.approx(50 * 0.5)
     forecast.step_measured(0, 0, 9.0)
-    assert forecast.decode_s(request) == pytest.approx(90 * 0.5)
+    assert forecast.decode_s(request) == pytest.approx(50 * 0.5)
 
 
 def _busy(**limits: object) -> Cluster:

@@ -8,34 +8,17 @@ from scheduler_svc.core import events as ev
 from scheduler_svc.core.accounts import Account, AccountNumbers
 from scheduler_svc.core.config import CoreConfig, RequestClass
 from scheduler_svc.core.kept import Log
-from scheduler_svc.core.request import Request, RequestKey, to_tokens
+from scheduler_svc.core.request import Request
 from scheduler_svc.core.waiting import LongestPrefixQueue, make_queue
 from scheduler_svc.sim.model_worker import ModelWorker
 from tests.scheduler_svc.cluster import FRONTEND, Cluster
+from tests.scheduler_svc.requests import make_request
 
 
 def _cluster(**limits: object) -> Cluster:
     cluster = Cluster(**limits)
     cluster.join(ModelWorker(b"w/1", 64, 4, 8))
     return cluster
-
-
-def _waiting(sequence: int, **changes: object) -> Request:
-    values: dict[str, object] = {
-        "key": RequestKey(b"f", sequence),
-        "request_id": f"r{sequence}",
-        "tokens": to_tokens(np.arange(5, dtype=np.int32)),
-        "num_prompt_tokens": 5,
-        "limit": 20,
-        "stop_token_ids": (),
-        "sampling": b"",
-        "allowed": 100,
-        "deadline": None,
-        "traceparent": "",
-        "arrival": float(sequence),
-        "sequence": sequence,
-    }
-    return Request(**(values | changes))  # type: ignore[arg-type]
 
 
 def _arrived(**changes: object) -> ev.RequestArrived:
@@ -138,7 +121,7 @@ def test_the_longest_prefix_is_looked_for_in_a_window() -> None:
     """As many of the oldest requests are ranked as is stated, and no more; none is lost when they are put back."""
     queue = LongestPrefixQueue()
     for sequence in range(80):
-        queue.push(_waiting(sequence))
+        queue.push(make_request(sequence))
     ranked: set[int] = set()
 
     def cached(request: Request) -> int:
@@ -161,8 +144,8 @@ def test_the_longest_prefix_is_looked_for_in_a_window() -> None:
 def test_tenants_take_turns_within_a_fair_class() -> None:
     """What a tenant was served counts in the class whose order is fair, too."""
     queue = make_queue("fcfs", {}, {"c": RequestClass(policy="fair")})
-    queue.push(_waiting(1, request_class="c", tenant="a"))
-    queue.push(_waiting(2, request_class="c", tenant="b"))
+    queue.push(make_request(1, request_class="c", tenant="a"))
+    queue.push(make_request(2, request_class="c", tenant="b"))
     queue.served(Account("c", "a"), prompt_tokens=10)
     served = queue.take(lambda _: 0)
     assert served is not None

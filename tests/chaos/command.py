@@ -1,0 +1,21 @@
+"""What the commands of this folder share: how they are asked for figures, and where these go."""
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+
+def parser(module: str, description: str | None) -> argparse.ArgumentParser:
+    """Of `python -m MODULE`; every one of them takes `--json`."""
+    made = argparse.ArgumentParser(f"python -m {module}", description=description)
+    made.add_argument("--json", type=Path, default=None, help="where to write the figures as well")
+    return made
+
+
+def tell(figures: dict[str, Any], path: Path | None) -> None:
+    """Prints figures and, if a path is given, writes them there."""
+    text = json.dumps(figures, indent=2)
+    print(text, flush=True)
+    if path is not None:
+        path.write_text(text + "\n")

@@ -1,0 +1,33 @@
+"""The CPU kernels serve wherever they can: else all their tests would be skipped, and torch would compute unseen."""
+
+from __future__ import annotations
+
+import platform
+import shutil
+from pathlib import Path
+
+import pytest
+
+from kernels.native.library import native, native_levels
+
+pytestmark = pytest.mark.skipif(
+    shutil.which("g++") is None or platform.machine() != "x86_64", reason="needs g++ on x86-64"
+)
+
+
+def test_where_there_is_a_compiler_the_kernels_are_built() -> None:
+    """Installed where g++ is, with every level whose instructions the processor has."""
+    flags = set(Path("/proc/cpuinfo").read_text().partition("\nflags")[2].partition("\n")[0].split())
+    levels = [kernels.level_name for kernels in native_levels()]
+
+    assert "portable" in levels
+    assert ("avx2" in levels) == ({"avx2", "fma"} <= flags)
+
+
+def test_the_best_level_passes_its_self_test_and_serves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No level that the processor has is left out; the portable one is for tests only."""
+    monkeypatch.delenv("QUIRE_CPU_KERNELS", raising=False)
+    best = native_levels()[-1].level_name
+    serving = native()
+
+    assert (serving.level_name if serving is not None else "portable") == best

@@ -1,0 +1,11 @@
+"""Bugs to plant into the core, one at a time: each is a patch and the checks that may find it.
+
+* `bug`: what one is
+* `aims`: scenarios that meet a rare situation more often
+* `memory`, `streams`, `planning`, `workers`: the bugs, by what they spoil; importing a module registers them
+"""
+
+from tests.sim.planted import memory, planning, streams, workers
+from tests.sim.planted.bug import BUGS, PlantedBug
+
+__all__ = ["BUGS", "PlantedBug", "memory", "planning", "streams", "workers"]

@@ -1,0 +1,42 @@
+"""What a planted bug is, and how one is told of."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from scheduler_svc.sim.scenario import Scenario
+
+Patch = Callable[[pytest.MonkeyPatch], None]
+Aim = Callable[[Scenario], Scenario]
+
+
+@dataclass(frozen=True, slots=True)
+class PlantedBug:
+    """A bug, the names of the checks of which one must find it ("core": an assertion of the core's own), and, for bugs
+    that only a rare situation shows, what makes the drawn scenarios meet it more often."""
+
+    name: str
+    plant: Patch
+    found_by: frozenset[str]
+    aim: Aim
+
+
+BUGS: list[PlantedBug] = []
+
+
+def bug(*found_by: str, aim: Aim = lambda scenario: scenario) -> Callable[[Patch], Patch]:
+    """Registers a patch as a planted bug."""
+
+    def register(patch: Patch) -> Patch:
+        BUGS.append(PlantedBug(patch.__name__, patch, frozenset(found_by), aim))
+        return patch
+
+    return register
+
+
+def wrap(patch: pytest.MonkeyPatch, owner: Any, name: str, around: Callable[..., Any]) -> None:
+    """Replaces a function by `around(original, *arguments)`."""
+    original = getattr(owner, name)
+    patch.setattr(owner, name, lambda *arguments, **keywords: around(original, *arguments, **keywords))

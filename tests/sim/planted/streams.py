@@ -1,0 +1,133 @@
+"""Bugs that a client sees: tokens, ends, credit, deadlines, log-probabilities, and what is kept for Resume."""
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import pytest
+
+from scheduler_svc.core import commit
+from scheduler_svc.core.kept import KeptLogs
+from scheduler_svc.core.registry import RequestRegistry
+from scheduler_svc.core.rows import RowTable
+from scheduler_svc.core.scheduler import Scheduler
+from tests.sim.planted.aims import with_extras
+from tests.sim.planted.bug import bug, wrap
+
+
+@bug("stream.ends")
+def lost_cancel(patch: pytest.MonkeyPatch) -> None:
+    """A cancel is not acted upon."""
+    patch.setattr(Scheduler, "_request_cancelled", lambda self, event, now: None)
+
+
+@bug("stream.ends")
+def lost_stop_string(patch: pytest.MonkeyPatch) -> None:
+    """A stop string that the front end has found is not acted upon."""
+    patch.setattr(Scheduler, "_stop_matched", lambda self, event, now: None)
+
+
+@bug("stream.order", "stream.ends")
+def lost_token(patch: pytest.MonkeyPatch) -> None:
+    """Of a step's tokens the last is not delivered when there are several."""
+
+    def fewer(ready: Any, self: Scheduler, frontend: bytes, streams: Any, indices: Any, tokens: Any) -> None:
+        kept = max(1, len(streams) - 1)
+        ready(self, frontend, streams[:kept], indices[:kept], tokens[:kept])
+
+    wrap(patch, Scheduler, "_tokens_ready", fewer)
+
+
+@bug("stream.ends", "stream.after_end")
+def stop_token_ignored(patch: pytest.MonkeyPatch) -> None:
+    """Generation goes on after a stop token."""
+    patch.setattr(RowTable, "stopped", lambda self, rows, tokens: np.zeros(0, np.int32))
+
+
+@bug("stream.credit")
+def credit_ignored(patch: pytest.MonkeyPatch) -> None:
+    """Rows go on without credit."""
+    wrap(patch, RowTable, "set_allowed", lambda set_allowed, self, row, allowed: set_allowed(self, row, 1 << 30))
+
+
+@bug("stream.order", "plan.admission", "stream.token", "core")
+def preempted_loses_token(patch: pytest.MonkeyPatch) -> None:
+    """A request that leaves its worker forgets its newest token."""
+
+    def forgets(displace: Any, self: RequestRegistry, request: Any, *arguments: Any) -> None:
+        if len(request.tokens) > request.num_prompt_tokens:
+            request.tokens.pop()
+        displace(self, request, *arguments)
+
+    wrap(patch, RequestRegistry, "displace", forgets)
+
+
+@bug("stream.order", "plan.admission", "finish", "work.running", "core")
+def late_token_dropped(patch: pytest.MonkeyPatch) -> None:
+    """A token for a request that has left its row is thrown away."""
+    patch.setattr(commit, "_settle_late", lambda *arguments: None)
+
+
+@bug("stream.deadline")
+def deadline_ignored(patch: pytest.MonkeyPatch) -> None:
+    """Requests outlive their deadlines."""
+
+    def without_deadlines(time_passed: Any, self: RequestRegistry, now: float) -> None:
+        self._deadlines.clear()
+        time_passed(self, now)
+
+    wrap(patch, RequestRegistry, "time_passed", without_deadlines)
+
+
+@bug("stream.ends_once", "stream.order", "stream.after_end", "core", "stream.unknown", "frontend.gone")
+def frontends_confused(patch: pytest.MonkeyPatch) -> None:
+    """Tokens go to the front end that joined first."""
+    wrap(
+        patch, RowTable, "occupy", lambda occupy, self, *a, frontend_index, **k: occupy(self, *a, frontend_index=0, **k)
+    )
+
+
+@bug("scores.wrong", "scores.missing", aim=with_extras)
+def scores_of_the_token_before(patch: pytest.MonkeyPatch) -> None:
+    """Log-probabilities come with the index of the token before theirs."""
+    wrap(
+        patch,
+        commit,
+        "_scores",
+        lambda scores, *a: [(request, index - 1, of_prompt, each) for request, index, of_prompt, each in scores(*a)],
+    )
+
+
+@bug("resume.duplicate", "log.begun", aim=with_extras)
+def duplicate_accepted(patch: pytest.MonkeyPatch) -> None:
+    """A second request of the same id runs beside the first."""
+    wrap(
+        patch,
+        RequestRegistry,
+        "arrive",
+        lambda arrive, self, event, now: (self._identified.pop(event.identity, None), arrive(self, event, now))[1],
+    )
+
+
+@bug("resume.tokens", aim=with_extras)
+def log_one_short(patch: pytest.MonkeyPatch) -> None:
+    """The newest token is missing from what is kept of a request."""
+    wrap(
+        patch,
+        KeptLogs,
+        "put",
+        lambda put, self, key, log, now: put(self, key, dataclasses.replace(log, tokens=log.tokens[:-4]), now),
+    )
+
+
+@bug("resume.over", aim=with_extras)
+def taken_over_and_going_on(patch: pytest.MonkeyPatch) -> None:
+    """A request goes on although its client has asked for it elsewhere."""
+
+    def resume(original: Any, self: RequestRegistry, event: Any, now: float) -> None:
+        live = self._identified.pop(event.identity, None)
+        original(self, event, now)
+        if live is not None:
+            self._identified[event.identity] = live
+
+    wrap(patch, RequestRegistry, "resume", resume)
