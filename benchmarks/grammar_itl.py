@@ -38,11 +38,9 @@ async def measured(client: AsyncClient, seed: int) -> list[float]:
 async def round_of(client: AsyncClient, *, grammars: bool) -> list[float]:
     """Gaps of plain streams beside as many others, which have a grammar or not."""
     options = {"json_schema": SCHEMA} if grammars else {"ignore_eos": True}
-    others = [
-        asyncio.create_task(client.generate("Answer: ", max_tokens=TOKENS + 60, seed=seed, **options).result())
-        for seed in range(BESIDE)
-    ]
-    await asyncio.sleep(0.3)
+    beside = [client.generate("Answer: ", max_tokens=TOKENS + 60, seed=seed, **options) for seed in range(BESIDE)]
+    await asyncio.gather(*(anext(generation) for generation in beside))
+    others = [asyncio.create_task(generation.result()) for generation in beside]
     gaps = await asyncio.gather(*(measured(client, seed) for seed in range(PLAIN)))
     await asyncio.gather(*others)
     return [gap for each in gaps for gap in each]

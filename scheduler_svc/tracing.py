@@ -16,7 +16,6 @@ from opentelemetry.trace import Link, Span, SpanContext
 
 from scheduler_svc.core.events import Peer
 from scheduler_svc.core.plan import Plan, RowAdmission
-from shared.config import ConfigError
 from shared.telemetry import MAX_LINKS, Telemetry, from_traceparent, to_traceparent
 
 StreamKey = tuple[Peer, int]
@@ -42,12 +41,7 @@ class SchedulerTracing:
             telemetry: the process's.
             clock_offset_ns: turns core time into Unix time.
             trace_steps: share of the steps with a traced request that get a span, 0 to 1.
-
-        Raises:
-            ConfigError: no share.
         """
-        if not 0 <= trace_steps <= 1:
-            raise ConfigError(f"trace_steps: {trace_steps:g} is no share; give 0 to 1")
         self._trace_steps = trace_steps
         # Grows by the share with each such step; whenever it is full, a step is traced. Full, so that the first one is.
         self._step_share = 1.0

@@ -136,7 +136,9 @@ class SchedulerConfig(_Checked):
         0.1, "journal_fsync interval: time between two", unit="s", least=0.001, most=60
     )
     frontend_lease_s: float = _option(10.0, "a front end silent for so long is lost", unit="s", least=3)
-    trace_steps: float = _option(1.0, "share of the steps with a traced request that get a step trace, 0 to 1")
+    trace_steps: float = _option(
+        1.0, "share of the steps with a traced request that get a step trace, 0 to 1", least=0, most=1
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -187,8 +189,8 @@ class FrontendConfig(_Checked):
     frontend_id: str = _option("frontend-0", "stable name of this front end")
     model: str = _option("demo", "where the tokenizer is: 'demo', a checkpoint folder, or a hub id")
     host: str = _option("127.0.0.1", "address to listen on")
-    grpc_port: int = _option(50051, "port for gRPC; 0: any free one")
-    http_port: int = _option(8000, "port for HTTP; 0: any free one")
+    grpc_port: int = _option(50051, "port for gRPC; 0: any free one", least=0, most=65535)
+    http_port: int = _option(8000, "port for HTTP; 0: any free one", least=0, most=65535)
     stream_credit: int = _option(
         65536, "bytes of output a stream may be ahead of its reader", unit="bytes", least=4, most=1 << 30
     )
@@ -206,7 +208,9 @@ class FrontendConfig(_Checked):
     tls_key: str = _option("", "PEM file with its private key")
     tls_client_ca: str = _option("", "PEM file with the CA of client certificates; clients without one are refused")
     principals: str = _option("", "TOML file with who may call, by which token or certificate")
-    health_port: int = _option(-1, "port for /health, /ready and /metrics alone, without TLS; -1: none", least=-1)
+    health_port: int = _option(
+        -1, "port for /health, /ready and /metrics alone, without TLS; -1: none", least=-1, most=65535
+    )
     grace_period_s: float = _option(10.0, "how long running requests may go on after SIGTERM", unit="s", least=0)
 
 
@@ -218,7 +222,7 @@ def add_options(parser: argparse.ArgumentParser, *configs: type[Any]) -> None:
             continue
         seen.add(option.name)
         flag = "--" + option.name.replace("_", "-")
-        help_text = f"{option.metadata['help']} (default: {option.default!s})".replace("%", "%%")
+        help_text = (option.metadata["help"] + _told_default(option)).replace("%", "%%")
         if option.type is bool or option.type == "bool":
             parser.add_argument(flag, action=argparse.BooleanOptionalAction, default=None, help=help_text)
         else:
@@ -230,6 +234,12 @@ def add_options(parser: argparse.ArgumentParser, *configs: type[Any]) -> None:
                 metavar=None if option.metadata["choices"] else type(option.default).__name__.upper(),
                 help=help_text,
             )
+
+
+def _told_default(option: "dataclasses.Field[Any]") -> str:
+    """The default with its unit; what an empty one means is told by the help itself."""
+    value = f"{option.default} {option.metadata['unit']}".strip()
+    return f" (default: {value})" if value else ""
 
 
 def to_flags(config: object) -> list[str]:

@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from quire.cli._connection import add_tls, http_headers, tls_context
+from quire.cli._connection import add_http_target, http_headers, tls_context
 from quire.cli._errors import CommandError
 from quire.cli._parser import Namespace, OneLineParser
 
@@ -36,8 +36,7 @@ def configure(parser: OneLineParser) -> None:
     parser.add_argument("requests", type=Path, help="the file of requests, JSON lines")
     parser.add_argument("answers", type=Path, help="the file of answers; one from an interrupted run is gone on with")
     add = parser.add_argument
-    add("--target", default="127.0.0.1:8000", metavar="HOST:PORT", help="HTTP address of the service")
-    add_tls(parser)
+    add_http_target(parser)
     add("--concurrency", type=int, default=32, metavar="N", help="requests under way at once (default: 32)")
     add("--timeout", type=float, metavar="S", help="deadline of each request, seconds")
     add(

@@ -6,6 +6,7 @@ Commands, at the beginning of a line:
   /retry          answer the last question again
   /history        show the conversation
   /save FILE      write it to a file, as JSON
+  /help           list these
   /exit           end, as Ctrl-D does
 
 A line that ends in a backslash goes on in the next one. Ctrl-C ends the answer that is being made, and nothing else.
@@ -19,7 +20,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from quire.cli._connection import add_tls, credentials, token
+from quire.cli._connection import add_target, credentials, token
 from quire.cli._errors import explain
 from quire.cli._parser import Namespace, OneLineParser
 from quire.client import Client
@@ -38,8 +39,7 @@ _HELP = (__doc__ or "").partition("Commands")[2].partition("\n\nA line")[0]
 def configure(parser: OneLineParser) -> None:
     """Adds the flags."""
     add = parser.add_argument
-    add("--target", default="127.0.0.1:50051", metavar="HOST:PORT", help="gRPC address of the service")
-    add_tls(parser)
+    add_target(parser)
     add("--system", metavar="TEXT", help="how the model is to behave")
     add("--temperature", type=float, metavar="T", help="0 is greedy (default: 1)")
     add("--top-k", type=int, metavar="K", help="keep the k most likely tokens")

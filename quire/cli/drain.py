@@ -4,10 +4,9 @@ Running requests finish where they are, or with `--move` go on elsewhere at once
 tokens, and clients see a pause. The worker may be stopped when it runs nothing any more.
 """
 
-from quire._calls import call_metadata
 from quire.admin.v1 import admin_pb2
-from quire.cli._admin import TIMEOUT_S, add_target, admin_stub, print_workers
-from quire.cli._connection import token
+from quire.cli._admin import admin_stub, print_workers
+from quire.cli._connection import add_target, call_options
 from quire.cli._parser import Namespace, OneLineParser
 
 EXAMPLES = """
@@ -30,9 +29,9 @@ def run(options: Namespace) -> int:
     with admin_stub(options) as stub:
         if options.resume:
             resume = admin_pb2.ResumeWorkerRequest(worker_id=options.worker)
-            worker = stub.ResumeWorker(resume, timeout=TIMEOUT_S, metadata=call_metadata(token())).worker
+            worker = stub.ResumeWorker(resume, **call_options()).worker
         else:
             drain = admin_pb2.DrainWorkerRequest(worker_id=options.worker, move_requests=options.move)
-            worker = stub.DrainWorker(drain, timeout=TIMEOUT_S, metadata=call_metadata(token())).worker
+            worker = stub.DrainWorker(drain, **call_options()).worker
     print_workers([worker])
     return 0

@@ -5,11 +5,10 @@ template. "-" reads it from stdin. Ctrl-C cancels the request on the server.
 """
 
 import json
-import os
 import sys
 from dataclasses import asdict
 
-from quire.cli._connection import add_tls, credentials, token
+from quire.cli._connection import add_target, credentials, token
 from quire.cli._parser import Namespace, OneLineParser
 from quire.client import Client, Generation
 from quire.types import Completion, GenerateOptions, SchedulingOptions
@@ -20,7 +19,6 @@ EXAMPLES = """
   quire generate - --json < prompt.txt
 """
 
-_DEFAULT_TARGET = "127.0.0.1:50051"
 _SAMPLING = ("temperature", "top_k", "top_p", "min_p", "seed")
 _PASSED_ON = (*_SAMPLING, "model", "max_tokens", "stop", "stop_token_ids", "ignore_eos", "request_id")
 _SCHEDULING = (
@@ -33,13 +31,7 @@ def configure(parser: OneLineParser) -> None:
     """Adds the flags."""
     add = parser.add_argument
     add("prompt", help="the text; - reads it from stdin")
-    add(
-        "--target",
-        default=os.environ.get("QUIRE_TARGET", _DEFAULT_TARGET),
-        metavar="HOST:PORT",
-        help=f"the server's gRPC address (default: the variable QUIRE_TARGET, or {_DEFAULT_TARGET})",
-    )
-    add_tls(parser)
+    add_target(parser)
     add("--chat", action="store_true", help="send the text as a user's message")
     add("--model", metavar="NAME", help="the model's name (default: the one that is served)")
     add("--max-tokens", type=int, metavar="N", help="most tokens to generate")

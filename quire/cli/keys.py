@@ -58,9 +58,13 @@ def run(options: Namespace) -> int:
         return 0
     if not name or Path(name).name != name or name == SCHEDULER:
         raise ConfigError(f"name: {name!r} is no name of a worker or front end")
-    {"add": lambda: add(folder, name, options.role), "rotate": lambda: rotate(folder, name)}.get(
-        options.action, lambda: revoke(folder, name, only_old=options.old)
-    )()
+    match options.action:
+        case "add":
+            add(folder, name, options.role)
+        case "rotate":
+            rotate(folder, name)
+        case "revoke":
+            revoke(folder, name, only_old=options.old)
     return 0
 
 

@@ -3,10 +3,9 @@
 Scheduler, front ends and workers start at "info". At "debug" they also tell of what each request meets on its way.
 """
 
-from quire._calls import call_metadata
 from quire.admin.v1 import admin_pb2
-from quire.cli._admin import TIMEOUT_S, add_target, admin_stub
-from quire.cli._connection import token
+from quire.cli._admin import admin_stub
+from quire.cli._connection import add_target, call_options
 from quire.cli._parser import Namespace, OneLineParser
 
 EXAMPLES = """
@@ -31,7 +30,7 @@ def run(options: Namespace) -> int:
     """Changes the level and prints it with the one before."""
     request = admin_pb2.SetLogLevelRequest(level=_LEVELS[options.level])
     with admin_stub(options) as stub:
-        response = stub.SetLogLevel(request, timeout=TIMEOUT_S, metadata=call_metadata(token()))
+        response = stub.SetLogLevel(request, **call_options())
     before = next((name for name, level in _LEVELS.items() if level == response.previous), "unknown")
     print(f"log level {options.level}, before {before}")
     return 0

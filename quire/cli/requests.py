@@ -6,10 +6,9 @@ that ended lately have theirs, too. The id is in the answer, in the server's log
 
 from datetime import datetime
 
-from quire._calls import call_metadata
 from quire.admin.v1 import admin_pb2
-from quire.cli._admin import TIMEOUT_S, add_target, admin_stub
-from quire.cli._connection import token
+from quire.cli._admin import admin_stub
+from quire.cli._connection import add_target, call_options
 from quire.cli._parser import Namespace, OneLineParser
 
 EXAMPLES = """
@@ -32,21 +31,15 @@ def run(options: Namespace) -> int:
     """Lists, tells or ends."""
     with admin_stub(options) as stub:
         if options.story is not None:
-            stories = stub.GetStory(
-                admin_pb2.GetStoryRequest(request_id=options.story), timeout=TIMEOUT_S, metadata=call_metadata(token())
-            ).stories
+            stories = stub.GetStory(admin_pb2.GetStoryRequest(request_id=options.story), **call_options()).stories
             for number, story in enumerate(stories):
                 _print_story(story, first=number == 0)
         elif options.cancel is not None:
             cancel = admin_pb2.CancelRequestRequest(request_id=options.cancel)
-            print(f"{stub.CancelRequest(cancel, timeout=TIMEOUT_S, metadata=call_metadata(token())).cancelled} ended")
+            print(f"{stub.CancelRequest(cancel, **call_options()).cancelled} ended")
         else:
-            listed = stub.ListRequests(
-                admin_pb2.ListRequestsRequest(limit=options.limit), timeout=TIMEOUT_S, metadata=call_metadata(token())
-            )
-            state = stub.GetSchedulerState(
-                admin_pb2.GetSchedulerStateRequest(), timeout=TIMEOUT_S, metadata=call_metadata(token())
-            )
+            listed = stub.ListRequests(admin_pb2.ListRequestsRequest(limit=options.limit), **call_options())
+            state = stub.GetSchedulerState(admin_pb2.GetSchedulerStateRequest(), **call_options())
             _print_requests(listed, state)
     return 0
 

@@ -9,7 +9,7 @@ import time
 import urllib.error
 import urllib.request
 
-from quire.cli._connection import add_tls, http_headers, tls_context
+from quire.cli._connection import add_http_target, http_headers, tls_context
 from quire.cli._errors import CommandError
 from quire.cli._parser import Namespace, OneLineParser
 
@@ -26,8 +26,7 @@ _OTHER_SCREEN, _FIRST_SCREEN = "\x1b[?1049h\x1b[?25l", "\x1b[?25h\x1b[?1049l"
 def configure(parser: OneLineParser) -> None:
     """Adds the flags."""
     add = parser.add_argument
-    add("--target", default="127.0.0.1:8000", metavar="HOST:PORT", help="HTTP address of the service")
-    add_tls(parser)
+    add_http_target(parser)
     add("--every", type=float, default=1.0, metavar="S", help="seconds between two readings (default: 1)")
     add("--once", action="store_true", help="print one reading and end")
 

@@ -1,9 +1,8 @@
 """Lists the usable workers of a running service: what they run, and how their KV blocks are used."""
 
-from quire._calls import call_metadata
 from quire.admin.v1 import admin_pb2
-from quire.cli._admin import TIMEOUT_S, add_target, admin_stub, print_workers
-from quire.cli._connection import token
+from quire.cli._admin import admin_stub, print_workers
+from quire.cli._connection import add_target, call_options
 from quire.cli._parser import Namespace, OneLineParser
 
 EXAMPLES = """
@@ -20,7 +19,5 @@ def configure(parser: OneLineParser) -> None:
 def run(options: Namespace) -> int:
     """Prints the table."""
     with admin_stub(options) as stub:
-        print_workers(
-            stub.ListWorkers(admin_pb2.ListWorkersRequest(), timeout=TIMEOUT_S, metadata=call_metadata(token())).workers
-        )
+        print_workers(stub.ListWorkers(admin_pb2.ListWorkersRequest(), **call_options()).workers)
     return 0

@@ -1,5 +1,6 @@
 """What the command line promises: one line for an error, an exit code that means something, help without waiting."""
 
+import importlib
 import os
 import signal
 import subprocess
@@ -7,6 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from quire.cli._parser import OneLineParser
 from quire.cli.main import COMMANDS
 from tests.e2e.harness import QUIRE, ROOT
 from tests.quire.scripted_server import ScriptedServer, delta, fail, finished, reason, scripted_server
@@ -58,6 +60,18 @@ def test_an_error_is_one_line_with_its_remedy(arguments: list[str], code: int, l
     assert ended.stderr.decode() == line + "\n"
     assert ended.stdout == b""
     assert ended.returncode == code
+
+
+@pytest.mark.parametrize("command", ["generate", "chat", "models", "requests", "workers", "drain", "log_level"])
+def test_a_command_that_speaks_grpc_goes_where_the_environment_says(
+    command: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`QUIRE_TARGET` stands for `--target` in all of them."""
+    monkeypatch.setenv("QUIRE_TARGET", "10.0.0.5:7")
+    parser = OneLineParser(command, description="", examples="")
+    importlib.import_module(f"quire.cli.{command}").configure(parser)
+
+    assert parser.get_default("target") == "10.0.0.5:7"
 
 
 def test_a_wrong_choice_names_the_right_ones() -> None:

@@ -8,7 +8,6 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 
 from scheduler_svc.core.plan import Plan, RowAdmission
 from scheduler_svc.tracing import SchedulerTracing
-from shared.config import ConfigError
 from shared.telemetry import Telemetry
 
 TRACEPARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
@@ -95,10 +94,3 @@ def test_any_share_is_kept_in_the_long_run() -> None:
     """Within one step of the share, however long."""
     for share in (0.1, 1 / 3, 0.77):
         assert abs(len(traced_steps(share, 1000)) - 1000 * share) <= 1
-
-
-@pytest.mark.parametrize("share", [-0.1, 1.1, float("nan")])
-def test_what_is_no_share_is_refused(share: float) -> None:
-    """The setting is named."""
-    with pytest.raises(ConfigError, match="trace_steps"):
-        SchedulerTracing(KeptTelemetry(), 0, share)
