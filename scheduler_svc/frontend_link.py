@@ -8,6 +8,7 @@ what a request holds.
 import hashlib
 import math
 from dataclasses import dataclass, field
+from typing import Any
 
 from google.protobuf.message import DecodeError
 
@@ -25,25 +26,25 @@ _MAX_GRAMMAR = 1 << 20
 _MAX_IDENTITY = 64
 _MAX_RESUME_INFO = 64 << 10
 _REASONS = {reason: link_pb2.EndReason.Value(f"END_REASON_{reason.name}") for reason in ef.EndReason}
-_POOLINGS = frozenset(ev.Pooling)
+_POOLINGS: dict[int, ev.Pooling] = {pooling.value: pooling for pooling in ev.Pooling}
 
 
 class UnusableSubmissionError(ValueError):
     """A submission that does not say what a request must; the message is for the client."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, kw_only=True)
 class Incoming:
     """What a front end's frame says."""
 
-    events: list[ev.Event]
-    refused: list[ef.RequestEnded]
+    events: list[ev.Event] = field(default_factory=list)
+    refused: list[ef.RequestEnded] = field(default_factory=list)
     """Submissions that cannot be used, each with its end."""
-    hello: int
+    hello: int = 0
     """The version that is spoken with it, if it says hello; otherwise 0."""
     report: link_pb2.MetricReport | None
     snapshot_request: int
-    operator_requests: list[link_pb2.OperatorRequest]
+    operator_requests: list[link_pb2.OperatorRequest] = field(default_factory=list)
 
 
 def decode(peer: ev.Peer, payload: bytes, now: float) -> Incoming:
@@ -61,43 +62,37 @@ def decode(peer: ev.Peer, payload: bytes, now: float) -> Incoming:
 
 
 def _incoming(peer: ev.Peer, message: link_pb2.FrontendMessage, now: float) -> Incoming:
-    events: list[ev.Event] = []
-    version = 0
-    if message.HasField("hello"):
+    # Most frames hold nothing but submissions, or nothing but credit: only what is there is looked at.
+    parts: dict[str, Any] = {field.name: value for field, value in message.ListFields()}
+    incoming = Incoming(report=parts.get("report"), snapshot_request=parts.get("snapshot_request", 0))
+    events = incoming.events
+    if "hello" in parts:
         theirs = spoken(message.hello.protocol_version, message.hello.newest_protocol_version)
-        version = negotiate("link", scheduler=LINK_VERSIONS, peer=theirs, role="front end")
+        incoming.hello = negotiate("link", scheduler=LINK_VERSIONS, peer=theirs, role="front end")
         events.append(ev.FrontendJoined(frontend=peer))
-    refused: list[ef.RequestEnded] = []
-    for submission in message.submissions:
+    for submission in parts.get("submissions", ()):
         try:
             events.append(arrival(peer, submission, now))
         except (UnusableSubmissionError, MalformedColumnError) as error:
-            refused.append(_refusal(peer, submission, str(error)))
-    # Most frames hold nothing but submissions, or nothing but credit.
-    for match in message.stop_matches:
+            incoming.refused.append(_refusal(peer, submission, str(error)))
+    for match in parts.get("stop_matches", ()):
         events.append(ev.StopMatched(frontend=peer, stream=match.stream, keep_tokens=match.keep_tokens))
-    if message.cancelled:
+    if "cancelled" in parts:
         for stream in from_column(message.cancelled).tolist():
             events.append(ev.RequestCancelled(frontend=peer, stream=stream))
-    if message.detached:
+    if "detached" in parts:
         for stream in from_column(message.detached).tolist():
             events.append(ev.RequestCancelled(frontend=peer, stream=stream, keep=True))
-    for question in message.resume_questions:
+    for question in parts.get("resume_questions", ()):
         events.append(ev.ResumeAsked(frontend=peer, number=question.number, identity=question.identity))
-    if message.credit_streams or message.credit_bytes:
+    if "credit_streams" in parts or "credit_bytes" in parts:
         streams, credits = from_columns(message.credit_streams, message.credit_bytes)
         if credits.min() < 0:
             raise MalformedFrameError("negative credit")
         for stream, credit in zip(streams.tolist(), credits.tolist(), strict=True):
             events.append(ev.CreditGranted(frontend=peer, stream=stream, credit=credit))
-    return Incoming(
-        events=events,
-        refused=refused,
-        hello=version,
-        report=message.report if message.HasField("report") else None,
-        snapshot_request=message.snapshot_request,
-        operator_requests=list(message.operator_requests),
-    )
+    incoming.operator_requests.extend(parts.get("operator_requests", ()))
+    return incoming
 
 
 def arrival(peer: ev.Peer, submission: link_pb2.Submission, now: float) -> ev.RequestArrived:
@@ -107,45 +102,55 @@ def arrival(peer: ev.Peer, submission: link_pb2.Submission, now: float) -> ev.Re
         UnusableSubmissionError: it does not say what a request must.
         MalformedColumnError: a column is none.
     """
-    if submission.stream > _INT32_MAX:
+    # A field of a message costs a look-up each time, and a long one a copy.
+    stream, token_ids, block_keys = submission.stream, submission.token_ids, submission.block_keys
+    num_tokens, grammar = len(token_ids) // TOKEN_BYTES, submission.grammar
+    if stream > _INT32_MAX:
         raise UnusableSubmissionError("a stream number beyond int32")
-    if not 0 < submission.num_prompt_tokens <= len(submission.token_ids) // TOKEN_BYTES:
+    num_prompt_tokens, max_tokens = submission.num_prompt_tokens, submission.max_tokens
+    if not 0 < num_prompt_tokens <= num_tokens:
         raise UnusableSubmissionError("the prompt is empty or longer than the tokens given")
-    _check_sampling(submission.sampling)
-    if submission.pooling not in _POOLINGS:
+    sampling = submission.sampling
+    _check_sampling(sampling)
+    pooling = _POOLINGS.get(submission.pooling)
+    if pooling is None:
         raise UnusableSubmissionError(f"pooling {submission.pooling} is not known")
-    if submission.pooling and (submission.max_tokens != 1 or submission.grammar):
+    if pooling and (max_tokens != 1 or grammar):
         raise UnusableSubmissionError("pooling with tokens to generate, or with a grammar")
-    if len(submission.identity) > _MAX_IDENTITY or len(submission.resume_info) > _MAX_RESUME_INFO:
+    identity, resume_info = submission.identity, submission.resume_info
+    if len(identity) > _MAX_IDENTITY or len(resume_info) > _MAX_RESUME_INFO:
         raise UnusableSubmissionError("an identity or resume_info that is too long")
-    if len(submission.grammar) > _MAX_GRAMMAR:
+    if len(grammar) > _MAX_GRAMMAR:
         raise UnusableSubmissionError(f"a grammar of more than {_MAX_GRAMMAR} bytes")
-    _check_keys(submission)
+    block_size = submission.block_size
+    num_keys, rest = divmod(len(block_keys), KEY_BYTES)
+    if rest or (num_keys and not 0 < num_keys * block_size <= num_tokens):
+        raise UnusableSubmissionError("block_keys is no whole number of keys, or more than the tokens have blocks")
     return ev.RequestArrived(
         frontend=peer,
-        stream=submission.stream,
+        stream=stream,
         request_id=submission.request_id,
-        token_ids=from_column(submission.token_ids),
-        num_prompt_tokens=submission.num_prompt_tokens,
-        max_tokens=submission.max_tokens,
+        token_ids=from_column(token_ids),
+        num_prompt_tokens=num_prompt_tokens,
+        max_tokens=max_tokens,
         stop_token_ids=from_column(submission.stop_token_ids),
-        sampling=submission.sampling,
+        sampling=sampling,
         credit=submission.credit,
         deadline=_point_in_time(submission.deadline_ns, now),
         traceparent=submission.traceparent,
         salt=submission.cache_scope,
-        block_keys=submission.block_keys,
-        block_size=submission.block_size,
+        block_keys=block_keys,
+        block_size=block_size,
         tenant=submission.tenant,
         request_class=submission.request_class,
         priority=submission.priority,
         computes_whole_prompt=submission.computes_whole_prompt,
-        pooling=ev.Pooling(submission.pooling),
-        identity=submission.identity,
-        resume_info=submission.resume_info,
+        pooling=pooling,
+        identity=identity,
+        resume_info=resume_info,
         again=submission.again,
-        grammar=submission.grammar,
-        grammar_key=hashlib.sha256(submission.grammar).digest() if submission.grammar else b"",
+        grammar=grammar,
+        grammar_key=hashlib.sha256(grammar).digest() if grammar else b"",
         expected_output_tokens=submission.expected_output_tokens,
         ttft_deadline=_point_in_time(submission.ttft_target_ns, now),
         total_deadline=_point_in_time(submission.total_time_target_ns, now),
@@ -158,17 +163,10 @@ def _check_sampling(serialized: bytes) -> None:
         params = plan_pb2.SamplingParams.FromString(serialized)
     except DecodeError:
         raise UnusableSubmissionError("the sampling parameters do not parse") from None
-    if not (math.isfinite(params.temperature) and params.temperature >= 0):
+    if not 0 <= params.temperature < math.inf:
         raise UnusableSubmissionError("a temperature that is negative or not finite")
     if not (0 <= params.top_p <= 1 and 0 <= params.min_p <= 1) or max(params.top_k, params.choice) > _INT32_MAX:
         raise UnusableSubmissionError("top_p, min_p, top_k or choice out of range")
-
-
-def _check_keys(submission: link_pb2.Submission) -> None:
-    num_keys, rest = divmod(len(submission.block_keys), KEY_BYTES)
-    num_tokens = len(submission.token_ids) // TOKEN_BYTES
-    if rest or (num_keys and not 0 < num_keys * submission.block_size <= num_tokens):
-        raise UnusableSubmissionError("block_keys is no whole number of keys, or more than the tokens have blocks")
 
 
 def _refusal(peer: ev.Peer, submission: link_pb2.Submission, message: str) -> ef.RequestEnded:

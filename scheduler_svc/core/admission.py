@@ -178,7 +178,7 @@ class Admission:
 
     def _is_at_bound(self) -> bool:
         """Whether somebody may not be passed once more."""
-        return any(request.overtaken >= MAX_OVERTAKEN for request in self._passed)
+        return bool(self._passed) and any(request.overtaken >= MAX_OVERTAKEN for request in self._passed)
 
     def _is_for_another(self, request: Request) -> bool:
         """Whether another worker takes the request soon and does less work for it."""
@@ -234,12 +234,15 @@ class Admission:
             reason = EndReason.LENGTH if request.num_generated else EndReason.INVALID
             message = f"the prompt has {num_tokens} tokens, the served model takes at most {self._longest - 1}"
             return Refusal(request, reason, message)
-        if not 0 <= request.lowest_token <= request.highest_token < worker.model.vocab_size:
-            found = request.lowest_token if request.lowest_token < 0 else request.highest_token
-            message = f"token ids must lie in [0, {worker.model.vocab_size}), found {found}"
+        vocab_size = worker.model.vocab_size
+        if request.highest_token >= vocab_size:
+            found = next(token for token in request.tokens if not 0 <= token < vocab_size)
+            message = f"token ids must lie in [0, {vocab_size}), found {found}"
             return Refusal(request, EndReason.INVALID, message)
         if request.pooling and not self._embeds:
             return Refusal(request, EndReason.INVALID, "the served model makes no embeddings")
+        if request.latest_start is None and request.must_start is None:
+            return None
         # A worker that has nothing else to do may as well try: the forecast may be wrong.
         is_busy = worker.rows.num_running > 0
         by_target = self._config.policy_of(request.request_class) == "edf"

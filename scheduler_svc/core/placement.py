@@ -24,7 +24,7 @@ DECODE_COST = 32
 """What a running request slows a prompt down by, in prompt tokens."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Room:
     """The memory that a request finds on a worker."""
 
@@ -43,23 +43,21 @@ def find_room(worker: Worker, request: Request, match: Match) -> Room | None:
     cached, partial = match.blocks, match.partial
     block_size = worker.rows.block_size
     num_new = -(-len(request.tokens) // block_size) - len(cached)
-    limit = min(request.limit, worker.max_model_len)
+    worst_blocks = -(-(min(request.limit, worker.max_model_len) - 1) // block_size)
     # Cached blocks that nobody holds are available until they are shared, or copied from.
     num_available = worker.pool.num_available - worker.pool.count_idle(cached)
     num_copied = 0 if partial is None else worker.pool.count_idle(np.array([partial.block], np.intp))
-
-    def fits(num_available: int) -> bool:
-        return worker.capacity.admits(
-            worker.rows,
-            num_new=num_new,
-            worst_blocks=-(-(limit - 1) // block_size),
-            num_available=num_available,
+    fits = partial_fits = worker.capacity.admits(
+        worker.rows, num_new=num_new, worst_blocks=worst_blocks, num_available=num_available
+    )
+    if fits and num_copied:
+        partial_fits = worker.capacity.admits(
+            worker.rows, num_new=num_new, worst_blocks=worst_blocks, num_available=num_available - num_copied
         )
-
-    if fits(num_available - num_copied):
+    if partial_fits:
         return Room(cached, num_new, partial, match.swapped)
     # What is worth a copy is not worth waiting for memory.
-    return Room(cached, num_new) if num_copied and fits(num_available) else None
+    return Room(cached, num_new) if fits else None
 
 
 class Placement:

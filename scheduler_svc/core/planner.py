@@ -232,11 +232,12 @@ class Planner:
                 self._add_chunk(row)
 
     def _add_chunk(self, row: int) -> None:
-        chunk = min(int(self._rows.length[row] - self._rows.computed[row]), self._budget, self._max_chunk)
+        computed = self._rows.computed.item(row)
+        chunk = min(self._rows.length.item(row) - computed, self._budget, self._max_chunk)
         self._chunk_rows.append(row)
         self._chunk_lengths.append(chunk)
         self._budget -= chunk
-        self._worker.publish_blocks(row, int(self._rows.computed[row]) + chunk)
+        self._worker.publish_blocks(row, computed + chunk)
 
     def _admit(self) -> None:
         """Takes waiting requests in while the budget lasts."""
@@ -267,7 +268,9 @@ class Planner:
             worker = self._worker
             self._pool.read(source, last_step=worker.last_step + 1, answered_step=worker.answered_step)
             num_cached_tokens += room.partial.num_tokens
-        blocks = np.concatenate((room.cached, self._pool.take(room.num_new)))
+        blocks = self._pool.take(room.num_new)
+        if len(room.cached):
+            blocks = np.concatenate((room.cached, blocks))
         if room.partial is not None:
             self._copy_sources.append(room.partial.block)
             self._copy_targets.append(int(blocks[len(room.cached)]))
@@ -295,13 +298,14 @@ class Planner:
         self._tenants.started(request, self._now)
         if request.attempts == 1:
             request.num_cached_prompt_tokens = min(num_cached_tokens, request.num_prompt_tokens)
-            uncached = request.num_prompt_tokens - request.num_cached_prompt_tokens
-            self._waiting.served(request.account, prompt_tokens=uncached)
+            if self._waiting.accounts_service:
+                uncached = request.num_prompt_tokens - request.num_cached_prompt_tokens
+                self._waiting.served(request.account, prompt_tokens=uncached)
         self._worker.counters.prompt_tokens += len(request.tokens)
         self._worker.counters.cached_tokens += num_cached_tokens
         return RowAdmission(
             row=row,
-            generation=int(self._rows.generation[row]),
+            generation=self._rows.generation.item(row),
             token_ids=as_column(request.tokens),
             num_prompt_tokens=request.num_prompt_tokens,
             num_computed_tokens=num_computed,
@@ -401,8 +405,9 @@ class Planner:
         prefilled: list[int] = []
         pooled: list[int] = []
         for row, chunk in zip(self._chunk_rows, self._chunk_lengths, strict=True):
-            rows.computed[row] += chunk
-            if rows.computed[row] < rows.length[row]:
+            computed = rows.computed.item(row) + chunk
+            rows.computed[row] = computed
+            if computed < rows.length.item(row):
                 continue
             request = rows.requests[row]
             assert request is not None

@@ -18,10 +18,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from scheduler_svc.core.arrays import NO_INDICES, IndexArray, all_of, any_of
+from scheduler_svc.core.arrays import NO_INDICES, IndexArray, any_of
 from scheduler_svc.core.partial_blocks import PartialBlocks, PartialMatch, num_common
 from shared.frames import TOKEN_BYTES
 from shared.prefix_keys import KEY_BYTES, BlockKey
+
+_RUN = 1 << 32
+"""More than any run has blocks."""
 
 
 class _Node:
@@ -63,9 +66,8 @@ class PrefixCache:
         self._nodes: list[_Node | None] = [self._root]
         self._unused: list[int] = []
         """Numbers that no node has."""
-        self._node_of = np.zeros(num_blocks, np.int32)
-        self._index_of = np.zeros(num_blocks, np.int32)
-        """For blocks that are held here: the number of their node, and their index in it."""
+        self._places = np.zeros(num_blocks, np.int64)
+        """For blocks that are held here: the number of their node times `_RUN`, plus their index in it."""
         self._pending: dict[int, BlockKey] = {}
         """By row in prefill: the key of the block that it computes next."""
         self.holds = np.zeros(num_blocks, np.bool_)
@@ -106,35 +108,33 @@ class PrefixCache:
         else:
             first = 0
             node = self._add(node, keys, blocks, tokens)
-        self._node_of[blocks] = node.number
-        self._index_of[blocks] = np.arange(first, first + len(blocks))
+        self._number(node, blocks, first)
         self.holds[blocks] = True
 
     def forget(self, blocks: IndexArray) -> IndexArray:
         """The blocks' memory is needed, or their content cannot be trusted.
 
+        Args:
+            blocks: in any order; of a chain best the end before the beginning.
+
         Returns:
             all blocks that are held here no longer: those that were, and what followed them.
         """
-        held = self.holds[blocks]
-        known = blocks if all_of(held) else blocks[held]
         gone: list[IndexArray] = []
-        if self.partial is not None and any_of(tails := self.partial.tails[known]):
-            gone.append(known[tails])
-            self.holds[known[tails]] = False
-            known = known[~tails]
-        while len(known):
-            number = int(self._node_of[known[0]])
-            node = self._nodes[number]
-            assert node is not None
-            in_node = self._node_of[known] == number
-            whole = all_of(in_node)
-            offset = int(self._index_of[known if whole else known[in_node]].min())
-            self._cut(node, offset, gone)
-            if whole:
-                break
-            known = known[~in_node]
-            known = known[self.holds[known]]
+        if self.partial is not None and any_of(tails := self.partial.tails[blocks]):
+            gone.append(blocks[tails])
+            self.holds[blocks[tails]] = False
+            blocks = blocks[~tails]
+        while len(blocks):
+            first = blocks.item(-1)
+            if self.holds.item(first):
+                number, offset = divmod(self._places.item(first), _RUN)
+                node = self._nodes[number]
+                assert node is not None
+                self._cut(node, offset, gone)
+                if gone[-1][::-1].tobytes() == blocks.tobytes():
+                    break
+            blocks = blocks[self.holds[blocks]]
         if not gone:
             return NO_INDICES
         forgotten = gone[0] if len(gone) == 1 else np.concatenate(gone)
@@ -157,7 +157,7 @@ class PrefixCache:
         full = blocks[:num_full]
         fresh = full[self.holds[full] & ~self.partial.proven[full]]
         self.partial.prove(fresh)
-        for block in fresh[self._index_of[fresh] == 0].tolist():
+        for block in fresh[self._places[fresh] % _RUN == 0].tolist():
             self._list(block, root)
         rest = tokens[self._width * num_full :]
         if len(rest) < TOKEN_BYTES * self.partial.least_tokens:
@@ -195,7 +195,7 @@ class PrefixCache:
 
     def _list(self, block: int, root: BlockKey) -> None:
         """A proven block begins a run: there may be several with the same predecessor, so it is to be found by that."""
-        node = self._nodes[self._node_of[block]]
+        node = self._nodes[self._places.item(block) // _RUN]
         assert self.partial is not None
         assert node is not None
         assert node.parent is not None
@@ -228,8 +228,8 @@ class PrefixCache:
                 assert child.parent is node
                 assert child.keys.startswith(key)
                 assert self._nodes[child.number] is child
-            assert (self._node_of[node.blocks] == number).all()
-            assert self._index_of[node.blocks].tolist() == list(range(len(node.blocks)))
+            assert (self._places[node.blocks] // _RUN == number).all()
+            assert (self._places[node.blocks] % _RUN).tolist() == list(range(len(node.blocks)))
             seen += node.blocks.tolist()
         if self.partial is not None:
             self.partial.validate()
@@ -264,6 +264,11 @@ class PrefixCache:
         parent.children[keys[:KEY_BYTES]] = node
         return node
 
+    def _number(self, node: _Node, blocks: IndexArray, first: int) -> None:
+        """The blocks are those of `node` from index `first` on."""
+        place = node.number * _RUN + first
+        self._places[blocks] = np.arange(place, place + len(blocks))
+
     def _split(self, node: _Node, offset: int) -> None:
         """Makes the blocks of `node` from `offset` on a child of it, which inherits its children."""
         children, node.children = node.children, {}
@@ -273,8 +278,7 @@ class PrefixCache:
         for child in children.values():
             child.parent = below
         self._truncate(node, offset)
-        self._node_of[below.blocks] = below.number
-        self._index_of[below.blocks] -= offset
+        self._number(below, below.blocks, 0)
         if self.partial is not None and self.partial.proven[below.blocks[0]]:
             self._list(int(below.blocks[0]), b"")
 

@@ -57,6 +57,7 @@ class RequestRegistry:
 
     def __init__(self, config: CoreConfig, fleet: Fleet, effects: list[Effect]) -> None:
         self.waiting = make_queue(config.policy, config.tenant_weights, config.classes)
+        self._orders_by_length = "sjf" in {config.policy, *(each.policy for each in config.classes.values())}
         self.forecast = Forecast()
         self.tenants = Tenants(config.tenant_limits)
         self.history = History()
@@ -124,16 +125,18 @@ class RequestRegistry:
             if known is not None and event.again:
                 self.end(known, EndReason.CANCELLED, now, message="another call goes on with the request")
         self._sequence += 1
+        token_ids, credit = event.token_ids, event.credit
+        allowed, remainder = divmod(credit, TOKEN_BYTES)
         request = Request(
             key=key,
             request_id=event.request_id,
-            tokens=to_tokens(event.token_ids),
+            tokens=to_tokens(token_ids),
             num_prompt_tokens=event.num_prompt_tokens,
             limit=event.num_prompt_tokens + event.max_tokens,
             stop_token_ids=tuple(event.stop_token_ids.tolist()),
             sampling=event.sampling,
-            allowed=len(event.token_ids) + event.credit // TOKEN_BYTES,
-            credit_remainder=event.credit % TOKEN_BYTES,
+            allowed=len(token_ids) + allowed,
+            credit_remainder=remainder,
             deadline=event.deadline,
             traceparent=event.traceparent,
             salt=event.salt,
@@ -146,11 +149,10 @@ class RequestRegistry:
             grammar_key=event.grammar_key,
             expected_output_tokens=event.expected_output_tokens,
             ttft_deadline=event.ttft_deadline,
-            total_deadline=min((t for t in (event.deadline, event.total_deadline) if t is not None), default=None),
+            total_deadline=_earlier(event.deadline, event.total_deadline),
             arrival=now,
             sequence=self._sequence,
-            lowest_token=int(event.token_ids.min(initial=0)),
-            highest_token=int(event.token_ids.max(initial=0)),
+            highest_token=int(token_ids.view(np.uint32).max(initial=0)),
             keys={event.block_size: event.block_keys} if event.block_keys else {},
         )
         self._requests[key] = request
@@ -242,9 +244,11 @@ class RequestRegistry:
         request.queued_tokens = len(request.tokens)
         request.queued_since = now
         request.overtaken = request.passed_over = request.left_elsewhere = 0
-        request.forecast_tokens = self.forecast.output_tokens(request)
-        request.latest_start = self.forecast.latest_start(request)
-        request.must_start = self.forecast.must_start(request)
+        if self._orders_by_length:
+            request.forecast_tokens = self.forecast.output_tokens(request)
+        if request.total_deadline is not None or request.ttft_deadline is not None:
+            request.latest_start = self.forecast.latest_start(request)
+            request.must_start = self.forecast.must_start(request)
         if request.allowed > len(request.tokens):
             self.waiting.push(request)
         else:
@@ -291,14 +295,15 @@ class RequestRegistry:
             self.waiting.discard(request)
         elif was is RequestState.ENDING:
             self._attempt_ended(request, reason.value)
-        owed = request.num_generated - request.accounted_tokens
-        if owed:
-            self.waiting.served(request.account, output_tokens=owed)
+        num_generated = request.num_generated
+        if self.waiting.accounts_service and num_generated > request.accounted_tokens:
+            self.waiting.served(request.account, output_tokens=num_generated - request.accounted_tokens)
         self._queued_tokens -= request.queued_tokens
         self.tenants.ended(request, now, was_running=was is not RequestState.WAITING)
         self.ended[reason] += 1
-        kept = request.num_generated if completion_tokens is None else completion_tokens
-        request.note(now, f"ended: {reason.value}, {kept} tokens" + (f" ({message})" if message else ""))
+        kept = num_generated if completion_tokens is None else completion_tokens
+        what = f"ended: {reason.value}, {kept} tokens"
+        request.note(now, f"{what} ({message})" if message else what)
         self.history.keep(request)
         if reason in _NATURAL_ENDS:
             self.forecast.request_finished(request)
@@ -400,9 +405,10 @@ class RequestRegistry:
         Who finds nobody waiting is let in all the same: what was measured may be of another day, and only what runs
         measures anew.
         """
-        must_start = self.forecast.must_start(request)
-        if must_start is None or request.num_generated or not self.num_waiting:
+        if request.deadline is None or request.num_generated or not self.num_waiting:
             return False
+        must_start = self.forecast.must_start(request)
+        assert must_start is not None
         first_come = self._config.policy_of(request.request_class) == "fcfs"
         return now + (_CAUTION * self._expected_wait() if first_come else 0.0) > must_start
 
@@ -475,3 +481,9 @@ class RequestRegistry:
                 r.swapped.host_blocks for r in queued if r.swapped is not None and r.swapped.epoch == worker.epoch
             )
         assert self._queued_tokens == sum(request.queued_tokens for request in queued)
+
+
+def _earlier(one: float | None, other: float | None) -> float | None:
+    if one is None or other is None:
+        return other if one is None else one
+    return min(one, other)

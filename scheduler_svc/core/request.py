@@ -60,9 +60,9 @@ class Request:
     arrival: float
     sequence: int
     """Order of arrival."""
-    lowest_token: int = 0
     highest_token: int = 0
-    """Of the tokens it arrived with; what the model adds is checked when it is committed."""
+    """Of the tokens it arrived with, negative ones read as unsigned, which makes them larger than any vocabulary; what
+    the model adds is checked when it is committed."""
     tenant: str = ""
     request_class: str = ""
     priority: int = 0

@@ -65,7 +65,7 @@ class RowTable:
         self._account = np.zeros(max_rows, np.intp)
         self._charged = np.zeros(max_rows, np.int32)
         """Generated tokens that the row's account was charged for."""
-        self._stops = np.full((_STOPS, max_rows), _NO_TOKEN, np.int32)
+        self._stops = [np.full(max_rows, _NO_TOKEN, np.int32) for _ in range(_STOPS)]
         self._most_stops = 0
         """Of the arrays above, those that are in use."""
         self._many_stops: dict[int, frozenset[int]] = {}
@@ -108,10 +108,10 @@ class RowTable:
     ) -> int:
         """Puts a request into a free row, in prefill; returns the row."""
         row = self._free.pop()
-        num_tokens = len(request.tokens)
+        num_tokens, num_blocks = len(request.tokens), len(blocks)
         self.requests[row] = request
-        self._tables[row, : len(blocks)] = blocks
-        self._num_blocks[row] = len(blocks)
+        self._tables[row, :num_blocks] = blocks
+        self._num_blocks[row] = num_blocks
         self.published[row] = num_published
         self.state[row] = PREFILL
         self.generation[row] += 1
@@ -119,8 +119,7 @@ class RowTable:
         self.computed[row] = num_computed
         self.limit[row] = request.limit
         self.set_allowed(row, request.allowed)
-        self.capacity[row] = len(blocks) * self.block_size
-        self.held[row] = False
+        self.capacity[row] = num_blocks * self.block_size
         self.num_prompt[row] = request.num_prompt_tokens
         self.stream[row] = request.key.stream
         self.frontend[row] = frontend_index
@@ -131,12 +130,12 @@ class RowTable:
         self._account[row] = self._accounts.enter(request.account)
         self._charged[row] = request.accounted_tokens
         stops = request.stop_token_ids
-        self._stops[:, row] = _NO_TOKEN
-        if len(stops) <= _STOPS:
-            self._stops[: len(stops), row] = stops
-            self._most_stops = max(self._most_stops, len(stops))
-        else:
+        if len(stops) > _STOPS:
             self._many_stops[row] = frozenset(stops)
+            stops = ()
+        self._most_stops = max(self._most_stops, len(stops))
+        for index in range(self._most_stops):
+            self._stops[index][row] = stops[index] if index < len(stops) else _NO_TOKEN
         if request.traceparent:
             self.traced.add(row)
         return row
@@ -147,8 +146,8 @@ class RowTable:
         assert request is not None
         self._flush(row, request)
         blocks = self.blocks(row).copy()
-        request.accounted_tokens = int(self._charged[row])
-        self._accounts.leave(int(self._account[row]))
+        request.accounted_tokens = self._charged.item(row)
+        self._accounts.leave(self._account.item(row))
         self._decoding = None
         self.requests[row] = None
         self._num_blocks[row] = 0
@@ -222,7 +221,7 @@ class RowTable:
 
     def num_computed(self, row: int) -> int:
         """Tokens of the row whose KV is written once the steps sent are done."""
-        return int(self.computed[row] if self.state[row] == PREFILL else self.length[row] - 1)
+        return self.computed.item(row) if self.state.item(row) == PREFILL else self.length.item(row) - 1
 
     def is_settled(self, row: int) -> bool:
         """Whether the row is in DECODE and every token that it samples in steps sent is there, so at least one."""
@@ -230,7 +229,7 @@ class RowTable:
 
     def num_generated(self, row: int) -> int:
         """Tokens that the row's request has generated and delivered."""
-        return int(self.committed[row] - self.num_prompt[row])
+        return self.committed.item(row) - self.num_prompt.item(row)
 
     def validate(self) -> None:
         """Checks the invariants of the module's docstring."""

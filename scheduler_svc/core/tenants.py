@@ -30,12 +30,16 @@ class Tenants:
 
     def may_queue(self, request: Request) -> bool:
         """Whether one more request may wait."""
+        if not self._limits:
+            return True
         limits = self._limits_of(request)
         tenant = self._tenants.get(request.tenant)
         return not limits.max_queued or tenant is None or tenant.queued < limits.max_queued
 
     def may_run(self, request: Request, now: float) -> bool:
         """Whether the request may start."""
+        if not self._limits:
+            return True
         limits = self._limits_of(request)
         if limits is _UNLIMITED:
             return True

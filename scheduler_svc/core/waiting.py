@@ -43,7 +43,7 @@ class WaitingQueue(ABC):
     """Requests in state WAITING, each at most once."""
 
     accounts_service = False
-    """Whether `served` must be told of every token before `take`."""
+    """Whether `served` must be told of every token before `take`, or need not be called at all."""
 
     @abstractmethod
     def __len__(self) -> int:

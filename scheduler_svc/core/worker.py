@@ -68,7 +68,7 @@ class Trial:
     """When it began."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Departure:
     """A request that left a row which steps up to `last_step` may still sample."""
 
@@ -172,22 +172,23 @@ class Worker:
             request.swapped = None
 
     def _vacate(self, row: int, last_step: int) -> Request:
-        generation = int(self.rows.generation[row])
+        rows, cache = self.rows, self.pool.cache
         if row in self.prefilling:
             self.prefilling.remove(row)
-        num_computed = self.rows.num_computed(row)
-        is_proven = self.rows.is_settled(row)
-        request, blocks = self.rows.vacate(row)
+            cache.computes_next(row, b"")
+        num_computed = rows.num_computed(row)
+        is_proven = cache.partial is not None and rows.is_settled(row)
+        request, blocks = rows.vacate(row)
         num_tokens = min(num_computed, len(request.tokens))
         if self.shares_prefixes:
             # What it has computed stays behind in the cache, generated tokens included.
             self._publish(row, request, blocks, num_tokens)
-            self.pool.cache.computes_next(row, b"")
             if is_proven:
                 self._prove(request, blocks, num_tokens)
         self.pool.release(blocks, last_step=last_step, answered_step=self.answered_step)
         self.pending_leaves.append(row)
         if self.in_flight:
+            generation = rows.generation.item(row)
             self.departed[row, generation] = Departure(request, self.last_step, blocks, num_tokens)
             request.unsettled = True
         return request
