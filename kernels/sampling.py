@@ -20,19 +20,21 @@ the batch around it.
 `nonfinite_rows` finds rows whose logits cannot be sampled from. `sample` still returns a valid token index
 for such rows: the worker fails them alone, after the step.
 
-On CUDA all of this is selection and a draw, without a sort and without host synchronisation
-(`kernels.sampling_triton`); only typical-p sorts.
+On a CPU the kernels of `kernels.native` do all of this but typical-p, without sorting the vocabulary, and compute noise
+only where it may matter. Their draws are those of `sample_reference`, but for a token so near the border of top-p that
+the order in which masses are added decides whether it stays. On CUDA it is selection and a draw, without a sort and
+without host synchronisation (`kernels.sampling_triton`); only typical-p sorts.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from kernels._triton import runs_on_triton
-from kernels.native.argmax import argmax_kernels, argmax_native
+from kernels.native.sampling import argmax_native, sample_native, sampling_kernels
 from kernels.philox import gumbel_from_words, random_words, random_words_at
 from kernels.sampling_triton import draw_triton, sample_triton
 
@@ -73,12 +75,21 @@ def sample(logits: torch.Tensor, params: SamplingTensors) -> torch.Tensor:
         if params.typical_p is not None:
             return draw_triton(process_logits_reference(logits, params), params)
         return sample_triton(logits, params)
+    return _sample_cpu(logits, params).clamp_(min=0)
+
+
+def sample_checked(logits: torch.Tensor, params: SamplingTensors) -> torch.Tensor:
+    """The same, but -1 for those of `nonfinite_rows`."""
+    if not params.any_random:
+        return greedy(logits)
+    if runs_on_triton(logits):
+        return sample(logits, params).masked_fill(nonfinite_rows(logits), -1)
     return _sample_cpu(logits, params)
 
 
 def greedy(logits: torch.Tensor) -> torch.Tensor:
     """The likeliest token of each row, ``[num_rows]`` int64; -1 for those of `nonfinite_rows`."""
-    kernels = argmax_kernels(logits)
+    kernels = sampling_kernels(logits)
     if kernels is not None:
         return argmax_native(logits, kernels)
     return logits.argmax(dim=-1).masked_fill(nonfinite_rows(logits), -1)
@@ -86,7 +97,7 @@ def greedy(logits: torch.Tensor) -> torch.Tensor:
 
 def nonfinite_rows(logits: torch.Tensor) -> torch.Tensor:
     """``[num_rows]`` bool: the row holds a NaN or +inf, or nothing but -inf, and cannot be sampled from."""
-    kernels = argmax_kernels(logits)
+    kernels = sampling_kernels(logits)
     if kernels is not None:
         return argmax_native(logits, kernels) < 0
     # One pass: the maximum carries NaN and +inf along, and is -inf only when everything is.
@@ -95,7 +106,7 @@ def nonfinite_rows(logits: torch.Tensor) -> torch.Tensor:
 
 def _argmax(logits: torch.Tensor) -> torch.Tensor:
     """Index of each row's largest logit; some index where a row has none."""
-    kernels = argmax_kernels(logits)
+    kernels = sampling_kernels(logits)
     return logits.argmax(dim=-1) if kernels is None else argmax_native(logits, kernels).clamp_(min=0)
 
 
@@ -154,11 +165,26 @@ def _typical(scores: torch.Tensor, typical_p: torch.Tensor) -> torch.Tensor:
 
 
 def _sample_cpu(logits: torch.Tensor, params: SamplingTensors) -> torch.Tensor:
-    """`sample` on CPU: each row gets only the work that its own parameters ask for."""
-    found = greedy(logits)
-    tokens = found.clamp(min=0)
+    """`sample_checked` on CPU: by its kernels, where they are."""
+    if logits.device.type == "cpu":
+        logits = logits.to(torch.float32)
+    kernels = sampling_kernels(logits)
+    if kernels is None:
+        return _sample_by_torch(logits, params)
+    if params.typical_p is None:
+        return sample_native(logits, params, kernels)
+    scores = process_logits_reference(logits, params)
+    found = sample_native(
+        scores, replace(params, temperature=(params.temperature > 0).float(), any_truncation=False), kernels
+    )
+    return found.masked_fill_(nonfinite_rows(logits), -1)
+
+
+def _sample_by_torch(logits: torch.Tensor, params: SamplingTensors) -> torch.Tensor:
+    """`sample_checked` on CPU: each row gets only the work that its own parameters ask for."""
+    tokens = greedy(logits)
     vocab_size = logits.shape[1]
-    random = (params.temperature > 0) & (found >= 0)
+    random = (params.temperature > 0) & (tokens >= 0)
     sparse = random & ((params.top_k > 0) | (params.top_p < 1.0) | (params.min_p > 0))
     if vocab_size <= _SMALL_VOCAB:
         sparse = torch.zeros_like(sparse)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from kernels.sampling import SamplingTensors, greedy, nonfinite_rows, sample
+from kernels.sampling import SamplingTensors, greedy, nonfinite_rows, sample_checked
 from worker_svc.accelerator import Accelerator
 from worker_svc.batch import StepBatch
 from worker_svc.device import upload
@@ -82,19 +82,18 @@ class Sampler:
         restricted = gathered.restricted
         if restricted is None and wanted is None and batch.prompt_targets is None and not params.any_random:
             return Sampled(self._sample_greedily(own, batch))
-        failed = nonfinite_rows(own)
+        failed = None if restricted is None else nonfinite_rows(own)
         raw = None if wanted is None else own[wanted.index]
         if restricted is not None:
             own = self._restrict(own, gathered, batch)
-        tokens = sample(own, params)
+        checked = sample_checked(own, params)
+        tokens = checked.clamp(min=0)
         self._table.last_token[batch.sample_rows_on_device] = tokens
         if rules is not None:
             self._table.rules.count_sampled(rules, tokens)
-        outcome = tokens.to(torch.int32)
-        if restricted is not None:
-            stuck = nonfinite_rows(own[restricted])
-            outcome[restricted] = outcome[restricted].masked_fill(stuck, NOTHING_ALLOWED)
-        outcome = outcome.masked_fill(failed, NOT_FINITE)
+        outcome = checked.to(torch.int32)  # which says NOT_FINITE
+        if failed is not None:
+            outcome = outcome.masked_fill(outcome < 0, NOTHING_ALLOWED).masked_fill(failed, NOT_FINITE)
         if gathered.needs_host_tokens:
             generations = self._table.generation[batch.sample_rows]
             self._pending = HostTokens(outcome, batch.sample_rows, generations, self._accelerator)

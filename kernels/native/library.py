@@ -15,9 +15,9 @@ from pathlib import Path
 
 import torch
 
-from kernels.native.structures import CAttention, CDecoder, CLinear, CStep
+from kernels.native.structures import CAttention, CDecoder, CLinear, CSampling, CStep
 
-ABI = 2
+ABI = 3
 """What `quire_abi` of a fitting library says."""
 LEVELS = {"portable": 0, "avx2": 1, "avx512": 2}
 _SERVING = ("avx512", "avx2")  # best first; the portable level is slower than torch
@@ -50,6 +50,10 @@ class Native:
         activation = self.library.quire_activation_bytes(self.level, num_format)
         padded = -(-inputs // 16) * 16
         return int(rows * (-(-padded * activation // 64) * 64 + 64 + 4))
+
+    def sample(self, sampling: CSampling) -> None:
+        """`quire_sample`."""
+        self.library.quire_sample(self.level, byref(sampling))
 
     def decoder(self, decoder: CDecoder, step: CStep, nanoseconds: int | None) -> None:
         """`quire_decoder`."""
@@ -106,6 +110,7 @@ def declare(library: CDLL) -> None:
         "quire_linear": [c_int, POINTER(CLinear), c_void_p, c_int64, c_void_p, c_void_p, c_int64, c_int],
         "quire_attention": [c_int, POINTER(CAttention)],
         "quire_argmax": [c_int, c_void_p, c_int64, c_int64, c_int64, c_void_p],
+        "quire_sample": [c_int, POINTER(CSampling)],
         "quire_decoder": [c_int, POINTER(CDecoder), POINTER(CStep), c_void_p],
     }
     for name, argtypes in declared.items():

@@ -1,4 +1,4 @@
-"""The self-test of a level: small products in every height of a tile, and attention, against float64."""
+"""The self-test of a level: small products in every height of a tile, attention, and draws, against torch."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from kernels.linear import (
     quantise,
     quantised_linear_reference,
 )
-from kernels.native.argmax import argmax_native
 from kernels.native.library import Native
+from kernels.native.sampling import argmax_native, sample_native
 from kernels.paged_attention.cpu_native import paged_attention_native
 from kernels.paged_attention.reference import paged_attention_reference
+from kernels.sampling import SamplingTensors, sample_reference
 
 _ROWS = (*range(1, 14), 17, 27)
 """Every height of a tile at any level, alone and beside others."""
@@ -40,7 +41,7 @@ def failure(kernels: Native) -> str | None:
             error = float((linear(x, kernels).double() - expected).abs().amax() / expected.abs().amax())
             if not error <= _TOLERANCE[name]:
                 return f"a {name} product of {rows} rows is off by {error:.1e}"
-    if (reason := _argmax_failure(kernels, generator)) is not None:
+    if (reason := _argmax_failure(kernels, generator) or _draw_failure(kernels, generator)) is not None:
         return reason
     return next(filter(None, (_attention_failure(kernels, generator, dtype) for dtype in _ATTENTION)), None)
 
@@ -57,6 +58,24 @@ def _argmax_failure(kernels: Native, generator: torch.Generator) -> str | None:
     found = argmax_native(logits, kernels).tolist()
     expected = [*logits[:2].argmax(-1).tolist(), -1]
     return None if found == expected else f"the largest logits are at {expected}, not at {found}"
+
+
+def _draw_failure(kernels: Native, generator: torch.Generator) -> str | None:
+    rows = torch.arange(12)
+    params = SamplingTensors(
+        temperature=torch.full((12,), 0.8),
+        top_k=(rows % 4 * 9).int(),
+        top_p=1 - rows % 3 * 0.2,
+        min_p=rows % 2 * 0.01,
+        seed=rows << 33,
+        choice=rows.int(),
+        position=(rows * 3).int(),
+        any_random=True,
+        any_truncation=True,
+    )
+    logits = torch.randn(12, 85, generator=generator)
+    found, expected = sample_native(logits, params, kernels).tolist(), sample_reference(logits, params).tolist()
+    return None if found == expected else f"the draws are {expected}, not {found}"
 
 
 def _attention_failure(kernels: Native, generator: torch.Generator, dtype: torch.dtype) -> str | None:

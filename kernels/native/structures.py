@@ -1,4 +1,4 @@
-"""The structures of the C ABI (`format.h`, `levels.h`, `decoder.h`), field by field."""
+"""The structures of the C ABI (`format.h`, `levels.h`, `sampling.h`, `decoder.h`), field by field."""
 
 from __future__ import annotations
 
@@ -50,6 +50,25 @@ class CAttention(Structure):
         ("scale", c_float),
         ("soft_cap", c_float),
         ("sliding_window", c_int32),
+    )
+
+
+class CSampling(Structure):
+    """`Sampling`."""
+
+    _fields_ = (
+        ("logits", c_void_p),
+        ("rows", c_int64),
+        ("stride", c_int64),
+        ("vocab", c_int64),
+        ("temperature", c_void_p),
+        ("top_k", c_void_p),
+        ("top_p", c_void_p),
+        ("min_p", c_void_p),
+        ("seed", c_void_p),
+        ("choice", c_void_p),
+        ("position", c_void_p),
+        ("tokens", c_void_p),
     )
 
 

@@ -118,6 +118,24 @@ inline I32 words(__m256i x) {
   return ints([&](int i) { return static_cast<std::int32_t>(lanes.lane[i]); });
 }
 
+template <class Function>
+I32 longs(const Function& of) {
+  std::uint64_t lanes[8];
+  for (int i = 0; i < 8; ++i) lanes[i] = of(i);
+  return read<I32>(lanes);
+}
+
+inline std::uint64_t long_of(const I32& x, int i) {
+  std::uint64_t lanes[8];
+  std::memcpy(lanes, &x, sizeof lanes);
+  return lanes[i];
+}
+
+// VPUNPCKLQDQ and VPUNPCKHQDQ: of each 128 bits the low (or high) half of x, then of y.
+inline I32 unpack(I32 x, I32 y, int high) {
+  return longs([&](int i) { return long_of(i % 2 == 0 ? x : y, i / 2 * 2 + high); });
+}
+
 inline HalfBF16 narrow(F32 x) {
   HalfBF16 out;
   for (int i = 0; i < 16; ++i) out.lane[i] = narrowed(x.lane[i]);
@@ -176,6 +194,57 @@ inline __m512i model_add(__m512i x, __m512i y) {
   });
 }
 inline __m256 model_half(__m512 x, int half) { return _mm256_loadu_ps(x.lane + 8 * half); }
+inline __m512i model_shift_right(__m512i x, int by) {
+  return avx512_model::ints([=](int i) { return static_cast<std::int32_t>(static_cast<std::uint32_t>(x.lane[i]) >> by); });
+}
+inline __m512i model_set1_long(long long x) {
+  return avx512_model::longs([=](int) { return static_cast<std::uint64_t>(x); });
+}
+inline __m512i model_setr_long(long long a, long long b, long long c, long long d, long long e, long long f, long long g,
+                               long long h) {
+  const long long lanes[8] = {a, b, c, d, e, f, g, h};
+  return avx512_model::read<__m512i>(lanes);
+}
+inline __m512i model_add_long(__m512i x, __m512i y) {
+  return avx512_model::longs([&](int i) { return avx512_model::long_of(x, i) + avx512_model::long_of(y, i); });
+}
+// VPMULUDQ: the lower halves, unsigned, to 64 bits.
+inline __m512i model_mul_long(__m512i x, __m512i y) {
+  return avx512_model::longs([&](int i) {
+    return (avx512_model::long_of(x, i) & 0xffffffffu) * (avx512_model::long_of(y, i) & 0xffffffffu);
+  });
+}
+inline __m512i model_shift_long(__m512i x, int left, int right) {
+  return avx512_model::longs([&](int i) { return avx512_model::long_of(x, i) << left >> right; });
+}
+inline __m512i model_blend(unsigned mask, __m512i x, __m512i y) {
+  return avx512_model::ints([&](int i) { return (mask >> i & 1) != 0 ? y.lane[i] : x.lane[i]; });
+}
+// Predicate 21 (NLT_UQ): not less, or one is a NaN.
+inline std::uint16_t model_not_less(__m512 x, __m512 y) {
+  unsigned mask = 0;
+  for (int i = 0; i < 16; ++i) mask |= static_cast<unsigned>(!(x.lane[i] < y.lane[i])) << i;
+  return static_cast<std::uint16_t>(mask);
+}
+#define _mm512_srli_epi32(x, by) model_shift_right(x, by)
+#define _mm512_set1_epi64(x) model_set1_long(x)
+#define _mm512_setr_epi64(...) model_setr_long(__VA_ARGS__)
+#define _mm512_add_epi64(x, y) model_add_long(x, y)
+#define _mm512_mul_epu32(x, y) model_mul_long(x, y)
+#define _mm512_srli_epi64(x, by) model_shift_long(x, 0, by)
+#define _mm512_slli_epi64(x, by) model_shift_long(x, by, 0)
+#define _mm512_xor_si512(x, y) avx512_model::ints([&](int i) { return (x).lane[i] ^ (y).lane[i]; })
+#define _mm512_or_si512(x, y) avx512_model::ints([&](int i) { return (x).lane[i] | (y).lane[i]; })
+#define _mm512_mask_blend_epi32(mask, x, y) model_blend(mask, x, y)
+#define _mm512_unpacklo_epi64(x, y) avx512_model::unpack(x, y, 0)
+#define _mm512_unpackhi_epi64(x, y) avx512_model::unpack(x, y, 1)
+#define _mm512_castps_si512(x) avx512_model::cast<__m512i>(x)
+#undef _mm512_cmp_ps_mask
+#define _mm512_cmp_ps_mask(x, y, predicate) (static_assert_not_less<(predicate)>(), model_not_less(x, y))
+template <int Predicate>
+inline void static_assert_not_less() {
+  static_assert(Predicate == 21);
+}
 #define _mm512_add_ps(x, y) model_add(x, y)
 #define _mm512_add_epi32(x, y) model_add(x, y)
 #define _mm512_sub_ps(x, y) model_sub(x, y)

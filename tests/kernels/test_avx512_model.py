@@ -17,11 +17,14 @@ import torch
 
 from kernels.linear import linear_reference, quantise, quantised_linear_reference
 from kernels.native import library
+from kernels.native.sampling import sample_native
 from kernels.native.selftest import failure
 from kernels.paged_attention import paged_attention_reference
 from kernels.paged_attention.cpu_native import paged_attention_native
+from kernels.sampling import sample_reference
 from tests.kernels.batches import as_float64, paged_batch
 from tests.kernels.test_linear import packed, relative_error
+from tests.kernels.test_sampling import sampling
 
 COMPILER = shutil.which("g++")
 SOURCES = Path(library.__file__).parent / "src"
@@ -71,6 +74,16 @@ def test_every_tile_gives_the_product(modelled: library.Native) -> None:
     for rows in range(1, 28):
         assert relative_error(bf16(x[:rows], modelled), expected[:rows]) < 1e-5, rows
         assert relative_error(int8(x[:rows], modelled), expected_int8[:rows]) < 2e-2, rows
+
+
+def test_draws_are_those_of_the_reference(modelled: library.Native) -> None:
+    """Flat and peaked rows, with and without filters, of a vocabulary that is no multiple of anything."""
+    for spread in (0.0, 1.0, 6.0):
+        logits = torch.randn(8, 1003, generator=torch.Generator().manual_seed(4)) * spread
+        for filters in ({}, {"top_k": 40}, {"top_p": 0.9}, {"top_k": 300, "top_p": 0.7, "min_p": 0.01}):
+            params = sampling(8, temperature=0.7, **filters)
+
+            assert torch.equal(sample_native(logits, params, modelled), sample_reference(logits, params)), filters
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

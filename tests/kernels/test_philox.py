@@ -76,3 +76,14 @@ def test_uniform_is_exact_and_never_0_or_1() -> None:
     gumbel = philox.gumbel_from_words(words)
     torch.testing.assert_close(gumbel.double(), -torch.log(-torch.log(torch.tensor(exact).double())))
     assert gumbel.isfinite().all()
+
+
+def test_gumbel_is_the_nearest_float32() -> None:
+    """Logarithms in double precision leave no doubt about the float32: what is computed with twice their error on
+    either side rounds to the same one, for every u but the one nearest to 1/e."""
+    u = (torch.arange(1 << 23, dtype=torch.float64) + 0.5) * 2.0**-23
+    exact = -torch.log(-torch.log(u))
+    error = 2 * 2.3e-16 * (1 + exact.abs())
+    doubtful = (exact - error).float() != (exact + error).float()
+
+    assert doubtful.nonzero().flatten().tolist() == [3085996]

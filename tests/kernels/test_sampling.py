@@ -17,6 +17,8 @@ from transformers.generation.logits_process import (
     TypicalLogitsWarper,
 )
 
+from kernels.native.library import Native, native_levels
+from kernels.native.sampling import sample_native
 from kernels.sampling import (
     SamplingTensors,
     _survivors,
@@ -287,3 +289,48 @@ def test_bfloat16_logits_are_sampled_as_float32() -> None:
     params = sampling(8, temperature=0.7, top_p=0.9)
 
     assert torch.equal(sample(logits, params), sample(logits.float(), params))
+
+
+_FILTERS: list[dict[str, Any]] = [
+    {},
+    {"top_k": 1},
+    {"top_k": 60},
+    {"top_k": 3000, "top_p": 0.95},
+    {"top_p": 0.0},
+    {"top_p": 0.9},
+    {"top_p": 0.9999},
+    {"min_p": 0.05},
+    {"top_k": 40, "top_p": 0.8, "min_p": 0.01},
+]
+
+
+@pytest.mark.parametrize("kernels", native_levels(), ids=lambda kernels: kernels.level_name)
+@pytest.mark.parametrize("vocab_size", [1, 33, 5003])
+@pytest.mark.parametrize("filters", _FILTERS, ids=str)
+def test_cpu_kernels_draw_what_the_reference_draws(kernels: Native, vocab_size: int, filters: dict[str, Any]) -> None:
+    """On flat, peaked and coarse logits, hot and cold, every level picks the reference's tokens."""
+    for spread, temperature in ((0.0, 1.0), (0.5, 2.0), (3.0, 0.3), (9.0, 1.0)):
+        logits = torch.randn(6, vocab_size, generator=torch.Generator().manual_seed(7)) * spread
+        if spread > 5:  # many ties
+            logits = logits.round()
+        rows = torch.arange(6)
+        params = sampling(6, temperature=temperature, seed=(rows << 60) + 5, choice=rows % 2, **filters)
+
+        assert torch.equal(sample_native(logits, params, kernels), sample_reference(logits, params)), spread
+
+
+@pytest.mark.parametrize("kernels", native_levels(), ids=lambda kernels: kernels.level_name)
+def test_cpu_kernels_draw_from_logits_of_any_size(kernels: Native) -> None:
+    """Logits that overflow when divided, that differ by less than float32 sees beside them, and that were removed."""
+    logits = torch.randn(5, 700, generator=torch.Generator().manual_seed(8))
+    logits[0] *= 1e38
+    logits[1] += 1e6
+    logits[2, torch.arange(700) % 7 > 0] = -torch.inf
+    logits[3] = -1e5 - logits[3].abs()
+    logits[4, 5] = torch.nan
+    for temperature in (1e-40, 1e-3, 1.0, 1e30):
+        params = sampling(5, temperature=temperature)
+        found = sample_native(logits, params, kernels).tolist()
+
+        assert found[:4] == sample_reference(logits, params).tolist()[:4], temperature
+        assert found[4] == -1

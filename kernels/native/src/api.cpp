@@ -6,6 +6,7 @@
 #include "decoder.h"
 #include "levels.h"
 #include "linear.h"
+#include "sampling.h"
 #include "threads.h"
 
 #define QUIRE_API extern "C" __attribute__((visibility("default")))
@@ -15,7 +16,7 @@ namespace {
 using namespace quire;
 
 // Raised with every change of a structure or function; the Python side knows the same number.
-constexpr int kAbi = 2;
+constexpr int kAbi = 3;
 
 const Kernels* kernels_of(int level) {
   return level == kAvx512 ? avx512_kernels() : level == kAvx2 ? avx2_kernels() : portable_kernels();
@@ -99,6 +100,8 @@ QUIRE_API void quire_argmax(int level, const float* x, int64_t rows, int64_t str
     out[row] = finite ? index : -1;
   });
 }
+
+QUIRE_API void quire_sample(int level, const Sampling* sampling) { sample_rows(*kernels_of(level), *sampling); }
 
 // nanoseconds: [kNumPhases], added to; or null.
 QUIRE_API void quire_decoder(int level, const Decoder* decoder, const Step* step, int64_t* nanoseconds) {

@@ -44,6 +44,26 @@ struct Attention {
   int32_t sliding_window;  // 0: none
 };
 
+// The draw of one row from part of its tokens: the largest score + noise, ties to the lowest index.
+struct Draw {
+  const float* logits;  // of the whole row
+  int64_t begin, end;   // tokens that are looked at; `begin` is a multiple of 32
+  float temperature;    // a score is a logit divided by it
+  uint32_t position, choice;
+  uint64_t seed;
+  float least;        // the score that a token needs
+  int64_t last_tie;   // the last token for which it is enough to have just that
+  float best;         // the largest found before; then the largest found
+  int64_t token;      // whose that is
+};
+
+struct Weighing {
+  float temperature;
+  float best;  // score
+  float bins_per_nat;
+  float last_bin;
+};
+
 struct Kernels {
   int level;
   // Bytes of one activation as `linear` reads it, by the weights' format.
@@ -62,6 +82,12 @@ struct Kernels {
   void (*load)(int format, const void* x, int64_t n, float* out);
   // Index of the largest of n floats, the first among equals; *finite: it is a number that can be chosen.
   int64_t (*argmax)(const float* x, int64_t n, bool* finite);
+  // Of n logits (a multiple of 16) the scores, their masses exp(score - best), and how far below the best they are:
+  // the whole number nearest to (best - score) * bins_per_nat, at most last_bin.
+  void (*weigh)(const float* logits, int64_t n, const Weighing& how, float* scores, float* masses, int32_t* bins);
+  // Which of n floats are at least `least` and below `end`, as ascending indices; how many.
+  int64_t (*collect)(const float* x, int64_t n, float least, float end, int32_t* indices);
+  void (*draw)(Draw&);
   // One token of a row that sees `context` keys, for all query heads of the KV heads first .. last.
   void (*attend_token)(const Attention&, int64_t token, int64_t row, int64_t context, int64_t first_kv_head,
                        int64_t last_kv_head);

@@ -83,6 +83,53 @@ inline void sum_rows8(const float* rows, float* sums) {
   _mm256_storeu_ps(sums, _mm256_add_ps(crossed, blended));
 }
 
+// Whether each lane is not less than y's (a NaN is not), lane 0 lowest.
+inline uint32_t not_less(V x, V y) {
+  const uint32_t low = static_cast<uint32_t>(_mm256_movemask_ps(_mm256_cmp_ps(x.a, y.a, _CMP_NLT_UQ)));
+  return low | static_cast<uint32_t>(_mm256_movemask_ps(_mm256_cmp_ps(x.b, y.b, _CMP_NLT_UQ))) << 8;
+}
+// The integers that the lanes' bits are.
+inline V bits_as_float(V x) {
+  return {_mm256_cvtepi32_ps(_mm256_castps_si256(x.a)), _mm256_cvtepi32_ps(_mm256_castps_si256(x.b))};
+}
+
+// What Philox computes with: eight lanes of 64 bits, of which the lower halves count.
+struct W {
+  __m256i a, b;
+};
+
+inline W wide(uint64_t x) {
+  return {_mm256_set1_epi64x(static_cast<int64_t>(x)), _mm256_set1_epi64x(static_cast<int64_t>(x))};
+}
+// first .. first + 7, in the order of lanes that `in_order` takes.
+inline W count_from(uint64_t first) {
+  const W at = wide(first);
+  return {_mm256_add_epi64(at.a, _mm256_setr_epi64x(0, 2, 1, 3)), _mm256_add_epi64(at.b, _mm256_setr_epi64x(4, 6, 5, 7))};
+}
+inline W product(W x, W y) { return {_mm256_mul_epu32(x.a, y.a), _mm256_mul_epu32(x.b, y.b)}; }
+inline W upper(W x) { return {_mm256_srli_epi64(x.a, 32), _mm256_srli_epi64(x.b, 32)}; }
+inline W either(W x, W y) { return {_mm256_xor_si256(x.a, y.a), _mm256_xor_si256(x.b, y.b)}; }
+// The 32 words of eight counters: the four of the first, the four of the second ...
+inline void in_order(W w0, W w1, W w2, W w3, V* words) {
+  const auto half = [](__m256i x0, __m256i x1, __m256i x2, __m256i x3) {
+    const __m256i first = _mm256_blend_epi32(x0, _mm256_slli_epi64(x1, 32), 0xaa);
+    const __m256i second = _mm256_blend_epi32(x2, _mm256_slli_epi64(x3, 32), 0xaa);
+    return V{_mm256_castsi256_ps(_mm256_unpacklo_epi64(first, second)),
+             _mm256_castsi256_ps(_mm256_unpackhi_epi64(first, second))};
+  };
+  words[0] = half(w0.a, w1.a, w2.a, w3.a);
+  words[1] = half(w0.b, w1.b, w2.b, w3.b);
+}
+// 1 - u of 16 words, exactly: (m + 0.5) / 2^23, where m is what the 23 highest bits fall short of ones.
+inline V rest_of_one(V words) {
+  const auto one = [](__m256 x) {
+    const __m256i m = _mm256_srli_epi32(_mm256_xor_si256(_mm256_castps_si256(x), _mm256_set1_epi32(-1)), 9);
+    const __m256i above_one = _mm256_or_si256(m, _mm256_set1_epi32(0x3f800000));
+    return _mm256_sub_ps(_mm256_castsi256_ps(above_one), _mm256_set1_ps(0x0.ffffffp0f));
+  };
+  return {one(words.a), one(words.b)};
+}
+
 inline void prefetch_near(const char* p) { _mm_prefetch(p, _MM_HINT_T0); }
 inline void prefetch_far(const char* p) { _mm_prefetch(p, _MM_HINT_T1); }
 

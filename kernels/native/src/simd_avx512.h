@@ -49,6 +49,28 @@ inline void sum_rows8(const float* rows, float* sums) {
   _mm256_storeu_ps(sums, _mm256_add_ps(crossed, blended));
 }
 
+inline uint32_t not_less(V x, V y) { return _mm512_cmp_ps_mask(x, y, _CMP_NLT_UQ); }
+inline V bits_as_float(V x) { return _mm512_cvtepi32_ps(_mm512_castps_si512(x)); }
+
+using W = __m512i;
+
+inline W wide(uint64_t x) { return _mm512_set1_epi64(static_cast<int64_t>(x)); }
+inline W count_from(uint64_t first) { return _mm512_add_epi64(wide(first), _mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7)); }
+inline W product(W x, W y) { return _mm512_mul_epu32(x, y); }
+inline W upper(W x) { return _mm512_srli_epi64(x, 32); }
+inline W either(W x, W y) { return _mm512_xor_si512(x, y); }
+inline void in_order(W w0, W w1, W w2, W w3, V* words) {
+  const W first = _mm512_mask_blend_epi32(0xaaaa, w0, _mm512_slli_epi64(w1, 32));
+  const W second = _mm512_mask_blend_epi32(0xaaaa, w2, _mm512_slli_epi64(w3, 32));
+  words[0] = _mm512_castsi512_ps(_mm512_unpacklo_epi64(first, second));
+  words[1] = _mm512_castsi512_ps(_mm512_unpackhi_epi64(first, second));
+}
+inline V rest_of_one(V words) {
+  const W m = _mm512_srli_epi32(_mm512_xor_si512(_mm512_castps_si512(words), _mm512_set1_epi32(-1)), 9);
+  const W above_one = _mm512_or_si512(m, _mm512_set1_epi32(0x3f800000));
+  return _mm512_sub_ps(_mm512_castsi512_ps(above_one), _mm512_set1_ps(0x0.ffffffp0f));
+}
+
 inline void prefetch_near(const char* p) { _mm_prefetch(p, _MM_HINT_T0); }
 inline void prefetch_far(const char* p) { _mm_prefetch(p, _MM_HINT_T1); }
 

@@ -71,6 +71,51 @@ inline void sum_rows8(const float* rows, float* sums) {
   }
 }
 
+inline uint32_t not_less(V x, V y) {
+  uint32_t lanes = 0;
+  for (int i = 0; i < 16; ++i) lanes |= static_cast<uint32_t>(!(x.lane[i] < y.lane[i])) << i;
+  return lanes;
+}
+inline V bits_as_float(V x) {
+  return each([&](int i) {
+    int32_t bits;
+    std::memcpy(&bits, &x.lane[i], sizeof bits);
+    return static_cast<float>(bits);
+  });
+}
+
+struct W {
+  uint64_t lane[8];
+};
+
+template <class Function>
+inline W each_wide(Function function) {
+  W out;
+  for (int i = 0; i < 8; ++i) out.lane[i] = function(i);
+  return out;
+}
+inline W wide(uint64_t x) { return each_wide([=](int) { return x; }); }
+inline W count_from(uint64_t first) { return each_wide([=](int i) { return first + static_cast<uint64_t>(i); }); }
+inline W product(W x, W y) {
+  return each_wide([&](int i) { return (x.lane[i] & 0xffffffffu) * (y.lane[i] & 0xffffffffu); });
+}
+inline W upper(W x) { return each_wide([&](int i) { return x.lane[i] >> 32; }); }
+inline W either(W x, W y) { return each_wide([&](int i) { return x.lane[i] ^ y.lane[i]; }); }
+inline void in_order(W w0, W w1, W w2, W w3, V* words) {
+  const W* const of[4] = {&w0, &w1, &w2, &w3};
+  for (int i = 0; i < 32; ++i) {
+    const uint32_t word = static_cast<uint32_t>(of[i % 4]->lane[i / 4]);
+    std::memcpy(&words[i / 16].lane[i % 16], &word, sizeof word);
+  }
+}
+inline V rest_of_one(V words) {
+  return each([&](int i) {
+    uint32_t word;
+    std::memcpy(&word, &words.lane[i], sizeof word);
+    return (static_cast<float>(~word >> 9) + 0.5f) * 0x1p-23f;
+  });
+}
+
 inline void prefetch_near(const char*) {}
 inline void prefetch_far(const char*) {}
 

@@ -1,0 +1,53 @@
+"""Tokens from logits by the CPU kernels: the largest logit of each row, and the draw with its filters."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from kernels.native.library import Native, native
+from kernels.native.structures import CSampling
+
+if TYPE_CHECKING:
+    from kernels.sampling import SamplingTensors
+
+
+def sampling_kernels(logits: torch.Tensor) -> Native | None:
+    """The kernels, if they take these logits: ``[rows, vocab]`` float32 on a CPU, each row contiguous."""
+    if logits.device.type != "cpu" or logits.dtype != torch.float32 or logits.dim() != 2 or logits.stride(1) != 1:
+        return None
+    return native()
+
+
+def argmax_native(logits: torch.Tensor, kernels: Native) -> torch.Tensor:
+    """``[rows]`` int64: index of the largest, the first among equals; -1 where none can be chosen (a NaN or +inf in the
+    row, or nothing but -inf)."""
+    found = torch.empty(len(logits), dtype=torch.int64)
+    rows, count = logits.shape
+    kernels.library.quire_argmax(kernels.level, logits.data_ptr(), rows, logits.stride(0), count, found.data_ptr())
+    return found
+
+
+def sample_native(logits: torch.Tensor, params: SamplingTensors, kernels: Native) -> torch.Tensor:
+    """`kernels.sampling.sample` without ``typical_p``: ``[rows]`` int64, -1 where no logit can be chosen.
+
+    A row's noise is computed where it may matter, so nothing of the vocabulary's size is written.
+    """
+    tokens = torch.empty(len(logits), dtype=torch.int64)
+    columns = {"temperature": params.temperature, "seed": params.seed}
+    columns |= {"choice": params.choice, "position": params.position}
+    if params.any_truncation:
+        columns |= {"top_k": params.top_k, "top_p": params.top_p, "min_p": params.min_p}
+    contiguous = {name: column.contiguous() for name, column in columns.items()}
+    kernels.sample(
+        CSampling(
+            logits=logits.data_ptr(),
+            rows=len(logits),
+            stride=logits.stride(0),
+            vocab=logits.shape[1],
+            tokens=tokens.data_ptr(),
+            **{name: column.data_ptr() for name, column in contiguous.items()},
+        )
+    )
+    return tokens

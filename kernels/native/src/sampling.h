@@ -1,0 +1,24 @@
+// Tokens from logits: what kernels/sampling.py means by top-k, top-p, min-p and the draw.
+#pragma once
+
+#include "levels.h"
+
+namespace quire {
+
+// One entry per row; the layout is that of the ctypes structure in kernels/native/structures.py.
+struct Sampling {
+  const float* logits;  // [rows][stride]
+  int64_t rows, stride, vocab;
+  const float* temperature;  // 0: greedy
+  const int32_t* top_k;      // null: no row truncates; 0: off
+  const float* top_p;        // 1: off
+  const float* min_p;        // 0: off
+  const int64_t* seed;
+  const int32_t* choice;
+  const int32_t* position;
+  int64_t* tokens;  // the result; -1 where no logit can be chosen
+};
+
+void sample_rows(const Kernels& kernels, const Sampling& sampling);
+
+}  // namespace quire
