@@ -16,10 +16,10 @@ of a token depends only on who asks and where. This is the specification; everyt
 The words are bit-equal in torch and in Triton, and so is ``u``: ``word >> 9`` has 23 bits, hence with the
 half a bit below it fills float32's 24-bit significand exactly and nothing is rounded: 2⁻²⁴ <= u <= 1 - 2⁻²⁴.
 (One bit more would be rounded, at the top to u = 1, whose gumbel is infinite: in a vocabulary of 128 k that
-happens to some token in 1 of 130 draws, and that token would win whatever its logit.) There are but 2²³ such ``u``,
-and logarithms in double precision, good to a unit in their last place, round to that float32 for all of them but one
-(0.3679, whose gumbel is 2e-8 give or take 1e-15): so the noise on a CPU is the same on every machine. Triton computes in
-float32 and may be off by a few 1e-6.
+happens to some token in 1 of 130 draws, and that token would win whatever its logit.) There are but 2²³ such
+``u``, and logarithms in double precision, good to a unit in their last place, round to that float32 for all of
+them but one (0.3679, whose gumbel is 2e-8 give or take 1e-15): so the noise on a CPU is the same on every
+machine. Triton computes in float32 and may be off by a few 1e-6.
 
 What follows for the draw: gumbel lies in [-2.82, 16.64], so a token more than 19.45 nats below the
 best one is never drawn (its probability is below 4e-9).
