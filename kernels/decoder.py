@@ -58,11 +58,17 @@ class DecoderShape:
     scale: float
 
 
-def is_supported(shape: DecoderShape, dtype: torch.dtype, kv_dtype: torch.dtype) -> bool:
-    """Whether the kernels know these types of weights and KV, and sizes: vectors of 16 throughout."""
-    return (
-        dtype in FORMATS and kv_dtype in FORMATS and all(size % 16 == 0 for size in (shape.hidden_size, shape.head_dim))
-    )
+def why_unsupported(shape: DecoderShape, dtype: torch.dtype, kv_dtype: torch.dtype) -> str | None:
+    """Which type or size the kernels do not know; None: they can compute this."""
+    for what, given in (("weights", dtype), ("KV", kv_dtype)):
+        if given not in FORMATS:
+            known = ", ".join(_name(each) for each in FORMATS)
+            return f"they know {what} of type {known}, not {_name(given)}"
+    # Vectors of 16 throughout.
+    for what, size in (("hidden_size", shape.hidden_size), ("head_dim", shape.head_dim)):
+        if size % 16:
+            return f"they need a {what} that is a multiple of 16, not {size}"
+    return None
 
 
 class PackedDecoder:
@@ -117,31 +123,6 @@ class PackedDecoder:
         )
         self._caches: tuple[object, ctypes.Array[c_void_p], ctypes.Array[c_void_p]] | None = None
         self._nanoseconds: ctypes.Array[c_int64] | None = None
-
-    def __call__(
-        self,
-        token_ids: torch.Tensor,
-        positions: torch.Tensor,
-        slot_mapping: torch.Tensor,
-        block_tables: torch.Tensor,
-        query_start: torch.Tensor,
-        context_lens: torch.Tensor,
-        caches: Sequence[tuple[torch.Tensor, torch.Tensor]],
-        logits_index: torch.Tensor | None,
-    ) -> torch.Tensor:
-        """As `run` without hidden states."""
-        num_logits = len(token_ids) if logits_index is None else len(logits_index)
-        return self.run(
-            token_ids,
-            positions,
-            slot_mapping,
-            block_tables,
-            query_start,
-            context_lens,
-            caches,
-            logits_index,
-            num_logits=num_logits,
-        )[0]
 
     def run(
         self,
@@ -233,6 +214,10 @@ class PackedDecoder:
         wide = tensor.float().contiguous()
         self._kept.append(wide)
         return wide.data_ptr()
+
+
+def _name(dtype: torch.dtype) -> str:
+    return "fp8" if dtype == torch.uint8 else str(dtype).removeprefix("torch.")
 
 
 def _copy(linear: PackedLinear) -> CLinear:

@@ -1,21 +1,21 @@
-"""From what the generator sends to OpenAI's objects, piece by piece or as a whole.
+"""From what the generator sends to OpenAI's chunks.
 
 An `Answer` belongs to one HTTP request, whatever the number of its prompts and choices; it takes in every message of
-every stream and gives the chunks that come of it. A whole answer is the sum of its chunks, so that both forms cannot
-differ.
+every stream and gives the chunks that come of it. What is not streamed is their sum: `whole_answer`.
 """
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NotRequired, TypedDict
 
 from quire.v1 import generation_pb2 as v1
+from services.http.logprobs import Logprobs, prompt_logprobs
 from services.http.schema import StreamOptions
 from services.http.tool_calls import AnswerParser, CallArguments, CallBegun, Content, Piece
 
 Json = dict[str, Any]
-"""An object of the answer. What is in it is described by the TypedDicts of `openapi`."""
+"""An object of the answer, as `openapi` describes it."""
 
 
 class UsageAnswer(TypedDict):
@@ -51,13 +51,11 @@ class Answer:
         n: choices per prompt.
         prompts: number of prompts.
         parsers: makes a parser for each choice, if there may be calls.
-        top_logprobs: alternatives per token, None for no log-probabilities.
+        logprobs: how log-probabilities are written, None for none.
         prompt_logprobs: whether those of the prompt were asked for by themselves.
-        token_bytes: what a token stands for.
         echo: the prompt is part of the text.
         only_prompt: it is all of it; what was generated is not shown.
         return_token_ids: token ids beside texts.
-        tokens_as_ids: tokens in log-probabilities are called by their ids.
         options: what a stream carries beside the answer.
     """
 
@@ -67,13 +65,11 @@ class Answer:
     n: int
     prompts: int
     parsers: Callable[[], AnswerParser] | None = None
-    top_logprobs: int | None = None
+    logprobs: Logprobs | None = None
     prompt_logprobs: bool = False
-    token_bytes: Callable[[int], bytes]
     echo: bool = False
     only_prompt: bool = False
     return_token_ids: bool = False
-    tokens_as_ids: bool = False
     options: StreamOptions = field(default_factory=StreamOptions)
     created: int = field(default_factory=lambda: int(time.time()))
     _choices: dict[int, ChoiceState] = field(default_factory=dict)
@@ -147,16 +143,15 @@ class Answer:
             if self.echo:
                 choice["text"] = event.text
                 state.text_length = len(event.text)
-                if self.top_logprobs is not None and event.logprobs:
-                    choice["logprobs"] = self._text_logprobs(_complete(event, self.token_bytes), 0)
+                if self.logprobs is not None and event.logprobs:
+                    choice["logprobs"] = self.logprobs.of_echo(event)
             else:
-                choice |= self._content("") if self.chat else {"text": ""}
-                if self.chat:
-                    state.role_sent = True
+                choice |= {"delta": {"role": "assistant", "content": ""}} if self.chat else {"text": ""}
+                state.role_sent = self.chat
             if self.return_token_ids:
                 choice["prompt_token_ids"] = list(event.token_ids)
             if self.prompt_logprobs:
-                choice["prompt_logprobs"] = [_prompt_logprob(each) for each in event.logprobs]
+                choice["prompt_logprobs"] = prompt_logprobs(event)
             yield self._chunk(choice)
 
     # Middle
@@ -195,6 +190,13 @@ class Answer:
             contents[0] = {"role": "assistant", "content": "", **contents[0]}
         return contents
 
+    def _logprobs(self, state: ChoiceState, delta: v1.Delta) -> Json | None:
+        if self.logprobs is None or not delta.logprobs:
+            return None
+        if self.chat:
+            return self.logprobs.of_chat(delta.logprobs)
+        return self.logprobs.of_text(delta.logprobs, state.text_length)
+
     # End
 
     def _end(self, prompt: int, number: int, end: v1.ChoiceFinished | v1.Finished) -> Iterator[Json]:
@@ -219,110 +221,6 @@ class Answer:
         choice |= {"delta": content} if self.chat else {"text": ""}
         yield self._chunk(choice)
 
-    # Log-probabilities
-
-    def _logprobs(self, state: ChoiceState, delta: v1.Delta) -> Json | None:
-        if self.top_logprobs is None or not delta.logprobs:
-            return None
-        if self.chat:
-            return {"content": [self._scored_position(each) for each in delta.logprobs]}
-        return self._text_logprobs(delta.logprobs, state.text_length)
-
-    def _scored_position(self, position: v1.TokenLogprobs) -> Json:
-        top = [self._scored(token) for token in position.top[: self.top_logprobs]]
-        return {**self._scored(position.token), "top_logprobs": top}
-
-    def _scored(self, token: v1.ScoredToken) -> Json:
-        return {"token": self._name(token), "logprob": _finite(token.logprob), "bytes": list(token.bytes)}
-
-    def _text_logprobs(self, positions: Sequence[v1.TokenLogprobs], offset: int) -> Json:
-        tokens, scores, tops, offsets = [], [], [], []
-        for position in positions:
-            known = position.token.rank > 0
-            name = self._name(position.token)
-            tokens.append(name)
-            scores.append(_finite(position.token.logprob) if known else None)
-            top = {self._name(each): _finite(each.logprob) for each in position.top}
-            tops.append(top if known else None)
-            offsets.append(offset)
-            offset += len(name)
-        return {
-            "tokens": tokens,
-            "token_logprobs": scores,
-            "top_logprobs": tops if self.top_logprobs else None,
-            "text_offset": offsets,
-        }
-
-    def _name(self, token: v1.ScoredToken) -> str:
-        return f"token_id:{token.token_id}" if self.tokens_as_ids else token.bytes.decode(errors="replace")
-
-    @staticmethod
-    def _content(text: str) -> Json:
-        return {"delta": {"role": "assistant", "content": text}}
-
-
-class WholeAnswer:
-    """The sum of an answer's chunks."""
-
-    def __init__(self, answer: Answer) -> None:
-        self._answer = answer
-        self._choices: dict[int, Json] = {}
-
-    def add(self, chunk: Json) -> None:
-        """Takes in one chunk."""
-        for choice in chunk["choices"]:
-            index = choice["index"]
-            whole = self._choices.setdefault(index, {"index": index, "text": "", "logprobs": None, "stop_reason": None})
-            for name, value in choice.items():
-                if name == "delta":
-                    _add_delta(whole, value)
-                elif name == "text":
-                    whole["text"] += value
-                elif name == "logprobs":
-                    whole["logprobs"] = _joined(whole["logprobs"], value)
-                elif name == "token_ids":
-                    whole.setdefault("token_ids", []).extend(value)
-                elif value is not None:
-                    whole[name] = value
-
-    def result(self) -> Json:
-        """The answer."""
-        answer = self._answer
-        choices = [self._choices[index] for index in sorted(self._choices)]
-        return {
-            "id": answer.id,
-            "object": "chat.completion" if answer.chat else "text_completion",
-            "created": answer.created,
-            "model": answer.model,
-            "choices": [_message_choice(choice) if answer.chat else choice for choice in choices],
-            "usage": answer.usage(),
-        }
-
-
-def _add_delta(whole: Json, delta: Json) -> None:
-    whole["text"] += delta.get("content") or ""
-    calls = whole.setdefault("tool_calls", [])
-    for call in delta.get("tool_calls", ()):
-        if "id" in call:
-            calls.append({"id": call["id"], "type": "function", "function": {**call["function"]}})
-        else:
-            calls[call["index"]]["function"]["arguments"] += call["function"]["arguments"]
-
-
-def _message_choice(choice: Json) -> Json:
-    calls = choice.pop("tool_calls", [])
-    text = choice.pop("text")
-    message: Json = {"role": "assistant", "content": text or (None if calls else ""), "refusal": None}
-    if calls:
-        message["tool_calls"] = calls
-    return {**choice, "message": message}
-
-
-def _joined(first: Json | None, second: Json | None) -> Json | None:
-    if first is None or second is None:
-        return first or second
-    return {name: value if value is None else value + (second[name] or []) for name, value in first.items()}
-
 
 def _content_of(piece: Piece) -> Json:
     match piece:
@@ -342,31 +240,3 @@ def _stop_reason(end: v1.ChoiceFinished | v1.Finished) -> str | int | None:
         case "stop_token_id":
             return end.stop_token_id
     return None
-
-
-def _prompt_logprob(position: v1.TokenLogprobs) -> Json | None:
-    """vLLM's form: alternatives by token id; None for the first token."""
-    if not position.token.rank:
-        return None
-    return {
-        str(token.token_id): {
-            "logprob": _finite(token.logprob),
-            "rank": token.rank,
-            "decoded_token": token.bytes.decode(errors="replace"),
-        }
-        for token in (*position.top, position.token)
-    }
-
-
-def _complete(event: v1.Prompt, token_bytes: Callable[[int], bytes]) -> list[v1.TokenLogprobs]:
-    """Log-probabilities of all tokens; the first has none, but a name."""
-    positions = list(event.logprobs)
-    for token_id, position in zip(event.token_ids, positions, strict=True):
-        if not position.HasField("token"):
-            position.token.token_id, position.token.bytes = token_id, token_bytes(token_id)
-    return positions
-
-
-def _finite(logprob: float) -> float:
-    """JSON knows no infinity; -9999 is what OpenAI writes for a probability of nothing."""
-    return max(logprob, -9999.0)

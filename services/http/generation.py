@@ -8,14 +8,16 @@ from quire.v1 import generation_pb2 as v1
 from services.context import Services
 from services.delivery import Send
 from services.generation import Generator
-from services.http.answers import Answer, WholeAnswer
+from services.http.answers import Answer
 from services.http.bodies import parse
 from services.http.endpoint import Exchange
 from services.http.errors import renamed
 from services.http.identity import check_model, choose_request_id
+from services.http.logprobs import Logprobs
 from services.http.prompts import Prepared, prepare_chat, prepare_completion, prompts_of
 from services.http.schema import ChatBody, CompletionBody, SamplingBody, StreamOptions
 from services.http.tool_calls import ForcedCalls, parser_of
+from services.http.whole_answer import WholeAnswer
 from shared.errors import FieldViolation, InvalidRequestError, QuireError, StalledReaderError
 
 
@@ -70,6 +72,10 @@ class GenerationEndpoints:
         check_model(self._services, body.model)
         calls = prepared[0].calls
         parsers = ForcedCalls if calls == "forced" else partial(parser_of, calls)
+        logprobs = None
+        if top_logprobs is not None:
+            token_bytes = self._services.tokenizer.token_bytes
+            logprobs = Logprobs(top_logprobs, body.return_tokens_as_token_ids, token_bytes)
         return Answer(
             chat=chat,
             id=answer_id,
@@ -77,13 +83,11 @@ class GenerationEndpoints:
             n=body.n,
             prompts=len(prepared),
             parsers=parsers if calls else None,
-            top_logprobs=top_logprobs,
+            logprobs=logprobs,
             prompt_logprobs=body.prompt_logprobs is not None,
-            token_bytes=self._services.tokenizer.token_bytes,
             echo=echo,
             only_prompt=only_prompt,
             return_token_ids=body.return_token_ids,
-            tokens_as_ids=body.return_tokens_as_token_ids,
             options=body.stream_options or StreamOptions(),
         )
 

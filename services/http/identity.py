@@ -1,4 +1,4 @@
-"""Which model a request names, and what it is called."""
+"""Which model a request names, and by which id the request goes."""
 
 from services.context import Services
 from services.http.endpoint import Exchange

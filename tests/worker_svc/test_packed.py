@@ -123,12 +123,20 @@ def test_int8_serves(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("architecture", "settings"), [("GPT2LMHeadModel", {}), ("LlamaForCausalLM", {"dtype": "float16"})]
+    ("architecture", "sizes", "settings", "reason"),
+    [
+        ("GPT2LMHeadModel", {}, {}, "GPT2LMHeadModel has no int8 weights"),
+        ("LlamaForCausalLM", {}, {"dtype": "float16"}, "weights of type float32, bfloat16, not float16"),
+        ("LlamaForCausalLM", {}, {"kv_cache_dtype": "fp8"}, "KV of type float32, bfloat16, not fp8"),
+        ("LlamaForCausalLM", {"head_dim": 24}, {}, "head_dim that is a multiple of 16, not 24"),
+    ],
 )
-def test_int8_is_refused_where_it_is_not_to_be_had(architecture: str, settings: dict[str, str], tmp_path: Path) -> None:
-    """Other models, and types that the CPU kernels do not know, are refused by the setting's name."""
-    with pytest.raises(ConfigError, match="quantization: "):
-        load(make_checkpoint(architecture, tmp_path), quantization="int8", **settings)
+def test_int8_is_refused_where_it_is_not_to_be_had(
+    architecture: str, sizes: dict[str, int], settings: dict[str, str], reason: str, tmp_path: Path
+) -> None:
+    """Other models, and types and sizes that the CPU kernels do not know, are refused by the setting's name and why."""
+    with pytest.raises(ConfigError, match=f"quantization: .*{reason}"):
+        load(make_checkpoint(architecture, tmp_path, **sizes), quantization="int8", **settings)
 
 
 def test_torch_computes_where_the_kernels_are_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,5 +146,5 @@ def test_torch_computes_where_the_kernels_are_off(tmp_path: Path, monkeypatch: p
     driver = Driver(make_engine(folder))
 
     assert len(driver.generate([1, 2, 3], 4)) == 4
-    with pytest.raises(ConfigError, match="quantization: int8"):
+    with pytest.raises(ConfigError, match=r"quantization: .*QUIRE_CPU_KERNELS"):
         load(folder, quantization="int8")

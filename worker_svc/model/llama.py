@@ -135,18 +135,8 @@ class LlamaModel:
         logits_index: torch.Tensor | None,
     ) -> torch.Tensor:
         """See `Model.forward`."""
-        if self._packed is not None:
-            return self._packed(
-                input_ids,
-                positions,
-                attention.slot_mapping,
-                attention.block_tables,
-                attention.query_start,
-                attention.context_lens,
-                caches,
-                logits_index,
-            )
-        return linear(self._hidden(input_ids, positions, attention, caches, logits_index), self._head)
+        num_logits = len(input_ids if logits_index is None else logits_index)
+        return self._run(input_ids, positions, attention, caches, logits_index, num_logits)[0]
 
     @property
     def hidden_size(self) -> int:
@@ -163,7 +153,19 @@ class LlamaModel:
         hidden_index: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See `Model.forward_hidden`."""
-        kept, num_logits = torch.cat((logits_index, hidden_index)), len(logits_index)
+        kept = torch.cat((logits_index, hidden_index))
+        return self._run(input_ids, positions, attention, caches, kept, len(logits_index))
+
+    def _run(
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        attention: AttentionInputs,
+        caches: Sequence[KVCache],
+        kept_index: torch.Tensor | None,
+        num_logits: int,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Logits of the first `num_logits` tokens in `kept_index`, last hidden states of the others."""
         if self._packed is not None:
             return self._packed.run(
                 input_ids,
@@ -173,10 +175,10 @@ class LlamaModel:
                 attention.query_start,
                 attention.context_lens,
                 caches,
-                kept,
+                kept_index,
                 num_logits=num_logits,
             )
-        hidden = self._hidden(input_ids, positions, attention, caches, kept)
+        hidden = self._hidden(input_ids, positions, attention, caches, kept_index)
         return linear(hidden[:num_logits], self._head), hidden[num_logits:]
 
     def _hidden(

@@ -11,7 +11,7 @@ import torch
 from transformers import PretrainedConfig
 
 from kernels import linear as packed_linear
-from kernels.decoder import DecoderShape, LayerWeights, PackedDecoder, is_supported
+from kernels.decoder import DecoderShape, LayerWeights, PackedDecoder, why_unsupported
 from kernels.linear import PackedLinear
 from kernels.native.library import Native, native
 from shared.config import ConfigError
@@ -42,11 +42,16 @@ def choose_kernels(
     Raises:
         ConfigError: int8 weights are asked for, which only these kernels have.
     """
-    fits = device.type == "cpu" and is_supported(shape_of(config), dtype, kv_dtype)
-    kernels = native() if fits else None
+    if device.type == "cpu":
+        reason = why_unsupported(shape_of(config), dtype, kv_dtype)
+    else:
+        reason = f"this worker computes on {device.type}"
+    kernels = native() if reason is None else None
     if quantization != "none" and kernels is None:
-        reason = "only the kernels for CPUs have it" if device.type != "cpu" else "the CPU kernels do not serve here"
-        raise ConfigError(f"quantization: {quantization} cannot be had for this model on this device: {reason}")
+        reason = reason or "they were not built, failed their self-test (the log says so), or QUIRE_CPU_KERNELS is off"
+        raise ConfigError(
+            f"quantization: only the CPU kernels have {quantization}, and they do not serve here: {reason}"
+        )
     return kernels
 
 
