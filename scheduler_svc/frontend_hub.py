@@ -9,6 +9,7 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 
 import zmq
 
@@ -139,10 +140,11 @@ class FrontendHub:
         """Front ends whose lease ran out."""
         return [peer for peer, f in self._frontends.items() if now - f.last_heard > self._lease_s]
 
-    def forget(self, peer: ev.Peer, reason: str) -> None:
-        """Drops a front end."""
+    def forget(self, peer: ev.Peer, reason: str, *, orderly: bool = False) -> None:
+        """Drops a front end, which is nothing to worry about when it left of its own will."""
         if self._frontends.pop(peer, None) is not None:
-            log.warning("front end lost", frontend=peer.decode(errors="replace"), reason=reason)
+            tell = partial(log.info, "front end left") if orderly else partial(log.warning, "front end lost")
+            tell(frontend=peer.decode(errors="replace"), reason=reason)
 
     def drain(self, seconds: float) -> None:
         """Goes on sending what is left, for a bounded time; used before the process ends."""

@@ -45,6 +45,8 @@ class Incoming:
     report: link_pb2.MetricReport | None
     snapshot_request: int
     operator_requests: list[link_pb2.OperatorRequest] = field(default_factory=list)
+    goodbye: bool = False
+    """It is the last one: the front end ends in order."""
 
 
 def decode(peer: ev.Peer, payload: bytes, now: float) -> Incoming:
@@ -92,6 +94,7 @@ def _incoming(peer: ev.Peer, message: link_pb2.FrontendMessage, now: float) -> I
         for stream, credit in zip(streams.tolist(), credits.tolist(), strict=True):
             events.append(ev.CreditGranted(frontend=peer, stream=stream, credit=credit))
     incoming.operator_requests.extend(parts.get("operator_requests", ()))
+    incoming.goodbye = "goodbye" in parts
     return incoming
 
 

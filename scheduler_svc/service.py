@@ -257,6 +257,8 @@ class SchedulerService:
             if request.HasField("set_log_level"):
                 reply.log_level = self._set_log_level(request.set_log_level.level)
             self._frontends.outgoing(peer).add_reply(reply)
+        if incoming.goodbye:
+            self._lose_frontend(peer, "goodbye", now, orderly=True)
 
     def _set_log_level(self, level: str) -> str:
         """Changes the level of all processes' logs; returns this one's before."""
@@ -271,8 +273,8 @@ class SchedulerService:
             outgoing.set_state(self._core.service_state(), level)
         return before
 
-    def _lose_frontend(self, peer: ev.Peer, reason: str, now: float) -> None:
-        self._frontends.forget(peer, reason)
+    def _lose_frontend(self, peer: ev.Peer, reason: str, now: float, *, orderly: bool = False) -> None:
+        self._frontends.forget(peer, reason, orderly=orderly)
         self._carry_out(self._core.handle(ev.FrontendLost(frontend=peer), now), now)
 
     # ---------------------------------------------------------------- time and effects

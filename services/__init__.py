@@ -4,5 +4,5 @@ One request passes the modules in this order: `boundary` (bytes to message) → 
 `chat`, `tokenizer` → `stream` → `core_link` (`outgoing`) → the core; its tokens come back `core_link` (`incoming`) →
 `stream` (`detokenizer`, `stop_strings`, `outbox`) → `generation` → `servicer` → the client; what goes wrong leaves
 through `errors`. `frontend` is the process around it.
-`bench_*`, `echo_core` and `servicer_bare_echo` measure it. Nothing here imports torch or transformers.
+`bench` measures it. Nothing here imports torch or transformers.
 """

@@ -135,10 +135,12 @@ class CoreLink:
         self._ticking = self._loop.create_task(self._tick_forever())
 
     async def close(self) -> None:
-        """Sends what is pending, as far as the core takes it at once, and leaves."""
+        """Sends what is pending, as far as the core takes it at once, says goodbye, and leaves."""
         if self._ticking is not None:
             self._ticking.cancel()
             await asyncio.gather(self._ticking, return_exceptions=True)
+        if not self._greeting:
+            self._outgoing.goodbye()
         self._flush()
         self._closed = True
         self._loop.remove_reader(self._option(zmq.FD))

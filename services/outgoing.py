@@ -18,6 +18,7 @@ class Outgoing:
         "_cancelled",
         "_credit",
         "_detached",
+        "_goodbye",
         "_hello",
         "_matches",
         "_operator_requests",
@@ -42,10 +43,15 @@ class Outgoing:
         self._report: link_pb2.MetricReport | None = None
         self._snapshot_request = 0
         self._operator_requests: list[link_pb2.OperatorRequest] = []
+        self._goodbye = False
 
     def hello(self, hello: link_pb2.FrontendHello) -> None:
         """Presents the front end."""
         self._hello = hello
+
+    def goodbye(self) -> None:
+        """Nothing comes after this turn."""
+        self._goodbye = True
 
     def submit(self, submission: link_pb2.Submission) -> None:
         """A new request."""
@@ -110,5 +116,6 @@ class Outgoing:
             last.report.CopyFrom(self._report)
         last.snapshot_request = self._snapshot_request
         last.operator_requests.extend(self._operator_requests)
+        last.goodbye = self._goodbye
         self.clear()
         return [payload for payload in (message.SerializeToString() for message in messages) if payload]

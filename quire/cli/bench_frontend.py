@@ -26,7 +26,7 @@ def configure(parser: OneLineParser) -> None:
 
 def run(options: Namespace) -> int:
     """Runs the benchmark."""
-    from services.bench_frontend import BenchOptions, run_bench
+    from services.bench.frontend import BenchOptions, run_bench
 
     given = {field.name: getattr(options, field.name) for field in dataclasses.fields(BenchOptions)}
     run_bench(BenchOptions(**{name: value for name, value in given.items() if value is not None}))

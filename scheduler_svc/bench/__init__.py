@@ -1,1 +1,5 @@
-"""Benchmarks of the scheduler: the core alone (`core`) and over real sockets (`link`)."""
+"""Benchmarks of the scheduler.
+
+`core` measures it alone, `journal` what writing it down costs, `link` the real process over real sockets, with
+`echo_worker` and `token_sink` as its workers and front end.
+"""

@@ -41,7 +41,7 @@ class FrontendJoined:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FrontendLost:
-    """A front end's lease ran out or its connection is gone; nobody reads its streams any more."""
+    """A front end said goodbye, its lease ran out, or its connection is gone; nobody reads its streams any more."""
 
     frontend: Peer
 

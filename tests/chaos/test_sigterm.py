@@ -24,8 +24,8 @@ SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.Health
 
 def test_every_kind_of_process_ends_well_under_load(tmp_path: Path) -> None:
     """A worker, the scheduler and the front end are told to end while streams flow, the front end with a grace period
-    that these outlast: each exits 0, health says NOT_SERVING before the front end goes, and every stream of a resumable
-    client ends in full."""
+    that these outlast: each exits 0, health says NOT_SERVING before the front end goes, every stream of a resumable
+    client ends in full, and the log tells of worker and front end as having left, not as lost."""
     checkpoint = make_checkpoint("LlamaForCausalLM", tmp_path / "model")
     oracle = Oracle(checkpoint)
 
@@ -60,6 +60,8 @@ def test_every_kind_of_process_ends_well_under_load(tmp_path: Path) -> None:
         assert _deaths(served) == [
             ("worker-0", "exit code 0"), ("scheduler", "exit code 0"), ("frontend-0", "exit code 0")
         ]  # fmt: skip
+        told = [line["event"] for line in served.log_lines() if line["event"].endswith((" left", " lost"))]
+        assert told == ["worker left", "front end left"]
     tally = Tally()
     for streamed in load.done:
         check(oracle, streamed, tally)

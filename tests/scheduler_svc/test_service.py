@@ -261,6 +261,16 @@ def test_a_worker_whose_process_dies_is_lost_before_its_connection_goes(stand: S
     assert from_column(admission.token_ids).tolist() == [1, 2, 3]
 
 
+def test_a_front_end_that_says_goodbye_is_forgotten_at_once(stand: Stand) -> None:
+    """Nothing waits for its lease or its connection: with its next frame it would be a stranger."""
+    frontend = stand.frontend()
+    frontend.hello()
+    frontend.send(link_pb2.FrontendMessage(goodbye=True))
+    frontend.submit(1)
+
+    assert frontend.until("unknown").unknown
+
+
 def test_strangers_are_told_to_say_hello(stand: Stand) -> None:
     """A peer of an earlier scheduler learns at its first frame that it must present itself again."""
     frontend, worker = stand.frontend(), stand.worker()

@@ -14,7 +14,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from protos.quire.link.v1 import link_pb2
 from quire.v1 import generation_pb2 as v1
 from quire.v1 import generation_pb2_grpc
-from services.echo_core import EchoCore, EchoFrontend, EchoStream
+from services.bench.echo_core import EchoCore, EchoFrontend, EchoStream
 from services.frontend import Frontend
 from services.tokenizer import load_tokenizer
 from shared.config import FrontendConfig

@@ -12,7 +12,7 @@ from grpc import aio
 from protos.quire.link.v1 import link_pb2
 from quire.v1 import generation_pb2 as v1
 from quire.v1 import model_pb2
-from services.echo_core import EchoFrontend, EchoStream
+from services.bench.echo_core import EchoFrontend, EchoStream
 from shared.columns import from_column
 from tests.examples import FACTOR
 from tests.services.stack import PATIENCE_S, Stack, TestCore, joined_ids, running_stack, tokens_request

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from services.bench_child import Child, ChildError
-from services.bench_frontend import BenchOptions, run_bench
+from services.bench.child import Child, ChildError
+from services.bench.frontend import BenchOptions, run_bench
 
 
 def test_the_benchmark_measures_every_scenario(tmp_path: Path) -> None:
@@ -33,19 +33,19 @@ def test_the_benchmark_measures_every_scenario(tmp_path: Path) -> None:
 
 def test_a_child_that_fails_is_an_error_with_its_last_words(tmp_path: Path) -> None:
     """The end of a child is noticed at once, and says what the child said."""
-    with Child(tmp_path, "services.echo_core", "--vocab-size=none") as child, pytest.raises(ChildError) as error:
+    with Child(tmp_path, "services.bench.echo_core", "--vocab-size=none") as child, pytest.raises(ChildError) as error:
         child.line()
 
-    assert "services.echo_core ended with status 2" in str(error.value)
+    assert "services.bench.echo_core ended with status 2" in str(error.value)
     assert "--vocab-size: invalid int value" in str(error.value)
 
 
 def test_a_child_that_says_nothing_is_an_error(tmp_path: Path) -> None:
     """Nobody waits for ever for a line, and the silent child is ended."""
     address = f"--address=ipc://{tmp_path}/core"
-    with Child(tmp_path, "services.echo_core", address, "--vocab-size=9") as child:
+    with Child(tmp_path, "services.bench.echo_core", address, "--vocab-size=9") as child:
         assert child.line().startswith("listening")
-        with pytest.raises(ChildError, match=r"services\.echo_core said nothing for 0\.01 s"):
+        with pytest.raises(ChildError, match=r"services\.bench\.echo_core said nothing for 0\.01 s"):
             child.line(0.01)
     with pytest.raises(ChildError, match="ended with status 0"):
         child.line()

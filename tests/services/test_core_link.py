@@ -401,6 +401,22 @@ def test_malformed_messages_are_dropped(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
+def test_the_last_message_says_goodbye(tmp_path: Path) -> None:
+    """A front end that ends in order tells the core so, after everything else."""
+
+    async def main() -> None:
+        async with running_stack(tmp_path, core=lambda a: TestCore(a, limit=1)) as stack:
+            call = stack.generation.Generate(tokens_request(*PROMPT))
+            await call.read()
+            await stack.stop()
+            await stack.core.saw(lambda core: core.messages[-1].goodbye)
+
+            assert [message.goodbye for message in stack.core.messages].count(True) == 1
+            assert stack.core.cancelled
+
+    asyncio.run(main())
+
+
 def test_many_submissions_at_once_stay_below_the_frame_limit() -> None:
     """After a loss the tokens of all streams go out in several frames, in order."""
     outgoing = Outgoing()

@@ -16,7 +16,7 @@ from google.protobuf.message import DecodeError, Message
 from protos.quire.link.v1 import link_pb2
 from quire import AsyncClient, Client
 from quire.errors import QuireError
-from services.echo_core import EchoCore
+from services.bench.echo_core import EchoCore
 from shared.columns import to_column
 from shared.frames import MalformedFrameError
 from shared.sockets import SendOutcome, send_to

@@ -124,6 +124,7 @@ class FrontendMessage(_message.Message):
     OPERATOR_REQUESTS_FIELD_NUMBER: _builtins.int
     RESUME_QUESTIONS_FIELD_NUMBER: _builtins.int
     DETACHED_FIELD_NUMBER: _builtins.int
+    GOODBYE_FIELD_NUMBER: _builtins.int
     cancelled: _builtins.bytes
     """Column of streams whose client has gone or whose deadline has passed."""
     credit_streams: _builtins.bytes
@@ -134,6 +135,8 @@ class FrontendMessage(_message.Message):
     """Asks for a metrics snapshot; answered with the same number. 0: none."""
     detached: _builtins.bytes
     """Column of streams whose client has gone and may come back: what they have generated is kept."""
+    goodbye: _builtins.bool
+    """The front end ends in order; this is its last message."""
     @_builtins.property
     def hello(self) -> Global___FrontendHello:
         """Presents the front end; first message of an incarnation and whenever the core asks for it."""
@@ -172,10 +175,11 @@ class FrontendMessage(_message.Message):
         operator_requests: _abc.Iterable[Global___OperatorRequest] | None = ...,
         resume_questions: _abc.Iterable[Global___ResumeQuestion] | None = ...,
         detached: _builtins.bytes = ...,
+        goodbye: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["hello", b"hello", "report", b"report"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cancelled", b"cancelled", "credit_bytes", b"credit_bytes", "credit_streams", b"credit_streams", "detached", b"detached", "hello", b"hello", "operator_requests", b"operator_requests", "report", b"report", "resume_questions", b"resume_questions", "snapshot_request", b"snapshot_request", "stop_matches", b"stop_matches", "submissions", b"submissions"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cancelled", b"cancelled", "credit_bytes", b"credit_bytes", "credit_streams", b"credit_streams", "detached", b"detached", "goodbye", b"goodbye", "hello", b"hello", "operator_requests", b"operator_requests", "report", b"report", "resume_questions", b"resume_questions", "snapshot_request", b"snapshot_request", "stop_matches", b"stop_matches", "submissions", b"submissions"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -30,14 +30,6 @@ class BareEcho(generation_pb2_grpc.GenerationServiceServicer):
             delta.text = " word"
             yield response
 
-    async def Tokenize(self, request: v1.TokenizeRequest, context: Context) -> v1.TokenizeResponse:
-        """Not measured."""
-        raise NotImplementedError
-
-    async def Detokenize(self, request: v1.DetokenizeRequest, context: Context) -> v1.DetokenizeResponse:
-        """Not measured."""
-        raise NotImplementedError
-
 
 async def _serve() -> None:
     server = aio.server()

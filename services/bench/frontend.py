@@ -27,7 +27,7 @@ from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from services.bench_child import PATIENCE_S, Child
+from services.bench.child import PATIENCE_S, Child
 
 STREAMS = 128
 OFFERED_SHARE = 0.7
@@ -77,7 +77,7 @@ class _Bench:
         self._model = write_model(folder / "model")
 
     def round(self) -> dict[str, dict[str, float]]:
-        with Child(self._folder, "services.servicer_bare_echo") as bare:
+        with Child(self._folder, "services.bench.servicer_bare_echo") as bare:
             measured = {"bare": self._measure(bare)}
         interval = STREAMS / (OFFERED_SHARE * measured["bare"]["messages_per_s"])
         for scenario, tokens_per_step, step_interval_s in (
@@ -98,7 +98,7 @@ class _Bench:
             client = processes.enter_context(
                 Child(
                     self._folder,
-                    "services.bench_client",
+                    "services.bench.client",
                     f"--target={target}",
                     f"--streams={READERS_BESIDE_STALLED}",
                     f"--stalled={options.stalled_streams}",
@@ -126,7 +126,7 @@ class _Bench:
         core = processes.enter_context(
             Child(
                 self._folder,
-                "services.echo_core",
+                "services.bench.echo_core",
                 f"--address={self._address}",
                 f"--vocab-size={_VOCABULARY}",
                 f"--tokens-per-step={tokens_per_step}",
@@ -150,7 +150,7 @@ class _Bench:
 
     def _measure(self, server: Child) -> dict[str, float]:
         arguments = (f"--target={_target(server.line())}", f"--streams={STREAMS}", f"--seconds={self._options.seconds}")
-        with Child(self._folder, "services.bench_client", *arguments) as client:
+        with Child(self._folder, "services.bench.client", *arguments) as client:
             client.line()
             before = server.cpu_seconds()
             counts: dict[str, float] = json.loads(client.line(self._options.seconds + PATIENCE_S))
@@ -229,7 +229,3 @@ def _print_table(result: dict[str, Any]) -> None:
 
 def _cell(value: dict[str, float]) -> str:
     return f"{value['median']:12.2f}  ({value['min']:.2f} .. {value['max']:.2f})"
-
-
-if __name__ == "__main__":
-    run_bench(BenchOptions())

@@ -206,7 +206,7 @@ class EchoCore:
 
 def main(arguments: list[str]) -> int:
     """Runs an echo core as a process of its own until it is told to end."""
-    parser = argparse.ArgumentParser(prog="python -m services.echo_core", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m services.bench.echo_core", description=__doc__)
     parser.add_argument("--address", required=True)
     parser.add_argument("--vocab-size", type=int, required=True)
     parser.add_argument("--max-model-len", type=int, default=1 << 20)

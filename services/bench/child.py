@@ -25,7 +25,7 @@ class Child:
 
     def __init__(self, folder: Path, module: str, *arguments: str) -> None:
         """Runs `python -m module`; its log goes into `folder`."""
-        root = str(Path(__file__).parents[1])
+        root = str(Path(__file__).parents[2])
         path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
         self._name = " ".join([module, *(each for each in arguments if not each.startswith("-"))])
         self._log = folder / f"{module}.log"

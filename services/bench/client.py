@@ -116,7 +116,7 @@ async def _measure_in_time(options: argparse.Namespace) -> None:
 
 def main(arguments: list[str]) -> int:
     """Measures once."""
-    parser = argparse.ArgumentParser(prog="python -m services.bench_client", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m services.bench.client", description=__doc__)
     parser.add_argument("--target", required=True)
     parser.add_argument("--streams", type=int, default=64)
     parser.add_argument("--stalled", type=int, default=0)
