@@ -3,8 +3,8 @@
     python -m tests.chaos.overload --json overload.json --plot docs/plots/overload.svg
 
 1x is the highest of a few rates at which 99 % of the requests meet their deadline. At 10x most must be refused; what
-counts is that those that are let in are served as well as before. Requests come at fixed times, whatever became of
-earlier ones; a refused one is not sent again.
+counts is that those that are let in are served as well as before. Requests come independently of each other and of
+what became of earlier ones (a Poisson process, the same one in every run); a refused one is not sent again.
 """
 
 import asyncio
@@ -24,16 +24,18 @@ import psutil
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from quire import AsyncClient
-from quire.errors import QuireError
+from quire.errors import QueueFullError, QuireError
 from tests.chaos import command
 from tests.chaos.campaign import quantiles
 from tests.checkpoints import make_checkpoint
 from tests.e2e.harness import Served, serve
 from tools.plots.svg import Series, lines
 
-PROMPT, OUTPUT = 64, 192
-DEADLINE_S = 20.0
-SHARES = (0.9, 0.8, 0.7, 0.6, 0.5)
+PROMPT = 64
+OUTPUT = (192, 448)
+"""Lengths are drawn evenly from here: equal ones would end, and begin, in step with each other."""
+DEADLINE_S = 55.0
+SHARES = (0.9, 0.8, 0.7, 0.6)
 """Of the throughput without pauses, tried in turn until 99 % meet their deadline."""
 
 
@@ -46,8 +48,8 @@ class Phase:
     ttft_s: list[float] = field(default_factory=list)
     """Of requests that were let in."""
     begun: float = 0.0
-    ends: list[tuple[float, bool]] = field(default_factory=list)
-    """Of every request: when, from the beginning, and whether it was served in time."""
+    ends: list[tuple[float, int]] = field(default_factory=list)
+    """Of every request: when, from the beginning, and its tokens if it was served in time."""
     in_time: int = 0
     outcomes: Counter[str] = field(default_factory=Counter)
     health_s: list[float] = field(default_factory=list)
@@ -63,7 +65,7 @@ class Phase:
             "seconds": round(self.seconds, 1),
             "sent": sent,
             "in_time": self.in_time,
-            "goodput_tok_per_s": round(self.in_time * OUTPUT / self.seconds, 1),
+            "goodput_tok_per_s": round(sum(tokens for _, tokens in self.ends) / self.seconds, 1),
             "outcomes": dict(self.outcomes),
             "ttft_s": quantiles(self.ttft_s),
             "health_s": quantiles(self.health_s),
@@ -79,8 +81,10 @@ class Phase:
     def goodput(self, window_s: float = 10.0) -> list[tuple[float, float]]:
         """(middle, tokens per second of requests that ended in time) of each whole window."""
         num_windows = int(self.seconds / window_s)
-        counts = Counter(int(at / window_s) for at, in_time in self.ends if in_time)
-        return [((index + 0.5) * window_s, counts[index] * OUTPUT / window_s) for index in range(num_windows)]
+        counts: Counter[int] = Counter()
+        for at, tokens in self.ends:
+            counts[int(at / window_s)] += tokens
+        return [((index + 0.5) * window_s, counts[index] / window_s) for index in range(num_windows)]
 
 
 async def run(served: Served, rate: float, seconds: float) -> Phase:
@@ -89,13 +93,11 @@ async def run(served: Served, rate: float, seconds: float) -> Phase:
     cpu = _own_cpu()
     watching = asyncio.create_task(_watch(served, phase))
     async with AsyncClient(served.grpc) as client, asyncio.TaskGroup() as tasks:
-        begin, number = time.monotonic(), 0
-        phase.begun = begin
-        while number < rate * seconds:
-            await asyncio.sleep(max(0.0, begin + number / rate - time.monotonic()))
-            prompt = [rng.randrange(16, 380) for _ in range(PROMPT)]
-            tasks.create_task(_one(client, prompt, phase))
-            number += 1
+        phase.begun = begin = time.monotonic()
+        at = 0.0
+        while (at := at + rng.expovariate(rate)) < seconds:
+            await asyncio.sleep(max(0.0, begin + at - time.monotonic()))
+            tasks.create_task(_one(client, *_draw(rng), phase))
     # From the first request to the end of the last one that was let in: what is served late counts against the rate.
     phase.seconds = time.monotonic() - begin
     watching.cancel()
@@ -103,9 +105,14 @@ async def run(served: Served, rate: float, seconds: float) -> Phase:
     return phase
 
 
-async def _one(client: AsyncClient, prompt: list[int], phase: Phase) -> None:
+def _draw(rng: random.Random) -> tuple[list[int], int]:
+    """A prompt, and how many tokens are wanted."""
+    return [rng.randrange(16, 380) for _ in range(PROMPT)], rng.randint(*OUTPUT)
+
+
+async def _one(client: AsyncClient, prompt: list[int], length: int, phase: Phase) -> None:
     begin = time.monotonic()
-    stream = client.generate(token_ids=prompt, max_tokens=OUTPUT, temperature=0, ignore_eos=True, timeout=DEADLINE_S)
+    stream = client.generate(token_ids=prompt, max_tokens=length, temperature=0, ignore_eos=True, timeout=DEADLINE_S)
     first = 0.0
     try:
         async for _ in stream:
@@ -115,7 +122,7 @@ async def _one(client: AsyncClient, prompt: list[int], phase: Phase) -> None:
     else:
         phase.outcomes["OK"] += 1
         phase.in_time += 1
-    phase.ends.append((time.monotonic() - phase.begun, stream.finished is not None))
+    phase.ends.append((time.monotonic() - phase.begun, length if stream.finished is not None else 0))
     if first:
         phase.ttft_s.append(first)
 
@@ -140,9 +147,12 @@ async def _capacity(served: Served, concurrency: int, seconds: float) -> float:
     async def one_after_another(client: AsyncClient, rng: random.Random) -> None:
         nonlocal done
         while time.monotonic() < end:
-            prompt = [rng.randrange(16, 380) for _ in range(PROMPT)]
-            await client.generate(token_ids=prompt, max_tokens=OUTPUT, temperature=0, ignore_eos=True).result()
-            done += 1
+            prompt, length = _draw(rng)
+            try:
+                await client.generate(token_ids=prompt, max_tokens=length, temperature=0, ignore_eos=True).result()
+                done += 1
+            except QueueFullError as error:  # all begin at once, and the queue is shorter than that
+                await asyncio.sleep(error.retry_after_s or 0.1)
 
     begin = time.monotonic()
     async with AsyncClient(served.grpc) as client, asyncio.TaskGroup() as tasks:
@@ -216,7 +226,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="quire-overload-") as folder:
         # Large enough that a request keeps a worker busy for some time.
         checkpoint = make_checkpoint(
-            "LlamaForCausalLM", Path(folder) / "model", hidden_size=512, intermediate_size=1408, num_hidden_layers=6,
+            "LlamaForCausalLM", Path(folder) / "model", hidden_size=512, intermediate_size=1408, num_hidden_layers=12,
             num_attention_heads=8, num_key_value_heads=4,
         )  # fmt: skip
         # What waits longest waits as long as the queue is: that, and not the deadline, bounds the time to first token.
