@@ -92,7 +92,7 @@ class Fleet:
                 f"this scheduler serves {served.name} ({served.fingerprint[:12]}), the worker loaded"
                 f" {hello.model.name} ({hello.model.fingerprint[:12]}): start it with the same model"
             )
-        return None
+        return _contradiction(served, hello.model) if served is not None else None
 
     def join(self, hello: ev.WorkerHello) -> Worker:
         """Opens an epoch for a worker that is not refused."""
@@ -157,3 +157,17 @@ class Fleet:
         for worker in self:
             for step in worker.in_flight:
                 step.allowance += now - last
+
+
+def _contradiction(served: ev.ModelFacts, found: ev.ModelFacts) -> str | None:
+    """What a worker says otherwise of the model that it shares with the others, if anything.
+
+    The fingerprint settles these; the name is the operator's, and the longest sequence what the worker has memory for.
+    """
+    for what in ("architecture", "dtype", "vocab_size", "eos_token_ids"):
+        if getattr(served, what) != getattr(found, what):
+            return (
+                f"the worker gives {what} {getattr(found, what)} for a model that is served with"
+                f" {getattr(served, what)}: start it with the same files and release"
+            )
+    return None

@@ -1,5 +1,7 @@
 """Promises of the scheduler core, one request life at a time."""
 
+from dataclasses import replace
+
 import pytest
 
 from scheduler_svc.core import effects as ef
@@ -335,6 +337,22 @@ def test_other_model_is_refused() -> None:
         ),
     )
     assert any(isinstance(effect, ef.WorkerRefused) for effect in cluster.handle(other))
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("architecture", "X"), ("dtype", "f"), ("vocab_size", 4), ("eos_token_ids", (3,))]
+)
+def test_a_worker_that_contradicts_the_others_is_refused(field: str, value: object) -> None:
+    """What the fingerprint settles cannot be told in two ways: front ends check requests by it."""
+    cluster = Cluster()
+    cluster.join(_worker(), "a")
+    hello = _worker(peer=b"w/2").hello("b")
+    effects = cluster.handle(replace(hello, model=replace(hello.model, **{field: value})))
+    assert [effect.reason for effect in effects if isinstance(effect, ef.WorkerRefused)] == [
+        f"the worker gives {field} {value} for a model that is served with {getattr(hello.model, field)}:"
+        " start it with the same files and release"
+    ]
+    assert not any(isinstance(effect, ef.ServiceChanged) for effect in effects)
 
 
 def test_resubmitted_request_continues_after_its_delivered_tokens() -> None:

@@ -129,20 +129,21 @@ class FalseWorker(_InService):
                         socket.send(right[-1].SerializeToString())
 
     def _model(self) -> plan_pb2.ModelInfo:
-        """What the honest worker says of its model, so that a false one may serve beside it."""
-        model = self._client.get_model()
-        return plan_pb2.ModelInfo(
-            name=model.name, fingerprint=self._fingerprint(), max_model_len=1024, vocab_size=384, eos_token_ids=[2]
-        )
-
-    def _fingerprint(self) -> str:
-        """As the core tells front ends."""
+        """What the core tells front ends of the model, so that a false worker may serve beside the honest one."""
         socket = self.connect("frontends", LINK_MAX_MESSAGE)
         hello = link_pb2.FrontendHello(protocol_version=LINK_VERSIONS.newest, frontend_id="asks", incarnation=1)
         socket.send(link_pb2.FrontendMessage(hello=hello).SerializeToString())
-        state = link_pb2.CoreMessage.FromString(_until(socket, lambda _: True)).state
+        model = link_pb2.CoreMessage.FromString(_until(socket, lambda _: True)).state.model
         socket.close(linger=0)
-        return state.model.fingerprint
+        return plan_pb2.ModelInfo(
+            name=model.name,
+            architecture=model.architecture,
+            fingerprint=model.fingerprint,
+            max_model_len=1024,
+            vocab_size=model.vocab_size,
+            dtype=model.dtype,
+            eos_token_ids=model.eos_token_ids,
+        )
 
 
 class FalseFrontend(_InService):
