@@ -1,6 +1,7 @@
 """Promises of the scheduler core, one request life at a time."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -342,7 +343,7 @@ def test_other_model_is_refused() -> None:
 @pytest.mark.parametrize(
     ("field", "value"), [("architecture", "X"), ("dtype", "f"), ("vocab_size", 4), ("eos_token_ids", (3,))]
 )
-def test_a_worker_that_contradicts_the_others_is_refused(field: str, value: object) -> None:
+def test_a_worker_that_contradicts_the_others_is_refused(field: str, value: Any) -> None:
     """What the fingerprint settles cannot be told in two ways: front ends check requests by it."""
     cluster = Cluster()
     cluster.join(_worker(), "a")
