@@ -1,6 +1,7 @@
 """The CPU kernels: C++ behind a C ABI, called through ctypes; torch stays the path where they cannot run.
 
-    library     which library there is, which instructions it may use, whether it computes rightly here
+    library     which library there is, which instructions it may use, whether it computes rightly here (selftest)
+    sampling    from logits to tokens; the other callers are `kernels.linear`, `decoder` and `paged_attention`
     structures  the C structures, field by field
     src/        the C++: `format.h` says how numbers lie in memory, `levels.h` what exists once per instruction set,
                 `decoder.h` what a model looks like to it; read in that order

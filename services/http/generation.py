@@ -1,4 +1,4 @@
-"""`/v1/completions` and `/v1/chat/completions`: requests for the servicer, and its answers on their way out."""
+"""`/v1/completions` and `/v1/chat/completions`: requests for the generator, and its answers on their way out."""
 
 import asyncio
 from collections.abc import Sequence

@@ -15,7 +15,7 @@ Prompt = str | list[int]
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A request for the servicer."""
+    """A request for the generator."""
 
     request: v1.GenerateRequest
     names: FieldNames

@@ -1,4 +1,4 @@
-"""`/v1/models`, `/tokenize`, `/detokenize`: calls of the servicers in OpenAI's and vLLM's form."""
+"""`/v1/models`, `/tokenize`, `/detokenize`: `services.texts` in OpenAI's and vLLM's form."""
 
 import time
 from typing import Any
