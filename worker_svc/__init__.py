@@ -19,7 +19,7 @@ It decides nothing about requests or blocks. One plan comes in, one result goes 
     executor   when the device computes: at once on a CPU, asynchronously on CUDA
     tracing    spans of steps and of rows
 
-    accelerator    what of a GPU is used besides tensors; decode_graphs, device_state: steps that need little of the host
+    accelerator    what of a GPU is used besides tensors; decode_graphs, device_state: steps that need little of a host
     kv_pool        how many KV blocks fit, and the blocks themselves
     profiling      the largest step there can be, run once on a GPU
     compiling      more time for a step that compiles a kernel first

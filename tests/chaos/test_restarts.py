@@ -74,7 +74,7 @@ def test_a_stalled_scheduler_blames_nobody(stage: Stage) -> None:
         pid = served.pid("scheduler")
         lost = _count(served, "worker lost")
         os.kill(pid, signal.SIGSTOP)
-        await asyncio.sleep(2.0)
+        await asyncio.sleep(2.0)  # no event to wait for: that it stands still so long is what is tested
         os.kill(pid, signal.SIGCONT)
         tokens = served.metric("quire_generation_tokens_total")
         await _until(lambda: served.metric("quire_generation_tokens_total") > tokens)

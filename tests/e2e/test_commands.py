@@ -3,6 +3,7 @@
 import json
 import subprocess
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -27,14 +28,12 @@ def quire(*arguments: str, typed: str = "") -> str:
     return run.stdout
 
 
-def test_a_conversation_in_the_terminal(served: Served) -> None:
+def test_a_conversation_in_the_terminal(served: Served, tmp_path: Path) -> None:
     """Questions are answered one after the other, the conversation is remembered, saved, and forgotten when told."""
-    saved = ROOT / "build" / "test-chat.json"
-    saved.parent.mkdir(exist_ok=True)
+    saved = tmp_path / "chat.json"
     typed = f"What is 3 + 4?\n/retry\nWhat is \\\n5 + 6?\n/save {saved}\n/reset\n/history\n/exit\nnever\n"
     answers = quire("chat", "--target", served.grpc, "--temperature", "0", typed=typed).splitlines()
     turns = json.loads(saved.read_text())
-    saved.unlink()
 
     assert len(answers) == 3
     assert "7" in answers[0]

@@ -91,27 +91,28 @@ def test_other_grammars_and_a_worker_that_dies() -> None:
                 name: asyncio.create_task(answer(stub, request(grammar, 0.8, 5))) for name, grammar in kinds.items()
             }
             calls["free"] = asyncio.create_task(answer(stub, free))
-            first = stub.Generate(request(kinds["regex"], 0.8, 6).request)
-            seen = 0
-            async for response in first:
+            streamed, seen = v1.Choice(), 0
+            async for response in stub.Generate(request(kinds["regex"], 0.8, 6).request):
                 seen += 1
                 if seen == 20:
                     os.kill(worker, signal.SIGKILL)
-                if response.HasField("finished"):
-                    ended = v1.Choice(finished=v1.ChoiceFinished(reason=response.finished.reason))
-            calls["streamed"] = asyncio.create_task(asyncio.sleep(0, ended))
-            return {name: await call for name, call in calls.items()}
+                streamed.text += response.delta.text
+                streamed.finished.reason = response.finished.reason
+            return {name: await call for name, call in calls.items()} | {"streamed": streamed}
 
     with serve("demo") as served:
         choices = asyncio.run(main(served.grpc, served.pid("worker")))
 
     text = {name: choice.text for name, choice in choices.items()}
-    assert re.fullmatch(r"[a-c]{400}-\d{3}", text["regex"])
+    for name in ("regex", "streamed"):
+        assert re.fullmatch(r"[a-c]{400}-\d{3}", text[name])
     assert text["choice"] in ("yes", "no", 'per"haps')
     assert re.fullmatch(r"<(ab|cd){200}>", text["lark"])
-    if choices["gbnf"].finished.reason == v1.FINISH_REASON_STOP:
-        assert re.fullmatch(r"\(\d+\)", text["gbnf"])
-    if choices["object"].finished.reason == v1.FINISH_REASON_STOP:
-        assert isinstance(json.loads(text["object"]), dict)
-    assert choices["streamed"].finished.reason == v1.FINISH_REASON_STOP
-    assert choices["free"].finished.completion_tokens > 0
+    # These two may be as long as they like, so that max_tokens may have cut them off.
+    ended = {name for name, choice in choices.items() if choice.finished.reason == v1.FINISH_REASON_STOP}
+    assert {"regex", "streamed", "choice", "lark"} <= ended
+    assert re.fullmatch(r"\(\d+\)" if "gbnf" in ended else r"\(\d+", text["gbnf"])
+    assert (
+        isinstance(json.loads(text["object"]), dict) if "object" in ended else text["object"].lstrip().startswith("{")
+    )
+    assert "free" in ended or choices["free"].finished.completion_tokens == 200
