@@ -79,6 +79,8 @@ class Fleet:
         """
         if min(hello.num_blocks, hello.block_size, hello.max_rows) < 1:
             return "num_blocks, block_size and max_rows must be at least 1"
+        if min(hello.model.max_model_len, hello.num_blocks * hello.block_size) < 2:
+            return "max_model_len must be at least 2: a token of a prompt and one that is generated"
         rows = min(hello.max_rows, self._config.max_num_seqs)
         if hello.max_tokens_per_step < rows:
             return (

@@ -340,6 +340,19 @@ def test_other_model_is_refused() -> None:
     assert any(isinstance(effect, ef.WorkerRefused) for effect in cluster.handle(other))
 
 
+def test_a_worker_with_room_for_nothing_is_refused() -> None:
+    """A sequence holds a token of a prompt and one that is generated, or the worker serves nobody and bounds the rest."""
+    cluster = Cluster()
+    cluster.join(_worker(), "a")
+    hello = _worker(peer=b"w/2").hello("b")
+    for small in (
+        replace(hello, model=replace(hello.model, max_model_len=1)),
+        replace(hello, num_blocks=1, block_size=1),
+    ):
+        effects = cluster.handle(small)
+        assert [type(effect) for effect in effects] == [ef.WorkerRefused]
+
+
 @pytest.mark.parametrize(
     ("field", "value"), [("architecture", "X"), ("dtype", "f"), ("vocab_size", 4), ("eos_token_ids", (3,))]
 )
