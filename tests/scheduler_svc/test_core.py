@@ -341,7 +341,7 @@ def test_other_model_is_refused() -> None:
 
 
 def test_a_worker_with_room_for_nothing_is_refused() -> None:
-    """A sequence holds a token of a prompt and one that is generated, or the worker serves nobody and bounds the rest."""
+    """A sequence holds a token of a prompt and one that is generated; else the worker serves nobody, yet bounds all."""
     cluster = Cluster()
     cluster.join(_worker(), "a")
     hello = _worker(peer=b"w/2").hello("b")
