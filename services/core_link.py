@@ -1,4 +1,4 @@
-"""The front end's end of the link to the scheduler core: one DEALER socket inside the event loop.
+"""The front end's end of the link to the scheduler core: what is said to it, and what it says, over a `CoreSocket`.
 
 Greeting: hello is sent at the start and whenever the core says that it does not know us; until its state arrives in
 answer, nothing else is sent, and every live stream is then submitted, with the tokens it has. That one rule covers a
@@ -7,14 +7,6 @@ the stream a new one under a new number, so that late answers to the old number 
 
 The core answers every report, about once a second. When nothing came for `AWAY_S` the service is not ready and the link
 starts over as a new incarnation; clients keep their streams, and only after `GIVE_UP_S` these end with an error.
-
-grpc.aio handles one completion, be it a written message or a new call, per turn of the loop, and gRPC cancels calls
-that were not accepted for 30 s. So turns must be short whatever the core does: reading is rationed, and credit, of
-which every written message returns some, is gathered for a moment; everything else leaves at the end of the turn, in
-one message.
-
-The socket's descriptor is edge-triggered: after every send, and whenever the descriptor fires, it is read until nothing
-is left. (`zmq.asyncio` would do this for us, at 25 µs a message instead of 1.)
 """
 
 import asyncio
@@ -23,10 +15,10 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
-import zmq
 from google.protobuf.message import DecodeError
 
 from protos.quire.link.v1 import link_pb2
+from services.core_socket import CoreSocket
 from services.errors import InternalError
 from services.incoming import tokens_by_stream
 from services.logprobs import read_scores
@@ -35,22 +27,15 @@ from services.stream import Received, Stream
 from shared.columns import MalformedColumnError
 from shared.errors import NoWorkerError
 from shared.frames import LINK_VERSIONS, MAX_SEQUENCE, MAX_VOCABULARY, MalformedFrameError
-from shared.ids import draw_error_id, draw_incarnation, routing_id
+from shared.ids import draw_error_id
 from shared.logging import LEVELS, get_logger, set_level
-from shared.sockets import LINK_MAX_MESSAGE, Protect, connect_dealer
+from shared.sockets import Protect
 
 REPORT_EVERY_S = 1.0
 AWAY_S = 3.0
 GIVE_UP_S = 60.0
 
-_READ_FOR_S = 0.001
-"""How long messages are read in one go."""
-_REST = 3
-"""After a go that left something unread, gRPC has the loop for so many times as long."""
-_CREDIT_DELAY_S = 0.001
-"""Credit may wait for so long for more of it."""
 _MAX_STREAM_NUMBER = 0x7FFFFFFF
-_CLOSE_LINGER_MS = 200
 
 Families = list[link_pb2.MetricFamily]
 AnswerT = TypeVar("AnswerT")
@@ -70,21 +55,14 @@ class CoreLink:
     ) -> None:
         """`families` gives the front end's own metrics; `on_state` is called when `ready` may have changed; `protect`
         encrypts each new socket."""
-        self._protect = protect
-        self._address = address
         self._frontend_id = frontend_id
-        self._context = zmq.Context()
-        self._connect()
         self._loop = asyncio.get_running_loop()
         self._families = families
         self._on_state = on_state
         self._outgoing = Outgoing()
-        self._unsent: list[bytes] = []
-        """Serialized messages that the socket did not take, oldest first; nothing new is serialized meanwhile."""
-        self._flush_scheduled = False
-        self._credit_scheduled = False
-        self._read_scheduled = False
-        """A read is on its way; until then the descriptor is not listened to."""
+        self._socket = CoreSocket(
+            address, frontend_id, take=self._outgoing.take, on_message=self._take_message, protect=protect
+        )
         self._streams: dict[int, Stream] = {}
         self._numbers = itertools.cycle(range(1, _MAX_STREAM_NUMBER))
         self._snapshots: dict[int, asyncio.Future[Families]] = {}
@@ -102,7 +80,6 @@ class CoreLink:
         self._state = link_pb2.ServiceState()
         self._model: link_pb2.ServedModel | None = None
         self._ticking: asyncio.Task[None] | None = None
-        self._closed = False
         self._refused = ""
         """Why the core does not want us, if it does not."""
         self.protocol_version = LINK_VERSIONS.oldest
@@ -130,7 +107,7 @@ class CoreLink:
 
     def start(self) -> None:
         """Begins to talk; the core need not be there yet."""
-        self._loop.add_reader(self._option(zmq.FD), self._read_on_edge)
+        self._socket.start()
         self._greet(0)
         self._ticking = self._loop.create_task(self._tick_forever())
 
@@ -141,18 +118,14 @@ class CoreLink:
             await asyncio.gather(self._ticking, return_exceptions=True)
         if not self._greeting:
             self._outgoing.goodbye()
-        self._flush()
-        self._closed = True
-        self._loop.remove_reader(self._option(zmq.FD))
-        self._socket.close(linger=_CLOSE_LINGER_MS)
-        self._context.term()
+        self._socket.close()
 
     def submit(self, stream: Stream, *, again: bool = False) -> None:
         """Hands a new stream to the core; `again`: one whose request a core may know."""
         stream.number = next(number for number in self._numbers if number not in self._streams)
         if not self._greeting:
             self._outgoing.submit(stream.submission(time.monotonic(), again=again))
-            self._schedule_flush()
+            self._socket.flush_soon()
         self._streams[stream.number] = stream
 
     def release(self, stream: Stream, *, keep: bool = False) -> None:
@@ -165,16 +138,14 @@ class CoreLink:
                 self._outgoing.detach(stream.number)
             else:
                 self._outgoing.cancel(stream.number)
-            self._schedule_flush()
+            self._socket.flush_soon()
 
     def give_credit(self, stream: Stream) -> None:
         """Returns the credit of what the reader took."""
         due = stream.credit_due()
         if due and not self._greeting:
             self._outgoing.credit(stream.number, due)
-            if not self._credit_scheduled:
-                self._credit_scheduled = True
-                self._loop.call_later(_CREDIT_DELAY_S, self._flush_credit)
+            self._socket.flush_in_a_moment()
 
     async def snapshot(self, timeout_s: float) -> Families | None:
         """The metrics of the whole service, or None when the core does not answer in time."""
@@ -205,7 +176,7 @@ class CoreLink:
     ) -> AnswerT | None:
         """Sends what is pending and waits for the answer to question `number`."""
         answer = questions[number] = self._loop.create_future()
-        self._schedule_flush()
+        self._socket.flush_soon()
         try:
             return await asyncio.wait_for(answer, timeout_s)
         except TimeoutError:
@@ -213,107 +184,27 @@ class CoreLink:
         finally:
             del questions[number]
 
-    # Connecting
-
-    def _connect(self) -> None:
-        """Opens a socket under an incarnation of its own."""
-        self._incarnation = draw_incarnation()
-        self._connected_at = time.monotonic()
-        self._socket = connect_dealer(
-            self._context,
-            self._address,
-            identity=routing_id(self._frontend_id, self._incarnation),
-            max_message=LINK_MAX_MESSAGE,
-            queue_while_away=False,
-            protect=self._protect,
-        )
-
-    def _connect_again(self) -> None:
-        """Starts over as a new incarnation.
-
-        ZeroMQ reconnects by itself, but under the old routing id: a ROUTER that has not noticed the loss (heartbeats
-        may be late for want of a CPU) takes the new connection for an impostor's and ignores it for good.
-        """
-        self._loop.remove_reader(self._option(zmq.FD))
-        self._socket.close(linger=0)
-        self._connect()
-        self._loop.add_reader(self._option(zmq.FD), self._read_on_edge)
-        self._greet(0)
-
     # Sending
 
     def _greet(self, core: int) -> None:
         self._greeting, self._greeted = True, core
         # Whatever was meant for another incarnation is void; live streams are submitted again.
-        self._unsent.clear()
+        self._socket.forget_unsent()
         self._outgoing.clear()
         self._outgoing.hello(
             link_pb2.FrontendHello(
                 protocol_version=LINK_VERSIONS.oldest,
                 newest_protocol_version=LINK_VERSIONS.newest,
                 frontend_id=self._frontend_id,
-                incarnation=self._incarnation,
+                incarnation=self._socket.incarnation,
             )
         )
-        self._schedule_flush()
-
-    def _schedule_flush(self) -> None:
-        if not self._flush_scheduled:
-            self._flush_scheduled = True
-            self._loop.call_soon(self._flush)
-
-    def _flush_credit(self) -> None:
-        self._credit_scheduled = False
-        self._flush()
-
-    def _flush(self) -> None:
-        if self._closed:
-            return
-        self._flush_scheduled = False
-        if not self._unsent:
-            self._unsent = self._outgoing.take()
-        try:
-            while self._unsent:
-                self._socket.send(self._unsent[0], flags=zmq.DONTWAIT)
-                del self._unsent[0]
-        except zmq.Again:
-            pass  # `_read_now` comes by when the socket takes more, the tick when it does not
-        self._read_if_due()
-
-    def _option(self, option: int) -> int:
-        value = self._socket.getsockopt(option)
-        assert isinstance(value, int)
-        return value
+        self._socket.flush_soon()
 
     def _report(self) -> link_pb2.MetricReport:
         return link_pb2.MetricReport(families=self._families())
 
     # Receiving
-
-    def _read_if_due(self, delay: float = 0.0) -> None:
-        # A send may have swallowed the edge that announced an arrived message.
-        if not self._read_scheduled and self._option(zmq.EVENTS) & zmq.POLLIN:
-            self._read_scheduled = True
-            self._loop.call_later(delay, self._read_now)
-
-    def _read_on_edge(self) -> None:
-        if not self._read_scheduled:
-            self._read_now()
-
-    def _read_now(self) -> None:
-        if self._closed:
-            return
-        self._read_scheduled = False
-        begin = now = time.monotonic()
-        try:
-            while now - begin < _READ_FOR_S:
-                self._take_message(self._socket.recv(flags=zmq.DONTWAIT))
-                now = time.monotonic()
-        except zmq.Again:
-            pass
-        if self._unsent and self._option(zmq.EVENTS) & zmq.POLLOUT:
-            self._schedule_flush()
-        self._read_if_due(_REST * (now - begin))
 
     def _take_message(self, payload: bytes) -> None:
         try:
@@ -397,7 +288,7 @@ class CoreLink:
     def _react(self, stream: Stream, received: Received) -> None:
         if received is Received.MATCHED:
             self._outgoing.stop_match(stream.number, stream.keep_tokens)
-            self._schedule_flush()
+            self._socket.flush_soon()
             return
         get_logger().error("tokens are missing", request_id=stream.request.request_id, stream=stream.number)
         del self._streams[stream.number]
@@ -410,7 +301,7 @@ class CoreLink:
         self._outgoing.submit(stream.submission(now, again=True))
         if stream.stop_string is not None:
             self._outgoing.stop_match(stream.number, stream.keep_tokens)
-        self._schedule_flush()
+        self._socket.flush_soon()
 
     def _fail(self, stream: Stream, error: Exception) -> None:
         """A fault of ours in one stream ends that stream and none of the others."""
@@ -432,13 +323,14 @@ class CoreLink:
                 self._on_state()
 
     def _tick(self, now: float) -> None:
-        if now - max(self._last_heard, self._connected_at) > AWAY_S:
-            self._connect_again()
+        if now - max(self._last_heard, self._socket.connected_at) > AWAY_S:
+            self._socket.reconnect()
+            self._greet(0)
         elif self._greeting:
             self._greet(self._greeted)
         else:
             self._outgoing.report(self._report())
-            self._schedule_flush()
+            self._socket.flush_soon()
         if self.connected:
             self._away_since = now
         elif now - self._away_since > GIVE_UP_S:
