@@ -135,7 +135,7 @@ def _worker_families(workers: list[WorkerStats]) -> list[link_pb2.MetricFamily]:
         ("quire_host_blocks_held", "gauge", "Host KV blocks in use", lambda w: w.host_blocks_held),
         ("quire_swapped_out_blocks", "counter", "Blocks copied to the host", lambda w: w.swapped_out_blocks),
         ("quire_swapped_in_blocks", "counter", "Blocks copied back", lambda w: w.swapped_in_blocks),
-        ("quire_preemptions", "counter", "Requests preempted for memory", lambda w: w.counters.preemptions),
+        ("quire_preemptions", "counter", "Requests preempted, for memory or by rank", lambda w: w.counters.preemptions),
     )
     for name, kind, help_text, value in per_worker:
         samples = [({"worker": worker.worker_id}, float(value(worker))) for worker in workers]

@@ -10,5 +10,6 @@ whose client has gone.
   reader ends up with what the writer knew.
 * `segments`: batches as frames in files; where a file stops making sense.
 * `syncer`: files to the disk, in a thread of its own.
-* `journal`: the three together: what is written when, and what may go.
+* `recovery`: what a journal says when nobody writes it any more.
+* `journal`: all of it together: what is written when, and what may go.
 """

@@ -12,7 +12,7 @@ Read the modules in this order:
 * `oracle` – arithmetic instead of a model; `model_worker` – a strict worker over it.
 * `faults`, `scenario`, `traffic` – what is drawn: what goes wrong, the limits and sizes, the requests.
 * `coverage` – what was seen; `agenda`, `world` – virtual time and what all parts share.
-* `stream`, `clients` – requests as their front ends see them, and what they check.
+* `stream`, `clients` – requests as their front ends see them, and what they check; `returns` – clients that come back.
 * `answers`, `sites`, `cluster` – workers, their links and epochs, and what is checked of them.
 * `order`, `promises` – checks across requests: order of admission, limits, never idle with work.
 * `simulation` – the loop and the two phases; `report` – its result in words; `campaign` – many seeds at once.
