@@ -4,6 +4,8 @@ A frame that does not parse, or whose columns do not fit together, is a `Malform
 the core, how often it happened to the service.
 """
 
+from typing import Any
+
 from google.protobuf.message import DecodeError
 
 from protos.quire.plan.v1 import plan_pb2
@@ -127,11 +129,13 @@ def _encode_admission(message: plan_pb2.Admission, admission: RowAdmission, trac
 
 
 def _step_done(peer: ev.Peer, epoch: int, result: plan_pb2.StepResult) -> ev.StepDone:
-    if result.counts:
+    # Looking for what nearly no answer has, one field after the other, would cost as much as all the rest.
+    parts: dict[str, Any] = {field.name: value for field, value in result.ListFields()}
+    if "counts" in parts:
         raise MalformedFrameError("several tokens per row were not planned")
     try:
         rows, tokens = from_columns(result.rows, result.tokens)
-        completed_copies = from_column(result.completed_copies).tolist() if result.completed_copies else ()
+        completed_copies = from_column(result.completed_copies).tolist() if "completed_copies" in parts else ()
     except MalformedColumnError as error:
         raise MalformedFrameError(str(error)) from None
     timings = result.timings
@@ -143,14 +147,15 @@ def _step_done(peer: ev.Peer, epoch: int, result: plan_pb2.StepResult) -> ev.Ste
         tokens=tokens,
         failures=[
             ev.FailedRow(row=failure.row, generation=failure.generation, reason=failure.reason[:500])
-            for failure in result.failures
+            for failure in parts.get("failures", ())
         ],
         scores=[
             ev.RowScores(row=s.row, generation=s.generation, prompt_index=s.prompt_index, scores=s.scores)
-            for s in result.scores
+            for s in parts.get("scores", ())
         ],
         embeddings=[
-            ev.RowEmbedding(row=each.row, generation=each.generation, values=each.values) for each in result.embeddings
+            ev.RowEmbedding(row=each.row, generation=each.generation, values=each.values)
+            for each in parts.get("embeddings", ())
         ],
         completed_copies=completed_copies,
         copied_blocks=timings.copied_blocks,

@@ -20,8 +20,12 @@ class MalformedColumnError(ValueError):
 
 def to_column(values: Sequence[int] | npt.NDArray[np.integer]) -> bytes:
     """Packs integers that fit into int32."""
-    # Most columns of a plan are empty.
-    return np.asarray(values, dtype=_WIRE_TYPE).tobytes() if len(values) else b""
+    # Most columns of a plan are empty, and most others are arrays.
+    if not len(values):
+        return b""
+    if isinstance(values, np.ndarray):
+        return values.astype(_WIRE_TYPE, copy=False).tobytes()
+    return np.array(values, _WIRE_TYPE).tobytes()
 
 
 def from_column(column: bytes) -> Int32Array:

@@ -13,6 +13,9 @@ BoolArray = npt.NDArray[np.bool_]
 
 NO_INDICES: IndexArray = np.zeros(0, np.intp)
 
+ONE = np.array(1, np.int32)
+"""Arithmetic with it takes half the time of arithmetic with the number 1, which numpy converts every time."""
+
 
 def any_of(mask: BoolArray) -> bool:
     """`mask.any()`; looking for a byte takes an eighth of the time for some hundred values."""

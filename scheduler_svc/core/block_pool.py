@@ -21,7 +21,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from scheduler_svc.core.arrays import IndexArray, all_of
+from scheduler_svc.core.arrays import IndexArray, all_of, any_of
 from scheduler_svc.core.prefix_cache import PrefixCache
 
 _FREE = 0
@@ -41,7 +41,7 @@ class BlockPool:
         self.num_blocks = num_blocks
         self.cache = PrefixCache(num_blocks) if cache is None else cache
         # A stack: the most recently used block is handed out first, it is the likeliest to be in a hardware cache.
-        self._free = np.arange(num_blocks - 1, -1, -1, dtype=np.intp)
+        self._free = np.arange(num_blocks, dtype=np.intp)
         self.num_free = num_blocks
         """Blocks that hold nothing."""
         self.num_cached = 0
@@ -54,7 +54,7 @@ class BlockPool:
         self._retired: deque[tuple[int, int, IndexArray]] = deque()
         """(last step that may touch them, claim, blocks), steps ascending."""
         self._cached: deque[tuple[int, IndexArray]] = deque()
-        """(claim, blocks), least recently used first."""
+        """(claim, blocks in order of position), least recently used first."""
 
     @property
     def num_available(self) -> int:
@@ -72,8 +72,8 @@ class BlockPool:
             assert count <= self.num_available, f"take({count}) with {self.num_available} available"
             self._evict(count - self.num_free)
         top = self.num_free
-        taken = self._free[top - count : top][::-1].copy()
         self.num_free = top - count
+        taken = self._free[self.num_free : top].copy()
         self._claims[taken] = 1
         return taken
 
@@ -87,11 +87,11 @@ class BlockPool:
             return
         assert all_of(self.cache.holds[blocks]), "share of a block that is not in the cache"
         claims = self._claims[blocks]
-        cached, retired = claims < 0, claims >= _RETIRED
+        cached, retired = claims < _NONE, claims >= _RETIRED
         self.num_cached -= int(np.count_nonzero(cached))
         self.num_retired -= int(np.count_nonzero(retired))
         claims[cached | retired] = 0
-        self._claims[blocks] = claims + 1
+        self._claims[blocks] = claims + _ONE
 
     def read(self, blocks: IndexArray, *, last_step: int, answered_step: int) -> None:
         """Keeps blocks that the prefix cache knows until `last_step`, which reads them, is answered."""
@@ -115,15 +115,13 @@ class BlockPool:
             claims -= _ONE
             self._claims[blocks] = claims
             blocks = blocks[claims == _NONE]
-        # Last block first: of a chain, the end must leave the cache before the beginning.
-        unreferenced = blocks[::-1]
         if last_step <= answered_step:
-            self._make_available(unreferenced)
-        elif len(unreferenced):
+            self._make_available(blocks)
+        elif len(blocks):
             claim = _RETIRED + self._next_entry()
-            self._claims[unreferenced] = claim
-            self._retired.append((last_step, claim, unreferenced))
-            self.num_retired += len(unreferenced)
+            self._claims[blocks] = claim
+            self._retired.append((last_step, claim, blocks))
+            self.num_retired += len(blocks)
 
     def step_answered(self, step: int) -> None:
         """Makes the blocks available that waited for `step`."""
@@ -135,7 +133,7 @@ class BlockPool:
 
     def distrust(self, blocks: IndexArray) -> None:
         """Takes a block table, or a part of one, out of the prefix cache: what was written to the blocks is wrong."""
-        self._forget(blocks[::-1])
+        self._forget(blocks)
 
     def _still(self, claim: int, blocks: IndexArray) -> IndexArray:
         """Those of a queue's entry that were not taken up meanwhile."""
@@ -144,11 +142,16 @@ class BlockPool:
 
     def _make_available(self, blocks: IndexArray) -> None:
         known = self.cache.holds[blocks]
-        if all_of(known):
+        num_known = known.tobytes().find(0)
+        if num_known < 0:
             self._cache(blocks)
-            return
-        self._cache(blocks[known])
-        self._push_free(blocks[~known])
+        elif any_of(known[num_known:]):
+            self._cache(blocks[known])
+            self._push_free(blocks[~known])
+        else:
+            # As a rule the last block, which is not full, is all that the cache does not know.
+            self._cache(blocks[:num_known])
+            self._push_free(blocks[num_known:])
 
     def _cache(self, blocks: IndexArray) -> None:
         if len(blocks):
@@ -176,8 +179,9 @@ class BlockPool:
             # A few more than are short, in large pools: what was cached together is mostly forgotten as a whole.
             most = short + self._eviction_batch
             if len(idle) > most:
-                self._cached.appendleft((claim, idle[most:]))
-                idle = idle[:most]
+                # Of a chain, the end must leave the cache before the beginning.
+                self._cached.appendleft((claim, idle[:-most]))
+                idle = idle[-most:]
             self._forget(idle)
 
     def _forget(self, blocks: IndexArray) -> None:

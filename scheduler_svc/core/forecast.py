@@ -45,9 +45,13 @@ class Forecast:
         """A request came to its natural end."""
         if len(self._lengths) > _MAX_KEYS:
             self._lengths.clear()
+        lengths, generated = self._lengths, float(request.num_generated)
         for key in _keys(request):
-            mean = self._lengths.get(key)
-            self._lengths[key] = _updated(mean, float(request.num_generated))
+            mean = lengths.get(key)
+            if mean is None:
+                lengths[key] = _Mean(generated)
+            else:
+                mean.add(generated)
 
     def output_tokens(self, request: Request) -> float:
         """How many tokens the request will probably generate in all."""

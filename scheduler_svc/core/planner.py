@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from scheduler_svc.core.admission import Admission, Refusal, victims_for_urgent
-from scheduler_svc.core.arrays import NO_INDICES, IndexArray, any_of, where
+from scheduler_svc.core.arrays import NO_INDICES, ONE, IndexArray, any_of, where
 from scheduler_svc.core.config import CoreConfig
 from scheduler_svc.core.events import Pooling
 from scheduler_svc.core.forecast import Forecast
@@ -35,6 +35,8 @@ class Outcome:
     """What planning did: the plan, if there is one, and what its requests must know."""
 
     plan: Plan | None
+    admitted: list[tuple[Request, int]]
+    """Requests that were given a row, and which."""
     preempted: list[Request]
     refused: list[Refusal]
     ending: list[Request]
@@ -81,7 +83,7 @@ class Planner:
         self._chunk_rows: list[int] = []
         self._chunk_lengths: list[int] = []
         self._admissions: list[RowAdmission] = []
-        self._outcome = Outcome(None, [], [], [], [], [])
+        self._outcome = Outcome(None, [], [], [], [], [], [])
 
     def run(self) -> Outcome:
         """Makes the plan and updates rows, pool and queue accordingly."""
@@ -288,6 +290,7 @@ class Planner:
             num_published=len(room.cached),
             rank=self._waiting.rank(request),
         )
+        self._outcome.admitted.append((request, row))
         self._worker.prefilling.append(row)
         self._add_chunk(row)
         request.state = RequestState.RUNNING
@@ -325,7 +328,7 @@ class Planner:
         worker, rows = self._worker, self._rows
         holds, releases = self._update_held(decodes)
         # Decode rows advance before prefill rows turn into decode rows.
-        rows.length[decodes] += 1
+        rows.length[decodes] += ONE
         prefilled, pooled = self._advance_prefills()
         sampling = decodes
         if prefilled:

@@ -14,7 +14,6 @@ prefix finds everything before it in the cache, and waits at exactly that key in
 """
 
 from collections.abc import Container
-from typing import NamedTuple
 
 import numpy as np
 
@@ -42,16 +41,9 @@ class _Node:
         """By the first key of each."""
 
 
-class _Place(NamedTuple):
-    """How far a chain of keys is in the tree."""
-
-    node: _Node
-    """The node of the last block that was found."""
-    offset: int
-    """Blocks of that node that were found."""
-    depth: int
-    """Blocks that were found in all."""
-    found: list[IndexArray]
+_Place = tuple[_Node, int, int, list[IndexArray]]
+"""How far a chain of keys is in the tree: the node of the last block that was found, how many of its blocks were found,
+how many blocks were found in all, and these."""
 
 
 class PrefixCache:
@@ -80,7 +72,7 @@ class PrefixCache:
 
     def match(self, keys: bytes) -> IndexArray:
         """The blocks of the longest cached prefix of the joined `keys`."""
-        found = self._walk(keys).found
+        _, _, _, found = self._walk(keys)
         if len(found) == 1:
             return found[0]
         return np.concatenate(found) if found else NO_INDICES
@@ -93,13 +85,12 @@ class PrefixCache:
             blocks: as many blocks.
             tokens: theirs, int32, if parts of blocks are shared.
         """
-        place = self._walk(keys)
-        if place.depth == len(blocks):
+        node, offset, depth, _ = self._walk(keys)
+        if depth == len(blocks):
             return
-        node, keys, blocks = place.node, keys[KEY_BYTES * place.depth :], blocks[place.depth :].copy()
-        tokens = tokens[self._width * place.depth :]
-        if place.offset < len(node.blocks):
-            self._split(node, place.offset)
+        keys, blocks, tokens = keys[KEY_BYTES * depth :], blocks[depth:].copy(), tokens[self._width * depth :]
+        if offset < len(node.blocks):
+            self._split(node, offset)
         if node is not self._root and not node.children:
             first = len(node.blocks)
             node.keys += keys
@@ -115,7 +106,7 @@ class PrefixCache:
         """The blocks' memory is needed, or their content cannot be trusted.
 
         Args:
-            blocks: in any order; of a chain best the end before the beginning.
+            blocks: in any order; of a chain best from the beginning on.
 
         Returns:
             all blocks that are held here no longer: those that were, and what followed them.
@@ -126,13 +117,13 @@ class PrefixCache:
             self.holds[blocks[tails]] = False
             blocks = blocks[~tails]
         while len(blocks):
-            first = blocks.item(-1)
+            first = blocks.item(0)
             if self.holds.item(first):
                 number, offset = divmod(self._places.item(first), _RUN)
                 node = self._nodes[number]
                 assert node is not None
                 self._cut(node, offset, gone)
-                if gone[-1][::-1].tobytes() == blocks.tobytes():
+                if gone[-1].tobytes() == blocks.tobytes():
                     break
             blocks = blocks[self.holds[blocks]]
         if not gone:
@@ -183,9 +174,8 @@ class PrefixCache:
     def _match_partial(self, root: BlockKey, keys: bytes, number: int, tokens: bytes) -> PartialMatch | None:
         assert self.partial is not None
         match = self.partial.find(_key_before(root, keys, number), tokens)
-        place = self._walk(keys[: KEY_BYTES * number])
-        node, offset = place.node, place.offset
-        if place.depth < number or offset == len(node.blocks) or not self.partial.proven[node.blocks[offset]]:
+        node, offset, depth, _ = self._walk(keys[: KEY_BYTES * number])
+        if depth < number or offset == len(node.blocks) or not self.partial.proven[node.blocks[offset]]:
             return match
         # The sequence ends within a run: the run's next block follows.
         num_tokens = num_common(node.tokens[self._width * offset : self._width * (offset + 1)], tokens)
@@ -252,7 +242,7 @@ class PrefixCache:
             position += KEY_BYTES * offset
             if offset < len(child.blocks):
                 break
-        return _Place(node, offset, position // KEY_BYTES, found)
+        return node, offset, position // KEY_BYTES, found
 
     def _add(self, parent: _Node, keys: bytes, blocks: IndexArray, tokens: bytes) -> _Node:
         number = self._unused.pop() if self._unused else len(self._nodes)

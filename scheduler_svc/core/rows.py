@@ -15,12 +15,15 @@ Invariants, for rows that are not free:
 import numpy as np
 
 from scheduler_svc.core.accounts import Account, AccountNumbers
-from scheduler_svc.core.arrays import NO_INDICES, BoolArray, IndexArray, Int32Array, any_of, where
+from scheduler_svc.core.arrays import NO_INDICES, ONE, BoolArray, IndexArray, Int32Array, any_of, where
 from scheduler_svc.core.request import Request
 
 FREE, PREFILL, DECODE = 0, 1, 2
 
-_RECENT = 512
+_LINE = 64
+"""Bytes of a line of a hardware cache. What lies a power of two apart competes for the same few lines; so a row of a
+table is a line longer than that."""
+_RECENT = 1024 + _LINE // 4
 """Places per row for tokens that are not yet in the request's own log."""
 _FLUSH_EVERY = _RECENT // 2
 """Every row's tokens are moved there once in so many steps: a few rows with each, lest one step has to do all."""
@@ -37,9 +40,10 @@ class RowTable:
         """For sequences of at most `max_blocks` blocks of `block_size` tokens."""
         self.max_rows = max_rows
         self.block_size = block_size
+        self._block = np.array(block_size, np.int32)
         self.requests: list[Request | None] = [None] * max_rows
         # Pages of it that no sequence was long enough to touch take no memory.
-        self._tables = np.zeros((max_rows, max_blocks), np.intp)
+        self._tables = np.zeros((max_rows, max_blocks + _LINE // 8), np.intp)
         self._num_blocks = np.zeros(max_rows, np.intp)
         self.published = np.zeros(max_rows, np.int32)
         """Leading blocks that others may share."""
@@ -77,17 +81,14 @@ class RowTable:
         """The row whose turn is next."""
         self._flush_rows = -(-max_rows // _FLUSH_EVERY)
         self._free = list(range(max_rows - 1, -1, -1))
+        self.num_running = 0
+        """Rows that are occupied."""
         self._decoding: IndexArray | None = None
 
     @property
     def num_free(self) -> int:
         """Rows that can be occupied."""
         return len(self._free)
-
-    @property
-    def num_running(self) -> int:
-        """Rows that are occupied."""
-        return self.max_rows - len(self._free)
 
     @property
     def decoding(self) -> IndexArray:
@@ -108,6 +109,7 @@ class RowTable:
     ) -> int:
         """Puts a request into a free row, in prefill; returns the row."""
         row = self._free.pop()
+        self.num_running += 1
         num_tokens, num_blocks = len(request.tokens), len(blocks)
         self.requests[row] = request
         self._tables[row, :num_blocks] = blocks
@@ -156,6 +158,7 @@ class RowTable:
         self.traced.discard(row)
         self._many_stops.pop(row, None)
         self._free.append(row)
+        self.num_running -= 1
         return request, blocks
 
     def set_allowed(self, row: int, allowed: int) -> None:
@@ -176,15 +179,14 @@ class RowTable:
         """Appends one block to the table of each of distinct rows."""
         num_blocks = self._num_blocks[rows]
         self._tables[rows, num_blocks] = blocks
-        num_blocks += 1
-        self._num_blocks[rows] = num_blocks
-        self.capacity[rows] = num_blocks * self.block_size
+        self._num_blocks[rows] = num_blocks + ONE
+        self.capacity[rows] += self._block
 
     def commit(self, rows: IndexArray, tokens: Int32Array) -> Int32Array:
         """Appends one token to each of distinct rows; returns the index of each among its generated tokens."""
         length = self.committed[rows]
         self._recent[self._places[rows] + length] = tokens
-        self.committed[rows] = length + 1
+        self.committed[rows] = length + ONE
         first = self._next_flush
         self._next_flush = first + self._flush_rows if first + self._flush_rows < self.max_rows else 0
         for row, request in enumerate(self.requests[first : first + self._flush_rows], first):
@@ -249,6 +251,7 @@ class RowTable:
                 assert self.capacity[row] >= self.length[row] - 1
         assert self.decoding.tolist() == where(self.state == DECODE).tolist()
         assert sorted(self._free) == where(self.state == FREE).tolist()
+        assert self.num_running == self.max_rows - len(self._free)
 
     def _flush(self, row: int, request: Request) -> None:
         length, place = self.committed.item(row), self._places.item(row)

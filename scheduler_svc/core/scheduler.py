@@ -116,9 +116,8 @@ class Scheduler:
             requests.displace(request, "preempted", f"preempted on {worker.worker_id}", now)
         for request in outcome.ending:
             requests.last_step_planned(request)
-        if outcome.plan is not None:
-            for admission in outcome.plan.admissions:
-                requests.admitted(admission, worker, now)
+        for request, row in outcome.admitted:
+            requests.admitted(request, worker, row, now)
         return outcome.plan
 
     def take_effects(self) -> list[Effect]:

@@ -239,7 +239,8 @@ class Worker:
         assert request is not None
         self._publish(row, request, self.rows.blocks(row), num_computed)
         start = KEY_BYTES * (num_computed // self.rows.block_size)
-        self.pool.cache.computes_next(row, self._keys(request)[start : start + KEY_BYTES])
+        is_complete = num_computed == len(request.tokens)
+        self.pool.cache.computes_next(row, b"" if is_complete else self._keys(request)[start : start + KEY_BYTES])
 
     def prove_prefilled(self, rows: IndexArray) -> None:
         """The first tokens that these rows sampled are there: what the rows have published can be copied from."""
@@ -250,7 +251,8 @@ class Worker:
 
     def prove_departed(self, departure: Departure) -> None:
         """A token came from a row that its request has left: what it left behind can be copied from."""
-        self._prove(departure.request, departure.blocks, departure.num_tokens)
+        if self.pool.cache.partial is not None:
+            self._prove(departure.request, departure.blocks, departure.num_tokens)
 
     def distrust(self, blocks: IndexArray) -> list[int]:
         """A row that wrote these blocks has failed; returns the rows that share any of them."""
