@@ -145,9 +145,10 @@ def _settle_late(worker: Worker, request: Request, token: int, settled: Settled,
     if request.state is RequestState.FINISHED:
         worker.counters.discarded_tokens += 1
         return
-    if not request.num_generated:
+    index = request.num_generated
+    if not index:
         request.note(now, "first token")
-    settled.late.append((request, request.num_generated, token))
+    settled.late.append((request, index, token))
     request.tokens.append(token)
     worker.counters.generated_tokens += 1
     if token in request.stop_token_ids:

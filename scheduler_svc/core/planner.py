@@ -437,7 +437,7 @@ class Planner:
             assert request is not None
             decodes = rows.state.item(row) == DECODE and not rows.held.item(row)
             if decodes or row in self._chunk_rows:
-                traced.append((request.key.frontend, request.key.stream))
+                traced.append(request.key)
         return tuple(traced)
 
 
