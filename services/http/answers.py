@@ -195,7 +195,7 @@ class Answer:
             return None
         if self.chat:
             return self.logprobs.of_chat(delta.logprobs)
-        return self.logprobs.of_text(delta.logprobs, state.text_length)
+        return self.logprobs.of_text(delta.logprobs, delta.text, state.text_length)
 
     # End
 

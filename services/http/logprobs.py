@@ -1,6 +1,6 @@
 """Log-probabilities as OpenAI's chat, OpenAI's completions and vLLM's `prompt_logprobs` write them."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,9 +28,9 @@ class Logprobs:
         """The form of chat completions."""
         return {"content": [self._position(each) for each in positions]}
 
-    def of_text(self, positions: Sequence[v1.TokenLogprobs], offset: int) -> dict[str, Any]:
-        """The form of completions; `offset` is where in the text the first token begins."""
-        tokens, scores, tops, offsets = [], [], [], []
+    def of_text(self, positions: Sequence[v1.TokenLogprobs], text: str, start: int) -> dict[str, Any]:
+        """The form of completions; `text` is what these tokens came out as, `start` where in the answer it begins."""
+        tokens, scores, tops = [], [], []
         for position in positions:
             known = position.token.rank > 0
             name = self._name(position.token)
@@ -38,13 +38,11 @@ class Logprobs:
             scores.append(_finite(position.token.logprob) if known else None)
             top = {self._name(each): _finite(each.logprob) for each in position.top}
             tops.append(top if known else None)
-            offsets.append(offset)
-            offset += len(name)
         return {
             "tokens": tokens,
             "token_logprobs": scores,
             "top_logprobs": tops if self.top else None,
-            "text_offset": offsets,
+            "text_offset": [start + begin for begin in begins([each.token.bytes for each in positions], text)],
         }
 
     def of_echo(self, prompt: v1.Prompt) -> dict[str, Any]:
@@ -53,7 +51,7 @@ class Logprobs:
         for token_id, position in zip(prompt.token_ids, positions, strict=True):
             if not position.HasField("token"):
                 position.token.token_id, position.token.bytes = token_id, self.token_bytes(token_id)
-        return self.of_text(positions, 0)
+        return self.of_text(positions, prompt.text, 0)
 
     def _position(self, position: v1.TokenLogprobs) -> dict[str, Any]:
         top = [self._scored(token) for token in position.top[: self.top]]
@@ -64,6 +62,22 @@ class Logprobs:
 
     def _name(self, token: v1.ScoredToken) -> str:
         return f"token_id:{token.token_id}" if self.tokens_as_ids else token.bytes.decode(errors="replace")
+
+
+def begins(tokens: Iterable[bytes], text: str) -> Iterator[int]:
+    """Where in a text each of its tokens begins, in characters.
+
+    A token that the text does not have at its place takes none of it: special ones are left out, and the bytes of a
+    character may be spread over tokens, of which the last one lets it out.
+    """
+    whole, at, characters = text.encode(), 0, 0
+    for token in tokens:
+        yield characters
+        # Some tokenizers drop the space that their first token begins with.
+        part = token if whole.startswith(token, at) else token.lstrip(b" ")
+        if whole.startswith(part, at):
+            at += len(part)
+            characters += sum(byte & 0xC0 != 0x80 for byte in part)
 
 
 def prompt_logprobs(prompt: v1.Prompt) -> list[dict[str, Any] | None]:

@@ -149,6 +149,9 @@ def test_log_probabilities_come_in_both_forms(client: Any) -> None:
     assert all(score <= 0 for score in logprobs.token_logprobs[1:])
     assert all(len(top) == 2 for top in logprobs.top_logprobs[1:])
     assert "".join(logprobs.tokens[1:]) == text.choices[0].text
+    whole = text.choices[0].text
+    places = zip(logprobs.text_offset[1:], logprobs.tokens[1:], strict=True)
+    assert all(whole.startswith(token, offset) for offset, token in places)
 
 
 def test_a_prompt_is_scored_without_generating(client: Any) -> None:
