@@ -5,7 +5,7 @@ import dataclasses
 import torch
 from opentelemetry.trace import Tracer
 
-from shared.config import ConfigError, WorkerConfig, parse_bytes
+from shared.config import WorkerConfig, parse_bytes
 from worker_svc.accelerator import Accelerator
 from worker_svc.decode_graphs import buckets
 from worker_svc.engine import Engine
@@ -40,11 +40,8 @@ def build_engine(
     `device` (`make_accelerator`).
 
     Raises:
-        ConfigError: a setting out of range, or no memory for a single block.
+        ConfigError: a size that is none, or no memory for a single block.
     """
-    for setting in ("block_size", "max_num_seqs"):
-        if getattr(config, setting) < 1:
-            raise ConfigError(f"{setting}: {getattr(config, setting)} is less than 1")
     limits = Limits(
         max_rows=config.max_num_seqs,
         max_tokens_per_step=config.max_num_batched_tokens or tokens_per_step(device, config.max_num_seqs),

@@ -109,7 +109,8 @@ class GenerationServiceServicer(object):
         """Goes on with the stream of a resumable request whose connection was lost, on any front end, from any token on: with
         what the stream would have carried had it not been interrupted. Nothing is computed while the client is away; what
         there is is kept for some time (see the server's settings), also of a request that has ended. Afterwards, when the
-        scheduler has restarted, and for an id that never was, NOT_FOUND. A call that still has the request ends CANCELLED.
+        scheduler has restarted without a journal, and for an id that never was, NOT_FOUND. A call that still has the
+        request ends CANCELLED.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -57,7 +57,8 @@ class GenerationServiceStub:
     """Goes on with the stream of a resumable request whose connection was lost, on any front end, from any token on: with
     what the stream would have carried had it not been interrupted. Nothing is computed while the client is away; what
     there is is kept for some time (see the server's settings), also of a request that has ended. Afterwards, when the
-    scheduler has restarted, and for an id that never was, NOT_FOUND. A call that still has the request ends CANCELLED.
+    scheduler has restarted without a journal, and for an id that never was, NOT_FOUND. A call that still has the
+    request ends CANCELLED.
     """
     Cancel: _grpc.UnaryUnaryMultiCallable[_generation_pb2.CancelRequest, _generation_pb2.CancelResponse]
     """Ends a resumable request by its id, on whichever front end it runs, and forgets what is kept of it."""
@@ -90,7 +91,8 @@ class GenerationServiceAsyncStub(GenerationServiceStub):
     """Goes on with the stream of a resumable request whose connection was lost, on any front end, from any token on: with
     what the stream would have carried had it not been interrupted. Nothing is computed while the client is away; what
     there is is kept for some time (see the server's settings), also of a request that has ended. Afterwards, when the
-    scheduler has restarted, and for an id that never was, NOT_FOUND. A call that still has the request ends CANCELLED.
+    scheduler has restarted without a journal, and for an id that never was, NOT_FOUND. A call that still has the
+    request ends CANCELLED.
     """
     Cancel: _aio.UnaryUnaryMultiCallable[_generation_pb2.CancelRequest, _generation_pb2.CancelResponse]  # type: ignore[assignment]
     """Ends a resumable request by its id, on whichever front end it runs, and forgets what is kept of it."""
@@ -144,7 +146,8 @@ class GenerationServiceServicer(metaclass=_abc_1.ABCMeta):
         """Goes on with the stream of a resumable request whose connection was lost, on any front end, from any token on: with
         what the stream would have carried had it not been interrupted. Nothing is computed while the client is away; what
         there is is kept for some time (see the server's settings), also of a request that has ended. Afterwards, when the
-        scheduler has restarted, and for an id that never was, NOT_FOUND. A call that still has the request ends CANCELLED.
+        scheduler has restarted without a journal, and for an id that never was, NOT_FOUND. A call that still has the
+        request ends CANCELLED.
         """
 
     @_abc_1.abstractmethod
