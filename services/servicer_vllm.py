@@ -20,6 +20,7 @@ from services.context import Services
 from services.embeddings import Embedder
 from services.errors import RequestCancelledError
 from services.generation import Generator
+from services.principals import CURRENT
 from services.tokenizer_archive import pack_tokenizer
 from services.tracing import rpc
 from shared.errors import FieldViolation, InvalidRequestError, UnsupportedFieldError
@@ -56,17 +57,16 @@ class VllmEngine:
         self._embedder = embedder
         self._folder = resolve_model(services.config.model, weights=False).resolve()
         self._started = time.time()
-        self._running: dict[str, asyncio.Task[None]] = {}
-        """Requests by id; a router keeps to one connection, hence to one process."""
+        self._running: dict[tuple[str, str], asyncio.Task[None]] = {}
+        """Requests by principal and id; a router keeps to one connection, hence to one process."""
 
     async def Generate(self, request: Any, context: Context) -> None:
         """Generates; chunks if `stream` is set, and in any case each choice complete at its end."""
-        wanted = to_request(request)
+        wanted, caller = to_request(request), caller_of(context, rpc("Generate", SERVICE))
         answers = _Answers(request.stream, context.write)
-        task = asyncio.create_task(
-            self._generator.run(wanted, caller_of(context, rpc("Generate", SERVICE)), answers.send)
-        )
-        self._running.setdefault(wanted.request_id, task)
+        task = asyncio.create_task(self._generator.run(wanted, caller, answers.send))
+        key = (caller.principal, wanted.request_id)
+        self._running.setdefault(key, task)
         try:
             await task
         except asyncio.CancelledError:
@@ -76,13 +76,13 @@ class VllmEngine:
                 raise
             raise RequestCancelledError("the request was aborted") from None
         finally:
-            if self._running.get(wanted.request_id) is task:
-                del self._running[wanted.request_id]
+            if self._running.get(key) is task:
+                del self._running[key]
 
     async def Abort(self, request: Any, context: Context) -> Any:
-        """Ends requests; those that are not here are over already."""
+        """Ends requests of the caller's; those that are not here are over already."""
         for request_id in request.request_ids:
-            task = self._running.get(request_id)
+            task = self._running.get((CURRENT.get().name, request_id))
             if task is not None:
                 task.cancel()
         return pb.AbortResponse()

@@ -103,6 +103,31 @@ def test_abort_ends_a_request(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
+def test_nobody_aborts_what_another_has_asked_for(tmp_path: Path) -> None:
+    """An id is a principal's own: named by somebody else it means nothing."""
+    path = tmp_path / "principals.toml"
+    digests = {name: hashlib.sha256(name.encode()).hexdigest() for name in "ab"}
+    path.write_text("".join(f'[principals.{name}]\ntokens = ["{digest}"]\n' for name, digest in digests.items()))
+    a, b = ([("authorization", f"Bearer {name}")] for name in "ab")
+
+    async def main() -> None:
+        async with running_stack(
+            tmp_path, core=lambda address: TestCore(address, limit=20), principals=str(path)
+        ) as stack:
+            engine = pb_grpc.VllmEngineStub(stack.channel)
+            call = engine.Generate(request(request_id="mine", stream=True, sampling={"max_tokens": 60}), metadata=a)
+            await call.read()
+            await engine.Abort(pb.AbortRequest(request_ids=["mine"]), metadata=b)
+            info = await engine.GetServerInfo(pb.GetServerInfoRequest(), metadata=b)
+
+            assert (info.active_requests, stack.core.cancelled) == (1, [])
+            await engine.Abort(pb.AbortRequest(request_ids=["mine"]), metadata=a)
+            with pytest.raises(aio.AioRpcError, match="aborted"):
+                await _drain(call)
+
+    asyncio.run(main())
+
+
 async def _drain(call: Any) -> None:
     while await call.read() is not aio.EOF:
         pass
