@@ -27,6 +27,7 @@ _RECENT = 1024 + _LINE // 4
 """Places per row for tokens that are not yet in the request's own log."""
 _FLUSH_EVERY = _RECENT // 2
 """Every row's tokens are moved there once in so many steps: a few rows with each, lest one step has to do all."""
+_ONE_BLOCK = np.array(1, np.intp)
 _STOPS = 4
 """Stop tokens that are compared by array; requests with more are looked at one by one."""
 _NO_TOKEN = -1
@@ -79,7 +80,8 @@ class RowTable:
         """What to add to a row's length for the place of the token that follows."""
         self._next_flush = 0
         """The row whose turn is next."""
-        self._flush_rows = -(-max_rows // _FLUSH_EVERY)
+        self._flush_due = 0
+        """How much of `_FLUSH_EVERY` the present turn has got; every step adds as much as there are rows."""
         self._free = list(range(max_rows - 1, -1, -1))
         self.num_running = 0
         """Rows that are occupied."""
@@ -179,7 +181,7 @@ class RowTable:
         """Appends one block to the table of each of distinct rows."""
         num_blocks = self._num_blocks[rows]
         self._tables[rows, num_blocks] = blocks
-        self._num_blocks[rows] = num_blocks + ONE
+        self._num_blocks[rows] = num_blocks + _ONE_BLOCK
         self.capacity[rows] += self._block
 
     def commit(self, rows: IndexArray, tokens: Int32Array) -> Int32Array:
@@ -187,9 +189,12 @@ class RowTable:
         length = self.committed[rows]
         self._recent[self._places[rows] + length] = tokens
         self.committed[rows] = length + ONE
-        first = self._next_flush
-        self._next_flush = first + self._flush_rows if first + self._flush_rows < self.max_rows else 0
-        for row, request in enumerate(self.requests[first : first + self._flush_rows], first):
+        self._flush_due += self.max_rows
+        while self._flush_due >= _FLUSH_EVERY:
+            self._flush_due -= _FLUSH_EVERY
+            row = self._next_flush
+            self._next_flush = (row + 1) % self.max_rows
+            request = self.requests[row]
             if request is not None:
                 self._flush(row, request)
         return length - self.num_prompt[rows]
@@ -244,7 +249,7 @@ class RowTable:
             assert self.num_prompt[row] <= self.committed[row] <= self.length[row] <= self.limit[row]
             assert self.capacity[row] == len(self.blocks(row)) * self.block_size
             num_recent = self._places[row] + self.committed[row] - row * _RECENT
-            assert 0 <= num_recent == self.committed[row] - len(request.tokens)
+            assert 0 <= num_recent == self.committed[row] - len(request.tokens) <= _RECENT
             if self.state[row] == PREFILL:
                 assert self.computed[row] < self.length[row] == self.committed[row]
             else:
