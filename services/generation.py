@@ -20,19 +20,11 @@ from services.errors import RETRY_MS
 from services.logprobs import token_logprobs
 from services.principals import CURRENT
 from services.prompts import Prompts
-from services.resuming import (
-    MAX_CHOICES,
-    identity_of,
-    info_of,
-    kept_of,
-    resume_info,
-    skip_known,
-    stream_of,
-)
+from services.resuming import identity_of, info_of, kept_of, resume_info, skip_known, stream_of
 from services.scheduling import block_keys, wishes
 from services.stream import Stream, StreamRequest
 from services.tracing import describe_request, server_span
-from services.validation import ValidRequest, fit, validate
+from services.validation import MAX_CHOICES, ValidRequest, fit, validate
 from services.wakeup import Wakeup
 from shared.columns import to_column
 from shared.errors import FieldViolation, InvalidRequestError, NotReadyError, RequestNotFoundError

@@ -19,7 +19,7 @@ from services.errors import RETRY_MS
 from shared.errors import FieldViolation, InvalidRequestError, OverloadedError
 from shared.grammars import GrammarError, GrammarTokenizer, check_text, compile_grammar, lark_of_choices, lark_of_ebnf
 
-MAX_CHOICES = 4096
+MAX_CHOICE_STRINGS = 4096
 MAX_WAITING = 64
 """Grammars that may wait for the thread."""
 TIMEOUT_S = 5.0
@@ -92,8 +92,10 @@ def check_grammar(request: v1.GenerateRequest) -> Iterator[FieldViolation]:
         return
     if kind == "choice":
         choices = list(grammar.choice.choices)
-        if not 0 < len(choices) <= MAX_CHOICES or not all(choices):
-            yield FieldViolation("grammar.choice.choices", f"must be 1 to {MAX_CHOICES} strings, none of them empty")
+        if not 0 < len(choices) <= MAX_CHOICE_STRINGS or not all(choices):
+            yield FieldViolation(
+                "grammar.choice.choices", f"must be 1 to {MAX_CHOICE_STRINGS} strings, none of them empty"
+            )
     elif kind == "json_object" and not grammar.json_object:
         yield FieldViolation("grammar.json_object", "false is no grammar; leave `grammar` unset")
     elif kind != "json_object" and not getattr(grammar, kind):

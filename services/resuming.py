@@ -16,10 +16,10 @@ from services.logprobs import read_scores
 from services.scheduling import SchedulingWishes, block_keys
 from services.stream import Stream, StreamRequest
 from services.tokenizer import TextTokenizer
+from services.validation import MAX_CHOICES
 from shared.columns import from_column
 from shared.errors import FieldViolation, InvalidRequestError, NotReadyError, RequestNotFoundError
 
-MAX_CHOICES = 128
 _TIMEOUT_S = 5.0
 
 

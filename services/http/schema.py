@@ -10,9 +10,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, model_validator
 
-_MAX_MESSAGES = 4096
+from services.chat import MAX_MESSAGES
+from services.embeddings import MAX_INPUTS
+
 _MAX_PROMPTS = 256
-_MAX_INPUTS = 2048
 _MAX_UINT32 = 0xFFFFFFFF
 
 Uint32 = Annotated[int, Field(ge=0, le=_MAX_UINT32)]
@@ -225,7 +226,7 @@ class CompletionBody(SamplingBody):
 class ChatBody(SamplingBody):
     """A conversation to continue."""
 
-    messages: list[Message] = Field(min_length=1, max_length=_MAX_MESSAGES)
+    messages: list[Message] = Field(min_length=1, max_length=MAX_MESSAGES)
     max_completion_tokens: Uint32 | None = None
     logprobs: bool = False
     top_logprobs: Uint32 | None = None
@@ -244,8 +245,8 @@ class EmbeddingBody(QueuedBody):
     input: (
         str
         | Annotated[list[TokenId], Field(min_length=1)]
-        | Annotated[list[str], Field(min_length=1, max_length=_MAX_INPUTS)]
-        | Annotated[list[Annotated[list[TokenId], Field(min_length=1)]], Field(min_length=1, max_length=_MAX_INPUTS)]
+        | Annotated[list[str], Field(min_length=1, max_length=MAX_INPUTS)]
+        | Annotated[list[Annotated[list[TokenId], Field(min_length=1)]], Field(min_length=1, max_length=MAX_INPUTS)]
     ) = Field(description="text, token ids, or up to 2048 of either")
     encoding_format: Literal["float", "base64"] = Field(
         default="float", description="base64: of little-endian float32, as OpenAI's own"
@@ -264,7 +265,7 @@ class TokenizeBody(Body):
 
     model: str = Field(default="", max_length=256)
     prompt: str | None = None
-    messages: list[Message] | None = Field(default=None, min_length=1, max_length=_MAX_MESSAGES)
+    messages: list[Message] | None = Field(default=None, min_length=1, max_length=MAX_MESSAGES)
     add_special_tokens: bool = True
     add_generation_prompt: bool = True
     continue_final_message: bool = False
