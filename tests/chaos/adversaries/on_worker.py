@@ -77,7 +77,7 @@ class FalseScheduler(Adversary):
 
     def _session(self) -> int:
         """One incarnation's frames."""
-        self._epoch += 1
+        self._begin_epoch()
         shadow, sent, welcomed_well = Session(0.0), 0, False
         frames = Frames(plan_pb2.SchedulerMessage, self._rng, {"epoch": self._epoch})
         welcome = plan_pb2.Welcome(max_in_flight=2, silence_ms=60_000)
@@ -143,9 +143,13 @@ class FalseScheduler(Adversary):
                 return answer.result
 
     def _open(self, *, max_in_flight: int, silence_ms: int) -> None:
-        self._epoch += 1
+        self._begin_epoch()
         welcome = plan_pb2.Welcome(max_in_flight=max_in_flight, silence_ms=silence_ms)
         self._send(plan_pb2.SchedulerMessage(epoch=self._epoch, welcome=welcome).SerializeToString())
+
+    def _begin_epoch(self) -> None:
+        # The one before may have come with a mutated frame: any of 64 bits but 0.
+        self._epoch = (self._epoch + 1) % (1 << 64) or 1
 
     def _end(self) -> None:
         """Makes the worker begin again, if it has not done so by itself."""
