@@ -133,8 +133,7 @@ class SchedulerService:
         now = time.monotonic()
         if now >= self._next_look:
             self._next_look = now + LOOK_INTERVAL_S
-            for peer in self._workers.dying():
-                self._lose_worker(peer, "its process is dying", now)
+            self._lose_unless_they_left(self._workers.dying(), "its process is dying", now)
         if now >= self._next_tick:
             self._next_tick = now + PING_INTERVAL_S
             self._tick(now)
@@ -210,12 +209,20 @@ class SchedulerService:
     def _send_to_worker(self, peer: ev.Peer, frame: bytes, now: float) -> bool:
         trouble = self._workers.send(peer, frame, now)
         if trouble is not None:
-            self._lose_worker(peer, trouble, now)
+            self._lose_unless_they_left([peer], trouble, now)
         return trouble is None
 
     def _lose_worker(self, peer: ev.Peer, reason: str, now: float) -> None:
         self._forget_worker(peer, reason, now)
         self._carry_out(self._core.handle(ev.WorkerLost(worker=peer, reason=reason), now), now)
+
+    def _lose_unless_they_left(self, peers: list[ev.Peer], reason: str, now: float) -> None:
+        """A goodbye may have come since the socket was read; who left accuses no request."""
+        if peers:
+            self._take_in(self._workers.socket, self._worker_frame)
+        for peer in peers:
+            if self._workers.worker_id(peer) is not None:
+                self._lose_worker(peer, reason, now)
 
     def _forget_worker(self, peer: ev.Peer, reason: str, now: float, *, orderly: bool = False) -> None:
         self._workers.forget(peer, reason, orderly=orderly)
@@ -282,8 +289,7 @@ class SchedulerService:
     def _tick(self, now: float) -> None:
         for peer in self._frontends.expired(now):
             self._lose_frontend(peer, "its lease ran out", now)
-        for peer in self._workers.ping(now):
-            self._lose_worker(peer, "its connection is gone", now)
+        self._lose_unless_they_left(self._workers.ping(now), "its connection is gone", now)
         if self._allowed is not None:
             self._allowed.refresh()
         self._carry_out(self._core.handle(ev.TimePassed(), now), now)

@@ -33,6 +33,8 @@ class _Worker:
     """The ping of its epoch; empty before it was welcomed."""
     watch: ProcessWatch | None = None
     """Of a process on this machine."""
+    was_dying: bool = False
+    """Whether its process was dying at the last look."""
 
 
 class WorkerHub:
@@ -86,8 +88,14 @@ class WorkerHub:
         send_to(self.socket, peer, frame)
 
     def dying(self) -> list[ev.Peer]:
-        """The workers whose processes have begun to die."""
-        return [peer for peer, worker in self._workers.items() if worker.watch is not None and worker.watch.is_dying()]
+        """The workers whose processes were dying at the last look already: what they said before that has arrived."""
+        found = []
+        for peer, worker in self._workers.items():
+            if worker.watch is not None and worker.watch.is_dying():
+                if worker.was_dying:
+                    found.append(peer)
+                worker.was_dying = True
+        return found
 
     def close(self) -> None:
         """Closes the socket, and forgets everybody."""
