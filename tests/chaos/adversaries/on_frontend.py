@@ -57,7 +57,8 @@ class FalseCore(Adversary):
         """A prompt is echoed."""
         with Client(self._target) as client:
             end = time.monotonic() + PATIENCE_S
-            while client.get_model().max_model_len != 4096 and time.monotonic() < end:
+            name = self._core.rename()
+            while client.get_model().name != name and time.monotonic() < end:
                 self._core.state_again()
                 time.sleep(0.01)
             completion = client.generate(
@@ -119,6 +120,7 @@ class _TalkativeCore(EchoCore):
 
     def __init__(self, address: str, model: link_pb2.ServedModel) -> None:
         super().__init__(address, model, step_interval_s=0.002)
+        self._num_names = 0
         self._sayings: deque[bytes] = deque()
         self._silent = threading.Event()
         self._stop = threading.Event()
@@ -133,6 +135,12 @@ class _TalkativeCore(EchoCore):
     def said(self) -> None:
         """Waits until everything was sent."""
         assert self._silent.wait(PATIENCE_S), "the front end takes nothing"
+
+    def rename(self) -> str:
+        """From now on the true state is one that was never told: who knows it has read everything before."""
+        self._num_names += 1
+        self._state.model.name = f"echo-{self._num_names}"
+        return self._state.model.name
 
     def state_again(self) -> None:
         """Tells front ends the true state."""

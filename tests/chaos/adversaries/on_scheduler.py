@@ -105,8 +105,7 @@ class FalseWorker(_InService):
                 self._listen(socket, frames, right)
         # Its refusal says that everything before it was read.
         last = plan_pb2.Hello(protocol_version=7_000_000, worker_id="false")
-        socket.send(plan_pb2.WorkerMessage(hello=last).SerializeToString())
-        _until(socket, lambda frame: b"7000000" in frame)
+        _ask(socket, plan_pb2.WorkerMessage(hello=last), lambda frame: b"7000000" in frame)
         socket.close(linger=0)
         return BATCH
 
@@ -137,8 +136,7 @@ class FalseWorker(_InService):
         """What the core tells front ends of the model, so that a false worker may serve beside the honest one."""
         socket = self.connect("frontends", LINK_MAX_MESSAGE)
         hello = link_pb2.FrontendHello(protocol_version=LINK_VERSIONS.newest, frontend_id="asks", incarnation=1)
-        socket.send(link_pb2.FrontendMessage(hello=hello).SerializeToString())
-        model = link_pb2.CoreMessage.FromString(_until(socket, lambda _: True)).state.model
+        model = link_pb2.CoreMessage.FromString(_ask(socket, link_pb2.FrontendMessage(hello=hello))).state.model
         socket.close(linger=0)
         return plan_pb2.ModelInfo(
             name=model.name,
@@ -170,8 +168,8 @@ class FalseFrontend(_InService):
             while socket.poll(0):
                 socket.recv()
         question = link_pb2.OperatorRequest(number=7_000_000, get_state=link_pb2.GetState())
-        socket.send(link_pb2.FrontendMessage(hello=hello, operator_requests=[question]).SerializeToString())
-        _until(socket, lambda frame: _answers(frame, 7_000_000))
+        message = link_pb2.FrontendMessage(hello=hello, operator_requests=[question])
+        _ask(socket, message, lambda frame: _answers(frame, 7_000_000))
         socket.close(linger=0)
         return BATCH
 
@@ -205,18 +203,21 @@ class FalseFrontend(_InService):
         socket = self.connect("frontends", LINK_MAX_MESSAGE)
         hello = link_pb2.FrontendHello(protocol_version=LINK_VERSIONS.newest, frontend_id="mends", incarnation=1)
         resume = link_pb2.OperatorRequest(number=1, resume_worker=link_pb2.ResumeWorker(worker_id="worker-0"))
-        socket.send(link_pb2.FrontendMessage(hello=hello, operator_requests=[resume]).SerializeToString())
-        _until(socket, lambda frame: _answers(frame, 1))
+        message = link_pb2.FrontendMessage(hello=hello, operator_requests=[resume])
+        _ask(socket, message, lambda frame: _answers(frame, 1))
         socket.close(linger=0)
         super().check()
 
 
-def _until(socket: "zmq.Socket[bytes]", holds: Callable[[bytes], bool]) -> bytes:
-    """The next frame for which `holds`."""
+def _ask(socket: "zmq.Socket[bytes]", question: Message, is_answer: Callable[[bytes], bool] = lambda _: True) -> bytes:
+    """The first frame that answers. Asks again every few seconds: a frame that is too large closes the connection, and
+    what was behind it is lost."""
     end = time.monotonic() + PATIENCE_S
     while time.monotonic() < end:
-        if socket.poll(1000) and holds(frame := socket.recv()):
-            return frame
+        socket.send(question.SerializeToString())
+        while socket.poll(3000):
+            if is_answer(frame := socket.recv()):
+                return frame
     raise AssertionError("no answer")
 
 
