@@ -138,7 +138,7 @@ class BatchBuilder:
         positions_on_device, slots = upload(packed, self._device)
         context_lens = upload(ends.astype(np.int32), self._device)
         return StepBatch(
-            input_ids=table.last_token[self._rows_on_device],
+            input_ids=table.last_token.index_select(0, self._rows_on_device),
             positions=positions_on_device,
             attention=AttentionInputs(
                 slot_mapping=slots,
@@ -202,7 +202,7 @@ class BatchBuilder:
         )
         query_start_, context_lens, sample_positions = self._upload(narrow, np.int32)
         return StepBatch(
-            input_ids=torch.cat((table.last_token[self._rows_on_device], chunk_ids_)),
+            input_ids=torch.cat((table.last_token.index_select(0, self._rows_on_device), chunk_ids_)),
             positions=positions_,
             attention=AttentionInputs(
                 slot_mapping=slots_,

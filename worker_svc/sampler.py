@@ -88,7 +88,7 @@ class Sampler:
             own = self._restrict(own, gathered, batch)
         checked = sample_checked(own, params)
         tokens = checked.clamp(min=0)
-        self._table.last_token[batch.sample_rows_on_device] = tokens
+        self._table.last_token.index_copy_(0, batch.sample_rows_on_device, tokens)
         if rules is not None:
             self._table.rules.count_sampled(rules, tokens)
         outcome = checked.to(torch.int32)  # which says NOT_FINITE
@@ -102,7 +102,7 @@ class Sampler:
     def _sample_greedily(self, logits: torch.Tensor, batch: StepBatch) -> torch.Tensor:
         """What `sample` gives rows that want nothing but the likeliest token: each logit is looked at once."""
         outcome = greedy(logits)
-        self._table.last_token[batch.sample_rows_on_device] = outcome.clamp(min=0)
+        self._table.last_token.index_copy_(0, batch.sample_rows_on_device, outcome.clamp(min=0))
         return outcome.to(torch.int32)
 
     def _restrict(self, logits: torch.Tensor, gathered: _Gathered, batch: StepBatch) -> torch.Tensor:
