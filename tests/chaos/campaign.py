@@ -220,7 +220,7 @@ def run(campaign: Campaign, folder: Path) -> Outcome:
     ) as (served, wires):
         load = Load(served.grpc, campaign.num_streams, oracle.vocab_size, campaign.max_tokens, campaign.seed)
         strikes = asyncio.run(_strike_under_load(campaign, served, wires, load))
-        wait_until_empty(served)
+        served.wait_until_empty()
         for strike in strikes:
             _read_log(served, strike)
     tally = Tally()
@@ -228,17 +228,6 @@ def run(campaign: Campaign, folder: Path) -> Outcome:
         check(oracle, streamed, tally)
     assert tally.near_ties * 1000 < tally.tokens, tally
     return Outcome(strikes, load.done, tally, time.monotonic() - began)
-
-
-def wait_until_empty(served: Served) -> None:
-    """Waits until nothing runs, and asserts that every block is free or cached."""
-    end = time.monotonic() + PATIENCE_S
-    while served.metric("quire_kv_blocks", state="held") and time.monotonic() < end:
-        time.sleep(0.05)
-    assert served.metric("quire_kv_blocks", state="held") == 0, "blocks leak"
-    free, cached = (served.metric("quire_kv_blocks", state=state) for state in ("free", "cached"))
-    assert free + cached == served.metric("quire_kv_blocks", state="total")
-    assert served.metric("quire_requests_running") == served.metric("quire_requests_waiting") == 0
 
 
 async def _strike_under_load(campaign: Campaign, served: Served, wires: Wires, load: Load) -> list[Strike]:

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.chaos import command
-from tests.chaos.campaign import PATIENCE_S, quantiles, wait_until_empty
+from tests.chaos.campaign import PATIENCE_S, quantiles
 from tests.chaos.load import Load, Streamed, check
 from tests.checkpoints import make_checkpoint
 from tests.e2e.harness import Served, serve
@@ -116,7 +116,7 @@ def run(campaign: Campaign, folder: Path) -> Outcome:
             connections=CONNECTIONS,
         )
         struck = asyncio.run(_strike_under_load(campaign, served, load))
-        wait_until_empty(served)
+        served.wait_until_empty()
         assert served.metric("quire_journal_failures_total") == 0
     tally = Tally()
     for streamed in load.done:

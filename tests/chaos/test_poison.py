@@ -7,7 +7,7 @@ import pytest
 
 from quire import AsyncClient
 from quire.errors import QuireError
-from tests.chaos.campaign import HOOKS, wait_until_empty
+from tests.chaos.campaign import HOOKS
 from tests.checkpoints import make_checkpoint
 from tests.e2e.harness import serve
 from tests.e2e.load import Answer, draw_prompts, generate
@@ -26,7 +26,7 @@ def test_a_poison_prompt_ends_with_an_error_for_itself_only(tmp_path: Path) -> N
     hooks = {"PYTHONPATH": str(HOOKS), "CHAOS_POISON": ",".join(map(str, POISON))}
     with serve(checkpoint, "--dtype=float32", environ=hooks) as served:
         asyncio.run(_run(served.grpc, answers))
-        wait_until_empty(served)
+        served.wait_until_empty()
         deaths = served.log.read_text().count('"process died"')
     tally = Tally()
     for answer in answers:

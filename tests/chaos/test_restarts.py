@@ -11,7 +11,6 @@ import pytest
 
 from quire import AsyncClient
 from quire.errors import UnavailableError
-from tests.chaos.campaign import wait_until_empty
 from tests.chaos.load import Load, check
 from tests.checkpoints import make_checkpoint
 from tests.e2e.harness import Served, serve
@@ -119,7 +118,7 @@ def test_a_dead_front_end_takes_only_its_own_streams(stage: Stage) -> None:
     counts, failed = asyncio.run(run(stage.served))
 
     assert counts == [600] * (8 - failed)
-    wait_until_empty(stage.served)
+    stage.served.wait_until_empty()
 
 
 def _under_load(stage: Stage, act: Callable[[Served], Coroutine[None, None, None]]) -> None:
@@ -140,7 +139,7 @@ def _under_load(stage: Stage, act: Callable[[Served], Coroutine[None, None, None
     tally = Tally()
     for streamed in load.done:
         check(stage.oracle, streamed, tally)
-    wait_until_empty(stage.served)
+    stage.served.wait_until_empty()
 
 
 def _count(served: Served, event: str) -> int:

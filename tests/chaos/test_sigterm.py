@@ -13,7 +13,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from quire import AsyncClient
 from quire.errors import QuireError
-from tests.chaos.campaign import PATIENCE_S, wait_until_empty
+from tests.chaos.campaign import PATIENCE_S
 from tests.chaos.load import Load, check
 from tests.checkpoints import make_checkpoint
 from tests.e2e.harness import Served, serve
@@ -56,7 +56,7 @@ def test_every_kind_of_process_ends_well_under_load(tmp_path: Path) -> None:
                 await streaming
 
         asyncio.run(run())
-        wait_until_empty(served)
+        served.wait_until_empty()
         assert _deaths(served) == [
             ("worker-0", "exit code 0"), ("scheduler", "exit code 0"), ("frontend-0", "exit code 0")
         ]  # fmt: skip

@@ -13,6 +13,7 @@ import re
 import subprocess
 import sys
 import tempfile
+import time
 import urllib.request
 import uuid
 from collections.abc import Iterator, Mapping
@@ -27,6 +28,8 @@ QUIRE = (sys.executable, "-m", "quire.cli.main")
 """The command `quire`, run from this source tree."""
 END_S = 60
 """How long a service may take to end; generous, for a machine with two busy cores."""
+PATIENCE_S = 120
+"""How long a service may take to be done with what it has in hand."""
 DEFAULTS = {
     # Tiny models gain nothing from a second thread, and lose a factor of thirty to it when the cores are busy with
     # something else: each of its many barriers then waits for a thread that is not being run.
@@ -77,6 +80,26 @@ class Served:
         with opener.open(f"http://{self.http}/metrics", timeout=30) as response:
             text: str = response.read().decode()
         return text
+
+    def wait_until_empty(self, **ended: int) -> None:
+        """Waits until nothing runs or waits, and so many requests have ended for each reason that is given; asserts
+        that every block is free or cached then.
+
+        A cancel travels front end, core, worker and back, and nobody is told when it is there: the figures show it.
+        """
+        end = time.monotonic() + PATIENCE_S
+        while not self._is_empty(ended):
+            assert time.monotonic() < end, f"not empty, or not {ended} ended, after {PATIENCE_S} s:\n{self.metrics()}"
+            time.sleep(0.05)
+        free, cached = (self.metric("quire_kv_blocks", state=state) for state in ("free", "cached"))
+        assert free + cached == self.metric("quire_kv_blocks", state="total")
+
+    def _is_empty(self, ended: Mapping[str, int]) -> bool:
+        busy = self.metric("quire_kv_blocks", state="held")
+        busy += self.metric("quire_requests_running") + self.metric("quire_requests_waiting")
+        return not busy and all(
+            self.metric("quire_requests_ended_total", reason=reason) == count for reason, count in ended.items()
+        )
 
     def processes(self) -> list[psutil.Process]:
         """Every live process of this service, however it came to be and whoever its parent is now."""

@@ -105,7 +105,7 @@ def test_ctrl_c_of_generate_cancels_the_request(served: Served) -> None:
 
         assert command.wait(60) == 130
         assert command.stderr.read() == b""
-    _until(lambda: served.metric("quire_kv_blocks", state="held") == 0)
+    served.wait_until_empty()
 
 
 def test_a_refused_request_is_one_line(served: Served) -> None:
