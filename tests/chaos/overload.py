@@ -149,7 +149,7 @@ async def _watch(served: Served, phase: Phase) -> None:
             await asyncio.sleep(0.2)
 
 
-async def _capacity(served: Served, concurrency: int, seconds: float) -> float:
+async def capacity(served: Served, concurrency: int = 8, seconds: float = 30.0) -> float:
     """Requests per second without pauses."""
     done, end = 0, time.monotonic() + seconds
 
@@ -167,7 +167,9 @@ async def _capacity(served: Served, concurrency: int, seconds: float) -> float:
     async with AsyncClient(served.grpc) as client, asyncio.TaskGroup() as tasks:
         for index in range(concurrency):
             tasks.create_task(one_after_another(client, random.Random(index)))
-    return done / (time.monotonic() - begin)
+    throughput = done / (time.monotonic() - begin)
+    print(f"{throughput:.3f} requests per second without pauses", flush=True)
+    return throughput
 
 
 def _own_cpu() -> float:
@@ -177,10 +179,9 @@ def _own_cpu() -> float:
 
 async def find_rate(served: Served, seconds: float) -> float:
     """The highest rate of a few at which requests meet their deadlines."""
-    capacity = await _capacity(served, 8, min(30.0, seconds))
-    print(f"{capacity:.3f} requests per second without pauses", flush=True)
+    throughput = await capacity(served)
     for share in SHARES:
-        phase = await run(served, share * capacity, seconds)
+        phase = await run(served, share * throughput, seconds)
         print(json.dumps(phase.figures()), flush=True)
         if phase.in_time >= 0.99 * sum(phase.outcomes.values()):
             break
@@ -228,6 +229,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=180.0, help="of the overload")
     parser.add_argument("--normal-seconds", type=float, default=60.0, help="of the time at 1x, and of each try for it")
     parser.add_argument("--rate", type=float, default=0.0, help="1x, requests/s, if it is known")
+    parser.add_argument("--share", type=float, default=0.0, help="1x, of the throughput without pauses, if it is known")
     parser.add_argument("--only-find", action="store_true", help="find 1x and end")
     parser.add_argument("--max-num-seqs", type=int, default=8)
     parser.add_argument("--max-queued-requests", type=int, default=4)
@@ -236,11 +238,13 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="quire-overload-") as folder:
         # Large enough that a request keeps a worker busy for some time.
         checkpoint = make_checkpoint(
-            "LlamaForCausalLM", Path(folder) / "model", hidden_size=512, intermediate_size=1408, num_hidden_layers=12,
+            "LlamaForCausalLM", Path(folder) / "model", hidden_size=512, intermediate_size=1408, num_hidden_layers=24,
             num_attention_heads=8, num_key_value_heads=4,
         )  # fmt: skip
         limits = (f"--max-num-seqs={options.max_num_seqs}", f"--max-queued-requests={options.max_queued_requests}")
         with serve(checkpoint, "--dtype=float32", "--policy=edf", *limits) as served:
+            if options.share:
+                options.rate = options.share * asyncio.run(capacity(served))
             rate = options.rate or asyncio.run(find_rate(served, options.normal_seconds))
             if options.only_find:
                 print(f"1x is {rate:.3f} requests per second")
