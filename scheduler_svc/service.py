@@ -83,6 +83,8 @@ class SchedulerService:
         self._journal = _open_journal(config)
         self._pulse = Pulse()
         self._next_tick = self._next_look = 0.0
+        self._gone: dict[ev.Peer, str] = {}
+        """Workers that cannot be reached, and why; lost in the next turn unless a goodbye is read before."""
         self._stopping = False
         self._log_level = ""
         """What an operator wants of all logs; empty: nobody has said."""
@@ -127,13 +129,14 @@ class SchedulerService:
         return wake_at if due is None else min(wake_at, due)
 
     def _turn(self) -> bool:
-        """One turn; returns whether frames may be left in a socket."""
+        """One turn; returns whether there is more to do at once."""
         more = self._take_in(self._workers.socket, self._worker_frame)
+        self._lose_gone(time.monotonic())
         more |= self._take_in(self._frontends.socket, self._frontend_frame)
         now = time.monotonic()
         if now >= self._next_look:
             self._next_look = now + LOOK_INTERVAL_S
-            self._lose_unless_they_left(self._workers.dying(), "its process is dying", now)
+            self._gone |= dict.fromkeys(self._workers.dying(), "its process is dying")
         if now >= self._next_tick:
             self._next_tick = now + PING_INTERVAL_S
             self._tick(now)
@@ -146,7 +149,7 @@ class SchedulerService:
             written, durable = self._journal.written, self._journal.durable
         for peer, reason in self._frontends.flush(written, durable).items():
             self._lose_frontend(peer, reason, time.monotonic())
-        return more
+        return more or bool(self._gone)
 
     def _take_in(self, socket: "zmq.Socket[bytes]", handle: Callable[[ev.Peer, bytes, float], None]) -> bool:
         for _ in range(MAX_FRAMES_PER_TURN):
@@ -174,6 +177,7 @@ class SchedulerService:
             return
         match event:
             case ev.WorkerHello():
+                self._gone.pop(peer, None)
                 self._workers.add(peer, event.worker_id, now, process=event.process)
             case ev.WorkerLost():
                 self._forget_worker(peer, event.reason, now, orderly=event.orderly)
@@ -209,18 +213,17 @@ class SchedulerService:
     def _send_to_worker(self, peer: ev.Peer, frame: bytes, now: float) -> bool:
         trouble = self._workers.send(peer, frame, now)
         if trouble is not None:
-            self._lose_unless_they_left([peer], trouble, now)
+            self._gone[peer] = trouble
         return trouble is None
 
     def _lose_worker(self, peer: ev.Peer, reason: str, now: float) -> None:
         self._forget_worker(peer, reason, now)
         self._carry_out(self._core.handle(ev.WorkerLost(worker=peer, reason=reason), now), now)
 
-    def _lose_unless_they_left(self, peers: list[ev.Peer], reason: str, now: float) -> None:
-        """A goodbye may have come since the socket was read; who left accuses no request."""
-        if peers:
-            self._take_in(self._workers.socket, self._worker_frame)
-        for peer in peers:
+    def _lose_gone(self, now: float) -> None:
+        """Gives up who could not be reached in the turn before. Who has left since is unknown here by now."""
+        gone, self._gone = self._gone, {}
+        for peer, reason in gone.items():
             if self._workers.worker_id(peer) is not None:
                 self._lose_worker(peer, reason, now)
 
@@ -289,7 +292,7 @@ class SchedulerService:
     def _tick(self, now: float) -> None:
         for peer in self._frontends.expired(now):
             self._lose_frontend(peer, "its lease ran out", now)
-        self._lose_unless_they_left(self._workers.ping(now), "its connection is gone", now)
+        self._gone |= dict.fromkeys(self._workers.ping(now), "its connection is gone")
         if self._allowed is not None:
             self._allowed.refresh()
         self._carry_out(self._core.handle(ev.TimePassed(), now), now)

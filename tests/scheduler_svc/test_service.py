@@ -261,6 +261,24 @@ def test_a_worker_whose_process_dies_is_lost_before_its_connection_goes(stand: S
     assert from_column(admission.token_ids).tolist() == [1, 2, 3]
 
 
+def test_greetings_of_somebody_who_has_gone_do_no_harm(stand: Stand) -> None:
+    """Hundreds of greetings that cannot be answered any more, read in one go: the scheduler serves whoever is next."""
+    first = stand.worker()
+    first.hello()
+    first.until("welcome")
+    stand.process.send_signal(signal.SIGSTOP)
+    for _ in range(700):  # so many that none waits for room
+        first.hello()
+    first.close()
+    stand.process.send_signal(signal.SIGCONT)
+    frontend, second = stand.frontend(), stand.worker()
+    frontend.hello()
+    second.hello(worker_id="second")
+    frontend.submit(1)
+
+    assert second.until("plan").plan.admissions
+
+
 def test_a_front_end_that_says_goodbye_is_forgotten_at_once(stand: Stand) -> None:
     """Nothing waits for its lease or its connection: with its next frame it would be a stranger."""
     frontend = stand.frontend()
