@@ -155,11 +155,6 @@ class FairQueue(WaitingQueue):
     def __len__(self) -> int:
         return self._num_requests
 
-    @property
-    def num_groups(self) -> int:
-        """Groups that are remembered."""
-        return len(self._service)
-
     def push(self, request: Request) -> None:
         group = self._group_of(request.account)
         if group not in self._waiting:
