@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from opentelemetry import trace
 from opentelemetry.trace import Link, Span, SpanContext
 
-from scheduler_svc.core.events import Peer
 from scheduler_svc.core.plan import Plan, RowAdmission
+from scheduler_svc.core.records import Peer
 from shared.telemetry import MAX_LINKS, Telemetry, from_traceparent, to_traceparent
 
 StreamKey = tuple[Peer, int]

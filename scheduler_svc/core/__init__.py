@@ -9,7 +9,8 @@ same effects and plans.
 
 Read the modules in this order:
 
-* `arrays` – the array types; `events`, `effects`, `plan` – what goes in and what comes out; `config`, `errors`.
+* `arrays` – the array types; `records` – what is known of a request outside; `events`, `effects`, `plan` – what goes in
+  and what comes out; `config`, `errors`.
 * `request` – one request and its tokens; `accounts` – to whom its service counts; `waiting` – the orders of admission;
   `tenants` – limits per tenant.
 * `block_pool` – KV blocks and when one may be handed out again; `prefix_cache` – which block holds which prefix;
@@ -18,6 +19,7 @@ Read the modules in this order:
 * `step_clock` – how long steps take: when to send the next plan, when to give a worker up; `forecast` – what a request
   will probably cost.
 * `grammars` – what a worker has compiled.
+* `swapping` – whose KV is kept in a worker's host memory, and when that pays.
 * `worker` – one worker in one epoch: pool, rows, steps in flight; `fleet` – who may join, who is given up.
 * `capacity`, `batching`, `placement`, `victims` – small policies; `admission` – which waiting
   requests a worker takes in.

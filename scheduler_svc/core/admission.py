@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from scheduler_svc.core.config import PREEMPTIVE_POLICIES, CoreConfig
-from scheduler_svc.core.effects import EndReason
 from scheduler_svc.core.placement import Placement, Room, find_room
+from scheduler_svc.core.records import EndReason
 from scheduler_svc.core.request import Request
 from scheduler_svc.core.rows import DECODE
 from scheduler_svc.core.tenants import Tenants

@@ -1,33 +1,12 @@
 """Everything the core asks the outside to do. Effects are carried out in order."""
 
-import enum
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from scheduler_svc.core.arrays import Int32Array
-from scheduler_svc.core.events import ModelFacts, Peer, RequestArrived
-
-if TYPE_CHECKING:
-    from scheduler_svc.core.kept import Log
-
-
-class EndReason(enum.Enum):
-    """Why a request ended; the names are those of the link protocol's EndReason."""
-
-    STOP = "stop"
-    STOP_STRING = "stop_string"
-    LENGTH = "length"
-    CANCELLED = "cancelled"
-    DEADLINE = "deadline"
-    QUEUE_FULL = "queue_full"
-    INVALID = "invalid"
-    NO_WORKER = "no_worker"
-    ROW_FAILED = "row_failed"
-    POISON = "poison"
-    STALLED = "stalled"
-    SHUTDOWN = "shutdown"
-    DUPLICATE = "duplicate"
-    EMBEDDED = "embedded"
+from scheduler_svc.core.events import ModelFacts
+from scheduler_svc.core.records import EndReason as EndReason
+from scheduler_svc.core.records import Log, Peer, RequestArrived
+from scheduler_svc.core.records import RequestEnded as RequestEnded
 
 
 @dataclass(slots=True, kw_only=True)
@@ -53,32 +32,13 @@ class ScoresReady:
     scores: bytes
 
 
-@dataclass(slots=True, kw_only=True)
-class RequestEnded:
-    """A request ended; emitted exactly once per request, after its last tokens."""
-
-    frontend: Peer
-    stream: int
-    request_id: str
-    reason: EndReason
-    message: str = ""
-    retry_ms: int = 0
-    completion_tokens: int = 0
-    stop_token_id: int = 0
-    cached_prompt_tokens: int = 0
-    preemptions: int = 0
-    queued_s: float = 0.0
-    embedding: bytes = b""
-    """For EMBEDDED: a float32 column."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResumeAnswered:
     """What is kept of a request that a client wants to go on with; None: nothing."""
 
     frontend: Peer
     number: int
-    log: "Log | None"
+    log: Log | None
 
 
 @dataclass(slots=True, kw_only=True)

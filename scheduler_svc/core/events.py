@@ -7,29 +7,14 @@ Nobody changes an event, an effect or a plan. Those that are made for every step
 a frozen dataclass takes three times as long to make.
 """
 
-import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from scheduler_svc.core.arrays import Int32Array
-
-if TYPE_CHECKING:
-    from scheduler_svc.core.kept import Log
-
-Peer = bytes
-"""ZeroMQ routing id of one incarnation of a front end or worker."""
-
-
-class Pooling(enum.IntEnum):
-    """What becomes of a prompt; the numbers are those of plan.proto."""
-
-    NONE = 0
-    """It is continued."""
-    LAST = 1
-    """The last hidden state of its last token is its embedding."""
-    MEAN = 2
-    """The mean of those of all its tokens is."""
+from scheduler_svc.core.records import Log
+from scheduler_svc.core.records import Peer as Peer
+from scheduler_svc.core.records import Pooling as Pooling
+from scheduler_svc.core.records import RequestArrived as RequestArrived
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,55 +29,6 @@ class FrontendLost:
     """A front end said goodbye, its lease ran out, or its connection is gone; nobody reads its streams any more."""
 
     frontend: Peer
-
-
-@dataclass(slots=True, kw_only=True)
-class RequestArrived:
-    """A front end submits a request (or submits it again to a new core)."""
-
-    frontend: Peer
-    stream: int
-    request_id: str
-    token_ids: Int32Array
-    """The prompt, then whatever was delivered before."""
-    num_prompt_tokens: int
-    max_tokens: int
-    """Most tokens to generate in all, at least 1."""
-    stop_token_ids: Int32Array
-    sampling: bytes
-    """Serialized sampling parameters, passed to the worker unread."""
-    credit: int
-    """Bytes of output the reader has room for."""
-    deadline: float | None
-    """Core time."""
-    traceparent: str
-    salt: bytes = b""
-    """Requests share cached prefixes only with those of the same salt."""
-    block_keys: bytes = b""
-    """Joined keys of the leading full blocks, if the front end has computed them, for blocks of `block_size` tokens."""
-    block_size: int = 0
-    tenant: str = ""
-    request_class: str = ""
-    priority: int = 0
-    identity: bytes = b""
-    """Says which request this is, whichever front end has it; empty: nothing is kept of it."""
-    resume_info: bytes = b""
-    """What a front end needs to go on with it."""
-    again: bool = False
-    """It may be known already, and is then taken over."""
-    grammar: bytes = b""
-    """Serialized, passed to the worker unread; empty: none."""
-    grammar_key: bytes = b""
-    computes_whole_prompt: bool = False
-    """Its prompt is not taken from the prefix cache."""
-    pooling: Pooling = Pooling.NONE
-    """With another one it generates nothing; `max_tokens` is then 1."""
-    expected_output_tokens: int = 0
-    """0: no hint."""
-    ttft_deadline: float | None = None
-    """Core time by which the first token is wanted."""
-    total_deadline: float | None = None
-    """Core time by which the last token is wanted; unlike `deadline`, missing it does not end the request."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,7 +61,7 @@ class RequestsDropped:
 class LogsRestored:
     """What an earlier core knew of requests whose clients may come back. Comes first, if at all."""
 
-    logs: "tuple[tuple[float, Log], ...]"
+    logs: tuple[tuple[float, Log], ...]
     """Age in seconds and log, oldest first."""
 
 

@@ -8,35 +8,8 @@ oldest one goes.
 """
 
 from collections import OrderedDict
-from dataclasses import dataclass
 
-from scheduler_svc.core.effects import RequestEnded
-from scheduler_svc.core.events import RequestArrived
-
-_OVERHEAD = 512
-"""What a log costs beside its tokens, bytes, roughly."""
-
-
-@dataclass(frozen=True, slots=True)
-class Log:
-    """What is kept of one request."""
-
-    request: RequestArrived
-    """As it arrived; its own tokens may be fewer."""
-    tokens: bytes
-    """Column of prompt and generated tokens."""
-    scores: tuple[tuple[int, bytes], ...]
-    """(index among the generated tokens, log-probabilities), if they were asked for."""
-    end: RequestEnded | None
-    """How it ended, if it ended well; otherwise it can go on."""
-
-    @property
-    def size(self) -> int:
-        """Bytes."""
-        scores = sum(len(scores) + 16 for _, scores in self.scores)
-        request = self.request
-        opaque = len(request.sampling) + len(request.grammar) + len(request.resume_info) + len(request.block_keys)
-        return _OVERHEAD + 2 * len(self.tokens) + scores + opaque
+from scheduler_svc.core.records import Log
 
 
 class KeptLogs:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from scheduler_svc.core.arrays import NO_INDICES, IndexArray, Int32Array
-from scheduler_svc.core.events import Peer, Pooling
+from scheduler_svc.core.records import Peer, Pooling
 from scheduler_svc.core.swapping import BlockCopy
 
 

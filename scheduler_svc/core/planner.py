@@ -18,10 +18,10 @@ import numpy as np
 from scheduler_svc.core.admission import Admission, Refusal, victims_for_urgent
 from scheduler_svc.core.arrays import NO_INDICES, ONE, IndexArray, any_of, where
 from scheduler_svc.core.config import CoreConfig
-from scheduler_svc.core.events import Pooling
 from scheduler_svc.core.forecast import Forecast
 from scheduler_svc.core.placement import Room
 from scheduler_svc.core.plan import Plan, RowAdmission
+from scheduler_svc.core.records import Pooling
 from scheduler_svc.core.request import Request, RequestState, as_column
 from scheduler_svc.core.rows import DECODE, FREE
 from scheduler_svc.core.swapping import BlockCopy

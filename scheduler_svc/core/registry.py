@@ -27,7 +27,8 @@ from scheduler_svc.core.effects import (
 from scheduler_svc.core.fleet import Fleet
 from scheduler_svc.core.forecast import Forecast
 from scheduler_svc.core.history import History, Story
-from scheduler_svc.core.kept import KeptLogs, Log
+from scheduler_svc.core.kept import KeptLogs
+from scheduler_svc.core.records import Log
 from scheduler_svc.core.request import Request, RequestKey, RequestState, to_tokens
 from scheduler_svc.core.rows import DECODE
 from scheduler_svc.core.stats import RequestStats, request_stats

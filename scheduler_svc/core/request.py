@@ -17,7 +17,7 @@ import numpy as np
 
 from scheduler_svc.core.accounts import Account
 from scheduler_svc.core.arrays import Int32Array
-from scheduler_svc.core.events import Peer, Pooling, RequestArrived
+from scheduler_svc.core.records import Peer, Pooling, RequestArrived
 from scheduler_svc.core.swapping import SwappedKV
 from shared.frames import TOKEN_BYTES
 

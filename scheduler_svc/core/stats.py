@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from scheduler_svc.core.effects import EndReason
+from scheduler_svc.core.records import EndReason
 from scheduler_svc.core.request import Request, RequestState
 from scheduler_svc.core.worker import Worker, WorkerCounters
 

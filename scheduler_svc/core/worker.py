@@ -15,9 +15,10 @@ from scheduler_svc.core.arrays import NO_INDICES, IndexArray, Int32Array, any_of
 from scheduler_svc.core.batching import BatchGate
 from scheduler_svc.core.block_pool import BlockPool
 from scheduler_svc.core.capacity import Capacity
-from scheduler_svc.core.events import ModelFacts, Peer
+from scheduler_svc.core.events import ModelFacts
 from scheduler_svc.core.grammars import Grammars
 from scheduler_svc.core.partial_blocks import PartialMatch
+from scheduler_svc.core.records import Peer
 from scheduler_svc.core.request import Request, RequestState
 from scheduler_svc.core.rows import RowTable
 from scheduler_svc.core.step_clock import StepClock

@@ -6,7 +6,7 @@ from google.protobuf.message import DecodeError
 
 from protos.quire.link.v1 import link_pb2
 from scheduler_svc.core import events as ev
-from scheduler_svc.core.kept import Log
+from scheduler_svc.core.records import Log
 from scheduler_svc.frontend_link import UnusableSubmissionError, arrival, from_stream_end
 from scheduler_svc.journal.book import Book, Entry
 from scheduler_svc.journal.segments import Folder, Segment

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from scheduler_svc.core import effects as ef
 from scheduler_svc.core import events as ev
-from scheduler_svc.core.effects import EndReason
+from scheduler_svc.core.records import EndReason
 from scheduler_svc.sim.faults import NONE, Fault
 from scheduler_svc.sim.returns import Returns
 from scheduler_svc.sim.stream import Stream

@@ -8,8 +8,8 @@ from collections.abc import Callable
 
 from scheduler_svc.core import effects as ef
 from scheduler_svc.core import events as ev
-from scheduler_svc.core.effects import EndReason
 from scheduler_svc.core.plan import Plan, RowAdmission
+from scheduler_svc.core.records import EndReason
 from scheduler_svc.core.stats import SchedulerStats
 from scheduler_svc.core.suspicion import FATAL_ALONE, FATAL_STEPS
 from scheduler_svc.sim.clients import Clients

@@ -12,8 +12,7 @@ import numpy as np
 
 from scheduler_svc.core import effects as ef
 from scheduler_svc.core import events as ev
-from scheduler_svc.core.effects import EndReason
-from scheduler_svc.core.kept import Log
+from scheduler_svc.core.records import EndReason, Log
 from scheduler_svc.sim.stream import Stream
 from scheduler_svc.sim.violation import StreamName, ViolationError
 from scheduler_svc.sim.world import World

@@ -11,8 +11,7 @@ import numpy as np
 
 from scheduler_svc.core import effects as ef
 from scheduler_svc.core import events as ev
-from scheduler_svc.core.effects import EndReason
-from scheduler_svc.core.events import Pooling
+from scheduler_svc.core.records import EndReason, Pooling
 from scheduler_svc.sim.oracle import (
     SCORED,
     expected_embedding,

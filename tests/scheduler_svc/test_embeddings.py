@@ -5,8 +5,7 @@ import dataclasses
 import numpy as np
 
 from scheduler_svc.core import events as ev
-from scheduler_svc.core.effects import EndReason
-from scheduler_svc.core.events import Pooling
+from scheduler_svc.core.records import EndReason, Pooling
 from scheduler_svc.sim.model_worker import ModelWorker
 from scheduler_svc.sim.oracle import expected_embedding
 from tests.scheduler_svc.cluster import FRONTEND, Cluster, Reader

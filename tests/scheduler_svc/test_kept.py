@@ -5,7 +5,8 @@ import pytest
 
 from scheduler_svc.core import effects as ef
 from scheduler_svc.core import events as ev
-from scheduler_svc.core.kept import KeptLogs, Log
+from scheduler_svc.core.kept import KeptLogs
+from scheduler_svc.core.records import Log
 from scheduler_svc.sim.model_worker import ModelWorker
 from scheduler_svc.sim.oracle import expected_output
 from tests.scheduler_svc.cluster import FRONTEND, Cluster

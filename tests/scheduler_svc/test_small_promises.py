@@ -7,7 +7,7 @@ from scheduler_svc.core import effects as ef
 from scheduler_svc.core import events as ev
 from scheduler_svc.core.accounts import Account, AccountNumbers
 from scheduler_svc.core.config import CoreConfig, RequestClass
-from scheduler_svc.core.kept import Log
+from scheduler_svc.core.records import Log
 from scheduler_svc.core.request import Request
 from scheduler_svc.core.waiting import LongestPrefixQueue, make_queue
 from scheduler_svc.sim.model_worker import ModelWorker
