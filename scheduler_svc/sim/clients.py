@@ -13,7 +13,6 @@ from scheduler_svc.core import effects as ef
 from scheduler_svc.core import events as ev
 from scheduler_svc.core.records import EndReason
 from scheduler_svc.sim.faults import NONE, Fault
-from scheduler_svc.sim.returns import Returns
 from scheduler_svc.sim.stream import Stream
 from scheduler_svc.sim.traffic import Demand, Traffic
 from scheduler_svc.sim.violation import StreamName, ViolationError
@@ -40,11 +39,13 @@ class Clients:
 
     Args:
         world: the simulation.
-        on_end: told of every stream that ends, and of what was said of it.
+        on_begin: told of every stream with an identity, once it was submitted.
+        on_end: told of every stream that ends.
     """
 
-    def __init__(self, world: World, on_end: Callable[[Stream], None]) -> None:
+    def __init__(self, world: World, on_begin: Callable[[Stream], None], on_end: Callable[[Stream], None]) -> None:
         self._world = world
+        self._on_begin = on_begin
         self._on_end = on_end
         self._traffic = Traffic(world.rng, world.scenario.traffic, world.scenario.pace, world.faults)
         self._frontends: dict[ev.Peer, _Frontend] = {}
@@ -57,7 +58,6 @@ class Clients:
         self._service: ef.ServiceChanged | None = None
         self._refused = False
         """The queue was full."""
-        self.returns = Returns(world, self)
 
     # ---------------------------------------------------------------- what front ends do
 
@@ -116,7 +116,7 @@ class Clients:
             stream.identity = b"id%d" % self._num_streams
         self._submit(stream)
         if demand.identified:
-            self.returns.began(stream)
+            self._on_begin(stream)
         if demand.cancel_s is not None:
             world.agenda.after(demand.cancel_s, self._cancel, stream)
         if demand.twice:
@@ -155,7 +155,7 @@ class Clients:
         stream.identity = earlier.identity
         stream.go_on_from(tokens)
         self._submit(stream, again=True)
-        self.returns.began(stream)
+        self._on_begin(stream)
         if stream.starved and stream.end is None and earlier.demand.take_s is not None:
             self._world.agenda.after(earlier.demand.take_s, self._grant, stream, 64)
 

@@ -6,19 +6,16 @@ it answers to a client that asks is known as well, and after a restart it may be
 
 import enum
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from scheduler_svc.core import effects as ef
 from scheduler_svc.core import events as ev
 from scheduler_svc.core.records import EndReason, Log
+from scheduler_svc.sim.clients import Clients
 from scheduler_svc.sim.stream import Stream
 from scheduler_svc.sim.violation import StreamName, ViolationError
 from scheduler_svc.sim.world import World
-
-if TYPE_CHECKING:
-    from scheduler_svc.sim.clients import Clients
 
 _AGAIN = 0.5
 """Probability that somebody does one more thing about a request."""
@@ -48,7 +45,7 @@ class _Kept:
 class Returns:
     """All requests with an identity, and what the core keeps of them."""
 
-    def __init__(self, world: World, clients: "Clients") -> None:
+    def __init__(self, world: World, clients: Clients) -> None:
         self._world = world
         self._clients = clients
         self._newest: dict[bytes, Stream] = {}

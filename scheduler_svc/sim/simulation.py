@@ -23,6 +23,7 @@ from scheduler_svc.sim.cluster import Cluster
 from scheduler_svc.sim.coverage import Coverage
 from scheduler_svc.sim.faults import NONE, Fault
 from scheduler_svc.sim.promises import Promises
+from scheduler_svc.sim.returns import Returns
 from scheduler_svc.sim.scenario import Scenario
 from scheduler_svc.sim.sites import Epoch, Site
 from scheduler_svc.sim.stream import Stream
@@ -83,7 +84,8 @@ class Simulation:
         rng = random.Random(f"world {scenario.seed}")
         self._world = World(scenario, rng, self._agenda, coverage, self.feed, scenario.faults)
         self._cluster = Cluster(self._world)
-        self._clients = Clients(self._world, self._stream_ended)
+        self._clients = Clients(self._world, self._stream_began, self._stream_ended)
+        self._returns = Returns(self._world, self._clients)
         self._promises = Promises(self._world, self._cluster, self._clients)
         self._core = Scheduler(scenario.config, rng.getrandbits(63))
         self._next_tick = self._agenda.now
@@ -106,10 +108,10 @@ class Simulation:
             ef.WorkerEmptied: lambda effect: None,
             ef.GrammarWanted: self._cluster.grammar_wanted,
             ef.ScoresReady: self._clients.scores_ready,
-            ef.ResumeAnswered: self._clients.returns.answered,
-            ef.LogBegun: self._clients.returns.log_begun,
-            ef.LogEnded: self._clients.returns.log_ended,
-            ef.LogDropped: self._clients.returns.log_dropped,
+            ef.ResumeAnswered: self._returns.answered,
+            ef.LogBegun: self._returns.log_begun,
+            ef.LogEnded: self._returns.log_ended,
+            ef.LogDropped: self._returns.log_dropped,
             ef.AttemptPrefilled: lambda effect: None,
             ef.AttemptEnded: lambda effect: self._promises.attempt_ended(effect),
         }
@@ -191,6 +193,9 @@ class Simulation:
     def _request_ended(self, effect: ef.RequestEnded) -> None:
         self._world.coverage.counts["end", effect.reason.name] += 1
         self._clients.request_ended(effect, self._promises.objection)
+
+    def _stream_began(self, stream: Stream) -> None:
+        self._returns.began(stream)
 
     def _stream_ended(self, stream: Stream) -> None:
         self._promises.ended(stream)
@@ -291,7 +296,7 @@ class Simulation:
         self._core = Scheduler(self._scenario.config, self._world.rng.getrandbits(63))
         self._promises = Promises(self._world, self._cluster, self._clients)
         self._cluster.core_died()
-        self._clients.returns.core_died()
+        self._returns.core_died()
         self._clients.core_died()
 
     # ---------------------------------------------------------------- phase two

@@ -4,7 +4,8 @@
 * `base`: the contract between a model and the rest of the worker
 * `registry`: which of the two paths a model takes
 * `llama`: first path, the hand-written Llama/Qwen family
-* `llama_packed`: the same on a CPU, packed for our kernels
+* `llama_layer`: the weights of one of its layers
+* `llama_packed`: the family on a CPU, its weights packed for our kernels
 * `rope`: rotary tables for it
 * `weights`: safetensors files, one tensor at a time
 * `fingerprint`: what tells two loaded models apart

@@ -7,7 +7,6 @@ norm that follows it.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -23,6 +22,7 @@ from kernels.paged_attention import DecodeSchedule, paged_attention
 from kernels.qkv import rotate_and_cache
 from worker_svc.model import llama_packed
 from worker_svc.model.base import AttentionInputs, KVCache, KVShape
+from worker_svc.model.llama_layer import Layer, Linear
 from worker_svc.model.rope import ROPE_TYPES, rope_tables
 from worker_svc.model.weights import copy_weights
 
@@ -38,34 +38,6 @@ def supports(architecture: str, config: PretrainedConfig) -> bool:
         and rope.get("rope_type") in ROPE_TYPES
         and set(getattr(config, "layer_types", None) or ()) <= {"full_attention", "sliding_attention"}
     )
-
-
-@dataclass(frozen=True, slots=True)
-class Linear:
-    """`x @ weight.T + bias`, weight `[out, in]`."""
-
-    weight: torch.Tensor
-    bias: torch.Tensor | None
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return linear(x, self.weight, self.bias)
-
-
-@dataclass(frozen=True, slots=True)
-class Layer:
-    """The weights of one decoder layer."""
-
-    input_norm: torch.Tensor
-    qkv: Linear
-    """Rows: all query heads, then all key heads, then all value heads."""
-    query_norm: torch.Tensor | None
-    key_norm: torch.Tensor | None
-    output: Linear
-    mlp_norm: torch.Tensor
-    gate_up: Linear
-    """Rows: gate, then up."""
-    down: Linear
-    sliding_window: int | None
 
 
 class LlamaModel:

@@ -3,10 +3,6 @@
 This module decides whether that can be done for a model, and does it. Where it cannot, `llama` computes with torch.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 import torch
 from transformers import PretrainedConfig
 
@@ -15,9 +11,7 @@ from kernels.decoder import DecoderShape, LayerWeights, PackedDecoder, why_unsup
 from kernels.linear import PackedLinear
 from kernels.native.library import Native, native
 from shared.config import ConfigError
-
-if TYPE_CHECKING:
-    from worker_svc.model.llama import Layer, Linear
+from worker_svc.model.llama_layer import Layer, Linear
 
 
 def shape_of(config: PretrainedConfig) -> DecoderShape:
