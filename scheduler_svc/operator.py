@@ -95,4 +95,6 @@ def _worker_state(worker: WorkerStats) -> link_pb2.WorkerState:
         cached_blocks=worker.blocks_cached,
         total_blocks=worker.blocks_total,
         last_step_tokens=worker.last_step_tokens,
+        device=worker.device,
+        pid=worker.pid,
     )

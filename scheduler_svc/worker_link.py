@@ -20,6 +20,8 @@ _MAX_ROWS = 1 << 16
 _MAX_BLOCKS = 1 << 22
 _MAX_BLOCK_SIZE = 1 << 16
 _MAX_HIDDEN = 1 << 20
+_MAX_DEVICE = 128
+"""Characters; only people read them."""
 _MAX_TABLE = 1 << 28
 """Entries of a worker's block tables. Untouched ones take no memory, but there must be room for them."""
 _POOLINGS = {
@@ -204,6 +206,8 @@ def _hello(peer: ev.Peer, hello: plan_pb2.Hello) -> ev.WorkerHello:
         max_rows=hello.max_rows,
         max_tokens_per_step=hello.max_tokens_per_step,
         num_host_blocks=min(hello.num_host_blocks, _MAX_BLOCKS),
+        device=" ".join(hello.device.split())[:_MAX_DEVICE],
+        pid=hello.pid,
         process=hello.process,
         protocol_version=version,
     )

@@ -144,6 +144,8 @@ def _worker(worker: link_pb2.WorkerState) -> admin_pb2.Worker:
         cached_blocks=worker.cached_blocks,
         total_blocks=worker.total_blocks,
         last_step_tokens=worker.last_step_tokens,
+        device=worker.device,
+        pid=worker.pid,
     )
 
 

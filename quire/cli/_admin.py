@@ -17,10 +17,14 @@ def admin_stub(options: Namespace) -> Iterator[admin_pb2_grpc.AdminServiceStub]:
 
 def print_workers(workers: Iterable[admin_pb2.Worker]) -> None:
     """A line for each worker."""
-    print(f"{'worker':<24} {'state':<9} {'running':>7} {'in flight':>9} {'free':>8} {'cached':>8} {'blocks':>8}")
+    print(
+        f"{'worker':<24} {'state':<9} {'running':>7} {'in flight':>9} {'free':>8} {'cached':>8} {'blocks':>8}"
+        f" {'pid':>7} device"
+    )
     for worker in workers:
         state = "draining" if worker.draining else "serving"
         print(
             f"{worker.worker_id:<24} {state:<9} {worker.running_requests:>7} {worker.plans_in_flight:>9}"
             f" {worker.free_blocks:>8} {worker.cached_blocks:>8} {worker.total_blocks:>8}"
+            f" {worker.pid:>7} {worker.device}"
         )

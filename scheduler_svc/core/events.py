@@ -112,6 +112,10 @@ class WorkerHello:
     num_host_blocks: int = 0
     protocol_version: int = 0
     """The version of the plan protocol that is spoken with it."""
+    device: str = ""
+    """What it computes on; with `pid` for operators alone."""
+    pid: int = 0
+    """Its process id, where it runs."""
     process: str = ""
     """What the machine calls its process; nothing that the core looks at."""
 

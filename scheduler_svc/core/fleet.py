@@ -123,6 +123,8 @@ class Fleet:
             shares_prefixes=config.prefix_cache != "off",
             swap=SwapSpace(hello.num_host_blocks),
             protocol_version=hello.protocol_version,
+            device=hello.device,
+            pid=hello.pid,
         )
         return worker
 

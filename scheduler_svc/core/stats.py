@@ -9,9 +9,11 @@ from scheduler_svc.core.worker import Worker, WorkerCounters
 
 @dataclass(frozen=True, slots=True)
 class WorkerStats:
-    """A worker's state for metrics; blocks as in `quire_kv_blocks`."""
+    """A worker's state; blocks as in `quire_kv_blocks`."""
 
     worker_id: str
+    device: str
+    pid: int
     blocks_total: int
     blocks_free: int
     blocks_cached: int
@@ -82,6 +84,8 @@ def worker_stats(worker: Worker) -> WorkerStats:
     """A worker's figures."""
     return WorkerStats(
         worker_id=worker.worker_id,
+        device=worker.device,
+        pid=worker.pid,
         blocks_total=worker.pool.num_blocks,
         blocks_free=worker.pool.num_free,
         blocks_cached=worker.pool.num_cached,

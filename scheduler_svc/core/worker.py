@@ -129,6 +129,9 @@ class Worker:
     swap: SwapSpace
     protocol_version: int
     """Nothing that a newer one adds to plans is used with it."""
+    device: str
+    pid: int
+    """Both as it said; for operators."""
     in_flight: deque[StepInFlight] = field(default_factory=deque)
     departed: dict[tuple[int, int], Departure] = field(default_factory=dict)
     prefilling: list[int] = field(default_factory=list)

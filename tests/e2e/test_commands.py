@@ -44,13 +44,17 @@ def test_a_conversation_in_the_terminal(served: Served, tmp_path: Path) -> None:
 
 
 def test_models_and_workers_are_listed(served: Served) -> None:
-    """The served model with its figures, for people and for programs; the worker and its blocks."""
+    """The served model with its figures, for people and for programs; the worker, its process and its device."""
     table = quire("models", "--target", served.grpc).splitlines()
     (model,) = json.loads(quire("models", "--json", "--target", served.grpc))
 
     assert table[1].split() == ["demo", "Qwen3ForCausalLM", model["dtype"], "2048", "1024", "yes"]
     assert model["eos_token_ids"] == [2]
-    assert "worker-0" in quire("workers", "--target", served.grpc)
+    _, worker = quire("workers", "--target", served.grpc).splitlines()
+    assert worker.startswith("worker-0 ")
+    pid, device = worker.split()[-2:]
+    assert Path("/proc", pid).exists()
+    assert device == "cpu"
 
 
 def test_an_operator_sees_and_ends_requests(served: Served) -> None:

@@ -98,7 +98,7 @@ class WorkerPeer(Peer):
         hello = plan_pb2.Hello(
             protocol_version=oldest, newest_protocol_version=newest, worker_id=worker_id, incarnation=1, model=model,
             block_size=4, num_blocks=8,
-            max_rows=4, max_tokens_per_step=64, num_kv_groups=1, process=process,
+            max_rows=4, max_tokens_per_step=64, num_kv_groups=1, device="cpu", pid=321, process=process,
         )  # fmt: skip
         self.send(plan_pb2.WorkerMessage(hello=hello))
 
@@ -384,7 +384,8 @@ def test_an_operator_drains_and_resumes_a_worker(stand: Stand) -> None:
     assert [(state.worker_id, state.draining) for state in drained.workers] == [("w", True)]
     assert not ask(resume_worker=link_pb2.ResumeWorker(worker_id="w")).workers[0].draining
     assert ask(drain_worker=link_pb2.DrainWorker(worker_id="nobody")).not_found
-    assert [state.total_blocks for state in ask(list_workers=link_pb2.ListWorkers()).workers] == [8]
+    (listed,) = ask(list_workers=link_pb2.ListWorkers()).workers
+    assert (listed.total_blocks, listed.device, listed.pid) == (8, "cpu", 321)
 
 
 def test_shutdown_leaves_live_requests_to_the_front_ends(stand: Stand) -> None:

@@ -805,6 +805,8 @@ class WorkerState(_message.Message):
     CACHED_BLOCKS_FIELD_NUMBER: _builtins.int
     TOTAL_BLOCKS_FIELD_NUMBER: _builtins.int
     LAST_STEP_TOKENS_FIELD_NUMBER: _builtins.int
+    DEVICE_FIELD_NUMBER: _builtins.int
+    PID_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     """Its name."""
     draining: _builtins.bool
@@ -821,6 +823,10 @@ class WorkerState(_message.Message):
     """KV blocks in all."""
     last_step_tokens: _builtins.int
     """Tokens of the newest step."""
+    device: _builtins.str
+    """What it computes on, as it says."""
+    pid: _builtins.int
+    """Its process id on its machine, as it says."""
     def __init__(
         self,
         *,
@@ -832,10 +838,12 @@ class WorkerState(_message.Message):
         cached_blocks: _builtins.int = ...,
         total_blocks: _builtins.int = ...,
         last_step_tokens: _builtins.int = ...,
+        device: _builtins.str = ...,
+        pid: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_blocks", b"cached_blocks", "draining", b"draining", "free_blocks", b"free_blocks", "last_step_tokens", b"last_step_tokens", "plans_in_flight", b"plans_in_flight", "running_requests", b"running_requests", "total_blocks", b"total_blocks", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_blocks", b"cached_blocks", "device", b"device", "draining", b"draining", "free_blocks", b"free_blocks", "last_step_tokens", b"last_step_tokens", "pid", b"pid", "plans_in_flight", b"plans_in_flight", "running_requests", b"running_requests", "total_blocks", b"total_blocks", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
