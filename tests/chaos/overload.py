@@ -34,10 +34,13 @@ from tools.plots.svg import Series, lines
 PROMPT = 64
 OUTPUT = (192, 448)
 """Lengths are drawn evenly from here: equal ones would end, and begin, in step with each other."""
+MAX_NUM_SEQS, MAX_QUEUED_REQUESTS = 8, 8
 DEADLINE_S, TTFT_TARGET_S = 60.0, 8.0
 """Of every request; who misses either is not served in time."""
 SHARES = (0.9, 0.85, 0.8, 0.75, 0.7, 0.65, 0.6)
-"""Of the throughput without pauses, tried in turn until 99 % meet their deadline."""
+"""Of the throughput without pauses, tried in turn until enough meet their deadline."""
+IN_TIME = 0.99
+"""Of all requests, at 1x."""
 
 
 @dataclass(slots=True)
@@ -149,25 +152,30 @@ async def _watch(served: Served, phase: Phase) -> None:
             await asyncio.sleep(0.2)
 
 
-async def capacity(served: Served, concurrency: int = 8, seconds: float = 30.0) -> float:
-    """Requests per second without pauses."""
-    done, end = 0, time.monotonic() + seconds
+async def capacity(served: Served, seconds: float = 60.0) -> float:
+    """Requests per second without pauses: tokens per second, by what a request asks for on average.
+
+    Finished requests would be too few to count, and the first second in which all rows are busy comes late.
+    """
+    begin = time.monotonic()
+    counted_from, end = begin + seconds / 3, begin + seconds
+    num_tokens = 0
 
     async def one_after_another(client: AsyncClient, rng: random.Random) -> None:
-        nonlocal done
+        nonlocal num_tokens
         while time.monotonic() < end:
             prompt, length = _draw(rng)
             try:
-                await client.generate(token_ids=prompt, max_tokens=length, temperature=0, ignore_eos=True).result()
-                done += 1
+                async for piece in client.generate(token_ids=prompt, max_tokens=length, temperature=0, ignore_eos=True):
+                    if counted_from <= time.monotonic() < end:
+                        num_tokens += len(piece.token_ids)
             except QueueFullError as error:  # all begin at once, and the queue is shorter than that
                 await asyncio.sleep(error.retry_after_s or 0.1)
 
-    begin = time.monotonic()
     async with AsyncClient(served.grpc) as client, asyncio.TaskGroup() as tasks:
-        for index in range(concurrency):
+        for index in range(MAX_NUM_SEQS):
             tasks.create_task(one_after_another(client, random.Random(index)))
-    throughput = done / (time.monotonic() - begin)
+    throughput = num_tokens / (end - counted_from) / (sum(OUTPUT) / 2)
     print(f"{throughput:.3f} requests per second without pauses", flush=True)
     return throughput
 
@@ -177,21 +185,19 @@ def _own_cpu() -> float:
     return usage.ru_utime + usage.ru_stime
 
 
-async def find_rate(served: Served, seconds: float) -> float:
-    """The highest rate of a few at which requests meet their deadlines."""
-    throughput = await capacity(served)
-    for share in SHARES:
-        phase = await run(served, share * throughput, seconds)
-        print(json.dumps(phase.figures()), flush=True)
-        if phase.in_time >= 0.99 * sum(phase.outcomes.values()):
-            break
-    return phase.rate
-
-
 async def measure(served: Served, rate: float, normal_s: float, overload_s: float) -> tuple[Phase, Phase]:
-    """1x, then 10x."""
-    await run(served, rate, 10.0)  # speeds are learnt, memory is there
-    return await run(served, rate, normal_s), await run(served, 10 * rate, overload_s)
+    """1x, then 10x; without a rate for 1x, the highest of a few at which requests meet their deadlines."""
+    rates = [rate]
+    if not rate:
+        throughput = await capacity(served)
+        rates = [share * throughput for share in SHARES]
+    await run(served, rates[-1], 10.0)  # speeds are learnt, memory is there
+    for rate in rates:
+        normal = await run(served, rate, normal_s)
+        print(json.dumps(normal.figures()), flush=True)
+        if normal.in_time >= IN_TIME * sum(normal.outcomes.values()):
+            break
+    return normal, await run(served, 10 * rate, overload_s)
 
 
 def compare(normal: Phase, overload: Phase) -> dict[str, Any]:
@@ -227,12 +233,8 @@ def main() -> int:
     """Measures; prints and writes the figures."""
     parser = command.parser("tests.chaos.overload", __doc__)
     parser.add_argument("--seconds", type=float, default=180.0, help="of the overload")
-    parser.add_argument("--normal-seconds", type=float, default=60.0, help="of the time at 1x, and of each try for it")
+    parser.add_argument("--normal-seconds", type=float, default=180.0, help="of the time at 1x, and of each try for it")
     parser.add_argument("--rate", type=float, default=0.0, help="1x, requests/s, if it is known")
-    parser.add_argument("--share", type=float, default=0.0, help="1x, of the throughput without pauses, if it is known")
-    parser.add_argument("--only-find", action="store_true", help="find 1x and end")
-    parser.add_argument("--max-num-seqs", type=int, default=8)
-    parser.add_argument("--max-queued-requests", type=int, default=4)
     parser.add_argument("--plot", type=Path, default=None)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="quire-overload-") as folder:
@@ -241,15 +243,9 @@ def main() -> int:
             "LlamaForCausalLM", Path(folder) / "model", hidden_size=512, intermediate_size=1408, num_hidden_layers=24,
             num_attention_heads=8, num_key_value_heads=4,
         )  # fmt: skip
-        limits = (f"--max-num-seqs={options.max_num_seqs}", f"--max-queued-requests={options.max_queued_requests}")
+        limits = (f"--max-num-seqs={MAX_NUM_SEQS}", f"--max-queued-requests={MAX_QUEUED_REQUESTS}")
         with serve(checkpoint, "--dtype=float32", "--policy=edf", *limits) as served:
-            if options.share:
-                options.rate = options.share * asyncio.run(capacity(served))
-            rate = options.rate or asyncio.run(find_rate(served, options.normal_seconds))
-            if options.only_find:
-                print(f"1x is {rate:.3f} requests per second")
-                return 0
-            phases = asyncio.run(measure(served, rate, options.normal_seconds, options.seconds))
+            phases = asyncio.run(measure(served, options.rate, options.normal_seconds, options.seconds))
     command.tell(compare(*phases), options.json)
     if options.plot is not None:
         options.plot.write_text(plot(*phases))
