@@ -1,7 +1,8 @@
 """Tests under Triton's interpreter.
 
-Triton decides when it is imported whether to interpret, and in this process it may have been imported already
-by anything; compiling ahead of time needs it not to. So these tests get a process of their own.
+Triton decides when it is imported whether to interpret, and in a process with other tests it may have been imported
+already by anything; compiling ahead of time needs it not to. So these tests, in folders of the name `interpreted`, get
+a process of their own, from a test beside the folder or from whoever names them alone on the command line.
 """
 
 import os
@@ -10,15 +11,18 @@ import subprocess
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+_VARIABLE = "TRITON_INTERPRET"
 
 
-def check_interpreted(tests: Path, **environment: str) -> None:
+def check_interpreted(tests: Path) -> None:
     """Runs a file or folder of tests, interpreted, on one thread; all must pass, and there must be some."""
     process = subprocess.run(
         [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-o", "addopts=", str(tests)],
         cwd=ROOT,
-        env=os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"} | environment,
+        env=os.environ | {_VARIABLE: "1", "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         timeout=280,
@@ -27,3 +31,22 @@ def check_interpreted(tests: Path, **environment: str) -> None:
 
     assert process.returncode == 0, process.stdout[-6000:] + process.stderr[-2000:]
     assert re.search(r"\d+ passed", process.stdout), process.stdout
+
+
+def left_out(config: pytest.Config) -> list[str]:
+    """The files that a folder of interpreted tests does not collect: none in a process that interprets, which one does
+    that was told of such tests alone.
+
+    Raises:
+        pytest.UsageError: such tests are named beside others.
+    """
+    if os.environ.get(_VARIABLE) == "1":
+        return []
+    named = [config.invocation_params.dir / argument.partition("::")[0] for argument in config.args]
+    interpreted = ["interpreted" in path.resolve().parts[len(ROOT.parts) :] for path in named]
+    if all(interpreted):
+        os.environ[_VARIABLE] = "1"
+        return []
+    if any(interpreted):
+        raise pytest.UsageError("interpreted tests cannot share a process with others: name them alone")
+    return ["test_*.py"]

@@ -1,7 +1,12 @@
-"""Nothing here is collected unless the interpreter is on: see `tests/kernels/test_interpreted.py`."""
+"""Nothing here is collected together with other tests: see `tests/interpreted.py`."""
 
-from __future__ import annotations
+import pytest
 
-import os
+from tests.interpreted import left_out
 
-collect_ignore_glob = [] if os.environ.get("TRITON_INTERPRET") == "1" else ["test_*.py"]
+collect_ignore_glob: list[str] = []
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Before anything imports triton, if these tests are named alone."""
+    collect_ignore_glob[:] = left_out(config)

@@ -1,7 +1,22 @@
-"""Nothing here is collected unless the interpreter is on: see `tests/worker_svc/test_device_path.py`."""
+"""Nothing here is collected together with other tests: see `tests/interpreted.py`."""
 
-from __future__ import annotations
+from collections.abc import Iterator
 
-import os
+import pytest
 
-collect_ignore_glob = [] if os.environ.get("TRITON_INTERPRET") == "1" else ["test_*.py"]
+from tests.interpreted import left_out
+
+collect_ignore_glob: list[str] = []
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Before anything imports triton, if these tests are named alone."""
+    collect_ignore_glob[:] = left_out(config)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def without_cpu_kernels() -> Iterator[None]:
+    """What Triton computes on a GPU nothing else computes here."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setenv("QUIRE_CPU_KERNELS", "off")
+        yield
