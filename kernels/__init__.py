@@ -3,7 +3,8 @@
 One module is one operation (attention, the largest, is a package). Its public function looks at the device of its
 arguments: CUDA tensors go to the Triton kernel, everything else to the CPU path. The function named ``*_reference``
 says what the operation *means*, in plain torch and in whatever precision its inputs have (float64 included); tests
-hold kernel and CPU path against it.
+hold kernel and CPU path against it. It has a module of its own (``…_reference``) where the self-test of `native`, below
+the operations, needs it too.
 
     kv_cache          write the new tokens' keys and values into their slots of the paged cache
     paged_attention   attention of a flat batch of rows over their pages: decode and chunked prefill

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kernels.native.library import Native, native
+from kernels.native.library import Native
 from kernels.native.structures import BFLOAT16, FLOAT32, FORMATS, INT8, STORE_BFLOAT16, STORE_FLOAT, CLinear
 
 _BLOCK = 16
@@ -35,9 +35,8 @@ class PackedLinear:
     tensors: tuple[torch.Tensor, ...]
     """What `structure` points to."""
 
-    def __call__(self, x: torch.Tensor, kernels: Native | None = None) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, kernels: Native) -> torch.Tensor:
         """``x`` ``[rows, inputs]`` float32 or bfloat16 times the weights: ``[rows, outputs]`` in its dtype."""
-        kernels = kernels or _serving()
         wide = x.float().contiguous()
         out = torch.empty(len(x), self.outputs, dtype=x.dtype)
         work = torch.empty(kernels.work_bytes(self.structure.format, len(x), self.inputs), dtype=torch.uint8)
@@ -79,15 +78,14 @@ def empty_weight(outputs: int, inputs: int, dtype: torch.dtype) -> torch.Tensor:
     return weight[:outputs, :inputs]
 
 
-def pack(weight: torch.Tensor, bias: torch.Tensor | None = None, *, kernels: Native | None = None) -> PackedLinear:
+def pack(weight: torch.Tensor, bias: torch.Tensor | None = None, *, kernels: Native) -> PackedLinear:
     """Packs a weight made by `empty_weight`, in place: it is no matrix any more afterwards."""
     outputs, inputs = weight.shape
-    library = (kernels or _serving()).library
-    library.quire_pack_in_place(FORMATS[weight.dtype], weight.data_ptr(), outputs, inputs)
+    kernels.library.quire_pack_in_place(FORMATS[weight.dtype], weight.data_ptr(), outputs, inputs)
     return _packed(FORMATS[weight.dtype], outputs, inputs, weight, bias)
 
 
-def quantise(weight: torch.Tensor, bias: torch.Tensor | None = None, *, kernels: Native | None = None) -> PackedLinear:
+def quantise(weight: torch.Tensor, bias: torch.Tensor | None = None, *, kernels: Native) -> PackedLinear:
     """The weight ``[outputs, inputs]`` (float32 or bfloat16) as int8; ``weight`` stays as it is."""
     outputs, inputs = weight.shape
     blocks = -(-outputs // _BLOCK)
@@ -95,7 +93,7 @@ def quantise(weight: torch.Tensor, bias: torch.Tensor | None = None, *, kernels:
     advise_huge_pages(packed)
     scales = torch.empty(blocks * _BLOCK, dtype=torch.float32)
     sums = torch.empty(blocks * _BLOCK, dtype=torch.int32)
-    (kernels or _serving()).library.quire_quantise(
+    kernels.library.quire_quantise(
         FORMATS[weight.dtype],
         weight.data_ptr(),
         weight.stride(0),
@@ -135,10 +133,3 @@ def advise_huge_pages(tensor: torch.Tensor) -> None:
         madvise = CDLL(None).madvise
         madvise.argtypes = [c_void_p, c_size_t, c_int]
         madvise(begin, end - begin, mmap.MADV_HUGEPAGE)  # a wish; what it says does not matter
-
-
-def _serving() -> Native:
-    kernels = native()
-    if kernels is None:
-        raise RuntimeError("there are no CPU kernels here")
-    return kernels

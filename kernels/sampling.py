@@ -28,39 +28,32 @@ without host synchronisation (`kernels.sampling_triton`); only typical-p sorts.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from kernels._triton import runs_on_triton
-from kernels.native.sampling import argmax_native, sample_native, sampling_kernels
-from kernels.philox import gumbel_from_words, random_words, random_words_at
+from kernels.native.library import Native
+from kernels.native.sampling import argmax_native, sample_native
+from kernels.native.serving import native
+from kernels.philox import gumbel_from_words, random_words_at
+from kernels.sampling_reference import SamplingTensors, process_logits_reference, sample_reference
 from kernels.sampling_triton import draw_triton, sample_triton
+
+__all__ = [
+    "SamplingTensors",
+    "greedy",
+    "nonfinite_rows",
+    "process_logits_reference",
+    "sample",
+    "sample_checked",
+    "sample_reference",
+]
 
 _SMALL_VOCAB = 4096  # up to here one batched sort is cheaper than looking at each row
 _COLDEST = 1e-30  # a smaller temperature could overflow a logit; this one is greedy already
 _DENSE_ELEMENTS = 1 << 16  # logits given noise at once: Philox on CPU makes a dozen passes over eight bytes for each
-
-
-@dataclass(frozen=True, slots=True)
-class SamplingTensors:
-    """Sampling parameters of a batch: one entry per row, on the device of the logits.
-
-    The two booleans live on the host, because they choose what is launched; they may be true without need
-    (slower, same result), never false wrongly.
-    """
-
-    temperature: torch.Tensor  # [num_rows] float32; 0: greedy
-    top_k: torch.Tensor  # [num_rows] int32; 0: off
-    top_p: torch.Tensor  # [num_rows] float32; 1: off
-    min_p: torch.Tensor  # [num_rows] float32; 0: off
-    seed: torch.Tensor  # [num_rows] int64; all 64 bits are the Philox key
-    choice: torch.Tensor  # [num_rows] int32; which of the request's n choices
-    position: torch.Tensor  # [num_rows] int32; absolute position of the token being sampled
-    any_random: bool  # some row has temperature > 0
-    any_truncation: bool  # some row with temperature > 0 has top_k, top_p or min_p on
-    typical_p: torch.Tensor | None = None  # [num_rows] float32; 1: off; None: off for all
 
 
 def sample(logits: torch.Tensor, params: SamplingTensors) -> torch.Tensor:
@@ -89,7 +82,7 @@ def sample_checked(logits: torch.Tensor, params: SamplingTensors) -> torch.Tenso
 
 def greedy(logits: torch.Tensor) -> torch.Tensor:
     """The likeliest token of each row, ``[num_rows]`` int64; -1 for those of `nonfinite_rows`."""
-    kernels = sampling_kernels(logits)
+    kernels = _kernels_for(logits)
     if kernels is not None:
         return argmax_native(logits, kernels)
     return logits.argmax(dim=-1).masked_fill(nonfinite_rows(logits), -1)
@@ -97,7 +90,7 @@ def greedy(logits: torch.Tensor) -> torch.Tensor:
 
 def nonfinite_rows(logits: torch.Tensor) -> torch.Tensor:
     """``[num_rows]`` bool: the row holds a NaN or +inf, or nothing but -inf, and cannot be sampled from."""
-    kernels = sampling_kernels(logits)
+    kernels = _kernels_for(logits)
     if kernels is not None:
         return argmax_native(logits, kernels) < 0
     # One pass: the maximum carries NaN and +inf along, and is -inf only when everything is.
@@ -106,69 +99,22 @@ def nonfinite_rows(logits: torch.Tensor) -> torch.Tensor:
 
 def _argmax(logits: torch.Tensor) -> torch.Tensor:
     """Index of each row's largest logit; some index where a row has none."""
-    kernels = sampling_kernels(logits)
+    kernels = _kernels_for(logits)
     return logits.argmax(dim=-1) if kernels is None else argmax_native(logits, kernels).clamp_(min=0)
 
 
-def sample_reference(logits: torch.Tensor, params: SamplingTensors) -> torch.Tensor:
-    """Plain torch form of `sample`: filter everything, draw noise for everything."""
-    scores = process_logits_reference(logits, params)
-    noise = gumbel_from_words(random_words(params.seed, params.position, params.choice, logits.shape[1]))
-    random = (params.temperature > 0).unsqueeze(1)
-    return torch.where(random, scores + noise, scores).argmax(dim=-1)
-
-
-def process_logits_reference(logits: torch.Tensor, params: SamplingTensors) -> torch.Tensor:
-    """The float32 scores ``[num_rows, vocab_size]`` that the draw is made from: scaled, removed tokens at
-    -inf.
-
-    One ascending sort serves both top-k and top-p; nothing is read back to the host.
-    """
-    scores = logits.to(torch.float32)
-    random = (params.temperature > 0).unsqueeze(1)
-    scores = scores / torch.where(random, params.temperature.unsqueeze(1), 1.0)
-    if not params.any_truncation and params.typical_p is None:
-        return scores
-
-    vocab_size = scores.shape[1]
-    ordered, index = (x.flip(-1) for x in scores.sort(dim=-1, descending=True, stable=True))
-    top_k = params.top_k.to(torch.int64).unsqueeze(1)
-    kth = ordered.gather(1, vocab_size - torch.where(top_k > 0, top_k, vocab_size).clamp(max=vocab_size))
-    ordered = ordered.masked_fill(ordered < kth, -torch.inf)
-
-    top_p = params.top_p.unsqueeze(1)
-    removed = ordered.softmax(dim=-1).cumsum(dim=-1) <= 1.0 - top_p
-    removed &= top_p < 1.0
-    removed[:, -1] = False
-    ordered = ordered.masked_fill(removed, -torch.inf)
-    kept = torch.empty_like(scores).scatter_(1, index, ordered)
-
-    probs = kept.softmax(dim=-1)
-    unlikely = probs < params.min_p.unsqueeze(1) * probs.amax(dim=-1, keepdim=True)
-    kept = kept.masked_fill(unlikely, -torch.inf)
-    if params.typical_p is not None:
-        kept = torch.where((params.typical_p < 1).unsqueeze(1), _typical(kept, params.typical_p), kept)
-    return torch.where(random, kept, scores)
-
-
-def _typical(scores: torch.Tensor, typical_p: torch.Tensor) -> torch.Tensor:
-    """``scores`` with what locally typical sampling removes at -inf."""
-    information = -scores.log_softmax(dim=-1)
-    probs = scores.softmax(dim=-1)
-    entropy = (information * probs).nansum(dim=-1, keepdim=True)
-    distance, index = (information - entropy).abs().sort(dim=-1, stable=True)
-    mass = scores.gather(-1, index).softmax(dim=-1).cumsum(dim=-1)
-    last = (mass < typical_p.unsqueeze(1)).sum(dim=-1, keepdim=True).clamp(max=scores.shape[-1] - 1)
-    removed = distance > distance.gather(-1, last)
-    removed[:, 0] = False
-    return scores.masked_fill(torch.zeros_like(removed).scatter_(1, index, removed), -torch.inf)
+def _kernels_for(logits: torch.Tensor) -> Native | None:
+    """The kernels, if they take these logits: ``[rows, vocab]`` float32 on a CPU, each row contiguous."""
+    if logits.device.type != "cpu" or logits.dtype != torch.float32 or logits.dim() != 2 or logits.stride(1) != 1:
+        return None
+    return native()
 
 
 def _sample_cpu(logits: torch.Tensor, params: SamplingTensors) -> torch.Tensor:
     """`sample_checked` on CPU: by its kernels, where they are."""
     if logits.device.type == "cpu":
         logits = logits.to(torch.float32)
-    kernels = sampling_kernels(logits)
+    kernels = _kernels_for(logits)
     if kernels is None:
         return _sample_by_torch(logits, params)
     if params.typical_p is None:

@@ -15,15 +15,11 @@ then a reduction per row.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 
 from kernels._triton import jit, kernel, kernel_with, next_power_of_2, tl
 from kernels.philox import gumbel_tile, philox_words_tile
-
-if TYPE_CHECKING:
-    from kernels.sampling import SamplingTensors
+from kernels.sampling_reference import SamplingTensors
 
 _SELECT_TILE = 1024  # logits that a program looks at together
 _DRAW_TILE = 1024  # logits per program of the draw

@@ -8,7 +8,7 @@ from types import FrameType
 
 import torch
 
-from kernels.native.library import native
+from kernels.native.serving import native
 from protos.quire.plan.v1 import plan_pb2
 from shared.config import ConfigError, WorkerConfig
 from shared.curve import WORKER, load_keys

@@ -1,8 +1,11 @@
 """The CPU kernels: C++ behind a C ABI, called through ctypes; torch stays the path where they cannot run.
 
-    library     which library there is, which instructions it may use, whether it computes rightly here (selftest)
-    sampling    from logits to tokens; the other callers are `kernels.linear`, `decoder` and `paged_attention`
     structures  the C structures, field by field
+    library     the library that was built, and the levels of it that this processor runs
+    attention   paged attention over the pages where they lie
+    sampling    from logits to tokens; the other callers are `kernels.linear` and `kernels.decoder`
+    selftest    whether a level computes rightly here
+    serving     which level serves: the only module above the operations, which are told the level
     src/        the C++: `format.h` says how numbers lie in memory, `levels.h` what exists once per instruction set,
                 `decoder.h` what a model looks like to it; read in that order
 

@@ -1,14 +1,8 @@
-"""Which library of CPU kernels there is, and which of its levels serves.
-
-A level serves when the library was compiled with it, the processor has its instructions, and it passes a self-test:
-small products and attention, compared with float64. What fails is left out with a line in the log, and
-the next lower level is tried; so a wrong path never serves, at the price of a millisecond at start.
-"""
+"""The library of CPU kernels that was built, its functions, and the levels of it that this processor runs."""
 
 from __future__ import annotations
 
 import logging
-import os
 from ctypes import CDLL, POINTER, byref, c_int, c_int64, c_void_p
 from functools import cache
 from pathlib import Path
@@ -20,8 +14,6 @@ from kernels.native.structures import CAttention, CDecoder, CLinear, CSampling, 
 ABI = 3
 """What `quire_abi` of a fitting library says."""
 LEVELS = {"portable": 0, "avx2": 1, "avx512": 2}
-_SERVING = ("avx512", "avx2")  # best first; the portable level is slower than torch
-_VARIABLE = "QUIRE_CPU_KERNELS"
 _log = logging.getLogger(__name__)
 
 
@@ -58,12 +50,6 @@ class Native:
     def decoder(self, decoder: CDecoder, step: CStep, nanoseconds: int | None) -> None:
         """`quire_decoder`."""
         self.library.quire_decoder(self.level, byref(decoder), byref(step), nanoseconds)
-
-
-def native() -> Native | None:
-    """The kernels that serve in this process; None: torch does."""
-    wanted = os.environ.get(_VARIABLE, "auto")
-    return _choose(wanted)
 
 
 def native_levels() -> tuple[Native, ...]:
@@ -119,23 +105,3 @@ def declare(library: CDLL) -> None:
         function.restype = None
     library.quire_levels.restype = c_int
     library.quire_activation_bytes.restype = c_int64
-
-
-@cache
-def _choose(wanted: str) -> Native | None:
-    if wanted == "off":
-        return None
-    levels = {candidate.level_name: candidate for candidate in native_levels()}
-    names = _SERVING if wanted == "auto" else (wanted,)
-    for name in names:
-        if name not in levels:
-            continue
-        from kernels.native.selftest import failure
-
-        reason = failure(levels[name])
-        if reason is None:
-            return levels[name]
-        _log.warning("CPU kernels of level %s left out: %s", name, reason)
-    if wanted != "auto":
-        _log.warning("%s: level %r is not available here", _VARIABLE, wanted)
-    return None

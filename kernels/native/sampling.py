@@ -2,22 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 
-from kernels.native.library import Native, native
+from kernels.native.library import Native
 from kernels.native.structures import CSampling
-
-if TYPE_CHECKING:
-    from kernels.sampling import SamplingTensors
-
-
-def sampling_kernels(logits: torch.Tensor) -> Native | None:
-    """The kernels, if they take these logits: ``[rows, vocab]`` float32 on a CPU, each row contiguous."""
-    if logits.device.type != "cpu" or logits.dtype != torch.float32 or logits.dim() != 2 or logits.stride(1) != 1:
-        return None
-    return native()
+from kernels.sampling_reference import SamplingTensors
 
 
 def argmax_native(logits: torch.Tensor, kernels: Native) -> torch.Tensor:

@@ -12,11 +12,11 @@ from kernels.linear import (
     quantise,
     quantised_linear_reference,
 )
+from kernels.native.attention import paged_attention_native
 from kernels.native.library import Native
 from kernels.native.sampling import argmax_native, sample_native
-from kernels.paged_attention.cpu_native import paged_attention_native
-from kernels.paged_attention.reference import paged_attention_reference
-from kernels.sampling import SamplingTensors, sample_reference
+from kernels.paged_attention_reference import paged_attention_reference
+from kernels.sampling_reference import SamplingTensors, sample_reference
 
 _ROWS = (*range(1, 14), 17, 27)
 """Every height of a tile at any level, alone and beside others."""

@@ -18,9 +18,7 @@ a soft cap c then ``c * tanh(logit / c)`` (Gemma 2). Query head h reads KV head 
 lies in a page beyond the row's context never reaches the result, not even as NaN: a page may have held the
 keys of a row that failed.
 
-    reference   what the operation means, in plain torch
-    cpu_native  the path for CPU tensors: our own kernels over the pages where they lie
-    cpu         the same where those kernels are missing: torch's fused attention over gathered pages
+    cpu         the path for CPU tensors where `kernels.native` does not serve: torch's attention over gathered pages
     launch      the path for CUDA tensors: which kernels, with which tiles
     schedule    how the keys of rows in decode are shared among programs, reckoned on the device
     decode      kernels for rows that bring one token
@@ -36,12 +34,12 @@ from __future__ import annotations
 import torch
 
 from kernels._triton import runs_on_triton
-from kernels.native.library import native
+from kernels.native.attention import is_supported, paged_attention_native
+from kernels.native.serving import native
 from kernels.paged_attention.cpu import paged_attention_cpu
-from kernels.paged_attention.cpu_native import is_supported, paged_attention_native
 from kernels.paged_attention.launch import paged_attention_triton
-from kernels.paged_attention.reference import paged_attention_reference
 from kernels.paged_attention.schedule import DecodeSchedule, schedule_decode
+from kernels.paged_attention_reference import paged_attention_reference
 
 __all__ = ["DecodeSchedule", "paged_attention", "paged_attention_reference", "schedule_decode"]
 

@@ -12,7 +12,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from kernels.fp8 import from_cache
-from kernels.paged_attention.reference import visible_keys
+from kernels.paged_attention_reference import visible_keys
 
 _PREFILL_TILE = 256  # queries per SDPA call on CPU: bounds the mask and skips the keys above the diagonal
 _DECODE_PADDING = 128  # keys: padding a row this far costs less than another call

@@ -15,22 +15,23 @@ from pathlib import Path
 import pytest
 import torch
 
-from kernels.linear import linear_reference, quantise, quantised_linear_reference
+from kernels.linear import linear_reference, quantised_linear_reference
 from kernels.native import library
+from kernels.native.attention import paged_attention_native
 from kernels.native.sampling import sample_native
 from kernels.native.selftest import failure
+from kernels.native.serving import native
 from kernels.paged_attention import paged_attention_reference
-from kernels.paged_attention.cpu_native import paged_attention_native
 from kernels.sampling import sample_reference
 from tests.kernels.batches import as_float64, paged_batch
-from tests.kernels.test_linear import packed, relative_error
+from tests.kernels.test_linear import packed, quantised, relative_error
 from tests.kernels.test_sampling import sampling
 
 COMPILER = shutil.which("g++")
 SOURCES = Path(library.__file__).parent / "src"
 pytestmark = [
     pytest.mark.skipif(COMPILER is None or platform.machine() != "x86_64", reason="needs g++ on x86-64"),
-    pytest.mark.skipif(library.native() is None, reason="the CPU kernels do not serve here"),
+    pytest.mark.skipif(native() is None, reason="the CPU kernels do not serve here"),
 ]
 
 
@@ -67,7 +68,7 @@ def test_every_tile_gives_the_product(modelled: library.Native) -> None:
     generator = torch.Generator().manual_seed(3)
     weight = torch.randn(150, 70, generator=generator)
     x = torch.randn(27, 70, generator=generator)
-    bf16, int8 = packed(weight.bfloat16()), quantise(weight)
+    bf16, int8 = packed(weight.bfloat16()), quantised(weight)
     expected = linear_reference(x.bfloat16().double(), weight.bfloat16())
     expected_int8 = quantised_linear_reference(x.double(), weight)
 

@@ -24,7 +24,11 @@ pytestmark = pytest.mark.skipif(not LEVELS, reason="built without a compiler: to
 def packed(weight: torch.Tensor, bias: torch.Tensor | None = None) -> PackedLinear:
     destination = empty_weight(weight.shape[0], weight.shape[1], weight.dtype)
     destination.copy_(weight)
-    return pack(destination, bias)
+    return pack(destination, bias, kernels=LEVELS[0])
+
+
+def quantised(weight: torch.Tensor, bias: torch.Tensor | None = None) -> PackedLinear:
+    return quantise(weight, bias, kernels=LEVELS[0])
 
 
 def relative_error(got: torch.Tensor, expected: torch.Tensor) -> float:
@@ -57,7 +61,7 @@ def test_int8_products_equal_the_reference_for_any_shape(data: st.DataObject) ->
     weight, x = torch.randn(outputs, inputs, generator=generator), torch.randn(rows, inputs, generator=generator)
     bias = torch.randn(outputs, generator=generator) if data.draw(st.booleans(), label="bias") else None
 
-    got = quantise(weight, bias)(x, kernels)
+    got = quantised(weight, bias)(x, kernels)
 
     # A value that lies between two integers may be rounded either way: one unit in one of the products.
     assert relative_error(got, quantised_linear_reference(x.double(), weight, bias)) < 2e-2
@@ -69,7 +73,7 @@ def test_a_row_does_not_depend_on_the_rows_beside_it(kernels: Native) -> None:
     for linear in (
         packed(torch.randn(120, 96)),
         packed(torch.randn(120, 96).bfloat16()),
-        quantise(torch.randn(50, 96)),
+        quantised(torch.randn(50, 96)),
     ):
         x = torch.randn(33, 96)
         together = linear(x, kernels)
@@ -80,7 +84,7 @@ def test_a_row_does_not_depend_on_the_rows_beside_it(kernels: Native) -> None:
 @pytest.mark.parametrize("kernels", LEVELS, ids=lambda kernels: kernels.level_name)
 def test_what_is_not_finite_stays_in_its_row(kernels: Native) -> None:
     """A NaN or an infinity in a row's activations makes that row's results not finite, and no other's."""
-    for linear in (packed(torch.randn(40, 96)), packed(torch.randn(40, 96).bfloat16()), quantise(torch.randn(40, 96))):
+    for linear in (packed(torch.randn(40, 96)), packed(torch.randn(40, 96).bfloat16()), quantised(torch.randn(40, 96))):
         x = torch.randn(4, 96)
         x[1, 3], x[2, 95] = torch.nan, torch.inf
         finite = linear(x, kernels).isfinite().all(1)
@@ -94,4 +98,4 @@ def test_int8_keeps_most_of_the_answer() -> None:
     weight, x = torch.randn(512, 1024, generator=generator), torch.randn(16, 1024, generator=generator)
     expected = linear_reference(x.double(), weight)
 
-    assert float((quantise(weight)(x).double() - expected).norm() / expected.norm()) < 0.02
+    assert float((quantised(weight)(x, LEVELS[-1]).double() - expected).norm() / expected.norm()) < 0.02

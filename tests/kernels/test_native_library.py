@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from kernels.native.library import native, native_levels
+from kernels.native.library import native_levels
+from kernels.native.serving import native
 
 pytestmark = pytest.mark.skipif(
     shutil.which("g++") is None or platform.machine() != "x86_64", reason="needs g++ on x86-64"

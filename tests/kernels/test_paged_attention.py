@@ -7,9 +7,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kernels.native.attention import paged_attention_native
 from kernels.native.library import native_levels
 from kernels.paged_attention import paged_attention, paged_attention_reference
-from kernels.paged_attention.cpu_native import paged_attention_native
 from tests.kernels.batches import PagedBatch, as_float64, paged_batch
 
 DECODE = [(1, 1), (16, 1), (17, 1), (300, 1)]

@@ -9,7 +9,8 @@ from transformers import PretrainedConfig
 from kernels import linear as packed_linear
 from kernels.decoder import DecoderShape, LayerWeights, PackedDecoder, why_unsupported
 from kernels.linear import PackedLinear
-from kernels.native.library import Native, native
+from kernels.native.library import Native
+from kernels.native.serving import native
 from shared.config import ConfigError
 from worker_svc.model.llama_layer import Layer, Linear
 
@@ -65,8 +66,8 @@ def pack(
 
     def convert(linear: Linear) -> PackedLinear:
         if quantization == "int8":
-            return packed_linear.quantise(linear.weight, linear.bias)
-        return packed_linear.pack(linear.weight, linear.bias)
+            return packed_linear.quantise(linear.weight, linear.bias, kernels=kernels)
+        return packed_linear.pack(linear.weight, linear.bias, kernels=kernels)
 
     packed = []
     layers.reverse()
@@ -92,7 +93,7 @@ def pack(
         packed,
         embedding=embedding,
         final_norm=final_norm,
-        head=packed_linear.quantise(head) if quantization == "int8" else packed_linear.pack(head),
+        head=convert(Linear(head, None)),
         cos=cos,
         sin=sin,
     )
