@@ -1,0 +1,53 @@
+"""No imports in a circle: the modules have an order in which each can be read after what it builds on."""
+
+import ast
+from collections.abc import Container, Iterator, Mapping
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGES = ("quire", "services", "scheduler_svc", "worker_svc", "kernels", "shared", "benchmarks", "tools", "tests")
+
+
+def imports(source: str, modules: Container[str]) -> Iterator[str]:
+    """Which of the modules a source text imports, inside functions and for type checkers included."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from (each.name for each in node.names if each.name in modules)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names = [f"{node.module}.{each.name}" for each in node.names]
+            found = [name if name in modules else node.module for name in names]
+            yield from (name for name in found if name in modules)
+
+
+def circle(sources: Mapping[str, str]) -> list[str] | None:
+    """The modules of a circle of imports, each followed by one that imports it, or None."""
+    graph = {name: set(imports(source, sources)) - {name} for name, source in sources.items()}
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        return list(error.args[1])
+    return None
+
+
+def test_no_modules_import_each_other() -> None:
+    """Not even where it would work: in a function, or for a type checker alone."""
+    paths = [path for package in PACKAGES for path in (ROOT / package).rglob("*.py") if "_pb2" not in path.name]
+    names = [".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__") for path in paths]
+
+    assert len(paths) > 400
+    assert circle({name: path.read_text() for name, path in zip(names, paths, strict=True)}) is None
+
+
+@pytest.mark.parametrize(
+    "back", ["import a.b", "from a import b", "def f():\n  from a.b import x", "from a.b import x"]
+)
+def test_the_rule_bites(back: str) -> None:
+    """A circle over three modules is found, however its last part is written; a package may import its modules."""
+    found = circle({"a": "from a.b import x", "a.b": "import c", "c": "import d", "d": back})
+
+    assert found is not None
+    assert set(found) == {"a.b", "c", "d"}
+    assert circle({"a": "from a.b import x", "a.b": "import c", "c": ""}) is None
