@@ -8,7 +8,10 @@
             print(delta.text, end="", flush=True)
         print(generation.finished)
 
-Nothing here imports torch. The generated code of the API itself is `quire.v1`.
+Nothing here imports torch. `client` and `aio` are the clients, blocking and for asyncio; what they take and give is in
+`types`, what they share in the modules with an underscore. `cli` is the command line, `serve` and `batch` are what is
+behind two of its commands, `bench` measures through the client. The generated code of the APIs is `quire.v1` and
+`quire.admin.v1`.
 """
 
 from typing import TYPE_CHECKING

@@ -23,7 +23,8 @@ It decides nothing about requests or blocks. One plan comes in, one result goes 
     kv_pool        how many KV blocks fit, and the blocks themselves
     profiling      the largest step there can be, run once on a GPU
     compiling      more time for a step that compiles a kernel first
-    assembly       limits, pool and engine for a loaded model
+    assembly       pool and engine for a loaded model, within its `limits`
+    errors         what can go wrong with a step as a whole
 
 The worker may import `shared`, `protos` and `kernels`, never the scheduler or the front end.
 """

@@ -20,6 +20,7 @@ keys of a row that failed.
 
     cpu         the path for CPU tensors where `kernels.native` does not serve: torch's attention over gathered pages
     launch      the path for CUDA tensors: which kernels, with which tiles
+    tuning      the table of tiles, as measured
     schedule    how the keys of rows in decode are shared among programs, reckoned on the device
     decode      kernels for rows that bring one token
     prefill     kernel for rows that bring a chunk
