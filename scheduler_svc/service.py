@@ -8,28 +8,26 @@ answers that lie in its own buffers for silence. Nothing in the loop blocks but 
 import math
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import zmq
 
 from scheduler_svc import frontend_link, operator, worker_link
 from scheduler_svc.admission_file import NO_SETTINGS, AdmissionSettings
+from scheduler_svc.assembly import open_journal, protector, to_core_config
 from scheduler_svc.core import effects as ef
 from scheduler_svc.core import events as ev
-from scheduler_svc.core.batching import BatchingLimits
-from scheduler_svc.core.config import CoreConfig
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.frontend_hub import FrontendHub
 from scheduler_svc.journal.journal import Journal
 from scheduler_svc.metrics import SchedulerMetrics
 from scheduler_svc.tracing import SchedulerTracing
 from scheduler_svc.worker_hub import LOOK_INTERVAL_S, PING_INTERVAL_S, WorkerHub
-from shared.config import ConfigError, SchedulerConfig
-from shared.curve import DOMAINS, FRONTEND, SCHEDULER, WORKER, AllowList, CurveKeys, check_bind, load_keys
+from shared.config import SchedulerConfig
+from shared.curve import FRONTEND, SCHEDULER, WORKER, AllowList, check_bind, load_keys
 from shared.frames import MalformedFrameError
 from shared.logging import LEVELS, get_logger, set_level
 from shared.pulse import Pulse
-from shared.sockets import Protect, receive_from, wait_readable
+from shared.sockets import receive_from, wait_readable
 from shared.telemetry import Telemetry
 from shared.versions import UnsupportedVersionError
 
@@ -47,10 +45,6 @@ _FAULTS = {
 """Ends that are logged here. The front end tells of every end; under overload, refusals come by the thousand."""
 
 log = get_logger()
-
-
-_NO_BUDGET = 1 << 24
-"""More tokens than any worker computes in a step: each worker says what it does."""
 
 
 class SchedulerService:
@@ -72,15 +66,15 @@ class SchedulerService:
         for setting in ("worker_address", "frontend_address"):
             check_bind(setting, getattr(config, setting), protected=keys is not None, insecure=config.insecure)
         self._allowed = AllowList(self._context, keys) if keys is not None else None
-        self._workers = WorkerHub(self._context, config.worker_address, _protector(keys, WORKER))
+        self._workers = WorkerHub(self._context, config.worker_address, protector(keys, WORKER))
         self._frontends = FrontendHub(
             self._context,
             config.frontend_address,
             incarnation=incarnation,
             lease_s=config.frontend_lease_s,
-            protect=_protector(keys, FRONTEND),
+            protect=protector(keys, FRONTEND),
         )
-        self._journal = _open_journal(config)
+        self._journal = open_journal(config)
         self._pulse = Pulse()
         self._next_tick = self._next_look = 0.0
         self._gone: dict[ev.Peer, str] = {}
@@ -361,69 +355,7 @@ class SchedulerService:
         self._send_to_worker(effect.worker, frame, now)
 
 
-def _open_journal(config: SchedulerConfig) -> Journal | None:
-    if not config.journal:
-        return None
-    if not config.resume_keep_s:
-        raise ConfigError("journal (--journal): of no use with resume_keep_s 0, which keeps nothing for Resume")
-    try:
-        return Journal(
-            Path(config.journal),
-            max_bytes=config.journal_bytes,
-            keep_s=config.resume_keep_s,
-            fsync=config.journal_fsync,
-            fsync_interval_s=config.journal_fsync_interval_s,
-        )
-    except OSError as error:
-        raise ConfigError(f"journal (--journal): {error}; give a folder that only this scheduler writes") from None
-
-
-def _protector(keys: CurveKeys | None, role: str) -> Protect:
-    """What protects the socket for peers of a role."""
-    if keys is None:
-        return lambda _socket: None
-    return lambda socket: keys.protect_server(socket, DOMAINS[role])
-
-
 def _log_end(effect: ef.RequestEnded) -> None:
     """A line for a request that somebody should look after."""
     if effect.reason in _FAULTS:
         log.warning("request failed", request_id=effect.request_id, reason=effect.reason.value, detail=effect.message)
-
-
-def to_core_config(config: SchedulerConfig, admission: AdmissionSettings) -> CoreConfig:
-    """The part of the configuration that decides.
-
-    Raises:
-        InvalidLimitsError: limits that contradict each other.
-    """
-    return CoreConfig(
-        policy=config.policy,
-        classes=admission.classes,
-        tenant_limits=admission.tenant_limits,
-        tenant_weights=admission.tenant_weights,
-        prefix_cache=config.prefix_cache,
-        capacity=config.capacity,
-        batching=BatchingLimits(
-            mode=config.batching,
-            max_batch_size=config.max_batch_size,
-            max_wait_s=config.max_wait_ms / 1000,
-            max_tokens_per_batch=config.max_tokens_per_batch,
-            delay_factor=config.scheduler_delay_factor,
-        ),
-        policy_preemption=config.policy_preemption,
-        preempt_threshold=config.preempt_threshold,
-        victim_rule=config.victim_rule,
-        max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=config.max_num_batched_tokens or _NO_BUDGET,
-        long_prefill_token_threshold=config.long_prefill_token_threshold,
-        max_tokens_in_paged_kv_cache=config.max_tokens_in_paged_kv_cache,
-        max_queued_requests=config.max_queued_requests,
-        max_queued_tokens=config.max_queued_tokens,
-        max_plans_in_flight=config.max_plans_in_flight,
-        worker_wait_s=config.worker_wait_s,
-        step_deadline_s=config.step_deadline_s,
-        stall_timeout_s=config.stall_timeout_s,
-        resume_keep_s=config.resume_keep_s,
-        resume_keep_bytes=config.resume_keep_bytes,
-    )
