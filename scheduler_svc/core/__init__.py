@@ -26,7 +26,8 @@ Read the modules in this order:
 * `suspicion` – which request kills workers.
 * `planner` – what the next step holds: decodes first, then prompts in chunks, then admissions.
 * `commit` – what an answered step means for its requests.
-* `kept` – what is left of requests whose clients may come back; `history` – what became of those that are over.
+* `kept` – what is left of requests whose clients may come back; `identified` – these requests, live and over;
+  `history` – what became of those that are over.
 * `registry` – all live requests: who waits, whose time is up; ends each exactly once.
 * `scheduler` – the state machine itself: routes events to these; `stats` – its state in figures.
 """

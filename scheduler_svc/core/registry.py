@@ -14,21 +14,11 @@ import numpy as np
 from scheduler_svc.core import events as ev
 from scheduler_svc.core.arrays import Int32Array
 from scheduler_svc.core.config import CoreConfig
-from scheduler_svc.core.effects import (
-    AttemptEnded,
-    Effect,
-    EndReason,
-    LogBegun,
-    LogDropped,
-    LogEnded,
-    RequestEnded,
-    ResumeAnswered,
-)
+from scheduler_svc.core.effects import AttemptEnded, Effect, EndReason, RequestEnded
 from scheduler_svc.core.fleet import Fleet
 from scheduler_svc.core.forecast import Forecast
 from scheduler_svc.core.history import History, Story
-from scheduler_svc.core.kept import KeptLogs
-from scheduler_svc.core.records import Log
+from scheduler_svc.core.identified import IdentifiedRequests
 from scheduler_svc.core.request import Request, RequestKey, RequestState, to_tokens
 from scheduler_svc.core.rows import DECODE
 from scheduler_svc.core.stats import RequestStats, request_stats
@@ -69,9 +59,7 @@ class RequestRegistry:
         self._effects = effects
         self._requests: dict[RequestKey, Request] = {}
         self._running: dict[RequestKey, tuple[Worker, int]] = {}
-        self._identified: dict[bytes, Request] = {}
-        """Live requests of which a log is to be kept, by identity."""
-        self.kept = KeptLogs(config.resume_keep_s, config.resume_keep_bytes)
+        self.identified = IdentifiedRequests(config.resume_keep_s, config.resume_keep_bytes, effects)
         self._queued_tokens = 0
         self._stalling: dict[RequestKey, Request] = {}
         """Requests that were seen without credit; some may have got it since."""
@@ -121,10 +109,10 @@ class RequestRegistry:
             return  # submitted twice by a front end in doubt; the first one stands
         is_duplicate = False
         if event.identity:
-            known = self._identified.get(event.identity)
-            is_duplicate = not event.again and (known is not None or event.identity in self.kept)
-            if known is not None and event.again:
-                self.end(known, EndReason.CANCELLED, now, message="another call goes on with the request")
+            live = self.identified.live(event.identity)
+            is_duplicate = not event.again and self.identified.knows(event.identity)
+            if live is not None and event.again:
+                self.end(live, EndReason.CANCELLED, now, message="another call goes on with the request")
         self._sequence += 1
         token_ids, credit = event.token_ids, event.credit
         allowed, remainder = divmod(credit, TOKEN_BYTES)
@@ -159,11 +147,7 @@ class RequestRegistry:
         self._requests[key] = request
         request.note(now, "arrived")
         if event.identity and not is_duplicate:
-            request.origin = event
-            log = self.kept.get(event.identity)
-            request.scores = list(log.scores) if log is not None else []
-            self._identified[event.identity] = request
-            self._effects.append(LogBegun(request=event, scores=tuple(request.scores)))
+            self.identified.began(request, event)
         fits_tenant = self.tenants.may_queue(request)
         self.tenants.arrived(request, now)
         if is_duplicate:
@@ -321,61 +305,26 @@ class RequestRegistry:
             embedding=embedding,
         )
         if request.origin is not None:
-            self._keep(request, ended, keep, now)
+            is_natural = reason in _NATURAL_ENDS
+            self.identified.ended(
+                request, ended if is_natural else None, keep=keep and (is_natural or reason in _UNFINISHED), now=now
+            )
         self._effects.append(ended)
-
-    def _keep(self, request: Request, ended: RequestEnded, keep: bool, now: float) -> None:
-        """Leaves a log of a request that its client may want to go on with."""
-        origin = request.origin
-        assert origin is not None
-        del self._identified[origin.identity]
-        is_natural = ended.reason in _NATURAL_ENDS
-        key, end = request.key, ended if is_natural else None
-        self._effects.append(LogEnded(frontend=key.frontend, stream=key.stream, identity=origin.identity, end=end))
-        if not (keep and (is_natural or ended.reason in _UNFINISHED)):
-            self.kept.drop(origin.identity)
-            self._effects.append(LogDropped(identity=origin.identity))
-            return
-        # A stop string is found again in all tokens, those that it cuts off included.
-        log = Log(
-            request=origin,
-            tokens=request.tokens.tobytes(),
-            scores=tuple(request.scores),
-            end=end,
-        )
-        self._logs_gone(self.kept.put(origin.identity, log, now))
-
-    def _logs_gone(self, identities: list[bytes]) -> None:
-        """Logs were given up; of a request that is live again, there will be a newer one."""
-        self._effects.extend(
-            LogDropped(identity=identity) for identity in identities if identity not in self._identified
-        )
-
-    def restore(self, event: ev.LogsRestored, now: float) -> None:
-        """Keeps what an earlier core knew."""
-        for age, log in event.logs:
-            self._logs_gone(self.kept.put(log.request.identity, log, now - age))
 
     def resume(self, event: ev.ResumeAsked, now: float) -> None:
         """Hands out what is kept of a request, which is over for whoever had it."""
-        live = self._identified.get(event.identity)
+        live = self.identified.live(event.identity)
         if live is not None:
             self.end(live, EndReason.CANCELLED, now, message="another call goes on with the request")
-        log = self.kept.get(event.identity)
-        self._effects.append(ResumeAnswered(frontend=event.frontend, number=event.number, log=log))
+        self.identified.answer(event)
 
     def drop(self, identities: tuple[bytes, ...], now: float) -> None:
         """Ends requests for good."""
         for identity in identities:
-            live = self._identified.get(identity)
+            live = self.identified.live(identity)
             if live is not None:
                 self.end(live, EndReason.CANCELLED, now, message="the request was cancelled", keep=False)
-            if self.kept.drop(identity):
-                self._effects.append(LogDropped(identity=identity))
-
-    def knows(self, identity: bytes) -> bool:
-        """Whether a request is live, or a log of it is kept."""
-        return identity in self._identified or identity in self.kept
+            self.identified.drop(identity)
 
     def _drop_swapped(self, request: Request) -> None:
         """Frees the host memory of a request that is over or goes on elsewhere."""
@@ -425,7 +374,7 @@ class RequestRegistry:
                     now,
                     message="the deadline passed before the answer was complete",
                 )
-        self._logs_gone(self.kept.time_passed(now))
+        self.identified.time_passed(now)
         self._end_unserved(now)
         self._end_stalled(now)
 

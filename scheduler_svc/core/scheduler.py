@@ -163,6 +163,10 @@ class Scheduler:
         """Figures of live requests, in order of arrival."""
         return self._requests.stats(most)
 
+    def knows(self, identity: bytes) -> bool:
+        """Whether a request with this identity is live, or a log of it is kept."""
+        return self._requests.identified.knows(identity)
+
     def cancelling(self, request_id: str) -> list[ev.Event]:
         """The events that end the live requests of this id for good."""
         return [
@@ -214,11 +218,7 @@ class Scheduler:
         self._requests.drop(event.identities, now)
 
     def _logs_restored(self, event: ev.LogsRestored, now: float) -> None:
-        self._requests.restore(event, now)
-
-    def knows(self, identity: bytes) -> bool:
-        """Whether a request with this identity is live, or a log of it is kept."""
-        return self._requests.knows(identity)
+        self._requests.identified.restore(event, now)
 
     def _stop_matched(self, event: ev.StopMatched, now: float) -> None:
         request = self._requests.get(event.frontend, event.stream)

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from scheduler_svc.core import commit
+from scheduler_svc.core.identified import IdentifiedRequests
 from scheduler_svc.core.kept import KeptLogs
 from scheduler_svc.core.registry import RequestRegistry
 from scheduler_svc.core.rows import RowTable
@@ -103,9 +104,9 @@ def duplicate_accepted(patch: pytest.MonkeyPatch) -> None:
     """A second request of the same id runs beside the first."""
     wrap(
         patch,
-        RequestRegistry,
-        "arrive",
-        lambda arrive, self, event, now: (self._identified.pop(event.identity, None), arrive(self, event, now))[1],
+        IdentifiedRequests,
+        "knows",
+        lambda knows, self, identity: self.live(identity) is None and knows(self, identity),
     )
 
 
@@ -124,10 +125,4 @@ def log_one_short(patch: pytest.MonkeyPatch) -> None:
 def taken_over_and_going_on(patch: pytest.MonkeyPatch) -> None:
     """A request goes on although its client has asked for it elsewhere."""
 
-    def resume(original: Any, self: RequestRegistry, event: Any, now: float) -> None:
-        live = self._identified.pop(event.identity, None)
-        original(self, event, now)
-        if live is not None:
-            self._identified[event.identity] = live
-
-    wrap(patch, RequestRegistry, "resume", resume)
+    wrap(patch, RequestRegistry, "resume", lambda resume, self, event, now: self.identified.answer(event))
