@@ -24,6 +24,7 @@ Read the modules in this order:
 * `capacity`, `batching`, `placement`, `victims` – small policies; `admission` – which waiting
   requests a worker takes in.
 * `suspicion` – which request kills workers.
+* `growth` – blocks for rows that decode on, and who gives way.
 * `planner` – what the next step holds: decodes first, then prompts in chunks, then admissions.
 * `commit` – what an answered step means for its requests.
 * `kept` – what is left of requests whose clients may come back; `identified` – these requests, live and over;

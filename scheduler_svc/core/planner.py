@@ -6,8 +6,7 @@ last (iteration-level batching, Orca, OSDI 2022). There are no phases: a prompt'
 step.
 
 A decode row is *held out* of a step, not failed, when its reader's credit is used up or when it needs a block and none
-is free. Blocks that are only waiting for an answer are waited for; when none are coming, the request that ranks last
-under the policy is preempted: it gives up its blocks, keeps its tokens and its place in the queue, and goes on later.
+is free (`growth`).
 """
 
 from collections.abc import Sequence
@@ -19,11 +18,12 @@ from scheduler_svc.core.admission import Admission, Refusal, victims_for_urgent
 from scheduler_svc.core.arrays import NO_INDICES, ONE, IndexArray, any_of, where
 from scheduler_svc.core.config import CoreConfig
 from scheduler_svc.core.forecast import Forecast
+from scheduler_svc.core.growth import Growth
 from scheduler_svc.core.placement import Room
 from scheduler_svc.core.plan import Plan, RowAdmission
 from scheduler_svc.core.records import Pooling
 from scheduler_svc.core.request import Request, RequestState, as_column
-from scheduler_svc.core.rows import DECODE, FREE
+from scheduler_svc.core.rows import DECODE
 from scheduler_svc.core.swapping import BlockCopy
 from scheduler_svc.core.tenants import Tenants
 from scheduler_svc.core.waiting import WaitingQueue
@@ -67,8 +67,6 @@ class Planner:
         self._pool = worker.pool
         self._waiting = waiting
         self._tenants = tenants
-        self._forecast = forecast
-        self._swap_outs: list[BlockCopy] = []
         self._swap_ins: list[BlockCopy] = []
         self._copy_sources: list[int] = []
         self._copy_targets: list[int] = []
@@ -76,14 +74,12 @@ class Planner:
         self._frontends = frontends
         self._now = now
         self._budget = min(config.max_num_batched_tokens, worker.max_tokens_per_step)
-        self._out_of_memory = False
         self._max_chunk = config.long_prefill_token_threshold or self._budget
-        self._append_rows: list[IndexArray] = []
-        self._append_blocks: list[IndexArray] = []
+        self._growth = Growth(worker, forecast)
         self._chunk_rows: list[int] = []
         self._chunk_lengths: list[int] = []
         self._admissions: list[RowAdmission] = []
-        self._outcome = Outcome(None, [], [], [], [], [], [])
+        self._outcome = Outcome(None, [], self._growth.preempted, [], [], [], [])
 
     def run(self) -> Outcome:
         """Makes the plan and updates rows, pool and queue accordingly."""
@@ -94,16 +90,16 @@ class Planner:
         if (worker.trial is not None or worker.trial_due) and (worker.in_flight or self._try_suspect()):
             return self._outcome
         for row in victims_for_urgent(self._worker, self._waiting, self._config):
-            self._preempt(row)
+            self._growth.preempt(row)
         decodes = self._schedule_decodes()
         self._budget -= len(decodes)
         self._schedule_prefills()
-        if not self._out_of_memory:
+        if not self._growth.out_of_memory:
             self._worker.capacity.went_well()
             self._admit()
         # A worker that will have nothing to do is still told which rows are over.
         idle_leaves = self._worker.pending_leaves and not self._worker.in_flight
-        if len(decodes) or self._chunk_rows or self._swap_outs or idle_leaves:
+        if len(decodes) or self._chunk_rows or self._growth.swap_outs or idle_leaves:
             self._outcome.plan = self._issue(decodes)
         elif worker.trial_due and not worker.in_flight:
             self._try_suspect()
@@ -138,7 +134,7 @@ class Planner:
             return NO_INDICES
         alone = np.array([row], np.intp)
         if rows.length[row] < rows.allowed[row] and rows.length[row] > rows.capacity[row] and self._pool.num_available:
-            self._append(alone)
+            self._growth.append(alone)
         if rows.length[row] < rows.allowed[row] and rows.length[row] <= rows.capacity[row]:
             return alone
         worker.end_trial()
@@ -157,73 +153,12 @@ class Planner:
         if any_of(without_block):
             needy = candidates[without_block]
             if len(needy) > self._pool.num_available:
-                self._append_by_rank(needy)
+                self._growth.append_by_rank(needy)
                 has_block = (rows.state[candidates] == DECODE) & (length <= rows.capacity[candidates])
                 takes_part: IndexArray = candidates[has_block & ~without_credit]
                 return takes_part
-            self._append(needy)
+            self._growth.append(needy)
         return candidates[~without_credit] if starved else candidates
-
-    def _append_by_rank(self, rows: IndexArray) -> None:
-        """Gives a block to each of the rows, taking blocks from others; the less urgent may go without, or be paused.
-
-        In order of rank, so that nobody who got a block here is a victim of somebody later.
-        """
-        rows = rows[np.lexsort((self._rows.sequence[rows], self._rows.rank[rows]))]
-        for index, row in enumerate(rows.tolist()):
-            if self._rows.state[row] == DECODE and self._make_room_for(row):
-                self._append(rows[index : index + 1])
-
-    def _append(self, rows: IndexArray) -> None:
-        blocks = self._pool.take(len(rows))
-        self._rows.grow(rows, blocks)
-        self._append_rows.append(rows)
-        self._append_blocks.append(blocks)
-
-    def _make_room_for(self, row: int) -> bool:
-        """Sees to a free block for `row`; False when it has to wait for answers or became the victim itself."""
-        while not self._pool.num_available:
-            if self._pool.num_retired:
-                return False
-            self._out_of_memory = True
-            self._worker.capacity.preempted()
-            victim = self._victim_for(row)
-            if victim is None:
-                return False
-            self._preempt(victim)
-            if victim == row:
-                return False
-        return True
-
-    def _victim_for(self, row: int) -> int | None:
-        """Who gives way so that `row` gets a block: the last in rank, of `row` itself and those behind it.
-
-        Only a row that has got on since it was last paused may be paused again. When nobody may, `row` waits: that
-        happens only while steps are in flight, since every admitted row has the blocks for its next token.
-        """
-        rows = self._rows
-        behind = (rows.rank > rows.rank[row]) | ((rows.rank == rows.rank[row]) & (rows.sequence >= rows.sequence[row]))
-        has_progress = rows.committed - rows.num_prompt > rows.preempted_at
-        candidates = where((rows.state != FREE) & behind & has_progress)
-        if not len(candidates):
-            return None
-        return int(candidates[np.lexsort((rows.sequence[candidates], rows.rank[candidates]))[-1]])
-
-    def _preempt(self, row: int) -> None:
-        worker, forecast_s = self._worker, self._forecast.prefill_token_s()
-        num_computed = self._rows.num_computed(row)
-        num_blocks = -(-num_computed // self._rows.block_size)
-        request = self._rows.requests[row]
-        assert request is not None
-        recompute_s = forecast_s * num_computed
-        if not request.starts_over and worker.swap.is_cheaper(num_blocks=num_blocks, recompute_s=recompute_s):
-            request, copy = worker.swap_out(row)
-            self._swap_outs.append(copy)
-        else:
-            request = worker.vacate(row)
-        request.preempted_at = request.num_generated
-        self._outcome.preempted.append(request)
-        self._worker.counters.preemptions += 1
 
     def _schedule_prefills(self) -> None:
         rows = self._rows
@@ -354,7 +289,7 @@ class Planner:
                 goes_on=bool(worker.in_flight) or len(decodes) > len(releases),
                 chunk_rows=self._chunk_rows,
                 solo=worker.trial.request if worker.trial is not None else None,
-                copy_ids=[copy.copy_id for copy in self._swap_outs + self._swap_ins],
+                copy_ids=[copy.copy_id for copy in self._growth.swap_outs + self._swap_ins],
                 allowance=worker.clock.deadline(num_tokens),
             )
         )
@@ -366,13 +301,13 @@ class Planner:
             step=worker.last_step,
             leaves=_indices(leaves),
             admissions=tuple(self._admissions),
-            append_rows=_joined(self._append_rows),
-            append_blocks=_joined(self._append_blocks),
+            append_rows=_joined(self._growth.appended_rows),
+            append_blocks=_joined(self._growth.appended_blocks),
             chunk_rows=_indices(self._chunk_rows),
             chunk_lengths=_indices(self._chunk_lengths),
             holds=holds,
             releases=releases,
-            swap_outs=tuple(self._swap_outs),
+            swap_outs=tuple(self._growth.swap_outs),
             swap_ins=tuple(self._swap_ins),
             copy_sources=_indices(self._copy_sources),
             copy_targets=_indices(self._copy_targets),
