@@ -17,7 +17,7 @@ from shared.telemetry import Telemetry
 
 def run(config: SchedulerConfig) -> int:
     """Serves until SIGTERM or SIGINT; returns the exit code."""
-    configure_logging("scheduler")
+    configure_logging("quire-scheduler")
     telemetry = Telemetry("quire-scheduler")
     try:
         admission = load_admission(config.admission_file)

@@ -27,7 +27,7 @@ def configure_logging(service: str, level: str = "info") -> None:
     """Sets up logging for this process; lines go to stderr, so that stdout stays for what a command answers.
 
     Args:
-        service: who the lines are from.
+        service: who the lines are from, by the name that its spans have.
         level: Quire's own lines below it are left out.
     """
     as_console = sys.stderr.isatty() and os.environ.get("QUIRE_LOG_FORMAT", "auto") != "json"

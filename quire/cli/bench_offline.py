@@ -48,7 +48,7 @@ def run(options: Namespace) -> int:
     if options.max_concurrency < 1:
         raise CommandError(f"--max-concurrency: {options.max_concurrency} is too few; give at least 1")
     requests = read_requests(options.requests)
-    configure_logging("bench", level="warning")
+    configure_logging("quire-bench", level="warning")
     config = serve_config(options)
     fetch_model(config)
     report = asyncio.run(_measure(config, requests, options.max_concurrency))

@@ -65,7 +65,7 @@ def run(options: Namespace) -> int:
     from quire.serve.service import fetch_model
 
     config = serve_config(options)
-    configure_logging("supervisor")
+    configure_logging("quire-supervisor")
     fetch_model(config)
     return asyncio.run(_serve(config, show_sample=options.show_sample))
 

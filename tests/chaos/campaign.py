@@ -295,7 +295,7 @@ async def _strike(fault: Fault, name: str, pid: int, wires: Wires, *, stays: boo
 def _read_log(served: Served, strike: Strike) -> None:
     """Finds out when the scheduler noticed a strike, whom it hit, and when the worker was back."""
     for line in served.log_lines():
-        if line.get("worker") != strike.worker or line.get("service") != "scheduler":
+        if line.get("worker") != strike.worker or line.get("service") != "quire-scheduler":
             continue
         at = datetime.fromisoformat(line["timestamp"]).timestamp()
         if at < strike.time:

@@ -66,7 +66,7 @@ def test_unavailable_comes_only_after_the_configured_wait(tmp_path: Path) -> Non
         lines = served.log_lines()
     (failed,) = (line for line in lines if line["event"] == "request failed")
     (lost,) = (line for line in lines if line["event"] == "worker lost")
-    assert (failed["service"], failed["reason"]) == ("scheduler", "no_worker")
+    assert (failed["service"], failed["reason"]) == ("quire-scheduler", "no_worker")
     assert failed["request_id"].startswith("req-")
     assert lost["epoch"] == next(line["epoch"] for line in lines if line["event"] == "worker joined")
 
