@@ -24,6 +24,8 @@ from shared.prefix_keys import KEY_BYTES, BlockKey
 
 _RUN = 1 << 32
 """More than any run has blocks."""
+_ROOT = 0
+"""Number of the node that everything begins at; it is its own parent."""
 
 
 class _Node:
@@ -31,9 +33,10 @@ class _Node:
 
     __slots__ = ("blocks", "children", "keys", "number", "parent", "tokens")
 
-    def __init__(self, number: int, parent: "_Node | None", keys: bytes, blocks: IndexArray, tokens: bytes) -> None:
+    def __init__(self, number: int, parent: int, keys: bytes, blocks: IndexArray, tokens: bytes) -> None:
         self.number = number
         self.parent = parent
+        """By number: a node that referred to it would keep the tree of a lost worker until a collection."""
         self.keys = keys
         self.blocks = blocks
         self.tokens = tokens
@@ -54,7 +57,7 @@ class PrefixCache:
         self.partial = partial
         self._width = 0 if partial is None else TOKEN_BYTES * partial.block_size
         """Bytes of tokens that are kept per block."""
-        self._root = _Node(0, None, b"", NO_INDICES, b"")
+        self._root = _Node(_ROOT, _ROOT, b"", NO_INDICES, b"")
         self._nodes: list[_Node | None] = [self._root]
         self._unused: list[int] = []
         """Numbers that no node has."""
@@ -188,8 +191,9 @@ class PrefixCache:
         node = self._nodes[self._places.item(block) // _RUN]
         assert self.partial is not None
         assert node is not None
-        assert node.parent is not None
-        self.partial.list(node.parent.keys[-KEY_BYTES:] or root, node.tokens[: self._width], block)
+        parent = self._nodes[node.parent]
+        assert parent is not None
+        self.partial.list(parent.keys[-KEY_BYTES:] or root, node.tokens[: self._width], block)
 
     def computes_next(self, row: int, key: BlockKey) -> None:
         """The row computes the block with this key next; empty: none that others could share."""
@@ -212,10 +216,10 @@ class PrefixCache:
             assert node.number == number
             assert len(node.keys) == KEY_BYTES * len(node.blocks)
             assert len(node.tokens) == self._width * len(node.blocks)
-            assert (node.parent is None) == (node is self._root)
+            assert (number == _ROOT) == (node is self._root)
             assert node is self._root or len(node.blocks), "an empty run"
             for key, child in node.children.items():
-                assert child.parent is node
+                assert child.parent == number
                 assert child.keys.startswith(key)
                 assert self._nodes[child.number] is child
             assert (self._places[node.blocks] // _RUN == number).all()
@@ -246,7 +250,7 @@ class PrefixCache:
 
     def _add(self, parent: _Node, keys: bytes, blocks: IndexArray, tokens: bytes) -> _Node:
         number = self._unused.pop() if self._unused else len(self._nodes)
-        node = _Node(number, parent, keys, blocks, tokens)
+        node = _Node(number, parent.number, keys, blocks, tokens)
         if number == len(self._nodes):
             self._nodes.append(node)
         else:
@@ -266,7 +270,7 @@ class PrefixCache:
         below = self._add(node, node.keys[KEY_BYTES * offset :], node.blocks[offset:], tokens)
         below.children = children
         for child in children.values():
-            child.parent = below
+            child.parent = below.number
         self._truncate(node, offset)
         self._number(below, below.blocks, 0)
         if self.partial is not None and self.partial.proven[below.blocks[0]]:
@@ -281,8 +285,9 @@ class PrefixCache:
         if offset:
             self._truncate(node, offset)
         else:
-            assert node.parent is not None
-            node.parent.children.pop(node.keys[:KEY_BYTES], None)
+            parent = self._nodes[node.parent]
+            if parent is not None:  # else it was cut itself, and has let go of its children
+                parent.children.pop(node.keys[:KEY_BYTES], None)
             self._nodes[node.number] = None
             self._unused.append(node.number)
         for child in below:
