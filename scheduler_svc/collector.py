@@ -1,7 +1,8 @@
 """Python's cyclic garbage collector, kept out of the hot path.
 
-The scheduler's objects form no cycles, so collections find nothing, but the default thresholds would walk all live
-requests every few hundred allocations. What exists after the start is frozen; later generations are looked at rarely.
+The scheduler's objects form no cycles (`tests/scheduler_svc/test_collector.py`), so collections find nothing, but the
+default thresholds would walk all live requests every few hundred allocations. What exists after the start is frozen;
+later generations are looked at rarely.
 """
 
 import gc
