@@ -37,16 +37,23 @@ inline V abs(V x) { return _mm512_abs_ps(x); }
 inline V round(V x) { return _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT); }
 inline V scale_by_power(V x, V n) { return _mm512_scalef_ps(x, n); }
 inline float sum(V x) { return _mm512_reduce_add_ps(x); }
-inline void store_halves(float* p, V x) {
-  _mm256_storeu_ps(p, _mm256_add_ps(_mm512_castps512_ps256(x), _mm512_extractf32x8_ps(x, 1)));
-}
-inline void sum_rows8(const float* rows, float* sums) {
-  const auto pair = [&](int i) {
-    return _mm256_hadd_ps(_mm256_loadu_ps(rows + 8 * i), _mm256_loadu_ps(rows + 8 * (i + 1)));
+inline V load_mixed(const uint16_t* p) { return load(p); }
+inline V mix(V x) { return x; }
+inline V unmix(V x) { return x; }
+
+using Partial = V;
+inline Partial no_sum() { return zero(); }
+inline Partial add_product(Partial sum, V x, V y) { return fma(x, y, sum); }
+inline void finish_eight(const Partial* sums, float* out) {
+  const auto half = [&](int i) {
+    return _mm256_add_ps(_mm512_castps512_ps256(sums[i]), _mm512_extractf32x8_ps(sums[i], 1));
   };
-  const __m256 low = _mm256_hadd_ps(pair(0), pair(2)), high = _mm256_hadd_ps(pair(4), pair(6));
+  const auto four = [&](int i) {
+    return _mm256_hadd_ps(_mm256_hadd_ps(half(i), half(i + 1)), _mm256_hadd_ps(half(i + 2), half(i + 3)));
+  };
+  const __m256 low = four(0), high = four(4);
   const __m256 crossed = _mm256_permute2f128_ps(low, high, 0x21), blended = _mm256_blend_ps(low, high, 0xf0);
-  _mm256_storeu_ps(sums, _mm256_add_ps(crossed, blended));
+  _mm256_storeu_ps(out, _mm256_add_ps(crossed, blended));
 }
 
 inline uint32_t not_less(V x, V y) { return _mm512_cmp_ps_mask(x, y, _CMP_NLT_UQ); }

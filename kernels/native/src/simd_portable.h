@@ -60,15 +60,16 @@ inline float sum(V x) {
   for (int i = 0; i < 16; ++i) total += x.lane[i];
   return total;
 }
-inline void store_halves(float* p, V x) {
-  for (int i = 0; i < 8; ++i) p[i] = x.lane[i] + x.lane[i + 8];
-}
-inline void sum_rows8(const float* rows, float* sums) {
-  for (int row = 0; row < 8; ++row) {
-    float total = 0.0f;
-    for (int i = 0; i < 8; ++i) total += rows[8 * row + i];
-    sums[row] = total;
-  }
+// A level may widen bf16 in an order of its own; this one takes the first element last.
+inline V mix(V x) { return each([&](int i) { return x.lane[(i + 1) % 16]; }); }
+inline V unmix(V x) { return each([&](int i) { return x.lane[(i + 15) % 16]; }); }
+inline V load_mixed(const uint16_t* p) { return mix(load(p)); }
+
+using Partial = V;
+inline Partial no_sum() { return zero(); }
+inline Partial add_product(Partial sum, V x, V y) { return fma(x, y, sum); }
+inline void finish_eight(const Partial* sums, float* out) {
+  for (int i = 0; i < 8; ++i) out[i] = sum(sums[i]);
 }
 
 inline uint32_t not_less(V x, V y) {
