@@ -107,7 +107,9 @@ class Served:
 
     def log_lines(self) -> list[dict[str, Any]]:
         """The lines of the log so far, those that are none left out."""
-        return [json.loads(line) for line in self.log.read_text().splitlines() if line.startswith("{")]
+        # The last one may be half written.
+        whole, _, _ = self.log.read_text().rpartition("\n")
+        return [json.loads(line) for line in whole.splitlines() if line.startswith("{")]
 
     def wait(self) -> int:
         """Waits for the supervisor's end; its exit code."""
