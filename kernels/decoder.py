@@ -149,13 +149,15 @@ class PackedDecoder:
             ``[K - num_logits, hidden]``; both float32, whatever the weights are.
         """
         keys, values = self._cache_pointers(caches)
-        num_kept = len(token_ids) if kept_index is None else len(kept_index)
+        # `len` of a tensor is a function in Python.
+        num_tokens = token_ids.shape[0]
+        num_kept = num_tokens if kept_index is None else kept_index.shape[0]
         logits = torch.empty(num_logits, self._vocab_size)
         hidden = torch.empty(num_kept - num_logits, self._hidden_size)
         block_tables = block_tables.contiguous()
         step = CStep(
-            num_tokens=len(token_ids),
-            num_rows=len(context_lens),
+            num_tokens=num_tokens,
+            num_rows=context_lens.shape[0],
             num_kept=num_kept,
             num_logits=num_logits,
             token_ids=token_ids.data_ptr(),

@@ -135,7 +135,7 @@ class BatchBuilder:
         packed = np.empty((2, len(rows)), np.int64)
         packed[0], packed[1] = positions, self._slots(rows, positions)
         table.advance(_NO_ROWS, _NO_ROWS)
-        positions_on_device, slots = upload(packed, self._device)
+        positions_on_device, slots = upload(packed, self._device).unbind()
         context_lens = upload(ends.astype(np.int32), self._device)
         return StepBatch(
             input_ids=table.last_token.index_select(0, self._rows_on_device),

@@ -201,7 +201,6 @@ class Engine:
         oldest = self._launched[0]
         return oldest.in_flight.ready() and all(copies.done() for copies in oldest.copies)
 
-    @torch.inference_mode()
     def collect(self) -> plan_pb2.StepResult:
         """The result of the oldest step in flight; waits for the device if it must."""
         launched = self._launched.popleft()

@@ -36,6 +36,9 @@ class Copies:
     """How long they took; to be asked once they are done."""
 
 
+_NONE = Copies()
+
+
 class HostPool:
     """The host's blocks, laid out like the device's: `[num_host_blocks, num_kv_heads, block_size, head_dim]` per layer,
     keys and values apart."""
@@ -64,9 +67,9 @@ class HostPool:
         Raises:
             PlanError: the columns are malformed or name blocks that do not exist.
         """
+        if not (plan.swap_out_blocks or plan.swap_out_host_blocks):
+            return _NONE
         blocks, host_blocks = self._columns(plan.swap_out_blocks, plan.swap_out_host_blocks)
-        if not len(blocks):
-            return Copies()
         copies, ended = self._copy(self._device, blocks, self._host, host_blocks, after_steps=True)
         if self._accelerator is not None and ended is not None and np.isin(blocks, _written_blocks(plan)).any():
             self._accelerator.wait(ended)
@@ -78,9 +81,9 @@ class HostPool:
         Raises:
             PlanError: the columns are malformed or name blocks that do not exist.
         """
+        if not (plan.swap_in_blocks or plan.swap_in_host_blocks):
+            return _NONE
         blocks, host_blocks = self._columns(plan.swap_in_blocks, plan.swap_in_host_blocks)
-        if not len(blocks):
-            return Copies()
         copies, ended = self._copy(self._host, host_blocks, self._device, blocks, after_steps=False)
         if self._accelerator is not None and ended is not None:
             self._accelerator.wait(ended)
@@ -95,7 +98,7 @@ class HostPool:
             ("block", blocks, self._num_blocks),
             ("host block", host_blocks, self._num_host_blocks),
         ):
-            if len(column) and not 0 <= column.min() <= column.max() < limit:
+            if not 0 <= column.min() <= column.max() < limit:
                 raise PlanError(f"swap: a {what} outside [0, {limit})")
         return blocks, host_blocks
 

@@ -12,8 +12,8 @@ from kernels.sampling_reference import SamplingTensors
 def argmax_native(logits: torch.Tensor, kernels: Native) -> torch.Tensor:
     """``[rows]`` int64: index of the largest, the first among equals; -1 where none can be chosen (a NaN or +inf in the
     row, or nothing but -inf)."""
-    found = torch.empty(len(logits), dtype=torch.int64)
     rows, count = logits.shape
+    found = torch.empty(rows, dtype=torch.int64)
     kernels.library.quire_argmax(kernels.level, logits.data_ptr(), rows, logits.stride(0), count, found.data_ptr())
     return found
 

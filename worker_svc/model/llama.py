@@ -107,7 +107,7 @@ class LlamaModel:
         logits_index: torch.Tensor | None,
     ) -> torch.Tensor:
         """See `Model.forward`."""
-        num_logits = len(input_ids if logits_index is None else logits_index)
+        num_logits = (input_ids if logits_index is None else logits_index).shape[0]
         return self._run(input_ids, positions, attention, caches, logits_index, num_logits)[0]
 
     @property
