@@ -277,21 +277,29 @@ class PrefixCache:
             self._list(int(below.blocks[0]), b"")
 
     def _cut(self, node: _Node, offset: int, gone: list[IndexArray]) -> None:
-        """Takes everything from block `offset` of `node` on out of the tree; appends the blocks to `gone`."""
-        cut = node.blocks[offset:]
-        gone.append(cut)
-        self.holds[cut] = False
-        below, node.children = node.children.values(), {}
+        """Takes everything from block `offset` of `node` on out of the tree; appends the blocks to `gone`.
+
+        Not by recursion: prompts that leave a long one at every block make the tree as deep as that one is long.
+        """
+        below = [node]
         if offset:
+            self._drop(node.blocks[offset:], gone)
+            below, node.children = [*reversed(node.children.values())], {}
             self._truncate(node, offset)
         else:
             parent = self._nodes[node.parent]
-            if parent is not None:  # else it was cut itself, and has let go of its children
-                parent.children.pop(node.keys[:KEY_BYTES], None)
+            assert parent is not None
+            del parent.children[node.keys[:KEY_BYTES]]
+        while below:
+            node = below.pop()
+            self._drop(node.blocks, gone)
             self._nodes[node.number] = None
             self._unused.append(node.number)
-        for child in below:
-            self._cut(child, 0, gone)
+            below += reversed(node.children.values())
+
+    def _drop(self, blocks: IndexArray, gone: list[IndexArray]) -> None:
+        self.holds[blocks] = False
+        gone.append(blocks)
 
     def _truncate(self, node: _Node, offset: int) -> None:
         node.keys, node.blocks = node.keys[: KEY_BYTES * offset], node.blocks[:offset]

@@ -4,6 +4,7 @@ import numpy as np
 
 from scheduler_svc.core import effects as ef
 from scheduler_svc.core import events as ev
+from scheduler_svc.core.prefix_cache import PrefixCache
 from scheduler_svc.sim.model_worker import ModelWorker
 from scheduler_svc.sim.oracle import expected_output
 from shared.prefix_keys import KEY_BYTES, following_keys, root_key
@@ -169,3 +170,21 @@ def test_keys_depend_on_everything_before_them() -> None:
     assert not set(base) & set(keys(root, changed))
     assert not set(base) & set(keys(root_key("model", b"pepper"), tokens))
     assert not set(base) & set(keys(root_key("other", b"salt"), tokens))
+
+
+def test_a_tree_may_be_as_deep_as_a_prompt_is_long() -> None:
+    """Prompts that leave a long one at every block make a run of each of its blocks; all of it is forgotten at once."""
+    depth = 1_200
+    cache = PrefixCache(2 * depth)
+    keys = [number.to_bytes(4, "big").rjust(KEY_BYTES, b"k") for number in range(2 * depth)]
+    blocks = np.arange(2 * depth)
+    cache.publish(b"".join(keys[:depth]), blocks[:depth])
+    for length in range(1, depth):
+        aside = depth + length
+        cache.publish(b"".join([*keys[:length], keys[aside]]), np.append(blocks[:length], aside))
+
+    forgotten = cache.forget(blocks[:1])
+
+    assert sorted(forgotten.tolist()) == [*range(depth), *range(depth + 1, 2 * depth)]
+    assert not cache.holds.any()
+    cache.validate()
