@@ -7,7 +7,7 @@ times. Reading and reporting are pure; `run_requests` is the only part that talk
 import asyncio
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -49,6 +49,8 @@ class Report:
     requests: tuple[OfflineRequest, ...]
     traces: tuple[Trace, ...]
     wall_s: float
+    cpu_s: Mapping[str, float]
+    """CPU time that each process of the service took meanwhile, by its name; empty where none was asked."""
 
     def to_json(self) -> str:
         """One JSON object, as documented by `quire bench offline --help`."""
@@ -60,6 +62,7 @@ class Report:
                 "ttft_s": _percentiles(self._ttfts(), 50, 99),
                 "itl_s": {**_percentiles(self._itls(), 50, 99), "max": max(self._itls(), default=0.0)},
                 "requests": len(self._timed()),
+                "cpu_s": dict(self.cpu_s),
                 "tokens": [trace.tokens for trace in self.traces],
                 "times": [
                     () if request.prime else trace.times_s
@@ -110,8 +113,20 @@ def read_requests(path: Path) -> list[OfflineRequest]:
     return requests
 
 
-async def run_requests(client: AsyncClient, requests: Sequence[OfflineRequest], max_concurrency: int) -> Report:
+async def run_requests(
+    client: AsyncClient,
+    requests: Sequence[OfflineRequest],
+    max_concurrency: int,
+    *,
+    cpu_seconds: Callable[[], Mapping[str, float]] = dict,
+) -> Report:
     """Sends every request at its time, at most `max_concurrency` at once.
+
+    Args:
+        client: the server.
+        requests: what to send.
+        max_concurrency: most requests in flight.
+        cpu_seconds: what each process of the service has used so far, by its name; asked before and after.
 
     Raises:
         QuireError: a request failed; a benchmark with holes would be worth nothing.
@@ -122,6 +137,7 @@ async def run_requests(client: AsyncClient, requests: Sequence[OfflineRequest], 
         if request.prime
     }
     free = asyncio.Semaphore(max_concurrency)
+    before = cpu_seconds()
     start = time.perf_counter()
 
     async def one(request: OfflineRequest) -> Trace:
@@ -135,8 +151,9 @@ async def run_requests(client: AsyncClient, requests: Sequence[OfflineRequest], 
     except BaseExceptionGroup as failed:
         raise failed.exceptions[0] from None  # the others were cancelled with it, or failed as well
     wall_s = time.perf_counter() - start
+    cpu_s = {name: used - before.get(name, 0.0) for name, used in cpu_seconds().items()}
     traces = primes | {index: task.result() for index, task in tasks.items()}
-    return Report(tuple(requests), tuple(traces[index] for index in range(len(requests))), wall_s)
+    return Report(tuple(requests), tuple(traces[index] for index in range(len(requests))), wall_s, cpu_s)
 
 
 async def _send(client: AsyncClient, request: OfflineRequest, start: float) -> Trace:

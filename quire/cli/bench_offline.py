@@ -6,7 +6,7 @@ untimed). At most --max-concurrency requests are in flight. Decoding is greedy.
 
 The result holds tokens and times per line of the input, in its order; times are seconds since the start, one
 per token, as the client received it ("prime" lines have none). TTFT counts from the moment at which a request
-is sent. Takes all flags of quire serve.
+is sent; cpu_s is the CPU time of every process meanwhile. Takes all flags of quire serve.
 """
 
 import asyncio
@@ -72,4 +72,4 @@ async def _measure(config: "ServeConfig", requests: "list[OfflineRequest]", max_
     async with Service(config, log_level="warning") as service:
         addresses = await service.start()
         async with AsyncClient(addresses.grpc) as client:
-            return await run_requests(client, requests, max_concurrency)
+            return await run_requests(client, requests, max_concurrency, cpu_seconds=service.cpu_seconds)

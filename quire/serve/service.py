@@ -81,6 +81,10 @@ class Service:
         finally:
             starting.cancel()
 
+    def cpu_seconds(self) -> dict[str, float]:
+        """CPU time of every process so far, in seconds, by its name."""
+        return self._supervisor.cpu_seconds()
+
     async def stop(self) -> None:
         """Ends every process in order and gives back ports and sockets."""
         try:

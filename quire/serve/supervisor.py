@@ -7,6 +7,7 @@ grace period. It knows nothing of what the processes do, except that a front end
 """
 
 import asyncio
+import contextlib
 import os
 import re
 import signal
@@ -22,6 +23,7 @@ from quire.serve.output import LogForwarder
 from quire.serve.restarts import GiveUp, RestartPolicy
 from quire.serve.watchdog import LOOK_EVERY_S, Watchdog
 from shared import pulse
+from shared.cpu_time import cpu_seconds
 from shared.logging import get_logger
 
 END_ORDER = (Role.FRONTEND, Role.WORKER, Role.SCHEDULER)
@@ -108,6 +110,15 @@ class Supervisor:
         for slot in self._slots:
             if slot.child:
                 slot.child.kill()
+
+    def cpu_seconds(self) -> dict[str, float]:
+        """CPU time of every process that runs, by its name; one that was started anew begins at 0."""
+        used = {}
+        for slot in self._slots:
+            if slot.child:
+                with contextlib.suppress(OSError):  # it has just ended
+                    used[slot.spec.name] = cpu_seconds(slot.child.pid)
+        return used
 
     async def _keep(self, slot: _Slot) -> None:
         while not self._stopping.is_set():

@@ -5,9 +5,10 @@ import queue
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 from types import TracebackType
+
+from shared.cpu_time import cpu_seconds
 
 PATIENCE_S = 60.0
 """A child that says nothing for so long never will."""
@@ -75,8 +76,7 @@ class Child:
 
     def cpu_seconds(self) -> float:
         """CPU time so far, all threads."""
-        # The clock of another process, as clock_getcpuclockid(3) makes it; /proc counts in hundredths of a second.
-        return time.clock_gettime(~self._child.pid << 3 | 2)
+        return cpu_seconds(self._child.pid)
 
     def resident_bytes(self) -> int:
         """Resident memory."""

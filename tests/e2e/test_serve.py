@@ -255,6 +255,7 @@ def test_bench_offline_times_every_token(checkpoint: Path, tmp_path: Path) -> No
     ]
     requests.write_text("\n".join(map(json.dumps, lines)))
     result = tmp_path / "result.json"
+    cores = os.cpu_count() or 1
 
     done = quire(
         "bench", "offline", f"--model={checkpoint}", f"--requests={requests}", "--max-concurrency=2",
@@ -272,6 +273,8 @@ def test_bench_offline_times_every_token(checkpoint: Path, tmp_path: Path) -> No
     assert report["out_tok_per_s"] == pytest.approx(9 / report["wall_s"])
     assert set(report["ttft_s"]) == {"p50", "p99"}
     assert set(report["itl_s"]) == {"p50", "p99", "max"}
+    assert set(report["cpu_s"]) == {"scheduler", "worker-0", "frontend-0"}
+    assert all(0 < used < cores * report["wall_s"] for used in report["cpu_s"].values())
 
 
 def test_bench_offline_names_what_is_wrong_with_a_request(checkpoint: Path, tmp_path: Path) -> None:
