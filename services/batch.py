@@ -107,8 +107,20 @@ class Batch:
 
     async def _send(self, message: v1.GenerateBatchResponse) -> None:
         # gRPC knows no way back from a write: one that is begun is finished, even when its request is cancelled.
-        await asyncio.shield(asyncio.ensure_future(self._write_alone(message)))
+        writing = asyncio.ensure_future(self._write_alone(message))
+        try:
+            await asyncio.shield(writing)
+        except asyncio.CancelledError:
+            # Nobody waits for it any more: that its client is gone, too, is news to nobody.
+            writing.add_done_callback(_look_at)
+            raise
 
     async def _write_alone(self, message: v1.GenerateBatchResponse) -> None:
         async with self._writing:
             await self._write(message)
+
+
+def _look_at(writing: "asyncio.Future[None]") -> None:
+    """Takes note of how a write ended, or asyncio calls it an exception that nobody retrieved."""
+    if not writing.cancelled():
+        writing.exception()

@@ -1,8 +1,9 @@
 """The served model's tokenizer: text and conversations to token ids, and back.
 
-Only `tokenizer.json` and its neighbours are read, never weights; `transformers` is not needed. Encoding releases the
-GIL, so long prompts are encoded in a small thread pool and do not hold up the streams of others; for short ones the
-way to a thread and back would cost more than the work. What waits for the threads is bounded in bytes.
+Only `tokenizer.json` and its neighbours are read, never weights; `transformers` is not needed. Long texts go through a
+small thread pool, by the library's calls for several texts: those release the GIL, where the ones for a single text
+hold it to the end, for seconds with a text of megabytes, and the streams of all others with it. For short texts the way
+to a thread and back would cost more than the work. What waits for the threads is bounded in bytes.
 """
 
 import asyncio
@@ -71,7 +72,7 @@ class TextTokenizer:
         """
         if len(text) <= INLINE_CHARACTERS:
             return self._encode(text, add_special_tokens)
-        return await self._in_thread(len(text.encode()), self._encode, text, add_special_tokens)
+        return await self._in_thread(len(text.encode()), self._encode_long, text, add_special_tokens)
 
     async def encode_chat(self, conversation: TemplateInput) -> list[int]:
         """The token ids of a conversation; special tokens are the template's business.
@@ -88,7 +89,7 @@ class TextTokenizer:
         """The text of a whole sequence."""
         if len(token_ids) <= INLINE_CHARACTERS:
             return self._decode(token_ids, skip_special_tokens)
-        return await self._in_thread(4 * len(token_ids), self._decode, token_ids, skip_special_tokens)
+        return await self._in_thread(4 * len(token_ids), self._decode_long, token_ids, skip_special_tokens)
 
     def detokenizer(self, *, skip_special_tokens: bool) -> Detokenizer:
         """The text side of a new stream."""
@@ -102,12 +103,23 @@ class TextTokenizer:
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
         return ids
 
+    def _encode_long(self, text: str, add_special_tokens: bool) -> list[int]:
+        (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        ids: list[int] = encoding.ids
+        return ids
+
     def _encode_chat(self, conversation: TemplateInput) -> list[int]:
         assert self._chat_template is not None, "validation lets no chat through without a template"
-        return self._encode(self._chat_template.render(conversation), False)
+        text = self._chat_template.render(conversation)
+        # What a template makes of a short conversation may be long.
+        return self._encode(text, False) if len(text) <= INLINE_CHARACTERS else self._encode_long(text, False)
 
     def _decode(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str:
         return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
+
+    def _decode_long(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str:
+        (text,) = self._tokenizer.decode_batch([list(token_ids)], skip_special_tokens=skip_special_tokens)
+        return str(text)
 
     async def _in_thread(self, size: int, function: Callable[[*Arguments], Result], *arguments: *Arguments) -> Result:
         with self._lock:

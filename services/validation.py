@@ -26,8 +26,12 @@ MAX_STOP_STRINGS = 16
 MAX_STOP_STRING = 256
 MAX_STOP_TOKEN_IDS = 64
 MAX_TEMPERATURE = 100.0
+MIN_TEMPERATURE = 1e-6
+"""Below it no noise reaches the distance of two logits that float32 tells apart: choosing is greedy, and dividing by
+the temperature would overflow."""
 MAX_CHOICES = 128
 MAX_LOGPROBS = 20
+MIN_REPETITION_PENALTY = 0.001
 MAX_REPETITION_PENALTY = 10.0
 MAX_BIAS = 100.0
 MAX_BIASES = 4096
@@ -88,6 +92,10 @@ def validate(request: v1.GenerateRequest, model: link_pb2.ServedModel, *, has_ch
     # A grammar ends by the model's end-of-sequence token, which it allows where the output may end and nowhere else.
     eos = () if stop.ignore_eos and not request.HasField("grammar") else tuple(model.eos_token_ids)
     stop_token_ids = tuple(dict.fromkeys((*eos, *stop.stop_token_ids)))
+    if stop.min_tokens and not _leaves_tokens(sampling, stop_token_ids, model):
+        raise InvalidRequestError(
+            FieldViolation("stop.min_tokens", "forbids tokens that end the output, and no other is allowed")
+        )
     return ValidRequest(
         request_id=request.request_id or draw_request_id(),
         model=model.name,
@@ -207,8 +215,10 @@ def _check_sampling(sampling: v1.SamplingOptions, model: link_pb2.ServedModel) -
             yield FieldViolation(f"sampling.{name}", "must lie in [-2, 2]")
     if sampling.HasField("typical_p") and not 0 < sampling.typical_p <= 1:
         yield FieldViolation("sampling.typical_p", "must lie in (0, 1]")
-    if sampling.HasField("repetition_penalty") and not 0 < sampling.repetition_penalty <= MAX_REPETITION_PENALTY:
-        yield FieldViolation("sampling.repetition_penalty", f"must lie in (0, {MAX_REPETITION_PENALTY:g}]")
+    penalty = sampling.repetition_penalty
+    if sampling.HasField("repetition_penalty") and not MIN_REPETITION_PENALTY <= penalty <= MAX_REPETITION_PENALTY:
+        bounds = f"[{MIN_REPETITION_PENALTY:g}, {MAX_REPETITION_PENALTY:g}]"
+        yield FieldViolation("sampling.repetition_penalty", f"must lie in {bounds}")
     yield from _check_token_sets(sampling, model)
 
 
@@ -259,7 +269,7 @@ def _sampling_params(request: v1.GenerateRequest, stop_token_ids: tuple[int, ...
     """What the worker is told; only what differs from the defaults takes room."""
     sampling, stop, output = request.sampling, request.stop, request.output
     params = plan_pb2.SamplingParams(
-        temperature=sampling.temperature if sampling.HasField("temperature") else 1.0,
+        temperature=_temperature(sampling),
         top_k=sampling.top_k,
         top_p=sampling.top_p if sampling.HasField("top_p") else 1.0,
         min_p=sampling.min_p,
@@ -283,6 +293,18 @@ def _sampling_params(request: v1.GenerateRequest, stop_token_ids: tuple[int, ...
     if output.HasField("prompt_logprobs"):
         params.prompt_logprobs = output.prompt_logprobs
     return params
+
+
+def _temperature(sampling: v1.SamplingOptions) -> float:
+    if not sampling.HasField("temperature"):
+        return 1.0
+    return sampling.temperature if sampling.temperature >= MIN_TEMPERATURE else 0.0
+
+
+def _leaves_tokens(sampling: v1.SamplingOptions, forbidden: tuple[int, ...], model: link_pb2.ServedModel) -> bool:
+    """Whether a token may be chosen that is not one of `forbidden`."""
+    allowed, gone = set(sampling.allowed_token_ids), {*sampling.banned_token_ids, *forbidden}
+    return bool(allowed - gone) if allowed else len(gone) < model.vocab_size
 
 
 def _refuse_unsupported(request: v1.GenerateRequest) -> None:

@@ -313,7 +313,7 @@ class SamplingOptions(_message.Message):
     BAD_WORDS_FIELD_NUMBER: _builtins.int
     N_FIELD_NUMBER: _builtins.int
     temperature: _builtins.float
-    """In [0, 100]. 0 is greedy. Default 1."""
+    """In [0, 100]. 0 is greedy, and so is everything below 1e-6. Default 1."""
     top_k: _builtins.int
     """Keep the k most likely tokens; 0 keeps all. Default 0."""
     top_p: _builtins.float
@@ -327,7 +327,9 @@ class SamplingOptions(_message.Message):
     (0, 1]. Default 1.
     """
     repetition_penalty: _builtins.float
-    """Divides positive logits of tokens that prompt or output hold, multiplies negative ones; in (0, 10]. Default 1."""
+    """Divides positive logits of tokens that prompt or output hold, multiplies negative ones; in [0.001, 10].
+    Default 1.
+    """
     presence_penalty: _builtins.float
     """Subtracted from the logits of tokens that the output holds, in [-2, 2]. Default 0."""
     frequency_penalty: _builtins.float

@@ -1,8 +1,10 @@
 """Many requests on one call, through a real channel and the Python client."""
 
 import asyncio
-from collections.abc import AsyncIterator
+import gc
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
+from typing import Any, cast
 
 import grpc
 import pytest
@@ -11,6 +13,9 @@ from grpc import aio
 from quire import AsyncClient, BatchAnswer, FinishReason, errors
 from quire.v1 import generation_pb2 as v1
 from services import batch
+from services.batch import Batch
+from services.context import Caller
+from services.generation import Generator
 from tests.services.stack import PATIENCE_S, TestCore, running_stack, tokens_request
 from tests.services.tokenizers_for_tests import byte_level
 
@@ -122,3 +127,42 @@ def test_a_call_runs_so_many_requests_at_a_time(tmp_path: Path, monkeypatch: pyt
 
     asyncio.run(main())
     assert most <= 3
+
+
+def test_a_write_that_outlives_its_call_fails_unheard() -> None:
+    """A call that is cancelled while it writes, and whose write then fails, leaves nothing for the log."""
+
+    class OneDelta:
+        """Sends one message for any request."""
+
+        async def run(
+            self, _request: object, _caller: object, send: Callable[[v1.GenerateResponse], Awaitable[None]]
+        ) -> None:
+            await send(v1.GenerateResponse())
+
+    async def main() -> list[dict[str, Any]]:
+        complaints: list[dict[str, Any]] = []
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: complaints.append(context))
+        began, gone = asyncio.Event(), asyncio.Event()
+
+        async def write(_: v1.GenerateBatchResponse) -> None:
+            began.set()
+            await gone.wait()
+            raise ConnectionError("the client is gone")
+
+        async def requests() -> AsyncIterator[v1.GenerateBatchRequest]:
+            yield v1.GenerateBatchRequest(key=1, request=tokens_request(*FOX))
+            await asyncio.Event().wait()
+
+        call = asyncio.create_task(
+            Batch(cast(Generator, OneDelta()), lambda: cast(Caller, None), write).run(requests())
+        )
+        await began.wait()
+        call.cancel()
+        await asyncio.sleep(0)
+        gone.set()
+        await asyncio.wait([call])
+        gc.collect()
+        return complaints
+
+    assert asyncio.run(main()) == []

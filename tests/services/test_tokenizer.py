@@ -1,7 +1,10 @@
 """Loading a model's tokenizer, encoding off the loop, and chat templates in their sandbox."""
 
 import asyncio
+import itertools
 import json
+import time
+from collections.abc import Awaitable
 from pathlib import Path
 
 import pytest
@@ -44,6 +47,31 @@ def test_more_text_than_may_wait_is_refused(tmp_path: Path) -> None:
         assert first == again
         assert isinstance(second, OverloadedError)
         assert isinstance(short, list)
+
+    asyncio.run(main())
+
+
+def test_a_long_text_holds_nobody_up(tmp_path: Path) -> None:
+    """While a text of megabytes becomes tokens, and these text again, the event loop turns: it never stands still for
+    as much as half of the time that the work takes."""
+    tokenizer = load_tokenizer(write_model(tmp_path, byte_level()))
+    text = "the quick brown fox jumps over the lazy dog. " * 40_000
+
+    async def longest_standstill(work: Awaitable[object]) -> float:
+        task = asyncio.ensure_future(work)
+        turns = [time.perf_counter()]
+        while not task.done():
+            await asyncio.sleep(0)
+            turns.append(time.perf_counter())
+        standstill = max(after - before for before, after in itertools.pairwise(turns))
+        return standstill / (turns[-1] - turns[0])
+
+    async def main() -> None:
+        assert await longest_standstill(tokenizer.encode(text)) < 0.5
+        chat = v1.ChatInput(messages=[v1.ChatMessage(role="user", content=text)])
+        assert await longest_standstill(tokenizer.encode_chat(template_input(chat))) < 0.5
+        ids = await tokenizer.encode(text)
+        assert await longest_standstill(tokenizer.decode(ids, skip_special_tokens=True)) < 0.5
 
     asyncio.run(main())
 

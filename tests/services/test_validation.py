@@ -12,6 +12,7 @@ from shared.errors import InvalidRequestError, UnsupportedFieldError
 from tests.services.stack import MODEL
 
 VOCAB = MODEL.vocab_size
+(EOS,) = MODEL.eos_token_ids
 
 
 def request(**fields: object) -> v1.GenerateRequest:
@@ -79,6 +80,7 @@ INVALID: list[tuple[str, v1.GenerateRequest]] = [
     ("sampling.n", sampling(n=129)),
     ("sampling.repetition_penalty", sampling(repetition_penalty=math.nan)),
     ("sampling.repetition_penalty", sampling(repetition_penalty=0.0)),
+    ("sampling.repetition_penalty", sampling(repetition_penalty=1e-45)),
     ("sampling.repetition_penalty", sampling(repetition_penalty=11.0)),
     ("sampling.presence_penalty", sampling(presence_penalty=math.inf)),
     ("sampling.frequency_penalty", sampling(frequency_penalty=-2.5)),
@@ -234,6 +236,35 @@ def test_defaults_are_those_of_the_comments() -> None:
     assert first.request_id != second.request_id
 
 
+def test_a_temperature_too_small_to_divide_by_is_greedy() -> None:
+    """What many clients send for "almost 0" is served as 0; what makes a difference is kept."""
+    for given, told in ((1e-45, 0.0), (1e-8, 0.0), (0.5, 0.5), (1e-3, 1e-3)):
+        valid = validate(sampling(temperature=given), MODEL, has_chat_template=True)
+
+        assert valid.sampling.temperature == pytest.approx(told)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "token_left"),
+    [
+        (sampling(allowed_token_ids=[EOS]), False),
+        (sampling(allowed_token_ids=[EOS, 7], banned_token_ids=[7]), False),
+        (sampling(banned_token_ids=[i for i in range(VOCAB) if i != EOS]), False),
+        (sampling(allowed_token_ids=[EOS, 7]), True),
+        (sampling(), True),
+    ],
+)
+def test_a_least_length_leaves_a_token_to_choose(wanted: v1.GenerateRequest, token_left: bool) -> None:
+    """A least length forbids what ends the output: that nothing else is allowed is seen at the door, not in the
+    worker."""
+    wanted.stop.min_tokens = 2
+    if token_left:
+        assert validate(wanted, MODEL, has_chat_template=True).min_tokens == 2
+        return
+    with pytest.raises(InvalidRequestError, match="forbids tokens that end the output"):
+        validate(wanted, MODEL, has_chat_template=True)
+
+
 def test_neutral_values_change_nothing() -> None:
     """A client that always sends n=1 and neutral penalties is served."""
     neutral = sampling(
@@ -249,9 +280,7 @@ def test_neutral_values_change_nothing() -> None:
 
 def test_stop_tokens_hold_the_models_own_unless_ignored() -> None:
     """End-of-sequence tokens are added to the client's, or left out when asked."""
-    (eos,) = MODEL.eos_token_ids
-
-    assert validate(stop(stop_token_ids=[5]), MODEL, has_chat_template=True).stop_token_ids == (eos, 5)
+    assert validate(stop(stop_token_ids=[5]), MODEL, has_chat_template=True).stop_token_ids == (EOS, 5)
     ignoring = stop(stop_token_ids=[5], ignore_eos=True)
     assert validate(ignoring, MODEL, has_chat_template=True).stop_token_ids == (5,)
 
