@@ -46,7 +46,7 @@ async def round_of(client: AsyncClient, *, grammars: bool) -> list[float]:
     return [gap for each in gaps for gap in each]
 
 
-async def main(target: str) -> dict[str, object]:
+async def measure(target: str) -> dict[str, object]:
     """The figures of three rounds of each, in turn."""
     async with AsyncClient(target) as client:
         await round_of(client, grammars=True)
@@ -74,10 +74,16 @@ async def main(target: str) -> dict[str, object]:
     return {"machine": platform.machine(), "model": "demo", "results": results}
 
 
-parser = argparse.ArgumentParser(description=__doc__)
-parser.add_argument("target", help="HOST:PORT of the service's gRPC")
-parser.add_argument("--json", type=Path, help="where to write the figures")
-options = parser.parse_args()
-found = asyncio.run(main(options.target))
-if options.json is not None:
-    options.json.write_text(json.dumps(found, indent=2) + "\n")
+def main() -> None:
+    """Measures the service that the command line names."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("target", help="HOST:PORT of the service's gRPC")
+    parser.add_argument("--json", type=Path, help="where to write the figures")
+    options = parser.parse_args()
+    found = asyncio.run(measure(options.target))
+    if options.json is not None:
+        options.json.write_text(json.dumps(found, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

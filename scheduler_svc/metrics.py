@@ -1,4 +1,8 @@
-"""The scheduler service's metrics: the core's figures and the workers' timings as Prometheus families."""
+"""The scheduler service's metrics: the core's figures and the workers' timings as Prometheus families.
+
+What carries a worker's name is there while the worker is: its counters go with it and begin at 0 when it comes back, so
+totals over workers are sums of rates (`sum(rate(...))`), never rates of sums.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,7 +20,7 @@ _STEP_BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 
 
 @dataclass(slots=True)
 class _WorkerTimes:
-    """What one worker has told of its steps; kept by name, because this is done for every step."""
+    """What one worker has told of its steps."""
 
     step_seconds: Histogram
     prepare_ns: int = 0
@@ -61,6 +65,11 @@ class SchedulerMetrics:
         times.forward_ns += forward
         times.sample_ns += sample
         times.idle_ns += timings.idle_before_ns
+
+    def forget_worker(self, worker_id: str) -> None:
+        """Nobody serves under this name any more: names may be new with every worker that is started."""
+        if self._times.pop(worker_id, None) is not None:
+            self._step_seconds.remove(worker_id)
 
     def families(self, stats: SchedulerStats, journal: Journal | None = None) -> list[link_pb2.MetricFamily]:
         """Everything, as of now."""

@@ -172,6 +172,7 @@ class SchedulerService:
         match event:
             case ev.WorkerHello():
                 self._gone.pop(peer, None)
+                self._tracing.worker_lost(peer, now)  # whoever says hello again answers nothing of before
                 self._workers.add(peer, event.worker_id, now, process=event.process)
             case ev.WorkerLost():
                 self._forget_worker(peer, event.reason, now, orderly=event.orderly)
@@ -222,8 +223,12 @@ class SchedulerService:
                 self._lose_worker(peer, reason, now)
 
     def _forget_worker(self, peer: ev.Peer, reason: str, now: float, *, orderly: bool = False) -> None:
+        worker_id = self._workers.worker_id(peer)
         self._workers.forget(peer, reason, orderly=orderly)
         self._tracing.worker_lost(peer, now)
+        # Another process may serve under its name by now.
+        if worker_id is not None and not self._workers.knows(worker_id):
+            self._metrics.forget_worker(worker_id)
 
     # ---------------------------------------------------------------- front ends
 
@@ -318,7 +323,7 @@ class SchedulerService:
                     self._welcome(effect, now)
                 case ef.WorkerRefused():
                     self._workers.send_carelessly(effect.worker, worker_link.encode_refused(effect.reason))
-                    self._workers.forget(effect.worker, f"refused: {effect.reason}")
+                    self._forget_worker(effect.worker, f"refused: {effect.reason}", now)
                 case ef.WorkerUnknown():
                     self._workers.send_carelessly(effect.worker, worker_link.UNKNOWN)
                     self._forget_worker(effect.worker, "given up", now)

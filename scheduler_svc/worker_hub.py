@@ -65,6 +65,10 @@ class WorkerHub:
         worker = self._workers.get(peer)
         return worker.worker_id if worker is not None else None
 
+    def knows(self, worker_id: str) -> bool:
+        """Whether a worker of this name is connected."""
+        return any(worker.worker_id == worker_id for worker in self._workers.values())
+
     def forget(self, peer: ev.Peer, reason: str, *, orderly: bool = False) -> None:
         """Drops a worker, which is nothing to worry about when it left of its own will."""
         self._close_watch(peer)

@@ -20,7 +20,7 @@ from services.principals import CURRENT
 from services.prompts import Prompts
 from services.scheduling import block_keys, check_scheduling, wishes
 from services.stream import Stream, StreamRequest
-from services.tracing import describe_embedding, server_span
+from services.tracing import describe_embedding, request_span
 from services.validation import (
     Violations,
     check_model,
@@ -57,7 +57,7 @@ class Embedder:
             QuireError: an input is wrong or failed.
         """
         services = self._services
-        with server_span(services.tracer, caller.traceparent, caller.operation) as span:
+        with request_span(services.tracer, caller.traceparent, caller.operation) as span:
             model = services.served_model()
             if not model.hidden_size:
                 raise UnsupportedMethodError(_NO_VECTOR)

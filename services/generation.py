@@ -23,7 +23,7 @@ from services.prompts import Prompts
 from services.resuming import identity_of, info_of, kept_of, resume_info, skip_known, stream_of
 from services.scheduling import block_keys, wishes
 from services.stream import Stream, StreamRequest
-from services.tracing import describe_request, server_span
+from services.tracing import describe_request, request_span
 from services.validation import MAX_CHOICES, ValidRequest, fit, validate
 from services.wakeup import Wakeup
 from shared.columns import to_column
@@ -62,7 +62,7 @@ class Generator:
         Raises:
             QuireError: the request failed, or can never succeed; what was sent before stands.
         """
-        with server_span(self._services.tracer, caller.traceparent, caller.operation) as span:
+        with request_span(self._services.tracer, caller.traceparent, caller.operation) as span:
             model = self._services.served_model()
             valid = validate(request, model, has_chat_template=self._services.tokenizer.has_chat_template)
             with (
@@ -153,7 +153,7 @@ class Generator:
         services = self._services
         if not request.request_id:
             raise InvalidRequestError(FieldViolation("request_id", "missing"))
-        with server_span(services.tracer, caller.traceparent, caller.operation) as span:
+        with request_span(services.tracer, caller.traceparent, caller.operation) as span:
             model = services.served_model()
             wakeup = Wakeup()
             kept = await kept_of(services.link, caller.principal, request.request_id)

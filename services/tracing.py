@@ -1,12 +1,13 @@
 """The server span of a request, named and described as OpenTelemetry's conventions for RPC, HTTP and generative AI say.
 
 It is a child of the client's W3C traceparent, and its own traceparent goes to the core with the request, so that one
-trace leads from the client to the steps on the device. Nothing of a prompt or an answer is recorded.
+trace leads from the client to the steps on the device. A call that is several requests to the core has one server span
+with a child for each of them. Nothing of a prompt or an answer is recorded.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from opentelemetry import trace
 from opentelemetry.trace import Span, SpanKind, Status, StatusCode, Tracer
@@ -28,13 +29,15 @@ class Operation:
     """The span's name."""
     attributes: Mapping[str, str]
     status_key: str
-    """The attribute that holds the outcome."""
+    """The attribute that holds the outcome; empty: none does."""
     status_of: Callable[[QuireError], str | int]
     """What it says of an error."""
     internal: str | int
     """What it says of an unexpected one."""
     success: str | int | None = None
     """What it says otherwise; None: it is left out."""
+    kind: SpanKind = SpanKind.SERVER
+    """INTERNAL for a part of a call, whose span is a child of the current one."""
 
 
 def rpc(method: str, service: str = "quire.v1.GenerationService") -> Operation:
@@ -48,13 +51,18 @@ def rpc(method: str, service: str = "quire.v1.GenerationService") -> Operation:
     )
 
 
+def part_of(operation: Operation, name: str) -> Operation:
+    """A part of a call that has a span of its own."""
+    return replace(operation, name=name, attributes={}, status_key="", success=None, kind=SpanKind.INTERNAL)
+
+
 @contextmanager
-def server_span(tracer: Tracer, traceparent: str, operation: Operation) -> Iterator[Span]:
+def request_span(tracer: Tracer, traceparent: str, operation: Operation) -> Iterator[Span]:
     """The span of one request, current while it runs. An error marks it by its reason."""
     span = tracer.start_span(
         operation.name,
-        context=from_traceparent(traceparent),
-        kind=SpanKind.SERVER,
+        context=from_traceparent(traceparent) if operation.kind is SpanKind.SERVER else None,
+        kind=operation.kind,
         attributes={**operation.attributes, "gen_ai.provider.name": "quire"},
     )
     try:
@@ -132,7 +140,7 @@ def describe_embedding(span: Span, request_id: str, *, model: str, num_tokens: i
 
 def _mark(span: Span, operation: Operation, status: str | int | None, reason: str) -> None:
     span.set_attribute("error.type", reason)
-    if status is not None:
+    if status is not None and operation.status_key:
         span.set_attribute(operation.status_key, status)
     # What an HTTP client did wrong is no error of the server's span.
     if not (isinstance(status, int) and status < 500):

@@ -19,14 +19,10 @@ _VARIABLE = "QUIRE_CPU_KERNELS"
 _log = logging.getLogger(__name__)
 
 
-def native() -> Native | None:
-    """The kernels that serve in this process; None: torch does."""
-    wanted = os.environ.get(_VARIABLE, "auto")
-    return _choose(wanted)
-
-
 @cache
-def _choose(wanted: str) -> Native | None:
+def native() -> Native | None:
+    """The kernels that serve in this process, chosen when they are first asked for; None: torch does."""
+    wanted = os.environ.get(_VARIABLE, "auto")
     if wanted == "off":
         return None
     levels = {candidate.level_name: candidate for candidate in native_levels()}

@@ -22,6 +22,20 @@ class Scrape:
             value for (each, own), value in self.values.items() if each == name and labels.items() <= dict(own).items()
         )
 
+    def increase(self, name: str, before: "Scrape", **labels: str) -> float:
+        """By how much counters of this name that carry these labels have grown since `before`, all together.
+
+        One by one, as Prometheus has it: a counter that is smaller now began anew, one that has just come may be an old
+        one that was away, and one that is gone takes nothing from the others.
+        """
+        return sum(
+            value - then if value >= then else value
+            for (each, own), value in self.values.items()
+            if each == name
+            and labels.items() <= dict(own).items()
+            and (then := before.values.get((each, own))) is not None
+        )
+
     def labels(self, name: str, label: str) -> list[str]:
         """The values of one label of a metric."""
         return sorted({dict(own)[label] for each, own in self.values if each == name and label in dict(own)})
@@ -42,11 +56,11 @@ def render(before: Scrape, now: Scrape, seconds: float, address: str) -> list[st
     """The lines of the screen. Rates and latencies are those of the `seconds` between the two scrapes."""
 
     def rate(name: str, **labels: str) -> float:
-        return max(now.sum(name, **labels) - before.sum(name, **labels), 0.0) / seconds
+        return now.increase(name, before, **labels) / seconds
 
     def times(name: str) -> str:
         counts = [
-            (float(bound), now.sum(f"{name}_bucket", le=bound) - before.sum(f"{name}_bucket", le=bound))
+            (float(bound), now.increase(f"{name}_bucket", before, le=bound))
             for bound in now.labels(f"{name}_bucket", "le")
         ]
         p50, p99 = (quantile(counts, share) for share in (0.5, 0.99))

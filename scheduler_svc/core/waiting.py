@@ -180,6 +180,9 @@ class FairQueue(WaitingQueue):
     def discard(self, request: Request) -> None:
         self._num_requests -= 1
         self._queues[self._group_of(request.account)].discard(request)
+        # `take` finds a group that is empty when it is its turn, but while no worker is there nobody takes.
+        if len(self._waiting) > 64 + 2 * self._num_requests:
+            self._drop_empty()
 
     def requests(self) -> list[Request]:
         return [request for queue in self._queues.values() for request in queue.requests()]
@@ -209,8 +212,19 @@ class FairQueue(WaitingQueue):
             heapq.heapreplace(self._order, (service, group))
         return None
 
+    def _drop_empty(self) -> None:
+        """Groups whose requests have all been discarded wait no longer."""
+        empty = {group for group in self._waiting if not len(self._queues[group])}
+        for group in empty:
+            self._queues[group].take(lambda _: 0)  # lets go of what was discarded
+        self._waiting -= empty
+        self._order = [entry for entry in self._order if entry[1] in self._waiting]
+        heapq.heapify(self._order)
+        self._forget_idle()
+
     def _forget_idle(self) -> None:
-        idle = self._service.keys() - self._waiting
+        # In order of arrival: which ones are forgotten must not depend on how strings are hashed.
+        idle = [group for group in self._service if group not in self._waiting]
         if len(idle) > self.MAX_IDLE:
             for group in sorted(idle, key=self._service.__getitem__)[: self.MAX_IDLE // 2]:
                 del self._service[group]

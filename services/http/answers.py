@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, NotRequired, TypedDict
 
 from quire.v1 import generation_pb2 as v1
-from services.http.logprobs import Logprobs, prompt_logprobs
+from services.http.logprobs import Logprobs, TextOffsets, prompt_logprobs
 from services.http.schema import StreamOptions
 from services.http.tool_calls import AnswerParser, CallArguments, CallBegun, Content, Piece
 
@@ -37,7 +37,8 @@ class ChoiceState:
     called: bool = False
     ended: bool = False
     tokens: int = 0
-    text_length: int = 0
+    offsets: TextOffsets | None = None
+    """Of the tokens of a text with log-probabilities."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -142,9 +143,10 @@ class Answer:
             choice: Json = {"index": state.index, "finish_reason": None}
             if self.echo:
                 choice["text"] = event.text
-                state.text_length = len(event.text)
-                if self.logprobs is not None and event.logprobs:
-                    choice["logprobs"] = self.logprobs.of_echo(event)
+                if self.logprobs is not None:
+                    state.offsets = self.logprobs.offsets(len(event.text))
+                    if event.logprobs:
+                        choice["logprobs"] = self.logprobs.of_echo(event)
             else:
                 choice |= {"delta": {"role": "assistant", "content": ""}} if self.chat else {"text": ""}
                 state.role_sent = self.chat
@@ -165,7 +167,6 @@ class Answer:
             choice: Json = {"index": state.index, "text": delta.text, "logprobs": logprobs, "finish_reason": None}
             if token_ids is not None:
                 choice["token_ids"] = token_ids
-            state.text_length += len(delta.text)
             yield self._chunk(choice)
             return
         contents = self._contents(state, delta.text)
@@ -195,7 +196,9 @@ class Answer:
             return None
         if self.chat:
             return self.logprobs.of_chat(delta.logprobs)
-        return self.logprobs.of_text(delta.logprobs, delta.text, state.text_length)
+        if state.offsets is None:
+            state.offsets = self.logprobs.offsets()
+        return self.logprobs.of_text(delta.logprobs, state.offsets.of(delta.token_ids))
 
     # End
 

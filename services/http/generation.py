@@ -1,11 +1,12 @@
 """`/v1/completions` and `/v1/chat/completions`: requests for the generator, and its answers on their way out."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
+from dataclasses import replace
 from functools import partial
 
 from quire.v1 import generation_pb2 as v1
-from services.context import Services
+from services.context import Caller, Services
 from services.delivery import Send
 from services.generation import Generator
 from services.http.answers import Answer
@@ -18,6 +19,7 @@ from services.http.prompts import Prepared, prepare_chat, prepare_completion, pr
 from services.http.schema import ChatBody, CompletionBody, SamplingBody, StreamOptions
 from services.http.tool_calls import ForcedCalls, parser_of
 from services.http.whole_answer import WholeAnswer
+from services.tracing import part_of, request_span
 from shared.errors import FieldViolation, InvalidRequestError, QuireError, StalledReaderError
 
 
@@ -74,8 +76,9 @@ class GenerationEndpoints:
         parsers = ForcedCalls if calls == "forced" else partial(parser_of, calls)
         logprobs = None
         if top_logprobs is not None:
-            token_bytes = self._services.tokenizer.token_bytes
-            logprobs = Logprobs(top_logprobs, body.return_tokens_as_token_ids, token_bytes)
+            tokenizer = self._services.tokenizer
+            detokenizer = partial(tokenizer.detokenizer, skip_special_tokens=body.skip_special_tokens)
+            logprobs = Logprobs(top_logprobs, body.return_tokens_as_token_ids, tokenizer.token_bytes, detokenizer)
         return Answer(
             chat=chat,
             id=answer_id,
@@ -101,12 +104,15 @@ class GenerationEndpoints:
                 else:
                     whole.add(chunk)
 
+        caller = exchange.caller()
         if len(prepared) == 1:
-            await self._generate(exchange, prepared[0], partial(write, 0))
+            await self._generate(caller, prepared[0], partial(write, 0))
         else:
-            await self._generate_all(
-                [self._generate(exchange, each, partial(write, number)) for number, each in enumerate(prepared)]
-            )
+            with request_span(self._services.tracer, caller.traceparent, caller.operation):
+                part = replace(caller, operation=part_of(caller.operation, "prompt"))
+                await self._generate_all(
+                    [self._generate(part, each, partial(write, number)) for number, each in enumerate(prepared)]
+                )
         if not body.stream:
             await exchange.answer(whole.result())
             return
@@ -119,18 +125,18 @@ class GenerationEndpoints:
         except TimeoutError:
             raise StalledReaderError("the client took no data for too long") from None
 
-    async def _generate(self, exchange: Exchange, prepared: Prepared, send: Send) -> None:
+    async def _generate(self, caller: Caller, prepared: Prepared, send: Send) -> None:
         try:
-            await self._generator.run(prepared.request, exchange.caller(), send)
+            await self._generator.run(prepared.request, caller, send)
         except QuireError as error:
             raise renamed(error, prepared.names) from None
 
-    async def _generate_all(self, calls: Sequence[object]) -> None:
+    async def _generate_all(self, calls: Sequence[Coroutine[None, None, None]]) -> None:
         """Runs several prompts at once; the first error ends all."""
         try:
             async with asyncio.TaskGroup() as tasks:
                 for call in calls:
-                    tasks.create_task(call)  # type: ignore[arg-type]
+                    tasks.create_task(call)
         except* QuireError as group:
             error = group.exceptions[0]
             while isinstance(error, BaseExceptionGroup):

@@ -10,6 +10,7 @@ import pytest
 
 from kernels.native.library import native_levels
 from kernels.native.serving import native
+from tests.cpu_kernels import cpu_kernels
 
 pytestmark = pytest.mark.skipif(
     shutil.which("g++") is None or platform.machine() != "x86_64", reason="needs g++ on x86-64"
@@ -25,10 +26,20 @@ def test_where_there_is_a_compiler_the_kernels_are_built() -> None:
     assert ("avx2" in levels) == ({"avx2", "fma"} <= flags)
 
 
-def test_the_best_level_passes_its_self_test_and_serves(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_best_level_passes_its_self_test_and_serves() -> None:
     """No level that the processor has is left out; the portable one is for tests only."""
-    monkeypatch.delenv("QUIRE_CPU_KERNELS", raising=False)
     best = native_levels()[-1].level_name
-    serving = native()
+    with cpu_kernels("auto"):
+        serving = native()
 
     assert (serving.level_name if serving is not None else "portable") == best
+
+
+def test_a_process_chooses_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a model was packed for at load serves it to the end, whatever becomes of the environment."""
+    with cpu_kernels("portable"):
+        chosen = native()
+        monkeypatch.setenv("QUIRE_CPU_KERNELS", "off")
+
+        assert chosen is not None
+        assert native() is chosen

@@ -2,7 +2,7 @@
 
 import pytest
 
-from quire.cli._top_view import bar, parse, quantile, render
+from quire.cli._top_view import Scrape, bar, parse, quantile, render
 
 TEXT = """
 # TYPE quire_requests_running gauge
@@ -31,6 +31,26 @@ def test_rates_are_those_between_two_scrapes() -> None:
     assert "550 / 991 ms" in text
     assert "w0" in text
     assert "[############------      ]   50%" in text
+
+
+WORKERS = """
+# TYPE quire_preemptions counter
+{}
+"""
+
+
+def test_who_comes_and_goes_does_not_make_totals_jump() -> None:
+    """Of workers that were there both times each counts by itself: one that left takes nothing away, one that began
+    anew counts from 0, and one that has come adds nothing it may have counted long ago."""
+
+    def scrape(**counts: int) -> Scrape:
+        lines = [f'quire_preemptions_total{{worker="{name}"}} {count}' for name, count in counts.items()]
+        return parse(WORKERS.format("\n".join(lines)))
+
+    before, now = scrape(left=1000, stayed=10, anew=500), scrape(stayed=14, anew=2, come=70)
+
+    assert now.increase("quire_preemptions_total", before) == 6
+    assert now.increase("quire_preemptions_total", before, worker="stayed") == 4
 
 
 def test_nothing_happened() -> None:

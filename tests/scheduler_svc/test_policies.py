@@ -1,6 +1,7 @@
 """What each order of admission promises, and what keeps every request from starving."""
 
 import copy
+import gc
 import random
 
 import numpy as np
@@ -12,13 +13,14 @@ from scheduler_svc.core import effects as ef
 from scheduler_svc.core.admission import MAX_OVERTAKEN
 from scheduler_svc.core.config import RequestClass, TenantLimits
 from scheduler_svc.core.forecast import Forecast
-from scheduler_svc.core.request import Request
+from scheduler_svc.core.request import Request, RequestState
 from scheduler_svc.core.tenants import Tenants
 from scheduler_svc.core.victims import Candidates, choose_victims
 from scheduler_svc.core.waiting import (
     AGEING_S,
     SJF_S_PER_TOKEN,
     FairQueue,
+    KeyedQueue,
     LongestPrefixQueue,
     WaitingQueue,
     make_queue,
@@ -156,6 +158,28 @@ def test_fair_forgets_tenants_that_are_gone(monkeypatch: pytest.MonkeyPatch) -> 
     assert max(remembered) <= 11
     # Of the least served ones that are forgotten, one is served right after.
     assert min(remembered[11:]) == 11 - 5 + 1
+
+
+def test_fair_forgets_tenants_whose_requests_end_before_anybody_takes_them() -> None:
+    """While no worker is there, requests give up one after the other; what is kept follows those that still wait, and
+    they are served as ever."""
+    queue = make_queue("fair", {}, {})
+    waiting = make_request(0, tenant="patient")
+    queue.push(waiting)
+    before = _queues()
+    for sequence in range(1, 1000):
+        request = make_request(sequence, tenant=f"tenant-{sequence}")
+        queue.push(request)
+        request.state = RequestState.FINISHED
+        queue.discard(request)
+
+    # What they were served, nothing, is remembered of some; see above.
+    assert _queues() - before <= 64 + 2
+    assert [queue.take(lambda _: 0), queue.take(lambda _: 0)] == [waiting, None]
+
+
+def _queues() -> int:
+    return sum(isinstance(each, KeyedQueue) and len(each._heap) > 0 for each in gc.get_objects())
 
 
 def _remembers(queue: WaitingQueue, tenant: str) -> bool:
@@ -359,6 +383,32 @@ def test_a_tenants_bucket_may_be_emptied_but_not_overdrawn() -> None:
     tenants.started(second, 0.0)
     assert not tenants.may_run(third, 9.5)
     assert tenants.may_run(third, 10.0)
+
+
+@pytest.mark.parametrize(
+    "limits",
+    [TenantLimits(max_running=1), TenantLimits(tokens_per_s=2.0), TenantLimits(max_queued=1, tokens_per_s=2.0)],
+)
+def test_tenants_that_never_come_back_are_forgotten(limits: TenantLimits) -> None:
+    """What is kept follows the tenants with something here or an unfilled bucket; what one of these owes is not
+    forgiven."""
+    tenants = Tenants({"": limits})
+    owing = make_request(tenant="owing", prompt=1000, attempts=1)
+    tenants.arrived(owing, 0.0)
+    tenants.started(owing, 0.0)
+    tenants.ended(owing, 0.0, was_running=True)
+    most = 0
+    for number in range(1000):
+        request, now = make_request(tenant=f"tenant-{number}", generated=5, attempts=1), number / 5
+        tenants.arrived(request, now)
+        tenants.started(request, now)
+        tenants.ended(request, now, was_running=True)
+        most = max(most, len(tenants))
+
+    assert most <= 2 * 64
+    # 1000 tokens from a bucket of 20, at 2 a second.
+    assert tenants.may_run(owing, 200.0) == (not limits.tokens_per_s)
+    assert tenants.may_run(owing, 490.0)
 
 
 def test_forecasts_follow_what_was_measured() -> None:

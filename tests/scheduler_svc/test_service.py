@@ -64,6 +64,13 @@ class FrontendPeer(Peer):
             if message.HasField("state") or message.refused:
                 return message
 
+    def metrics(self) -> list[link_pb2.MetricSample]:
+        """All samples of the service, as of now."""
+        self.send(link_pb2.FrontendMessage(snapshot_request=9))
+        while (snapshot := link_pb2.CoreMessage.FromString(self.receive()).snapshot).request != 9:
+            pass
+        return [sample for family in snapshot.families for sample in family.samples]
+
     def submit(self, stream: int, identity: bytes = b"", *, pooling: int = 0) -> None:
         """Submits a request of three tokens: one with an identity is resumable, one with `pooling` for an embedding."""
         submission = link_pb2.Submission(
@@ -342,11 +349,38 @@ def test_nonsense_is_dropped_and_counted(stand: Stand) -> None:
         worker.send(b"\xff" * 50)
     worker.hello()
     worker.until("welcome")
-    frontend.send(link_pb2.FrontendMessage(snapshot_request=9))
-    while (snapshot := link_pb2.CoreMessage.FromString(frontend.receive()).snapshot).request != 9:
-        pass
-    values = {sample.name: sample.value for family in snapshot.families for sample in family.samples}
+    values = {sample.name: sample.value for sample in frontend.metrics()}
     assert values["quire_malformed_frames_total"] == 40
+
+
+def test_a_workers_metrics_leave_with_it(stand: Stand) -> None:
+    """Names of workers may never come back, so nothing of theirs is kept; whoever serves under a name has its series,
+    however many have had it before."""
+    frontend, first, second = stand.frontend(), stand.worker(), stand.worker()
+    timings = plan_pb2.StepTimings(forward_ns=2_000_000_000)
+    frontend.hello()
+    frontend.submit(1)
+
+    def serve(worker: WorkerPeer) -> float:
+        """Joins as w, answers one plan, and returns how long w has computed."""
+        worker.hello()
+        plan = worker.until("plan")
+        row = plan.plan.admissions[0].row
+        result = plan_pb2.StepResult(step=plan.plan.step, rows=to_column([row]), tokens=to_column([5]), timings=timings)
+        worker.send(plan_pb2.WorkerMessage(epoch=plan.epoch, result=result))
+        frontend.until("tokens")
+        return next(
+            sample.value
+            for sample in frontend.metrics()
+            if sample.name == "quire_worker_seconds_total" and sample.labels["phase"] == "forward"
+        )
+
+    assert serve(first) == 2
+    assert serve(second) == 4, "the first one was replaced while its series was there"
+    second.send(plan_pb2.WorkerMessage(goodbye=plan_pb2.Goodbye(reason="scaled down")))
+    while frontend.until("state").state.ready:
+        pass
+    assert not [sample for sample in frontend.metrics() if "worker" in sample.labels]
 
 
 def test_sampling_parameters_that_do_not_parse_end_their_request_alone(stand: Stand) -> None:

@@ -118,6 +118,55 @@ def test_http_requests_are_named_as_http_requests_are(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
+def test_several_prompts_are_one_call(tmp_path: Path) -> None:
+    """One HTTP request with several prompts is one server span; each prompt has a span in it, which the core gets, and
+    of a call that is not sampled no part is."""
+
+    async def main() -> None:
+        telemetry = KeptTelemetry()
+        body = {"prompt": ["the fox", "the dog"], "max_tokens": 3}
+        async with running_stack(tmp_path, telemetry=telemetry) as stack:
+            answer = await stack.http.post("/v1/completions", json=body, headers=dict([TRACEPARENT]))
+            submissions = list(stack.core.submissions)
+            spans = telemetry.exporter.get_finished_spans()
+            unsampled = {"traceparent": TRACEPARENT[1].removesuffix("1") + "0"}
+            await stack.http.post("/v1/completions", json=body, headers=unsampled)
+        servers = [span for span in spans if span.kind is SpanKind.SERVER]
+        prompts = [span for span in spans if span.name == "prompt"]
+
+        assert answer.status_code == 200
+        assert [(span.name, format_span_id(span.parent.span_id)) for span in servers if span.parent] == [
+            ("POST /v1/completions", PARENT_ID)
+        ]
+        assert dict(servers[0].attributes or {})["http.response.status_code"] == 200
+        assert [span.parent and span.parent.span_id for span in prompts] == [servers[0].context.span_id] * 2
+        assert all("http.response.status_code" not in (span.attributes or {}) for span in prompts)
+        assert {each.traceparent for each in submissions} == {
+            f"00-{TRACE_ID}-{format_span_id(span.context.span_id)}-01" for span in prompts
+        }
+        assert len(telemetry.exporter.get_finished_spans()) == len(spans)
+
+    asyncio.run(main())
+
+
+def test_a_prompt_that_fails_ends_the_call(tmp_path: Path) -> None:
+    """The call's span says what its client was told, and that of the prompt why."""
+
+    async def main() -> None:
+        telemetry = KeptTelemetry()
+        async with running_stack(tmp_path, telemetry=telemetry) as stack:
+            stack.core.end_at_once = link_pb2.StreamEnd(reason=link_pb2.END_REASON_ROW_FAILED)
+            answer = await stack.http.post("/v1/completions", json={"prompt": ["the fox", "the dog"]})
+        spans = telemetry.spans()
+        call, prompt = (dict(spans[name].attributes or {}) for name in ("POST /v1/completions", "prompt"))
+
+        assert answer.status_code == call["http.response.status_code"] == 500
+        assert call["error.type"] == "ROW_FAILED"
+        assert prompt["error.type"] in (call["error.type"], "CANCELLED")
+
+    asyncio.run(main())
+
+
 def test_nothing_of_a_prompt_is_recorded(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Neither spans nor logs hold text of prompt or answer, whether the call succeeds, fails or is cancelled."""
 

@@ -10,6 +10,7 @@ import torch
 from kernels.native.library import native_levels
 from shared.config import ConfigError, WorkerConfig
 from tests.checkpoints import VOCAB_SIZE, make_checkpoint
+from tests.cpu_kernels import cpu_kernels
 from tests.worker_svc.driver import CPU, Driver, make_engine
 from worker_svc.model.base import AttentionInputs, Model
 from worker_svc.model.loader import load_model
@@ -64,18 +65,16 @@ def logits_of(
 @pytest.mark.parametrize(
     "architecture", ["LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"]
 )
-def test_a_packed_model_computes_what_torch_does(
-    architecture: str, level: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_packed_model_computes_what_torch_does(architecture: str, level: str, tmp_path: Path) -> None:
     """Biases, norms of queries and keys, windows, tied and untied embeddings: the same logits at every level."""
     folder = make_checkpoint(architecture, tmp_path)
     generator = torch.Generator().manual_seed(0)
     tokens = [torch.randint(VOCAB_SIZE, (length,), generator=generator).tolist() for length in LENGTHS]
     for dtype, tolerance in (("float32", 1e-5), ("bfloat16", 0.05)):
-        monkeypatch.setenv("QUIRE_CPU_KERNELS", "off")
-        expected = logits_of(load(folder, dtype="float32"), tokens, torch.float32)
-        monkeypatch.setenv("QUIRE_CPU_KERNELS", level)
-        got = logits_of(load(folder, dtype=dtype), tokens, getattr(torch, dtype))
+        with cpu_kernels("off"):
+            expected = logits_of(load(folder, dtype="float32"), tokens, torch.float32)
+        with cpu_kernels(level):
+            got = logits_of(load(folder, dtype=dtype), tokens, getattr(torch, dtype))
 
         assert float((got - expected).norm() / expected.norm()) < tolerance, dtype
 
@@ -93,17 +92,17 @@ def test_only_the_logits_asked_for_are_computed(chosen: list[int], tmp_path: Pat
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_int8_weights_keep_the_embedded_models_answers(level: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_int8_weights_keep_the_embedded_models_answers(level: str) -> None:
     """On a trained model's own text, int8 chooses the same token nearly always, and the text stays as likely."""
-    monkeypatch.setenv("QUIRE_CPU_KERNELS", level)
     prompts = [[1, 40 + row, 50, 60] for row in range(6)]
-    driver = Driver(make_engine("demo"))  # type: ignore[arg-type]
-    texts = [prompt + driver.generate(prompt, 40) for prompt in prompts]
-    dtype = load_model(WorkerConfig(model="demo", device="cpu"), CPU)[1].dtype
-    exact, rounded = (
-        logits_of(load("demo", quantization=quantization), texts, dtype).log_softmax(-1)
-        for quantization in ("none", "int8")
-    )
+    with cpu_kernels(level):
+        driver = Driver(make_engine("demo"))  # type: ignore[arg-type]
+        texts = [prompt + driver.generate(prompt, 40) for prompt in prompts]
+        dtype = load_model(WorkerConfig(model="demo", device="cpu"), CPU)[1].dtype
+        exact, rounded = (
+            logits_of(load("demo", quantization=quantization), texts, dtype).log_softmax(-1)
+            for quantization in ("none", "int8")
+        )
     targets = torch.tensor([token for text in texts for token in [*text[1:], 0]])
     written = torch.tensor([3 <= place < len(text) - 1 for text in texts for place in range(len(text))])
     lost = (exact - rounded).gather(1, targets[:, None])[written]
@@ -139,12 +138,10 @@ def test_int8_is_refused_where_it_is_not_to_be_had(
         load(make_checkpoint(architecture, tmp_path, **sizes), quantization="int8", **settings)
 
 
-def test_torch_computes_where_the_kernels_are_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torch_computes_where_the_kernels_are_off(tmp_path: Path) -> None:
     """`QUIRE_CPU_KERNELS=off` serves as an installation without a compiler does; int8 is refused then."""
-    monkeypatch.setenv("QUIRE_CPU_KERNELS", "off")
     folder = make_checkpoint("LlamaForCausalLM", tmp_path)
-    driver = Driver(make_engine(folder))
-
-    assert len(driver.generate([1, 2, 3], 4)) == 4
-    with pytest.raises(ConfigError, match=r"quantization: .*QUIRE_CPU_KERNELS"):
-        load(folder, quantization="int8")
+    with cpu_kernels("off"):
+        assert len(Driver(make_engine(folder)).generate([1, 2, 3], 4)) == 4
+        with pytest.raises(ConfigError, match=r"quantization: .*QUIRE_CPU_KERNELS"):
+            load(folder, quantization="int8")

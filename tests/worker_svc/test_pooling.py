@@ -10,6 +10,7 @@ from transformers import AutoModel
 
 from protos.quire.plan.v1 import plan_pb2
 from tests.checkpoints import make_checkpoint
+from tests.cpu_kernels import cpu_kernels
 from tests.worker_svc.driver import Driver, make_engine
 from tests.worker_svc.fake_accelerator import FakeAccelerator
 from worker_svc.errors import PlanError
@@ -57,18 +58,15 @@ def pooled(driver: Driver, tokens: list[int], mode: plan_pb2.Pooling.ValueType, 
     "architecture",
     ["LlamaForCausalLM", "MistralForCausalLM", "Qwen3ForCausalLM", "Gemma2ForCausalLM", "GPT2LMHeadModel"],
 )
-def test_vectors_are_the_last_hidden_states(
-    architecture: str, kernels: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_vectors_are_the_last_hidden_states(architecture: str, kernels: str, tmp_path: Path) -> None:
     """Last token and mean, in one chunk and in several, on each of the three ways through a model."""
-    monkeypatch.setenv("QUIRE_CPU_KERNELS", kernels)
     folder = make_checkpoint(architecture, tmp_path)
     states = last_hidden_states(folder, PROMPT)
-    driver = Driver(make_engine(folder))
-
-    for chunk in (len(PROMPT), 7, 1):
-        torch.testing.assert_close(pooled(driver, PROMPT, LAST, chunk), states[-1], rtol=1e-3, atol=1e-3)
-        torch.testing.assert_close(pooled(driver, PROMPT, MEAN, chunk), states.mean(0), rtol=1e-3, atol=1e-3)
+    with cpu_kernels(kernels):
+        driver = Driver(make_engine(folder))
+        for chunk in (len(PROMPT), 7, 1):
+            torch.testing.assert_close(pooled(driver, PROMPT, LAST, chunk), states[-1], rtol=1e-3, atol=1e-3)
+            torch.testing.assert_close(pooled(driver, PROMPT, MEAN, chunk), states.mean(0), rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize("on_accelerator", [False, True])

@@ -50,4 +50,5 @@ class Peer:
         return [(self._index_of[output.request_id], count, output.is_finished())]
 
 
-main(Peer, lambda: {"transformers": transformers.__version__, "torch": torch.__version__})
+if __name__ == "__main__":
+    main(Peer, lambda: {"transformers": transformers.__version__, "torch": torch.__version__})

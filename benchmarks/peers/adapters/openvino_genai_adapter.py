@@ -63,4 +63,5 @@ class Peer:
         return updates
 
 
-main(Peer, lambda: {"openvino": openvino.__version__, "openvino_genai": genai.__version__, "precision": PRECISION})
+if __name__ == "__main__":
+    main(Peer, lambda: {"openvino": openvino.__version__, "openvino_genai": genai.__version__, "precision": PRECISION})

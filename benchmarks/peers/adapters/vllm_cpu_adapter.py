@@ -57,4 +57,5 @@ class Peer:
         ]
 
 
-main(Peer, lambda: {"vllm": vllm.__version__, "torch": torch.__version__})
+if __name__ == "__main__":
+    main(Peer, lambda: {"vllm": vllm.__version__, "torch": torch.__version__})

@@ -17,6 +17,8 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.fixture(scope="module", autouse=True)
 def without_cpu_kernels() -> Iterator[None]:
     """What Triton computes on a GPU nothing else computes here."""
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setenv("QUIRE_CPU_KERNELS", "off")
+    # Imports torch: not before an interpreter has been chosen.
+    from tests.cpu_kernels import cpu_kernels
+
+    with cpu_kernels("off"):
         yield
