@@ -29,6 +29,7 @@ Read the modules in this order:
 * `commit` – what an answered step means for its requests.
 * `kept` – what is left of requests whose clients may come back; `identified` – these requests, live and over;
   `history` – what became of those that are over.
-* `registry` – all live requests: who waits, whose time is up; ends each exactly once.
+* `intake` – who may wait at all; `timeouts` – whose time is up.
+* `registry` – all live requests: who waits, who runs; ends each exactly once.
 * `scheduler` – the state machine itself: routes events to these; `stats` – its state in figures.
 """

@@ -1,37 +1,28 @@
-"""All live requests, from arrival to end: who they are, who waits, whose time is up.
+"""All live requests, from arrival to end: who they are, who waits and who runs.
 
 A request is in exactly one of three places: *waiting* (in the queue, or *starved* beside it while its reader has no
 credit), *running* in a row of a worker, or *ending* (its last step is planned, the answer outstanding). Every request
 ends in `end`, exactly once.
 """
 
-import heapq
 from collections.abc import Iterator
 from itertools import islice
 
-import numpy as np
-
 from scheduler_svc.core import events as ev
-from scheduler_svc.core.arrays import Int32Array
 from scheduler_svc.core.config import CoreConfig
 from scheduler_svc.core.effects import AttemptEnded, Effect, EndReason, RequestEnded
 from scheduler_svc.core.fleet import Fleet
 from scheduler_svc.core.forecast import Forecast
 from scheduler_svc.core.history import History, Story
 from scheduler_svc.core.identified import IdentifiedRequests
-from scheduler_svc.core.request import Request, RequestKey, RequestState, to_tokens
-from scheduler_svc.core.rows import DECODE
+from scheduler_svc.core.intake import Intake, TurnedAway
+from scheduler_svc.core.request import Request, RequestKey, RequestState, to_request
 from scheduler_svc.core.stats import RequestStats, request_stats
 from scheduler_svc.core.tenants import Tenants
+from scheduler_svc.core.timeouts import Timeouts
 from scheduler_svc.core.waiting import make_queue
 from scheduler_svc.core.worker import Worker
-from shared.frames import TOKEN_BYTES
 
-_SMOOTHING = 0.05
-_CAUTION = 1.25
-"""By how much longer than foreseen a wait may be."""
-_SHORTEST_RETRY_S = 0.1
-_LONGEST_RETRY_S = 30.0
 _NATURAL_ENDS = (EndReason.STOP, EndReason.STOP_STRING, EndReason.LENGTH)
 _UNFINISHED = (
     EndReason.CANCELLED,
@@ -41,6 +32,7 @@ _UNFINISHED = (
     EndReason.SHUTDOWN,
 )
 """Ends after which a request may go on when its client comes back."""
+_DUPLICATE = TurnedAway(EndReason.DUPLICATE, "a request with this id is live, or kept for its client to come back")
 
 
 class RequestRegistry:
@@ -61,15 +53,11 @@ class RequestRegistry:
         self._running: dict[RequestKey, tuple[Worker, int]] = {}
         self.identified = IdentifiedRequests(config.resume_keep_s, config.resume_keep_bytes, effects)
         self._queued_tokens = 0
-        self._stalling: dict[RequestKey, Request] = {}
-        """Requests that were seen without credit; some may have got it since."""
         self._starved: dict[RequestKey, Request] = {}
         """Waiting requests whose readers have no credit."""
-        self._deadlines: list[tuple[float, int, RequestKey]] = []
         self._sequence = 0
-        self._admission_gap: float | None = None
-        """Smoothed time between two first admissions, the later of which was waiting for the earlier one."""
-        self._last_admission = 0.0
+        self._intake = Intake(config, self.tenants, self.forecast)
+        self._timeouts = Timeouts(config, fleet, self._requests)
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -114,83 +102,25 @@ class RequestRegistry:
             if live is not None and event.again:
                 self.end(live, EndReason.CANCELLED, now, message="another call goes on with the request")
         self._sequence += 1
-        token_ids, credit = event.token_ids, event.credit
-        allowed, remainder = divmod(credit, TOKEN_BYTES)
-        request = Request(
-            key=key,
-            request_id=event.request_id,
-            tokens=to_tokens(token_ids),
-            num_prompt_tokens=event.num_prompt_tokens,
-            limit=event.num_prompt_tokens + event.max_tokens,
-            stop_token_ids=tuple(event.stop_token_ids.tolist()),
-            sampling=event.sampling,
-            allowed=len(token_ids) + allowed,
-            credit_remainder=remainder,
-            deadline=event.deadline,
-            traceparent=event.traceparent,
-            salt=event.salt,
-            tenant=event.tenant,
-            request_class=event.request_class,
-            priority=event.priority,
-            computes_whole_prompt=event.computes_whole_prompt or event.pooling is ev.Pooling.MEAN,
-            pooling=event.pooling,
-            grammar=event.grammar,
-            grammar_key=event.grammar_key,
-            expected_output_tokens=event.expected_output_tokens,
-            ttft_deadline=event.ttft_deadline,
-            total_deadline=event.deadline if event.total_deadline is None else _earlier(event),
-            arrival=now,
-            sequence=self._sequence,
-            highest_token=_highest(token_ids),
-            keys={event.block_size: event.block_keys} if event.block_keys else {},
-        )
+        request = to_request(event, self._sequence, now)
         self._requests[key] = request
         request.note(now, "arrived")
         if event.identity and not is_duplicate:
             self.identified.began(request, event)
-        fits_tenant = self.tenants.may_queue(request)
-        self.tenants.arrived(request, now)
-        if is_duplicate:
-            message = "a request with this id is live, or kept for its client to come back"
-            self.end(request, EndReason.DUPLICATE, now, message=message)
-        elif not 0 < request.num_prompt_tokens <= len(request.tokens):
-            self.end(request, EndReason.INVALID, now, message="the prompt is empty or longer than the tokens given")
-        elif len(request.tokens) >= request.limit:
-            self.end(request, EndReason.LENGTH, now)
-        elif not fits_tenant:
-            message = f"tenant {request.tenant!r} has as many requests waiting as it may"
-            self.end(request, EndReason.QUEUE_FULL, now, message=message, retry_ms=self._retry_ms())
-        elif self._queue_is_full(request):
-            message = f"{len(self.waiting)} requests with {self._queued_tokens} tokens are waiting already"
-            self.end(request, EndReason.QUEUE_FULL, now, message=message, retry_ms=self._retry_ms())
-        elif self._misses_its_deadline(request, now):
-            message = (
-                f"the deadline cannot be met: {self.num_waiting} requests wait; allow more time or try again later"
-            )
-            self.end(request, EndReason.DEADLINE, now, message=message, retry_ms=self._retry_ms())
-        else:
-            if request.deadline is not None:
-                self._watch_deadline(request, request.deadline)
-            self.requeue(request, now)
-
-    def _watch_deadline(self, request: Request, deadline: float) -> None:
-        heapq.heappush(self._deadlines, (deadline, request.sequence, request.key))
-        # Deadlines of requests that have ended stay until they pass, which a client may have set years ahead.
-        if len(self._deadlines) > 64 + 2 * len(self._requests):
-            self._deadlines = [entry for entry in self._deadlines if entry[2] in self._requests]
-            heapq.heapify(self._deadlines)
-
-    def _queue_is_full(self, request: Request) -> bool:
-        config = self._config
-        num_waiting = self.num_waiting
-        return num_waiting >= config.max_queued_requests or (
-            num_waiting > 0 and self._queued_tokens + len(request.tokens) > config.max_queued_tokens
+        turned_away = (
+            _DUPLICATE if is_duplicate else self._intake.turns_away(request, self.num_waiting, self._queued_tokens, now)
         )
+        self.tenants.arrived(request, now)
+        if turned_away is not None:
+            reason, message, retry_ms = turned_away
+            self.end(request, reason, now, message=message, retry_ms=retry_ms)
+        else:
+            self._timeouts.watch_deadline(request)
+            self.requeue(request, now)
 
     def grant(self, request: Request, credit: int, now: float) -> None:
         """The request's reader has room for `credit` more bytes."""
         request.grant(credit)
-        request.starved_since = None
         running = self._running.get(request.key)
         if running is not None:
             worker, row = running
@@ -207,11 +137,7 @@ class RequestRegistry:
         if request.state is RequestState.RUNNING:
             self._running[request.key] = (worker, row)
         if request.attempts == 1:
-            if request.queued_since <= self._last_admission:
-                gap = now - self._last_admission
-                known = self._admission_gap
-                self._admission_gap = gap if known is None else known + _SMOOTHING * (gap - known)
-            self._last_admission = now
+            self._intake.admitted(request, now)
 
     def last_step_planned(self, request: Request) -> None:
         """The request has left its row and waits for its last answer."""
@@ -235,9 +161,8 @@ class RequestRegistry:
         if request.allowed > len(request.tokens):
             self.waiting.push(request)
         else:
-            if request.starved_since is None:
-                request.starved_since = now
-            self._starved[request.key] = self._stalling[request.key] = request
+            self._starved[request.key] = request
+            self._timeouts.watch_reader(request, now)
 
     def displace(self, request: Request, outcome: str, note: str, now: float) -> None:
         """A request left its worker and is not over."""
@@ -267,17 +192,7 @@ class RequestRegistry:
         was = request.state
         request.state = RequestState.FINISHED
         self._drop_swapped(request)
-        running = self._running.pop(request.key, None)
-        if running is not None:
-            worker, row = running
-            worker.vacate(row)
-            self._attempt_ended(request, reason.value)
-        elif request.key in self._starved:
-            del self._starved[request.key]
-        elif request.queued:
-            self.waiting.discard(request)
-        elif was is RequestState.ENDING:
-            self._attempt_ended(request, reason.value)
+        self._leave(request, was, reason)
         num_generated = request.num_generated
         if self.waiting.accounts_service and num_generated > request.accounted_tokens:
             self.waiting.served(request.account, output_tokens=num_generated - request.accounted_tokens)
@@ -311,6 +226,20 @@ class RequestRegistry:
             )
         self._effects.append(ended)
 
+    def _leave(self, request: Request, was: RequestState, reason: EndReason) -> None:
+        """Takes a request that ends from where it was."""
+        running = self._running.pop(request.key, None)
+        if running is not None:
+            worker, row = running
+            worker.vacate(row)
+            self._attempt_ended(request, reason.value)
+        elif request.key in self._starved:
+            del self._starved[request.key]
+        elif request.queued:
+            self.waiting.discard(request)
+        elif was is RequestState.ENDING:
+            self._attempt_ended(request, reason.value)
+
     def resume(self, event: ev.ResumeAsked, now: float) -> None:
         """Hands out what is kept of a request, which is over for whoever had it."""
         live = self.identified.live(event.identity)
@@ -339,77 +268,13 @@ class RequestRegistry:
                 AttemptEnded(frontend=request.key.frontend, stream=request.key.stream, outcome=outcome)
             )
 
-    def _expected_wait(self) -> float:
-        """How long a request that arrived now would wait, first come, first served."""
-        return self.num_waiting * (self._admission_gap or 0.0)
-
-    def _retry_ms(self) -> int:
-        """When a refused client should try again: when those before it have started."""
-        return int(1000 * min(_LONGEST_RETRY_S, max(_SHORTEST_RETRY_S, self._expected_wait())))
-
-    def _misses_its_deadline(self, request: Request, now: float) -> bool:
-        """Whether a new request cannot be complete in time, as far as can be foreseen.
-
-        Who finds nobody waiting is let in all the same: what was measured may be of another day, and only what runs
-        measures anew.
-        """
-        if request.deadline is None or request.num_generated or not self.num_waiting:
-            return False
-        must_start = self.forecast.must_start(request)
-        assert must_start is not None
-        first_come = self._config.policy_of(request.request_class) == "fcfs"
-        return now + (_CAUTION * self._expected_wait() if first_come else 0.0) > must_start
-
     # ---------------------------------------------------------------- time
 
     def time_passed(self, now: float) -> None:
         """Ends whoever's time is up."""
-        while self._deadlines and self._deadlines[0][0] <= now:
-            _, sequence, key = heapq.heappop(self._deadlines)
-            request = self._requests.get(key)
-            if request is not None and request.sequence == sequence:
-                self.end(
-                    request,
-                    EndReason.DEADLINE,
-                    now,
-                    message="the deadline passed before the answer was complete",
-                )
         self.identified.time_passed(now)
-        self._end_unserved(now)
-        self._end_stalled(now)
-
-    def _end_unserved(self, now: float) -> None:
-        if self._fleet.empty_since is None:
-            return
-        for request in self.waiting.requests():
-            waited = now - max(request.arrival, self._fleet.empty_since)
-            if waited > self._config.worker_wait_s:
-                self.end(
-                    request,
-                    EndReason.NO_WORKER,
-                    now,
-                    message=f"no worker was there for {self._config.worker_wait_s:g} s; try again later",
-                )
-
-    def _end_stalled(self, now: float) -> None:
-        for worker in self._fleet:
-            rows = worker.rows
-            for row in np.flatnonzero((rows.state == DECODE) & (rows.committed >= rows.allowed)).tolist():
-                request = rows.requests[row]
-                assert request is not None
-                if request.starved_since is None:
-                    request.starved_since = now
-                    self._stalling[request.key] = request
-        for key, request in list(self._stalling.items()):
-            if request.starved_since is None or request.state is RequestState.FINISHED:
-                del self._stalling[key]
-            elif 0 < self._config.stall_timeout_s < now - request.starved_since:
-                self.end(
-                    request,
-                    EndReason.STALLED,
-                    now,
-                    message=f"the reader took nothing for {self._config.stall_timeout_s:g} s",
-                )
+        for request, reason, message in self._timeouts.overdue(self.waiting, now):
+            self.end(request, reason, now, message=message)
 
     def validate(self) -> None:
         """Checks that every request is in exactly one place."""
@@ -429,15 +294,3 @@ class RequestRegistry:
                 r.swapped.host_blocks for r in queued if r.swapped is not None and r.swapped.epoch == worker.epoch
             )
         assert self._queued_tokens == sum(request.queued_tokens for request in queued)
-
-
-def _earlier(event: ev.RequestArrived) -> float | None:
-    """The client's deadline or its target, whichever comes first."""
-    return min((time for time in (event.deadline, event.total_deadline) if time is not None), default=None)
-
-
-def _highest(tokens: Int32Array) -> int:
-    """The largest token, read as an unsigned number; 0 if there is none."""
-    unsigned = tokens.view(np.uint32)
-    # Takes a third of the time of `max`.
-    return int(unsigned[unsigned.argmax()]) if len(unsigned) else 0

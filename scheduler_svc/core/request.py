@@ -153,11 +153,46 @@ class Request:
         """The reader has room for `credit` more bytes."""
         tokens, self.credit_remainder = divmod(self.credit_remainder + credit, TOKEN_BYTES)
         self.allowed += tokens
+        self.starved_since = None
 
     def note(self, now: float, what: str) -> None:
         """Adds a line to the request's story."""
         if len(self.story) < _STORY_LENGTH:
             self.story.append((now, what))
+
+
+def to_request(event: RequestArrived, sequence: int, now: float) -> Request:
+    """The `sequence`-th request to arrive."""
+    token_ids = event.token_ids
+    allowed, remainder = divmod(event.credit, TOKEN_BYTES)
+    return Request(
+        key=RequestKey(event.frontend, event.stream),
+        request_id=event.request_id,
+        tokens=to_tokens(token_ids),
+        num_prompt_tokens=event.num_prompt_tokens,
+        limit=event.num_prompt_tokens + event.max_tokens,
+        stop_token_ids=tuple(event.stop_token_ids.tolist()),
+        sampling=event.sampling,
+        allowed=len(token_ids) + allowed,
+        credit_remainder=remainder,
+        deadline=event.deadline,
+        traceparent=event.traceparent,
+        salt=event.salt,
+        tenant=event.tenant,
+        request_class=event.request_class,
+        priority=event.priority,
+        computes_whole_prompt=event.computes_whole_prompt or event.pooling is Pooling.MEAN,
+        pooling=event.pooling,
+        grammar=event.grammar,
+        grammar_key=event.grammar_key,
+        expected_output_tokens=event.expected_output_tokens,
+        ttft_deadline=event.ttft_deadline,
+        total_deadline=event.deadline if event.total_deadline is None else _earlier(event),
+        arrival=now,
+        sequence=sequence,
+        highest_token=_highest(token_ids),
+        keys={event.block_size: event.block_keys} if event.block_keys else {},
+    )
 
 
 def to_tokens(values: Int32Array) -> "array[int]":
@@ -168,3 +203,15 @@ def to_tokens(values: Int32Array) -> "array[int]":
 def as_column(tokens: "array[int]") -> Int32Array:
     """The tokens as `[n] int32`, copied, because the request's log goes on growing."""
     return np.frombuffer(tokens.tobytes(), np.int32)
+
+
+def _earlier(event: RequestArrived) -> float | None:
+    """The client's deadline or its target, whichever comes first."""
+    return min((time for time in (event.deadline, event.total_deadline) if time is not None), default=None)
+
+
+def _highest(tokens: Int32Array) -> int:
+    """The largest token, read as an unsigned number; 0 if there is none."""
+    unsigned = tokens.view(np.uint32)
+    # Takes a third of the time of `max`.
+    return int(unsigned[unsigned.argmax()]) if len(unsigned) else 0

@@ -9,8 +9,8 @@ from scheduler_svc.core.admission import Admission
 from scheduler_svc.core.batching import BatchingLimits
 from scheduler_svc.core.capacity import Capacity
 from scheduler_svc.core.grammars import Grammars
+from scheduler_svc.core.intake import Intake
 from scheduler_svc.core.planner import Planner
-from scheduler_svc.core.registry import RequestRegistry
 from scheduler_svc.core.waiting import KeyedQueue
 from scheduler_svc.core.worker import Worker
 from tests.sim.planted.aims import with_extras, with_limits, with_moves
@@ -62,10 +62,10 @@ def one_plan_too_many(patch: pytest.MonkeyPatch) -> None:
 def queue_one_too_long(patch: pytest.MonkeyPatch) -> None:
     """One request more than max_queued_requests waits."""
 
-    def longer(full: Any, self: RequestRegistry, request: Any) -> Any:
-        return full(self, request) and self.num_waiting > self._config.max_queued_requests
+    def longer(full: Any, self: Intake, request: Any, num_waiting: int, num_tokens: int) -> Any:
+        return full(self, request, num_waiting - 1, num_tokens)
 
-    wrap(patch, RequestRegistry, "_queue_is_full", longer)
+    wrap(patch, Intake, "_queue_is_full", longer)
 
 
 @bug("plan.admission", "core")

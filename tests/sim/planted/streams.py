@@ -12,6 +12,7 @@ from scheduler_svc.core.kept import KeptLogs
 from scheduler_svc.core.registry import RequestRegistry
 from scheduler_svc.core.rows import RowTable
 from scheduler_svc.core.scheduler import Scheduler
+from scheduler_svc.core.timeouts import Timeouts
 from tests.sim.planted.aims import with_extras
 from tests.sim.planted.bug import bug, wrap
 
@@ -72,12 +73,7 @@ def late_token_dropped(patch: pytest.MonkeyPatch) -> None:
 @bug("stream.deadline")
 def deadline_ignored(patch: pytest.MonkeyPatch) -> None:
     """Requests outlive their deadlines."""
-
-    def without_deadlines(time_passed: Any, self: RequestRegistry, now: float) -> None:
-        self._deadlines.clear()
-        time_passed(self, now)
-
-    wrap(patch, RequestRegistry, "time_passed", without_deadlines)
+    patch.setattr(Timeouts, "watch_deadline", lambda *arguments: None)
 
 
 @bug("stream.ends_once", "stream.order", "stream.after_end", "core", "stream.unknown", "frontend.gone")
