@@ -20,6 +20,7 @@ import zmq.auth
 from zmq.auth.thread import ThreadAuthenticator
 
 from shared.config import ConfigError
+from shared.logging import get_logger
 
 SCHEDULER, WORKER, FRONTEND = "scheduler", "worker", "frontend"
 ROLES = (SCHEDULER, WORKER, FRONTEND)
@@ -89,6 +90,8 @@ class AllowList:
         self._authenticator = ThreadAuthenticator(context)
         self._authenticator.start()
         self._seen: dict[str, tuple[tuple[str, int], ...]] = {}
+        self._unreadable: set[str] = set()
+        """Domains whose list could not be read at the last look."""
         self._next_look = 0.0
         self.refresh()
 
@@ -98,9 +101,18 @@ class AllowList:
             return
         self._next_look = now + _LOOK_EVERY_S
         for domain, folder in self._folders.items():
-            files = sorted((entry.name, entry.stat().st_mtime_ns) for entry in os.scandir(folder))
-            if self._seen.get(domain) != tuple(files):
-                self._seen[domain] = tuple(files)
+            try:
+                files = tuple(sorted((entry.name, entry.stat().st_mtime_ns) for entry in os.scandir(folder)))
+            except OSError as error:  # a key that is being revoked, or a folder that is being replaced
+                if domain not in self._unreadable:
+                    self._unreadable.add(domain)
+                    get_logger().warning(
+                        "the list of allowed keys cannot be read; it stays as it was", error=str(error)
+                    )
+                continue
+            self._unreadable.discard(domain)
+            if self._seen.get(domain) != files:
+                self._seen[domain] = files
                 self._authenticator.configure_curve(domain=domain, location=folder)
 
     def close(self) -> None:

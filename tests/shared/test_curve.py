@@ -9,6 +9,7 @@ import zmq
 from quire.cli.keys import add, create, revoke, rotate
 from shared.config import ConfigError
 from shared.curve import (
+    ALLOWED,
     DOMAINS,
     FRONTEND,
     SCHEDULER,
@@ -126,6 +127,23 @@ def test_keys_are_added_rotated_and_revoked_while_it_serves(door: Door, folder: 
     revoke(folder, "gpu-7", only_old=False)
     door.refresh()
     assert not door.lets_in(new, "stranger as well")
+
+
+def test_a_list_that_cannot_be_read_stays_as_it_was(door: Door, folder: Path) -> None:
+    """While the folder of allowed keys is replaced, the scheduler serves on, for those whom it knew; then the new list
+    holds."""
+    add(folder, "gpu-7", WORKER)
+    keys = _keys(folder / "gpu-7", WORKER)
+    door.refresh()
+    allowed = folder / SCHEDULER / ALLOWED
+    allowed.rename(folder / "away")
+    door.refresh()
+    assert door.lets_in(keys, "gpu-7")
+
+    (folder / "away").rename(allowed)
+    revoke(folder, "gpu-7", only_old=False)
+    door.refresh()
+    assert not door.lets_in(keys, "stranger now")
 
 
 def test_secret_keys_are_for_their_owner_alone(folder: Path) -> None:
