@@ -83,32 +83,30 @@ def build_generate(
     if token_ids is not None:
         request.token_ids.SetInParent()
         _extend("token_ids.ids", request.token_ids.ids.extend, token_ids)
-    sampling = {
+    sampling, stops, output = request.sampling, request.stop, request.output
+    values = {
         "temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p, "seed": seed, "n": n,
         "typical_p": typical_p, "repetition_penalty": repetition_penalty, "presence_penalty": presence_penalty,
         "frequency_penalty": frequency_penalty,
     }  # fmt: skip
-    for field, value in sampling.items():
-        _set(request.sampling, field, value, "sampling.")
-    _set(request.stop, "max_tokens", max_tokens, "stop.")
-    _extend("stop.stop_strings", request.stop.stop_strings.extend, [stop] if isinstance(stop, str) else stop)
-    _extend("stop.stop_token_ids", request.stop.stop_token_ids.extend, stop_token_ids)
-    _set(request.stop, "ignore_eos", ignore_eos, "stop.")
-    _extend("sampling.logit_bias", request.sampling.logit_bias.update, logit_bias or {})
-    for field, values in (
-        ("allowed_token_ids", allowed_token_ids), ("banned_token_ids", banned_token_ids), ("bad_words", bad_words),
-    ):  # fmt: skip
-        _extend(f"sampling.{field}", getattr(request.sampling, field).extend, values)
-    _set(request.stop, "min_tokens", min_tokens, "stop.")
-    _set(request.stop, "include_stop_string", include_stop_string, "stop.")
-    output = {
-        "logprobs": logprobs, "prompt_logprobs": prompt_logprobs, "echo": echo,
-        "truncate_prompt_tokens": truncate_prompt_tokens,
+    _set_all(sampling, values, "sampling.")
+    _extend("sampling.logit_bias", sampling.logit_bias.update, logit_bias or {})
+    _extend("sampling.allowed_token_ids", sampling.allowed_token_ids.extend, allowed_token_ids)
+    _extend("sampling.banned_token_ids", sampling.banned_token_ids.extend, banned_token_ids)
+    _extend("sampling.bad_words", sampling.bad_words.extend, bad_words)
+    values = {
+        "max_tokens": max_tokens, "min_tokens": min_tokens, "ignore_eos": ignore_eos,
+        "include_stop_string": include_stop_string,
     }  # fmt: skip
-    for field, value in output.items():
-        _set(request.output, field, value, "output.")
+    _set_all(stops, values, "stop.")
+    _extend("stop.stop_strings", stops.stop_strings.extend, [stop] if isinstance(stop, str) else stop)
+    _extend("stop.stop_token_ids", stops.stop_token_ids.extend, stop_token_ids)
+    values = {
+        "logprobs": logprobs, "prompt_logprobs": prompt_logprobs, "echo": echo,
+        "truncate_prompt_tokens": truncate_prompt_tokens, "include_special_tokens": include_special_tokens,
+    }  # fmt: skip
+    _set_all(output, values, "output.")
     _set_grammar(request, json_schema=json_schema, regex=regex, ebnf=ebnf, choice=choice)
-    _set(request.output, "include_special_tokens", include_special_tokens, "output.")
     if scheduling is not None:
         _set_scheduling(request.scheduling, scheduling)
     if resumable:
@@ -197,6 +195,12 @@ def _set(message: Any, field: str, value: object, parent: str = "") -> None:
         raise _invalid(parent + field, str(error)) from None
 
 
+def _set_all(message: Any, values: Mapping[str, object], parent: str) -> None:
+    """Sets fields by name, as `_set` does."""
+    for field, value in values.items():
+        _set(message, field, value, parent)
+
+
 def _extend(field: str, extend: Callable[[Any], object], values: Collection[object]) -> None:
     if not values:
         return  # touching a sub-message's list would already make the sub-message present
@@ -214,8 +218,7 @@ def _set_scheduling(message: pb.SchedulingOptions, options: SchedulingOptions) -
         "cache_scope": options.cache_scope,
         "request_class": options.request_class,
     }
-    for field, value in plain.items():
-        _set(message, field, value, "scheduling.")
+    _set_all(message, plain, "scheduling.")
     targets = {"ttft_target": options.ttft_target_s, "total_time_target": options.total_time_target_s}
     for field, seconds in targets.items():
         if seconds is not None:

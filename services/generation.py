@@ -83,18 +83,60 @@ class Generator:
         send: Send,
     ) -> None:
         services = self._services
-        form = request.WhichOneof("input") or "input"
         prompt = await self._prompts.encode(request)
         if valid.truncate_prompt_tokens is not None:
             prompt = prompt[-valid.truncate_prompt_tokens :]
+        wakeup = Wakeup()
+        first = await self._first_choice(request, valid, model, caller, span, prompt)
+        streams = [
+            Stream(
+                first if choice == 0 else _for_choice(first, choice, valid, caller),
+                services.tokenizer.detokenizer(skip_special_tokens=not valid.include_special_tokens),
+                wakeup.ring,
+            )
+            for choice in range(valid.num_choices)
+        ]
+        services.metrics.prompt_tokens.inc(len(prompt))
+        get_logger().debug(
+            "request submitted",
+            request_id=valid.request_id,
+            prompt_tokens=len(prompt),
+            max_tokens=first.max_tokens,
+            choices=valid.num_choices,
+        )
+
+        async def begin() -> None:
+            for stream in streams:
+                services.link.submit(stream)
+            if valid.echo or valid.prompt_logprobs:
+                await self._tell_prompt(valid, prompt, streams[0], wakeup, send)
+
+        answer = Answer(streams, model.name, valid.request_id)
+        await self._delivery.serve(answer, wakeup, span, send, begin, keep=valid.resumable)
+
+    async def _first_choice(
+        self,
+        request: v1.GenerateRequest,
+        valid: ValidRequest,
+        model: link_pb2.ServedModel,
+        caller: Caller,
+        span: Span,
+        prompt: Sequence[int],
+    ) -> StreamRequest:
+        """What the core is told of the request's first choice; the others differ little.
+
+        Raises:
+            QuireError: the prompt does not fit, the grammar cannot be used, or the core is away.
+        """
+        services = self._services
+        form = request.WhichOneof("input") or "input"
         max_tokens = fit(len(prompt), valid.max_tokens, services.config.default_max_tokens, model, form)
         describe_request(span, valid, chat=form == "chat", prompt_tokens=len(prompt), max_tokens=max_tokens)
         services.check_connected()
         column = to_column(prompt)
-        wakeup = Wakeup()
         await self._prompts.add_bad_words(valid, model)
         scheduling = wishes(request.scheduling, arrival=caller.arrival, principal=CURRENT.get())
-        first = StreamRequest(
+        return StreamRequest(
             request_id=valid.request_id,
             prompt=column,
             max_tokens=max_tokens,
@@ -116,31 +158,6 @@ class Generator:
             block_keys=block_keys(model, scheduling.cache_scope, column),
             block_size=model.block_size,
         )
-        streams = [
-            Stream(
-                first if choice == 0 else _for_choice(first, choice, valid, caller),
-                services.tokenizer.detokenizer(skip_special_tokens=not valid.include_special_tokens),
-                wakeup.ring,
-            )
-            for choice in range(valid.num_choices)
-        ]
-        services.metrics.prompt_tokens.inc(len(prompt))
-        get_logger().debug(
-            "request submitted",
-            request_id=valid.request_id,
-            prompt_tokens=len(prompt),
-            max_tokens=max_tokens,
-            choices=valid.num_choices,
-        )
-
-        async def begin() -> None:
-            for stream in streams:
-                services.link.submit(stream)
-            if valid.echo or valid.prompt_logprobs:
-                await self._tell_prompt(valid, prompt, streams[0], wakeup, send)
-
-        answer = Answer(streams, model.name, valid.request_id)
-        await self._delivery.serve(answer, wakeup, span, send, begin, keep=valid.resumable)
 
     async def resume(
         self, request: v1.ResumeRequest, caller: Caller, send: Send, *, begun: Callable[[str], Awaitable[object]]
