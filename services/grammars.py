@@ -37,6 +37,8 @@ class GrammarChecker:
         self._known: OrderedDict[bytes, None] = OrderedDict()
         """Digests of grammars that are fine, with the model that they are fine for."""
         self._tokenizer: tuple[str, GrammarTokenizer] | None = None
+        self._turn = asyncio.Lock()
+        """Whoever has the thread. It is asked for here and not in the pool's queue, where who has left would stay."""
         self._waiting = 0
 
     async def check(self, grammar: v1.Grammar, model: link_pb2.ServedModel) -> bytes:
@@ -47,15 +49,23 @@ class GrammarChecker:
             OverloadedError: too many are being checked already.
         """
         field = f"grammar.{grammar.WhichOneof('kind')}"
+        overloaded = OverloadedError("too many grammars are being checked already; try again soon", retry_ms=RETRY_MS)
         if self._waiting >= MAX_WAITING:
-            raise OverloadedError("too many grammars are being checked already; try again soon", retry_ms=RETRY_MS)
+            raise overloaded
         self._waiting += 1
+        has_begun = False
         try:
-            work = asyncio.get_running_loop().run_in_executor(self._pool, self._check, grammar, model)
-            return await asyncio.wait_for(asyncio.shield(work), TIMEOUT_S)
+            async with asyncio.timeout(TIMEOUT_S):
+                await self._turn.acquire()
+                has_begun = True
+                work = asyncio.get_running_loop().run_in_executor(self._pool, self._check, grammar, model)
+                work.add_done_callback(self._ended)
+                return await asyncio.shield(work)  # a thread cannot be interrupted: it keeps its turn to the end
         except GrammarError as error:
             raise InvalidRequestError(FieldViolation(field, str(error))) from None
         except TimeoutError:
+            if not has_begun:
+                raise overloaded from None
             raise InvalidRequestError(FieldViolation(field, f"takes longer than {TIMEOUT_S:g} s to compile")) from None
         finally:
             self._waiting -= 1
@@ -63,6 +73,11 @@ class GrammarChecker:
     def close(self) -> None:
         """Lets the thread go."""
         self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _ended(self, work: "asyncio.Future[bytes]") -> None:
+        self._turn.release()
+        if not work.cancelled():
+            work.exception()  # whoever waited for it may have left
 
     def _check(self, grammar: v1.Grammar, model: link_pb2.ServedModel) -> bytes:
         wanted = _to_plan(grammar)

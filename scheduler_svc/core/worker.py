@@ -20,7 +20,7 @@ from scheduler_svc.core.grammars import Grammars
 from scheduler_svc.core.partial_blocks import PartialMatch
 from scheduler_svc.core.records import Peer
 from scheduler_svc.core.request import Request, RequestState
-from scheduler_svc.core.rows import RowTable
+from scheduler_svc.core.rows import PREFILL, RowTable
 from scheduler_svc.core.step_clock import StepClock
 from scheduler_svc.core.suspicion import PROBATION, acquit
 from scheduler_svc.core.swapping import BlockCopy, SwappedKV, SwapSpace
@@ -347,6 +347,6 @@ class Worker:
         """Checks rows, pool and their agreement."""
         self.rows.validate()
         self.pool.validate(self.rows.blocks(row) for row in range(self.rows.max_rows))
-        assert len(self.prefilling) == len(set(self.prefilling)) == int((self.rows.state == 1).sum())
+        assert len(self.prefilling) == len(set(self.prefilling)) == int((self.rows.state == PREFILL).sum())
         assert [entry.step for entry in self.in_flight] == list(range(self.answered_step + 1, self.last_step + 1))
         assert all(departure.last_step > self.answered_step for departure in self.departed.values())
