@@ -120,8 +120,8 @@ class Engine:
         self._executor = make_executor(accelerator)
         self._tracing = Tracing(tracer, limits.max_rows)
         self._launched: deque[_Launched] = deque()
-        self._reasons: dict[tuple[int, int], str] = {}
-        """Why rows of this epoch have failed, by row and generation."""
+        self._reasons: dict[int, tuple[int, str]] = {}
+        """Why rows of this epoch have failed, by row: the last generation that did, and its reason."""
 
     @property
     def limits(self) -> Limits:
@@ -220,7 +220,7 @@ class Engine:
         for part in pooling.encode(output.embeddings, launched.pooled_parts, result):
             self._report(part.row, part.generation, pooling.NOT_FINITE, result)
         for row, generation in zip(*(column.tolist() for column in launched.left_out), strict=True):
-            result.failures.add(row=row, generation=generation, reason=self._reasons.get((row, generation), ""))
+            result.failures.add(row=row, generation=generation, reason=self._reason(row, generation))
         result.rows = to_column(rows)
         result.tokens = to_column(tokens)
         for copies in launched.copies:
@@ -250,9 +250,15 @@ class Engine:
         for row, generation, code, is_known in zip(
             rows.tolist(), generations.tolist(), tokens.tolist(), known.tolist(), strict=True
         ):
-            reason = self._reasons.setdefault((row, generation), FAILURES.get(code, ""))
+            reason = self._reason(row, generation) or FAILURES.get(code, "")
+            self._reasons[row] = generation, reason
             self._report(row, generation, reason, result, in_log=not is_known)
         self._rows.fail(rows, generations)
+
+    def _reason(self, row: int, generation: int) -> str:
+        """Why this use of a row has failed before; empty: that is not known."""
+        failed, reason = self._reasons.get(row, (0, ""))
+        return reason if failed == generation else ""
 
     def _report(
         self, row: int, generation: int, reason: str, result: plan_pb2.StepResult, *, in_log: bool = True

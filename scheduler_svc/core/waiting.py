@@ -226,7 +226,7 @@ class FairQueue(WaitingQueue):
         # In order of arrival: which ones are forgotten must not depend on how strings are hashed.
         idle = [group for group in self._service if group not in self._waiting]
         if len(idle) > self.MAX_IDLE:
-            for group in sorted(idle, key=self._service.__getitem__)[: self.MAX_IDLE // 2]:
+            for group in sorted(idle, key=self._service.__getitem__)[: len(idle) // 2]:
                 del self._service[group]
                 self._queues.pop(group, None)
 

@@ -124,8 +124,11 @@ def test_a_row_without_choice_fails_alone(checkpoint: Path) -> None:
     driver.chunk(fine, len(PROMPT))
 
     assert list(driver.step()) == [fine]
-    (failure,) = driver.last_result.failures
-    assert (failure.row, failure.reason) == (stuck, "no token is allowed by the request's sampling options and grammar")
+    reason = "no token is allowed by the request's sampling options and grammar"
+    assert [(each.row, each.reason) for each in driver.last_result.failures] == [(stuck, reason)]
+    # A scheduler that has not heard of it yet counts on the row.
+    assert list(driver.step()) == [fine]
+    assert [(each.row, each.reason) for each in driver.last_result.failures] == [(stuck, reason)]
 
 
 def _log_softmax(checkpoint: Path, tokens: list[int]) -> torch.Tensor:
