@@ -232,6 +232,15 @@ class CoreLink:
             self._take_state(message, now)
         elif message.incarnation != self._core:
             return  # from a core that is gone, or one that has not answered our hello yet
+        self._take_scores(message)
+        self._take_tokens(message, now)
+        for end in message.ends:
+            stream = self._streams.get(end.stream)
+            if stream is not None:
+                stream.finish(end)
+        self._take_answers(message)
+
+    def _take_scores(self, message: link_pb2.CoreMessage) -> None:
         for scores in message.scores:
             stream = self._streams.get(scores.stream)
             if stream is not None:
@@ -239,6 +248,8 @@ class CoreLink:
                     stream.receive_scores(scores.first_index, scores.of_prompt, read_scores(scores.scores))
                 except Exception as error:
                     self._fail(stream, error)
+
+    def _take_tokens(self, message: link_pb2.CoreMessage, now: float) -> None:
         for number, first_index, token_ids in tokens_by_stream(message) if message.streams else ():
             stream = self._streams.get(number)
             if stream is None:
@@ -251,10 +262,8 @@ class CoreLink:
                     self.give_credit(stream)  # a stop string may hold back tokens that no reader will take
             except Exception as error:
                 self._fail(stream, error)
-        for end in message.ends:
-            stream = self._streams.get(end.stream)
-            if stream is not None:
-                stream.finish(end)
+
+    def _take_answers(self, message: link_pb2.CoreMessage) -> None:
         if message.HasField("snapshot"):
             _resolve(self._snapshots, message.snapshot.request, list(message.snapshot.families))
         for resumed in message.resume_replies:

@@ -70,7 +70,9 @@ class VllmEngine:
         try:
             await task
         except asyncio.CancelledError:
-            if not task.cancelled() or asyncio.current_task().cancelling():  # type: ignore[union-attr]
+            current = asyncio.current_task()
+            assert current is not None
+            if current.cancelling() or not task.cancelled():  # the caller has left, or the front end ends
                 task.cancel()
                 await asyncio.gather(task, return_exceptions=True)
                 raise

@@ -25,9 +25,10 @@ class Prepared:
 
 def prompts_of(prompt: str | list[int] | list[str] | list[list[int]]) -> list[Prompt]:
     """The prompts, one or several."""
-    if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)):
+    if isinstance(prompt, str):
         return [prompt]
-    return list(prompt)  # type: ignore[arg-type]
+    ids = [each for each in prompt if isinstance(each, int)]
+    return [ids] if ids else [each for each in prompt if not isinstance(each, int)]
 
 
 def prepare_completion(body: CompletionBody, prompt: Prompt, request_id: str) -> Prepared:
