@@ -26,7 +26,7 @@ Read the modules in this order:
 * `suspicion` – which request kills workers.
 * `growth` – blocks for rows that decode on, and who gives way.
 * `planner` – what the next step holds: decodes first, then prompts in chunks, then admissions.
-* `commit` – what an answered step means for its requests.
+* `commit` – what an answered step means for its requests; `frontends` – who is told its tokens.
 * `kept` – what is left of requests whose clients may come back; `identified` – these requests, live and over;
   `history` – what became of those that are over.
 * `intake` – who may wait at all; `timeouts` – whose time is up.

@@ -1,16 +1,13 @@
 """The state machine: one `handle` for everything that happens, one `plan` for what a worker does next.
 
-It routes each event to the part that knows: `registry` owns the requests, `fleet` the workers, `planner` decides what a
-step holds and `commit` what its answer means.
+It routes each event to the part that knows: `registry` owns the requests, `fleet` the workers, `frontends` who is told,
+`planner` decides what a step holds and `commit` what its answer means.
 """
 
 from collections.abc import Callable
 
-import numpy as np
-
 from scheduler_svc.core import events as ev
-from scheduler_svc.core.arrays import Int32Array
-from scheduler_svc.core.commit import Settled, settle
+from scheduler_svc.core.commit import settle
 from scheduler_svc.core.config import CoreConfig
 from scheduler_svc.core.effects import (
     AttemptPrefilled,
@@ -20,7 +17,6 @@ from scheduler_svc.core.effects import (
     GrammarWanted,
     ScoresReady,
     ServiceChanged,
-    TokensReady,
     WorkerEmptied,
     WorkerRefused,
     WorkerUnknown,
@@ -28,6 +24,7 @@ from scheduler_svc.core.effects import (
 )
 from scheduler_svc.core.errors import ProtocolViolationError
 from scheduler_svc.core.fleet import Fleet
+from scheduler_svc.core.frontends import Frontends
 from scheduler_svc.core.history import Story
 from scheduler_svc.core.plan import Plan
 from scheduler_svc.core.planner import Planner
@@ -44,10 +41,8 @@ class Scheduler:
 
     def __init__(self, config: CoreConfig, incarnation: int) -> None:
         self._config = config
-        self._frontends: dict[ev.Peer, int] = {}
-        self._frontend_names: list[ev.Peer | None] = []
-        """By index in the row tables; None where a front end has left."""
         self._effects: list[Effect] = []
+        self._frontends = Frontends(self._effects)
         self._fleet = Fleet(config, incarnation)
         self._announced = self._fleet.service()
         self._requests = RequestRegistry(config, self._fleet, self._effects)
@@ -101,7 +96,7 @@ class Scheduler:
             requests.tenants,
             requests.forecast,
             self._config,
-            self._frontends,
+            self._frontends.numbers,
             now,
         ).run()
         for refusal in outcome.refused:
@@ -185,20 +180,13 @@ class Scheduler:
     # ---------------------------------------------------------------- front ends and requests
 
     def _frontend_joined(self, event: ev.FrontendJoined, now: float) -> None:
-        if event.frontend in self._frontends:
-            return
-        if None not in self._frontend_names:
-            self._frontend_names.append(None)
-        index = self._frontends[event.frontend] = self._frontend_names.index(None)
-        self._frontend_names[index] = event.frontend
+        self._frontends.join(event.frontend)
 
     def _frontend_lost(self, event: ev.FrontendLost, now: float) -> None:
         for request in self._requests:
             if request.key.frontend == event.frontend:
                 self._requests.end(request, EndReason.CANCELLED, now)
-        index = self._frontends.pop(event.frontend, None)
-        if index is not None:
-            self._frontend_names[index] = None
+        self._frontends.leave(event.frontend)
 
     def _request_arrived(self, event: ev.RequestArrived, now: float) -> None:
         if event.frontend in self._frontends:
@@ -330,7 +318,7 @@ class Scheduler:
                     scores=scores,
                 )
             )
-        self._deliver(worker, settled)
+        self._frontends.deliver(worker.rows, settled)
         worker.judge()
         for request in settled.prefilled:
             self._effects.append(AttemptPrefilled(frontend=request.key.frontend, stream=request.key.stream))
@@ -348,33 +336,6 @@ class Scheduler:
                 request = worker.vacate(row)
                 worker.distrust(failed.blocks)
                 self._requests.displace(request, "prefix failed", "the row that computed its prefix failed", now)
-
-    def _deliver(self, worker: Worker, settled: Settled) -> None:
-        rows = worker.rows
-        streams = rows.stream[settled.rows]
-        if len(self._frontends) == 1 and len(streams):
-            (frontend,) = self._frontends
-            self._tokens_ready(frontend, streams, settled.first_indices, settled.tokens)
-        elif len(streams):
-            owners = rows.frontend[settled.rows]
-            for index in np.unique(owners).tolist():
-                mine = owners == index
-                frontend = self._frontend_names[index]
-                assert frontend is not None, "the rows of a front end that left are vacated"
-                self._tokens_ready(frontend, streams[mine], settled.first_indices[mine], settled.tokens[mine])
-        late: dict[ev.Peer, list[tuple[int, int, int]]] = {}
-        for request, index, token in settled.late:
-            late.setdefault(request.key.frontend, []).append((request.key.stream, index, token))
-        for frontend, entries in late.items():
-            streams, first_indices, tokens = np.array(entries, np.int32).T
-            self._tokens_ready(frontend, streams, first_indices, tokens)
-
-    def _tokens_ready(
-        self, frontend: ev.Peer, streams: Int32Array, first_indices: Int32Array, tokens: Int32Array
-    ) -> None:
-        self._effects.append(
-            TokensReady(frontend=frontend, streams=streams, first_indices=first_indices, tokens=tokens)
-        )
 
     def _known(self, event: ev.StepDone | ev.WorkerCompiling | ev.GrammarReported) -> Worker | None:
         """The worker of an event, or None when its epoch is over."""

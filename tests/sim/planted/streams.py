@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from scheduler_svc.core import commit
+from scheduler_svc.core.frontends import Frontends
 from scheduler_svc.core.identified import IdentifiedRequests
 from scheduler_svc.core.kept import KeptLogs
 from scheduler_svc.core.registry import RequestRegistry
@@ -33,11 +34,11 @@ def lost_stop_string(patch: pytest.MonkeyPatch) -> None:
 def lost_token(patch: pytest.MonkeyPatch) -> None:
     """Of a step's tokens the last is not delivered when there are several."""
 
-    def fewer(ready: Any, self: Scheduler, frontend: bytes, streams: Any, indices: Any, tokens: Any) -> None:
+    def fewer(tell: Any, self: Frontends, frontend: bytes, streams: Any, indices: Any, tokens: Any) -> None:
         kept = max(1, len(streams) - 1)
-        ready(self, frontend, streams[:kept], indices[:kept], tokens[:kept])
+        tell(self, frontend, streams[:kept], indices[:kept], tokens[:kept])
 
-    wrap(patch, Scheduler, "_tokens_ready", fewer)
+    wrap(patch, Frontends, "_tell", fewer)
 
 
 @bug("stream.ends", "stream.after_end")
