@@ -97,8 +97,9 @@ class Embedder:
         keep = request.truncate_prompt_tokens if request.HasField("truncate_prompt_tokens") else 0
         prompts = []
         for index, each in enumerate(request.inputs):
-            tokens = (await self._prompts.encode(each))[-keep:]  # of 0: all of them
-            fit(len(tokens), 1, 1, model, f"inputs[{index}].{each.WhichOneof('input')}")
+            field = f"inputs[{index}].{each.WhichOneof('input')}"
+            tokens = (await self._prompts.encode(each, model, field))[-keep:]  # of 0: all of them
+            fit(len(tokens), 1, 1, model, field)
             prompts.append(tokens)
         return prompts
 

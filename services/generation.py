@@ -83,7 +83,7 @@ class Generator:
         send: Send,
     ) -> None:
         services = self._services
-        prompt = await self._prompts.encode(request)
+        prompt = await self._prompts.encode(request, model, request.WhichOneof("input") or "input")
         if valid.truncate_prompt_tokens is not None:
             prompt = prompt[-valid.truncate_prompt_tokens :]
         wakeup = Wakeup()

@@ -21,11 +21,13 @@ class Prompts:
         self._tokenizer = tokenizer
         self._tracer = tracer
 
-    async def encode(self, request: v1.GenerateRequest | v1.EmbedInput) -> Sequence[int]:
-        """The token ids of a valid request's prompt.
+    async def encode(
+        self, request: v1.GenerateRequest | v1.EmbedInput, model: link_pb2.ServedModel, field_name: str
+    ) -> Sequence[int]:
+        """The token ids of a valid request's prompt, whose field is called `field_name`.
 
         Raises:
-            InvalidRequestError: the chat template refuses it.
+            InvalidRequestError: the chat template refuses it, or the model lacks one of its tokens.
         """
         with self._tracer.start_as_current_span("tokenize", record_exception=False) as span:
             match request.WhichOneof("input"):
@@ -36,6 +38,15 @@ class Prompts:
                     prompt = await self.encode_chat(request.chat)
                 case _:
                     prompt = list(request.token_ids.ids)
+            if prompt and max(prompt) >= model.vocab_size:
+                # Tokenizers may know more tokens than the model, those that were added for training for example.
+                wrong = max(prompt)
+                text = self._tokenizer.token_bytes(wrong).decode(errors="replace")
+                raise InvalidRequestError(
+                    FieldViolation(
+                        field_name, f"the tokenizer makes token {wrong} ({text!r}) of it, which the model does not have"
+                    )
+                )
             span.set_attribute("gen_ai.usage.input_tokens", len(prompt))
         return prompt
 
@@ -63,6 +74,9 @@ class Prompts:
                     banned.add(ids[0])
                 elif ids:
                     longer.add(ids)
+        # What the model does not have it will not choose.
+        banned = {token for token in banned if token < model.vocab_size}
+        longer = {ids for ids in longer if max(ids) < model.vocab_size}
         allowed = set(from_column(valid.sampling.allowed_token_ids).tolist())
         if allowed <= banned if allowed else len(banned) >= model.vocab_size:
             raise InvalidRequestError(FieldViolation("sampling.bad_words", "leave no token to choose"))

@@ -3,7 +3,8 @@
 from services.context import Services
 from services.http.endpoint import Exchange
 from services.http.schema import QueuedBody
-from shared.errors import ModelNotFoundError
+from services.validation import check_request_id
+from shared.errors import InvalidRequestError, ModelNotFoundError
 from shared.ids import draw_request_id
 
 REQUEST_ID_HEADER = "x-request-id"
@@ -23,6 +24,14 @@ def check_model(services: Services, name: str) -> str:
 
 
 def choose_request_id(exchange: Exchange, body: QueuedBody) -> str:
-    """The request's id, by body, header or lot; the answer's header will have it."""
-    exchange.request_id = body.request_id or exchange.headers.get(REQUEST_ID_HEADER, "") or draw_request_id()
-    return exchange.request_id
+    """The request's id, by body, header or lot; the answer's header will have it.
+
+    Raises:
+        InvalidRequestError: it is none. No header of the answer could hold it, either.
+    """
+    request_id = body.request_id or exchange.headers.get(REQUEST_ID_HEADER, "") or draw_request_id()
+    violations = tuple(check_request_id(request_id))
+    if violations:
+        raise InvalidRequestError(*violations)
+    exchange.request_id = request_id
+    return request_id

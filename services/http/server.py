@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import socket
 from collections.abc import Iterator
+from http import HTTPStatus
 from typing import cast
 
 import uvicorn
@@ -15,6 +16,10 @@ from services.tls import ServerTls, http_names
 KEEP_ALIVE_S = 75
 """How long a connection may lie idle. Clients pool theirs for some seconds up to a minute; whoever closes first while a
 request is on its way costs the client an error, so it must not be us."""
+HEAD_TIMEOUT_S = 60.0
+"""How long a connection may take to send the head of a request: its line and its headers."""
+MAX_HEAD_BYTES = 64 << 10
+"""Largest head, give or take what is read at once; the parser itself would keep whatever comes."""
 ABORT_KEY = "quire.abort"
 """Scope entry: drops the connection at once, with whatever its client has not read."""
 NAMES_KEY = "quire.certificate_names"
@@ -47,19 +52,61 @@ class HttpServer(uvicorn.Server):
 
 
 class _Protocol(HttpToolsProtocol):
-    """Lets the application abort a connection (closing one waits for a reader that may never come), and tells it whose
-    it is."""
+    """Bounds the head of a request in bytes and time, which uvicorn does not; lets the application abort a connection
+    (closing one waits for a reader that may never come), and tells it whose it is."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Begins a connection; TLS has been negotiated."""
         super().connection_made(transport)
         self._names = http_names(transport.get_extra_info("peercert"))
+        self._in_head = False
+        self._head_bytes = 0
+        self._head_timer: asyncio.TimerHandle | None = self.loop.call_later(HEAD_TIMEOUT_S, transport.close)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Ends a connection."""
+        self._stop_head_timer()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        """Takes what has come."""
+        super().data_received(data)
+        if self._in_head and not self.transport.is_closing():
+            self._head_bytes += len(data)
+            if self._head_bytes > MAX_HEAD_BYTES:
+                self._refuse(431, f"The head of a request holds at most {MAX_HEAD_BYTES} bytes.")
 
     def on_message_begin(self) -> None:
         """Begins a request."""
         super().on_message_begin()
         scope = cast(dict[str, object], self.scope)
         scope[ABORT_KEY], scope[NAMES_KEY] = self.transport.abort, self._names
+        self._in_head, self._head_bytes = True, 0
+        self._stop_head_timer()
+        self._head_timer = self.loop.call_later(
+            HEAD_TIMEOUT_S, self._refuse, 408, f"The head of the request did not arrive within {HEAD_TIMEOUT_S:g} s."
+        )
+
+    def on_headers_complete(self) -> None:
+        """Begins a body, and the answer."""
+        self._in_head = False
+        self._stop_head_timer()
+        super().on_headers_complete()
+
+    def _stop_head_timer(self) -> None:
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
+
+    def _refuse(self, status: int, text: str) -> None:
+        """Says why and hangs up, unless an answer to an earlier request is on its way."""
+        self._stop_head_timer()
+        if self.cycle is not None and not self.cycle.response_complete:
+            self.transport.abort()
+            return
+        head = f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\ncontent-type: text/plain\r\nconnection: close\r\n"
+        self.transport.write(f"{head}content-length: {len(text)}\r\n\r\n{text}".encode())
+        self.transport.close()
 
 
 def listening_socket(host: str, port: int) -> socket.socket:

@@ -3,12 +3,17 @@
 import asyncio
 from pathlib import Path
 
+import grpc
 import pytest
+from grpc import aio
 
+from protos.quire.link.v1 import link_pb2
+from protos.quire.plan.v1 import plan_pb2
 from quire.v1 import generation_pb2 as v1
 from quire.v1 import model_pb2, model_pb2_grpc
+from shared.columns import from_column
 from tests.services.stack import MODEL, TestCore, joined_ids, joined_text, running_stack, tokens_request
-from tests.services.tokenizers_for_tests import BOS, byte_level
+from tests.services.tokenizers_for_tests import ADDED, BOS, byte_level
 
 FOX = byte_level().encode("the fox 🙂 ", add_special_tokens=False).ids
 
@@ -53,6 +58,37 @@ def test_a_text_prompt_is_tokenized_with_its_special_tokens(tmp_path: Path) -> N
             assert joined_text(deltas).startswith("<bos>the fox<bos>the fox")
             assert finished.usage.prompt_tokens == len(tokenized.token_ids)
             assert finished.usage.completion_tokens == 64  # the configured default
+
+    asyncio.run(main())
+
+
+def test_a_token_that_the_model_lacks_stays_at_the_door(tmp_path: Path) -> None:
+    """A tokenizer may know more tokens than the model: a prompt, a conversation or an input to embed that holds one is
+    refused by its field and never reaches a worker; a bad word of such tokens forbids nothing."""
+    added = MODEL.vocab_size - 1
+    model = link_pb2.ServedModel()
+    model.CopyFrom(MODEL)
+    model.vocab_size, model.hidden_size = added, 2
+
+    async def main() -> None:
+        async with running_stack(tmp_path, core=lambda address: TestCore(address, model=model)) as stack:
+            chat = v1.ChatInput(messages=[v1.ChatMessage(role="user", content=ADDED)])
+            wrong = f"the tokenizer makes token {added} .'{ADDED}'. of it"
+            for request in (v1.GenerateRequest(text=f"the {ADDED}"), v1.GenerateRequest(chat=chat)):
+                with pytest.raises(aio.AioRpcError, match=f"{request.WhichOneof('input')}: {wrong}") as error:
+                    await stack.generate(request)
+                assert error.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+            with pytest.raises(aio.AioRpcError, match=rf"inputs\[0\].text: {wrong}"):
+                await stack.generation.Embed(v1.EmbedRequest(inputs=[v1.EmbedInput(text=ADDED)]))
+            assert not stack.core.submissions
+
+            words = v1.SamplingOptions(bad_words=[ADDED, f"the {ADDED}", "the"])
+            await stack.generate(v1.GenerateRequest(text="the", sampling=words))
+            (submission,) = stack.core.submissions
+            told = plan_pb2.SamplingParams.FromString(submission.sampling)
+            forbidden = [told.banned_token_ids, *told.bad_words]
+            assert byte_level().token_to_id("the") in from_column(told.banned_token_ids)
+            assert max(int(from_column(each).max()) for each in forbidden) < added
 
     asyncio.run(main())
 

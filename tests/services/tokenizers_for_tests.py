@@ -15,6 +15,8 @@ CORPUS = (
 )
 SPECIAL = ("<pad>", "<bos>", "<eos>")
 BOS, EOS = 1, 2
+ADDED = "added→token"
+"""A token that was added after training, and has the highest id."""
 CHAT_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}"
     "{% if message['role'] == 'martian' %}{{ raise_exception('no martians') }}{% endif %}"
@@ -36,7 +38,7 @@ def byte_level() -> Tokenizer:
         show_progress=False,
     )
     tokenizer.train_from_iterator(CORPUS * 3, trainer)
-    tokenizer.add_tokens([AddedToken("added→token", normalized=False)])
+    tokenizer.add_tokens([AddedToken(ADDED, normalized=False)])
     tokenizer.post_processor = processors.TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", BOS)])
     return tokenizer
 

@@ -14,7 +14,8 @@ from opentelemetry.trace import SpanKind, format_span_id
 
 from protos.quire.link.v1 import link_pb2
 from services import core_link
-from tests.services.stack import MODEL, Stack, TestCore, running_stack, tokens_request
+from services.http import server
+from tests.services.stack import MODEL, PATIENCE_S, Stack, TestCore, running_stack, tokens_request
 from tests.services.test_stalled_readers import LONG, gives_no_more_credit
 from tests.services.test_tracing import PARENT_ID, TRACE_ID, TRACEPARENT, KeptTelemetry
 
@@ -51,6 +52,59 @@ async def rest(lines: AsyncIterator[str]) -> list[str]:
 def has_cancelled(core: TestCore) -> bool:
     """A stream was cancelled."""
     return bool(core.cancelled)
+
+
+def test_the_head_of_a_request_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Headers without end, a head that never gets done, and a connection that says nothing are hung up on."""
+    beginning = b"GET /health HTTP/1.1\r\nhost: x\r\n"
+    last = b"connection: close\r\n\r\n"
+
+    async def answer(stack: Stack, *sent: bytes, patience_s: float = PATIENCE_S) -> bytes:
+        """What comes until the server hangs up; each piece is sent when the one before has been answered."""
+        reader, writer = await asyncio.open_connection(stack.http.base_url.host, stack.http.base_url.port)
+        try:
+            for piece in sent[:-1]:
+                writer.write(piece)
+                await reader.readuntil(b"ok\n")
+            monkeypatch.setattr(server, "HEAD_TIMEOUT_S", patience_s)
+            writer.write(sent[-1])
+            return await reader.read()
+        finally:
+            writer.close()
+
+    async def main() -> None:
+        async with running_stack(tmp_path) as stack, asyncio.timeout(PATIENCE_S):
+            # To the last byte, as a connection that is closed with some unread is reset.
+            endless = (beginning + b"x: ").ljust(server.MAX_HEAD_BYTES + 1, b"x")
+            assert (await answer(stack, endless)).startswith(b"HTTP/1.1 431 Request Header Fields Too Large\r\n")
+            long = (beginning + b"x: ").ljust(server.MAX_HEAD_BYTES // 2, b"x") + b"\r\n" + last
+            assert (await answer(stack, long)).startswith(b"HTTP/1.1 200 OK\r\n")
+            late = await answer(stack, beginning + b"\r\n", beginning, patience_s=0.05)
+            assert late.startswith(b"HTTP/1.1 408 Request Timeout\r\n")
+            assert (await answer(stack, b"", patience_s=0.05)) == b""
+
+    asyncio.run(main())
+
+
+def test_an_id_that_no_header_can_hold_is_refused(tmp_path: Path) -> None:
+    """An id with a line break gets an answer that names it, where the connection used to break; one with blanks around
+    it is served."""
+
+    async def main() -> None:
+        async with running_stack(tmp_path) as stack:
+            for path, wrong in (
+                ("/v1/completions", body(5, request_id="a\nx: y")),
+                ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}], "request_id": "\n"}),
+                ("/v1/embeddings", {"input": "x", "request_id": "é"}),
+            ):
+                refused = await stack.http.post(path, json=wrong)
+
+                assert refused.status_code == 400
+                assert refused.json()["error"]["param"] == "request_id"
+            served = await stack.http.post("/v1/completions", json=body(5, request_id=" mine "))
+            assert (served.status_code, served.headers["x-request-id"]) == (200, "mine")
+
+    asyncio.run(main())
 
 
 def test_an_answer_and_its_stream_agree(tmp_path: Path) -> None:
