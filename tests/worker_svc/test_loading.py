@@ -9,7 +9,7 @@ import torch
 import transformers
 
 from shared.config import WorkerConfig
-from tests.checkpoints import VOCAB_SIZE, make_checkpoint
+from tests.checkpoints import VOCAB_SIZE, edit_config, make_checkpoint
 from tests.worker_svc.driver import CPU, Driver, make_engine
 from tests.worker_svc.oracle import Oracle
 from worker_svc.kv_pool import block_bytes, count_blocks
@@ -50,6 +50,17 @@ def test_random_weights_need_only_a_configuration(tmp_path: Path) -> None:
     answers = [Driver(make_engine(folder, load_format="random")).generate([1, 2, 3], 8) for _ in range(2)]
 
     assert answers[0] == answers[1]
+
+
+def test_an_end_that_the_model_lacks_is_none(tmp_path: Path) -> None:
+    """Ends of a sequence are gathered from both files; those outside the vocabulary are left out."""
+    folder = make_checkpoint("LlamaForCausalLM", tmp_path)
+    edit_config(folder, lambda config: config.update(eos_token_id=[7, -1, VOCAB_SIZE - 1]))
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [VOCAB_SIZE, 3, 128_009]}))
+
+    _, description = load_model(WorkerConfig(model=str(folder)), CPU)
+
+    assert description.eos_token_ids == (3, 7, VOCAB_SIZE - 1)
 
 
 def test_a_sharded_checkpoint_is_the_same_model(tmp_path: Path) -> None:

@@ -79,7 +79,8 @@ def choose_dtype(config: PretrainedConfig, wanted: str, device: torch.device) ->
 
 
 def eos_token_ids(folder: Path, config: PretrainedConfig) -> tuple[int, ...]:
-    """Every token that ends a sequence, by config.json or generation_config.json, ascending."""
+    """Every token that ends a sequence, by config.json or generation_config.json, ascending; those files also name
+    tokens that the model does not have (-1, or one that only the tokenizer knows), which it never chooses."""
     found: set[int] = set()
     generation = folder / "generation_config.json"
     sources: list[Any] = [
@@ -93,4 +94,5 @@ def eos_token_ids(folder: Path, config: PretrainedConfig) -> tuple[int, ...]:
             raise ConfigError(f"model: {generation} is not a JSON object") from None
     for source in sources:
         found.update(token for token in (source if isinstance(source, list) else [source]) if isinstance(token, int))
-    return tuple(sorted(found))
+    vocab_size = text_config(config).vocab_size
+    return tuple(sorted(token for token in found if 0 <= token < vocab_size))
