@@ -159,7 +159,7 @@ class Supervisor:
         decision = self._policy.after_death(
             exit_code=exit_code, lived_s=lived_s, deaths=slot.deaths, was_ready=self.was_ready
         )
-        how = f"killed by {signal.Signals(-exit_code).name}" if exit_code < 0 else f"exit code {exit_code}"
+        how = how_it_ended(exit_code)
         if isinstance(decision, GiveUp):
             if not self.failed.done():
                 why = slot.last_line or "it said nothing"
@@ -196,3 +196,11 @@ class Supervisor:
         # The one line in which a command says why it ends is told once, as the reason of its death.
         if not line.startswith(own_error):
             self._output.forward(line)
+
+
+def how_it_ended(exit_code: int) -> str:
+    """An exit code, negative for a signal, in words."""
+    if exit_code >= 0:
+        return f"exit code {exit_code}"
+    names = {each.value: each.name for each in signal.Signals}  # real-time signals have numbers only
+    return f"killed by {names.get(-exit_code, f'signal {-exit_code}')}"

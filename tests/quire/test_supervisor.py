@@ -16,7 +16,7 @@ from quire.serve import lifeline
 from quire.serve.layout import ChildSpec, Role
 from quire.serve.output import LogForwarder
 from quire.serve.restarts import RestartPolicy
-from quire.serve.supervisor import Addresses, Supervisor
+from quire.serve.supervisor import Addresses, Supervisor, how_it_ended
 
 GRACE_S = {Role.FRONTEND: 10.0, Role.WORKER: 10.0, Role.SCHEDULER: 10.0}
 QUICK = RestartPolicy(first_delay_s=0.01, longest_delay_s=0.01)
@@ -313,3 +313,12 @@ def test_only_log_lines_are_held_back_by_their_level() -> None:
         LogForwarder(out, "warning").forward(line)
 
     assert out.getvalue().splitlines() == lines[1:]
+
+
+@pytest.mark.parametrize(
+    ("exit_code", "words"),
+    [(0, "exit code 0"), (3, "exit code 3"), (-signal.SIGKILL, "killed by SIGKILL"), (-35, "killed by signal 35")],
+)
+def test_every_end_has_words(exit_code: int, words: str) -> None:
+    """Signals that have no name are told by their numbers, so that no child's end ends its supervisor."""
+    assert how_it_ended(exit_code) == words
