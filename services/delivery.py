@@ -38,7 +38,7 @@ class Delivery:
 
     async def serve(
         self,
-        answer: "Answer",
+        choices: "Choices",
         wakeup: Wakeup,
         span: Span,
         send: Send,
@@ -47,7 +47,7 @@ class Delivery:
         keep: bool,
     ) -> None:
         """Passes on what the streams yield once `begin` has submitted them; `keep`: the client may come back."""
-        services, streams = self._services, answer.streams
+        services, streams = self._services, choices.streams
         is_gone = True
         try:
             # gRPC waits for ever for a client that does not read. While a stream lives that is the core's business: it
@@ -56,8 +56,8 @@ class Delivery:
                 for stream in streams:
                     stream.on_end = partial(self._limit, patience, streams)
                 await begin()
-                await self._pass_on(answer, wakeup, patience, send)
-                await send(answer.finished(span))
+                await self._pass_on(choices, wakeup, patience, send)
+                await send(choices.finished(span))
         except TimeoutError:
             raise failure_of(streams) or StalledReaderError("the client took no data for too long") from None
         except QuireError:
@@ -78,14 +78,14 @@ class Delivery:
         if seconds > 0:
             patience.reschedule(asyncio.get_running_loop().time() + seconds)
 
-    async def _pass_on(self, answer: "Answer", wakeup: Wakeup, patience: asyncio.Timeout, send: Send) -> None:
+    async def _pass_on(self, choices: "Choices", wakeup: Wakeup, patience: asyncio.Timeout, send: Send) -> None:
         """Writes what the streams yield until all are over, each message when the one before has really gone.
 
         Raises:
             QuireError: a stream ended with an error.
         """
         link, metrics = self._services.link, self._services.metrics
-        streams = answer.streams
+        streams = choices.streams
         live = list(streams)
         last = [0.0] * len(streams)
         while live:
@@ -118,7 +118,7 @@ class Delivery:
             for stream in ended:
                 live.remove(stream)
                 if len(streams) > 1:
-                    await send(v1.GenerateResponse(choice_finished=answer.choice_finished(stream)))
+                    await send(v1.GenerateResponse(choice_finished=choices.choice_finished(stream)))
 
     def _response(self, stream: Stream, batch: Batch) -> v1.GenerateResponse:
         """A batch of a stream as a message."""
@@ -137,7 +137,7 @@ class Delivery:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class Choices:
     """The streams of one request, and how their ends are told."""
 
     streams: list[Stream]
@@ -168,8 +168,8 @@ class Answer:
         response = v1.GenerateResponse()
         finished = response.finished
         finished.request_id, finished.model = self.request_id, self.model
-        choices = [self.choice_finished(stream) for stream in self.streams]
-        first = choices[0]
+        ended = [self.choice_finished(stream) for stream in self.streams]
+        first = ended[0]
         finished.reason = first.reason
         match first.WhichOneof("stop"):
             case "stop_string":
@@ -180,7 +180,7 @@ class Answer:
         request = self.streams[0].request
         usage = finished.usage
         usage.prompt_tokens = request.num_prompt_tokens
-        usage.completion_tokens = sum(choice.completion_tokens for choice in choices)
+        usage.completion_tokens = sum(choice.completion_tokens for choice in ended)
         usage.cached_prompt_tokens = ends[0].cached_prompt_tokens
         usage.preemptions = sum(end.preemptions for end in ends)
         finished.timings.queued.FromNanoseconds(ends[0].queued_ns)
@@ -190,7 +190,7 @@ class Answer:
         finished.timings.total.FromNanoseconds(int((time.monotonic() - request.arrival) * 1e9))
         describe_answer(
             span,
-            finish_reasons=[v1.FinishReason.Name(c.reason).removeprefix("FINISH_REASON_").lower() for c in choices],
+            finish_reasons=[v1.FinishReason.Name(c.reason).removeprefix("FINISH_REASON_").lower() for c in ended],
             output_tokens=usage.completion_tokens,
             cached_tokens=usage.cached_prompt_tokens,
             preemptions=usage.preemptions,

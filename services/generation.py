@@ -15,7 +15,7 @@ from protos.quire.link.v1 import link_pb2
 from protos.quire.plan.v1 import plan_pb2
 from quire.v1 import generation_pb2 as v1
 from services.context import Caller, LiveRequests, Services, outcome_told
-from services.delivery import Answer, Delivery, Send, failure_of
+from services.delivery import Choices, Delivery, Send, failure_of
 from services.errors import RETRY_MS
 from services.logprobs import token_logprobs
 from services.principals import CURRENT
@@ -111,8 +111,8 @@ class Generator:
             if valid.echo or valid.prompt_logprobs:
                 await self._tell_prompt(valid, prompt, streams[0], wakeup, send)
 
-        answer = Answer(streams, model.name, valid.request_id)
-        await self._delivery.serve(answer, wakeup, span, send, begin, keep=valid.resumable)
+        choices = Choices(streams, model.name, valid.request_id)
+        await self._delivery.serve(choices, wakeup, span, send, begin, keep=valid.resumable)
 
     async def _first_choice(
         self,
@@ -205,8 +205,8 @@ class Generator:
                         if not stream.over:
                             services.link.submit(stream, again=True)
 
-                answer = Answer(streams, model.name, request.request_id)
-                await self._delivery.serve(answer, wakeup, span, send, begin, keep=True)
+                choices = Choices(streams, model.name, request.request_id)
+                await self._delivery.serve(choices, wakeup, span, send, begin, keep=True)
 
     async def cancel(self, request_id: str, principal: str) -> None:
         """Ends a resumable request, and forgets what is kept of it.
