@@ -113,9 +113,20 @@ inline __m128i low_bytes(I32 x) {
   return read<__m128i>(bytes);
 }
 
-inline I32 words(__m256i x) {
+// The upper half of the register a cast makes wider holds anything: what must not count.
+inline I32 wider(__m256i x) {
+  BF16 out;
   const auto lanes = cast<HalfBF16>(x);
-  return ints([&](int i) { return static_cast<std::int32_t>(lanes.lane[i]); });
+  for (int i = 0; i < 32; ++i) out.lane[i] = i < 16 ? lanes.lane[i] : 0x7fc1;
+  return cast<I32>(out);
+}
+
+// VPERMW with zeroing: word i of the result is the word of x that the lower five bits of index word i name.
+inline I32 permuted_words(std::uint32_t mask, I32 index, I32 x) {
+  const auto places = cast<BF16>(index), words = cast<BF16>(x);
+  BF16 out;
+  for (int i = 0; i < 32; ++i) out.lane[i] = (mask >> i & 1) != 0 ? words.lane[places.lane[i] & 31] : 0;
+  return cast<I32>(out);
 }
 
 template <class Function>
@@ -164,6 +175,11 @@ inline __m512i model_set1(std::int32_t x) {
 }
 #define _mm512_set1_ps(x) model_set1(static_cast<float>(x))
 #define _mm512_set1_epi32(x) model_set1(static_cast<std::int32_t>(x))
+template <class... Lanes>
+inline __m512i model_setr(Lanes... lanes) {
+  return {{lanes...}};
+}
+#define _mm512_setr_epi32(...) model_setr(__VA_ARGS__)
 #define _mm512_loadu_ps(p) avx512_model::read<__m512>(p)
 #define _mm512_load_ps(p) avx512_model::read_aligned<__m512>(p)
 #define _mm512_load_si512(p) avx512_model::read_aligned<__m512i>(p)
@@ -184,9 +200,6 @@ inline __m512 model_scalef(__m512 x, __m512 n) { return QUIRE_LANES(avx512_model
 inline __m512 model_to_float(__m512i x) { return QUIRE_LANES(static_cast<float>(x.lane[i])); }
 inline __m512i model_rounded(__m512 x) {
   return avx512_model::ints([=](int i) { return avx512_model::rounded(x.lane[i]); });
-}
-inline __m512i model_shift(__m512i x, int by) {
-  return avx512_model::ints([=](int i) { return static_cast<std::int32_t>(static_cast<std::uint32_t>(x.lane[i]) << by); });
 }
 inline __m512i model_add(__m512i x, __m512i y) {
   return avx512_model::ints([=](int i) {
@@ -269,8 +282,8 @@ inline void static_assert_nearest() {
 #define _mm512_cvtepi32_ps(x) model_to_float(x)
 #define _mm512_cvtps_epi32(x) model_rounded(x)
 #define _mm512_cvtepi32_epi8(x) avx512_model::low_bytes(x)
-#define _mm512_cvtepu16_epi32(x) avx512_model::words(x)
-#define _mm512_slli_epi32(x, by) model_shift(x, by)
+#define _mm512_castsi256_si512(x) avx512_model::wider(x)
+#define _mm512_maskz_permutexvar_epi16(mask, index, x) avx512_model::permuted_words(mask, index, x)
 #define _mm512_cvtneps_pbh(x) avx512_model::narrow(x)
 #define _mm512_dpbf16_ps(sum, x, y) avx512_model::dpbf16(sum, x, y)
 #define _mm512_dpbusd_epi32(sum, x, y) avx512_model::dpbusd(sum, x, y)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import platform
+import re
+import runpy
 import shutil
 from pathlib import Path
 
@@ -12,6 +14,7 @@ from kernels.native.library import native_levels
 from kernels.native.serving import native
 from tests.cpu_kernels import cpu_kernels
 
+ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.skipif(
     shutil.which("g++") is None or platform.machine() != "x86_64", reason="needs g++ on x86-64"
 )
@@ -43,3 +46,14 @@ def test_a_process_chooses_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
         assert chosen is not None
         assert native() is chosen
+
+
+@pytest.mark.parametrize("level", ["avx2", "avx512"])
+def test_a_level_runs_only_where_all_it_is_compiled_for_is_there(level: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The processor is asked for exactly the instruction sets that the compiler may use."""
+    monkeypatch.setattr("setuptools.setup", lambda **_: None)
+    flags = runpy.run_path(str(ROOT / "setup.py"))["LEVEL_FLAGS"][f"level_{level}.cpp"]
+    api = (ROOT / "kernels/native/src/api.cpp").read_text()
+    asked = api.partition(f"if (level == k{level.capitalize()})")[2].partition(";")[0]
+
+    assert set(re.findall(r'supports\("(\w+)"\)', asked)) == {flag.removeprefix("-m") for flag in flags}

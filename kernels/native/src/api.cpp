@@ -22,12 +22,13 @@ const Kernels* kernels_of(int level) {
   return level == kAvx512 ? avx512_kernels() : level == kAvx2 ? avx2_kernels() : portable_kernels();
 }
 
+// Asks for exactly what setup.py compiles a level for.
 bool runs_here(int level) {
   if (kernels_of(level) == nullptr) return false;
 #if defined(__x86_64__)
   if (level == kAvx2) return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
   if (level == kAvx512)
-    return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+    return __builtin_cpu_supports("fma") && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
            __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
            __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni");
 #endif
