@@ -14,8 +14,8 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from services.tls import ServerTls, http_names
 
 KEEP_ALIVE_S = 75
-"""How long a connection may lie idle. Clients pool theirs for some seconds up to a minute; whoever closes first while a
-request is on its way costs the client an error, so it must not be us."""
+"""How long a connection may lie idle, before its first request as well. Clients pool theirs for some seconds up to a
+minute; whoever closes first while a request is on its way costs the client an error, so it must not be us."""
 HEAD_TIMEOUT_S = 60.0
 """How long a connection may take to send the head of a request: its line and its headers."""
 MAX_HEAD_BYTES = 64 << 10
@@ -61,7 +61,7 @@ class _Protocol(HttpToolsProtocol):
         self._names = http_names(transport.get_extra_info("peercert"))
         self._in_head = False
         self._head_bytes = 0
-        self._head_timer: asyncio.TimerHandle | None = self.loop.call_later(HEAD_TIMEOUT_S, transport.close)
+        self._head_timer: asyncio.TimerHandle | None = self.loop.call_later(KEEP_ALIVE_S, transport.close)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Ends a connection."""

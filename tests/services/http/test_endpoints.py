@@ -81,7 +81,8 @@ def test_the_head_of_a_request_is_bounded(tmp_path: Path, monkeypatch: pytest.Mo
             assert (await answer(stack, long)).startswith(b"HTTP/1.1 200 OK\r\n")
             late = await answer(stack, beginning + b"\r\n", beginning, patience_s=0.05)
             assert late.startswith(b"HTTP/1.1 408 Request Timeout\r\n")
-            assert (await answer(stack, b"", patience_s=0.05)) == b""
+            monkeypatch.setattr(server, "KEEP_ALIVE_S", 0.05)
+            assert (await answer(stack, b"")) == b""
 
     asyncio.run(main())
 
