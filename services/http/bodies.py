@@ -38,13 +38,13 @@ def _violations(kind: type[Body], raw: bytes, errors: Sequence[ErrorDetails]) ->
     if not isinstance(document, dict):
         return [FieldViolation("body", "must be a JSON object")]
     for each in errors:
-        descriptions = found.setdefault(_path(each["loc"], document), [])
+        descriptions = found.setdefault(_path(each, document), [])
         description = _description(kind, each)
         if description not in descriptions:
             descriptions.append(description)
     # Of a place that may hold one thing or another, all alternatives complain; the one that came further is meant. One
     # that only finds a list too long had nothing else to say.
-    too_long = {_path(each["loc"], document): each for each in errors if each["type"] == "too_long"}
+    too_long = {_path(each, document): each for each in errors if each["type"] == "too_long"}
     for path, each in too_long.items():
         found[path] = [_description(kind, each)]
     beside = tuple(f"{path}[" for path in too_long)
@@ -54,15 +54,17 @@ def _violations(kind: type[Body], raw: bytes, errors: Sequence[ErrorDetails]) ->
     return told[:MAX_VIOLATIONS]
 
 
-def _path(location: tuple[int | str, ...], document: Any) -> str:
+def _path(error: ErrorDetails, document: Any) -> str:
     """The place in the document: pydantic's location without the names of the alternatives that it tried."""
     path, here = "", document
+    location = error["loc"]
+    missing = len(location) - 1 if error["type"] == "missing" else -1
     for position, step in enumerate(location):
         if isinstance(step, int):
             if isinstance(here, list):
                 path += f"[{step}]"
                 here = here[step] if step < len(here) else None
-        elif isinstance(here, dict) and (step in here or position == len(location) - 1):
+        elif isinstance(here, dict) and (step in here or position == missing):
             path += f".{step}" if path else step
             here = here.get(step)
     return path or "body"

@@ -140,6 +140,8 @@ def test_a_call_that_must_be_made_is_a_grammar() -> None:
         ({"max_tokens": -1}, "max_tokens", "greater than or equal to 0"),
         ({"n": 0}, "n", "greater than or equal to 1"),
         ({"stop": [1]}, "stop[0]", "string"),
+        ({"stop": {}}, "stop", "string"),
+        ({"tool_choice": {}}, "tool_choice.type", "required"),
         ({"logit_bias": {"hello": 1}}, "logit_bias.hello", "pattern"),
         ({"messages": []}, "messages", "at least 1"),
         ({"messages": [{"content": "x"}]}, "messages[0].role", "required"),
