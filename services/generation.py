@@ -8,6 +8,7 @@ draws noise of its own.
 """
 
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 
 from opentelemetry.trace import Span
 
@@ -32,6 +33,22 @@ from shared.logging import get_logger
 from shared.telemetry import to_traceparent
 
 _CANCEL_TIMEOUT_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Accepted:
+    """A request that was found valid, and whose it is."""
+
+    request: v1.GenerateRequest
+    valid: ValidRequest
+    model: link_pb2.ServedModel
+    caller: Caller
+    span: Span
+
+    @property
+    def form(self) -> str:
+        """The field that the prompt is in."""
+        return self.request.WhichOneof("input") or "input"
 
 
 class Generator:
@@ -71,26 +88,18 @@ class Generator:
             ):
                 if begun is not None:
                     await begun(valid.request_id)
-                await self._run(request, valid, model, caller, span, send)
+                await self._run(_Accepted(request, valid, model, caller, span), send)
 
-    async def _run(
-        self,
-        request: v1.GenerateRequest,
-        valid: ValidRequest,
-        model: link_pb2.ServedModel,
-        caller: Caller,
-        span: Span,
-        send: Send,
-    ) -> None:
-        services = self._services
-        prompt = await self._prompts.encode(request, model, request.WhichOneof("input") or "input")
+    async def _run(self, accepted: _Accepted, send: Send) -> None:
+        services, valid, model = self._services, accepted.valid, accepted.model
+        prompt = await self._prompts.encode(accepted.request, model, accepted.form)
         if valid.truncate_prompt_tokens is not None:
             prompt = prompt[-valid.truncate_prompt_tokens :]
         wakeup = Wakeup()
-        first = await self._first_choice(request, valid, model, caller, span, prompt)
+        first = await self._first_choice(accepted, prompt)
         streams = [
             Stream(
-                first if choice == 0 else _for_choice(first, choice, valid, caller),
+                first if choice == 0 else _for_choice(first, choice, valid, accepted.caller),
                 services.tokenizer.detokenizer(skip_special_tokens=not valid.include_special_tokens),
                 wakeup.ring,
             )
@@ -112,24 +121,16 @@ class Generator:
                 await self._tell_prompt(valid, prompt, streams[0], wakeup, send)
 
         choices = Choices(streams, model.name, valid.request_id)
-        await self._delivery.serve(choices, wakeup, span, send, begin, keep=valid.resumable)
+        await self._delivery.serve(choices, wakeup, accepted.span, send, begin, keep=valid.resumable)
 
-    async def _first_choice(
-        self,
-        request: v1.GenerateRequest,
-        valid: ValidRequest,
-        model: link_pb2.ServedModel,
-        caller: Caller,
-        span: Span,
-        prompt: Sequence[int],
-    ) -> StreamRequest:
+    async def _first_choice(self, accepted: _Accepted, prompt: Sequence[int]) -> StreamRequest:
         """What the core is told of the request's first choice; the others differ little.
 
         Raises:
             QuireError: the prompt does not fit, the grammar cannot be used, or the core is away.
         """
-        services = self._services
-        form = request.WhichOneof("input") or "input"
+        services, request, valid, model = self._services, accepted.request, accepted.valid, accepted.model
+        caller, span, form = accepted.caller, accepted.span, accepted.form
         max_tokens = fit(len(prompt), valid.max_tokens, services.config.default_max_tokens, model, form)
         describe_request(span, valid, chat=form == "chat", prompt_tokens=len(prompt), max_tokens=max_tokens)
         services.check_connected()

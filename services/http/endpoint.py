@@ -203,9 +203,8 @@ class Exchange:
         self.started = True
         all_headers = dict(headers)
         if self.request_id:
-            all_headers["x-request-id"] = (
-                self.request_id.strip()
-            )  # a header's value neither begins nor ends with blanks
+            # A header's value neither begins nor ends with blanks.
+            all_headers["x-request-id"] = self.request_id.strip()
         pairs = [(name.encode(), value.encode("latin-1", "replace")) for name, value in all_headers.items()]
         start: Message = {"type": "http.response.start", "status": status}
         await self._send({**start, "headers": [(b"content-type", content_type), *pairs]})
