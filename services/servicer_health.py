@@ -63,14 +63,15 @@ class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # n
         """The status of one name whenever it changes."""
         last = None
         while True:
-            changed = self._changed
+            # All three before the write, during which they may change.
+            changed, stopping = self._changed, self._stopping
             status = self._status(request.service)
             if status is None:
                 status = _Status.SERVICE_UNKNOWN
             if status != last:
                 await context.write(_Status(status=status))
                 last = status
-            if self._stopping:
+            if stopping:
                 return
             await changed.wait()
 

@@ -42,7 +42,7 @@ def test_every_worker_is_restarted_under_load(stage: Stage) -> None:
     async def restart_all(served: Served) -> None:
         for number, worker in enumerate(served.children("worker"), 1):
             os.kill(worker.pid, signal.SIGTERM)
-            await _until(lambda: _count(served, "worker joined") == 2 + number)  # noqa: B023
+            await _until(lambda: served.count_logged("worker joined") == 2 + number)  # noqa: B023
 
     _under_load(stage, restart_all)
 
@@ -58,9 +58,9 @@ def test_the_scheduler_comes_back_under_load(stage: Stage, number: signal.Signal
     every stream goes on with the token after the last one delivered."""
 
     async def restart(served: Served) -> None:
-        joined = _count(served, "worker joined")
+        joined = served.count_logged("worker joined")
         os.kill(served.pid("scheduler"), number)
-        await _until(lambda: _count(served, "worker joined") >= joined + 2)
+        await _until(lambda: served.count_logged("worker joined") >= joined + 2)
         await _until(lambda: served.metric("quire_requests_running") > 0)
 
     _under_load(stage, restart)
@@ -140,10 +140,6 @@ def _under_load(stage: Stage, act: Callable[[Served], Coroutine[None, None, None
     for streamed in load.done:
         check(stage.oracle, streamed, tally)
     stage.served.wait_until_empty()
-
-
-def _count(served: Served, event: str) -> int:
-    return sum(line["event"] == event for line in served.log_lines())
 
 
 async def _until(condition: Callable[[], bool]) -> None:

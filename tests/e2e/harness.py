@@ -67,12 +67,7 @@ class Served:
 
     def metric(self, name: str, **labels: str) -> float:
         """The sum over all samples of a metric that carry these labels; 0 when there are none."""
-        total = 0.0
-        for sample in self.metrics().splitlines():
-            match = re.fullmatch(rf"{name}(?:{{(.*)}})? (\S+)", sample)
-            if match and labels.items() <= dict(re.findall(r'(\w+)="([^"]*)"', match.group(1) or "")).items():
-                total += float(match.group(2))
-        return total
+        return _sum(self.metrics(), name, **labels)
 
     def metrics(self) -> str:
         """The text of /metrics."""
@@ -88,18 +83,12 @@ class Served:
         A cancel travels front end, core, worker and back, and nobody is told when it is there: the figures show it.
         """
         end = time.monotonic() + PATIENCE_S
-        while not self._is_empty(ended):
-            assert time.monotonic() < end, f"not empty, or not {ended} ended, after {PATIENCE_S} s:\n{self.metrics()}"
+        while not _is_empty(metrics := self.metrics(), ended):
+            assert time.monotonic() < end, f"not empty, or not {ended} ended, after {PATIENCE_S} s:\n{metrics}"
             time.sleep(0.05)
-        free, cached = (self.metric("quire_kv_blocks", state=state) for state in ("free", "cached"))
-        assert free + cached == self.metric("quire_kv_blocks", state="total")
-
-    def _is_empty(self, ended: Mapping[str, int]) -> bool:
-        busy = self.metric("quire_kv_blocks", state="held")
-        busy += self.metric("quire_requests_running") + self.metric("quire_requests_waiting")
-        return not busy and all(
-            self.metric("quire_requests_ended_total", reason=reason) == count for reason, count in ended.items()
-        )
+        # Of the same moment: a worker may join any time.
+        free, cached, total = (_sum(metrics, "quire_kv_blocks", state=state) for state in ("free", "cached", "total"))
+        assert free + cached == total
 
     def processes(self) -> list[psutil.Process]:
         """Every live process of this service, however it came to be and whoever its parent is now."""
@@ -111,6 +100,10 @@ class Served:
         whole, _, _ = self.log.read_text().rpartition("\n")
         return [json.loads(line) for line in whole.splitlines() if line.startswith("{")]
 
+    def count_logged(self, event: str) -> int:
+        """How many lines of the log so far tell of an event."""
+        return sum(line["event"] == event for line in self.log_lines())
+
     def wait(self) -> int:
         """Waits for the supervisor's end; its exit code."""
         return self.process.wait(END_S)
@@ -119,6 +112,23 @@ class Served:
         """Asserts that no process of this service is left a moment after its end."""
         _, alive = psutil.wait_procs(self.processes(), timeout=END_S)
         assert alive == [], f"left over: {[process.cmdline() for process in alive]}"
+
+
+def _sum(metrics: str, name: str, **labels: str) -> float:
+    total = 0.0
+    for sample in metrics.splitlines():
+        match = re.fullmatch(rf"{name}(?:{{(.*)}})? (\S+)", sample)
+        if match and labels.items() <= dict(re.findall(r'(\w+)="([^"]*)"', match.group(1) or "")).items():
+            total += float(match.group(2))
+    return total
+
+
+def _is_empty(metrics: str, ended: Mapping[str, int]) -> bool:
+    busy = _sum(metrics, "quire_kv_blocks", state="held")
+    busy += _sum(metrics, "quire_requests_running") + _sum(metrics, "quire_requests_waiting")
+    return not busy and all(
+        _sum(metrics, "quire_requests_ended_total", reason=reason) == count for reason, count in ended.items()
+    )
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 import asyncio
 from pathlib import Path
+from typing import cast
 
 import grpc
 import pytest
@@ -10,6 +11,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from protos.quire.link.v1 import link_pb2
+from services.boundary import Context
+from services.servicer_health import HealthServicer
 from tests.services.stack import TestCore, running_stack, tokens_request
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
@@ -59,6 +62,28 @@ def test_watch_tells_when_the_service_becomes_ready(tmp_path: Path) -> None:
             assert ready.status_code == 200
 
     asyncio.run(main())
+
+
+def test_a_watch_whose_write_outlasts_the_stop_still_tells_of_it() -> None:
+    """A stop that comes while SERVING is being written is told before the call ends."""
+
+    class SlowContext:
+        """Of a client that takes the first message only after the process was told to stop."""
+
+        def __init__(self) -> None:
+            self.written: list[int] = []
+
+        async def write(self, message: health_pb2.HealthCheckResponse) -> None:
+            self.written.append(message.status)
+            if len(self.written) == 1:
+                health.stop()
+
+    health = HealthServicer()
+    health.set_ready(True)
+    context = SlowContext()
+    asyncio.run(health.Watch(health_pb2.HealthCheckRequest(service="readiness"), cast(Context, context)))
+
+    assert context.written == [SERVING, NOT_SERVING]
 
 
 def test_an_unknown_service_is_not_found(tmp_path: Path) -> None:
