@@ -27,7 +27,7 @@ from shared.curve import FRONTEND, SCHEDULER, WORKER, AllowList, check_bind, loa
 from shared.frames import MalformedFrameError
 from shared.logging import LEVELS, get_logger, set_level
 from shared.pulse import Pulse
-from shared.sockets import receive_from, wait_readable
+from shared.sockets import is_readable, receive_from, wait_readable
 from shared.telemetry import Telemetry
 from shared.versions import UnsupportedVersionError
 
@@ -89,16 +89,12 @@ class SchedulerService:
 
     def run(self) -> None:
         """Serves until stopped; then live requests are left to the front ends, or end with SHUTDOWN."""
-        sockets = (self._workers.socket, self._frontends.socket)
-        descriptors: tuple[int, ...] = ()
         if self._journal is not None:
-            descriptors = self._journal.descriptors
             now = time.monotonic()
             self._carry_out(self._core.handle(self._journal.restored, now), now)
         more = False
         while not self._stopping:
-            if not more:
-                wait_readable(sockets, self._wake_at() - time.monotonic(), descriptors)
+            self._wait(at_once=more)
             more = self._turn()
         if self._config.on_stop == "end":
             now = time.monotonic()
@@ -117,20 +113,35 @@ class SchedulerService:
             self._allowed.close()
         self._context.term()
 
-    def _wake_at(self) -> float:
-        due = self._core.next_plan_due(time.monotonic())
-        wake_at = min(self._next_tick, self._next_look)
-        return wake_at if due is None else min(wake_at, due)
+    def _wait(self, *, at_once: bool) -> None:
+        """Waits until there is something to do in a turn, and looks at the workers' processes meanwhile.
+
+        A look needs no turn unless it finds something, and when nothing else happens it is due more often than turns.
+        """
+        sockets = (self._workers.socket, self._frontends.socket)
+        descriptors = self._journal.descriptors if self._journal is not None else ()
+        while not self._stopping:
+            now = time.monotonic()
+            if now >= self._next_look:
+                self._next_look = now + LOOK_INTERVAL_S
+                self._gone |= dict.fromkeys(self._workers.dying(), "its process is dying")
+            if at_once or self._gone:
+                return
+            turn_at = self._next_turn_at(now)
+            if wait_readable(sockets, min(turn_at, self._next_look) - now, descriptors) or time.monotonic() >= turn_at:
+                return
+
+    def _next_turn_at(self, now: float) -> float:
+        """When there is something to do even if nothing arrives."""
+        plan_due = self._core.next_plan_due(now)
+        return self._next_tick if plan_due is None else min(self._next_tick, plan_due)
 
     def _turn(self) -> bool:
-        """One turn; returns whether there is more to do at once."""
+        """One turn; returns whether more has arrived than it took in."""
         more = self._take_in(self._workers.socket, self._worker_frame)
         self._lose_gone(time.monotonic())
         more |= self._take_in(self._frontends.socket, self._frontend_frame)
         now = time.monotonic()
-        if now >= self._next_look:
-            self._next_look = now + LOOK_INTERVAL_S
-            self._gone |= dict.fromkeys(self._workers.dying(), "its process is dying")
         if now >= self._next_tick:
             self._next_tick = now + PING_INTERVAL_S
             self._tick(now)
@@ -143,9 +154,11 @@ class SchedulerService:
             written, durable = self._journal.written, self._journal.durable
         for peer, reason in self._frontends.flush(written, durable).items():
             self._lose_frontend(peer, reason, time.monotonic())
-        return more or bool(self._gone)
+        return more
 
     def _take_in(self, socket: "zmq.Socket[bytes]", handle: Callable[[ev.Peer, bytes, float], None]) -> bool:
+        if not is_readable(socket):  # cheaper than what receiving nothing raises
+            return False
         for _ in range(MAX_FRAMES_PER_TURN):
             frame = receive_from(socket)
             if frame is None:

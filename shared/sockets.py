@@ -128,19 +128,25 @@ def receive_from(router: "zmq.Socket[bytes]") -> tuple[bytes, bytes] | None:
             return frames[0], frames[1]
 
 
-def wait_readable(sockets: "Sequence[zmq.Socket[bytes]]", timeout_s: float, descriptors: Sequence[int] = ()) -> None:
-    """Waits until one of the sockets may have a message or a descriptor is readable, but no longer than `timeout_s`; it
-    may return early.
+def is_readable(socket: "zmq.Socket[bytes]") -> bool:
+    """Whether a message is there."""
+    events = socket.getsockopt(zmq.EVENTS)
+    assert isinstance(events, int)
+    return bool(events & zmq.POLLIN)
+
+
+def wait_readable(sockets: "Sequence[zmq.Socket[bytes]]", timeout_s: float, descriptors: Sequence[int] = ()) -> bool:
+    """Waits until one of the sockets may have a message or a descriptor is readable, but no longer than `timeout_s`;
+    returns whether that may be so.
 
     ZeroMQ's own poll counts in whole milliseconds, which is too coarse for plans that go out just in time.
     """
-    for socket in sockets:
-        # A socket's descriptor tells changes only: what was there before must be asked for.
-        events = socket.getsockopt(zmq.EVENTS)
-        assert isinstance(events, int)
-        if events & zmq.POLLIN:
-            return
-    select.select([*(socket.FD for socket in sockets), *descriptors], [], [], max(0.0, timeout_s))
+    # A socket's descriptor tells changes only: what was there before must be asked for.
+    if any(is_readable(socket) for socket in sockets):
+        return True
+    watched = [*(socket.fileno() for socket in sockets), *descriptors]
+    readable, _, _ = select.select(watched, [], [], max(0.0, timeout_s))
+    return bool(readable)
 
 
 def _bound(socket: "zmq.Socket[bytes]", max_message: int, heartbeat: Heartbeat) -> None:
