@@ -200,6 +200,7 @@ def _hello(peer: ev.Peer, hello: plan_pb2.Hello) -> ev.WorkerHello:
             dtype=model.dtype,
             eos_token_ids=tuple(model.eos_token_ids),
             hidden_size=model.hidden_size,
+            break_even_context=model.break_even_context,
         ),
         block_size=hello.block_size,
         num_blocks=hello.num_blocks,

@@ -124,6 +124,7 @@ def _hello(name: str, engine: Engine, description: ModelDescription, device: tor
             dtype=description.dtype_name,
             eos_token_ids=description.eos_token_ids,
             hidden_size=limits.hidden_size,
+            break_even_context=description.break_even_context,
         ),
         block_size=limits.block_size,
         num_blocks=limits.num_blocks,

@@ -25,6 +25,7 @@ Read the modules in this order:
   requests a worker takes in.
 * `suspicion` – which request kills workers.
 * `growth` – blocks for rows that decode on, and who gives way.
+* `chunks` – how long a chunk of a prompt may be.
 * `planner` – what the next step holds: decodes first, then prompts in chunks, then admissions.
 * `commit` – what an answered step means for its requests; `frontends` – who is told its tokens.
 * `kept` – what is left of requests whose clients may come back; `identified` – these requests, live and over;

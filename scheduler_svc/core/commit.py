@@ -78,13 +78,13 @@ def settle(worker: Worker, event: StepDone, now: float) -> Settled:
 
     worker.in_flight.popleft()
     worker.answered_step = record.step
-    worker.clock.observe(record.num_tokens, now - record.started)
+    worker.clock.observe(record.cost, now - record.started)
     if record.goes_on:
-        worker.clock.idled(record.num_tokens, event.idle_s)
+        worker.clock.idled(record.cost, event.idle_s)
     if worker.in_flight:
         next_step = worker.in_flight[0]
         next_step.started = now
-        next_step.successor_due = now + worker.clock.lead(next_step.num_tokens)
+        next_step.successor_due = now + worker.clock.lead(next_step.cost)
     scores = _scores(worker, event) if event.scores else []
     settled = _settle_rows(worker, answered, generations, event.tokens, now)
     settled.scores = scores

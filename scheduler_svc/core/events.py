@@ -96,6 +96,8 @@ class ModelFacts:
     eos_token_ids: tuple[int, ...]
     hidden_size: int = 0
     """Elements of an embedding; 0: it makes none."""
+    break_even_context: int = 0
+    """The context at which a token's attention costs as much as its products with the weights; 0: it does not grow."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,9 +1,9 @@
 """What the next step of a worker holds.
 
 One token budget per step (Sarathi-Serve, OSDI 2024): every decode row that can go on gets one token, prompts under way
-take what is left in chunks, in order of arrival, and then waiting requests are admitted while rows, blocks and budget
-last (iteration-level batching, Orca, OSDI 2022). There are no phases: a prompt's chunks and other rows' decodes share a
-step.
+take what is left in chunks (`chunks`), in order of arrival, and then waiting requests are admitted while rows, blocks
+and budget last (iteration-level batching, Orca, OSDI 2022). There are no phases: a prompt's chunks and other rows'
+decodes share a step.
 
 A decode row is *held out* of a step, not failed, when its reader's credit is used up or when it needs a block and none
 is free (`growth`).
@@ -16,6 +16,7 @@ import numpy as np
 
 from scheduler_svc.core.admission import Admission, Refusal, victims_for_urgent
 from scheduler_svc.core.arrays import NO_INDICES, ONE, IndexArray, any_of, where
+from scheduler_svc.core.chunks import chunk_cost, longest_chunk
 from scheduler_svc.core.config import CoreConfig
 from scheduler_svc.core.forecast import Forecast
 from scheduler_svc.core.growth import Growth
@@ -78,6 +79,7 @@ class Planner:
         self._growth = Growth(worker, forecast)
         self._chunk_rows: list[int] = []
         self._chunk_lengths: list[int] = []
+        self._chunks_cost = 0
         self._admissions: list[RowAdmission] = []
         self._outcome = Outcome(None, [], self._growth.preempted, [], [], [], [])
 
@@ -170,10 +172,14 @@ class Planner:
 
     def _add_chunk(self, row: int) -> None:
         computed = self._rows.computed.item(row)
-        chunk = min(self._rows.length.item(row) - computed, self._budget, self._max_chunk)
+        break_even = self._worker.model.break_even_context
+        affordable = longest_chunk(self._budget, computed, break_even)
+        chunk = min(self._rows.length.item(row) - computed, affordable, self._max_chunk)
+        cost = chunk_cost(chunk, computed, break_even)
         self._chunk_rows.append(row)
         self._chunk_lengths.append(chunk)
-        self._budget -= chunk
+        self._chunks_cost += cost
+        self._budget = max(0, self._budget - cost)
         self._worker.publish_blocks(row, computed + chunk)
 
     def _admit(self) -> None:
@@ -270,6 +276,7 @@ class Planner:
             sampling = np.concatenate((decodes, np.array(prefilled, np.intp)))
             sampling.sort()
         num_tokens = len(decodes) + sum(self._chunk_lengths)
+        cost = len(decodes) + self._chunks_cost
         leaves = worker.pending_leaves
         worker.pending_leaves = []
         worker.last_step += 1
@@ -283,14 +290,15 @@ class Planner:
                 pooled=[(row, int(rows.generation[row])) for row in pooled],
                 num_tokens=num_tokens,
                 num_prefill_tokens=num_tokens - len(decodes),
+                cost=cost,
                 started=self._now,
-                successor_due=self._now + worker.clock.lead(num_tokens),
+                successor_due=self._now + worker.clock.lead(cost),
                 # Rows that decoded before, and were not held out, could always go on.
                 goes_on=bool(worker.in_flight) or len(decodes) > len(releases),
                 chunk_rows=self._chunk_rows,
                 solo=worker.trial.request if worker.trial is not None else None,
                 copy_ids=[copy.copy_id for copy in self._growth.swap_outs + self._swap_ins],
-                allowance=worker.clock.deadline(num_tokens),
+                allowance=worker.clock.deadline(cost),
             )
         )
         worker.counters.steps += 1

@@ -42,6 +42,8 @@ class StepInFlight:
     """(row, generation) of the embeddings that are complete with it; their requests have left the rows."""
     num_tokens: int
     num_prefill_tokens: int
+    cost: int
+    """What it takes of the token budget; by it the clock learns."""
     started: float
     """When it began on the worker, as far as is known: sent, or its predecessor answered."""
     successor_due: float

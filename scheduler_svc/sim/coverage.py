@@ -20,6 +20,7 @@ class Limit(enum.Enum):
     ROWS = "max_num_seqs reached"
     TOKENS = "max_num_batched_tokens reached"
     CHUNK = "long_prefill_token_threshold reached"
+    ATTENTION = "a token of a prompt although its attention is dearer than what is left"
     QUEUE = "queue full"
     IN_FLIGHT = "max_plans_in_flight reached"
     MEMORY = "preempted"

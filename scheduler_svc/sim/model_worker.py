@@ -72,6 +72,7 @@ class ModelWorker:
     max_tokens_per_step: int = 64
     max_model_len: int = 4096
     fingerprint: str = "f"
+    break_even_context: int = 0
     epoch: int = 0
     last_step: int = 0
     answered_step: int = 0
@@ -108,6 +109,7 @@ class ModelWorker:
                 dtype="float32",
                 eos_token_ids=(),
                 hidden_size=1,
+                break_even_context=self.break_even_context,
             ),
             block_size=self.block_size,
             num_blocks=self.num_blocks,

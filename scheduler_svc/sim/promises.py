@@ -15,6 +15,7 @@ from scheduler_svc.core.suspicion import FATAL_ALONE, FATAL_STEPS
 from scheduler_svc.sim.clients import Clients
 from scheduler_svc.sim.cluster import Cluster
 from scheduler_svc.sim.coverage import Limit
+from scheduler_svc.sim.model_worker import ModelWorker
 from scheduler_svc.sim.oracle import grammar_key
 from scheduler_svc.sim.order import WaitingRoom
 from scheduler_svc.sim.sites import Epoch
@@ -238,6 +239,7 @@ class Promises:
                 raise ViolationError("limit.chunk", f"chunk of {plan.chunk_lengths.max()}")
             if plan.chunk_lengths.max() == longest:
                 coverage.limit(Limit.CHUNK)
+        self._attention_counted(plan, model, most_tokens)
         for row, generation, name in epoch.must_leave:
             present = model.rows.get(row)
             if present is not None and present.generation == generation and present.name == name:
@@ -245,6 +247,19 @@ class Promises:
         epoch.must_leave.clear()
         for admission in plan.admissions:
             self._admitted(plan, admission, epoch)
+
+    def _attention_counted(self, plan: Plan, model: ModelWorker, most_tokens: int) -> None:
+        """Chunks are paid for with their contexts, but for a single token of a prompt that nothing is left for."""
+        break_even = model.break_even_context
+        if not break_even:
+            return
+        left = (most_tokens - plan.num_decodes) * break_even
+        for index, length in zip(plan.chunk_rows.tolist(), plan.chunk_lengths.tolist(), strict=True):
+            left -= length * (break_even + model.rows[index].computed - length)
+            if left < 0:
+                self._world.coverage.limit(Limit.ATTENTION)
+                if length > 1:
+                    raise ViolationError("limit.attention", f"chunk of {length} for row {index}")
 
     def _admitted(self, plan: Plan, admission: RowAdmission, epoch: Epoch) -> None:
         index, generation, num_cached = admission.row, admission.generation, admission.num_computed_tokens

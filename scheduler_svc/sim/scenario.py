@@ -28,6 +28,7 @@ class WorkerSize:
     max_tokens_per_step: int
     max_model_len: int
     num_host_blocks: int
+    break_even_context: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +138,14 @@ def draw_size(rng: random.Random, config: CoreConfig, context: int) -> WorkerSiz
         max_tokens_per_step=max_rows + rng.choice((0, 4, 100)),
         max_model_len=rng.choice((4096, 4096, context, max(2, context // 2))),
         num_host_blocks=rng.choice((0, 0, num_blocks // 2, 2 * num_blocks)),
+        break_even_context=_draw_break_even(num_blocks * block_size, max_rows),
     )
+
+
+def _draw_break_even(*facts: int) -> int:
+    """Attention grows in one of three worlds, from next to nothing to more than all else."""
+    rng = random.Random(f"attention of {facts}")
+    return rng.choice((1, 8, 30, 200)) if rng.random() < 1 / 3 else 0
 
 
 def _draw_config(rng: random.Random, max_num_seqs: int) -> CoreConfig:

@@ -105,6 +105,7 @@ class Site:
             max_model_len=size.max_model_len,
             fingerprint=self.fingerprint,
             num_host_blocks=size.num_host_blocks,
+            break_even_context=size.break_even_context,
             copy_s=self._world.scenario.pace.copy,
         )
         self._world.feed(self.model.hello(self.worker_id))

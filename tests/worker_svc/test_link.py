@@ -20,6 +20,7 @@ from shared.sockets import PLAN_MAX_MESSAGE, SendOutcome, bind_router, endpoint,
 from tests.checkpoints import make_checkpoint
 from tests.e2e.harness import QUIRE, ROOT
 from tests.worker_svc.driver import Driver, make_engine
+from worker_svc.model.config import break_even_context, read_config
 
 START_MS = 60_000
 ANSWER_MS = 20_000
@@ -150,6 +151,7 @@ def test_a_worker_presents_itself_and_answers_plans(scheduler: Scheduler, checkp
     assert (hello.block_size, hello.max_rows, hello.max_tokens_per_step, hello.num_kv_groups) == (16, 4, 128, 1)
     assert (hello.model.architecture, hello.model.vocab_size, hello.model.dtype) == ("LlamaForCausalLM", 384, "float32")
     assert (hello.model.max_model_len, list(hello.model.eos_token_ids)) == (1024, [2])
+    assert hello.model.break_even_context == break_even_context(read_config(checkpoint)) > 0
     assert hello.num_blocks == 4 * (1024 // 16 + 1)
     assert len(hello.model.fingerprint) == 64
     assert scheduler.peer == b"tested/%016x" % hello.incarnation

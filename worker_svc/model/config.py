@@ -65,6 +65,41 @@ def position_limit(config: PretrainedConfig) -> int:
     return limit
 
 
+def break_even_context(config: PretrainedConfig) -> int:
+    """The context at which a token's attention takes as many operations as its products with the weights; 0 where
+    attention does not grow with the context, or config.json does not tell.
+
+    Layers of other kinds than config.json's plain names describe are taken for ordinary ones: the scheduler makes steps
+    equally long by this number, and nothing else.
+    """
+    text = text_config(config)
+    share = _full_attention_share(text)
+    hidden, heads = _size(text, "hidden_size"), _size(text, "num_attention_heads")
+    if not hidden or not heads or not share:
+        return 0
+    head_dim = _size(text, "head_dim") or hidden // heads
+    kv_heads = _size(text, "num_key_value_heads") or heads
+    inner = _size(text, "intermediate_size") or 4 * hidden
+    if experts := _size(text, "num_experts_per_tok"):
+        inner = experts * (_size(text, "moe_intermediate_size") or inner)
+    weights = 2 * hidden * head_dim * (heads + kv_heads) + 3 * hidden * inner
+    # Two operations per weight; four per element of a head and token of the context: a score's and a value's.
+    return max(1, int(2 * weights / (4 * heads * head_dim * share)))
+
+
+def _full_attention_share(text: PretrainedConfig) -> float:
+    kinds = getattr(text, "layer_types", None)
+    if kinds:
+        return float(sum(kind == "full_attention" for kind in kinds) / len(kinds))
+    return 0.0 if _size(text, "sliding_window") else 1.0
+
+
+def _size(text: PretrainedConfig, name: str) -> int:
+    """A number of config.json; 0 where it gives none, or one per layer."""
+    value = getattr(text, name, None)
+    return value if isinstance(value, int) else 0
+
+
 def choose_dtype(config: PretrainedConfig, wanted: str, device: torch.device) -> torch.dtype:
     """The type of weights, activations and KV: what is wanted, else what config.json says, else float32."""
     if wanted != "auto":

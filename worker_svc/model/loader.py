@@ -28,6 +28,8 @@ class ModelDescription:
     kv_dtype: torch.dtype
     """What KV is kept in; uint8: the bits of e4m3, see `kernels.fp8`."""
     eos_token_ids: tuple[int, ...]
+    break_even_context: int
+    """The context at which a token's attention costs as much as its products with the weights; 0: it does not grow."""
     folder: Path
     """Where its files are."""
 
@@ -65,6 +67,7 @@ def load_model(config: WorkerConfig, device: torch.device) -> tuple[Model, Model
         dtype=dtype,
         kv_dtype=kv_dtype,
         eos_token_ids=model_config.eos_token_ids(folder, hf_config),
+        break_even_context=model_config.break_even_context(hf_config),
         folder=folder,
     )
     model = build_model(

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from scheduler_svc.core import admission, waiting
+from scheduler_svc.core import admission, planner, waiting
 from scheduler_svc.core.admission import Admission
 from scheduler_svc.core.batching import BatchingLimits
 from scheduler_svc.core.capacity import Capacity
@@ -39,6 +39,12 @@ def long_prefill_uncapped(patch: pytest.MonkeyPatch) -> None:
         self._max_chunk = 1 << 30
 
     wrap(patch, Planner, "__init__", uncapped)
+
+
+@bug("limit.attention")
+def attention_costs_nothing(patch: pytest.MonkeyPatch) -> None:
+    """Chunks of a long prompt stay as long however far it has got."""
+    patch.setattr(planner, "longest_chunk", lambda budget, _context, _break_even: budget)
 
 
 @bug("limit.rows", "core", "plan.admission")

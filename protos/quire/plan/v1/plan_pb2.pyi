@@ -274,6 +274,7 @@ class ModelInfo(_message.Message):
     DTYPE_FIELD_NUMBER: _builtins.int
     EOS_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     HIDDEN_SIZE_FIELD_NUMBER: _builtins.int
+    BREAK_EVEN_CONTEXT_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """The name requests give."""
     architecture: _builtins.str
@@ -290,6 +291,10 @@ class ModelInfo(_message.Message):
     """Type of weights and activations."""
     hidden_size: _builtins.int
     """Elements of a last hidden state; 0: the model gives none out."""
+    break_even_context: _builtins.int
+    """The context at which a token's attention takes as many operations as its products with the weights. 0: attention does
+    not grow with the context, or that is not known.
+    """
     @_builtins.property
     def eos_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Tokens that end a sequence."""
@@ -305,10 +310,11 @@ class ModelInfo(_message.Message):
         dtype: _builtins.str = ...,
         eos_token_ids: _abc.Iterable[_builtins.int] | None = ...,
         hidden_size: _builtins.int = ...,
+        break_even_context: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["architecture", b"architecture", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "fingerprint", b"fingerprint", "hidden_size", b"hidden_size", "max_model_len", b"max_model_len", "name", b"name", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["architecture", b"architecture", "break_even_context", b"break_even_context", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "fingerprint", b"fingerprint", "hidden_size", b"hidden_size", "max_model_len", b"max_model_len", "name", b"name", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,0 +1,54 @@
+"""The context at which attention costs as much as the products, against what models of `transformers` consist of."""
+
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from worker_svc.model.config import break_even_context
+
+SIZES: dict[str, Any] = {
+    "num_hidden_layers": 6,
+    "hidden_size": 96,
+    "intermediate_size": 200,
+    "num_attention_heads": 6,
+    "vocab_size": 50,
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "num_growing"),
+    [
+        ("Llama", {"num_key_value_heads": 6}, 6),
+        ("Llama", {"num_key_value_heads": 2, "head_dim": 64}, 6),
+        ("Qwen3", {"num_key_value_heads": 2, "head_dim": 24}, 6),
+        ("Gemma3Text", {"num_key_value_heads": 2, "head_dim": 16}, 1),
+    ],
+    ids=["Llama", "Llama of wide heads", "Qwen3", "Gemma 3, whose other layers have a window"],
+)
+def test_break_even_is_where_the_operations_are_equal(name: str, changes: dict[str, Any], num_growing: int) -> None:
+    """A token's products, counted from the weights of all layers, equal its attention over that many tokens."""
+    config = getattr(transformers, f"{name}Config")(**(SIZES | changes))
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
+    layers = model.model.layers
+    products = sum(2 * weight.numel() for weight in layers.parameters() if weight.dim() == 2)
+    # Of every head a score and a weighted value per token of the context, each two operations per element.
+    attention = num_growing * config.num_attention_heads * config.head_dim * 4
+
+    assert break_even_context(config) == products // attention
+
+
+def test_a_mixture_counts_the_experts_that_a_token_sees() -> None:
+    """Two experts of four cost as a dense layer of twice the size of one."""
+    mixture = transformers.MixtralConfig(**SIZES, num_local_experts=4, num_experts_per_tok=2, sliding_window=None)
+    dense = transformers.LlamaConfig(**(SIZES | {"intermediate_size": 400}), num_key_value_heads=8)
+
+    assert break_even_context(mixture) == break_even_context(dense)
+
+
+def test_attention_within_windows_alone_does_not_grow() -> None:
+    """A model of nothing but windows has no break-even; nor has one that tells nothing of itself."""
+    assert break_even_context(transformers.MistralConfig(**SIZES, sliding_window=64)) == 0
+    assert break_even_context(transformers.PretrainedConfig()) == 0
