@@ -77,6 +77,8 @@ class SchedulerService:
         self._journal = open_journal(config)
         self._pulse = Pulse()
         self._next_tick = self._next_look = 0.0
+        self._planned_at = 0.0
+        """When plans were last looked for."""
         self._gone: dict[ev.Peer, str] = {}
         """Workers that cannot be reached, and why; lost in the next turn unless a goodbye is read before."""
         self._stopping = False
@@ -89,12 +91,16 @@ class SchedulerService:
 
     def run(self) -> None:
         """Serves until stopped; then live requests are left to the front ends, or end with SHUTDOWN."""
+        sockets = (self._workers.socket, self._frontends.socket)
+        descriptors: tuple[int, ...] = ()
         if self._journal is not None:
+            descriptors = self._journal.descriptors
             now = time.monotonic()
             self._carry_out(self._core.handle(self._journal.restored, now), now)
         more = False
         while not self._stopping:
-            self._wait(at_once=more)
+            if not more:
+                wait_readable(sockets, self._wake_at() - time.monotonic(), descriptors)
             more = self._turn()
         if self._config.on_stop == "end":
             now = time.monotonic()
@@ -113,39 +119,26 @@ class SchedulerService:
             self._allowed.close()
         self._context.term()
 
-    def _wait(self, *, at_once: bool) -> None:
-        """Waits until there is something to do in a turn, and looks at the workers' processes meanwhile.
-
-        A look needs no turn unless it finds something, and when nothing else happens it is due more often than turns.
-        """
-        sockets = (self._workers.socket, self._frontends.socket)
-        descriptors = self._journal.descriptors if self._journal is not None else ()
-        while not self._stopping:
-            now = time.monotonic()
-            if now >= self._next_look:
-                self._next_look = now + LOOK_INTERVAL_S
-                self._gone |= dict.fromkeys(self._workers.dying(), "its process is dying")
-            if at_once or self._gone:
-                return
-            turn_at = self._next_turn_at(now)
-            if wait_readable(sockets, min(turn_at, self._next_look) - now, descriptors) or time.monotonic() >= turn_at:
-                return
-
-    def _next_turn_at(self, now: float) -> float:
-        """When there is something to do even if nothing arrives."""
-        plan_due = self._core.next_plan_due(now)
-        return self._next_tick if plan_due is None else min(self._next_tick, plan_due)
+    def _wake_at(self) -> float:
+        # Also what fell due while the last turn went on.
+        due = self._core.next_plan_due(self._planned_at)
+        wake_at = min(self._next_tick, self._next_look)
+        return wake_at if due is None else min(wake_at, due)
 
     def _turn(self) -> bool:
-        """One turn; returns whether more has arrived than it took in."""
+        """One turn; returns whether there is more to do at once."""
         more = self._take_in(self._workers.socket, self._worker_frame)
         self._lose_gone(time.monotonic())
         more |= self._take_in(self._frontends.socket, self._frontend_frame)
         now = time.monotonic()
+        if now >= self._next_look:
+            self._next_look = now + LOOK_INTERVAL_S
+            self._gone |= dict.fromkeys(self._workers.dying(), "its process is dying")
         if now >= self._next_tick:
             self._next_tick = now + PING_INTERVAL_S
             self._tick(now)
             self._pulse.beat()
+        self._planned_at = now
         for peer in self._core.due_workers(now):
             self._plan(peer)
         written, durable = 0, 0
@@ -154,7 +147,7 @@ class SchedulerService:
             written, durable = self._journal.written, self._journal.durable
         for peer, reason in self._frontends.flush(written, durable).items():
             self._lose_frontend(peer, reason, time.monotonic())
-        return more
+        return more or bool(self._gone)
 
     def _take_in(self, socket: "zmq.Socket[bytes]", handle: Callable[[ev.Peer, bytes, float], None]) -> bool:
         if not is_readable(socket):  # cheaper than what receiving nothing raises

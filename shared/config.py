@@ -82,7 +82,8 @@ class SchedulerConfig(_Checked):
     max_num_seqs: int = _option(64, "most requests running at once per worker", least=1, most=1 << 16)
     max_num_batched_tokens: int = _option(
         0,
-        "most tokens computed in one step of a worker; 0: by its device (GPU 512, CPU 128) and max_num_seqs",
+        "most tokens in one step of a worker, of which a long prompt's later ones count for more; 0: by its device"
+        " (GPU 512, CPU 128) and max_num_seqs",
         least=0,
         most=1 << 24,
     )

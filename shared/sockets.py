@@ -135,18 +135,15 @@ def is_readable(socket: "zmq.Socket[bytes]") -> bool:
     return bool(events & zmq.POLLIN)
 
 
-def wait_readable(sockets: "Sequence[zmq.Socket[bytes]]", timeout_s: float, descriptors: Sequence[int] = ()) -> bool:
-    """Waits until one of the sockets may have a message or a descriptor is readable, but no longer than `timeout_s`;
-    returns whether that may be so.
+def wait_readable(sockets: "Sequence[zmq.Socket[bytes]]", timeout_s: float, descriptors: Sequence[int] = ()) -> None:
+    """Waits until one of the sockets may have a message or a descriptor is readable, but no longer than `timeout_s`; it
+    may return early.
 
     ZeroMQ's own poll counts in whole milliseconds, which is too coarse for plans that go out just in time.
     """
     # A socket's descriptor tells changes only: what was there before must be asked for.
-    if any(is_readable(socket) for socket in sockets):
-        return True
-    watched = [*(socket.fileno() for socket in sockets), *descriptors]
-    readable, _, _ = select.select(watched, [], [], max(0.0, timeout_s))
-    return bool(readable)
+    if not any(is_readable(socket) for socket in sockets):
+        select.select([*(socket.fileno() for socket in sockets), *descriptors], [], [], max(0.0, timeout_s))
 
 
 def _bound(socket: "zmq.Socket[bytes]", max_message: int, heartbeat: Heartbeat) -> None:

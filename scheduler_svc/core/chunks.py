@@ -14,5 +14,5 @@ def longest_chunk(budget: int, context: int, break_even: int) -> int:
 
 
 def chunk_cost(chunk: int, context: int, break_even: int) -> int:
-    """What `chunk` tokens after `context` others take of a budget; within it, unless the chunk is a single token."""
+    """What `chunk` tokens after `context` others take of a budget."""
     return -(-chunk * (break_even + context) // break_even) if break_even else chunk

@@ -175,11 +175,12 @@ class Planner:
         break_even = self._worker.model.break_even_context
         affordable = longest_chunk(self._budget, computed, break_even)
         chunk = min(self._rows.length.item(row) - computed, affordable, self._max_chunk)
-        cost = chunk_cost(chunk, computed, break_even)
+        # What is left when the budget ends a chunk would not pay for this prompt's next token.
+        cost = self._budget if chunk == affordable else chunk_cost(chunk, computed, break_even)
         self._chunk_rows.append(row)
         self._chunk_lengths.append(chunk)
         self._chunks_cost += cost
-        self._budget = max(0, self._budget - cost)
+        self._budget -= cost
         self._worker.publish_blocks(row, computed + chunk)
 
     def _admit(self) -> None:

@@ -1,8 +1,10 @@
 """How long a worker's steps take: when the next plan is due, and when to give the worker up.
 
-Durations are learned per size class (power of two of the step's tokens) as a smoothed mean and mean deviation, in the
-way TCP estimates round trips (Jacobson, SIGCOMM 1988), together with the largest of the recent ones. A plan goes out
-*just in time*: late enough that arrivals and cancels catch the next step, early enough that the worker never waits.
+Durations are learned per size class (power of two of what a step takes of the token budget) as a smoothed mean and mean
+deviation, in the way TCP estimates round trips (Jacobson, SIGCOMM 1988), together with the largest of the recent ones.
+
+A plan goes out *just in time*: late enough that arrivals and cancels catch the next step, early enough that the worker
+never waits.
 
 How early that is depends on what else scheduler, link and machine have to do, which nobody can foresee. So the margin
 is learned from its failures: it grows by as long as the worker says that it had to wait, and shrinks slowly otherwise.
@@ -51,9 +53,9 @@ class StepClock:
         self._estimates: dict[int, _Estimate] = {}
         self._margin = LEAD_S
 
-    def observe(self, num_tokens: int, duration: float) -> None:
+    def observe(self, cost: int, duration: float) -> None:
         """Takes in one measured step."""
-        size = num_tokens.bit_length()
+        size = cost.bit_length()
         estimate = self._estimates.get(size)
         if estimate is None:
             estimate = self._estimates[size] = _Estimate(mean=duration, deviation=duration / 2)
@@ -62,24 +64,24 @@ class StepClock:
             estimate.mean += 0.125 * (duration - estimate.mean)
         estimate.add(duration)
 
-    def idled(self, num_tokens: int, idle: float) -> None:
+    def idled(self, cost: int, idle: float) -> None:
         """The worker had nothing to do for so long before a step of this size that could have been planned earlier."""
-        estimate = self._estimates.get(num_tokens.bit_length())
+        estimate = self._estimates.get(cost.bit_length())
         self._margin += _MARGIN_DECAY * (LEAD_S - self._margin)
         if estimate is not None and idle > TOLERATED_IDLE * estimate.mean:
             # A margin as long as the step sends its successor at once; more would only take longer to shrink.
             self._margin = max(LEAD_S, min(self._margin + idle, estimate.mean))
 
-    def lead(self, num_tokens: int) -> float:
+    def lead(self, cost: int) -> float:
         """How long after its start a step of this size wants its successor sent; at once while nothing is known."""
-        estimate = self._estimates.get(num_tokens.bit_length())
+        estimate = self._estimates.get(cost.bit_length())
         if estimate is None:
             return 0.0
         return max(0.0, estimate.mean - 4 * estimate.deviation - self._margin)
 
-    def deadline(self, num_tokens: int) -> float:
+    def deadline(self, cost: int) -> float:
         """How long a step of this size may take before its worker counts as hung."""
-        estimate = self._estimates.get(num_tokens.bit_length())
+        estimate = self._estimates.get(cost.bit_length())
         if estimate is None or estimate.count < MIN_SAMPLES:
             return self._deadline_ceiling
         # With at most 100 samples the 99th percentile is the largest.

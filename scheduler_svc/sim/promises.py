@@ -249,12 +249,14 @@ class Promises:
             self._admitted(plan, admission, epoch)
 
     def _attention_counted(self, plan: Plan, model: ModelWorker, most_tokens: int) -> None:
-        """Chunks are paid for with their contexts, but for a single token of a prompt that nothing is left for."""
+        """Chunks are paid for with their contexts, but for a single token where less than its price is left."""
         break_even = model.break_even_context
         if not break_even:
             return
         left = (most_tokens - plan.num_decodes) * break_even
         for index, length in zip(plan.chunk_rows.tolist(), plan.chunk_lengths.tolist(), strict=True):
+            if left <= 0:
+                raise ViolationError("limit.attention", f"a chunk for row {index} in a step that is full")
             left -= length * (break_even + model.rows[index].computed - length)
             if left < 0:
                 self._world.coverage.limit(Limit.ATTENTION)

@@ -34,6 +34,8 @@ _MOST_ACTS = 256
 _MOST_PLANS = 8
 _TURNS_PER_STEP = 5
 """A phase with faults ends after so many turns per step, however little happens."""
+_NEVER_FULL = 1000
+"""Queues of so many never fill: no simulation has as many requests at once."""
 _SHORT = 300
 """In runs of at most so many steps the core's own invariants are checked after every event."""
 
@@ -92,7 +94,8 @@ class Simulation:
         self._last_time = self._agenda.now
         self._event: ev.Event = ev.TimePassed()
         self._check_every = scenario.check_every
-        self._queue_may_fill = scenario.config.max_queued_requests <= scenario.traffic.most_live
+        # Asking how many wait takes time. More wait than have a client: some went and may come back.
+        self._queue_may_fill = scenario.config.max_queued_requests < _NEVER_FULL
         self._was_fed = False
         """The core has been given something since it last planned."""
         self.num_events = 0

@@ -46,7 +46,7 @@ def test_every_kind_of_process_ends_well_under_load(tmp_path: Path) -> None:
             await _until(lambda: len(_deaths(served)) == number)  # noqa: B023
             if role == "scheduler":
                 # Streams may still get what the old one sent, and only one that the front end has joined sees it leave.
-                await _until(lambda: served.count_logged("front end joined") == 2)
+                await _until(lambda: served.count_logged("front end joined") >= 2)
         await _all_get_on(load)
 
     with serve(checkpoint, "--dtype=float32", "--workers=2", "--grace-period-s=1") as served:

@@ -44,6 +44,19 @@ def test_the_steps_of_a_long_prompt_cost_the_same() -> None:
     assert plans[-2].num_tokens < BUDGET / 4
 
 
+def test_nobody_is_admitted_with_what_rounding_leaves() -> None:
+    """While a long prompt takes all it can get of every step, the next request stays in the queue."""
+    cluster = _cluster(BREAK_EVEN)
+    cluster.submit(1, [token % 50 for token in range(LONG)], 1)
+    cluster.submit(2, [1, 2, 3], 1)
+    cluster.run()
+    rows = [plan.chunk_rows.tolist() for plan in cluster.plans if len(plan.chunk_rows)]
+
+    assert len(rows) > LONG / BUDGET
+    assert all(len(chunks) == 1 for chunks in rows[:-1])
+    assert [len(plan.admissions) for plan in cluster.plans if len(plan.admissions)] == [1, 1]
+
+
 def test_a_model_whose_attention_does_not_grow_gets_equal_chunks() -> None:
     """Without a break-even the budget counts tokens and nothing else."""
     lengths = [plan.num_tokens for plan in _plans_of_long_prompt(0)]
@@ -59,7 +72,7 @@ def test_a_prompt_that_cannot_be_paid_for_gets_on_all_the_same() -> None:
     assert sum(plan.num_tokens for plan in plans) == LONG
 
 
-def _plans_of_long_prompt(break_even: int) -> list[Plan]:
+def _cluster(break_even: int) -> Cluster:
     cluster = Cluster(max_num_batched_tokens=BUDGET)
     cluster.join(
         ModelWorker(
@@ -68,6 +81,11 @@ def _plans_of_long_prompt(break_even: int) -> list[Plan]:
         ),
         "a",
     )  # fmt: skip
+    return cluster
+
+
+def _plans_of_long_prompt(break_even: int) -> list[Plan]:
+    cluster = _cluster(break_even)
     cluster.submit(1, [token % 50 for token in range(LONG)], 1)
     cluster.run()
     return [plan for plan in cluster.plans if len(plan.chunk_rows)]

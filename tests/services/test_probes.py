@@ -81,7 +81,8 @@ def test_a_watch_whose_write_outlasts_the_stop_still_tells_of_it() -> None:
     health = HealthServicer()
     health.set_ready(True)
     context = SlowContext()
-    asyncio.run(health.Watch(health_pb2.HealthCheckRequest(service="readiness"), cast(Context, context)))
+    watch = health.Watch(health_pb2.HealthCheckRequest(service="readiness"), cast(Context, context))
+    asyncio.run(asyncio.wait_for(watch, 30))
 
     assert context.written == [SERVING, NOT_SERVING]
 

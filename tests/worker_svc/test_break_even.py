@@ -42,13 +42,17 @@ def test_break_even_is_where_the_operations_are_equal(name: str, changes: dict[s
 
 def test_a_mixture_counts_the_experts_that_a_token_sees() -> None:
     """Two experts of four cost as a dense layer of twice the size of one."""
-    mixture = transformers.MixtralConfig(**SIZES, num_local_experts=4, num_experts_per_tok=2, sliding_window=None)
-    dense = transformers.LlamaConfig(**(SIZES | {"intermediate_size": 400}), num_key_value_heads=8)
+    mixture = transformers.MixtralConfig(
+        **SIZES, num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2, sliding_window=None
+    )
+    dense = transformers.LlamaConfig(**(SIZES | {"intermediate_size": 400}), num_key_value_heads=2)
 
     assert break_even_context(mixture) == break_even_context(dense)
 
 
 def test_attention_within_windows_alone_does_not_grow() -> None:
-    """A model of nothing but windows has no break-even; nor has one that tells nothing of itself."""
+    """Nothing but windows has no break-even, unless they hold all that there can be; nor has what tells nothing."""
     assert break_even_context(transformers.MistralConfig(**SIZES, sliding_window=64)) == 0
+    wide = transformers.MistralConfig(**SIZES, sliding_window=4096, max_position_embeddings=4096)
+    assert break_even_context(wide) == break_even_context(transformers.MistralConfig(**SIZES, sliding_window=None)) > 0
     assert break_even_context(transformers.PretrainedConfig()) == 0

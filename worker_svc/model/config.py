@@ -69,8 +69,8 @@ def break_even_context(config: PretrainedConfig) -> int:
     """The context at which a token's attention takes as many operations as its products with the weights; 0 where
     attention does not grow with the context, or config.json does not tell.
 
-    Layers of other kinds than config.json's plain names describe are taken for ordinary ones: the scheduler makes steps
-    equally long by this number, and nothing else.
+    An estimate: MLPs are taken for gated ones, and layers of other kinds than full attention for ones whose attention
+    does not grow. The scheduler makes steps equally long by it, and nothing else.
     """
     text = text_config(config)
     share = _full_attention_share(text)
@@ -82,6 +82,7 @@ def break_even_context(config: PretrainedConfig) -> int:
     inner = _size(text, "intermediate_size") or 4 * hidden
     if experts := _size(text, "num_experts_per_tok"):
         inner = experts * (_size(text, "moe_intermediate_size") or inner)
+        inner += _size(text, "shared_expert_intermediate_size")
     weights = 2 * hidden * head_dim * (heads + kv_heads) + 3 * hidden * inner
     # Two operations per weight; four per element of a head and token of the context: a score's and a value's.
     return max(1, int(2 * weights / (4 * heads * head_dim * share)))
@@ -91,7 +92,8 @@ def _full_attention_share(text: PretrainedConfig) -> float:
     kinds = getattr(text, "layer_types", None)
     if kinds:
         return float(sum(kind == "full_attention" for kind in kinds) / len(kinds))
-    return 0.0 if _size(text, "sliding_window") else 1.0
+    window = _size(text, "sliding_window")
+    return 0.0 if 0 < window < _size(text, "max_position_embeddings") else 1.0
 
 
 def _size(text: PretrainedConfig, name: str) -> int:

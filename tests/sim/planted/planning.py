@@ -47,6 +47,12 @@ def attention_costs_nothing(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(planner, "longest_chunk", lambda budget, _context, _break_even: budget)
 
 
+@bug("limit.attention")
+def attention_is_not_paid_for(patch: pytest.MonkeyPatch) -> None:
+    """The last chunk of a prompt costs its tokens alone, and the next prompt gets what its attention takes."""
+    patch.setattr(planner, "chunk_cost", lambda chunk, _context, _break_even: chunk)
+
+
 @bug("limit.rows", "core", "plan.admission")
 def one_row_too_many(patch: pytest.MonkeyPatch) -> None:
     """One request more than max_num_seqs runs."""
