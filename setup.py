@@ -7,7 +7,10 @@ from pathlib import Path
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
-SOURCES = Path("kernels/native/src")
+# In the tree of the server's wheel the packages lie in a private folder; see tools/dist.py.
+PRIVATE = Path("quire_server/_packages")
+FOLDER = PRIVATE if PRIVATE.is_dir() else Path()
+SOURCES = FOLDER / "kernels/native/src"
 FLAGS = ["-std=c++17", "-O3", "-g0", "-fno-math-errno", "-fvisibility=hidden", "-Wall", "-Wextra"]
 # GCC takes the undefined lanes of its own AVX-512 header for a mistake of ours.
 FLAGS += ["-Wno-missing-field-initializers", "-Wno-maybe-uninitialized", "-Wno-uninitialized"]
@@ -43,7 +46,7 @@ class BuildNative(build_ext):
 setup(
     ext_modules=[
         Extension(
-            "kernels.native._native",
+            ".".join((*FOLDER.parts, "kernels.native._native")),
             sources=sorted(str(path) for path in SOURCES.glob("*.cpp")),
             depends=sorted(str(path) for path in [*SOURCES.glob("*.h"), *SOURCES.glob("*.inc")]),
             language="c++",

@@ -1,33 +1,32 @@
-"""Tensor operations of the worker: each a Triton kernel beside its plain torch reference and its CPU path.
+"""Tensor operations of the worker: each has a Triton kernel, a CPU path and a plain torch reference.
 
-One module is one operation (attention, the largest, is a package). Its public function looks at the device of its
-arguments: CUDA tensors go to the Triton kernel, everything else to the CPU path. The function named ``*_reference``
-says what the operation *means*, in plain torch and in whatever precision its inputs have (float64 included); tests
-hold kernel and CPU path against it. It has a module of its own (``…_reference``) where the self-test of `native`, below
-the operations, needs it too.
+One module is one operation (attention, the largest, is a package). Its public function dispatches on the device of its
+arguments: CUDA tensors go to the Triton kernel, all others to the CPU path. The function named ``*_reference`` defines
+the operation in plain torch, in the precision of its inputs (including float64); tests compare kernel and CPU path with
+it. A reference that the self-test of `native` also needs has its own module (``…_reference``).
 
     kv_cache          write the new tokens' keys and values into their slots of the paged cache
-    paged_attention   attention of a flat batch of rows over their pages: decode and chunked prefill
-    norm              RMSNorm, alone or fused with the residual addition before it
+    paged_attention   attention of a flat batch of rows over the paged KV cache: decode and chunked prefill
+    norm              RMSNorm, alone or fused with the preceding residual addition
     rotary            rotary position embedding of queries and keys
     qkv               QK norm, rotary and KV write of a packed projection at once
-    fp8               KV in eight bits
+    fp8               conversion of KV to and from fp8 e4m3
     activation        SiLU-gated product of the MLP
     philox            the counter-based random numbers that sampling draws from
-    sampling          temperature, top-k, top-p, min-p and the draw itself
-    block_copy        whole blocks from pool to pool: copies on the device, swap with the host
-    scatter           write scattered words of a state that lives on the device
+    sampling          temperature, top-k, top-p, min-p and the draw of tokens
+    block_copy        copies of whole blocks: on the device, or between device and host
+    scatter           writes scattered words of a state tensor on the device
     decode_inputs     the inputs of a decode step, computed on the device
-    linear            products over weights packed for a CPU, int8 among them
+    linear            matrix products over weights packed for a CPU, also int8
     decoder           all layers of a Llama-type decoder on a CPU, in one call
-    native            the C++ that the CPU paths run on, where it was built
-    bench             what the kernels reach beside the device's ceilings
-    compiling         tells when a launch is about to compile its kernel
-    tune              measures the attention kernels' tiles on a GPU and writes their table
-    aot               compiles every specialisation the worker reaches, without a GPU
+    native            the optional C++ library of CPU kernels
+    bench             measures the kernels against the limits of the device
+    compiling         callback before a launch compiles its kernel
+    tune              tunes the tiles of the attention kernels on a GPU and writes their table
+    aot               compiles all specialisations that the worker uses, without a GPU
 
-The package imports torch and triton and nothing else of the project; without triton the CPU paths still work.
+The package imports torch and triton, and nothing else of the project; without triton the CPU paths still work.
 
-Its import name is also that of a package on PyPI which ``transformers`` probes for. Two things keep the probe
-from taking us for it: this file defines no ``__version__``, and it imports nothing (the probe imports it).
+A package on PyPI with the same import name exists, and ``transformers`` probes for it. This file must therefore define
+no ``__version__`` and import nothing, so that the probe (which imports it) does not take this package for the other.
 """

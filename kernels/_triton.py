@@ -1,16 +1,14 @@
-"""The one place that knows whether triton is installed, and the only way a kernel is launched.
+"""Interface to Triton: detects whether it is installed, and launches all kernels.
 
-Kernels are written at the top level of their module with what this one exports: ``@kernel`` makes an entry
-point that is launched as ``kernel[grid](*args, **options)`` (``@kernel_with`` one with arguments that vary), ``@jit`` a
-device function that kernels call.
-Where triton is missing all are stand-ins that let the modules be imported (the bodies never run then), so
-that the CPU paths work.
+Kernels are defined at the top level of their module with the decorators of this module. ``@kernel`` makes an entry
+point that is launched as ``kernel[grid](*args, **options)``; ``@kernel_with`` makes one with arguments that vary; and
+``@jit`` makes a device function that kernels call. Without triton the decorators are placeholders, so that the modules
+can be imported and the CPU paths work.
 
-An operation asks `runs_on_triton` which way to go. Three kinds of tensors go to the kernel: CUDA tensors; CPU
-tensors when ``TRITON_INTERPRET=1`` was set before triton was imported (tests); and meta tensors inside
-`record_launches`, which notes the launches instead of making them. What is recorded is what would have run,
-so `kernels.aot` compiles it without a GPU; and because a meta tensor has no values, recording an operation
-also shows that it never reads one back to the host.
+An operation calls `runs_on_triton` to choose between kernel and CPU path. Three kinds of tensors go to the kernel: CUDA
+tensors; CPU tensors, if ``TRITON_INTERPRET=1`` was set before triton was imported (in tests); and meta tensors inside
+`record_launches`, which records launches instead of executing them. `kernels.aot` compiles recorded launches without a
+GPU. A meta tensor has no values, so recording also proves that an operation reads no value back to the host.
 """
 
 from __future__ import annotations
@@ -65,7 +63,7 @@ INTERPRETED = HAVE_TRITON and os.environ.get("TRITON_INTERPRET") == "1"
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """One recorded launch: the kernel and everything it would have been launched with."""
+    """A recorded launch: the kernel, its grid, arguments and options."""
 
     kernel: Kernel
     grid: Sequence[int]
@@ -75,7 +73,7 @@ class Launch:
 
 @dataclass(frozen=True, slots=True)
 class _Recording:
-    """The launches noted so far, and the GPU they are meant for."""
+    """Recorded launches, and the architecture that they are for."""
 
     launches: list[Launch]
     architecture: int
@@ -85,13 +83,12 @@ _recording: ContextVar[_Recording | None] = ContextVar("kernel_launches", defaul
 
 
 class Kernel:
-    """An entry point: compiled for its arguments' types when first launched, then enqueued on the current
-    stream."""
+    """Entry point of a kernel, compiled for the types of its arguments when first launched."""
 
     def __init__(self, function: Callable[..., None], varying: Sequence[str] = ()) -> None:
         self.name: str = function.__name__.strip("_")
         self.varying = frozenset(varying)
-        """Arguments by whose values nothing is compiled anew."""
+        """Arguments whose values do not cause a new compilation."""
         names = list(varying)
         self.function: Any = (
             triton.jit(function, do_not_specialize=names, do_not_specialize_on_alignment=names) if HAVE_TRITON else None
@@ -114,11 +111,12 @@ def kernel(function: Callable[..., None]) -> Kernel:
 
 
 def kernel_with(*, varying: Sequence[str]) -> Callable[[Callable[..., None]], Kernel]:
-    """Make a function an entry point that is compiled once, whatever the values of the arguments named.
+    """Make a function an entry point that is compiled once for all values of the named arguments.
 
-    Triton compiles a kernel anew for an integer that is 1, one divisible by 16, and any other; and for a pointer that
-    is aligned to 16 bytes and one that is not. What changes from step to step (numbers of rows, pointers into the
-    midst of a packed upload) is named here: otherwise a step that serves people would wait for the compiler.
+    By default Triton specialises a kernel for an integer that is 1, one that is divisible by 16, and any other; and for
+    aligned (16 bytes) and unaligned pointers. ``varying`` must list the arguments that
+    change from step to step, such as the number of rows or pointers into a packed upload. Otherwise steps would wait
+    for the compiler.
     """
     return lambda function: Kernel(function, varying)
 
@@ -130,14 +128,16 @@ def jit(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def runs_on_triton(tensor: torch.Tensor) -> bool:
-    """Whether an operation on ``tensor`` belongs to the Triton kernel rather than the CPU path."""
+    """Return whether an operation on ``tensor`` uses the Triton kernel instead of the CPU path."""
     return HAVE_TRITON and (tensor.is_cuda or INTERPRETED or (tensor.is_meta and _recording.get() is not None))
 
 
 @contextmanager
 def record_launches(architecture: int = 90) -> Iterator[list[Launch]]:
-    """Within the block, kernels launched by this thread are appended to the list and not run; operations choose what
-    to launch as on a GPU of this compute capability."""
+    """Record the launches of this thread in a list instead of executing them, within the context.
+
+    Operations behave as on a GPU of compute capability ``architecture``.
+    """
     recording = _Recording([], architecture)
     token = _recording.set(recording)
     try:
@@ -147,7 +147,7 @@ def record_launches(architecture: int = 90) -> Iterator[list[Launch]]:
 
 
 def architecture(tensor: torch.Tensor) -> int:
-    """The compute capability that kernels on ``tensor`` run on, 90 for sm_90; 0 in the interpreter."""
+    """Return the compute capability of the GPU of ``tensor``, 90 for sm_90; 0 in the interpreter."""
     recording = _recording.get()
     if recording is not None:
         return recording.architecture
@@ -155,13 +155,13 @@ def architecture(tensor: torch.Tensor) -> int:
 
 
 def num_multiprocessors(tensor: torch.Tensor) -> int:
-    """Multiprocessors of the GPU that kernels on ``tensor`` run on; without one those of an H100."""
+    """Return the number of multiprocessors of the GPU of ``tensor``; without a GPU, that of an H100."""
     if _recording.get() is not None or not tensor.is_cuda:
         return 132
     return _num_multiprocessors(tensor.device)
 
 
-# Both are asked for at every launch, and reading a device's properties takes longer than a launch.
+# Both are needed at every launch, and reading device properties takes longer than a launch.
 @cache
 def _architecture(device: torch.device) -> int:
     major, minor = torch.cuda.get_device_capability(device)
@@ -174,5 +174,5 @@ def _num_multiprocessors(device: torch.device) -> int:
 
 
 def next_power_of_2(n: int) -> int:
-    """The smallest power of two that is at least ``n`` (``n >= 1``): the tiles of Triton have such sides."""
+    """Return the smallest power of two >= ``n`` (``n >= 1``), as required for the sides of Triton tiles."""
     return 1 << (n - 1).bit_length()

@@ -1,9 +1,9 @@
 """The gate of a SwiGLU MLP (Shazeer, 2020): ``silu(gate) · up``.
 
-The gate and up projections are one GEMM, so their outputs arrive side by side: ``gate_up`` is
-``[num_tokens, 2 * intermediate]``, the gate in the first half; the result is ``[num_tokens, intermediate]``.
+The gate and up projections are one GEMM with concatenated outputs: ``gate_up`` is ``[num_tokens, 2 * intermediate]``,
+with the gate in the first half. The result is ``[num_tokens, intermediate]``.
 
-Rounding is that of `transformers`: silu in float32, rounded to the dtype, then the product rounded again.
+Rounding is the same as in `transformers`: silu in float32, rounded to the dtype; then the product, rounded again.
 """
 
 # ruff: noqa: N803 - compile-time parameters of kernels are upper case, as everywhere in Triton
@@ -18,7 +18,7 @@ _TILE = 1024  # elements per program
 
 
 def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
-    """``silu(gate_up[:, :I]) * gate_up[:, I:]`` for ``gate_up`` ``[num_tokens, 2 * I]``, in its dtype."""
+    """Return ``silu(gate_up[:, :I]) * gate_up[:, I:]`` for ``gate_up`` ``[num_tokens, 2 * I]``, in its dtype."""
     if not runs_on_triton(gate_up):
         return silu_mul_reference(gate_up)
     num_tokens, width = gate_up.shape
@@ -38,7 +38,7 @@ def silu_mul_reference(gate_up: torch.Tensor) -> torch.Tensor:
 def _silu_mul_kernel(
     gate_up_ptr: tl.tensor, out_ptr: tl.tensor, token_stride: tl.tensor, intermediate: tl.tensor, TILE: tl.constexpr
 ) -> None:
-    """One program: one tile of one token."""
+    """Compute one tile of one token per program."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * TILE + tl.arange(0, TILE)
     inside = column < intermediate

@@ -1,17 +1,17 @@
-"""Compiling every kernel specialisation that the worker reaches, without a GPU.
+"""Ahead-of-time compilation of all kernel specialisations that the worker uses, without a GPU.
 
-Triton compiles a kernel for the types of its arguments and the values of its compile-time parameters,
-normally when it is first launched. Here each case is a call of an operation's public function with meta
-tensors: `record_launches` notes what would have been launched, and each note is compiled for an architecture
-to a cubin, of which registers, spilled bytes and shared memory are reported. So a kernel that does not
-compile, or spills, shows on any machine, and what is compiled cannot drift from what is launched.
+Triton compiles a kernel for the types of its arguments and the values of its compile-time parameters, normally at the
+first launch. Here each case calls an operation's public function with meta tensors, and `record_launches` records the
+launches. Each launch is compiled to a cubin for an architecture, and its registers, spilled bytes and shared memory are
+reported. A kernel that does not compile, or that spills, is thus found on any machine. The compiled launches are the
+real ones, because they come from the public functions.
 
     python -m kernels.aot                 the cases of CI
     python -m kernels.aot --all           every case (half an hour on two cores)
     python -m kernels.aot --json FILE     the table as JSON as well
 
-Specialisation follows Triton's own rule for launches: an integer 1 becomes a constant, integers divisible by
-16 and all tensors (the allocator aligns them) are marked so, unless a kernel is declared not to care.
+Specialisation follows Triton's rule for launches: an integer 1 becomes a constant; integers divisible by 16 and all
+tensors (which the allocator aligns) are marked as divisible, unless the kernel declares the argument as varying.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from kernels.scatter import scatter_words
 
 ARCHITECTURES = (80, 90)
 SHARED_BYTES = {80: 163 * 1024, 90: 227 * 1024}
-"""Shared memory that one program may have, by architecture."""
+"""Limit of shared memory per program in bytes, by architecture."""
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 HEAD_DIMS = (64, 80, 96, 128, 256)
@@ -64,7 +64,7 @@ _TYPE_NAMES = {
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One call of an operation. ``call`` makes it, on meta tensors."""
+    """One call of an operation; ``call`` runs it on meta tensors."""
 
     name: str
     call: Callable[[], object]
@@ -73,20 +73,23 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Compiled:
-    """What one kernel specialisation needs on one architecture."""
+    """Resources of one kernel specialisation on one architecture."""
 
     case: str
     kernel: str
     architecture: int  # compute capability, 90 for sm_90
     registers: int  # per thread
-    spill_bytes: int  # per thread; local memory, which these kernels use for nothing else
+    spill_bytes: int  # per thread; local memory, which these kernels use only for spills
     shared_bytes: int  # per program
     num_warps: int
 
 
 def cases() -> list[Case]:
-    """The specialisations that the worker reaches: every type, head dimension, group and page size of attention, and
-    of the other operations one or two sizes each."""
+    """Return the specialisations that the worker uses.
+
+    They cover every type, head dimension, group size and block size of attention, and one or two sizes of each other
+    operation.
+    """
     found = []
     for dtype, head_dim, group_size, block_size in product(DTYPES, HEAD_DIMS, GROUP_SIZES, BLOCK_SIZES):
         name = f"{_TYPE_NAMES[dtype]}, head_dim {head_dim}, group {group_size}, page {block_size}"
@@ -212,9 +215,9 @@ def _prepare_decode() -> None:
 
 
 def compile_cases(chosen: Iterable[Case], architectures: Iterable[int] = ARCHITECTURES) -> Iterator[Compiled]:
-    """Compile what each case launches for each architecture; a kernel that does not compile raises."""
+    """Compile the launches of each case for each architecture; raise if a kernel does not compile."""
     if not HAVE_TRITON:
-        raise RuntimeError("compiling kernels needs triton, which is not installed")
+        raise RuntimeError("triton: not installed; install it to compile the kernels")
     targets = list(architectures)
     seen: set[str] = set()
     for case, architecture in product(chosen, targets):
@@ -229,7 +232,7 @@ def compile_cases(chosen: Iterable[Case], architectures: Iterable[int] = ARCHITE
 
 
 def _source_of(launch: Launch) -> tuple[Any, dict[str, Any]]:
-    """A launch as Triton's compiler takes it: the source with types and constants, and the options."""
+    """Return the inputs of Triton's compiler for a launch: the source with types and constants, and the options."""
     from triton.compiler import ASTSource
 
     function = launch.kernel.function
@@ -276,8 +279,7 @@ def _compile(case: str, launch: Launch, source: Any, options: dict[str, Any], ar
 
 
 def _resource_usage(cubin: bytes) -> tuple[int, int]:
-    """Registers and bytes of local memory per thread, as the tool that comes with triton reads them from a
-    cubin."""
+    """Return registers and bytes of local memory per thread, as read from a cubin by the tool of triton."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
@@ -285,16 +287,16 @@ def _resource_usage(cubin: bytes) -> tuple[int, int]:
         listing = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     usage = re.search(r"REG:(\d+) STACK:(\d+) .*?LOCAL:(\d+)", listing)
     if usage is None:
-        raise RuntimeError(f"cuobjdump printed no resource usage: {listing!r}")
+        raise RuntimeError(f"cuobjdump: no resource usage in its output: {listing!r}")
     registers, stack, local = map(int, usage.groups())
     return registers, stack + local
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Compile and print the table; 0 if everything compiled and fits into the shared memory of its GPU."""
+    """Compile and print the table; return 0 if all kernels compile and fit into the shared memory of their GPU."""
     parser = argparse.ArgumentParser(prog="python -m kernels.aot", description="Compile the kernels without a GPU.")
-    parser.add_argument("--all", action="store_true", help="every case, not only those of CI")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the table as JSON, too")
+    parser.add_argument("--all", action="store_true", help="compile every case, not only those of CI")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the table as JSON")
     options = parser.parse_args(arguments)
 
     rows = []

@@ -1,10 +1,10 @@
-"""What the kernels reach on the device at hand, beside what the device can do at all.
+"""Benchmark of the kernels on the present device, relative to the limits of the device.
 
-Two ceilings are measured first: the bandwidth of a large copy and the rate of a large matrix product. Every
-measurement then counts the bytes that it must move and the operations that it must do, and says how much of the nearer
-ceiling its time amounts to. Attention stands beside torch's own (SDPA over dense keys, which pays nothing for pages).
+Two limits are measured first: the bandwidth of a large copy and the rate of a large matrix product. Each measurement
+counts the bytes that it must move and the operations that it must do, and reports its share of the limit that applies.
+Attention is also compared with torch's SDPA over dense keys, which has no block tables to follow.
 
-On a CPU the same code measures the CPU paths; that is a rehearsal and says so.
+On a CPU the same code measures the CPU paths. Such a run only tests the benchmark, and the output says so.
 """
 
 from __future__ import annotations
@@ -27,36 +27,36 @@ from kernels.sampling import SamplingTensors, sample
 
 @dataclass(frozen=True, slots=True)
 class Ceilings:
-    """What the device can do at all."""
+    """Measured limits of the device."""
 
     copy_bytes_per_s: float
-    """Read and written, of a copy of a large tensor."""
+    """Bytes read and written per second by a copy of a large tensor."""
     gemm_flop_per_s: float
-    """Of a large matrix product in the dtype of the measurements."""
+    """Operations per second of a large matrix product in the dtype of the measurements."""
 
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """One kernel at one size."""
+    """Measurement of one kernel at one size."""
 
     name: str
     seconds: float
-    """Median."""
+    """Median time of a call."""
     bytes: float
-    """That must be read or written at least."""
+    """Bytes that must be read or written at least."""
     flop: float
     peer: str = ""
     peer_seconds: float = 0.0
 
     def share(self, ceilings: Ceilings) -> float:
-        """The least possible time over the measured one."""
+        """Return the shortest possible time divided by the measured time."""
         least = max(self.bytes / ceilings.copy_bytes_per_s, self.flop / ceilings.gemm_flop_per_s)
         return least / self.seconds
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """How large the measurements are."""
+    """Sizes of the measurements."""
 
     num_heads: int
     num_kv_heads: int
@@ -83,16 +83,16 @@ TINY = Sizes(4, 2, 64, 256, 512, 1000, decode=((1, 64), (4, 100)), prefill=(128,
 
 
 _AHEAD_CYCLES = 600_000
-"""For so long the GPU waits before each call (0.3 ms): all of its kernels are enqueued by then, and what is timed is
-the GPU, not the host that launches them."""
+"""GPU cycles to wait before each call (0.3 ms). All kernels of the call are enqueued by then, so that the time does not
+include the launches on the host."""
 
 
 def median_seconds(run: Callable[[], object], device: torch.device, budget_s: float = 0.3) -> float:
-    """Median time of one call on the device, after warming up; calls are timed one by one with cold caches on a GPU."""
+    """Return the median time of a call on the device, after a warm-up; on a GPU each call has a cold L2 cache."""
     run()
     if device.type == "cpu":
         times: list[float] = []
-        deadline = time.perf_counter() + budget_s / 20  # a rehearsal
+        deadline = time.perf_counter() + budget_s / 20  # only a test run
         while not times or (time.perf_counter() < deadline and len(times) < 100):
             began = time.perf_counter()
             run()
@@ -109,7 +109,7 @@ def median_seconds(run: Callable[[], object], device: torch.device, budget_s: fl
         for _ in range(count)
     ]
     for first, second in pairs:
-        flushed.fill_(1)  # the L2 cache holds nothing of the last call
+        flushed.fill_(1)  # evicts the data of the last call from the L2 cache
         torch.cuda._sleep(_AHEAD_CYCLES)  # type: ignore[no-untyped-call]
         first.record()
         run()
@@ -120,7 +120,7 @@ def median_seconds(run: Callable[[], object], device: torch.device, budget_s: fl
 
 
 def measure_ceilings(device: torch.device, dtype: torch.dtype, sizes: Sizes) -> Ceilings:
-    """Copy bandwidth and matrix product rate."""
+    """Measure copy bandwidth and matrix product rate."""
     source = torch.randint(0, 256, (sizes.copy_bytes,), dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     copy_s = median_seconds(lambda: target.copy_(source), device)
@@ -133,7 +133,7 @@ def measure_ceilings(device: torch.device, dtype: torch.dtype, sizes: Sizes) -> 
 def measurements(
     device: torch.device, dtype: torch.dtype, sizes: Sizes
 ) -> Iterator[tuple[str, Callable[[], Measurement]]]:
-    """Name of each measurement and what makes it, so that a caller may take some and leave others."""
+    """Yield the name of each measurement and the function that runs it, so that a caller can select some."""
     for rows, context in sizes.decode:
         for kv_dtype in (dtype, torch.uint8):
             kind = "fp8" if kv_dtype == torch.uint8 else str(dtype).removeprefix("torch.")
@@ -176,7 +176,9 @@ def _decode(
     starts = torch.arange(rows + 1, device=device).int()
     contexts = torch.full((rows,), context, device=device).int()
     scale = sizes.head_dim**-0.5
-    schedule = schedule_decode(starts, contexts, num_kv_heads=sizes.num_kv_heads)  # one serves all layers of a step
+    schedule = schedule_decode(
+        starts, contexts, num_kv_heads=sizes.num_kv_heads
+    )  # one schedule serves all layers of a step
     seconds = median_seconds(
         lambda: paged_attention(
             query, k_cache, v_cache, tables, starts, contexts, max_query_len=1, scale=scale, schedule=schedule

@@ -1,11 +1,11 @@
 """Copies of whole KV blocks between tensors of blocks: one launch for all layers and all blocks of a plan.
 
-A *pool* is a list of tensors ``[num_blocks, …]``, two per layer; block b of one is copied to block c of the tensor at
-the same place of the other. Source and target may be the same pool (rows that share the beginning of a block), or one
-on the GPU and one in pinned host memory, which a GPU reads and writes by its address like its own: so a swap is one
-kernel, not a copy call per block and layer.
+A *pool* is a list of tensors ``[num_blocks, …]``, two per layer. Block b of each source tensor is copied to block c of
+the target tensor at the same place in its list. Source and target may be the same pool (copy-on-write), or one may be
+on the GPU and the other in pinned host memory. A GPU accesses pinned memory by its address, so that a swap is one
+kernel instead of one copy per block and layer.
 
-Rules: targets are distinct, and no block of a call is both source and target of the same pool.
+Rules: targets are distinct, and no block of a pool is both source and target in one call.
 """
 
 # ruff: noqa: N803 - compile-time parameters of kernels are upper case, as everywhere in Triton
@@ -19,15 +19,15 @@ import torch
 from kernels._triton import INTERPRETED, kernel_with, tl
 
 _TILE = 1024  # words of eight bytes that a program copies at once
-_MOST_PROGRAMS = 8192  # copies beyond that are made by turns
-_PROGRAMS_BESIDE = 32  # 256 KiB under way are more than the bus to the host holds, and leave the GPU to the steps
+_MOST_PROGRAMS = 8192  # further copies are looped over
+_PROGRAMS_BESIDE = 32  # 256 KiB in flight saturate the bus to the host, and leave most of the GPU to the steps
 
 
 class BlockPool:
-    """Tensors of blocks, and their addresses where kernels find them."""
+    """Tensors of blocks, with a tensor of their addresses for kernels."""
 
     def __init__(self, tensors: Sequence[torch.Tensor], device: torch.device) -> None:
-        """The tensors are contiguous, and on ``device`` or in pinned host memory; kernels run on ``device``."""
+        """Create a pool of contiguous tensors on ``device`` or in pinned host memory; kernels run on ``device``."""
         self.tensors = list(tensors)
         block_bytes = [tensor.shape[1:].numel() * tensor.itemsize for tensor in self.tensors]
         has_kernels = INTERPRETED or device.type in ("cuda", "meta")
@@ -39,10 +39,13 @@ class BlockPool:
 
 
 def copy_blocks(source: BlockPool, target: BlockPool, blocks: torch.Tensor, *, beside: bool = False) -> None:
-    """Copy block ``blocks[0, i]`` of every tensor of ``source`` to block ``blocks[1, i]`` of its peer in ``target``.
+    """Copy block ``blocks[0, i]`` of each ``source`` tensor to block ``blocks[1, i]`` of its ``target`` tensor.
 
-    blocks: ``[2, n]`` int64, on the device of the kernels. ``beside``: other work runs at the same time, which a copy
-    over the bus is not to keep from the multiprocessors: few programs make all copies.
+    Args:
+        source: pool to read.
+        target: pool to write.
+        blocks: ``[2, n]`` int64 on the device of the kernels: source and target blocks.
+        beside: use few programs, so that other work runs on the multiprocessors at the same time.
     """
     if not (source.on_triton and target.on_triton):
         copy_blocks_reference(source, target, blocks)
@@ -73,7 +76,7 @@ def _copy_blocks_kernel(
     num_tensors: tl.tensor,
     TILE: tl.constexpr,
 ) -> None:
-    """One program: one block of one tensor, then one so many further on, until there are no more."""
+    """Copy one block of one tensor per iteration; a program loops over blocks with the stride of the grid."""
     for job in range(tl.program_id(0), num_copies * num_tensors, tl.num_programs(0)):
         tensor, copy = job // num_copies, job % num_copies
         words = tl.load(words_ptr + tensor)

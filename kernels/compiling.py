@@ -1,7 +1,7 @@
-"""When a kernel is compiled: on its first launch for the types, sizes and alignments of its arguments.
+"""Callback before a kernel is compiled.
 
-That takes a second or more in the midst of a step, and nothing but Triton knows beforehand which launch it is. Whoever
-must know asks here to be told right before.
+Triton compiles a kernel at its first launch for the types, sizes and alignments of its arguments. This takes a second
+or more within a step, and only Triton knows which launch it is.
 """
 
 from __future__ import annotations
@@ -15,8 +15,10 @@ from kernels._triton import HAVE_TRITON, triton
 
 @contextmanager
 def before_compiling(notify: Callable[[str], None]) -> Iterator[None]:
-    """Within the block, ``notify`` is called with a kernel's name right before it is compiled (or read from Triton's
-    cache on disk), in the thread that launches it. Without triton, or in its interpreter, nothing is compiled."""
+    """Call ``notify`` with a kernel's name before it is compiled or read from Triton's disk cache, within the context.
+
+    The thread that launches the kernel makes the call. Without triton, or in its interpreter, nothing is compiled.
+    """
     if not HAVE_TRITON:
         yield
         return
@@ -24,7 +26,7 @@ def before_compiling(notify: Callable[[str], None]) -> Iterator[None]:
 
     def hook(*arguments: Any, **details: Any) -> bool | None:
         notify(details["fn"].name.strip("_"))
-        # True from a hook would keep the kernel from being compiled.
+        # A hook that returns True would prevent the compilation.
         return None if earlier is None else earlier(*arguments, **details)
 
     triton.knobs.runtime.jit_cache_hook = hook

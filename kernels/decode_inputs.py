@@ -1,18 +1,17 @@
-"""The inputs of a decode step, computed on the device from state that lives there.
+"""Inputs of a decode step, computed on the device from the state there.
 
-In decode every row brings one token, the one it sampled last. So which rows take part, how many tokens each has, and
-the block tables say everything: a captured graph begins with this kernel, and a step needs no more from the host than
-what has changed.
+In decode every row has one token, the last sampled one. The inputs of a step follow from the decode rows, their numbers
+of tokens, and the block tables. A captured graph starts with this kernel, so that the host sends only changes.
 
-A *lane* is a place in the batch. ``lane_rows`` ``[B]`` int32 names the row of each lane, -1 for none (a batch is padded
-to the size that its graph was captured for), ``computed`` ``[B]`` int32 counts the tokens of the lane's row whose KV is
-there. For a lane with row r and n tokens:
+A *lane* is a place in the batch. ``lane_rows`` ``[B]`` int32 is the row of each lane; -1 marks padding, because a batch
+is padded to the size of its graph. ``computed`` ``[B]`` int32 is the number of computed tokens of the lane's row. For a
+lane with row r and n tokens:
 
     input_ids = last_token[r]      positions = n        slot_mapping = the slot of position n, by r's table
     context_lens = n + 1           rows = r             block_tables = r's table, as far as it is filled
 
-and ``computed`` becomes n + 1. A lane without a row gets input 0 at position 0, slot -1, context 0 and row
-``num_rows``, a place that belongs to nobody; its line of ``block_tables`` is left as it was.
+and ``computed`` becomes n + 1. A lane of padding gets input 0 at position 0, slot -1, context 0 and row ``num_rows``,
+which is the padding element of ``last_token``. Its line of ``block_tables`` is not changed.
 """
 
 # ruff: noqa: N803 - compile-time parameters of kernels are upper case, as everywhere in Triton
@@ -30,7 +29,7 @@ _TILE = 1024  # table entries per program
 
 @dataclass(frozen=True, slots=True)
 class DecodeInputs:
-    """What `prepare_decode` writes: one entry per lane."""
+    """Outputs of `prepare_decode`, one entry per lane."""
 
     input_ids: torch.Tensor  # [B] int64
     positions: torch.Tensor  # [B] int64
@@ -40,7 +39,7 @@ class DecodeInputs:
     block_tables: torch.Tensor  # [B, max_blocks] int32
 
     def lanes(self, count: int) -> DecodeInputs:
-        """Views of the first lanes."""
+        """Return views of the first ``count`` lanes."""
         return DecodeInputs(
             self.input_ids[:count],
             self.positions[:count],
@@ -59,7 +58,7 @@ def prepare_decode(
     block_size: int,
     out: DecodeInputs,
 ) -> None:
-    """Write the inputs of the next step into ``out`` and advance ``computed`` (meaning: see the module).
+    """Write the inputs of the next step into ``out`` and advance ``computed``, as described in the module.
 
     lane_rows, computed: ``[B]`` int32. last_token: ``[num_rows + 1]`` int64. tables: ``[num_rows, max_blocks]`` int32.
     """
@@ -127,7 +126,7 @@ def _copy_tables_kernel(
     BLOCK_SIZE: tl.constexpr,
     TILE: tl.constexpr,
 ) -> None:
-    """One program: a tile of one lane's table; those beyond the row's last block leave at once."""
+    """Copy a tile of one lane's table per program; tiles beyond the row's last block are skipped."""
     lane = tl.program_id(0)
     row = tl.load(lane_rows_ptr + lane)
     num_blocks = tl.load(computed_ptr + lane) // BLOCK_SIZE + 1
@@ -155,7 +154,7 @@ def _prepare_decode_kernel(
     no_row: tl.tensor,
     BLOCK_SIZE: tl.constexpr,
 ) -> None:
-    """One program: everything of one lane but its table."""
+    """Write all inputs of one lane, except its table, per program."""
     lane = tl.program_id(0)
     row = tl.load(lane_rows_ptr + lane)
     if row < 0:

@@ -1,9 +1,8 @@
-"""All layers of a Llama-type decoder on a CPU, in one call.
+"""Decoder of the Llama type on a CPU: all layers in one call.
 
-What it computes is what `kernels.norm`, `linear`, `rotary`, `kv_cache`, `paged_attention` and `activation` compute one
-after the other, layer by layer, and last the logits of the tokens that sample, or hidden states; between them
-activations stay float32, so that it rounds less often than those do in bfloat16. Nothing returns to Python between two
-layers.
+It computes the same as `kernels.norm`, `linear`, `rotary`, `kv_cache`, `paged_attention` and `activation` in sequence,
+layer by layer, and then logits or last hidden states. Activations stay in float32 between the operations, so it rounds
+less often than these operations do in bfloat16. There is no return to Python between two layers.
 
     x = embedding[token]
     per layer:  x += output(attention(rotary(qk_norm(qkv(norm(x))))))
@@ -25,12 +24,12 @@ from kernels.native.library import Native
 from kernels.native.structures import FORMATS, CDecoder, CLayer, CLinear, CStep
 
 PHASES = ("embed", "norm", "qkv", "rotate", "attend", "output", "gate_up", "activate", "down", "head")
-"""What the time of a step is counted under, as `decoder.h` orders it."""
+"""Phases of a step for the time measurement, in the order of `decoder.h`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerWeights:
-    """One layer. Norms are vectors of any dtype."""
+    """Weights of one layer. Norms are vectors of any dtype."""
 
     input_norm: torch.Tensor
     qkv: PackedLinear
@@ -47,7 +46,7 @@ class LayerWeights:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderShape:
-    """The sizes of a decoder."""
+    """Sizes of a decoder."""
 
     hidden_size: int
     intermediate_size: int
@@ -59,20 +58,20 @@ class DecoderShape:
 
 
 def why_unsupported(shape: DecoderShape, dtype: torch.dtype, kv_dtype: torch.dtype) -> str | None:
-    """Which type or size the kernels do not know; None: they can compute this."""
+    """Return why the kernels do not support a decoder; None if they do."""
     for what, given in (("weights", dtype), ("KV", kv_dtype)):
         if given not in FORMATS:
             known = ", ".join(_name(each) for each in FORMATS)
-            return f"they know {what} of type {known}, not {_name(given)}"
-    # Vectors of 16 throughout.
+            return f"they support {what} of type {known}, not {_name(given)}"
+    # All vectors have 16 elements.
     for what, size in (("hidden_size", shape.hidden_size), ("head_dim", shape.head_dim)):
         if size % 16:
-            return f"they need a {what} that is a multiple of 16, not {size}"
+            return f"they need {what} to be a multiple of 16, not {size}"
     return None
 
 
 class PackedDecoder:
-    """The weights of a decoder and how to run it."""
+    """Decoder with packed weights."""
 
     def __init__(
         self,
@@ -86,16 +85,17 @@ class PackedDecoder:
         cos: torch.Tensor,
         sin: torch.Tensor,
     ) -> None:
-        """Takes the weights as they are.
+        """Create a decoder from packed weights, without a copy.
 
         Args:
-            kernels: what runs it.
-            shape: its sizes.
-            layers: from the first to the last.
-            embedding: ``[vocab, hidden]`` in a dtype of `FORMATS`; None: the rows of ``head``.
+            kernels: the library that runs the decoder.
+            shape: the sizes of the decoder.
+            layers: the layers, in order.
+            embedding: ``[vocab, hidden]`` in a dtype of `FORMATS`; None: tied to ``head``.
             final_norm: ``[hidden]``.
-            head: makes logits.
-            cos, sin: ``[positions, rotary_dim / 2]`` float32.
+            head: LM head, which maps hidden states to logits.
+            cos: ``[positions, rotary_dim / 2]`` float32.
+            sin: as ``cos``.
         """
         self._kernels = kernels
         self._kept: list[object] = [layers, embedding, head]
@@ -137,19 +137,19 @@ class PackedDecoder:
         *,
         num_logits: int,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """One step of T tokens of R rows (`kernels.paged_attention` says what the tensors mean).
+        """Run one step of T tokens of R rows (`kernels.paged_attention` documents the tensors).
 
         token_ids, positions, slot_mapping: ``[T]`` int64, contiguous.
         caches: keys and values per layer, ``[num_blocks, num_kv_heads, block_size, head_dim]``, float32 or bfloat16.
-        kept_index: ``[K]`` int64, tokens whose logits or hidden states are wanted; None: every token.
-        num_logits: of so many of them, the first ones, logits.
+        kept_index: ``[K]`` int64, tokens to return logits or hidden states for; None: every token.
+        num_logits: number of tokens at the front of ``kept_index`` to return logits for.
 
         Returns:
-            Logits ``[num_logits, vocab]``, and of the other tokens the last hidden states, normed,
-            ``[K - num_logits, hidden]``; both float32, whatever the weights are.
+            Logits ``[num_logits, vocab]``, and the last hidden states of the other tokens after the final norm,
+            ``[K - num_logits, hidden]``; both float32 for every type of weights.
         """
         keys, values = self._cache_pointers(caches)
-        # `len` of a tensor is a function in Python.
+        # `len` of a tensor is slow: a Python function.
         num_tokens = token_ids.shape[0]
         num_kept = num_tokens if kept_index is None else kept_index.shape[0]
         logits = torch.empty(num_logits, self._vocab_size)
@@ -178,11 +178,11 @@ class PackedDecoder:
         return logits, hidden
 
     def count_time(self) -> None:
-        """From here on, counts where the time of steps goes."""
+        """Start measuring the time of each phase."""
         self._nanoseconds = (c_int64 * len(PHASES))()
 
     def counted_ns(self) -> dict[str, int]:
-        """Nanoseconds per phase since `count_time`."""
+        """Return the nanoseconds per phase since `count_time`."""
         return dict(zip(PHASES, self._nanoseconds or (), strict=False))
 
     def _cache_pointers(self, caches: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> tuple[int, int]:
@@ -210,7 +210,7 @@ class PackedDecoder:
         )
 
     def _floats(self, tensor: torch.Tensor | None) -> int | None:
-        """Address of the tensor as float32; it is kept."""
+        """Convert a tensor to float32, keep it alive, and return its address."""
         if tensor is None:
             return None
         wide = tensor.float().contiguous()

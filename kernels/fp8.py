@@ -1,11 +1,11 @@
-"""KV in eight bits: the e4m3 format of OCP (one sign, four exponent, three mantissa bits; largest value 448).
+"""fp8 KV cache: the e4m3 format of OCP (one sign, four exponent, three mantissa bits; largest value 448).
 
-A cache in this form is a tensor of ``uint8`` that holds the bits, so that whatever moves blocks about needs to know
-nothing of it. Values are rounded to nearest, ties to even; what is larger than 448 becomes 448; NaN stays NaN. There is
-no scale: keys and values of the models in use lie well within the range, and where they do not they saturate.
+An fp8 cache is a ``uint8`` tensor with the bits, so that block copies need no special case. Values are rounded to
+nearest, ties to even; larger magnitudes saturate at 448; NaN stays NaN. There is no scale, because keys and values of
+common models are well within the range.
 
-Reading is exact: every value of the format is one of float16's. GPUs from compute capability 8.9 on convert in
-hardware (``NATIVE``); before them, and in the interpreter, the bits are moved by hand, with the same result.
+Reading is exact, because float16 can represent all values of the format. GPUs with compute capability 8.9 or higher
+convert in hardware (``NATIVE``). Older GPUs and the interpreter convert with integer operations, with the same result.
 """
 
 # ruff: noqa: N803 - compile-time parameters of kernels are upper case, as everywhere in Triton
@@ -20,33 +20,33 @@ LARGEST = 448.0
 
 
 def quantize(x: torch.Tensor) -> torch.Tensor:
-    """The e4m3 bits of ``x``: uint8 of the same shape."""
+    """Convert ``x`` to e4m3 bits: uint8 of the same shape."""
     return x.to(torch.float32).clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn).view(torch.uint8)
 
 
 def dequantize(bits: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The values of e4m3 bits (uint8) as ``dtype``."""
+    """Convert e4m3 bits (uint8) to ``dtype``."""
     return bits.view(torch.float8_e4m3fn).to(dtype)
 
 
 def as_cached(x: torch.Tensor, cache_dtype: torch.dtype) -> torch.Tensor:
-    """``x`` as it stands in a cache of this dtype."""
+    """Convert ``x`` to the dtype of a cache."""
     return quantize(x) if cache_dtype == torch.uint8 else x.to(cache_dtype)
 
 
 def from_cache(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """What was read from a cache, as ``dtype``."""
+    """Convert elements of a cache to ``dtype``."""
     return dequantize(x, dtype) if x.dtype == torch.uint8 else x.to(dtype)
 
 
 def native_fp8(tensor: torch.Tensor) -> bool:
-    """Whether kernels on the device of ``tensor`` convert e4m3 in hardware."""
+    """Return whether the GPU of ``tensor`` converts e4m3 in hardware."""
     return architecture(tensor) >= 89
 
 
 @jit
 def fp8_from_float(x: tl.tensor, NATIVE: tl.constexpr) -> tl.tensor:
-    """In a kernel: `quantize`."""
+    """Device function of `quantize`."""
     if NATIVE:
         bits = x.to(tl.float32).to(tl.float8e4nv).to(tl.uint8, bitcast=True)
     else:
@@ -66,7 +66,7 @@ def fp8_from_float(x: tl.tensor, NATIVE: tl.constexpr) -> tl.tensor:
 
 @jit
 def float_from_fp8(bits: tl.tensor, NATIVE: tl.constexpr) -> tl.tensor:
-    """In a kernel: `dequantize`, as float16."""
+    """Device function of `dequantize`, with float16 results."""
     if NATIVE:
         value = bits.to(tl.float8e4nv, bitcast=True).to(tl.float16)
     else:
@@ -79,5 +79,5 @@ def float_from_fp8(bits: tl.tensor, NATIVE: tl.constexpr) -> tl.tensor:
 
 @jit
 def as_cached_tile(x: tl.tensor, CACHE_TYPE: tl.constexpr, NATIVE: tl.constexpr) -> tl.tensor:
-    """In a kernel: `as_cached`, for a cache whose elements are of type CACHE_TYPE."""
+    """Device function of `as_cached`, for a cache with elements of type CACHE_TYPE."""
     return fp8_from_float(x, NATIVE) if CACHE_TYPE == tl.uint8 else x.to(CACHE_TYPE)  # noqa: SIM300

@@ -1,12 +1,12 @@
-"""Writing keys and values into the paged cache (PagedAttention; Kwon et al., SOSP 2023).
+"""Writes of keys and values into the paged KV cache (PagedAttention; Kwon et al., SOSP 2023).
 
 The cache of one layer is ``[num_blocks, num_kv_heads, block_size, head_dim]``: block-major, and head-major
-inside a block, so that the tile of one (block, head) is contiguous: attention reads such tiles, one head at a
+inside a block. The tile of one (block, head) is contiguous, because attention reads such tiles, one head at a
 time. A *slot* is the place of one token: ``slot = block_id * block_size + offset``.
 
-Rules: a negative slot writes nothing (padding rows of a captured graph); two tokens of one call never name
-the same slot; key and value are cast to the cache's dtype, into a cache of uint8 as `kernels.fp8` says; blocks that no
-slot names keep their content.
+Rules: a token with a negative slot is not written (padding of a captured graph). Slots within one call are distinct.
+Keys and values are cast to the cache's dtype, or converted by `kernels.fp8` for a uint8 cache. Slots that are not in
+``slot_mapping`` keep their content.
 """
 
 # ruff: noqa: N803 - compile-time parameters of kernels are upper case, as everywhere in Triton
@@ -88,7 +88,7 @@ def _write_kv_kernel(
     NATIVE_FP8: tl.constexpr,
     TILE: tl.constexpr,
 ) -> None:
-    """One program: all heads of one token."""
+    """Write all heads of one token per program."""
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slot_mapping_ptr + token)
     if slot < 0:

@@ -1,14 +1,14 @@
 """``y = x Wᵀ + b`` on a CPU over weights packed once: float32, bfloat16 or int8.
 
-Packed weights lie in blocks of 16 outputs, a cache line per step (`kernels/native/src/format.h`). float32 and bfloat16
-are packed *in place*, so that a model never exists twice: `empty_weight` allocates a weight with room for the padding,
-the checkpoint is read into it, `pack` takes it over. `quantise` makes int8 of a weight beside it.
+Packed weights consist of blocks of 16 outputs (`kernels/native/src/format.h`). float32 and bfloat16 are packed *in
+place*, so that the model is not in memory twice: `empty_weight` allocates a weight with room for the padding, the
+checkpoint is read into it, and `pack` converts it. `quantise` makes a separate int8 copy.
 
-int8 means: the weights of an output share a scale, ``max |w| / 127``; so do the activations of a row, at run time. The
-product is exact in integers. `quantised_linear_reference` says the same in plain torch.
+With int8 the weights of an output share a scale, ``max |w| / 127``, and so do the activations of a row, at run time.
+The integer product is exact. `quantised_linear_reference` defines it in plain torch.
 
-The sum over the inputs is formed in float32 (int32 for int8), in the inputs' order: a row's result does not depend on
-the rows beside it.
+The sum over the inputs is computed in float32 (int32 for int8), in the order of the inputs. The result of a row
+therefore does not depend on the other rows of the batch.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ _BLOCK = 16
 
 @dataclass(frozen=True, slots=True)
 class PackedLinear:
-    """Weights that only the kernels of `kernels.native` can read."""
+    """Weights in the packed format of `kernels.native`."""
 
     structure: CLinear
     outputs: int
     inputs: int
     tensors: tuple[torch.Tensor, ...]
-    """What `structure` points to."""
+    """Tensors that `structure` points to, kept alive."""
 
     def __call__(self, x: torch.Tensor, kernels: Native) -> torch.Tensor:
-        """``x`` ``[rows, inputs]`` float32 or bfloat16 times the weights: ``[rows, outputs]`` in its dtype."""
+        """Multiply ``x`` ``[rows, inputs]``, float32 or bfloat16; return ``[rows, outputs]`` in its dtype."""
         wide = x.float().contiguous()
         out = torch.empty(len(x), self.outputs, dtype=x.dtype)
         work = torch.empty(kernels.work_bytes(self.structure.format, len(x), self.inputs), dtype=torch.uint8)
@@ -51,7 +51,7 @@ def linear_reference(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor |
 
 
 def quantised_linear_reference(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """Plain torch form of a product over int8 weights: weights and activations are rounded, the sum is exact."""
+    """Plain torch form of a product over int8 weights, with rounded weights and activations and an exact sum."""
     wide = torch.promote_types(x.dtype, torch.float32)
     return torch.nn.functional.linear(
         _rounded(x.to(wide)), _rounded(weight.to(wide)), None if bias is None else bias.to(wide)
@@ -64,9 +64,9 @@ def _rounded(x: torch.Tensor) -> torch.Tensor:
 
 
 def empty_weight(outputs: int, inputs: int, dtype: torch.dtype) -> torch.Tensor:
-    """An uninitialised weight ``[outputs, inputs]`` that `pack` can take over; what pads it is zero.
+    """Allocate an uninitialised weight ``[outputs, inputs]`` for `pack`; its padding is zero.
 
-    Its memory is asked for in huge pages, which spares a weight that is streamed once a step most of its page walks.
+    The memory uses huge pages if possible, which saves page walks because weights are streamed once per step.
     """
     per_step = 4 // dtype.itemsize
     padded = (-(-outputs // _BLOCK) * _BLOCK, -(-inputs // per_step) * per_step)
@@ -79,14 +79,14 @@ def empty_weight(outputs: int, inputs: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def pack(weight: torch.Tensor, bias: torch.Tensor | None = None, *, kernels: Native) -> PackedLinear:
-    """Packs a weight made by `empty_weight`, in place: it is no matrix any more afterwards."""
+    """Pack a weight of `empty_weight` in place; its memory no longer holds a matrix afterwards."""
     outputs, inputs = weight.shape
     kernels.library.quire_pack_in_place(FORMATS[weight.dtype], weight.data_ptr(), outputs, inputs)
     return _packed(FORMATS[weight.dtype], outputs, inputs, weight, bias)
 
 
 def quantise(weight: torch.Tensor, bias: torch.Tensor | None = None, *, kernels: Native) -> PackedLinear:
-    """The weight ``[outputs, inputs]`` (float32 or bfloat16) as int8; ``weight`` stays as it is."""
+    """Return an int8 copy of a weight ``[outputs, inputs]`` (float32 or bfloat16)."""
     outputs, inputs = weight.shape
     blocks = -(-outputs // _BLOCK)
     packed = torch.empty(blocks * -(-inputs // 4) * 64, dtype=torch.int8)
@@ -125,11 +125,11 @@ def _packed(
 
 
 def advise_huge_pages(tensor: torch.Tensor) -> None:
-    """Asks the system for huge pages under the inside of a large tensor that nobody has written to yet."""
+    """Ask the system for huge pages for a large tensor that has not been written to yet."""
     huge = 2 << 20
     begin = -(-tensor.data_ptr() // huge) * huge
     end = (tensor.data_ptr() + tensor.nbytes) // huge * huge
     if end > begin and hasattr(mmap, "MADV_HUGEPAGE"):
         madvise = CDLL(None).madvise
         madvise.argtypes = [c_void_p, c_size_t, c_int]
-        madvise(begin, end - begin, mmap.MADV_HUGEPAGE)  # a wish; what it says does not matter
+        madvise(begin, end - begin, mmap.MADV_HUGEPAGE)  # best effort; the result is ignored

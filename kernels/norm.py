@@ -5,14 +5,15 @@
 Shapes: ``x`` is ``[..., dim]`` with any leading shape, ``weight`` is ``[dim]``; QK-norm is the same call on
 ``[num_tokens, num_heads, head_dim]``.
 
-Rounding is that of the models in `transformers`, so that 16-bit activations agree with theirs bit for bit:
+Rounding is the same as in the models of `transformers`, so that 16-bit activations differ from theirs only by the order
+of the sum:
 
 * ``weight_offset == 0`` (Llama and its family): normalise in float32, round to ``x.dtype``, then multiply by
   weight.
 * ``weight_offset == 1`` (Gemma stores ``weight - 1``): normalise and multiply in float32, then round once.
 
-With ``residual`` the sum ``x + residual`` is rounded to ``x.dtype`` first and the norm is taken of the
-rounded sum.
+With ``residual`` the sum ``x + residual`` is rounded to ``x.dtype`` first; then the norm of the rounded sum is
+computed.
 """
 
 # ruff: noqa: N803 - compile-time parameters of kernels are upper case, as everywhere in Triton
@@ -44,10 +45,10 @@ def rms_norm(
     residual: torch.Tensor | None = None,
     weight_offset: float = 0.0,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """RMSNorm over the last dimension of ``x`` ``[..., dim]``, result in ``x.dtype``.
+    """Compute RMSNorm over the last dimension of ``x`` ``[..., dim]``; the result has ``x.dtype``.
 
-    With ``residual`` (same shape and dtype as ``x``) returns ``(norm(x + residual), x + residual)``: the
-    second is the residual stream for the next addition. Nothing is modified in place.
+    With ``residual`` (same shape and dtype as ``x``) return ``(norm(x + residual), x + residual)``; the second is the
+    residual stream for the next addition. The inputs are not modified.
     """
     if runs_on_triton(x):
         return _rms_norm_triton(x, weight, eps, residual, weight_offset)
@@ -88,8 +89,8 @@ def _rms_norm_triton(
     x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None, weight_offset: float
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     dim = x.shape[-1]
-    # Two leading dimensions with strides of their own, so that the heads of a packed QKV projection are read
-    # in place; only other layouts are copied.
+    # Two leading dimensions with separate strides, so that the heads of a packed QKV projection are read in place;
+    # only other layouts are copied.
     if x.dim() not in (2, 3) or x.stride(-1) != 1:
         vectors = x.reshape(-1, 1, dim).contiguous()
     else:
@@ -141,8 +142,7 @@ def _rms_norm_kernel(
     HAS_RESIDUAL: tl.constexpr,
     OFFSET_WEIGHT: tl.constexpr,
 ) -> None:
-    """One program: ROWS vectors. Vector v is x[v // inner, v % inner]; outputs and residual are
-    contiguous."""
+    """Compute ROWS vectors per program. Vector v is x[v // inner, v % inner]; outputs and residual are contiguous."""
     vector = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     dim = tl.arange(0, TILE)[None, :]
     inside = (vector < num_vectors) & (dim < DIM)

@@ -1,4 +1,4 @@
-"""What paged attention means, in plain torch; see the package for shapes and rules."""
+"""Definition of paged attention in plain torch; the package `paged_attention` documents shapes and rules."""
 
 from __future__ import annotations
 
@@ -20,8 +20,10 @@ def paged_attention_reference(
     sliding_window: int | None = None,
     soft_cap: float | None = None,
 ) -> torch.Tensor:
-    """Plain torch form of `paged_attention`: one row at a time, the whole score matrix, in float32 or query's
-    float64."""
+    """Plain torch form of `paged_attention`: row by row, with the whole score matrix.
+
+    Computes in float32, or in float64 for float64 queries.
+    """
     wide = torch.promote_types(query.dtype, torch.float32)
     group_size = query.shape[1] // k_cache.shape[1]
     out = torch.zeros_like(query)
@@ -48,7 +50,7 @@ def paged_attention_reference(
 
 
 def visible_keys(query_pos: torch.Tensor, key_pos: torch.Tensor, sliding_window: int | None) -> torch.Tensor:
-    """Which keys each query sees, from positions ``[..., num_queries]`` and ``[..., num_keys]``."""
+    """Return the mask of visible keys, from positions ``[..., num_queries]`` and ``[..., num_keys]``."""
     distance = query_pos.unsqueeze(-1) - key_pos.unsqueeze(-2)
     visible = distance >= 0
     if sliding_window is not None:

@@ -1,8 +1,8 @@
 """Counter-based random numbers: Philox4x32-10 (Salmon, Moraes, Dror, Shaw: Parallel random numbers, SC 2011).
 
-A counter-based generator is a function from (key, counter) to random words, without state. That is what lets
-a request continue with the same noise on another worker, in another batch, after any interruption: the noise
-of a token depends only on who asks and where. This is the specification; everything that samples uses it.
+A counter-based generator is a function from (key, counter) to random words, without state. A request can therefore
+continue with the same noise on another worker, in another batch, and after any interruption: the noise of a token
+depends only on the request's seed and the position. This module is the specification; all samplers use it.
 
     key      = the request's 64-bit seed: key[0] = low 32 bits, key[1] = high 32 bits
     counter  = (vocab_index // 4, position, choice, 0), four unsigned 32-bit words
@@ -13,16 +13,15 @@ of a token depends only on who asks and where. This is the specification; everyt
     u        = ((word >> 9) + 0.5) · 2⁻²³            in float32
     gumbel   = the float32 nearest to -ln(-ln(u))
 
-The words are bit-equal in torch and in Triton, and so is ``u``: ``word >> 9`` has 23 bits, hence with the
-half a bit below it fills float32's 24-bit significand exactly and nothing is rounded: 2⁻²⁴ <= u <= 1 - 2⁻²⁴.
-(One bit more would be rounded, at the top to u = 1, whose gumbel is infinite: in a vocabulary of 128 k that
-happens to some token in 1 of 130 draws, and that token would win whatever its logit.) There are but 2²³ such
-``u``, and logarithms in double precision, good to a unit in their last place, round to that float32 for all of
-them but one (0.3679, whose gumbel is 2e-8 give or take 1e-15): so the noise on a CPU is the same on every
-machine. Triton computes in float32 and may be off by a few 1e-6.
+The words are bit-equal in torch and in Triton, and so is ``u``. ``word >> 9`` has 23 bits; with the added half it
+fits float32's 24-bit significand exactly, without rounding: 2⁻²⁴ <= u <= 1 - 2⁻²⁴. One more bit would be rounded, up to
+u = 1, whose gumbel is infinite. In a vocabulary of 128 k this would affect a token in 1 of 130 draws, and that token
+would win with any logit. There are only 2²³ values of ``u``. For all of them but one (0.3679, with gumbel 2e-8 ± 1e-15)
+logarithms in double precision, with an error of one unit in the last place, round to the same float32. The noise is
+thus the same on every CPU. Triton computes in float32, with an error of a few 1e-6.
 
-What follows for the draw: gumbel lies in [-2.82, 16.64], so a token more than 19.45 nats below the
-best one is never drawn (its probability is below 4e-9).
+Gumbel values lie in [-2.82, 16.64]. A token more than 19.45 nats below the best one is therefore never drawn; its
+probability is below 4e-9.
 """
 
 # ruff: noqa: N803 - compile-time parameters of kernels are upper case, as everywhere in Triton
@@ -42,10 +41,9 @@ Words = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def philox4x32(counter: Words, key: tuple[torch.Tensor, torch.Tensor]) -> Words:
-    """Ten rounds of Philox4x32; every word is an int64 tensor holding an unsigned 32-bit value; shapes
-    broadcast.
+    """Compute ten rounds of Philox4x32. Each word is an int64 tensor of unsigned 32-bit values; shapes broadcast.
 
-    torch has no 32 x 32 -> 64 bit product, but int64 multiplication wraps, so its 64 bits are the right ones.
+    torch has no 32 x 32 -> 64 bit product, but int64 multiplication wraps, so that its 64 bits are correct.
     """
     c0, c1, c2, c3 = counter
     k0, k1 = key
@@ -60,7 +58,7 @@ def philox4x32(counter: Words, key: tuple[torch.Tensor, torch.Tensor]) -> Words:
 
 
 def random_words(seed: torch.Tensor, position: torch.Tensor, choice: torch.Tensor, vocab_size: int) -> torch.Tensor:
-    """The word of every vocabulary index: ``[num_rows, vocab_size]`` int64 with unsigned 32-bit values.
+    """Return the word of every vocabulary index: ``[num_rows, vocab_size]`` int64 with unsigned 32-bit values.
 
     seed ``[num_rows]`` int64, position and choice ``[num_rows]`` int32.
     """
@@ -73,9 +71,9 @@ def random_words(seed: torch.Tensor, position: torch.Tensor, choice: torch.Tenso
 def random_words_at(
     seed: torch.Tensor, position: torch.Tensor, choice: torch.Tensor, vocab_index: torch.Tensor
 ) -> torch.Tensor:
-    """The words of some vocabulary indices of each row: ``vocab_index`` and result ``[num_rows, n]`` int64.
+    """Return the words of some vocabulary indices per row: ``vocab_index`` and result ``[num_rows, n]`` int64.
 
-    Equal to ``random_words(...).gather(1, vocab_index)`` at the cost of the indices alone.
+    Equal to ``random_words(...).gather(1, vocab_index)`` at a cost proportional to ``n``.
     """
     words = torch.stack(_words_of_group(seed, position, choice, vocab_index >> 2), dim=-1)
     return words.gather(-1, (vocab_index & 3).unsqueeze(-1)).squeeze(-1)
@@ -88,12 +86,12 @@ def _words_of_group(seed: torch.Tensor, position: torch.Tensor, choice: torch.Te
 
 
 def uniform_from_words(words: torch.Tensor) -> torch.Tensor:
-    """``u = ((word >> 9) + 0.5) · 2⁻²³`` in float32, exact; strictly between 0 and 1."""
+    """Return ``u = ((word >> 9) + 0.5) · 2⁻²³`` in float32, exact; strictly between 0 and 1."""
     return ((words >> 9).to(torch.float32) + 0.5) * 2.0**-23
 
 
 def gumbel_from_words(words: torch.Tensor) -> torch.Tensor:
-    """Standard Gumbel noise in float32, finite for every word."""
+    """Return standard Gumbel noise in float32, finite for every word."""
     return uniform_from_words(words).double().log_().neg_().log_().neg_().float()
 
 
@@ -101,8 +99,7 @@ def gumbel_from_words(words: torch.Tensor) -> torch.Tensor:
 def philox_words_tile(
     seed: tl.tensor, position: tl.tensor, choice: tl.tensor, first_group: tl.tensor, TILE: tl.constexpr
 ) -> tl.tensor:
-    """In a kernel: the uint32 words of TILE neighbouring vocabulary indices, from index ``4 * first_group``
-    on.
+    """Device function: return the uint32 words of TILE consecutive vocabulary indices from ``4 * first_group`` on.
 
     seed: int64 scalar; position, choice: int32 scalars; one counter serves four indices.
     """
@@ -115,11 +112,11 @@ def philox_words_tile(
 
 @jit
 def uniform_tile(words: tl.tensor) -> tl.tensor:
-    """In a kernel: `uniform_from_words`."""
+    """Device function of `uniform_from_words`."""
     return ((words >> 9).to(tl.float32) + 0.5) * 1.1920928955078125e-07  # 2 ** -23
 
 
 @jit
 def gumbel_tile(words: tl.tensor) -> tl.tensor:
-    """In a kernel: `gumbel_from_words`, to a few 1e-6."""
+    """Device function of `gumbel_from_words`, with an error of a few 1e-6."""
     return -tl.log(-tl.log(uniform_tile(words)))

@@ -1,8 +1,8 @@
-"""From a layer's packed projection to what attention needs, in one kernel: QK norm, rotary embedding, KV write.
+"""Fused kernel between the QKV projection and attention: QK norm, rotary embedding and KV write.
 
-Between the QKV GEMM and attention every query and key is normed (in models that do), rotated by its token's angle, and
-keys and values are written to their slots. One by one these are four passes over the projection; here each head is read
-once and written once, to the result or to the cache.
+Queries and keys are normalised (if the model has QK norm) and rotated by their token's angle, and keys and values are
+written to their slots. Separate operations would pass over the projection four times. The fused kernel reads and writes
+each head once, to the result or to the cache.
 
     qkv         [T, (num_heads + 2 · num_kv_heads) · head_dim]: all query heads, then all key heads, then all values
     query_norm, key_norm  [head_dim], or None for both: no norm (`kernels.norm`, weight_offset 0)
@@ -10,7 +10,7 @@ once and written once, to the result or to the cache.
     k_cache, v_cache, slot_mapping  (`kernels.kv_cache`)
     result      the queries, [T, num_heads, head_dim]
 
-The operation means what the three modules named say, one after the other, with the same rounding between them.
+The result is that of the three named modules in sequence, with the same rounding between them.
 """
 
 # ruff: noqa: N803 - compile-time parameters of kernels are upper case, as everywhere in Triton
@@ -39,12 +39,12 @@ def rotate_and_cache(
     v_cache: torch.Tensor,
     slot_mapping: torch.Tensor,
 ) -> torch.Tensor:
-    """Norm, rotate and cache a packed projection; returns the queries ``[T, num_heads, head_dim]`` (see the module)."""
+    """Norm, rotate and cache a packed projection; return the queries ``[T, num_heads, head_dim]`` (see the module)."""
     num_kv_heads, block_size, head_dim = k_cache.shape[1:]
     num_tokens = qkv.shape[0]
     num_heads = qkv.shape[1] // head_dim - 2 * num_kv_heads
     if not runs_on_triton(qkv):
-        return _one_by_one(qkv, num_heads, query_norm, key_norm, eps, cos, sin, k_cache, v_cache, slot_mapping)
+        return _unfused(qkv, num_heads, query_norm, key_norm, eps, cos, sin, k_cache, v_cache, slot_mapping)
     query = torch.empty(num_tokens, num_heads, head_dim, dtype=qkv.dtype, device=qkv.device)
     _rotate_and_cache_kernel[(num_tokens, -(-(num_heads + 2 * num_kv_heads) // _HEADS))](
         qkv,
@@ -73,7 +73,7 @@ def rotate_and_cache(
     return query
 
 
-def _one_by_one(
+def _unfused(
     qkv: torch.Tensor,
     num_heads: int,
     query_norm: torch.Tensor | None,
@@ -85,7 +85,7 @@ def _one_by_one(
     v_cache: torch.Tensor,
     slot_mapping: torch.Tensor,
 ) -> torch.Tensor:
-    """`rotate_and_cache` by the operations it consists of; the CPU path."""
+    """Compute `rotate_and_cache` with separate operations; the CPU path."""
     num_kv_heads, _, head_dim = k_cache.shape[1:]
     heads = qkv.view(qkv.shape[0], -1, head_dim)
     query, key, value = torch.split(heads, [num_heads, num_kv_heads, num_kv_heads], dim=1)
@@ -121,10 +121,9 @@ def _rotate_and_cache_kernel(
     HEADS: tl.constexpr,
     TILE: tl.constexpr,
 ) -> None:
-    """One program: HEADS heads of one token, whichever they are.
+    """Process HEADS heads of one token per program: queries, keys or values.
 
-    Every element reads its partner in the rotation too, from the cache line that holds it; values are rotated by
-    nothing.
+    Every element also reads its partner in the rotation, from the same cache line. Values are not rotated.
     """
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
@@ -173,7 +172,7 @@ def _normed(
     DTYPE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
 ) -> tl.tensor:
-    """Queries and keys normed and weighted, rounded as `kernels.norm` does; values as they are."""
+    """Return normed and weighted queries and keys, rounded as in `kernels.norm`, and unchanged values."""
     inside = dim < HEAD_DIM
     of_query = tl.load(query_norm_ptr + dim, mask=inside, other=0.0).to(tl.float32)
     of_key = tl.load(key_norm_ptr + dim, mask=inside, other=0.0).to(tl.float32)

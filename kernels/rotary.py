@@ -1,19 +1,16 @@
 """Rotary position embedding (Su et al., 2021) in the half-rotation form of GPT-NeoX, Llama and Qwen.
 
-Dimension ``i`` of a head pairs with dimension ``i + rotary_dim / 2``; the pair is rotated by the token's
-angle:
+Dimension ``i`` of a head pairs with dimension ``i + rotary_dim / 2``. The pair is rotated by the token's angle:
 
     out[i]        = x[i] · cos[i] - x[i + half] · sin[i]
     out[i + half] = x[i + half] · cos[i] + x[i] · sin[i]
 
 Shapes: query ``[num_tokens, num_heads, head_dim]``, key ``[num_tokens, num_kv_heads, head_dim]``, cos and sin
-``[num_tokens, rotary_dim / 2]`` float32, already gathered at each token's position (the worker owns the
-tables and their scaling). With ``rotary_dim < head_dim`` the remaining dimensions pass through (partial
-rotary).
+``[num_tokens, rotary_dim / 2]`` float32, gathered at each token's position by the caller. With
+``rotary_dim < head_dim`` the remaining dimensions are not changed (partial rotary).
 
-The products are formed in float32 and rounded once. `transformers` rounds cos and sin to the model's dtype
-first, so in 16 bits it is further from the exact rotation and differs from ours in the last place; in float32
-they agree.
+The products are computed in float32 and rounded once. `transformers` rounds cos and sin to the model's dtype first. In
+16 bits its results are thus less exact and differ in the last bit; in float32 they are equal.
 """
 
 # ruff: noqa: N803 - compile-time parameters of kernels are upper case, as everywhere in Triton
@@ -30,8 +27,7 @@ _HEADS = 8  # heads per program
 def apply_rotary(
     query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rotate query and key by their tokens' angles; returns new tensors in their dtypes (shapes: see the
-    module)."""
+    """Rotate query and key by their tokens' angles; return new tensors in their dtypes (shapes: see the module)."""
     if not runs_on_triton(query):
         return apply_rotary_reference(query, key, cos, sin)
     num_tokens, num_heads, head_dim = query.shape
@@ -101,10 +97,10 @@ def _rotary_kernel(
     HEADS: tl.constexpr,
     TILE: tl.constexpr,
 ) -> None:
-    """One program: HEADS heads of one token, counted through the query's and then the key's.
+    """Rotate HEADS heads of one token per program, numbered through the query heads and then the key heads.
 
-    Every element reads its partner too (from the cache line that holds it), so that partial rotary and head
-    dimensions that are no power of two need no second path.
+    Every element also reads its partner, from the same cache line. Partial rotary, and head dimensions that are not a
+    power of two, thus need no separate path.
     """
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]

@@ -1,29 +1,29 @@
-"""Sampling the next token of each row: temperature, top-k, top-p, min-p, typical-p and the draw.
+"""Sampling of the next token of each row: temperature, top-k, top-p, min-p, typical-p and the draw.
 
-The filters are those of `transformers`' generation, in its order and with its rules; each works on what the
-previous one left, on float32 logits:
+The filters are those of `transformers`, in the same order and with the same rules. Each filter works on the result of
+the previous one, on float32 logits:
 
-1. temperature: divide. A row with temperature 0 is *greedy*: no filter, no noise, the largest logit, ties to
-   the lowest index.
-2. top-k: remove what is smaller than the k-th largest (ties with it stay).
-3. top-p (nucleus; Holtzman et al., 2020): sort ascending, remove while the cumulative probability is <= 1 -
-   p; the most probable token always stays. Where the border falls between equal logits, lower indices stay
-   (transformers leaves that to its sort, which is not stable; here it may not differ between machines).
-4. min-p (Nguyen et al., 2024): remove what is less probable than p times the most probable token.
-5. typical-p (Meister et al., 2022): sort by how far a token's information is from the distribution's entropy,
-   keep the nearest ones until their probability reaches p.
+1. temperature: divide. A row with temperature 0 is *greedy*: no filter, no noise, the largest logit, ties to the lowest
+   index.
+2. top-k: remove tokens with logits below the k-th largest (ties with it stay).
+3. top-p (nucleus; Holtzman et al., 2020): sort ascending, remove tokens while the cumulative probability is <= 1 - p.
+   The most probable token always stays. If the cut falls between equal logits, lower indices stay (in transformers this
+   depends on an unstable sort; here it must be the same on all machines).
+4. min-p (Nguyen et al., 2024): remove tokens with less than p times the probability of the most probable token.
+5. typical-p (Meister et al., 2022): sort by the distance of a token's information from the entropy of the distribution,
+   and keep the nearest tokens until their probability reaches p.
 
-The draw is Gumbel-max: the argmax of ``logit + gumbel`` is distributed as softmax(logit). The noise is a pure
-function of (seed, position, choice, vocabulary index), specified in `kernels.philox`, so no draw depends on
-the batch around it.
+The draw uses the Gumbel-max trick: the argmax of ``logit + gumbel`` is distributed as softmax(logit). The noise is a
+pure function of (seed, position, choice, vocabulary index), specified in `kernels.philox`. A draw therefore does not
+depend on the other rows of the batch.
 
-`nonfinite_rows` finds rows whose logits cannot be sampled from. `sample` still returns a valid token index
-for such rows: the worker fails them alone, after the step.
+`nonfinite_rows` finds rows whose logits cannot be sampled. `sample` returns a valid token index for such rows too; the
+worker fails these rows alone, after the step.
 
-On a CPU the kernels of `kernels.native` do all of this but typical-p, without sorting the vocabulary, and compute noise
-only where it may matter. Their draws are those of `sample_reference`, but for a token so near the border of top-p that
-the order in which masses are added decides whether it stays. On CUDA it is selection and a draw, without a sort and
-without host synchronisation (`kernels.sampling_triton`); only typical-p sorts.
+On a CPU the kernels of `kernels.native` implement all of this except typical-p. They do not sort the vocabulary, and
+compute noise only for tokens that may win. Their draws equal those of `sample_reference`, except for a token so close
+to the cut of top-p that the order of summation decides. On CUDA, `kernels.sampling_triton` selects and draws without a
+sort and without host synchronisation; only typical-p sorts.
 """
 
 from __future__ import annotations
@@ -51,16 +51,16 @@ __all__ = [
     "sample_reference",
 ]
 
-_SMALL_VOCAB = 4096  # up to here one batched sort is cheaper than looking at each row
-_COLDEST = 1e-30  # a smaller temperature could overflow a logit; this one is greedy already
-_DENSE_ELEMENTS = 1 << 16  # logits given noise at once: Philox on CPU makes a dozen passes over eight bytes for each
+_SMALL_VOCAB = 4096  # up to this size one batched sort is cheaper than a loop over rows
+_COLDEST = 1e-30  # a lower temperature could overflow; sampling is greedy at this one already
+_DENSE_ELEMENTS = 1 << 16  # logits that get noise at once; Philox on CPU makes a dozen passes over 8 bytes per logit
 
 
 def sample(logits: torch.Tensor, params: SamplingTensors) -> torch.Tensor:
-    """The next token of each row: ``[num_rows]`` int64, from ``logits`` ``[num_rows, vocab_size]`` of any
-    float dtype.
+    """Sample the next token of each row, ``[num_rows]`` int64.
 
-    A batch of greedy rows costs one argmax; a batch without truncation never sorts.
+    ``logits`` is ``[num_rows, vocab_size]`` of any float dtype. A batch of greedy rows needs one argmax; without
+    truncation no sort is needed.
     """
     if not params.any_random:
         return _argmax(logits)
@@ -72,7 +72,7 @@ def sample(logits: torch.Tensor, params: SamplingTensors) -> torch.Tensor:
 
 
 def sample_checked(logits: torch.Tensor, params: SamplingTensors) -> torch.Tensor:
-    """The same, but -1 for those of `nonfinite_rows`."""
+    """Sample as `sample` does, but return -1 for the rows of `nonfinite_rows`."""
     if not params.any_random:
         return greedy(logits)
     if runs_on_triton(logits):
@@ -81,7 +81,7 @@ def sample_checked(logits: torch.Tensor, params: SamplingTensors) -> torch.Tenso
 
 
 def greedy(logits: torch.Tensor) -> torch.Tensor:
-    """The likeliest token of each row, ``[num_rows]`` int64; -1 for those of `nonfinite_rows`."""
+    """Return the most likely token of each row, ``[num_rows]`` int64; -1 for the rows of `nonfinite_rows`."""
     kernels = _kernels_for(logits)
     if kernels is not None:
         return argmax_native(logits, kernels)
@@ -89,29 +89,29 @@ def greedy(logits: torch.Tensor) -> torch.Tensor:
 
 
 def nonfinite_rows(logits: torch.Tensor) -> torch.Tensor:
-    """``[num_rows]`` bool: the row holds a NaN or +inf, or nothing but -inf, and cannot be sampled from."""
+    """Return ``[num_rows]`` bool: whether a row has a NaN or +inf, or only -inf, so that it cannot be sampled."""
     kernels = _kernels_for(logits)
     if kernels is not None:
         return argmax_native(logits, kernels) < 0
-    # One pass: the maximum carries NaN and +inf along, and is -inf only when everything is.
+    # One pass: the maximum is NaN or +inf if an element is, and -inf only if all elements are.
     return ~torch.isfinite(logits.amax(dim=-1))
 
 
 def _argmax(logits: torch.Tensor) -> torch.Tensor:
-    """Index of each row's largest logit; some index where a row has none."""
+    """Return the index of each row's largest logit; any index for a row without one."""
     kernels = _kernels_for(logits)
     return logits.argmax(dim=-1) if kernels is None else argmax_native(logits, kernels).clamp_(min=0)
 
 
 def _kernels_for(logits: torch.Tensor) -> Native | None:
-    """The kernels, if they take these logits: ``[rows, vocab]`` float32 on a CPU, each row contiguous."""
+    """Return the native kernels if they support these logits: ``[rows, vocab]`` float32 on a CPU, contiguous rows."""
     if logits.device.type != "cpu" or logits.dtype != torch.float32 or logits.dim() != 2 or logits.stride(1) != 1:
         return None
     return native()
 
 
 def _sample_cpu(logits: torch.Tensor, params: SamplingTensors) -> torch.Tensor:
-    """`sample_checked` on CPU: by its kernels, where they are."""
+    """Compute `sample_checked` on a CPU, with the native kernels if available."""
     if logits.device.type == "cpu":
         logits = logits.to(torch.float32)
     kernels = _kernels_for(logits)
@@ -127,7 +127,7 @@ def _sample_cpu(logits: torch.Tensor, params: SamplingTensors) -> torch.Tensor:
 
 
 def _sample_by_torch(logits: torch.Tensor, params: SamplingTensors) -> torch.Tensor:
-    """`sample_checked` on CPU: each row gets only the work that its own parameters ask for."""
+    """Compute `sample_checked` on a CPU with torch, with only the work that each row needs."""
     tokens = greedy(logits)
     vocab_size = logits.shape[1]
     random = (params.temperature > 0) & (tokens >= 0)
@@ -135,7 +135,7 @@ def _sample_by_torch(logits: torch.Tensor, params: SamplingTensors) -> torch.Ten
     if vocab_size <= _SMALL_VOCAB:
         sparse = torch.zeros_like(sparse)
     if params.typical_p is not None:
-        sparse &= params.typical_p >= 1  # it needs the whole distribution sorted
+        sparse &= params.typical_p >= 1  # typical-p needs the whole distribution sorted
     dense_rows = (random & ~sparse).nonzero().squeeze(1)
     for rows in torch.split(dense_rows, max(1, _DENSE_ELEMENTS // vocab_size)):
         tokens[rows] = sample_reference(logits[rows], _of_rows(params, rows))
@@ -161,11 +161,10 @@ def _of_rows(params: SamplingTensors, rows: torch.Tensor) -> SamplingTensors:
 
 
 def _sample_sparse(logits: torch.Tensor, params: SamplingTensors) -> torch.Tensor:
-    """`sample` for random rows that all truncate: a large vocabulary is neither sorted nor given noise as a
-    whole.
+    """Sample random rows that all truncate, without sorting or adding noise to a whole large vocabulary.
 
-    Filters run row by row; the rows' survivors, padded to the longest, then share one draw: a hundred small
-    tensor operations make up Philox, and each costs more than the numbers in it.
+    The filters run row by row. The remaining tokens of all rows, padded to the longest, share one draw, because Philox
+    consists of a hundred small tensor operations whose overhead exceeds their work.
     """
     top_ks, top_ps, min_ps = params.top_k.tolist(), params.top_p.tolist(), params.min_p.tolist()
     scaled = logits.to(torch.float32) / params.temperature.clamp(min=_COLDEST).unsqueeze(1)
@@ -181,7 +180,7 @@ def _sample_sparse(logits: torch.Tensor, params: SamplingTensors) -> torch.Tenso
 
 
 def _survivors(scores: torch.Tensor, top_k: int, top_p: float, min_p: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """The tokens of one row that the filters leave: ascending indices and their scores."""
+    """Return the tokens of one row that pass the filters: ascending indices and their scores."""
     vocab_size = scores.shape[0]
     kept = torch.ones_like(scores, dtype=torch.bool)
     if 0 < top_k < vocab_size:
@@ -189,8 +188,7 @@ def _survivors(scores: torch.Tensor, top_k: int, top_p: float, min_p: float) -> 
     index = kept.nonzero().squeeze(1)
     scores = scores[index]
     if top_p < 1.0:
-        # Tokens too improbable to fill the tail of 1 - p even all together are gone: only the others need
-        # sorting.
+        # Tokens so improbable that all of them together do not fill the tail of 1 - p are removed without a sort.
         probs = scores.softmax(dim=0)
         possible = probs >= 0.999 * (1.0 - top_p) / vocab_size
         tail = probs.masked_fill(possible, 0.0).sum()

@@ -1,4 +1,4 @@
-"""What sampling means, in plain torch, and the parameters it goes by; `kernels.sampling` has the rules."""
+"""Definition of sampling in plain torch, and its parameters; `kernels.sampling` documents the rules."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from kernels.philox import gumbel_from_words, random_words
 class SamplingTensors:
     """Sampling parameters of a batch: one entry per row, on the device of the logits.
 
-    The two booleans live on the host, because they choose what is launched; they may be true without need
-    (slower, same result), never false wrongly.
+    The two booleans are on the host, because they choose the kernels. True is always correct but may be slower; False
+    must be right.
     """
 
     temperature: torch.Tensor  # [num_rows] float32; 0: greedy
@@ -30,7 +30,7 @@ class SamplingTensors:
 
 
 def sample_reference(logits: torch.Tensor, params: SamplingTensors) -> torch.Tensor:
-    """Plain torch form of `sample`: filter everything, draw noise for everything."""
+    """Plain torch form of `sample`: applies all filters, and noise for the whole vocabulary."""
     scores = process_logits_reference(logits, params)
     noise = gumbel_from_words(random_words(params.seed, params.position, params.choice, logits.shape[1]))
     random = (params.temperature > 0).unsqueeze(1)
@@ -38,10 +38,9 @@ def sample_reference(logits: torch.Tensor, params: SamplingTensors) -> torch.Ten
 
 
 def process_logits_reference(logits: torch.Tensor, params: SamplingTensors) -> torch.Tensor:
-    """The float32 scores ``[num_rows, vocab_size]`` that the draw is made from: scaled, removed tokens at
-    -inf.
+    """Return the float32 scores ``[num_rows, vocab_size]`` for the draw: scaled, with removed tokens at -inf.
 
-    One ascending sort serves both top-k and top-p; nothing is read back to the host.
+    One ascending sort serves top-k and top-p; no value is read back to the host.
     """
     scores = logits.to(torch.float32)
     random = (params.temperature > 0).unsqueeze(1)
@@ -71,7 +70,7 @@ def process_logits_reference(logits: torch.Tensor, params: SamplingTensors) -> t
 
 
 def _typical(scores: torch.Tensor, typical_p: torch.Tensor) -> torch.Tensor:
-    """``scores`` with what locally typical sampling removes at -inf."""
+    """Return ``scores`` with -inf for the tokens that locally typical sampling removes."""
     information = -scores.log_softmax(dim=-1)
     probs = scores.softmax(dim=-1)
     entropy = (information * probs).nansum(dim=-1, keepdim=True)

@@ -1,14 +1,14 @@
-"""Sampling on a GPU without a sort: what `kernels.sampling` means, by selection.
+"""Sampling on a GPU by radix selection, without a sort; `kernels.sampling` documents the rules.
 
-Top-k and top-p keep the tokens at or above a *threshold*: the k-th largest score, or the score at which the mass of
-what is at least as large reaches p. Both are the largest x for which a sum over the scores of at least x reaches a
-target, and such an x is found by deciding its bits from the top, four at a time: a pass over the row sums up, for each
-of the sixteen values of the next four bits, what has the bits found so far. Eight passes of one program per row find it
-exactly; the row stays in cache. Scores are compared as *keys*, unsigned integers in the order of the floats.
+Top-k and top-p keep the tokens at or above a *threshold*: the k-th largest score, or the score down to which the
+cumulative probability reaches p. Both are the largest x for which a sum over all scores >= x reaches a target. The bits
+of x are found from the top, four at a time. Each pass over the row computes the sum for each of the sixteen values of
+the next four bits. Eight passes of one program per row find x exactly; the row stays in cache. Scores are compared as
+*keys*: unsigned integers in the order of the floats.
 
-Where top-p cuts between equal scores, lower indices stay: the last of them that does is found by one more pass. Min-p
-is a comparison with the best score, and is made by the draw, as are temperature and noise: tiles of the vocabulary,
-then a reduction per row.
+If top-p cuts between equal scores, lower indices stay; one more pass finds the last token that stays. The draw applies
+temperature, min-p (a comparison with the best score) and noise, on tiles of the vocabulary, followed by a reduction per
+row.
 """
 
 # ruff: noqa: N803 - compile-time parameters of kernels are upper case, as everywhere in Triton
@@ -21,12 +21,12 @@ from kernels._triton import jit, kernel, kernel_with, next_power_of_2, tl
 from kernels.philox import gumbel_tile, philox_words_tile
 from kernels.sampling_reference import SamplingTensors
 
-_SELECT_TILE = 1024  # logits that a program looks at together
+_SELECT_TILE = 1024  # logits per iteration of a program
 _DRAW_TILE = 1024  # logits per program of the draw
 
 
 def sample_triton(logits: torch.Tensor, params: SamplingTensors) -> torch.Tensor:
-    """`sample` of CUDA tensors; never reads a value back from the device. ``typical_p`` is not looked at."""
+    """Compute `sample` of CUDA tensors without reading a value back; ignores ``typical_p``."""
     num_rows, vocab_size = logits.shape
     if not params.any_truncation:
         return _draw(logits, params, None)
@@ -51,7 +51,7 @@ def sample_triton(logits: torch.Tensor, params: SamplingTensors) -> torch.Tensor
 
 
 def draw_triton(scores: torch.Tensor, params: SamplingTensors) -> torch.Tensor:
-    """The draw alone, over processed float32 scores ``[num_rows, vocab_size]``: no temperature, nothing removed."""
+    """Draw from processed float32 scores ``[num_rows, vocab_size]``, without temperature and filters."""
     return _draw(scores, params, None, scaled=True)
 
 
@@ -93,7 +93,7 @@ def _draw(
 
 @jit
 def _scores_tile(row_ptr: tl.tensor, token: tl.tensor, vocab_size: tl.tensor, temperature: tl.tensor) -> tl.tensor:
-    """Float32 scores of some tokens, divided by the temperature; -inf outside and for NaN, no negative zero."""
+    """Return float32 scores divided by the temperature; -inf for NaN and outside the row; no negative zero."""
     logit = tl.load(row_ptr + token, mask=token < vocab_size, other=-float("inf")).to(tl.float32)
     score = tl.div_rn(logit, tl.zeros_like(logit) + temperature) + 0.0
     return tl.where((score == score) & (token < vocab_size), score, -float("inf"))
@@ -101,9 +101,9 @@ def _scores_tile(row_ptr: tl.tensor, token: tl.tensor, vocab_size: tl.tensor, te
 
 @jit
 def _key_tile(score: tl.tensor) -> tl.tensor:
-    """Unsigned integers in the order of the floats."""
+    """Return unsigned integers in the order of the floats."""
     bits = score.to(tl.uint32, bitcast=True)
-    # Not ~bits: some interpreters of Triton know no complement of unsigned numbers.
+    # Not ~bits: some versions of the interpreter do not support it for unsigned numbers.
     return tl.where(bits >= 0x80000000, bits ^ 0xFFFFFFFF, bits | 0x80000000)
 
 
@@ -118,8 +118,10 @@ def _search(
     BY_MASS: tl.constexpr,
     TILE: tl.constexpr,
 ) -> tl.tuple:
-    """The largest key for which the sum over keys of at least it (and at least ``least``) reaches ``target``, and the
-    sum over larger keys. The sum is the number of tokens, or their mass ``exp(score - best)``."""
+    """Return the largest key x for which the sum over keys >= x (and >= ``least``) reaches ``target``.
+
+    Also return the sum over keys > x. The sum is the number of tokens, or their mass ``exp(score - best)``.
+    """
     bin_ = tl.arange(0, 16)
     found = tl.cast(0, tl.uint32)
     decided = tl.cast(0, tl.uint32)
@@ -137,7 +139,7 @@ def _search(
                 weight = tl.where(inside, tl.exp(score - best), 0.0)
             digit = ((key >> shift) & 15).to(tl.int32)
             sums += tl.sum(tl.where(digit[:, None] == bin_[None, :], weight[:, None], 0.0), 0)
-        # For each digit the sum over what is at least as large; the largest that reaches the target is the next one.
+        # For each digit the sum over keys at least as large; the largest digit that reaches the target is the next one.
         at_least = above + tl.sum(tl.where(bin_[:, None] >= bin_[None, :], sums[:, None], 0.0), 0)
         digit_found = tl.max(tl.where(at_least >= target, bin_, 0), 0)
         above += tl.sum(tl.where(bin_ > digit_found, sums, 0.0), 0)
@@ -160,8 +162,11 @@ def _select_kernel(
     vocab_size: tl.tensor,
     TILE: tl.constexpr,
 ) -> None:
-    """One program: the smallest key that one row keeps, the last token that it keeps of those with this key, and the
-    row's best score. A row that truncates nothing keeps every key."""
+    """Find the tokens to keep of one row per program.
+
+    The results are the smallest key to keep, the last token to keep of those with this key, and the best score. A row
+    without truncation keeps every key.
+    """
     row = tl.program_id(0)
     temperature = tl.load(temperature_ptr + row)
     top_k, top_p, min_p = tl.load(top_k_ptr + row), tl.load(top_p_ptr + row), tl.load(min_p_ptr + row)
@@ -192,7 +197,7 @@ def _select_kernel(
         # The best token stays even for p = 0.
         target = tl.maximum(top_p * tl.sum(masses, 0), 1e-7)
         cut, above = _search(row_ptr, vocab_size, temperature, best, least, target, True, TILE)
-        # Of the tokens at the cut, as many stay, lower indices first, as the mass above leaves short of the target.
+        # Of the tokens at the cut, lower indices first, as many stay as the mass above the cut lacks to the target.
         ties = tl.cast(0, tl.int32)
         last = tl.cast(-1, tl.int32)
         for first in range(0, vocab_size, TILE):
@@ -227,7 +232,7 @@ def _draw_tiles_kernel(
     SCALED: tl.constexpr,
     TILE: tl.constexpr,
 ) -> None:
-    """One program: the best perturbed score in one tile of one row's vocabulary, ties to the lowest index."""
+    """Find the best perturbed score in one tile of one row per program, ties to the lowest index."""
     row = tl.program_id(0)
     tile = tl.program_id(1)
     token = tile * TILE + tl.arange(0, TILE)
@@ -266,7 +271,7 @@ def _draw_rows_kernel(
     num_tiles: tl.tensor,
     TILES: tl.constexpr,
 ) -> None:
-    """One program: the best tile of one row, ties to the first tile."""
+    """Find the best tile of one row per program, ties to the first tile."""
     row = tl.program_id(0)
     tile = tl.arange(0, TILES)
     score = tl.load(tile_score_ptr + row * num_tiles + tile, mask=tile < num_tiles, other=-float("inf"))

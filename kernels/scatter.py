@@ -1,10 +1,10 @@
-"""Writing scattered 32-bit words of a state that lives on the device.
+"""Scattered writes of 32-bit words to a state tensor on the device.
 
-A worker's state on the device (block tables, which rows decode, how far they are) changes in a few places per step.
-The host sends the places and their new words as one buffer, and one kernel writes them: however many tensors the
-state consists of, a step costs one copy and one launch, and a step that changes nothing costs neither.
+A worker's state on the device (block tables, decode rows, computed tokens) changes in a few places per step. The host
+sends the places and their new words as one buffer, and one kernel writes them. A step thus costs one copy and one
+launch for any number of tensors, and neither if nothing changes.
 
-Rules: places of one call are distinct; the state is one flat int32 tensor of which everything else is a view.
+Rules: the places of one call are distinct; the state is one flat int32 tensor, and all its parts are views.
 """
 
 # ruff: noqa: N803 - compile-time parameters of kernels are upper case, as everywhere in Triton
@@ -19,9 +19,9 @@ _TILE = 1024  # words per program
 
 
 def scatter_words(state: torch.Tensor, changes: torch.Tensor) -> None:
-    """``state[changes[0]] = changes[1]``, in place.
+    """Assign ``state[changes[0]] = changes[1]``, in place.
 
-    state: ``[n]`` int32. changes: ``[2, m]`` int32, contiguous; places ``0 <= changes[0] < n``, each named once.
+    state: ``[n]`` int32. changes: ``[2, m]`` int32, contiguous; places ``0 <= changes[0] < n``, all distinct.
     """
     if not runs_on_triton(state):
         scatter_words_reference(state, changes)
@@ -40,7 +40,7 @@ def scatter_words_reference(state: torch.Tensor, changes: torch.Tensor) -> None:
 def _scatter_words_kernel(
     state_ptr: tl.tensor, changes_ptr: tl.tensor, num_words: tl.tensor, TILE: tl.constexpr
 ) -> None:
-    """One program: TILE of the words."""
+    """Write TILE words per program."""
     word = tl.program_id(0) * TILE + tl.arange(0, TILE)
     inside = word < num_words
     place = tl.load(changes_ptr + word, mask=inside, other=0)

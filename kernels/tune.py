@@ -1,13 +1,13 @@
-"""Finds the attention kernels' tiles on the GPU at hand and writes them into their table.
+"""Tuning of the attention kernels' tiles on the present GPU.
 
-    python -m kernels.tune                all entries of this GPU's architecture that the table lacks (minutes)
-    python -m kernels.tune --again        those it has, too
+    python -m kernels.tune                tune the missing entries for this GPU's architecture (minutes)
+    python -m kernels.tune --again        tune all entries
     python -m kernels.tune --budget-s 500 --table FILE
-                                          begin no entry after 500 s; write the table elsewhere
+                                          start no entry after 500 s; write the table to another file
 
-For each kernel, head dimension and type of KV every candidate is timed on a few batches; the one with the least total
-time wins. One that does not compile, or wants more shared memory than there is, is passed over. The table is written
-after every entry, so that the run may be ended and begun again at any time.
+For each kernel, head dimension and type of KV, every candidate is timed on a few batches, and the one with the shortest
+total time wins. A candidate that does not compile, or needs too much shared memory, is skipped. The table is written
+after every entry, so that the run can be stopped and restarted at any time.
 """
 
 from __future__ import annotations
@@ -34,8 +34,11 @@ _PREFILL = (512, 4096)
 
 
 def candidates(key: Key) -> Iterator[Tuning]:
-    """What is tried: the default first. Each takes seconds to compile, so what cannot win is left out: warps without a
-    share of the tile, and pipelines of less than two tiles."""
+    """Yield the candidates, the default first.
+
+    A candidate takes seconds to compile, so hopeless ones are left out: warps without a part of the tile, and pipelines
+    of fewer than two tiles.
+    """
     yield default_tuning(key)
     if key.kernel == "decode":
         tries = [Tuning(16, *rest) for rest in product((32, 64, 128), (4, 8), (3, 5))]
@@ -50,7 +53,7 @@ def candidates(key: Key) -> Iterator[Tuning]:
 
 
 def keys(sm: int) -> list[Key]:
-    """The entries of one architecture, those of most models first."""
+    """Return the entries of one architecture, most common models first."""
     return [
         Key(kernel, sm, dim_tile, kv_bytes)
         for dim_tile, kv_bytes, kernel in product((128, 64, 256), (2, 1), ("decode", "prefill"))
@@ -58,7 +61,7 @@ def keys(sm: int) -> list[Key]:
 
 
 def batches(key: Key, device: torch.device) -> list[Callable[[], torch.Tensor]]:
-    """The calls that an entry is judged by."""
+    """Return the calls to time for an entry."""
     kv_dtype = torch.uint8 if key.kv_bytes == 1 else torch.bfloat16
     shapes = _DECODE if key.kernel == "decode" else tuple((1, tokens) for tokens in _PREFILL)
     calls: list[Callable[[], torch.Tensor]] = []
@@ -79,19 +82,21 @@ def batches(key: Key, device: torch.device) -> list[Callable[[], torch.Tensor]]:
 
 
 def seconds(calls: list[Callable[[], torch.Tensor]], device: torch.device) -> float:
-    """Total time of the calls."""
+    """Return the total time of the calls."""
     return sum(median_seconds(call, device, budget_s=0.05) for call in calls)
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Tunes what is missing; 1 without a GPU."""
+    """Tune the missing entries; return 1 if there is no GPU."""
     parser = argparse.ArgumentParser(prog="python -m kernels.tune", description="Tune the attention kernels.")
-    parser.add_argument("--again", action="store_true", help="entries that the table has, too")
-    parser.add_argument("--budget-s", type=float, default=float("inf"), help="begin no entry after so long")
+    parser.add_argument("--again", action="store_true", help="tune entries again that the table already has")
+    parser.add_argument(
+        "--budget-s", type=float, default=float("inf"), help="start no new entry after this many seconds"
+    )
     parser.add_argument("--table", type=Path, default=TABLE, help="file to write the table to")
     options = parser.parse_args(arguments)
     if not torch.cuda.is_available():
-        print("tuning needs a GPU", file=sys.stderr)
+        print("python -m kernels.tune: no GPU found; run it on a machine with a CUDA GPU", file=sys.stderr)
         return 1
     device = torch.device("cuda", torch.cuda.current_device())
     table, deadline = dict(read_table()), time.monotonic() + options.budget_s
@@ -104,11 +109,11 @@ def main(arguments: list[str] | None = None) -> int:
                 tried[key] = tuning
                 try:
                     times[tuning] = seconds(calls, device)
-                except Exception as error:  # a candidate that cannot be compiled or launched is no candidate
+                except Exception as error:  # skip a candidate that does not compile or launch
                     print(f"  {tuning}: {type(error).__name__}")
             tried.clear()
             if not times:
-                print(f"{key}: nothing could be launched", flush=True)
+                print(f"{key}: no configuration could be launched", flush=True)
                 continue
             table[key] = min(times, key=lambda tuning: times[tuning])
             write_table(table, options.table)

@@ -1,4 +1,4 @@
-"""The public face of Quire: the Python client, its errors, and (in `quire.cli`) the command line.
+"""The Python client of Quire.
 
     from quire import Client
 
@@ -8,10 +8,9 @@
             print(delta.text, end="", flush=True)
         print(generation.finished)
 
-Nothing here imports torch. `client` and `aio` are the clients, blocking and for asyncio; what they take and give is in
-`types`, what they share in the modules with an underscore. `cli` is the command line, `serve` and `batch` are what is
-behind two of its commands, `bench` measures through the client. The generated code of the APIs is `quire.v1` and
-`quire.admin.v1`.
+Nothing here imports numpy, torch or the server. `client` and `aio` are the blocking and the asyncio client, `types`
+defines their values, and the modules with an underscore contain their shared code. The generated code of the APIs is
+`quire.v1` and `quire.admin.v1`.
 """
 
 from typing import TYPE_CHECKING
@@ -79,9 +78,14 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> object:
-    """Loads a name on first use, so that `quire --help` does not wait for grpc."""
+    """Import a name on first use, so that `quire --help` does not import grpc."""
     if name not in __all__:
         raise AttributeError(f"module 'quire' has no attribute {name!r}")
     import importlib
 
     return getattr(importlib.import_module(_HOMES.get(name, "quire.types")), name)
+
+
+def __dir__() -> list[str]:
+    """List the public names, also those that were not used yet."""
+    return sorted(__all__)

@@ -1,4 +1,4 @@
-"""What both clients share of a batch: requests under keys, answers put together, progress on a line of the terminal."""
+"""Batches, shared by both clients: keys of requests, joined answers, and a progress line."""
 
 import sys
 import time
@@ -10,16 +10,22 @@ from quire.types import BatchAnswer, Delta
 from quire.v1 import generation_pb2 as pb
 
 _EVERY_S = 0.1
+"""Minimum interval of progress updates, seconds."""
 
 
 class BatchAnswers:
-    """The answers of one batch, as they come in."""
+    """Collector of the answers of one batch."""
 
     def __init__(self, requests: Iterable[str | Mapping[str, Any]], options: Mapping[str, Any], progress: bool) -> None:
-        """`requests`: texts, or options of their own; `options`: those that all share.
+        """Build the request messages.
+
+        Args:
+            requests: texts, or dicts of options.
+            options: options of all requests.
+            progress: whether to print progress.
 
         Raises:
-            InvalidRequestError: a value that its field cannot hold.
+            InvalidRequestError: a field cannot hold its value.
         """
         self._messages = [
             pb.GenerateBatchRequest(key=key, request=_build(request, options)) for key, request in enumerate(requests)
@@ -29,11 +35,11 @@ class BatchAnswers:
         self._progress = Progress(len(self._messages)) if progress else None
 
     def messages(self) -> Iterator[pb.GenerateBatchRequest]:
-        """What is sent."""
+        """Return the request messages."""
         return iter(self._messages)
 
     def take(self, response: pb.GenerateBatchResponse) -> BatchAnswer | None:
-        """Takes the next message; returns the answer that it completes, if it does."""
+        """Add the next message; return the answer that it completes, or None."""
         key = response.key
         answer = None
         if response.HasField("error"):
@@ -46,20 +52,20 @@ class BatchAnswers:
                 answer = BatchAnswer(key, self._events[key].join(self._deltas[key]), None)
                 self._deltas[key].clear()
         if answer is not None and self._progress is not None:
-            self._progress.one_more(failed=answer.error is not None)
+            self._progress.advance(failed=answer.error is not None)
         return answer
 
 
 class Progress:
-    """How far a batch is, on one line of stderr."""
+    """Progress of a batch on one line of stderr."""
 
     def __init__(self, total: int) -> None:
         self._total = total
         self._done = self._failed = 0
         self._shown = 0.0
 
-    def one_more(self, *, failed: bool) -> None:
-        """One more request is over."""
+    def advance(self, *, failed: bool) -> None:
+        """Count one finished request."""
         self._done += 1
         self._failed += failed
         now = time.monotonic()

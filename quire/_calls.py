@@ -1,4 +1,4 @@
-"""What both clients share of a call: how it is made, and which error it failed with."""
+"""gRPC calls, shared by both clients: channel options, metadata and errors."""
 
 from collections.abc import Mapping
 from typing import Any, Protocol
@@ -12,11 +12,11 @@ from quire._responses import seconds
 from quire.v1 import generation_pb2 as pb
 
 CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
-    # A detokenized million tokens is more than gRPC's default of 4 MiB, and so are a thousand embeddings.
+    # A million detokenised tokens or a thousand embeddings exceed gRPC's default of 4 MiB.
     ("grpc.max_receive_message_length", 64 << 20),
-    # Otherwise all clients of a process share one connection, and with it one front end.
+    # Otherwise all clients of a process share one connection, and thus one front end.
     ("grpc.use_local_subchannel_pool", 1),
-    # A server that is started again is found soon; gRPC would wait for up to two minutes between two attempts.
+    # Reconnect to a restarted server soon; gRPC's default waits up to two minutes between attempts.
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 2000),
 )
@@ -27,7 +27,7 @@ _PROPAGATOR = TraceContextTextMapPropagator()
 
 
 class FailedCall(Protocol):
-    """What grpc's and grpc.aio's errors have in common."""
+    """Common interface of grpc's and grpc.aio's errors."""
 
     def code(self) -> grpc.StatusCode: ...
     def details(self) -> str | None: ...
@@ -35,14 +35,14 @@ class FailedCall(Protocol):
 
 
 def call_metadata(token: str = "") -> tuple[tuple[str, str], ...]:
-    """The current OpenTelemetry context, if something is being traced, and who calls, as call metadata."""
+    """Return the call metadata: the current OpenTelemetry context, if any, and the bearer token."""
     carrier: dict[str, str] = {"authorization": f"Bearer {token}"} if token else {}
     _PROPAGATOR.inject(carrier)
     return tuple(carrier.items())
 
 
 def read_batch_error(error: pb.Error) -> errors.QuireError:
-    """The typed error of one request of a batch."""
+    """Return the typed error of one request of a batch."""
     return errors.class_for(error.code, error.reason)(
         error.message or error.code,
         code=error.code,
@@ -53,7 +53,7 @@ def read_batch_error(error: pb.Error) -> errors.QuireError:
 
 
 def read_error(call: FailedCall) -> errors.QuireError:
-    """The typed error of a failed call. Details that cannot be read are left out, never raised."""
+    """Return the typed error of a failed call. Unreadable details are ignored."""
     code = call.code().name
     trailers = _text_and_bytes(call.trailing_metadata())
     status = _parse(status_pb2.Status, trailers.get(_STATUS_KEY))
@@ -97,7 +97,7 @@ def _parse(kind: type[status_pb2.Status], data: str | bytes | None) -> status_pb
 
 
 def _pushback(value: str | bytes | None) -> float | None:
-    """gRPC's own hint, in milliseconds; negative means do not retry."""
+    """Return gRPC's own retry hint in seconds, or None; a negative hint means do not retry."""
     try:
         milliseconds = int(value) if value is not None else -1
     except ValueError:

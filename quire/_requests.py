@@ -1,7 +1,7 @@
-"""From what clients are given to request messages. Pure functions.
+"""Builds request messages from the arguments of both clients. Pure functions.
 
-A value that does not fit its field (a negative count, text that is not Unicode) is refused here with the field's name,
-as the server would do it.
+A value that its field cannot hold (a negative count, invalid Unicode) is rejected here under the field's name, as the
+server would do it.
 """
 
 import json
@@ -60,10 +60,10 @@ def build_generate(
     request_id: str = "",
     scheduling: SchedulingOptions | None = None,
 ) -> pb.GenerateRequest:
-    """The request message; `quire.types.GenerateOptions` documents the arguments.
+    """Return the request message; `quire.types.GenerateOptions` documents the arguments.
 
     Raises:
-        InvalidRequestError: no prompt or several, or a value that its field cannot hold.
+        InvalidRequestError: there is no prompt or more than one, or a field cannot hold its value.
     """
     _exactly_one(text=prompt, messages=messages, token_ids=token_ids)
     request = pb.GenerateRequest()
@@ -117,10 +117,10 @@ def build_generate(
 def build_tokenize(
     text: str | None, messages: Sequence[Message] | None, *, model: str, add_special_tokens: bool
 ) -> pb.TokenizeRequest:
-    """The request message for text or a conversation.
+    """Return the request message for text or a conversation.
 
     Raises:
-        InvalidRequestError: neither or both are given, or a value that its field cannot hold.
+        InvalidRequestError: neither or both are given, or a field cannot hold its value.
     """
     _exactly_one(text=text, messages=messages)
     request = pb.TokenizeRequest(omit_special_tokens=not add_special_tokens)
@@ -132,10 +132,10 @@ def build_tokenize(
 
 
 def build_detokenize(token_ids: Sequence[int], *, model: str, include_special_tokens: bool) -> pb.DetokenizeRequest:
-    """The request message.
+    """Return the request message.
 
     Raises:
-        InvalidRequestError: an id that no token can have.
+        InvalidRequestError: a token id is out of range.
     """
     request = pb.DetokenizeRequest(include_special_tokens=include_special_tokens)
     _set(request, "model", model)
@@ -153,15 +153,15 @@ def build_embed(
     scheduling: SchedulingOptions | None,
     request_id: str,
 ) -> pb.EmbedRequest:
-    """The request message.
+    """Return the request message.
 
     Raises:
-        InvalidRequestError: a way of pooling that there is not, or a value that its field cannot hold.
+        InvalidRequestError: the pooling is unknown, or a field cannot hold its value.
     """
     if pooling not in _POOLING:
-        raise _invalid("pooling", f"{pooling!r} is none of {', '.join(map(repr, _POOLING))}")
+        raise _invalid("pooling", f"unknown value {pooling!r}; give one of {', '.join(map(repr, _POOLING))}")
     if isinstance(inputs, str):
-        raise _invalid("inputs", "give a list of texts or of token ids, also for one")
+        raise _invalid("inputs", "must be a list; put a single text into a list as well")
     request = pb.EmbedRequest(pooling=_POOLING[pooling], omit_normalization=not normalize)
     _set(request, "model", model)
     _set(request, "request_id", request_id)
@@ -181,33 +181,33 @@ def build_embed(
 def _exactly_one(**inputs: object) -> None:
     given = [name for name, value in inputs.items() if value is not None]
     if len(given) != 1:
-        what = f"{' and '.join(given)} are given" if given else "none is given"
-        raise _invalid("input", f"give exactly one of {', '.join(inputs)}; {what}")
+        what = f"{' and '.join(given)} are given" if given else "none of them is given"
+        raise _invalid("input", f"{what}; give exactly one of {', '.join(inputs)}")
 
 
 def _set(message: Any, field: str, value: object, parent: str = "") -> None:
-    """Sets a field unless the value is the one that an absent field stands for."""
+    """Set a field unless the value is its default."""
     if value is None or value is False or (value == "" and field != "text"):
         return
     try:
         setattr(message, field, value)
     except (ValueError, TypeError) as error:
-        raise _invalid(parent + field, str(error)) from None
+        raise _invalid(parent + field, _wrong_value(value, error)) from None
 
 
 def _set_all(message: Any, values: Mapping[str, object], parent: str) -> None:
-    """Sets fields by name, as `_set` does."""
+    """Set fields by name, as `_set` does."""
     for field, value in values.items():
         _set(message, field, value, parent)
 
 
 def _extend(field: str, extend: Callable[[Any], object], values: Collection[object]) -> None:
     if not values:
-        return  # touching a sub-message's list would already make the sub-message present
+        return  # accessing a list of a sub-message would make the sub-message present
     try:
         extend(values)
     except (ValueError, TypeError) as error:
-        raise _invalid(field, str(error)) from None
+        raise _invalid(field, _wrong_value(values, error)) from None
 
 
 def _set_scheduling(message: pb.SchedulingOptions, options: SchedulingOptions) -> None:
@@ -229,8 +229,8 @@ def _set_duration(duration: Duration, seconds: float, field: str) -> None:
     try:
         duration.FromNanoseconds(round(seconds * 1e9))
     except (ValueError, TypeError, OverflowError):
-        raise _invalid(field, f"{seconds!r} is no number of seconds that a duration can hold") from None
-    duration.SetInParent()  # 0 s is the server's to judge, not the same as none
+        raise _invalid(field, f"{seconds!r} is not a valid number of seconds") from None
+    duration.SetInParent()  # 0 s is not the same as unset; the server checks it
 
 
 def _set_chat(chat: pb.ChatInput, messages: Sequence[Message]) -> None:
@@ -238,7 +238,7 @@ def _set_chat(chat: pb.ChatInput, messages: Sequence[Message]) -> None:
     for index, message in enumerate(messages):
         unknown = set(message) - {"role", "content", "name", "tool_calls", "tool_call_id"}
         if unknown or "role" not in message or not ("content" in message or "tool_calls" in message):
-            what = "give a 'role' and a 'content', maybe 'name', 'tool_calls' and 'tool_call_id', nothing else"
+            what = "invalid keys; give 'role' and 'content' and, optionally, 'name', 'tool_calls' and 'tool_call_id'"
             raise _invalid(f"chat.messages[{index}]", what)
         turn = chat.messages.add()
         for field in ("role", "content", "name", "tool_call_id"):
@@ -258,7 +258,7 @@ def _set_grammar(
     given = {"json_schema": json_schema, "regex": regex, "ebnf": ebnf, "choice": choice}
     names = [name for name, value in given.items() if value is not None and value is not False]
     if len(names) > 1:
-        raise _invalid("grammar", f"give at most one of {', '.join(given)}")
+        raise _invalid("grammar", f"several constraints are given; give at most one of {', '.join(given)}")
     if json_schema is True:
         request.grammar.json_object = True
     elif json_schema:
@@ -277,8 +277,20 @@ def _to_json(field: str, value: object) -> str | None:
         return None
     try:
         return json.dumps(value)
-    except (TypeError, ValueError) as error:
-        raise _invalid(field, str(error)) from None
+    except (TypeError, ValueError):
+        raise _invalid(field, "cannot be written as JSON; use dict, list, str, int, float, bool and None") from None
+
+
+def _wrong_value(value: object, error: Exception) -> str:
+    """Describe why a field cannot hold a value, without the content of texts."""
+    match error:
+        case UnicodeEncodeError():
+            return "not valid Unicode text; remove lone surrogates"
+        case ValueError() if isinstance(value, int):
+            return f"{value} is out of range"
+        case ValueError():
+            return "contains a value that is out of range"
+    return f"{type(value).__name__} is the wrong type, or contains a value of the wrong type"
 
 
 def _invalid(field: str, description: str) -> errors.InvalidRequestError:

@@ -1,4 +1,4 @@
-"""From response messages to what clients give. Pure functions."""
+"""Converts response messages to the values that both clients return. Pure functions."""
 
 from collections.abc import Iterable, Sequence
 
@@ -31,26 +31,26 @@ _REASONS = {
 
 
 def read_delta(delta: pb.Delta) -> Delta:
-    """A delta as the client gives it."""
+    """Return the delta."""
     logprobs = read_logprobs(delta.logprobs) if delta.logprobs else ()
     return Delta(delta.choice, delta.first_index, tuple(delta.token_ids), delta.text, logprobs)
 
 
 def read_logprobs(entries: Iterable[pb.TokenLogprobs]) -> tuple[TokenLogprobs, ...]:
-    """Log-probabilities, position by position."""
+    """Return the log-probabilities, position by position."""
     return tuple(TokenLogprobs(_read_scored(entry.token), tuple(map(_read_scored, entry.top))) for entry in entries)
 
 
 def read_prompt(prompt: pb.Prompt) -> Prompt:
-    """The prompt as the model saw it."""
+    """Return the prompt."""
     return Prompt(tuple(prompt.token_ids), prompt.text, read_logprobs(prompt.logprobs))
 
 
 def read_choice_finished(finished: pb.ChoiceFinished) -> ChoiceFinished:
-    """The end of one of several answers.
+    """Return the end of one choice.
 
     Raises:
-        ServerError: a reason that this API does not know.
+        ServerError: the finish reason is unknown to this client.
     """
     stop = finished.WhichOneof("stop")
     return ChoiceFinished(
@@ -68,15 +68,15 @@ def _read_scored(token: pb.ScoredToken) -> ScoredToken:
 
 def _read_reason(reason: pb.FinishReason.ValueType) -> FinishReason:
     if reason not in _REASONS:
-        raise errors.ServerError(f"the server ended with an unknown reason ({reason})")
+        raise errors.ServerError(f"finish_reason: unknown value {reason} from the server; update this client")
     return _REASONS[reason]
 
 
 def read_finished(finished: pb.Finished) -> Finished:
-    """The end of a generation.
+    """Return the end of a generation.
 
     Raises:
-        ServerError: a reason that this API does not know.
+        ServerError: the finish reason is unknown to this client.
     """
     stop = finished.WhichOneof("stop")
     return Finished(
@@ -95,7 +95,7 @@ def read_finished(finished: pb.Finished) -> Finished:
 
 
 def read_embeddings(response: pb.EmbedResponse) -> Embeddings:
-    """The vectors of prompts."""
+    """Return the embeddings."""
     vectors = tuple(tuple(embedding.values) for embedding in response.embeddings)
     return Embeddings(vectors, _read_usage(response.usage), response.request_id, response.model)
 
@@ -105,12 +105,12 @@ def _read_usage(usage: pb.Usage) -> Usage:
 
 
 def read_tokenized(response: pb.TokenizeResponse) -> Tokenized:
-    """The tokens of a prompt."""
+    """Return the tokens of a prompt."""
     return Tokenized(tuple(response.token_ids), response.max_model_len)
 
 
 def read_model(model: model_pb2.Model) -> Model:
-    """A served model."""
+    """Return the description of a model."""
     return Model(
         name=model.name,
         architecture=model.architecture,
@@ -125,7 +125,7 @@ def read_model(model: model_pb2.Model) -> Model:
 
 
 class Events:
-    """What a stream of events has said so far; shared by both clients."""
+    """Events of a stream so far; shared by both clients."""
 
     def __init__(self) -> None:
         self.finished: Finished | None = None
@@ -133,10 +133,10 @@ class Events:
         self.choices: dict[int, ChoiceFinished] = {}
 
     def take(self, response: pb.GenerateResponse) -> Delta | None:
-        """Takes the next message; returns its delta, if it is one.
+        """Add the next message; return its delta, or None.
 
         Raises:
-            ServerError: a reason that this API does not know.
+            ServerError: the finish reason is unknown to this client.
         """
         match response.WhichOneof("event"):
             case "delta":
@@ -151,10 +151,10 @@ class Events:
         return None
 
     def join(self, deltas: Sequence[Delta]) -> Completion:
-        """A whole answer from its parts.
+        """Return the complete answer.
 
         Raises:
-            ServerError: the stream ended without saying how.
+            ServerError: the stream ended without a final message.
         """
         finished = require_finished(self.finished)
         ends = self.choices or {
@@ -177,16 +177,16 @@ def _choice(deltas: Sequence[Delta], finished: ChoiceFinished) -> Choice:
 
 
 def require_finished(finished: Finished | None) -> Finished:
-    """The end of a generation whose stream is over.
+    """Return the end of a generation whose stream is over.
 
     Raises:
-        ServerError: the stream ended without saying how.
+        ServerError: the stream ended without a final message.
     """
     if finished is None:
-        raise errors.ServerError("the stream ended without a final message")
+        raise errors.ServerError("the stream ended without a final message; send the request again")
     return finished
 
 
 def seconds(duration: Duration) -> float:
-    """A duration in seconds."""
+    """Return a duration in seconds."""
     return duration.seconds + duration.nanos / 1e9

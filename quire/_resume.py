@@ -1,7 +1,7 @@
-"""What both clients share of going on after a lost connection: how far the answer is, and what to try next.
+"""Resuming after a lost connection, shared by both clients.
 
-A resumable request is known to the server by its id. When the connection breaks, `Resume` goes on after what was
-received; when the server has nothing of the request and nothing was received either, it is sent again.
+The server identifies a resumable request by its id. When the connection breaks, `Resume` continues after what was
+received. When the server does not know the request and nothing was received, the request is sent again.
 """
 
 import time
@@ -13,19 +13,19 @@ from quire import errors
 from quire.v1 import generation_pb2 as pb
 
 GIVE_UP_S = 60.0
-"""How long a broken connection is tried again without a message coming through."""
+"""Maximum time of reconnection attempts without a received message, seconds."""
 _FIRST_WAIT_S = 0.05
-_LONGEST_WAIT_S = 2.0
+_MAX_WAIT_S = 2.0
 
 
 def make_resumable(request: pb.GenerateRequest) -> None:
-    """Gives the request an id if it has none."""
+    """Mark the request as resumable, and give it an id if it has none."""
     request.resumable = True
     request.request_id = request.request_id or f"req-{uuid.uuid4().hex}"
 
 
 class Resumption:
-    """One resumable request, seen from its client."""
+    """Client-side state of one resumable request."""
 
     def __init__(self, request: pb.GenerateRequest) -> None:
         self.request = request
@@ -37,11 +37,11 @@ class Resumption:
 
     @property
     def sends_again(self) -> bool:
-        """Whether the request itself is the next thing to send, not `Resume`."""
+        """Whether to send the request itself next, instead of `Resume`."""
         return self._send_again
 
     def received(self, response: pb.GenerateResponse) -> None:
-        """A message came through."""
+        """Record a received message."""
         self._broken_since, self._wait_s = None, _FIRST_WAIT_S
         self._send_again = False
         if response.HasField("delta"):
@@ -50,7 +50,7 @@ class Resumption:
             self._text_bytes[delta.choice] = self._text_bytes.get(delta.choice, 0) + len(delta.text.encode())
 
     def resume_request(self) -> pb.ResumeRequest:
-        """Asks for what is missing."""
+        """Return the `Resume` request for the missing rest."""
         num_choices = 1 + max(self._tokens, default=-1)
         return pb.ResumeRequest(
             request_id=self.request.request_id,
@@ -59,12 +59,12 @@ class Resumption:
         )
 
     def failed(self, error: errors.QuireError, now: float | None = None) -> float | None:
-        """How long to wait before trying again, seconds; None: it is over."""
+        """Return the seconds to wait before the next attempt; None: give up."""
         now = time.monotonic() if now is None else now
         if isinstance(error, errors.RequestNotFoundError) and not self._tokens and not self._send_again:
-            self._send_again = True  # it never got there
+            self._send_again = True  # the request never arrived
         elif isinstance(error, errors.DuplicateRequestError) and self._send_again:
-            self._send_again = False  # it did
+            self._send_again = False  # the request did arrive
         elif error.code != grpc.StatusCode.UNAVAILABLE.name:
             return None
         if self._broken_since is None:
@@ -72,5 +72,5 @@ class Resumption:
         if now - self._broken_since > GIVE_UP_S:
             return None
         wait_s = self._wait_s
-        self._wait_s = min(2 * wait_s, _LONGEST_WAIT_S)
+        self._wait_s = min(2 * wait_s, _MAX_WAIT_S)
         return wait_s

@@ -1,8 +1,15 @@
-"""The version of the installed package, the one that pyproject.toml states."""
+"""The version of the installed client, or of the source tree."""
 
 from importlib.metadata import PackageNotFoundError, version
 
-try:
-    __version__ = version("quire")
-except PackageNotFoundError:  # run from a source tree that was never installed
-    __version__ = "0.0.0+source"
+
+def _installed() -> str:
+    for name in ("quire-client", "quire-server"):  # an editable install of the source tree has the second name only
+        try:
+            return version(name)
+        except PackageNotFoundError:
+            continue
+    return "0.0.0+source"  # run from a source tree that was never installed
+
+
+__version__ = _installed()

@@ -1,6 +1,6 @@
-"""The asyncio Python client: the same calls as `quire.client`, awaited and iterated with `async for`.
+"""Asyncio Python client: the same calls as `quire.client`, to be awaited or iterated with `async for`.
 
-An `AsyncClient` belongs to the event loop that it was made in.
+An `AsyncClient` belongs to the event loop in which it was created.
 """
 
 import asyncio
@@ -57,21 +57,21 @@ class AsyncGeneration(AsyncIterator[Delta]):
 
     @property
     def finished(self) -> Finished | None:
-        """How it ended; None until the iteration is over."""
+        """The result; None until the iteration is over."""
         return self._events.finished
 
     @property
     def prompt(self) -> Prompt | None:
-        """The prompt, if `echo` or `prompt_logprobs` asked for it; there before the first delta."""
+        """The prompt, if `echo` or `prompt_logprobs` is set; available before the first delta."""
         return self._events.prompt
 
     @property
     def choices_finished(self) -> Mapping[int, ChoiceFinished]:
-        """With n > 1: how choices have ended so far."""
+        """With n > 1: the ends of the choices so far, by index."""
         return self._events.choices
 
     async def __anext__(self) -> Delta:
-        """The next delta.
+        """Return the next delta.
 
         Raises:
             QuireError: the request failed; the class tells why.
@@ -85,7 +85,7 @@ class AsyncGeneration(AsyncIterator[Delta]):
         except grpc.aio.AioRpcError as error:
             raise _calls.read_error(error) from None
         except asyncio.CancelledError:
-            # grpc.aio says the same for "the call was cancelled" and "the reading task is being cancelled".
+            # grpc.aio raises CancelledError both for a cancelled call and for a cancelled reading task.
             if self._cancelled:
                 raise errors.CancelledError("the call was cancelled", code="CANCELLED") from None
             raise
@@ -93,7 +93,7 @@ class AsyncGeneration(AsyncIterator[Delta]):
         raise StopAsyncIteration
 
     async def result(self) -> Completion:
-        """Waits for the end and gives everything that was not yet iterated over as one answer.
+        """Wait for the end; return everything that was not iterated over as one answer.
 
         Raises:
             QuireError: the request failed.
@@ -101,7 +101,7 @@ class AsyncGeneration(AsyncIterator[Delta]):
         return self._events.join([delta async for delta in self])
 
     def cancel(self) -> None:
-        """Stops the request; a later iteration raises `CancelledError` unless it had ended."""
+        """Cancel the request; a later iteration raises `CancelledError` unless it has ended."""
         self._cancelled = True
         self._call.cancel()
 
@@ -115,7 +115,7 @@ class AsyncGeneration(AsyncIterator[Delta]):
 
 
 class _ResumingCall:
-    """A `Generate` call that goes on after its connection was lost."""
+    """A `Generate` call that resumes after a lost connection."""
 
     def __init__(
         self, stub: "GenerationServiceAsyncStub", request: pb.GenerateRequest, timeout: float | None, token: str
@@ -149,11 +149,11 @@ class _ResumingCall:
         self._cancelled = True
         cancelled = bool(self._call.cancel())
         if cancelled:
-            # Otherwise the server would wait for this client to come back.
-            self._cancelling = asyncio.ensure_future(self._tell_cancelled())
+            # Without this, the server would keep the request for this client to resume.
+            self._cancelling = asyncio.ensure_future(self._send_cancel())
         return cancelled
 
-    async def _tell_cancelled(self) -> None:
+    async def _send_cancel(self) -> None:
         request_id = self._resumption.request.request_id
         with contextlib.suppress(grpc.aio.AioRpcError):
             await self._stub.Cancel(
@@ -175,8 +175,8 @@ class AsyncClient:
 
     Args:
         target: "HOST:PORT" of the gRPC listener, or any other gRPC target.
-        credentials: for TLS; without them the connection is in the clear.
-        token: a bearer token that says who calls.
+        credentials: TLS credentials; without them the connection is not encrypted.
+        token: bearer token for authentication.
     """
 
     def __init__(self, target: str, *, credentials: grpc.ChannelCredentials | None = None, token: str = "") -> None:
@@ -191,7 +191,7 @@ class AsyncClient:
     def generate(
         self, prompt: str | None = None, *, timeout: float | None = None, **options: Unpack[GenerateOptions]
     ) -> AsyncGeneration:
-        """Starts generating from a text, from `messages=[…]` or from `token_ids=[…]`.
+        """Start generating from a text, from `messages=[…]` or from `token_ids=[…]`.
 
         Args:
             prompt: the text to continue.
@@ -199,7 +199,7 @@ class AsyncClient:
             options: see `quire.GenerateOptions`.
 
         Raises:
-            InvalidRequestError: a value that its field cannot hold. All other errors come while iterating.
+            InvalidRequestError: a field cannot hold its value. All other errors are raised while iterating.
         """
         request = _requests.build_generate(prompt, **options)
         if request.resumable:
@@ -215,11 +215,11 @@ class AsyncClient:
         timeout: float | None = None,  # noqa: ASYNC109 - it becomes the deadline that the server sees
         **options: Unpack[GenerateOptions],
     ) -> AsyncIterator[BatchAnswer]:
-        """Answers many requests over one call, each as soon as it is complete; see `Client.generate_batch`.
+        """Run many requests on one call; yield each answer when it is complete. See `Client.generate_batch`.
 
         Raises:
-            InvalidRequestError: a value that its field cannot hold.
-            QuireError: the call failed; what failed in one request is in its answer.
+            InvalidRequestError: a field cannot hold its value.
+            QuireError: the call failed. The error of a single request is in its answer.
         """
         answers = BatchAnswers(requests, options, progress)
         call = self._generation.GenerateBatch(
@@ -245,20 +245,20 @@ class AsyncClient:
         request_id: str = "",
         timeout: float | None = None,  # noqa: ASYNC109 - it becomes the deadline that the server sees
     ) -> Embeddings:
-        """Turns prompts into vectors: the model's last hidden states, pooled.
+        """Return one vector per prompt: the model's last hidden states, pooled.
 
         Args:
             inputs: texts or lists of token ids, at most 2,048.
-            model: the model's name; by default the one that is served.
-            pooling: "last" takes the hidden state of the last token, "mean" the mean over all tokens.
+            model: name of the model; empty: the served model.
+            pooling: "last" uses the hidden state of the last token, "mean" the mean over all tokens.
             normalize: scale vectors to length 1.
-            truncate_prompt_tokens: keep only so many tokens of each prompt, the last ones.
-            scheduling: how the prompts are treated in the server's queue.
-            request_id: under which id they run; by default the server draws one.
+            truncate_prompt_tokens: keep only this many last tokens of each prompt.
+            scheduling: scheduling options of the prompts.
+            request_id: id of the request; empty: chosen by the server.
             timeout: seconds until the server stops.
 
         Raises:
-            QuireError: the call failed; no vector of it is kept.
+            QuireError: the call failed; no vector is returned.
         """
         request = _requests.build_embed(
             inputs,
@@ -286,7 +286,7 @@ class AsyncClient:
         add_special_tokens: bool = True,
         timeout: float | None = None,  # noqa: ASYNC109 - it becomes the deadline that the server sees
     ) -> Tokenized:
-        """The token ids that `generate` would run on.
+        """Return the token ids that `generate` would run on.
 
         Raises:
             QuireError: the call failed.
@@ -307,7 +307,7 @@ class AsyncClient:
         include_special_tokens: bool = False,
         timeout: float | None = None,  # noqa: ASYNC109 - it becomes the deadline that the server sees
     ) -> str:
-        """The text of a token sequence.
+        """Return the text of a token sequence.
 
         Raises:
             QuireError: the call failed.
@@ -327,7 +327,7 @@ class AsyncClient:
         *,
         timeout: float | None = None,  # noqa: ASYNC109 - it becomes the deadline that the server sees
     ) -> Model:
-        """Describes a served model; by default the one that is served.
+        """Describe a served model; by default the one that is served.
 
         Raises:
             QuireError: the call failed.
@@ -340,7 +340,7 @@ class AsyncClient:
         return _responses.read_model(response.model)
 
     async def close(self) -> None:
-        """Closes the connection; requests that still run are cancelled."""
+        """Close the connection; running requests are cancelled."""
         await self._channel.close()
 
     async def __aenter__(self) -> Self:

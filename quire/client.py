@@ -1,8 +1,8 @@
-"""The blocking Python client.
+"""Blocking Python client.
 
-One `Client` is one connection; it may be shared by threads. A `Generation` is one running request: iterate
-over it for deltas as the model produces them, then look at `finished`. Leaving a generation early (`cancel`,
-the end of a `with` block, or simply dropping it) stops the work on the server.
+One `Client` is one connection; threads may share it. A `Generation` is one running request: iterate over its deltas,
+then read `finished`. Leaving a generation early (`cancel`, the end of a `with` block, or dropping it) cancels the
+request on the server.
 """
 
 import threading
@@ -53,21 +53,21 @@ class Generation(Iterator[Delta]):
 
     @property
     def finished(self) -> Finished | None:
-        """How it ended; None until the iteration is over."""
+        """The result; None until the iteration is over."""
         return self._events.finished
 
     @property
     def prompt(self) -> Prompt | None:
-        """The prompt, if `echo` or `prompt_logprobs` asked for it; there before the first delta."""
+        """The prompt, if `echo` or `prompt_logprobs` is set; available before the first delta."""
         return self._events.prompt
 
     @property
     def choices_finished(self) -> Mapping[int, ChoiceFinished]:
-        """With n > 1: how choices have ended so far."""
+        """With n > 1: the ends of the choices so far, by index."""
         return self._events.choices
 
     def __next__(self) -> Delta:
-        """The next delta.
+        """Return the next delta.
 
         Raises:
             QuireError: the request failed; the class tells why.
@@ -84,7 +84,7 @@ class Generation(Iterator[Delta]):
             raise
 
     def result(self) -> Completion:
-        """Waits for the end and gives everything that was not yet iterated over as one answer.
+        """Wait for the end; return everything that was not iterated over as one answer.
 
         Raises:
             QuireError: the request failed.
@@ -92,7 +92,7 @@ class Generation(Iterator[Delta]):
         return self._events.join(list(self))
 
     def cancel(self) -> None:
-        """Stops the request; a later `next` raises `CancelledError` unless it had ended."""
+        """Cancel the request; a later `next` raises `CancelledError` unless it has ended."""
         self._call.cancel()
 
     def __enter__(self) -> Self:
@@ -105,7 +105,7 @@ class Generation(Iterator[Delta]):
 
 
 class _Resumed:
-    """A `Resume` call that looks like `Generate`."""
+    """A `Resume` call with the interface of `Generate`."""
 
     def __init__(self, call: Any) -> None:
         self._call = call
@@ -122,7 +122,7 @@ class _Resumed:
 
 
 class _ResumingCall:
-    """A `Generate` call that goes on after its connection was lost."""
+    """A `Generate` call that resumes after a lost connection."""
 
     def __init__(
         self, stub: GenerationServiceStub, request: pb.GenerateRequest, timeout: float | None, token: str
@@ -155,7 +155,7 @@ class _ResumingCall:
             self._cancelled.set()
             cancelled = self._call.cancel()
         if cancelled:
-            # Fire and forget: otherwise the server would wait for this client to come back.
+            # Do not wait. Without this call, the server would keep the request for this client to resume.
             self._stub.Cancel.future(
                 pb.CancelRequest(request_id=self._resumption.request.request_id),
                 timeout=5,
@@ -181,8 +181,8 @@ class Client:
 
     Args:
         target: "HOST:PORT" of the gRPC listener, or any other gRPC target.
-        credentials: for TLS; without them the connection is in the clear.
-        token: a bearer token that says who calls.
+        credentials: TLS credentials; without them the connection is not encrypted.
+        token: bearer token for authentication.
     """
 
     def __init__(self, target: str, *, credentials: grpc.ChannelCredentials | None = None, token: str = "") -> None:
@@ -197,7 +197,7 @@ class Client:
     def generate(
         self, prompt: str | None = None, *, timeout: float | None = None, **options: Unpack[GenerateOptions]
     ) -> Generation:
-        """Starts generating from a text, from `messages=[…]` or from `token_ids=[…]`.
+        """Start generating from a text, from `messages=[…]` or from `token_ids=[…]`.
 
         Args:
             prompt: the text to continue.
@@ -205,7 +205,7 @@ class Client:
             options: see `quire.GenerateOptions`.
 
         Raises:
-            InvalidRequestError: a value that its field cannot hold. All other errors come while iterating.
+            InvalidRequestError: a field cannot hold its value. All other errors are raised while iterating.
         """
         request = _requests.build_generate(prompt, **options)
         if request.resumable:
@@ -221,12 +221,12 @@ class Client:
         from_text_bytes: Sequence[int] = (),
         timeout: float | None = None,
     ) -> Generation:
-        """Goes on with a resumable request that another connection, or another process, has begun.
+        """Resume a resumable request that another connection or process has started.
 
         Args:
-            request_id: its id.
-            from_tokens: tokens that are known already, per choice; they are not sent again.
-            from_text_bytes: bytes of text, in UTF-8, that are known already; by default as the tokens stand for.
+            request_id: id of the request.
+            from_tokens: number of known tokens per choice; they are not sent again.
+            from_text_bytes: number of known UTF-8 bytes of text per choice; by default those of the known tokens.
             timeout: seconds until the iteration raises `DeadlineError`.
         """
         request = pb.ResumeRequest(request_id=request_id, from_tokens=from_tokens, from_text_bytes=from_text_bytes)
@@ -234,10 +234,10 @@ class Client:
         return Generation(_Resumed(call))
 
     def cancel(self, request_id: str, *, timeout: float | None = None) -> None:
-        """Ends a resumable request, wherever it runs; the server forgets it.
+        """Cancel a resumable request, wherever it runs; the server drops it.
 
         Raises:
-            QuireError: the call failed; `RequestNotFoundError`: nothing is known of the request.
+            QuireError: the call failed; `RequestNotFoundError`: the request is unknown.
         """
         try:
             self._generation.Cancel(
@@ -254,17 +254,17 @@ class Client:
         timeout: float | None = None,
         **options: Unpack[GenerateOptions],
     ) -> Iterator[BatchAnswer]:
-        """Answers many requests over one call, each as soon as it is complete, in whatever order they are.
+        """Run many requests on one call; yield each answer when it is complete, in any order.
 
         Args:
             requests: texts, or dicts of options with a text as "prompt".
-            progress: show on stderr how far it is.
+            progress: print progress to stderr.
             timeout: seconds until the server stops.
-            options: what all requests share; a request's own options come first.
+            options: options of all requests; a request's own options override them.
 
         Raises:
-            InvalidRequestError: a value that its field cannot hold.
-            QuireError: the call failed; what failed in one request is in its answer.
+            InvalidRequestError: a field cannot hold its value.
+            QuireError: the call failed. The error of a single request is in its answer.
         """
         answers = BatchAnswers(requests, options, progress)
         call = self._generation.GenerateBatch(
@@ -294,20 +294,20 @@ class Client:
         request_id: str = "",
         timeout: float | None = None,
     ) -> Embeddings:
-        """Turns prompts into vectors: the model's last hidden states, pooled.
+        """Return one vector per prompt: the model's last hidden states, pooled.
 
         Args:
             inputs: texts or lists of token ids, at most 2,048.
-            model: the model's name; by default the one that is served.
-            pooling: "last" takes the hidden state of the last token, "mean" the mean over all tokens.
+            model: name of the model; empty: the served model.
+            pooling: "last" uses the hidden state of the last token, "mean" the mean over all tokens.
             normalize: scale vectors to length 1.
-            truncate_prompt_tokens: keep only so many tokens of each prompt, the last ones.
-            scheduling: how the prompts are treated in the server's queue.
-            request_id: under which id they run; by default the server draws one.
+            truncate_prompt_tokens: keep only this many last tokens of each prompt.
+            scheduling: scheduling options of the prompts.
+            request_id: id of the request; empty: chosen by the server.
             timeout: seconds until the server stops.
 
         Raises:
-            QuireError: the call failed; no vector of it is kept.
+            QuireError: the call failed; no vector is returned.
         """
         request = _requests.build_embed(
             inputs,
@@ -333,7 +333,7 @@ class Client:
         add_special_tokens: bool = True,
         timeout: float | None = None,
     ) -> Tokenized:
-        """The token ids that `generate` would run on.
+        """Return the token ids that `generate` would run on.
 
         Raises:
             QuireError: the call failed.
@@ -354,7 +354,7 @@ class Client:
         include_special_tokens: bool = False,
         timeout: float | None = None,
     ) -> str:
-        """The text of a token sequence.
+        """Return the text of a token sequence.
 
         Raises:
             QuireError: the call failed.
@@ -368,7 +368,7 @@ class Client:
             raise _calls.read_error(error) from None
 
     def get_model(self, name: str = "", *, timeout: float | None = None) -> Model:
-        """Describes a served model; by default the one that is served.
+        """Return the description of a model; empty name: the served model.
 
         Raises:
             QuireError: the call failed.
@@ -381,7 +381,7 @@ class Client:
         return _responses.read_model(response.model)
 
     def close(self) -> None:
-        """Closes the connection; requests that still run are cancelled."""
+        """Close the connection; running requests are cancelled."""
         self._channel.close()
 
     def __enter__(self) -> Self:

@@ -1,9 +1,8 @@
-"""What can go wrong for a client of Quire: one class per reason that the server gives, and a few that are
-local.
+"""Errors of the Python client: one class per reason that the server sends, and a few local ones.
 
-The server ends a failed call with a google.rpc.Status whose ErrorInfo holds a stable reason; `shared.errors`
-lists them on its side. Here a reason becomes a class. A reason that this version does not know becomes the
-class of its status code, so that an old client against a new server still tells "my fault" from "try again".
+The server ends a failed call with a google.rpc.Status whose ErrorInfo carries a stable reason; `shared.errors` lists
+the reasons. Each reason maps to a class here. An unknown reason maps to the class of its status code, so that an old
+client still tells invalid requests from transient failures of a new server.
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,24 +10,24 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 DOMAIN = "quire"
-"""The ErrorInfo domain of reasons that mean what they say here."""
+"""ErrorInfo domain of the reasons listed here."""
 
 
 @dataclass(frozen=True, slots=True)
 class FieldViolation:
-    """One wrong field of a request, named as the public proto names it."""
+    """An invalid field of a request, named as in the public proto."""
 
     field: str
     description: str
 
 
 class QuireError(Exception):
-    """Base of everything that a call to Quire raises."""
+    """Base class of all errors of calls to Quire."""
 
     reasons: ClassVar[frozenset[str]] = frozenset()
-    """The ErrorInfo reasons that become this class."""
+    """ErrorInfo reasons that map to this class."""
     codes: ClassVar[frozenset[str]] = frozenset()
-    """The gRPC status codes that become this class when the reason is not known."""
+    """gRPC status codes that map to this class if the reason is unknown."""
 
     def __init__(
         self,
@@ -45,24 +44,24 @@ class QuireError(Exception):
         self.code = code
         """Name of the gRPC status code."""
         self.reason = reason
-        """The server's stable reason, "" when the error did not come from a Quire server."""
+        """Stable reason from the server; empty if the error did not come from a Quire server."""
         self.retry_after_s = retry_after_s
-        """When the server asks to try again, None when it does not."""
+        """Seconds to wait before a retry; None if the server gave no hint."""
         self.violations = tuple(violations)
-        """The fields that are wrong."""
+        """Invalid fields."""
         self.metadata = dict(metadata or {})
-        """What else the server says about the reason."""
+        """Metadata of the ErrorInfo."""
 
     @property
     def from_server(self) -> bool:
-        """Whether a Quire server said so; otherwise the connection or this client did."""
+        """Whether a Quire server sent the error; otherwise the connection or this client caused it."""
         return bool(self.reason)
 
 
 class InvalidRequestError(QuireError):
-    """The request can never succeed as it is; `violations` name the fields."""
+    """The request is invalid and must not be retried unchanged; `violations` name the fields."""
 
-    reasons = frozenset({"INVALID_REQUEST", "REQUEST_TOO_LARGE"})
+    reasons = frozenset({"INVALID_REQUEST", "REQUEST_TOO_LARGE", "UNSUPPORTED_MEDIA_TYPE"})
     codes = frozenset({"INVALID_ARGUMENT", "OUT_OF_RANGE", "FAILED_PRECONDITION"})
 
 
@@ -74,90 +73,90 @@ class UnsupportedFieldError(QuireError):
 
 
 class UnauthenticatedError(QuireError):
-    """The server does not know who calls; give a token or a certificate."""
+    """The credentials are missing or unknown; give a token or a certificate."""
 
     reasons = frozenset({"UNAUTHENTICATED"})
     codes = frozenset({"UNAUTHENTICATED"})
 
 
 class PermissionDeniedError(QuireError):
-    """The caller is known and may not do this."""
+    """The caller is authenticated but lacks the permission."""
 
     reasons = frozenset({"PERMISSION_DENIED"})
     codes = frozenset({"PERMISSION_DENIED"})
 
 
 class PoisonRequestError(QuireError):
-    """Workers died of this request; do not send it again."""
+    """Workers crashed while they computed this request; do not send it again."""
 
     reasons = frozenset({"POISON_REQUEST"})
 
 
 class ModelNotFoundError(QuireError):
-    """No model of that name is served."""
+    """No model with this name is served."""
 
     reasons = frozenset({"MODEL_NOT_FOUND"})
     codes = frozenset({"NOT_FOUND"})
 
 
 class WorkerNotFoundError(QuireError):
-    """No usable worker of that name is there."""
+    """No usable worker has this name."""
 
     reasons = frozenset({"WORKER_NOT_FOUND"})
 
 
 class RequestNotFoundError(QuireError):
-    """Nothing is known, or kept any longer, of the request to go on with."""
+    """The request to resume is unknown or no longer kept."""
 
     reasons = frozenset({"REQUEST_NOT_FOUND"})
 
 
 class DuplicateRequestError(QuireError):
-    """A live request has the same id."""
+    """A live or kept request has the same id."""
 
     reasons = frozenset({"DUPLICATE_REQUEST_ID"})
     codes = frozenset({"ALREADY_EXISTS"})
 
 
 class QueueFullError(QuireError):
-    """The server takes no more requests now; try again after `retry_after_s`."""
+    """The server is overloaded; retry after `retry_after_s`."""
 
     reasons = frozenset({"QUEUE_FULL", "OVERLOADED"})
     codes = frozenset({"RESOURCE_EXHAUSTED"})
 
 
 class UnavailableError(QuireError):
-    """The server cannot be reached, is starting or stopping, or has no worker."""
+    """The server is unreachable, starting, shutting down, or has no worker."""
 
     reasons = frozenset({"NO_WORKER", "NOT_READY"})
     codes = frozenset({"UNAVAILABLE"})
 
 
 class DeadlineError(QuireError):
-    """The call's timeout passed before the answer was complete."""
+    """The timeout of the call passed before the answer was complete."""
 
     reasons = frozenset({"DEADLINE"})
     codes = frozenset({"DEADLINE_EXCEEDED"})
 
 
 class CancelledError(QuireError):
-    """The call was cancelled, by `cancel()` here or by the server."""
+    """The call was cancelled, by `cancel()` or by the server."""
 
     reasons = frozenset({"CANCELLED"})
     codes = frozenset({"CANCELLED"})
 
 
 class StalledReaderError(QuireError):
-    """The server gave up because this client took no data for too long."""
+    """The server cancelled the request because this client read no data for too long."""
 
     reasons = frozenset({"STALLED_READER", "SLOW_BODY"})
     codes = frozenset({"ABORTED"})
 
 
 class ServerError(QuireError):
-    """The server failed, or answered what the API does not allow."""
+    """The server failed, or its answer violates the API."""
 
-    reasons = frozenset({"INTERNAL", "ROW_FAILED", "POISON_REQUEST"})
+    reasons = frozenset({"INTERNAL", "ROW_FAILED"})
 
 
 _CLASSES = (
@@ -182,5 +181,5 @@ _BY_CODE = {code: error for error in _CLASSES for code in error.codes}
 
 
 def class_for(code: str, reason: str) -> type[QuireError]:
-    """The class of an error with this status code and reason."""
+    """Return the class of an error with this status code and reason."""
     return _BY_REASON.get(reason) or _BY_CODE.get(code, ServerError)

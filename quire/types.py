@@ -1,9 +1,7 @@
-"""The values that the Python client takes and gives: plain, frozen, and the same for `Client` and
-`AsyncClient`.
+"""Values of the Python client: plain, frozen, and the same for `Client` and `AsyncClient`.
 
-They carry what the public proto carries, in Python's terms: durations are seconds, columns are tuples, what
-is absent is None. How they become messages is `quire._requests`' business, how they come from messages that of
-`quire._responses`.
+They mirror the public proto in Python's terms: durations are seconds, columns are tuples, absent values are None.
+`quire._requests` converts them to messages, and `quire._responses` converts messages to them.
 """
 
 import enum
@@ -14,95 +12,95 @@ from typing import Any, TypedDict
 from quire import errors
 
 Message = Mapping[str, Any]
-"""One turn of a conversation: {"role": "user", "content": "…"}; further keys are "name", "tool_calls" (a list, in
-OpenAI's form) and "tool_call_id"."""
+"""One message of a conversation: {"role": "user", "content": "…"}.
+
+Further keys are "name", "tool_calls" (a list, in OpenAI's form) and "tool_call_id".
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulingOptions:
-    """How a request is treated in the server's queue; which of these matter depends on the server's policy.
-    What is left at its default is not sent."""
+    """Scheduling options of a request; the server's policy decides which of them matter. Defaults are not sent."""
 
     priority: int = 0
-    """Higher runs first, in [-100, 100]."""
+    """Priority in [-100, 100]; higher runs first."""
     tenant: str = ""
-    """The tenant to account to."""
+    """Tenant that the request is accounted to."""
     expected_output_tokens: int | None = None
-    """How many tokens will probably be generated; learned by the server otherwise."""
+    """Expected number of generated tokens; by default the server's own estimate."""
     ttft_target_s: float | None = None
-    """Wanted time until the first token, seconds."""
+    """Target for the time to first token, seconds."""
     total_time_target_s: float | None = None
-    """Wanted time until the last token, seconds. Unlike `timeout`, missing it ends nothing."""
+    """Target for the time to the last token, seconds. Unlike `timeout`, a missed target does not end the request."""
     cache_scope: str = ""
-    """The request shares cached prompt prefixes with those of the same scope only."""
+    """Scope of cached prompt prefixes; the request shares them only with requests of the same scope."""
     request_class: str = ""
-    """Requests of one class wait in an order of their own, where the server's operator has configured the class."""
+    """Request class configured on the server, which has its own queue order."""
 
 
 class GenerateOptions(TypedDict, total=False):
-    """Everything that `generate` takes beside the prompt as text. What is left out takes the server's
-    default."""
+    """Options of `generate` besides the prompt as text. Absent options take the server's default."""
 
     messages: Sequence[Message]
-    """A conversation in place of the text; the server renders it with the model's chat template."""
+    """Conversation in place of the text; the server renders it with the model's chat template."""
     token_ids: Sequence[int]
     """Token ids in place of the text, used as they are."""
     model: str
-    """The model's name; by default the one that is served."""
+    """Name of the model; by default the served model."""
     max_tokens: int
-    """Most tokens to generate."""
+    """Maximum number of generated tokens."""
     temperature: float
-    """0 is greedy."""
+    """Sampling temperature; 0 is greedy."""
     top_k: int
-    """Keep the k most likely tokens; 0 keeps all."""
+    """Sample from the k most likely tokens; 0: all."""
     top_p: float
-    """Keep the smallest set of tokens whose probability reaches p."""
+    """Sample from the smallest set of tokens whose total probability reaches p."""
     min_p: float
     """Drop tokens less likely than min_p times the most likely one."""
     seed: int
-    """Two runs of one request with one seed draw the same noise."""
+    """Seed of the random sampling; equal requests with equal seeds draw the same noise."""
     stop: str | Sequence[str]
-    """Generation ends where one of these strings appears; the string is not part of the text."""
+    """Stop strings: generation ends where one of them appears; it is not part of the text."""
     stop_token_ids: Sequence[int]
-    """Generation ends after one of these tokens."""
+    """Stop tokens: generation ends after one of them."""
     ignore_eos: bool
-    """Go on after the model's end-of-sequence token."""
+    """Continue after the model's end-of-sequence token."""
     n: int
-    """Number of independent answers."""
+    """Number of choices."""
     typical_p: float
-    """Keep the tokens whose information is nearest to the distribution's entropy until their probability reaches p."""
+    """Typical sampling: keep tokens whose information is closest to the entropy, up to this total probability."""
     repetition_penalty: float
-    """Divides the logits of tokens that prompt or output hold; 1 is none."""
+    """Divides positive logits and multiplies negative ones of tokens in prompt or output; 1: no penalty."""
     presence_penalty: float
-    """Subtracted from the logits of tokens that the output holds."""
+    """Subtracted from the logits of tokens in the output."""
     frequency_penalty: float
-    """The same for each time the output holds them."""
+    """Subtracted from the logits of tokens in the output, once per occurrence."""
     logit_bias: Mapping[int, float]
-    """Added to the logits of single tokens."""
+    """Added to the logits of single tokens, by token id."""
     allowed_token_ids: Sequence[int]
-    """Only these tokens may be chosen."""
+    """Only these tokens may be sampled."""
     banned_token_ids: Sequence[int]
-    """These tokens are never chosen."""
+    """These tokens are never sampled."""
     bad_words: Sequence[str]
     """These words are never completed."""
     min_tokens: int
-    """Fewest tokens before an end is accepted."""
+    """Minimum number of generated tokens before a stop condition applies."""
     include_stop_string: bool
     """Keep the stop string in the text."""
     logprobs: int
-    """Log-probabilities of the generated tokens, and of so many most likely ones at each position."""
+    """Number of most likely tokens with log-probabilities per generated token, besides the token's own."""
     prompt_logprobs: int
-    """The same for the prompt."""
+    """Number of most likely tokens with log-probabilities per prompt token, besides the token's own."""
     echo: bool
-    """Send the prompt, too: `prompt` of the generation."""
+    """Return the prompt too, in `prompt` of the generation."""
     truncate_prompt_tokens: int
-    """Keep only the last so many tokens of the prompt."""
+    """Keep only this many last tokens of the prompt."""
     tools: Sequence[Mapping[str, Any]]
     """With `messages`: the tools that the model may call, in OpenAI's form."""
     template_variables: Mapping[str, Any]
     """With `messages`: further variables of the chat template."""
     continue_final_message: bool
-    """With `messages`: the last one is a beginning that the model is to continue."""
+    """With `messages`: continue the last message instead of answering it."""
     json_schema: str | Mapping[str, Any] | bool
     """The output conforms to this JSON schema; True: it is any JSON object."""
     regex: str
@@ -110,20 +108,22 @@ class GenerateOptions(TypedDict, total=False):
     ebnf: str
     """The output conforms to this grammar, in Lark's or GBNF's notation."""
     choice: Sequence[str]
-    """The output is one of these."""
+    """The output is one of these strings."""
     include_special_tokens: bool
-    """Write special tokens into the text."""
+    """Include special tokens in the text."""
     resumable: bool
-    """Go on after a lost connection, by itself, with exactly the answer of an undisturbed run. The server keeps what it
-    has for some minutes, and the request's id is taken for as long."""
+    """Resume automatically after a lost connection; the output equals that of an uninterrupted run.
+
+    The server keeps the request for some minutes, during which its id stays in use.
+    """
     request_id: str
-    """Chosen by the caller; drawn by the server otherwise."""
+    """Id of the request; by default chosen by the server."""
     scheduling: SchedulingOptions
-    """How the request is treated in the queue."""
+    """Scheduling options."""
 
 
 class FinishReason(enum.Enum):
-    """Why generation ended."""
+    """Reason for the end of generation."""
 
     STOP = "stop"
     """The model's end-of-sequence token, a stop token or a stop string."""
@@ -138,9 +138,9 @@ class ScoredToken:
     token_id: int
     logprob: float
     rank: int
-    """Its place among all tokens by probability, from 1."""
+    """Rank among all tokens by probability, from 1."""
     bytes: bytes
-    """What it stands for by itself."""
+    """Bytes of the token, which may be a part of a character."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,38 +148,37 @@ class TokenLogprobs:
     """The log-probabilities at one position."""
 
     token: ScoredToken
-    """The token that is there."""
+    """The token at this position."""
     top: tuple[ScoredToken, ...]
-    """The most likely ones."""
+    """The most likely tokens at this position."""
 
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """More output. A delta never ends inside a character; its text may belong to earlier tokens that were
-    held back."""
+    """More output. A delta never ends inside a character. Its text may belong to earlier tokens that were held back."""
 
     choice: int
     first_index: int
-    """Index of the first of these tokens within the answer."""
+    """Index of the first of these tokens within the choice."""
     token_ids: tuple[int, ...]
     text: str
     logprobs: tuple[TokenLogprobs, ...] = ()
-    """One for each token, if they were asked for."""
+    """One entry per token, if requested."""
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """The prompt as the model saw it, if it was asked for."""
+    """The prompt as the model saw it, if requested."""
 
     token_ids: tuple[int, ...]
     text: str
     logprobs: tuple[TokenLogprobs, ...]
-    """One for each token, if they were asked for; the first has no log-probability."""
+    """One entry per token, if requested; the first has no log-probability."""
 
 
 @dataclass(frozen=True, slots=True)
 class ChoiceFinished:
-    """How one of several answers ended."""
+    """End of one choice."""
 
     choice: int
     reason: FinishReason
@@ -190,18 +189,18 @@ class ChoiceFinished:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """What a request consumed."""
+    """Token usage of a request."""
 
     prompt_tokens: int
     completion_tokens: int
     cached_prompt_tokens: int
     preemptions: int
-    """How often the request was paused for lack of memory or a lost worker, and later continued."""
+    """Number of times the request was preempted, for lack of memory or a lost worker, and later continued."""
 
 
 @dataclass(frozen=True, slots=True)
 class Timings:
-    """Where the time went, in seconds since the request arrived, measured by the server."""
+    """Times of the request in seconds since its arrival, measured by the server."""
 
     queued_s: float
     first_token_s: float
@@ -210,7 +209,7 @@ class Timings:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """How a generation ended."""
+    """End of a generation."""
 
     reason: FinishReason
     stop_string: str | None
@@ -223,7 +222,7 @@ class Finished:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One of several answers."""
+    """One choice of an answer."""
 
     text: str
     token_ids: tuple[int, ...]
@@ -233,35 +232,35 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """A whole answer. With n > 1, text, tokens and log-probabilities are those of the first choice."""
+    """A complete answer. With n > 1, text, tokens and log-probabilities are those of the first choice."""
 
     text: str
     token_ids: tuple[int, ...]
     finished: Finished
     logprobs: tuple[TokenLogprobs, ...] = ()
     choices: tuple[Choice, ...] = ()
-    """All answers, in order; with n = 1 there is one."""
+    """All choices, in order."""
     prompt: Prompt | None = None
-    """The prompt, if `echo` or `prompt_logprobs` asked for it."""
+    """The prompt, if `echo` or `prompt_logprobs` is set."""
 
 
 @dataclass(frozen=True, slots=True)
 class BatchAnswer:
-    """What became of one request of a batch."""
+    """Answer to one request of a batch."""
 
     index: int
-    """Its place in the batch."""
+    """Index of the request in the batch."""
     completion: Completion | None
     error: errors.QuireError | None
-    """Why there is no completion."""
+    """The error if there is no completion."""
 
 
 @dataclass(frozen=True, slots=True)
 class Embeddings:
-    """The vectors of prompts."""
+    """Vectors of prompts."""
 
     vectors: tuple[tuple[float, ...], ...]
-    """One for each prompt, in order."""
+    """One vector per prompt, in order."""
     usage: Usage
     request_id: str
     model: str
@@ -269,7 +268,7 @@ class Embeddings:
 
 @dataclass(frozen=True, slots=True)
 class Tokenized:
-    """The tokens of a prompt, and how long a sequence the model takes."""
+    """Token ids of a prompt, and the model's maximum length."""
 
     token_ids: tuple[int, ...]
     max_model_len: int
@@ -277,7 +276,7 @@ class Tokenized:
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """A served model."""
+    """Description of a served model."""
 
     name: str
     architecture: str
@@ -288,4 +287,4 @@ class Model:
     has_chat_template: bool
     fingerprint: str
     embedding_size: int = 0
-    """Elements of the vectors that `embed` gives; 0: the model makes none."""
+    """Number of elements of an embedding; 0: the model provides none."""

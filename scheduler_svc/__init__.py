@@ -1,9 +1,13 @@
-"""The scheduler service: `core/` decides, everything around it moves bytes.
+"""Scheduler service: `core/` makes all decisions; the other modules do its I/O.
 
-`core` is a pure state machine (no socket, clock, thread or torch). `service` is the loop that feeds it events from two
-ZeroMQ ROUTERs (`frontend_hub`, `worker_hub`; `frontend_link` and `worker_link` know what frames mean) and carries its
-effects and plans out again. `journal` writes down what must outlive it, `operator`, `metrics` and `tracing` tell of it,
-`admission_file` reads limits of tenants, `assembly` turns the configuration into parts of the service; `main` is the
-process around it (`collector` keeps its garbage collector quiet). `sim` runs the core in simulated worlds, `bench`
-measures it.
+core            the scheduler as a pure state machine (no socket, clock, thread or torch)
+service         the loop: passes events to the core, and sends its effects and plans
+frontend_hub    the ZeroMQ ROUTER of the front ends; frontend_link: encodes and decodes their frames
+worker_hub      the ZeroMQ ROUTER of the workers; worker_link: encodes and decodes their frames
+journal         stores resumable requests on disk
+operator        requests of operators; metrics, tracing: Prometheus metrics and OpenTelemetry spans
+admission_file  reads limits of tenants and request classes
+assembly        builds the parts of the service from the configuration
+main            the process; collector: settings of its garbage collector
+sim             simulates the core with faults; bench: benchmarks
 """

@@ -1,12 +1,12 @@
-"""The TOML file that gives tenants their limits and shares, and request classes their order of admission.
+"""Admission file: limits and weights of tenants, and policies of request classes, in TOML.
 
-[tenants.acme]          # `default` stands for every tenant that is not named
+[tenants.acme]          # `default` applies to all tenants that are not listed
 weight = 2.0            # share under the policy `fair`; default 1
 max_running = 8         # 0 or absent: no limit
 max_queued = 100
 tokens_per_s = 500.0
 
-[classes.interactive]   # what requests name in scheduling.request_class
+[classes.interactive]   # the value of scheduling.request_class
 policy = "edf"
 weight = 3.0            # share among the classes; default 1
 """
@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from scheduler_svc.core.config import RequestClass, TenantLimits
+from scheduler_svc.core.interface.config import RequestClass, TenantLimits
 from shared.config import ConfigError
 
 DEFAULT = "default"
@@ -24,7 +24,7 @@ DEFAULT = "default"
 
 @dataclass(frozen=True, slots=True)
 class AdmissionSettings:
-    """See `CoreConfig` for each."""
+    """Settings of the file; `CoreConfig` documents each field."""
 
     tenant_limits: dict[str, TenantLimits] = field(default_factory=dict)
     tenant_weights: dict[str, float] = field(default_factory=dict)
@@ -35,10 +35,10 @@ NO_SETTINGS = AdmissionSettings()
 
 
 def load_admission(path: str) -> AdmissionSettings:
-    """The file's settings; none for an empty path.
+    """Read the file's settings; return `NO_SETTINGS` for an empty path.
 
     Raises:
-        ConfigError: the file cannot be read, or an entry of it is unknown or has the wrong type.
+        ConfigError: the file cannot be read, or an entry is unknown or has the wrong type.
     """
     if not path:
         return NO_SETTINGS
@@ -54,7 +54,7 @@ def load_admission(path: str) -> AdmissionSettings:
 
 def _settings(content: dict[str, Any]) -> AdmissionSettings:
     settings = AdmissionSettings()
-    _check_keys("the file", content, {"tenants", "classes"})
+    _check_keys("file", content, {"tenants", "classes"})
     for name, table in _tables(content, "tenants"):
         _check_keys(f"tenants.{name}", table, {"weight", "max_running", "max_queued", "tokens_per_s"})
         values = {key: _number(f"tenants.{name}.{key}", value) for key, value in table.items()}
@@ -69,7 +69,7 @@ def _settings(content: dict[str, Any]) -> AdmissionSettings:
     for name, table in _tables(content, "classes"):
         _check_keys(f"classes.{name}", table, {"policy", "weight"})
         if not isinstance(table.get("policy"), str):
-            raise ValueError(f"classes.{name}.policy: missing; name a policy, as with --policy")
+            raise ValueError(f"classes.{name}.policy: missing; add a policy, with the values of --policy")
         weight = _number(f"classes.{name}.weight", table.get("weight", 1.0))
         settings.classes[name] = RequestClass(policy=table["policy"], weight=weight)
     return settings
@@ -78,24 +78,24 @@ def _settings(content: dict[str, Any]) -> AdmissionSettings:
 def _tables(content: dict[str, Any], section: str) -> list[tuple[str, dict[str, Any]]]:
     tables = content.get(section, {})
     if not isinstance(tables, dict) or not all(isinstance(table, dict) for table in tables.values()):
-        raise ValueError(f"{section}: write a table for each, as in [{section}.name]")
+        raise ValueError(f"{section}: every entry must be a table; write [{section}.name]")
     return list(tables.items())
 
 
 def _check_keys(where: str, table: dict[str, Any], known: set[str]) -> None:
     for key in table:
         if key not in known:
-            raise ValueError(f"{where}: {key!r} is none of {', '.join(sorted(known))}")
+            raise ValueError(f"{where}: unknown key {key!r}; use one of {', '.join(sorted(known))}")
 
 
 def _number(where: str, value: object) -> float:
-    # A bool is an int to Python, and nan compares as False with everything.
+    # A bool is an int in Python; every comparison with NaN is False.
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf"):
-        raise ValueError(f"{where}: {value!r} is no number of at least 0")
+        raise ValueError(f"{where}: {value!r} is not a finite number ≥ 0; correct it")
     return value
 
 
 def _whole(where: str, value: float) -> int:
     if value != int(value):
-        raise ValueError(f"{where}: {value} is no whole number")
+        raise ValueError(f"{where}: {value} is not an integer; correct it")
     return int(value)

@@ -1,24 +1,23 @@
-"""From the process's configuration to the parts of the service."""
+"""Construction of the parts of the service from the configuration."""
 
 from pathlib import Path
 
 from scheduler_svc.admission_file import AdmissionSettings
-from scheduler_svc.core.batching import BatchingLimits
-from scheduler_svc.core.config import CoreConfig
+from scheduler_svc.core.interface.config import BatchingLimits, CoreConfig
 from scheduler_svc.journal.journal import Journal
 from shared.config import ConfigError, SchedulerConfig
 from shared.curve import DOMAINS, CurveKeys
 from shared.sockets import Protect
 
 _NO_BUDGET = 1 << 24
-"""More tokens than any worker computes in a step: each worker says what it does."""
+"""Token budget without a limit: larger than any worker's own limit, which then applies."""
 
 
 def to_core_config(config: SchedulerConfig, admission: AdmissionSettings) -> CoreConfig:
-    """The part of the configuration that decides.
+    """Return the core's part of the configuration.
 
     Raises:
-        InvalidLimitsError: limits that contradict each other.
+        InvalidLimitsError: limits contradict each other.
     """
     return CoreConfig(
         policy=config.policy,
@@ -53,15 +52,17 @@ def to_core_config(config: SchedulerConfig, admission: AdmissionSettings) -> Cor
 
 
 def open_journal(config: SchedulerConfig) -> Journal | None:
-    """The journal, or None where none is wanted.
+    """Open the journal; return None if it is off.
 
     Raises:
-        ConfigError: it cannot be kept, or would be of no use.
+        ConfigError: the folder cannot be used, or the journal would have no effect.
     """
     if not config.journal:
         return None
     if not config.resume_keep_s:
-        raise ConfigError("journal (--journal): of no use with resume_keep_s 0, which keeps nothing for Resume")
+        raise ConfigError(
+            "journal (--journal): has no effect with resume_keep_s 0; raise resume_keep_s or remove --journal"
+        )
     try:
         return Journal(
             Path(config.journal),
@@ -71,11 +72,11 @@ def open_journal(config: SchedulerConfig) -> Journal | None:
             fsync_interval_s=config.journal_fsync_interval_s,
         )
     except OSError as error:
-        raise ConfigError(f"journal (--journal): {error}; give a folder that only this scheduler writes") from None
+        raise ConfigError(f"journal (--journal): {error}; use a folder that only this scheduler writes to") from None
 
 
 def protector(keys: CurveKeys | None, role: str) -> Protect:
-    """What protects the socket for peers of a role."""
+    """Return the function that sets up encryption on the socket for peers of a role."""
     if keys is None:
         return lambda _socket: None
     return lambda socket: keys.protect_server(socket, DOMAINS[role])

@@ -1,8 +1,8 @@
-"""Python's cyclic garbage collector, kept out of the hot path.
+"""Settings of Python's cyclic garbage collector, which keep it out of the hot path.
 
-The scheduler's objects form no cycles (`tests/scheduler_svc/test_collector.py`), so collections find nothing, but the
-default thresholds would walk all live requests every few hundred allocations. What exists after the start is frozen;
-later generations are looked at rarely.
+The scheduler's objects form no cycles (`tests/scheduler_svc/test_collector.py`), so collections free nothing. With the
+default thresholds they would still traverse all live requests every few hundred allocations. Objects that exist after
+the start are therefore frozen, and collections are rare.
 """
 
 import gc
@@ -10,8 +10,8 @@ import gc
 _YOUNG_THRESHOLD = 50_000
 
 
-def tame_collector() -> None:
-    """Called once, when a process has started."""
+def tune_collector() -> None:
+    """Freeze all present objects and raise the thresholds; call once when the process has started."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(_YOUNG_THRESHOLD, 20, 100)

@@ -1,12 +1,13 @@
-"""Frames between scheduler core and front ends: bytes to events, effects to bytes. Knows the protocol, decides nothing.
+"""Codec of the frames between the scheduler and front ends: bytes to events, effects to bytes.
 
-What one turn of the loop has for a front end travels in one frame: `Outgoing` gathers it. A submission that cannot be
-used is answered with INVALID here, so that no other request of its frame suffers, and nothing later on has to doubt
-what a request holds.
+`Outgoing` collects the messages of one turn for a front end, and encodes them in as few frames as possible. Invalid
+submissions are rejected here with INVALID. The other requests of the frame are not affected, and the core receives only
+valid requests.
 """
 
 import hashlib
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,10 +15,21 @@ from google.protobuf.message import DecodeError
 
 from protos.quire.link.v1 import link_pb2
 from protos.quire.plan.v1 import plan_pb2
-from scheduler_svc.core import effects as ef
-from scheduler_svc.core import events as ev
+from scheduler_svc.core.interface import effects as ef
+from scheduler_svc.core.interface import events as ev
 from shared.columns import MalformedColumnError, from_column, from_columns, to_column
-from shared.frames import LINK_VERSIONS, TOKEN_BYTES, MalformedFrameError
+from shared.frames import (
+    LINK_VERSIONS,
+    MAX_LOGPROBS,
+    MAX_PART_BYTES,
+    MAX_SERVED_SEQUENCE,
+    PACKED_BYTES,
+    TOKEN_BYTES,
+    FrameTooLargeError,
+    MalformedFrameError,
+)
+from shared.logging import get_logger
+from shared.packing import Packer, check_part, fitting, in_parts
 from shared.prefix_keys import KEY_BYTES
 from shared.versions import negotiate, spoken
 
@@ -25,36 +37,42 @@ _INT32_MAX = 0x7FFFFFFF
 _MAX_GRAMMAR = 1 << 20
 _MAX_IDENTITY = 64
 _MAX_RESUME_INFO = 64 << 10
+_MAX_MODEL = 128
+_SUBMISSION_OVERHEAD = 1024
+"""Upper bound of a submission's size without its long fields, in bytes."""
 _REASONS = {reason: link_pb2.EndReason.Value(f"END_REASON_{reason.name}") for reason in ef.EndReason}
 _POOLINGS: dict[int, ev.Pooling] = {pooling.value: pooling for pooling in ev.Pooling}
 
 
+log = get_logger()
+
+
 class UnusableSubmissionError(ValueError):
-    """A submission that does not say what a request must; the message is for the client."""
+    """An invalid submission; the message is sent to the client."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Incoming:
-    """What a front end's frame says."""
+    """Content of a front end's frame."""
 
     events: list[ev.Event] = field(default_factory=list)
     refused: list[ef.RequestEnded] = field(default_factory=list)
-    """Submissions that cannot be used, each with its end."""
+    """Ends of the invalid submissions."""
     hello: int = 0
-    """The version that is spoken with it, if it says hello; otherwise 0."""
+    """Negotiated protocol version if the frame has a Hello; otherwise 0."""
     report: link_pb2.MetricReport | None
     snapshot_request: int
     operator_requests: list[link_pb2.OperatorRequest] = field(default_factory=list)
     goodbye: bool = False
-    """It is the last one: the front end ends in order."""
+    """Whether this is the last frame of a front end that shuts down."""
 
 
 def decode(peer: ev.Peer, payload: bytes, now: float) -> Incoming:
-    """Takes a frame apart; `now` turns the time left until a deadline into a point in time.
+    """Decode a frame; `now` is used to turn relative deadlines into points in time.
 
     Raises:
-        MalformedFrameError: the frame does not parse, or its columns do not fit together.
-        UnsupportedVersionError: a hello of a front end that speaks no version of ours.
+        MalformedFrameError: the frame or one of its columns is malformed.
+        UnsupportedVersionError: the Hello of the front end has no common protocol version.
     """
     try:
         message = link_pb2.FrontendMessage.FromString(payload)
@@ -64,7 +82,7 @@ def decode(peer: ev.Peer, payload: bytes, now: float) -> Incoming:
 
 
 def _incoming(peer: ev.Peer, message: link_pb2.FrontendMessage, now: float) -> Incoming:
-    # Most frames hold nothing but submissions, or nothing but credit: only what is there is looked at.
+    # Most frames have only submissions, or only credit, so only the fields that are set are read.
     parts: dict[str, Any] = {field.name: value for field, value in message.ListFields()}
     incoming = Incoming(report=parts.get("report"), snapshot_request=parts.get("snapshot_request", 0))
     events = incoming.events
@@ -90,7 +108,7 @@ def _incoming(peer: ev.Peer, message: link_pb2.FrontendMessage, now: float) -> I
     if "credit_streams" in parts or "credit_bytes" in parts:
         streams, credits = from_columns(message.credit_streams, message.credit_bytes)
         if credits.min() < 0:
-            raise MalformedFrameError("negative credit")
+            raise MalformedFrameError("credit_bytes: negative value")
         for stream, credit in zip(streams.tolist(), credits.tolist(), strict=True):
             events.append(ev.CreditGranted(frontend=peer, stream=stream, credit=credit))
     incoming.operator_requests.extend(parts.get("operator_requests", ()))
@@ -99,59 +117,80 @@ def _incoming(peer: ev.Peer, message: link_pb2.FrontendMessage, now: float) -> I
 
 
 def arrival(peer: ev.Peer, submission: link_pb2.Submission, now: float) -> ev.RequestArrived:
-    """What a submission says; `now` turns the time left until a deadline into a point in time.
+    """Decode a submission; `now` is used to turn relative deadlines into points in time.
 
     Raises:
-        UnusableSubmissionError: it does not say what a request must.
-        MalformedColumnError: a column is none.
+        UnusableSubmissionError: a field is invalid.
+        MalformedColumnError: a column is malformed.
     """
-    # A field of a message costs a look-up each time, and a long one a copy.
+    # Each access to a message field costs a look-up, and a copy if the field is long.
     stream, token_ids, block_keys = submission.stream, submission.token_ids, submission.block_keys
     num_tokens, grammar = len(token_ids) // TOKEN_BYTES, submission.grammar
     if stream > _INT32_MAX:
-        raise UnusableSubmissionError("a stream number beyond int32")
+        raise UnusableSubmissionError("stream: exceeds int32")
     num_prompt_tokens, max_tokens = submission.num_prompt_tokens, submission.max_tokens
     if not 0 < num_prompt_tokens <= num_tokens:
-        raise UnusableSubmissionError("the prompt is empty or longer than the tokens given")
+        raise UnusableSubmissionError("num_prompt_tokens: the prompt is empty or exceeds token_ids")
+    if num_tokens > MAX_SERVED_SEQUENCE:
+        raise UnusableSubmissionError(f"token_ids: {num_tokens} tokens exceed the limit of {MAX_SERVED_SEQUENCE}")
     sampling = submission.sampling
     _check_sampling(sampling)
     pooling = _POOLINGS.get(submission.pooling)
     if pooling is None:
-        raise UnusableSubmissionError(f"pooling {submission.pooling} is not known")
+        raise UnusableSubmissionError(f"pooling: unknown mode {submission.pooling}")
     if pooling and (max_tokens != 1 or grammar):
-        raise UnusableSubmissionError("pooling with tokens to generate, or with a grammar")
+        raise UnusableSubmissionError("pooling: cannot be combined with generation or a grammar")
     identity, resume_info = submission.identity, submission.resume_info
     if len(identity) > _MAX_IDENTITY or len(resume_info) > _MAX_RESUME_INFO:
-        raise UnusableSubmissionError("an identity or resume_info that is too long")
+        raise UnusableSubmissionError("identity or resume_info: too long")
     if len(grammar) > _MAX_GRAMMAR:
-        raise UnusableSubmissionError(f"a grammar of more than {_MAX_GRAMMAR} bytes")
+        raise UnusableSubmissionError(f"grammar: exceeds {_MAX_GRAMMAR} bytes")
     block_size = submission.block_size
     num_keys, rest = divmod(len(block_keys), KEY_BYTES)
     if rest or (num_keys and not 0 < num_keys * block_size <= num_tokens):
-        raise UnusableSubmissionError("block_keys is no whole number of keys, or more than the tokens have blocks")
+        raise UnusableSubmissionError("block_keys: not a whole number of keys, or more keys than full blocks")
+    accepted, model = submission.accepted, submission.model
+    if len(model) > _MAX_MODEL:
+        raise UnusableSubmissionError(f"model: the fingerprint exceeds {_MAX_MODEL} characters")
+    request_id, tenant, request_class = submission.request_id, submission.tenant, submission.request_class
+    salt, stop_token_ids = submission.cache_scope, submission.stop_token_ids
+    # Includes the tokens that may be generated: a preempted or resumed request is sent again with all its tokens.
+    weight = (
+        _SUBMISSION_OVERHEAD
+        + TOKEN_BYTES * min(max(num_tokens, num_prompt_tokens + max_tokens), MAX_SERVED_SEQUENCE)
+        + sum(map(len, (sampling, grammar, resume_info, block_keys, stop_token_ids)))
+        + sum(map(len, (request_id, tenant, request_class, salt)))
+    )
+    if weight > MAX_PART_BYTES:
+        raise UnusableSubmissionError(
+            f"request: may need {weight} bytes, more than the {MAX_PART_BYTES} bytes of a frame; shorten its token sets"
+            " or its grammar"
+        )
     return ev.RequestArrived(
         frontend=peer,
         stream=stream,
-        request_id=submission.request_id,
+        request_id=request_id,
         token_ids=from_column(token_ids),
         num_prompt_tokens=num_prompt_tokens,
         max_tokens=max_tokens,
-        stop_token_ids=from_column(submission.stop_token_ids),
+        stop_token_ids=from_column(stop_token_ids),
         sampling=sampling,
         credit=submission.credit,
         deadline=_point_in_time(submission.deadline_ns, now),
         traceparent=submission.traceparent,
-        salt=submission.cache_scope,
+        salt=salt,
         block_keys=block_keys,
         block_size=block_size,
-        tenant=submission.tenant,
-        request_class=submission.request_class,
+        tenant=tenant,
+        request_class=request_class,
         priority=submission.priority,
         computes_whole_prompt=submission.computes_whole_prompt,
         pooling=pooling,
         identity=identity,
         resume_info=resume_info,
-        again=submission.again,
+        again=accepted or submission.again,
+        accepted=accepted,
+        model=model,
         grammar=grammar,
         grammar_key=hashlib.sha256(grammar).digest() if grammar else b"",
         expected_output_tokens=submission.expected_output_tokens,
@@ -161,15 +200,17 @@ def arrival(peer: ev.Peer, submission: link_pb2.Submission, now: float) -> ev.Re
 
 
 def _check_sampling(serialized: bytes) -> None:
-    """The core passes sampling parameters on unread, so what is wrong with them must be found before."""
+    """Check the sampling parameters, because the core forwards them without parsing."""
     try:
         params = plan_pb2.SamplingParams.FromString(serialized)
     except DecodeError:
-        raise UnusableSubmissionError("the sampling parameters do not parse") from None
+        raise UnusableSubmissionError("sampling: not a valid SamplingParams message") from None
     if not 0 <= params.temperature < math.inf:
-        raise UnusableSubmissionError("a temperature that is negative or not finite")
+        raise UnusableSubmissionError("temperature: negative or not finite")
     if not (0 <= params.top_p <= 1 and 0 <= params.min_p <= 1) or max(params.top_k, params.choice) > _INT32_MAX:
-        raise UnusableSubmissionError("top_p, min_p, top_k or choice out of range")
+        raise UnusableSubmissionError("top_p, min_p, top_k or choice: out of range")
+    if max(params.logprobs, params.prompt_logprobs) > MAX_LOGPROBS:
+        raise UnusableSubmissionError(f"logprobs: more than {MAX_LOGPROBS} per token")
 
 
 def _refusal(peer: ev.Peer, submission: link_pb2.Submission, message: str) -> ef.RequestEnded:
@@ -188,17 +229,19 @@ def _point_in_time(remaining_ns: int, now: float) -> float | None:
 
 @dataclass(slots=True)
 class Outgoing:
-    """What one front end is to be told in this turn."""
+    """Messages for one front end in one turn."""
 
     _message: link_pb2.CoreMessage = field(default_factory=link_pb2.CoreMessage)
     _tokens: list[ef.TokensReady] = field(default_factory=list)
 
     def add_tokens(self, effect: ef.TokensReady) -> None:
-        """Streams got new tokens."""
+        """Add new tokens of streams."""
         self._tokens.append(effect)
 
     def add_scores(self, effect: ef.ScoresReady) -> None:
-        """Log-probabilities of a stream's tokens."""
+        """Add log-probabilities of a stream's tokens."""
+        if not _is_part(len(effect.scores) + _PART_OVERHEAD, f"log-probabilities of stream {effect.stream}"):
+            return
         self._message.scores.add(
             stream=effect.stream,
             first_index=effect.first_index,
@@ -207,7 +250,7 @@ class Outgoing:
         )
 
     def add_resume(self, effect: ef.ResumeAnswered) -> None:
-        """What is kept of a request that a client wants to go on with."""
+        """Add the log of a request that a client resumes; without it, if it does not fit into a frame."""
         reply = self._message.resume_replies.add(number=effect.number, not_found=effect.log is None)
         if effect.log is None:
             return
@@ -217,13 +260,16 @@ class Outgoing:
             reply.scores.add(first_index=index, scores=scores)
         if log.end is not None:
             _encode_end(reply.end, log.end)
+        if not _is_part(reply.ByteSize(), f"the log of request {log.request.request_id}"):
+            reply.Clear()
+            reply.number, reply.not_found = effect.number, True
 
     def add_end(self, effect: ef.RequestEnded) -> None:
-        """A stream ended."""
+        """Add the end of a stream."""
         _encode_end(self._message.ends.add(), effect)
 
     def set_state(self, state: ef.ServiceChanged, log_level: str) -> None:
-        """What is served, whether it can be used, and how much is to be logged, if not empty."""
+        """Set the state of the service, and the log level if not empty."""
         self._message.state.ready = state.ready
         self._message.state.log_level = log_level
         if state.model is not None:
@@ -242,30 +288,80 @@ class Outgoing:
             )
 
     def set_version(self, version: int) -> None:
-        """The version that is spoken from now on."""
+        """Set the negotiated protocol version."""
         self._message.protocol_version = version
 
-    def set_snapshot(self, request: int, families: list[link_pb2.MetricFamily]) -> None:
-        """The answer to a snapshot request."""
-        self._message.snapshot.CopyFrom(link_pb2.Snapshot(request=request, families=families))
+    def set_snapshot(self, request: int, families: Iterable[link_pb2.MetricFamily]) -> None:
+        """Set the answer to a snapshot request: as many metric families as fit into a frame."""
+        self._message.snapshot.CopyFrom(link_pb2.Snapshot(request=request, families=fitting(families)))
 
     def add_reply(self, reply: link_pb2.OperatorReply) -> None:
-        """The answer to an operator."""
+        """Add a reply to an operator."""
         self._message.operator_replies.append(reply)
 
-    def encode(self, incarnation: int) -> bytes:
-        """The frame."""
+    def encode(self, incarnation: int) -> list[bytes]:
+        """Encode the messages as frames, in the order in which to read them.
+
+        Raises:
+            FrameTooLargeError: a part does not fit into a frame.
+        """
         self._message.incarnation = incarnation
-        if self._tokens:
-            # Two steps of one stream in one turn stay in order; the reader appends entry by entry.
-            self._message.streams = b"".join([to_column(effect.streams) for effect in self._tokens])
-            self._message.first_indices = b"".join([to_column(effect.first_indices) for effect in self._tokens])
-            self._message.tokens = b"".join([to_column(effect.tokens) for effect in self._tokens])
-        return self._message.SerializeToString()
+        # The entries of two steps of one stream stay in order, because the reader appends them one by one.
+        streams, first_indices, tokens = (
+            b"".join([to_column(getattr(effect, name)) for effect in self._tokens]) for name in _TOKEN_COLUMNS
+        )
+        if tokens:
+            self._message.streams, self._message.first_indices, self._message.tokens = streams, first_indices, tokens
+        frame = self._message.SerializeToString()
+        return [frame] if len(frame) <= PACKED_BYTES else self._split(incarnation, streams, first_indices, tokens)
+
+    def _split(self, incarnation: int, streams: bytes, first_indices: bytes, tokens: bytes) -> list[bytes]:
+        """Encode several frames: log-probabilities before their tokens, ends after the tokens."""
+        whole = self._message
+        packer = Packer(lambda: link_pb2.CoreMessage(incarnation=incarnation))
+        head = packer.messages[0]
+        head.protocol_version = whole.protocol_version
+        if whole.HasField("state"):
+            head.state.CopyFrom(whole.state)
+        for scores in whole.scores:
+            what = f"log-probabilities of stream {scores.stream}"
+            packer.message_for(scores.ByteSize(), what).scores.append(scores)
+        for part in in_parts(range(len(tokens) // TOKEN_BYTES), _TOKEN_WIDTH):
+            cut = slice(TOKEN_BYTES * part.start, TOKEN_BYTES * part.stop)
+            message = packer.message_for(_TOKEN_WIDTH * len(part), "tokens")
+            message.streams, message.first_indices, message.tokens = streams[cut], first_indices[cut], tokens[cut]
+        for end in whole.ends:
+            packer.message_for(end.ByteSize(), f"the end of stream {end.stream}").ends.append(end)
+        for reply in whole.resume_replies:
+            what = f"the log of request {reply.submission.request_id}"
+            packer.message_for(reply.ByteSize(), what).resume_replies.append(reply)
+        if whole.HasField("snapshot"):
+            packer.message_for(whole.snapshot.ByteSize(), "metrics").snapshot.CopyFrom(whole.snapshot)
+        for operator_reply in whole.operator_replies:
+            message = packer.message_for(operator_reply.ByteSize(), "the answer to an operator")
+            message.operator_replies.append(operator_reply)
+        return [message.SerializeToString() for message in packer.messages]
+
+
+_TOKEN_COLUMNS = ("streams", "first_indices", "tokens")
+_TOKEN_WIDTH = TOKEN_BYTES * len(_TOKEN_COLUMNS)
+"""Size of a token in a frame, in bytes."""
+_PART_OVERHEAD = 64
+"""Upper bound of the overhead of log-probabilities in a frame, in bytes."""
+
+
+def _is_part(size: int, what: str) -> bool:
+    """Return whether a part fits into a frame; if not, log which part."""
+    try:
+        check_part(size, what)
+    except FrameTooLargeError as error:
+        log.error("part of a frame to a front end dropped: too large", error=str(error))
+        return False
+    return True
 
 
 def to_submission(request: ev.RequestArrived, tokens: bytes) -> link_pb2.Submission:
-    """What is kept of a request whose client may come back, with all tokens that it has."""
+    """Return the submission of a resumable request, with `tokens` as its tokens so far."""
     return link_pb2.Submission(
         request_id=request.request_id,
         token_ids=tokens,
@@ -281,18 +377,19 @@ def to_submission(request: ev.RequestArrived, tokens: bytes) -> link_pb2.Submiss
         grammar=request.grammar,
         identity=request.identity,
         resume_info=request.resume_info,
+        model=request.model,
     )
 
 
 def to_stream_end(effect: ef.RequestEnded) -> link_pb2.StreamEnd:
-    """How a stream ended, for its front end."""
+    """Return the message of a stream's end."""
     message = link_pb2.StreamEnd()
     _encode_end(message, effect)
     return message
 
 
 def from_stream_end(end: link_pb2.StreamEnd, request: ev.RequestArrived) -> ef.RequestEnded:
-    """The same, read back."""
+    """Return the effect that `to_stream_end` encoded."""
     return ef.RequestEnded(
         frontend=request.frontend,
         stream=end.stream,
@@ -305,6 +402,7 @@ def from_stream_end(end: link_pb2.StreamEnd, request: ev.RequestArrived) -> ef.R
         cached_prompt_tokens=end.cached_prompt_tokens,
         preemptions=end.preemptions,
         queued_s=end.queued_ns / 1e9,
+        field=end.field,
     )
 
 
@@ -319,3 +417,4 @@ def _encode_end(message: link_pb2.StreamEnd, effect: ef.RequestEnded) -> None:
     message.preemptions = effect.preemptions
     message.queued_ns = max(0, int(effect.queued_s * 1e9))
     message.embedding = effect.embedding
+    message.field = effect.field

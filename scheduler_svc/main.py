@@ -1,4 +1,4 @@
-"""Entry of the scheduler process."""
+"""Scheduler process: from a configuration to an exit code."""
 
 import signal
 import sys
@@ -6,8 +6,8 @@ import sys
 import zmq
 
 from scheduler_svc.admission_file import load_admission
-from scheduler_svc.collector import tame_collector
-from scheduler_svc.core.errors import InvalidLimitsError
+from scheduler_svc.collector import tune_collector
+from scheduler_svc.core.interface.errors import InvalidLimitsError
 from scheduler_svc.service import SchedulerService
 from shared.config import ConfigError, SchedulerConfig
 from shared.ids import draw_incarnation
@@ -16,7 +16,7 @@ from shared.telemetry import Telemetry
 
 
 def run(config: SchedulerConfig) -> int:
-    """Serves until SIGTERM or SIGINT; returns the exit code."""
+    """Run the scheduler until SIGTERM or SIGINT; return the exit code."""
     configure_logging("quire-scheduler")
     telemetry = Telemetry("quire-scheduler")
     try:
@@ -27,7 +27,7 @@ def run(config: SchedulerConfig) -> int:
         return 1
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: service.stop())
-    tame_collector()
+    tune_collector()
     get_logger().info("scheduler is up", frontends=config.frontend_address, workers=config.worker_address)
     try:
         service.run()

@@ -1,7 +1,7 @@
-"""The scheduler service's metrics: the core's figures and the workers' timings as Prometheus families.
+"""Metrics of the scheduler service: statistics of the core and timings of the workers, as Prometheus families.
 
-What carries a worker's name is there while the worker is: its counters go with it and begin at 0 when it comes back, so
-totals over workers are sums of rates (`sum(rate(...))`), never rates of sums.
+Series with a worker label exist while the worker is connected, and their counters restart at 0 when it returns. Totals
+over workers must therefore be sums of rates (`sum(rate(...))`), not rates of sums.
 """
 
 from collections.abc import Callable
@@ -11,16 +11,17 @@ from prometheus_client import CollectorRegistry, Histogram
 
 from protos.quire.link.v1 import link_pb2
 from protos.quire.plan.v1 import plan_pb2
-from scheduler_svc.core.stats import SchedulerStats, WorkerStats
+from scheduler_svc.core.lifecycle.statistics import SchedulerStats, WorkerStats
 from scheduler_svc.journal.journal import Journal
 from shared.metrics import collect_families
 
+_TURN_BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.1, 0.2, 0.5, 1, 5)
 _STEP_BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10)
 
 
 @dataclass(slots=True)
 class _WorkerTimes:
-    """What one worker has told of its steps."""
+    """Sums of one worker's step timings."""
 
     step_seconds: Histogram
     prepare_ns: int = 0
@@ -29,7 +30,7 @@ class _WorkerTimes:
     idle_ns: int = 0
 
     def phases(self) -> tuple[tuple[str, int], ...]:
-        """The totals by phase."""
+        """Return the sum of each phase, in ns."""
         return (
             ("prepare", self.prepare_ns),
             ("forward", self.forward_ns),
@@ -39,7 +40,7 @@ class _WorkerTimes:
 
 
 class SchedulerMetrics:
-    """Gathers what is not in the core's own figures and writes all of it out as families."""
+    """Metrics that the core does not have, and the export of all metrics as families."""
 
     def __init__(self) -> None:
         self.malformed_frames = 0
@@ -51,11 +52,21 @@ class SchedulerMetrics:
             buckets=_STEP_BUCKETS,
             registry=self._registry,
         )
+        self._turn_seconds = Histogram(
+            "quire_scheduler_turn_seconds",
+            "Time of one turn of the scheduler's loop, without its sleep",
+            buckets=_TURN_BUCKETS,
+            registry=self._registry,
+        )
         self._times: dict[str, _WorkerTimes] = {}
-        """By worker id."""
+        """Timings by worker ID."""
+
+    def observe_turn(self, seconds: float) -> None:
+        """Count a turn of the loop with its duration."""
+        self._turn_seconds.observe(seconds)
 
     def observe_step(self, worker_id: str, timings: plan_pb2.StepTimings) -> None:
-        """Takes in a worker's own measurement of one step."""
+        """Add a worker's timings of one step."""
         times = self._times.get(worker_id)
         if times is None:
             times = self._times[worker_id] = _WorkerTimes(self._step_seconds.labels(worker_id))
@@ -67,12 +78,12 @@ class SchedulerMetrics:
         times.idle_ns += timings.idle_before_ns
 
     def forget_worker(self, worker_id: str) -> None:
-        """Nobody serves under this name any more: names may be new with every worker that is started."""
+        """Drop the series of a worker that has left, because every new worker may have a new name."""
         if self._times.pop(worker_id, None) is not None:
             self._step_seconds.remove(worker_id)
 
     def families(self, stats: SchedulerStats, journal: Journal | None = None) -> list[link_pb2.MetricFamily]:
-        """Everything, as of now."""
+        """Return the current values of all metrics."""
         families = [
             _family("quire_requests_running", "gauge", "Requests that hold a row", [({}, stats.running)]),
             _family("quire_requests_waiting", "gauge", "Requests in the waiting queue", [({}, stats.waiting)]),
@@ -104,12 +115,12 @@ class SchedulerMetrics:
 def _journal_families(journal: Journal) -> list[link_pb2.MetricFamily]:
     stats = journal.stats
     figures: tuple[tuple[str, str, str, float], ...] = (
-        ("quire_journal_bytes", "gauge", "Space that the journal takes", journal.num_bytes),
-        ("quire_journal_requests", "gauge", "Requests that the journal covers", len(journal)),
-        ("quire_journal_writes", "gauge", "1 while the disk takes the journal", journal.covers),
-        ("quire_journal_commits", "counter", "Turns that the journal was told of", stats.commits),
+        ("quire_journal_bytes", "gauge", "Bytes of the journal's segments on disk", journal.num_bytes),
+        ("quire_journal_requests", "gauge", "Requests in the journal", len(journal)),
+        ("quire_journal_writes", "gauge", "1 while the journal can be written, else 0", journal.covers),
+        ("quire_journal_commits", "counter", "Turns of the scheduler loop that the journal recorded", stats.commits),
         ("quire_journal_failures", "counter", "Writes to the journal that failed", stats.failures),
-        ("quire_journal_forgotten", "counter", "Requests not covered for want of space", stats.forgotten),
+        ("quire_journal_forgotten", "counter", "Requests dropped from the journal because it is full", stats.forgotten),
     )
     return [_family(name, kind, help_text, [({}, value)]) for name, kind, help_text, value in figures]
 
@@ -135,11 +146,16 @@ def _worker_families(workers: list[WorkerStats]) -> list[link_pb2.MetricFamily]:
         (
             "quire_prefix_cache_hit_tokens",
             "counter",
-            "Those of the admitted tokens whose KV was in the prefix cache",
+            "Admitted tokens whose KV was in the prefix cache",
             lambda w: w.counters.cached_tokens,
         ),
         ("quire_sampled_tokens", "counter", "Tokens sampled and delivered", lambda w: w.counters.generated_tokens),
-        ("quire_discarded_tokens", "counter", "Tokens sampled in vain", lambda w: w.counters.discarded_tokens),
+        (
+            "quire_discarded_tokens",
+            "counter",
+            "Sampled tokens that were discarded",
+            lambda w: w.counters.discarded_tokens,
+        ),
         ("quire_host_blocks", "gauge", "Host KV blocks for swapping", lambda w: w.host_blocks_total),
         ("quire_host_blocks_held", "gauge", "Host KV blocks in use", lambda w: w.host_blocks_held),
         ("quire_swapped_out_blocks", "counter", "Blocks copied to the host", lambda w: w.swapped_out_blocks),

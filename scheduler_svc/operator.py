@@ -1,16 +1,17 @@
-"""What operators may ask of the core, and what they are told."""
+"""Operator requests: their events for the core, and the replies. Long lists are cut to fit into a frame."""
 
 from protos.quire.link.v1 import link_pb2
-from scheduler_svc.core import events as ev
-from scheduler_svc.core.history import Story
+from scheduler_svc.core.interface import events as ev
+from scheduler_svc.core.lifecycle.statistics import RequestStats, SchedulerStats, WorkerStats
+from scheduler_svc.core.requests.history import Story
 from scheduler_svc.core.scheduler import Scheduler
-from scheduler_svc.core.stats import RequestStats, SchedulerStats, WorkerStats
+from shared.packing import fitting
 
 MAX_LISTED = 10_000
 
 
 def to_events(request: link_pb2.OperatorRequest, core: Scheduler) -> list[ev.Event]:
-    """What the request asks the core to do; nothing for one that only looks."""
+    """Return the events of a request; none for a request that only reads state."""
     match request.WhichOneof("action"):
         case "drain_worker":
             drain = request.drain_worker
@@ -26,23 +27,23 @@ def to_events(request: link_pb2.OperatorRequest, core: Scheduler) -> list[ev.Eve
 
 
 def to_reply(request: link_pb2.OperatorRequest, core: Scheduler, now: float, *, done: int) -> link_pb2.OperatorReply:
-    """The state that the request asked for or led to; `done` is the number of events that it became."""
+    """Return the reply to a request, after its events; `done` is the number of these events."""
     reply = link_pb2.OperatorReply(number=request.number)
     match request.WhichOneof("action"):
         case "list_workers":
             reply.workers.extend(map(_worker_state, core.stats().workers))
         case "drain_worker":
-            _tell_of(request.drain_worker.worker_id, core.stats(), reply)
+            _add_worker(request.drain_worker.worker_id, core.stats(), reply)
         case "resume_worker":
-            _tell_of(request.resume_worker.worker_id, core.stats(), reply)
+            _add_worker(request.resume_worker.worker_id, core.stats(), reply)
         case "list_requests":
             found = core.requests(min(request.list_requests.most, MAX_LISTED))
-            reply.requests.extend(_request_state(each, now) for each in found)
+            reply.requests.extend(fitting(_request_state(each, now) for each in found))
         case "cancel_requests" | "cancel_by_id":
             reply.cancelled, reply.not_found = done, not done
         case "get_story":
             stories = core.stories(request.get_story.request_id)
-            reply.stories.extend(_story(each, now) for each in stories)
+            reply.stories.extend(fitting(_story(each, now) for each in stories))
             reply.not_found = not stories
         case "get_state":
             stats = core.stats()
@@ -54,8 +55,8 @@ def to_reply(request: link_pb2.OperatorRequest, core: Scheduler, now: float, *, 
     return reply
 
 
-def _tell_of(worker_id: str, stats: SchedulerStats, reply: link_pb2.OperatorReply) -> None:
-    """The worker of a name, or that there is none."""
+def _add_worker(worker_id: str, stats: SchedulerStats, reply: link_pb2.OperatorReply) -> None:
+    """Add the state of a worker to the reply, or set `not_found`."""
     reply.workers.extend(_worker_state(worker) for worker in stats.workers if worker.worker_id == worker_id)
     reply.not_found = not reply.workers
 

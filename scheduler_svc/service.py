@@ -1,8 +1,8 @@
-"""The scheduler process: one loop around the core.
+"""Scheduler service: one loop around the core.
 
-Each turn: take in every frame that has arrived, let time pass, plan for every worker whose plan is due, send what the
-turn produced. Sockets are drained before deadlines are looked at, so that a scheduler that stood still does not take
-answers that lie in its own buffers for silence. Nothing in the loop blocks but the poll.
+Each turn reads all frames that have arrived, advances the core's clock, plans for every worker whose plan is due, and
+sends the results of the turn. Sockets are drained before deadlines are checked, so that answers that wait in the
+socket's buffer after a pause do not count as missing. Only the poll blocks.
 """
 
 import math
@@ -14,8 +14,8 @@ import zmq
 from scheduler_svc import frontend_link, operator, worker_link
 from scheduler_svc.admission_file import NO_SETTINGS, AdmissionSettings
 from scheduler_svc.assembly import open_journal, protector, to_core_config
-from scheduler_svc.core import effects as ef
-from scheduler_svc.core import events as ev
+from scheduler_svc.core.interface import effects as ef
+from scheduler_svc.core.interface import events as ev
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.frontend_hub import FrontendHub
 from scheduler_svc.journal.journal import Journal
@@ -24,15 +24,17 @@ from scheduler_svc.tracing import SchedulerTracing
 from scheduler_svc.worker_hub import LOOK_INTERVAL_S, PING_INTERVAL_S, WorkerHub
 from shared.config import SchedulerConfig
 from shared.curve import FRONTEND, SCHEDULER, WORKER, AllowList, check_bind, load_keys
-from shared.frames import MalformedFrameError
+from shared.frames import FrameTooLargeError, MalformedFrameError
 from shared.logging import LEVELS, get_logger, set_level
 from shared.pulse import Pulse
 from shared.sockets import is_readable, receive_from, wait_readable
 from shared.telemetry import Telemetry
 from shared.versions import UnsupportedVersionError
 
-MAX_FRAMES_PER_TURN = 256
-"""Frames taken from one socket before the other one and planning get their turn."""
+RECEIVING_S = 0.004
+"""Longest time to read frames of one socket before the other socket and planning."""
+PLANNING_S = 0.008
+"""Longest time to make plans before the sockets are read again; the current plan is completed."""
 SHUTDOWN_FLUSH_S = 1.0
 SHUTDOWN_LINGER_MS = 500
 _FAULTS = {
@@ -42,13 +44,13 @@ _FAULTS = {
     ef.EndReason.POISON,
     ef.EndReason.STALLED,
 }
-"""Ends that are logged here. The front end tells of every end; under overload, refusals come by the thousand."""
+"""End reasons that are logged here. The front end logs every end; under overload there are thousands of refusals."""
 
 log = get_logger()
 
 
 class SchedulerService:
-    """Owns the sockets and the core; `run` serves until `stop` is called (from a signal handler, for example)."""
+    """Owner of the sockets and the core; `run` serves until `stop` is called, from a signal handler for example."""
 
     def __init__(
         self,
@@ -78,19 +80,19 @@ class SchedulerService:
         self._pulse = Pulse()
         self._next_tick = self._next_look = 0.0
         self._planned_at = 0.0
-        """When plans were last looked for."""
+        """Time of the last planning."""
         self._gone: dict[ev.Peer, str] = {}
-        """Workers that cannot be reached, and why; lost in the next turn unless a goodbye is read before."""
+        """Unreachable workers and the reasons; dropped in the next turn, unless their Goodbye is read before."""
         self._stopping = False
         self._log_level = ""
-        """What an operator wants of all logs; empty: nobody has said."""
+        """Log level that an operator has set; empty: none."""
 
     def stop(self) -> None:
-        """Makes `run` end after the present turn."""
+        """Make `run` return after the current turn."""
         self._stopping = True
 
     def run(self) -> None:
-        """Serves until stopped; then live requests are left to the front ends, or end with SHUTDOWN."""
+        """Serve until `stop`; then live requests are left to the front ends, or end with SHUTDOWN."""
         sockets = (self._workers.socket, self._frontends.socket)
         descriptors: tuple[int, ...] = ()
         if self._journal is not None:
@@ -101,32 +103,34 @@ class SchedulerService:
         while not self._stopping:
             if not more:
                 wait_readable(sockets, self._wake_at() - time.monotonic(), descriptors)
+            began = time.monotonic()
             more = self._turn()
+            self._metrics.observe_turn(time.monotonic() - began)
         if self._config.on_stop == "end":
             now = time.monotonic()
             self._carry_out(self._core.handle(ev.ShutdownRequested(), now), now)
         if self._journal is not None:
             self._journal.close()
-        # What was computed reaches its clients in any case.
+        # Computed tokens are still sent to their clients.
         self._frontends.drain(SHUTDOWN_FLUSH_S)
 
     def close(self) -> None:
-        """Closes the sockets."""
+        """Close the sockets."""
         self._workers.close()
-        # What was just flushed is still on its way.
+        # Frames that were just flushed are still being sent.
         self._frontends.socket.close(linger=SHUTDOWN_LINGER_MS)
         if self._allowed is not None:
             self._allowed.close()
         self._context.term()
 
     def _wake_at(self) -> float:
-        # Also what fell due while the last turn went on.
+        # Also plans that became due during the last turn.
         due = self._core.next_plan_due(self._planned_at)
         wake_at = min(self._next_tick, self._next_look)
         return wake_at if due is None else min(wake_at, due)
 
     def _turn(self) -> bool:
-        """One turn; returns whether there is more to do at once."""
+        """Run one turn; return whether the next turn must follow at once."""
         more = self._take_in(self._workers.socket, self._worker_frame)
         self._lose_gone(time.monotonic())
         more |= self._take_in(self._frontends.socket, self._frontend_frame)
@@ -141,6 +145,10 @@ class SchedulerService:
         self._planned_at = now
         for peer in self._core.due_workers(now):
             self._plan(peer)
+            if time.monotonic() - now > PLANNING_S:
+                # The other workers stay due, longest due first. Frames that have arrived meanwhile are read first.
+                more = True
+                break
         written, durable = 0, 0
         if self._journal is not None:
             self._journal.commit()
@@ -150,20 +158,22 @@ class SchedulerService:
         return more or bool(self._gone)
 
     def _take_in(self, socket: "zmq.Socket[bytes]", handle: Callable[[ev.Peer, bytes, float], None]) -> bool:
-        if not is_readable(socket):  # cheaper than what receiving nothing raises
+        if not is_readable(socket):  # cheaper than the exception of an empty receive
             return False
-        for _ in range(MAX_FRAMES_PER_TURN):
+        started = now = time.monotonic()
+        while now - started < RECEIVING_S:
             frame = receive_from(socket)
             if frame is None:
                 return False
             peer, payload = frame
+            now = time.monotonic()
             try:
-                handle(peer, payload, time.monotonic())
+                handle(peer, payload, now)
             except MalformedFrameError as error:
                 self._metrics.malformed_frames += 1
                 if self._metrics.malformed_frames == 1:
-                    told = "malformed frame dropped; further ones are only counted"
-                    log.warning(told, peer=peer.decode(errors="replace"), error=str(error))
+                    text = "malformed frame dropped; further ones are counted without a log line"
+                    log.warning(text, peer=peer.decode(errors="replace"), error=str(error))
         return True
 
     # ---------------------------------------------------------------- workers
@@ -173,12 +183,12 @@ class SchedulerService:
             event, timings = worker_link.decode(peer, payload)
         except UnsupportedVersionError as error:
             log.warning("worker refused", worker=peer.decode(errors="replace"), reason=str(error))
-            self._workers.send_carelessly(peer, worker_link.encode_refused(str(error)))
+            self._workers.try_send(peer, worker_link.encode_refused(str(error)))
             return
         match event:
             case ev.WorkerHello():
                 self._gone.pop(peer, None)
-                self._tracing.worker_lost(peer, now)  # whoever says hello again answers nothing of before
+                self._tracing.worker_lost(peer, now)  # after a new Hello the worker does not answer earlier plans
                 self._workers.add(peer, event.worker_id, now, process=event.process)
             case ev.WorkerLost():
                 self._forget_worker(peer, event.reason, now, orderly=event.orderly)
@@ -194,7 +204,7 @@ class SchedulerService:
         while True:
             now = time.monotonic()
             plan = self._core.plan(peer, now)
-            # Attempts that planning ended are closed before those that it begins are opened.
+            # Spans of attempts that planning ended are closed before new ones are opened.
             self._carry_out(self._core.take_effects(), now)
             if plan is None:
                 return
@@ -207,8 +217,18 @@ class SchedulerService:
                     step=plan.step,
                 )
             step_traceparent, attempts = self._tracing.plan_issued(plan, now)
-            frame = worker_link.encode_plan(plan, step_traceparent=step_traceparent, attempt_traceparents=attempts)
-            if not self._send_to_worker(peer, frame, now):
+            try:
+                frame = worker_link.encode_plan(plan, step_traceparent=step_traceparent, attempt_traceparents=attempts)
+            except FrameTooLargeError as error:
+                # The core assumes that the plan is executed, so the worker must start over. A request that fails twice
+                # is then planned alone.
+                log.error("plan not sent: it is too large", worker=self._workers.worker_id(peer), error=str(error))
+                self._workers.try_send(peer, worker_link.UNKNOWN)
+                self._gone[peer] = str(error)
+                return
+            is_sent = self._send_to_worker(peer, frame, now)
+            self._core.tidy()
+            if not is_sent:
                 return
 
     def _send_to_worker(self, peer: ev.Peer, frame: bytes, now: float) -> bool:
@@ -222,7 +242,7 @@ class SchedulerService:
         self._carry_out(self._core.handle(ev.WorkerLost(worker=peer, reason=reason), now), now)
 
     def _lose_gone(self, now: float) -> None:
-        """Gives up who could not be reached in the turn before. Who has left since is unknown here by now."""
+        """Drop the workers that were unreachable in the last turn, except those that have said Goodbye since."""
         gone, self._gone = self._gone, {}
         for peer, reason in gone.items():
             if self._workers.worker_id(peer) is not None:
@@ -232,7 +252,7 @@ class SchedulerService:
         worker_id = self._workers.worker_id(peer)
         self._workers.forget(peer, reason, orderly=orderly)
         self._tracing.worker_lost(peer, now)
-        # Another process may serve under its name by now.
+        # Another process may use its name by now.
         if worker_id is not None and not self._workers.knows(worker_id):
             self._metrics.forget_worker(worker_id)
 
@@ -251,10 +271,10 @@ class SchedulerService:
             self._carry_out(self._core.handle(event, now), now)
         for refusal in incoming.refused:
             self._metrics.malformed_frames += 1
-            log.warning("unusable submission refused", request_id=refusal.request_id, error=refusal.message)
+            log.warning("invalid submission refused", request_id=refusal.request_id, error=refusal.message)
         self._carry_out([*incoming.refused], now)
         if incoming.hello or incoming.report is not None:
-            # The state answers every report too: that is how a front end knows that the core is alive.
+            # The state also answers every report, as a heartbeat of the core.
             self._frontends.outgoing(peer).set_state(self._core.service_state(), self._log_level)
         if incoming.report is not None:
             self._frontends.set_report(peer, incoming.report)
@@ -265,7 +285,7 @@ class SchedulerService:
         for request in incoming.operator_requests:
             orders = operator.to_events(request, self._core)
             for order in orders:
-                if not request.HasField("cancel_requests"):  # that is what a client asked for
+                if not request.HasField("cancel_requests"):  # the normal request of a client
                     log.info("operator", order=str(order))
                 self._carry_out(self._core.handle(order, now), now)
             reply = operator.to_reply(request, self._core, now, done=len(orders))
@@ -276,14 +296,14 @@ class SchedulerService:
             self._lose_frontend(peer, "goodbye", now, orderly=True)
 
     def _set_log_level(self, level: str) -> str:
-        """Changes the level of all processes' logs; returns this one's before."""
+        """Set the log level of all processes; return the previous level of this process."""
         if level not in LEVELS:
             return ""
         self._log_level = level
         before = set_level(level)
         log.info("log level", level=level, before=before)
         self._workers.set_log_level(level)
-        self._next_tick = -math.inf  # pings leave in this turn: before the answer, and before any later plan
+        self._next_tick = -math.inf  # send pings in this turn, before the answer and any later plan
         for outgoing in self._frontends.everyone():
             outgoing.set_state(self._core.service_state(), level)
         return before
@@ -296,8 +316,8 @@ class SchedulerService:
 
     def _tick(self, now: float) -> None:
         for peer in self._frontends.expired(now):
-            self._lose_frontend(peer, "its lease ran out", now)
-        self._gone |= dict.fromkeys(self._workers.ping(now), "its connection is gone")
+            self._lose_frontend(peer, "its lease expired", now)
+        self._gone |= dict.fromkeys(self._workers.ping(now), "its connection was closed")
         if self._allowed is not None:
             self._allowed.refresh()
         self._carry_out(self._core.handle(ev.TimePassed(), now), now)
@@ -328,11 +348,11 @@ class SchedulerService:
                 case ef.WorkerWelcomed():
                     self._welcome(effect, now)
                 case ef.WorkerRefused():
-                    self._workers.send_carelessly(effect.worker, worker_link.encode_refused(effect.reason))
+                    self._workers.try_send(effect.worker, worker_link.encode_refused(effect.reason))
                     self._forget_worker(effect.worker, f"refused: {effect.reason}", now)
                 case ef.WorkerUnknown():
-                    self._workers.send_carelessly(effect.worker, worker_link.UNKNOWN)
-                    self._forget_worker(effect.worker, "given up", now)
+                    self._workers.try_send(effect.worker, worker_link.UNKNOWN)
+                    self._forget_worker(effect.worker, "the scheduler dropped it", now)
                 case ef.WorkerEmptied():
                     log.warning(
                         "requests wait for another worker",
@@ -341,7 +361,9 @@ class SchedulerService:
                         request_ids=effect.request_ids,
                     )
                 case ef.GrammarWanted():
-                    frame = worker_link.encode_prepare_grammar(effect.epoch, key=effect.key, grammar=effect.grammar)
+                    frame = worker_link.encode_prepare_grammar(
+                        effect.epoch, key=effect.key, grammar=effect.grammar, drop=effect.drop
+                    )
                     self._send_to_worker(effect.worker, frame, now)
                 case ef.AttemptPrefilled():
                     self._tracing.attempt_prefilled((effect.frontend, effect.stream), now)
@@ -349,10 +371,10 @@ class SchedulerService:
                     self._tracing.attempt_ended((effect.frontend, effect.stream), effect.outcome, now)
 
     def _drop_other_models(self, journal: Journal, fingerprint: str, now: float) -> None:
-        """What one model has begun is not for another one to go on with."""
+        """Drop the requests of other models from the journal."""
         identities = journal.of_other_models(fingerprint)
         if identities:
-            log.warning("requests of another model are given up", requests=len(identities))
+            log.warning("requests of another model dropped from the journal", requests=len(identities))
             self._carry_out(self._core.handle(ev.RequestsDropped(identities=identities), now), now)
 
     def _welcome(self, effect: ef.WorkerWelcomed, now: float) -> None:
@@ -367,6 +389,6 @@ class SchedulerService:
 
 
 def _log_end(effect: ef.RequestEnded) -> None:
-    """A line for a request that somebody should look after."""
+    """Log the end of a request if it is a fault."""
     if effect.reason in _FAULTS:
         log.warning("request failed", request_id=effect.request_id, reason=effect.reason.value, detail=effect.message)

@@ -1,11 +1,11 @@
-"""The scheduler's spans: per traced request its waits and attempts, per step that holds one a step trace.
+"""Spans of the scheduler: waits and attempts of each traced request, and a trace per step with such a request.
 
-Request trace (the client's): `queue` for every wait, `attempt` for every placement on a worker, with `prefill` and
-`decode` inside. An attempt is the scheduler's to tell: a worker that dies never exports its own spans.
+Request trace (the client's): a `queue` span per wait and an `attempt` span per placement on a worker, with `prefill`
+and `decode` as children. The scheduler records attempts, because a worker that dies does not export its spans.
 
-Step trace (its own trace): `scheduler.step` from plan to answer, whose traceparent the worker continues. Steps link to
-the attempts in them and attempts to their steps. A span takes 128 links; further ones go to continuation spans. Of the
-steps that hold a traced request a share can be left out, evenly: at many steps a second, they are most of all spans.
+Step trace (its own trace): `scheduler.step` from plan to answer; the worker continues its traceparent. Steps and
+attempts link to each other. A span has at most 128 links; further links go to continuation spans. Steps are most of
+all spans, so only a share of the steps with a traced request gets a span (`trace_steps`).
 """
 
 from collections.abc import Iterator, Sequence
@@ -14,14 +14,14 @@ from dataclasses import dataclass, field
 from opentelemetry import trace
 from opentelemetry.trace import Link, Span, SpanContext
 
-from scheduler_svc.core.plan import Plan, RowAdmission
-from scheduler_svc.core.records import Peer
+from scheduler_svc.core.interface.plan import Plan, RowAdmission
+from scheduler_svc.core.interface.records import Peer
 from shared.telemetry import MAX_LINKS, Telemetry, from_traceparent, to_traceparent
 
 StreamKey = tuple[Peer, int]
 
 _ROUNDING = 1e-9
-"""Ten tenths must make a whole."""
+"""Tolerance for sums of shares: ten times 0.1 must reach 1."""
 
 
 @dataclass(slots=True)
@@ -32,18 +32,18 @@ class _Attempt:
 
 
 class SchedulerTracing:
-    """Open spans by request and step."""
+    """Open spans, by request and by step."""
 
     def __init__(self, telemetry: Telemetry, clock_offset_ns: int, trace_steps: float = 1.0) -> None:
-        """Opens nothing yet.
+        """Start without open spans.
 
         Args:
-            telemetry: the process's.
-            clock_offset_ns: turns core time into Unix time.
-            trace_steps: share of the steps with a traced request that get a span, 0 to 1.
+            telemetry: telemetry of the process.
+            clock_offset_ns: Unix time minus core time, in ns.
+            trace_steps: share of the steps with a traced request that get a span, from 0 to 1.
         """
         self._trace_steps = trace_steps
-        # Grows by the share with each such step; whenever it is full, a step is traced. Full, so that the first one is.
+        # Grows by the share with each such step; a step is traced when it reaches 1. Starts at 1: the first is traced.
         self._step_share = 1.0
         self._exports = telemetry.exports
         self._tracer = telemetry.tracer
@@ -53,7 +53,7 @@ class SchedulerTracing:
         self._steps: dict[tuple[Peer, int, int], Span] = {}
 
     def plan_issued(self, plan: Plan, now: float) -> tuple[str, dict[StreamKey, str]]:
-        """Opens the spans that a plan begins; returns the traceparents of the step and of each new attempt."""
+        """Open the spans of a plan; return the traceparents of its step and of each new attempt."""
         if not self._exports:
             return "", {}
         traceparents = {
@@ -87,20 +87,20 @@ class SchedulerTracing:
         return to_traceparent(span), traceparents
 
     def step_answered(self, worker: Peer, epoch: int, step: int, now: float) -> None:
-        """Closes the step's span."""
+        """Close the step's span."""
         span = self._steps.pop((worker, epoch, step), None)
         if span is not None:
             span.end(self._unix_ns(now))
 
     def worker_lost(self, worker: Peer, now: float) -> None:
-        """Closes the spans of steps that will never be answered."""
+        """Close the spans of the worker's unanswered steps."""
         for key in [key for key in self._steps if key[0] == worker]:
             span = self._steps.pop(key)
             span.set_status(trace.StatusCode.ERROR, "worker lost")
             span.end(self._unix_ns(now))
 
     def attempt_prefilled(self, key: StreamKey, now: float) -> None:
-        """The first token is there: prefill ends, decode begins."""
+        """Close `prefill` and open `decode`, at the first token of an attempt."""
         attempt = self._attempts.get(key)
         if attempt is None:
             return
@@ -110,7 +110,7 @@ class SchedulerTracing:
         )
 
     def attempt_ended(self, key: StreamKey, outcome: str, now: float) -> None:
-        """The request left its worker."""
+        """Close the spans of an attempt whose request left its worker."""
         attempt = self._attempts.pop(key, None)
         if attempt is None:
             return
@@ -143,7 +143,7 @@ class SchedulerTracing:
         return to_traceparent(span)
 
     def _takes_step(self) -> bool:
-        """Whether this step, which holds a traced request, gets a span."""
+        """Return whether a step with a traced request gets a span."""
         if not self._trace_steps:
             return False
         taken = self._step_share >= 1.0 - _ROUNDING

@@ -1,8 +1,9 @@
-"""All connected workers: who is known under which routing id, and that each hears something often enough.
+"""Worker hub: all connected workers, by routing ID, and their heartbeats.
 
-A ROUTER's monitor does not say which peer left; a send to it does. So something goes to every worker at least every
-`PING_INTERVAL_S`, which bounds how long the end of a connection stays unnoticed. A process of this machine is looked at
-as well, every `LOOK_INTERVAL_S`: it keeps its connection until the kernel has taken its memory back.
+The monitor of a ROUTER socket does not tell which peer disconnected, but a send to that peer fails. The hub therefore
+sends at least a ping to every worker every `PING_INTERVAL_S`, which bounds the delay to detect a lost connection. A
+process that dies keeps its connection until the kernel has freed its memory, so the hub also polls the state of local
+worker processes every `LOOK_INTERVAL_S`.
 """
 
 import math
@@ -12,10 +13,11 @@ from functools import partial
 import zmq
 
 from scheduler_svc import worker_link
-from scheduler_svc.core import events as ev
+from scheduler_svc.core.interface import events as ev
+from shared.frames import PLAN_MAX_MESSAGE
 from shared.logging import get_logger
 from shared.process_watch import ProcessWatch
-from shared.sockets import PLAN_HEARTBEAT, PLAN_MAX_MESSAGE, Protect, SendOutcome, bind_router, send_to
+from shared.sockets import PLAN_HEARTBEAT, Protect, SendOutcome, bind_router, send_to
 
 PING_INTERVAL_S = 0.05
 LOOK_INTERVAL_S = 0.02
@@ -28,17 +30,17 @@ class _Worker:
     worker_id: str
     last_sent: float
     epoch: int = 0
-    """0 before it was welcomed."""
+    """Epoch of the worker; 0 before Welcome."""
     ping: bytes = b""
-    """The ping of its epoch; empty before it was welcomed."""
+    """Encoded ping of the epoch; empty before Welcome."""
     watch: ProcessWatch | None = None
-    """Of a process on this machine."""
+    """Watch of the worker's process; None if it runs on another machine."""
     was_dying: bool = False
-    """Whether its process was dying at the last look."""
+    """Whether the process was dying at the last poll."""
 
 
 class WorkerHub:
-    """The ROUTER that workers connect to."""
+    """ROUTER socket that workers connect to, and the state of each worker."""
 
     def __init__(
         self, context: "zmq.Context[zmq.Socket[bytes]]", address: str, protect: Protect = lambda _socket: None
@@ -50,49 +52,54 @@ class WorkerHub:
         self._log_level = ""
 
     def add(self, peer: ev.Peer, worker_id: str, now: float, *, process: str = "") -> None:
-        """A worker said hello."""
+        """Add a worker that sent Hello."""
         self._close_watch(peer)
         self._workers[peer] = _Worker(worker_id, now, watch=ProcessWatch.open(process) if process else None)
 
     def welcomed(self, peer: ev.Peer, epoch: int) -> None:
-        """The worker's epoch begins."""
+        """Note that the worker was welcomed with a new epoch."""
         worker = self._workers[peer]
         worker.epoch, worker.ping = epoch, worker_link.encode_ping(epoch, self._log_level)
         log.info("worker joined", worker=worker.worker_id, epoch=f"{epoch:016x}")
 
     def worker_id(self, peer: ev.Peer) -> str | None:
-        """The worker's name, or None for a stranger."""
+        """Return the worker's name; None if the peer is unknown."""
         worker = self._workers.get(peer)
         return worker.worker_id if worker is not None else None
 
     def knows(self, worker_id: str) -> bool:
-        """Whether a worker of this name is connected."""
+        """Return whether a worker of this name is connected."""
         return any(worker.worker_id == worker_id for worker in self._workers.values())
 
     def forget(self, peer: ev.Peer, reason: str, *, orderly: bool = False) -> None:
-        """Drops a worker, which is nothing to worry about when it left of its own will."""
+        """Drop a worker; `orderly` if it said Goodbye, which is logged at a lower level."""
         self._close_watch(peer)
         worker = self._workers.pop(peer, None)
         if worker is not None:
-            tell = partial(log.info, "worker left") if orderly else partial(log.warning, "worker lost")
-            tell(worker=worker.worker_id, epoch=f"{worker.epoch:016x}", reason=reason)
+            write = partial(log.info, "worker left") if orderly else partial(log.warning, "worker lost")
+            write(worker=worker.worker_id, epoch=f"{worker.epoch:016x}", reason=reason)
 
     def send(self, peer: ev.Peer, frame: bytes, now: float) -> str | None:
-        """Sends a frame that must arrive; returns why the worker is lost, if it is."""
+        """Send a frame that must arrive; return the reason if the worker is lost, else None."""
         outcome = send_to(self.socket, peer, frame)
         if outcome is SendOutcome.SENT:
             worker = self._workers.get(peer)
             if worker is not None:
                 worker.last_sent = now
             return None
-        return "its connection is gone" if outcome is SendOutcome.GONE else "it takes no more frames"
+        return (
+            "its connection was closed" if outcome is SendOutcome.GONE else "it does not read: its send queue is full"
+        )
 
-    def send_carelessly(self, peer: ev.Peer, frame: bytes) -> None:
-        """Sends a frame to a peer that may be gone."""
+    def try_send(self, peer: ev.Peer, frame: bytes) -> None:
+        """Send a frame to a peer that may be disconnected; ignore failures."""
         send_to(self.socket, peer, frame)
 
     def dying(self) -> list[ev.Peer]:
-        """The workers whose processes were dying at the last look already: what they said before that has arrived."""
+        """Poll the worker processes; return workers whose process was also dying at the last poll.
+
+        All that such a process sent before it died has arrived by then.
+        """
         found = []
         for peer, worker in self._workers.items():
             if worker.watch is not None and worker.watch.is_dying():
@@ -102,13 +109,13 @@ class WorkerHub:
         return found
 
     def close(self) -> None:
-        """Closes the socket, and forgets everybody."""
+        """Close the socket and the process watches."""
         for peer in self._workers:
             self._close_watch(peer)
         self.socket.close()
 
     def set_log_level(self, level: str) -> None:
-        """Every worker is told with its next ping, which is due at once."""
+        """Send the log level to every worker with the next ping, which is due at once."""
         self._log_level = level
         for worker in self._workers.values():
             if worker.epoch:
@@ -116,12 +123,12 @@ class WorkerHub:
                 worker.last_sent = -math.inf
 
     def ping(self, now: float) -> list[ev.Peer]:
-        """Pings who has heard nothing for a while; returns the workers that turned out to be gone."""
+        """Ping the workers for which a ping is due; return the workers whose connection is closed."""
         gone = []
         for peer, worker in self._workers.items():
             if worker.ping and now - worker.last_sent >= PING_INTERVAL_S:
                 worker.last_sent = now
-                # A full queue is no death: a worker in a long step reads nothing.
+                # A full queue does not mean a dead worker: a worker in a long step does not read.
                 if send_to(self.socket, peer, worker.ping) is SendOutcome.GONE:
                     gone.append(peer)
         return gone

@@ -1,19 +1,27 @@
-"""Frames between scheduler and workers: bytes to events, plans to bytes. Knows the protocol, decides nothing.
+"""Codec of the frames between the scheduler and workers: bytes to events, plans to bytes.
 
-A frame that does not parse, or whose columns do not fit together, is a `MalformedFrameError`; what it means belongs to
-the core, how often it happened to the service.
+A frame that cannot be parsed, or whose columns differ in length, raises `MalformedFrameError`. The service counts these
+errors; the core handles the events.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 from google.protobuf.message import DecodeError
 
 from protos.quire.plan.v1 import plan_pb2
-from scheduler_svc.core import events as ev
-from scheduler_svc.core.plan import Plan, RowAdmission
-from scheduler_svc.core.swapping import joined
+from scheduler_svc.core.interface import events as ev
+from scheduler_svc.core.interface.plan import Plan, RowAdmission
+from scheduler_svc.core.memory.swapping import joined
 from shared.columns import MalformedColumnError, from_column, from_columns, to_column
-from shared.frames import MAX_SEQUENCE, MAX_VOCABULARY, PLAN_VERSIONS, MalformedFrameError
+from shared.frames import (
+    MAX_SEQUENCE,
+    MAX_VOCABULARY,
+    PLAN_MAX_MESSAGE,
+    PLAN_VERSIONS,
+    FrameTooLargeError,
+    MalformedFrameError,
+)
 from shared.versions import UnsupportedVersionError, negotiate, spoken
 
 _MAX_ROWS = 1 << 16
@@ -21,22 +29,35 @@ _MAX_BLOCKS = 1 << 22
 _MAX_BLOCK_SIZE = 1 << 16
 _MAX_HIDDEN = 1 << 20
 _MAX_DEVICE = 128
-"""Characters; only people read them."""
+"""Longest device name in characters; it is only displayed."""
+_MAX_FIELD = 128
+"""Longest field name in characters."""
 _MAX_TABLE = 1 << 28
-"""Entries of a worker's block tables. Untouched ones take no memory, but there must be room for them."""
+"""Most entries of a worker's block tables. Unused entries take address space but no memory."""
+_HELLO_REASONS = {
+    plan_pb2.HELLO_REASON_SESSION_LOST: ev.HelloReason.SESSION_LOST,
+    plan_pb2.HELLO_REASON_PROTOCOL_ERROR: ev.HelloReason.PROTOCOL_ERROR,
+    plan_pb2.HELLO_REASON_STEP_FAILED: ev.HelloReason.STEP_FAILED,
+}
 _POOLINGS = {
     ev.Pooling.NONE: plan_pb2.POOLING_UNSPECIFIED,
     ev.Pooling.LAST: plan_pb2.POOLING_LAST,
     ev.Pooling.MEAN: plan_pb2.POOLING_MEAN,
 }
+_FAILURE_KINDS = {
+    plan_pb2.ROW_FAILURE_KIND_NOT_FINITE: ev.FailureKind.NOT_FINITE,
+    plan_pb2.ROW_FAILURE_KIND_NO_TOKEN_ALLOWED: ev.FailureKind.NO_TOKEN_ALLOWED,
+    plan_pb2.ROW_FAILURE_KIND_GRAMMAR_TOO_COSTLY: ev.FailureKind.GRAMMAR_TOO_COSTLY,
+    plan_pb2.ROW_FAILURE_KIND_INTERNAL: ev.FailureKind.INTERNAL,
+}
 
 
 def decode(peer: ev.Peer, payload: bytes) -> tuple[ev.Event, plan_pb2.StepTimings | None]:
-    """The event that a worker's frame stands for, with the step's timings if it answers one.
+    """Decode a worker's frame into an event, with the timings if it is a step result.
 
     Raises:
-        MalformedFrameError: see the module.
-        UnsupportedVersionError: a hello of a worker that speaks no version of ours, or of another kind of model.
+        MalformedFrameError: the frame is malformed.
+        UnsupportedVersionError: the Hello has no common protocol version, or the worker's limits are not supported.
     """
     try:
         message = plan_pb2.WorkerMessage.FromString(payload)
@@ -52,25 +73,29 @@ def decode(peer: ev.Peer, payload: bytes) -> tuple[ev.Event, plan_pb2.StepTiming
             return ev.WorkerCompiling(worker=peer, epoch=message.epoch, expected_s=expected_s), None
         case "grammar":
             report = message.grammar
-            failure = " ".join(report.failure.split())[:500]
+            failure = _grammar_failure(report)
             return ev.GrammarReported(worker=peer, epoch=message.epoch, key=report.key, failure=failure), None
         case "goodbye":
             return ev.WorkerLost(worker=peer, reason=f"goodbye: {message.goodbye.reason}", orderly=True), None
         case _:
-            raise MalformedFrameError("a message without a body")
+            raise MalformedFrameError("the message has no body")
 
 
 def encode_plan(plan: Plan, *, step_traceparent: str, attempt_traceparents: dict[tuple[bytes, int], str]) -> bytes:
-    """A plan as a frame; traceparents are looked up by (front end, stream)."""
+    """Encode a plan; `attempt_traceparents` has the traceparents by (front end, stream).
+
+    Raises:
+        FrameTooLargeError: the frame exceeds the limit. Admission bounds the size of plans, so this is a bug.
+    """
     frame = plan_pb2.SchedulerMessage(epoch=plan.epoch)
-    # Filled in place, since a message is copied when it is put into another one.
+    # Filled in place, because adding a message to another one copies it.
     message = frame.plan
     message.step = plan.step
     message.traceparent = step_traceparent
     for admission in plan.admissions:
         traceparent = attempt_traceparents.get((admission.frontend, admission.stream), "")
         _encode_admission(message.admissions.add(), admission, traceparent)
-    # Most columns of most plans are empty, and a field that is not set costs nothing.
+    # Most columns of most plans are empty, and an unset field costs nothing.
     if len(plan.leaves):
         message.leaves = to_column(plan.leaves)
     if len(plan.append_rows):
@@ -87,33 +112,43 @@ def encode_plan(plan: Plan, *, step_traceparent: str, attempt_traceparents: dict
         message.swap_out_blocks, message.swap_out_host_blocks = map(to_column, joined(plan.swap_outs))
         message.swap_in_host_blocks, message.swap_in_blocks = map(to_column, joined(plan.swap_ins))
         message.copy_ids = to_column([copy.copy_id for copy in plan.swap_outs + plan.swap_ins])
-    return frame.SerializeToString()
+    encoded = frame.SerializeToString()
+    if len(encoded) > PLAN_MAX_MESSAGE:
+        raise FrameTooLargeError(_too_large(message, len(encoded)))
+    return encoded
 
 
 def encode_welcome(epoch: int, *, max_in_flight: int, silence_s: float, version: int) -> bytes:
-    """Opens an epoch, in which `version` of the protocol is spoken."""
+    """Encode Welcome, which opens an epoch with `version` of the protocol."""
     welcome = plan_pb2.Welcome(max_in_flight=max_in_flight, silence_ms=int(silence_s * 1000), protocol_version=version)
     return plan_pb2.SchedulerMessage(epoch=epoch, welcome=welcome).SerializeToString()
 
 
 def encode_refused(reason: str) -> bytes:
-    """Turns a worker away for good."""
+    """Encode Refused, after which the worker exits."""
     return plan_pb2.SchedulerMessage(refused=plan_pb2.Refused(reason=reason)).SerializeToString()
 
 
-def encode_prepare_grammar(epoch: int, *, key: bytes, grammar: bytes) -> bytes:
-    """Asks for a grammar to be compiled."""
-    prepare = plan_pb2.PrepareGrammar(key=key, grammar=grammar)
+def encode_prepare_grammar(epoch: int, *, key: bytes, grammar: bytes, drop: Sequence[bytes]) -> bytes:
+    """Encode the request to compile a grammar, and to drop those with the keys in `drop`."""
+    prepare = plan_pb2.PrepareGrammar(key=key, grammar=grammar, drop=drop)
     return plan_pb2.SchedulerMessage(epoch=epoch, prepare_grammar=prepare).SerializeToString()
 
 
 def encode_ping(epoch: int, log_level: str) -> bytes:
-    """Says that the scheduler is there and still holds the epoch open, and how much is to be logged, if not empty."""
+    """Encode a ping, the heartbeat of an epoch; with the log level for the worker, if not empty."""
     return plan_pb2.SchedulerMessage(epoch=epoch, ping=plan_pb2.Ping(log_level=log_level)).SerializeToString()
 
 
 UNKNOWN = plan_pb2.SchedulerMessage(unknown=plan_pb2.Unknown()).SerializeToString()
-"""Makes the receiver say hello again."""
+"""Encoded Unknown, which makes the receiver send a new Hello."""
+
+
+def _too_large(plan: plan_pb2.Plan, size: int) -> str:
+    """Return the message for a plan that exceeds a frame."""
+    heaviest = max(plan.admissions, key=lambda admission: admission.ByteSize(), default=None)
+    request = "" if heaviest is None else f": request {heaviest.request_id} has {heaviest.ByteSize()} of them"
+    return f"plan {plan.step}: {size} bytes exceed the limit of {PLAN_MAX_MESSAGE} bytes per frame{request}"
 
 
 def _encode_admission(message: plan_pb2.Admission, admission: RowAdmission, traceparent: str) -> None:
@@ -131,10 +166,10 @@ def _encode_admission(message: plan_pb2.Admission, admission: RowAdmission, trac
 
 
 def _step_done(peer: ev.Peer, epoch: int, result: plan_pb2.StepResult) -> ev.StepDone:
-    # Looking for what nearly no answer has, one field after the other, would cost as much as all the rest.
+    # Nearly all results have none of these fields; checking each one would double the cost.
     parts: dict[str, Any] = {field.name: value for field, value in result.ListFields()}
     if "counts" in parts:
-        raise MalformedFrameError("several tokens per row were not planned")
+        raise MalformedFrameError("counts: more than one token per row was not planned")
     try:
         rows, tokens = from_columns(result.rows, result.tokens)
         completed_copies = from_column(result.completed_copies).tolist() if "completed_copies" in parts else ()
@@ -148,7 +183,14 @@ def _step_done(peer: ev.Peer, epoch: int, result: plan_pb2.StepResult) -> ev.Ste
         rows=rows,
         tokens=tokens,
         failures=[
-            ev.FailedRow(row=failure.row, generation=failure.generation, reason=failure.reason[:500])
+            ev.FailedRow(
+                row=failure.row,
+                generation=failure.generation,
+                # An unknown kind is treated like the most severe one.
+                kind=_FAILURE_KINDS.get(failure.kind, ev.FailureKind.NOT_FINITE),
+                reason=failure.reason[:500],
+                field=failure.field[:_MAX_FIELD],
+            )
             for failure in parts.get("failures", ())
         ],
         scores=[
@@ -166,11 +208,19 @@ def _step_done(peer: ev.Peer, epoch: int, result: plan_pb2.StepResult) -> ev.Ste
     )
 
 
+def _grammar_failure(report: plan_pb2.GrammarReport) -> ev.GrammarFailure | None:
+    if not report.failure and report.cause == plan_pb2.GRAMMAR_FAILURE_CAUSE_UNSPECIFIED:
+        return None
+    # A worker of an earlier release does not send the cause; other workers may then try.
+    is_invalid = report.cause == plan_pb2.GRAMMAR_FAILURE_CAUSE_GRAMMAR
+    return ev.GrammarFailure(" ".join(report.failure.split())[:500] or "no reason given", is_invalid)
+
+
 def _hello(peer: ev.Peer, hello: plan_pb2.Hello) -> ev.WorkerHello:
     theirs = spoken(hello.protocol_version, hello.newest_protocol_version)
     version = negotiate("plan", scheduler=PLAN_VERSIONS, peer=theirs, role="worker")
     if hello.num_kv_groups != 1:
-        raise UnsupportedVersionError(f"{hello.num_kv_groups} KV groups; this scheduler knows one")
+        raise UnsupportedVersionError(f"num_kv_groups: {hello.num_kv_groups} is not supported; use one KV group")
     model = hello.model
     if not (
         0 < len(hello.worker_id.encode()) <= 64
@@ -181,12 +231,12 @@ def _hello(peer: ev.Peer, hello: plan_pb2.Hello) -> ev.WorkerHello:
         and model.vocab_size <= MAX_VOCABULARY
         and model.hidden_size <= _MAX_HIDDEN
     ):
-        raise MalformedFrameError("worker_id, max_rows, num_blocks, block_size or the model is out of range")
+        raise MalformedFrameError("Hello: worker_id, max_rows, num_blocks, block_size or model is out of range")
     longest = min(hello.num_blocks, -(-model.max_model_len // max(hello.block_size, 1)))
     if hello.max_rows * longest > _MAX_TABLE:
         raise UnsupportedVersionError(
-            f"max_num_seqs ({hello.max_rows}) sequences of max_model_len ({model.max_model_len}) need block tables of"
-            f" more than {_MAX_TABLE} entries: lower one of them, or raise block_size"
+            f"max_num_seqs ({hello.max_rows}) sequences of max_model_len ({model.max_model_len}) need more than"
+            f" {_MAX_TABLE} block-table entries; lower one of them, or raise block_size"
         )
     return ev.WorkerHello(
         worker=peer,
@@ -211,4 +261,5 @@ def _hello(peer: ev.Peer, hello: plan_pb2.Hello) -> ev.WorkerHello:
         pid=hello.pid,
         process=hello.process,
         protocol_version=version,
+        reason=_HELLO_REASONS.get(hello.reason, ev.HelloReason.STARTED),
     )

@@ -1,7 +1,8 @@
-"""Many generations on one call: requests come in under keys, their answers go out interleaved.
+"""Batches: many generation requests on one bidirectional call, with interleaved responses.
 
-Each request runs as `Generate` would run it. What one writes waits for the reader like all others, so a reader that
-lags slows its own call and nothing else. Requests beyond `MAX_IN_PROGRESS` stay unread with gRPC until others end.
+The client gives each request a key, and each response carries that key. Each request runs as `Generate` would run it. A
+client that reads slowly slows down its own call only. At most `MAX_IN_PROGRESS` requests run at a time; further ones
+stay unread in gRPC's buffer.
 """
 
 import asyncio
@@ -11,7 +12,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from quire.v1 import generation_pb2 as v1
 from services.boundary import MalformedRequest
 from services.context import Caller
-from services.delivery import FAREWELL_S
+from services.delivery import FINAL_WRITE_TIMEOUT_S
 from services.errors import InternalError, RequestCancelledError, to_error
 from services.generation import Generator
 from shared.errors import FieldViolation, InvalidRequestError, QuireError
@@ -19,7 +20,7 @@ from shared.ids import draw_error_id
 from shared.logging import get_logger
 
 MAX_IN_PROGRESS = 256
-"""Requests of one call that run at the same time."""
+"""Maximum number of concurrent requests per call."""
 
 
 class Batch:
@@ -31,7 +32,13 @@ class Batch:
         caller: Callable[[], Caller],
         write: Callable[[v1.GenerateBatchResponse], Awaitable[object]],
     ) -> None:
-        """`caller` says for each request who asks, as of now; `write` sends a message to the client."""
+        """Create a batch.
+
+        Args:
+            generator: runs the requests.
+            caller: returns the caller of the next request, with the current time as its arrival.
+            write: sends a message to the client.
+        """
         self._generator = generator
         self._caller = caller
         self._write = write
@@ -41,10 +48,10 @@ class Batch:
         self._running: dict[int, asyncio.Task[None]] = {}
 
     async def run(self, requests: AsyncIterator[v1.GenerateBatchRequest | MalformedRequest]) -> None:
-        """Answers all requests; ends when the client has closed its side and everything is answered.
+        """Run all requests. Return when the client has closed its side and every request has been answered.
 
         Raises:
-            InvalidRequestError: a message that no single request can be blamed for; all requests are cancelled.
+            InvalidRequestError: a message is malformed as a whole; all requests are cancelled.
         """
         try:
             async for request in requests:
@@ -59,22 +66,24 @@ class Batch:
             for task in running:
                 task.cancel()
             await asyncio.gather(*running, return_exceptions=True)
-            # A status must not overtake a message that is being written, unless nobody reads it.
+            # Let the current write finish before the status is sent, unless the client does not read.
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(FAREWELL_S), self._writing:
+                async with asyncio.timeout(FINAL_WRITE_TIMEOUT_S), self._writing:
                     pass
 
     async def _take(self, request: v1.GenerateBatchRequest) -> None:
         key = request.key
         match request.WhichOneof("action"):
             case "cancel":
-                await asyncio.sleep(0)  # a task that never began would not tell its end
+                await asyncio.sleep(0)  # let a new task start first: a task cancelled before its start sends no end
                 task = self._running.get(key)
                 if task is not None:
                     task.cancel()
             case "request":
                 if key in self._running:
-                    raise InvalidRequestError(FieldViolation("key", f"{key} is the key of a request in progress"))
+                    raise InvalidRequestError(
+                        FieldViolation("key", f"{key} is in use by a request in progress; choose another key")
+                    )
                 await self._room.acquire()
                 task = asyncio.create_task(self._answer(key, request.request))
                 self._running[key] = task
@@ -106,13 +115,13 @@ class Batch:
             await self._send(v1.GenerateBatchResponse(key=key, error=to_error(failure)))
 
     async def _send(self, message: v1.GenerateBatchResponse) -> None:
-        # gRPC knows no way back from a write: one that is begun is finished, even when its request is cancelled.
+        # A gRPC write cannot be cancelled: once begun it finishes, even when its request is cancelled.
         writing = asyncio.ensure_future(self._write_alone(message))
         try:
             await asyncio.shield(writing)
         except asyncio.CancelledError:
-            # Nobody waits for it any more: that its client is gone, too, is news to nobody.
-            writing.add_done_callback(_look_at)
+            # No task awaits this write any more, and an error only means that the client has disconnected.
+            writing.add_done_callback(_retrieve_exception)
             raise
 
     async def _write_alone(self, message: v1.GenerateBatchResponse) -> None:
@@ -120,7 +129,7 @@ class Batch:
             await self._write(message)
 
 
-def _look_at(writing: "asyncio.Future[None]") -> None:
-    """Takes note of how a write ended, or asyncio calls it an exception that nobody retrieved."""
+def _retrieve_exception(writing: "asyncio.Future[None]") -> None:
+    """Retrieve the exception of a write, so that asyncio does not report it as never retrieved."""
     if not writing.cancelled():
         writing.exception()

@@ -1,9 +1,9 @@
-"""The border between gRPC and our handlers: malformed bytes never get in, what is raised goes out as a proper status.
+"""gRPC boundary: parses requests, authenticates callers, and turns exceptions into statuses.
 
-gRPC answers INTERNAL or UNKNOWN, with no details, when a request does not parse or a handler raises. So requests are
-parsed by `tolerant`, which yields a `MalformedRequest` instead of raising, and every handler runs inside a guard. The
-guard is the one place where it is found out who calls, where errors become statuses, where unexpected ones are logged,
-and where calls are counted: one more than the process may have in hand is refused before anything is done for it.
+gRPC answers INTERNAL or UNKNOWN, without details, when a request does not parse or a handler raises. Therefore
+`tolerant_parser` yields a `MalformedRequest` instead of raising, and a guard wraps every handler. Only the guard
+authenticates callers, maps errors to statuses, logs unexpected errors and counts calls. It rejects calls beyond the
+limit before it does any other work for them.
 """
 
 import time
@@ -29,32 +29,39 @@ from shared.ids import draw_error_id
 from shared.logging import get_logger
 
 OUR_METHODS = ("/quire.", "/vllm.grpc.engine.")
-"""Methods of other services (health, reflection) handle their own errors."""
+"""Prefixes of the methods that the guard wraps. Other services (health, reflection) handle their own errors."""
 ADMIN_METHODS = "/quire.admin."
-"""For operators; they get through when nobody else does."""
+"""Prefix of the operator methods, which are exempt from the limit of concurrent calls."""
 
 _LENGTH_DELIMITED = 2
+"""Wire type of length-delimited fields."""
 _MAX_NESTING = 8
+"""Maximum depth of messages that are searched for invalid UTF-8."""
 
-# Generic only in their type stubs.
+# These classes are generic only in their type stubs.
 Context: TypeAlias = "aio.ServicerContext[Any, Any]"
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any] | None"
 
 
 @dataclass(frozen=True, slots=True)
 class MalformedRequest:
-    """Stands for a request whose bytes do not parse."""
+    """Placeholder for a request whose bytes do not parse."""
 
     field: str
     description: str
 
 
 class Boundary(aio.ServerInterceptor):
-    """Wraps every handler of ours."""
+    """Server interceptor that wraps every handler of Quire's own services."""
 
     def __init__(self, on_outcome: Callable[[str, str], None], calls: CallsInProgress, principals: Principals) -> None:
-        """`on_outcome` is told method and status code of each RPC; `calls` bounds how many are in progress;
-        `principals` says who calls."""
+        """Create the interceptor.
+
+        Args:
+            on_outcome: called with the method and status code of each finished RPC.
+            calls: limits the number of concurrent calls.
+            principals: authenticates callers.
+        """
         self._principals = principals
         self._on_outcome = on_outcome
         self._calls = calls
@@ -64,13 +71,13 @@ class Boundary(aio.ServerInterceptor):
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Handler:
-        """Returns the handler with tolerant parsing and inside the guard."""
+        """Return the handler wrapped in the guard, with tolerant_parser parsing."""
         handler = await continuation(handler_call_details)
         method = handler_call_details.method
         if handler is None or not method.startswith(OUR_METHODS):
             return handler
-        # Generated code gives the bound `FromString` of the request's class as its deserializer.
-        parse = tolerant(getattr(handler.request_deserializer, "__self__"))  # noqa: B009
+        # The deserializer of generated code is the bound `FromString` of the request's class.
+        parse = tolerant_parser(getattr(handler.request_deserializer, "__self__"))  # noqa: B009
         if handler.request_streaming:
             return grpc.stream_stream_rpc_method_handler(
                 self._guard(method, handler.stream_stream), parse, handler.response_serializer
@@ -84,10 +91,10 @@ class Boundary(aio.ServerInterceptor):
         )
 
     def _identify(self, method: str, context: Context) -> None:
-        """Finds out who calls, and whether they may call this at all.
+        """Authenticate the caller, check its permission for the method, and set `CURRENT`.
 
         Raises:
-            QuireError: they may not.
+            QuireError: the credentials are missing, unknown or not sufficient.
         """
         metadata = dict(context.invocation_metadata() or ())
         principal = self._principals.identify(
@@ -104,7 +111,7 @@ class Boundary(aio.ServerInterceptor):
         async def guarded(request: Message | MalformedRequest, context: Context) -> object:
             code, failure = "", None
             try:
-                with self._calls.one_more(limited=limited):
+                with self._calls.track(limited=limited):
                     self._identify(method, context)
                     if isinstance(request, MalformedRequest):
                         raise InvalidRequestError(FieldViolation(request.field, request.description))
@@ -117,7 +124,7 @@ class Boundary(aio.ServerInterceptor):
                 failure = UnsupportedMethodError(f"{name}: not supported by this version")
             except Exception as unexpected:
                 if context.cancelled():
-                    return None  # a write to a client that has gone fails in several ways
+                    return None  # a write to a disconnected client fails in several ways
                 failure = InternalError(draw_error_id())
                 get_logger().error("handler failed", method=name, error_id=failure.error_id, exc_info=unexpected)
             finally:
@@ -132,8 +139,8 @@ class Boundary(aio.ServerInterceptor):
         return guarded
 
 
-def caller_of(context: Context, operation: Operation) -> Caller:
-    """Who calls, as gRPC says."""
+def make_caller(context: Context, operation: Operation) -> Caller:
+    """Return the caller of an RPC: traceparent, arrival time and deadline."""
     metadata = dict(context.invocation_metadata() or ())
     arrival, left = time.monotonic(), context.time_remaining()
     return Caller(
@@ -145,13 +152,13 @@ def caller_of(context: Context, operation: Operation) -> Caller:
 
 
 def cancel_code(context: Context) -> str:
-    """Why gRPC cancelled a handler: its deadline passed, or the client went away."""
+    """Return the status code of a cancelled handler: its deadline passed, or the client disconnected."""
     left = context.time_remaining()
     return "DEADLINE_EXCEEDED" if left is not None and left <= 0 else "CANCELLED"
 
 
-def tolerant(message_type: type[Message]) -> Callable[[bytes], Message | MalformedRequest]:
-    """A deserializer that returns a MalformedRequest where the generated one raises."""
+def tolerant_parser(message_type: type[Message]) -> Callable[[bytes], Message | MalformedRequest]:
+    """Return a deserializer that returns a MalformedRequest where the generated one raises."""
 
     def parse(serialized: bytes) -> Message | MalformedRequest:
         try:
@@ -159,14 +166,17 @@ def tolerant(message_type: type[Message]) -> Callable[[bytes], Message | Malform
         except DecodeError:
             field = _invalid_utf8_field(message_type.DESCRIPTOR, serialized)
             if field is not None:
-                return MalformedRequest(field, "is not valid UTF-8")
-            return MalformedRequest("request", f"is no serialized {message_type.DESCRIPTOR.full_name}")
+                return MalformedRequest(field, "invalid UTF-8; send UTF-8 text")
+            return MalformedRequest("request", f"not a valid serialized {message_type.DESCRIPTOR.full_name}")
 
     return parse
 
 
 def _invalid_utf8_field(descriptor: Any, serialized: bytes, depth: int = 0) -> str | None:
-    """The path of the first string field that holds invalid UTF-8, found by reading the wire format without types."""
+    """Return the path of the first string field with invalid UTF-8, or None.
+
+    It reads the wire format without types, because the typed parser stops at the error.
+    """
     if depth == _MAX_NESTING:
         return None
     try:

@@ -1,4 +1,4 @@
-"""How many calls the process has in hand, whichever protocol they came by, and how many it may have."""
+"""Limit of concurrent calls of this process, over all protocols."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,23 +8,25 @@ from shared.errors import OverloadedError
 
 
 class CallsInProgress:
-    """A bound on calls; used from the event loop only."""
+    """Counter of calls with an upper limit; used from the event loop only."""
 
     def __init__(self, most: int) -> None:
         self._most = most
         self._count = 0
 
     @contextmanager
-    def one_more(self, *, limited: bool = True) -> Iterator[None]:
-        """Counts a call while it lasts.
+    def track(self, *, limited: bool = True) -> Iterator[None]:
+        """Count a call for the duration of the `with` block.
 
         Raises:
-            OverloadedError: there are as many as there may be, and this one is `limited`.
+            OverloadedError: the limit is reached, and this call is `limited`.
         """
         self._count += 1
         try:
             if limited and self._count > self._most:
-                raise OverloadedError(f"{self._most} calls are in progress already", retry_ms=RETRY_MS)
+                raise OverloadedError(
+                    f"calls in progress: the limit of {self._most} is reached; try again later", retry_ms=RETRY_MS
+                )
             yield
         finally:
             self._count -= 1

@@ -1,7 +1,7 @@
-"""Conversations: the public message checked, and turned into what chat templates read.
+"""Conversations: checks the public message and converts it to the input of chat templates.
 
-Tools, tool calls and further template variables travel as JSON text, since templates read them as whatever objects the
-model's makers chose; here they are parsed once, at the door, and bounded in size and depth.
+Tools, tool calls and template variables travel as JSON text, because templates expect model-specific objects. This
+module parses them once and limits their size and depth.
 """
 
 import json
@@ -11,21 +11,29 @@ from typing import Any
 
 from quire.v1 import generation_pb2 as v1
 from shared.errors import FieldViolation
+from shared.json_text import describe_json_error
 
 MAX_MESSAGES = 4096
+"""Maximum number of messages of a conversation."""
 MAX_ROLE = 64
+"""Maximum length of a role, bytes."""
 MAX_NAME = 256
+"""Maximum length of a name or a tool call id, bytes."""
 MAX_CONTENT = 4 << 20
+"""Maximum length of a message's content, bytes."""
 MAX_TOOLS = 1 << 20
+"""Maximum length of JSON text with tools or tool calls, bytes."""
 MAX_VARIABLES = 64 << 10
+"""Maximum length of JSON text with template variables, bytes."""
 
 _MAX_DEPTH = 64
+"""Maximum nesting depth of JSON text."""
 _RESERVED = frozenset({"messages", "tools", "add_generation_prompt"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TemplateInput:
-    """What a chat template is rendered with."""
+    """Input of a chat template."""
 
     messages: list[dict[str, Any]]
     tools: list[Any] | None = None
@@ -35,14 +43,14 @@ class TemplateInput:
 
     @property
     def size(self) -> int:
-        """About how many characters there are to render."""
+        """Approximate number of characters to render."""
         return sum(len(str(value)) for message in self.messages for value in message.values()) + (
             len(str(self.tools)) if self.tools else 0
         )
 
 
 def template_input(chat: v1.ChatInput) -> TemplateInput:
-    """The template's input of a valid conversation."""
+    """Return the template's input for a valid conversation."""
     return TemplateInput(
         messages=[_message(message) for message in chat.messages],
         tools=json.loads(chat.tools_json) if chat.tools_json else None,
@@ -53,29 +61,31 @@ def template_input(chat: v1.ChatInput) -> TemplateInput:
 
 
 def check_chat(chat: v1.ChatInput, has_chat_template: bool) -> Iterator[FieldViolation]:
-    """What is wrong with a conversation, field by field."""
+    """Yield the violations of a conversation, field by field."""
     if not has_chat_template:
         yield FieldViolation("chat", "the served model has no chat template; send `text` or `token_ids`")
     if not chat.messages:
-        yield FieldViolation("chat.messages", "empty; at least one message is needed")
+        yield FieldViolation("chat.messages", "must not be empty; give at least one message")
     elif len(chat.messages) > MAX_MESSAGES:
-        yield FieldViolation("chat.messages", f"more than {MAX_MESSAGES} messages")
+        yield FieldViolation("chat.messages", f"too many messages; give at most {MAX_MESSAGES}")
     for index, message in enumerate(chat.messages[:MAX_MESSAGES]):
         yield from _check_message(message, f"chat.messages[{index}]")
     yield from _check_json(chat.tools_json, "chat.tools_json", list, MAX_TOOLS)
     yield from _check_json(chat.template_variables_json, "chat.template_variables_json", dict, MAX_VARIABLES)
     if chat.continue_final_message and chat.messages and not chat.messages[-1].content.strip():
-        yield FieldViolation("chat.continue_final_message", "the last message has no content to continue")
+        yield FieldViolation(
+            "chat.continue_final_message", "the last message is empty; give it content or unset this field"
+        )
 
 
 def _check_message(message: v1.ChatMessage, field: str) -> Iterator[FieldViolation]:
     if not 0 < len(message.role.encode()) <= MAX_ROLE:
         yield FieldViolation(f"{field}.role", f"must have 1 to {MAX_ROLE} bytes")
     if len(message.content.encode()) > MAX_CONTENT:
-        yield FieldViolation(f"{field}.content", f"longer than {MAX_CONTENT} bytes")
+        yield FieldViolation(f"{field}.content", f"too long; give at most {MAX_CONTENT} bytes")
     for name in ("name", "tool_call_id"):
         if len(getattr(message, name).encode()) > MAX_NAME:
-            yield FieldViolation(f"{field}.{name}", f"longer than {MAX_NAME} bytes")
+            yield FieldViolation(f"{field}.{name}", f"too long; give at most {MAX_NAME} bytes")
     yield from _check_json(message.tool_calls_json, f"{field}.tool_calls_json", list, MAX_TOOLS)
 
 
@@ -84,26 +94,28 @@ def _check_json(text: str, field: str, kind: type, limit: int) -> Iterator[Field
         return
     what = "array" if kind is list else "object"
     if len(text.encode()) > limit:
-        yield FieldViolation(field, f"longer than {limit} bytes")
+        yield FieldViolation(field, f"too long; give at most {limit} bytes")
         return
     if _depth_of(text) > _MAX_DEPTH:
-        yield FieldViolation(field, f"nested more than {_MAX_DEPTH} deep")
+        yield FieldViolation(field, f"nested too deeply; nest at most {_MAX_DEPTH} levels")
         return
     try:
         value = json.loads(text)
     except ValueError as error:
-        yield FieldViolation(field, f"is no valid JSON: {error}")
+        yield FieldViolation(field, describe_json_error(error))
         return
     if not isinstance(value, kind):
         yield FieldViolation(field, f"must be a JSON {what}")
     elif isinstance(value, list) and not all(isinstance(each, dict) for each in value):
         yield FieldViolation(field, "must be an array of objects")
     elif isinstance(value, dict) and not _RESERVED.isdisjoint(value):
-        yield FieldViolation(field, f"must not set {', '.join(sorted(_RESERVED & value.keys()))}")
+        yield FieldViolation(
+            field, f"must not set {', '.join(sorted(_RESERVED & value.keys()))}, which the server sets"
+        )
 
 
 def _depth_of(text: str) -> int:
-    """How deep brackets nest in a JSON text, an upper bound: those inside strings count too."""
+    """Return an upper bound of the nesting depth of a JSON text: brackets inside strings count too."""
     depth = deepest = 0
     for character in text:
         if character in "[{":
@@ -126,7 +138,7 @@ def _message(message: v1.ChatMessage) -> dict[str, Any]:
 
 
 def _call(call: dict[str, Any]) -> dict[str, Any]:
-    """A tool call as templates want it: arguments as an object, where OpenAI's clients send them as text."""
+    """Return a tool call as templates expect it: with arguments as an object. OpenAI clients send them as text."""
     function = call.get("function")
     if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
         return call

@@ -1,7 +1,7 @@
-"""Chat templates: a model's own Jinja template turns a conversation into the text of a prompt.
+"""Chat templates: a model's own Jinja template renders a conversation as prompt text.
 
-The template comes with the model, so it runs in Jinja's immutable sandbox. Environment, filters and globals are those
-that templates on the Hugging Face hub are written for.
+The template comes with the model, so it runs in Jinja's immutable sandbox. Environment, filters and globals match those
+that templates on the Hugging Face hub expect.
 """
 
 import json
@@ -18,14 +18,18 @@ from services.chat import TemplateInput
 
 
 class ChatTemplateError(ValueError):
-    """The template does not compile, or it refuses the conversation; the message is the template's own."""
+    """The template does not compile or rejects the conversation; the message is the template's own."""
 
 
 class ChatTemplate:
-    """One compiled template."""
+    """A compiled chat template."""
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
-        """`special_tokens` maps "bos_token" and the like to their text.
+        """Compile the template.
+
+        Args:
+            source: the Jinja source.
+            special_tokens: maps names such as "bos_token" to their text.
 
         Raises:
             ChatTemplateError: the template does not compile.
@@ -40,14 +44,14 @@ class ChatTemplate:
         try:
             self._template = environment.from_string(source)
         except TemplateError as error:
-            raise ChatTemplateError(f"the chat template does not compile: {error}") from None
+            raise ChatTemplateError(f"chat template does not compile: {error}") from None
         self._special_tokens = dict(special_tokens)
 
     def render(self, conversation: TemplateInput) -> str:
-        """The prompt's text.
+        """Return the text of the prompt.
 
         Raises:
-            ChatTemplateError: the template refuses the conversation or fails on it.
+            ChatTemplateError: the template rejects the conversation or fails on it.
         """
         try:
             text = self._template.render(
@@ -59,26 +63,28 @@ class ChatTemplate:
         except TemplateError as error:
             raise ChatTemplateError(str(error)) from None
         except Exception as error:  # a template may do anything Python's operators do: None + str, 1 / 0, …
-            raise ChatTemplateError(f"the chat template failed: {type(error).__name__}") from None
-        return _unclosed(text, conversation) if conversation.continue_final_message else text
+            raise ChatTemplateError(f"chat template failed with {type(error).__name__}") from None
+        return _cut_after_last_message(text, conversation) if conversation.continue_final_message else text
 
 
-def _unclosed(text: str, conversation: TemplateInput) -> str:
-    """The text up to the end of what the last message says."""
+def _cut_after_last_message(text: str, conversation: TemplateInput) -> str:
+    """Return the text up to the end of the last message's content."""
     last = str(conversation.messages[-1]["content"]).strip()
     start = text.rfind(last)
     if start < 0:
-        raise ChatTemplateError("it changes the last message, which then cannot be continued")
+        raise ChatTemplateError(
+            "the template changes the last message, so it cannot be continued; unset continue_final_message"
+        )
     return text[: start + len(last)]
 
 
 class _GenerationBlock(Extension):
-    """`{% generation %}…{% endgeneration %}` marks words to train on; here it is passed through."""
+    """Extension that ignores `{% generation %}…{% endgeneration %}`, which marks text to train on."""
 
     tags = {"generation"}  # noqa: RUF012  Jinja declares it as an instance attribute
 
     def parse(self, parser: Parser) -> nodes.Node | list[nodes.Node]:
-        """Returns the block's content as if the tags were not there."""
+        """Return the content of the block as if the tags were absent."""
         next(parser.stream)
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
@@ -90,7 +96,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    # Jinja's own filter escapes for HTML, which prompts are not.
+    # Jinja's own filter escapes for HTML, which is wrong for prompts.
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 

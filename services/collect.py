@@ -1,10 +1,10 @@
-"""The messages of one answer, gathered into a whole one."""
+"""Collects the streamed messages of one answer into a single response."""
 
 from quire.v1 import generation_pb2 as v1
 
 
 class Collector:
-    """Takes the messages that `Generate` would stream; `response` is the answer once `Finished` was among them."""
+    """Collector of the messages of `Generate`; `response` is available after `Finished` has arrived."""
 
     def __init__(self) -> None:
         self._response = v1.GenerateOnceResponse()
@@ -13,7 +13,7 @@ class Collector:
         self._finished: v1.Finished | None = None
 
     async def send(self, message: v1.GenerateResponse) -> None:
-        """Takes the next message."""
+        """Add the next message."""
         match message.WhichOneof("event"):
             case "delta":
                 delta = message.delta
@@ -30,7 +30,7 @@ class Collector:
                 self._finished = message.finished
 
     def response(self) -> v1.GenerateOnceResponse:
-        """The whole answer."""
+        """Return the complete response."""
         response, finished = self._response, self._finished
         assert finished is not None, "an answer ends with `finished`"
         first = self._choice(0)

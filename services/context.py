@@ -1,4 +1,4 @@
-"""What every call works with: the parts of its process, who asks, and which requests are in progress."""
+"""Shared objects of all calls: the services of the process, the caller, and the live requests."""
 
 import asyncio
 import time
@@ -24,7 +24,7 @@ from shared.logging import get_logger
 
 @dataclass(frozen=True, slots=True)
 class Services:
-    """What the servicers work with."""
+    """Dependencies of the servicers."""
 
     config: FrontendConfig
     link: CoreLink
@@ -34,48 +34,48 @@ class Services:
     tracer: Tracer
 
     def served_model(self) -> link_pb2.ServedModel:
-        """The served model.
+        """Return the served model.
 
         Raises:
             NotReadyError: no worker has joined yet.
         """
         model = self.link.model
         if model is None:
-            raise NotReadyError("no worker has joined yet; try again in a moment", retry_ms=RETRY_MS)
+            raise NotReadyError("service not ready: no worker has joined yet; try again in a moment", retry_ms=RETRY_MS)
         return model
 
     def check_connected(self) -> None:
-        """That the core can be told of a request now.
+        """Check that the core is connected.
 
         Raises:
-            NotReadyError: it is away.
+            NotReadyError: it is not.
         """
         if not self.link.connected:
-            raise NotReadyError("the scheduler is away; try again in a moment", retry_ms=RETRY_MS)
+            raise NotReadyError("scheduler not connected; try again in a moment", retry_ms=RETRY_MS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Caller:
-    """Who asks, and until when."""
+    """Caller of a request, with its deadline."""
 
     operation: Operation = field(default_factory=lambda: rpc("Generate"))
-    """What the span of the call is called."""
+    """Name and attributes of the call's span."""
     principal: str = field(default_factory=lambda: CURRENT.get().name)
     traceparent: str = ""
     """W3C traceparent of the caller's span; may be empty."""
     arrival: float = field(default_factory=time.monotonic)
     """Monotonic time, seconds."""
     deadline: float | None = None
-    """Monotonic time, seconds."""
+    """Monotonic time, seconds; None: no deadline."""
 
     def cancel_code(self) -> str:
-        """Why a request that ended without an answer or an error did so: its deadline passed, or the caller left."""
+        """Return the status code of a cancelled request: the deadline passed, or the client disconnected."""
         passed = self.deadline is not None and self.deadline <= time.monotonic()
         return "DEADLINE_EXCEEDED" if passed else "CANCELLED"
 
 
 class LiveRequests:
-    """The requests in progress, by principal and id."""
+    """Requests in progress, by principal and id."""
 
     def __init__(self, metrics: FrontendMetrics) -> None:
         self._metrics = metrics
@@ -85,26 +85,33 @@ class LiveRequests:
         self.idle.set()
 
     @contextmanager
-    def one_more(self, principal: str, request_id: str, *, again: bool = False) -> Iterator[None]:
-        """Counts a request while it lasts; `again`: another call may still have it.
+    def track(self, principal: str, request_id: str, *, again: bool = False) -> Iterator[None]:
+        """Count a request for the duration of the `with` block.
+
+        Args:
+            principal: name of the caller.
+            request_id: id of the request.
+            again: accept an id that another call of the principal still uses.
 
         Raises:
-            DuplicateRequestError: the principal has a live request of this id.
+            DuplicateRequestError: the principal has a live request with this id.
         """
         key = (principal, request_id)
         if key in self._live and not again:
-            raise DuplicateRequestError("a live request has this request_id; choose another or wait for its end")
+            raise DuplicateRequestError(
+                "request_id: in use by a live request; choose another or wait for the end of that request"
+            )
         self._live[key] += 1
-        self._tell()
+        self._update()
         try:
             yield
         finally:
             self._live[key] -= 1
             if not self._live[key]:
                 del self._live[key]
-            self._tell()
+            self._update()
 
-    def _tell(self) -> None:
+    def _update(self) -> None:
         self._metrics.live_streams.set(self._live.total())
         if self._live:
             self.idle.clear()
@@ -113,8 +120,8 @@ class LiveRequests:
 
 
 @contextmanager
-def outcome_told(metrics: FrontendMetrics, caller: Caller, request_id: str) -> Iterator[None]:
-    """Measures and logs how a request ends."""
+def record_outcome(metrics: FrontendMetrics, caller: Caller, request_id: str) -> Iterator[None]:
+    """Measure and log how a request ends."""
     outcome = ""
     try:
         yield

@@ -1,12 +1,15 @@
-"""The front end's end of the link to the scheduler core: what is said to it, and what it says, over a `CoreSocket`.
+"""Link to the scheduler core: the protocol state over a `CoreSocket`.
 
-Greeting: hello is sent at the start and whenever the core says that it does not know us; until its state arrives in
-answer, nothing else is sent, and every live stream is then submitted, with the tokens it has. That one rule covers a
-core that starts late, restarts, or gave up on us. What the new core sends again is recognised by its index; a gap makes
-the stream a new one under a new number, so that late answers to the old number mean nothing.
+Handshake: the front end sends hello at the start and whenever the core reports that it does not know this front end.
+Until the core's state arrives in answer, it sends nothing else. Then it submits every live stream with the tokens
+received so far. This one rule covers a core that starts late, restarts, or has dropped this front end. A stream that
+was submitted before is marked as accepted, so that the next core does not reject it. Tokens that the new core repeats
+are recognised by their index. After a gap, the stream is submitted under a new number, so that late answers to the old
+number are ignored.
 
-The core answers every report, about once a second. When nothing came for `AWAY_S` the service is not ready and the link
-starts over as a new incarnation; clients keep their streams, and only after `GIVE_UP_S` these end with an error.
+A lost connection is replaced at once, under a new incarnation. The core answers every report, about once a second.
+After `SILENCE_TIMEOUT_S` of silence the service is not ready, and the link reconnects under a new incarnation. Clients
+keep their streams; after `GIVE_UP_S` these end with an error.
 """
 
 import asyncio
@@ -32,8 +35,13 @@ from shared.logging import LEVELS, get_logger, set_level
 from shared.sockets import Protect
 
 REPORT_EVERY_S = 1.0
-AWAY_S = 3.0
+"""Interval of metric reports to the core, seconds."""
+SILENCE_TIMEOUT_S = 3.0
+"""Silence of the core after which the link reconnects, seconds."""
+RECONNECT_EVERY_S = 0.5
+"""Minimum time between two connection attempts, seconds."""
 GIVE_UP_S = 60.0
+"""Time without a core after which streams end with an error, seconds."""
 
 _MAX_STREAM_NUMBER = 0x7FFFFFFF
 
@@ -42,7 +50,7 @@ AnswerT = TypeVar("AnswerT")
 
 
 class CoreLink:
-    """Streams by number, and the core's last known state."""
+    """Connection to the core: the streams by number, and the last known state of the core."""
 
     def __init__(
         self,
@@ -53,15 +61,27 @@ class CoreLink:
         on_state: Callable[[], None],
         protect: Protect = lambda _socket: None,
     ) -> None:
-        """`families` gives the front end's own metrics; `on_state` is called when `ready` may have changed; `protect`
-        encrypts each new socket."""
+        """Create the link; `start` connects it.
+
+        Args:
+            address: ZeroMQ address of the core.
+            frontend_id: name of this front end.
+            families: returns the front end's own metrics.
+            on_state: called when `ready` may have changed.
+            protect: sets up encryption of each new socket.
+        """
         self._frontend_id = frontend_id
         self._loop = asyncio.get_running_loop()
         self._families = families
         self._on_state = on_state
         self._outgoing = Outgoing()
         self._socket = CoreSocket(
-            address, frontend_id, take=self._outgoing.take, on_message=self._take_message, protect=protect
+            address,
+            frontend_id,
+            take=self._outgoing.take,
+            on_message=self._take_message,
+            on_disconnected=self._disconnected,
+            protect=protect,
         )
         self._streams: dict[int, Stream] = {}
         self._numbers = itertools.cycle(range(1, _MAX_STREAM_NUMBER))
@@ -70,70 +90,75 @@ class CoreLink:
         self._resumes: dict[int, asyncio.Future[link_pb2.ResumeReply]] = {}
         self._question_numbers = itertools.count(1)
         self._core = 0
-        """Incarnation of the core that knows us."""
-        self._greeting = False
-        """Hello is on its way; nothing else is sent."""
-        self._greeted = 0
-        """Incarnation of the core whose `unknown` the hello on its way answers."""
+        """Incarnation of the core that has accepted this front end."""
+        self._in_handshake = False
+        """Whether the handshake is in progress; nothing but hello is sent meanwhile."""
+        self._hello_core = 0
+        """Incarnation of the core whose `unknown` message the current hello answers."""
         self._last_heard = float("-inf")
         self._away_since = time.monotonic()
         self._state = link_pb2.ServiceState()
         self._model: link_pb2.ServedModel | None = None
         self._ticking: asyncio.Task[None] | None = None
         self._refused = ""
-        """Why the core does not want us, if it does not."""
+        """Reason why the core rejects this front end; empty if it does not."""
         self.protocol_version = LINK_VERSIONS.oldest
-        """What is spoken with the core; nothing that a newer version adds is used."""
+        """Negotiated protocol version; features of newer versions are not used."""
         self.malformed_messages = 0
 
     @property
     def connected(self) -> bool:
-        """The core was heard of lately and knows us."""
-        return not self._greeting and time.monotonic() - self._last_heard < AWAY_S
+        """Whether a message of the core arrived within `SILENCE_TIMEOUT_S`.
+
+        Streams submitted during a handshake are sent after it.
+        """
+        return not self._refused and time.monotonic() - self._last_heard < SILENCE_TIMEOUT_S
 
     @property
     def ready(self) -> bool:
-        """Requests would be served now."""
+        """Whether requests would be served now."""
         return self.connected and self._state.ready
 
     @property
     def model(self) -> link_pb2.ServedModel | None:
-        """The served model, the last one heard of; None until a first worker has joined.
+        """The last known served model; None until a first worker has joined.
 
-        A core that was started again knows of no model before workers have come back. Requests for the one before it
-        are welcome all the same: how long they wait for a worker is the core's decision.
+        A restarted core has no model until workers reconnect. Requests for the previous model are still accepted: the
+        core decides how long they wait for a worker.
         """
         return self._model
 
     def start(self) -> None:
-        """Begins to talk; the core need not be there yet."""
+        """Connect; the core need not be running yet."""
         self._socket.start()
-        self._greet(0)
+        self._send_hello(0)
         self._ticking = self._loop.create_task(self._tick_forever())
 
     async def close(self) -> None:
-        """Sends what is pending, as far as the core takes it at once, says goodbye, and leaves."""
+        """Send pending messages and goodbye without waiting, then close the socket."""
         if self._ticking is not None:
             self._ticking.cancel()
             await asyncio.gather(self._ticking, return_exceptions=True)
-        if not self._greeting:
+        if not self._in_handshake:
             self._outgoing.goodbye()
         self._socket.close()
 
-    def submit(self, stream: Stream, *, again: bool = False) -> None:
-        """Hands a new stream to the core; `again`: one whose request a core may know."""
+    def submit(self, stream: Stream) -> None:
+        """Submit a stream under a new number; without a core, after the next handshake."""
         stream.number = next(number for number in self._numbers if number not in self._streams)
-        if not self._greeting:
-            self._outgoing.submit(stream.submission(time.monotonic(), again=again))
+        if not self._in_handshake:
+            self._outgoing.submit(stream.submission(time.monotonic()))
             self._socket.flush_soon()
         self._streams[stream.number] = stream
 
     def release(self, stream: Stream, *, keep: bool = False) -> None:
-        """The stream's reader is done. Unless the core has ended the stream, it is told that the client has gone.
+        """Remove a stream. Cancel it at the core unless it has ended.
 
-        `keep`: the client may come back.
+        Args:
+            stream: a stream whose client has left or is done.
+            keep: detach instead of cancel, because the client may resume.
         """
-        if self._streams.pop(stream.number, None) is not None and stream.end is None and not self._greeting:
+        if self._streams.pop(stream.number, None) is not None and stream.end is None and not self._in_handshake:
             if keep:
                 self._outgoing.detach(stream.number)
             else:
@@ -141,31 +166,31 @@ class CoreLink:
             self._socket.flush_soon()
 
     def give_credit(self, stream: Stream) -> None:
-        """Returns the credit of what the reader took."""
+        """Send back the credit for what the reader has read."""
         due = stream.credit_due()
-        if due and not self._greeting:
+        if due and not self._in_handshake:
             self._outgoing.credit(stream.number, due)
-            self._socket.flush_in_a_moment()
+            self._socket.flush_delayed()
 
     async def snapshot(self, timeout_s: float) -> Families | None:
-        """The metrics of the whole service, or None when the core does not answer in time."""
-        if self._greeting:
+        """Return the metrics of the whole service, or None on timeout."""
+        if self._in_handshake:
             return None
         number = next(self._question_numbers)
         self._outgoing.report(self._report(), snapshot_request=number)
         return await self._answer(self._snapshots, number, timeout_s)
 
     async def operate(self, request: link_pb2.OperatorRequest, timeout_s: float) -> link_pb2.OperatorReply | None:
-        """Asks the core what an operator asks, or None when it does not answer in time."""
-        if self._greeting:
+        """Send an operator request; return the reply, or None on timeout."""
+        if self._in_handshake:
             return None
         request.number = next(self._question_numbers)
         self._outgoing.operate(request)
         return await self._answer(self._replies, request.number, timeout_s)
 
     async def ask_resume(self, identity: bytes, timeout_s: float) -> link_pb2.ResumeReply | None:
-        """What the core keeps of a request, or None when it does not answer in time."""
-        if self._greeting:
+        """Return what the core keeps of a request, or None on timeout."""
+        if self._in_handshake:
             return None
         number = next(self._question_numbers)
         self._outgoing.ask_resume(number, identity)
@@ -174,7 +199,7 @@ class CoreLink:
     async def _answer(
         self, questions: dict[int, "asyncio.Future[AnswerT]"], number: int, timeout_s: float
     ) -> AnswerT | None:
-        """Sends what is pending and waits for the answer to question `number`."""
+        """Send pending messages and wait for the answer to question `number`; return None on timeout."""
         answer = questions[number] = self._loop.create_future()
         self._socket.flush_soon()
         try:
@@ -186,10 +211,15 @@ class CoreLink:
 
     # Sending
 
-    def _greet(self, core: int) -> None:
-        self._greeting, self._greeted = True, core
-        # Whatever was meant for another incarnation is void; live streams are submitted again.
+    def _send_hello(self, core: int) -> None:
+        self._in_handshake, self._hello_core = True, core
+        # Messages for the previous incarnation are dropped; live streams are submitted again.
         self._socket.forget_unsent()
+        for submission in self._outgoing.submissions:
+            stream = self._streams.get(submission.stream)
+            if stream is not None:
+                # This submission was never sent; an earlier one may have been.
+                stream.submitted = submission.accepted
         self._outgoing.clear()
         self._outgoing.hello(
             link_pb2.FrontendHello(
@@ -213,25 +243,25 @@ class CoreLink:
         except (DecodeError, MalformedColumnError, MalformedFrameError) as error:
             self.malformed_messages += 1
             if self.malformed_messages == 1:
-                get_logger().error("malformed message from the core dropped", error=str(error))
+                get_logger().error("dropped a malformed message from the scheduler core", error=str(error))
 
     def _handle(self, message: link_pb2.CoreMessage) -> None:
         now = time.monotonic()
         self._last_heard = now
         if message.unknown:
-            if not (self._greeting and self._greeted == message.incarnation):
-                self._greet(message.incarnation)
+            if not (self._in_handshake and self._hello_core == message.incarnation):
+                self._send_hello(message.incarnation)
                 self._on_state()
             return
         if message.refused:
             if message.refused != self._refused:
                 self._refused = message.refused
-                get_logger().error("refused by the scheduler", reason=message.refused)
+                get_logger().error("scheduler core refused this front end", reason=message.refused)
             return
         if message.HasField("state"):
             self._take_state(message, now)
         elif message.incarnation != self._core:
-            return  # from a core that is gone, or one that has not answered our hello yet
+            return  # from an old core, or from one that has not answered the current hello yet
         self._take_scores(message)
         self._take_tokens(message, now)
         for end in message.ends:
@@ -259,7 +289,7 @@ class CoreLink:
                 if received is not Received.TAKEN:
                     self._react(stream, received)
                 elif stream.request.stop_strings:
-                    self.give_credit(stream)  # a stop string may hold back tokens that no reader will take
+                    self.give_credit(stream)  # tokens held back for a stop string may never reach the reader
             except Exception as error:
                 self._fail(stream, error)
 
@@ -274,19 +304,21 @@ class CoreLink:
     def _take_state(self, message: link_pb2.CoreMessage, now: float) -> None:
         model = message.state.model
         if model.max_model_len > MAX_SEQUENCE or model.vocab_size > MAX_VOCABULARY:
-            raise MalformedFrameError("a model whose sequences or vocabulary are beyond belief")
+            raise MalformedFrameError("state.model: max_model_len or vocab_size exceeds the limits")
         self._state = message.state
         if message.state.log_level in LEVELS:
             set_level(message.state.log_level)
         if message.state.HasField("model"):
             self._model = model
-        if self._greeting or message.incarnation != self._core:
+        if self._in_handshake or message.incarnation != self._core:
             self.protocol_version = message.protocol_version or LINK_VERSIONS.oldest
             self._refused = ""
             if self._core not in (0, message.incarnation):
-                get_logger().warning("the scheduler core is a new one", live_streams=len(self._streams))
+                get_logger().warning(
+                    "scheduler core restarted; submitting live streams again", live_streams=len(self._streams)
+                )
             self._core = message.incarnation
-            self._greeting = False
+            self._in_handshake = False
             for stream in self._streams.values():
                 try:
                     self._submit_again(stream, now)
@@ -299,21 +331,25 @@ class CoreLink:
             self._outgoing.stop_match(stream.number, stream.keep_tokens)
             self._socket.flush_soon()
             return
-        get_logger().error("tokens are missing", request_id=stream.request.request_id, stream=stream.number)
+        get_logger().error(
+            "tokens missing in a stream; submitting it again",
+            request_id=stream.request.request_id,
+            stream=stream.number,
+        )
         del self._streams[stream.number]
         self._outgoing.cancel(stream.number)
-        self.submit(stream, again=True)
+        self.submit(stream)
 
     def _submit_again(self, stream: Stream, now: float) -> None:
         if stream.over:
             return
-        self._outgoing.submit(stream.submission(now, again=True))
+        self._outgoing.submit(stream.submission(now))
         if stream.stop_string is not None:
             self._outgoing.stop_match(stream.number, stream.keep_tokens)
         self._socket.flush_soon()
 
     def _fail(self, stream: Stream, error: Exception) -> None:
-        """A fault of ours in one stream ends that stream and none of the others."""
+        """End one stream with an internal error; the others are not affected."""
         fault = InternalError(draw_error_id())
         get_logger().error(
             "stream failed", request_id=stream.request.request_id, error_id=fault.error_id, exc_info=error
@@ -331,20 +367,30 @@ class CoreLink:
                 was_ready = self.ready
                 self._on_state()
 
-    def _tick(self, now: float) -> None:
-        if now - max(self._last_heard, self._socket.connected_at) > AWAY_S:
+    def _disconnected(self) -> None:
+        """Reconnect, at most once per `RECONNECT_EVERY_S`."""
+        wait = self._socket.connected_at + RECONNECT_EVERY_S - time.monotonic()
+        self._loop.call_later(max(0.0, wait), self._start_over, self._socket.incarnation)
+
+    def _start_over(self, incarnation: int) -> None:
+        """Replace the connection if it still belongs to this incarnation."""
+        if incarnation == self._socket.incarnation and not self._socket.closed:
             self._socket.reconnect()
-            self._greet(0)
-        elif self._greeting:
-            self._greet(self._greeted)
+            self._send_hello(0)
+
+    def _tick(self, now: float) -> None:
+        if now - max(self._last_heard, self._socket.connected_at) > SILENCE_TIMEOUT_S:
+            self._start_over(self._socket.incarnation)
+        elif self._in_handshake:
+            self._send_hello(self._hello_core)
         else:
             self._outgoing.report(self._report())
             self._socket.flush_soon()
-        if self.connected:
+        if self.connected and not self._in_handshake:
             self._away_since = now
         elif now - self._away_since > GIVE_UP_S:
             for stream in list(self._streams.values()):
-                stream.fail(NoWorkerError("the scheduler has been away for too long", retry_ms=1000))
+                stream.fail(NoWorkerError("scheduler unreachable for too long; send the request again", retry_ms=1000))
 
 
 def _resolve(questions: dict[int, "asyncio.Future[AnswerT]"], number: int, value: AnswerT) -> None:

@@ -1,12 +1,13 @@
-"""The socket to the scheduler core: one DEALER inside the event loop, under a fresh incarnation for every connection.
+"""Socket to the scheduler core: one DEALER on the event loop, with a new incarnation for every connection.
 
-grpc.aio handles one completion, be it a written message or a new call, per turn of the loop, and gRPC cancels calls
-that were not accepted for 30 s. So turns must be short whatever the core does: reading is rationed, and credit, of
-which every written message returns some, is gathered for a moment; everything else leaves at the end of the turn, in
-one message.
+grpc.aio handles one completion per turn of the loop, be it a written message or a new call. gRPC cancels calls that
+were not accepted for 30 s. Therefore turns must be short: reading is limited in time, and credit, of which every
+written message returns some, is batched for a moment. Everything else is sent at the end of the turn in one message.
 
-The socket's descriptor is edge-triggered: after every send, and whenever the descriptor fires, it is read until nothing
-is left. (`zmq.asyncio` would do this for us, at 25 µs a message instead of 1.)
+A monitor socket reports a lost connection, so that the death of a scheduler is noticed at once.
+
+The socket's file descriptor is edge-triggered. After every send, and whenever the descriptor fires, the socket is read
+until it is empty. (`zmq.asyncio` would do the same, at 25 µs a message instead of 1.)
 """
 
 import asyncio
@@ -15,20 +16,21 @@ from collections.abc import Callable
 
 import zmq
 
+from shared.frames import LINK_MAX_MESSAGE
 from shared.ids import draw_incarnation, routing_id
-from shared.sockets import LINK_MAX_MESSAGE, Protect, connect_dealer
+from shared.sockets import Protect, connect_dealer
 
-_READ_FOR_S = 0.001
-"""How long messages are read in one go."""
-_REST = 3
-"""After a go that left something unread, gRPC has the loop for so many times as long."""
-_GATHER_S = 0.001
-"""What is not urgent may wait for so long for more of it."""
+_MAX_READ_S = 0.001
+"""Maximum duration of one read pass, seconds."""
+_READ_PAUSE_FACTOR = 3
+"""Pause after an incomplete read pass, as a multiple of its duration; gRPC gets the loop meanwhile."""
+_BATCH_DELAY_S = 0.001
+"""Delay of messages that are not urgent, seconds, so that several are sent together."""
 _CLOSE_LINGER_MS = 200
 
 
 class CoreSocket:
-    """Sends what there is to send, hands on what comes, and knows nothing of either."""
+    """Transport to the core. It sends and receives messages and does not interpret them."""
 
     def __init__(
         self,
@@ -37,63 +39,81 @@ class CoreSocket:
         *,
         take: Callable[[], list[bytes]],
         on_message: Callable[[bytes], None],
+        on_disconnected: Callable[[], None],
         protect: Protect,
     ) -> None:
-        """`take` gives the messages to send, oldest first, and is asked for more when the last of them has gone;
-        `on_message` is given each that comes; `protect` encrypts each new socket."""
+        """Create and connect the socket.
+
+        Args:
+            address: ZeroMQ address of the core.
+            frontend_id: name of this front end, part of the routing id.
+            take: returns the messages to send, oldest first; called again when the last of them has been sent.
+            on_message: called with each received message.
+            on_disconnected: called when an open connection is lost.
+            protect: sets up encryption of each new socket.
+        """
         self._address = address
         self._frontend_id = frontend_id
         self._take = take
         self._on_message = on_message
+        self._on_disconnected = on_disconnected
         self._protect = protect
         self._loop = asyncio.get_running_loop()
         self._context = zmq.Context()
         self._unsent: list[bytes] = []
-        """Messages that the socket did not take, oldest first; nothing new is asked for meanwhile."""
+        """Messages that the socket did not accept, oldest first; no new ones are requested meanwhile."""
         self._flush_scheduled = False
-        self._gathering = False
-        """A flush comes when `_GATHER_S` are over."""
+        self._delayed_flush_scheduled = False
+        """Whether a flush is scheduled after `_BATCH_DELAY_S`."""
         self._read_scheduled = False
-        """A read is on its way; until then the descriptor is not listened to."""
+        """Whether a read is scheduled; events of the descriptor are ignored until then."""
         self._closed = False
         self._connect()
 
     def start(self) -> None:
-        """Begins to read."""
-        self._loop.add_reader(self._option(zmq.FD), self._read_on_edge)
+        """Start reading."""
+        self._loop.add_reader(_descriptor(self._socket), self._read_on_edge)
+        self._loop.add_reader(_descriptor(self._monitor), self._read_monitor)
+        # The descriptor reports only changes after the last read.
+        self._read_monitor()
+
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._closed
 
     def reconnect(self) -> None:
-        """Starts over as a new incarnation.
+        """Reconnect under a new incarnation.
 
-        ZeroMQ reconnects by itself, but under the old routing id: a ROUTER that has not noticed the loss (heartbeats
-        may be late for want of a CPU) takes the new connection for an impostor's and ignores it for good.
+        ZeroMQ reconnects by itself, but under the old routing id. A ROUTER that has not noticed the loss yet treats the
+        new connection as a duplicate and ignores it for good. Heartbeats may be late when CPU is short.
         """
-        self._loop.remove_reader(self._option(zmq.FD))
+        self._stop_reading()
         self._socket.close(linger=0)
         self._connect()
         self.start()
 
     def forget_unsent(self) -> None:
-        """What the socket did not take was meant for another incarnation, and is void."""
+        """Discard messages that the socket did not accept; they were meant for the previous incarnation."""
         self._unsent.clear()
 
     def flush_soon(self) -> None:
-        """Sends what there is at the end of this turn of the loop."""
+        """Send pending messages at the end of this turn of the loop."""
         if not self._flush_scheduled:
             self._flush_scheduled = True
             self._loop.call_soon(self._flush)
 
-    def flush_in_a_moment(self) -> None:
-        """The same a little later, with what comes until then."""
-        if not self._gathering:
-            self._gathering = True
-            self._loop.call_later(_GATHER_S, self._flush_gathered)
+    def flush_delayed(self) -> None:
+        """Send pending messages after `_BATCH_DELAY_S`, together with those that arrive until then."""
+        if not self._delayed_flush_scheduled:
+            self._delayed_flush_scheduled = True
+            self._loop.call_later(_BATCH_DELAY_S, self._flush_after_delay)
 
     def close(self) -> None:
-        """Sends what there is, as far as it is taken at once, and leaves."""
+        """Send pending messages without waiting and close the socket."""
         self._flush()
         self._closed = True
-        self._loop.remove_reader(self._option(zmq.FD))
+        self._stop_reading()
         self._socket.close(linger=_CLOSE_LINGER_MS)
         self._context.term()
 
@@ -109,8 +129,24 @@ class CoreSocket:
             protect=self._protect,
         )
 
-    def _flush_gathered(self) -> None:
-        self._gathering = False
+        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+
+    def _stop_reading(self) -> None:
+        self._loop.remove_reader(_descriptor(self._socket))
+        self._loop.remove_reader(_descriptor(self._monitor))
+        self._socket.disable_monitor()
+        self._monitor.close(linger=0)
+
+    def _read_monitor(self) -> None:
+        try:
+            self._monitor.recv_multipart(zmq.DONTWAIT)
+        except zmq.Again:
+            return
+        # One event suffices: the reconnect creates a new socket with its own monitor.
+        self._on_disconnected()
+
+    def _flush_after_delay(self) -> None:
+        self._delayed_flush_scheduled = False
         self._flush()
 
     def _flush(self) -> None:
@@ -124,11 +160,11 @@ class CoreSocket:
                 self._socket.send(self._unsent[0], flags=zmq.DONTWAIT)
                 del self._unsent[0]
         except zmq.Again:
-            pass  # `_read_now` comes by when the socket takes more, the link's tick when it does not
+            pass  # `_read_now` retries when the socket is writable again, otherwise the link's tick does
         self._read_if_due()
 
     def _read_if_due(self, delay: float = 0.0) -> None:
-        # A send may have swallowed the edge that announced an arrived message.
+        # A send may have consumed the edge that signalled an arrived message.
         if not self._read_scheduled and self._option(zmq.EVENTS) & zmq.POLLIN:
             self._read_scheduled = True
             self._loop.call_later(delay, self._read_now)
@@ -143,16 +179,23 @@ class CoreSocket:
         self._read_scheduled = False
         begin = now = time.monotonic()
         try:
-            while now - begin < _READ_FOR_S:
+            while now - begin < _MAX_READ_S:
                 self._on_message(self._socket.recv(flags=zmq.DONTWAIT))
                 now = time.monotonic()
         except zmq.Again:
             pass
         if self._unsent and self._option(zmq.EVENTS) & zmq.POLLOUT:
             self.flush_soon()
-        self._read_if_due(_REST * (now - begin))
+        self._read_if_due(_READ_PAUSE_FACTOR * (now - begin))
 
     def _option(self, option: int) -> int:
         value = self._socket.getsockopt(option)
         assert isinstance(value, int)
         return value
+
+
+def _descriptor(socket: "zmq.Socket[bytes]") -> int:
+    """Return the file descriptor of a socket, for the event loop."""
+    value = socket.getsockopt(zmq.FD)
+    assert isinstance(value, int)
+    return value

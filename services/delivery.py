@@ -1,8 +1,8 @@
-"""From the streams of one request to its reader: each message goes out when the one before has really gone.
+"""Delivers the streams of one request to its reader, with flow control.
 
-The protocol's side of it is `Send`, which takes one message after the other and returns when it has gone; so a lagging
-reader is noticed the same way for all protocols. The streams of a request end together: when one fails or the caller
-goes, all are over.
+Each protocol provides a `Send`, which writes one message and returns when the message has left. A slow reader is
+therefore noticed in the same way for all protocols. The streams of a request end together: when one fails or the caller
+disconnects, all end.
 """
 
 import asyncio
@@ -24,14 +24,14 @@ from services.tracing import describe_answer
 from services.wakeup import Wakeup
 from shared.errors import QuireError, StalledReaderError
 
-FAREWELL_S = 1.0
-"""How long the reader of a stream that ended with an error has for what came before the error."""
+FINAL_WRITE_TIMEOUT_S = 1.0
+"""Time that a reader gets for the messages before an error, seconds."""
 Send = Callable[[v1.GenerateResponse], Awaitable[object]]
-"""Takes a message; done when it has really gone to the reader, so that a slow one is waited for."""
+"""Writes a message; returns when the message has left, so that the writer waits for a slow reader."""
 
 
 class Delivery:
-    """Delivers what streams yield."""
+    """Delivers the output of streams."""
 
     def __init__(self, services: Services) -> None:
         self._services = services
@@ -46,12 +46,12 @@ class Delivery:
         *,
         keep: bool,
     ) -> None:
-        """Passes on what the streams yield once `begin` has submitted them; `keep`: the client may come back."""
+        """Call `begin` to submit the streams, then deliver their output; `keep`: the client may resume later."""
         services, streams = self._services, choices.streams
         is_gone = True
         try:
-            # gRPC waits for ever for a client that does not read. While a stream lives that is the core's business: it
-            # notices that no credit comes back. What is left at the end goes out in time or not at all.
+            # gRPC waits for ever for a client that does not read. While a stream is live, the core handles that: it
+            # notices that no credit returns. Output that is left at the end has limited time.
             async with asyncio.timeout(None) as patience:
                 for stream in streams:
                     stream.on_end = partial(self._limit, patience, streams)
@@ -59,7 +59,9 @@ class Delivery:
                 await self._pass_on(choices, wakeup, patience, send)
                 await send(choices.finished(span))
         except TimeoutError:
-            raise failure_of(streams) or StalledReaderError("the client took no data for too long") from None
+            raise failure_of(streams) or StalledReaderError(
+                "the client read no data for too long; read the stream without long pauses"
+            ) from None
         except QuireError:
             is_gone = False
             raise
@@ -70,16 +72,16 @@ class Delivery:
                 services.metrics.merged_tokens.inc(stream.merged_tokens)
 
     def _limit(self, patience: asyncio.Timeout, streams: list[Stream]) -> None:
-        """Gives the reader of a request that is over some time for its next message."""
+        """Limit the time that the reader of an ended request has for its next message."""
         failure = failure_of(streams)
         if failure is None and not all(stream.over for stream in streams):
             return
-        seconds = self._services.config.stall_timeout_s if failure is None else FAREWELL_S
+        seconds = self._services.config.stall_timeout_s if failure is None else FINAL_WRITE_TIMEOUT_S
         if seconds > 0:
             patience.reschedule(asyncio.get_running_loop().time() + seconds)
 
     async def _pass_on(self, choices: "Choices", wakeup: Wakeup, patience: asyncio.Timeout, send: Send) -> None:
-        """Writes what the streams yield until all are over, each message when the one before has really gone.
+        """Write the output of the streams until all have ended, one message at a time.
 
         Raises:
             QuireError: a stream ended with an error.
@@ -121,9 +123,9 @@ class Delivery:
                     await send(v1.GenerateResponse(choice_finished=choices.choice_finished(stream)))
 
     def _response(self, stream: Stream, batch: Batch) -> v1.GenerateResponse:
-        """A batch of a stream as a message."""
+        """Return a batch of a stream as a response message."""
         response = v1.GenerateResponse()
-        # Filling in place takes half the time of passing a Delta to the constructor.
+        # Filling the message in place takes half the time of passing a Delta to the constructor.
         delta = response.delta
         delta.choice = stream.request.choice
         delta.first_index = batch.first_index
@@ -138,15 +140,15 @@ class Delivery:
 
 @dataclass(frozen=True, slots=True)
 class Choices:
-    """The streams of one request, and how their ends are told."""
+    """The streams of one request, and the messages about their ends."""
 
     streams: list[Stream]
-    """By choice."""
+    """The streams, by choice index."""
     model: str
     request_id: str
 
     def choice_finished(self, stream: Stream) -> v1.ChoiceFinished:
-        """How a stream ended well."""
+        """Return the message for a choice that ended successfully."""
         end = stream.end
         assert end is not None, "a stream that is over without an error was ended by the core"
         reason = finish_reason(end)
@@ -155,7 +157,7 @@ class Choices:
             choice=stream.request.choice, reason=reason, completion_tokens=end.completion_tokens
         )
         if stream.stop_string is not None:
-            # The core may have ended the stream for another reason before it heard of the match.
+            # The core may have ended the stream for another reason before it received the match.
             finished.reason = v1.FINISH_REASON_STOP
             finished.stop_string = stream.stop_string
             finished.completion_tokens = stream.keep_tokens
@@ -164,7 +166,7 @@ class Choices:
         return finished
 
     def finished(self, span: Span) -> v1.GenerateResponse:
-        """The last message of a request that ended well."""
+        """Return the last message of a request that ended successfully."""
         response = v1.GenerateResponse()
         finished = response.finished
         finished.request_id, finished.model = self.request_id, self.model
@@ -199,7 +201,7 @@ class Choices:
 
 
 def failure_of(streams: Sequence[Stream]) -> QuireError | None:
-    """Why one of the streams ended without success; None when none did."""
+    """Return the error of the first failed stream, or None."""
     for stream in streams:
         if stream.error is not None:
             return stream.error

@@ -1,12 +1,12 @@
-"""Incremental detokenising: token ids in, text out, never half a character, joined exactly the text of a full decode.
+"""Incremental detokenising: token ids to text, never half a character, equal in sum to a full decode.
 
-Two ways to the same promise. A byte-level vocabulary maps every token to bytes of its own, so a table and an
-incremental UTF-8 decoder are exact and cost about a microsecond for a batch of tokens. For every other vocabulary
-(sentencepiece style, byte fallback, WordPiece) the text of a token depends on its neighbours, so a short window of
-tokens is decoded again with each push and the part that is new is taken.
+Two implementations. In a byte-level vocabulary every token maps to bytes of its own. A table and an incremental UTF-8
+decoder are then exact and cost about a microsecond per batch of tokens. In other vocabularies (sentencepiece, byte
+fallback, WordPiece) the text of a token depends on its neighbours. There, each push decodes a short window of tokens
+again and takes the new part.
 
-A character whose bytes have not all arrived is held back. That is bounded: a byte that can no longer become part of a
-character comes out as U+FFFD at once, whatever is incomplete at the end comes out with `finish`.
+A character whose bytes have not all arrived is held back. The delay is bounded: a byte that can no longer become part
+of a character is output as U+FFFD at once. `finish` outputs an incomplete rest.
 """
 
 import codecs
@@ -21,29 +21,29 @@ REPLACEMENT = "\ufffd"
 _SENTENCEPIECE_SPACE = "\u2581"
 
 _MAX_INCOMPLETE = 3
-"""An incomplete UTF-8 character has at most three bytes, hence shows as at most three replacement characters."""
+"""Maximum number of replacement characters that an incomplete UTF-8 character decodes to; it has at most 3 bytes."""
 _WINDOW = 16
-"""Tokens after which the decoding window is cut: bounds the cost of a push without cutting at every one."""
+"""Number of tokens after which the decoding window is cut, which bounds the cost of a push."""
 
 
 class Detokenizer(ABC):
-    """The text side of one stream."""
+    """Detokenizer of one stream."""
 
     @abstractmethod
     def push(self, token_ids: Sequence[int]) -> str:
-        """The text that became certain with these tokens."""
+        """Return the text that these tokens complete."""
 
     @abstractmethod
     def finish(self) -> str:
-        """What was held back. Nothing may be pushed afterwards."""
+        """Return the text that was held back. `push` must not be called afterwards."""
 
 
 DetokenizerFactory = Callable[[bool], Detokenizer]
-"""Makes the detokenizer of a stream; the argument says whether special tokens are left out of the text."""
+"""Creates the detokenizer of a stream; the argument says whether special tokens are left out of the text."""
 
 
 def detokenizer_factory(tokenizer: Tokenizer) -> DetokenizerFactory:
-    """The factory of detokenizers for one vocabulary."""
+    """Return the factory of detokenizers for one vocabulary."""
     decoder = json.loads(tokenizer.to_str())["decoder"]
     if decoder is not None and decoder["type"] == "ByteLevel":
         all_tokens = ByteVocabulary(tokenizer, skip_special_tokens=False)
@@ -57,7 +57,7 @@ def detokenizer_factory(tokenizer: Tokenizer) -> DetokenizerFactory:
 
 
 def token_reader(tokenizer: Tokenizer) -> Callable[[int], bytes]:
-    """What gives the bytes that a token stands for by itself; none for an id without a token."""
+    """Return a function that maps a token id to the token's bytes, empty for an unknown id."""
     decoder = json.loads(tokenizer.to_str())["decoder"]
     if decoder is not None and decoder["type"] == "ByteLevel":
         return ByteVocabulary(tokenizer, skip_special_tokens=False).to_bytes
@@ -72,7 +72,7 @@ def token_reader(tokenizer: Tokenizer) -> Callable[[int], bytes]:
 
 
 class ByteVocabulary:
-    """What each token of a byte-level vocabulary stands for, looked up once per token ever seen."""
+    """Bytes of each token of a byte-level vocabulary, cached on first use."""
 
     def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool) -> None:
         self._tokenizer = tokenizer
@@ -80,10 +80,10 @@ class ByteVocabulary:
         self._skipped = {i for i, token in added.items() if token.special} if skip_special_tokens else set()
         self._bytes: dict[int, bytes] = {}
         self.texts: dict[int, str] = {}
-        """Tokens that are whole characters by themselves."""
+        """Text of tokens that are whole characters, by id."""
 
     def to_bytes(self, token_id: int) -> bytes:
-        """The token's bytes; none for a token that is skipped or does not exist."""
+        """Return the token's bytes; empty for a token that is skipped or does not exist."""
         known = self._bytes.get(token_id)
         if known is not None:
             return known
@@ -95,7 +95,7 @@ class ByteVocabulary:
 
 
 class ByteLevelDetokenizer(Detokenizer):
-    """Exact and cheap: a token's bytes do not depend on its neighbours."""
+    """Detokenizer for byte-level vocabularies: exact and cheap, since tokens do not depend on their neighbours."""
 
     __slots__ = ("_incomplete", "_vocabulary")
 
@@ -104,6 +104,7 @@ class ByteLevelDetokenizer(Detokenizer):
         self._incomplete = b""
 
     def push(self, token_ids: Sequence[int]) -> str:
+        """Return the text that these tokens complete."""
         if len(token_ids) == 1 and not self._incomplete:
             text = self._vocabulary.texts.get(token_ids[0])
             if text is not None:
@@ -114,18 +115,19 @@ class ByteLevelDetokenizer(Detokenizer):
         return text
 
     def finish(self) -> str:
+        """Return the text that was held back."""
         return self._incomplete.decode("utf-8", "replace")
 
 
 class WindowDetokenizer(Detokenizer):
-    """Decodes a window of recent tokens with every push and yields what its text has more than before.
+    """Detokenizer that decodes a window of recent tokens with every push and returns the new text.
 
-    `_window` holds tokens, `_taken` says how many characters of its text are out. The window is cut only where
-    everything was out, and never down to nothing: a decoder that strips the leading space of its first token must not
-    strip it from a token in the middle.
+    `_window` holds tokens; `_taken` is the number of characters of its text that were returned. The window is cut only
+    where all text was returned, and never to zero tokens: a decoder that strips the leading space of its first token
+    must not strip it from a token in the middle.
 
-    Byte fallback tokens ("<0xE2>") enter the window as whole characters, because such decoders turn all bytes of a run
-    into U+FFFD as long as one character of it is incomplete.
+    Byte fallback tokens ("<0xE2>") enter the window as whole characters. Such decoders turn all bytes of a run into
+    U+FFFD as long as one of its characters is incomplete.
     """
 
     __slots__ = ("_byte_tokens", "_clean", "_decode", "_pending", "_skipped", "_taken", "_window")
@@ -135,13 +137,14 @@ class WindowDetokenizer(Detokenizer):
         self._byte_tokens = byte_tokens
         self._skipped = skipped
         self._pending: list[int] = []
-        """Byte tokens of a character that is not complete."""
+        """Byte tokens of an incomplete character."""
         self._window: list[int] = []
         self._taken = 0
         self._clean = 0
-        """Length of the window at the last push after which nothing was held back."""
+        """Length of the window after the last push that held nothing back."""
 
     def push(self, token_ids: Sequence[int]) -> str:
+        """Return the text that these tokens complete."""
         before = len(self._window)
         for token_id in token_ids:
             if token_id in self._byte_tokens:
@@ -154,11 +157,12 @@ class WindowDetokenizer(Detokenizer):
         return self._advance() if len(self._window) > before else ""
 
     def finish(self) -> str:
+        """Return the text that was held back."""
         self._release_pending()
         return self._decode(self._window)[self._taken :]
 
     def _pending_is_decided(self) -> bool:
-        """The pending bytes are a character, or can never become one."""
+        """Return whether the pending bytes are a character or can never become one."""
         try:
             return codecs.utf_8_decode(bytes(self._byte_tokens[i] for i in self._pending), "strict", False)[1] > 0
         except UnicodeDecodeError:
@@ -182,22 +186,26 @@ class WindowDetokenizer(Detokenizer):
 
 
 def _certain_length(text: str) -> int:
-    """How much of a decoded text no later token can change: all but a last character that may be incomplete.
+    """Return the length of the decoded text that later tokens cannot change.
 
-    A longer run of replacement characters stems from bytes that form no character whatever follows.
+    That is all but a last, possibly incomplete character. A longer run of replacement characters comes from invalid
+    bytes.
     """
     end = len(text.rstrip(REPLACEMENT))
     return end if len(text) - end <= _MAX_INCOMPLETE else len(text)
 
 
 def _byte_tokens(tokenizer: Tokenizer) -> dict[int, int]:
-    """The byte that each byte fallback token stands for."""
+    """Return the bytes of byte fallback tokens, by token id."""
     tokens = ((byte, tokenizer.token_to_id(f"<0x{byte:02X}>")) for byte in range(0x100))
     return {token_id: byte for byte, token_id in tokens if token_id is not None}
 
 
 def _token_to_bytes(token: str) -> bytes:
-    """A token's bytes as the byte-level decoder sees them: added tokens may hold characters outside its alphabet."""
+    """Return a token's bytes as the byte-level decoder sees them.
+
+    Added tokens may contain characters outside its alphabet.
+    """
     try:
         return bytes(map(_BYTE_OF_CHARACTER.__getitem__, token))
     except KeyError:
@@ -205,7 +213,7 @@ def _token_to_bytes(token: str) -> bytes:
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """GPT-2's alphabet: printable latin-1 bytes stand for themselves, the others for characters from U+0100 on."""
+    """Return GPT-2's byte alphabet: printable latin-1 bytes map to themselves, others to characters from U+0100 on."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(0x100) if byte not in set(printable)]
     return {chr(b): b for b in printable} | {chr(0x100 + n): b for n, b in enumerate(others)}

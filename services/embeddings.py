@@ -1,8 +1,8 @@
-"""Embeddings: prompts in, one vector each out.
+"""Embeddings: one vector per input prompt.
 
-Each prompt is a request to the core that generates nothing: it waits, is computed and paused like others, and ends
-with its vector. At most `MAX_IN_PROGRESS` of a call's prompts are with the core at a time, so that one call does not
-fill the queue. They end together: when one fails or the caller goes, all are over.
+Each prompt is a request to the core that generates nothing. It is queued, computed and preempted like others, and ends
+with its vector. At most `MAX_IN_PROGRESS` prompts of a call are submitted at a time, so that one call does not fill the
+queue. They end together: when one fails or the caller disconnects, all end.
 """
 
 from collections.abc import Iterator, Sequence
@@ -14,11 +14,11 @@ import numpy.typing as npt
 from protos.quire.link.v1 import link_pb2
 from protos.quire.plan.v1 import plan_pb2
 from quire.v1 import generation_pb2 as v1
-from services.context import Caller, LiveRequests, Services, outcome_told
+from services.context import Caller, LiveRequests, Services, record_outcome
 from services.errors import error_of
 from services.principals import CURRENT
 from services.prompts import Prompts
-from services.scheduling import block_keys, check_scheduling, wishes
+from services.scheduling import block_keys, check_scheduling, scheduling_params
 from services.stream import Stream, StreamRequest
 from services.tracing import describe_embedding, request_span
 from services.validation import (
@@ -28,7 +28,7 @@ from services.validation import (
     check_text,
     check_token_ids,
     check_truncation,
-    fit,
+    resolve_max_tokens,
 )
 from services.wakeup import Wakeup
 from shared.columns import to_column
@@ -37,13 +37,14 @@ from shared.ids import draw_request_id
 from shared.telemetry import to_traceparent
 
 MAX_INPUTS = 2048
+"""Maximum number of inputs of a call."""
 MAX_IN_PROGRESS = 128
-"""Prompts of one call that are with the core at the same time."""
-_NO_VECTOR = "the served model gives no hidden states out, so it makes no embeddings"
+"""Maximum number of prompts of one call that are submitted to the core at a time."""
+_NOT_SUPPORTED = "embeddings: the served model returns no hidden states; serve a model that does"
 
 
 class Embedder:
-    """Makes the embeddings of one front-end process."""
+    """Computes the embeddings of one front-end process."""
 
     def __init__(self, services: Services, prompts: Prompts, live: LiveRequests) -> None:
         self._services = services
@@ -51,23 +52,23 @@ class Embedder:
         self._live = live
 
     async def run(self, request: v1.EmbedRequest, caller: Caller) -> v1.EmbedResponse:
-        """One vector for each input, in order.
+        """Return one vector for each input, in order.
 
         Raises:
-            QuireError: an input is wrong or failed.
+            QuireError: an input is invalid or failed.
         """
         services = self._services
         with request_span(services.tracer, caller.traceparent, caller.operation) as span:
             model = services.served_model()
             if not model.hidden_size:
-                raise UnsupportedMethodError(_NO_VECTOR)
+                raise UnsupportedMethodError(_NOT_SUPPORTED)
             violations = list(_violations(request, model))
             if violations:
                 raise InvalidRequestError(*violations)
             request_id = request.request_id or draw_request_id()
             with (
-                self._live.one_more(caller.principal, request_id),
-                outcome_told(services.metrics, caller, request_id),
+                self._live.track(caller.principal, request_id),
+                record_outcome(services.metrics, caller, request_id),
             ):
                 prompts = await self._encode(request, model)
                 num_tokens = sum(map(len, prompts))
@@ -89,26 +90,26 @@ class Embedder:
             return response
 
     async def _encode(self, request: v1.EmbedRequest, model: link_pb2.ServedModel) -> list[Sequence[int]]:
-        """The inputs as tokens.
+        """Return the token ids of each input.
 
         Raises:
-            InvalidRequestError: one is empty or too long.
+            InvalidRequestError: an input is empty or too long.
         """
         keep = request.truncate_prompt_tokens if request.HasField("truncate_prompt_tokens") else 0
         prompts = []
         for index, each in enumerate(request.inputs):
             field = f"inputs[{index}].{each.WhichOneof('input')}"
             tokens = (await self._prompts.encode(each, model, field))[-keep:]  # of 0: all of them
-            fit(len(tokens), 1, 1, model, field)
+            resolve_max_tokens(len(tokens), 1, 1, model, field)
             prompts.append(tokens)
         return prompts
 
     def _requests(
         self, request: v1.EmbedRequest, request_id: str, prompts: Sequence[Sequence[int]], caller: Caller, parent: str
     ) -> Iterator[StreamRequest]:
-        """What the core is told of each prompt, made when it is its turn."""
+        """Yield the request to the core for each prompt, lazily."""
         model = self._services.served_model()
-        scheduling = wishes(request.scheduling, arrival=caller.arrival, principal=CURRENT.get())
+        scheduling = scheduling_params(request.scheduling, arrival=caller.arrival, principal=CURRENT.get())
         takes_mean = request.pooling == v1.POOLING_MEAN
         for prompt in prompts:
             column = to_column(prompt)
@@ -124,14 +125,15 @@ class Embedder:
                 scheduling=scheduling,
                 block_keys=b"" if takes_mean else block_keys(model, scheduling.cache_scope, column),
                 block_size=model.block_size,
+                model=model.fingerprint,
                 pooling=plan_pb2.POOLING_MEAN if takes_mean else plan_pb2.POOLING_LAST,
             )
 
     async def _compute(self, requests: Iterator[StreamRequest]) -> list[link_pb2.StreamEnd]:
-        """How the requests end, each with its vector.
+        """Run the requests; return how each ended, with its vector.
 
         Raises:
-            QuireError: one has failed.
+            QuireError: a request failed.
         """
         link, wakeup = self._services.link, Wakeup()
         detokenizer = partial(self._services.tokenizer.detokenizer, skip_special_tokens=True)
@@ -144,10 +146,10 @@ class Embedder:
                     live.append(streams[-1])
                     link.submit(streams[-1])
                 if not live:
-                    return [_end_of(stream) for stream in streams]
+                    return [_checked_end(stream) for stream in streams]
                 await wakeup.rung()
                 for stream in [each for each in live if each.over]:
-                    _end_of(stream)
+                    _checked_end(stream)
                     live.remove(stream)
                     link.release(stream)
         finally:
@@ -159,7 +161,7 @@ def _violations(request: v1.EmbedRequest, model: link_pb2.ServedModel) -> Violat
     yield from check_request_id(request.request_id)
     yield from check_model(request.model, model)
     if not 1 <= len(request.inputs) <= MAX_INPUTS:
-        yield FieldViolation("inputs", f"{len(request.inputs)} of them; give 1 to {MAX_INPUTS}")
+        yield FieldViolation("inputs", f"must hold 1 to {MAX_INPUTS} inputs, not {len(request.inputs)}")
     for index, each in enumerate(request.inputs[:MAX_INPUTS]):
         field = f"inputs[{index}]"
         match each.WhichOneof("input"):
@@ -171,17 +173,17 @@ def _violations(request: v1.EmbedRequest, model: link_pb2.ServedModel) -> Violat
             case _:
                 yield FieldViolation(field, "missing; give one of `text` and `token_ids`")
     if request.pooling not in v1.Pooling.values():
-        yield FieldViolation("pooling", f"{request.pooling} is not known; give POOLING_LAST or POOLING_MEAN")
+        yield FieldViolation("pooling", f"unknown value {request.pooling}; give POOLING_LAST or POOLING_MEAN")
     if request.HasField("truncate_prompt_tokens"):
         yield from check_truncation(request.truncate_prompt_tokens, "truncate_prompt_tokens")
     yield from check_scheduling(request.scheduling)
 
 
-def _end_of(stream: Stream) -> link_pb2.StreamEnd:
-    """How a stream that is over ended.
+def _checked_end(stream: Stream) -> link_pb2.StreamEnd:
+    """Return the end of a stream that is over.
 
     Raises:
-        QuireError: without a vector.
+        QuireError: the stream ended without a vector.
     """
     if stream.error is not None:
         raise stream.error
@@ -192,6 +194,6 @@ def _end_of(stream: Stream) -> link_pb2.StreamEnd:
 
 
 def _normalized(vector: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
-    """The vector at length 1; one of length 0 stays."""
+    """Return the vector scaled to length 1; a zero vector is returned unchanged."""
     length = float(np.linalg.norm(vector.astype(np.float64)))
     return (vector / length).astype(np.float32) if length else vector

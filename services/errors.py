@@ -1,5 +1,6 @@
-"""Errors in the form gRPC gives them: google.rpc.Status with ErrorInfo, BadRequest and RetryInfo; and what the core's
-reasons for ending a stream mean to a client. The only place that knows either mapping.
+"""Maps errors to google.rpc.Status with ErrorInfo, BadRequest and RetryInfo, and the core's end reasons to errors.
+
+No other module knows either mapping.
 """
 
 import grpc
@@ -26,11 +27,11 @@ from shared.errors import (
 )
 
 ERROR_DOMAIN = "quire"
-"""The domain in every ErrorInfo."""
+"""Domain of every ErrorInfo."""
 PUSHBACK_KEY = "grpc-retry-pushback-ms"
-"""Trailing metadata that gRPC clients with a retry policy obey."""
+"""Trailing metadata key that gRPC's client-side retry policy reads."""
 RETRY_MS = 1000
-"""When to try again while the service is starting, the core is away, or the process has enough in hand."""
+"""Retry delay while the service starts, the core is not connected, or the process is overloaded; milliseconds."""
 
 _FINISH_REASONS: dict[link_pb2.EndReason.ValueType, generation_pb2.FinishReason.ValueType] = {
     link_pb2.END_REASON_STOP: generation_pb2.FINISH_REASON_STOP,
@@ -40,27 +41,27 @@ _FINISH_REASONS: dict[link_pb2.EndReason.ValueType, generation_pb2.FinishReason.
 
 
 class RequestCancelledError(QuireError):
-    """The request was cancelled by somebody other than the client, who would not be here to read this."""
+    """The server or an operator cancelled the request, not the client."""
 
     code = "CANCELLED"
     reason = "CANCELLED"
 
 
 class InternalError(QuireError):
-    """A fault of ours; `error_id` finds it in the logs."""
+    """An internal error; `error_id` identifies its log line."""
 
     def __init__(self, error_id: str) -> None:
-        super().__init__(f"internal error {error_id}; the server's log tells more")
+        super().__init__(f"internal error {error_id}; see the server's log for this id")
         self.error_id = error_id
 
 
 def finish_reason(end: link_pb2.StreamEnd) -> generation_pb2.FinishReason.ValueType | None:
-    """The reason for `Finished`, or None when the stream ended with an error."""
+    """Return the finish reason of a stream, or None when it ended with an error."""
     return _FINISH_REASONS.get(end.reason)
 
 
 def error_of(end: link_pb2.StreamEnd) -> QuireError:
-    """The error that an unsuccessful end is for the client."""
+    """Return the error for a stream that did not end successfully."""
     message = end.message
     match end.reason:
         case link_pb2.END_REASON_CANCELLED:
@@ -68,27 +69,33 @@ def error_of(end: link_pb2.StreamEnd) -> QuireError:
         case link_pb2.END_REASON_DEADLINE:
             return DeadlineError(message or "the deadline passed before the answer was complete")
         case link_pb2.END_REASON_QUEUE_FULL:
-            return QueueFullError(message or "the waiting queue is full", retry_ms=end.retry_ms or RETRY_MS)
+            return QueueFullError(
+                message or "the waiting queue is full; try again later", retry_ms=end.retry_ms or RETRY_MS
+            )
         case link_pb2.END_REASON_INVALID:
-            return InvalidRequestError(FieldViolation("input", message or "the request cannot run"))
+            return InvalidRequestError(FieldViolation(end.field or "input", message or "the request cannot run"))
         case link_pb2.END_REASON_NO_WORKER:
-            return NoWorkerError(message or "no worker is available", retry_ms=RETRY_MS)
+            return NoWorkerError(message or "no worker is available; try again later", retry_ms=RETRY_MS)
         case link_pb2.END_REASON_ROW_FAILED:
             return RowFailedError(message or "the model could not compute this request")
         case link_pb2.END_REASON_POISON:
-            return PoisonRequestError(message or "workers died of this request")
+            return PoisonRequestError(
+                message or "workers crashed while they computed this request; do not send it again"
+            )
         case link_pb2.END_REASON_STALLED:
-            return StalledReaderError(message or "the client took no data for too long")
+            return StalledReaderError(
+                message or "the client read no data for too long; read the stream without long pauses"
+            )
         case link_pb2.END_REASON_DUPLICATE:
-            return DuplicateRequestError(message or "a request with this id is live or kept")
+            return DuplicateRequestError(message or "request_id: in use by a live or resumable request; choose another")
         case link_pb2.END_REASON_SHUTDOWN:
-            return NotReadyError(message or "the service is shutting down", retry_ms=RETRY_MS)
+            return NotReadyError(message or "the service is shutting down; try again later", retry_ms=RETRY_MS)
         case unknown:
-            return RowFailedError(f"the scheduler ended the request with reason {unknown}")
+            return RowFailedError(f"the scheduler ended the request for an unknown reason ({unknown})")
 
 
 def to_status(error: QuireError) -> grpc.Status:
-    """The error as the status that ends an RPC."""
+    """Return the error as the status that ends an RPC."""
     info = error_details_pb2.ErrorInfo(reason=error.reason, domain=ERROR_DOMAIN, metadata=_metadata(error))
     details: list[message.Message] = [info]
     if isinstance(error, InvalidRequestError):
@@ -116,7 +123,7 @@ def to_status(error: QuireError) -> grpc.Status:
 
 
 def to_error(error: QuireError) -> generation_pb2.Error:
-    """The error of one request of a batch, whose call goes on."""
+    """Return the error message for one request of a batch; the call continues."""
     message = generation_pb2.Error(code=error.code, reason=error.reason, message=error.message)
     if isinstance(error, InvalidRequestError):
         for violation in error.violations:

@@ -1,8 +1,8 @@
-"""The front-end process: gRPC and HTTP listeners, the link to the core, and how all of it starts and ends.
+"""Front-end process: gRPC and HTTP listeners, the link to the core, start and shutdown.
 
-Start: tokenizer, listeners, link. The core need not be there: the process listens at once and is not ready until a
-worker is. End, on SIGTERM or SIGINT: not ready → no new calls → live streams may finish within the grace period, then
-they are cancelled → the link takes the last cancellations along → spans are exported → exit 0.
+Start: tokenizer, listeners, link. The core need not be running: the process listens at once and is not ready until a
+worker is available. Shutdown, on SIGTERM or SIGINT: report not ready → reject new calls → let live streams finish
+within the grace period, then cancel them → send the last cancellations to the core → export spans → exit 0.
 """
 
 import asyncio
@@ -27,6 +27,7 @@ from services.embeddings import Embedder
 from services.generation import Generator
 from services.grammars import GrammarChecker
 from services.http.app import make_api, make_probes
+from services.http.cross_origin import cross_origin_policy
 from services.http.server import HttpServer, listening_socket
 from services.metrics import FrontendMetrics
 from services.principals import Principals
@@ -48,18 +49,21 @@ from shared.pulse import Pulse
 from shared.telemetry import Telemetry
 
 _MAX_REQUEST_BYTES = 2 * MAX_TEXT
-"""A request may hold 4 MiB of text and what belongs to it; larger ones end RESOURCE_EXHAUSTED inside gRPC."""
+"""Maximum size of a gRPC request: 4 MiB of text and the other fields. gRPC rejects larger ones."""
 
 _GC_THRESHOLD = 50_000
-_LAST_WORDS_S = 1.0
+"""Allocations between two collections of the youngest generation."""
+_FINAL_CANCEL_TIMEOUT_S = 1.0
+"""Maximum wait at shutdown for cancelled handlers, seconds."""
 _BEAT_EVERY_S = 0.5
+"""Interval of the pulse, seconds."""
 
 
 class Frontend:
-    """Everything that one front-end process holds, wired together."""
+    """All parts of a front-end process, wired together."""
 
     def __init__(self, config: FrontendConfig, tokenizer: TextTokenizer, telemetry: Telemetry) -> None:
-        """Must be called on the event loop; nothing listens yet."""
+        """Create all parts, on the event loop; nothing listens yet."""
         self._config = config
         self._telemetry = telemetry
         self._tokenizer = tokenizer
@@ -84,6 +88,7 @@ class Frontend:
         self._embedder = Embedder(services, prompts, self._live)
         self._texts = Texts(services, prompts)
         calls = CallsInProgress(config.max_concurrent_requests)
+        policy = cross_origin_policy(config)
         self._grpc = self._make_grpc_server(services, calls, principals)
         self._api = make_api(
             services,
@@ -92,22 +97,26 @@ class Frontend:
             self._texts,
             calls,
             principals,
+            policy,
             is_ready=lambda: self._health.ready,
             snapshot=self.link.snapshot,
             own_families=self._metrics.families,
         )
         self._http = HttpServer(self._api.app, self._tls)
         probes = make_probes(
-            is_ready=lambda: self._health.ready, snapshot=self.link.snapshot, own_families=self._metrics.families
+            policy,
+            is_ready=lambda: self._health.ready,
+            snapshot=self.link.snapshot,
+            own_families=self._metrics.families,
         )
         self._probes = HttpServer(probes) if config.health_port >= 0 else None
         self._serving: list[asyncio.Task[None]] = []
 
     async def start(self) -> tuple[int, int]:
-        """Listens and greets the core; returns the ports of gRPC and HTTP.
+        """Listen and connect to the core; return the ports of gRPC and HTTP.
 
         Raises:
-            ConfigError: a port cannot be had.
+            ConfigError: a port is not available.
         """
         host = self._config.host
         address = _address(host, self._config.grpc_port)
@@ -129,14 +138,14 @@ class Frontend:
         return grpc_port, http_port
 
     async def stop(self) -> None:
-        """Ends everything in order; returns when nothing is left."""
+        """Shut down in order; return when every part has ended."""
         self._health.stop()
         grace_s = self._config.grace_period_s
-        # `stop` once and only once: overlapping calls crash grpcio.
+        # Call `stop` exactly once: overlapping calls crash grpcio.
         await asyncio.gather(self._grpc.stop(grace_s), self._api.drain(grace_s))
-        # Handlers that were cancelled still have to tell the core.
+        # Cancelled handlers still have to send their cancellations to the core.
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._live.idle.wait(), _LAST_WORDS_S)
+            await asyncio.wait_for(self._live.idle.wait(), _FINAL_CANCEL_TIMEOUT_S)
         for server in (self._http, self._probes):
             if server is not None:
                 server.should_exit = True
@@ -144,10 +153,10 @@ class Frontend:
         await self.close()
 
     async def close(self) -> None:
-        """Lets go of what does not listen."""
+        """Close the link, the tokenizer, the grammar checker and the tracer."""
         await self.link.close()
         self._tokenizer.close()
-        self._grammars.close()
+        await self._grammars.close()
         await asyncio.to_thread(self._telemetry.shutdown)
 
     def _make_grpc_server(self, services: Services, calls: CallsInProgress, principals: Principals) -> aio.Server:
@@ -155,7 +164,7 @@ class Frontend:
             interceptors=[Boundary(self._metrics.count_outcome, calls, principals)],
             options=[
                 ("grpc.so_reuseport", 1),
-                # A client whose machine vanished is noticed before its reader counts as stalled.
+                # Detects a client whose machine has died before its reader counts as stalled.
                 ("grpc.keepalive_time_ms", 30_000),
                 ("grpc.keepalive_timeout_ms", 10_000),
                 ("grpc.max_receive_message_length", _MAX_REQUEST_BYTES),
@@ -181,12 +190,12 @@ class Frontend:
 
 
 def run(config: FrontendConfig) -> int:
-    """Runs a front-end process until a signal ends it; returns its exit status."""
+    """Run a front-end process until a signal ends it; return its exit status."""
     configure_logging("quire-frontend")
     try:
         tokenizer = load_tokenizer(resolve_model(config.model, weights=False), max_bytes=config.max_tokenizing_bytes)
-        # What lives as long as the process need not be looked at by every collection; and messages come and go by the
-        # ten thousand a second without making cycles.
+        # Exclude long-lived objects from garbage collection, and collect rarely: tens of thousands of short-lived
+        # messages per second form no cycles.
         gc.collect()
         gc.freeze()
         gc.set_threshold(_GC_THRESHOLD, 20, 20)

@@ -1,10 +1,9 @@
-"""One generation from request to last message, whatever protocol asked for it: validate, tokenise, submit, deliver.
+"""Generation of one request, independent of the protocol: validate, tokenise, submit, deliver.
 
-The protocol's side is two values: a `Caller`, which says who asks and until when, and `send`, which takes the messages
-(`services.delivery`).
+The protocol provides a `Caller` and `send`, which writes the messages (`services.delivery`).
 
-A request with n > 1 is n requests to the core with one prompt: they share its blocks in the prefix cache, and each
-draws noise of its own.
+A request with n > 1 becomes n requests to the core with the same prompt. They share its blocks in the prefix cache, and
+each draws its own random noise.
 """
 
 from collections.abc import Awaitable, Callable, Sequence
@@ -15,17 +14,24 @@ from opentelemetry.trace import Span
 from protos.quire.link.v1 import link_pb2
 from protos.quire.plan.v1 import plan_pb2
 from quire.v1 import generation_pb2 as v1
-from services.context import Caller, LiveRequests, Services, outcome_told
+from services.context import Caller, LiveRequests, Services, record_outcome
 from services.delivery import Choices, Delivery, Send, failure_of
 from services.errors import RETRY_MS
 from services.logprobs import token_logprobs
 from services.principals import CURRENT
 from services.prompts import Prompts
-from services.resuming import identity_of, info_of, kept_of, resume_info, skip_known, stream_of
-from services.scheduling import block_keys, wishes
+from services.resuming import (
+    fetch_resume_replies,
+    read_resume_info,
+    request_identity,
+    restore_stream,
+    resume_info,
+    skip_known,
+)
+from services.scheduling import block_keys, scheduling_params
 from services.stream import Stream, StreamRequest
 from services.tracing import describe_request, request_span
-from services.validation import MAX_CHOICES, ValidRequest, fit, validate
+from services.validation import MAX_CHOICES, ValidRequest, check_log_size, resolve_max_tokens, validate
 from services.wakeup import Wakeup
 from shared.columns import to_column
 from shared.errors import FieldViolation, InvalidRequestError, NotReadyError, RequestNotFoundError
@@ -37,7 +43,7 @@ _CANCEL_TIMEOUT_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class _Accepted:
-    """A request that was found valid, and whose it is."""
+    """A valid request with its caller and model."""
 
     request: v1.GenerateRequest
     valid: ValidRequest
@@ -47,12 +53,12 @@ class _Accepted:
 
     @property
     def form(self) -> str:
-        """The field that the prompt is in."""
+        """Name of the field that holds the prompt."""
         return self.request.WhichOneof("input") or "input"
 
 
 class Generator:
-    """Runs the generations of one front-end process."""
+    """Runs the generation requests of one front-end process."""
 
     def __init__(self, services: Services, prompts: Prompts, live: LiveRequests) -> None:
         self._services = services
@@ -67,34 +73,38 @@ class Generator:
         send: Send,
         *,
         begun: Callable[[str], Awaitable[object]] | None = None,
+        prompt_counted: Callable[[int], None] | None = None,
     ) -> None:
-        """Answers a request through `send`: deltas and other events, then one `Finished`.
+        """Run a request and send its messages: deltas and other events, then one `Finished`.
 
         Args:
-            request: what is wanted.
-            caller: who wants it.
-            send: takes the messages.
-            begun: told the request's id before the first message.
+            request: the request.
+            caller: its caller.
+            send: writes a message.
+            begun: called with the request's id before the first message.
+            prompt_counted: called once with the number of prompt tokens, before the first message.
 
         Raises:
-            QuireError: the request failed, or can never succeed; what was sent before stands.
+            QuireError: the request is invalid or failed; messages sent before remain valid.
         """
         with request_span(self._services.tracer, caller.traceparent, caller.operation) as span:
             model = self._services.served_model()
             valid = validate(request, model, has_chat_template=self._services.tokenizer.has_chat_template)
             with (
-                self._live.one_more(caller.principal, valid.request_id),
-                outcome_told(self._services.metrics, caller, valid.request_id),
+                self._live.track(caller.principal, valid.request_id),
+                record_outcome(self._services.metrics, caller, valid.request_id),
             ):
                 if begun is not None:
                     await begun(valid.request_id)
-                await self._run(_Accepted(request, valid, model, caller, span), send)
+                await self._run(_Accepted(request, valid, model, caller, span), send, prompt_counted)
 
-    async def _run(self, accepted: _Accepted, send: Send) -> None:
+    async def _run(self, accepted: _Accepted, send: Send, prompt_counted: Callable[[int], None] | None) -> None:
         services, valid, model = self._services, accepted.valid, accepted.model
         prompt = await self._prompts.encode(accepted.request, model, accepted.form)
         if valid.truncate_prompt_tokens is not None:
             prompt = prompt[-valid.truncate_prompt_tokens :]
+        if prompt_counted is not None:
+            prompt_counted(len(prompt))
         wakeup = Wakeup()
         first = await self._first_choice(accepted, prompt)
         streams = [
@@ -118,32 +128,32 @@ class Generator:
             for stream in streams:
                 services.link.submit(stream)
             if valid.echo or valid.prompt_logprobs:
-                await self._tell_prompt(valid, prompt, streams[0], wakeup, send)
+                await self._send_prompt(valid, prompt, streams[0], wakeup, send)
 
         choices = Choices(streams, model.name, valid.request_id)
         await self._delivery.serve(choices, wakeup, accepted.span, send, begin, keep=valid.resumable)
 
     async def _first_choice(self, accepted: _Accepted, prompt: Sequence[int]) -> StreamRequest:
-        """What the core is told of the request's first choice; the others differ little.
+        """Return the request to the core for the first choice; the others differ in few fields.
 
         Raises:
-            QuireError: the prompt does not fit, the grammar cannot be used, or the core is away.
+            QuireError: the prompt does not fit, the grammar is not usable, or the core is not connected.
         """
         services, request, valid, model = self._services, accepted.request, accepted.valid, accepted.model
         caller, span, form = accepted.caller, accepted.span, accepted.form
-        max_tokens = fit(len(prompt), valid.max_tokens, services.config.default_max_tokens, model, form)
+        max_tokens = resolve_max_tokens(len(prompt), valid.max_tokens, services.config.default_max_tokens, model, form)
         describe_request(span, valid, chat=form == "chat", prompt_tokens=len(prompt), max_tokens=max_tokens)
         services.check_connected()
         column = to_column(prompt)
         await self._prompts.add_bad_words(valid, model)
-        scheduling = wishes(request.scheduling, arrival=caller.arrival, principal=CURRENT.get())
-        return StreamRequest(
+        scheduling = scheduling_params(request.scheduling, arrival=caller.arrival, principal=CURRENT.get())
+        first = StreamRequest(
             request_id=valid.request_id,
             prompt=column,
             max_tokens=max_tokens,
             stop_token_ids=to_column(valid.stop_token_ids),
             sampling=valid.sampling.SerializeToString(),
-            identity=identity_of(caller.principal, valid.request_id, 0) if valid.resumable else b"",
+            identity=request_identity(caller.principal, valid.request_id, 0) if valid.resumable else b"",
             resume_info=resume_info(request) if valid.resumable else b"",
             grammar=await services.grammars.check(request.grammar, model) if request.HasField("grammar") else b"",
             wants_scores=valid.logprobs,
@@ -158,26 +168,30 @@ class Generator:
             scheduling=scheduling,
             block_keys=block_keys(model, scheduling.cache_scope, column),
             block_size=model.block_size,
+            model=model.fingerprint,
         )
+        opaque = len(first.sampling) + len(first.grammar) + len(first.resume_info)
+        check_log_size(valid, len(prompt), max_tokens, opaque)
+        return first
 
     async def resume(
         self, request: v1.ResumeRequest, caller: Caller, send: Send, *, begun: Callable[[str], Awaitable[object]]
     ) -> None:
-        """Goes on with a request where its client lost it; as `run` otherwise.
+        """Resume a request after its client lost the connection; otherwise like `run`.
 
         Raises:
-            QuireError: nothing is kept of the request, or it failed.
+            QuireError: the request is not kept, or it failed.
         """
         services = self._services
         if not request.request_id:
-            raise InvalidRequestError(FieldViolation("request_id", "missing"))
+            raise InvalidRequestError(FieldViolation("request_id", "missing; give the id of the request"))
         with request_span(services.tracer, caller.traceparent, caller.operation) as span:
             model = services.served_model()
             wakeup = Wakeup()
-            kept = await kept_of(services.link, caller.principal, request.request_id)
-            info = info_of(kept[0])
+            kept = await fetch_resume_replies(services.link, caller.principal, request.request_id)
+            info = read_resume_info(kept[0])
             streams = [
-                stream_of(
+                restore_stream(
                     reply,
                     choice,
                     services.tokenizer,
@@ -198,38 +212,38 @@ class Generator:
                     tokens[choice] if choice < len(tokens) else 0,
                     text[choice] if choice < len(text) else None,
                 )
-            with self._live.one_more(caller.principal, request.request_id, again=True):
+            with self._live.track(caller.principal, request.request_id, again=True):
                 await begun(request.request_id)
 
                 async def begin() -> None:
                     for stream in streams:
                         if not stream.over:
-                            services.link.submit(stream, again=True)
+                            services.link.submit(stream)
 
                 choices = Choices(streams, model.name, request.request_id)
                 await self._delivery.serve(choices, wakeup, span, send, begin, keep=True)
 
     async def cancel(self, request_id: str, principal: str) -> None:
-        """Ends a resumable request, and forgets what is kept of it.
+        """Cancel a resumable request and drop what is kept of it.
 
         Raises:
-            RequestNotFoundError: there is none with this id.
-            NotReadyError: the core does not answer.
+            RequestNotFoundError: no request has this id.
+            NotReadyError: the core did not answer in time.
         """
         if not request_id:
-            raise InvalidRequestError(FieldViolation("request_id", "missing"))
-        identities = [identity_of(principal, request_id, choice) for choice in range(MAX_CHOICES)]
+            raise InvalidRequestError(FieldViolation("request_id", "missing; give the id of the request"))
+        identities = [request_identity(principal, request_id, choice) for choice in range(MAX_CHOICES)]
         order = link_pb2.OperatorRequest(cancel_requests=link_pb2.CancelRequests(identities=identities))
         reply = await self._services.link.operate(order, _CANCEL_TIMEOUT_S)
         if reply is None:
-            raise NotReadyError("the scheduler is away; try again in a moment", retry_ms=RETRY_MS)
+            raise NotReadyError("scheduler not connected; try again in a moment", retry_ms=RETRY_MS)
         if reply.not_found:
-            raise RequestNotFoundError("no resumable request with this id is live or kept")
+            raise RequestNotFoundError("request_id: no resumable request with this id is live or kept")
 
-    async def _tell_prompt(
+    async def _send_prompt(
         self, valid: ValidRequest, prompt: Sequence[int], stream: Stream, wakeup: Wakeup, send: Send
     ) -> None:
-        """Sends the prompt, with what its tokens' log-probabilities are once the model has seen all of it."""
+        """Send the prompt, with its log-probabilities once the model has processed all of it."""
         tokenizer = self._services.tokenizer
         message = v1.Prompt(token_ids=prompt)
         if valid.echo:
@@ -249,12 +263,15 @@ class Generator:
 
 
 def _for_choice(first: StreamRequest, choice: int, valid: ValidRequest, caller: Caller) -> StreamRequest:
-    identity = identity_of(caller.principal, valid.request_id, choice) if valid.resumable else b""
+    identity = request_identity(caller.principal, valid.request_id, choice) if valid.resumable else b""
     return first.for_choice(choice, _of_choice(valid.sampling, choice), identity)
 
 
 def _of_choice(sampling: plan_pb2.SamplingParams, choice: int) -> bytes:
-    """The parameters of a further choice: noise of its own, and the prompt is the first one's business."""
+    """Return the sampling parameters of a further choice, without prompt log-probabilities.
+
+    The index of the choice gives it random noise of its own.
+    """
     own = plan_pb2.SamplingParams()
     own.CopyFrom(sampling)
     own.choice = choice

@@ -1,14 +1,14 @@
-"""Is this grammar one that a worker can use? Compiled once at the door, as a worker would, before anybody waits for it.
+"""Grammar checks: compiles each new grammar on trial before its request is queued.
 
-What a client sends is bounded in size and depth before it is looked at, compiled in a thread of its own, and refused by
-the name of its field. What passed is remembered, so that a schema which every request of a client carries is checked
-once.
+Compilation runs in a separate process that can be killed (`trial_compiler`): first with a small CPU time limit, then
+once more with five times as much. The result is cached, good or bad, so that a schema sent with every request of a
+client is compiled once.
 """
 
 import asyncio
 from collections import OrderedDict
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 
@@ -16,16 +16,36 @@ from protos.quire.link.v1 import link_pb2
 from protos.quire.plan.v1 import plan_pb2
 from quire.v1 import generation_pb2 as v1
 from services.errors import RETRY_MS
+from services.trial_compiler import Trial, TrialCompiler, TrialUnavailableError, start_trial_compiler
+from services.trial_process import Verdict
 from shared.errors import FieldViolation, InvalidRequestError, OverloadedError
-from shared.grammars import GrammarError, GrammarTokenizer, check_text, compile_grammar, lark_of_choices, lark_of_ebnf
+from shared.grammars import MAX_GRAMMAR, MAX_STRINGS
+from shared.logging import get_logger
 
-MAX_CHOICE_STRINGS = 4096
 MAX_WAITING = 64
-"""Grammars that may wait for the thread."""
-TIMEOUT_S = 5.0
-"""Longest time that a request waits for its grammar to be checked."""
+"""Maximum number of different grammars that are on trial or wait for one."""
+MAX_COSTLY = 8
+"""Maximum number of them that may wait for a second trial, so that costly grammars do not block the others."""
+TIMEOUT_S = 10.0
+"""Maximum time that a grammar waits for the end of its trial, seconds."""
+QUICK_CPU_S = 0.05
+"""CPU time limit of the first trial, seconds; a schema of 20 kB takes 0.015 s."""
+LONG_CPU_S = 0.25
+"""CPU time limit of the second trial, seconds: the maximum cost of a grammar at a worker."""
 
-_REMEMBERED = 1024
+_MAX_KNOWN_BYTES = 16 << 20
+"""Maximum size of the cache, bytes."""
+_KNOWN_OVERHEAD = 256
+"""Approximate memory per cached grammar beside its text, bytes."""
+
+
+@dataclass(slots=True)
+class _Check:
+    """A grammar on trial."""
+
+    task: "asyncio.Task[bytes | str]"
+    num_requests: int = 0
+    """Number of requests that wait for it."""
 
 
 class GrammarChecker:
@@ -33,71 +53,142 @@ class GrammarChecker:
 
     def __init__(self, tokenizer_file: Path) -> None:
         self._file = tokenizer_file
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="grammar")
-        self._known: OrderedDict[bytes, None] = OrderedDict()
-        """Digests of grammars that are fine, with the model that they are fine for."""
-        self._tokenizer: tuple[str, GrammarTokenizer] | None = None
-        self._turn = asyncio.Lock()
-        """Whoever has the thread. It is asked for here and not in the pool's queue, where who has left would stay."""
-        self._waiting = 0
+        self._known: OrderedDict[bytes, bytes | str] = OrderedDict()
+        """Cache by digest of model and grammar: the serialized grammar for workers, or the reason for rejection."""
+        self._known_bytes = 0
+        """Size of the cache, at most _MAX_KNOWN_BYTES."""
+        self._checks: dict[bytes, _Check] = {}
+        """Running trials, by the same digest."""
+        self._num_costly = 0
+        """Number of grammars in, or waiting for, a second trial."""
+        self._starting: asyncio.Task[TrialCompiler] | None = None
+        """Task that starts the trial compiler; it may have ended."""
 
     async def check(self, grammar: v1.Grammar, model: link_pb2.ServedModel) -> bytes:
-        """The grammar as workers take it, serialized.
+        """Return the grammar in the form that workers accept, serialized.
 
         Raises:
-            InvalidRequestError: it cannot be used.
-            OverloadedError: too many are being checked already.
+            InvalidRequestError: the grammar is not usable.
+            OverloadedError: too many grammars are being checked.
         """
-        field = f"grammar.{grammar.WhichOneof('kind')}"
-        overloaded = OverloadedError("too many grammars are being checked already; try again soon", retry_ms=RETRY_MS)
-        if self._waiting >= MAX_WAITING:
-            raise overloaded
-        self._waiting += 1
-        has_begun = False
-        try:
-            async with asyncio.timeout(TIMEOUT_S):
-                await self._turn.acquire()
-                has_begun = True
-                work = asyncio.get_running_loop().run_in_executor(self._pool, self._check, grammar, model)
-                work.add_done_callback(self._ended)
-                return await asyncio.shield(work)  # a thread cannot be interrupted: it keeps its turn to the end
-        except GrammarError as error:
-            raise InvalidRequestError(FieldViolation(field, str(error))) from None
-        except TimeoutError:
-            if not has_begun:
-                raise overloaded from None
-            raise InvalidRequestError(FieldViolation(field, f"takes longer than {TIMEOUT_S:g} s to compile")) from None
-        finally:
-            self._waiting -= 1
-
-    def close(self) -> None:
-        """Lets the thread go."""
-        self._pool.shutdown(wait=False, cancel_futures=True)
-
-    def _ended(self, work: "asyncio.Future[bytes]") -> None:
-        self._turn.release()
-        if not work.cancelled():
-            work.exception()  # whoever waited for it may have left
-
-    def _check(self, grammar: v1.Grammar, model: link_pb2.ServedModel) -> bytes:
-        wanted = _to_plan(grammar)
-        serialized = wanted.SerializeToString(deterministic=True)
+        serialized = grammar.SerializeToString(deterministic=True)
         key = sha256(model.fingerprint.encode() + serialized).digest()
-        if key in self._known:
+        found = self._known.get(key)
+        if found is None:
+            found = await self._checked(key, serialized, model)
+        else:
             self._known.move_to_end(key)
-            return serialized
-        if self._tokenizer is None or self._tokenizer[0] != model.fingerprint:
-            tokenizer = GrammarTokenizer(self._file, model.vocab_size, model.eos_token_ids)
-            self._tokenizer = model.fingerprint, tokenizer
-        compile_grammar(wanted, self._tokenizer[1])
-        self._known[key] = None
-        if len(self._known) > _REMEMBERED:
-            self._known.popitem(last=False)
-        return serialized
+        if isinstance(found, str):
+            raise InvalidRequestError(FieldViolation(f"grammar.{grammar.WhichOneof('kind')}", found))
+        return found
+
+    async def close(self) -> None:
+        """Stop the trial compiler."""
+        for check in self._checks.values():
+            check.task.cancel()
+        if self._starting is not None:
+            await _end(self._starting)
+
+    async def _checked(self, key: bytes, serialized: bytes, model: link_pb2.ServedModel) -> bytes | str:
+        """Wait for the trial of a grammar, shared by all requests with the same grammar.
+
+        When the last waiting request is cancelled, the trial is cancelled too unless it has begun.
+        """
+        check = self._checks.get(key)
+        if check is None:
+            if len(self._checks) >= MAX_WAITING:
+                raise _overloaded()
+            check = self._checks[key] = _Check(asyncio.create_task(self._try(key, serialized, model)))
+        check.num_requests += 1
+        try:
+            return await asyncio.shield(check.task)
+        except (TimeoutError, TrialUnavailableError):
+            raise _overloaded() from None
+        finally:
+            check.num_requests -= 1
+            if not check.num_requests:
+                check.task.cancel()
+                if self._checks.get(key) is check:
+                    del self._checks[key]
+
+    async def _try(self, key: bytes, serialized: bytes, model: link_pb2.ServedModel) -> bytes | str:
+        compiler = await self._compiler(model)
+        async with asyncio.timeout(TIMEOUT_S):
+            trial = await compiler.quick.run(serialized, QUICK_CPU_S)
+            is_costly = trial.verdict is Verdict.EXCEEDED
+            if is_costly:
+                if self._num_costly >= MAX_COSTLY:
+                    raise _overloaded()
+                self._num_costly += 1
+                try:
+                    trial = await compiler.long.run(serialized, LONG_CPU_S)
+                finally:
+                    self._num_costly -= 1
+        found = _outcome(trial, is_costly=is_costly)
+        self._remember(key, found)
+        return found
+
+    def _remember(self, key: bytes, found: bytes | str) -> None:
+        self._known[key] = found
+        self._known_bytes += len(found) + _KNOWN_OVERHEAD
+        while self._known_bytes > _MAX_KNOWN_BYTES:
+            self._known_bytes -= len(self._known.popitem(last=False)[1]) + _KNOWN_OVERHEAD
+
+    async def _compiler(self, model: link_pb2.ServedModel) -> TrialCompiler:
+        """Return the running trial compiler of a model; start one if there is none."""
+        while True:
+            starting = self._starting
+            if starting is None or (starting.done() and not _serves(starting, model)):
+                self._starting = starting = asyncio.create_task(self._start(starting, model))
+            compiler = await asyncio.shield(starting)
+            if compiler.fingerprint == model.fingerprint:
+                return compiler
+
+    async def _start(
+        self, previous: "asyncio.Task[TrialCompiler] | None", model: link_pb2.ServedModel
+    ) -> TrialCompiler:
+        if previous is not None:
+            get_logger().warning("restarting the trial compiler of grammars")
+            await _end(previous)
+        return await start_trial_compiler(self._file, model)
+
+
+def _serves(starting: "asyncio.Task[TrialCompiler]", model: link_pb2.ServedModel) -> bool:
+    """Return whether a finished start produced a running compiler with the model's tokenizer."""
+    if starting.cancelled() or starting.exception() is not None:
+        return False
+    compiler = starting.result()
+    return compiler.is_running and compiler.fingerprint == model.fingerprint
+
+
+async def _end(starting: "asyncio.Task[TrialCompiler]") -> None:
+    starting.cancel()
+    await asyncio.wait([starting])
+    if not starting.cancelled() and starting.exception() is None:
+        await starting.result().close()
+
+
+def _outcome(trial: Trial, *, is_costly: bool) -> bytes | str:
+    """Return the grammar in the form that workers accept, or the reason for rejection."""
+    match trial.verdict:
+        case Verdict.USABLE:
+            grammar = plan_pb2.Grammar.FromString(trial.said)
+            grammar.costly = is_costly
+            return grammar.SerializeToString(deterministic=True)
+        case Verdict.REFUSED:
+            return trial.said.decode()
+        case Verdict.EXCEEDED:
+            return f"takes more than {LONG_CPU_S:g} s to compile; simplify it"
+        case Verdict.CRASHED:
+            return "needs too much memory or is nested too deeply; simplify it"
+
+
+def _overloaded() -> OverloadedError:
+    return OverloadedError("grammar: too many grammars are being checked; try again soon", retry_ms=RETRY_MS)
 
 
 def check_grammar(request: v1.GenerateRequest) -> Iterator[FieldViolation]:
-    """What is wrong with a request's grammar, as far as it can be seen without compiling it."""
+    """Yield the violations of a request's grammar that are visible without compiling it."""
     if not request.HasField("grammar"):
         return
     grammar = request.grammar
@@ -107,28 +198,13 @@ def check_grammar(request: v1.GenerateRequest) -> Iterator[FieldViolation]:
         return
     if kind == "choice":
         choices = list(grammar.choice.choices)
-        if not 0 < len(choices) <= MAX_CHOICE_STRINGS or not all(choices):
-            yield FieldViolation(
-                "grammar.choice.choices", f"must be 1 to {MAX_CHOICE_STRINGS} strings, none of them empty"
-            )
+        if not 0 < len(choices) <= MAX_STRINGS or not all(choices):
+            yield FieldViolation("grammar.choice.choices", f"must be 1 to {MAX_STRINGS} strings, none of them empty")
     elif kind == "json_object" and not grammar.json_object:
-        yield FieldViolation("grammar.json_object", "false is no grammar; leave `grammar` unset")
+        yield FieldViolation("grammar.json_object", "must be true; leave `grammar` unset for no constraint")
     elif kind != "json_object" and not getattr(grammar, kind):
-        yield FieldViolation(f"grammar.{kind}", "is empty")
+        yield FieldViolation(f"grammar.{kind}", "must not be empty")
+    if grammar.ByteSize() > MAX_GRAMMAR:
+        yield FieldViolation(f"grammar.{kind}", f"too long; give at most {MAX_GRAMMAR} bytes")
     if request.stop.min_tokens:
         yield FieldViolation("stop.min_tokens", "cannot be combined with `grammar`, which decides when the output ends")
-
-
-def _to_plan(grammar: v1.Grammar) -> plan_pb2.Grammar:
-    match grammar.WhichOneof("kind"):
-        case "json_schema":
-            check_text(grammar.json_schema)
-            return plan_pb2.Grammar(json_schema=grammar.json_schema)
-        case "regex":
-            return plan_pb2.Grammar(regex=grammar.regex)
-        case "ebnf":
-            return plan_pb2.Grammar(lark=lark_of_ebnf(grammar.ebnf))
-        case "choice":
-            return plan_pb2.Grammar(lark=lark_of_choices(grammar.choice.choices))
-        case _:
-            return plan_pb2.Grammar(json_schema='{"type": "object"}')

@@ -1,4 +1,4 @@
-"""Taking the token columns of a CoreMessage apart, checked before anything is passed on."""
+"""Splits the token columns of a CoreMessage by stream, after checking them."""
 
 import itertools
 from collections.abc import Iterable, Iterator
@@ -7,14 +7,14 @@ from protos.quire.link.v1 import link_pb2
 from shared.columns import MalformedColumnError, from_column, from_columns
 
 TokensOfStream = tuple[int, int, list[int]]
-"""Stream, index of the first token, tokens."""
+"""Stream number, index of the first token, token ids."""
 
 
 def tokens_by_stream(message: link_pb2.CoreMessage) -> Iterator[TokensOfStream]:
-    """Every entry of the columns, in order. Tokens become Python integers here and only here.
+    """Yield the entries of the columns in order. Only here do tokens become Python integers.
 
     Raises:
-        MalformedColumnError: the columns do not fit together; nothing was yielded then.
+        MalformedColumnError: the columns are inconsistent; raised before the first entry.
     """
     streams, first_indices = from_columns(message.streams, message.first_indices)
     tokens: list[int] = from_column(message.tokens).tolist()
@@ -24,9 +24,9 @@ def tokens_by_stream(message: link_pb2.CoreMessage) -> Iterator[TokensOfStream]:
         _, column = from_columns(message.streams, message.counts)
         counts, expected = column.tolist(), int(column.sum())
         if len(column) and column.min() < 0:
-            raise MalformedColumnError("a negative number of tokens")
+            raise MalformedColumnError("counts: negative number of tokens")
     if expected != len(tokens):
-        raise MalformedColumnError(f"{expected} tokens announced, {len(tokens)} there")
+        raise MalformedColumnError(f"tokens: expected {expected}, got {len(tokens)}")
     end = 0
     for stream, first_index, count in zip(streams.tolist(), first_indices.tolist(), counts, strict=False):
         begin, end = end, end + count

@@ -1,4 +1,4 @@
-"""Log-probabilities from the worker's columns to the public message."""
+"""Converts log-probabilities from the worker's columns to the public message."""
 
 from typing import NamedTuple
 
@@ -11,7 +11,7 @@ from shared.columns import from_column
 
 
 class Scored(NamedTuple):
-    """One token's own log-probability and rank, and the most likely tokens with theirs."""
+    """Log-probability and rank of one token, and the most likely tokens with theirs."""
 
     logprob: float
     rank: int
@@ -19,10 +19,10 @@ class Scored(NamedTuple):
 
 
 def read_scores(serialized: bytes) -> list[Scored]:
-    """The values of a serialized quire.plan.v1.TokenScores, token by token.
+    """Parse a serialized quire.plan.v1.TokenScores, token by token.
 
     Raises:
-        ValueError: it does not parse, or its columns do not fit together.
+        ValueError: it does not parse, or its columns are inconsistent.
     """
     message = plan_pb2.TokenScores.FromString(serialized)
     logprobs = from_column(message.logprobs).view(np.float32).tolist()
@@ -37,7 +37,7 @@ def read_scores(serialized: bytes) -> list[Scored]:
 
 
 def token_logprobs(token_id: int, scored: Scored | None, tokenizer: TextTokenizer) -> v1.TokenLogprobs:
-    """The public form; with None, of a token that the model gave no log-probability."""
+    """Return the public form; `scored` is None for a token without log-probability."""
     message = v1.TokenLogprobs()
     message.token.token_id = token_id
     message.token.bytes = tokenizer.token_bytes(token_id)

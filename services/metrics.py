@@ -1,7 +1,7 @@
-"""The front end's own metrics. Names and labels are documented by their help texts.
+"""Metrics of the front end. Help texts document names and labels.
 
-Latencies are observed once per message, which is too often for prometheus_client's histogram (1.5 µs with its lock);
-the event loop is the only writer, so a plain one does.
+Latencies are observed once per message, too often for prometheus_client's histogram with its lock (1.5 µs). The event
+loop is the only writer, so a histogram without a lock suffices.
 """
 
 from bisect import bisect_left
@@ -20,7 +20,7 @@ _DURATION_BUCKETS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 60, 120, 300)
 
 
 class LoopHistogram(Collector):
-    """A histogram that only one thread writes."""
+    """Histogram with a single writer thread."""
 
     def __init__(self, name: str, help_text: str, bounds: Sequence[float], registry: CollectorRegistry) -> None:
         self._name, self._help = name, help_text
@@ -30,12 +30,12 @@ class LoopHistogram(Collector):
         registry.register(self)
 
     def observe(self, value: float) -> None:
-        """Counts one value."""
+        """Add one value."""
         self._counts[bisect_left(self._bounds, value)] += 1
         self._sum += value
 
     def collect(self) -> Iterable[HistogramMetricFamily]:
-        """The cumulative buckets, as Prometheus wants them."""
+        """Yield the cumulative buckets, in Prometheus's form."""
         family = HistogramMetricFamily(self._name, self._help)
         total, buckets = 0, []
         for bound, count in zip((*self._bounds, float("inf")), self._counts, strict=True):
@@ -46,36 +46,49 @@ class LoopHistogram(Collector):
 
 
 class FrontendMetrics:
-    """One front-end process's registry."""
+    """Metrics registry of one front-end process."""
 
     def __init__(self, frontend_id: str, malformed_messages: Callable[[], int]) -> None:
         self._frontend_id = frontend_id
         registry = self._registry = CollectorRegistry()
         self._requests = Counter(
-            "quire_requests", "RPCs that ended, by method and gRPC status code", ["method", "code"], registry=registry
+            "quire_requests", "Finished RPCs, by method and gRPC status code", ["method", "code"], registry=registry
         )
         self.first_token = LoopHistogram(
-            "quire_time_to_first_token_seconds", "From arrival to the first token", _FIRST_TOKEN_BUCKETS, registry
+            "quire_time_to_first_token_seconds",
+            "Time from arrival to the first token, seconds",
+            _FIRST_TOKEN_BUCKETS,
+            registry,
         )
         self.message_gap = LoopHistogram(
-            "quire_inter_token_latency_seconds", "Between two messages of one stream", _GAP_BUCKETS, registry
+            "quire_inter_token_latency_seconds",
+            "Time between two messages of one stream, seconds",
+            _GAP_BUCKETS,
+            registry,
         )
         self.duration = LoopHistogram(
-            "quire_request_duration_seconds", "From arrival to the last message", _DURATION_BUCKETS, registry
+            "quire_request_duration_seconds",
+            "Time from arrival to the last message, seconds",
+            _DURATION_BUCKETS,
+            registry,
         )
         self.prompt_tokens = Counter("quire_prompt_tokens", "Tokens of submitted prompts", registry=registry)
         self.generation_tokens = Counter("quire_generation_tokens", "Tokens sent to clients", registry=registry)
         self.merged_tokens = Counter(
-            "quire_merged_tokens", "Tokens that shared a message because their reader lagged", registry=registry
+            "quire_merged_tokens", "Tokens that shared a message because the client read slowly", registry=registry
         )
         self.live_streams = Gauge("quire_live_streams", "Generate calls in progress", registry=registry)
-        malformed = Gauge("quire_malformed_link_messages", "Messages of the core that were dropped", registry=registry)
+        malformed = Gauge(
+            "quire_malformed_link_messages",
+            "Malformed messages of the scheduler core that were dropped",
+            registry=registry,
+        )
         malformed.set_function(malformed_messages)
 
     def count_outcome(self, method: str, code: str) -> None:
-        """One RPC ended."""
+        """Count one finished RPC."""
         self._requests.labels(method, code).inc()
 
     def families(self) -> list[link_pb2.MetricFamily]:
-        """The present values, labelled with the front end's name."""
+        """Return the current values, labelled with the front end's name."""
         return collect_families(self._registry, frontend=self._frontend_id)

@@ -1,9 +1,9 @@
-"""The tokens of one stream and how far its reader is: what was let out and not yet taken is the outbox.
+"""Outbox of one stream: tokens and text that were released but not yet read.
 
-A reader that keeps up takes one token at a time. While it lags, tokens pile up here and go out as one message: ids
-appended, text concatenated. The pile is bounded by the credit that the core was given: a token costs four bytes of
-credit, which go back only when the reader really took it. All tokens stay, four bytes each: a core that was lost is
-replaced by telling the new one what was generated.
+A reader that keeps up takes one token at a time. While it lags, tokens accumulate here and leave as one message: ids
+appended, text concatenated. The credit that the core was given bounds the size: a token costs four bytes of credit,
+which return only when the reader has read it. All tokens stay in memory, four bytes each, because a new core needs all
+generated tokens when the old one is lost.
 """
 
 from array import array
@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 
 class Batch(NamedTuple):
-    """Tokens and text that go out as one message. (A tuple: one is made for every message.)"""
+    """Tokens and text of one message. A tuple, because one is created for every message."""
 
     first_index: int
     token_ids: list[int]
@@ -19,7 +19,7 @@ class Batch(NamedTuple):
 
 
 class Outbox:
-    """`taken <= released <= len(tokens)`: gone to the reader, free to go, received."""
+    """Token positions of a stream, with `taken <= released <= len(tokens)`."""
 
     __slots__ = ("merged", "released", "taken", "text", "tokens")
 
@@ -27,21 +27,21 @@ class Outbox:
         self.tokens = array("i")
         """All tokens received from the core."""
         self.released = 0
-        """Tokens that may go out."""
+        """Number of tokens that may be sent."""
         self.taken = 0
-        """Tokens that the reader was given."""
+        """Number of tokens given to the reader."""
         self.text = ""
-        """Text that waits with them."""
+        """Text that waits together with the tokens."""
         self.merged = 0
-        """Tokens that shared a message with an earlier one."""
+        """Number of tokens that shared a message with an earlier one."""
 
     @property
     def waiting(self) -> list[int]:
-        """The tokens that wait."""
+        """Tokens that wait for the reader."""
         return self.tokens[self.taken : self.released].tolist()
 
     def take(self) -> Batch | None:
-        """Everything that waits, or None."""
+        """Return everything that waits, or None."""
         first, count = self.taken, self.released - self.taken
         if not (count or self.text):
             return None

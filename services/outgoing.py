@@ -1,18 +1,18 @@
-"""What the front end has to tell the core, gathered over one turn of the event loop and sent as few messages.
+"""Messages to the core, gathered over one turn of the event loop and sent together.
 
-Everything that happens while the loop handles one batch of events leaves together. A frame is bounded, so many
-submissions at once (after a core was lost) make several messages; their order is kept.
+The size of a frame is limited, so many submissions at once (after a core was lost) become several messages, in order.
 """
 
 from protos.quire.link.v1 import link_pb2
 from shared.columns import to_column
+from shared.packing import Packer, check_part, in_parts
 
-MAX_FRAME = 4 << 20
-"""Submissions beyond this many bytes go into a further message; one alone may be larger."""
+_MATCH_BYTES = 16
+"""Maximum size of a stop match in a message, bytes."""
 
 
 class Outgoing:
-    """The events of one turn."""
+    """Events of one turn of the event loop."""
 
     __slots__ = (
         "_cancelled",
@@ -32,9 +32,10 @@ class Outgoing:
         self.clear()
 
     def clear(self) -> None:
-        """Forgets everything."""
+        """Discard all events."""
         self._hello: link_pb2.FrontendHello | None = None
-        self._submissions: list[link_pb2.Submission] = []
+        self._submissions: list[tuple[link_pb2.Submission, int]] = []
+        """Submissions with their sizes in bytes."""
         self._cancelled: list[int] = []
         self._detached: list[int] = []
         self._resume_questions: list[link_pb2.ResumeQuestion] = []
@@ -46,76 +47,86 @@ class Outgoing:
         self._goodbye = False
 
     def hello(self, hello: link_pb2.FrontendHello) -> None:
-        """Presents the front end."""
+        """Add the handshake."""
         self._hello = hello
 
     def goodbye(self) -> None:
-        """Nothing comes after this turn."""
+        """Mark this turn as the last one of the connection."""
         self._goodbye = True
 
     def submit(self, submission: link_pb2.Submission) -> None:
-        """A new request."""
-        self._submissions.append(submission)
+        """Add a submission.
+
+        Raises:
+            FrameTooLargeError: it does not fit into a frame; the others are not affected.
+        """
+        size = submission.ByteSize()
+        check_part(size, f"request {submission.request_id}")
+        self._submissions.append((submission, size))
+
+    @property
+    def submissions(self) -> list[link_pb2.Submission]:
+        """Submissions that were not sent yet, oldest first."""
+        return [submission for submission, _ in self._submissions]
 
     def cancel(self, stream: int) -> None:
-        """A stream whose client has gone."""
+        """Add the cancellation of a stream whose client disconnected."""
         self._cancelled.append(stream)
         self._credit.pop(stream, None)
 
     def detach(self, stream: int) -> None:
-        """A stream whose client has gone and may come back."""
+        """Add the detachment of a stream whose client disconnected and may resume."""
         self._detached.append(stream)
         self._credit.pop(stream, None)
 
     def ask_resume(self, number: int, identity: bytes) -> None:
-        """A client wants to go on with a request."""
+        """Add a question for a kept request."""
         self._resume_questions.append(link_pb2.ResumeQuestion(number=number, identity=identity))
 
     def stop_match(self, stream: int, keep_tokens: int) -> None:
-        """A stop string was found."""
+        """Add a stop string match."""
         self._matches[stream] = keep_tokens
 
     def credit(self, stream: int, credit: int) -> None:
-        """The reader took so many bytes."""
+        """Add returned credit, bytes."""
         self._credit[stream] = self._credit.get(stream, 0) + credit
 
     def report(self, report: link_pb2.MetricReport, snapshot_request: int = 0) -> None:
-        """The front end's metrics, with or without asking for everybody's."""
+        """Add the front end's metrics; a `snapshot_request` > 0 asks for the metrics of all processes."""
         self._report = report
         self._snapshot_request = snapshot_request or self._snapshot_request
 
     def operate(self, request: link_pb2.OperatorRequest) -> None:
-        """An operator asks something."""
+        """Add an operator request."""
         self._operator_requests.append(request)
 
     def take(self) -> list[bytes]:
-        """The messages to send, oldest first."""
-        messages = [link_pb2.FrontendMessage()]
+        """Return the messages to send, oldest first, and clear the events."""
+        packer = Packer(link_pb2.FrontendMessage)
         if self._hello is not None:
-            messages[0].hello.CopyFrom(self._hello)
-        size = 0
-        for submission in self._submissions:
-            submission_size = submission.ByteSize()
-            if size and size + submission_size > MAX_FRAME:
-                messages.append(link_pb2.FrontendMessage())
-                size = 0
-            messages[-1].submissions.append(submission)
-            size += submission_size
-        last = messages[-1]
-        if self._cancelled:
-            last.cancelled = to_column(self._cancelled)
-        if self._detached:
-            last.detached = to_column(self._detached)
-        last.resume_questions.extend(self._resume_questions)
-        for stream, keep_tokens in self._matches.items():
-            last.stop_matches.add(stream=stream, keep_tokens=keep_tokens)
-        if self._credit:
-            last.credit_streams = to_column(list(self._credit))
-            last.credit_bytes = to_column(list(self._credit.values()))
+            packer.messages[0].hello.CopyFrom(self._hello)
+        for submission, size in self._submissions:
+            packer.message_for(size, "submission").submissions.append(submission)
+        for streams in in_parts(self._cancelled, 4):
+            packer.message_for(4 * len(streams), "cancelled").cancelled = to_column(streams)
+        for streams in in_parts(self._detached, 4):
+            packer.message_for(4 * len(streams), "detached").detached = to_column(streams)
+        for question in self._resume_questions:
+            packer.message_for(question.ByteSize(), "resume question").resume_questions.append(question)
+        for matches in in_parts(list(self._matches.items()), _MATCH_BYTES):
+            message = packer.message_for(_MATCH_BYTES * len(matches), "stop matches")
+            for stream, keep_tokens in matches:
+                message.stop_matches.add(stream=stream, keep_tokens=keep_tokens)
+        for streams in in_parts(list(self._credit), 8):
+            message = packer.message_for(8 * len(streams), "credit")
+            message.credit_streams = to_column(streams)
+            message.credit_bytes = to_column([self._credit[stream] for stream in streams])
         if self._report is not None:
-            last.report.CopyFrom(self._report)
+            packer.message_for(self._report.ByteSize(), "metrics").report.CopyFrom(self._report)
+        for request in self._operator_requests:
+            packer.message_for(request.ByteSize(), "operator request").operator_requests.append(request)
+        last = packer.messages[-1]
         last.snapshot_request = self._snapshot_request
-        last.operator_requests.extend(self._operator_requests)
         last.goodbye = self._goodbye
         self.clear()
-        return [payload for payload in (message.SerializeToString() for message in messages) if payload]
+        return [payload for payload in (message.SerializeToString() for message in packer.messages) if payload]

@@ -1,17 +1,17 @@
-"""Who calls, and what they may: from a bearer token or a client certificate to a principal.
+"""Authentication and permissions: maps a bearer token or a client certificate to a principal.
 
-The file (TOML) lists principals; of a token it holds only the SHA-256, which is enough because tokens are random and
-long. `quire keys token` makes one.
+A TOML file lists the principals. It contains only the SHA-256 of a token, which is safe because tokens are long and
+random. `quire keys token` generates a token.
 
     [principals.search]
     tokens = ["3c0d…"]                     # SHA-256 of the token, hex
     certificates = ["search.example.org"]  # common name or DNS name of a client certificate
-    tenants = ["search", "batch"]          # may act for; the first is the default; "*": for all
-    cache_scopes = ["team"]                # may share cached prefixes under these names; "*": all
+    tenants = ["search", "batch"]          # allowed tenants; the first is the default; "*": all
+    cache_scopes = ["team"]                # allowed names of shared prefix caches; "*": all
     admin = true                           # may use the operator API
 
-It is read again when it changes; one that cannot be read leaves the one before in force. Without a file everybody is
-`anonymous`, who may act for every tenant, and is an operator where only this machine can call.
+The file is read again when it changes; if that fails, the previous principals stay valid. Without a file every caller
+is `anonymous`: it may act for every tenant, and it is an operator if only this machine can connect.
 """
 
 import hashlib
@@ -32,14 +32,16 @@ from shared.logging import get_logger
 ANY = "*"
 ANONYMOUS_NAME = "anonymous"
 MAX_TOKEN_BYTES = 4096
-_LOOK_EVERY_S = 1.0
+"""Maximum length of a bearer token."""
+_CHECK_INTERVAL_S = 1.0
+"""Minimum interval of checks for a changed file, seconds."""
 _SCHEME = "bearer "
 _FIELDS = {"tokens", "certificates", "tenants", "cache_scopes", "admin"}
 
 
 @dataclass(frozen=True, slots=True)
 class Principal:
-    """Somebody who may call."""
+    """An authenticated caller and its permissions."""
 
     name: str
     tenants: tuple[str, ...] = (ANY,)
@@ -47,76 +49,82 @@ class Principal:
     is_admin: bool = False
 
     def tenant(self, asked: str) -> str:
-        """The tenant that a request counts for.
+        """Return the tenant that a request is accounted to.
 
         Raises:
-            PermissionDeniedError: the principal may not act for the one that was asked for.
+            PermissionDeniedError: the principal may not act for the requested tenant.
         """
         if not asked:
             return "" if self.tenants[:1] in ((), (ANY,)) else self.tenants[0]
         if ANY in self.tenants or asked in self.tenants:
             return asked
-        raise PermissionDeniedError(f"scheduling.tenant: {self.name} may not act for this tenant")
+        raise PermissionDeniedError(
+            f"scheduling.tenant: principal {self.name} may not act for this tenant; use one of its own"
+        )
 
     def check_scope(self, asked: str) -> None:
-        """Whether the principal may share cached prefixes under this name.
+        """Check that the principal may share cached prefixes under this name.
 
         Raises:
             PermissionDeniedError: it may not.
         """
         if asked and ANY not in self.cache_scopes and asked not in self.cache_scopes:
-            raise PermissionDeniedError(f"scheduling.cache_scope: {self.name} may not use this scope")
+            raise PermissionDeniedError(
+                f"scheduling.cache_scope: principal {self.name} may not use this scope; use one of its own"
+            )
 
     def check_admin(self) -> None:
-        """Whether the principal is an operator.
+        """Check that the principal is an operator.
 
         Raises:
             PermissionDeniedError: it is not.
         """
         if not self.is_admin:
-            raise PermissionDeniedError(f"{self.name} is no operator; the operator API needs a principal with admin")
+            raise PermissionDeniedError(
+                f"admin API: principal {self.name} is not an admin; use credentials of a principal with admin = true"
+            )
 
 
-_NOBODY = Principal(ANONYMOUS_NAME)
-CURRENT: ContextVar[Principal] = ContextVar("principal", default=_NOBODY)
-"""Who makes the call that the present task serves; set at the border, before anything else is done for it."""
+_ANONYMOUS = Principal(ANONYMOUS_NAME)
+CURRENT: ContextVar[Principal] = ContextVar("principal", default=_ANONYMOUS)
+"""Principal of the call that the current task serves; set by the boundary before any other work."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Known:
-    """What the file says."""
+    """Content of the file."""
 
     by_digest: list[tuple[bytes, Principal]] = field(default_factory=list)
     by_certificate: dict[str, Principal] = field(default_factory=dict)
 
 
 class Principals:
-    """Tells who calls."""
+    """Authenticates callers."""
 
     def __init__(self, path: str, *, anonymous_is_admin: bool) -> None:
-        """Reads the file, if there is one.
+        """Read the file, if there is one.
 
         Raises:
-            ConfigError: it cannot be used; the message says which entry and why.
+            ConfigError: the file is invalid; the message names the entry.
         """
         self._path = Path(path) if path else None
         self._anonymous = Principal(ANONYMOUS_NAME, is_admin=anonymous_is_admin)
         self._mtime = 0
-        self._next_look = 0.0
+        self._next_check = 0.0
         self._known = _Known()
         if self._path is not None:
             self._mtime = _mtime(self._path)
             self._known = _read(self._path)
 
     def identify(self, authorization: str, certificate_names: Iterable[str] = ()) -> Principal:
-        """The principal of a call.
+        """Return the principal of a call.
 
         Args:
-            authorization: the call's Authorization header; may be empty.
-            certificate_names: of a client certificate that TLS has verified.
+            authorization: the Authorization header; may be empty.
+            certificate_names: names in a client certificate that TLS has verified.
 
         Raises:
-            UnauthenticatedError: it is nobody who is known.
+            UnauthenticatedError: credentials are missing or unknown.
         """
         if self._path is None:
             return self._anonymous
@@ -126,27 +134,29 @@ class Principals:
         for name in certificate_names:
             if (principal := self._known.by_certificate.get(name)) is not None:
                 return principal
-        raise UnauthenticatedError("who is calling? give a token: 'authorization: Bearer …'")
+        raise UnauthenticatedError(
+            "missing credentials: send 'authorization: Bearer TOKEN' or a known client certificate"
+        )
 
     def _by_token(self, authorization: str) -> Principal:
         token = authorization[len(_SCHEME) :].strip() if authorization.lower().startswith(_SCHEME) else ""
         encoded = token.encode()
         if not 0 < len(encoded) <= MAX_TOKEN_BYTES:
-            raise UnauthenticatedError("the authorization is no bearer token")
+            raise UnauthenticatedError("authorization: not a bearer token; send 'authorization: Bearer TOKEN'")
         digest = hashlib.sha256(encoded).digest()
         found = None
-        # All of them, always: how long it takes says nothing about which one was nearly right.
+        # Compare with all digests in constant time, so that the duration reveals nothing about them.
         for known, principal in self._known.by_digest:
             if hmac.compare_digest(known, digest):
                 found = principal
         if found is None:
-            raise UnauthenticatedError("nobody has this token")
+            raise UnauthenticatedError("authorization: unknown token")
         return found
 
     def _refresh(self) -> None:
-        if (now := time.monotonic()) < self._next_look or self._path is None:
+        if (now := time.monotonic()) < self._next_check or self._path is None:
             return
-        self._next_look = now + _LOOK_EVERY_S
+        self._next_check = now + _CHECK_INTERVAL_S
         try:
             mtime = _mtime(self._path)
             if mtime == self._mtime:
@@ -154,9 +164,9 @@ class Principals:
             self._mtime = mtime
             self._known = _read(self._path)
         except ConfigError as error:
-            get_logger().error("principals not read again; those before stay in force", error=str(error))
+            get_logger().error("principals reload failed; keeping the previous principals", error=str(error))
             return
-        get_logger().info("principals read again", tokens=len(self._known.by_digest))
+        get_logger().info("principals reloaded", tokens=len(self._known.by_digest))
 
 
 def _mtime(path: Path) -> int:
@@ -185,7 +195,9 @@ def _read(path: Path) -> _Known:
             except ValueError:
                 digest = b""
             if len(digest) != hashlib.sha256().digest_size:
-                raise ConfigError(f"principals: {path}: tokens of {name}: give the SHA-256 of the token, in hex")
+                raise ConfigError(
+                    f"principals: {path}: tokens of {name}: not a SHA-256 digest; give the SHA-256 of the token in hex"
+                )
             known.by_digest.append((digest, principal))
         for certificate in _strings(path, name, entry, "certificates"):
             known.by_certificate[certificate] = principal
@@ -195,11 +207,11 @@ def _read(path: Path) -> _Known:
 def _entries(path: Path, content: dict[str, Any]) -> dict[str, dict[str, Any]]:
     entries = content.get("principals", {})
     if set(content) - {"principals"} or not isinstance(entries, dict):
-        raise ConfigError(f"principals: {path} may hold [principals.NAME] tables only")
+        raise ConfigError(f"principals: {path}: invalid structure; use [principals.NAME] tables only")
     for name, entry in entries.items():
         if not isinstance(entry, dict) or (unknown := set(entry) - _FIELDS):
             what = min(unknown) if isinstance(entry, dict) else name
-            raise ConfigError(f"principals: {path}: {name} has an unknown entry {what!r}")
+            raise ConfigError(f"principals: {path}: unknown entry {what!r} of {name}; use {', '.join(sorted(_FIELDS))}")
         if not isinstance(entry.get("admin", False), bool):
             raise ConfigError(f"principals: {path}: admin of {name} must be true or false")
     return entries
@@ -208,5 +220,5 @@ def _entries(path: Path, content: dict[str, Any]) -> dict[str, dict[str, Any]]:
 def _strings(path: Path, name: str, entry: dict[str, Any], key: str) -> list[str]:
     value = entry.get(key, [])
     if not isinstance(value, list) or not all(isinstance(each, str) for each in value):
-        raise ConfigError(f"principals: {path}: {key} of {name} must be a list of texts")
+        raise ConfigError(f"principals: {path}: {key} of {name} must be a list of strings")
     return value

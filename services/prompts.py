@@ -1,4 +1,4 @@
-"""From the words of a request to token ids: its prompt, and its bad words."""
+"""Encodes prompts and bad words of a request as token ids."""
 
 from collections.abc import Sequence
 
@@ -15,7 +15,7 @@ from shared.errors import FieldViolation, InvalidRequestError
 
 
 class Prompts:
-    """Encodes for one front-end process."""
+    """Encoder of one front-end process."""
 
     def __init__(self, tokenizer: TextTokenizer, tracer: Tracer) -> None:
         self._tokenizer = tokenizer
@@ -24,10 +24,10 @@ class Prompts:
     async def encode(
         self, request: v1.GenerateRequest | v1.EmbedInput, model: link_pb2.ServedModel, field_name: str
     ) -> Sequence[int]:
-        """The token ids of a valid request's prompt, whose field is called `field_name`.
+        """Return the token ids of a valid request's prompt; `field_name` names its field in errors.
 
         Raises:
-            InvalidRequestError: the chat template refuses it, or the model lacks one of its tokens.
+            InvalidRequestError: the chat template rejects it, or the model lacks one of its tokens.
         """
         with self._tracer.start_as_current_span("tokenize", record_exception=False) as span:
             match request.WhichOneof("input"):
@@ -39,30 +39,33 @@ class Prompts:
                 case _:
                     prompt = list(request.token_ids.ids)
             if prompt and max(prompt) >= model.vocab_size:
-                # Tokenizers may know more tokens than the model, those that were added for training for example.
+                # A tokenizer may have more tokens than the model, for example tokens added for training.
                 wrong = max(prompt)
                 text = self._tokenizer.token_bytes(wrong).decode(errors="replace")
                 raise InvalidRequestError(
                     FieldViolation(
-                        field_name, f"the tokenizer makes token {wrong} ({text!r}) of it, which the model does not have"
+                        field_name,
+                        f"contains token {wrong} ({text!r}), which the model does not have; remove that text",
                     )
                 )
             span.set_attribute("gen_ai.usage.input_tokens", len(prompt))
         return prompt
 
     async def encode_chat(self, chat: v1.ChatInput, field_name: str = "chat") -> list[int]:
-        """The token ids of a valid conversation.
+        """Return the token ids of a valid conversation.
 
         Raises:
-            InvalidRequestError: the template refuses it.
+            InvalidRequestError: the template rejects it.
         """
         try:
             return await self._tokenizer.encode_chat(template_input(chat))
         except ChatTemplateError as error:
-            raise InvalidRequestError(FieldViolation(field_name, f"the model's chat template says: {error}")) from None
+            raise InvalidRequestError(
+                FieldViolation(field_name, f"rejected by the model's chat template: {error}")
+            ) from None
 
     async def add_bad_words(self, valid: ValidRequest, model: link_pb2.ServedModel) -> None:
-        """Forbids what the request's bad words are as tokens, with and without a space before."""
+        """Add the tokens of the request's bad words, with and without a leading space, to the sampling parameters."""
         if not valid.bad_words:
             return
         banned = set(from_column(valid.sampling.banned_token_ids).tolist())
@@ -74,11 +77,13 @@ class Prompts:
                     banned.add(ids[0])
                 elif ids:
                     longer.add(ids)
-        # What the model does not have it will not choose.
+        # The model never samples tokens outside its vocabulary.
         banned = {token for token in banned if token < model.vocab_size}
         longer = {ids for ids in longer if max(ids) < model.vocab_size}
         allowed = set(from_column(valid.sampling.allowed_token_ids).tolist())
         if allowed <= banned if allowed else len(banned) >= model.vocab_size:
-            raise InvalidRequestError(FieldViolation("sampling.bad_words", "leave no token to choose"))
+            raise InvalidRequestError(
+                FieldViolation("sampling.bad_words", "no token is left to sample; give fewer bad words")
+            )
         valid.sampling.banned_token_ids = to_column(sorted(banned))
         valid.sampling.bad_words.extend(to_column(ids) for ids in sorted(longer))

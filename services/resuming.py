@@ -1,8 +1,8 @@
-"""Going on with a request whose client lost its connection: on any front end, from any token on.
+"""Resuming requests whose client lost its connection, on any front end, from any token on.
 
-The core keeps the log of such a request (tokens, log-probabilities, how it ended). A front end that is asked for it
-makes streams that have these tokens already, leaves out what the client has, and submits again what was not over. Since
-the noise of a token depends on its position alone, the answer is that of an undisturbed run.
+The core keeps a log of each resumable request: tokens, log-probabilities, finish reason. A front end that resumes a
+request restores its streams from the log, skips what the client already has, and submits unfinished streams again. The
+random noise of a token depends only on its position, so the output equals that of an uninterrupted run.
 """
 
 from collections.abc import Callable
@@ -13,7 +13,7 @@ from quire.v1 import generation_pb2 as v1
 from services.core_link import CoreLink
 from services.errors import RETRY_MS
 from services.logprobs import read_scores
-from services.scheduling import SchedulingWishes, block_keys
+from services.scheduling import SchedulingParams, block_keys
 from services.stream import Stream, StreamRequest
 from services.tokenizer import TextTokenizer
 from services.validation import MAX_CHOICES
@@ -23,46 +23,46 @@ from shared.errors import FieldViolation, InvalidRequestError, NotReadyError, Re
 _TIMEOUT_S = 5.0
 
 
-def identity_of(principal: str, request_id: str, choice: int) -> bytes:
-    """What one choice of a request is known by, on every front end."""
+def request_identity(principal: str, request_id: str, choice: int) -> bytes:
+    """Return the identity of one choice of a request, equal on every front end."""
     return sha256(f"{principal}\0{request_id}\0{choice}".encode()).digest()
 
 
 def resume_info(request: v1.GenerateRequest) -> bytes:
-    """What another front end must know beside what the core knows: how tokens become messages."""
+    """Return what another front end needs beside the core's log: how tokens become messages."""
     info = v1.GenerateRequest(stop=request.stop, output=request.output)
     info.sampling.n = request.sampling.n if request.sampling.HasField("n") else 1
     info.stop.ClearField("stop_token_ids")
     return info.SerializeToString()
 
 
-async def kept_of(link: CoreLink, principal: str, request_id: str) -> list[link_pb2.ResumeReply]:
-    """What the core keeps of each choice of a request; whoever had it has it no longer.
+async def fetch_resume_replies(link: CoreLink, principal: str, request_id: str) -> list[link_pb2.ResumeReply]:
+    """Fetch what the core keeps of each choice of a request, and take it over from the previous client.
 
     Raises:
-        RequestNotFoundError: nothing, or not everything.
-        NotReadyError: the core does not answer.
+        RequestNotFoundError: the core does not keep all choices.
+        NotReadyError: the core did not answer in time.
     """
     replies: list[link_pb2.ResumeReply] = []
     count = 1
     while len(replies) < count:
-        reply = await link.ask_resume(identity_of(principal, request_id, len(replies)), _TIMEOUT_S)
+        reply = await link.ask_resume(request_identity(principal, request_id, len(replies)), _TIMEOUT_S)
         if reply is None:
-            raise NotReadyError("the scheduler is away; try again in a moment", retry_ms=RETRY_MS)
+            raise NotReadyError("scheduler not connected; try again in a moment", retry_ms=RETRY_MS)
         if reply.not_found:
-            raise RequestNotFoundError("nothing is known, or kept any longer, of a resumable request with this id")
+            raise RequestNotFoundError("request_id: no resumable request with this id is live or kept; send it again")
         if not replies:
-            count = min(info_of(reply).sampling.n, MAX_CHOICES)
+            count = min(read_resume_info(reply).sampling.n, MAX_CHOICES)
         replies.append(reply)
     return replies
 
 
-def info_of(reply: link_pb2.ResumeReply) -> v1.GenerateRequest:
-    """What `resume_info` said of the request."""
+def read_resume_info(reply: link_pb2.ResumeReply) -> v1.GenerateRequest:
+    """Return the `resume_info` of a request."""
     return v1.GenerateRequest.FromString(reply.submission.resume_info)
 
 
-def stream_of(
+def restore_stream(
     reply: link_pb2.ResumeReply,
     choice: int,
     tokenizer: TextTokenizer,
@@ -73,8 +73,8 @@ def stream_of(
     traceparent: str,
     wake: Callable[[], None],
 ) -> Stream:
-    """A stream that has what is kept of a choice, its end included if it has one."""
-    submission, info = reply.submission, info_of(reply)
+    """Return a stream restored from the log of a choice, including its end."""
+    submission, info = reply.submission, read_resume_info(reply)
     size = 4 * submission.num_prompt_tokens
     prompt, output = submission.token_ids[:size], from_column(submission.token_ids[size:]).tolist()
     request = StreamRequest(
@@ -85,6 +85,7 @@ def stream_of(
         sampling=submission.sampling,
         grammar=submission.grammar,
         identity=submission.identity,
+        resumed=True,
         resume_info=submission.resume_info,
         wants_scores=info.output.HasField("logprobs"),
         choice=choice,
@@ -94,7 +95,7 @@ def stream_of(
         credit=credit,
         arrival=arrival,
         traceparent=traceparent,
-        scheduling=SchedulingWishes(
+        scheduling=SchedulingParams(
             tenant=submission.tenant,
             request_class=submission.request_class,
             priority=submission.priority,
@@ -103,6 +104,7 @@ def stream_of(
         ),
         block_keys=block_keys(model, submission.cache_scope, prompt),
         block_size=model.block_size,
+        model=submission.model,
     )
     skip_special_tokens = not info.output.include_special_tokens
     stream = Stream(request, tokenizer.detokenizer(skip_special_tokens=skip_special_tokens), wake)
@@ -118,13 +120,20 @@ def stream_of(
 def skip_known(
     stream: Stream, info: v1.GenerateRequest, tokenizer: TextTokenizer, tokens: int, text: int | None
 ) -> None:
-    """Leaves out what the client has: so many tokens, and bytes of text (None: what is certain with these tokens).
+    """Skip what the client already has.
+
+    Args:
+        stream: a restored stream.
+        info: the request's `resume_info`.
+        tokenizer: detokenises the skipped tokens.
+        tokens: number of tokens to skip.
+        text: number of bytes of text to skip; None: the text of these tokens.
 
     Raises:
-        InvalidRequestError: more than there is.
+        InvalidRequestError: the stream has fewer tokens.
     """
     if tokens > stream.num_generated:
-        description = f"{tokens} for choice {stream.request.choice}, which has {stream.num_generated} tokens so far"
+        description = f"{tokens} is too large: choice {stream.request.choice} has {stream.num_generated} tokens so far"
         raise InvalidRequestError(FieldViolation("from_tokens", description))
     if text is None:
         detokenizer = tokenizer.detokenizer(skip_special_tokens=not info.output.include_special_tokens)

@@ -1,8 +1,8 @@
-"""What a request wishes of the scheduler: checked at the door, told to the core with the submission.
+"""Scheduling options of a request: checked by the front end, sent to the core with the submission.
 
-Tenant and cache scope count only as far as the caller's principal may act for them; without authentication there is one
-principal, which may act for every tenant (`principals`). Without an explicit scope a request shares cached prompt
-prefixes with those of its own principal only, so that nobody can find out by timing what others have asked.
+The caller's principal must be allowed to use the tenant and the cache scope; without authentication there is one
+principal, which may use all tenants (`principals`). Without an explicit scope, a request shares cached prompt prefixes
+only with requests of its own principal. Timing then reveals nothing about the prompts of others.
 """
 
 from collections.abc import Iterator
@@ -14,18 +14,24 @@ from protos.quire.link.v1 import link_pb2
 from quire.v1 import generation_pb2 as v1
 from services.principals import Principal
 from shared.errors import FieldViolation
+from shared.frames import TOKEN_BYTES
 from shared.prefix_keys import following_keys, root_key
 
 MAX_PRIORITY = 100
+"""Priorities lie in [-MAX_PRIORITY, MAX_PRIORITY]."""
 MAX_NAME = 128
+"""Maximum length of a tenant, cache scope or request class, bytes."""
 MAX_EXPECTED_TOKENS = 1 << 24
+"""Maximum of `expected_output_tokens`."""
+MAX_BLOCK_KEYS = 1 << 16
+"""Maximum number of block keys sent with a request; at 32 bytes each they fit into its frame."""
 MAX_TIME_S = 365 * 24 * 3600
-"""Longest time that a request may ask for, and that the core is told; the link counts nanoseconds in 64 bits."""
+"""Maximum target time of a request, seconds; the link counts nanoseconds in 64 bits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SchedulingWishes:
-    """What the core is told; times are seconds of the monotonic clock."""
+class SchedulingParams:
+    """Scheduling parameters sent to the core; times are seconds of the monotonic clock."""
 
     tenant: str = ""
     request_class: str = ""
@@ -36,7 +42,7 @@ class SchedulingWishes:
     cache_scope: bytes = b""
 
     def fill(self, submission: link_pb2.Submission, now: float) -> None:
-        """Writes the wishes into a submission that leaves now."""
+        """Write the parameters into a submission that is sent at time `now`."""
         submission.tenant = self.tenant
         submission.request_class = self.request_class
         submission.priority = self.priority
@@ -47,7 +53,7 @@ class SchedulingWishes:
 
 
 def check_scheduling(options: v1.SchedulingOptions) -> Iterator[FieldViolation]:
-    """What is wrong with the options, field by field."""
+    """Yield the violations of the options, field by field."""
     if abs(options.priority) > MAX_PRIORITY:
         yield FieldViolation("scheduling.priority", f"must lie in [-{MAX_PRIORITY}, {MAX_PRIORITY}]")
     for name in ("tenant", "cache_scope", "request_class"):
@@ -61,15 +67,15 @@ def check_scheduling(options: v1.SchedulingOptions) -> Iterator[FieldViolation]:
         yield from _check_target("scheduling.total_time_target", options.total_time_target)
 
 
-def wishes(options: v1.SchedulingOptions, *, arrival: float, principal: Principal) -> SchedulingWishes:
-    """The wishes of valid options of a request that arrived at `arrival`.
+def scheduling_params(options: v1.SchedulingOptions, *, arrival: float, principal: Principal) -> SchedulingParams:
+    """Return the parameters for valid options of a request that arrived at `arrival`.
 
     Raises:
-        PermissionDeniedError: the principal may not act for the tenant, or use the cache scope.
+        PermissionDeniedError: the principal may not use the tenant or the cache scope.
     """
     principal.check_scope(options.cache_scope)
     scope = f"scope\0{options.cache_scope}" if options.cache_scope else f"principal\0{principal.name}"
-    return SchedulingWishes(
+    return SchedulingParams(
         tenant=principal.tenant(options.tenant),
         request_class=options.request_class,
         priority=options.priority,
@@ -81,29 +87,32 @@ def wishes(options: v1.SchedulingOptions, *, arrival: float, principal: Principa
 
 
 def block_keys(model: link_pb2.ServedModel, cache_scope: bytes, prompt: bytes) -> bytes:
-    """The keys of the prompt's full blocks, joined, so that the core need not compute them.
+    """Return the joined keys of the first full blocks of a prompt, at most `MAX_BLOCK_KEYS`.
+
+    The core then does not have to compute them.
 
     Args:
         model: the served model; without a block size there are no keys.
-        cache_scope: as in the wishes.
-        prompt: the prompt's column.
+        cache_scope: as in the scheduling parameters.
+        prompt: column of the prompt's tokens.
     """
     if not model.block_size:
         return b""
-    return following_keys(root_key(model.fingerprint, cache_scope), prompt, model.block_size)
+    beginning = prompt[: MAX_BLOCK_KEYS * TOKEN_BYTES * model.block_size]
+    return following_keys(root_key(model.fingerprint, cache_scope), beginning, model.block_size)
 
 
 def left_ns(point: float | None, now: float) -> int:
-    """Nanoseconds left until a point in time, as the link wants them: 0 for None, otherwise in [1, MAX_TIME_S]."""
-    # A point that has passed is still one; 0 would mean that there is none.
+    """Return the nanoseconds left until a point in time: 0 for None, otherwise in [1, MAX_TIME_S]."""
+    # A target that has passed must stay a target; 0 would mean none.
     return 0 if point is None else int(min(max(point - now, 1e-9), MAX_TIME_S) * 1e9)
 
 
 def _check_target(field: str, duration: Duration) -> Iterator[FieldViolation]:
     if abs(duration.nanos) >= 10**9 or duration.seconds * duration.nanos < 0:
-        yield FieldViolation(field, "is no valid duration: nanos must lie below a second and have the sign of seconds")
+        yield FieldViolation(field, "invalid duration; nanos must be below a second and have the sign of seconds")
     elif not 0 < _seconds(duration) <= MAX_TIME_S:
-        yield FieldViolation(field, "must be longer than nothing and at most 365 days")
+        yield FieldViolation(field, "must be > 0 and at most 365 days")
 
 
 def _seconds(duration: Duration) -> float:

@@ -1,11 +1,11 @@
-"""The calls of `quire.v1.GenerationService`: from what gRPC gives to values, from what `generation` sends to gRPC."""
+"""`quire.v1.GenerationService`: connects gRPC calls to `generation`, `batch`, `embeddings` and `texts`."""
 
 from collections.abc import AsyncIterator
 
 from quire.v1 import generation_pb2 as v1
 from quire.v1 import generation_pb2_grpc
 from services.batch import Batch
-from services.boundary import Context, caller_of
+from services.boundary import Context, make_caller
 from services.collect import Collector
 from services.embeddings import Embedder
 from services.generation import Generator
@@ -14,11 +14,11 @@ from services.tracing import rpc
 from shared.errors import FieldViolation, InvalidRequestError
 
 REQUEST_ID_KEY = "quire-request-id"
-"""The initial metadata entry with the id a request runs under."""
+"""Key of the initial metadata entry with the request's id."""
 
 
 class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
-    """Serves one front-end process."""
+    """Generation service of one front-end process."""
 
     def __init__(self, generator: Generator, embedder: Embedder, texts: Texts) -> None:
         self._generator = generator
@@ -26,30 +26,30 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         self._texts = texts
 
     async def Generate(self, request: v1.GenerateRequest, context: Context) -> None:  # type: ignore[override]
-        """Generates from one prompt; see the proto."""
+        """Generate from one prompt and stream the output; see the proto."""
 
         async def begun(request_id: str) -> None:
             await context.send_initial_metadata(((REQUEST_ID_KEY, request_id),))
 
-        await self._generator.run(request, caller_of(context, rpc("Generate")), context.write, begun=begun)
+        await self._generator.run(request, make_caller(context, rpc("Generate")), context.write, begun=begun)
 
     async def GenerateOnce(self, request: v1.GenerateOnceRequest, context: Context) -> v1.GenerateOnceResponse:
-        """Generates from one prompt and answers once."""
+        """Generate from one prompt and return one response."""
         if not request.HasField("request"):
-            raise InvalidRequestError(FieldViolation("request", "missing"))
+            raise InvalidRequestError(FieldViolation("request", "missing; give the request to generate from"))
         collector = Collector()
-        await self._generator.run(request.request, caller_of(context, rpc("GenerateOnce")), collector.send)
+        await self._generator.run(request.request, make_caller(context, rpc("GenerateOnce")), collector.send)
         return collector.response()
 
     async def GenerateBatch(  # type: ignore[override]
         self, requests: AsyncIterator[v1.GenerateBatchRequest], context: Context
     ) -> None:
-        """Generates from many prompts on one call."""
-        batch = Batch(self._generator, lambda: caller_of(context, rpc("GenerateBatch")), context.write)
+        """Generate from many prompts on one call."""
+        batch = Batch(self._generator, lambda: make_caller(context, rpc("GenerateBatch")), context.write)
         await batch.run(requests)
 
     async def Resume(self, request: v1.ResumeRequest, context: Context) -> None:  # type: ignore[override]
-        """Goes on with a request whose connection was lost."""
+        """Resume a request after a lost connection."""
 
         async def begun(request_id: str) -> None:
             await context.send_initial_metadata(((REQUEST_ID_KEY, request_id),))
@@ -57,21 +57,21 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         async def send(response: v1.GenerateResponse) -> None:
             await context.write(v1.ResumeResponse(response=response))
 
-        await self._generator.resume(request, caller_of(context, rpc("Resume")), send, begun=begun)
+        await self._generator.resume(request, make_caller(context, rpc("Resume")), send, begun=begun)
 
     async def Cancel(self, request: v1.CancelRequest, context: Context) -> v1.CancelResponse:
-        """Ends a resumable request."""
-        await self._generator.cancel(request.request_id, caller_of(context, rpc("Cancel")).principal)
+        """Cancel a resumable request."""
+        await self._generator.cancel(request.request_id, make_caller(context, rpc("Cancel")).principal)
         return v1.CancelResponse()
 
     async def Embed(self, request: v1.EmbedRequest, context: Context) -> v1.EmbedResponse:
-        """Turns prompts into vectors."""
-        return await self._embedder.run(request, caller_of(context, rpc("Embed")))
+        """Return one vector per prompt."""
+        return await self._embedder.run(request, make_caller(context, rpc("Embed")))
 
     async def Tokenize(self, request: v1.TokenizeRequest, context: Context) -> v1.TokenizeResponse:
-        """Turns text or a conversation into token ids."""
+        """Return the token ids of text or of a conversation."""
         return await self._texts.tokenize(request)
 
     async def Detokenize(self, request: v1.DetokenizeRequest, context: Context) -> v1.DetokenizeResponse:
-        """Turns token ids into text."""
+        """Return the text of token ids."""
         return await self._texts.detokenize(request)

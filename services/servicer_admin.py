@@ -1,4 +1,4 @@
-"""`quire.admin.v1.AdminService`: passes an operator's request to the core and the core's answer back."""
+"""`quire.admin.v1.AdminService`: forwards operator requests to the core."""
 
 import time
 
@@ -19,7 +19,8 @@ from shared.errors import (
 )
 
 _TIMEOUT_S = 5.0
-_LISTED = 1000
+_DEFAULT_LIST_LIMIT = 1000
+"""Default limit of ListRequests."""
 _LEVELS = {
     admin_pb2.LOG_LEVEL_DEBUG: "debug",
     admin_pb2.LOG_LEVEL_INFO: "info",
@@ -29,7 +30,7 @@ _LEVELS = {
 
 
 class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
-    """Knows nothing itself; every answer is the core's."""
+    """Operator service; the core answers every request."""
 
     def __init__(self, link: CoreLink) -> None:
         self._link = link
@@ -37,14 +38,14 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
     async def ListWorkers(
         self, request: admin_pb2.ListWorkersRequest, context: Context
     ) -> admin_pb2.ListWorkersResponse:
-        """Lists the usable workers."""
+        """List the usable workers."""
         reply = await self._ask(link_pb2.OperatorRequest(list_workers=link_pb2.ListWorkers()))
         return admin_pb2.ListWorkersResponse(workers=map(_worker, reply.workers))
 
     async def DrainWorker(
         self, request: admin_pb2.DrainWorkerRequest, context: Context
     ) -> admin_pb2.DrainWorkerResponse:
-        """Makes a worker idle."""
+        """Drain a worker."""
         drain = link_pb2.DrainWorker(worker_id=request.worker_id, move_requests=request.move_requests)
         worker = await self._ask_of_worker(link_pb2.OperatorRequest(drain_worker=drain))
         return admin_pb2.DrainWorkerResponse(worker=worker)
@@ -52,7 +53,7 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
     async def ResumeWorker(
         self, request: admin_pb2.ResumeWorkerRequest, context: Context
     ) -> admin_pb2.ResumeWorkerResponse:
-        """Lets a drained worker take requests again."""
+        """Let a drained worker accept requests again."""
         resume = link_pb2.ResumeWorker(worker_id=request.worker_id)
         worker = await self._ask_of_worker(link_pb2.OperatorRequest(resume_worker=resume))
         return admin_pb2.ResumeWorkerResponse(worker=worker)
@@ -60,27 +61,27 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
     async def ListRequests(
         self, request: admin_pb2.ListRequestsRequest, context: Context
     ) -> admin_pb2.ListRequestsResponse:
-        """Lists live requests."""
-        question = link_pb2.ListRequests(most=request.limit or _LISTED)
+        """List live requests."""
+        question = link_pb2.ListRequests(most=request.limit or _DEFAULT_LIST_LIMIT)
         reply = await self._ask(link_pb2.OperatorRequest(list_requests=question))
         return admin_pb2.ListRequestsResponse(requests=map(_live_request, reply.requests))
 
     async def CancelRequest(
         self, request: admin_pb2.CancelRequestRequest, context: Context
     ) -> admin_pb2.CancelRequestResponse:
-        """Ends the requests of an id."""
+        """Cancel the requests with an id."""
         cancel = link_pb2.CancelById(request_id=request.request_id)
         reply = await self._ask(link_pb2.OperatorRequest(cancel_by_id=cancel))
         if reply.not_found:
-            raise RequestNotFoundError("no live request has this id; list the requests for those there are")
+            raise RequestNotFoundError("request_id: no live request has this id; ListRequests returns the live ones")
         return admin_pb2.CancelRequestResponse(cancelled=reply.cancelled)
 
     async def GetStory(self, request: admin_pb2.GetStoryRequest, context: Context) -> admin_pb2.GetStoryResponse:
-        """Tells what happened to the requests of an id."""
+        """Return the events of the requests with an id."""
         question = link_pb2.GetStory(request_id=request.request_id)
         reply = await self._ask(link_pb2.OperatorRequest(get_story=question))
         if reply.not_found:
-            raise RequestNotFoundError("no request has this id, nor had one lately")
+            raise RequestNotFoundError("request_id: no live or recent request has this id")
         now = time.time_ns()
         return admin_pb2.GetStoryResponse(
             stories=[
@@ -98,7 +99,7 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
     async def GetSchedulerState(
         self, request: admin_pb2.GetSchedulerStateRequest, context: Context
     ) -> admin_pb2.GetSchedulerStateResponse:
-        """Tells how much runs and waits."""
+        """Return the numbers of running and waiting requests, front ends and workers."""
         reply = await self._ask(link_pb2.OperatorRequest(get_state=link_pb2.GetState()))
         return admin_pb2.GetSchedulerStateResponse(
             running_requests=reply.state.running,
@@ -111,10 +112,12 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
     async def SetLogLevel(
         self, request: admin_pb2.SetLogLevelRequest, context: Context
     ) -> admin_pb2.SetLogLevelResponse:
-        """Changes how much all processes log."""
+        """Change the log level of all processes."""
         name = _LEVELS.get(request.level)
         if name is None:
-            raise InvalidRequestError(FieldViolation("level", "give one of LOG_LEVEL_DEBUG, _INFO, _WARNING, _ERROR"))
+            raise InvalidRequestError(
+                FieldViolation("level", "unknown level; give one of LOG_LEVEL_DEBUG, _INFO, _WARNING, _ERROR")
+            )
         reply = await self._ask(link_pb2.OperatorRequest(set_log_level=link_pb2.SetLogLevel(level=name)))
         names = {each: level for level, each in _LEVELS.items()}
         previous = names.get(reply.log_level, admin_pb2.LOG_LEVEL_UNSPECIFIED)
@@ -123,14 +126,14 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
     async def _ask_of_worker(self, request: link_pb2.OperatorRequest) -> admin_pb2.Worker:
         reply = await self._ask(request)
         if reply.not_found:
-            raise WorkerNotFoundError("no usable worker has this name; list the workers for those there are")
+            raise WorkerNotFoundError("worker_id: no usable worker has this name; ListWorkers returns the usable ones")
         (worker,) = reply.workers
         return _worker(worker)
 
     async def _ask(self, request: link_pb2.OperatorRequest) -> link_pb2.OperatorReply:
         reply = await self._link.operate(request, _TIMEOUT_S)
         if reply is None:
-            raise NotReadyError("the scheduler does not answer; try again in a moment", retry_ms=RETRY_MS)
+            raise NotReadyError("scheduler did not answer in time; try again in a moment", retry_ms=RETRY_MS)
         return reply
 
 

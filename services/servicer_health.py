@@ -1,11 +1,11 @@
-"""`grpc.health.v1`: the process is alive, or the service is ready.
+"""`grpc.health.v1`: liveness of the process and readiness of the service.
 
-`liveness` is true while the process runs. `readiness`, the empty name (which load balancers ask for) and the service's
-own name are true while a usable worker is there and the process is not shutting down. The reference servicer is not
-used: it lacks List, and its Watch calls never end, so that they would hold up every shutdown.
+`liveness` is SERVING while the process runs. `readiness` is SERVING while a usable worker is available and the process
+is not shutting down. The empty name, which load balancers use, and the service's own name have the same status. The
+reference servicer is not used: it lacks List, and its Watch calls never end, which would delay every shutdown.
 """
 
-# Annotations are not evaluated: older versions of the package have Check and Watch, but no messages for List.
+# Do not evaluate annotations: older versions of the package lack the messages of List.
 from __future__ import annotations
 
 import asyncio
@@ -24,7 +24,7 @@ _Status = health_pb2.HealthCheckResponse
 
 
 class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # no stubs
-    """Answers probes from the last state it was told."""
+    """Health service that answers from the last reported state."""
 
     def __init__(self) -> None:
         self._ready = False
@@ -33,37 +33,39 @@ class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # n
 
     @property
     def ready(self) -> bool:
-        """What `readiness` says."""
+        """Whether `readiness` is SERVING."""
         return self._ready
 
     def set_ready(self, ready: bool) -> None:
-        """A usable worker is there, or not."""
+        """Set whether a usable worker is available."""
         if ready != self._ready and not self._stopping:
             self._ready = ready
             self._announce()
 
     def stop(self) -> None:
-        """Not ready from now on; calls of Watch say so and end."""
+        """Report not ready from now on, and end the Watch calls."""
         self._ready, self._stopping = False, True
         self._announce()
 
     async def Check(self, request: health_pb2.HealthCheckRequest, context: Context) -> health_pb2.HealthCheckResponse:
-        """The present status of one name."""
+        """Return the current status of one name."""
         status = self._status(request.service)
         if status is None:
-            await context.abort(grpc.StatusCode.NOT_FOUND, f"no service {request.service!r}")
+            await context.abort(
+                grpc.StatusCode.NOT_FOUND, f"service: {request.service!r} is unknown; List returns the known names"
+            )
         return _Status(status=status)
 
     async def List(self, request: health_pb2.HealthListRequest, context: Context) -> health_pb2.HealthListResponse:
-        """The present status of all names."""
+        """Return the current status of all names."""
         names = (*_READINESS_NAMES, LIVENESS)
         return health_pb2.HealthListResponse(statuses={name: _Status(status=self._status(name)) for name in names})
 
     async def Watch(self, request: health_pb2.HealthCheckRequest, context: Context) -> None:
-        """The status of one name whenever it changes."""
+        """Stream the status of one name whenever it changes."""
         last = None
         while True:
-            # All three before the write, during which they may change.
+            # Read all three before the write, because they may change during it.
             changed, stopping = self._changed, self._stopping
             status = self._status(request.service)
             if status is None:

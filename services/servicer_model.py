@@ -1,4 +1,4 @@
-"""`quire.v1.ModelService`: describes the served model from what the core says of it."""
+"""`quire.v1.ModelService`: describes the served model from the core's state."""
 
 from protos.quire.link.v1 import link_pb2
 from quire.v1 import model_pb2, model_pb2_grpc
@@ -8,18 +8,18 @@ from shared.errors import ModelNotFoundError
 
 
 class ModelServicer(model_pb2_grpc.ModelServiceServicer):
-    """Knows the one model that is served."""
+    """Model service for the one served model."""
 
     def __init__(self, services: Services) -> None:
         self._services = services
 
     async def ListModels(self, request: model_pb2.ListModelsRequest, context: Context) -> model_pb2.ListModelsResponse:
-        """Lists what is served: nothing before the first worker has joined."""
+        """List the served model; empty before the first worker has joined."""
         model = self._services.link.model
         return model_pb2.ListModelsResponse(models=[] if model is None else [self._describe(model)])
 
     async def GetModel(self, request: model_pb2.GetModelRequest, context: Context) -> model_pb2.GetModelResponse:
-        """Describes one model."""
+        """Return the description of one model."""
         model = self._services.served_model()
         if request.name not in ("", model.name):
             raise ModelNotFoundError(f"no such model; this server serves {model.name!r}")

@@ -1,8 +1,8 @@
-"""`vllm.grpc.engine.VllmEngine`: what routers speak to vLLM's engines, so that they can put Quire behind them.
+"""`vllm.grpc.engine.VllmEngine`: the protocol between routers and vLLM's engines, so that a router can use Quire.
 
-The messages are those of the package smg-grpc-proto; without it the service is not offered. Generate, Embed,
-Abort, HealthCheck, GetModelInfo, GetServerInfo, GetLoads and GetTokenizer work; what moves KV, media or profiles does
-not, and is refused.
+The messages come from the package smg-grpc-proto; without it the service is not offered. Generate, Embed, Abort,
+HealthCheck, GetModelInfo, GetServerInfo, GetLoads and GetTokenizer are supported. Transfers of KV cache or media and
+profiling are not, and are rejected.
 """
 
 import asyncio
@@ -15,7 +15,7 @@ from google.protobuf import message_factory
 
 from quire import __version__
 from quire.v1 import generation_pb2 as v1
-from services.boundary import Context, caller_of
+from services.boundary import Context, make_caller
 from services.context import Services
 from services.embeddings import Embedder
 from services.errors import RequestCancelledError
@@ -34,13 +34,13 @@ except ImportError:  # the extra "vllm-protocol" is not installed
 
 SERVICE = "vllm.grpc.engine.VllmEngine"
 _SNAPSHOT_TIMEOUT_S = 1.0
-_MOST = 0x7FFFFFFF
+_MAX_INT32 = 0x7FFFFFFF
 _CONSTRAINTS = {"json_schema": "json_schema", "regex": "regex", "grammar": "ebnf", "json_object": "json_object"}
 _REASONS = {v1.FINISH_REASON_STOP: "stop", v1.FINISH_REASON_LENGTH: "length"}
 
 
 def add_vllm_service(server: Any, services: Services, generator: Generator, embedder: Embedder) -> bool:
-    """Offers the service, if its messages are installed; whether they are."""
+    """Register the service if its messages are installed; return whether they are."""
     if pb_grpc is None:
         return False
     servicer = type("VllmServicer", (VllmEngine, pb_grpc.VllmEngineServicer), {})(services, generator, embedder)
@@ -49,7 +49,7 @@ def add_vllm_service(server: Any, services: Services, generator: Generator, embe
 
 
 class VllmEngine:
-    """Serves one front-end process."""
+    """vLLM engine service of one front-end process."""
 
     def __init__(self, services: Services, generator: Generator, embedder: Embedder) -> None:
         self._services = services
@@ -58,11 +58,11 @@ class VllmEngine:
         self._folder = resolve_model(services.config.model, weights=False).resolve()
         self._started = time.time()
         self._running: dict[tuple[str, str], asyncio.Task[None]] = {}
-        """Requests by principal and id; a router keeps to one connection, hence to one process."""
+        """Running requests by principal and id. A router uses one connection, hence one process."""
 
     async def Generate(self, request: Any, context: Context) -> None:
-        """Generates; chunks if `stream` is set, and in any case each choice complete at its end."""
-        wanted, caller = to_request(request), caller_of(context, rpc("Generate", SERVICE))
+        """Generate; send chunks if `stream` is set, and each complete choice at its end."""
+        wanted, caller = to_request(request), make_caller(context, rpc("Generate", SERVICE))
         answers = _Answers(request.stream, context.write)
         task = asyncio.create_task(self._generator.run(wanted, caller, answers.send))
         key = (caller.principal, wanted.request_id)
@@ -72,7 +72,7 @@ class VllmEngine:
         except asyncio.CancelledError:
             current = asyncio.current_task()
             assert current is not None
-            if current.cancelling() or not task.cancelled():  # the caller has left, or the front end ends
+            if current.cancelling() or not task.cancelled():  # the caller has disconnected, or the front end shuts down
                 task.cancel()
                 await asyncio.gather(task, return_exceptions=True)
                 raise
@@ -82,7 +82,7 @@ class VllmEngine:
                 del self._running[key]
 
     async def Abort(self, request: Any, context: Context) -> Any:
-        """Ends requests of the caller's; those that are not here are over already."""
+        """Abort requests of the caller; unknown ids have already ended and are ignored."""
         for request_id in request.request_ids:
             task = self._running.get((CURRENT.get().name, request_id))
             if task is not None:
@@ -90,10 +90,10 @@ class VllmEngine:
         return pb.AbortResponse()
 
     async def Embed(self, request: Any, context: Context) -> Any:
-        """The scaled hidden state of the prompt's last token."""
+        """Return the normalised hidden state of the prompt's last token."""
         wanted = v1.EmbedRequest(request_id=request.request_id)
         wanted.inputs.add().token_ids.ids.extend(request.tokenized.input_ids)
-        response = await self._embedder.run(wanted, caller_of(context, rpc("Embed", SERVICE)))
+        response = await self._embedder.run(wanted, make_caller(context, rpc("Embed", SERVICE)))
         (embedding,) = response.embeddings
         return pb.EmbedResponse(
             embedding=embedding.values,
@@ -102,15 +102,17 @@ class VllmEngine:
         )
 
     async def HealthCheck(self, request: Any, context: Context) -> Any:
-        """Whether requests would be served now."""
+        """Return whether requests would be served now."""
         ready = self._services.link.ready
-        return pb.HealthCheckResponse(healthy=ready, message="ready" if ready else "no worker, or no scheduler")
+        return pb.HealthCheckResponse(
+            healthy=ready, message="ready" if ready else "not ready: no usable worker or no connection to the scheduler"
+        )
 
     async def GetModelInfo(self, request: Any, context: Context) -> Any:
-        """The served model."""
+        """Return the description of the served model."""
         model = self._services.served_model()
         return pb.GetModelInfoResponse(
-            # A router on this machine reads the tokenizer from there; others ask for it (GetTokenizer).
+            # A router on this machine reads the tokenizer from this folder; others call GetTokenizer.
             model_path=str(self._folder),
             tokenizer_path=str(self._folder),
             served_model_name=model.name,
@@ -123,7 +125,7 @@ class VllmEngine:
         )
 
     async def GetServerInfo(self, request: Any, context: Context) -> Any:
-        """This server."""
+        """Return the description of this server."""
         model = self._services.served_model()
         return pb.GetServerInfoResponse(
             active_requests=len(self._running),
@@ -137,7 +139,7 @@ class VllmEngine:
         )
 
     async def GetLoads(self, request: Any, context: Context) -> Any:
-        """How much the scheduler service has to do, all workers together."""
+        """Return the load of the scheduler, summed over all workers."""
         totals: dict[str, float] = {}
         for family in await self._services.link.snapshot(_SNAPSHOT_TIMEOUT_S) or ():
             for sample in family.samples:
@@ -152,15 +154,15 @@ class VllmEngine:
             num_running_reqs=running,
             num_waiting_reqs=waiting,
             num_total_reqs=running + waiting,
-            num_used_tokens=min(int(held * block_size), _MOST),
-            max_total_num_tokens=min(int(blocks * block_size), _MOST),
+            num_used_tokens=min(int(held * block_size), _MAX_INT32),
+            max_total_num_tokens=min(int(blocks * block_size), _MAX_INT32),
             token_usage=held / blocks if blocks else 0.0,
         )
         timestamp = datetime.now(UTC).isoformat()
         return pb.GetLoadsResponse(timestamp=timestamp, version=__version__, dp_rank_count=1, loads=[load])
 
     async def GetTokenizer(self, request: Any, context: Context) -> None:
-        """The tokenizer's files, as a zip archive in chunks; the last one carries the archive's sha256."""
+        """Stream the tokenizer's files as a zip archive; the last chunk carries its SHA-256."""
         # The package does not export the module that defines this message.
         method = pb.DESCRIPTOR.services_by_name["VllmEngine"].methods_by_name["GetTokenizer"]
         chunk_type = message_factory.GetMessageClass(method.output_type)
@@ -172,7 +174,7 @@ class VllmEngine:
 
 
 class _Answers:
-    """Our messages as theirs."""
+    """Converts Quire's messages to vLLM's and writes them."""
 
     def __init__(self, stream: bool, write: Callable[[Any], Awaitable[object]]) -> None:
         self._stream = stream
@@ -182,7 +184,7 @@ class _Answers:
         self._input_logprobs: Any = None
 
     async def send(self, message: v1.GenerateResponse) -> None:
-        """Takes the next message."""
+        """Convert and write the next message."""
         match message.WhichOneof("event"):
             case "delta":
                 await self._delta(message.delta)
@@ -226,11 +228,11 @@ class _Answers:
 
 
 def to_request(request: Any) -> v1.GenerateRequest:
-    """Our request for theirs.
+    """Convert a vLLM request to a GenerateRequest.
 
     Raises:
-        InvalidRequestError: a value that we cannot take.
-        UnsupportedFieldError: media, or KV of another engine.
+        InvalidRequestError: a value is out of range.
+        UnsupportedFieldError: the request holds media, or KV cache of another engine.
     """
     for name in ("mm_inputs", "media_refs", "kv_transfer_params"):
         if request.HasField(name):
@@ -244,7 +246,7 @@ def to_request(request: Any) -> v1.GenerateRequest:
             ours.text = request.text
     sampling, stop, output = ours.sampling, ours.stop, ours.output
     sampling.temperature = theirs.temperature if theirs.HasField("temperature") else 1.0
-    sampling.top_k = theirs.top_k if theirs.top_k <= _MOST else 0  # -1 as unsigned is "all", too
+    sampling.top_k = theirs.top_k if theirs.top_k <= _MAX_INT32 else 0  # -1 as unsigned is "all", too
     sampling.min_p = theirs.min_p
     sampling.frequency_penalty, sampling.presence_penalty = theirs.frequency_penalty, theirs.presence_penalty
     for name in ("top_p", "repetition_penalty", "n"):
@@ -254,7 +256,7 @@ def to_request(request: Any) -> v1.GenerateRequest:
         sampling.seed = theirs.seed & 0xFFFFFFFFFFFFFFFF
     for token_id, bias in theirs.logit_bias.items():
         if token_id < 0:
-            raise InvalidRequestError(FieldViolation("sampling_params.logit_bias", f"{token_id} is no token"))
+            raise InvalidRequestError(FieldViolation("sampling_params.logit_bias", f"{token_id} is not a token id"))
         sampling.logit_bias[token_id] = bias
     if theirs.HasField("max_tokens"):
         stop.max_tokens = theirs.max_tokens

@@ -1,8 +1,8 @@
-"""Finding stop strings in text that arrives in pieces, without ever letting out a part of one.
+"""Stop strings: finds them in text that arrives in pieces, and never releases a part of one.
 
-An Aho-Corasick automaton over all stop strings reads each character once, whatever the pieces are. Its depth is the
-length of the longest suffix that may still become a stop string: exactly what must be held back. The match that ends
-first wins, of several ending together the longest; so the outcome does not depend on how the text was cut into pieces.
+An Aho-Corasick automaton over all stop strings reads each character once, however the text is divided. The depth of its
+state is the length of the longest suffix that may still become a stop string; that suffix is held back. The match that
+ends first wins; of several that end together, the longest. The result does not depend on how the text was divided.
 """
 
 from collections import deque
@@ -12,15 +12,15 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """A stop string was found."""
+    """A found stop string."""
 
     stop_string: str
     start: int
-    """Where it begins, in characters from the beginning of the text."""
+    """Index of its first character in the whole text."""
 
 
 class StopAutomaton:
-    """The state machine of a set of stop strings; shared by nothing, built once per stream."""
+    """Aho-Corasick automaton of a set of stop strings, built once per stream."""
 
     __slots__ = ("depth", "fail", "found", "goto")
 
@@ -28,7 +28,7 @@ class StopAutomaton:
         self.goto: list[dict[str, int]] = [{}]
         self.depth = [0]
         self.found: list[str | None] = [None]
-        """The longest stop string that ends in this state."""
+        """By state: the longest stop string that ends there, or None."""
         for stop_string in stop_strings:
             self._insert(stop_string)
         self.fail = [0] * len(self.goto)
@@ -46,7 +46,7 @@ class StopAutomaton:
         self.found[state] = stop_string
 
     def _link(self) -> None:
-        """Breadth first, so that a state's shorter suffixes are linked before it."""
+        """Compute failure links breadth first, so that shorter suffixes are linked first."""
         queue = deque(self.goto[0].values())
         while queue:
             state = queue.popleft()
@@ -56,7 +56,7 @@ class StopAutomaton:
                 queue.append(child)
 
     def step(self, state: int, character: str) -> int:
-        """The state after one more character."""
+        """Return the state after one more character."""
         while True:
             after = self.goto[state].get(character)
             if after is not None:
@@ -67,27 +67,27 @@ class StopAutomaton:
 
 
 class StopFinder:
-    """The text of one stream on its way through the automaton."""
+    """Search state of one stream."""
 
     __slots__ = ("_automaton", "_held", "_keep", "_length", "_state", "match")
 
     def __init__(self, stop_strings: Sequence[str], *, keep: bool = False) -> None:
-        """`keep`: the match itself is let out, too."""
+        """Create the finder; `keep`: the matched stop string stays in the text."""
         self._keep = keep
         self._automaton = StopAutomaton(stop_strings)
         self._state = 0
         self._held = ""
         self._length = 0
         self.match: Match | None = None
-        """Set once; all later text is swallowed."""
+        """The match; set once. Later text is dropped."""
 
     @property
     def released(self) -> int:
-        """Characters that were let out so far."""
+        """Number of characters released so far."""
         return self._length - len(self._held)
 
     def push(self, text: str) -> str:
-        """The text that can be let out now that `text` has arrived."""
+        """Return the text that can be released after `text` has arrived."""
         if self.match is not None:
             return ""
         automaton, state = self._automaton, self._state
@@ -103,11 +103,11 @@ class StopFinder:
         return pending[:cut]
 
     def skip(self, text: str) -> None:
-        """Text that is let out unseen; only before anything was pushed."""
+        """Count text that is released without search; only valid before the first `push`."""
         self._length += len(text)
 
     def finish(self) -> str:
-        """What was held back; the text ends here."""
+        """Return the text that was held back, at the end of the output."""
         held, self._held = self._held, ""
         return held
 

@@ -1,13 +1,13 @@
-"""The state of one client's stream, without I/O: tokens of the core go in, batches for the reader come out.
+"""State of one client's stream, without I/O: tokens from the core in, batches for the reader out.
 
 Rules:
-  * The core alone finishes a stream; `end` is called once, later calls are ignored.
-  * Every token has an index. Tokens the stream already has are ignored, a gap is reported to the caller.
-  * Without stop strings, text is made only when the reader takes it, so a lagging reader costs next to nothing. With
-    stop strings, every token is looked at when it arrives, because a match ends the work of the core.
-  * A token whose text may still be cut off by a stop string is held back with its text. Hence the tokens that were
-    sent are exactly those that count.
-  * Credit flows back once the reader has taken a token (or the stream swallowed it), in portions of a quarter.
+  * Only the core finishes a stream; calls of `finish` after the first one are ignored.
+  * Every token has an index. Repeated tokens are ignored; a gap is reported to the caller.
+  * Without stop strings, tokens are detokenised only when the reader takes them, so a slow reader costs little. With
+    stop strings, every token is detokenised on arrival, because a match ends the work of the core.
+  * A token whose text may still be cut off by a stop string is held back with its text. Hence exactly the tokens
+    that count are sent.
+  * Credit returns when the reader has read a token (or the stream dropped it), in portions of a quarter.
 """
 
 import enum
@@ -19,77 +19,81 @@ from protos.quire.link.v1 import link_pb2
 from services.detokenizer import Detokenizer
 from services.logprobs import Scored
 from services.outbox import Batch, Outbox
-from services.scheduling import SchedulingWishes, left_ns
+from services.scheduling import SchedulingParams, left_ns
 from services.stop_strings import StopFinder
 from shared.columns import to_column
 from shared.errors import QuireError
 from shared.frames import TOKEN_BYTES
 
 _PORTIONS = 4
-"""Credit goes back in so many portions."""
+"""Credit is returned in this many portions."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamRequest:
-    """Everything about a request that the core is told, fixed before it is submitted."""
+    """Request to the core, fixed before it is submitted."""
 
     request_id: str
     prompt: bytes = field(repr=False)
     """Column of the prompt's tokens."""
     max_tokens: int
     stop_token_ids: bytes = b""
-    """Column."""
+    """Column of token ids."""
     identity: bytes = b""
-    """Which request this is, whichever front end has it; empty: it cannot be resumed."""
+    """Identity of the request, equal on all front ends; empty: it cannot be resumed."""
+    resumed: bool = False
+    """Whether it resumes a kept request, which a core may know before the first submission."""
     resume_info: bytes = b""
-    """A serialized GenerateRequest with what another front end needs to go on with it."""
+    """Serialized GenerateRequest with what another front end needs to resume the request."""
     grammar: bytes = b""
-    """A serialized quire.plan.v1.Grammar; empty: none."""
+    """Serialized quire.plan.v1.Grammar; empty: no grammar."""
     sampling: bytes = b""
-    """A serialized quire.plan.v1.SamplingParams."""
+    """Serialized quire.plan.v1.SamplingParams."""
     wants_scores: bool = False
-    """Log-probabilities of its tokens are wanted."""
+    """Whether log-probabilities of generated tokens are requested."""
     wants_prompt_scores: bool = False
-    """The same of the prompt's."""
+    """Whether log-probabilities of the prompt are requested."""
     choice: int = 0
-    """Which of the request's continuations this is."""
+    """Index of the choice."""
     stop_strings: tuple[str, ...] = field(default=(), repr=False)
     include_stop_string: bool = False
-    """A stop string that was found stays in the text."""
+    """Whether a matched stop string stays in the text."""
     min_tokens: int = 0
-    """Stop strings that end within so many tokens are none."""
+    """Stop strings are ignored within this number of tokens."""
     credit: int
-    """Bytes of output the stream may be ahead of its reader."""
+    """Bytes of output that the stream may be ahead of its reader."""
     arrival: float
     """Monotonic time at which the RPC arrived, seconds."""
     deadline: float | None = None
-    """Monotonic time, seconds."""
+    """Monotonic time, seconds; None: no deadline."""
     traceparent: str = ""
-    scheduling: SchedulingWishes = field(default_factory=SchedulingWishes)
+    scheduling: SchedulingParams = field(default_factory=SchedulingParams)
     block_keys: bytes = field(default=b"", repr=False)
     """Keys of the prompt's full blocks of `block_size` tokens, joined; may be empty."""
     block_size: int = 0
+    model: str = ""
+    """Fingerprint of the model that the request was validated for."""
     pooling: int = 0
-    """A quire.plan.v1.Pooling: what its prompt is computed for, if nothing is generated."""
+    """quire.plan.v1.Pooling of an embedding request; 0 for generation."""
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Tokens of the prompt."""
+        """Number of prompt tokens."""
         return len(self.prompt) // TOKEN_BYTES
 
     def for_choice(self, choice: int, sampling: bytes, identity: bytes) -> "StreamRequest":
-        """The same request for a further one of its continuations."""
+        """Return the same request for another choice."""
         return replace(self, choice=choice, sampling=sampling, identity=identity, wants_prompt_scores=False)
 
 
 class Received(enum.Enum):
-    """What tokens from the core meant for a stream."""
+    """Result of receiving tokens from the core."""
 
     TAKEN = "taken"
     MATCHED = "matched"
-    """A stop string was found: the core is to be told."""
+    """A stop string was found; the caller must notify the core."""
     GAP = "gap"
-    """Tokens are missing: the stream must be submitted again."""
+    """Tokens are missing; the caller must submit the stream again."""
 
 
 class Stream:
@@ -98,26 +102,28 @@ class Stream:
     __slots__ = (
         "_credit_portion", "_credit_returned", "_detokenizer", "_finder", "_flushed", "_held", "_outbox", "_skip_text",
         "_skip_tokens", "_text_length", "_wake", "_writing", "end", "error", "first_token_at", "number", "on_end",
-        "over", "prompt_scores", "request", "scores",
+        "over", "prompt_scores", "request", "scores", "submitted",
     )  # fmt: skip
 
     def __init__(self, request: StreamRequest, detokenizer: Detokenizer, wake: Callable[[], None]) -> None:
         self.request = request
         self.number = 0
-        """Given by the link at each submission."""
+        """Number of the stream on the link, new at each submission."""
+        self.submitted = False
+        """Whether it was submitted and not refused, so that a core may have accepted it."""
         self.first_token_at: float | None = None
         self.end: link_pb2.StreamEnd | None = None
-        """How the core ended the stream."""
+        """The end that the core sent, or None."""
         self.error: QuireError | None = None
-        """Why the stream ended without the core."""
+        """The error that ended the stream without the core, or None."""
         self.over = False
-        """Nothing more will come; `take` may still have something."""
+        """Whether the stream has ended; `take` may still return output."""
         self.scores: dict[int, Scored] = {}
-        """By index, log-probabilities of generated tokens that the reader has not taken."""
+        """Log-probabilities of generated tokens that the reader has not taken, by token index."""
         self.prompt_scores: dict[int, Scored] = {}
-        """By index, those of the prompt's tokens."""
+        """Log-probabilities of prompt tokens, by token index."""
         self.on_end: Callable[[], None] | None = None
-        """Called once, when the stream is over."""
+        """Called once when the stream ends."""
         self._wake = wake
         self._detokenizer = detokenizer
         self._finder = (
@@ -126,23 +132,23 @@ class Stream:
         self._outbox = Outbox()
         self._credit_portion = max(request.credit // (_PORTIONS * TOKEN_BYTES), 1)
         self._credit_returned = 0
-        """Tokens whose credit went back."""
+        """Number of tokens whose credit was returned."""
         self._writing = 0
-        """Tokens handed out by `take` and not yet confirmed by `taken`."""
+        """Number of tokens returned by `take` and not confirmed by `taken`."""
         self._flushed = False
         self._skip_tokens = self._skip_text = 0
-        # Only with stop strings: for each token not yet let out, the length of the text before it.
+        # Only with stop strings: for each unreleased token, the length of the text before it.
         self._held: deque[int] = deque()
         self._text_length = 0
 
     @property
     def num_generated(self) -> int:
-        """Tokens received from the core."""
+        """Number of tokens received from the core."""
         return len(self._outbox.tokens)
 
     @property
     def num_sent(self) -> int:
-        """Tokens handed to the reader."""
+        """Number of tokens given to the reader."""
         return self._outbox.taken
 
     @property
@@ -152,18 +158,19 @@ class Stream:
 
     @property
     def keep_tokens(self) -> int:
-        """Generated tokens that count once a stop string was found: those that begin before the text's end."""
+        """Number of generated tokens that begin before the matched stop string."""
         return self._outbox.released
 
     @property
     def merged_tokens(self) -> int:
-        """Tokens that went out in one message with an earlier one."""
+        """Number of tokens that shared a message with an earlier one."""
         return self._outbox.merged
 
-    def submission(self, now: float, *, again: bool = False) -> link_pb2.Submission:
-        """The request with all tokens so far, for a core that does not know it. Starts the credit afresh.
+    def submission(self, now: float) -> link_pb2.Submission:
+        """Return the submission with all tokens so far, for a core that does not know the stream. Reset the credit.
 
-        `again`: a core may know it already, from another submission.
+        From the second time on it is marked as accepted by a core. Whether the lost core had accepted it is unknown. A
+        few requests too many in the queue of the next core are better than a lost request.
         """
         request = self.request
         outbox = self._outbox
@@ -186,14 +193,17 @@ class Stream:
             grammar=request.grammar,
             identity=request.identity,
             resume_info=request.resume_info,
-            again=again,
+            again=self.submitted or request.resumed,
+            accepted=self.submitted,
+            model=request.model,
             pooling=request.pooling,
         )
         request.scheduling.fill(submission, now)
+        self.submitted = True
         return submission
 
     def receive(self, first_index: int, token_ids: list[int], now: float) -> Received:
-        """Takes tokens from the core, `first_index` being the index of the first one."""
+        """Add tokens from the core; `first_index` is the index of the first one."""
         finder = self._finder
         if self.over or (finder is not None and finder.match is not None):
             return Received.TAKEN
@@ -215,26 +225,26 @@ class Stream:
         return self._scan(token_ids, finder)
 
     def receive_scores(self, first_index: int, of_prompt: bool, scores: list[Scored]) -> None:
-        """Takes log-probabilities from the core, those of generated tokens before the tokens themselves."""
+        """Add log-probabilities from the core; those of generated tokens arrive before the tokens."""
         if of_prompt:
             self.prompt_scores.update(enumerate(scores, first_index))
         elif first_index >= len(self._outbox.tokens):
             self.scores.update(enumerate(scores, first_index))
 
     def finish(self, end: link_pb2.StreamEnd) -> None:
-        """The core ended the stream."""
+        """End the stream as the core did."""
         if not self.over:
             self.end = end
             self._finish()
 
     def fail(self, error: QuireError) -> None:
-        """The stream ends without the core."""
+        """End the stream with an error, without the core."""
         if not self.over:
             self.error = error
             self._finish()
 
     def take(self) -> Batch | None:
-        """What the reader gets next, or None while there is nothing. Confirm it with `taken`."""
+        """Return the next batch for the reader, or None if there is none. Confirm it with `taken`."""
         outbox = self._outbox
         if self._finder is None and outbox.released > outbox.taken:
             outbox.text = self._detokenizer.push(outbox.waiting)
@@ -249,15 +259,15 @@ class Stream:
         return batch
 
     def first_tokens(self, count: int) -> list[int]:
-        """The first `count` tokens that it has."""
+        """Return the first `count` tokens."""
         return self._outbox.tokens[:count].tolist()
 
     def skip(self, tokens: int, text: int) -> None:
-        """Leaves out the first `tokens` tokens and `text` bytes of text: the reader has them already."""
+        """Skip the first `tokens` tokens and `text` bytes of text, which the reader already has."""
         self._skip_tokens, self._skip_text = tokens, text
 
     def _without_known(self, batch: Batch) -> Batch:
-        """What of a batch the reader does not have. May be nothing at all."""
+        """Return the part of a batch that the reader does not have; it may be empty."""
         known = min(max(self._skip_tokens - batch.first_index, 0), len(batch.token_ids))
         text = batch.text.encode()
         self._skip_text, text = max(self._skip_text - len(text), 0), text[self._skip_text :]
@@ -266,11 +276,11 @@ class Stream:
         return Batch(batch.first_index + known, batch.token_ids[known:], text.decode("utf-8", "replace"))
 
     def taken(self) -> None:
-        """The reader has really taken the batch."""
+        """Confirm that the last batch has left to the reader."""
         self._writing = 0
 
     def credit_due(self) -> int:
-        """Bytes of credit to return now; 0 while it is not worth a message."""
+        """Return the bytes of credit to return now; 0 while they are not worth a message."""
         outbox = self._outbox
         consumed = len(outbox.tokens) - outbox.released + outbox.taken - self._writing
         due = consumed - self._credit_returned
@@ -294,30 +304,30 @@ class Stream:
             self._text_length += len(text)
             if len(self._outbox.tokens) <= self.request.min_tokens:
                 finder.skip(text)
-                self._let_out(text, finder.released)
+                self._release(text, finder.released)
                 continue
-            self._let_out(finder.push(text), finder.released)
+            self._release(finder.push(text), finder.released)
             if finder.match is not None:
                 outcome = Received.MATCHED
                 break
         self._wake()
         return outcome
 
-    def _let_out(self, text: str, length: int) -> None:
-        """Lets out text, which is then `length` characters in all, with the tokens that begin before its end."""
+    def _release(self, text: str, length: int) -> None:
+        """Release text and the tokens that begin before its end; `length` is the total length of released text."""
         while self._held and self._held[0] < length:
             self._held.popleft()
             self._outbox.released += 1
         self._outbox.text += text
 
     def _flush(self) -> None:
-        """At the end nothing is held back any longer; even the last character may complete a stop string."""
+        """Release everything that was held back. The last character may still complete a stop string."""
         finder = self._finder
         if finder is None:
             self._outbox.text += self._detokenizer.finish()
             return
         if finder.match is None:
-            self._let_out(finder.push(self._detokenizer.finish()), finder.released)
+            self._release(finder.push(self._detokenizer.finish()), finder.released)
         if finder.match is None:
             self._outbox.text += finder.finish()
             self._outbox.released = len(self._outbox.tokens)

@@ -1,4 +1,4 @@
-"""Text to tokens and back, for whatever protocol asks."""
+"""Tokenize and Detokenize, independent of the protocol."""
 
 from quire.v1 import generation_pb2 as v1
 from services.chat import check_chat
@@ -9,17 +9,17 @@ from shared.errors import FieldViolation, InvalidRequestError
 
 
 class Texts:
-    """What the tokenizer does by itself."""
+    """Tokenizer operations of one front-end process."""
 
     def __init__(self, services: Services, prompts: Prompts) -> None:
         self._services = services
         self._prompts = prompts
 
     async def tokenize(self, request: v1.TokenizeRequest) -> v1.TokenizeResponse:
-        """Text or a conversation as token ids.
+        """Return the token ids of text or of a conversation.
 
         Raises:
-            QuireError: the request is wrong, or nothing is served.
+            QuireError: the request is invalid, or no model is served.
         """
         model, tokenizer = self._services.served_model(), self._services.tokenizer
         violations = [*check_model(request.model, model)]
@@ -39,10 +39,10 @@ class Texts:
         return v1.TokenizeResponse(token_ids=ids, max_model_len=model.max_model_len)
 
     async def detokenize(self, request: v1.DetokenizeRequest) -> v1.DetokenizeResponse:
-        """Token ids as text.
+        """Return the text of token ids.
 
         Raises:
-            QuireError: the request is wrong, or nothing is served.
+            QuireError: the request is invalid, or no model is served.
         """
         model = self._services.served_model()
         ids = list(request.token_ids)

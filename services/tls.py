@@ -1,9 +1,9 @@
-"""TLS of both listeners: certificates that are taken up when they change on disk, and who a client's says it is.
+"""TLS of both listeners: certificates that are reloaded when they change on disk, and names of client certificates.
 
-Certificates are short-lived and renewed by something else (ACME, cert-manager, a person). Each handshake looks, at most
-once a second, whether the files are others than before; if so, new connections get the new ones, and those that stand
-are left alone. Files that do not fit together, as in the midst of a renewal, change nothing: those before stay in
-force, the log says so, and the next handshake looks again.
+Something else renews the certificates (ACME, cert-manager, an operator). A handshake checks, at most once a second,
+whether the files have changed. If so, new connections use the new certificates; open connections keep theirs. If the
+files do not match each other, for example in the middle of a renewal, the previous certificates stay in use. A log line
+reports the failure, and a later handshake checks again.
 """
 
 import os
@@ -23,18 +23,18 @@ from shared.logging import get_logger
 
 @dataclass(frozen=True, slots=True)
 class TlsFiles:
-    """PEM files."""
+    """Paths of PEM files."""
 
     cert: str
     """Certificate chain of the server."""
     key: str
     client_ca: str
-    """CA of client certificates, which are then required; empty: none are."""
+    """CA of client certificates, which are then required; empty: no client certificates."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Loaded:
-    """What the files held when they were read."""
+    """Content of the files."""
 
     stamp: tuple[tuple[int, int, int], ...]
     grpc: grpc.ServerCertificateConfiguration
@@ -42,28 +42,28 @@ class _Loaded:
 
 
 class ServerTls:
-    """The certificates in force; safe to be asked from any thread."""
+    """Current certificates; safe to use from any thread."""
 
-    def __init__(self, files: TlsFiles, *, look_every_s: float = 1.0) -> None:
-        """Reads the files.
+    def __init__(self, files: TlsFiles, *, check_interval_s: float = 1.0) -> None:
+        """Read the files.
 
         Args:
-            files: which.
-            look_every_s: least time between two looks whether they have changed.
+            files: the paths.
+            check_interval_s: minimum time between two checks for changes, seconds.
 
         Raises:
-            ConfigError: one of them cannot be read, or they do not fit together.
+            ConfigError: a file cannot be read, or the files do not match.
         """
         self._files = files
-        self._look_every_s = look_every_s
+        self._check_interval_s = check_interval_s
         self._lock = threading.Lock()
-        self._next_look = 0.0
+        self._next_check = 0.0
         self._refused: tuple[tuple[int, int, int], ...] = ()
-        """The files that were last found not to fit together."""
+        """Stamp of the files that failed to load at the last check."""
         self._loaded = _load(files)
 
     def grpc_credentials(self) -> grpc.ServerCredentials:
-        """Credentials for a gRPC port."""
+        """Return credentials for a gRPC port."""
         return grpc.dynamic_ssl_server_credentials(
             self._loaded.grpc,
             lambda: self._current().grpc,
@@ -71,7 +71,7 @@ class ServerTls:
         )
 
     def http_context(self) -> ssl.SSLContext:
-        """A context for HTTP; each handshake goes on with that of the files as they are then."""
+        """Return a context for HTTP; each handshake switches to the current certificates."""
 
         def exchange(connection: ssl.SSLObject, _name: str | None, _context: ssl.SSLContext) -> None:
             connection.context = self._current().http
@@ -83,12 +83,12 @@ class ServerTls:
     def _current(self) -> _Loaded:
         with self._lock:
             now = time.monotonic()
-            if now >= self._next_look:
-                self._next_look = now + self._look_every_s
-                self._look()
+            if now >= self._next_check:
+                self._next_check = now + self._check_interval_s
+                self._reload_if_changed()
             return self._loaded
 
-    def _look(self) -> None:
+    def _reload_if_changed(self) -> None:
         try:
             stamp = _stamp(self._files)
             if stamp in (self._loaded.stamp, self._refused):
@@ -96,32 +96,32 @@ class ServerTls:
             self._refused = stamp
             self._loaded = _load(self._files)
         except ConfigError as error:
-            get_logger().error("certificates not taken up; those before stay in force", error=str(error))
+            get_logger().error("certificate reload failed; keeping the previous certificates", error=str(error))
             return
-        get_logger().info("certificates taken up", cert=self._files.cert)
+        get_logger().info("certificates reloaded", cert=self._files.cert)
 
 
 def server_tls(config: FrontendConfig) -> ServerTls | None:
-    """The certificates, or None without TLS.
+    """Return the certificates, or None without TLS.
 
     Raises:
-        ConfigError: only some of the files are given, or they cannot be used.
+        ConfigError: only some of the files are given, or they are invalid.
     """
     if not config.tls_cert and not config.tls_key and not config.tls_client_ca:
         return None
     if not config.tls_cert or not config.tls_key:
-        raise ConfigError("tls_cert and tls_key (--tls-cert, --tls-key) are given together")
+        raise ConfigError("tls_cert, tls_key (--tls-cert, --tls-key): TLS needs both; give both or none")
     return ServerTls(TlsFiles(config.tls_cert, config.tls_key, config.tls_client_ca))
 
 
 def grpc_names(auth_context: Mapping[str, Any]) -> list[str]:
-    """The names in the client certificate that gRPC has verified; none without one."""
+    """Return the names in the client certificate that gRPC has verified; empty without one."""
     found = [*auth_context.get("x509_common_name", ()), *auth_context.get("x509_subject_alternative_name", ())]
     return [name.decode(errors="replace") for name in found]
 
 
 def http_names(certificate: Mapping[str, Any] | None) -> list[str]:
-    """The same of the certificate, as `ssl` describes it, that a client of HTTP has shown."""
+    """Return the names in a verified client certificate, as described by `ssl`; empty without one."""
     if not certificate:
         return []
     common = [value for pairs in certificate.get("subject", ()) for field, value in pairs if field == "commonName"]
@@ -134,12 +134,12 @@ def _load(files: TlsFiles) -> _Loaded:
     client_ca = _content("tls_client_ca", files.client_ca) if files.client_ca else None
     loaded = _Loaded(
         stamp,
-        # Other than the context for HTTP, gRPC would find out in the handshake that key and certificate do not match.
+        # The context for HTTP checks that key and certificate match; gRPC would fail only in the handshake.
         http=_http_context(files),
         grpc=grpc.ssl_server_certificate_configuration([(key, cert)], root_certificates=client_ca),
     )
     if _stamp(files) != stamp:
-        raise ConfigError("tls_cert, tls_key: the files are being written")
+        raise ConfigError("tls_cert, tls_key: the files changed while they were read")
     return loaded
 
 
@@ -148,18 +148,18 @@ def _http_context(files: TlsFiles) -> ssl.SSLContext:
     try:
         context.load_cert_chain(files.cert, files.key)
     except (OSError, ssl.SSLError) as error:
-        raise ConfigError(f"tls_cert, tls_key: {files.cert} and {files.key} do not fit together ({error})") from None
+        raise ConfigError(f"tls_cert, tls_key: {files.cert} and {files.key} do not match ({error})") from None
     if files.client_ca:
         context.verify_mode = ssl.CERT_REQUIRED
         try:
             context.load_verify_locations(files.client_ca)
         except (OSError, ssl.SSLError) as error:
-            raise ConfigError(f"tls_client_ca: {files.client_ca} holds no certificates ({error})") from None
+            raise ConfigError(f"tls_client_ca: {files.client_ca} contains no CA certificate ({error})") from None
     return context
 
 
 def _stamp(files: TlsFiles) -> tuple[tuple[int, int, int], ...]:
-    """Changes when one of the files does, or what a link leads to."""
+    """Return a value that changes when a file, or the target of a link, changes."""
     stamps = []
     for setting, path in (("tls_cert", files.cert), ("tls_key", files.key), ("tls_client_ca", files.client_ca)):
         if path:

@@ -1,9 +1,9 @@
-"""The served model's tokenizer: text and conversations to token ids, and back.
+"""Tokenizer of the served model: text and conversations to token ids, and back.
 
-Only `tokenizer.json` and its neighbours are read, never weights; `transformers` is not needed. Long texts go through a
-small thread pool, by the library's calls for several texts: those release the GIL, where the ones for a single text
-hold it to the end, for seconds with a text of megabytes, and the streams of all others with it. For short texts the way
-to a thread and back would cost more than the work. What waits for the threads is bounded in bytes.
+Only `tokenizer.json` and its neighbours are read, never weights; `transformers` is not needed. Long texts run in a
+small thread pool and use the library's batch calls. Those release the GIL; the calls for a single text hold it to the
+end, which would block all streams for seconds with a text of megabytes. For short texts, a thread would cost more than
+the work. The text in the pool and its queue is limited in bytes.
 """
 
 import asyncio
@@ -22,14 +22,16 @@ from services.detokenizer import Detokenizer, detokenizer_factory, token_reader
 from services.errors import RETRY_MS
 from shared.config import ConfigError
 from shared.errors import OverloadedError
+from shared.json_text import describe_json_error
 
 INLINE_CHARACTERS = 512
-"""Texts up to this length are encoded on the event loop: about 0.25 ms, what a thread costs under load."""
+"""Maximum length of texts that are encoded on the event loop: about 0.25 ms, the cost of a thread under load."""
 
 MAX_BYTES = 64 << 20
-"""Default for how much text may be in the thread pool and its queue."""
+"""Default limit of text in the thread pool and its queue, bytes."""
 
 _THREADS = 2
+"""Threads for long texts."""
 
 Arguments = TypeVarTuple("Arguments")
 Result = TypeVar("Result")
@@ -39,19 +41,19 @@ class TextTokenizer:
     """Tokenizer and chat template of one model."""
 
     def __init__(self, tokenizer: Tokenizer, chat_template: ChatTemplate | None, max_bytes: int = MAX_BYTES) -> None:
-        """Above `max_bytes` in the thread pool and its queue, further texts are refused."""
-        # A prompt is the client's: it is never cut or padded, whatever the file says.
+        """Create the tokenizer; `max_bytes` limits the text in the thread pool and its queue."""
+        # Never truncate or pad a client's prompt, whatever tokenizer.json says.
         tokenizer.no_truncation()
         tokenizer.no_padding()
         self._tokenizer = tokenizer
         self._chat_template = chat_template
         self._detokenizer = detokenizer_factory(tokenizer)
         self.token_bytes = token_reader(tokenizer)
-        """What a token stands for by itself, by its id; not always whole characters."""
+        """Maps a token id to the token's bytes, which may be a part of a character."""
         self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="tokenize")
         self._max_bytes = max_bytes
         self._bytes = 0
-        """In the pool; counted down by its threads, so under the lock."""
+        """Text in the pool, bytes; guarded by the lock, because the pool's threads decrease it."""
         self._lock = threading.Lock()
 
     @property
@@ -61,24 +63,24 @@ class TextTokenizer:
 
     @property
     def chat_template_source(self) -> str:
-        """The text of the chat template; empty without one."""
+        """Source of the chat template; empty without one."""
         return "" if self._chat_template is None else self._chat_template.source
 
     async def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """The token ids of plain text.
+        """Return the token ids of plain text.
 
         Raises:
-            OverloadedError: too much text is waiting already; so for the other calls.
+            OverloadedError: too much text is waiting; also raised by the other methods.
         """
         if len(text) <= INLINE_CHARACTERS:
             return self._encode(text, add_special_tokens)
         return await self._in_thread(len(text.encode()), self._encode_long, text, add_special_tokens)
 
     async def encode_chat(self, conversation: TemplateInput) -> list[int]:
-        """The token ids of a conversation; special tokens are the template's business.
+        """Return the token ids of a conversation; the template adds special tokens.
 
         Raises:
-            ChatTemplateError: the template refuses the conversation.
+            ChatTemplateError: the template rejects the conversation.
         """
         size = conversation.size
         if size <= INLINE_CHARACTERS:
@@ -86,17 +88,17 @@ class TextTokenizer:
         return await self._in_thread(size, self._encode_chat, conversation)
 
     async def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
-        """The text of a whole sequence."""
+        """Return the text of a whole sequence."""
         if len(token_ids) <= INLINE_CHARACTERS:
             return self._decode(token_ids, skip_special_tokens)
         return await self._in_thread(4 * len(token_ids), self._decode_long, token_ids, skip_special_tokens)
 
     def detokenizer(self, *, skip_special_tokens: bool) -> Detokenizer:
-        """The text side of a new stream."""
+        """Return the detokenizer of a new stream."""
         return self._detokenizer(skip_special_tokens)
 
     def close(self) -> None:
-        """Lets the threads go."""
+        """Stop the threads."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
@@ -111,7 +113,7 @@ class TextTokenizer:
     def _encode_chat(self, conversation: TemplateInput) -> list[int]:
         assert self._chat_template is not None, "validation lets no chat through without a template"
         text = self._chat_template.render(conversation)
-        # What a template makes of a short conversation may be long.
+        # A template may render a short conversation as a long text.
         return self._encode(text, False) if len(text) <= INLINE_CHARACTERS else self._encode_long(text, False)
 
     def _decode(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str:
@@ -123,30 +125,30 @@ class TextTokenizer:
 
     async def _in_thread(self, size: int, function: Callable[[*Arguments], Result], *arguments: *Arguments) -> Result:
         with self._lock:
-            # One text that is larger than all may be together is served when nothing else is in hand.
+            # A single text above the limit is accepted when the pool is empty.
             if self._bytes and self._bytes + size > self._max_bytes:
-                raise OverloadedError("too much text is being tokenized already; try again soon", retry_ms=RETRY_MS)
+                raise OverloadedError("tokenizer: too much text is waiting; try again soon", retry_ms=RETRY_MS)
             self._bytes += size
 
         def done(_: "Future[Result]") -> None:
             with self._lock:
                 self._bytes -= size
 
-        # What a caller no longer waits for counts until its thread has really let go of it.
+        # A cancelled call counts until its thread has finished with the text.
         work = self._pool.submit(function, *arguments)
         work.add_done_callback(done)
         return await asyncio.wrap_future(work)
 
 
 def load_tokenizer(folder: Path, *, max_bytes: int = MAX_BYTES) -> TextTokenizer:
-    """Reads the tokenizer of the model in `folder`; `max_bytes` as in `TextTokenizer`.
+    """Load the tokenizer of the model in `folder`; `max_bytes` as in `TextTokenizer`.
 
     Raises:
-        ConfigError: there is no usable tokenizer; the message says what is wrong.
+        ConfigError: the folder contains no usable tokenizer.
     """
     path = folder / "tokenizer.json"
     if not path.is_file():
-        raise ConfigError(f"model: {folder} holds no tokenizer.json; convert the tokenizer to a fast one")
+        raise ConfigError(f"model: {folder} contains no tokenizer.json; convert the tokenizer to a fast one")
     try:
         tokenizer = Tokenizer.from_file(str(path))
     except Exception as error:  # the Rust side raises plain Exception
@@ -162,7 +164,7 @@ def load_tokenizer(folder: Path, *, max_bytes: int = MAX_BYTES) -> TextTokenizer
 
 
 def _template_source(folder: Path, config: Mapping[str, Any]) -> str:
-    """The file wins over the entry in the configuration; of several named templates "default" is taken."""
+    """Return the chat template. The file overrides the entry in the configuration; "default" is used of several."""
     path = folder / "chat_template.jinja"
     if path.is_file():
         return path.read_text(encoding="utf-8")
@@ -173,7 +175,7 @@ def _template_source(folder: Path, config: Mapping[str, Any]) -> str:
 
 
 def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
-    """ "bos_token" and the like, as text; the files hold either the text or an object with its content."""
+    """Return the text of "bos_token" and the like; the files hold the text or an object with its content."""
     contents = {
         name: value.get("content") if isinstance(value, dict) else value
         for name, value in config.items()
@@ -188,5 +190,5 @@ def _read_json(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise ConfigError(f"model: {path} is no valid JSON: {error}") from None
+        raise ConfigError(f"model: {path}: {describe_json_error(error)}") from None
     return content if isinstance(content, dict) else {}

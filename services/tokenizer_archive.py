@@ -1,4 +1,4 @@
-"""The tokenizer's files as one archive, for whoever tokenises elsewhere: routers that send token ids."""
+"""The tokenizer's files as one archive, for routers that tokenise themselves."""
 
 import hashlib
 import io
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 CHUNK_BYTES = 1 << 20
-"""Below every gRPC implementation's default limit of a message, 4 MiB."""
+"""Size of a chunk, below the default message limit of all gRPC implementations (4 MiB)."""
 
 _PATTERNS = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken")
 _NOT_FOR_TEXT = ("model.safetensors.index.json", "quality.json")
@@ -17,20 +17,20 @@ _EPOCH = (1980, 1, 1, 0, 0, 0)
 
 @dataclass(frozen=True, slots=True)
 class TokenizerArchive:
-    """A zip archive, the same bytes for the same files."""
+    """A zip archive; equal files give equal bytes."""
 
     data: bytes
     sha256: str
-    """Of `data`, hex."""
+    """SHA-256 of `data`, hex."""
 
     def chunks(self) -> Iterator[bytes]:
-        """The archive in pieces of at most `CHUNK_BYTES`."""
+        """Yield the archive in pieces of at most `CHUNK_BYTES`."""
         for start in range(0, len(self.data), CHUNK_BYTES):
             yield self.data[start : start + CHUNK_BYTES]
 
 
 def pack_tokenizer(folder: Path) -> TokenizerArchive:
-    """Everything in a checkpoint's folder that says how text becomes tokens; never weights.
+    """Return the tokenizer's files of a checkpoint folder, without weights.
 
     Raises:
         OSError: a file cannot be read.

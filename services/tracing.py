@@ -1,8 +1,8 @@
-"""The server span of a request, named and described as OpenTelemetry's conventions for RPC, HTTP and generative AI say.
+"""Server span of a request, following OpenTelemetry's conventions for RPC, HTTP and generative AI.
 
-It is a child of the client's W3C traceparent, and its own traceparent goes to the core with the request, so that one
-trace leads from the client to the steps on the device. A call that is several requests to the core has one server span
-with a child for each of them. Nothing of a prompt or an answer is recorded.
+The span is a child of the client's W3C traceparent. Its own traceparent goes to the core with the request, so that one
+trace leads from the client to the steps on the device. A call with several requests to the core has one server span
+with a child span for each. Prompts and outputs are never recorded.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,30 +18,30 @@ from shared.errors import QuireError
 from shared.telemetry import from_traceparent
 
 TRACEPARENT_KEY = "traceparent"
-"""The metadata entry of the W3C trace context."""
+"""Metadata key of the W3C trace context."""
 
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """What a call is to those who trace it: differs by protocol."""
+    """Span name and attributes of a call; they differ by protocol."""
 
     name: str
-    """The span's name."""
+    """Name of the span."""
     attributes: Mapping[str, str]
     status_key: str
-    """The attribute that holds the outcome; empty: none does."""
+    """Attribute of the outcome; empty: none."""
     status_of: Callable[[QuireError], str | int]
-    """What it says of an error."""
+    """Returns the attribute's value for an error."""
     internal: str | int
-    """What it says of an unexpected one."""
+    """Value for an unexpected error."""
     success: str | int | None = None
-    """What it says otherwise; None: it is left out."""
+    """Value for a success; None: the attribute is left out."""
     kind: SpanKind = SpanKind.SERVER
-    """INTERNAL for a part of a call, whose span is a child of the current one."""
+    """Kind of the span. INTERNAL: a part of a call, a child of the current span."""
 
 
 def rpc(method: str, service: str = "quire.v1.GenerationService") -> Operation:
-    """A gRPC call."""
+    """Return the operation of a gRPC call."""
     return Operation(
         name=f"{service}/{method}",
         attributes={"rpc.system": "grpc", "rpc.service": service, "rpc.method": method},
@@ -52,13 +52,13 @@ def rpc(method: str, service: str = "quire.v1.GenerationService") -> Operation:
 
 
 def part_of(operation: Operation, name: str) -> Operation:
-    """A part of a call that has a span of its own."""
+    """Return the operation of a part of a call that has its own span."""
     return replace(operation, name=name, attributes={}, status_key="", success=None, kind=SpanKind.INTERNAL)
 
 
 @contextmanager
 def request_span(tracer: Tracer, traceparent: str, operation: Operation) -> Iterator[Span]:
-    """The span of one request, current while it runs. An error marks it by its reason."""
+    """Start the span of one request and make it current. An error is recorded by its reason."""
     span = tracer.start_span(
         operation.name,
         context=from_traceparent(traceparent) if operation.kind is SpanKind.SERVER else None,
@@ -66,7 +66,7 @@ def request_span(tracer: Tracer, traceparent: str, operation: Operation) -> Iter
         attributes={**operation.attributes, "gen_ai.provider.name": "quire"},
     )
     try:
-        # The text of an unexpected exception is not ours and may hold anything: it is not recorded.
+        # The text of an unexpected exception may contain anything, so it is not recorded.
         with trace.use_span(span, record_exception=False, set_status_on_exception=False):
             yield span
         if operation.success is not None:
@@ -78,7 +78,7 @@ def request_span(tracer: Tracer, traceparent: str, operation: Operation) -> Iter
         _mark(span, operation, operation.internal, "INTERNAL")
         raise
     except BaseException:
-        # Nobody is there to be told a status.
+        # The client has disconnected, so there is no status to report.
         _mark(span, operation, "CANCELLED" if operation.success is None else None, "CANCELLED")
         raise
     finally:
@@ -86,7 +86,7 @@ def request_span(tracer: Tracer, traceparent: str, operation: Operation) -> Iter
 
 
 def describe_request(span: Span, request: ValidRequest, *, chat: bool, prompt_tokens: int, max_tokens: int) -> None:
-    """What is asked for."""
+    """Record the attributes of a request."""
     if not span.is_recording():
         return
     sampling: plan_pb2.SamplingParams = request.sampling
@@ -109,7 +109,7 @@ def describe_request(span: Span, request: ValidRequest, *, chat: bool, prompt_to
 def describe_answer(
     span: Span, *, finish_reasons: Sequence[str], output_tokens: int, cached_tokens: int, preemptions: int
 ) -> None:
-    """What came of it."""
+    """Record the attributes of an answer."""
     if not span.is_recording():
         return
     span.set_attributes(
@@ -123,7 +123,7 @@ def describe_answer(
 
 
 def describe_embedding(span: Span, request_id: str, *, model: str, num_tokens: int, dimensions: int) -> None:
-    """What is to be embedded."""
+    """Record the attributes of an embedding request."""
     if not span.is_recording():
         return
     span.set_attributes(
@@ -142,6 +142,6 @@ def _mark(span: Span, operation: Operation, status: str | int | None, reason: st
     span.set_attribute("error.type", reason)
     if status is not None and operation.status_key:
         span.set_attribute(operation.status_key, status)
-    # What an HTTP client did wrong is no error of the server's span.
+    # A client error (4xx) is not an error of the server span.
     if not (isinstance(status, int) and status < 500):
         span.set_status(Status(StatusCode.ERROR, reason))

@@ -1,7 +1,7 @@
-"""Is this request one that can run? Pure functions from the public message to a validated value or to an error.
+"""Request validation: pure functions from the public message to a validated value or an error.
 
-All violations are reported together, each under the field's name in the proto. What can only be known once the prompt
-is tokens (its length, what still fits) is checked by `fit`, everything else by `validate`.
+All violations are reported together, each under its field name in the proto. `validate` checks everything that does not
+depend on the prompt's tokens; `resolve_max_tokens` checks the length of the prompt.
 """
 
 import struct
@@ -16,44 +16,62 @@ from services.grammars import check_grammar
 from services.scheduling import check_scheduling
 from shared.columns import to_column
 from shared.errors import FieldViolation, InvalidRequestError, UnsupportedFieldError
+from shared.frames import MAX_LOGPROBS, MAX_PART_BYTES, MAX_SERVED_SEQUENCE, TOKEN_BYTES
 from shared.ids import draw_request_id, draw_seed
 
 MAX_REQUEST_ID = 128
+"""Maximum length of a request id, bytes."""
 MAX_MODEL_NAME = 256
+"""Maximum length of a model name, bytes."""
 MAX_TEXT = 4 << 20
-MAX_TOKEN_IDS = 1 << 20
+"""Maximum length of a text prompt, bytes."""
+MAX_TOKEN_IDS = MAX_SERVED_SEQUENCE
 MAX_STOP_STRINGS = 16
+"""Maximum number of stop strings."""
 MAX_STOP_STRING = 256
+"""Maximum length of a stop string, bytes."""
 MAX_STOP_TOKEN_IDS = 64
+"""Maximum number of stop tokens."""
 MAX_TEMPERATURE = 100.0
 MIN_TEMPERATURE = 1e-6
-"""Below it no noise reaches the distance of two logits that float32 tells apart: choosing is greedy, and dividing by
-the temperature would overflow."""
+"""Temperatures below this are greedy: noise cannot change the order of two different float32 logits, and the division
+would overflow.
+"""
 MAX_CHOICES = 128
-MAX_LOGPROBS = 20
+"""Maximum number of choices of a request."""
 MIN_REPETITION_PENALTY = 0.001
 MAX_REPETITION_PENALTY = 10.0
 MAX_BIAS = 100.0
+"""Logit biases lie in [-MAX_BIAS, MAX_BIAS]."""
 MAX_BIASES = 4096
+"""Maximum number of logit biases."""
 MAX_TOKEN_SET = 1 << 18
+"""Maximum number of allowed or banned tokens."""
 MAX_BAD_WORDS = 64
+"""Maximum number of bad words."""
 MAX_BAD_WORD = 256
+"""Maximum length of a bad word, bytes."""
+
+_LOG_OVERHEAD = 4096
+"""Maximum size of a request's log beside its long fields, bytes."""
+_SCORES_OVERHEAD = 40
+"""Maximum size of one token's log-probabilities in a log beside their values, bytes."""
 
 Violations = Iterator[FieldViolation]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ValidRequest:
-    """What a request asks for, defaults filled in, all but its prompt."""
+    """A validated request with defaults filled in, without its prompt."""
 
     request_id: str
     model: str
     sampling: plan_pb2.SamplingParams
-    """Without bad words, which are not tokens yet."""
+    """Sampling parameters without bad words, which are not tokenised yet."""
     bad_words: tuple[str, ...]
     stop_strings: tuple[str, ...]
     stop_token_ids: tuple[int, ...]
-    """The model's end-of-sequence tokens are in it unless the request ignores them."""
+    """Stop tokens, including the model's end-of-sequence tokens unless the request ignores them."""
     max_tokens: int | None
     min_tokens: int
     include_stop_string: bool
@@ -62,17 +80,17 @@ class ValidRequest:
     resumable: bool
     echo: bool
     logprobs: bool
-    """Log-probabilities of generated tokens are wanted."""
+    """Whether log-probabilities of generated tokens are requested."""
     prompt_logprobs: bool
     truncate_prompt_tokens: int | None
 
 
 def validate(request: v1.GenerateRequest, model: link_pb2.ServedModel, *, has_chat_template: bool) -> ValidRequest:
-    """Checks everything that does not need the prompt's tokens.
+    """Check everything that does not need the prompt's tokens.
 
     Raises:
-        InvalidRequestError: names every wrong field.
-        UnsupportedFieldError: a field that this version does not support is set.
+        InvalidRequestError: lists every invalid field.
+        UnsupportedFieldError: a field is set that this version does not support.
     """
     violations = [
         *check_request_id(request.request_id),
@@ -87,14 +105,17 @@ def validate(request: v1.GenerateRequest, model: link_pb2.ServedModel, *, has_ch
     ]
     if violations:
         raise InvalidRequestError(*violations)
-    _refuse_unsupported(request)
+    _reject_unsupported(request)
     sampling, stop, output = request.sampling, request.stop, request.output
-    # A grammar ends by the model's end-of-sequence token, which it allows where the output may end and nowhere else.
+    # A grammar allows the model's end-of-sequence token exactly where the output may end.
     eos = () if stop.ignore_eos and not request.HasField("grammar") else tuple(model.eos_token_ids)
     stop_token_ids = tuple(dict.fromkeys((*eos, *stop.stop_token_ids)))
-    if stop.min_tokens and not _leaves_tokens(sampling, stop_token_ids, model):
+    if stop.min_tokens and not _can_sample(sampling, stop_token_ids, model):
         raise InvalidRequestError(
-            FieldViolation("stop.min_tokens", "forbids tokens that end the output, and no other is allowed")
+            FieldViolation(
+                "stop.min_tokens",
+                "no token is left to sample before the output may end; allow more tokens or set min_tokens to 0",
+            )
         )
     return ValidRequest(
         request_id=request.request_id or draw_request_id(),
@@ -116,20 +137,29 @@ def validate(request: v1.GenerateRequest, model: link_pb2.ServedModel, *, has_ch
     )
 
 
-def fit(num_prompt_tokens: int, max_tokens: int | None, default: int, model: link_pb2.ServedModel, field: str) -> int:
-    """How many tokens a prompt of this length may generate; `field` is the name of the prompt's field.
+def resolve_max_tokens(
+    num_prompt_tokens: int, max_tokens: int | None, default: int, model: link_pb2.ServedModel, field: str
+) -> int:
+    """Return the number of tokens that a prompt of this length may generate.
+
+    Args:
+        num_prompt_tokens: length of the prompt.
+        max_tokens: requested maximum; None: not set.
+        default: maximum of requests that set none.
+        model: the served model.
+        field: name of the prompt's field, for errors.
 
     Raises:
-        InvalidRequestError: an empty prompt, one that leaves no room, or more tokens wanted than fit.
+        InvalidRequestError: the prompt is empty or too long, or `max_tokens` does not fit.
     """
     room = model.max_model_len - num_prompt_tokens
     if num_prompt_tokens == 0:
-        raise InvalidRequestError(FieldViolation(field, "the prompt is empty; it must hold at least one token"))
+        raise InvalidRequestError(FieldViolation(field, "the prompt is empty; give at least one token"))
     if room < 1:
         raise InvalidRequestError(
             FieldViolation(
                 field,
-                f"{num_prompt_tokens} tokens; at most {model.max_model_len - 1} leave room for an answer",
+                f"{num_prompt_tokens} tokens leave no room for output; give at most {model.max_model_len - 1}",
             )
         )
     if max_tokens is None:
@@ -139,47 +169,79 @@ def fit(num_prompt_tokens: int, max_tokens: int | None, default: int, model: lin
             FieldViolation(
                 "stop.max_tokens",
                 f"{max_tokens} with a prompt of {num_prompt_tokens} tokens exceeds the context of"
-                f" {model.max_model_len}; at most {room} fit",
+                f" {model.max_model_len}; give at most {room}",
             )
         )
     return max_tokens
 
 
+def check_log_size(valid: ValidRequest, num_prompt_tokens: int, max_tokens: int, opaque_bytes: int) -> None:
+    """Check that the log of a resumable request, with all log-probabilities, fits into a frame of the link.
+
+    Args:
+        valid: the request.
+        num_prompt_tokens: length of its prompt.
+        max_tokens: maximum number of generated tokens.
+        opaque_bytes: size of the other kept fields: sampling parameters, grammar, and so on.
+
+    Raises:
+        InvalidRequestError: it may not fit.
+    """
+    if not (valid.resumable and valid.logprobs):
+        return
+    per_token = TOKEN_BYTES + max_scores_bytes(valid.sampling.logprobs)
+    room = MAX_PART_BYTES - _LOG_OVERHEAD - opaque_bytes - TOKEN_BYTES * num_prompt_tokens
+    if max_tokens * per_token > room:
+        raise InvalidRequestError(
+            FieldViolation(
+                "output.logprobs",
+                f"{valid.sampling.logprobs} for each of {max_tokens} tokens exceed the log of a resumable request,"
+                f" which holds at most {room // per_token} such tokens; lower stop.max_tokens or output.logprobs, or"
+                " unset resumable",
+            )
+        )
+
+
+def max_scores_bytes(count: int) -> int:
+    """Return the maximum size in a log of one token's log-probabilities with `count` most likely tokens, bytes."""
+    return _SCORES_OVERHEAD + 2 * TOKEN_BYTES * (1 + count)
+
+
 def check_model(name: str, model: link_pb2.ServedModel) -> Violations:
-    """The name is empty or the served model's."""
+    """Check that the name is empty or that of the served model."""
     if len(name.encode()) > MAX_MODEL_NAME:
-        yield FieldViolation("model", f"longer than {MAX_MODEL_NAME} bytes")
+        yield FieldViolation("model", f"too long; give at most {MAX_MODEL_NAME} bytes")
     elif name not in ("", model.name):
         yield FieldViolation("model", f"no such model; this server serves {model.name!r}")
 
 
 def check_text(text: str, field: str, *, may_be_empty: bool = False) -> Violations:
-    """Plain text for the tokenizer."""
+    """Check plain text for the tokenizer."""
     if not (text or may_be_empty):
-        yield FieldViolation(field, "the prompt is empty; it must hold at least one token")
+        yield FieldViolation(field, "the prompt is empty; give at least one token")
     elif len(text.encode()) > MAX_TEXT:
-        yield FieldViolation(field, f"longer than {MAX_TEXT} bytes")
+        yield FieldViolation(field, f"too long; give at most {MAX_TEXT} bytes")
 
 
 def check_token_ids(ids: "list[int]", vocab_size: int, field: str, limit: int = MAX_TOKEN_IDS) -> Violations:
-    """Ids of the vocabulary."""
+    """Check that the ids are in the vocabulary and not too many."""
     if len(ids) > limit:
-        yield FieldViolation(field, f"{len(ids)} ids; at most {limit} are allowed")
+        yield FieldViolation(field, f"too many ids ({len(ids)}); give at most {limit}")
     elif ids and max(ids) >= vocab_size:
         position = next(i for i, token_id in enumerate(ids) if token_id >= vocab_size)
         yield FieldViolation(field, f"id {ids[position]} at position {position} is outside [0, {vocab_size})")
 
 
 def check_request_id(request_id: str) -> Violations:
-    """An id that the client has chosen, or none."""
+    """Check the id that the client has chosen; empty: none."""
     if len(request_id) > MAX_REQUEST_ID:
-        yield FieldViolation("request_id", f"longer than {MAX_REQUEST_ID} bytes")
+        yield FieldViolation("request_id", f"too long; give at most {MAX_REQUEST_ID} bytes")
     elif not (request_id.isascii() and request_id.isprintable()):
         yield FieldViolation("request_id", "must be printable ASCII")
 
 
 def check_truncation(count: int, field: str) -> Violations:
-    """A number of tokens to keep."""
+    """Check the number of tokens to keep."""
     if not 0 < count <= MAX_TOKEN_IDS:
         yield FieldViolation(field, f"must lie in [1, {MAX_TOKEN_IDS}]")
 
@@ -193,7 +255,7 @@ def _check_input(request: v1.GenerateRequest, model: link_pb2.ServedModel, has_c
         case "token_ids":
             ids = list(request.token_ids.ids)
             if not ids:
-                yield FieldViolation("token_ids", "the prompt is empty; it must hold at least one token")
+                yield FieldViolation("token_ids", "the prompt is empty; give at least one token")
             yield from check_token_ids(ids, model.vocab_size, "token_ids")
         case _:
             yield FieldViolation("input", "missing; give one of `text`, `chat` and `token_ids`")
@@ -231,9 +293,9 @@ def _check_token_sets(sampling: v1.SamplingOptions, model: link_pb2.ServedModel)
     for name, ids in (("allowed_token_ids", allowed), ("banned_token_ids", banned)):
         yield from check_token_ids(ids, model.vocab_size, f"sampling.{name}", MAX_TOKEN_SET)
     if banned and (set(banned) >= set(allowed) if allowed else len(set(banned)) >= model.vocab_size):
-        yield FieldViolation("sampling.banned_token_ids", "leaves no token to choose")
+        yield FieldViolation("sampling.banned_token_ids", "no token is left to sample; ban fewer tokens")
     if len(sampling.bad_words) > MAX_BAD_WORDS:
-        yield FieldViolation("sampling.bad_words", f"more than {MAX_BAD_WORDS} words")
+        yield FieldViolation("sampling.bad_words", f"too many words; give at most {MAX_BAD_WORDS}")
     for index, word in enumerate(sampling.bad_words[:MAX_BAD_WORDS]):
         if not 0 < len(word.encode()) <= MAX_BAD_WORD:
             yield FieldViolation(f"sampling.bad_words[{index}]", f"must have 1 to {MAX_BAD_WORD} bytes")
@@ -243,9 +305,9 @@ def _check_stop(stop: v1.StopOptions, model: link_pb2.ServedModel) -> Violations
     if stop.HasField("max_tokens") and not 1 <= stop.max_tokens < model.max_model_len:
         yield FieldViolation("stop.max_tokens", f"must lie in [1, {model.max_model_len - 1}]")
     if stop.min_tokens > (stop.max_tokens if stop.HasField("max_tokens") else model.max_model_len):
-        yield FieldViolation("stop.min_tokens", "more than max_tokens, or than the context holds")
+        yield FieldViolation("stop.min_tokens", "must be <= max_tokens and <= the model's context length")
     if len(stop.stop_strings) > MAX_STOP_STRINGS:
-        yield FieldViolation("stop.stop_strings", f"more than {MAX_STOP_STRINGS} strings")
+        yield FieldViolation("stop.stop_strings", f"too many strings; give at most {MAX_STOP_STRINGS}")
     for index, stop_string in enumerate(stop.stop_strings[:MAX_STOP_STRINGS]):
         if not 0 < len(stop_string.encode()) <= MAX_STOP_STRING:
             yield FieldViolation(f"stop.stop_strings[{index}]", f"must have 1 to {MAX_STOP_STRING} bytes")
@@ -254,7 +316,7 @@ def _check_stop(stop: v1.StopOptions, model: link_pb2.ServedModel) -> Violations
 
 def _check_resumable(request: v1.GenerateRequest) -> Violations:
     if request.resumable and not request.request_id:
-        yield FieldViolation("resumable", "needs a request_id, by which Resume finds the request")
+        yield FieldViolation("resumable", "requires request_id; set it, because Resume finds the request by it")
 
 
 def _check_output(output: v1.OutputOptions) -> Violations:
@@ -266,7 +328,7 @@ def _check_output(output: v1.OutputOptions) -> Violations:
 
 
 def _sampling_params(request: v1.GenerateRequest, stop_token_ids: tuple[int, ...]) -> plan_pb2.SamplingParams:
-    """What the worker is told; only what differs from the defaults takes room."""
+    """Return the sampling parameters for the worker; only values that differ from the defaults take space."""
     sampling, stop, output = request.sampling, request.stop, request.output
     params = plan_pb2.SamplingParams(
         temperature=_temperature(sampling),
@@ -301,13 +363,13 @@ def _temperature(sampling: v1.SamplingOptions) -> float:
     return sampling.temperature if sampling.temperature >= MIN_TEMPERATURE else 0.0
 
 
-def _leaves_tokens(sampling: v1.SamplingOptions, forbidden: tuple[int, ...], model: link_pb2.ServedModel) -> bool:
-    """Whether a token may be chosen that is not one of `forbidden`."""
+def _can_sample(sampling: v1.SamplingOptions, forbidden: tuple[int, ...], model: link_pb2.ServedModel) -> bool:
+    """Return whether a token outside `forbidden` may be sampled."""
     allowed, gone = set(sampling.allowed_token_ids), {*sampling.banned_token_ids, *forbidden}
     return bool(allowed - gone) if allowed else len(gone) < model.vocab_size
 
 
-def _refuse_unsupported(request: v1.GenerateRequest) -> None:
+def _reject_unsupported(request: v1.GenerateRequest) -> None:
     is_set = {
         "adapter": bool(request.adapter),
     }

@@ -1,23 +1,23 @@
-"""The bell between a stream and its reader: cheaper than asyncio.Event, for exactly one waiting task."""
+"""Wakeup of a single waiting task; cheaper than asyncio.Event."""
 
 import asyncio
 
 
 class Wakeup:
-    """Rung by whoever has something; the reader checks first and waits only when there was nothing.
+    """Signal from producers to one reader. The reader checks for data first and waits only if there is none.
 
-    Between that check and awaiting `rung` the reader must not await anything else, then no ring is missed.
+    Between that check and awaiting `rung` the reader must not await anything else; then no signal is lost.
     """
 
     __slots__ = ("_loop", "_waiting")
 
     def __init__(self) -> None:
-        """Must be called on the event loop."""
+        """Create the signal, on the event loop."""
         self._loop = asyncio.get_running_loop()
         self._waiting: asyncio.Future[None] | None = None
 
     def ring(self) -> None:
-        """Wakes the reader if it waits."""
+        """Wake the reader if it waits."""
         waiting = self._waiting
         if waiting is not None:
             self._waiting = None

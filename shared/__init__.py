@@ -1,10 +1,10 @@
-"""What every process needs. Imports no service, and no torch.
+"""Code that every process uses. Imports no service, and no torch.
 
-* `config`, `config_sources`: settings, and where they come from; `model_path`: where a model's files are
-* `sockets`, `curve`: ZeroMQ as Quire uses it, and who may speak on it; `ids`: incarnations and routing ids
-* `frames`, `columns`, `versions`: what both ends of a protocol must agree on beside its messages
-* `grammars`, `prefix_keys`: what two kinds of processes must compute alike
-* `errors`: every error that a client may see
-* `logging`, `telemetry`, `metrics`: what processes tell of themselves
-* `pulse`, `process_watch`: whether a process still works, or has begun to die
+* `config`, `config_sources`: settings and their sources; `model_path`: location of a model's files
+* `sockets`, `curve`: ZeroMQ sockets, and their encryption and authentication; `ids`: incarnations and routing ids
+* `frames`, `columns`, `packing`, `versions`: what both ends of a protocol must agree on besides its messages
+* `grammars`, `prefix_keys`: computations that two kinds of processes must do alike
+* `errors`: every error that a client may see; `json_text`: descriptions of JSON errors
+* `logging`, `telemetry`, `metrics`: logs, traces and metrics of processes; `cpu_time`: CPU time of another process
+* `pulse`, `process_watch`: detection of hanging and dying processes
 """

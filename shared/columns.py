@@ -1,7 +1,7 @@
 """Columns: packed little-endian int32 values in a protobuf `bytes` field.
 
-A column costs four bytes a value and no Python object per value on either side; protobuf's own repeated fields cost an
-object each. An absent column is an empty one.
+A column costs four bytes per value and no Python object per value on either side; protobuf's repeated fields cost an
+object each. An absent column is empty.
 """
 
 from collections.abc import Sequence
@@ -15,12 +15,12 @@ _WIRE_TYPE = np.dtype("<i4")
 
 
 class MalformedColumnError(ValueError):
-    """A column whose bytes are no whole number of int32 values, or whose length does not match its group's."""
+    """The length of a column is not a multiple of 4 bytes, or differs from the others of its group."""
 
 
 def to_column(values: Sequence[int] | npt.NDArray[np.integer]) -> bytes:
-    """Packs integers that fit into int32."""
-    # Most columns of a plan are empty, and most others are arrays.
+    """Pack integers that fit into int32."""
+    # Fast paths: most columns of a plan are empty, and most others are arrays.
     if not len(values):
         return b""
     if isinstance(values, np.ndarray):
@@ -29,17 +29,17 @@ def to_column(values: Sequence[int] | npt.NDArray[np.integer]) -> bytes:
 
 
 def from_column(column: bytes) -> Int32Array:
-    """Unpacks a column as a read-only array `[n] int32`, without copying it."""
+    """Unpack a column as a read-only array `[n] int32`, without copying it."""
     if len(column) % 4:
-        raise MalformedColumnError(f"a column of {len(column)} bytes is no whole number of int32 values")
+        raise MalformedColumnError(f"column: {len(column)} bytes is not a multiple of 4")
     return np.frombuffer(column, dtype=_WIRE_TYPE)
 
 
 def from_columns(*columns: bytes) -> tuple[Int32Array, ...]:
-    """Unpacks columns of one group, which must have equal length."""
+    """Unpack columns of one group, which must have equal lengths."""
     arrays = tuple([from_column(column) for column in columns])
     length = len(columns[0])
     for column in columns:
         if len(column) != length:
-            raise MalformedColumnError(f"columns of one group differ in length: {[len(array) for array in arrays]}")
+            raise MalformedColumnError(f"columns: lengths differ within a group: {[len(array) for array in arrays]}")
     return arrays

@@ -1,8 +1,8 @@
-"""Where settings come from: a flag wins over the environment, the environment over the file, the file over the default.
+"""Sources of settings: a flag overrides the environment, the environment the file, the file the default.
 
-The file is TOML with the names of the settings, `max_num_seqs = 64`, named by `--config` or QUIRE_CONFIG. One file does
-for all kinds of processes: each takes what it knows. A name that no process knows is an error, with the name that was
-probably meant; so is a variable QUIRE_… that is all but the name of a setting.
+The file is TOML with the names of the settings, for example `max_num_seqs = 64`; `--config` or QUIRE_CONFIG names it.
+One file serves all kinds of processes: each reads its own settings. A name that no process knows is an error that
+suggests the closest setting. So is a variable QUIRE_… that is almost the name of a setting.
 """
 
 import argparse
@@ -18,14 +18,14 @@ from typing import Any, TypeVar
 from shared.config import ConfigError, FrontendConfig, SchedulerConfig, ServiceConfig, WorkerConfig
 
 CONFIG_VARIABLE = "QUIRE_CONFIG"
-"""Names the file where `--config` does not."""
+"""Variable that names the file if `--config` does not."""
 
 OTHER_VARIABLES = frozenset({CONFIG_VARIABLE, "QUIRE_LOG_FORMAT", "QUIRE_CPU_KERNELS", "QUIRE_TOKEN", "QUIRE_TARGET"})
-"""Variables that mean something and are no settings, however like one they are."""
+"""Variables that Quire reads and that are not settings."""
 
 _PREFIX = "QUIRE_"
 _CLOSE = 0.85
-"""How like a setting's name a variable must be to be taken for a misspelt one; not every QUIRE_… is a setting."""
+"""Minimum similarity at which an unknown variable counts as a misspelt setting; not every QUIRE_… is one."""
 
 ConfigT = TypeVar("ConfigT")
 Field = dataclasses.Field[Any]
@@ -33,21 +33,26 @@ Field = dataclasses.Field[Any]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Setting:
-    """A setting as it is in effect."""
+    """A setting with its effective value."""
 
     name: str
     value: Any
     source: str
-    """The word "default", or the flag, variable or file that says so."""
+    """"default", or the flag, variable or file that sets the value."""
 
 
 class ConfigSources:
-    """The flags, the environment and the file of one command."""
+    """Flags, environment and file of one command."""
 
     def __init__(self, options: argparse.Namespace, environ: Mapping[str, str] = os.environ) -> None:
-        """
+        """Read the sources.
+
+        Args:
+            options: parsed flags.
+            environ: environment variables.
+
         Raises:
-            ConfigError: a name that is no setting's, or a file that cannot be read.
+            ConfigError: a name is not a setting, or the file cannot be read.
         """
         _check_environment(environ)
         self._options = options
@@ -56,18 +61,18 @@ class ConfigSources:
         self._file = _read(Path(self._path).expanduser()) if self._path else {}
 
     def make(self, config: type[ConfigT]) -> ConfigT:
-        """A configuration.
+        """Return a configuration.
 
         Raises:
-            ConfigError: a value that cannot be used.
+            ConfigError: a value is invalid.
         """
         return config(**{setting.name: setting.value for setting in self.settings(config)})
 
     def settings(self, config: type[Any]) -> list[Setting]:
-        """Every setting of a configuration with its source.
+        """Return every setting of a configuration with its source.
 
         Raises:
-            ConfigError: a value that is none for its setting.
+            ConfigError: a value has the wrong type.
         """
         return [self._setting(option) for option in dataclasses.fields(config)]
 
@@ -87,17 +92,17 @@ class ConfigSources:
 def from_options(
     config: type[ConfigT], options: argparse.Namespace, environ: Mapping[str, str] = os.environ
 ) -> ConfigT:
-    """The configuration that flags, environment and file make.
+    """Return the configuration from flags, environment and file.
 
     Raises:
-        ConfigError: a name or a value that cannot be used.
+        ConfigError: a name or a value is invalid.
     """
     return ConfigSources(options, environ).make(config)
 
 
 @cache
 def all_settings() -> frozenset[str]:
-    """The names of the settings of every process."""
+    """Return the names of the settings of every process."""
     configs = (ServiceConfig, FrontendConfig, SchedulerConfig, WorkerConfig)
     return frozenset(option.name for config in configs for option in dataclasses.fields(config))
 
@@ -108,13 +113,13 @@ def _read(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise ConfigError(f"config: {path} cannot be read: {error.strerror}") from None
     except ValueError as error:
-        raise ConfigError(f"config: {path} is no valid TOML: {error}") from None
+        raise ConfigError(f"config: {path} is not valid TOML: {error}") from None
     for name in content:
         if name not in all_settings():
-            # A name written as a flag is one that is meant.
+            # Accept the spelling of flags, with hyphens, as a suggestion.
             close = difflib.get_close_matches(name.replace("-", "_"), all_settings(), n=1)
-            hint = f"; did you mean {close[0]}?" if close else "; quire config lists those there are"
-            raise ConfigError(f"config: {path}: there is no setting {name!r}{hint}")
+            hint = f"; did you mean {close[0]}?" if close else "; quire config lists all settings"
+            raise ConfigError(f"config: {path}: unknown setting {name!r}{hint}")
     return content
 
 
@@ -126,27 +131,27 @@ def _check_environment(environ: Mapping[str, str]) -> None:
             continue
         close = difflib.get_close_matches(name, names, n=1, cutoff=_CLOSE)
         if close:
-            raise ConfigError(f"{variable}: there is no such setting; did you mean {_PREFIX}{close[0]}?")
+            raise ConfigError(f"{variable}: unknown setting; did you mean {_PREFIX}{close[0]}?")
 
 
 def _typed(value: Any, option: Field, path: str) -> Any:
-    """A value of the file as its setting's type; TOML's own types are as strict as ours."""
+    """Return a value of the file, converted to the type of its setting. Only int to float is converted."""
     kind = type(option.default)
     if kind is float and type(value) is int:
         return float(value)
     if type(value) is not kind:
-        raise ConfigError(f"config: {path}: {option.name} = {value!r} is no {kind.__name__}")
+        raise ConfigError(f"config: {path}: {option.name} = {value!r} is not of type {kind.__name__}")
     return value
 
 
 def _parse(variable: str, text: str, option: Field) -> Any:
     choices = option.metadata["choices"]
     if choices and text not in choices:
-        raise ConfigError(f"{variable}={text!r}: choose one of {', '.join(choices)}")
+        raise ConfigError(f"{variable}: unknown value {text!r}; give one of {', '.join(choices)}")
     try:
         if isinstance(option.default, bool):
             return {"1": True, "true": True, "0": False, "false": False}[text.lower()]
         kind: type[Any] = type(option.default)
         return kind(text)
     except (ValueError, KeyError):
-        raise ConfigError(f"{variable}={text!r} is no {type(option.default).__name__}") from None
+        raise ConfigError(f"{variable}: {text!r} is not of type {type(option.default).__name__}") from None

@@ -1,13 +1,13 @@
-"""How much CPU time another process has used."""
+"""CPU time of another process."""
 
 import time
 
 
 def cpu_seconds(pid: int) -> float:
-    """CPU time of a process so far, of all its threads, in seconds.
+    """Return the CPU time so far of all threads of a process, seconds.
 
     Raises:
-        OSError: there is no such process.
+        OSError: the process does not exist.
     """
-    # Its clock, as clock_getcpuclockid(3) makes it; /proc counts in hundredths of a second.
+    # Clock id of the process, as in clock_getcpuclockid(3); /proc has a resolution of only 10 ms.
     return time.clock_gettime(~pid << 3 | 2)

@@ -1,12 +1,12 @@
-"""Who may speak on the sockets between processes: CurveZMQ keys and the list of those that are let in.
+"""CurveZMQ authentication and encryption of the sockets between processes.
 
-A *key folder* is what one process owns: `own.key_secret` is its key pair, `scheduler.key` the public key of the
-scheduler that a worker or front end connects to (a stranger's answers are not decrypted), and `allowed/workers` and
-`allowed/frontends` the public keys that the scheduler lets in at each of its two sockets. Without that list anybody who
-knows the scheduler's public key would get in; so there is no encryption without it. The list is read again when it
-changes, so that keys are added, rotated and revoked while everything serves.
+A *key folder* belongs to one process. `own.key_secret` is its key pair. `scheduler.key` is the public key of the
+scheduler that a worker or front end connects to; answers encrypted with another key are not accepted. `allowed/workers`
+and `allowed/frontends` are the public keys that the scheduler accepts at its two sockets. Without this list every
+process that knows the scheduler's public key could connect, so encryption requires it. The list is reloaded when it
+changes, so keys can be added, rotated and revoked during operation.
 
-`quire keys` makes these folders. Where a folder holds one folder per role, each process takes its own.
+`quire keys` creates these folders. In a folder with one folder per role, each process uses its own.
 """
 
 import ipaddress
@@ -26,39 +26,40 @@ SCHEDULER, WORKER, FRONTEND = "scheduler", "worker", "frontend"
 ROLES = (SCHEDULER, WORKER, FRONTEND)
 OWN, SERVER, ALLOWED = "own", "scheduler", "allowed"
 DOMAINS = {WORKER: "workers", FRONTEND: "frontends"}
-"""ZAP domain, and folder of public keys, of the peers of each role."""
-_LOOK_EVERY_S = 1.0
+"""ZAP domain and folder of public keys, by the role of the peers."""
+_CHECK_INTERVAL_S = 1.0
+"""Minimum interval of checks for changed lists, seconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class CurveKeys:
-    """A process's keys."""
+    """Key pair and key folder of a process."""
 
     folder: Path
     public: bytes
     secret: bytes
 
     def protect_server(self, socket: "zmq.Socket[bytes]", domain: str) -> None:
-        """Before bind: only peers of this ZAP domain are let in."""
+        """Require, before bind, that peers authenticate with a key of this ZAP domain."""
         socket.curve_publickey, socket.curve_secretkey = self.public, self.secret
         socket.curve_server = True
         socket.zap_domain = domain.encode()
 
     def protect_client(self, socket: "zmq.Socket[bytes]") -> None:
-        """Before connect: only the scheduler whose public key is known is spoken to.
+        """Require, before connect, that the peer is the scheduler with the known public key.
 
         Raises:
-            ConfigError: its key is not in the folder.
+            ConfigError: the folder contains no scheduler key.
         """
         socket.curve_publickey, socket.curve_secretkey = self.public, self.secret
         socket.curve_serverkey = _load(self.folder / f"{SERVER}.key")[0]
 
 
 def load_keys(folder: str, role: str) -> CurveKeys | None:
-    """The keys of a process of this role; None when no folder is given.
+    """Load the keys of a process of this role; return None if no folder is given.
 
     Raises:
-        ConfigError: they are not there, or others may read them.
+        ConfigError: the keys do not exist, or other users can read them.
     """
     if not folder:
         return None
@@ -68,38 +69,38 @@ def load_keys(folder: str, role: str) -> CurveKeys | None:
     secret_file = path / f"{OWN}.key_secret"
     public, secret = _load(secret_file)
     if secret is None:
-        raise ConfigError(f"keys: {secret_file} holds no secret key; make one with quire keys create")
+        raise ConfigError(f"keys: {secret_file} contains no secret key; create one with quire keys create")
     if secret_file.stat().st_mode & 0o077:
-        raise ConfigError(f"keys: {secret_file} can be read by others; chmod 600 it")
+        raise ConfigError(f"keys: {secret_file} is readable by other users; run chmod 600 on it")
     return CurveKeys(path, public, secret)
 
 
 class AllowList:
-    """Answers ZeroMQ's questions who may come in, in a thread of its own."""
+    """List of allowed public keys; a thread answers ZeroMQ's authentication requests (ZAP)."""
 
     def __init__(self, context: "zmq.Context[zmq.Socket[bytes]]", keys: CurveKeys) -> None:
-        """Serves both domains from the key folder.
+        """Load the lists of both domains from the key folder.
 
         Raises:
-            ConfigError: the scheduler's folder names nobody.
+            ConfigError: the folder contains no lists.
         """
         self._folders = {domain: keys.folder / ALLOWED / domain for domain in DOMAINS.values()}
         for folder in self._folders.values():
             if not folder.is_dir():
-                raise ConfigError(f"keys: there is no {folder}; quire keys create makes it")
+                raise ConfigError(f"keys: {folder} does not exist; create it with quire keys create")
         self._authenticator = ThreadAuthenticator(context)
         self._authenticator.start()
         self._seen: dict[str, tuple[tuple[str, int], ...]] = {}
         self._unreadable: set[str] = set()
-        """Domains whose list could not be read at the last look."""
-        self._next_look = 0.0
+        """Domains whose list could not be read at the last check."""
+        self._next_check = 0.0
         self.refresh()
 
     def refresh(self) -> None:
-        """Reads lists that have changed; cheap, to be called often."""
-        if (now := time.monotonic()) < self._next_look:
+        """Reload lists that have changed; cheap enough to be called often."""
+        if (now := time.monotonic()) < self._next_check:
             return
-        self._next_look = now + _LOOK_EVERY_S
+        self._next_check = now + _CHECK_INTERVAL_S
         for domain, folder in self._folders.items():
             try:
                 files = tuple(sorted((entry.name, entry.stat().st_mtime_ns) for entry in os.scandir(folder)))
@@ -107,7 +108,7 @@ class AllowList:
                 if domain not in self._unreadable:
                     self._unreadable.add(domain)
                     get_logger().warning(
-                        "the list of allowed keys cannot be read; it stays as it was", error=str(error)
+                        "reload of the allowed keys failed; keeping the previous list", error=str(error)
                     )
                 continue
             self._unreadable.discard(domain)
@@ -116,32 +117,32 @@ class AllowList:
                 self._authenticator.configure_curve(domain=domain, location=folder)
 
     def close(self) -> None:
-        """Ends the thread."""
+        """Stop the thread."""
         self._authenticator.stop()
 
 
 def check_bind(setting: str, address: str, *, protected: bool, insecure: bool) -> None:
-    """Refuses to listen where strangers can reach it, unless it is protected or that is said to be wanted.
+    """Reject an address that other machines can reach without authentication, unless that is permitted.
 
     Args:
-        setting: the name of the setting that holds the address.
+        setting: name of the setting that contains the address.
         address: a host, or a ZeroMQ address.
-        protected: whether strangers would be turned away.
-        insecure: whether they may come in.
+        protected: whether peers must authenticate.
+        insecure: whether unauthenticated peers are permitted.
 
     Raises:
-        ConfigError: it would be open to strangers.
+        ConfigError: the address is reachable and not protected.
     """
     if protected or insecure or not is_routable(address):
         return
     remedy = "give keys (quire keys create)" if "://" in address else "give tls_cert and tls_key"
     raise ConfigError(
-        f"{setting}: {address} can be reached from other machines by anybody; {remedy}, or say --insecure"
+        f"{setting}: {address} is reachable from other machines without authentication; {remedy}, or set --insecure"
     )
 
 
 def is_routable(address: str) -> bool:
-    """Whether other machines may reach a host or a ZeroMQ address."""
+    """Return whether other machines may reach a host or a ZeroMQ address."""
     scheme, separator, rest = address.rpartition("://")
     if separator and scheme != "tcp":
         return False
@@ -159,4 +160,4 @@ def _load(path: Path) -> tuple[bytes, bytes | None]:
     try:
         return zmq.auth.load_certificate(path)
     except (OSError, ValueError) as error:
-        raise ConfigError(f"keys: {path} cannot be read ({error}); quire keys create makes it") from None
+        raise ConfigError(f"keys: {path} cannot be read ({error}); create it with quire keys create") from None

@@ -1,7 +1,7 @@
-"""Every error a client may see, each one class with a gRPC status code, a stable reason and maybe a retry hint.
+"""Errors that a client may see: each class has a gRPC status code, a stable reason and possibly a retry hint.
 
-They are raised in the part that finds the fault and turned into wire form in one place per protocol (gRPC:
-`services/errors.py`). `message` is one line that names the remedy and never holds prompt content.
+The code that detects the problem raises them, and one place per protocol converts them (gRPC: `services/errors.py`).
+`message` is one line that names the remedy and never contains prompt content.
 """
 
 from dataclasses import dataclass
@@ -10,19 +10,19 @@ from typing import ClassVar
 
 @dataclass(frozen=True, slots=True)
 class FieldViolation:
-    """One wrong field of a request, named as the public proto names it."""
+    """An invalid field of a request, named as in the public proto."""
 
     field: str
     description: str
 
 
 class QuireError(Exception):
-    """Base of all errors that reach clients."""
+    """Base class of all errors that reach clients."""
 
     code: ClassVar[str] = "INTERNAL"
     """Name of the gRPC status code."""
     reason: ClassVar[str] = "INTERNAL"
-    """Stable, machine-readable; goes into google.rpc.ErrorInfo."""
+    """Stable and machine-readable; sent in google.rpc.ErrorInfo."""
 
     def __init__(self, message: str, *, retry_ms: int | None = None) -> None:
         super().__init__(message)
@@ -31,7 +31,7 @@ class QuireError(Exception):
 
 
 class InvalidRequestError(QuireError):
-    """The request can never succeed as it is; `violations` name the fields."""
+    """The request is invalid and must not be retried unchanged; `violations` name the fields."""
 
     code = "INVALID_ARGUMENT"
     reason = "INVALID_REQUEST"
@@ -42,7 +42,7 @@ class InvalidRequestError(QuireError):
 
 
 class UnsupportedFieldError(QuireError):
-    """A field that this version knows but does not support yet."""
+    """The request sets a field that this version does not support yet."""
 
     code = "UNIMPLEMENTED"
     reason = "UNSUPPORTED_FIELD"
@@ -53,49 +53,49 @@ class UnsupportedFieldError(QuireError):
 
 
 class UnsupportedMethodError(QuireError):
-    """A method that this version knows but does not support yet."""
+    """The method is not supported by this version yet."""
 
     code = "UNIMPLEMENTED"
     reason = "UNSUPPORTED_METHOD"
 
 
 class UnauthenticatedError(QuireError):
-    """Nobody known is calling."""
+    """The credentials of the caller are missing or unknown."""
 
     code = "UNAUTHENTICATED"
     reason = "UNAUTHENTICATED"
 
 
 class PermissionDeniedError(QuireError):
-    """The caller is known and may not do this."""
+    """The caller is authenticated but lacks the permission."""
 
     code = "PERMISSION_DENIED"
     reason = "PERMISSION_DENIED"
 
 
 class ModelNotFoundError(QuireError):
-    """No model of that name is served."""
+    """No model with this name is served."""
 
     code = "NOT_FOUND"
     reason = "MODEL_NOT_FOUND"
 
 
 class WorkerNotFoundError(QuireError):
-    """No usable worker of that name is there."""
+    """No usable worker has this name."""
 
     code = "NOT_FOUND"
     reason = "WORKER_NOT_FOUND"
 
 
 class DuplicateRequestError(QuireError):
-    """A live request has the same id."""
+    """A live or kept request has the same id."""
 
     code = "ALREADY_EXISTS"
     reason = "DUPLICATE_REQUEST_ID"
 
 
 class RequestNotFoundError(QuireError):
-    """No live or kept request has the id."""
+    """No live or kept request has this id."""
 
     code = "NOT_FOUND"
     reason = "REQUEST_NOT_FOUND"
@@ -109,14 +109,14 @@ class QueueFullError(QuireError):
 
 
 class OverloadedError(QuireError):
-    """This front end has as much in hand as it may; try again after `retry_ms`."""
+    """The front end has reached a limit; try again after `retry_ms`."""
 
     code = "RESOURCE_EXHAUSTED"
     reason = "OVERLOADED"
 
 
 class NoWorkerError(QuireError):
-    """No worker was there for longer than the configured wait."""
+    """No worker was available for longer than the configured wait."""
 
     code = "UNAVAILABLE"
     reason = "NO_WORKER"
@@ -137,21 +137,21 @@ class DeadlineError(QuireError):
 
 
 class StalledReaderError(QuireError):
-    """The client took no data for longer than the configured time."""
+    """The client read no data for longer than the configured time."""
 
     code = "ABORTED"
     reason = "STALLED_READER"
 
 
 class PoisonRequestError(QuireError):
-    """Workers died of this request, the last one of nothing else; it must not be sent again."""
+    """Workers crashed while they computed this request, the last one alone with it; it must not be retried."""
 
     code = "INTERNAL"
     reason = "POISON_REQUEST"
 
 
 class RowFailedError(QuireError):
-    """The model could not compute this request; others were not affected."""
+    """The model or the worker could not compute this request; others were not affected."""
 
     code = "INTERNAL"
     reason = "ROW_FAILED"

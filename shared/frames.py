@@ -1,18 +1,40 @@
-"""What both ends of an inter-process protocol must agree on beside its messages."""
+"""Limits and versions on which both ends of an inter-process protocol must agree."""
 
 from shared.versions import Versions
 
 LINK_VERSIONS = Versions(oldest=1, newest=2)
-"""Of the protocol between front ends and core. 2: embeddings."""
+"""Versions of the protocol between front ends and core. 2: embeddings."""
 PLAN_VERSIONS = Versions(oldest=2, newest=3)
-"""Of the protocol between scheduler and workers. 3: embeddings."""
+"""Versions of the protocol between scheduler and workers. 3: embeddings."""
+PLAN_MAX_MESSAGE = 64 << 20
+"""Maximum frame between scheduler and worker, bytes; ZeroMQ drops a connection with a larger one."""
+LINK_MAX_MESSAGE = 16 << 20
+"""Maximum frame between front end and core, bytes."""
+PACKED_BYTES = LINK_MAX_MESSAGE // 4
+"""Parts share a frame up to this size, bytes; a larger part has a frame of its own."""
+MAX_PART_BYTES = LINK_MAX_MESSAGE - PACKED_BYTES
+"""Maximum part of a frame between front end and core, bytes. A request with all its future tokens is one part."""
+MAX_SERVED_SEQUENCE = 1 << 20
+"""Maximum served sequence length, tokens, whatever the model allows; its tokens fit into a part."""
+MAX_STEP_TOKENS = 1 << 17
+"""Maximum number of tokens per step, so that their log-probabilities fit into its answer."""
+MAX_STEP_VECTOR_BYTES = PLAN_MAX_MESSAGE // 2
+"""Maximum size of the embeddings that one step completes, bytes, so that they fit into its answer."""
+MAX_LOGPROBS = 20
+"""Maximum number of most likely tokens with log-probabilities per position, besides the chosen one."""
 MAX_SEQUENCE = 1 << 30
-"""Longest sequence of a model that is believed, tokens: what is counted in int32 stays clear of its end."""
+"""Maximum plausible sequence length of a model, tokens; keeps int32 counters from overflowing."""
 MAX_VOCABULARY = 1 << 24
-"""Largest vocabulary that is believed."""
+"""Maximum plausible vocabulary size."""
+MAX_GRAMMARS = 256
+"""Number of unused compiled grammars that a worker caches. The scheduler decides which."""
 TOKEN_BYTES = 4
-"""What one token costs of a stream's credit: its place in a column."""
+"""Credit that one token costs, bytes: its size in a column."""
 
 
 class MalformedFrameError(ValueError):
-    """A frame that does not parse, or whose parts do not fit together. It is counted, logged and dropped."""
+    """A frame does not parse, or its parts are inconsistent. It is counted, logged and dropped."""
+
+
+class FrameTooLargeError(ValueError):
+    """A frame exceeds the limit of its socket; the message names the largest request in it."""

@@ -1,83 +1,132 @@
-"""Grammars as both ends see them: the front end checks what a worker will compile, with the same library and limits.
+"""Grammars, as front ends and workers compile them: with the same library and limits.
 
-llguidance (MIT) is the library: it imports without torch, needs a millisecond for an ordinary schema and tens of
-microseconds for a mask, and bounds its own work by fuel, so that a hostile grammar ends in an error. What it does not
-bound is checked before it sees the text: size, and how deep brackets nest.
+The library is llguidance (MIT). It imports without torch, and needs milliseconds for an ordinary schema and tens of
+microseconds for a mask. Three limits bound the cost of a grammar:
+
+* `check_text` rejects, without compiling, a grammar that is too large or requires too many repetitions.
+* The library's own limits bound lexer and parser, during compilation and in each step.
+* Neither bounds all of the library's work: some short grammars run for minutes or overflow its stack. Therefore the
+  front end compiles each grammar on trial in a separate process (`services.trial_compiler`) before a worker gets it.
+
+The library can tokenise forced text as the tokenizer would. This option is not used: its cost in each step grows with
+the length of that text, which no limit bounds.
 """
 
 import json
+import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer, regex_to_lark
 from llguidance.gbnf_to_lark import any_to_lark
 
 from protos.quire.plan.v1 import plan_pb2
+from shared.json_text import describe_json_error
 
 MAX_GRAMMAR = 128 << 10
-"""Longest grammar, bytes."""
+"""Maximum size of a grammar, bytes."""
 MAX_DEPTH = 48
-"""Deepest nesting of brackets."""
+"""Maximum nesting depth of brackets."""
+MAX_REPEATS = 100_000
+"""Maximum number of repetitions that a grammar may require (a minimum). Upper bounds of repetitions cost nothing."""
+MAX_STRINGS = 2000
+"""Maximum number of values of an enum, or strings of a choice."""
 
 _WHITESPACE = r"[ \t\n\r]{0,12}"
-"""Between the tokens of JSON: enough to indent, too little to go on for ever."""
-_LIMITS = LLParserLimits(
-    max_items_in_row=2000,
-    initial_lexer_fuel=2_000_000,
-    step_lexer_fuel=200_000,
-    step_max_items=50_000,
-    max_lexer_states=100_000,
-    max_grammar_size=300_000,
-    verbose_errors=False,
+"""Whitespace between the tokens of JSON: enough to indent, and bounded so that the output cannot go on for ever."""
+_OPTIONS = '\n%llguidance {"no_forcing": true}\n'
+_TOO_MUCH = re.compile(r"too (big|large|many)|fuel|; max is|Unable to determine")
+"""Matches the library's messages about its limits."""
+_MINIMA = ("minItems", "minLength", "minProperties")
+_BRACKET = re.compile(r"[(\[{)\]}]")
+_REPETITION = re.compile(
+    r"""
+      \\[pPxuU]\{[^}]*\} | \\.              # an escape, whose braces repeat nothing
+    | \[\^?\]? (?: \\. | [^]\\] )* \]       # a class
+    | [()]
+    | \{ (?P<braces>\d+) (?:,\d*)? \}       # a minimum count
+    | ~ \s* (?P<tilde>\d+)                  # the same in Lark
+    """,
+    re.VERBOSE | re.DOTALL,
 )
 
 
+def _limits(step_max_items: int) -> LLParserLimits:
+    return LLParserLimits(
+        # Of 300 schemas of AWS resources of up to 57 kB, all pass with a third of these two.
+        max_grammar_size=10_000,
+        initial_lexer_fuel=300_000,
+        # An object with 245 optional properties needs all of it in its widest row.
+        max_items_in_row=1000,
+        step_max_items=step_max_items,
+        # About 200 ns each. An enum of 2,000 strings needs half of it in its first step, with 100,000 tokens.
+        step_lexer_fuel=150_000,
+        # About 1 kB each, shared by all rows with the grammar.
+        max_lexer_states=50_000,
+        verbose_errors=False,
+    )
+
+
+_SCHEMA_LIMITS = _limits(step_max_items=30_000)
+_OTHER_LIMITS = _limits(step_max_items=10_000)
+"""Limits of other grammars. Lark rules may be ambiguous, which makes each item ten times as expensive: up to 30 ms a
+step.
+"""
+
+
 class GrammarError(ValueError):
-    """The grammar cannot be used; one line that says why."""
+    """The grammar is not usable; the message is one line with the reason and the remedy."""
+
+
+class GrammarsUnsupportedError(GrammarError):
+    """The served model does not support grammars."""
 
 
 class GrammarTokenizer:
-    """What masks are made of: the bytes of every token, and the tokens that end a sequence."""
+    """Input of masks: the bytes of every token, and the end-of-sequence tokens."""
 
     def __init__(self, path: Path, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
-        """
+        """Read the tokenizer; this holds the GIL for about 7 µs per token of the vocabulary.
+
         Args:
             path: the model's tokenizer.json.
-            vocab_size: number of logits, which may be more than there are tokens.
-            eos_token_ids: the model's, at least one.
+            vocab_size: number of logits, which may exceed the number of tokens.
+            eos_token_ids: end-of-sequence tokens of the model, at least one.
 
         Raises:
-            GrammarError: they do not make a tokenizer.
+            GrammarsUnsupportedError: the file or the tokens are not suitable.
         """
         if not eos_token_ids:
-            raise GrammarError("the served model has no end-of-sequence token, which a grammar needs")
+            raise GrammarsUnsupportedError(
+                "not supported: the served model has no end-of-sequence token; leave grammar unset"
+            )
         try:
             self.inner = LLTokenizer(path.read_text(encoding="utf-8"), n_vocab=vocab_size, eos_token=[*eos_token_ids])
         except Exception as error:
-            raise GrammarError(f"the served model's tokenizer does not do for grammars: {_line(error)}") from None
+            raise GrammarsUnsupportedError(
+                f"not supported by the served model's tokenizer: {_one_line(error)}"
+            ) from None
 
 
 def check_text(text: str) -> None:
-    """Checks what the library does not bound.
+    """Check the properties that the library does not bound.
 
     Raises:
-        GrammarError: too long, or nested too deeply.
+        GrammarError: the text is too long or nested too deeply.
     """
     if len(text.encode()) > MAX_GRAMMAR:
-        raise GrammarError(f"longer than {MAX_GRAMMAR} bytes")
+        raise GrammarError(f"too long; give at most {MAX_GRAMMAR} bytes")
     depth = 0
-    for character in text:
-        if character in "([{":
-            depth += 1
-            if depth > MAX_DEPTH:
-                raise GrammarError(f"brackets nest more than {MAX_DEPTH} deep")
-        elif character in ")]}":
-            depth = max(depth - 1, 0)
+    for found in _BRACKET.finditer(text):
+        depth = depth + 1 if found[0] in "([{" else max(depth - 1, 0)
+        if depth > MAX_DEPTH:
+            raise GrammarError(f"brackets nest too deeply; nest at most {MAX_DEPTH} levels")
 
 
 def compile_grammar(grammar: plan_pb2.Grammar, tokenizer: GrammarTokenizer) -> LLMatcher:
-    """A matcher at the beginning of the output, whose first mask is computed already.
+    """Return a matcher at the start of the output, with its first mask already computed.
 
     Raises:
         GrammarError: see the class.
@@ -85,54 +134,133 @@ def compile_grammar(grammar: plan_pb2.Grammar, tokenizer: GrammarTokenizer) -> L
     kind = grammar.WhichOneof("kind")
     text = str(getattr(grammar, kind)) if kind else ""
     check_text(text)
+    limits = _SCHEMA_LIMITS if kind == "json_schema" else _OTHER_LIMITS
     try:
-        source = _source(kind, text)
-        matcher = LLMatcher(tokenizer.inner, source, log_level=0, limits=_LIMITS)
+        matcher = LLMatcher(tokenizer.inner, _source(kind, text), log_level=0, limits=limits)
         if not matcher.is_error():
             matcher.compute_bitmask()
     except GrammarError:
         raise
     except Exception as error:
-        raise GrammarError(_line(error)) from None
+        raise GrammarError(_one_line(error)) from None
     except BaseException as error:
-        # A panic of the library is no Exception; anything else of that kind is not ours to stop.
+        # A panic of the library is not an Exception; any other BaseException passes through.
         if type(error).__name__ != "PanicException":
             raise
-        print(f"llguidance panicked: {_line(error)}", file=sys.stderr)
-        raise GrammarError("it makes the grammar library fail") from None
-    if matcher.is_error():
-        raise GrammarError(_line(matcher.get_error()))
+        print(f"llguidance panicked: {_one_line(error)}", file=sys.stderr)
+        raise GrammarError("not supported by the grammar library; simplify it") from None
+    check_matcher(matcher)
     return matcher
 
 
+def check_matcher(matcher: LLMatcher) -> None:
+    """Check that a matcher has not failed.
+
+    Raises:
+        GrammarError: it has failed; the message contains the library's reason.
+    """
+    if matcher.is_error():
+        reason = _one_line(matcher.get_error())
+        raise GrammarError(f"too complex: {reason}; simplify it" if _TOO_MUCH.search(reason) else reason)
+
+
 def lark_of_choices(choices: Sequence[str]) -> str:
-    """The Lark grammar of one of several strings."""
-    return "start: " + " | ".join(json.dumps(choice, ensure_ascii=False) for choice in choices)
+    """Return the Lark grammar for one of several strings."""
+    # Use one terminal, because each alternative of a rule would be a parser item.
+    return "start: CHOICE\nCHOICE: " + " | ".join(json.dumps(choice, ensure_ascii=False) for choice in choices)
 
 
 def lark_of_ebnf(text: str) -> str:
-    """The Lark grammar of EBNF in Lark's or GBNF's notation.
+    """Return the Lark grammar for EBNF in Lark's or GBNF's notation.
 
     Raises:
-        GrammarError: it is neither.
+        GrammarError: the text is neither.
     """
     check_text(text)
     try:
         return str(any_to_lark(text))
     except Exception as error:
-        raise GrammarError(_line(error)) from None
+        raise GrammarError(_one_line(error)) from None
 
 
 def _source(kind: str | None, text: str) -> str:
+    """Return the library's input; reject a grammar that requires too much."""
     match kind:
         case "json_schema":
-            return str(LLMatcher.grammar_from_json_schema(text, defaults={"whitespace_pattern": _WHITESPACE}))
+            schema = _checked_schema(text)
+            options = schema.get("x-guidance")
+            schema["x-guidance"] = {"whitespace_pattern": _WHITESPACE} | (options if isinstance(options, dict) else {})
+            parts = [{"lark_grammar": f"start: @schema{_OPTIONS}"}, {"name": "schema", "json_schema": schema}]
         case "regex":
-            return str(LLMatcher.grammar_from_regex(text))
+            _check_repetitions(text)
+            parts = [{"lark_grammar": f"start: /{regex_to_lark(text, '')}/{_OPTIONS}"}]
         case "lark":
-            return str(LLMatcher.grammar_from_lark(text))
-    raise GrammarError("no form of grammar is given")
+            _check_repetitions(text)
+            parts = [{"lark_grammar": text + _OPTIONS}]
+        case _:
+            raise GrammarError("missing; give one form of grammar")
+    return json.dumps({"grammars": parts})
 
 
-def _line(error: object) -> str:
-    return " ".join(str(error).split())[:300] or type(error).__name__
+def _checked_schema(text: str) -> dict[str, Any]:
+    try:
+        schema = json.loads(text)
+    except ValueError as error:
+        raise GrammarError(describe_json_error(error)) from None
+    if not isinstance(schema, dict):
+        raise GrammarError("must be a JSON object; give a schema as an object")
+    for part in _parts(schema):
+        for key in _MINIMA:
+            minimum = part.get(key)
+            if isinstance(minimum, int) and minimum > MAX_REPEATS:
+                raise GrammarError(f"{key} is too large ({minimum}); give at most {MAX_REPEATS}")
+        values = part.get("enum")
+        if isinstance(values, list) and len(values) > MAX_STRINGS:
+            raise GrammarError(f"an enum has too many values ({len(values)}); give at most {MAX_STRINGS}")
+        properties = part.get("patternProperties")
+        for pattern in (part.get("pattern"), *(properties if isinstance(properties, dict) else ())):
+            if isinstance(pattern, str):
+                _check_repetitions(pattern)
+    return schema
+
+
+def _parts(value: Any) -> Iterator[dict[str, Any]]:
+    """Iterate over all objects in a JSON value."""
+    pending = [value]
+    while pending:
+        value = pending.pop()
+        if isinstance(value, dict):
+            yield value
+            pending += value.values()
+        elif isinstance(value, list):
+            pending += value
+
+
+def _check_repetitions(text: str) -> None:
+    """Reject a regular expression or Lark grammar that requires more than MAX_REPEATS repetitions.
+
+    The counts of nested groups multiply. A string of a Lark grammar that looks like a count is treated as one.
+    """
+    most = [1]
+    """Required repetitions within each open group; the first entry is for text outside of all groups."""
+    closed, within = -1, 1
+    """End position of the last group, and the repetitions required within it."""
+    for found in _REPETITION.finditer(text):
+        count = found["braces"] or found["tilde"]
+        if count:
+            follows_group = closed >= 0 and not text[closed : found.start()].strip()
+            num_repeats = int(count[:20]) * (within if follows_group else 1)
+            if num_repeats > MAX_REPEATS:
+                raise GrammarError(f"requires too many repetitions ({num_repeats}); require at most {MAX_REPEATS}")
+            most[-1] = max(most[-1], num_repeats)
+        elif found[0] == "(":
+            most.append(1)
+        elif found[0] == ")" and len(most) > 1:
+            closed, within = found.end(), most.pop()
+            most[-1] = max(most[-1], within)
+
+
+def _one_line(error: object) -> str:
+    # The library quotes the lines around an error, some of which were added here.
+    text = re.split(r"\n *\d+ \| ", str(error))[0].removesuffix("<non-verbose/>")
+    return " ".join(text.split())[:300] or type(error).__name__

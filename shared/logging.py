@@ -1,11 +1,11 @@
-"""Structured logs: JSON lines, or a readable console form when a person is watching.
+"""Structured logs: JSON lines, or a readable form on a terminal.
 
-Every line says which service and process wrote it, and carries trace_id and span_id of the current span when there is
-one. What concerns a request carries `request_id`, what concerns a step `epoch` and `step`. Nothing of a prompt or of an
-output is ever logged; that is for the callers to keep.
+Every line contains the service and the process that wrote it, and trace_id and span_id of the current span if there is
+one. Lines about a request contain `request_id`; lines about a step contain `epoch` and `step`. Prompts and outputs are
+never logged; callers must ensure that.
 
-What libraries log and warn about, from the level of a warning on, comes out in the same form, with `logger` saying
-whose it is: see `adopt_libraries` for those that insist on a form of their own.
+Log lines and warnings of libraries, from level warning on, have the same form, with the library in `logger`. See
+`adopt_libraries` for libraries that install their own handlers.
 """
 
 import logging
@@ -17,25 +17,25 @@ from opentelemetry import trace
 from structlog.typing import EventDict, FilteringBoundLogger, Processor, WrappedLogger
 
 LEVELS = ("debug", "info", "warning", "error")
-"""From the most lines to the fewest."""
+"""Log levels, from the most lines to the fewest."""
 
 _lowest = "info"
-"""Lines below this level are left out."""
+"""Current log level; lines below it are dropped."""
 
 
 def configure_logging(service: str, level: str = "info") -> None:
-    """Sets up logging for this process; lines go to stderr, so that stdout stays for what a command answers.
+    """Configure logging of this process, to stderr: stdout is for the output of commands.
 
     Args:
-        service: who the lines are from, by the name that its spans have.
-        level: Quire's own lines below it are left out.
+        service: name of the service, as in its spans.
+        level: lowest level of Quire's own lines.
     """
     as_console = sys.stderr.isatty() and os.environ.get("QUIRE_LOG_FORMAT", "auto") != "json"
     renderer: Processor = structlog.dev.ConsoleRenderer() if as_console else structlog.processors.JSONRenderer()
     process = {"service": service, "pid": os.getpid()}
 
     def add_process(_logger: WrappedLogger, _method: str, event: EventDict) -> EventDict:
-        # Not a context variable: threads that libraries start have a context of their own.
+        # Not a context variable: threads of libraries have their own context.
         return {**process, **event}
 
     set_level(level)
@@ -50,7 +50,7 @@ def configure_logging(service: str, level: str = "info") -> None:
     ]
     structlog.configure(
         processors=[*processors, renderer],
-        # Which lines are left out may change; loggers are kept from their first use on.
+        # Filter in a processor: the level may change, but loggers are cached on first use.
         wrapper_class=structlog.make_filtering_bound_logger(logging.DEBUG),
         logger_factory=structlog.PrintLoggerFactory(sys.stderr),
         cache_logger_on_first_use=True,
@@ -69,18 +69,18 @@ def configure_logging(service: str, level: str = "info") -> None:
 
 
 def set_level(level: str) -> str:
-    """From now on the process's own lines below `level`, one of `LEVELS`, are left out; returns the level before."""
+    """Set the log level, one of `LEVELS`; return the previous one."""
     global _lowest
     if level not in LEVELS:
-        raise ValueError(f"{level!r} is none of {', '.join(LEVELS)}")
+        raise ValueError(f"level: unknown value {level!r}; give one of {', '.join(LEVELS)}")
     before, _lowest = _lowest, level
     return before
 
 
 def adopt_libraries() -> None:
-    """Takes from libraries the handlers that they brought for stderr, so that their lines come out as all others do.
+    """Remove the stderr handlers that libraries installed, so that their lines have the common form.
 
-    To be called again after an import that brings such a library (torch, transformers).
+    Call it again after importing such a library (torch, transformers).
     """
     for logger in list(logging.root.manager.loggerDict.values()):
         if not isinstance(logger, logging.Logger):
@@ -92,7 +92,7 @@ def adopt_libraries() -> None:
 
 
 def get_logger() -> FilteringBoundLogger:
-    """The process's logger."""
+    """Return the process's logger."""
     logger: FilteringBoundLogger = structlog.get_logger()
     return logger
 

@@ -1,7 +1,7 @@
-"""Prometheus metrics that cross a process: one registry per process, merged into one exposition per service.
+"""Prometheus metrics across processes: one registry per process, merged into one exposition per service.
 
-A scheduler service is several processes behind one port; whichever process answers a scrape must show all of them.
-So each process reports its registry as `MetricFamily` messages, and whoever answers merges the reports with
+A service consists of several processes behind one port, and a scrape must show all of them, whichever process answers.
+Therefore each process reports its registry as `MetricFamily` messages, and the answering process merges them with
 `render_families`.
 """
 
@@ -17,7 +17,7 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
 def collect_families(registry: CollectorRegistry, **labels: str) -> list[link_pb2.MetricFamily]:
-    """The registry's present values, each sample with the given labels added."""
+    """Return the registry's current values, with the given labels added to each sample."""
     return [
         link_pb2.MetricFamily(
             name=metric.name,
@@ -34,7 +34,7 @@ def collect_families(registry: CollectorRegistry, **labels: str) -> list[link_pb
 
 
 def render_families(families: Iterable[link_pb2.MetricFamily]) -> bytes:
-    """The text exposition of families from any number of processes; families of one name become one."""
+    """Return the text exposition of families from any number of processes, merged by name."""
     registry = CollectorRegistry()
     registry.register(_Families(families))
     return generate_latest(registry)

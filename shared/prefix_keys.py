@@ -1,28 +1,29 @@
-"""Keys of full KV blocks: which prompts share their beginning.
+"""Keys of full KV blocks, for sharing of equal prompt prefixes.
 
-The key of a full block is a hash over its parent's key and its tokens; the first parent is a hash over everything else
-that makes KV differ: the model and the scope that separates those who must not probe each other's prompts. Equal keys
-mean equal KV, whoever computed it. Front ends compute the keys of prompts, so that the scheduler does not have to; both
-use this module. The keys of a sequence are kept joined, `KEY_BYTES` each.
+The key of a full block is a hash over its parent's key and its tokens. The first parent is a hash over everything else
+that affects KV: the model, and the cache scope, which isolates tenants from timing attacks on each other's prompts.
+Equal keys mean equal KV, whichever process computed it. Front ends compute the keys of prompts to relieve the
+scheduler; both use this module. The keys of a sequence are stored joined, `KEY_BYTES` each.
 """
 
 import hashlib
 
 BlockKey = bytes
 KEY_BYTES = 32
+"""Size of a key."""
 
 
 def root_key(fingerprint: str, scope: bytes) -> BlockKey:
-    """The parent of all first blocks of one model and scope."""
+    """Return the parent key of all first blocks of one model and scope."""
     return hashlib.sha256(b"quire\0" + fingerprint.encode() + b"\0" + scope).digest()
 
 
 def following_keys(parent: BlockKey, token_bytes: bytes, block_size: int) -> bytes:
-    """The joined keys of the full blocks that follow `parent`.
+    """Return the joined keys of the full blocks that follow `parent`.
 
     Args:
-        parent: the key of the block before, or the root.
-        token_bytes: the tokens from there on, int32.
+        parent: key of the previous block, or the root key.
+        token_bytes: tokens of the following blocks, int32.
         block_size: tokens per block.
     """
     width = 4 * block_size

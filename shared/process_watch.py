@@ -1,11 +1,12 @@
-"""Whether another process of this machine has begun to die.
+"""Detects that another process of this machine is dying.
 
-A killed process keeps its connections until the kernel has taken its memory back: a tenth of a second for a small
-worker, seconds for one that holds a large KV cache or swap space in host memory. But the kernel marks it at once, and
-anybody who sees it may read the mark. So a worker names its process, and a scheduler on the same machine looks.
+A killed process keeps its connections until the kernel has freed its memory: a tenth of a second for a small worker,
+seconds for one with a large KV cache or swap space in host memory. But the kernel marks it as exiting at once, and
+other processes can read the mark. So a worker sends the name of its process, and a scheduler on the same machine checks
+it.
 
-The name holds the machine's boot and the process's PID namespace and start time beside its number, so that it names
-nothing on another machine, in another container, or after the number was used again.
+The name contains the machine's boot id and the process's PID namespace and start time besides its number. It is
+therefore invalid on another machine, in another container, or after the number was reused.
 """
 
 import os
@@ -24,27 +25,27 @@ _DYING = _EXITING | _DUMPS_CORE | _KILLED_BY_SIGNAL
 
 
 def own_process() -> str:
-    """The name of this process; empty where the system does not tell."""
+    """Return the name of this process; empty if the system does not provide it."""
     try:
         start_time = _fields((_PROC / "self/stat").read_bytes())[_START_TIME].decode()
-        return f"{_place()}/{os.getpid()}/{start_time}"
+        return f"{_host_id()}/{os.getpid()}/{start_time}"
     except (OSError, IndexError):
         return ""
 
 
 class ProcessWatch:
-    """An eye on one process. Made by `open`."""
+    """Watch on one process. Created by `open`."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
 
     @classmethod
     def open(cls, name: str) -> "ProcessWatch | None":
-        """An eye on the process of this name; None when it cannot be seen from here. `name` may be anything."""
+        """Return a watch on the process with this name, which may be any text; None if it is not visible from here."""
         place, _, rest = name[:_MAX_NAME].rpartition("/")
         place, _, number = place.rpartition("/")
         try:
-            if not (number.isascii() and number.isdecimal()) or place != _place():
+            if not (number.isascii() and number.isdecimal()) or place != _host_id():
                 return None
             descriptor = os.open(_PROC / number / "stat", os.O_RDONLY | os.O_CLOEXEC)
         except OSError:
@@ -56,16 +57,16 @@ class ProcessWatch:
         return watch
 
     def is_dying(self) -> bool:
-        """Whether it has begun to die, or is dead. Some ten microseconds."""
+        """Return whether the process is dying or dead. Takes about ten microseconds."""
         try:
-            # The descriptor is the process's own: another one of the same number is not seen through it.
+            # The descriptor belongs to this process, even if its number is reused later.
             fields = _fields(os.pread(self._descriptor, 1024, 0))
         except OSError:
             return True
         return len(fields) > _FLAGS and (fields[_STATE] in _DEAD or bool(int(fields[_FLAGS]) & _DYING))
 
     def close(self) -> None:
-        """Looks no more."""
+        """Close the watch."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
@@ -78,11 +79,11 @@ class ProcessWatch:
         return fields[_START_TIME].decode() if len(fields) > _START_TIME else ""
 
 
-def _place() -> str:
-    """This machine since its start, and the PID namespace in it."""
+def _host_id() -> str:
+    """Return the boot id of this machine and the PID namespace."""
     return f"{_BOOT_ID.read_text().strip()}/{os.readlink(_NAMESPACE)}"
 
 
 def _fields(stat: bytes) -> list[bytes]:
-    # The command's name may hold anything, brackets and blanks too.
+    # The command name may contain brackets and spaces.
     return stat.rpartition(b")")[2].split()

@@ -1,9 +1,9 @@
-"""A process's pulse: proof, for whoever started it, that its main loop still turns.
+"""Pulse of a process: shows its supervisor that its main loop still runs.
 
-A process may be there and yet be of no use: stopped, or caught in a loop or a kernel that never ends. No thread of its
-own can say so. So its loop touches a file now and then, and the supervisor looks at the file's time. The file comes to
-be with the first beat: a process that still loads its model has no pulse yet and is not judged by it. Once the process
-has done what it is there for, the file is no longer empty: a death after that is no failure to start.
+A process may be alive and still hang: stopped, or in a loop or a kernel that never ends. No separate thread can detect
+that. So the main loop touches a file regularly, and the supervisor checks the file's time. The first beat creates the
+file, so a process that still loads its model is not judged. After its first completed work the file is not empty; a
+later death does not count as a failure to start.
 """
 
 import os
@@ -11,32 +11,33 @@ import time
 from pathlib import Path
 
 ENVIRONMENT = "QUIRE_PULSE_FILE"
-"""Names the file to the process."""
+"""Variable that names the file."""
 _EVERY_S = 0.25
+"""Minimum interval of touches, seconds."""
 
 
 class Pulse:
-    """The process's side; does nothing in a process that nobody watches."""
+    """Pulse of this process; does nothing without a supervisor."""
 
     def __init__(self) -> None:
-        # Taken out, so that processes which this one starts do not beat for it.
+        # Remove the variable, so that child processes do not touch the file.
         path = os.environ.pop(ENVIRONMENT, "")
         self._path = Path(path) if path else None
         self._next = 0.0
         self._served = False
 
     def beat(self) -> None:
-        """To be called at every turn of the loop; it costs next to nothing."""
+        """Touch the file, at most every `_EVERY_S`. Call it in every turn of the main loop; it is cheap."""
         if self._path is None or (now := time.monotonic()) < self._next:
             return
         self._next = now + _EVERY_S
         try:
             self._path.touch()
         except OSError:
-            self._path = None  # the supervisor has gone, folder and all
+            self._path = None  # the supervisor has ended and removed the folder
 
     def served(self) -> None:
-        """The process has done a first piece of its work."""
+        """Record that the process has completed some work."""
         if self._served or self._path is None:
             return
         self._served = True

@@ -1,8 +1,8 @@
-"""ZeroMQ sockets as Quire uses them: bounded, never lingering, one frame per message, ROUTER at the scheduler.
+"""ZeroMQ sockets as Quire uses them: bounded, no linger, one frame per message, ROUTER at the scheduler.
 
-Nothing here blocks and nothing here decides. A ROUTER refuses to send to a peer that is gone (`ROUTER_MANDATORY`),
-which is how the death of a process is noticed; `send_to` turns that into a value. A frame larger than `max_message`
-makes ZeroMQ drop the connection.
+Nothing here blocks or decides. A ROUTER rejects a message to a disconnected peer (`ROUTER_MANDATORY`), which reveals
+the death of a process; `send_to` returns that as a value. A frame larger than `max_message` makes ZeroMQ drop the
+connection.
 """
 
 import enum
@@ -13,27 +13,26 @@ from pathlib import Path
 
 import zmq
 
-PLAN_MAX_MESSAGE = 64 << 20
-"""Largest frame between scheduler and worker, bytes."""
-LINK_MAX_MESSAGE = 16 << 20
-"""Largest frame between front end and core, bytes."""
-
 
 @dataclass(frozen=True, slots=True)
 class Heartbeat:
-    """ZeroMQ's own pings, answered by the peer's I/O thread: they see a dead machine and a frozen process without any
-    traffic of ours, and do not see a hung one."""
+    """ZeroMQ heartbeats, answered by the peer's I/O thread.
+
+    They detect a dead machine and a frozen process, not a hung one.
+    """
 
     interval_ms: int
     timeout_ms: int
 
 
 LINK_HEARTBEAT = Heartbeat(500, 2000)
-"""Between front end and core."""
+"""Heartbeat between front end and core."""
 PLAN_HEARTBEAT = Heartbeat(200, 600)
-"""From scheduler to worker: a frozen worker is noticed in less than a second."""
+"""Heartbeat from scheduler to worker: detects a frozen worker in less than a second."""
 NO_HEARTBEAT = Heartbeat(0, 0)
-"""For a worker: it knows by the scheduler's silence, and must not break a connection because the scheduler stalled."""
+"""No heartbeat, for a worker: it detects the scheduler's silence itself, and must not disconnect because the scheduler
+stalls.
+"""
 
 
 Protect = Callable[["zmq.Socket[bytes]"], None]
@@ -41,13 +40,13 @@ Protect = Callable[["zmq.Socket[bytes]"], None]
 
 
 class SendOutcome(enum.Enum):
-    """What became of a message handed to a ROUTER."""
+    """Result of sending a message on a ROUTER."""
 
     SENT = "sent"
     FULL = "full"
-    """The peer is connected but takes nothing; the message was dropped."""
+    """The peer is connected but its queue is full; the message was dropped."""
     GONE = "gone"
-    """There is no such peer (any more)."""
+    """No such peer is connected."""
 
 
 def bind_router(
@@ -58,12 +57,12 @@ def bind_router(
     heartbeat: Heartbeat = LINK_HEARTBEAT,
     protect: Protect = lambda _socket: None,
 ) -> "zmq.Socket[bytes]":
-    """A ROUTER bound to `address` (`ipc://…` or `tcp://…`); see `endpoint` for the port that `:*` became."""
+    """Return a ROUTER bound to `address` (`ipc://…` or `tcp://…`); `endpoint` returns the port chosen for `:*`."""
     socket = context.socket(zmq.ROUTER)
     socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-    # A routing id is never reused by an honest peer: a second owner of one is refused.
+    # Peers never reuse a routing id, so reject a second connection with the same one.
     socket.setsockopt(zmq.ROUTER_HANDOVER, 0)
-    _bound(socket, max_message, heartbeat)
+    _set_limits(socket, max_message, heartbeat)
     protect(socket)
     if address.startswith("ipc://"):
         Path(address.removeprefix("ipc://")).unlink(missing_ok=True)
@@ -81,31 +80,31 @@ def connect_dealer(
     heartbeat: Heartbeat = LINK_HEARTBEAT,
     protect: Protect = lambda _socket: None,
 ) -> "zmq.Socket[bytes]":
-    """A DEALER with the routing id `identity`, connected to `address` (now, or as soon as somebody binds it).
+    """Return a DEALER with the routing id `identity`, which connects to `address` when it is bound.
 
-    Without `queue_while_away` nothing can be sent while there is no connection (`zmq.Again`), and what was queued for a
-    connection goes with it: a peer that comes back never reads what was meant for its predecessor.
+    Without `queue_while_away`, sending without a connection raises `zmq.Again`, and queued messages are lost with their
+    connection. So a peer that reconnects never reads messages that were meant for its predecessor.
     """
     socket = context.socket(zmq.DEALER)
     socket.setsockopt(zmq.IDENTITY, identity)
     socket.setsockopt(zmq.IMMEDIATE, 0 if queue_while_away else 1)
     socket.setsockopt(zmq.RECONNECT_IVL, 20)
     socket.setsockopt(zmq.RECONNECT_IVL_MAX, 500)
-    _bound(socket, max_message, heartbeat)
+    _set_limits(socket, max_message, heartbeat)
     protect(socket)
     socket.connect(address)
     return socket
 
 
 def endpoint(socket: "zmq.Socket[bytes]") -> str:
-    """The address the socket is bound to, with the port the system chose."""
+    """Return the address to which the socket is bound, with the actual port."""
     value = socket.getsockopt(zmq.LAST_ENDPOINT)
     assert isinstance(value, bytes)
     return value.rstrip(b"\0").decode()
 
 
 def send_to(router: "zmq.Socket[bytes]", peer: bytes, payload: bytes) -> SendOutcome:
-    """Sends one message to `peer` without ever blocking."""
+    """Send one message to `peer` without blocking."""
     try:
         router.send_multipart((peer, payload), flags=zmq.DONTWAIT, copy=True)
     except zmq.Again:
@@ -118,7 +117,7 @@ def send_to(router: "zmq.Socket[bytes]", peer: bytes, payload: bytes) -> SendOut
 
 
 def receive_from(router: "zmq.Socket[bytes]") -> tuple[bytes, bytes] | None:
-    """The next (peer, payload) of a ROUTER, or None when nothing is there. Frames of another shape are skipped."""
+    """Return the next (peer, payload) of a ROUTER, or None. Frames of another shape are skipped."""
     while True:
         try:
             frames = router.recv_multipart(flags=zmq.DONTWAIT)
@@ -129,24 +128,23 @@ def receive_from(router: "zmq.Socket[bytes]") -> tuple[bytes, bytes] | None:
 
 
 def is_readable(socket: "zmq.Socket[bytes]") -> bool:
-    """Whether a message is there."""
+    """Return whether a message is available."""
     events = socket.getsockopt(zmq.EVENTS)
     assert isinstance(events, int)
     return bool(events & zmq.POLLIN)
 
 
 def wait_readable(sockets: "Sequence[zmq.Socket[bytes]]", timeout_s: float, descriptors: Sequence[int] = ()) -> None:
-    """Waits until one of the sockets may have a message or a descriptor is readable, but no longer than `timeout_s`; it
-    may return early.
+    """Wait up to `timeout_s` until a socket may have a message or a descriptor is readable; may return early.
 
-    ZeroMQ's own poll counts in whole milliseconds, which is too coarse for plans that go out just in time.
+    ZeroMQ's own poll has a resolution of a millisecond, which is too coarse for just-in-time plans.
     """
-    # A socket's descriptor tells changes only: what was there before must be asked for.
+    # The descriptor signals only changes, so check for earlier messages first.
     if not any(is_readable(socket) for socket in sockets):
         select.select([*(socket.fileno() for socket in sockets), *descriptors], [], [], max(0.0, timeout_s))
 
 
-def _bound(socket: "zmq.Socket[bytes]", max_message: int, heartbeat: Heartbeat) -> None:
+def _set_limits(socket: "zmq.Socket[bytes]", max_message: int, heartbeat: Heartbeat) -> None:
     socket.setsockopt(zmq.LINGER, 0)
     socket.setsockopt(zmq.SNDHWM, 1000)
     socket.setsockopt(zmq.RCVHWM, 1000)

@@ -1,21 +1,21 @@
-"""Versions of a protocol between two of our processes, and which one they speak with each other.
+"""Version negotiation of the protocols between processes.
 
-Each side speaks a range of versions: its own, and the one before, so that the processes of a service can be upgraded
-one by one. The greeting names the range; the scheduler picks the newest version that both speak and says so. What a
-version adds is used only where that version, or a newer one, was picked. Ranges that have nothing in common are
-refused, with both of them in the message and what to do about it.
+Each side supports a range of versions: its own and the previous one, so that the processes of a service can be upgraded
+one by one. The handshake contains the range. The scheduler chooses the newest version that both support and sends it
+back. A feature is used only if the chosen version has it. Ranges without a common version are rejected with a message
+that contains both ranges and the remedy.
 """
 
 from dataclasses import dataclass
 
 
 class UnsupportedVersionError(ValueError):
-    """Two sides have no version in common, or one cannot serve what the other is; the message is for the operator."""
+    """The two sides have no common version, or lack a required one; the message is for the operator."""
 
 
 @dataclass(frozen=True, slots=True)
 class Versions:
-    """What one side speaks."""
+    """Range of supported versions."""
 
     oldest: int
     newest: int
@@ -25,27 +25,27 @@ class Versions:
 
 
 def spoken(oldest: int, newest: int) -> Versions:
-    """What a greeting says; one from before ranges has no `newest` (0)."""
+    """Return the range in a handshake; a peer from before ranges sends no `newest` (0)."""
     return Versions(oldest, max(oldest, newest))
 
 
 def negotiate(protocol: str, *, scheduler: Versions, peer: Versions, role: str) -> int:
-    """The newest version that the scheduler and a peer both speak.
+    """Return the newest version that the scheduler and a peer both support.
 
     Args:
-        protocol: its name.
-        scheduler: what the scheduler speaks.
-        peer: what the peer speaks.
-        role: what the peer is.
+        protocol: name of the protocol.
+        scheduler: versions of the scheduler.
+        peer: versions of the peer.
+        role: role of the peer.
 
     Raises:
-        UnsupportedVersionError: there is none.
+        UnsupportedVersionError: there is no common version.
     """
     version = min(scheduler.newest, peer.newest)
     if version >= max(scheduler.oldest, peer.oldest):
         return version
     behind = role if peer.newest < scheduler.oldest else "scheduler"
     raise UnsupportedVersionError(
-        f"the {role} speaks version {peer} of the {protocol} protocol, the scheduler {scheduler}: upgrade the {behind};"
-        " one release may differ from the next by one version"
+        f"{protocol} protocol: the {role} supports version {peer}, the scheduler {scheduler};"
+        f" upgrade the {behind} (adjacent releases are compatible)"
     )

@@ -1,11 +1,14 @@
-"""`make test`: runs every promise in one pytest session and tells which folder took how long.
+"""Run the tests in one pytest session and print how long each folder and the slowest tests took.
 
-    python -m tests.run                     everything
-    python -m tests.run tests/quire -k cli  what pytest is told
+    python -m tests.run                     what `make test` runs: all but the tests marked `release`
+    python -m tests.run --all               what `make test-all` runs: every test
+    python -m tests.run tests/quire -k cli  the tests that pytest selects by these arguments
 
-The exit code is pytest's own: 0 only when everything that was found passed. The last line is `N passed, N failed`.
+The duration of every test is written to build/test-durations.json. The exit code is pytest's own: 0 only when every
+test that was found passed. The last line is `N passed, N failed`.
 """
 
+import json
 import sys
 import time
 from collections import defaultdict
@@ -15,11 +18,13 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
+DURATIONS = ROOT / "build" / "test-durations.json"
+_NUM_SLOWEST = 20
 
 
 @dataclass(slots=True)
 class FolderTimes:
-    """What the tests of one folder came to."""
+    """Outcomes and seconds of the tests of one folder."""
 
     passed: int = 0
     failed: int = 0
@@ -28,10 +33,12 @@ class FolderTimes:
 
 
 class TimeTable:
-    """A pytest plugin that adds up outcomes and times per folder."""
+    """A pytest plugin that adds up outcomes and times per folder, and times per test."""
 
     def __init__(self) -> None:
         self.folders: defaultdict[str, FolderTimes] = defaultdict(FolderTimes)
+        self.tests: defaultdict[str, float] = defaultdict(float)
+        """By test: seconds, with set-up and tear-down."""
         self._failed: set[str] = set()
         self._started = time.monotonic()
         self._collected_s = 0.0
@@ -49,6 +56,7 @@ class TimeTable:
         """Set-up and tear-down count too; a test that fails in both fails once."""
         folder = self.folders[_folder(report.nodeid)]
         folder.seconds += report.duration
+        self.tests[report.nodeid] += report.duration
         if report.failed and report.nodeid not in self._failed:
             self._failed.add(report.nodeid)
             folder.failed += 1
@@ -58,7 +66,7 @@ class TimeTable:
             folder.passed += 1
 
     def render(self) -> str:
-        """The table, and one closing line."""
+        """Return the tables and one closing line."""
         rows = sorted(self.folders.items())
         width = max([len(name) for name, _ in rows] + [len("collection")])
         lines = [f"{'folder':<{width}}  {'passed':>7} {'failed':>7} {'skipped':>7} {'seconds':>8}"]
@@ -68,6 +76,8 @@ class TimeTable:
             for name, times in rows
         ]
         lines.append(f"{'collection':<{width}}  {'':>23} {self._collected_s:>8.1f}")
+        slowest = sorted(self.tests.items(), key=lambda test: -test[1])[:_NUM_SLOWEST]
+        lines += ["", "slowest tests", *(f"{seconds:>8.1f} s  {name}" for name, seconds in slowest)]
         passed = sum(times.passed - times.skipped for _, times in rows)
         failed = sum(times.failed for _, times in rows)
         total_s = time.monotonic() - self._started
@@ -75,16 +85,23 @@ class TimeTable:
 
 
 def main(arguments: list[str]) -> int:
-    """Runs pytest with these arguments; returns its exit code."""
+    """Run pytest with these arguments, or all tests; return pytest's exit code."""
     table = TimeTable()
-    named = any(not argument.startswith("-") for argument in arguments)
-    code = pytest.main([f"--rootdir={ROOT}", *arguments, *([] if named else [str(ROOT / "tests")])], plugins=[table])
+    chosen = [argument for argument in arguments if argument != "--all"]
+    selects = any(not argument.startswith("-") for argument in chosen)
+    if not selects:
+        chosen += [str(ROOT / "tests")] if "--all" in arguments else ["-m", "not release", str(ROOT / "tests")]
+    code = int(pytest.main([f"--rootdir={ROOT}", *chosen], plugins=[table]))
+    if not selects:
+        DURATIONS.parent.mkdir(exist_ok=True)
+        durations = {name: round(seconds, 3) for name, seconds in sorted(table.tests.items())}
+        DURATIONS.write_text(json.dumps(durations, indent=1) + "\n", encoding="utf-8")
     print(table.render(), flush=True)
-    return int(code)
+    return code
 
 
 def _folder(node: str) -> str:
-    """The folder of a test, two levels deep: "tests/e2e"."""
+    """Return the folder of a test, two levels deep: "tests/e2e"."""
     return "/".join(Path(node.split("::")[0]).parts[:2])
 
 

@@ -1,8 +1,8 @@
-"""What the worker uses of a GPU besides tensors: events, streams, pinned memory, captured graphs.
+"""Interface to a GPU besides tensors: events, streams, pinned memory and captured graphs.
 
-Everything that orders work on the device goes through this small interface, so that the logic above it (which buffer
-may be written again, what is captured, what waits for what) is plain Python that runs against a stand-in as well. The
-interface is CUDA's own model: work is enqueued on the current stream, an event marks a point in a stream.
+All ordering of work on the device goes through this interface. The logic above it (reuse of buffers, capture, waiting)
+is plain Python, and the tests run it with a fake accelerator. The interface follows CUDA: work is enqueued on the
+current stream, and an event marks a point in a stream.
 """
 
 from collections.abc import Callable
@@ -16,39 +16,39 @@ class Event(Protocol):
     """A point in a stream."""
 
     def record(self) -> None:
-        """Puts it at the present end of the current stream."""
+        """Record the event at the end of the current stream."""
         ...
 
     def query(self) -> bool:
-        """Whether the device has passed it, or it was never recorded."""
+        """Return whether the device has reached the event; True if it was never recorded."""
         ...
 
     def synchronize(self) -> None:
-        """Waits on the host until the device has passed it."""
+        """Block the host until the device has reached the event."""
         ...
 
     def ns_until(self, later: "Event") -> int:
-        """Nanoseconds from here to another event; the device has passed both."""
+        """Return the nanoseconds from this event to `later`; the device must have reached both."""
         ...
 
 
 class Stream(Protocol):
-    """A queue of work beside the current one."""
+    """A queue of work besides the current stream."""
 
     def wait(self, event: Event) -> None:
-        """Lets what is enqueued here from now on begin after `event`."""
+        """Make work that is enqueued on this stream from now on wait for `event`."""
         ...
 
     def current(self) -> AbstractContextManager[object]:
-        """Makes it the current stream while the context lasts."""
+        """Return a context in which this is the current stream."""
         ...
 
 
 class Graph(Protocol):
-    """Work that was captured once and is enqueued by one call."""
+    """Captured work that one call enqueues."""
 
     def replay(self) -> None:
-        """Enqueues it on the current stream; it reads and writes the tensors it was captured with."""
+        """Enqueue the work on the current stream; it reads and writes the tensors of its capture."""
         ...
 
 
@@ -57,39 +57,42 @@ class Accelerator(Protocol):
 
     @property
     def device(self) -> torch.device:
-        """Where its tensors live."""
+        """The torch device of its tensors."""
         ...
 
     def event(self) -> Event:
-        """A new event."""
+        """Return a new event."""
         ...
 
     def stream(self) -> Stream:
-        """A new stream."""
+        """Return a new stream."""
         ...
 
     def wait(self, event: Event) -> None:
-        """Lets what is enqueued on the current stream from now on begin after `event`."""
+        """Make work that is enqueued on the current stream from now on wait for `event`."""
         ...
 
     def pinned(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Host memory that the device copies from and to without the host waiting."""
+        """Allocate pinned host memory, which the device can copy from and to asynchronously."""
         ...
 
     def capture(self, compute: Callable[[], torch.Tensor]) -> tuple[Graph, torch.Tensor]:
-        """The graph of what `compute` enqueues, and the tensor that each replay writes its result to.
+        """Capture the work that `compute` enqueues.
 
-        All graphs share one memory pool, so a result lasts until any graph of this device is replayed.
+        All graphs share one memory pool, so a result is valid until any graph of this device is replayed.
+
+        Returns:
+            The graph, and the tensor that each replay writes its result to.
         """
         ...
 
     def synchronize(self) -> None:
-        """Waits on the host until the device has nothing left to do."""
+        """Block the host until the device has finished all work."""
         ...
 
 
 class CudaEvent:
-    """An event of CUDA that keeps the time."""
+    """A CUDA event with timing."""
 
     def __init__(self) -> None:
         self.event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
@@ -114,7 +117,7 @@ class CudaEvent:
 
 
 class CudaStream:
-    """A stream of CUDA."""
+    """A CUDA stream."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
@@ -129,12 +132,12 @@ class CudaStream:
 
 
 class CudaAccelerator:
-    """One GPU."""
+    """One CUDA GPU."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._pool = torch.cuda.graph_pool_handle()
-        # One for all captures: cuBLAS keeps a workspace of tens of MiB for every stream that it has seen.
+        # One stream for all captures: cuBLAS keeps a workspace of tens of MiB per stream.
         self._capturing = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     @property
@@ -159,8 +162,11 @@ class CudaAccelerator:
         return torch.empty(shape, dtype=dtype, pin_memory=True)
 
     def capture(self, compute: Callable[[], torch.Tensor]) -> tuple[Graph, torch.Tensor]:
-        """See `Accelerator.capture`. Runs `compute` once beforehand: libraries make their workspaces and Triton
-        compiles on first use, neither of which may happen within a capture."""
+        """See `Accelerator.capture`.
+
+        Runs `compute` once before the capture. On first use libraries allocate workspaces and Triton compiles, and
+        neither is allowed during a capture.
+        """
         self.synchronize()
         with torch.cuda.stream(self._capturing):
             compute()
@@ -176,11 +182,11 @@ class CudaAccelerator:
 
 
 def make_accelerator(device: torch.device) -> CudaAccelerator | None:
-    """What orders the work on `device`; None for a CPU, which computes in the caller's thread."""
+    """Return the accelerator of `device`; None for a CPU, which computes in the caller's thread."""
     return CudaAccelerator(device) if device.type == "cuda" else None
 
 
 def _cuda(event: Event) -> "torch.cuda.Event":
     if not isinstance(event, CudaEvent):
-        raise TypeError(f"{type(event).__name__} is no event of CUDA")
+        raise TypeError(f"event: {type(event).__name__} is not a CudaEvent")
     return event.event

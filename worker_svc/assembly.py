@@ -1,4 +1,4 @@
-"""From a loaded model to an engine: the limits of this worker and a KV pool of the right size."""
+"""Construction of the engine for a loaded model: the worker's limits and the size of its KV cache."""
 
 import dataclasses
 
@@ -6,6 +6,8 @@ import torch
 from opentelemetry.trace import Tracer
 
 from shared.config import WorkerConfig, parse_bytes
+from shared.grammars import GrammarError, GrammarTokenizer
+from shared.logging import get_logger
 from worker_svc.accelerator import Accelerator
 from worker_svc.decode_graphs import buckets
 from worker_svc.engine import Engine
@@ -17,14 +19,14 @@ from worker_svc.model.loader import ModelDescription
 from worker_svc.profiling import run_largest_step
 
 _LOGIT_BYTES = 4
-"""Of each lane of each decode graph, at most: every graph keeps its logits."""
+"""Upper bound of the bytes of one logit; every decode graph keeps the logits of all its lanes."""
 _TOKENS_PER_STEP = {"cpu": 128, "cuda": 512}
-"""Enough for matrix products at full speed. On a CPU, where each token costs a millisecond or more, every one beyond
-that only lengthens what those who decode wait for a neighbour's prompt."""
+"""Default token budget of a step by type of device: enough for matrix products at full speed. On a CPU a token takes a
+millisecond or more, and each token of a prompt delays the rows in decode."""
 
 
 def tokens_per_step(device: torch.device, max_rows: int) -> int:
-    """Most tokens of a step where nobody said; at least half of them are left to prompts."""
+    """Return the default limit of tokens per step; at least half of them are available to prefill."""
     return max(_TOKENS_PER_STEP[device.type], 2 * max_rows)
 
 
@@ -36,11 +38,18 @@ def build_engine(
     tracer: Tracer,
     accelerator: Accelerator | None,
 ) -> Engine:
-    """The engine that serves `model` within the memory that `config` allows; `accelerator` orders the work on
-    `device` (`make_accelerator`).
+    """Build the engine that serves `model` within the memory that `config` allows.
+
+    Args:
+        config: the worker's configuration.
+        model: the loaded model.
+        description: the sizes and types of `model`.
+        device: the device of `model`.
+        tracer: creates the spans of steps and rows.
+        accelerator: the result of `make_accelerator` for `device`.
 
     Raises:
-        ConfigError: a size that is none, or no memory for a single block.
+        ConfigError: a size is invalid, or the memory does not hold a single block.
     """
     limits = Limits(
         max_rows=config.max_num_seqs,
@@ -68,15 +77,24 @@ def build_engine(
         limits,
         device,
         tracer,
-        grammars=_grammar_store(description),
+        grammars=make_grammar_store(description, limits.max_rows),
         accelerator=accelerator,
         decode_graphs=config.decode_graphs and model.capturable,
     )
 
 
-def _grammar_store(description: ModelDescription) -> GrammarStore | None:
+def make_grammar_store(description: ModelDescription, max_rows: int) -> GrammarStore | None:
+    """Return the grammar store of a model; None if its tokenizer does not support grammars.
+
+    Reads the tokenizer now, before the first step.
+    """
     path = description.folder / "tokenizer.json"
-    return GrammarStore(path, description.vocab_size, description.eos_token_ids) if path.is_file() else None
+    try:
+        tokenizer = GrammarTokenizer(path, description.vocab_size, description.eos_token_ids)
+    except GrammarError as error:
+        get_logger().info("grammars not supported by this worker", reason=str(error))
+        return None
+    return GrammarStore(tokenizer, description.eos_token_ids, max_rows)
 
 
 def _memory_for_kv(config: WorkerConfig, model: Model, limits: Limits, dtype: torch.dtype, device: torch.device) -> int:

@@ -1,9 +1,9 @@
-"""The flat batch of one step, built from the row table.
+"""Flat batch of one step, built from the row table.
 
-Decode rows come first, ascending, one token each; then the rows with a prefill chunk, ascending. What a step needs and
-the host knows (positions, slots, lengths) travels in one upload; the input tokens of decode rows are read from the
-device's `last_token`, where the step before has put them. A step that a captured graph computes needs not even that:
-its tensors are the graph's own, which the device fills from its lanes.
+Decode rows come first, ascending, with one token each. Rows with a prefill chunk follow, ascending. The host uploads
+positions, slots and lengths together. The input tokens of decode rows are read from `last_token` on the device, where
+the previous step wrote them. For a step of a captured graph nothing is uploaded: the device computes the graph's input
+tensors from its lanes.
 """
 
 from dataclasses import dataclass
@@ -26,7 +26,7 @@ _NO_ROWS = np.zeros(0, np.int64)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepBatch:
-    """What the model and the sampler compute in one step."""
+    """Inputs of the model and the sampler for one step: T tokens of R rows."""
 
     input_ids: torch.Tensor
     """`[T] int64`."""
@@ -34,48 +34,48 @@ class StepBatch:
     """`[T] int64`."""
     attention: AttentionInputs
     logits_index: torch.Tensor | None
-    """`[S + P] int64`: the last token of each row that samples, rows ascending, then the tokens that predict those of
-    `prompt_parts`; None: every token samples."""
+    """`[S + P] int64`: the last token of each sampling row, rows ascending, then the tokens that predict the tokens of
+    `prompt_parts`; None: logits of all tokens."""
     sample_rows: IntArray
-    """`[S]`: the rows that sample, ascending."""
+    """`[S]`: the sampling rows, ascending."""
     sample_rows_on_device: torch.Tensor
-    """`[S] int64`."""
+    """`[S] int64`: `sample_rows` on the device."""
     sample_positions: torch.Tensor
-    """`[S] int32`: absolute position of the token that is sampled."""
+    """`[S] int32`: absolute position of each sampled token."""
     positions_on_host: IntArray
-    """The same."""
+    """`[S]`: `sample_positions` on the host."""
     prompt_parts: tuple[PromptPart, ...] = ()
-    """Prompt tokens whose log-probabilities are wanted, P in all."""
+    """Prompt tokens that need log-probabilities, P in total."""
     prompt_targets: torch.Tensor | None = None
-    """`[P] int64`: these tokens; None without any."""
+    """`[P] int64`: the tokens of `prompt_parts`; None without any."""
     pooled_parts: tuple[PooledPart, ...] = ()
-    """What the step adds to embeddings, of H tokens in all."""
+    """Contributions of the step to embeddings, of H tokens in total."""
     hidden_index: torch.Tensor | None = None
-    """`[H] int64`: these tokens, part by part; None without any."""
+    """`[H] int64`: places of the tokens of `pooled_parts` in the batch; None without any."""
     rows: IntArray
     """All rows of the step, in batch order."""
     num_tokens: int
     num_prefill_tokens: int
     bucket: int = 0
-    """The captured graph that computes this step; 0: none does. Its tensors are then written by the graph."""
+    """Bucket of the captured graph that computes this step, which also writes the tensors; 0: no graph."""
 
 
 class BatchBuilder:
-    """Builds the batch of each step and advances the row table by it."""
+    """Builder of batches, which also advances the row table."""
 
     def __init__(self, table: RowTable, device: torch.device, lanes: DecodeLanes | None = None) -> None:
-        """`lanes` are those of the captured graphs, if there are any."""
+        """Create a builder; `lanes` are the lanes of the captured graphs, if there are any."""
         self._table = table
         self._device = device
         self._lanes = lanes
         self._block_size = table.limits.block_size
-        # What only depends on which rows decode is kept for as long as they stay the same.
+        # Tensors that depend only on the set of decode rows are kept until that set changes.
         self._membership = -1
         self._rows_on_device = torch.zeros(0, dtype=torch.int64, device=device)
         self._query_start = torch.zeros(1, dtype=torch.int32, device=device)
 
     def build(self, chunk_rows: IntArray, chunk_lengths: IntArray) -> StepBatch | None:
-        """The batch of all decode rows and these chunks, or None when there is nothing to compute.
+        """Build the batch of all decode rows and these chunks; return None if there is nothing to compute.
 
         The table counts the batch's tokens as computed from here on.
 
@@ -86,7 +86,7 @@ class BatchBuilder:
         decode_rows = table.decode_rows()
         num_tokens = len(decode_rows) + (int(chunk_lengths.sum()) if len(chunk_rows) else 0)
         if num_tokens > table.limits.max_tokens_per_step:
-            raise PlanError(f"{num_tokens} tokens in a step that may have {table.limits.max_tokens_per_step}")
+            raise PlanError(f"step: {num_tokens} tokens exceed max_tokens_per_step {table.limits.max_tokens_per_step}")
         if num_tokens == 0:
             table.publish()
             return None
@@ -230,8 +230,11 @@ class BatchBuilder:
     def _prompt_parts(
         self, decode_rows: IntArray, chunk_rows: IntArray, chunk_lengths: IntArray
     ) -> tuple[tuple[PromptPart, ...], IntArray, IntArray]:
-        """The chunks' prompt tokens whose log-probabilities are wanted: which they are, the places in the batch of the
-        tokens that predict them, and the tokens themselves. Call before the table advances."""
+        """Return the prompt tokens of the chunks that need log-probabilities. Call before the table advances.
+
+        Returns:
+            The parts, the places in the batch of the tokens that predict them, and the prompt tokens.
+        """
         table = self._table
         counts = table.sampling.prompt_logprobs[chunk_rows]
         if (counts < 0).all():
@@ -261,11 +264,11 @@ class BatchBuilder:
         return self._table.tables[0].blocks_at(rows, index) * self._block_size + offset
 
     def _block_tables(self, rows: torch.Tensor, longest: int) -> torch.Tensor:
-        """The rows' tables `[R, blocks of the longest] int32`."""
+        """Return the rows' block tables `[R, blocks of the longest row] int32`."""
         num_blocks = -(-longest // self._block_size)
         return self._table.tables[0].device_tables[:, :num_blocks].index_select(0, rows)
 
     def _upload(self, arrays: tuple[IntArray, ...], dtype: npt.DTypeLike) -> tuple[torch.Tensor, ...]:
-        """The arrays on the device, by one copy."""
+        """Upload the arrays with one copy."""
         packed = upload(np.concatenate(arrays).astype(dtype, copy=False), self._device)
         return torch.split(packed, [len(array) for array in arrays])

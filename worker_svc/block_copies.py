@@ -1,8 +1,8 @@
-"""Copies of blocks on the device, by which rows share the beginning of a block that they go on differently from.
+"""Copies of blocks on the device (copy-on-write), for rows that share only the first tokens of a block.
 
-A plan names them block by block; all of them are made before anything of the plan is written. On CUDA they are enqueued
-on the stream of the forward passes, so the steps before have written what is copied and the plan's own step reads the
-copies, without the host waiting.
+A plan lists the copies block by block. All copies are made before the plan writes any block. On CUDA they are enqueued
+on the stream of the forward passes. They therefore run after the steps before and before the plan's own step, and the
+host does not wait.
 """
 
 import numpy as np
@@ -15,11 +15,11 @@ from worker_svc.errors import PlanError
 
 
 def make_copies(plan: plan_pb2.Plan, pool: BlockPool) -> None:
-    """Makes the plan's copies in the keys and values of every layer, whole blocks, by one kernel on a GPU.
+    """Copy whole blocks, as listed in the plan, in the keys and values of every layer; one kernel on a GPU.
 
     Raises:
-        PlanError: the columns are malformed, name blocks that do not exist, or a block is copied to that is copied to
-            or from elsewhere.
+        PlanError: a column is malformed, a block ID is invalid, or a target is also the target or source of another
+            copy.
     """
     if not (plan.copy_sources or plan.copy_targets):
         return
@@ -31,7 +31,7 @@ def make_copies(plan: plan_pb2.Plan, pool: BlockPool) -> None:
     tensors = pool.tensors
     num_blocks = len(tensors[0]) if tensors else 0
     if min(sources.min(), targets.min()) < 0 or max(sources.max(), targets.max()) >= num_blocks:
-        raise PlanError(f"copy: a block outside [0, {num_blocks})")
+        raise PlanError(f"copy: a block ID is outside [0, {num_blocks})")
     if len(np.unique(targets)) < len(targets) or np.isin(targets, sources).any():
-        raise PlanError("copy: a target that is another copy's target or source")
+        raise PlanError("copy: a target block is also the target or source of another copy")
     copy_blocks(pool, pool, upload(np.stack(columns).astype(np.int64), tensors[0].device))

@@ -1,13 +1,13 @@
-"""Decode steps as captured graphs.
+"""Decode steps as captured CUDA graphs.
 
-Launching the kernels of a decode step one by one takes the host longer than the device needs to run them. So a step in
-which every row decodes is captured once per *bucket*, a number of lanes that the batch is padded to, and then enqueued
-by one call. A graph is fixed: it reads what it needs from tensors that stay where they are (`DecodeLanes`) and starts
-by computing its inputs on the device, so that nothing of one step is baked into it.
+Launching the kernels of a decode step one by one takes the host longer than the device needs to run them. A step in
+which every row decodes is therefore captured once per *bucket* (a number of lanes to which the batch is padded), and
+then enqueued with one call. A graph reads its inputs from tensors at fixed addresses (`DecodeLanes`). Its first kernel
+computes these inputs on the device, so that a graph fits every step of its bucket.
 
-Steps with a chunk of a prompt, and more rows than the largest bucket, are computed as they come: such steps are long
-enough to launch kernels in. All graphs share one pool of memory. The sampler stays outside: which of its work a step
-needs depends on its rows.
+Steps with a prefill chunk, or with more rows than the largest bucket, launch their kernels one by one; they take long
+enough to hide the launches. All graphs share one memory pool. The sampler is not captured, because its work depends on
+the rows of the step.
 """
 
 from collections.abc import Sequence
@@ -26,15 +26,14 @@ from worker_svc.rows import RowTable
 
 _MOST_LANES = 512
 _DENSE_UNTIL = 32
-"""Powers of two up to here, multiples of it from here on."""
+"""Buckets are powers of two up to this size, and multiples of it beyond."""
 
 
 def buckets(max_rows: int) -> tuple[int, ...]:
-    """The numbers of lanes that graphs are captured for, ascending: 1, 2, 4, 8, 16, 32, 64, 96, ... The last one holds
-    `max_rows`, or as many rows as graphs are kept for.
+    """Return the numbers of lanes to capture graphs for, ascending: 1, 2, 4, 8, 16, 32, 64, 96, ...
 
-    Padding costs at most half of a small batch, where a step costs the same for one row as for sixteen, and at most 31
-    lanes of a large one.
+    The last bucket holds `max_rows`, up to a limit. A batch of up to 32 rows is at most half padding. This is cheap,
+    because a step of one row takes as long as one of sixteen. A larger batch has at most 31 lanes of padding.
     """
     most = min(max_rows, _MOST_LANES)
     sizes = [1]
@@ -44,7 +43,7 @@ def buckets(max_rows: int) -> tuple[int, ...]:
 
 
 class DecodeLanes:
-    """Which rows decode and how far they are, as the device knows it, and the inputs computed from that."""
+    """Decode rows and their computed tokens on the device, and the step inputs computed from them."""
 
     def __init__(self, table: RowTable, state: DeviceState, sizes: Sequence[int]) -> None:
         self._table = table
@@ -55,7 +54,7 @@ class DecodeLanes:
         self._rows, self._first_row = state.column(most)
         self._computed, self._first_computed = state.column(most)
         self._rows.fill_(-1)
-        self._membership = -1  # of the table when the device's lanes were last right; -1: they are not
+        self._membership = -1  # of the table when the lanes were last up to date; -1: they are not
         self.query_start = torch.arange(most + 1, dtype=torch.int32, device=device)
         wide = torch.zeros(4, most, dtype=torch.int64, device=device)
         self.inputs = DecodeInputs(
@@ -69,26 +68,27 @@ class DecodeLanes:
 
     @staticmethod
     def state_words(sizes: Sequence[int]) -> int:
-        """Words of `DeviceState` that lanes take."""
+        """Return the number of `DeviceState` words that the lanes need."""
         return 2 * sizes[-1]
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """The buckets."""
+        """Bucket sizes, ascending."""
         return self._sizes
 
     def bucket(self, num_rows: int) -> int | None:
-        """The smallest bucket for so many rows; None: there is none."""
+        """Return the smallest bucket for `num_rows` rows; None if there is none."""
         return next((size for size in self._sizes if size >= num_rows), None)
 
     def follow(self, rows: IntArray, computed: IntArray, bucket: int) -> None:
-        """Notes what the device's lanes lack to be these rows, with so many tokens computed; nothing, as long as the
-        same rows go on decoding: the device counts their tokens itself.
+        """Note the changes that set the lanes to these rows.
+
+        No change is needed while the same rows decode, because the device counts their tokens itself.
 
         Args:
             rows: `[n]`, the rows that decode.
-            computed: `[n]`, tokens of each whose KV is computed before this step.
-            bucket: lanes to fill; those beyond the rows are emptied.
+            computed: `[n]`, tokens of each row whose KV is computed before this step.
+            bucket: number of lanes to fill; lanes beyond the rows are emptied.
         """
         if self._membership == self._table.membership:
             return
@@ -100,11 +100,11 @@ class DecodeLanes:
         self._state.change(self._first_computed + places[: len(rows)], computed.astype(np.int32))
 
     def fall_behind(self) -> None:
-        """Rows have advanced in a step that the lanes took no part in."""
+        """Mark the lanes as outdated, because a step without them advanced the rows."""
         self._membership = -1
 
     def compute_inputs(self, bucket: int) -> DecodeInputs:
-        """Enqueues the computation of the next step's inputs for the first `bucket` lanes."""
+        """Enqueue the computation of the next step's inputs for the first `bucket` lanes."""
         inputs = self.inputs.lanes(bucket)
         table = self._table
         prepare_decode(
@@ -118,7 +118,7 @@ class DecodeLanes:
         return inputs
 
     def attention(self, lanes: int) -> AttentionInputs:
-        """The inputs as attention takes them."""
+        """Return the attention inputs of the first `lanes` lanes."""
         inputs = self.inputs
         return AttentionInputs(
             slot_mapping=inputs.slot_mapping[:lanes],
@@ -130,7 +130,7 @@ class DecodeLanes:
 
 
 class DecodeGraphs:
-    """One graph per bucket."""
+    """Captured graphs, one per bucket."""
 
     def __init__(self, accelerator: Accelerator, lanes: DecodeLanes, model: Model, caches: Sequence[KVCache]) -> None:
         self._accelerator = accelerator
@@ -140,14 +140,17 @@ class DecodeGraphs:
         self._graphs: dict[int, tuple[Graph, torch.Tensor]] = {}
 
     def capture(self) -> None:
-        """Captures all of them, the largest first: the others fit into its memory. No lane has a row yet."""
+        """Capture all graphs with empty lanes, the largest first, because the others then fit into its memory."""
         for bucket in reversed(self._lanes.sizes):
             self._graphs[bucket] = self._accelerator.capture(partial(self._compute, bucket))
         get_logger().info("decode graphs captured", buckets=list(self._lanes.sizes))
 
     def forward(self, bucket: int, num_rows: int) -> torch.Tensor:
-        """Enqueues the step of the first `num_rows` lanes; returns their logits `[num_rows, vocab_size]`, which last
-        until the next call."""
+        """Enqueue the step of the first `num_rows` lanes.
+
+        Returns:
+            Logits `[num_rows, vocab_size]`, valid until the next call.
+        """
         graph, logits = self._graphs[bucket]
         graph.replay()
         return logits[:num_rows]

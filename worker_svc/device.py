@@ -1,4 +1,4 @@
-"""The device: which one, how data gets there, how many threads a CPU may use."""
+"""Choice of the device, copies to it, and the number of CPU threads."""
 
 import os
 import re
@@ -12,10 +12,10 @@ from shared.config import ConfigError
 
 
 def choose_device(wanted: str) -> torch.device:
-    """The device that the setting names. A GPU is made the current one.
+    """Return the device that the setting names, and make a GPU the current device.
 
     Raises:
-        ConfigError: there is no such device.
+        ConfigError: the setting is invalid or the device does not exist.
     """
     device = torch.device(name_device(wanted, torch.cuda.device_count() if torch.cuda.is_available() else 0))
     if device.type == "cuda":
@@ -24,46 +24,46 @@ def choose_device(wanted: str) -> torch.device:
 
 
 def name_device(wanted: str, num_gpus: int) -> str:
-    """What the setting means on a machine with so many GPUs: "cpu" or "cuda:N".
+    """Return the device name, "cpu" or "cuda:N", for a setting on a machine with `num_gpus` GPUs.
 
-    "auto" and "auto:N" take GPU N counted round, so that N workers share what there is, and the CPU where there is no
-    GPU; "cuda" and "cuda:N" insist on that GPU.
+    "auto:N" is GPU N modulo the number of GPUs, so that several workers share the GPUs. Without a GPU, "auto" and
+    "auto:N" are the CPU. "cuda:N" requires that GPU. N is 0 if it is missing.
 
     Raises:
-        ConfigError: no such form, or no such GPU.
+        ConfigError: the setting is invalid or the GPU does not exist.
     """
     match = re.fullmatch(r"(auto|cpu|cuda)(?::(\d{1,4}))?", wanted)
     if match is None or wanted.startswith("cpu:"):
-        raise ConfigError(f"device: {wanted!r} is none; choose auto, cpu, cuda or cuda:N")
+        raise ConfigError(f"device: invalid device {wanted!r}; use auto, auto:N, cpu, cuda or cuda:N")
     kind, index = match[1], int(match[2] or 0)
     if kind == "auto" and num_gpus:
         return f"cuda:{index % num_gpus}"
     if kind != "cuda":
         return "cpu"
     if index >= num_gpus:
-        here = "no GPU" if not num_gpus else "1 GPU" if num_gpus == 1 else f"{num_gpus} GPUs"
-        raise ConfigError(f"device: there is no cuda:{index} here but {here}; choose another, auto or cpu")
+        found = "no GPU" if not num_gpus else "1 GPU" if num_gpus == 1 else f"{num_gpus} GPUs"
+        raise ConfigError(f"device: cuda:{index} not found: this machine has {found}; use --device auto or cpu")
     return f"cuda:{index}"
 
 
 def describe_device(device: torch.device) -> str:
-    """What the operator reads, "cpu" or "cuda:0 NVIDIA H100"."""
+    """Return the device's name for the operator: "cpu", or "cuda:0 NVIDIA H100" for example."""
     return "cpu" if device.type == "cpu" else f"{device} {torch.cuda.get_device_name(device)}"
 
 
 def set_threads(num_threads: int) -> None:
-    """Gives torch and the CPU kernels `num_threads` threads; 0: all cores that this process may run on."""
+    """Set the number of threads of torch and of the native CPU kernels; 0: all cores that this process may use."""
     count = num_threads or len(os.sched_getaffinity(0))
     torch.set_num_threads(count)
     native_threads(count)
 
 
 def upload(array: npt.NDArray[np.generic], device: torch.device) -> torch.Tensor:
-    """The array on the device, without waiting for it.
+    """Copy an array to the device without waiting for the copy.
 
-    On a CPU the tensor *is* the array, so the caller gives it away. On CUDA it travels through pinned memory that
-    torch keeps until the copy is done. Whatever goes to the device within a step comes this way: a copy from memory
-    that is not pinned would wait for all steps in flight.
+    On a CPU the tensor shares the array's memory, so the caller must not change the array afterwards. On CUDA the copy
+    uses pinned memory, which torch keeps until the copy is done. Every copy within a step uses this function: a copy
+    from pageable memory would wait for all steps in flight.
     """
     tensor = torch.from_numpy(array)
     if device.type == "cpu":

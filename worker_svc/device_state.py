@@ -1,11 +1,11 @@
-"""State of the rows that lives on the device, and how it follows the host: by differences.
+"""Row state on the device, which the host updates by changes.
 
-All of it is one flat int32 tensor; block tables, lanes and lengths are views of it. The host notes which words change
-while it applies a plan; `publish` sends them as one copy from pinned memory, and one kernel puts them where they
-belong. A step that changes nothing sends nothing.
+The state is one flat int32 tensor; block tables, lanes and lengths are views of it. The host collects the changed words
+while it applies a plan. `publish` sends them with one copy from pinned memory, and one kernel scatters them into the
+tensor. A step without changes sends nothing.
 
-Pinned memory is used by turns: a copy reads it some time after the host has gone on, so a buffer is written again only
-after the event behind its last copy has passed. With two buffers and two steps in flight the host never really waits.
+The copy reads pinned memory after the host has moved on. Two buffers are therefore used in turn, and a buffer is
+written again only after the event of its last copy. With two steps in flight the host rarely waits.
 """
 
 from dataclasses import dataclass
@@ -21,19 +21,19 @@ IntArray = npt.NDArray[np.int64]
 
 _BUFFERS = 2
 _FIRST_WORDS = 4096
-"""Changes that a staging buffer holds at first; one that is too small is replaced by one of twice the need."""
+"""Initial size of a staging buffer in words; a buffer that is too small is replaced by one of twice the need."""
 
 
 @dataclass(slots=True)
 class _Buffer:
-    """A pinned buffer and the event behind the last copy out of it."""
+    """A pinned buffer and the event after its last copy."""
 
     words: torch.Tensor
     copied: Event
 
 
 class Staging:
-    """Copies small arrays to the device without waiting for it."""
+    """Asynchronous copies of small arrays to the device."""
 
     def __init__(self, accelerator: Accelerator) -> None:
         self._accelerator = accelerator
@@ -41,7 +41,7 @@ class Staging:
         self._turn = 0
 
     def send(self, array: npt.NDArray[np.int32]) -> torch.Tensor:
-        """A copy of `array` on the device, int32 with its shape; `array` may be changed afterwards."""
+        """Copy `array` to the device as int32; the caller may change `array` afterwards."""
         buffer = self._buffers[self._turn]
         self._turn = (self._turn + 1) % _BUFFERS
         buffer.copied.synchronize()
@@ -58,10 +58,10 @@ class Staging:
 
 
 class DeviceState:
-    """The flat tensor and what is about to change in it."""
+    """Flat state tensor on the device, and its pending changes."""
 
     def __init__(self, accelerator: Accelerator, max_words: int) -> None:
-        """`max_words` is the size of all columns together."""
+        """Allocate the tensor; `max_words` is the total size of all columns."""
         self._staging = Staging(accelerator)
         self._words = torch.zeros(max_words, dtype=torch.int32, device=accelerator.device)
         self._used = 0
@@ -69,24 +69,24 @@ class DeviceState:
         self._values: list[npt.NDArray[np.int32]] = []
 
     def column(self, *shape: int) -> tuple[torch.Tensor, int]:
-        """A new part of the state: the tensor `shape` int32, zeros, and the place of its first word.
+        """Allocate a part of the state: an int32 tensor of zeros of this shape, and the place of its first word.
 
         Raises:
-            ValueError: more than `max_words` in all.
+            ValueError: the columns exceed `max_words`.
         """
         first, size = self._used, int(np.prod(shape))
         if first + size > len(self._words):
-            raise ValueError(f"{first + size} words of state in {len(self._words)}")
+            raise ValueError(f"device state: {first + size} words exceed the capacity of {len(self._words)}")
         self._used += size
         return self._words[first : first + size].view(shape), first
 
     def change(self, places: IntArray, values: npt.NDArray[np.int32]) -> None:
-        """Notes that the words at `places` are to become `values`; no place twice before `publish`."""
+        """Note that `publish` must set the words at `places` to `values`; no place may occur twice."""
         self._places.append(places)
         self._values.append(values)
 
     def publish(self) -> None:
-        """Enqueues the changes noted since the last call."""
+        """Enqueue the changes noted since the last call."""
         if not self._places:
             return
         changes = np.stack((np.concatenate(self._places), np.concatenate(self._values))).astype(np.int32, copy=False)
@@ -94,6 +94,6 @@ class DeviceState:
         scatter_words(self._words, self._staging.send(changes))
 
     def forget(self) -> None:
-        """Drops the changes noted since the last `publish`."""
+        """Drop the changes noted since the last `publish`."""
         self._places.clear()
         self._values.clear()

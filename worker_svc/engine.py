@@ -1,7 +1,7 @@
-"""The engine: a plan in, a result out, and no socket.
+"""Engine: executes a plan and returns its result, without a socket.
 
-`launch` applies a plan and starts its step; `collect` takes the oldest step's tokens. `handle` is both in one. On an
-asynchronous device several steps may be launched before the first is collected; their order is kept.
+`launch` applies a plan and starts its step. `collect` waits for the oldest step and returns its result. `handle` does
+both. On an asynchronous device several steps can be launched before the first is collected; they run in order.
 """
 
 import time
@@ -37,24 +37,25 @@ from worker_svc.grammars import GrammarStore
 from worker_svc.limits import Limits
 from worker_svc.model.base import KVCache, Model
 from worker_svc.rows import RowTable
-from worker_svc.sampler import FAILURES, Sampler
+from worker_svc.sampler import NOT_FINITE, NOTHING_ALLOWED, Sampler
 from worker_svc.scores import PromptPart, Wanted, encode
 from worker_svc.swap import Copies, HostPool, copy_ids
 from worker_svc.tracing import Tracing
 
 _NO_ROWS = np.zeros(0, np.int64)
 _NO_TOKENS = np.zeros(0, np.int32)
+_INTERNAL = plan_pb2.ROW_FAILURE_KIND_INTERNAL
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Launched:
-    """A launched step and what its result needs."""
+    """A launched step, with the data for its result."""
 
     step: int
     sample_rows: IntArray
     generations: IntArray
     left_out: tuple[IntArray, IntArray]
-    """Rows, and their generations, that the plan counts on and that did not take part because they have failed."""
+    """Rows and their generations that the plan expects but that were not computed because they have failed."""
     num_tokens: int
     received_unix_ns: int
     prepare_ns: int
@@ -63,13 +64,13 @@ class _Launched:
     copies: tuple[Copies, Copies]
     copy_ids: Int32Array
     scored: Wanted | None
-    """Rows whose sampled tokens' log-probabilities are wanted."""
+    """Rows that need log-probabilities of their sampled tokens."""
     prompt_parts: tuple[PromptPart, ...]
     pooled_parts: tuple[pooling.PooledPart, ...]
 
 
 class Engine:
-    """Executes plans with one model over one KV pool."""
+    """Executor of plans with one model and one KV cache."""
 
     def __init__(
         self,
@@ -83,16 +84,17 @@ class Engine:
         decode_graphs: bool = False,
         grammars: GrammarStore | None = None,
     ) -> None:
-        """
+        """Create an engine, and capture its decode graphs if `decode_graphs` is set.
+
         Args:
-            model: what computes.
-            caches: its KV blocks, a pair of tensors per layer.
-            limits: what there is of everything.
-            device: where `model` and `caches` are.
-            tracer: for the spans of steps and rows.
-            accelerator: what orders the work on `device`; None: the CPU.
-            grammars: compiled grammars; None: none can be used.
-            decode_graphs: capture decode steps, here and now; needs an accelerator and a model that can be captured.
+            model: the decoder.
+            caches: the KV blocks of `model`, a pair of tensors per layer.
+            limits: the worker's limits.
+            device: the device of `model` and `caches`.
+            tracer: creates the spans of steps and rows.
+            accelerator: the accelerator of `device`; None on a CPU.
+            grammars: the compiled grammars; None: grammars are not supported.
+            decode_graphs: capture decode steps; needs an accelerator and a model that can be captured.
         """
         self._accelerator = accelerator
         sizes = buckets(limits.max_rows) if accelerator is not None and decode_graphs else ()
@@ -107,7 +109,7 @@ class Engine:
         self._device = device
         self._rows = RowTable(limits, device, state, grammars)
         self.grammars = grammars
-        """The compiled grammars; None: none can be used."""
+        """The compiled grammars; None: grammars are not supported."""
         self._graphs: DecodeGraphs | None = None
         lanes = None
         if accelerator is not None and state is not None and sizes:
@@ -120,48 +122,48 @@ class Engine:
         self._executor = make_executor(accelerator)
         self._tracing = Tracing(tracer, limits.max_rows)
         self._launched: deque[_Launched] = deque()
-        self._reasons: dict[int, tuple[int, str]] = {}
-        """Why rows of this epoch have failed, by row: the last generation that did, and its reason."""
+        self._failures: dict[int, plan_pb2.RowFailure] = {}
+        """The last failure of each row in this epoch, by row."""
 
     @property
     def limits(self) -> Limits:
-        """What the engine can hold and compute."""
+        """The worker's limits."""
         return self._rows.limits
 
     @property
     def num_in_flight(self) -> int:
-        """Steps launched and not collected."""
+        """Number of steps that are launched and not collected."""
         return len(self._launched)
 
     @property
     def oldest_step(self) -> int:
-        """The step that `collect` answers; 0 when nothing is in flight."""
+        """Number of the step that `collect` returns next; 0 if no step is in flight."""
         return self._launched[0].step if self._launched else 0
 
     @property
     def max_in_flight(self) -> int:
-        """Steps worth launching before the oldest is collected."""
+        """Number of steps to launch before the oldest is collected."""
         return 2 if self._executor.asynchronous else 1
 
     def handle(self, plan: plan_pb2.Plan) -> plan_pb2.StepResult:
-        """Executes one plan and waits for its result.
+        """Execute one plan and wait for its result.
 
         Raises:
-            PlanError: the plan breaks the contract; call `reset` before anything else.
+            PlanError: the plan violates the protocol; call `reset` next.
         """
         self.launch(plan, time.time_ns())
         return self.collect()
 
     @torch.inference_mode()
     def launch(self, plan: plan_pb2.Plan, received_unix_ns: int) -> None:
-        """Applies a plan and starts its step.
+        """Apply a plan and start its step.
 
         Args:
             plan: the next plan of the epoch.
-            received_unix_ns: when it was read from the socket.
+            received_unix_ns: time at which the plan was read from the socket.
 
         Raises:
-            PlanError: the plan breaks the contract; call `reset` before anything else.
+            PlanError: the plan violates the protocol; call `reset` next.
         """
         began, began_unix_ns = time.perf_counter_ns(), time.time_ns()
         self._tracing.rows_left(self._rows.leave(plan), self._rows.num_computed, began_unix_ns)
@@ -195,21 +197,21 @@ class Engine:
         )
 
     def ready(self) -> bool:
-        """Whether `collect` would not wait. False when nothing is in flight."""
+        """Return whether `collect` would not wait. False if no step is in flight."""
         if not self._launched:
             return False
         oldest = self._launched[0]
         return oldest.in_flight.ready() and all(copies.done() for copies in oldest.copies)
 
     def collect(self) -> plan_pb2.StepResult:
-        """The result of the oldest step in flight; waits for the device if it must."""
+        """Return the result of the oldest step in flight; wait for the device if necessary."""
         launched = self._launched.popleft()
         output, times = launched.in_flight.result()
         tokens = output.tokens
         self._tracing.end_step(launched.spans, times.ended_unix_ns)
         result = plan_pb2.StepResult(step=launched.step, timings=_timings(launched, times))
         rows, generations = launched.sample_rows, launched.generations
-        # A row that failed in an earlier step may have been launched again before that was known.
+        # A row that failed in an earlier step may have been launched again before its failure was known.
         failed = (tokens < 0) | self._rows.has_failed(rows, generations)
         if failed.any():
             self._fail(rows[failed], generations[failed], tokens[failed], result)
@@ -218,9 +220,9 @@ class Engine:
             alive = set(zip(rows.tolist(), generations.tolist(), strict=True))
             result.scores.extend(encode(output.scores, launched.scored, alive, launched.prompt_parts))
         for part in pooling.encode(output.embeddings, launched.pooled_parts, result):
-            self._report(part.row, part.generation, pooling.NOT_FINITE, result)
+            self._report(_not_finite(part.row, part.generation, pooling.NOT_FINITE), result)
         for row, generation in zip(*(column.tolist() for column in launched.left_out), strict=True):
-            result.failures.add(row=row, generation=generation, reason=self._reason(row, generation))
+            result.failures.append(self._failure(row, generation))
         result.rows = to_column(rows)
         result.tokens = to_column(tokens)
         for copies in launched.copies:
@@ -232,7 +234,7 @@ class Engine:
         return result
 
     def reset(self) -> None:
-        """Waits for the device, then drops every row and every step in flight, for a new epoch."""
+        """Wait for the device, then drop all rows and all steps in flight, for a new epoch."""
         now = time.time_ns()
         if self._accelerator is not None:
             self._accelerator.synchronize()
@@ -242,31 +244,41 @@ class Engine:
         self._sampler.clear()
         if self.grammars is not None:
             self.grammars.forget_reports()
-        self._reasons.clear()
+        self._failures.clear()
 
     def _fail(self, rows: IntArray, generations: IntArray, tokens: Int32Array, result: plan_pb2.StepResult) -> None:
-        """Takes rows out of all further steps; one line per row that has failed just now."""
+        """Exclude rows from all further steps, and log each row that has not failed before."""
         known = self._rows.has_failed(rows, generations) | (self._rows.generation[rows] != generations)
         for row, generation, code, is_known in zip(
             rows.tolist(), generations.tolist(), tokens.tolist(), known.tolist(), strict=True
         ):
-            reason = self._reason(row, generation) or FAILURES.get(code, "")
-            self._reasons[row] = generation, reason
-            self._report(row, generation, reason, result, in_log=not is_known)
+            failure = self._failure(row, generation, code)
+            self._failures[row] = failure
+            self._report(failure, result, in_log=not is_known)
         self._rows.fail(rows, generations)
 
-    def _reason(self, row: int, generation: int) -> str:
-        """Why this use of a row has failed before; empty: that is not known."""
-        failed, reason = self._reasons.get(row, (0, ""))
-        return reason if failed == generation else ""
+    def _failure(self, row: int, generation: int, code: int = 0) -> plan_pb2.RowFailure:
+        """Return the failure of this use of a row: an earlier one, or the one that `code` stands for."""
+        before = self._failures.get(row)
+        if before is not None and before.generation == generation:
+            return before
+        if code == NOT_FINITE:
+            return _not_finite(row, generation, "the model's logits are not finite")
+        if code == NOTHING_ALLOWED and self._rows.generation[row] == generation:
+            return self._rows.explain_no_token(row)
+        # Another request uses the row now, so the constraints of this one are no longer known.
+        kind = plan_pb2.ROW_FAILURE_KIND_NO_TOKEN_ALLOWED if code == NOTHING_ALLOWED else _INTERNAL
+        return plan_pb2.RowFailure(
+            row=row, generation=generation, kind=kind, reason="the row's constraints allow no token"
+        )
 
-    def _report(
-        self, row: int, generation: int, reason: str, result: plan_pb2.StepResult, *, in_log: bool = True
-    ) -> None:
-        result.failures.add(row=row, generation=generation, reason=reason)
-        # One that another request has by now is not told under its name.
-        if in_log and self._rows.generation[row] == generation:
-            get_logger().warning("row failed", request_id=self._rows.request_id(row), row=row, reason=reason)
+    def _report(self, failure: plan_pb2.RowFailure, result: plan_pb2.StepResult, *, in_log: bool = True) -> None:
+        result.failures.append(failure)
+        # The row may belong to another request by now; then the request ID would be wrong.
+        if in_log and self._rows.generation[failure.row] == failure.generation:
+            request_id = self._rows.request_id(failure.row)
+            kind = plan_pb2.RowFailureKind.Name(failure.kind).removeprefix("ROW_FAILURE_KIND_").lower()
+            get_logger().warning("row failed", request_id=request_id, row=failure.row, kind=kind, reason=failure.reason)
 
     def _submit(self, batch: StepBatch | None) -> StepInFlight:
         if batch is None:
@@ -289,6 +301,11 @@ class Engine:
         if computed.hidden is None:
             return sampled
         return replace(sampled, embeddings=self._rows.pooling.pool(computed.hidden, batch.pooled_parts))
+
+
+def _not_finite(row: int, generation: int, reason: str) -> plan_pb2.RowFailure:
+    kind = plan_pb2.ROW_FAILURE_KIND_NOT_FINITE
+    return plan_pb2.RowFailure(row=row, generation=generation, kind=kind, reason=reason)
 
 
 def _timings(launched: _Launched, times: DeviceTimes) -> plan_pb2.StepTimings:

@@ -1,9 +1,9 @@
-"""What can go wrong with a step as a whole."""
+"""Error of an invalid plan."""
 
 
 class PlanError(ValueError):
-    """A plan that breaks the protocol's contract.
+    """A plan that violates the plan protocol.
 
-    The row table may be half changed: drop every row and say Hello again. The message is one
-    line without prompt content.
+    The row table may be updated in part, so the worker must drop all rows and send a new Hello. The message is one
+    line and contains no prompt content.
     """

@@ -1,9 +1,9 @@
-"""When the device computes: at once on a CPU, behind the host's back on an accelerator.
+"""Executors: run the steps, synchronously on a CPU and asynchronously on an accelerator.
 
-A step is two functions: `forward` gives the logits, `sample` gives the tokens. Where rows pool, hidden states and
-embeddings go the same way. An executor runs both and hands back a
-step in flight, which becomes ready once the tokens are on the host. With an accelerator nothing here waits for it: the
-tokens travel to pinned memory on a side stream, and `ready` only looks at an event.
+A step is two functions: `forward` returns logits, and hidden states of rows that pool; `sample` returns tokens and
+embeddings. An executor runs both and returns a step in flight, which is ready when its results are on the host. On an
+accelerator nothing waits for the device: a side stream copies the results to pinned memory, and `ready` queries an
+event.
 """
 
 import time
@@ -21,7 +21,7 @@ from worker_svc.accelerator import Accelerator, Event
 
 @dataclass(frozen=True, slots=True)
 class Computed:
-    """What the forward pass gives, on the device."""
+    """Result of the forward pass, on the device."""
 
     logits: torch.Tensor
     """`[S + P, vocab_size]`."""
@@ -34,14 +34,14 @@ Forward = Callable[[], Computed]
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """What sampling gives, on the device."""
+    """Result of sampling, on the device."""
 
     tokens: torch.Tensor
     """`[S] int32`."""
     scores: torch.Tensor | None = None
-    """`[n, m] int32`, see `worker_svc.scores`; None: no log-probabilities are wanted."""
+    """`[n, m] int32`, see `worker_svc.scores`; None: no row needs log-probabilities."""
     embeddings: torch.Tensor | None = None
-    """`[E, hidden_size] float32`; None: none is complete."""
+    """`[E, hidden_size] float32`; None: no embedding is complete."""
 
 
 Sample = Callable[[Computed], Sampled]
@@ -49,7 +49,7 @@ Sample = Callable[[Computed], Sampled]
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
-    """The same on the host."""
+    """The same result on the host."""
 
     tokens: Int32Array
     scores: Int32Array | None = None
@@ -58,7 +58,7 @@ class StepOutput:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceTimes:
-    """When and for how long the device worked on a step."""
+    """Times of a step on the device."""
 
     started_unix_ns: int
     forward_ns: int
@@ -67,49 +67,49 @@ class DeviceTimes:
 
     @property
     def ended_unix_ns(self) -> int:
-        """When the tokens were there."""
+        """End of sampling."""
         return self.started_unix_ns + self.forward_ns + self.sample_ns
 
 
 class StepInFlight(Protocol):
-    """A step that the device works on or has finished."""
+    """A step that the device computes or has finished."""
 
     def ready(self) -> bool:
-        """Whether `result` would not wait."""
+        """Return whether `result` would not wait."""
         ...
 
     def result(self) -> tuple[StepOutput, DeviceTimes]:
-        """What was sampled and the times; waits for the device if it must."""
+        """Return the sampled tokens and the times; wait for the device if necessary."""
         ...
 
 
 class Executor(Protocol):
-    """Runs steps one after the other."""
+    """Runner of steps, one after the other."""
 
     @property
     def asynchronous(self) -> bool:
-        """Whether a step may be submitted while another is in flight, to the device's benefit."""
+        """Whether to submit a step while another is in flight, to keep the device busy."""
         ...
 
     def submit(self, forward: Forward, sample: Sample) -> StepInFlight:
-        """Starts a step."""
+        """Start a step."""
         ...
 
 
 def make_executor(accelerator: Accelerator | None) -> Executor:
-    """The executor for this device; None: the CPU."""
+    """Return the executor of an accelerator; None: of the CPU."""
     return CpuExecutor() if accelerator is None else AsyncExecutor(accelerator)
 
 
 @dataclass(frozen=True, slots=True)
 class DoneStep:
-    """A step whose tokens are there."""
+    """A finished step."""
 
     output: StepOutput
     times: DeviceTimes
 
     def ready(self) -> bool:
-        """Always."""
+        """Return True."""
         return True
 
     def result(self) -> tuple[StepOutput, DeviceTimes]:
@@ -118,7 +118,7 @@ class DoneStep:
 
 
 class CpuExecutor:
-    """Computes in the caller's thread; a submitted step is done."""
+    """Executor that computes in the caller's thread; a submitted step is finished."""
 
     asynchronous = False
 
@@ -151,7 +151,7 @@ class CpuExecutor:
 
 
 class AsyncExecutor:
-    """Enqueues on the current stream and copies the tokens out on a stream of its own."""
+    """Executor that enqueues steps on the current stream, and copies results on its own stream."""
 
     asynchronous = True
 
@@ -189,12 +189,12 @@ class AsyncExecutor:
         return step
 
     def _pinned(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Room on the host for a copy."""
+        """Allocate pinned memory for a copy."""
         return self._accelerator.pinned(tuple(tensor.shape), tensor.dtype)
 
 
 class EnqueuedStep:
-    """A step that a device works on behind the host's back. Results are taken in the order of submission."""
+    """A step that a device computes asynchronously. Results must be taken in the order of submission."""
 
     def __init__(
         self,
@@ -205,7 +205,7 @@ class EnqueuedStep:
         previous: "EnqueuedStep | None",
     ) -> None:
         self._on_host = on_host
-        # Kept, so that their memory is not used again while they are copied.
+        # Kept so that their memory is not reused during the copy.
         self._on_device: Sampled | None = on_device
         self._submitted_unix_ns = submitted_unix_ns
         self._events = events
@@ -221,11 +221,11 @@ class EnqueuedStep:
         started, computed, sampled, copied = self._events
         copied.synchronize()
         self._on_device = None
-        previous, self._previous = self._previous, None  # a step keeps only the one before it alive
+        previous, self._previous = self._previous, None  # so that a step keeps only its predecessor alive
         idle_ns, started_unix_ns = 0, self._submitted_unix_ns
         if previous is not None:
             idle_ns = previous._events[2].ns_until(started)
-            # The device begins when it is told to, or when it is done with the step before.
+            # The device starts when the step is submitted, or after the previous step.
             started_unix_ns = max(started_unix_ns, previous._ended_unix_ns)
         times = DeviceTimes(
             started_unix_ns=started_unix_ns,

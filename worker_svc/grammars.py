@@ -1,18 +1,16 @@
-"""Grammars beside the sampler: compiled in a thread, one matcher per row, a mask per step.
+"""Grammars: compiled in threads, with one matcher per row that gives a token mask per step.
 
-A grammar is compiled once (`GrammarStore`), off the way of steps; every row with it gets a copy of the compiled
-matcher, brought to where the row is by replaying its output. So a request that was paused, or moved here from a worker
-that died, goes on as it was. A matcher sees each sampled token before the next one is masked (`HostTokens`), and none
-after the one that ended the row.
+A grammar is compiled once (`GrammarStore`), outside of the steps. Each row with the grammar gets a copy of the compiled
+matcher, which replays the output so far. A request that was preempted, or moved here from another worker, thus
+continues where it was. A matcher reads each sampled token before the next mask (`HostTokens`), and no token after the
+one that ended the row.
 """
 
 import threading
 from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 from hashlib import sha256
-from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -21,39 +19,66 @@ from llguidance import LLMatcher
 
 from protos.quire.plan.v1 import plan_pb2
 from shared.columns import Int32Array
+from shared.frames import MAX_GRAMMARS
 from shared.grammars import GrammarError, GrammarTokenizer, compile_grammar
 from shared.logging import get_logger
 
-MAX_COMPILED = 256
-"""Compiled grammars that are kept."""
+_GRAMMAR = plan_pb2.GRAMMAR_FAILURE_CAUSE_GRAMMAR
+_WORKER = plan_pb2.GRAMMAR_FAILURE_CAUSE_WORKER
+_STACK_BYTES = 16 << 20
+"""Stack of a compiling thread. The front end tests each grammar with a smaller stack, so this one is sufficient."""
 
 
 class GrammarStore:
-    """The compiled grammars of one worker."""
+    """Compiled grammars of one worker.
 
-    def __init__(self, tokenizer_file: Path, vocab_size: int, eos_token_ids: tuple[int, ...]) -> None:
-        self._make_tokenizer = partial(GrammarTokenizer, tokenizer_file, vocab_size, eos_token_ids)
+    Two threads compile: one the grammars that the front end marked as costly, the other all others, so that these never
+    wait for a costly one. The library releases the GIL while it compiles.
+
+    The scheduler decides which grammars to keep, and names the ones to drop. The store also keeps grammars of earlier
+    epochs while it has room, and evicts the least recently used ones.
+    """
+
+    def __init__(self, tokenizer: GrammarTokenizer, eos_token_ids: tuple[int, ...], max_rows: int) -> None:
         self.eos_token_ids = frozenset(eos_token_ids)
-        self._tokenizer: GrammarTokenizer | None = None
+        self._tokenizer = tokenizer
+        self._max_kept = MAX_GRAMMARS + max_rows
+        """Upper bound of what a scheduler expects: MAX_GRAMMARS unused ones, and one per row."""
         self._compiled: OrderedDict[bytes, LLMatcher] = OrderedDict()
         self._lock = threading.Lock()
-        """Held for whatever the thread and the loop share; never while compiling."""
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="grammar")
+        """Protects the data that the threads and the loop share; not held during compilation."""
+        self._cheap, self._costly = _compiling_thread("grammar"), _compiling_thread("costly-grammar")
         self._reports: list[plan_pb2.GrammarReport] = []
         self._pending = 0
 
+    def __contains__(self, key: bytes) -> bool:
+        """Return whether the grammar is compiled."""
+        with self._lock:
+            return key in self._compiled
+
     @property
     def pending(self) -> bool:
-        """Whether reports are on their way."""
+        """Whether a report is outstanding."""
         return self._pending > 0
 
     def prepare(self, request: plan_pb2.PrepareGrammar) -> None:
-        """Compiles a grammar in the thread; `take_reports` tells when."""
+        """Drop the grammars that the scheduler names, and compile the requested one in a thread.
+
+        `take_reports` returns the outcome.
+        """
+        with self._lock:
+            for key in request.drop:
+                self._compiled.pop(key, None)
         self._pending += 1
-        self._pool.submit(self._prepare, request)
+        try:
+            grammar = _parsed(request.grammar)
+        except GrammarError as error:
+            self._report(request.key, str(error), _GRAMMAR)
+        else:
+            (self._costly if grammar.costly else self._cheap).submit(self._prepare, request.key, grammar)
 
     def take_reports(self) -> list[plan_pb2.GrammarReport]:
-        """What has become of grammars since the last call."""
+        """Return the reports of grammars since the last call."""
         if not self._pending:
             return []
         with self._lock:
@@ -62,67 +87,103 @@ class GrammarStore:
         return reports
 
     def forget_reports(self) -> None:
-        """Nobody waits for reports any more: the epoch is over."""
+        """Drop the reports that have arrived, because the epoch is over."""
         self.take_reports()
 
     def matcher(self, serialized: bytes) -> LLMatcher:
-        """A matcher of one's own, at the beginning of the output; compiles what is not there.
+        """Return a new matcher at the beginning of the output; compile the grammar if necessary.
 
         Raises:
-            GrammarError: the grammar cannot be used.
+            GrammarError: the grammar is invalid.
         """
         key = sha256(serialized).digest()
+        compiled = self._find(key)
+        if compiled is None:
+            compiled = self._compile(key, _parsed(serialized))
+        return compiled.deep_copy()
+
+    def close(self) -> None:
+        """Shut down the threads."""
+        for thread in (self._cheap, self._costly):
+            thread.shutdown(wait=False, cancel_futures=True)
+
+    def _find(self, key: bytes) -> LLMatcher | None:
+        """Return a compiled grammar and mark it as recently used; None if it is not in the store."""
         with self._lock:
             compiled = self._compiled.get(key)
             if compiled is not None:
                 self._compiled.move_to_end(key)
-        if compiled is None:
-            compiled = self._compile(key, serialized)
-        return compiled.deep_copy()
+            return compiled
 
-    def close(self) -> None:
-        """Lets the thread go."""
-        self._pool.shutdown(wait=False, cancel_futures=True)
-
-    def _prepare(self, request: plan_pb2.PrepareGrammar) -> None:
-        report = plan_pb2.GrammarReport(key=request.key)
+    def _prepare(self, key: bytes, grammar: plan_pb2.Grammar) -> None:
         try:
-            self._compile(request.key, request.grammar)
+            if self._find(key) is None:
+                self._compile(key, grammar)
+        except GrammarError as error:
+            self._report(key, str(error), _GRAMMAR)
         except Exception as error:
-            report.failure = str(error) or type(error).__name__
-        with self._lock:
-            self._reports.append(report)
+            self._report(key, f"compilation failed on this worker: {str(error) or type(error).__name__}", _WORKER)
+        else:
+            self._report(key)
 
-    def _compile(self, key: bytes, serialized: bytes) -> LLMatcher:
-        if self._tokenizer is None:
-            self._tokenizer = self._make_tokenizer()
-        try:
-            grammar = plan_pb2.Grammar.FromString(serialized)
-        except DecodeError:
-            raise GrammarError("a grammar that does not parse") from None
+    def _report(
+        self,
+        key: bytes,
+        failure: str = "",
+        cause: plan_pb2.GrammarFailureCause.ValueType = plan_pb2.GRAMMAR_FAILURE_CAUSE_UNSPECIFIED,
+    ) -> None:
+        with self._lock:
+            self._reports.append(plan_pb2.GrammarReport(key=key, failure=failure, cause=cause))
+
+    def _compile(self, key: bytes, grammar: plan_pb2.Grammar) -> LLMatcher:
         matcher = compile_grammar(grammar, self._tokenizer)
         with self._lock:
             self._compiled[key] = matcher
-            while len(self._compiled) > MAX_COMPILED:
+            self._compiled.move_to_end(key)
+            while len(self._compiled) > self._max_kept:
                 self._compiled.popitem(last=False)
         return matcher
+
+
+def _parsed(serialized: bytes) -> plan_pb2.Grammar:
+    try:
+        return plan_pb2.Grammar.FromString(serialized)
+    except DecodeError:
+        raise GrammarError("is not a valid Grammar message") from None
+
+
+def _compiling_thread(name: str) -> ThreadPoolExecutor:
+    """Start a thread with a large stack.
+
+    The thread has normal priority. It holds the GIL for short moments only, and with a lower priority the steps would
+    wait longer for the GIL.
+    """
+    usual = threading.stack_size(_STACK_BYTES)
+    try:
+        pool = ThreadPoolExecutor(1, thread_name_prefix=name)
+        pool.submit(int).result()  # the stack size is fixed when the thread starts
+        return pool
+    finally:
+        threading.stack_size(usual)
 
 
 @dataclass(slots=True)
 class _RowGrammar:
     matcher: LLMatcher | None
-    """None: the grammar cannot be used."""
+    """None: the grammar is not usable."""
+    failure: str
+    """Why the grammar is not usable; empty if it is."""
     ends: frozenset[int]
     """Tokens that end the row."""
     over: bool = False
-    """The row has sampled one of them; whatever it samples until it leaves is discarded."""
+    """The row has sampled an end token; later tokens of the row are discarded."""
 
 
 class GrammarRows:
-    """The grammars of all rows of one worker."""
+    """Grammars of all rows of one worker."""
 
     def __init__(self, store: GrammarStore | None, vocab_size: int) -> None:
-        """`store` is None where no grammar can be used, as in a model without a tokenizer."""
+        """Create a table without rows; `store` is None if the model has no tokenizer that supports grammars."""
         self._store = store
         self._vocab_size = vocab_size
         self._rows: dict[int, _RowGrammar] = {}
@@ -134,30 +195,51 @@ class GrammarRows:
         return row in self._rows
 
     def admit(self, row: int, serialized: bytes, stops: Int32Array, output: Int32Array) -> None:
-        """A row arrives, having generated `output` before.
+        """Admit a row whose output so far is `output`.
 
-        A grammar that cannot be used, or an output that does not conform to it, allows the row no token; it harms no
-        other row.
+        If the grammar is not usable, or the output does not match it, the row can sample no token. Other rows are not
+        affected.
         """
         self._rows.pop(row, None)
         if not serialized:
             return
-        matcher = None
-        try:
-            matcher = self._store.matcher(serialized) if self._store is not None else None
-        except GrammarError as error:
-            get_logger().error("a grammar that was ready cannot be used", row=row, reason=str(error))
+        matcher, failure = None, "the model of this worker has no tokenizer that supports grammars"
+        if self._store is not None:
+            try:
+                matcher, failure = self._store.matcher(serialized), ""
+            except GrammarError as error:
+                failure = f"the grammar was compiled before but fails now: {error}"
         if matcher is not None and len(output):
-            matcher.consume_tokens(output.tolist())  # on failure it says so for ever after
+            matcher.consume_tokens(output.tolist())  # after a failure, is_error() stays true
+            failure = "the output so far does not match the grammar" if matcher.is_error() else ""
+        if failure:
+            get_logger().error("grammar of a row cannot be used", row=row, reason=failure)
         eos = self._store.eos_token_ids if self._store is not None else frozenset()
-        self._rows[row] = _RowGrammar(matcher, eos | set(stops.tolist()))
+        self._rows[row] = _RowGrammar(matcher, failure, eos | set(stops.tolist()))
+
+    def explain(self, row: int, into: plan_pb2.RowFailure) -> bool:
+        """Write why the row's grammar failed into `into`; return False if it did not fail or the row has none."""
+        grammar = self._rows.get(row)
+        if grammar is None:
+            return False
+        if grammar.failure:
+            into.kind, into.reason = plan_pb2.ROW_FAILURE_KIND_INTERNAL, grammar.failure
+            return True
+        if grammar.matcher is not None and grammar.matcher.is_error():
+            into.kind, into.field = plan_pb2.ROW_FAILURE_KIND_GRAMMAR_TOO_COSTLY, "grammar"
+            into.reason = (
+                "exceeds the limit of work per token at this point of the output;"
+                " simplify it: use fewer alternatives and repetitions, or longer fixed texts"
+            )
+            return True
+        return False
 
     def leave(self, row: int) -> None:
-        """The row is over."""
+        """Forget a row that leaves."""
         self._rows.pop(row, None)
 
     def note_token(self, row: int, token: int) -> None:
-        """A row has sampled a token."""
+        """Pass a sampled token to the row's matcher."""
         grammar = self._rows.get(row)
         if grammar is None or grammar.over or grammar.matcher is None:
             return
@@ -167,7 +249,7 @@ class GrammarRows:
             grammar.matcher.consume_token(token)
 
     def allowed(self, rows: tuple[int, ...]) -> npt.NDArray[np.bool_]:
-        """`[R, vocab_size]`: which tokens each of these rows may sample now; none where its grammar has failed."""
+        """Return the mask `[R, vocab_size]` of allowed tokens; all False for a row whose grammar failed."""
         masks = np.zeros((len(rows), self._vocab_size), np.bool_)
         for line, row in enumerate(rows):
             grammar = self._rows[row]

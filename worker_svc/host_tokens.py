@@ -1,8 +1,7 @@
-"""The newest tokens on the host, for rows whose next token depends on them in ways that the device cannot decide.
+"""Last sampled tokens on the host, for rows whose next token depends on them.
 
-A grammar, or a word of several tokens, must see token N before token N + 1 can be chosen. The tokens of a step with
-such rows are copied to the host; the next step's sampling waits for that copy, and for nothing else: its forward pass
-is under way by then.
+A grammar, or a bad word of several tokens, needs token N before token N + 1 is sampled. The tokens of a step with such
+rows are copied to the host. Sampling of the next step waits for that copy only; its forward pass is already running.
 """
 
 import torch
@@ -12,25 +11,32 @@ from worker_svc.block_tables import IntArray
 
 
 class HostTokens:
-    """The tokens of one step on their way to the host."""
+    """Tokens of one step that are being copied to the host."""
 
     def __init__(
         self, tokens: torch.Tensor, rows: IntArray, generations: IntArray, accelerator: Accelerator | None
     ) -> None:
-        """`tokens` `[S] int32` on the device, negative for rows that failed; of `rows` `[S]` in these uses."""
+        """Start the copy.
+
+        Args:
+            tokens: `[S] int32` on the device, negative for rows that failed.
+            rows: `[S]`, the rows of the tokens.
+            generations: `[S]`, the generations of the rows.
+            accelerator: the accelerator of the device; None on a CPU.
+        """
         self.rows = rows
         self.generations = generations
         self._copied: Event | None = None
         self._tokens = tokens
         if accelerator is not None:
             self._tokens = accelerator.pinned(tuple(tokens.shape), tokens.dtype)
-            # On the stream of the computation itself: all that this stream has before it is what gave the tokens.
+            # On the compute stream: the copy waits only for the work that produces the tokens.
             self._tokens.copy_(tokens, non_blocking=True)
             self._copied = accelerator.event()
             self._copied.record()
 
     def wait(self) -> list[tuple[int, int, int]]:
-        """(row, generation, token) of each; waits for the copy."""
+        """Wait for the copy and return (row, generation, token) of each row."""
         if self._copied is not None:
             self._copied.synchronize()
         columns = (self.rows.tolist(), self.generations.tolist(), self._tokens.tolist())

@@ -1,31 +1,33 @@
-"""The name under which a worker is known to the scheduler and to the operator."""
+"""Name of a worker, as the scheduler and the operator see it."""
 
 import hashlib
 
 from shared.config import ConfigError
 
 MAX_BYTES = 64
-"""What the plan protocol allows."""
+"""Longest name that the plan protocol allows, in UTF-8."""
 _DIGEST_CHARS = 8
 
 
 def worker_id(wanted: str, host: str, pid: int) -> str:
-    """The worker's name: what is wanted, else `host-pid`.
+    """Return the worker's name: the configured one, else `host-pid`.
 
-    Two workers of one name displace each other for ever, so a worker that nobody named must not share its name with
-    another one, on this host or elsewhere. A host name too long to fit is cut and told apart by a hash of the whole.
+    Two workers with the same name replace each other endlessly, so default names must be unique across hosts. A host
+    name that is too long is cut, and a hash of the whole name is added.
 
     Args:
-        wanted: the setting; empty if there is none.
+        wanted: the configured name; empty: none.
         host: this machine's name.
         pid: this process's id.
 
     Raises:
-        ConfigError: the wanted name is longer than `MAX_BYTES` in UTF-8.
+        ConfigError: the configured name is longer than `MAX_BYTES` in UTF-8.
     """
     if wanted:
         if len(wanted.encode()) > MAX_BYTES:
-            raise ConfigError(f"worker_id: {len(wanted.encode())} bytes are too many; at most {MAX_BYTES}")
+            raise ConfigError(
+                f"worker_id: {len(wanted.encode())} bytes exceed the limit of {MAX_BYTES}; use a shorter name"
+            )
         return wanted
     suffix = f"-{pid}"
     room = MAX_BYTES - len(suffix)

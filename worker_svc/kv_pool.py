@@ -1,10 +1,10 @@
-"""The KV blocks: how many fit, and the tensors themselves.
+"""KV blocks: how many fit into memory, and their tensors.
 
 One block holds `block_size` tokens of one row in every layer:
 
     bytes of a block = sum over layers of 2 (key and value) x KV heads x head_dim x block_size x bytes per element
 
-KV heads, not query heads: under grouped-query attention the latter would be up to eight times too many.
+With grouped-query attention a model has fewer KV heads than query heads.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,21 +17,22 @@ from worker_svc.model.base import KVCache, KVShape
 
 
 def block_bytes(shapes: Sequence[KVShape], block_size: int, dtype: torch.dtype) -> int:
-    """Bytes of one block over all layers."""
+    """Return the bytes of one block over all layers."""
     per_token = sum(2 * shape.num_kv_heads * shape.head_dim for shape in shapes)
     return per_token * block_size * dtype.itemsize
 
 
 def count_blocks(memory: int, bytes_per_block: int, most_usable: int, setting: str) -> int:
-    """How many blocks to allocate: what fits into `memory` bytes, but no more than all rows together can use.
+    """Return the number of blocks to allocate: as many as fit into `memory` bytes, at most `most_usable`.
 
     Raises:
-        ConfigError: not one fits; it names `setting`.
+        ConfigError: no block fits; the message names `setting`.
     """
     fitting = memory // bytes_per_block
     if fitting < 1:
         raise ConfigError(
-            f"{setting}: {max(memory, 0):,} bytes are left for KV, but one block needs {bytes_per_block:,}"
+            f"{setting}: {max(memory, 0):,} bytes remain for the KV cache, but one block needs {bytes_per_block:,};"
+            " raise it"
         )
     return min(fitting, most_usable)
 
@@ -44,11 +45,12 @@ def allocate(
     device: torch.device,
     setting: str,
 ) -> tuple[KVCache, ...]:
-    """Keys and values of each layer, `[num_blocks, num_kv_heads, block_size, head_dim]`, touched so that the memory is
-    really there.
+    """Allocate the keys and values of each layer, each `[num_blocks, num_kv_heads, block_size, head_dim]`.
+
+    The tensors are filled with zeros, so that the memory is committed now.
 
     Raises:
-        ConfigError: the memory is not there; it names `setting`.
+        ConfigError: there is not enough memory; the message names `setting`.
     """
     try:
         with torch.inference_mode():
@@ -61,11 +63,11 @@ def allocate(
             )
     except (RuntimeError, MemoryError):
         size = num_blocks * block_bytes(shapes, block_size, dtype)
-        raise ConfigError(f"{setting}: there is no memory for {size:,} bytes of KV; give it less") from None
+        raise ConfigError(f"{setting}: cannot allocate {size:,} bytes of KV cache; lower it") from None
 
 
 def _zeros(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Touched memory; on a CPU in huge pages where the system has them, since attention jumps from block to block."""
+    """Allocate zeros; on a CPU in huge pages if possible, because attention reads blocks in random order."""
     tensor = torch.empty(size, dtype=dtype, device=device)
     if device.type == "cpu":
         advise_huge_pages(tensor)
@@ -73,13 +75,13 @@ def _zeros(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> t
 
 
 def cuda_memory_left(device: torch.device, utilization: float, profile: Callable[[], int], later: int) -> int:
-    """Bytes of a GPU left for KV when the worker as a whole uses the share `utilization` of it.
+    """Return the bytes of a GPU that remain for KV if the worker uses the share `utilization` of its memory.
 
     Args:
         device: the GPU.
-        utilization: share of its memory.
-        profile: runs the largest possible step; returns the bytes of KV that it used, which do not count.
-        later: bytes that will be taken besides, after KV.
+        utilization: share of the GPU's memory for the whole worker, from 0 to 1.
+        profile: runs the largest possible step; returns the bytes of KV that it allocated, which are not counted.
+        later: bytes that the worker allocates after the KV cache.
     """
     torch.cuda.reset_peak_memory_stats(device)
     profiled_kv = profile()
@@ -87,5 +89,5 @@ def cuda_memory_left(device: torch.device, utilization: float, profile: Callable
     peak = torch.cuda.max_memory_allocated(device) - profiled_kv
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
-    elsewhere = total - free - torch.cuda.memory_reserved(device)  # other processes, and what CUDA itself takes
+    elsewhere = total - free - torch.cuda.memory_reserved(device)  # other processes and the CUDA context
     return int(total * utilization) - elsewhere - peak - later

@@ -1,11 +1,11 @@
-"""The numbers that bound a worker."""
+"""Limits of a worker."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """What the worker can hold and compute; the same numbers that Hello tells the scheduler."""
+    """Limits of what the worker can hold and compute, as sent to the scheduler in Hello."""
 
     max_rows: int
     max_tokens_per_step: int
@@ -16,9 +16,9 @@ class Limits:
     num_host_blocks: int = 0
     num_kv_groups: int = 1
     hidden_size: int = 0
-    """Elements of a last hidden state; 0: the model gives none out."""
+    """Elements of a token's last hidden state; 0: the model does not return hidden states."""
 
     @property
     def max_blocks_per_row(self) -> int:
-        """Blocks for the longest sequence and one more, for schedulers that reserve ahead."""
+        """Blocks of the longest sequence, plus one for schedulers that reserve a block ahead."""
         return -(-self.max_model_len // self.block_size) + 1

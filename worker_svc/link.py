@@ -1,8 +1,8 @@
-"""The socket to the scheduler: a fresh incarnation and a new socket for every Hello.
+"""Socket to the scheduler: a new socket and a new incarnation for every Hello.
 
-A routing id that is never reused means that nothing said to an earlier incarnation can reach a later one. No send
-blocks: a scheduler that takes nothing is as good as gone. So is one whose connection breaks: it takes the break for
-this worker's death, and if it was restarted it knows nobody. ZeroMQ would reconnect without a word; its monitor tells.
+A routing ID is never reused, so a message for an earlier incarnation cannot reach a later one. No send blocks: a full
+send queue ends the session. A closed connection ends it too, because the scheduler then treats this worker as dead, and
+a restarted scheduler does not know it. ZeroMQ reconnects silently, so the link watches the socket's monitor.
 """
 
 import time
@@ -11,13 +11,14 @@ from collections.abc import Iterator
 import zmq
 
 from protos.quire.plan.v1 import plan_pb2
+from shared.frames import PLAN_MAX_MESSAGE
 from shared.ids import draw_incarnation, routing_id
 from shared.logging import get_logger
-from shared.sockets import NO_HEARTBEAT, PLAN_MAX_MESSAGE, Protect, connect_dealer
+from shared.sockets import NO_HEARTBEAT, Protect, connect_dealer
 from worker_svc.session import Event, Lost, Malformed, Session
 
 _HELLO_INTERVAL_S = 0.2
-"""Least time between two Hellos, so that a scheduler that takes none is not stormed."""
+"""Minimum time between two Hellos, which limits the load on a scheduler that does not answer."""
 _GOODBYE_LINGER_MS = 500
 
 
@@ -25,12 +26,12 @@ class Link:
     """The connection of one worker."""
 
     def __init__(self, address: str, hello: plan_pb2.Hello, protect: Protect = lambda _socket: None) -> None:
-        """Connects when `open` is called.
+        """Create a link that connects when `open` is called.
 
         Args:
             address: the scheduler's ZeroMQ address.
-            hello: what to say of this worker; the incarnation is filled in.
-            protect: encrypts each new socket.
+            hello: the description of this worker; `open` sets its incarnation and reason.
+            protect: sets up encryption on each new socket.
         """
         self._protect = protect
         self._address = address
@@ -42,19 +43,20 @@ class Link:
         self._session = Session(0.0)
         self._said_hello = -_HELLO_INTERVAL_S
         self.malformed_frames = 0
-        """Frames dropped because they were no message of the protocol."""
+        """Number of frames dropped because they were malformed."""
 
     @property
     def incarnation(self) -> int:
-        """The present one."""
+        """The current incarnation."""
         return self._hello.incarnation
 
-    def open(self) -> None:
-        """Begins a new incarnation: new socket, Hello. What the old one had in flight is lost."""
+    def open(self, reason: plan_pb2.HelloReason.ValueType = plan_pb2.HELLO_REASON_STARTED) -> None:
+        """Start a new incarnation: open a new socket and send Hello. Unsent and unread messages are dropped."""
         time.sleep(max(0.0, self._said_hello + _HELLO_INTERVAL_S - time.monotonic()))
         self._said_hello = time.monotonic()
         self._close_socket(linger=0)
         self._hello.incarnation = draw_incarnation()
+        self._hello.reason = reason
         self._socket = connect_dealer(
             self._context,
             self._address,
@@ -71,15 +73,15 @@ class Link:
         self._send(plan_pb2.WorkerMessage(hello=self._hello))
 
     def receive(self, timeout_ms: int) -> Iterator[Event]:
-        """What has arrived, after waiting up to `timeout_ms` for the first frame.
+        """Yield the events that have arrived, after waiting up to `timeout_ms` for the first frame.
 
-        Ends after an event that ends the session, which may be silence.
+        Stops after an event that ends the session, such as a timeout of the scheduler.
         """
         wait = timeout_ms
         while readable := dict(self._poller.poll(wait)):
             wait = 0
             if self._socket not in readable:
-                yield Lost("the connection is gone")
+                yield Lost("the connection to the scheduler was closed")
                 return
             frames = self._connected().recv_multipart(zmq.DONTWAIT)
             event = (
@@ -98,24 +100,26 @@ class Link:
             yield lost
 
     def send_result(self, result: plan_pb2.StepResult) -> Lost | None:
-        """Answers the oldest unanswered plan; the end of the session if the scheduler takes nothing."""
+        """Send the result of the oldest unanswered plan; return `Lost` if it cannot be sent."""
         self._session.answered()
-        sent = self._send(plan_pb2.WorkerMessage(epoch=self._session.epoch, result=result))
-        return None if sent else Lost("the scheduler takes nothing")
+        frame = plan_pb2.WorkerMessage(epoch=self._session.epoch, result=result).SerializeToString()
+        if len(frame) > PLAN_MAX_MESSAGE:
+            return Lost(_too_large(result, len(frame)), plan_pb2.HELLO_REASON_STEP_FAILED)
+        return None if self._send_frame(frame) else Lost("the scheduler does not read: the send queue is full")
 
     def send_grammar_report(self, report: plan_pb2.GrammarReport) -> None:
-        """Says what became of a grammar; one that is not heard is asked for again after the next Hello."""
+        """Send a grammar report. If it is lost, the scheduler asks again after the next Hello."""
         if self._session.epoch:
             self._send(plan_pb2.WorkerMessage(epoch=self._session.epoch, grammar=report))
 
-    def tell_compiling(self, expected_ms: int) -> None:
-        """Asks for so much more time for the step in hand; without an epoch there is none."""
+    def send_compiling(self, expected_ms: int) -> None:
+        """Ask the scheduler for `expected_ms` more time for the running step; does nothing before Welcome."""
         if self._session.epoch:
             compiling = plan_pb2.Compiling(expected_ms=expected_ms)
             self._send(plan_pb2.WorkerMessage(epoch=self._session.epoch, compiling=compiling))
 
     def close(self, reason: str) -> None:
-        """Says Goodbye and closes."""
+        """Send Goodbye and close the socket."""
         if self._socket is not None:
             self._send(plan_pb2.WorkerMessage(epoch=self._session.epoch, goodbye=plan_pb2.Goodbye(reason=reason)))
             self._close_socket(linger=_GOODBYE_LINGER_MS)
@@ -130,18 +134,34 @@ class Link:
         self._socket = self._monitor = None
 
     def _send(self, message: plan_pb2.WorkerMessage) -> bool:
+        return self._send_frame(message.SerializeToString())
+
+    def _send_frame(self, frame: bytes) -> bool:
         try:
-            self._connected().send(message.SerializeToString(), zmq.DONTWAIT)
+            self._connected().send(frame, zmq.DONTWAIT)
         except zmq.Again:
             return False
         return True
 
     def _connected(self) -> "zmq.Socket[bytes]":
         if self._socket is None:
-            raise RuntimeError("the link is not open")
+            raise RuntimeError("link: not open; call open() first")
         return self._socket
 
     def _count(self, event: Malformed) -> None:
         self.malformed_frames += 1
         if self.malformed_frames == 1:
-            get_logger().warning("malformed frame dropped; further ones are only counted", reason=event.reason)
+            get_logger().warning(
+                "malformed frame dropped; further ones are counted without a log line", reason=event.reason
+            )
+
+
+def _too_large(result: plan_pb2.StepResult, size: int) -> str:
+    """Return the message for a result that exceeds a frame. The scheduler bounds steps, so this is a bug."""
+    sizes = [(part.ByteSize(), part.row) for part in result.scores]
+    sizes += [(part.ByteSize(), part.row) for part in result.embeddings]
+    bytes_of_row, row = max(sizes, default=(0, 0))
+    return (
+        f"result of plan {result.step}: {size} bytes exceed the limit of {PLAN_MAX_MESSAGE} bytes per frame:"
+        f" row {row} has {bytes_of_row} bytes of log-probabilities or embeddings"
+    )

@@ -1,14 +1,13 @@
-"""What changes a row's logits before it samples: penalties, biases, forbidden tokens, bad words, least lengths.
+"""Logits rules: penalties, biases, forbidden tokens, bad words and minimum lengths.
 
-The rules are those of `transformers`' processors (presence and frequency penalties: OpenAI's), in its order: bias and
-token sets, repetition penalty, frequency and presence penalty, bad words, least length. A row with any of these has a
-*slot*: a line in three tensors on the device, with what is added to each logit, how often each token was generated, and
-which tokens the prompt holds. So a batch of such rows costs a fixed number of tensor operations, a batch without them
-none at all; and since sampled tokens are counted on the device, nothing waits for the host.
+The rules match the logits processors of `transformers`, in the same order: bias and token sets, repetition penalty,
+frequency and presence penalties (as defined by OpenAI), bad words, minimum length. A row with rules has a *slot*: a
+line in three tensors on the device, for the bias of each token, the count of each generated token, and the tokens of
+the prompt. A batch with such rows costs a fixed number of tensor operations. Sampled tokens are counted on the device,
+so sampling does not wait for the host. Only bad words of several tokens need the last tokens on the host
+(`HostTokens`).
 
-Only words of several tokens must know the newest tokens on the host, see `HostTokens`.
-
-All of it is rebuilt from the tokens at admission, so a request that was paused, or moved here, goes on as it was.
+The state is rebuilt from the tokens at admission. A request that was preempted, or moved here, continues where it was.
 """
 
 from dataclasses import dataclass, field
@@ -27,22 +26,24 @@ _FIRST_SLOTS = 4
 
 @dataclass(slots=True)
 class RowRules:
-    """The rules of one row."""
+    """Rules of one row."""
 
     slot: int
     num_prompt: int
-    """Prompt tokens; what follows them is output."""
+    """Number of prompt tokens; the tokens after them are output."""
     repetition: float
     presence: float
     frequency: float
     has_bias: bool
+    forbids: tuple[str, ...]
+    """Fields of the request that forbid tokens, without `min_tokens`, as named in generation.proto."""
     min_tokens: int
     stop_token_ids: torch.Tensor
     """`[n] int64` on the device; empty unless `min_tokens` is set."""
     bad_words: tuple[tuple[int, ...], ...]
     """Sequences of at least two tokens."""
     recent: list[int] = field(default_factory=list)
-    """The last tokens, as many as the longest bad word looks back; empty without bad words."""
+    """The last `look_back` tokens; empty without bad words."""
 
     @property
     def penalised(self) -> bool:
@@ -51,35 +52,35 @@ class RowRules:
 
     @property
     def look_back(self) -> int:
-        """How many tokens before the next one a bad word may cover."""
+        """Number of past tokens that a bad word may cover."""
         return max((len(word) for word in self.bad_words), default=1) - 1
 
     def forbidden_next(self) -> list[int]:
-        """Tokens that would complete a bad word."""
+        """Return the tokens that would complete a bad word."""
         recent = self.recent
         return [word[-1] for word in self.bad_words if tuple(recent[len(recent) - len(word) + 1 :]) == word[:-1]]
 
 
 @dataclass(frozen=True, slots=True)
 class LogitsBatch:
-    """The rows of a batch that have rules; made once for as long as the batch has the same rows."""
+    """Rows of a batch that have rules; valid until the rows of the batch change."""
 
     index: torch.Tensor
-    """`[R] int64`: their places in the batch."""
+    """`[R] int64`: places of the rows in the batch."""
     slots: torch.Tensor
-    """`[R] int64`."""
+    """`[R] int64`: slots of the rows."""
     rules: tuple[RowRules, ...]
     rows: tuple[int, ...]
     places: tuple[int, ...]
     """`index` on the host."""
     penalties: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None
-    """`[R, 1]` each: repetition, presence, frequency; None when no row has any."""
+    """`[R, 1]` each: repetition, presence, frequency; None if no row has a penalty."""
     any_bias: bool
     any_min_tokens: bool
 
 
 class LogitsRules:
-    """The rules of all rows of one worker."""
+    """Rules of all rows of one worker."""
 
     def __init__(self, vocab_size: int, device: torch.device) -> None:
         self._vocab_size = vocab_size
@@ -94,21 +95,21 @@ class LogitsRules:
         return len(self._rules)
 
     def needs_host_tokens(self, row: int) -> bool:
-        """Whether the row's next token must not be chosen before its last one is known on the host."""
+        """Return whether the host must know the row's last token before the next one is sampled."""
         rules = self._rules.get(row)
         return rules is not None and bool(rules.bad_words)
 
     def note_token(self, row: int, token: int) -> None:
-        """The row's last token, which `needs_host_tokens` asked for."""
+        """Note the last token of a row for which `needs_host_tokens` is true."""
         rules = self._rules.get(row)
         if rules is not None and rules.bad_words:
             rules.recent = [*rules.recent, token][-rules.look_back :]
 
     def admit(self, row: int, params: plan_pb2.SamplingParams, tokens: Int32Array, num_prompt: int) -> None:
-        """A row arrives with its tokens, those generated before it came included.
+        """Admit a row with its prompt and the output that was generated before.
 
         Raises:
-            PlanError: parameters that make no sense.
+            PlanError: a parameter is invalid.
         """
         self.leave(row)
         if not _has_rules(params):
@@ -120,12 +121,12 @@ class LogitsRules:
         words = tuple(tuple(from_column(word).tolist()) for word in params.bad_words)
         numbers = (params.repetition_penalty, params.presence_penalty, params.frequency_penalty)
         if not (np.isfinite(numbers).all() and params.repetition_penalty >= 0 and not np.isnan(bias).any()):
-            raise PlanError("admission: a penalty or bias that is no number, or a negative repetition penalty")
+            raise PlanError("admission: a penalty is not finite, a bias is NaN, or the repetition penalty is negative")
         for column in (ids, allowed, banned, stops, *(np.array(word, np.int32) for word in words)):
             if len(column) and not 0 <= int(column.min()) <= int(column.max()) < self._vocab_size:
-                raise PlanError("admission: sampling names a token outside the vocabulary")
+                raise PlanError("admission: sampling has a token ID outside the vocabulary")
         if any(len(word) < 2 for word in words):
-            raise PlanError("admission: a bad word of less than two tokens")
+            raise PlanError("admission: a bad word has fewer than two tokens")
         slot = self._take_slot()
         rules = RowRules(
             slot=slot,
@@ -134,6 +135,7 @@ class LogitsRules:
             presence=params.presence_penalty,
             frequency=params.frequency_penalty,
             has_bias=bool(len(ids) or len(allowed) or len(banned)),
+            forbids=_forbidding(params, bias),
             min_tokens=params.min_tokens,
             stop_token_ids=self._upload(stops),
             bad_words=words,
@@ -145,19 +147,26 @@ class LogitsRules:
         if rules.penalised:
             self._count(slot, tokens, num_prompt)
 
+    def forbidding(self, row: int, num_generated: int) -> list[str]:
+        """Return the fields of the request that forbid tokens when `num_generated` tokens are generated."""
+        rules = self._rules.get(row)
+        if rules is None:
+            return []
+        return [*rules.forbids, *(("stop.min_tokens",) if num_generated < rules.min_tokens else ())]
+
     def leave(self, row: int) -> None:
-        """The row is over."""
+        """Forget a row that leaves."""
         rules = self._rules.pop(row, None)
         if rules is not None:
             self._free.append(rules.slot)
 
     def clear(self) -> None:
-        """All rows are over."""
+        """Forget all rows."""
         for row in list(self._rules):
             self.leave(row)
 
     def batch(self, rows: IntArray) -> LogitsBatch | None:
-        """Those of the batch's rows that have rules, or None."""
+        """Return the rows of the batch that have rules; None if there are none."""
         if not self._rules:
             return None
         found = [(place, row) for place, row in enumerate(rows.tolist()) if row in self._rules]
@@ -182,12 +191,12 @@ class LogitsRules:
         )
 
     def apply(self, logits: torch.Tensor, batch: LogitsBatch, positions: IntArray) -> torch.Tensor:
-        """The processed float32 logits `[R, vocab_size]` of the batch's rows with rules.
+        """Return the processed float32 logits `[R, vocab_size]` of the rows with rules.
 
         Args:
             logits: `[S, vocab_size]` of all rows.
             batch: the rows with rules.
-            positions: `[S]`: absolute position of the token that each row samples now.
+            positions: `[S]`: absolute position of the token that each row samples next.
         """
         scores = logits[batch.index].to(torch.float32)
         slots = batch.slots
@@ -212,7 +221,7 @@ class LogitsRules:
         return scores
 
     def count_sampled(self, batch: LogitsBatch, tokens: torch.Tensor) -> None:
-        """The batch's rows have sampled `tokens` `[S] int64`."""
+        """Count the sampled tokens `[S] int64` of the batch."""
         if batch.penalties is not None:
             self._generated[batch.slots, tokens[batch.index]] += 1
 
@@ -249,6 +258,18 @@ class LogitsRules:
 
     def _upload(self, ids: "np.ndarray[tuple[int], np.dtype[np.integer]]") -> torch.Tensor:
         return upload(ids.astype(np.int64), self._device)
+
+
+def _forbidding(
+    params: plan_pb2.SamplingParams, bias: "np.ndarray[tuple[int], np.dtype[np.float32]]"
+) -> tuple[str, ...]:
+    names = {
+        "sampling.allowed_token_ids": bool(params.allowed_token_ids),
+        "sampling.banned_token_ids": bool(params.banned_token_ids),
+        "sampling.bad_words": bool(params.bad_words),
+        "sampling.logit_bias": bool(np.isneginf(bias).any()),
+    }
+    return tuple(name for name, forbids in names.items() if forbids)
 
 
 def _has_rules(params: plan_pb2.SamplingParams) -> bool:

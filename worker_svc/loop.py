@@ -1,8 +1,7 @@
-"""The worker's loop: plans from the link to the engine, results back, until told to stop.
+"""Worker loop: passes plans from the link to the engine and results back, until `stop`.
 
-It keeps as many steps launched as the scheduler and the device allow, and it is where everything that ends an epoch
-comes together: whatever went wrong, the answer is to drop all rows and say Hello again. Every line logged from here on
-down carries the epoch and the step in hand.
+The loop keeps as many steps launched as the scheduler and the device allow. It also handles every error that ends an
+epoch: it drops all rows and sends a new Hello. All log lines from here on carry the epoch and the step.
 """
 
 import threading
@@ -20,11 +19,11 @@ from worker_svc.link import Link
 from worker_svc.session import GrammarRequested, LogLevelWanted, Lost, PlanArrived, RefusedForGood, Welcomed
 
 _IDLE_POLL_MS = 50
-"""Longest wait for a frame; bounds how late a signal or silence is noticed."""
+"""Longest wait for a frame when idle, which bounds the delay to notice a signal or a timeout."""
 _GRAMMAR_POLL_MS = 1
-"""The same while a grammar is being compiled; bounds how late the scheduler hears of it."""
+"""The same while a grammar is being compiled, which bounds the delay of its report."""
 _BUSY_WAIT_S = 20e-6
-"""Pause between two looks at an asynchronous device and the socket."""
+"""Pause between two polls of an asynchronous device and the socket."""
 
 
 class RefusedError(Exception):
@@ -32,7 +31,7 @@ class RefusedError(Exception):
 
 
 class WorkerLoop:
-    """Runs one engine over one link."""
+    """Loop that runs one engine over one link."""
 
     def __init__(self, link: Link, engine: Engine, pulse: Pulse) -> None:
         self._link = link
@@ -43,11 +42,11 @@ class WorkerLoop:
         self._max_launched = 0
 
     def stop(self) -> None:
-        """Makes `run` finish the steps in hand and return. May be called from a signal handler."""
+        """Make `run` finish the steps in flight and return. May be called from a signal handler."""
         self._stop.set()
 
     def run(self) -> None:
-        """Serves until `stop`.
+        """Serve until `stop`.
 
         Raises:
             RefusedError: the scheduler refused this worker for good.
@@ -57,12 +56,12 @@ class WorkerLoop:
             self._pulse.beat()
             lost = self._receive() or self._step()
             if lost is not None:
-                self._begin_again(lost)
+                self._reconnect(lost)
         lost = self._collect_all()
         self._link.close("shutting down" if lost is None else lost.reason)
 
     def _receive(self) -> Lost | None:
-        """Takes what has arrived; waits for it when there is nothing else to do."""
+        """Handle the events that have arrived; wait for the first one if idle."""
         idle = not self._waiting and self._engine.num_in_flight == 0
         self._report_grammars()
         for event in self._link.receive(self._idle_poll_ms() if idle else 0):
@@ -91,8 +90,9 @@ class WorkerLoop:
         if self._engine.grammars is not None:
             self._engine.grammars.prepare(request)
         else:
-            failure = "this worker's model has no tokenizer.json, which grammars need"
-            self._link.send_grammar_report(plan_pb2.GrammarReport(key=request.key, failure=failure))
+            failure = "the model of this worker has no tokenizer that supports grammars"
+            cause = plan_pb2.GRAMMAR_FAILURE_CAUSE_WORKER
+            self._link.send_grammar_report(plan_pb2.GrammarReport(key=request.key, failure=failure, cause=cause))
 
     def _report_grammars(self) -> None:
         if self._engine.grammars is not None:
@@ -100,7 +100,7 @@ class WorkerLoop:
                 self._link.send_grammar_report(report)
 
     def _step(self) -> Lost | None:
-        """Launches what may be launched and answers what is ready."""
+        """Launch waiting plans while the device has room, and send the result of a finished step."""
         try:
             while self._waiting and self._engine.num_in_flight < self._max_launched:
                 plan, received_unix_ns = self._waiting.popleft()
@@ -119,31 +119,31 @@ class WorkerLoop:
                 self._pulse.served()
                 return lost
         except PlanError as error:
-            return Lost(f"a plan that breaks the contract: {error}")
+            return Lost(f"invalid plan: {error}", plan_pb2.HELLO_REASON_PROTOCOL_ERROR)
         except Exception as error:
-            # Whatever a step died of, the scheduler can compute its rows again from their tokens.
-            get_logger().error("a whole step failed", exc_info=error)
-            return Lost(f"a step failed: {type(error).__name__}")
+            # After any error the scheduler can compute the rows again from their tokens.
+            get_logger().error("step failed", exc_info=error)
+            return Lost(f"step failed: {type(error).__name__}", plan_pb2.HELLO_REASON_STEP_FAILED)
         if self._engine.num_in_flight:
             time.sleep(_BUSY_WAIT_S)
         return None
 
     def _collect_all(self) -> Lost | None:
-        """Answers the steps in flight, for an orderly end."""
+        """Send the results of all steps in flight before shutdown."""
         while self._engine.num_in_flight:
             bind_contextvars(step=self._engine.oldest_step)
             try:
                 lost = self._link.send_result(self._engine.collect())
             except Exception as error:
-                get_logger().error("the last step failed", exc_info=error)
-                return Lost("the last step failed")
+                get_logger().error("last step before shutdown failed", exc_info=error)
+                return Lost("last step before shutdown failed", plan_pb2.HELLO_REASON_STEP_FAILED)
             if lost is not None:
                 return lost
         return None
 
-    def _begin_again(self, lost: Lost) -> None:
-        get_logger().warning("saying Hello again", reason=lost.reason)
+    def _reconnect(self, lost: Lost) -> None:
+        get_logger().warning("session lost; connecting again", reason=lost.reason)
         unbind_contextvars("epoch", "step")
         self._waiting.clear()
         self._engine.reset()
-        self._link.open()
+        self._link.open(lost.hello_reason)

@@ -1,4 +1,4 @@
-"""The worker process: from a configuration to an exit code. `quire worker` is what calls it."""
+"""Worker process: from a configuration to an exit code. `quire worker` calls `run`."""
 
 import os
 import platform
@@ -19,7 +19,7 @@ from shared.pulse import Pulse
 from shared.telemetry import Telemetry
 from worker_svc.accelerator import make_accelerator
 from worker_svc.assembly import build_engine
-from worker_svc.compiling import compiling_told
+from worker_svc.compiling import announce_compiling
 from worker_svc.device import choose_device, describe_device, set_threads
 from worker_svc.engine import Engine
 from worker_svc.identity import worker_id
@@ -29,10 +29,10 @@ from worker_svc.model.loader import ModelDescription, load_model
 
 
 def run(config: WorkerConfig) -> int:
-    """Runs one worker until SIGTERM or SIGINT.
+    """Run one worker until SIGTERM or SIGINT.
 
     Returns:
-        The exit code: 0 after a signal, 1 after one line on stderr when the configuration cannot be used or the
+        The exit code: 0 after a signal; 1, with one line on stderr, if the configuration is not valid or the
         scheduler refuses this worker.
     """
     configure_logging("quire-worker")
@@ -43,8 +43,11 @@ def run(config: WorkerConfig) -> int:
         kind = "refused by the scheduler: " if isinstance(error, RefusedError) else ""
         print(f"quire worker: {kind}{error}", file=sys.stderr)
         return 1
-    except torch.OutOfMemoryError:  # steps catch their own; this is the model or the largest step at start
-        print("quire worker: device: the model does not fit into its memory", file=sys.stderr)
+    except torch.OutOfMemoryError:  # raised while loading the model or profiling; steps handle their own
+        print(
+            "quire worker: device: out of memory while loading the model; use a smaller model or a larger device",
+            file=sys.stderr,
+        )
         return 1
     finally:
         telemetry.shutdown()
@@ -52,7 +55,7 @@ def run(config: WorkerConfig) -> int:
 
 
 class _StopOnSignal:
-    """SIGTERM and SIGINT end the process at once while it is loading, and ask the loop to stop once there is one."""
+    """Signal handler: exits at once while the model loads, afterwards asks the loop to stop."""
 
     def __init__(self) -> None:
         self.loop: WorkerLoop | None = None
@@ -90,19 +93,19 @@ def _serve(config: WorkerConfig, telemetry: Telemetry) -> None:
         max_model_len=description.max_model_len,
     )
 
-    def tell_compiling(expected_ms: int) -> None:
+    def send_compiling(expected_ms: int) -> None:
         pulse.beat()
-        link.tell_compiling(expected_ms)
+        link.send_compiling(expected_ms)
 
     try:
-        with compiling_told(tell_compiling):
+        with announce_compiling(send_compiling):
             loop.run()
     finally:
         engine.reset()  # ends the spans of rows
 
 
 def _cpu_kernels(device: torch.device) -> str | None:
-    """Which of our own kernels serve on a CPU, or that torch's do."""
+    """Return the instruction set of the native CPU kernels, "torch" without them, or None on a GPU."""
     if device.type != "cpu":
         return None
     kernels = native()

@@ -1,8 +1,8 @@
-"""Embeddings: the last hidden states of a row's tokens, made into one vector.
+"""Embeddings: pooling of the last hidden states of a row's tokens into one vector.
 
-A row that pools is computed as any prompt is, in chunks beside rows that generate, and samples nothing. LAST takes the
-hidden state of its last token. MEAN adds up, chunk by chunk, in float32 on the device; what was added up is lost with
-the row, so that one which is admitted again begins at its first token. A step without such rows costs nothing.
+A row that pools is computed like any prompt, in chunks beside rows that generate, but it samples no token. LAST takes
+the hidden state of the last token. MEAN sums the hidden states chunk by chunk, in float32 on the device. The sum is
+lost when the row leaves, so a row that is admitted again starts at its first token.
 """
 
 from collections.abc import Sequence
@@ -22,52 +22,54 @@ _LAST, _MEAN = plan_pb2.POOLING_LAST, plan_pb2.POOLING_MEAN
 
 @dataclass(frozen=True, slots=True)
 class PooledPart:
-    """What one chunk adds to the vector of its row."""
+    """Contribution of one chunk to the vector of its row."""
 
     row: int
     generation: int
     first: int
-    """Place in the batch of the first of its tokens that count."""
+    """Place in the batch of the first token to sum."""
     num_tokens: int
     divisor: int
-    """How many hidden states the vector is the mean of, if it is complete with this chunk; otherwise 0."""
+    """Number of hidden states in the mean if this chunk completes the vector, otherwise 0."""
 
 
 class PoolingRows:
-    """Which rows pool, and what was added up for them so far."""
+    """Pooling modes and partial sums of all rows."""
 
     def __init__(self, max_rows: int, hidden_size: int) -> None:
-        """`hidden_size` is 0 where the model gives no hidden states out: then no row pools."""
+        """Create a table without rows; `hidden_size` is 0 if the model cannot return hidden states."""
         self._hidden_size = hidden_size
         self._modes = np.zeros(max_rows, np.int8)
         self._num_rows = 0
         self._sums: dict[int, torch.Tensor] = {}
 
     def admit(self, row: int, admission: plan_pb2.Admission) -> None:
-        """A row arrives.
+        """Admit a row, which may pool.
 
         Raises:
-            PlanError: it is to be pooled in a way that there is not, or cannot be.
+            PlanError: the pooling mode is unknown or not possible for this row.
         """
         mode = admission.pooling
         if not mode:
             return
         if mode not in (_LAST, _MEAN) or not self._hidden_size or admission.grammar:
-            raise PlanError(f"admission: pooling {mode} of {self._hidden_size} elements, or with a grammar")
+            raise PlanError(
+                f"admission: pooling mode {mode} is unknown, has a grammar, or the model has no hidden states"
+            )
         if mode == _MEAN and admission.num_computed_tokens:
-            raise PlanError("admission: a mean over tokens of which some are computed already")
+            raise PlanError("admission: mean pooling needs all tokens, but some are computed already")
         self._modes[row] = mode
         self._num_rows += 1
 
     def leave(self, row: int) -> None:
-        """A row is free again."""
+        """Forget a row that leaves."""
         if self._modes[row]:
             self._modes[row] = 0
             self._num_rows -= 1
             self._sums.pop(row, None)
 
     def pools(self, rows: npt.NDArray[np.integer]) -> npt.NDArray[np.bool_]:
-        """For each row whether it pools."""
+        """Return for each row whether it pools."""
         pools: npt.NDArray[np.bool_] = self._modes[rows] != 0
         return pools
 
@@ -80,14 +82,15 @@ class PoolingRows:
         ends: Sequence[int],
         finished: Sequence[bool],
     ) -> tuple[PooledPart, ...]:
-        """What the chunks of one step add to vectors.
+        """Return the contributions of one step's chunks.
 
         Args:
-            rows, generations: the rows with a chunk.
+            rows: the rows with a chunk.
+            generations: the generations of the rows.
             firsts: place of each chunk's first token in the batch.
-            lengths: tokens of each chunk.
-            ends: tokens of each row that are computed with it.
-            finished: whether those are all.
+            lengths: number of tokens of each chunk.
+            ends: number of computed tokens of each row, with its chunk.
+            finished: whether the chunk is the last one of its row.
         """
         if not self._num_rows:
             return ()
@@ -102,11 +105,11 @@ class PoolingRows:
         return tuple(found)
 
     def pool(self, hidden: torch.Tensor, parts: Sequence[PooledPart]) -> torch.Tensor | None:
-        """The vectors that are complete with these parts, in their order.
+        """Sum hidden states, and return the vectors that these parts complete, in order.
 
         Args:
             hidden: `[H, hidden_size]`, the hidden states of the parts' tokens.
-            parts: what they are parts of.
+            parts: the parts, in the order of `hidden`.
 
         Returns:
             `[E, hidden_size] float32`; None when no vector is complete.
@@ -128,8 +131,11 @@ class PoolingRows:
 def encode(
     vectors: npt.NDArray[np.float32] | None, parts: Sequence[PooledPart], result: plan_pb2.StepResult
 ) -> list[PooledPart]:
-    """Writes the vectors `[E, hidden_size]` of the parts that complete one into the result; returns the parts whose
-    vectors are not finite, which failed."""
+    """Write the finite ones of the complete vectors `[E, hidden_size]` into the result.
+
+    Returns:
+        The parts whose vectors are not finite; their rows have failed.
+    """
     failed: list[PooledPart] = []
     if vectors is None:
         return failed

@@ -1,4 +1,4 @@
-"""The largest step there can be, run once at start on a GPU to see how much memory steps need besides KV."""
+"""Memory profile: runs the largest possible step once at start, to measure the memory of a step besides KV."""
 
 from itertools import product
 
@@ -13,9 +13,10 @@ from worker_svc.model.base import AttentionInputs, Model
 
 @torch.inference_mode()
 def run_largest_step(model: Model, limits: Limits, dtype: torch.dtype, device: torch.device) -> int:
-    """Computes as many tokens as a step may have, in sequences as long as they may be, and samples every row.
+    """Run a step with the maximum number of tokens, in sequences of the maximum length, and sample every row.
 
-    Returns the bytes of KV that it allocated for the purpose.
+    Returns:
+        The bytes of KV that were allocated for the step.
     """
     num_tokens, block_size = limits.max_tokens_per_step, limits.block_size
     starts = np.append(np.arange(0, num_tokens, limits.max_model_len), num_tokens)

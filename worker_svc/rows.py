@@ -1,12 +1,13 @@
-"""The table of rows: what the worker knows of each sequence, as arrays indexed by row.
+"""Row table: the state of every sequence on the worker, as arrays indexed by row.
 
-A plan carries differences; `leave` and `change` make them in the protocol's order (leaves, admissions, appends, holds
-and releases) and check each against the contract. Everything here is known on the host without waiting for a device:
-a row that takes part in a step advances by a number that the plan fixes, whatever token it samples. The one thing that
-lives on the device only is the last sampled token of each row, so that step N feeds step N + 1 without the host.
+A plan lists changes. `leave` and `change` check and apply them in the protocol's order: leaves, admissions, appends,
+holds and releases. The host knows this state without waiting for the device, because the plan fixes the number of
+tokens by which a row advances. Only the last sampled token of each row is kept on the device, so that step N + 1 can
+start from step N without the host.
 
-A row is free, in prefill until all its admitted tokens are computed, then in decode, or done if it pools. It takes part
-in a step when the plan gives it a chunk (prefill), or in every step (decode) unless it is held or has failed.
+A row is free, in prefill until all its admitted tokens are computed, and then in decode, or done if it pools. A row in
+prefill is computed in the steps that have a chunk for it. A row in decode is computed in every step, unless it is held
+or has failed.
 """
 
 import enum
@@ -31,7 +32,7 @@ _NO_FLAGS = np.zeros(0, np.bool_)
 
 
 class RowState(enum.IntEnum):
-    """Where a row is in its life."""
+    """State of a row."""
 
     FREE = 0
     PREFILL = 1
@@ -40,7 +41,7 @@ class RowState(enum.IntEnum):
 
 
 class RowTable:
-    """All rows of one worker."""
+    """State of all rows of one worker."""
 
     def __init__(
         self,
@@ -49,12 +50,13 @@ class RowTable:
         state: DeviceState | None = None,
         grammars: GrammarStore | None = None,
     ) -> None:
-        """
+        """Create a table of free rows.
+
         Args:
-            limits: what there is of everything.
-            device: where last tokens and block tables are.
-            state: what the device's copy of the block tables is part of; None on a CPU.
-            grammars: compiled grammars; without them a row with a grammar may sample nothing.
+            limits: the worker's limits.
+            device: the device of the last tokens and the block tables.
+            state: holds the device's copy of the block tables; None on a CPU.
+            grammars: the compiled grammars; None: rows with a grammar can sample no token.
         """
         rows = limits.max_rows
         self._state_on_device = state
@@ -63,7 +65,7 @@ class RowTable:
         self._generation = np.zeros(rows, np.int64)
         self._held = np.zeros(rows, np.bool_)
         self._failed = np.zeros(rows, np.bool_)
-        self._any_failed = False  # within this epoch; almost always spares a look at every row
+        self._any_failed = False  # in this epoch; if False, the rows need not be checked
         self._num_tokens = np.zeros(rows, np.int64)
         self._num_computed = np.zeros(rows, np.int64)
         self._num_prompt = np.zeros(rows, np.int64)
@@ -79,26 +81,26 @@ class RowTable:
         self.grammars = GrammarRows(grammars, limits.vocab_size)
         self.pooling = PoolingRows(rows, limits.hidden_size)
         self.last_token = torch.zeros(rows + 1, dtype=torch.int64, device=device)
-        """`[max_rows + 1] int64` on the device: the token each row sampled last; the last place is nobody's."""
+        """`[max_rows + 1] int64` on the device: the last sampled token of each row; the last element is padding."""
 
     @property
     def limits(self) -> Limits:
-        """What was given to the constructor."""
+        """The worker's limits."""
         return self._limits
 
     @staticmethod
     def state_words(limits: Limits) -> int:
-        """Words of `DeviceState` that the block tables take."""
+        """Return the number of `DeviceState` words that the block tables need."""
         return limits.num_kv_groups * limits.max_rows * limits.max_blocks_per_row
 
     @property
     def membership(self) -> int:
-        """Changes whenever the set of decode rows, or a row's sampling, may have changed."""
+        """Version number that changes when the set of decode rows or a row's sampling parameters may have changed."""
         return self._membership
 
     @property
     def generation(self) -> IntArray:
-        """`[max_rows]`: uses of each row within the epoch."""
+        """`[max_rows]`: generation of each row, which the scheduler increases with each use of it in an epoch."""
         return self._generation
 
     @property
@@ -108,34 +110,34 @@ class RowTable:
 
     @property
     def num_prompt(self) -> IntArray:
-        """`[max_rows]`: tokens of each row that the client gave."""
+        """`[max_rows]`: prompt tokens of each row."""
         return self._num_prompt
 
     def needs_host_tokens(self, row: int) -> bool:
-        """Whether the row's next token must not be chosen before its last one is known on the host."""
+        """Return whether the host must know the row's last token before the next one is sampled."""
         return row in self.grammars or self.rules.needs_host_tokens(row)
 
     def note_token(self, row: int, token: int) -> None:
-        """What the row has sampled, for those that need it on the host."""
+        """Note the last token of a row, for rules and grammars that need it on the host."""
         self.rules.note_token(row, token)
         self.grammars.note_token(row, token)
 
     def request_id(self, row: int) -> str:
-        """The request that occupies a row, or did so last."""
+        """Return the ID of the request that uses a row, or used it last."""
         return self._request_ids[row]
 
     def decode_rows(self) -> IntArray:
-        """The rows that take part in every step, ascending. Not to be written to."""
+        """Return the rows that are computed in every step, ascending. The array is read-only."""
         if self._decode_rows[0] != self._membership:
             active = (self._state == RowState.DECODE) & ~self._held & ~self._failed
             self._decode_rows = (self._membership, np.flatnonzero(active))
         return self._decode_rows[1]
 
     def leave(self, plan: plan_pb2.Plan) -> IntArray:
-        """Makes the plan's leaves, the first of its differences, and returns their rows.
+        """Apply the plan's leaves, the first of its changes, and return their rows.
 
         Raises:
-            PlanError: the plan breaks the contract.
+            PlanError: the plan violates the protocol.
         """
         if not plan.leaves:
             return _NO_ROWS
@@ -148,10 +150,10 @@ class RowTable:
         return rows
 
     def change(self, plan: plan_pb2.Plan) -> None:
-        """Makes the plan's other differences, which come after its leaves.
+        """Apply the plan's other changes, which come after its leaves.
 
         Raises:
-            PlanError: the plan breaks the contract.
+            PlanError: the plan violates the protocol.
         """
         try:
             for admission in plan.admissions:
@@ -166,10 +168,10 @@ class RowTable:
             raise PlanError(str(error)) from None
 
     def chunks(self, plan: plan_pb2.Plan) -> tuple[IntArray, IntArray]:
-        """The plan's prefill chunks, rows ascending and their lengths; call after `change`.
+        """Return the plan's prefill chunks: rows, ascending, and lengths in tokens. Call after `change`.
 
         Raises:
-            PlanError: a row that is not in prefill, or a length beyond its tokens.
+            PlanError: a row is not in prefill, or a chunk exceeds the row's tokens.
         """
         if not plan.chunk_rows and not plan.chunk_lengths:
             return _NO_ROWS, _NO_ROWS
@@ -180,35 +182,34 @@ class RowTable:
         rows, lengths = (column.astype(np.int64) for column in columns)
         self._check_rows(rows, "chunk")
         if (self._state[rows] != RowState.PREFILL).any():
-            raise PlanError("a chunk for a row that is not in prefill")
+            raise PlanError("chunk: a row is not in prefill")
         if (lengths < 1).any() or (lengths > self._num_tokens[rows] - self._num_computed[rows]).any():
-            raise PlanError("a chunk is empty or longer than what is left of its row's tokens")
+            raise PlanError("chunk: its length is 0 or exceeds the remaining tokens of its row")
         order = np.argsort(rows)
         return rows[order], lengths[order]
 
     def chunk_tokens(self, row: int, length: int) -> Int32Array:
-        """The next `length` tokens of a row in prefill."""
+        """Return the next `length` tokens of a row in prefill."""
         start = int(self._num_computed[row])
         return self._prompts[row][start : start + length]
 
     def check_room(self, rows: IntArray, ends: IntArray) -> None:
-        """Checks that each row's blocks hold its tokens up to position `ends` (exclusive); `rows` is not empty.
+        """Check that each row has blocks for its tokens up to position `ends` (exclusive); `rows` is not empty.
 
         Raises:
-            PlanError: a row lacks blocks, or grows beyond the longest sequence.
+            PlanError: a row lacks blocks, or exceeds `max_model_len`.
         """
         if int(ends.max()) > self._limits.max_model_len:
-            raise PlanError(f"a row grows beyond {self._limits.max_model_len} tokens")
+            raise PlanError(f"step: a row exceeds max_model_len {self._limits.max_model_len}")
         for tables in self.tables:
             if (tables.lengths[rows] * self._limits.block_size < ends).any():
-                raise PlanError("a row takes part without a block for its next token")
+                raise PlanError("step: a row has no block for its next token")
 
     def advance(self, chunk_rows: IntArray, chunk_lengths: IntArray) -> npt.NDArray[np.bool_]:
-        """Counts a step's tokens as computed: one per decode row, a chunk per row in `chunk_rows`.
+        """Count a step's tokens as computed: one per decode row, a chunk per row in `chunk_rows`.
 
         Returns:
-            Which of `chunk_rows` have now finished prefill, as a boolean array; they are decode rows from here on, or
-            done.
+            A boolean array: which of `chunk_rows` have finished prefill. Those rows are now in decode, or done.
         """
         self._num_computed[self.decode_rows()] += 1
         if len(chunk_rows) == 0:
@@ -223,28 +224,43 @@ class RowTable:
             self._membership += 1
         return finished
 
+    def explain_no_token(self, row: int) -> plan_pb2.RowFailure:
+        """Return why the row's constraints allow no token, and which field of its request to change."""
+        failure = plan_pb2.RowFailure(row=row, generation=int(self._generation[row]))
+        if self.grammars.explain(row, failure):
+            return failure
+        failure.kind = plan_pb2.ROW_FAILURE_KIND_NO_TOKEN_ALLOWED
+        fields = ["grammar"] if row in self.grammars else []
+        fields += self.rules.forbidding(row, int(self._num_computed[row] - self._num_prompt[row]))
+        failure.field = fields[0] if fields else "sampling"
+        others = " and ".join(map(_in_words, fields[1:]))
+        beside = f" together with {others}" if others else ""
+        remedy = "relax one of them" if beside else "relax it"
+        failure.reason = f"allows no token at this point of the output{beside}; {remedy}"
+        return failure
+
     def fail(self, rows: IntArray, generations: IntArray) -> None:
-        """Takes rows out of all further steps until they leave; uses of rows that have ended are not touched."""
+        """Exclude rows from all further steps until they leave; ignores rows that another request uses by now."""
         alive = (self._state[rows] != RowState.FREE) & (self._generation[rows] == generations)
         self._failed[rows[alive]] = True
         self._any_failed = True
         self._membership += 1
 
     def has_failed(self, rows: IntArray, generations: IntArray) -> npt.NDArray[np.bool_]:
-        """For each use of a row whether it is the present one and has failed."""
+        """Return for each row whether it has failed and still has the given generation."""
         if not self._any_failed:
             return np.zeros(len(rows), np.bool_)
         failed: npt.NDArray[np.bool_] = self._failed[rows] & (self._generation[rows] == generations)
         return failed
 
     def failed_rows(self) -> IntArray:
-        """Rows that would be decode rows had they not failed, ascending."""
+        """Return the rows that would be in `decode_rows` if they had not failed, ascending."""
         if not self._any_failed:
             return _NO_ROWS
         return np.flatnonzero(self._failed & (self._state == RowState.DECODE) & ~self._held)
 
     def clear(self) -> IntArray:
-        """Drops every row, for a new epoch, and returns which there were."""
+        """Drop all rows, for a new epoch, and return the rows that were in use."""
         rows = np.flatnonzero(self._state != RowState.FREE)
         self._remove(rows)
         self._generation.fill(0)
@@ -256,18 +272,18 @@ class RowTable:
         return rows
 
     def publish(self) -> None:
-        """Brings the device's copy of the block tables, and of what else its state holds, up to date."""
+        """Send all changes of the device's state, such as its block tables, to the device."""
         if self._state_on_device is not None:
             self._state_on_device.publish()
 
     def _check_rows(self, rows: npt.NDArray[np.integer], what: str) -> None:
-        """That the rows are in range, occupied and named once."""
+        """Check that the rows are in range, in use and unique."""
         if int(rows.min()) < 0 or int(rows.max()) >= self._limits.max_rows:
             raise PlanError(f"{what}: a row is outside [0, {self._limits.max_rows})")
         if (self._state[rows] == RowState.FREE).any():
-            raise PlanError(f"{what}: a row that is not known")
+            raise PlanError(f"{what}: a row is not in use")
         if len(rows) > 1 and len(np.unique(rows)) != len(rows):
-            raise PlanError(f"{what}: a row is named twice")
+            raise PlanError(f"{what}: a row appears twice")
 
     def _remove(self, rows: IntArray) -> None:
         self._state[rows] = RowState.FREE
@@ -285,16 +301,18 @@ class RowTable:
         if self._state[row] != RowState.FREE:
             raise PlanError(f"admission: row {row} is occupied")
         if admission.generation <= self._generation[row]:
-            raise PlanError(f"admission: generation {admission.generation} of row {row} is not new")
+            raise PlanError(f"admission: generation {admission.generation} of row {row} is not newer than its last one")
         tokens = from_column(admission.token_ids)
         if not 0 < len(tokens) <= limits.max_model_len:
-            raise PlanError(f"admission: {len(tokens)} tokens, outside [1, {limits.max_model_len}]")
+            raise PlanError(f"admission: the number of tokens, {len(tokens)}, is outside [1, {limits.max_model_len}]")
         if int(tokens.min()) < 0 or int(tokens.max()) >= limits.vocab_size:
-            raise PlanError("admission: a token id outside the vocabulary")
+            raise PlanError("admission: a token ID is outside the vocabulary")
         if admission.num_prompt_tokens > len(tokens) or admission.num_computed_tokens >= len(tokens):
-            raise PlanError("admission: more prompt or computed tokens than there are, or none left to compute")
+            raise PlanError("admission: the prompt exceeds the tokens, or no token is left to compute")
         if len(admission.block_tables) != len(self.tables):
-            raise PlanError(f"admission: {len(admission.block_tables)} block tables for {len(self.tables)} KV groups")
+            raise PlanError(
+                f"admission: {len(admission.block_tables)} block tables do not match {len(self.tables)} KV groups"
+            )
         self.pooling.admit(row, admission)
         self._state[row] = RowState.PREFILL
         self._generation[row] = admission.generation
@@ -307,7 +325,7 @@ class RowTable:
         for tables, column in zip(self.tables, admission.block_tables, strict=True):
             blocks = from_column(column)
             if len(blocks) * limits.block_size < admission.num_computed_tokens:
-                raise PlanError("admission: fewer blocks than its computed tokens need")
+                raise PlanError("admission: too few blocks for the computed tokens")
             tables.replace(row, blocks)
         self.sampling.set(row, admission.sampling)
         self.rules.admit(row, admission.sampling, tokens, admission.num_prompt_tokens)
@@ -322,7 +340,7 @@ class RowTable:
             return
         self._check_rows(np.unique(rows), "append")
         if int(groups.min()) < 0 or int(groups.max()) >= len(self.tables):
-            raise PlanError(f"append: a KV group outside [0, {len(self.tables)})")
+            raise PlanError(f"append: a KV group is outside [0, {len(self.tables)})")
         for group, tables in enumerate(self.tables):
             chosen = groups == group
             tables.append(rows[chosen].astype(np.int64), blocks[chosen])
@@ -331,6 +349,12 @@ class RowTable:
         what = "hold" if held else "release"
         self._check_rows(rows, what)
         if (self._state[rows] != RowState.DECODE).any() or (self._held[rows] == held).any():
-            raise PlanError(f"{what}: a row that is not in decode, or is so already")
+            raise PlanError(f"{what}: a row is not in decode, or is already {'held' if held else 'released'}")
         self._held[rows] = held
         self._membership += 1
+
+
+def _in_words(field: str) -> str:
+    """Return the name of a field without its message, because HTTP requests have no such messages."""
+    # Bad words of one token are sent as banned tokens.
+    return "banned_token_ids or bad_words" if field == "sampling.banned_token_ids" else field.rpartition(".")[2]

@@ -1,8 +1,8 @@
-"""From logits to tokens: the parameters of the rows that sample, gathered and kept for as long as the rows stay.
+"""Sampler: turns the logits of a step into tokens.
 
-The order of a step: log-probabilities are taken from the model's own logits; then the rules of the rows that have some
-change their logits (`worker_svc.logits`), and grammars mask theirs (`worker_svc.grammars`); then all rows sample
-together.
+A step takes log-probabilities from the model's own logits first. Then rules change the logits of the rows that have
+rules (`worker_svc.logits`), and grammars mask the logits of their rows (`worker_svc.grammars`). Last, all rows sample
+together. The sampling parameters of a batch are kept on the device until its rows change.
 """
 
 from dataclasses import dataclass, replace
@@ -21,59 +21,56 @@ from worker_svc.rows import RowTable
 from worker_svc.scores import Wanted, score
 
 NOT_FINITE = -1
+"""Code instead of a token: the model's logits are not finite."""
 NOTHING_ALLOWED = -2
-FAILURES = {
-    NOT_FINITE: "the model's logits are not finite",
-    NOTHING_ALLOWED: "no token is allowed by the request's sampling options and grammar",
-}
-"""What stands in the place of a token when a row cannot sample, and what it means."""
+"""Code instead of a token: the row's rules and grammar allow no token."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Gathered:
-    """What is the same for every step with the same rows."""
+    """Sampling parameters of a batch, valid until its rows change."""
 
     params: SamplingTensors
     rules: LogitsBatch | None
     grammar_rows: tuple[int, ...]
     """Rows with a grammar."""
     grammar_index: torch.Tensor
-    """Their places in the batch, `[G] int64`."""
+    """`[G] int64`: the places of `grammar_rows` in the batch."""
     restricted: torch.Tensor | None
-    """Places of the rows that may find no token allowed, `[R] int64`; None: no row has rules or a grammar."""
+    """`[R] int64`: the places of rows with rules or a grammar, which may allow no token; None: no such row."""
     wanted: Wanted | None
     needs_host_tokens: bool
-    """Some row does."""
+    """Whether a row needs its last token on the host."""
 
 
 class Sampler:
-    """Samples one token for each row of a batch that samples."""
+    """Sampler of one token per sampling row of a batch."""
 
     def __init__(self, table: RowTable, device: torch.device, accelerator: Accelerator | None = None) -> None:
-        """`accelerator` orders the work on `device`; None: the CPU."""
+        """Create a sampler for the rows of `table`; `accelerator` is that of `device`, None on a CPU."""
         self._table = table
         self._device = device
         self._accelerator = accelerator
         self._gathered_for: tuple[int, bytes] = (-1, b"")
         self._gathered: _Gathered | None = None
         self._pending: HostTokens | None = None
-        """Tokens of the step before, if one of its rows needs them on the host."""
+        """Tokens of the last step, if one of its rows needs them on the host."""
 
     def wanted(self, batch: StepBatch) -> Wanted | None:
-        """The rows of a batch that want log-probabilities of what they sample."""
+        """Return the rows of a batch that need log-probabilities of their sampled tokens."""
         return self._gather_once(batch).wanted
 
     def clear(self) -> None:
-        """Every row is gone."""
+        """Forget the last step, for a new epoch."""
         self._pending = None
 
     def sample(self, logits: torch.Tensor, batch: StepBatch) -> Sampled:
-        """Tokens from logits `[S + P, vocab_size]`, one of `FAILURES` for rows that cannot sample.
+        """Sample tokens from logits `[S + P, vocab_size]` and write them to the rows' `last_token`.
 
-        The tokens become the rows' `last_token`.
+        A row that cannot sample gets the code `NOT_FINITE` or `NOTHING_ALLOWED` instead of a token.
         """
         gathered = self._gather_once(batch)
-        self._catch_up()
+        self._note_last_tokens()
         params, rules, wanted = gathered.params, gathered.rules, gathered.wanted
         if params.any_random:
             params = replace(params, position=batch.sample_positions)
@@ -91,7 +88,7 @@ class Sampler:
         self._table.last_token.index_copy_(0, batch.sample_rows_on_device, tokens)
         if rules is not None:
             self._table.rules.count_sampled(rules, tokens)
-        outcome = checked.to(torch.int32)  # which says NOT_FINITE
+        outcome = checked.to(torch.int32)  # contains NOT_FINITE codes
         if failed is not None:
             outcome = outcome.masked_fill(outcome < 0, NOTHING_ALLOWED).masked_fill(failed, NOT_FINITE)
         if gathered.needs_host_tokens:
@@ -100,13 +97,13 @@ class Sampler:
         return Sampled(outcome, self._scores(raw, wanted, tokens, of_prompts, batch))
 
     def _sample_greedily(self, logits: torch.Tensor, batch: StepBatch) -> torch.Tensor:
-        """What `sample` gives rows that want nothing but the likeliest token: each logit is looked at once."""
+        """Sample a batch of greedy rows without rules, grammars or log-probabilities, in one pass over the logits."""
         outcome = greedy(logits)
         self._table.last_token.index_copy_(0, batch.sample_rows_on_device, outcome.clamp(min=0))
         return outcome.to(torch.int32)
 
     def _restrict(self, logits: torch.Tensor, gathered: _Gathered, batch: StepBatch) -> torch.Tensor:
-        """The float32 logits after rules and grammars."""
+        """Return the float32 logits after rules and grammars."""
         rules = gathered.rules
         changed = None if rules is None else self._table.rules.apply(logits, rules, batch.positions_on_host)
         logits = logits.to(torch.float32)
@@ -126,7 +123,7 @@ class Sampler:
         of_prompts: torch.Tensor,
         batch: StepBatch,
     ) -> torch.Tensor | None:
-        """The packed log-probabilities that rows want, of sampled tokens and then of prompts."""
+        """Return the packed log-probabilities that rows need: of sampled tokens, then of prompt tokens."""
         counts = [part.count for part in batch.prompt_parts]
         most = max((*counts, *(wanted.counts if wanted is not None else ())), default=0)
         found = []
@@ -136,8 +133,8 @@ class Sampler:
             found.append(score(of_prompts, batch.prompt_targets, most).packed())
         return torch.cat(found) if found else None
 
-    def _catch_up(self) -> None:
-        """Tells rules what was sampled in the step before, where they must know."""
+    def _note_last_tokens(self) -> None:
+        """Pass the tokens of the last step to the rules and grammars that need them on the host."""
         pending, self._pending = self._pending, None
         if pending is None:
             return
@@ -147,7 +144,7 @@ class Sampler:
                 table.note_token(row, token)
 
     def _gather_once(self, batch: StepBatch) -> _Gathered:
-        """The rows' parameters; a step that changes the rows changes `membership`, so that both together are a key."""
+        """Return the parameters of the batch's rows; gather them again only if `membership` or the rows changed."""
         key = (self._table.membership, batch.sample_rows.tobytes())
         if self._gathered is None or self._gathered_for != key:
             self._gathered, self._gathered_for = self._gather(batch), key

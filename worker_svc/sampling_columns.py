@@ -1,20 +1,20 @@
-"""How each row chooses its tokens, as arrays indexed by row; the meaning of each column is that of plan.proto."""
+"""Sampling parameters of all rows, as arrays indexed by row; plan.proto documents each one."""
 
 import math
 
 import numpy as np
 
 from protos.quire.plan.v1 import plan_pb2
+from shared.frames import MAX_LOGPROBS
 from worker_svc.errors import PlanError
 
 _INT32_MAX = 0x7FFFFFFF
-MAX_LOGPROBS = 100
 NO_LOGPROBS = -1
-"""The row wants none; 0 is its own token's alone."""
+"""The row needs no log-probabilities; 0 means that of the sampled token only."""
 
 
 class SamplingColumns:
-    """The sampling parameters of all rows."""
+    """Sampling parameters of all rows, one array per parameter."""
 
     __slots__ = (
         "choice", "logprobs", "min_p", "prompt_logprobs", "seed", "temperature", "top_k", "top_p", "typical_p",
@@ -32,18 +32,18 @@ class SamplingColumns:
         self.prompt_logprobs = np.full(max_rows, NO_LOGPROBS, np.int32)
 
     def set(self, row: int, params: plan_pb2.SamplingParams) -> None:
-        """Sets the parameters of one row.
+        """Set the parameters of one row.
 
         Raises:
-            PlanError: a parameter out of range.
+            PlanError: a parameter is out of range.
         """
         if not (math.isfinite(params.temperature) and params.temperature >= 0):
-            raise PlanError("admission: a temperature that is negative or not finite")
+            raise PlanError("admission: temperature is negative or not finite")
         shares = (params.top_p, params.min_p, params.typical_p)
         if not all(0 <= share <= 1 for share in shares) or max(params.top_k, params.choice) > _INT32_MAX:
-            raise PlanError("admission: top_p, min_p, typical_p, top_k or choice out of range")
+            raise PlanError("admission: top_p, min_p, typical_p, top_k or choice is out of range")
         if max(params.logprobs, params.prompt_logprobs) > MAX_LOGPROBS:
-            raise PlanError(f"admission: more than {MAX_LOGPROBS} log-probabilities a token")
+            raise PlanError(f"admission: more than {MAX_LOGPROBS} log-probabilities per token")
         self.temperature[row] = params.temperature
         self.top_k[row] = params.top_k
         self.top_p[row] = params.top_p

@@ -1,6 +1,6 @@
-"""Log-probabilities for the rows that ask for them: of sampled tokens, and of prompts.
+"""Log-probabilities of sampled tokens and of prompt tokens, for the rows that request them.
 
-They are the model's own, taken from the logits before anything changes them. A row that does not ask costs nothing.
+They are computed from the model's own logits, before rules and grammars change these. Other rows cost nothing.
 """
 
 from collections.abc import Iterator
@@ -13,37 +13,39 @@ from protos.quire.plan.v1 import plan_pb2
 from shared.columns import Int32Array
 
 _LINES = 256
-"""Lines of a vocabulary that are looked at together, which bounds the memory that takes."""
+"""Number of tokens scored at a time, which bounds the temporary memory."""
+_MESSAGE_LINES = 4096
+"""Prompt tokens per message. The core forwards messages, and front ends have a smaller frame limit."""
 
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """Which lines of a batch's logits log-probabilities are wanted of; made once for as long as the rows stay."""
+    """Sampling rows of a batch that need log-probabilities; valid until the rows of the batch change."""
 
     index: torch.Tensor
-    """`[R] int64`: places in the batch."""
+    """`[R] int64`: places of the rows in the batch."""
     rows: tuple[int, ...]
     generations: tuple[int, ...]
     counts: tuple[int, ...]
-    """How many of the most likely tokens each row wants."""
+    """Number of most likely tokens that each row requests."""
 
 
 @dataclass(frozen=True, slots=True)
 class PromptPart:
-    """The prompt tokens of one row that a chunk predicts."""
+    """Prompt tokens of one row whose log-probabilities a chunk gives."""
 
     row: int
     generation: int
     count: int
-    """How many of the most likely tokens are wanted."""
+    """Number of most likely tokens requested."""
     first_index: int
-    """Index of the first of them in the prompt."""
+    """Index of the first token in the prompt."""
     num_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """Log-probabilities on the device, of `[n]` tokens."""
+    """Log-probabilities of n tokens, on the device."""
 
     logprobs: torch.Tensor
     """`[n] float32`."""
@@ -55,13 +57,13 @@ class Scores:
     """`[n, k] float32`."""
 
     def packed(self) -> torch.Tensor:
-        """All of it as `[n, 2 + 2k] int32`, for one copy to the host."""
+        """Return all tensors packed as `[n, 2 + 2k] int32`, for one copy to the host."""
         floats = torch.cat((self.logprobs.unsqueeze(1), self.top_logprobs), dim=1).view(torch.int32)
         return torch.cat((self.ranks.unsqueeze(1), self.top_ids, floats), dim=1)
 
 
 def score(logits: torch.Tensor, tokens: torch.Tensor, count: int) -> Scores:
-    """The log-probabilities of `tokens` `[n]` under `logits` `[n, vocab_size]`, and of the `count` most likely ones."""
+    """Return the log-probabilities of `tokens` `[n]` and of the `count` most likely ones, from `[n, vocab_size]`."""
     parts = [
         _score(logits[start : start + _LINES].to(torch.float32), tokens[start : start + _LINES], count)
         for start in range(0, len(tokens), _LINES)
@@ -91,13 +93,13 @@ def _score(logits: torch.Tensor, tokens: torch.Tensor, count: int) -> Scores:
 def encode(
     packed: Int32Array, sampled: Wanted | None, alive: "set[tuple[int, int]]", prompts: tuple[PromptPart, ...]
 ) -> Iterator[plan_pb2.RowScores]:
-    """The messages for what `Scores.packed` gave: first a line per wanted row, then those of the prompts.
+    """Yield the messages for packed scores: first one per sampling row, then those of the prompts.
 
     Args:
-        packed: `[n, 2 + 2k] int32`.
-        sampled: rows whose sampled token was scored.
+        packed: `[n, 2 + 2k] int32`, the result of `Scores.packed`.
+        sampled: the rows whose sampled token was scored.
         alive: (row, generation) of the rows that have not failed.
-        prompts: parts of prompts.
+        prompts: the parts of prompts that were scored.
     """
     line = 0
     for row, generation, count in (
@@ -107,9 +109,11 @@ def encode(
             yield _message(packed[line : line + 1], row, generation, 0, count)
         line += 1
     for part in prompts:
-        lines = packed[line : line + part.num_tokens]
+        for start in range(0, part.num_tokens, _MESSAGE_LINES):
+            end = min(start + _MESSAGE_LINES, part.num_tokens)
+            lines = packed[line + start : line + end]
+            yield _message(lines, part.row, part.generation, part.first_index + start, part.count)
         line += part.num_tokens
-        yield _message(lines, part.row, part.generation, part.first_index, part.count)
 
 
 def _message(lines: Int32Array, row: int, generation: int, prompt_index: int, count: int) -> plan_pb2.RowScores:

@@ -1,13 +1,12 @@
-"""What the frames of one incarnation mean: the worker's side of the plan protocol, without socket and clock.
+"""Worker's side of the plan protocol for one incarnation, without a socket or a clock.
 
-A session begins with a Hello and ends with the next one. It waits for Welcome, then takes plans of that epoch in order.
-Whatever breaks the order (a gap, a surprise, Unknown, silence) ends it: `Lost`. Frames that are no message of the
-protocol are `Malformed` and harm nobody; messages of another epoch are dropped on sight and prove nothing, not even
-that the scheduler lives.
+A session begins with a Hello and ends with the next one. It waits for Welcome, then accepts the plans of that epoch in
+order. A gap, an unexpected message, Unknown or a timeout ends the session with `Lost`. A malformed frame is dropped and
+reported as `Malformed`. Messages of another epoch are dropped, and do not count as a sign of life.
 
     waiting ──Welcome──► open ──Plan 1, 2, 3 …──► open
        │                  │
-       └─ silence ────────┴─ gap, surprise, Unknown, silence ──► Lost
+       └─ timeout ────────┴─ gap, unexpected message, Unknown, timeout ──► Lost
 """
 
 from dataclasses import dataclass
@@ -18,17 +17,17 @@ from protos.quire.plan.v1 import plan_pb2
 from shared.frames import PLAN_VERSIONS
 
 WELCOME_TIMEOUT_S = 2.0
-"""How long a Hello waits for its Welcome."""
+"""Timeout from Hello to Welcome."""
 
 
 @dataclass(frozen=True, slots=True)
 class Welcomed:
-    """The epoch is open."""
+    """The scheduler accepted the worker and opened an epoch."""
 
     epoch: int
     max_in_flight: int
     protocol_version: int
-    """What is spoken in it."""
+    """Protocol version of the epoch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,35 +39,38 @@ class PlanArrived:
 
 @dataclass(frozen=True, slots=True)
 class GrammarRequested:
-    """A grammar is to be compiled."""
+    """The scheduler asks for a grammar to be compiled."""
 
     request: plan_pb2.PrepareGrammar
 
 
 @dataclass(frozen=True, slots=True)
 class LogLevelWanted:
-    """How much the operator wants logged."""
+    """The operator set the log level."""
 
     level: str
 
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """Drop all rows and say Hello again."""
+    """The session ended: drop all rows and send a new Hello."""
 
     reason: str
+    """For the log."""
+    hello_reason: plan_pb2.HelloReason.ValueType = plan_pb2.HELLO_REASON_SESSION_LOST
+    """For the scheduler."""
 
 
 @dataclass(frozen=True, slots=True)
 class RefusedForGood:
-    """Exit with the scheduler's reason."""
+    """The scheduler refused this worker: exit with its reason."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class Malformed:
-    """A frame that is no message of the protocol."""
+    """A frame that is not a valid message of the protocol."""
 
     reason: str
 
@@ -77,7 +79,7 @@ Event = Welcomed | PlanArrived | GrammarRequested | LogLevelWanted | Lost | Refu
 
 
 class Session:
-    """The conversation of one incarnation. Times are seconds of any monotonic clock."""
+    """Protocol state of one incarnation. Times are seconds of any monotonic clock."""
 
     def __init__(self, now: float) -> None:
         self._heard = now
@@ -86,27 +88,31 @@ class Session:
         self._unanswered = 0
         self._next_step = 1
         self.epoch = 0
-        """0 until Welcome."""
+        """Epoch of the messages; 0 before Welcome."""
 
     def overdue(self, now: float) -> Lost | None:
-        """The end of the session if the scheduler was silent for too long."""
+        """Return `Lost` if the scheduler has sent no message for too long."""
         if now - self._heard <= self._silence:
             return None
-        return Lost("no Welcome" if self.epoch == 0 else f"silence for {self._silence:g} s")
+        return Lost(
+            "the scheduler did not answer Hello"
+            if self.epoch == 0
+            else f"no message from the scheduler for {self._silence:g} s"
+        )
 
     def answered(self) -> None:
-        """One plan was answered."""
+        """Note that one plan was answered."""
         self._unanswered -= 1
 
     def receive(self, frame: bytes, now: float) -> Event | None:
-        """What a frame means; None when there is nothing to do."""
+        """Return the event of a frame; None if it needs no action."""
         try:
             message = plan_pb2.SchedulerMessage.FromString(frame)
         except DecodeError:
-            return Malformed("not a SchedulerMessage")
+            return Malformed("the frame is not a SchedulerMessage")
         match message.WhichOneof("body"):
             case None:
-                return Malformed("a SchedulerMessage that says nothing")
+                return Malformed("a SchedulerMessage has no body")
             case "unknown":
                 return Lost("the scheduler does not know this worker")
             case "refused":
@@ -127,13 +133,13 @@ class Session:
 
     def _welcome(self, message: plan_pb2.SchedulerMessage, now: float) -> Event:
         if self.epoch:
-            return Lost("a second Welcome")
+            return Lost("received a second Welcome", plan_pb2.HELLO_REASON_PROTOCOL_ERROR)
         welcome = message.welcome
         if message.epoch == 0 or welcome.max_in_flight == 0 or welcome.silence_ms == 0:
-            return Malformed("a Welcome without epoch, plans in flight or time of silence")
+            return Malformed("Welcome: epoch, max_in_flight or silence_ms is 0")
         version = welcome.protocol_version or PLAN_VERSIONS.oldest
         if not PLAN_VERSIONS.oldest <= version <= PLAN_VERSIONS.newest:
-            return Malformed(f"a Welcome to version {version} of the plan protocol, which was not offered")
+            return Malformed(f"Welcome: version {version} of the plan protocol was not offered")
         self.epoch = message.epoch
         self._heard = now
         self._silence = welcome.silence_ms / 1000
@@ -142,9 +148,11 @@ class Session:
 
     def _plan(self, plan: plan_pb2.Plan) -> Event:
         if plan.step != self._next_step:
-            return Lost(f"plan {plan.step} instead of {self._next_step}")
+            return Lost(f"received plan {plan.step}, expected {self._next_step}", plan_pb2.HELLO_REASON_PROTOCOL_ERROR)
         if self._unanswered >= self._max_in_flight:
-            return Lost(f"more than {self._max_in_flight} plans in flight")
+            return Lost(
+                f"received more than {self._max_in_flight} plans in flight", plan_pb2.HELLO_REASON_PROTOCOL_ERROR
+            )
         self._next_step += 1
         self._unanswered += 1
         return PlanArrived(plan)

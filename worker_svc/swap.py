@@ -1,10 +1,10 @@
-"""Host memory for the KV of paused requests, and the copies between it and the device.
+"""Swapping: host memory for the KV of preempted requests, and the copies between host and device.
 
-A plan names the copies block by block; swap-outs read before anything else of the plan touches the device blocks,
-swap-ins are there before its forward pass. On an accelerator the copies run on a stream of their own beside the steps:
-one kernel per direction and plan, which reads and writes pinned host memory itself. What must wait for what, the
-streams are told: a swap-out begins after the steps launched before it, a step waits for its plan's swap-ins, and for
-its plan's swap-outs only when it writes blocks that they read. A plan is answered when its copies are done, too.
+A plan lists the copies block by block. Swap-outs read the device blocks before the rest of the plan changes them.
+Swap-ins are complete before the plan's forward pass. On an accelerator the copies run on their own stream: one kernel
+per direction and plan, which reads and writes pinned host memory. A swap-out waits for the steps launched before it. A
+step waits for its plan's swap-ins, and for its plan's swap-outs only if it writes blocks that they read. The result of
+a plan is sent when its copies are complete.
 """
 
 import time
@@ -25,26 +25,28 @@ from worker_svc.model.base import KVCache
 
 @dataclass(frozen=True, slots=True)
 class Copies:
-    """The copies of one plan in one direction."""
+    """Copies of one plan in one direction."""
 
     num_blocks: int = 0
     done: Callable[[], bool] = lambda: True
-    """Whether they are made."""
+    """Return whether the copies are complete."""
     wait: Callable[[], None] = lambda: None
-    """Waits until they are."""
+    """Wait until the copies are complete."""
     elapsed_ns: Callable[[], int] = lambda: 0
-    """How long they took; to be asked once they are done."""
+    """Return the duration in ns; call when the copies are complete."""
 
 
 _NONE = Copies()
 
 
 class HostPool:
-    """The host's blocks, laid out like the device's: `[num_host_blocks, num_kv_heads, block_size, head_dim]` per layer,
-    keys and values apart."""
+    """Host blocks, with the layout of the device blocks.
+
+    The keys and the values of each layer are `[num_host_blocks, num_kv_heads, block_size, head_dim]`.
+    """
 
     def __init__(self, caches: Sequence[KVCache], num_host_blocks: int, accelerator: Accelerator | None = None) -> None:
-        """`caches` are the device's; the host's memory is allocated here, pinned if there is an accelerator."""
+        """Allocate the host blocks for the device blocks `caches`, in pinned memory if there is an accelerator."""
         self._num_host_blocks = num_host_blocks
         self._accelerator = accelerator
         self._stream = None if accelerator is None else accelerator.stream()
@@ -62,10 +64,10 @@ class HostPool:
         self._host = BlockPool(host, self._where)
 
     def swap_out(self, plan: plan_pb2.Plan) -> Copies:
-        """Makes the plan's copies from the device.
+        """Start the plan's copies from the device to the host.
 
         Raises:
-            PlanError: the columns are malformed or name blocks that do not exist.
+            PlanError: a column is malformed, or a block ID is invalid.
         """
         if not (plan.swap_out_blocks or plan.swap_out_host_blocks):
             return _NONE
@@ -76,10 +78,10 @@ class HostPool:
         return copies
 
     def swap_in(self, plan: plan_pb2.Plan) -> Copies:
-        """Makes the plan's copies to the device.
+        """Start the plan's copies from the host to the device.
 
         Raises:
-            PlanError: the columns are malformed or name blocks that do not exist.
+            PlanError: a column is malformed, or a block ID is invalid.
         """
         if not (plan.swap_in_blocks or plan.swap_in_host_blocks):
             return _NONE
@@ -99,7 +101,7 @@ class HostPool:
             ("host block", host_blocks, self._num_host_blocks),
         ):
             if not 0 <= column.min() <= column.max() < limit:
-                raise PlanError(f"swap: a {what} outside [0, {limit})")
+                raise PlanError(f"swap: a {what} ID is outside [0, {limit})")
         return blocks, host_blocks
 
     def _copy(
@@ -111,10 +113,10 @@ class HostPool:
         *,
         after_steps: bool,
     ) -> tuple[Copies, Event | None]:
-        """Makes copies; on an accelerator enqueues them, and gives the event behind them.
+        """Copy blocks; on an accelerator enqueue the copies, and return the event after them.
 
-        `after_steps`: not before the steps launched so far have run. What a swap-in reads, the stream of copies itself
-        has written, and what it writes no step uses any more.
+        With `after_steps` the copies wait for the steps launched so far. A swap-in need not wait: it reads blocks that
+        the copy stream itself wrote, and no step uses the blocks that it writes.
         """
         columns = np.stack((source_blocks, target_blocks)).astype(np.int64)
         if self._accelerator is None or self._stream is None:
@@ -139,7 +141,7 @@ class HostPool:
 
 
 def _written_blocks(plan: plan_pb2.Plan) -> Int32Array:
-    """The blocks that what comes after a plan's swap-outs may write: those it gives to rows, and targets of copies."""
+    """Return the blocks that the plan may write after its swap-outs: blocks of rows and targets of copies."""
     columns = [plan.append_blocks, plan.copy_targets, plan.swap_in_blocks]
     columns += [column for admission in plan.admissions for column in admission.block_tables]
     try:
@@ -149,7 +151,7 @@ def _written_blocks(plan: plan_pb2.Plan) -> Int32Array:
 
 
 def copy_ids(plan: plan_pb2.Plan) -> Int32Array:
-    """The ids of all copies in a plan.
+    """Return the IDs of all copies in a plan.
 
     Raises:
         PlanError: the column is malformed.

@@ -1,9 +1,9 @@
-"""Spans of the worker: one per traced step, one per traced row, linked both ways.
+"""Spans of the worker: one per traced step and one per traced row, with links in both directions.
 
-A *step* span is the child of the scheduler's step span and links to the rows in it; links beyond what the SDK keeps go
-to continuation spans. A *row* span is the child of the attempt's span, lives from admission until the row leaves or the
-epoch ends, and links to the first steps that it took part in. Without traced rows and steps nothing here costs more
-than a look at an empty dict. Nothing of a prompt is ever recorded.
+A *step* span is a child of the scheduler's step span and links to the rows in the step. Links beyond the SDK's limit go
+to continuation spans. A *row* span is a child of the attempt's span. It lasts from admission until the row leaves or
+the epoch ends, and links to the first steps of the row. Untraced rows and steps cost one look-up in an empty dict.
+Spans contain no prompt content.
 """
 
 from dataclasses import dataclass
@@ -22,12 +22,12 @@ from worker_svc.block_tables import IntArray
 class _TracedRow:
     span: Span
     computed_before: int
-    """Tokens whose KV was there at admission."""
+    """Tokens whose KV was computed before admission."""
     num_links: int = 0
 
 
 class Tracing:
-    """The spans of one engine. Times are Unix nanoseconds."""
+    """Spans of one engine. Times are Unix nanoseconds."""
 
     def __init__(self, tracer: Tracer, max_rows: int) -> None:
         self._tracer = tracer
@@ -35,7 +35,7 @@ class Tracing:
         self._is_traced = np.zeros(max_rows, np.bool_)
 
     def rows_admitted(self, plan: plan_pb2.Plan, now: int) -> None:
-        """Begins the spans of the plan's admissions that are traced."""
+        """Start the spans of the plan's traced admissions."""
         for admission in plan.admissions:
             parent = _parent(admission.traceparent)
             if parent is None:
@@ -56,7 +56,7 @@ class Tracing:
                 self._is_traced[admission.row] = True
 
     def rows_left(self, rows: IntArray, num_computed: IntArray, now: int) -> None:
-        """Ends the spans of rows; `num_computed` is indexed by row."""
+        """End the spans of rows; `num_computed` is indexed by row."""
         if not self._rows:
             return
         for row in rows[self._is_traced[rows]].tolist():
@@ -66,7 +66,7 @@ class Tracing:
         self._is_traced[rows] = False
 
     def begin_step(self, plan: plan_pb2.Plan, batch: StepBatch | None, now: int) -> tuple[Span, ...]:
-        """Begins the step's span and its continuations; none when the step is not traced."""
+        """Start the step's span and its continuations; return no span if the step is not traced."""
         parent = _parent(plan.traceparent)
         if parent is None:
             return ()
@@ -92,13 +92,13 @@ class Tracing:
         return tuple(spans)
 
     def end_step(self, spans: tuple[Span, ...], now: int) -> None:
-        """Ends what `begin_step` began."""
+        """End the spans that `begin_step` started."""
         for span in spans:
             span.end(now)
 
 
 def _parent(traceparent: str) -> Context | None:
-    """The context to start a child in; None when the text names no span, so that no trace begins here."""
+    """Return the parent context of a new span; None if `traceparent` is empty or invalid."""
     if not traceparent:
         return None
     context = from_traceparent(traceparent)

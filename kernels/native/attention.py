@@ -1,4 +1,4 @@
-"""Paged attention on a CPU by our own kernels, which read the pages where they lie."""
+"""Paged attention on a CPU with the native kernels, without gathering the KV blocks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from kernels.native.structures import FORMATS, CAttention
 
 
 def is_supported(query: torch.Tensor, k_cache: torch.Tensor) -> bool:
-    """Whether the kernels know these types and sizes."""
+    """Return whether the kernels support these types and sizes."""
     return (
         query.dtype in (torch.float32, torch.bfloat16)
         and k_cache.dtype in FORMATS
@@ -32,7 +32,7 @@ def paged_attention_native(
     sliding_window: int | None = None,
     soft_cap: float | None = None,
 ) -> torch.Tensor:
-    """`paged_attention` of CPU tensors that `is_supported` lets through."""
+    """Compute `paged_attention` of CPU tensors for which `is_supported` is true."""
     num_heads, head_dim = query.shape[1:]
     wide = query.float().contiguous()
     out = torch.empty_like(wide)

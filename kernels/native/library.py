@@ -1,4 +1,4 @@
-"""The library of CPU kernels that was built, its functions, and the levels of it that this processor runs."""
+"""Library of native CPU kernels: its functions, and the levels that this processor supports."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ import torch
 from kernels.native.structures import CAttention, CDecoder, CLinear, CSampling, CStep
 
 ABI = 3
-"""What `quire_abi` of a fitting library says."""
+"""Required result of the library's `quire_abi`."""
 LEVELS = {"portable": 0, "avx2": 1, "avx512": 2}
 _log = logging.getLogger(__name__)
 
 
 class Native:
-    """The library at one level."""
+    """The library with one level."""
 
     def __init__(self, library: CDLL, level: str) -> None:
         self.library = library
@@ -26,34 +26,34 @@ class Native:
         self.level = LEVELS[level]
 
     def attention(self, attention: CAttention) -> None:
-        """`quire_attention`."""
+        """Call `quire_attention`."""
         self.library.quire_attention(self.level, byref(attention))
 
     def linear(
         self, linear: CLinear, x: torch.Tensor, work: torch.Tensor, out: torch.Tensor, store: int, out_stride: int
     ) -> None:
-        """`quire_linear`."""
+        """Call `quire_linear`."""
         self.library.quire_linear(
             self.level, byref(linear), x.data_ptr(), len(x), work.data_ptr(), out.data_ptr(), out_stride, store
         )
 
     def work_bytes(self, num_format: int, rows: int, inputs: int) -> int:
-        """What `linear` needs of working memory."""
+        """Return the bytes of working memory that `linear` needs."""
         activation = self.library.quire_activation_bytes(self.level, num_format)
         padded = -(-inputs // 16) * 16
         return int(rows * (-(-padded * activation // 64) * 64 + 64 + 4))
 
     def sample(self, sampling: CSampling) -> None:
-        """`quire_sample`."""
+        """Call `quire_sample`."""
         self.library.quire_sample(self.level, byref(sampling))
 
     def decoder(self, decoder: CDecoder, step: CStep, nanoseconds: int | None) -> None:
-        """`quire_decoder`."""
+        """Call `quire_decoder`."""
         self.library.quire_decoder(self.level, byref(decoder), byref(step), nanoseconds)
 
 
 def native_levels() -> tuple[Native, ...]:
-    """Every level that this processor runs, tested or not, the portable one included."""
+    """Return all levels that this processor supports, including the portable one, without a self-test."""
     library = load_library()
     if library is None:
         return ()
@@ -62,7 +62,7 @@ def native_levels() -> tuple[Native, ...]:
 
 
 def set_num_threads(count: int) -> None:
-    """How many threads compute, the caller included."""
+    """Set the number of computing threads, including the caller."""
     library = load_library()
     if library is not None:
         library.quire_set_num_threads(count)
@@ -70,15 +70,15 @@ def set_num_threads(count: int) -> None:
 
 @cache
 def load_library() -> CDLL | None:
-    """The library as it was built at install; None where there is none, or one of another version."""
+    """Load the library that was built at install; return None if it is missing or has another version."""
     for path in sorted(Path(__file__).parent.glob("_native*.so")):
         try:
             library = CDLL(str(path))
         except OSError as error:
-            _log.warning("CPU kernels cannot be loaded: %s", error)
+            _log.warning("native CPU kernels: cannot load the library: %s; using torch", error)
             continue
         if library.quire_abi() != ABI:
-            _log.warning("CPU kernels left out: %s is of another version; install Quire again", path.name)
+            _log.warning("native CPU kernels: %s has a different version; using torch; install Quire again", path.name)
             continue
         declare(library)
         return library
@@ -86,7 +86,7 @@ def load_library() -> CDLL | None:
 
 
 def declare(library: CDLL) -> None:
-    """Tells ctypes the types of a library's functions."""
+    """Set the ctypes signatures of the library's functions."""
     declared = {
         "quire_levels": [],
         "quire_set_num_threads": [c_int],

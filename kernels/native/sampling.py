@@ -1,4 +1,4 @@
-"""Tokens from logits by the CPU kernels: the largest logit of each row, and the draw with its filters."""
+"""Sampling with the native CPU kernels: greedy, and the draw with its filters."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ from kernels.sampling_reference import SamplingTensors
 
 
 def argmax_native(logits: torch.Tensor, kernels: Native) -> torch.Tensor:
-    """``[rows]`` int64: index of the largest, the first among equals; -1 where none can be chosen (a NaN or +inf in the
-    row, or nothing but -inf)."""
+    """Return the index of each row's largest logit, ``[rows]`` int64, the first of equal ones.
+
+    -1 for a row that has a NaN or +inf, or only -inf.
+    """
     rows, count = logits.shape
     found = torch.empty(rows, dtype=torch.int64)
     kernels.library.quire_argmax(kernels.level, logits.data_ptr(), rows, logits.stride(0), count, found.data_ptr())
@@ -19,9 +21,9 @@ def argmax_native(logits: torch.Tensor, kernels: Native) -> torch.Tensor:
 
 
 def sample_native(logits: torch.Tensor, params: SamplingTensors, kernels: Native) -> torch.Tensor:
-    """`kernels.sampling.sample` without ``typical_p``: ``[rows]`` int64, -1 where no logit can be chosen.
+    """Compute `kernels.sampling.sample` without ``typical_p``: ``[rows]`` int64, -1 as in `argmax_native`.
 
-    A row's noise is computed where it may matter, so nothing of the vocabulary's size is written.
+    Noise is computed only for tokens that may win, so that no array of the vocabulary's size is written.
     """
     tokens = torch.empty(len(logits), dtype=torch.int64)
     columns = {"temperature": params.temperature, "seed": params.seed}

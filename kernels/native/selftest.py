@@ -1,4 +1,4 @@
-"""The self-test of a level: small products in every height of a tile, attention, and draws, against torch."""
+"""Self-test of a level: compares small matrix products, attention and draws with torch."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from kernels.paged_attention_reference import paged_attention_reference
 from kernels.sampling_reference import SamplingTensors, sample_reference
 
 _ROWS = (*range(1, 14), 17, 27)
-"""Every height of a tile at any level, alone and beside others."""
+"""Numbers of rows: every tile height of any level, alone and combined."""
 _TOLERANCE = {"float32": 1e-5, "bfloat16": 1e-2, "int8": 2e-2}
-"""Largest error in parts of the largest result; bfloat16 rounds activations too, int8 may round a half otherwise."""
+"""Largest error relative to the largest result; bfloat16 also rounds activations, int8 may round halves differently."""
 _ATTENTION = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
-"""Types of KV, and the largest error over each; chunks over bfloat16 may round queries and weights to it."""
+"""Largest error by type of KV; with bfloat16, chunks may round queries and attention weights."""
 
 
 def failure(kernels: Native) -> str | None:
-    """What is wrong with the level, or None."""
+    """Return the first failure of the level; None if it passes."""
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(85, 72, generator=generator)
     for name, linear, exact, reference in (
@@ -40,7 +40,7 @@ def failure(kernels: Native) -> str | None:
             expected = reference(x.double(), exact.double())
             error = float((linear(x, kernels).double() - expected).abs().amax() / expected.abs().amax())
             if not error <= _TOLERANCE[name]:
-                return f"a {name} product of {rows} rows is off by {error:.1e}"
+                return f"a {name} matrix product of {rows} rows has an error of {error:.1e}"
     if (reason := _argmax_failure(kernels, generator) or _draw_failure(kernels, generator)) is not None:
         return reason
     return next(filter(None, (_attention_failure(kernels, generator, dtype) for dtype in _ATTENTION)), None)
@@ -57,7 +57,7 @@ def _argmax_failure(kernels: Native, generator: torch.Generator) -> str | None:
     logits[2, 84] = torch.inf
     found = argmax_native(logits, kernels).tolist()
     expected = [*logits[:2].argmax(-1).tolist(), -1]
-    return None if found == expected else f"the largest logits are at {expected}, not at {found}"
+    return None if found == expected else f"argmax returned {found}, expected {expected}"
 
 
 def _draw_failure(kernels: Native, generator: torch.Generator) -> str | None:
@@ -75,7 +75,7 @@ def _draw_failure(kernels: Native, generator: torch.Generator) -> str | None:
     )
     logits = torch.randn(12, 85, generator=generator)
     found, expected = sample_native(logits, params, kernels).tolist(), sample_reference(logits, params).tolist()
-    return None if found == expected else f"the draws are {expected}, not {found}"
+    return None if found == expected else f"sampling returned {found}, expected {expected}"
 
 
 def _attention_failure(kernels: Native, generator: torch.Generator, dtype: torch.dtype) -> str | None:
@@ -89,4 +89,4 @@ def _attention_failure(kernels: Native, generator: torch.Generator, dtype: torch
     )
     got = paged_attention_native(query, caches[0], caches[1], *arguments, scale=0.2, kernels=kernels)
     error = float((got.double() - expected).abs().amax())
-    return None if error <= _ATTENTION[dtype] else f"attention over {dtype} is off by {error:.1e}"
+    return None if error <= _ATTENTION[dtype] else f"attention over {dtype} has an error of {error:.1e}"

@@ -1,8 +1,8 @@
-"""Which level of the CPU kernels serves.
+"""Choice of the level of the native CPU kernels.
 
-A level serves when the library was compiled with it, the processor has its instructions, and it passes a self-test:
-small products and attention, compared with float64. What fails is left out with a line in the log, and
-the next lower level is tried; so a wrong path never serves, at the price of a millisecond at start.
+A level can be used if the library was compiled with it, the processor supports its instructions, and it passes a
+self-test. The self-test compares small products and attention with float64, in about a millisecond at start. If it
+fails, the log says so, and the next lower level is tried.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _log = logging.getLogger(__name__)
 
 @cache
 def native() -> Native | None:
-    """The kernels that serve in this process, chosen when they are first asked for; None: torch does."""
+    """Return the native kernels of this process, chosen at the first call; None: use torch."""
     wanted = os.environ.get(_VARIABLE, "auto")
     if wanted == "off":
         return None
@@ -33,7 +33,7 @@ def native() -> Native | None:
         reason = failure(levels[name])
         if reason is None:
             return levels[name]
-        _log.warning("CPU kernels of level %s left out: %s", name, reason)
+        _log.warning("native CPU kernels: level %s failed its self-test and is not used: %s", name, reason)
     if wanted != "auto":
-        _log.warning("%s: level %r is not available here", _VARIABLE, wanted)
+        _log.warning("%s: level %r is not available on this machine; using torch; set it to auto", _VARIABLE, wanted)
     return None

@@ -1,4 +1,4 @@
-"""The structures of the C ABI (`format.h`, `levels.h`, `sampling.h`, `decoder.h`), field by field."""
+"""Structures of the C ABI (`format.h`, `levels.h`, `sampling.h`, `decoder.h`), field by field."""
 
 from __future__ import annotations
 

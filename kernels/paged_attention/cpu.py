@@ -1,7 +1,7 @@
-"""Paged attention on a CPU: pages are gathered, torch's fused attention does the rest.
+"""Paged attention on a CPU: gathers KV blocks and calls torch's fused attention.
 
-Rows in decode are computed together, padded to the longest of a group of similar length; rows in prefill one by
-one, in tiles of queries.
+Rows in decode are computed in groups of similar length, padded to the longest. Rows in prefill are computed one by one,
+in tiles of queries.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from kernels.fp8 import from_cache
 from kernels.paged_attention_reference import visible_keys
 
 _PREFILL_TILE = 256  # queries per SDPA call on CPU: bounds the mask and skips the keys above the diagonal
-_DECODE_PADDING = 128  # keys: padding a row this far costs less than another call
-_DECODE_ELEMENTS = 1 << 20  # keys gathered at once: K and V stay in the core's cache until they are used
+_DECODE_PADDING = 128  # keys; padding a row by up to this many costs less than another call
+_DECODE_ELEMENTS = 1 << 20  # keys gathered at once, so that K and V stay in the core's cache
 
 
 def paged_attention_cpu(
@@ -30,7 +30,7 @@ def paged_attention_cpu(
     sliding_window: int | None,
     soft_cap: float | None,
 ) -> torch.Tensor:
-    """`paged_attention` of CPU tensors."""
+    """Compute `paged_attention` of CPU tensors."""
     out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     starts, contexts = query_start.tolist(), context_lens.tolist()
     decode: list[tuple[int, int]] = []  # (keys to read, row)
@@ -60,7 +60,7 @@ def paged_attention_cpu(
 
 
 def _decode_groups(rows_by_len: list[tuple[int, int]], elements_per_token: int) -> list[list[int]]:
-    """Split rows, given as ascending (keys to read, row), into groups to be padded and computed together."""
+    """Split rows, given as ascending (keys to read, row), into groups to pad and compute together."""
     groups: list[list[int]] = []
     shortest = 0
     for num_keys, row in rows_by_len:
@@ -82,8 +82,7 @@ def _prefill_row(
     sliding_window: int | None,
     soft_cap: float | None,
 ) -> torch.Tensor:
-    """Attention of one row's chunk ``[query_len, num_heads, head_dim]``; its queries end at position context
-    - 1."""
+    """Compute attention of one row's chunk ``[query_len, num_heads, head_dim]``, which ends at the row's last token."""
     block_size = k_cache.shape[2]
     first_pos = context - query.shape[0]
     first_page = 0 if sliding_window is None else max(0, first_pos - sliding_window + 1) // block_size
@@ -114,10 +113,9 @@ def _decode_rows(
     sliding_window: int | None,
     soft_cap: float | None,
 ) -> torch.Tensor:
-    """Attention of one query per row ``[num_rows, num_heads, head_dim]``, all rows padded to the longest.
+    """Compute attention of one query per row ``[num_rows, num_heads, head_dim]``, with rows padded to the longest.
 
-    The queries that share a KV head stand in SDPA's query dimension, so that each key is read once for all of
-    them.
+    The query heads of a KV head are SDPA's query dimension, so that each key is read once for all of them.
     """
     num_rows, num_heads, head_dim = query.shape
     num_kv_heads, block_size = k_cache.shape[1:3]
@@ -125,7 +123,7 @@ def _decode_rows(
     first_pages = [key // block_size for key in first_keys]
     last_pages = [(context - 1) // block_size for context in context_lens]
     num_pages = max(map(sub, last_pages, first_pages)) + 1
-    # Keys are counted from the start of each row's first gathered page from here on.
+    # From here on keys are counted from the start of each row's first gathered block.
     begins = [key % block_size for key in first_keys]
     ends = [context - page * block_size for context, page in zip(context_lens, first_pages, strict=True)]
 
@@ -146,8 +144,8 @@ def _decode_rows(
             visible &= positions >= torch.tensor(begins).unsqueeze(1)
         out = _attend(packed, keys, values, visible[:, None, None], scale, soft_cap)
         if bool(out.isnan().any()):
-            # A masked key still meets the query, and 0 x NaN is NaN. Pages that once held a failed row's NaNs
-            # are rare, so blank what lies beyond the rows' contexts only once it shows.
+            # A masked key is still multiplied, and 0 x NaN is NaN. Blocks with NaNs of a failed row are rare, so keys
+            # beyond the rows' contexts are zeroed only if the result has NaNs.
             row, position = (~visible).nonzero(as_tuple=True)
             keys[row, :, position] = 0
             values[row, :, position] = 0
@@ -156,10 +154,9 @@ def _decode_rows(
 
 
 def _gather_pages(cache: torch.Tensor, pages: torch.Tensor) -> torch.Tensor:
-    """Copy pages ``[num_rows, num_pages]`` into ``[num_rows, num_kv_heads, num_pages * block_size,
-    head_dim]``.
+    """Copy blocks ``[num_rows, num_pages]`` into ``[num_rows, num_kv_heads, num_pages * block_size, head_dim]``.
 
-    Gathering (page, head) tiles rather than pages puts the heads first without a second copy.
+    The copy gathers (block, head) tiles instead of blocks, which puts the heads first without a second copy.
     """
     num_kv_heads, block_size, head_dim = cache.shape[1:]
     tiles = pages.unsqueeze(1) * num_kv_heads + torch.arange(num_kv_heads).unsqueeze(1)
@@ -175,8 +172,11 @@ def _attend(
     scale: float,
     soft_cap: float | None,
 ) -> torch.Tensor:
-    """Masked attention of ``[batch, heads, num_queries, head_dim]`` over ``[batch, num_kv_heads, num_keys,
-    head_dim]``."""
+    """Compute masked attention.
+
+    query: ``[batch, heads, num_queries, head_dim]``. keys, values:
+    ``[batch, num_kv_heads, num_keys, head_dim]``.
+    """
     if soft_cap is None:
         return scaled_dot_product_attention(
             query, keys, values, attn_mask=visible, scale=scale, enable_gqa=query.shape[1] != keys.shape[1]

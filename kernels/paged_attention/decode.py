@@ -1,8 +1,8 @@
 """Attention of the rows in decode: one program per KV head and share of a row's keys.
 
-The query heads that share a KV head are packed into one tile, so that a key is read once for all of them. Which keys
-of which row a program takes, the schedule says (`kernels.paged_attention.schedule`). A row with one share is written
-to the result right away; the others' partial results meet in a second kernel (Flash-Decoding; Dao et al., 2023).
+The query heads of a KV head are packed into one tile, so that a key is read once for all of them. The schedule assigns
+a share of a row's keys to each program (`kernels.paged_attention.schedule`). A row with one share is written to the
+result directly; a second kernel combines the partial results of other rows (Flash-Decoding; Dao et al., 2023).
 """
 
 # ruff: noqa: N803 - compile-time parameters of kernels are upper case, as everywhere in Triton
@@ -40,13 +40,13 @@ def decode_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ) -> None:
-    """One program: the query heads of one KV head of one row, over one share of its keys.
+    """Compute per program the query heads of one KV head of one row, over one share of its keys.
 
-    A row with one share is written to ``out`` ``[T, num_heads, head_dim]``; of a row with more, ``partial``
-    ``[num_shares, num_heads, head_dim]`` float32 gets each share's result and ``lse`` ``[num_shares, num_heads]`` the
-    log2 of its sum of exponentials.
+    A row with one share is written to ``out`` ``[T, num_heads, head_dim]``. For a row with more shares, each share's
+    result goes to ``partial`` ``[num_shares, num_heads, head_dim]`` float32, and the log2 of its sum of exponentials to
+    ``lse`` ``[num_shares, num_heads]``.
     """
-    kv_head = tl.program_id(0)  # neighbours read the same pages
+    kv_head = tl.program_id(0)  # neighbours read the same blocks
     share = tl.program_id(1)
     row = tl.load(shares_ptr + share * FIELDS)
     if row < 0:
@@ -100,7 +100,7 @@ def decode_kernel(
         )
         acc, row_max, row_sum = accumulate(scores, values.to(query.dtype), acc, row_max, row_sum)
 
-    # A row without keys (padding of a graph) has one share of none, which writes its zeros.
+    # A row without keys (padding of a graph) has one empty share, which writes zeros.
     out = acc / tl.where(row_sum > 0, row_sum, 1.0)[:, None]
     if num_shares == 1:
         place = out_ptr + (token * NUM_KV_HEADS * GROUP_SIZE + head)[:, None] * HEAD_DIM + dim[None, :]
@@ -123,8 +123,10 @@ def combine_shares_kernel(
     DIM_TILE: tl.constexpr,
     SHARES_TILE: tl.constexpr,
 ) -> None:
-    """One program: one head of one row, its shares weighted by their part of the sum of exponentials; rows with one
-    share have been written."""
+    """Combine the shares of one head of one row per program, weighted by their sums of exponentials.
+
+    Rows with one share are skipped.
+    """
     head = tl.program_id(0)
     row = tl.program_id(1)
     num_shares = tl.load(rows_ptr + row * 2 + 1)

@@ -1,8 +1,8 @@
-"""Paged attention on a GPU: which kernels a batch needs, and with which tiles.
+"""Launch of paged attention on a GPU: choice of kernels and tiles for a batch.
 
-Nothing here depends on a length that only the device knows, so that the launches can be captured in a graph: the grid
-of prefill follows from T and R alone, that of decode from R and the GPU. How the keys are shared among the programs of
-that grid, the device reckons.
+The launches depend only on values that the host knows, so that they can be captured in a graph. The grid of prefill
+depends on T and R, and the grid of decode on R and the GPU. The device computes how the keys are split among the
+programs of the decode grid.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from kernels.paged_attention.prefill import prefill_kernel
 from kernels.paged_attention.schedule import DecodeSchedule, schedule_decode
 from kernels.paged_attention.tuning import Key, tuning_for
 
-_SHARES_TILE = 32  # shares that a program of the second kernel takes in together
+_SHARES_TILE = 32  # shares per iteration of the combining kernel
 
 
 def paged_attention_triton(
@@ -34,7 +34,7 @@ def paged_attention_triton(
     num_leading_decodes: int,
     schedule: DecodeSchedule | None,
 ) -> torch.Tensor:
-    """`paged_attention` of CUDA tensors; never reads a value back from the device."""
+    """Compute `paged_attention` of CUDA tensors without reading a value back from the device."""
     num_tokens, num_heads, head_dim = query.shape
     num_kv_heads, block_size = k_cache.shape[1:3]
     group_size, dim_tile = num_heads // num_kv_heads, next_power_of_2(head_dim)
@@ -42,7 +42,7 @@ def paged_attention_triton(
     out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     caches_and_tables = (query, k_cache, v_cache, block_tables, query_start)
     strides = (query.stride(0), query.stride(1), block_tables.stride(0))
-    # An integer would be another type to Triton, and another kernel.
+    # An integer would be a different type, and compile another kernel.
     scale, cap = float(scale), float(soft_cap or 0.0)
     specialisation = {
         "NUM_KV_HEADS": num_kv_heads,
@@ -58,7 +58,7 @@ def paged_attention_triton(
         num_rows = context_lens.shape[0]
         tuning = tuning_for(Key("prefill", sm, dim_tile, kv_bytes), group_size)
         queries = tuning.block_m // group_size
-        # An upper bound: one partial tile per row; those that only decode are left out.
+        # An upper bound, with one partial tile per row; leading decode rows are left out.
         num_tiles = num_tokens // queries + num_rows - num_leading_decodes // queries - num_leading_decodes
         prefill_kernel[(num_tiles, num_kv_heads)](
             *caches_and_tables,

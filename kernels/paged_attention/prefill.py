@@ -1,8 +1,8 @@
 """Attention of the rows in prefill: one program per (tile of queries, KV head).
 
-The query heads that share a KV head are packed into one tile, so that a key is read once for all of them; the
-softmax is taken online over the keys (FlashAttention-2; Dao, 2023). Tiles are numbered through the flat batch, so
-that the grid follows from T and R alone; a program finds its row by bisection.
+The query heads of a KV head are packed into one tile, so that a key is read once for all of them. The softmax is
+computed online over the keys (FlashAttention-2; Dao, 2023). Tiles are numbered through the flat batch, so that the grid
+depends only on T and R. A program finds its row by binary search.
 """
 
 # ruff: noqa: N803 - compile-time parameters of kernels are upper case, as everywhere in Triton
@@ -41,14 +41,13 @@ def prefill_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ) -> None:
-    """One program: BLOCK_M // GROUP_SIZE neighbouring queries of one row, with all query heads of one KV
-    head.
+    """Compute per program BLOCK_M // GROUP_SIZE consecutive queries of one row, with all query heads of one KV head.
 
-    Row r owns the tiles from ``query_start[r] // QUERIES + r`` on: at least as many as it needs, the rest
-    leave at once. The rows before ``first_row`` bring one token each and have no tiles.
+    Row r owns the tiles from ``query_start[r] // QUERIES + r`` on. It may own more than it needs; programs of unused
+    tiles return at once. The rows before ``first_row`` have one token each and no tiles.
     """
     QUERIES: tl.constexpr = BLOCK_M // GROUP_SIZE  # noqa: N806
-    # The last tiles of a row see the most keys: they begin first, so that none of them is left over at the end.
+    # The last tiles of a row see the most keys, so they start first; otherwise they would run alone at the end.
     tile = first_row // QUERIES + first_row + tl.num_programs(0) - 1 - tl.program_id(0)
     kv_head = tl.program_id(1)
     row, beyond = first_row, num_rows
@@ -76,7 +75,7 @@ def prefill_kernel(
     query_place = query_ptr + token[:, None] * query_token_stride + head[:, None] * query_head_stride + dim[None, :]
     query = tl.load(query_place, mask=query_mask, other=0.0)
 
-    # Keys before the first query are seen by all of the tile, unless a window ends: only the others need comparing.
+    # Keys before the first query are visible to the whole tile, except at the end of a window; only others need a mask.
     first_position = context - query_len + first_query
     high = tl.minimum(first_position + QUERIES, context)
     begin = 0
@@ -173,7 +172,7 @@ def _attend_tile(
     CAPPED: tl.constexpr,
     NATIVE_FP8: tl.constexpr,
 ) -> tl.tuple:
-    """The softmax with one tile of keys taken in; MASKED: some queries do not see some of them."""
+    """Update the online softmax with one tile of keys; MASKED: some keys are not visible to some queries."""
     inside = position < high
     keys = gather_tile(
         k_cache_ptr,

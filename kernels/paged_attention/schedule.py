@@ -1,12 +1,12 @@
-"""Who attends to what in decode: a row's keys cut into shares, reckoned on the device from the lengths of a batch.
+"""Decode schedule: splits the keys of each row into shares, on the device, from the lengths of a batch.
 
-A long row has to be read by many programs at once, a short one by one. How the rows' keys are to be cut follows from
-all lengths together, which only the device knows while a captured graph runs: so a small kernel reckons a *schedule*,
-and the attention of every layer follows it. A *share* is a stretch of one row's keys; program n of the attention takes
-share n. Shares are about as large as gives the GPU enough programs, a row's shares are of one size, and there are at
-most ``R + wanted`` of them, so that hardly a program of the grid is in vain.
+A long row must be read by many programs in parallel, a short row by one. The split depends on all lengths, which only
+the device knows in a captured graph. A small kernel therefore computes a *schedule*, which the attention of every layer
+uses. A *share* is a range of one row's keys; program n of the attention computes share n. The size of shares is chosen
+to give the GPU enough programs. All shares of a row have the same size, and there are at most ``R + wanted`` shares, so
+that few programs of the grid are idle.
 
-One schedule serves all layers that have the same window and number of KV heads.
+One schedule serves all layers with the same window and number of KV heads.
 """
 
 # ruff: noqa: N803 - compile-time parameters of kernels are upper case, as everywhere in Triton
@@ -19,20 +19,19 @@ import torch
 
 from kernels._triton import kernel_with, num_multiprocessors, runs_on_triton, tl
 
-_PROGRAMS_PER_SM = 4  # that get a share: more than run at once, so that the last ones to end wait little
+_PROGRAMS_PER_SM = 4  # with a share; more than run at once, to shorten the tail
 _UNIT = 64  # keys; a share is a number of units
-_MIN_UNITS = 2  # below this, putting shares together costs more than the parallelism gains
+_MIN_UNITS = 2  # below this, combining shares costs more than parallelism gains
 _ROWS_TILE = 256
 _FIELDS = 4
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeSchedule:
-    """The shares of one batch.
+    """Shares of one batch.
 
-    shares: ``[R + wanted, 4]`` int32: row (-1: there is no such share), first key, end of the keys, how many shares the
-        row has.
-    rows: ``[R, 2]`` int32: first share of the row, how many it has; 0 for a row that is not in decode.
+    shares: ``[R + wanted, 4]`` int32: row (-1: unused), first key, end of the keys, number of shares of the row.
+    rows: ``[R, 2]`` int32: first share and number of shares of the row; 0 shares for a row that is not in decode.
     """
 
     shares: torch.Tensor
@@ -46,9 +45,9 @@ def schedule_decode(
     num_kv_heads: int,
     sliding_window: int | None = None,
 ) -> DecodeSchedule | None:
-    """The schedule of a batch (query_start, context_lens: see the package); None where no kernel needs one.
+    """Return the schedule of a batch (query_start, context_lens: see the package); None if no kernel needs one.
 
-    Rows that bring one token get shares, those without keys (padding of a graph) one of no key.
+    Rows with one token get shares; a row without keys (padding of a graph) gets one empty share.
     """
     if not runs_on_triton(context_lens):
         return None
@@ -90,7 +89,7 @@ def _schedule_kernel(
     ROWS_TILE: tl.constexpr,
     FIELDS: tl.constexpr,
 ) -> None:
-    """One program makes the whole schedule: the sum of all keys first, then every row's shares."""
+    """Compute the whole schedule in one program: the sum of all keys first, then every row's shares."""
     total = tl.cast(0, tl.int32)
     for first_row in range(0, num_rows, ROWS_TILE):
         row = first_row + tl.arange(0, ROWS_TILE)
@@ -115,8 +114,8 @@ def _schedule_kernel(
             begin = tl.maximum(end - sliding_window, 0)
         units = tl.cdiv(end - begin, UNIT)
         count = tl.where(in_decode, tl.maximum(tl.cdiv(units, most_units), 1), 0)
-        size = tl.cdiv(units, tl.maximum(count, 1)) * UNIT  # all shares of a row alike
-        # Rounding up may leave the last of them without a key.
+        size = tl.cdiv(units, tl.maximum(count, 1)) * UNIT  # equal for all shares of a row
+        # Rounding up may leave the last shares without a key.
         count = tl.where(in_decode, tl.maximum(tl.cdiv(end - begin, tl.maximum(size, 1)), 1), 0)
         first = used + tl.cumsum(count, 0) - count
         tl.store(rows_ptr + row * 2, first, mask=inside)

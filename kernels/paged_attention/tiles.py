@@ -1,4 +1,4 @@
-"""What both attention kernels do with a tile of keys: fetch it from its pages, score it, take it into the softmax."""
+"""Operations of both attention kernels on a tile of keys: gather it, score it, update the online softmax."""
 
 # ruff: noqa: N803 - compile-time parameters of kernels are upper case, as everywhere in Triton
 
@@ -22,8 +22,10 @@ def gather_tile(
     DIM_TILE: tl.constexpr,
     NATIVE_FP8: tl.constexpr,
 ) -> tl.tensor:
-    """The keys or values at some positions of one row, ``[positions, DIM_TILE]``; zeros outside. What a cache holds in
-    eight bits comes as float16."""
+    """Return the keys or values at some positions of one row, ``[positions, DIM_TILE]``; zeros outside the row.
+
+    Elements of an fp8 cache are returned as float16.
+    """
     block = tl.load(table_ptr + position // BLOCK_SIZE, mask=inside, other=0).to(tl.int64)
     offset = ((block * NUM_KV_HEADS + kv_head) * BLOCK_SIZE + position % BLOCK_SIZE) * HEAD_DIM
     mask = inside[:, None]
@@ -41,7 +43,7 @@ def gather_tile(
 def score_tile(
     query: tl.tensor, keys: tl.tensor, scale: tl.tensor, soft_cap: tl.tensor, CAPPED: tl.constexpr
 ) -> tl.tensor:
-    """Logits in units of log2(e): the softmax below works with exp2."""
+    """Return logits times log2(e), because the softmax uses exp2."""
     scores = tl.dot(query, tl.trans(keys.to(query.dtype)), input_precision="ieee") * scale
     if CAPPED:
         scores = soft_cap * (1.0 - 2.0 / (1.0 + tl.exp(2.0 * scores / soft_cap)))
@@ -52,9 +54,9 @@ def score_tile(
 def accumulate(
     scores: tl.tensor, values: tl.tensor, acc: tl.tensor, row_max: tl.tensor, row_sum: tl.tensor
 ) -> tl.tuple:
-    """One step of the online softmax: returns acc, row_max and row_sum with these keys taken in."""
+    """Update the online softmax with these keys; return the new acc, row_max and row_sum."""
     new_max = tl.maximum(row_max, tl.max(scores, 1))
-    base = tl.where(new_max == -float("inf"), 0.0, new_max)  # a row that has seen no key yet
+    base = tl.where(new_max == -float("inf"), 0.0, new_max)  # no key is visible so far
     probs = tl.exp2(scores - base[:, None])
     shrink = tl.exp2(row_max - base)
     acc = tl.dot(probs.to(values.dtype), values, acc * shrink[:, None], input_precision="ieee")

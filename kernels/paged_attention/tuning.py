@@ -1,8 +1,8 @@
 """Tile sides and launch options of the attention kernels: a table in a file beside this module, and a safe default.
 
-The table is made once, offline, on a GPU (`python -m kernels.tune`), and checked in; nothing is tried out while
-serving. An entry holds for one kernel on one architecture, for heads of up to ``dim_tile`` dimensions and a cache of so
-many bytes per element. What the table lacks gets a default that fits into the GPU's registers and shared memory.
+The table is measured offline on a GPU (`python -m kernels.tune`) and checked in; there is no tuning while serving. An
+entry applies to one kernel on one architecture, to heads of up to ``dim_tile`` dimensions, and to a number of bytes per
+cache element. Without an entry a default applies, which fits into the GPU's registers and shared memory.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Tuning:
 
 @dataclass(frozen=True, slots=True, order=True)
 class Key:
-    """What a tuning holds for."""
+    """Key of a table entry."""
 
     kernel: str  # "decode" or "prefill"
     architecture: int  # compute capability, 90 for sm_90
@@ -38,29 +38,28 @@ class Key:
 
 
 tried: dict[Key, Tuning] = {}
-"""What `kernels.tune` is trying out; empty while serving."""
+"""Candidates that `kernels.tune` is measuring; empty while serving."""
 
 
 def tuning_for(key: Key, group_size: int) -> Tuning:
-    """The table's entry or the default, with a tile that holds a whole group of query heads."""
+    """Return the table's entry or the default, with a tile that holds a whole group of query heads."""
     found = tried.get(key) or read_table().get(key) or default_tuning(key)
     return Tuning(max(found.block_m, next_power_of_2(group_size)), found.block_n, found.num_warps, found.num_stages)
 
 
 def default_tuning(key: Key) -> Tuning:
-    """What is launched where nothing was measured: chosen by what the compiler says of registers and shared memory, not
-    by the clock.
+    """Return the launch options for an entry without a measurement.
 
-    Rules: nothing spills; 16-byte copies into shared memory, which matrix units read from there. Decode waits for
-    memory, so it has two tiles of keys and of values under way in each of three programs or more a multiprocessor:
-    five stages, as two of them are gone for the detour over the block table. Prefill reads each key once per tile of
-    queries: on Hopper, whose matrix units outrun its L2 cache, a tile has 128 rows, two warp groups. Float32 has no
-    matrix units to feed and every product takes registers: small tiles.
+    They follow from the compiler's figures for registers and shared memory. Rules: no spills, and 16-byte copies
+    into shared memory, from which the matrix units read. Decode is limited by memory bandwidth. It therefore keeps
+    two tiles of keys and of values in flight, in at least three programs per multiprocessor. This needs five
+    stages, because two stages are used by the look-up in the block table. Prefill reads each key once per tile of
+    queries; on Hopper, where the L2 cache limits the matrix units, a tile has 128 rows in two warp groups. Float32
+    does not use matrix units and needs more registers, hence small tiles.
     """
     wide = key.kv_bytes > 2
     if key.kernel == "decode":
-        # tl.dot wants 16 rows at least; a smaller group leaves some idle, which costs nothing: decode waits for
-        # memory.
+        # tl.dot needs at least 16 rows. Idle rows of a smaller group cost nothing, because decode waits for memory.
         largest = 64 if key.dim_tile <= 128 else 32
         return Tuning(16, (32 if key.dim_tile <= 64 else 16) if wide else largest, 4, 5)
     if wide:
@@ -74,12 +73,12 @@ def default_tuning(key: Key) -> Tuning:
 
 @cache
 def read_table() -> dict[Key, Tuning]:
-    """The checked-in table."""
+    """Read the checked-in table."""
     return {Key(**entry["key"]): Tuning(**entry["tuning"]) for entry in json.loads(TABLE.read_text())}
 
 
 def write_table(table: dict[Key, Tuning], path: Path = TABLE) -> None:
-    """Writes a table, a line per entry."""
+    """Write a table, one line per entry."""
     lines = [
         json.dumps({"key": asdict(key), "tuning": asdict(tuning)})
         for key, tuning in sorted(table.items(), key=lambda entry: entry[0])

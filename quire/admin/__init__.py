@@ -1,1 +1,1 @@
-"""The operator API, generated code by version."""
+"""Operator API: generated code by version."""

@@ -60,26 +60,26 @@ class _Pooling:
 class _PoolingEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Pooling.ValueType], _builtins.type):
     DESCRIPTOR: _descriptor.EnumDescriptor
     POOLING_UNSPECIFIED: _Pooling.ValueType  # 0
-    """The server's choice: LAST."""
+    """Same as LAST."""
     POOLING_LAST: _Pooling.ValueType  # 1
-    """The last token's."""
+    """The hidden state of the last token."""
     POOLING_MEAN: _Pooling.ValueType  # 2
-    """The mean over all tokens. Needs all of them computed: it reads no cached prefix."""
+    """The mean over all tokens. Does not use the prefix cache."""
 
 class Pooling(_Pooling, metaclass=_PoolingEnumTypeWrapper):
-    """How hidden states become one vector."""
+    """Pooling of hidden states into one vector."""
 
 POOLING_UNSPECIFIED: Pooling.ValueType  # 0
-"""The server's choice: LAST."""
+"""Same as LAST."""
 POOLING_LAST: Pooling.ValueType  # 1
-"""The last token's."""
+"""The hidden state of the last token."""
 POOLING_MEAN: Pooling.ValueType  # 2
-"""The mean over all tokens. Needs all of them computed: it reads no cached prefix."""
+"""The mean over all tokens. Does not use the prefix cache."""
 Global___Pooling: _TypeAlias = Pooling  # noqa: Y015
 
 @_typing.final
 class GenerateRequest(_message.Message):
-    """One prompt and everything that decides how it is continued."""
+    """One prompt and all options of its generation."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -106,8 +106,8 @@ class GenerateRequest(_message.Message):
     adapter: _builtins.str
     """Name of a LoRA adapter. Not supported yet."""
     resumable: _builtins.bool
-    """Let the request live on for some time when its connection is lost or its call cancelled, so that `Resume` can go on
-    with it. Needs a `request_id`. `Cancel` ends it at once.
+    """Keep the request for a limited time when its connection is lost or its call is cancelled, so that `Resume` can
+    continue it. Needs a `request_id`. `Cancel` ends the request at once.
     """
     @_builtins.property
     def chat(self) -> Global___ChatInput:
@@ -115,27 +115,27 @@ class GenerateRequest(_message.Message):
 
     @_builtins.property
     def token_ids(self) -> Global___TokenIds:
-        """Token ids, used as they are. Each must lie in [0, vocab_size)."""
+        """Token IDs, used without change. Each must be in [0, vocab_size)."""
 
     @_builtins.property
     def sampling(self) -> Global___SamplingOptions:
-        """How the next token is chosen."""
+        """Sampling options."""
 
     @_builtins.property
     def stop(self) -> Global___StopOptions:
-        """When generation ends."""
+        """Conditions that end generation."""
 
     @_builtins.property
     def output(self) -> Global___OutputOptions:
-        """What is sent back beside the text."""
+        """Output besides the text."""
 
     @_builtins.property
     def scheduling(self) -> Global___SchedulingOptions:
-        """How the request is treated in the queue."""
+        """Scheduling options."""
 
     @_builtins.property
     def grammar(self) -> Global___Grammar:
-        """What the output must conform to."""
+        """Grammar of the output."""
 
     def __init__(
         self,
@@ -199,16 +199,15 @@ class ChatInput(_message.Message):
     TEMPLATE_VARIABLES_JSON_FIELD_NUMBER: _builtins.int
     CONTINUE_FINAL_MESSAGE_FIELD_NUMBER: _builtins.int
     omit_generation_prompt: _builtins.bool
-    """Leave out the marker that starts the assistant's turn. Default: the marker is added."""
+    """Omit the marker that starts the assistant's turn. Default: the marker is added."""
     tools_json: _builtins.str
-    """The tools that the model may call, as a JSON array of what OpenAI calls tools:
-    [{"type": "function", "function": {"name": …, "description": …, "parameters": …}}]; the template's variable `tools`.
-    At most 1 MiB.
+    """The tools that the model may call, as a JSON array in the format of OpenAI's `tools`: [{"type": "function",
+    "function": {"name": …, "description": …, "parameters": …}}]; the template's variable `tools`. At most 1 MiB.
     """
     template_variables_json: _builtins.str
-    """Further variables of the template, as a JSON object, {"enable_thinking": false} for example. At most 64 KiB."""
+    """Further variables of the template, as a JSON object, for example {"enable_thinking": false}. At most 64 KiB."""
     continue_final_message: _builtins.bool
-    """The last message is a beginning that the model is to continue: it is not closed, and no marker follows it."""
+    """Let the model continue the last message: it is not closed, and no marker follows it."""
     @_builtins.property
     def messages(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChatMessage]:
         """The messages, oldest first, at least one and at most 4,096."""
@@ -242,17 +241,17 @@ class ChatMessage(_message.Message):
     TOOL_CALLS_JSON_FIELD_NUMBER: _builtins.int
     TOOL_CALL_ID_FIELD_NUMBER: _builtins.int
     role: _builtins.str
-    """"system", "user", "assistant" or whatever else the model's template knows; at most 64 bytes."""
+    """"system", "user", "assistant" or another role of the model's template; at most 64 bytes."""
     content: _builtins.str
     """The text of the turn, at most 4 MiB."""
     name: _builtins.str
     """Name of the speaker, or of the tool whose result this is; at most 256 bytes."""
     tool_calls_json: _builtins.str
-    """In a turn of the assistant, the calls it made, as a JSON array of what OpenAI calls tool_calls:
-    [{"id": …, "type": "function", "function": {"name": …, "arguments": …}}]. At most 1 MiB.
+    """In a turn of the assistant, its tool calls, as a JSON array in the format of OpenAI's `tool_calls`: [{"id": …,
+    "type": "function", "function": {"name": …, "arguments": …}}]. At most 1 MiB.
     """
     tool_call_id: _builtins.str
-    """In a tool's turn, the id of the call that it answers; at most 256 bytes."""
+    """In a turn of a tool, the ID of the call that it answers; at most 256 bytes."""
     def __init__(
         self,
         *,
@@ -272,8 +271,8 @@ Global___ChatMessage: _TypeAlias = ChatMessage  # noqa: Y015
 
 @_typing.final
 class SamplingOptions(_message.Message):
-    """How the next token is chosen from the model's distribution. The order is that of `transformers`: bias and
-    token sets, penalties, bad words, least length, temperature, top_k, top_p, min_p, typical_p.
+    """Options of sampling, applied in the order of `transformers`: bias and token sets, penalties, bad words, minimum
+    length, temperature, top_k, top_p, min_p, typical_p.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -313,7 +312,7 @@ class SamplingOptions(_message.Message):
     BAD_WORDS_FIELD_NUMBER: _builtins.int
     N_FIELD_NUMBER: _builtins.int
     temperature: _builtins.float
-    """In [0, 100]. 0 is greedy, and so is everything below 1e-6. Default 1."""
+    """In [0, 100]. Values below 1e-6 are greedy. Default 1."""
     top_k: _builtins.int
     """Keep the k most likely tokens; 0 keeps all. Default 0."""
     top_p: _builtins.float
@@ -327,13 +326,11 @@ class SamplingOptions(_message.Message):
     (0, 1]. Default 1.
     """
     repetition_penalty: _builtins.float
-    """Divides positive logits of tokens that prompt or output hold, multiplies negative ones; in [0.001, 10].
-    Default 1.
-    """
+    """Divides positive logits of tokens in the prompt or output, and multiplies negative ones; in [0.001, 10]. Default 1."""
     presence_penalty: _builtins.float
-    """Subtracted from the logits of tokens that the output holds, in [-2, 2]. Default 0."""
+    """Subtracted from the logits of tokens in the output, in [-2, 2]. Default 0."""
     frequency_penalty: _builtins.float
-    """Subtracted from the logits of tokens as often as the output holds them, in [-2, 2]. Default 0."""
+    """Subtracted from the logits of tokens for each occurrence in the output, in [-2, 2]. Default 0."""
     n: _builtins.int
     """Number of independent continuations of one prompt, in [1, 128]. They share the prompt's KV cache. Default 1."""
     @_builtins.property
@@ -342,16 +339,16 @@ class SamplingOptions(_message.Message):
 
     @_builtins.property
     def allowed_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Only these tokens may be chosen. Empty: all."""
+        """Allowed tokens. Empty: all."""
 
     @_builtins.property
     def banned_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """These tokens are never chosen."""
+        """Forbidden tokens."""
 
     @_builtins.property
     def bad_words(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Words that are never completed in the tokens that the tokenizer makes of them, with or without a space before; at
-        most 64 of at most 256 bytes.
+        """Words that are never completed in their own tokenization, with or without a space before; at most 64 words of at
+        most 256 bytes.
         """
 
     def __init__(
@@ -421,7 +418,7 @@ Global___SamplingOptions: _TypeAlias = SamplingOptions  # noqa: Y015
 
 @_typing.final
 class StopOptions(_message.Message):
-    """When generation ends."""
+    """Conditions that end generation."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -432,16 +429,20 @@ class StopOptions(_message.Message):
     MIN_TOKENS_FIELD_NUMBER: _builtins.int
     INCLUDE_STOP_STRING_FIELD_NUMBER: _builtins.int
     max_tokens: _builtins.int
-    """Most tokens to generate, at least 1; with the prompt at most the model's context. Default: 256 or what still fits."""
+    """Limit of generated tokens, at least 1; with the prompt at most the model's context. Default: 256, or the room left
+    in the context if that is less.
+    """
     ignore_eos: _builtins.bool
-    """Go on after the model's end-of-sequence token."""
+    """Continue after the model's end-of-sequence token."""
     min_tokens: _builtins.int
-    """Within so many tokens, end-of-sequence and stop tokens are not chosen, and stop strings do not count."""
+    """Minimum number of tokens, before which end-of-sequence and stop tokens are forbidden and stop strings are ignored."""
     include_stop_string: _builtins.bool
     """Keep the matched stop string in the text."""
     @_builtins.property
     def stop_strings(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Generation ends where one of these strings appears; they are not part of the text. At most 16 of at most 256 bytes."""
+        """Generation ends where one of these strings appears; they are not part of the text. At most 16 strings of at most
+        256 bytes.
+        """
 
     @_builtins.property
     def stop_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -469,7 +470,7 @@ Global___StopOptions: _TypeAlias = StopOptions  # noqa: Y015
 
 @_typing.final
 class OutputOptions(_message.Message):
-    """What is sent back beside the text."""
+    """Output besides the text."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -479,19 +480,17 @@ class OutputOptions(_message.Message):
     TRUNCATE_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     INCLUDE_SPECIAL_TOKENS_FIELD_NUMBER: _builtins.int
     logprobs: _builtins.int
-    """Log-probabilities of the generated token and of the k most likely ones at its position, k at most 20; 0: of the
-    generated token alone. They are the model's own, before sampling options change them.
+    """Number of most likely tokens, at most 20, to return log-probabilities for besides the generated token; 0: only the
+    generated token. They are the model's own, before sampling options change the logits.
     """
     prompt_logprobs: _builtins.int
-    """The same for the prompt's tokens, all but the first. Such a request computes its whole prompt: it reads no cached
-    prefix.
-    """
+    """The same for all prompt tokens except the first. Such a request does not use the prefix cache."""
     echo: _builtins.bool
-    """Send the prompt's tokens and text first, as the event `prompt`."""
+    """Send the tokens and text of the prompt first, as the event `prompt`."""
     truncate_prompt_tokens: _builtins.int
     """Keep only the last k tokens of the prompt, at least 1."""
     include_special_tokens: _builtins.bool
-    """Write special tokens into the text. Default: they are left out."""
+    """Include special tokens in the text. Default: they are omitted."""
     def __init__(
         self,
         *,
@@ -522,7 +521,7 @@ Global___OutputOptions: _TypeAlias = OutputOptions  # noqa: Y015
 
 @_typing.final
 class SchedulingOptions(_message.Message):
-    """How the request is treated in the queue. What these do depends on the server's policy, see docs/scheduling.md."""
+    """Options of scheduling. Their effect depends on the server's policy, see docs/scheduling.md."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -536,22 +535,22 @@ class SchedulingOptions(_message.Message):
     priority: _builtins.int
     """Higher runs first under the policy `priority`, in [-100, 100]. Default 0."""
     tenant: _builtins.str
-    """The tenant to account to, at most 128 bytes; the principal must be allowed to act for it."""
+    """Tenant of the request, at most 128 bytes; the principal must have permission for it."""
     expected_output_tokens: _builtins.int
-    """How many tokens will probably be generated, at least 1; what `sjf` and forecasts go by. Default: learned."""
+    """Expected number of generated tokens, at least 1; used by `sjf` and forecasts. Default: learned."""
     cache_scope: _builtins.str
     """Name of a group of requests that share cached prompt prefixes, at most 128 bytes. Default: those of one principal."""
     request_class: _builtins.str
-    """Request class, at most 128 bytes: requests of one class wait in an order of their own, if the server's operator has
-    configured the class. Default: the server's own order.
+    """Request class, at most 128 bytes. A class has its own policy, if the server's operator has configured it. Default:
+    the server's policy.
     """
     @_builtins.property
     def ttft_target(self) -> _duration_pb2.Duration:
-        """Wanted time from arrival to the first token, longer than 0 and at most 365 days; what `edf` goes by."""
+        """Target for the time from arrival to the first token, longer than 0 and at most 365 days; used by `edf`."""
 
     @_builtins.property
     def total_time_target(self) -> _duration_pb2.Duration:
-        """Wanted time from arrival to the last token, longer than 0 and at most 365 days; what `edf` goes by. Unlike the
+        """Target for the time from arrival to the last token, longer than 0 and at most 365 days; used by `edf`. Unlike the
         call's deadline, missing it does not end the request.
         """
 
@@ -578,7 +577,7 @@ Global___SchedulingOptions: _TypeAlias = SchedulingOptions  # noqa: Y015
 
 @_typing.final
 class Grammar(_message.Message):
-    """What the output must conform to, exactly one form; see docs/sampling.md."""
+    """Grammar of the output, in exactly one form; see docs/sampling.md."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -620,7 +619,7 @@ Global___Grammar: _TypeAlias = Grammar  # noqa: Y015
 
 @_typing.final
 class ChoiceGrammar(_message.Message):
-    """One of several strings, at most 4,096."""
+    """One of several strings, at most 2,000."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -662,11 +661,11 @@ class GenerateResponse(_message.Message):
 
     @_builtins.property
     def choice_finished(self) -> Global___ChoiceFinished:
-        """With n > 1: one choice has ended; others go on."""
+        """With n > 1: the end of one choice; others continue."""
 
     @_builtins.property
     def prompt(self) -> Global___Prompt:
-        """The prompt, before anything else, if `echo` or `prompt_logprobs` asks for it."""
+        """The prompt, as the first event, if `echo` or `prompt_logprobs` is set."""
 
     def __init__(
         self,
@@ -688,7 +687,7 @@ Global___GenerateResponse: _TypeAlias = GenerateResponse  # noqa: Y015
 
 @_typing.final
 class Prompt(_message.Message):
-    """The prompt as the model saw it."""
+    """The prompt as processed by the model."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -703,7 +702,7 @@ class Prompt(_message.Message):
 
     @_builtins.property
     def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenLogprobs]:
-        """Log-probabilities per token; those of the first are empty, since nothing precedes it. Only with `prompt_logprobs`."""
+        """Log-probabilities per token; empty for the first token. Only with `prompt_logprobs`."""
 
     def __init__(
         self,
@@ -737,7 +736,7 @@ class ScoredToken(_message.Message):
     rank: _builtins.int
     """Its place among all tokens by probability, from 1."""
     bytes: _builtins.bytes
-    """The bytes it stands for by itself; not always whole characters."""
+    """The bytes of the token, which may be part of a character."""
     def __init__(
         self,
         *,
@@ -764,11 +763,11 @@ class TokenLogprobs(_message.Message):
     TOP_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def token(self) -> Global___ScoredToken:
-        """The token that is there."""
+        """The token at this position."""
 
     @_builtins.property
     def top(self) -> _containers.RepeatedCompositeFieldContainer[Global___ScoredToken]:
-        """The most likely tokens, most likely first, as many as were asked for."""
+        """The requested number of most likely tokens, most likely first."""
 
     def __init__(
         self,
@@ -796,16 +795,16 @@ class Delta(_message.Message):
     TEXT_FIELD_NUMBER: _builtins.int
     LOGPROBS_FIELD_NUMBER: _builtins.int
     choice: _builtins.int
-    """Which of the n continuations this belongs to."""
+    """Index of the choice."""
     first_index: _builtins.int
     """Index of the first token of this delta within the generated tokens of its choice."""
     text: _builtins.str
-    """New text. May be empty while a character or a possible stop string is incomplete, and may hold text of earlier
-    tokens that were held back for that reason.
+    """New text. It is empty while a character or a possible stop string is incomplete, and may include text of earlier
+    tokens that was withheld for that reason.
     """
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """New token ids, oldest first. Several when the reader was slower than the model."""
+        """New token IDs, oldest first. Several if the reader is slower than the model."""
 
     @_builtins.property
     def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenLogprobs]:
@@ -830,7 +829,7 @@ Global___Delta: _TypeAlias = Delta  # noqa: Y015
 
 @_typing.final
 class ChoiceFinished(_message.Message):
-    """How one of several choices ended."""
+    """End of one of several choices."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -840,9 +839,9 @@ class ChoiceFinished(_message.Message):
     STOP_TOKEN_ID_FIELD_NUMBER: _builtins.int
     COMPLETION_TOKENS_FIELD_NUMBER: _builtins.int
     choice: _builtins.int
-    """Which of the n continuations."""
+    """Index of the choice."""
     reason: Global___FinishReason.ValueType
-    """Why it ended."""
+    """Reason of the end."""
     stop_string: _builtins.str
     """The stop string that matched."""
     stop_token_id: _builtins.int
@@ -888,16 +887,16 @@ class Finished(_message.Message):
     stop_token_id: _builtins.int
     """The token that ended generation."""
     request_id: _builtins.str
-    """The id the request ran under."""
+    """ID of the request."""
     model: _builtins.str
     """The model that answered."""
     @_builtins.property
     def usage(self) -> Global___Usage:
-        """What was consumed."""
+        """Tokens that were used."""
 
     @_builtins.property
     def timings(self) -> Global___Timings:
-        """Where the time went, measured by the server."""
+        """Durations, measured by the server."""
 
     def __init__(
         self,
@@ -922,7 +921,7 @@ Global___Finished: _TypeAlias = Finished  # noqa: Y015
 
 @_typing.final
 class Usage(_message.Message):
-    """What a request consumed, all choices together."""
+    """Tokens used by a request, for all choices together."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -937,7 +936,7 @@ class Usage(_message.Message):
     cached_prompt_tokens: _builtins.int
     """Prompt tokens whose KV was found in the prefix cache."""
     preemptions: _builtins.int
-    """How often the request was paused for lack of memory or because its worker was lost, and later continued."""
+    """Number of times that the request was preempted, or moved because its worker was lost."""
     def __init__(
         self,
         *,
@@ -956,7 +955,7 @@ Global___Usage: _TypeAlias = Usage  # noqa: Y015
 
 @_typing.final
 class Timings(_message.Message):
-    """Where the time of a request went."""
+    """Durations of a request."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1027,24 +1026,24 @@ class GenerateOnceResponse(_message.Message):
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     MODEL_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
-    """The id the request ran under."""
+    """ID of the request."""
     model: _builtins.str
     """The model that answered."""
     @_builtins.property
     def choices(self) -> _containers.RepeatedCompositeFieldContainer[Global___Choice]:
-        """The choices, in order; one unless n says otherwise."""
+        """The `n` choices, in order."""
 
     @_builtins.property
     def prompt(self) -> Global___Prompt:
-        """The prompt, if `echo` or `prompt_logprobs` asks for it."""
+        """The prompt, if `echo` or `prompt_logprobs` is set."""
 
     @_builtins.property
     def usage(self) -> Global___Usage:
-        """What was consumed."""
+        """Tokens that were used."""
 
     @_builtins.property
     def timings(self) -> Global___Timings:
-        """Where the time went, measured by the server."""
+        """Durations, measured by the server."""
 
     def __init__(
         self,
@@ -1089,7 +1088,7 @@ class Choice(_message.Message):
 
     @_builtins.property
     def finished(self) -> Global___ChoiceFinished:
-        """How it ended."""
+        """End of the choice."""
 
     def __init__(
         self,
@@ -1155,7 +1154,7 @@ class GenerateBatchResponse(_message.Message):
     """The request's key."""
     @_builtins.property
     def response(self) -> Global___GenerateResponse:
-        """What `Generate` would have sent."""
+        """A message as sent by `Generate`."""
 
     @_builtins.property
     def error(self) -> Global___Error:
@@ -1180,7 +1179,7 @@ Global___GenerateBatchResponse: _TypeAlias = GenerateBatchResponse  # noqa: Y015
 
 @_typing.final
 class Error(_message.Message):
-    """Why one request of a batch failed: what would otherwise be the status of its call."""
+    """Error of one request of a batch, with the content of a gRPC status."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1201,7 +1200,7 @@ class Error(_message.Message):
 
     @_builtins.property
     def retry_after(self) -> _duration_pb2.Duration:
-        """When to try again, if that may help."""
+        """Time after which to retry, if a retry may succeed."""
 
     def __init__(
         self,
@@ -1231,7 +1230,7 @@ class FieldViolation(_message.Message):
     field: _builtins.str
     """Its name as written here."""
     description: _builtins.str
-    """What is wrong with it."""
+    """Description of the error."""
     def __init__(
         self,
         *,
@@ -1248,7 +1247,7 @@ Global___FieldViolation: _TypeAlias = FieldViolation  # noqa: Y015
 
 @_typing.final
 class ResumeRequest(_message.Message):
-    """A stream to go on with."""
+    """Request to resume a stream."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1256,17 +1255,17 @@ class ResumeRequest(_message.Message):
     FROM_TOKENS_FIELD_NUMBER: _builtins.int
     FROM_TEXT_BYTES_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
-    """The id that the request was given."""
+    """ID of the request."""
     @_builtins.property
     def from_tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Index of the first generated token that is wanted, per choice; 0 for choices that are not listed. At most as
-        many as there are so far.
+        """Index of the first generated token to send, per choice; 0 for choices that are not listed. At most the number of
+        tokens generated so far.
         """
 
     @_builtins.property
     def from_text_bytes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Bytes of text in UTF-8 that were received, per choice; the text goes on after them. For choices that are not listed:
-        as the tokens before `from_tokens` stand for, which is exact without stop strings.
+        """Number of bytes of UTF-8 text received so far, per choice; the text continues after them. For choices that are not
+        listed: the text of the tokens before `from_tokens`, which is exact without stop strings.
         """
 
     def __init__(
@@ -1293,7 +1292,7 @@ class ResumeResponse(_message.Message):
     RESPONSE_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def response(self) -> Global___GenerateResponse:
-        """What `Generate` would have sent. A choice that had ended says so again."""
+        """A message as sent by `Generate`. The end of a choice is sent again."""
 
     def __init__(
         self,
@@ -1310,13 +1309,13 @@ Global___ResumeResponse: _TypeAlias = ResumeResponse  # noqa: Y015
 
 @_typing.final
 class CancelRequest(_message.Message):
-    """A request to end."""
+    """Request to end another request."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
-    """The id that the request was given."""
+    """ID of the request."""
     def __init__(
         self,
         *,
@@ -1349,7 +1348,7 @@ Global___CancelResponse: _TypeAlias = CancelResponse  # noqa: Y015
 
 @_typing.final
 class EmbedRequest(_message.Message):
-    """Prompts to turn into vectors."""
+    """Request for embeddings."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1363,9 +1362,9 @@ class EmbedRequest(_message.Message):
     model: _builtins.str
     """Name of the model. Empty: the model that is served."""
     pooling: Global___Pooling.ValueType
-    """How hidden states become one vector. Default: that of the last token."""
+    """Pooling of hidden states. Default: LAST."""
     omit_normalization: _builtins.bool
-    """Leave the vectors as long as they are. Default: they are scaled to length 1."""
+    """Do not normalize the vectors. Default: they are scaled to length 1."""
     truncate_prompt_tokens: _builtins.int
     """Keep only the last k tokens of each prompt, at least 1."""
     request_id: _builtins.str
@@ -1374,11 +1373,11 @@ class EmbedRequest(_message.Message):
     """
     @_builtins.property
     def inputs(self) -> _containers.RepeatedCompositeFieldContainer[Global___EmbedInput]:
-        """The prompts, at least one and at most 2,048; each with at least one token and fewer than the context holds."""
+        """The prompts, at least one and at most 2,048; each with at least one token and fewer tokens than the context."""
 
     @_builtins.property
     def scheduling(self) -> Global___SchedulingOptions:
-        """How the request is treated in the queue. Nothing is generated, so `expected_output_tokens` means nothing."""
+        """Scheduling options. `expected_output_tokens` is ignored, because no token is generated."""
 
     def __init__(
         self,
@@ -1403,7 +1402,7 @@ Global___EmbedRequest: _TypeAlias = EmbedRequest  # noqa: Y015
 
 @_typing.final
 class EmbedInput(_message.Message):
-    """One prompt to turn into a vector."""
+    """One prompt to embed."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1413,7 +1412,7 @@ class EmbedInput(_message.Message):
     """Plain text, at most 4 MiB of valid UTF-8."""
     @_builtins.property
     def token_ids(self) -> Global___TokenIds:
-        """Token ids, used as they are."""
+        """Token IDs, used without change."""
 
     def __init__(
         self,
@@ -1444,14 +1443,14 @@ class EmbedResponse(_message.Message):
     model: _builtins.str
     """The model that answered."""
     request_id: _builtins.str
-    """The id the request ran under."""
+    """ID of the request."""
     @_builtins.property
     def embeddings(self) -> _containers.RepeatedCompositeFieldContainer[Global___Embedding]:
         """One for each input, in order."""
 
     @_builtins.property
     def usage(self) -> Global___Usage:
-        """What was consumed."""
+        """Tokens that were used."""
 
     def __init__(
         self,
@@ -1478,7 +1477,7 @@ class Embedding(_message.Message):
     VALUES_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def values(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
-        """Its elements, as many as `Model.embedding_size` says."""
+        """The `Model.embedding_size` elements of the vector."""
 
     def __init__(
         self,
@@ -1508,7 +1507,7 @@ class TokenizeRequest(_message.Message):
     text: _builtins.str
     """Plain text, at most 4 MiB of valid UTF-8."""
     omit_special_tokens: _builtins.bool
-    """Leave out the special tokens that the tokenizer adds to plain text."""
+    """Omit the special tokens that the tokenizer adds to plain text."""
     @_builtins.property
     def chat(self) -> Global___ChatInput:
         """A conversation, rendered through the model's chat template."""
@@ -1540,7 +1539,7 @@ class TokenizeResponse(_message.Message):
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     MAX_MODEL_LEN_FIELD_NUMBER: _builtins.int
     max_model_len: _builtins.int
-    """Longest sequence, prompt and output together, that the served model takes."""
+    """Longest sequence of the served model, prompt and output together, in tokens."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The ids in order."""
@@ -1561,7 +1560,7 @@ Global___TokenizeResponse: _TypeAlias = TokenizeResponse  # noqa: Y015
 
 @_typing.final
 class DetokenizeRequest(_message.Message):
-    """Token ids to turn into text."""
+    """Token IDs to convert to text."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1571,7 +1570,7 @@ class DetokenizeRequest(_message.Message):
     model: _builtins.str
     """Name of the model. Empty: the model that is served."""
     include_special_tokens: _builtins.bool
-    """Write special tokens into the text."""
+    """Include special tokens in the text."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The ids, each in [0, vocab_size), at most 1,048,576 of them."""

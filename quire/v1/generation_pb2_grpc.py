@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class GenerationServiceStub(object):
-    """Turns prompts into text, token by token.
+    """Generates text from prompts, token by token.
     """
 
     def __init__(self, channel):
@@ -78,7 +78,7 @@ class GenerationServiceStub(object):
 
 
 class GenerationServiceServicer(object):
-    """Turns prompts into text, token by token.
+    """Generates text from prompts, token by token.
     """
 
     def Generate(self, request, context):
@@ -90,56 +90,56 @@ class GenerationServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def GenerateOnce(self, request, context):
-        """The same in one answer, once everything is there.
+        """Generates from one prompt and returns the whole answer in one message.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GenerateBatch(self, request_iterator, context):
-        """Many requests on one stream, their answers interleaved. Each is answered as by `Generate`, under the key that the
-        client gave it; one that fails says so with `error` and harms no other. The call ends when the client has closed its
-        side and everything is answered; cancelling it cancels what is left.
+        """Runs many requests on one stream, with interleaved answers. Each request is answered as by `Generate`, under the
+        key that the client gave it. A request that fails returns `error` and does not affect others. The call ends when
+        the client has closed its side and all requests are answered; cancelling it cancels the remaining requests.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Resume(self, request, context):
-        """Goes on with the stream of a resumable request whose connection was lost, on any front end, from any token on: with
-        what the stream would have carried had it not been interrupted. Nothing is computed while the client is away; what
-        there is is kept for some time (see the server's settings), also of a request that has ended. Afterwards, when the
-        scheduler has restarted without a journal, and for an id that never was, NOT_FOUND. A call that still has the
-        request ends CANCELLED.
+        """Resumes the stream of a resumable request after a lost connection, on any front end and from any token on. The
+        resumed stream has the same content as the interrupted one would have had. Nothing is computed while the client is
+        disconnected. Live and ended requests are kept for a limited time (see the server's settings). NOT_FOUND
+        afterwards, after a restart of the scheduler without a journal, and for an unknown ID. A call that still runs the
+        request ends with CANCELLED.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Cancel(self, request, context):
-        """Ends a resumable request by its id, on whichever front end it runs, and forgets what is kept of it.
+        """Ends a resumable request by its ID, on any front end, and deletes its log.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Embed(self, request, context):
-        """Turns prompts into vectors: the model's last hidden states, pooled. All or none: if one prompt fails, the call does.
-        UNIMPLEMENTED where the model gives no hidden states out (`Model.embedding_size` is 0).
+        """Computes embeddings of prompts: the model's last hidden states, pooled. If one prompt fails, the call fails.
+        UNIMPLEMENTED if the model does not return hidden states (`Model.embedding_size` is 0).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Tokenize(self, request, context):
-        """Turns text or a chat into the token ids that `Generate` would run on.
+        """Converts text or a chat to the token IDs that `Generate` would use.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Detokenize(self, request, context):
-        """Turns token ids back into text.
+        """Converts token IDs to text.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -197,7 +197,7 @@ def add_GenerationServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class GenerationService(object):
-    """Turns prompts into text, token by token.
+    """Generates text from prompts, token by token.
     """
 
     @staticmethod

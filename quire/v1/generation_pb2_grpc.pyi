@@ -36,7 +36,7 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class GenerationServiceStub:
-    """Turns prompts into text, token by token."""
+    """Generates text from prompts, token by token."""
 
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
@@ -47,33 +47,33 @@ class GenerationServiceStub:
     or letting its deadline pass stops the work at the next step and frees its memory.
     """
     GenerateOnce: _grpc.UnaryUnaryMultiCallable[_generation_pb2.GenerateOnceRequest, _generation_pb2.GenerateOnceResponse]
-    """The same in one answer, once everything is there."""
+    """Generates from one prompt and returns the whole answer in one message."""
     GenerateBatch: _grpc.StreamStreamMultiCallable[_generation_pb2.GenerateBatchRequest, _generation_pb2.GenerateBatchResponse]
-    """Many requests on one stream, their answers interleaved. Each is answered as by `Generate`, under the key that the
-    client gave it; one that fails says so with `error` and harms no other. The call ends when the client has closed its
-    side and everything is answered; cancelling it cancels what is left.
+    """Runs many requests on one stream, with interleaved answers. Each request is answered as by `Generate`, under the
+    key that the client gave it. A request that fails returns `error` and does not affect others. The call ends when
+    the client has closed its side and all requests are answered; cancelling it cancels the remaining requests.
     """
     Resume: _grpc.UnaryStreamMultiCallable[_generation_pb2.ResumeRequest, _generation_pb2.ResumeResponse]
-    """Goes on with the stream of a resumable request whose connection was lost, on any front end, from any token on: with
-    what the stream would have carried had it not been interrupted. Nothing is computed while the client is away; what
-    there is is kept for some time (see the server's settings), also of a request that has ended. Afterwards, when the
-    scheduler has restarted without a journal, and for an id that never was, NOT_FOUND. A call that still has the
-    request ends CANCELLED.
+    """Resumes the stream of a resumable request after a lost connection, on any front end and from any token on. The
+    resumed stream has the same content as the interrupted one would have had. Nothing is computed while the client is
+    disconnected. Live and ended requests are kept for a limited time (see the server's settings). NOT_FOUND
+    afterwards, after a restart of the scheduler without a journal, and for an unknown ID. A call that still runs the
+    request ends with CANCELLED.
     """
     Cancel: _grpc.UnaryUnaryMultiCallable[_generation_pb2.CancelRequest, _generation_pb2.CancelResponse]
-    """Ends a resumable request by its id, on whichever front end it runs, and forgets what is kept of it."""
+    """Ends a resumable request by its ID, on any front end, and deletes its log."""
     Embed: _grpc.UnaryUnaryMultiCallable[_generation_pb2.EmbedRequest, _generation_pb2.EmbedResponse]
-    """Turns prompts into vectors: the model's last hidden states, pooled. All or none: if one prompt fails, the call does.
-    UNIMPLEMENTED where the model gives no hidden states out (`Model.embedding_size` is 0).
+    """Computes embeddings of prompts: the model's last hidden states, pooled. If one prompt fails, the call fails.
+    UNIMPLEMENTED if the model does not return hidden states (`Model.embedding_size` is 0).
     """
     Tokenize: _grpc.UnaryUnaryMultiCallable[_generation_pb2.TokenizeRequest, _generation_pb2.TokenizeResponse]
-    """Turns text or a chat into the token ids that `Generate` would run on."""
+    """Converts text or a chat to the token IDs that `Generate` would use."""
     Detokenize: _grpc.UnaryUnaryMultiCallable[_generation_pb2.DetokenizeRequest, _generation_pb2.DetokenizeResponse]
-    """Turns token ids back into text."""
+    """Converts token IDs to text."""
 
 @_typing.type_check_only
 class GenerationServiceAsyncStub(GenerationServiceStub):
-    """Turns prompts into text, token by token."""
+    """Generates text from prompts, token by token."""
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Generate: _aio.UnaryStreamMultiCallable[_generation_pb2.GenerateRequest, _generation_pb2.GenerateResponse]  # type: ignore[assignment]
@@ -81,32 +81,32 @@ class GenerationServiceAsyncStub(GenerationServiceStub):
     or letting its deadline pass stops the work at the next step and frees its memory.
     """
     GenerateOnce: _aio.UnaryUnaryMultiCallable[_generation_pb2.GenerateOnceRequest, _generation_pb2.GenerateOnceResponse]  # type: ignore[assignment]
-    """The same in one answer, once everything is there."""
+    """Generates from one prompt and returns the whole answer in one message."""
     GenerateBatch: _aio.StreamStreamMultiCallable[_generation_pb2.GenerateBatchRequest, _generation_pb2.GenerateBatchResponse]  # type: ignore[assignment]
-    """Many requests on one stream, their answers interleaved. Each is answered as by `Generate`, under the key that the
-    client gave it; one that fails says so with `error` and harms no other. The call ends when the client has closed its
-    side and everything is answered; cancelling it cancels what is left.
+    """Runs many requests on one stream, with interleaved answers. Each request is answered as by `Generate`, under the
+    key that the client gave it. A request that fails returns `error` and does not affect others. The call ends when
+    the client has closed its side and all requests are answered; cancelling it cancels the remaining requests.
     """
     Resume: _aio.UnaryStreamMultiCallable[_generation_pb2.ResumeRequest, _generation_pb2.ResumeResponse]  # type: ignore[assignment]
-    """Goes on with the stream of a resumable request whose connection was lost, on any front end, from any token on: with
-    what the stream would have carried had it not been interrupted. Nothing is computed while the client is away; what
-    there is is kept for some time (see the server's settings), also of a request that has ended. Afterwards, when the
-    scheduler has restarted without a journal, and for an id that never was, NOT_FOUND. A call that still has the
-    request ends CANCELLED.
+    """Resumes the stream of a resumable request after a lost connection, on any front end and from any token on. The
+    resumed stream has the same content as the interrupted one would have had. Nothing is computed while the client is
+    disconnected. Live and ended requests are kept for a limited time (see the server's settings). NOT_FOUND
+    afterwards, after a restart of the scheduler without a journal, and for an unknown ID. A call that still runs the
+    request ends with CANCELLED.
     """
     Cancel: _aio.UnaryUnaryMultiCallable[_generation_pb2.CancelRequest, _generation_pb2.CancelResponse]  # type: ignore[assignment]
-    """Ends a resumable request by its id, on whichever front end it runs, and forgets what is kept of it."""
+    """Ends a resumable request by its ID, on any front end, and deletes its log."""
     Embed: _aio.UnaryUnaryMultiCallable[_generation_pb2.EmbedRequest, _generation_pb2.EmbedResponse]  # type: ignore[assignment]
-    """Turns prompts into vectors: the model's last hidden states, pooled. All or none: if one prompt fails, the call does.
-    UNIMPLEMENTED where the model gives no hidden states out (`Model.embedding_size` is 0).
+    """Computes embeddings of prompts: the model's last hidden states, pooled. If one prompt fails, the call fails.
+    UNIMPLEMENTED if the model does not return hidden states (`Model.embedding_size` is 0).
     """
     Tokenize: _aio.UnaryUnaryMultiCallable[_generation_pb2.TokenizeRequest, _generation_pb2.TokenizeResponse]  # type: ignore[assignment]
-    """Turns text or a chat into the token ids that `Generate` would run on."""
+    """Converts text or a chat to the token IDs that `Generate` would use."""
     Detokenize: _aio.UnaryUnaryMultiCallable[_generation_pb2.DetokenizeRequest, _generation_pb2.DetokenizeResponse]  # type: ignore[assignment]
-    """Turns token ids back into text."""
+    """Converts token IDs to text."""
 
 class GenerationServiceServicer(metaclass=_abc_1.ABCMeta):
-    """Turns prompts into text, token by token."""
+    """Generates text from prompts, token by token."""
 
     @_abc_1.abstractmethod
     def Generate(
@@ -124,7 +124,7 @@ class GenerationServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _generation_pb2.GenerateOnceRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_generation_pb2.GenerateOnceResponse, _abc.Awaitable[_generation_pb2.GenerateOnceResponse]]:
-        """The same in one answer, once everything is there."""
+        """Generates from one prompt and returns the whole answer in one message."""
 
     @_abc_1.abstractmethod
     def GenerateBatch(
@@ -132,9 +132,9 @@ class GenerationServiceServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _MaybeAsyncIterator[_generation_pb2.GenerateBatchRequest],
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_generation_pb2.GenerateBatchResponse], _abc.AsyncIterator[_generation_pb2.GenerateBatchResponse]]:
-        """Many requests on one stream, their answers interleaved. Each is answered as by `Generate`, under the key that the
-        client gave it; one that fails says so with `error` and harms no other. The call ends when the client has closed its
-        side and everything is answered; cancelling it cancels what is left.
+        """Runs many requests on one stream, with interleaved answers. Each request is answered as by `Generate`, under the
+        key that the client gave it. A request that fails returns `error` and does not affect others. The call ends when
+        the client has closed its side and all requests are answered; cancelling it cancels the remaining requests.
         """
 
     @_abc_1.abstractmethod
@@ -143,11 +143,11 @@ class GenerationServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _generation_pb2.ResumeRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_generation_pb2.ResumeResponse], _abc.AsyncIterator[_generation_pb2.ResumeResponse]]:
-        """Goes on with the stream of a resumable request whose connection was lost, on any front end, from any token on: with
-        what the stream would have carried had it not been interrupted. Nothing is computed while the client is away; what
-        there is is kept for some time (see the server's settings), also of a request that has ended. Afterwards, when the
-        scheduler has restarted without a journal, and for an id that never was, NOT_FOUND. A call that still has the
-        request ends CANCELLED.
+        """Resumes the stream of a resumable request after a lost connection, on any front end and from any token on. The
+        resumed stream has the same content as the interrupted one would have had. Nothing is computed while the client is
+        disconnected. Live and ended requests are kept for a limited time (see the server's settings). NOT_FOUND
+        afterwards, after a restart of the scheduler without a journal, and for an unknown ID. A call that still runs the
+        request ends with CANCELLED.
         """
 
     @_abc_1.abstractmethod
@@ -156,7 +156,7 @@ class GenerationServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _generation_pb2.CancelRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_generation_pb2.CancelResponse, _abc.Awaitable[_generation_pb2.CancelResponse]]:
-        """Ends a resumable request by its id, on whichever front end it runs, and forgets what is kept of it."""
+        """Ends a resumable request by its ID, on any front end, and deletes its log."""
 
     @_abc_1.abstractmethod
     def Embed(
@@ -164,8 +164,8 @@ class GenerationServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _generation_pb2.EmbedRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_generation_pb2.EmbedResponse, _abc.Awaitable[_generation_pb2.EmbedResponse]]:
-        """Turns prompts into vectors: the model's last hidden states, pooled. All or none: if one prompt fails, the call does.
-        UNIMPLEMENTED where the model gives no hidden states out (`Model.embedding_size` is 0).
+        """Computes embeddings of prompts: the model's last hidden states, pooled. If one prompt fails, the call fails.
+        UNIMPLEMENTED if the model does not return hidden states (`Model.embedding_size` is 0).
         """
 
     @_abc_1.abstractmethod
@@ -174,7 +174,7 @@ class GenerationServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _generation_pb2.TokenizeRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_generation_pb2.TokenizeResponse, _abc.Awaitable[_generation_pb2.TokenizeResponse]]:
-        """Turns text or a chat into the token ids that `Generate` would run on."""
+        """Converts text or a chat to the token IDs that `Generate` would use."""
 
     @_abc_1.abstractmethod
     def Detokenize(
@@ -182,6 +182,6 @@ class GenerationServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _generation_pb2.DetokenizeRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_generation_pb2.DetokenizeResponse, _abc.Awaitable[_generation_pb2.DetokenizeResponse]]:
-        """Turns token ids back into text."""
+        """Converts token IDs to text."""
 
 def add_GenerationServiceServicer_to_server(servicer: GenerationServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

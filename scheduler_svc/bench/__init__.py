@@ -1,5 +1,5 @@
 """Benchmarks of the scheduler.
 
-`core` measures it alone, `journal` what writing it down costs, `link` the real process over real sockets, with
-`echo_worker` and `token_sink` as its workers and front end.
+`core` measures the core alone, `journal` the cost of the journal, and `link` the scheduler process over real sockets,
+with `echo_worker` and `token_sink` as its workers and front end.
 """

@@ -1,15 +1,15 @@
-"""The workers of `quire bench link`: they speak the plan protocol truthfully and compute nothing.
+"""Echo workers of `quire bench link`: they implement the plan protocol but compute nothing.
 
-A step *takes* its time on a pretended device, which starts the next step the moment the last one ends if the plan is in
-hand by then, as an asynchronous GPU does. What passes between the end of a step and having the next plan in hand is
-the worker's wait. Received means taken from the socket by this process, so what this process is late by counts as wait
-too. Answers go out when this process wakes up after the end of a step, which it does without spinning.
+Each worker has a simulated device, on which a step takes a given time. Like an asynchronous GPU, the device starts the
+next step when the last one ends, if its plan has arrived. The time from the end of a step to the arrival of the next
+plan is the worker's wait. A plan has arrived when this process has read it from the socket, so delays of this process
+count as wait. The process sends a result when it wakes up after the end of a step; it does not spin.
 
-Rows are kept as far as an answer needs them: which of them decode, and how much of their prompts the others still lack.
+A worker keeps only the row state that a result needs: which rows decode, and how many prompt tokens the others lack.
 
-One process plays many workers, each with a socket of its own. It prints `joined` when all of them were welcomed,
-`measuring` when every row decodes and the warm-up is over, and a line of JSON with its `EchoReport`. It ends when its
-standard input does, which is how it does not outlive its parent. Linux only (`epoll`).
+One process runs many workers, each with its own socket. It prints `joined` when all of them have received Welcome,
+`measuring` when the wanted number of rows decode and the warm-up is over, and a line of JSON with its `EchoReport`. It
+ends when its standard input is closed, so that it does not outlive its parent. Linux only (`epoll`).
 """
 
 import argparse
@@ -27,64 +27,66 @@ import zmq
 
 from protos.quire.plan.v1 import plan_pb2
 from shared.columns import from_column, to_column
-from shared.frames import PLAN_VERSIONS
+from shared.frames import PLAN_MAX_MESSAGE, PLAN_VERSIONS
 from shared.ids import draw_incarnation, routing_id
-from shared.sockets import PLAN_MAX_MESSAGE, connect_dealer
+from shared.sockets import connect_dealer
 
 VOCAB = 32_000
 BLOCK_SIZE = 16
 FINGERPRINT = "f"
-"""Of the pretended model."""
+"""Fingerprint of the simulated model."""
 FIRST_TOKEN = 3
-"""Smaller ones would be special tokens."""
+"""Lowest token ID; lower ones are special tokens."""
 WARM_UP_S = 0.5
-"""For the scheduler to learn how long a step takes."""
+"""Warm-up in which the scheduler learns the time of a step."""
 _NUM_DRAWS = 16
-"""Columns of tokens drawn beforehand; steps take them in turn."""
+"""Number of token columns drawn in advance, which steps use in turn."""
 
 
 class EchoError(Exception):
-    """The scheduler did what it must not, or nothing came of it in time."""
+    """The scheduler violated the protocol, or a timeout expired."""
 
 
 @dataclass(frozen=True, slots=True)
 class EchoReport:
-    """What all workers of one process measured together; times in seconds."""
+    """Measurements of all workers of one process; times in seconds."""
 
     elapsed_s: float
     steps: int
-    """Answered in that time by all workers."""
+    """Steps answered by all workers."""
     wait_s: float
-    """Sum over the workers."""
+    """Total wait of all workers."""
     worst_wait_s: float
-    """Of the worker that waited longest."""
+    """Total wait of the worker that waited longest."""
     wait_p50_s: float
-    """Of the waits before each step, zero where the plan was there."""
+    """Median of the waits before each step; 0 if the plan had arrived."""
     wait_p99_s: float
     late_p50_s: float
-    """How long after the end of its step an answer went out: this process's own slowness."""
+    """Median delay from the end of a step to sending its result, caused by this process."""
     late_p99_s: float
+    num_rows: int
+    """Rows in decode at the end."""
 
 
 class Timeline:
-    """When the steps of one pretended device begin and end; all times of one monotonic clock, in seconds."""
+    """Start and end times of the steps of one simulated device, in seconds of a monotonic clock."""
 
     def __init__(self, step_s: float) -> None:
         self._step_s = step_s
         self._free_at: float | None = None
-        """When the last known step ends; None before the first."""
+        """End of the last known step; None before the first."""
         self._ends: deque[float] = deque()
         self._since = float("inf")
         self.waits: list[float] = []
-        """Before each step that arrived since `measure_from`."""
+        """Waits before each step since `measure_from`, in seconds."""
 
     def measure_from(self, now: float) -> None:
-        """Waiting counts from now on."""
+        """Start measuring."""
         self._since = now
         self.waits.clear()
 
     def plan_arrived(self, now: float) -> float:
-        """Takes a plan into hand; returns how long the device was idle before its step."""
+        """Schedule the step of a plan; return the time for which the device was idle before it."""
         free_at = now if self._free_at is None else self._free_at
         start = max(free_at, now)
         if now >= self._since:
@@ -94,39 +96,39 @@ class Timeline:
         return start - free_at
 
     def next_end(self) -> float | None:
-        """When the oldest unanswered step ends."""
+        """Return the end of the oldest unanswered step; None if there is none."""
         return self._ends[0] if self._ends else None
 
     def answered(self) -> float:
-        """The oldest step is being answered; returns when it ended."""
+        """Remove the oldest unanswered step; return its end."""
         return self._ends.popleft()
 
     def wait_until(self, end: float) -> float:
-        """All waiting from `measure_from` to `end`, with the wait that goes on then."""
+        """Return the total wait from `measure_from` to `end`, including a wait in progress."""
         ongoing = end - max(self._free_at, self._since) if self._free_at is not None and not self._ends else 0.0
         return sum(self.waits) + max(0.0, ongoing)
 
 
 class EchoRows:
-    """The rows of one worker, as far as answers need them."""
+    """Row state of one worker, as far as results need it."""
 
     def __init__(self, max_rows: int, seed: int) -> None:
         self._decodes = np.zeros(max_rows, np.bool_)
         self._held = np.zeros(max_rows, np.bool_)
         self._left = np.zeros(max_rows, np.int32)
-        """Prompt tokens that are not computed."""
+        """Prompt tokens that are not computed, by row."""
         rng = np.random.default_rng(seed)
         self._draws = [to_column(rng.integers(FIRST_TOKEN, VOCAB, max_rows)) for _ in range(_NUM_DRAWS)]
         self._sampling = b""
-        """Column of the rows that sample as long as plans change nothing."""
+        """Column of the rows in decode, until a plan changes them."""
 
     @property
-    def is_full(self) -> bool:
-        """Whether all rows sample in every step."""
-        return len(self._sampling) == 4 * len(self._decodes)
+    def num_sampling(self) -> int:
+        """Number of rows in decode."""
+        return len(self._sampling) // 4
 
     def apply(self, plan: plan_pb2.Plan) -> tuple[bytes, bytes]:
-        """Carries a plan out; the columns of rows and tokens that its answer holds."""
+        """Apply a plan; return the columns of rows and tokens of its result."""
         if plan.leaves or plan.admissions or plan.chunk_rows or plan.holds or plan.releases:
             self._change(plan)
         tokens = self._draws[plan.step % _NUM_DRAWS][: len(self._sampling)]
@@ -146,7 +148,7 @@ class EchoRows:
 
 
 class EchoWorker:
-    """One worker: its connection, its rows, its pretended device."""
+    """One worker with its connection, its rows and its simulated device."""
 
     def __init__(
         self, context: "zmq.Context[zmq.Socket[bytes]]", address: str, hello: plan_pb2.Hello, step_s: float
@@ -157,7 +159,7 @@ class EchoWorker:
         self.timeline = Timeline(step_s)
         self.rows = EchoRows(hello.max_rows, seed=hello.incarnation)
         self.epoch = 0
-        """0 until Welcome."""
+        """Epoch of the worker; 0 before Welcome."""
         self._unanswered: deque[plan_pb2.StepResult] = deque()
         self._step_s = step_s
         self._next_step = 1
@@ -165,10 +167,10 @@ class EchoWorker:
         self._send(plan_pb2.WorkerMessage(hello=hello))
 
     def take_frames(self) -> bool:
-        """Takes in what has arrived; returns whether a step is in hand now that none was before.
+        """Handle the frames that have arrived; return whether a step was added when there was none.
 
         Raises:
-            EchoError: the scheduler broke the protocol, or does not want this worker.
+            EchoError: the scheduler violated the protocol or refused this worker.
         """
         was_idle = not self._unanswered
         while True:
@@ -179,7 +181,7 @@ class EchoWorker:
             self._take(frame, time.monotonic())
 
     def answer(self) -> float:
-        """Answers the oldest step; returns when it ended."""
+        """Send the result of the oldest step; return the step's end."""
         ended = self.timeline.answered()
         result = self._unanswered.popleft()
         self._send(plan_pb2.WorkerMessage(epoch=self.epoch, result=result))
@@ -196,14 +198,14 @@ class EchoWorker:
                 self.epoch = message.epoch
                 self._max_in_flight = message.welcome.max_in_flight
             case "refused":
-                raise EchoError(f"the scheduler refuses the worker: {message.refused.reason}")
+                raise EchoError(f"the scheduler refused the worker: {message.refused.reason}")
             case body:
-                raise EchoError(f"the scheduler says {body!r}")
+                raise EchoError(f"unexpected message from the scheduler: {body!r}")
 
     def _take_plan(self, message: plan_pb2.SchedulerMessage, now: float) -> None:
         plan = message.plan
         if message.epoch != self.epoch or plan.step != self._next_step or len(self._unanswered) >= self._max_in_flight:
-            raise EchoError(f"plan {plan.step} of epoch {message.epoch:x} is a surprise after {self._next_step - 1}")
+            raise EchoError(f"unexpected plan {plan.step} of epoch {message.epoch:x} after plan {self._next_step - 1}")
         self._next_step += 1
         idle_s = self.timeline.plan_arrived(now)
         rows, tokens = self.rows.apply(plan)
@@ -227,11 +229,11 @@ class EchoWorker:
         try:
             self.socket.send(message.SerializeToString(), zmq.DONTWAIT)
         except zmq.Again:
-            raise EchoError("the scheduler takes no more frames") from None
+            raise EchoError("the scheduler does not read: the send queue is full") from None
 
 
 class EchoProcess:
-    """All workers of this process, in one loop."""
+    """Loop that runs all workers of this process."""
 
     def __init__(self, workers: Sequence[EchoWorker]) -> None:
         self._workers = workers
@@ -241,23 +243,23 @@ class EchoProcess:
             self._poll.register(descriptor, select.EPOLLIN)
         self._poll.register(sys.stdin.fileno(), select.EPOLLIN)
         self._agenda: list[tuple[float, int]] = []
-        """(end of the oldest unanswered step, index of the worker), one entry for each worker with a step."""
+        """Heap of (end of the oldest unanswered step, index of the worker), for each worker with a step."""
         self._index = {id(worker): index for index, worker in enumerate(workers)}
         self._lateness: list[float] = []
 
-    def run(self, seconds: float, give_up_s: float) -> EchoReport:
-        """Joins, warms up, measures.
+    def run(self, seconds: float, give_up_s: float, *, begin_rows: int) -> EchoReport:
+        """Join, warm up, and measure for `seconds` once `begin_rows` rows are in decode.
 
         Raises:
-            EchoError: see `EchoWorker`, or the rows were not all decoding after `give_up_s` seconds.
+            EchoError: see `EchoWorker`, or fewer rows were in decode after `give_up_s` seconds.
         """
         workers, give_up = self._workers, time.monotonic() + give_up_s
         for worker in workers:
             self._take_frames(worker)
         while not all(worker.epoch for worker in workers):
-            self._turn(give_up, "not every worker was welcomed")
+            self._turn(give_up, "not every worker received Welcome")
         print("joined", flush=True)
-        while not all(worker.rows.is_full for worker in workers):
+        while self._num_sampling() < begin_rows:
             self._turn(give_up, "not every row is running")
         self._turns_until(time.monotonic() + WARM_UP_S)
         print("measuring", flush=True)
@@ -266,13 +268,16 @@ class EchoProcess:
             worker.timeline.measure_from(begin)
         self._lateness.clear()
         self._turns_until(begin + seconds)
-        return self._report(begin, time.monotonic())
+        return self._report(begin, time.monotonic(), begin_rows)
 
-    def _report(self, begin: float, end: float) -> EchoReport:
+    def _num_sampling(self) -> int:
+        return sum(worker.rows.num_sampling for worker in self._workers)
+
+    def _report(self, begin: float, end: float, begin_rows: int) -> EchoReport:
         waits = [worker.timeline.wait_until(end) for worker in self._workers]
         steps = len(self._lateness)
-        if steps == 0 or not all(worker.rows.is_full for worker in self._workers):
-            raise EchoError("rows left while it was measured" if steps else "no step was answered")
+        if steps == 0 or self._num_sampling() < begin_rows:
+            raise EchoError("rows ended during the measurement" if steps else "no step was answered")
         wait_p50, wait_p99 = _percentiles(wait for worker in self._workers for wait in worker.timeline.waits)
         late_p50, late_p99 = _percentiles(self._lateness)
         return EchoReport(
@@ -284,6 +289,7 @@ class EchoProcess:
             wait_p99_s=wait_p99,
             late_p50_s=late_p50,
             late_p99_s=late_p99,
+            num_rows=self._num_sampling(),
         )
 
     def _turns_until(self, end: float) -> None:
@@ -291,17 +297,17 @@ class EchoProcess:
             self._turn(end)
 
     def _turn(self, end: float, trouble: str = "") -> None:
-        """Sleeps until a step ends or a frame is there, but not beyond `end`, and does what is to be done."""
+        """Sleep until a step ends, a frame arrives, or `end`; then handle the steps and frames."""
         now = time.monotonic()
         if trouble and now > end:
-            raise EchoError(f"{trouble} in time")
+            raise EchoError(f"timeout: {trouble}")
         wake = min(end, self._agenda[0][0]) if self._agenda else end
-        # `epoll` itself waits in whole milliseconds; `select` on it does in microseconds.
+        # `epoll` waits in whole milliseconds; `select` on its descriptor waits in microseconds.
         if select.select([self._poll.fileno()], [], [], max(0.0, wake - now))[0]:
             for descriptor, _ in self._poll.poll(0):
                 worker = self._by_descriptor.get(descriptor)
                 if worker is None:
-                    raise EchoError("the parent is gone")
+                    raise EchoError("the parent process ended")
                 self._take_frames(worker)
         while self._agenda and self._agenda[0][0] <= (now := time.monotonic()):
             index = heapq.heappop(self._agenda)[1]
@@ -310,7 +316,7 @@ class EchoProcess:
             self._lateness.append(now - ended)
             if worker.timeline.next_end() is not None:
                 self._enter(worker)
-            # Sending may have swallowed the sign that a frame is there.
+            # Sending may have cleared the event of a received frame.
             self._take_frames(worker)
 
     def _take_frames(self, worker: EchoWorker) -> None:
@@ -324,18 +330,19 @@ class EchoProcess:
 
 
 def _percentiles(values: Iterable[float]) -> tuple[float, float]:
-    """Median and 99th percentile."""
+    """Return the median and the 99th percentile."""
     p50, p99 = np.percentile(np.fromiter(values, np.float64), (50, 99))
     return float(p50), float(p99)
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Runs the process; returns its exit code."""
+    """Run the process; return its exit code."""
     parser = argparse.ArgumentParser(description=__doc__)
     add = parser.add_argument
     add("--address", required=True)
     add("--workers", type=int, required=True)
     add("--rows", type=int, required=True)
+    add("--begin-rows", type=int, required=True)
     add("--step-ms", type=float, required=True)
     add("--max-model-len", type=int, required=True)
     add("--num-blocks", type=int, required=True)
@@ -364,7 +371,7 @@ def main(arguments: Sequence[str]) -> int:
     ]  # fmt: skip
     workers = [EchoWorker(context, options.address, hello, options.step_ms / 1000) for hello in hellos]
     try:
-        report = EchoProcess(workers).run(options.seconds, options.give_up_s)
+        report = EchoProcess(workers).run(options.seconds, options.give_up_s, begin_rows=options.begin_rows)
     except EchoError as error:
         print(f"quire bench link: {error}", file=sys.stderr)
         return 1

@@ -1,9 +1,9 @@
-"""What the journal costs a step: every running request is resumable and gets one token.
+"""Cost of the journal per step: every running request is resumable and gets one token.
 
     python -m scheduler_svc.bench.journal
 
-*commit* is the time that the scheduler's loop spends on it, by the clock; *held back* is how long after the commit the
-turn's frames may leave (with fsync "step": when the disk has it; planning goes on meanwhile).
+*commit* is the wall time of the journal in the scheduler's loop. *held back* is the time from the commit until the
+turn's frames may be sent. With fsync "step" that is when the disk has the data; planning continues meanwhile.
 """
 
 import argparse
@@ -15,8 +15,8 @@ from pathlib import Path
 
 import numpy as np
 
-from scheduler_svc.core import effects as ef
-from scheduler_svc.core import events as ev
+from scheduler_svc.core.interface import effects as ef
+from scheduler_svc.core.interface import events as ev
 from scheduler_svc.journal.journal import FSYNC_MODES, Journal
 
 _FRONTEND = b"frontend/1"
@@ -25,7 +25,7 @@ _STEP_S = 0.02
 
 
 def bench(fsync: str, rows: int, steps: int, folder: Path) -> str:
-    """One line of figures."""
+    """Run one measurement and return a line of the table."""
     journal = Journal(folder / f"{fsync}-{rows}", max_bytes=256 << 20, keep_s=300.0, fsync=fsync)
     for stream in range(1, rows + 1):
         request = ev.RequestArrived(
@@ -76,7 +76,7 @@ def bench(fsync: str, rows: int, steps: int, folder: Path) -> str:
 
 
 def main() -> None:
-    """Prints a table."""
+    """Print the table."""
     parser = argparse.ArgumentParser("python -m scheduler_svc.bench.journal", description=__doc__)
     parser.add_argument("--rows", type=int, nargs="+", default=[64, 256])
     parser.add_argument("--steps", type=int, default=500)

@@ -1,9 +1,10 @@
-"""What lies between a worker and its next plan: the real scheduler process and real ZeroMQ, with echo workers.
+"""Time between a worker and its next plan: the real scheduler process over ZeroMQ, with echo workers.
 
-Three processes, as deployed but for what they pretend: the scheduler as `quire scheduler` starts it, one process of
-echo workers (`echo_worker`) whose steps take a given time, and this one as the front end (`token_sink`). Every row of
-every worker decodes all the time. Measured are steps per second and the share of time that workers wait for a plan;
-cases are run in turns, so that what else the machine does falls on all of them alike. Linux only.
+There are three processes: the scheduler as `quire scheduler` starts it, one process of echo workers (`echo_worker`)
+whose steps take a given time, and this process as the front end (`token_sink`). All rows of all workers are in decode.
+In a case with a burst, some rows stay free until the measurement starts; then requests for all of them arrive at once.
+The benchmark measures steps per second, the share of time that workers wait for a plan, and the duration of turns of
+the scheduler's loop. The rounds of all cases are interleaved, so that other load affects all cases. Linux only.
 """
 
 import contextlib
@@ -17,6 +18,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 import zmq
@@ -28,32 +30,36 @@ from shared.config import SchedulerConfig, to_flags
 
 PROMPT_TOKENS = 2 * echo_worker.BLOCK_SIZE
 SETUP_S = 40.0
-"""How long it may take until every row decodes."""
+"""Timeout of the set-up, until every row is in decode."""
 _NAP_S = 0.002
-"""The front end looks at its socket every so often."""
+"""Interval at which the front end polls its socket."""
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
 class LinkBenchError(Exception):
-    """A run came to nothing; one line says why."""
+    """A run failed; the message is one line."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class Case:
-    """What is measured: workers, rows of each, milliseconds of a step, plans in flight."""
+    """Case to measure: workers, rows per worker, time of a step in ms, plans in flight, requests of the burst."""
 
     workers: int
     rows: int
     step_ms: float
     in_flight: int
+    burst: int = 0
 
 
+BURST = 2_000
 DEFAULT_CASES = (
     Case(workers=1, rows=256, step_ms=5.0, in_flight=1),
     Case(workers=1, rows=256, step_ms=5.0, in_flight=2),
     Case(workers=1, rows=256, step_ms=1.0, in_flight=1),
     Case(workers=1, rows=256, step_ms=1.0, in_flight=2),
     Case(workers=64, rows=256, step_ms=20.0, in_flight=2),
+    Case(workers=64, rows=64, step_ms=20.0, in_flight=2),
+    Case(workers=64, rows=64, step_ms=20.0, in_flight=2, burst=BURST),
 )
 
 
@@ -63,9 +69,11 @@ class Run:
 
     report: EchoReport
     tokens_per_s: float
-    """That the front end received."""
+    """Tokens that the front end received, per second."""
     scheduler_cpu_s: float
-    """Of all threads of the scheduler process, while it was measured."""
+    """CPU time of all threads of the scheduler process during the measurement."""
+    longest_turn_s: float
+    """Longest turn of the scheduler's loop, as the upper bound of its histogram bucket."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,29 +86,37 @@ class LinkResult:
     in_flight: int
     rounds: int
     steps_per_s: float
-    """Of all workers together."""
+    """Steps of all workers, per second."""
     worker_wait_share: float
     worker_wait_share_min: float
     worker_wait_share_max: float
     worst_worker_wait_share: float
-    """Of the worker that waited longest."""
+    """Share of time of the worker that waited longest."""
     wait_us_p50: float
     wait_us_p99: float
     late_us_p50: float
-    """How long after a step's end the echo worker's answer went out."""
+    """Median delay from the end of a step to sending its result, in the echo worker."""
     tokens_per_s: float
     scheduler_cpu_us_per_step: float
     scheduler_cpu_share: float
-    """Of one core."""
+    """CPU time of the scheduler process, as a share of one core."""
+    burst: int
+    """Requests that arrived at once at the start of the measurement."""
+    rows_at_end: int
+    """Rows in decode at the end, in the round with the fewest; fewer than all if the time was too short."""
+    longest_turn_ms: float
+    """Upper bound of the longest turn of the scheduler's loop in any round, including time without a core."""
 
 
-def cases_for(*, workers: int | None = None, rows: int | None = None, step_ms: float | None = None) -> tuple[Case, ...]:
-    """The default cases, or those that fit what was asked for, with one and two plans in flight."""
-    if workers is rows is step_ms is None:
+def cases_for(
+    *, workers: int | None = None, rows: int | None = None, step_ms: float | None = None, burst: int | None = None
+) -> tuple[Case, ...]:
+    """Return the default cases, or those for the given options, with one and two plans in flight."""
+    if workers is rows is step_ms is burst is None:
         return DEFAULT_CASES
     workers = workers or 1
     steps = (step_ms,) if step_ms is not None else (5.0, 1.0) if workers == 1 else (20.0,)
-    return tuple(Case(workers, rows or 256, step, in_flight) for step in steps for in_flight in (1, 2))
+    return tuple(Case(workers, rows or 256, step, in_flight, burst or 0) for step in steps for in_flight in (1, 2))
 
 
 def run_rounds(
@@ -112,18 +128,18 @@ def run_rounds(
     environment: Mapping[str, str],
     progress: Callable[[str], None] = lambda line: None,
 ) -> list[LinkResult]:
-    """Measures every case `rounds` times.
+    """Measure every case `rounds` times.
 
     Args:
-        cases: what to measure.
-        rounds: how often.
-        seconds: how long each measurement takes, set-up not counted.
-        folder: for sockets and the scheduler's log; its path must be short enough for a Unix socket.
-        environment: of the child processes; names us as the supervisor that they end with.
-        progress: is told what is being measured.
+        cases: the cases.
+        rounds: measurements per case.
+        seconds: duration of a measurement, without set-up.
+        folder: folder for sockets and the scheduler's log; its path must be short enough for a Unix socket.
+        environment: environment of the child processes; names this process as their supervisor.
+        progress: called with a description of each measurement before it starts.
 
     Raises:
-        LinkBenchError: a run came to nothing.
+        LinkBenchError: a run failed.
     """
     runs: dict[Case, list[Run]] = {case: [] for case in cases}
     for number in range(1, rounds + 1):
@@ -134,28 +150,34 @@ def run_rounds(
 
 
 def measure(case: Case, seconds: float, folder: Path, environment: Mapping[str, str]) -> Run:
-    """One measurement.
+    """Run one measurement.
 
     Raises:
-        LinkBenchError: it came to nothing.
+        LinkBenchError: the run failed.
     """
-    # As many steps as could be made, and then some: no request may end while it is measured.
+    num_rows = case.workers * case.rows
+    if case.burst >= num_rows:
+        raise LinkBenchError(
+            f"--burst: {case.burst} requests need more than {num_rows} rows; raise --workers or --rows"
+        )
+    # More steps than possible, because no request may end during the measurement.
     max_tokens = 1000 + int(1000 * (SETUP_S + echo_worker.WARM_UP_S + seconds) / case.step_ms)
     max_model_len = PROMPT_TOKENS + max_tokens
-    # Memory for the time in which all decode, which is all but a moment of the set-up.
+    # Tokens per request while all rows decode: the measurement, and a margin for the set-up.
     expected_len = PROMPT_TOKENS + int(1000 * (5 + 2 * seconds) / case.step_ms)
     config = SchedulerConfig(
         frontend_address=f"ipc://{folder}/frontends",
         worker_address=f"ipc://{folder}/workers",
         max_num_seqs=case.rows,
         max_num_batched_tokens=case.rows * PROMPT_TOKENS,
-        max_queued_requests=case.workers * case.rows,
+        max_queued_requests=num_rows,
         max_plans_in_flight=case.in_flight,
     )
     echo_flags = {
         "address": config.worker_address,
         "workers": case.workers,
         "rows": case.rows,
+        "begin-rows": num_rows - case.burst,
         "step-ms": case.step_ms,
         "max-model-len": max_model_len,
         "num-blocks": case.rows * (expected_len // echo_worker.BLOCK_SIZE + 1),
@@ -165,7 +187,7 @@ def measure(case: Case, seconds: float, folder: Path, environment: Mapping[str, 
     }
     with ExitStack() as stack:
         scheduler = stack.enter_context(
-            _Process(["quire.cli.main", "scheduler", *to_flags(config)], folder / "scheduler.log", environment)
+            _Process(["quire_server.cli.main", "scheduler", *to_flags(config)], folder / "scheduler.log", environment)
         )
         echo = stack.enter_context(
             _Process(
@@ -179,26 +201,39 @@ def measure(case: Case, seconds: float, folder: Path, environment: Mapping[str, 
         stack.callback(sink.close)
         stand = _Stand(scheduler, echo, sink, time.monotonic() + 2 * SETUP_S + seconds)
         stand.expect("joined")
-        sink.submit(
-            case.workers * case.rows,
+        submit = partial(
+            sink.submit,
             max_tokens=max_tokens,
             prompt_tokens=PROMPT_TOKENS,
             block_size=echo_worker.BLOCK_SIZE,
             fingerprint=echo_worker.FINGERPRINT,
             vocab_size=echo_worker.VOCAB,
         )
+        submit(num_rows - case.burst)
         stand.expect("measuring")
+        sink.ask_for_metrics()
+        submit(case.burst)
+        turns_before = stand.turns()
         cpu_s, tokens = scheduler.cpu_seconds(), sink.num_tokens
         report = EchoReport(**json.loads(stand.line()))
+        scheduler_cpu_s, tokens = scheduler.cpu_seconds() - cpu_s, sink.num_tokens - tokens
+        sink.ask_for_metrics()
         return Run(
             report=report,
-            tokens_per_s=(sink.num_tokens - tokens) / report.elapsed_s,
-            scheduler_cpu_s=scheduler.cpu_seconds() - cpu_s,
+            tokens_per_s=tokens / report.elapsed_s,
+            scheduler_cpu_s=scheduler_cpu_s,
+            longest_turn_s=longest_turn(turns_before, stand.turns()),
         )
 
 
+def longest_turn(before: Mapping[float, float], after: Mapping[float, float]) -> float:
+    """Return the upper bound of the last bucket with new turns; the arguments are cumulative histograms."""
+    total = {bound: after[bound] - before.get(bound, 0.0) for bound in after}
+    return min((bound for bound in total if total[bound] >= max(total.values())), default=0.0)
+
+
 class _Process:
-    """A child that ends with us: by its lifeline or, should it have none, when its standard input is closed."""
+    """A child process that ends with this one: by its lifeline or when its standard input is closed."""
 
     def __init__(self, command: Sequence[str], log: Path, environment: Mapping[str, str]) -> None:
         self._name, self._log = command[0], log
@@ -209,7 +244,7 @@ class _Process:
                 stdout=subprocess.PIPE,
                 stderr=stderr,
                 env=environment,
-                # A line that lies in a buffer of ours would be invisible to `select`.
+                # `select` does not see a line in a buffer of this process.
                 bufsize=0,
             )
 
@@ -228,15 +263,15 @@ class _Process:
                 stream.close()
 
     def has_line(self, timeout_s: float) -> bool:
-        """Waits for output, or the end of it."""
+        """Wait for output or its end; return whether there is some."""
         assert self._child.stdout is not None
         return bool(select.select([self._child.stdout], [], [], timeout_s)[0])
 
     def line(self) -> str:
-        """The next line it prints.
+        """Return the next line of output.
 
         Raises:
-            LinkBenchError: it ended instead.
+            LinkBenchError: the process has ended.
         """
         assert self._child.stdout is not None
         line: bytes = self._child.stdout.readline()
@@ -247,10 +282,10 @@ class _Process:
         return line.decode().strip()
 
     def check(self) -> None:
-        """Makes sure that it lives.
+        """Check that the process is running.
 
         Raises:
-            LinkBenchError: it has ended.
+            LinkBenchError: the process has ended.
         """
         if self._child.poll() is not None:
             raise self._ended()
@@ -260,14 +295,14 @@ class _Process:
         return LinkBenchError(f"{self._name} ended with status {self._child.poll()}: {last_words}")
 
     def cpu_seconds(self) -> float:
-        """CPU time so far, all threads."""
+        """Return the CPU time of all threads so far, in seconds."""
         fields = Path(f"/proc/{self._child.pid}/stat").read_text().rpartition(")")[2].split()
         return (int(fields[11]) + int(fields[12])) / _TICKS_PER_S
 
 
 @dataclass(frozen=True, slots=True)
 class _Stand:
-    """What takes part in one measurement, until `give_up` at the latest."""
+    """Processes and front end of one measurement; waits end at `give_up`."""
 
     scheduler: _Process
     echo: _Process
@@ -275,10 +310,10 @@ class _Stand:
     give_up: float
 
     def line(self) -> str:
-        """The next line of the echo workers; tokens are drained meanwhile.
+        """Return the next line of the echo workers; drain tokens meanwhile.
 
         Raises:
-            LinkBenchError: nothing will come of it.
+            LinkBenchError: a process has ended, or the timeout has expired.
         """
         while not self.echo.has_line(_NAP_S):
             try:
@@ -287,14 +322,37 @@ class _Stand:
                 raise LinkBenchError(str(error)) from None
             self.scheduler.check()
             if time.monotonic() > self.give_up:
-                raise LinkBenchError("the echo workers say nothing")
+                raise LinkBenchError("timeout: no output from the echo workers")
         return self.echo.line()
 
+    def turns(self) -> dict[float, float]:
+        """Return the cumulative histogram of the loop's turns, by upper bound in seconds, from the scheduler's metrics.
+
+        Raises:
+            LinkBenchError: the scheduler does not answer.
+        """
+        while (snapshot := self.sink.metrics) is None:
+            try:
+                self.sink.drain()
+            except SinkError as error:
+                raise LinkBenchError(str(error)) from None
+            self.scheduler.check()
+            if time.monotonic() > self.give_up:
+                raise LinkBenchError("timeout: no metrics from the scheduler")
+            time.sleep(_NAP_S)
+        return {
+            float(sample.labels["le"]): sample.value
+            for family in snapshot.families
+            if family.name == "quire_scheduler_turn_seconds"
+            for sample in family.samples
+            if "le" in sample.labels
+        }
+
     def expect(self, line: str) -> None:
-        """Takes the next line, which is to be this one."""
+        """Read the next line, and check that it equals `line`."""
         said = self.line()
         if said != line:
-            raise LinkBenchError(f"the echo workers say {said!r} instead of {line!r}")
+            raise LinkBenchError(f"the echo workers printed {said!r}, expected {line!r}")
 
 
 def _result(case: Case, runs: Sequence[Run]) -> LinkResult:
@@ -323,9 +381,12 @@ def _result(case: Case, runs: Sequence[Run]) -> LinkResult:
             statistics.median(run.scheduler_cpu_s / run.report.steps * 1e6 for run in runs), 1
         ),
         scheduler_cpu_share=round(statistics.median(run.scheduler_cpu_s / run.report.elapsed_s for run in runs), 3),
+        burst=case.burst,
+        rows_at_end=min(report.num_rows for report in reports),
+        longest_turn_ms=round(max(run.longest_turn_s for run in runs) * 1e3, 3),
     )
 
 
 def as_json(results: Sequence[LinkResult]) -> dict[str, list[dict[str, object]]]:
-    """The shape that `quire bench link --json` writes."""
+    """Return the results in the format of `quire bench link --json`."""
     return {"results": [asdict(result) for result in results]}

@@ -1,7 +1,7 @@
-"""The front end of `quire bench link`: submits requests that go on and on, and swallows their tokens.
+"""Front end of `quire bench link`: submits endless requests and discards their tokens.
 
-It speaks the link protocol as a front end does (hello, submissions with their block keys, a report every second), but
-looks at its socket only when its owner calls `drain`: what a front end's own work costs is for another benchmark.
+It implements the link protocol of a front end (Hello, submissions with block keys, a report every second), but reads
+its socket only when `drain` is called. The cost of a real front end is not measured.
 """
 
 import time
@@ -12,10 +12,10 @@ import zmq
 from protos.quire.link.v1 import link_pb2
 from protos.quire.plan.v1 import plan_pb2
 from shared.columns import to_column
-from shared.frames import LINK_VERSIONS
+from shared.frames import LINK_MAX_MESSAGE, LINK_VERSIONS
 from shared.ids import draw_incarnation, routing_id
 from shared.prefix_keys import following_keys, root_key
-from shared.sockets import LINK_MAX_MESSAGE, connect_dealer
+from shared.sockets import connect_dealer
 
 REPORT_EVERY_S = 1.0
 _PER_FRAME = 256
@@ -28,7 +28,7 @@ class SinkError(Exception):
 
 
 class TokenSink:
-    """One front end's connection."""
+    """Connection of one front end."""
 
     def __init__(self, context: "zmq.Context[zmq.Socket[bytes]]", address: str) -> None:
         incarnation = draw_incarnation()
@@ -40,19 +40,22 @@ class TokenSink:
         )
         self._socket.send(link_pb2.FrontendMessage(hello=hello).SerializeToString())
         self._next_report = time.monotonic() + REPORT_EVERY_S
+        self._num_submitted = self._num_snapshots = 0
+        self._snapshot: link_pb2.Snapshot | None = None
         self.num_tokens = 0
-        """Received so far."""
+        """Number of tokens received so far."""
 
     def submit(
         self, count: int, *, max_tokens: int, prompt_tokens: int, block_size: int, fingerprint: str, vocab_size: int
     ) -> None:
-        """Submits requests whose prompts have up to `prompt_tokens` tokens, staggered over one block's length."""
+        """Submit requests whose prompts have up to `prompt_tokens` tokens, staggered over one block's length."""
         rng = np.random.default_rng(count)
         root = root_key(fingerprint, b"")
         sampling = plan_pb2.SamplingParams(temperature=0.7, top_p=0.9, seed=7).SerializeToString()
-        for first in range(0, count, _PER_FRAME):
+        begin, self._num_submitted = self._num_submitted, self._num_submitted + count
+        for first in range(begin, begin + count, _PER_FRAME):
             submissions = []
-            for stream in range(first, min(first + _PER_FRAME, count)):
+            for stream in range(first, min(first + _PER_FRAME, begin + count)):
                 tokens = to_column(rng.integers(3, vocab_size, prompt_tokens - stream % block_size))
                 submissions.append(
                     link_pb2.Submission(
@@ -69,11 +72,22 @@ class TokenSink:
                 )
             self._socket.send(link_pb2.FrontendMessage(submissions=submissions).SerializeToString())
 
+    def ask_for_metrics(self) -> None:
+        """Ask for a snapshot of the scheduler's metrics; `metrics` has it after some calls of `drain`."""
+        self._num_snapshots += 1
+        self._snapshot = None
+        self._socket.send(link_pb2.FrontendMessage(snapshot_request=self._num_snapshots).SerializeToString())
+
+    @property
+    def metrics(self) -> link_pb2.Snapshot | None:
+        """Return the requested snapshot; None until it has arrived."""
+        return self._snapshot
+
     def drain(self) -> None:
-        """Swallows what has arrived; sends a report when one is due.
+        """Discard the tokens that have arrived; send a report if one is due.
 
         Raises:
-            SinkError: see the class.
+            SinkError: a request ended, or the scheduler does not know this front end.
         """
         now = time.monotonic()
         if now >= self._next_report:
@@ -85,12 +99,14 @@ class TokenSink:
             except zmq.Again:
                 return
             if message.unknown:
-                raise SinkError("the core forgot its front end")
+                raise SinkError("the scheduler no longer knows this front end")
             if message.ends:
                 end = message.ends[0]
                 raise SinkError(f"a request ended: {link_pb2.EndReason.Name(end.reason)} {end.message}")
+            if message.HasField("snapshot") and message.snapshot.request == self._num_snapshots:
+                self._snapshot = message.snapshot
             self.num_tokens += len(message.tokens) // 4
 
     def close(self) -> None:
-        """Goes away."""
+        """Close the connection."""
         self._socket.close()

@@ -1,15 +1,19 @@
-"""The state machine: one `handle` for everything that happens, one `plan` for what a worker does next.
+"""State machine of the scheduler: `handle` takes events, `plan` returns the next step of a worker.
 
-It routes each event to the part that knows: `registry` owns the requests, `fleet` the workers, `frontends` who is told,
-`planner` decides what a step holds and `commit` what its answer means.
+`Scheduler` only routes. Each event goes to the module that owns the state:
+
+* `registry` owns the requests and `fleet` owns the workers;
+* `frontends` delivers tokens to front ends;
+* `planner` decides what a step holds, and `commit` applies its answer.
+
+Nothing here reads a clock or a socket. The caller passes the time in and carries the effects out.
 """
 
 from collections.abc import Callable
 
-from scheduler_svc.core import events as ev
-from scheduler_svc.core.commit import settle
-from scheduler_svc.core.config import CoreConfig
-from scheduler_svc.core.effects import (
+from scheduler_svc.core.interface import events as ev
+from scheduler_svc.core.interface.config import CoreConfig
+from scheduler_svc.core.interface.effects import (
     AttemptPrefilled,
     Effect,
     EndReason,
@@ -22,22 +26,32 @@ from scheduler_svc.core.effects import (
     WorkerUnknown,
     WorkerWelcomed,
 )
-from scheduler_svc.core.errors import ProtocolViolationError
-from scheduler_svc.core.fleet import Fleet
-from scheduler_svc.core.frontends import Frontends
-from scheduler_svc.core.history import Story
-from scheduler_svc.core.plan import Plan
-from scheduler_svc.core.planner import Planner
-from scheduler_svc.core.registry import RequestRegistry
-from scheduler_svc.core.request import RequestState
-from scheduler_svc.core.stats import RequestStats, SchedulerStats, worker_stats
-from scheduler_svc.core.step_clock import EARLY_S
-from scheduler_svc.core.suspicion import CONDEMNED, took_part
-from scheduler_svc.core.worker import Worker
+from scheduler_svc.core.interface.errors import ProtocolViolationError
+from scheduler_svc.core.interface.plan import Plan
+from scheduler_svc.core.lifecycle.registry import RequestRegistry
+from scheduler_svc.core.lifecycle.statistics import RequestStats, SchedulerStats, worker_stats
+from scheduler_svc.core.planning.batch_selection import grammars_to_compile
+from scheduler_svc.core.planning.delivery import Frontends
+from scheduler_svc.core.planning.planner import Planner
+from scheduler_svc.core.planning.results import Settled, settle
+from scheduler_svc.core.planning.row_failures import END_REASONS, FailedRequest, judge, lost_prefix
+from scheduler_svc.core.queueing.placement import Placement
+from scheduler_svc.core.requests.history import Story
+from scheduler_svc.core.requests.request import Request, RequestState
+from scheduler_svc.core.workers.fleet import Fleet
+from scheduler_svc.core.workers.plan_schedule import PlanSchedule
+from scheduler_svc.core.workers.quarantine import REJECTED, Quarantine
+from scheduler_svc.core.workers.step_clock import EARLY_S
+from scheduler_svc.core.workers.worker import Worker
 
 
 class Scheduler:
-    """The scheduler core. `incarnation` is a random 64-bit number that no earlier core had."""
+    """Scheduler core.
+
+    Args:
+        config: limits and policies.
+        incarnation: a random 64-bit number that no earlier core had.
+    """
 
     def __init__(self, config: CoreConfig, incarnation: int) -> None:
         self._config = config
@@ -46,6 +60,11 @@ class Scheduler:
         self._fleet = Fleet(config, incarnation)
         self._announced = self._fleet.service()
         self._requests = RequestRegistry(config, self._fleet, self._effects)
+        self._placement = Placement(self._requests.backlog, self._fleet.directory, config.max_num_seqs)
+        self._schedule = PlanSchedule(config.max_plans_in_flight)
+        self._quarantine = Quarantine()
+        self._untidy: list[tuple[Worker, list[int]]] = []
+        """Workers that got a plan since the last call of `tidy`, with the rows whose requests end with that plan."""
         self._handlers: dict[type, Callable[..., None]] = {
             ev.FrontendJoined: self._frontend_joined,
             ev.FrontendLost: self._frontend_lost,
@@ -70,29 +89,34 @@ class Scheduler:
     # ---------------------------------------------------------------- the two entry points
 
     def handle(self, event: ev.Event, now: float) -> list[Effect]:
-        """Takes one event in and returns what is to be done, in order."""
+        """Apply one event and return the effects to carry out, in order."""
+        self.tidy()
         self._fleet.time_passes(now)
         self._handlers[type(event)](event, now)
         return self.take_effects()
 
     def plan(self, peer: ev.Peer, now: float) -> Plan | None:
-        """The next plan for a worker, or None: nothing to do, too early, or enough plans in flight.
+        """Return the next plan for a worker, or None.
 
-        Effects of planning (preemptions, requests that can never run) are returned by `take_effects`.
+        None means that there is nothing to do, that it is too early, or that enough plans are in flight. `take_effects`
+        returns the effects of planning, such as the end of a request that can never run. Call `tidy` after sending the
+        plan.
         """
+        self.tidy()
         worker = self._fleet.get(peer)
         if worker is None:
             return None
         due = worker.plan_due(self._config.max_plans_in_flight)
         if due is None or due > now + EARLY_S:
             return None
-        requests = self._requests
-        if not (worker.has_work or len(requests.waiting)):
+        requests, backlog = self._requests, self._requests.backlog
+        backlog.time_passed(now)
+        if not (worker.has_work or backlog.has_for(worker)):
             return None
         outcome = Planner(
             worker,
-            list(self._fleet),
-            requests.waiting,
+            backlog,
+            self._placement if len(self._fleet) > 1 else None,
             requests.tenants,
             requests.forecast,
             self._config,
@@ -101,42 +125,56 @@ class Scheduler:
         ).run()
         for refusal in outcome.refused:
             requests.end(refusal.request, refusal.reason, now, message=refusal.message)
-        for request in outcome.wanted:
-            self._effects.append(
-                GrammarWanted(worker=peer, epoch=worker.epoch, key=request.grammar_key, grammar=request.grammar)
-            )
+        self._compile(worker, outcome.wanted)
         for request in outcome.starved:
             requests.requeue(request, now)
+        for request in outcome.stranded:
+            requests.strand(request, now)
         for request in outcome.preempted:
             requests.displace(request, "preempted", f"preempted on {worker.worker_id}", now)
-        for request in outcome.ending:
-            requests.last_step_planned(request)
         for request, row in outcome.admitted:
             requests.admitted(request, worker, row, now)
+        backlog.recall(worker)
+        self._placement.planned(worker)
+        if outcome.plan is not None:
+            self._schedule.update(worker)
+            self._untidy.append((worker, outcome.ending))
         return outcome.plan
 
+    def tidy(self) -> None:
+        """Do the work that the last plan did not need, so that the worker does not wait for it.
+
+        Requests whose last step was planned leave their rows, which publishes their blocks. Cached blocks that the next
+        plan may need are evicted. The moment of the call changes no result: the next event or plan calls it first.
+        """
+        while self._untidy:
+            worker, rows = self._untidy.pop()
+            for row in rows:
+                self._requests.last_step_planned(worker.vacate(row))
+            worker.pool.keep_reserve()
+
     def take_effects(self) -> list[Effect]:
-        """Effects that planning has produced since the last call of `handle` or of this."""
+        """Return the effects that planning has produced since the last call of `handle` or `take_effects`."""
         effects = self._effects.copy()
         self._effects.clear()
         return effects
 
     def next_plan_due(self, now: float) -> float | None:
-        """The next time after `now` at which a plan becomes due by itself."""
-        due = [worker.plan_due(self._config.max_plans_in_flight) for worker in self._fleet]
-        return min((time for time in due if time is not None and time > now), default=None)
+        """Return the next time after `now` at which a plan becomes due without any event."""
+        return self._schedule.next_due(now)
 
     def due_workers(self, now: float) -> list[ev.Peer]:
-        """The workers whose plan is due, or so nearly that it may go out with others."""
-        most, latest = self._config.max_plans_in_flight, now + EARLY_S
-        return [worker.peer for worker in self._fleet if (due := worker.plan_due(most)) is not None and due <= latest]
+        """Return the workers whose plan is due, or nearly due and worth sending together; longest due first."""
+        due = self._schedule.due(now, requests_wait=self._requests.backlog.may_start)
+        return [worker.peer for worker in due]
 
     def workers(self) -> list[ev.Peer]:
-        """The workers that may be planned for."""
+        """Return the workers that can get plans."""
         return [worker.peer for worker in self._fleet]
 
     def stats(self) -> SchedulerStats:
-        """Figures for metrics."""
+        """Return the figures for metrics."""
+        self.tidy()
         return SchedulerStats(
             running=sum(worker.rows.num_running for worker in self._fleet),
             waiting=self._requests.num_waiting,
@@ -146,24 +184,25 @@ class Scheduler:
         )
 
     def story(self, frontend: ev.Peer, stream: int) -> list[tuple[float, str]]:
-        """What happened to a live request, with times."""
+        """Return the history of a live request, as (time, text)."""
         request = self._requests.get(frontend, stream)
         return list(request.story) if request is not None else []
 
     def stories(self, request_id: str) -> list[Story]:
-        """What happened to the requests of this id, live or ended lately."""
+        """Return the histories of all requests with this id, live or ended recently."""
         return self._requests.stories(request_id)
 
     def requests(self, most: int) -> list[RequestStats]:
-        """Figures of live requests, in order of arrival."""
+        """Return the figures of at most `most` live requests, in order of arrival."""
+        self.tidy()
         return self._requests.stats(most)
 
     def knows(self, identity: bytes) -> bool:
-        """Whether a request with this identity is live, or a log of it is kept."""
+        """Return whether a request with this identity is live, or its log is kept."""
         return self._requests.identified.knows(identity)
 
     def cancelling(self, request_id: str) -> list[ev.Event]:
-        """The events that end the live requests of this id for good."""
+        """Return the events that end the live requests with this id and drop their logs."""
         return [
             ev.RequestCancelled(frontend=request.key.frontend, stream=request.key.stream)
             if request.origin is None
@@ -172,7 +211,8 @@ class Scheduler:
         ]
 
     def validate(self) -> None:
-        """Checks every invariant that spans parts; for tests and simulation."""
+        """Check every invariant that spans several parts; for tests and simulation."""
+        self.tidy()
         for worker in self._fleet:
             worker.validate()
         self._requests.validate()
@@ -221,65 +261,79 @@ class Scheduler:
     # ---------------------------------------------------------------- workers and steps
 
     def _worker_hello(self, event: ev.WorkerHello, now: float) -> None:
+        survived = event.reason in (ev.HelloReason.SESSION_LOST, ev.HelloReason.PROTOCOL_ERROR)
         again = self._fleet.get(event.worker)
         if again is not None:
-            self._lose(again, "it said hello again", now, fatal=True)
-        reason = self._fleet.refusal(event, model_in_use=bool(self._requests))
+            self._lose(again, f"it connected again: {event.reason.value}", now, fatal=not survived)
+        reason = self._fleet.refusal(event, models_in_use=self._requests.models, now=now)
         if reason is not None:
             self._effects.append(WorkerRefused(worker=event.worker, reason=reason))
         else:
-            # A process that cannot serve displaces nobody, whatever it calls itself.
+            # A process that cannot serve replaces no worker, even if it uses the name of one.
             replaced = self._fleet.named(event.worker_id)
             if replaced is not None:
-                self._lose(replaced, "another process serves under its name", now, fatal=True)
+                self._lose(replaced, f"a worker of its name connected: {event.reason.value}", now, fatal=not survived)
                 self._effects.append(WorkerUnknown(worker=replaced.peer))
             worker = self._fleet.join(event)
+            if not survived:
+                self._quarantine.worker_died(event.worker_id)
+            else:
+                for request in self._quarantine.worker_survived(event.worker_id):
+                    left = f"{request.fatal_steps} left"
+                    request.note(now, f"{event.worker_id} is back, so its last step was not fatal: {left}")
+            self._schedule.update(worker)
             self._effects.append(
                 WorkerWelcomed(worker=event.worker, epoch=worker.epoch, protocol_version=worker.protocol_version)
             )
-        self._announce()
+        self._fleet_changed(now)
 
     def _worker_lost(self, event: ev.WorkerLost, now: float) -> None:
         worker = self._fleet.get(event.worker)
         if worker is not None:
             self._lose(worker, event.reason, now, fatal=not event.orderly)
-            self._announce()
+            self._fleet_changed(now)
 
     def _lose(self, worker: Worker, reason: str, now: float, *, fatal: bool) -> None:
-        """Ends a worker's epoch: what ran there waits again; `fatal` when it may have died of what it computed."""
-        aboard = worker.aboard() if fatal else []
-        is_alone = worker.dies_of() is not None
+        """End a worker's epoch and requeue its requests; `fatal`: a step in flight may have killed the worker."""
+        requests_in_flight = worker.requests_in_flight() if fatal else []
+        is_alone = worker.lone_suspect() is not None
         left_behind = self._fleet.leave(worker, now)
+        self._requests.doubt_grammars()
+        self._schedule.remove(worker)
+        # First, because `displace` puts suspects into a queue of their own.
+        rejected = (
+            self._quarantine.worker_lost(worker.worker_id, requests_in_flight, alone=is_alone, now=now) if fatal else []
+        )
         for request in left_behind:
             self._requests.displace(request, "worker lost", f"lost {worker.worker_id}: {reason}", now)
         if left_behind:
             ids = tuple(request.request_id for request in left_behind)
             self._effects.append(WorkerEmptied(worker_id=worker.worker_id, reason=reason, request_ids=ids))
-        for request in aboard:
-            is_condemned = took_part(request, alone=is_alone)
+        for request in requests_in_flight:
             request.note(now, f"in a fatal step: {request.fatal_steps}" + (", alone" if is_alone else ""))
-            if is_condemned:
-                self._requests.end(request, EndReason.POISON, now, message=CONDEMNED)
+        for request in rejected:
+            self._requests.end(request, EndReason.POISON, now, message=REJECTED)
 
     def _drain_requested(self, event: ev.DrainRequested, now: float) -> None:
         worker = self._fleet.named(event.worker_id)
         if worker is None:
             return
         worker.draining = True
-        self._announce()
+        self._requests.doubt_grammars()
+        self._fleet_changed(now)
         if not event.move:
             return
-        # What only this worker has room for finishes here.
+        # A request that fits on no other worker finishes here.
         longest = max((other.max_model_len for other in self._fleet if not other.draining), default=0)
         for row in worker.rows.occupied():
             if worker.rows.limit[row] <= longest:
                 self._requests.displace(worker.vacate(row), "moved", f"moved away from {worker.worker_id}", now)
 
     def _resume_requested(self, event: ev.ResumeRequested, now: float) -> None:
-        worker = self._fleet.named(event.worker_id)
+        worker = self._fleet.resume(event.worker_id)
         if worker is not None:
-            worker.draining = False
-            self._announce()
+            self._fleet_changed(now)
+            self._requests.doubt_grammars()
 
     def _worker_compiling(self, event: ev.WorkerCompiling, now: float) -> None:
         worker = self._known(event)
@@ -288,11 +342,26 @@ class Scheduler:
 
     def _grammar_reported(self, event: ev.GrammarReported, now: float) -> None:
         worker = self._known(event)
-        if worker is None or not worker.grammars.reported(event.key, usable=not event.failure) or not event.failure:
+        if worker is None or not worker.grammars.reported(event.key, event.failure):
             return
-        for request in self._requests:
-            if request.grammar_key == event.key:
-                self._requests.end(request, EndReason.INVALID, now, message=f"grammar: {event.failure}")
+        self._requests.backlog.grammar_reported(event.key)
+        if event.failure is not None:
+            self._requests.refuse_grammar(event.key, now)
+        if not worker.draining:
+            self._compile(worker, grammars_to_compile(worker, self._requests.backlog))
+
+    def _compile(self, worker: Worker, requests: list[Request]) -> None:
+        """Ask a worker to compile the grammars of requests."""
+        self._effects.extend(
+            GrammarWanted(
+                worker=worker.peer,
+                epoch=worker.epoch,
+                key=request.grammar_key,
+                grammar=request.grammar,
+                drop=worker.grammars.make_room(),
+            )
+            for request in requests
+        )
 
     def _step_done(self, event: ev.StepDone, now: float) -> None:
         worker = self._known(event)
@@ -318,27 +387,66 @@ class Scheduler:
                     scores=scores,
                 )
             )
+        self._schedule.update(worker)
+        self._placement.changed(worker)
         self._frontends.deliver(worker.rows, settled)
         worker.judge()
         for request in settled.prefilled:
             self._effects.append(AttemptPrefilled(frontend=request.key.frontend, stream=request.key.stream))
+        if settled.failed:
+            # Handle failures before other requests leave their rows: rows that got a token prove that their blocks are
+            # sound.
+            self._rows_failed(worker, settled, now)
         for request, token in settled.stopped:
             self._requests.end(request, EndReason.STOP, now, stop_token_id=token)
         for request in settled.at_limit:
             self._requests.end(request, EndReason.LENGTH, now)
         for request, values in settled.embedded:
             self._requests.end(request, EndReason.EMBEDDED, now, embedding=values)
-        for failed in settled.failed:
+
+    def _rows_failed(self, worker: Worker, settled: Settled, now: float) -> None:
+        """End or requeue the requests whose rows failed, and requeue those that share invalid KV with them."""
+        verdict = judge(worker, settled.failed, settled.rows)
+        left = [(each.failure.row, each.failure.generation) for each in settled.failed]
+        for failed in verdict.ends:
             if failed.request.state is not RequestState.FINISHED:
-                self._requests.end(failed.request, EndReason.ROW_FAILED, now, message=failed.reason)
-            # Whoever built on what the row wrote computes it again.
-            for row in worker.distrust(failed.blocks):
-                request = worker.vacate(row)
-                worker.distrust(failed.blocks)
-                self._requests.displace(request, "prefix failed", "the row that computed its prefix failed", now)
+                failure = failed.failure
+                reason = END_REASONS[failure.kind]
+                self._requests.end(failed.request, reason, now, message=failure.reason, field=failure.field)
+        for failed in verdict.again:
+            self._compute_again(worker, failed, now, alone=False)
+        for failed in verdict.alone:
+            self._compute_again(worker, failed, now, alone=True)
+        for row in verdict.sharers:
+            left.append((row, worker.rows.generation.item(row)))
+            request = worker.vacate(row)
+            lost_prefix(request, alone=False)
+            self._requests.displace(request, "prefix failed", "a row that it shares KV with failed", now)
+        for key in left:
+            if (departure := worker.departed.get(key)) is not None:
+                departure.failure_handled = True
+        # Mark the blocks last: a request that leaves its row publishes the blocks of the row.
+        worker.pool.cache.doubt(verdict.in_doubt)
+        worker.pool.distrust(verdict.invalid)
+
+    def _compute_again(self, worker: Worker, failed: FailedRequest, now: float, *, alone: bool) -> None:
+        """Requeue a request that failed on KV of other requests; with `alone`, it shares no KV any more."""
+        request = failed.request
+        if request.state is RequestState.FINISHED:
+            return
+        lost_prefix(request, alone=alone)
+        note = "its row failed; it is computed again" + (" without shared KV" if alone else "")
+        if failed.in_row:
+            worker.vacate(failed.failure.row)
+            self._requests.displace(request, "prefix failed", note, now)
+        elif request.state is RequestState.ENDING:
+            self._requests.displace(request, "prefix failed", note, now)
+        else:
+            request.note(now, note)
+            self._requests.drop_swapped(request)
 
     def _known(self, event: ev.StepDone | ev.WorkerCompiling | ev.GrammarReported) -> Worker | None:
-        """The worker of an event, or None when its epoch is over."""
+        """Return the worker of an event, or None if the event's epoch has ended."""
         worker = self._fleet.get(event.worker)
         if worker is None:
             self._effects.append(WorkerUnknown(worker=event.worker))
@@ -348,17 +456,22 @@ class Scheduler:
     def _give_up(self, worker: Worker, reason: str, now: float, *, fatal: bool) -> None:
         self._lose(worker, reason, now, fatal=fatal)
         self._effects.append(WorkerUnknown(worker=worker.peer))
-        self._announce()
+        self._fleet_changed(now)
 
-    def _announce(self) -> None:
-        """Tells front ends what is served, if that changed."""
+    def _fleet_changed(self, now: float) -> None:
+        """Tell front ends about a changed service, and update the set of workers that take requests."""
+        workers = [worker for worker in self._fleet if not worker.draining]
+        self._requests.backlog.fleet_changed(workers)
+        self._placement.set_fleet(workers)
+        # Stranded requests may have a worker now.
+        self._requests.fleet_changed(now)
         service = self._fleet.service()
         if service != self._announced:
             self._announced = service
             self._effects.append(self.service_state())
 
     def service_state(self) -> ServiceChanged:
-        """What front ends must know now."""
+        """Return what front ends must know about the service."""
         service = self._announced
         return ServiceChanged(
             ready=service.ready,
@@ -373,7 +486,13 @@ class Scheduler:
         for worker in self._fleet.overdue(now):
             self._give_up(worker, f"step {worker.answered_step + 1} is overdue", now, fatal=True)
         self._requests.time_passed(now)
+        self._requests.backlog.time_passed(now)
+        self._quarantine.time_passed(now)
+        for worker in self._requests.backlog.recall_late(now):
+            self._placement.late(worker)
 
     def _shutdown_requested(self, event: ev.ShutdownRequested, now: float) -> None:
         for request in self._requests:
-            self._requests.end(request, EndReason.SHUTDOWN, now, message="the service is shutting down")
+            self._requests.end(
+                request, EndReason.SHUTDOWN, now, message="the service is shutting down; try again later"
+            )

@@ -1,15 +1,13 @@
-"""The journal: what lets resumable requests outlive the scheduler and all front ends. Off by default.
+"""Journal: a log on disk with which resumable requests survive a restart of the scheduler. Off by default.
 
-The core says which requests are worth keeping and when they are not any longer (`LogBegun`, `LogEnded`, `LogDropped`);
-the service hands these effects and the tokens to the journal, which appends them to a file before anything of the turn
-goes out to front ends. So a client never has a token that the journal has not. After a loss the next scheduler reads it
-and gives the core what `Resume` needs: nothing is computed before its client comes back for it, as with any request
-whose client has gone.
+The core decides which requests to keep, and for how long (`LogBegun`, `LogEnded`, `LogDropped`). The service passes
+these effects and the tokens to the journal, which appends them to a file before the turn's messages are sent to front
+ends. A client therefore never has a token that the journal lacks. After a restart the next scheduler reads the journal
+and gives the requests to the core for `Resume`. A request is computed again only when its client resumes it.
 
-* `book`: what a sequence of batches says is known. The writer and the reader use the same code, which is why the
-  reader ends up with what the writer knew.
-* `segments`: batches as frames in files; where a file stops making sense.
-* `syncer`: files to the disk, in a thread of its own.
-* `recovery`: what a journal says when nobody writes it any more.
-* `journal`: all of it together: what is written when, and what may go.
+* `book`: the state that a sequence of batches describes. Writer and reader share this code, so they agree.
+* `segments`: files with batches as frames; detects incomplete frames.
+* `syncer`: flushes files to the disk (fsync) in its own thread.
+* `recovery`: reads the journal of an earlier process.
+* `journal`: combines them: writes batches and deletes old segments.
 """

@@ -1,58 +1,71 @@
-"""What a sequence of batches says is known: requests whose clients may come back, and what each has generated.
+"""Book: the state of the journal, built from its batches: resumable requests and their generated tokens.
 
-Pure: batches in, entries out. A batch that contradicts what is known changes nothing for the request concerned: tokens
-that do not join on to those before are left out, and so is an end that counts on them. Its client gets less, never
-something else.
+The module is pure: batches in, entries out. A batch that does not fit the state does not change its request. Tokens
+that leave a gap are ignored, and so is an end that depends on them. The client then gets fewer tokens, but never wrong
+ones.
 """
 
 from array import array
+from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from protos.quire.journal.v1 import journal_pb2
 from protos.quire.link.v1 import link_pb2
 from shared.columns import from_column, from_columns
+from shared.frames import TOKEN_BYTES
 
 _OVERHEAD = 256
-"""What an entry takes beside its parts, bytes, roughly."""
+"""Approximate overhead of an entry, in bytes."""
+_SCORES_OVERHEAD = 16
+"""Approximate overhead of the log-probabilities of one token, in bytes."""
 
 
 @dataclass(slots=True)
 class Entry:
-    """One request."""
+    """Entry of one request."""
 
     number: int
     submission: link_pb2.Submission
-    """Without its tokens."""
+    """The submission, without its tokens."""
     tokens: "array[int]"
     """Prompt and generated tokens."""
     num_prompt_tokens: int
-    """As the submission says; here because it is asked for with every token."""
+    """Copy of the submission's field, because it is read for every token."""
     scores: list[tuple[int, bytes]] = field(default_factory=list)
-    """(index among the generated tokens, log-probabilities)."""
+    """(index among the generated tokens, log-probabilities); see `add_scores`."""
+    score_bytes: int = 0
+    """Approximate size of `scores` in bytes."""
     live: bool = True
     end: bytes = b""
-    """A serialized StreamEnd, if it ended well."""
+    """Serialised StreamEnd if the request ended normally; empty otherwise."""
     ended_ms: int = 0
-    """When it was live for the last time, milliseconds since 1970; 0: it is."""
+    """End of the request, in ms since 1970; 0 while it is live."""
     model: str = ""
     segment: int = 0
-    """Where it was last written as a whole; for whoever writes."""
+    """Segment in which the whole entry was last written; used by the writer."""
 
     @property
     def num_generated(self) -> int:
-        """Tokens beyond the prompt."""
+        """Number of generated tokens."""
         return len(self.tokens) - self.num_prompt_tokens
 
+    def add_scores(self, index: int, scores: bytes) -> int:
+        """Add log-probabilities of generated tokens; return the increase of `size` in bytes."""
+        self.scores.append((index, scores))
+        grown = len(scores) + _SCORES_OVERHEAD
+        self.score_bytes += grown
+        return grown
+
     def whole_submission(self) -> link_pb2.Submission:
-        """The submission with all tokens that it has."""
+        """Return the submission with all its tokens."""
         submission = link_pb2.Submission()
         submission.CopyFrom(self.submission)
         submission.token_ids = self.tokens.tobytes()
         return submission
 
     def record(self) -> journal_pb2.Entry:
-        """All of it."""
+        """Return the whole entry as a record."""
         whole = journal_pb2.Entry(number=self.number, model=self.model)
         whole.submission = self.whole_submission().SerializeToString()
         for index, scores in self.scores:
@@ -63,20 +76,23 @@ class Entry:
 
     @property
     def size(self) -> int:
-        """Bytes, roughly, that `record` takes."""
+        """Approximate size of `record` in bytes."""
         submission = self.submission
         opaque = len(submission.sampling) + len(submission.grammar) + len(submission.resume_info)
-        return _OVERHEAD + opaque + 4 * len(self.tokens) + sum(len(scores) + 16 for _, scores in self.scores)
+        return _OVERHEAD + opaque + TOKEN_BYTES * len(self.tokens) + self.score_bytes
 
 
 class Book:
-    """Entries by number, that which was last written as a whole longest ago first."""
+    """Entries by number, in the order in which they were last written as a whole, oldest first."""
 
     def __init__(self) -> None:
-        self._entries: dict[int, Entry] = {}
+        # An OrderedDict, because finding the first entry of a dict skips all removed entries before it.
+        self._entries: OrderedDict[int, Entry] = OrderedDict()
         self._by_identity: dict[bytes, int] = {}
         self.last_ms = 0
-        """When the newest batch was written."""
+        """Time of the newest batch, in ms since 1970."""
+        self.num_bytes = 0
+        """Total size of all entries in bytes, updated with each change because the journal reads it every turn."""
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -85,22 +101,23 @@ class Book:
         return iter(self._entries.values())
 
     def get(self, number: int) -> Entry | None:
-        """The request of this number."""
+        """Return the entry with this number."""
         return self._entries.get(number)
 
     def find(self, identity: bytes) -> Entry | None:
-        """The request of this identity."""
+        """Return the entry with this identity."""
         return self._entries.get(self._by_identity.get(identity, 0))
 
     def apply(self, batch: journal_pb2.Batch, segment: int = 0) -> None:
-        """Takes in what a batch says; `segment` is where it stands.
+        """Apply a batch of the segment with number `segment`.
 
         Raises:
-            DecodeError, MalformedColumnError: it is none of ours.
+            DecodeError, MalformedColumnError: the batch is malformed.
         """
         if batch.fresh:
             self._entries.clear()
             self._by_identity.clear()
+            self.num_bytes = 0
         self.last_ms = batch.unix_ms
         for whole in batch.entries:
             self._enter(whole, segment)
@@ -111,10 +128,11 @@ class Book:
                 entry = entries.get(number)
                 if entry is not None and index == len(entry.tokens) - entry.num_prompt_tokens:
                     entry.tokens.append(token)
+                    self.num_bytes += TOKEN_BYTES
         for scores in batch.scores:
             entry = entries.get(scores.number)
             if entry is not None:
-                entry.scores.append((scores.first_index, scores.scores))
+                self.num_bytes += entry.add_scores(scores.first_index, scores.scores)
         for ended in batch.ended:
             entry = entries.get(ended.number)
             if entry is not None:
@@ -131,17 +149,20 @@ class Book:
             self._remove(known)
         count = submission.num_prompt_tokens
         entry = Entry(whole.number, submission, tokens, count, model=whole.model, segment=segment)
-        entry.scores = [(scores.first_index, scores.scores) for scores in whole.scores]
+        for scores in whole.scores:
+            entry.add_scores(scores.first_index, scores.scores)
         if whole.HasField("ended"):
             _end(entry, whole.ended)
         self._remove(whole.number)
         self._entries[whole.number] = entry
         self._by_identity[submission.identity] = whole.number
+        self.num_bytes += entry.size
 
     def _remove(self, number: int) -> None:
         entry = self._entries.pop(number, None)
         if entry is not None:
             del self._by_identity[entry.submission.identity]
+            self.num_bytes -= entry.size
 
 
 def _end(entry: Entry, ended: journal_pb2.Ended) -> None:

@@ -1,15 +1,15 @@
-"""The journal as the scheduler's loop sees it: told of every effect, committed once a turn, before anything goes out.
+"""Journal writer: receives every effect, and commits once per turn, before messages are sent to front ends.
 
-A turn's records are one frame and one write. How far the disk must be before front ends are told is `fsync`: with
-"none" and "interval" a write is enough, which survives the death of any process; with "step" `durable` follows the
-disk, which survives the death of the machine.
+The records of a turn are one frame and one write. `fsync` sets when messages may be sent. With "none" and "interval"
+they are sent after the write, which survives a crash of the processes. With "step" they are sent when `durable` shows
+that the disk has the data, which survives a crash of the machine.
 
-Segments bound it. A segment goes when no request was last written as a whole in it or before it; so that this comes
-about, requests from the oldest one are written again, a little with each commit, once what is of no use takes up much
-of the space, or the segment is old. Should what counts itself be too much, the oldest requests are no longer covered.
+The journal is a sequence of segments. A segment is deleted when no entry was last written as a whole in it or in an
+older one. Compaction makes this happen: if much of the space is stale or the oldest segment is old, each commit writes
+some entries of the oldest segment again. If the live entries exceed the limit, the oldest ones are dropped.
 
-A write that fails ends nothing: requests are served without a journal, which the log and the metrics say, and from time
-to time a new segment is tried, which begins with all that counts.
+A failed write does not end requests: they are served without the journal, as shown in the log and the metrics. From
+time to time the journal tries a new segment, which starts with all live entries.
 """
 
 import itertools
@@ -23,8 +23,8 @@ from pathlib import Path
 import numpy as np
 
 from protos.quire.journal.v1 import journal_pb2
-from scheduler_svc.core import effects as ef
-from scheduler_svc.core import events as ev
+from scheduler_svc.core.interface import effects as ef
+from scheduler_svc.core.interface import events as ev
 from scheduler_svc.frontend_link import to_stream_end, to_submission
 from scheduler_svc.journal.book import Book
 from scheduler_svc.journal.recovery import recover, to_event
@@ -35,9 +35,9 @@ from shared.logging import get_logger
 
 FSYNC_MODES = ("none", "interval", "step")
 _SEGMENTS = 8
-"""Segments that a full journal has, roughly."""
+"""Approximate number of segments of a full journal."""
 _AGAIN_BYTES = 256 << 10
-"""Most bytes of requests that are written again in one commit."""
+"""Most bytes of entries that one commit writes again."""
 _RETRY_S = 5.0
 _MAX_NUMBER = 0x7FFFFFFF
 
@@ -46,13 +46,13 @@ log = get_logger()
 
 @dataclass(slots=True, kw_only=True)
 class JournalStats:
-    """Figures for metrics."""
+    """Counters for metrics."""
 
     commits: int = 0
     failures: int = 0
-    """Writes and syncs that failed."""
+    """Failed writes and syncs."""
     forgotten: int = 0
-    """Requests that are not covered for want of space."""
+    """Requests dropped because the journal was full."""
 
 
 @dataclass(slots=True)
@@ -62,15 +62,15 @@ class _Segment:
 
 
 class Journal:
-    """Writes a folder.
+    """Writer of a journal folder.
 
     Args:
-        path: the folder; made if it is not there.
-        max_bytes: most space that it takes, roughly.
-        keep_s: for how long the core keeps what nobody comes back for.
+        path: the folder; created if it does not exist.
+        max_bytes: approximate limit of the size on disk, in bytes.
+        keep_s: time for which the core keeps an ended request for its client, in seconds.
         fsync: one of FSYNC_MODES.
-        fsync_interval_s: for "interval".
-        clock_ms: milliseconds since 1970.
+        fsync_interval_s: interval of syncs in mode "interval", in seconds.
+        clock_ms: returns the time in ms since 1970.
 
     Raises:
         OSError: the folder cannot be used.
@@ -88,7 +88,7 @@ class Journal:
     ) -> None:
         self.stats = JournalStats()
         self.written = 0
-        """Bytes written in this process's life; what was committed is before this position."""
+        """Bytes written by this process; the position after the last commit."""
         self._max_bytes = max_bytes
         self._keep_ms = int(keep_s * 1000)
         self._fsync = fsync
@@ -98,18 +98,18 @@ class Journal:
             found = recover(self._folder)
             found.report()
             self.restored = to_event(found.book, clock_ms())
-            """For the core, before anything else."""
+            """Event with the requests of the last process; the first event for the core."""
             self._book = _as_restored(found.book)
             self._segments: dict[int, _Segment] = {
                 segment.number: _Segment(segment.size, 0) for segment in found.segments
             }
             self._numbers = itertools.count(1 + max((entry.number for entry in self._book), default=0))
             self._streams: dict[ev.Peer, dict[int, int]] = {}
-            """Numbers of live requests by front end and stream."""
+            """Entry numbers of live requests, by front end and stream."""
             self._model = ""
             self._clear()
             self._doomed: deque[tuple[int, int]] = deque()
-            """(position, segment): segments to delete when the disk has everything up to the position."""
+            """(position, segment): segments to delete when the disk has all data up to the position."""
             self._retry_at = 0.0
             self._descriptor: int | None = None
             self._syncer: Syncer | None = None
@@ -122,42 +122,42 @@ class Journal:
 
     @property
     def durable(self) -> int:
-        """What was committed before this position may be told to front ends."""
+        """Position up to which commits are durable, so that their messages may be sent to front ends."""
         if self._syncer is None or self._fsync != "step" or self._descriptor is None:
             return self.written
         return self._syncer.synced
 
     @property
     def descriptors(self) -> tuple[int, ...]:
-        """What becomes readable when `durable` may have grown."""
+        """File descriptors that become readable when `durable` may have advanced."""
         return () if self._syncer is None or self._fsync != "step" else (self._syncer.woken,)
 
     @property
     def num_bytes(self) -> int:
-        """Space that it takes."""
+        """Size on disk in bytes."""
         return sum(segment.size for segment in self._segments.values())
 
     def __len__(self) -> int:
-        """Requests that it covers."""
+        """Return the number of requests in the journal."""
         return len(self._book)
 
     @property
     def covers(self) -> bool:
-        """Whether what is committed is written; otherwise the disk does not take it."""
+        """Whether commits are written; False after a failed write."""
         return self._descriptor is not None
 
     def of_other_models(self, fingerprint: str) -> tuple[bytes, ...]:
-        """Identities of requests that nobody computes any more and that were another model's."""
+        """Return the identities of requests that are not live and belong to another model."""
         return tuple(
             entry.submission.identity
             for entry in self._book
             if not entry.live and entry.model and entry.model != fingerprint
         )
 
-    # ---------------------------------------------------------------- what a turn brings
+    # ---------------------------------------------------------------- effects
 
     def note(self, effect: ef.Effect) -> None:
-        """One of the core's effects, in order."""
+        """Note an effect of the core; call with all effects, in order."""
         match effect:
             case ef.TokensReady():
                 streams = self._streams.get(effect.frontend)
@@ -202,7 +202,7 @@ class Journal:
         entry = journal_pb2.Entry(
             number=number,
             submission=to_submission(request, to_column(request.token_ids)).SerializeToString(),
-            model=(known.model if known is not None else "") or self._model,
+            model=request.model or (known.model if known is not None else "") or self._model,
         )
         for index, scores in effect.scores:
             entry.scores.add(first_index=index, scores=scores)
@@ -215,16 +215,16 @@ class Journal:
     def _clear(self) -> None:
         self._batch = journal_pb2.Batch()
         self._begun: dict[bytes, journal_pb2.Entry] = {}
-        """By identity; one that is refused in the same turn is not written."""
+        """New entries by identity; an entry that is dropped in the same turn is not written."""
         self._columns: tuple[list[bytes], list[bytes], list[bytes]] = ([], [], [])
         self._ended: dict[int, journal_pb2.Ended] = {}
-        """By number."""
+        """Ends by entry number."""
         self._dropped: list[int] = []
 
     # ---------------------------------------------------------------- commits
 
     def commit(self) -> None:
-        """Writes what was noted since the last commit, and tidies up a little. Never raises."""
+        """Write the effects noted since the last commit, and compact a little. Never raises."""
         now_ms = self._clock_ms()
         if self._syncer is not None:
             self._syncer.acknowledge()
@@ -241,7 +241,7 @@ class Journal:
             self._tidy(now_ms)
 
     def close(self) -> None:
-        """Commits, brings everything to the disk as `fsync` says, and lets others have the folder."""
+        """Commit, sync as set by `fsync`, and release the folder."""
         self.commit()
         if self._syncer is not None:
             self._syncer.close()
@@ -281,10 +281,10 @@ class Journal:
             self._syncer.want(self._descriptor, self.written)
 
     def _begin(self, *, fresh: bool) -> None:
-        """A new segment; `fresh`: it begins with all that counts, and those before it may go.
+        """Start a new segment; with `fresh` it starts with all live entries, and older segments may be deleted.
 
         Raises:
-            OSError: it cannot be written.
+            OSError: the segment cannot be written.
         """
         number, before = self._newest + 1, list(self._segments)
         descriptor = self._folder.begin(number)
@@ -310,9 +310,9 @@ class Journal:
             self._doomed = deque((self.written, each) for each in before)
 
     def _fail(self, error: OSError) -> None:
-        """The disk does not take what we write; the present segment may end in the midst of a frame."""
+        """Handle a failed write, after which the current segment may end with an incomplete frame."""
         self.stats.failures += 1
-        log.error("the journal cannot be written; requests are served without it", error=str(error))
+        log.error("journal: cannot be written; requests are served without it", error=str(error))
         if self._syncer is None and self._descriptor is not None:
             os.close(self._descriptor)
         self._descriptor = None
@@ -328,7 +328,7 @@ class Journal:
         except OSError as error:
             self._fail(error)
             return
-        log.info("the journal is written again", requests=len(self._book))
+        log.info("journal: written again", requests=len(self._book))
 
     # ---------------------------------------------------------------- bounds
 
@@ -361,14 +361,14 @@ class Journal:
             del self._segments[number]
 
     def _is_wasteful(self) -> bool:
-        """Whether much of the space is used up by what does not count any longer."""
+        """Return whether much of the space is stale."""
         total = self.num_bytes
         if total <= self._max_bytes // 2:
             return False
-        return total - sum(entry.size for entry in self._book) >= self._max_bytes // 4
+        return total - self._book.num_bytes >= self._max_bytes // 4
 
     def _write_again(self, oldest: int, now_ms: int) -> None:
-        """Moves requests of the oldest segment to the newest, a few."""
+        """Write some entries of the oldest segment again to the newest one."""
         batch = journal_pb2.Batch(unix_ms=now_ms)
         size = 0
         for entry in self._book:
@@ -381,20 +381,18 @@ class Journal:
             self._write(frame(batch))
 
     def _forget(self, oldest: int, now_ms: int) -> None:
-        """Covers the requests of the oldest segment no longer."""
+        """Drop the entries of the oldest segment."""
         numbers = [entry.number for entry in itertools.takewhile(lambda entry: entry.segment <= oldest, self._book)]
         if numbers:
             self.stats.forgotten += len(numbers)
-            log.warning(
-                "the journal is too small; its oldest requests are not covered any longer", requests=len(numbers)
-            )
+            log.warning("journal: full; its oldest requests were dropped from it", requests=len(numbers))
             batch = journal_pb2.Batch(unix_ms=now_ms, dropped=to_column(numbers))
             self._book.apply(batch, self._newest)
             self._write(frame(batch))
 
 
 def _as_restored(book: Book) -> Book:
-    """What the core will say of what was found: nobody computes it now."""
+    """Mark all recovered entries as ended, as the core will do."""
     for entry in book:
         if entry.live:
             entry.live, entry.ended_ms = False, book.last_ms

@@ -1,12 +1,12 @@
-"""What a journal says when nobody writes it any more, and what of it the core is given."""
+"""Recovery: reads the journal of an earlier process and turns it into an event for the core."""
 
 from dataclasses import dataclass
 
 from google.protobuf.message import DecodeError
 
 from protos.quire.link.v1 import link_pb2
-from scheduler_svc.core import events as ev
-from scheduler_svc.core.records import Log
+from scheduler_svc.core.interface import events as ev
+from scheduler_svc.core.interface.records import Log
 from scheduler_svc.frontend_link import UnusableSubmissionError, arrival, from_stream_end
 from scheduler_svc.journal.book import Book, Entry
 from scheduler_svc.journal.segments import Folder, Segment
@@ -14,23 +14,23 @@ from shared.columns import MalformedColumnError
 from shared.logging import get_logger
 
 _NOBODY = b""
-"""The front end of a request whose front end is not known."""
+"""Placeholder for an unknown front end."""
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What was found in a folder."""
+    """Content of a journal folder."""
 
     book: Book
     segments: list[Segment]
 
     def report(self) -> None:
-        """Says in the log what was found, and what made no sense."""
+        """Log a summary, and the incomplete segments."""
         log = get_logger()
         for segment in self.segments:
             if segment.left_out:
                 log.warning(
-                    "the journal's segment ends in the midst of a write; the rest is left out",
+                    "journal segment ends with an incomplete write; the rest is ignored",
                     segment=segment.number,
                     bytes_left_out=segment.left_out,
                     bytes_kept=segment.size - segment.left_out,
@@ -46,36 +46,36 @@ class Found:
 
 
 def recover(folder: Folder) -> Found:
-    """Reads all of it."""
+    """Read all segments of a folder."""
     return replay([folder.read(number) for number in folder.numbers()])
 
 
 def replay(segments: list[Segment]) -> Found:
-    """What segments say, oldest first."""
+    """Apply the batches of all segments, oldest first."""
     book = Book()
     for segment in segments:
         for batch in segment.batches:
             try:
                 book.apply(batch, segment.number)
             except (DecodeError, MalformedColumnError) as error:
-                get_logger().error("a batch of the journal is left out", segment=segment.number, error=str(error))
+                get_logger().error("journal: invalid batch ignored", segment=segment.number, error=str(error))
     return Found(book, segments)
 
 
 def to_log(entry: Entry) -> Log | None:
-    """What the core keeps of such a request; None when no core can have written it."""
+    """Return the core's log of an entry; None if the entry is invalid."""
     submission = entry.whole_submission()
     try:
         request = arrival(_NOBODY, submission, 0.0)
         end = from_stream_end(link_pb2.StreamEnd.FromString(entry.end), request) if entry.end else None
     except (UnusableSubmissionError, MalformedColumnError, DecodeError, KeyError, ValueError) as error:
-        get_logger().error("a request of the journal is left out", error=str(error))
+        get_logger().error("journal: invalid request ignored", error=str(error))
         return None
     return Log(request=request, tokens=submission.token_ids, scores=tuple(entry.scores), end=end)
 
 
 def to_event(book: Book, now_ms: int) -> ev.LogsRestored:
-    """What the core is to know: what was live when the writer ended is over, and may come back."""
+    """Return the event with all requests; live ones have ended with the earlier process and may be resumed."""
     aged = []
     for entry in book:
         log = to_log(entry)

@@ -1,7 +1,7 @@
-"""Batches as frames in files, and where a file stops making sense.
+"""Segments: files of batches, each stored as a frame with a checksum.
 
-A frame is there as a whole or not at all: its checksum says which. What follows a frame that is not whole was never
-read by anybody, since nothing is written after a failed write, so a reader leaves the rest of the file out.
+The checksum detects an incomplete frame. The writer does not continue a file after a failed write, so the reader
+ignores the rest of a file from the first incomplete frame on.
 """
 
 import errno
@@ -17,36 +17,36 @@ from google.protobuf.message import DecodeError
 from protos.quire.journal.v1 import journal_pb2
 
 _HEADER = b"QUIREJ\x00\x01"
-"""Ends with the version of the form of frames; what is in them is Protobuf's business."""
+"""File header; its last byte is the version of the frame format. Frames contain Protobuf messages."""
 _FRAME = struct.Struct("<II")
 _SUFFIX = ".journal"
 _LOCK = "lock"
 
 
 class JournalInUseError(OSError):
-    """Another process writes this journal."""
+    """Another process uses the journal folder."""
 
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """What a file holds."""
+    """Content of a segment file."""
 
     number: int
     batches: list[journal_pb2.Batch]
     size: int
-    """Bytes of the file."""
+    """Size of the file in bytes."""
     left_out: int
-    """Bytes at its end that are no whole frame."""
+    """Bytes at the end of the file that are not a complete frame."""
 
 
 def frame(batch: journal_pb2.Batch) -> bytes:
-    """A batch as it stands in a file."""
+    """Return a batch as a frame."""
     payload = batch.SerializeToString()
     return _FRAME.pack(len(payload), zlib.crc32(payload)) + payload
 
 
 def read_segment(data: bytes, number: int = 0) -> Segment:
-    """The batches of a file, up to the first frame that is not whole."""
+    """Return the batches of a file, up to the first incomplete frame."""
     batches: list[journal_pb2.Batch] = []
     position = 0
     if data[: len(_HEADER)] == _HEADER:
@@ -66,11 +66,11 @@ def read_segment(data: bytes, number: int = 0) -> Segment:
 
 
 class Folder:
-    """The files of a journal; one process at a time.
+    """Folder with the segments of a journal, locked by one process.
 
     Raises:
-        JournalInUseError: another process has it.
-        OSError: it cannot be made or written.
+        JournalInUseError: another process has the lock.
+        OSError: the folder cannot be created or written.
     """
 
     def __init__(self, path: Path) -> None:
@@ -81,19 +81,21 @@ class Folder:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             os.close(self._lock)
-            raise JournalInUseError(errno.EWOULDBLOCK, "another scheduler writes the journal here", str(path)) from None
+            raise JournalInUseError(
+                errno.EWOULDBLOCK, "another scheduler uses this journal folder", str(path)
+            ) from None
 
     def numbers(self) -> list[int]:
-        """The segments, oldest first."""
+        """Return the numbers of all segments, oldest first."""
         found = (path.name.removesuffix(_SUFFIX) for path in self._path.glob(f"*{_SUFFIX}"))
         return sorted(int(name) for name in found if name.isdecimal())
 
     def read(self, number: int) -> Segment:
-        """What a segment holds."""
+        """Read a segment."""
         return read_segment(self._file(number).read_bytes(), number)
 
     def begin(self, number: int) -> int:
-        """A new segment; a descriptor that appends to it."""
+        """Create a segment; return a file descriptor for `append`."""
         descriptor = os.open(self._file(number), os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
             append(descriptor, _HEADER)
@@ -103,11 +105,11 @@ class Folder:
         return descriptor
 
     def delete(self, number: int) -> None:
-        """A segment that nobody needs."""
+        """Delete a segment."""
         self._file(number).unlink(missing_ok=True)
 
     def sync(self) -> None:
-        """Makes the names of new files last."""
+        """Sync the folder, so that the names of new files are durable."""
         descriptor = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
         try:
             os.fsync(descriptor)
@@ -115,7 +117,7 @@ class Folder:
             os.close(descriptor)
 
     def close(self) -> None:
-        """Lets others have it."""
+        """Release the lock."""
         os.close(self._lock)
 
     def _file(self, number: int) -> Path:
@@ -126,10 +128,10 @@ HEADER_BYTES = len(_HEADER)
 
 
 def append(descriptor: int, data: bytes) -> None:
-    """Writes all of it.
+    """Write all of `data`.
 
     Raises:
-        OSError: not all of it was taken, because the disk is full, for example.
+        OSError: not all of it was written, for example because the disk is full.
     """
     if os.write(descriptor, data) != len(data):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

@@ -1,8 +1,8 @@
-"""Files to the disk, in a thread of its own, so that planning goes on meanwhile.
+"""Syncer: flushes files to the disk (fsync) in its own thread, so that the scheduler's loop does not wait.
 
-What was written before a call of `sync` began is on the disk when it returns. So the thread takes the newest position
-that it was given, syncs, and says so; whatever came in between waits for the next round. That is the group commit: the
-slower the disk, the more goes with one sync.
+All data written before an fsync starts is on the disk when it returns. In each round the thread takes the newest
+position, syncs, and publishes that position. Data written meanwhile waits for the next round. This is a group commit:
+the slower the disk, the more data one sync covers.
 """
 
 import contextlib
@@ -12,32 +12,37 @@ from collections.abc import Callable
 
 
 class Syncer:
-    """One thread. `woken`, a descriptor, becomes readable when `synced` has changed."""
+    """Thread that syncs files. The file descriptor `woken` becomes readable when `synced` changes."""
 
     def __init__(self, sync_names: Callable[[], None], *, interval_s: float) -> None:
-        """`sync_names` makes names of new files last; `interval_s` is the least time between two rounds."""
+        """Start the thread.
+
+        Args:
+            sync_names: makes the names of new files durable.
+            interval_s: minimum time between two rounds, in seconds.
+        """
         self._sync_names = sync_names
         self._interval_s = interval_s
         self._condition = threading.Condition()
         self._wanted = self._tried = 0
         self._descriptor = -1
         self._retired: list[int] = []
-        """Files that are full; the disk must have them, too."""
+        """Full files, which must be synced too, and then closed."""
         self._abandoned: list[int] = []
-        """Files that failed; they are only closed."""
+        """Failed files, which are only closed."""
         self._new_names = False
         self._ending = False
         self.woken, self._wake = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         self.synced = 0
-        """Everything up to this position is on the disk. Stands still from a failure until `start_over`: a kernel tells
-        of a lost write once, and the next sync of the file succeeds without it."""
+        """Position up to which all data is on the disk. Does not advance between a failure and `start_over`, because
+        the kernel reports a lost write only once, and the next fsync of the file succeeds without it."""
         self.failure: OSError | None = None
-        """What went wrong first."""
+        """First error since `start_over`."""
         self._thread = threading.Thread(target=self._run, name="journal", daemon=True)
         self._thread.start()
 
     def want(self, descriptor: int, position: int) -> None:
-        """Everything up to `position` is to go to the disk; `descriptor` is the file that is written now."""
+        """Ask for all data up to `position` to be synced; `descriptor` is the current file."""
         with self._condition:
             if self._descriptor not in (descriptor, -1):
                 self._retired.append(self._descriptor)
@@ -48,7 +53,7 @@ class Syncer:
             self._condition.notify()
 
     def start_over(self) -> None:
-        """After a failure: files given so far are let go; one that begins with all that counts is about to follow."""
+        """Abandon all files after a failure; a new file with all live entries follows."""
         with self._condition:
             self._abandoned += self._retired
             if self._descriptor != -1:
@@ -57,12 +62,12 @@ class Syncer:
             self._wanted, self.failure = self._tried, None
 
     def acknowledge(self) -> None:
-        """Makes `woken` unreadable until there is something new."""
+        """Clear `woken` until `synced` changes again."""
         with contextlib.suppress(BlockingIOError):
             os.read(self.woken, 4096)
 
     def close(self) -> None:
-        """Ends the thread after a last round."""
+        """Stop the thread after a last round."""
         with self._condition:
             self._ending = True
             self._condition.notify_all()
@@ -94,7 +99,7 @@ class Syncer:
                 self.failure = self.failure or failure
                 if self.failure is None:
                     self.synced = position
-            with contextlib.suppress(BlockingIOError):  # nobody has looked for a long time; one byte is as good as two
+            with contextlib.suppress(BlockingIOError):  # the pipe is full of unread bytes; another one is not needed
                 os.write(self._wake, b"1")
             with self._condition:
                 self._condition.wait_for(lambda: self._ending, self._interval_s)

@@ -14,6 +14,6 @@ Read the modules in this order:
 * `coverage` – what was seen; `agenda`, `world` – virtual time and what all parts share.
 * `stream`, `clients` – requests as their front ends see them, and what they check; `returns` – clients that come back.
 * `answers`, `sites`, `cluster` – workers, their links and epochs, and what is checked of them.
-* `order`, `promises` – checks across requests: order of admission, limits, never idle with work.
+* `promises` – a package: what the core guarantees about requests, plans and limits, one class each.
 * `simulation` – the loop and the two phases; `report` – its result in words; `campaign` – many seeds at once.
 """

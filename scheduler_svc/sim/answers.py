@@ -5,7 +5,7 @@ import random
 
 import numpy as np
 
-from scheduler_svc.core import events as ev
+from scheduler_svc.core.interface import events as ev
 from scheduler_svc.sim.faults import Fault
 from scheduler_svc.sim.oracle import VOCAB
 
@@ -15,7 +15,8 @@ def malformed(rng: random.Random, answer: ev.StepDone, fault: Fault) -> ev.StepD
     rows, tokens = answer.rows, answer.tokens
     needs_rows = fault in (Fault.WRONG_TOKEN, Fault.MISSING_TOKEN)
     if fault is Fault.WRONG_STEP or (needs_rows and not len(rows)):
-        return dataclasses.replace(answer, step=answer.step + rng.choice((-1, 1, 2)))
+        # Not -1: as the answer to the step before, which may be in flight too, it could not be told from a sound one.
+        return dataclasses.replace(answer, step=answer.step + rng.choice((-2, 1, 2)))
     if fault is Fault.MISSING_COPY and answer.completed_copies:
         return dataclasses.replace(answer, completed_copies=())
     if fault is Fault.MISSING_COPY:
@@ -37,5 +38,6 @@ def malformed(rng: random.Random, answer: ev.StepDone, fault: Fault) -> ev.StepD
 
 def with_unknown_failure(rng: random.Random, answer: ev.StepDone) -> ev.StepDone:
     """The answer with the failure of a row that does not exist; the core must not mind."""
-    made_up = ev.FailedRow(row=rng.choice((-1, 1 << 20)), generation=1, reason="made up")
+    kind = rng.choice(list(ev.FailureKind))
+    made_up = ev.FailedRow(row=rng.choice((-1, 1 << 20)), generation=1, kind=kind, reason="made up")
     return dataclasses.replace(answer, failures=(*answer.failures, made_up))

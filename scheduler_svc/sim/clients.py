@@ -9,9 +9,9 @@ import heapq
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from scheduler_svc.core import effects as ef
-from scheduler_svc.core import events as ev
-from scheduler_svc.core.records import EndReason
+from scheduler_svc.core.interface import effects as ef
+from scheduler_svc.core.interface import events as ev
+from scheduler_svc.core.interface.records import EndReason
 from scheduler_svc.sim.faults import NONE, Fault
 from scheduler_svc.sim.stream import Stream
 from scheduler_svc.sim.traffic import Demand, Traffic
@@ -169,13 +169,13 @@ class Clients:
         self._submit(twin)
         return twin
 
-    def _submit(self, stream: Stream, *, again: bool = False) -> None:
+    def _submit(self, stream: Stream, *, again: bool = False, accepted: bool = False) -> None:
         if stream.end is not None:
             return
-        event = stream.submission(again=again)
+        event = stream.submission(again=again, accepted=accepted)
         if self._service is not None and self._world.rng.random() < 0.5:
             event = self._with_keys(event, self._service)
-        stream.begin(self._world.now)
+        stream.begin(self._world.now, accepted=accepted)
         if stream.deadline is not None:
             heapq.heappush(self._deadlines, (stream.deadline, stream.name.stream, stream))
         self._world.feed(event)
@@ -369,7 +369,7 @@ class Clients:
             for stream in frontend.streams.values():
                 if stream.end is None:
                     stream.known = False
-                    stream.placed = None
+                    stream.epoch = None
                     stream.forget(min(len(stream.tokens), world.rng.randint(0, _MOST_LOST)))
         for frontend in self._frontends.values():
             world.agenda.after(world.latency(), self._resubmit, frontend)
@@ -381,7 +381,7 @@ class Clients:
         self._world.feed(ev.FrontendJoined(frontend=frontend.peer))
         for stream in list(frontend.streams.values()):
             if not stream.known:
-                self._submit(stream, again=True)
+                self._submit(stream, again=True, accepted=True)
 
     def heal(self) -> None:
         """Every reader takes everything, unless it is to be ended for stalling."""

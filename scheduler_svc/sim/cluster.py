@@ -1,10 +1,12 @@
 """All workers as the core knows them: their epochs, and what it may and must make of their answers."""
 
+from collections import deque
+
 import numpy as np
 
-from scheduler_svc.core import effects as ef
-from scheduler_svc.core import events as ev
-from scheduler_svc.core.step_clock import MIN_DEADLINE_S
+from scheduler_svc.core.interface import effects as ef
+from scheduler_svc.core.interface import events as ev
+from scheduler_svc.core.workers.step_clock import MIN_DEADLINE_S
 from scheduler_svc.sim.coverage import Limit
 from scheduler_svc.sim.faults import Fault
 from scheduler_svc.sim.oracle import grammar_key
@@ -14,6 +16,8 @@ from scheduler_svc.sim.violation import ViolationError
 from scheduler_svc.sim.world import World
 
 _EPSILON = 1e-6
+_MOST_CHANGES = 1000
+"""Changes of the fleet that are remembered."""
 
 
 class Cluster:
@@ -23,8 +27,14 @@ class Cluster:
         self._world = world
         self.sites = [Site(world, number, size) for number, size in enumerate(world.scenario.workers)]
         self.epochs: dict[ev.Peer, Epoch] = {}
-        self.empty_since = world.now
-        """Since when no worker takes requests, if none does."""
+        self.lost: list[Epoch] = []
+        """Those that have ended with the present event."""
+        self.longest_step = 0.0
+        """The longest time that an answer to a plan has taken."""
+        self._lengths: deque[tuple[float, int]] = deque([(world.now, 0)], maxlen=_MOST_CHANGES)
+        """(since when, the longest sequence that a worker which takes requests could hold)."""
+        self._drained: set[str] = set()
+        """Workers that were drained when they were lost; one that comes back is drained still."""
         self._served = ""
         """Fingerprint of the model served last."""
         self.unusable = b""
@@ -39,7 +49,27 @@ class Cluster:
 
     def longest(self) -> int:
         """The longest sequence that a worker which takes requests can hold; 0 without one."""
-        return max((epoch.context for epoch in self.usable), default=0)
+        return self._lengths[-1][1]
+
+    def longest_since(self, time: float) -> int:
+        """The longest sequence that such a worker could hold at any moment since `time`."""
+        longest = 0
+        for since, length in reversed(self._lengths):
+            longest = max(longest, length)
+            if since <= time:
+                break
+        return longest
+
+    @property
+    def empty_since(self) -> float:
+        """Since when no worker takes requests, if none does."""
+        return self._lengths[-1][0]
+
+    def _fleet_changed(self) -> None:
+        """Which workers take requests may have changed."""
+        longest = max((epoch.context for epoch in self.usable), default=0)
+        if longest != self._lengths[-1][1]:
+            self._lengths.append((self._world.now, longest))
 
     def start(self) -> None:
         """All workers start within a moment."""
@@ -50,6 +80,8 @@ class Cluster:
 
     def before(self, event: ev.Event) -> None:
         """Notes what has to come of an event about workers."""
+        if self.lost:
+            self.lost = []
         match event:
             case ev.StepDone():
                 self._expectation = self._expect(event)
@@ -63,18 +95,21 @@ class Cluster:
                 for epoch in self.usable:
                     if epoch.worker_id == event.worker_id:
                         epoch.draining = True
-                        self._one_fewer()
+                        self._fleet_changed()
             case ev.ResumeRequested():
                 for epoch in self.epochs.values():
                     epoch.draining &= epoch.worker_id != event.worker_id
+                self._drained.discard(event.worker_id)
+                self._fleet_changed()
 
     def _grammar_reported(self, event: ev.GrammarReported) -> None:
         epoch = self.epochs.get(event.worker)
         self.unusable = b""
         if epoch is not None and epoch.number == event.epoch and event.key in epoch.asked:
             epoch.asked.remove(event.key)
-            if event.failure:
-                self.unusable = event.key
+            if event.failure is not None:
+                epoch.cannot.add(event.key)
+                self.unusable = event.key if event.failure.is_invalid else b""
             else:
                 epoch.compiled.add(event.key)
 
@@ -91,7 +126,9 @@ class Cluster:
         # A wrong answer may happen to say what the right one would have: nobody can tell them apart.
         if not (same or (np.array_equal(sound.rows, event.rows) and np.array_equal(sound.tokens, event.tokens))):
             return "wrong"
-        epoch.in_flight.popleft()
+        sent = epoch.in_flight.popleft()
+        epoch.answered_at = self._world.now
+        self.longest_step = max(self.longest_step, self._world.now - sent.time)
         epoch.model.answered_step = event.step
         return "sound"
 
@@ -122,8 +159,9 @@ class Cluster:
         for epoch in self.epochs.values():
             if epoch.in_flight:
                 oldest = epoch.in_flight[0]
-                # A plan that is sent ahead begins only when its predecessor's time is up.
-                longest = max(oldest.time + 2 * ceiling + oldest.excused, epoch.compiling_until)
+                # A plan that is sent ahead begins when its predecessor is answered.
+                started = max(oldest.time, epoch.answered_at)
+                longest = max(started + ceiling + oldest.excused, epoch.compiling_until)
                 if now > longest + _EPSILON:
                     age = now - oldest.time
                     what = f"step {oldest.answer.step} of {epoch.peer!r} is {age:.2f} s old"
@@ -146,7 +184,11 @@ class Cluster:
         if self._served not in ("", fingerprint):
             self._world.coverage.limit(Limit.MODEL)
         self._served = fingerprint
-        self.epochs[effect.worker] = site.welcomed(effect.epoch)
+        epoch = self.epochs[effect.worker] = site.welcomed(effect.epoch)
+        # A new process is the successor of a drained one, and serves.
+        epoch.draining = site.worker_id in self._drained and site.hello_reason is not ev.HelloReason.STARTED
+        self._drained.discard(site.worker_id)
+        self._fleet_changed()
 
     def grammar_wanted(self, effect: ef.GrammarWanted) -> None:
         """The core asks a worker for a grammar: once, and for none that it has."""
@@ -155,6 +197,9 @@ class Cluster:
             raise ViolationError("grammar.wanted", f"{effect} in epoch {epoch.number}")
         if effect.key in epoch.asked | epoch.compiled:
             raise ViolationError("grammar.wanted", f"{effect.grammar!r} is wanted twice of {effect.worker!r}")
+        if not epoch.compiled.issuperset(effect.drop):
+            raise ViolationError("grammar.drop", f"{effect.worker!r} has not compiled all of {effect.drop}")
+        epoch.compiled.difference_update(effect.drop)
         epoch.asked.add(effect.key)
         self._site(effect.worker).compile_grammar(epoch, effect.key)
 
@@ -194,13 +239,13 @@ class Cluster:
 
     def _lose(self, peer: ev.Peer) -> None:
         epoch = self.epochs.pop(peer, None)
-        if epoch is not None and not epoch.draining:
-            self._one_fewer()
-
-    def _one_fewer(self) -> None:
-        """A worker takes requests no more."""
-        if not self.usable:
-            self.empty_since = self._world.now
+        if epoch is None:
+            return
+        epoch.is_lost = True
+        if epoch.draining:
+            self._drained.add(epoch.worker_id)
+        self.lost.append(epoch)
+        self._fleet_changed()
 
     # ---------------------------------------------------------------- faults and healing
 
@@ -219,8 +264,11 @@ class Cluster:
 
     def core_died(self) -> None:
         """No epoch is valid any more; workers notice when they say something, or by silence."""
+        for epoch in self.epochs.values():
+            epoch.is_lost = True
         self.epochs.clear()
-        self.empty_since = self._world.now
+        self._drained.clear()
+        self._fleet_changed()
         for site in self.sites:
             site.hears_nothing(self._world.rng.uniform(0.05, 1.0))
 

@@ -3,12 +3,16 @@
 import enum
 from collections import Counter
 
-from scheduler_svc.core import effects as ef
-from scheduler_svc.core import events as ev
-from scheduler_svc.core.batching import BATCHING_MODES
-from scheduler_svc.core.capacity import CAPACITY_MODES
-from scheduler_svc.core.config import POLICIES, PREFIX_CACHES, CoreConfig
-from scheduler_svc.core.victims import VICTIM_RULES
+from scheduler_svc.core.interface import effects as ef
+from scheduler_svc.core.interface import events as ev
+from scheduler_svc.core.interface.config import (
+    BATCHING_MODES,
+    CAPACITY_MODES,
+    POLICIES,
+    PREFIX_CACHES,
+    VICTIM_RULES,
+    CoreConfig,
+)
 from scheduler_svc.sim.faults import Fault
 
 Kind = tuple[str, str]
@@ -31,9 +35,16 @@ class Limit(enum.Enum):
     OVERTAKEN = "overtaken"
     OVERTAKEN_MOST = "overtaken up to the bound"
     SHARED = "prefix found in the cache"
+    FOUND_AFTER_EVICTION = "prefix found after others were evicted"
     COPIED = "part of a block copied"
     INNOCENT = "row failed by another row's spoilt prefix"
     MODEL = "model changed"
+    BUCKET = "a request starts under a token rate"
+    CONDEMNED = "condemned"
+    ACQUITTED = "a suspect runs with others again"
+    MOVED = "moved by a drain"
+    STAYED = "left where it is by a drain"
+    SHARES = "service of two groups that wait differs by a quarter of its bound"
     IDLE = "idle worker checked for work it could do"
     IDLE_WITH_WAITING = "idle worker, and requests wait that all do not fit"
 

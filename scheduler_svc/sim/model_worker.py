@@ -12,7 +12,8 @@ checked in proportion to what a step changes:
 By induction no slot that a row relies on ever changes.
 
 Rows fail on demand: with `spoil` their KV is worth nothing from then on (NaN), and every row that reads it fails as
-well; without, only their sampling fails.
+well; without, only their sampling fails. Nothing is given to a row with its KV computed that a row has written whose
+failure for NaN the scheduler knows.
 """
 
 from collections.abc import Iterator
@@ -20,8 +21,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from scheduler_svc.core import events as ev
-from scheduler_svc.core.plan import Plan, RowAdmission
+from scheduler_svc.core.interface import events as ev
+from scheduler_svc.core.interface.plan import Plan, RowAdmission
 from scheduler_svc.sim.oracle import EMPTY, SCORED, VOCAB, embedding_of, extend, scores_of, token_after
 from scheduler_svc.sim.violation import StreamName, ViolationError
 
@@ -33,9 +34,6 @@ _SPOILT = -2
 @dataclass(slots=True, eq=False)
 class Spoil:
     """KV that is worth nothing, with everything that was computed from it."""
-
-    reported_step: int | None = None
-    """The first step whose answer named a row with it as failed."""
 
 
 @dataclass(slots=True, eq=False)
@@ -50,11 +48,20 @@ class Row:
     """Of the sequence up to each token."""
     blocks: list[int]
     computed: int
+    admitted: int
+    """Counts admissions: smaller is earlier."""
+    num_prompt: int
     pooling: ev.Pooling = ev.Pooling.NONE
+    num_admitted: int = 0
+    """Tokens that it was admitted with."""
+    num_given: int = 0
+    """Those of them whose KV it was given."""
     decoding: bool = False
     held: bool = False
     fails: bool = False
     spoil: Spoil | None = None
+    reported_step: int | None = None
+    """The first step whose answer named it as failed for NaN."""
     scored: bool = False
     """Its tokens are wanted with log-probabilities."""
     num_prompt_unscored: int = 0
@@ -83,6 +90,9 @@ class ModelWorker:
     num_usable: int = 0
     """The scheduler has agreed to use no more blocks; 0: all."""
     rows: dict[int, Row] = field(default_factory=dict)
+    step_rows: list[Row] = field(default_factory=list)
+    """The rows that the newest plan computed something for."""
+    _admissions: int = 0
     _generations: dict[int, int] = field(default_factory=dict)
     _values: list[int] = field(default_factory=list)
     """[num_blocks * block_size]: what each slot holds."""
@@ -95,7 +105,7 @@ class ModelWorker:
     _spoils: dict[int, Spoil] = field(default_factory=dict)
     """By block, as long as a slot of it is spoilt; host blocks count on from the device's."""
 
-    def hello(self, worker_id: str = "w") -> ev.WorkerHello:
+    def hello(self, worker_id: str = "w", reason: ev.HelloReason = ev.HelloReason.STARTED) -> ev.WorkerHello:
         """What the worker says first."""
         return ev.WorkerHello(
             worker=self.peer,
@@ -116,6 +126,7 @@ class ModelWorker:
             max_rows=self.max_rows,
             max_tokens_per_step=self.max_tokens_per_step,
             num_host_blocks=self.num_host_blocks,
+            reason=reason,
         )
 
     def welcome(self, epoch: int) -> None:
@@ -141,11 +152,6 @@ class ModelWorker:
         """Whose KV the block holds."""
         row = self._writer[block]
         return row.name if row is not None else None
-
-    def taking_part(self, plan: Plan) -> list[Row]:
-        """The rows that a plan, which has just been executed, computed something for."""
-        chunks = set(plan.chunk_rows.tolist())
-        return [row for row in self.rows.values() if row.index in chunks or (row.decoding and not row.held)]
 
     def execute(self, plan: Plan) -> ev.StepDone:
         """One step; returns the answer."""
@@ -221,7 +227,21 @@ class ModelWorker:
             values.append(value)
         computed = admission.num_computed_tokens
         blocks = admission.blocks.tolist()
-        row = Row(index, admission.generation, name, tokens, values, blocks, computed, admission.pooling)
+        self._admissions += 1
+        row = Row(
+            index=index,
+            generation=admission.generation,
+            name=name,
+            tokens=tokens,
+            values=values,
+            blocks=blocks,
+            computed=computed,
+            admitted=self._admissions,
+            num_prompt=admission.num_prompt_tokens,
+            pooling=admission.pooling,
+            num_admitted=len(tokens),
+            num_given=computed,
+        )
         if admission.sampling == SCORED:
             row.scored, row.num_prompt_unscored = True, admission.num_prompt_tokens if computed == 0 else 0
         self.rows[index] = row
@@ -314,7 +334,8 @@ class ModelWorker:
             self._write(row, length)
         for row, given in admitted:
             self._read_prefix(row, given)
-        return self._sample(plan, [row for row, _ in work if row.computed == len(row.tokens)])
+        self.step_rows = [row for row, _ in work]
+        return self._sample(plan, [row for row in self.step_rows if row.computed == len(row.tokens)])
 
     def _write(self, row: Row, length: int) -> None:
         size = self.block_size
@@ -352,10 +373,11 @@ class ModelWorker:
             spoil = self._spoils.get(block) if _SPOILT in held else None
             if spoil is None:
                 raise ViolationError("kv.prefix", f"block {block} does not hold tokens {number * size}…", row.name)
-            if spoil.reported_step is not None and spoil.reported_step <= self.answered_step:
+            writer = self._writer[block]
+            if writer is not None and writer.reported_step is not None and writer.reported_step <= self.answered_step:
                 raise ViolationError(
                     "kv.spoilt",
-                    f"block {block} was spoilt by a row that failed in step {spoil.reported_step}",
+                    f"block {block} was spoilt by a row that failed in step {writer.reported_step}",
                     row.name,
                 )
             row.fails, row.spoil = True, spoil
@@ -388,9 +410,10 @@ class ModelWorker:
             row.decoding = row.pooling is ev.Pooling.NONE
             token = token_after(row.values[-1])
             if row.fails:
-                failures.append(ev.FailedRow(row=row.index, generation=row.generation, reason="NaN"))
-                row.spoil = row.spoil or Spoil()
-                row.spoil.reported_step = row.spoil.reported_step or step
+                kind = ev.FailureKind.INTERNAL if row.spoil is None else ev.FailureKind.NOT_FINITE
+                failures.append(ev.FailedRow(row=row.index, generation=row.generation, kind=kind, reason=kind.name))
+                if row.spoil is not None:
+                    row.reported_step = row.reported_step or step
             elif not row.decoding:
                 values = embedding_of(row.values, row.pooling)
                 embeddings.append(ev.RowEmbedding(row=row.index, generation=row.generation, values=values))

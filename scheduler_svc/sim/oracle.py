@@ -9,7 +9,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from scheduler_svc.core.records import Pooling
+from scheduler_svc.core.interface.records import Pooling
 
 VOCAB = 1000
 EMPTY = 17

@@ -1,8 +1,8 @@
 """What a simulation says of itself: one line when all is well, everything needed to go on when it is not."""
 
-from scheduler_svc.core.effects import Effect
-from scheduler_svc.core.events import Event
-from scheduler_svc.core.plan import Plan
+from scheduler_svc.core.interface.effects import Effect
+from scheduler_svc.core.interface.events import Event
+from scheduler_svc.core.interface.plan import Plan
 from scheduler_svc.sim.simulation import Result
 
 

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from scheduler_svc.core import effects as ef
-from scheduler_svc.core import events as ev
-from scheduler_svc.core.records import EndReason, Log
+from scheduler_svc.core.interface import effects as ef
+from scheduler_svc.core.interface import events as ev
+from scheduler_svc.core.interface.records import EndReason, Log
 from scheduler_svc.sim.clients import Clients
 from scheduler_svc.sim.stream import Stream
 from scheduler_svc.sim.violation import StreamName, ViolationError

@@ -9,10 +9,17 @@ import random
 from dataclasses import dataclass, replace
 from typing import Any
 
-from scheduler_svc.core.batching import BATCHING_MODES, BatchingLimits
-from scheduler_svc.core.capacity import CAPACITY_MODES
-from scheduler_svc.core.config import POLICIES, PREFIX_CACHES, CoreConfig, RequestClass, TenantLimits
-from scheduler_svc.core.victims import VICTIM_RULES
+from scheduler_svc.core.interface.config import (
+    BATCHING_MODES,
+    CAPACITY_MODES,
+    POLICIES,
+    PREFIX_CACHES,
+    VICTIM_RULES,
+    BatchingLimits,
+    CoreConfig,
+    RequestClass,
+    TenantLimits,
+)
 from scheduler_svc.sim.faults import Fault, FaultRates, draw_rates
 
 TENANTS = ("", "a", "b", "c")
@@ -106,7 +113,7 @@ def draw(seed: int, *, faults: bool = True) -> Scenario:
     context = rng.choice((16, 40, 80, 160)) * (4 if large else 1)
     workers = tuple(draw_size(rng, config, context) for _ in range(rng.choice((1, 1, 1, 1, 2, 2, 3, 4))))
     step = 10 ** rng.uniform(-3.7, -2.3)
-    return Scenario(
+    scenario = Scenario(
         seed=seed,
         config=config,
         workers=workers,
@@ -123,6 +130,7 @@ def draw(seed: int, *, faults: bool = True) -> Scenario:
         faults=_with_poison(draw_rates(rng, step), seed) if faults else FaultRates((), 0.0, (), 0.0, {}),
         check_every=rng.choice((32, 64, 128)),
     )
+    return _with_room(scenario, context)
 
 
 def draw_size(rng: random.Random, config: CoreConfig, context: int) -> WorkerSize:
@@ -186,7 +194,6 @@ def _draw_config(rng: random.Random, max_num_seqs: int) -> CoreConfig:
         worker_wait_s=rng.choice((0.3, 2.0, 10.0)),
         step_deadline_s=rng.choice((0.2, 1.0, 5.0)),
         stall_timeout_s=rng.choice((0.0, 0.1, 0.5, 5.0)),
-        watermark=rng.choice((0.0, 0.01, 0.1, 0.5)),
     )
 
 
@@ -209,6 +216,29 @@ def _with_extras(traffic: TrafficShape, seed: int) -> TrafficShape:
     rng = random.Random(f"extras of {seed}")
     shares = [rng.choice((0.1, 0.6)) if rng.random() < 0.25 else 0.0 for _ in range(3)]
     return replace(traffic, grammars=shares[0], scored=shares[1], identified=shares[2])
+
+
+def _with_room(scenario: Scenario, context: int) -> Scenario:
+    """Always more requests than rows and nothing else that is short, in one of ten worlds: what is left is order."""
+    rng = random.Random(f"room of {scenario.seed}")
+    if rng.random() < 0.9:
+        return scenario
+    size = scenario.workers[0]
+    num_blocks = size.max_rows * -(-2 * context // size.block_size)
+    traffic = scenario.traffic
+    return replace(
+        scenario,
+        config=replace(
+            scenario.config,
+            policy=rng.choice(("fair", "fair", "edf", "lpm")),
+            tenant_limits={},
+            max_queued_requests=4096,
+            max_queued_tokens=1 << 24,
+            max_tokens_in_paged_kv_cache=0,
+        ),
+        workers=(replace(size, num_blocks=num_blocks, max_model_len=4096),),
+        traffic=replace(traffic, gap_s=traffic.gap_s / 4, credit_tokens=0, giants=0.0, traced=1.0),
+    )
 
 
 def _draw_classes(seed: int) -> dict[str, RequestClass]:

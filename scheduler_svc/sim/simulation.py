@@ -11,18 +11,18 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from scheduler_svc.core import effects as ef
-from scheduler_svc.core import events as ev
-from scheduler_svc.core.fleet import OWN_STALL_S
-from scheduler_svc.core.plan import Plan
+from scheduler_svc.core.interface import effects as ef
+from scheduler_svc.core.interface import events as ev
+from scheduler_svc.core.interface.plan import Plan
 from scheduler_svc.core.scheduler import Scheduler
-from scheduler_svc.core.suspicion import FATAL_ALONE, FATAL_STEPS
+from scheduler_svc.core.workers.fleet import OWN_STALL_S
+from scheduler_svc.core.workers.quarantine import FATAL_ALONE, FATAL_STEPS
 from scheduler_svc.sim.agenda import Agenda
 from scheduler_svc.sim.clients import Clients
 from scheduler_svc.sim.cluster import Cluster
 from scheduler_svc.sim.coverage import Coverage
 from scheduler_svc.sim.faults import NONE, Fault
-from scheduler_svc.sim.promises import Promises
+from scheduler_svc.sim.promises.watch import Promises
 from scheduler_svc.sim.returns import Returns
 from scheduler_svc.sim.scenario import Scenario
 from scheduler_svc.sim.sites import Epoch, Site
@@ -34,8 +34,6 @@ _MOST_ACTS = 256
 _MOST_PLANS = 8
 _TURNS_PER_STEP = 5
 """A phase with faults ends after so many turns per step, however little happens."""
-_NEVER_FULL = 1000
-"""Queues of so many never fill: no simulation has as many requests at once."""
 _SHORT = 300
 """In runs of at most so many steps the core's own invariants are checked after every event."""
 
@@ -88,14 +86,12 @@ class Simulation:
         self._cluster = Cluster(self._world)
         self._clients = Clients(self._world, self._stream_began, self._stream_ended)
         self._returns = Returns(self._world, self._clients)
-        self._promises = Promises(self._world, self._cluster, self._clients)
         self._core = Scheduler(scenario.config, rng.getrandbits(63))
+        self._promises = self._watch()
         self._next_tick = self._agenda.now
         self._last_time = self._agenda.now
         self._event: ev.Event = ev.TimePassed()
         self._check_every = scenario.check_every
-        # Asking how many wait takes time. More wait than have a client: some went and may come back.
-        self._queue_may_fill = scenario.config.max_queued_requests < _NEVER_FULL
         self._was_fed = False
         """The core has been given something since it last planned."""
         self.num_events = 0
@@ -137,6 +133,9 @@ class Simulation:
             failure = self._explain(error)
         return Result(self._scenario.seed, self.num_events, self.num_plans, failure)
 
+    def _watch(self) -> Promises:
+        return Promises(self._world, self._cluster, self._clients, self._core)
+
     # ---------------------------------------------------------------- the loop
 
     def _turn(self) -> None:
@@ -162,13 +161,12 @@ class Simulation:
         self._was_fed = True
         kind = type(event)
         self._world.coverage.counts["event", kind.__name__] += 1
-        if kind is ev.RequestArrived and self._queue_may_fill:
-            self._promises.queue_has(self._core.stats().waiting)
         jump = agenda.now - self._last_time
         if jump > OWN_STALL_S:
             self._cluster.excuse(jump)
         self._last_time = agenda.now
         self._cluster.before(event)
+        self._promises.before(event)
         effects = self._core.handle(event, agenda.now)
         if effects or kind is not ev.TimePassed:
             self.num_events += 1
@@ -176,7 +174,7 @@ class Simulation:
             self._log(agenda.now, event)
         self._receive(effects)
         self._cluster.after(event, effects)
-        self._promises.after(event)
+        self._promises.after(event, effects)
         if kind is ev.TimePassed:
             self._clients.check_deadlines()
         if self.num_events % self._check_every == 0:
@@ -211,14 +209,18 @@ class Simulation:
             raise ViolationError("worker.set", f"the core plans for {peers}, known are {list(epochs)}")
         for peer in peers:
             for _ in range(_MOST_PLANS):
+                self._promises.asked(epochs[peer])
                 plan = core.plan(peer, self._agenda.now)
                 effects = core.take_effects()
                 if effects:
                     self._receive(effects)
                 if plan is None:
                     if not effects and not epochs[peer].in_flight:
-                        self._promises.no_plan(epochs[peer], core.stats)
+                        self._promises.no_plan(epochs[peer])
                     break
+                # Tidying up right after a plan, or with the next event: neither may make a difference.
+                if self.num_plans % 2:
+                    core.tidy()
                 self._execute(plan)
 
     def _execute(self, plan: Plan) -> None:
@@ -241,7 +243,7 @@ class Simulation:
         """The worker dies if somebody in the step is of the kind that workers die of."""
         if not self._scenario.faults.of_requests.get(Fault.POISON) or not site.lives(epoch):
             return
-        for row in epoch.model.taking_part(plan):
+        for row in epoch.model.step_rows:
             stream = self._clients.live.get(row.name)
             if stream is None or stream.demand.poison_at is None:
                 continue
@@ -277,7 +279,7 @@ class Simulation:
                 self._restart_core()
             case Fault.SHUTDOWN:
                 world.fault(fault)
-                self._promises.shutting_down = True
+                self._promises.shutting_down()
                 self.feed(ev.ShutdownRequested())
                 for stream in self._clients.live.values():
                     if stream.known:
@@ -297,7 +299,7 @@ class Simulation:
     def _restart_core(self) -> None:
         self._core.validate()
         self._core = Scheduler(self._scenario.config, self._world.rng.getrandbits(63))
-        self._promises = Promises(self._world, self._cluster, self._clients)
+        self._promises = self._watch()
         self._cluster.core_died()
         self._returns.core_died()
         self._clients.core_died()
@@ -340,6 +342,8 @@ class Simulation:
                 raise ViolationError("empty", f"{worker.blocks_held} blocks of {worker.worker_id} are held by nobody")
             if worker.host_blocks_held:
                 raise ViolationError("empty", f"{worker.host_blocks_held} host blocks of {worker.worker_id} are held")
+        self.feed(ev.TimePassed())
+        self._promises.at_rest()
 
     def _explain(self, error: Exception) -> Failure:
         violated = isinstance(error, ViolationError)

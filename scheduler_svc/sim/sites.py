@@ -8,9 +8,9 @@ import dataclasses
 from collections import deque
 from dataclasses import dataclass, field
 
-from scheduler_svc.core import effects as ef
-from scheduler_svc.core import events as ev
-from scheduler_svc.core.plan import Plan
+from scheduler_svc.core.interface import effects as ef
+from scheduler_svc.core.interface import events as ev
+from scheduler_svc.core.interface.plan import Plan
 from scheduler_svc.sim.answers import malformed, with_unknown_failure
 from scheduler_svc.sim.coverage import Limit
 from scheduler_svc.sim.faults import Fault
@@ -24,6 +24,8 @@ from scheduler_svc.sim.world import World
 _NOTICE_S = 0.05
 """A dead connection is noticed within the interval of pings."""
 _MODELS = ("f", "g")
+_FAILED_GRAMMARS = 0.1
+"""Share of grammars that one worker cannot compile, and another one may."""
 
 
 @dataclass(slots=True)
@@ -35,6 +37,8 @@ class Sent:
     time: float
     excused: float = 0.0
     """Time for which the scheduler itself stood still."""
+    names: tuple[StreamName, ...] = ()
+    """Whose rows take part in it."""
 
 
 @dataclass(slots=True, eq=False)
@@ -55,13 +59,18 @@ class Epoch:
     """Streams whose rows write KV that is worth nothing from the present step on."""
     must_leave: list[tuple[int, int, StreamName]] = field(default_factory=list)
     """(row, generation, its stream) that no further plan may count on."""
-    preempted: bool = False
-    """Somebody was preempted, so the core keeps a headroom that only it knows."""
+    answered_at: float = 0.0
+    """When its newest answer came."""
+    is_lost: bool = False
+    """The core has ended it."""
+    last_admission: float = 0.0
     draining: bool = False
     asked: set[bytes] = field(default_factory=set)
     """Grammars that it was asked for and has not reported, by key."""
     compiled: set[bytes] = field(default_factory=set)
     """Grammars that the core knows to be compiled."""
+    cannot: set[bytes] = field(default_factory=set)
+    """Grammars that the core knows it cannot compile."""
     context: int = 0
     """Longest sequence that fits."""
 
@@ -79,6 +88,10 @@ class Site:
         """Of the present incarnation, from its hello on."""
         self.epoch: Epoch | None = None
         """None until it is welcomed."""
+        self.hello_reason = ev.HelloReason.STARTED
+        """Of the newest hello."""
+        self._is_new = True
+        """Its next hello is the first one of a process."""
         self._busy_until = 0.0
         self._last_arrival = 0.0
 
@@ -94,6 +107,8 @@ class Site:
     def _say_hello(self, incarnation: int) -> None:
         if incarnation != self.incarnation:
             return
+        self.hello_reason = ev.HelloReason.STARTED if self._is_new else ev.HelloReason.SESSION_LOST
+        self._is_new = False
         size = self.size
         peer = f"{self.worker_id}/{self.incarnation}".encode()
         self.model = ModelWorker(
@@ -108,7 +123,7 @@ class Site:
             break_even_context=size.break_even_context,
             copy_s=self._world.scenario.pace.copy,
         )
-        self._world.feed(self.model.hello(self.worker_id))
+        self._world.feed(self.model.hello(self.worker_id, self.hello_reason))
 
     def welcomed(self, number: int) -> Epoch:
         """The core opens an epoch."""
@@ -127,6 +142,7 @@ class Site:
         """The core cannot use it; whoever looks after it starts it again, with another size, before long."""
         world = self._world
         self._die(world.now)
+        self._is_new = True
         self.size = size
         self._boot_after(world.rng.uniform(0.05, 0.5))
 
@@ -156,6 +172,7 @@ class Site:
         world = self._world
         peer = self.model.peer if self.model is not None else None
         self._die(world.now)
+        self._is_new = True
         if not silent and peer is not None:
             lost = ev.WorkerLost(worker=peer, reason="its connection is gone")
             world.agenda.after(world.rng.random() * _NOTICE_S, world.feed, lost)
@@ -166,7 +183,10 @@ class Site:
         world = self._world
         usable = key != grammar_key(UNUSABLE)
         delay = world.latency() + world.scenario.pace.step * world.rng.uniform(0, 20)
-        report = ev.GrammarReported(worker=epoch.peer, epoch=epoch.number, key=key, failure="" if usable else "empty")
+        failure = None if usable else ev.GrammarFailure("empty", is_invalid=True)
+        if usable and world.rng.random() < _FAILED_GRAMMARS:
+            failure = ev.GrammarFailure("its compiler died", is_invalid=False)
+        report = ev.GrammarReported(worker=epoch.peer, epoch=epoch.number, key=key, failure=failure)
         stale = dataclasses.replace(report, epoch=epoch.number - 1)
         reports = world.rng.choice(((report,), (report,), (stale, report), (report, report)))
         for number, each in enumerate(reports):
@@ -183,7 +203,7 @@ class Site:
     # ---------------------------------------------------------------- steps
 
     def execute(self, epoch: Epoch, plan: Plan) -> list[StreamName]:
-        """Takes a plan; returns the streams whose rows fail in it."""
+        """Takes a plan; returns the streams whose rows fail in it, except those that fail by what other rows wrote."""
         world, pace = self._world, self._world.scenario.pace
         rates = world.faults
         fault = None
@@ -191,11 +211,15 @@ class Site:
             fault = world.rng.choice(rates.of_steps)
             self._fail_row(epoch, fault)
         answer = epoch.model.execute(plan)
-        epoch.in_flight.append(Sent(answer, world.now))
+        names = tuple(row.name for row in epoch.model.step_rows)
+        epoch.in_flight.append(Sent(answer, world.now, names=names))
+        if plan.admissions:
+            epoch.last_admission = world.now
         failed = []
         for failure in answer.failures:
-            failed.append(epoch.model.rows[failure.row].name)
-            if (failure.row, failure.generation) not in epoch.failed:
+            if (failure.row, failure.generation) in epoch.failed:
+                failed.append(epoch.model.rows[failure.row].name)
+            else:
                 world.coverage.limit(Limit.INNOCENT)
         jitter = 0.5 + world.rng.random()
         start = max(world.now + pace.latency, self._busy_until)
@@ -270,7 +294,9 @@ class Site:
                 return answer, end + expected * rng.uniform(0.1, 0.9)
             case Fault.GOODBYE:
                 self._die(world.now)
-                world.agenda.after(world.latency(), world.feed, ev.WorkerLost(worker=epoch.peer, reason="goodbye"))
+                self._is_new = True
+                goodbye = ev.WorkerLost(worker=epoch.peer, reason="goodbye", orderly=True)
+                world.agenda.after(world.latency(), world.feed, goodbye)
                 self._boot_after(rng.uniform(0.0, 0.3))
                 return None
             case Fault.RESTART_RESIZED:

@@ -9,9 +9,9 @@ from collections.abc import Callable
 
 import numpy as np
 
-from scheduler_svc.core import effects as ef
-from scheduler_svc.core import events as ev
-from scheduler_svc.core.records import EndReason, Pooling
+from scheduler_svc.core.interface import effects as ef
+from scheduler_svc.core.interface import events as ev
+from scheduler_svc.core.interface.records import EndReason, Pooling
 from scheduler_svc.sim.oracle import (
     SCORED,
     expected_embedding,
@@ -21,6 +21,7 @@ from scheduler_svc.sim.oracle import (
     token_after,
     value_of,
 )
+from scheduler_svc.sim.sites import Epoch
 from scheduler_svc.sim.traffic import Demand
 from scheduler_svc.sim.violation import StreamName, ViolationError
 from shared.frames import TOKEN_BYTES
@@ -38,6 +39,8 @@ class Stream:
         """When the core was given it (last)."""
         self.known = False
         """The core has it."""
+        self.was_accepted = False
+        """An earlier core has accepted it."""
         self.end: EndReason | None = None
         self.identity = b""
         """What somebody who comes back to it names it by; empty: nobody does."""
@@ -63,8 +66,8 @@ class Stream:
         """A row of it was reported as failed."""
         self.context = math.inf
         """The shortest context of the workers that it ran on."""
-        self.placed: ev.Peer | None = None
-        """The worker whose row it has."""
+        self.epoch: Epoch | None = None
+        """The worker that has it, in a row or in its last step."""
         self.row: tuple[int, int] | None = None
         """(row, generation) on that worker."""
         self.placements = 0
@@ -79,13 +82,31 @@ class Stream:
         """Bytes that the reader has not taken."""
         self.granting = False
         """Its reader is about to take them."""
-        self.unsettled_until: tuple[int, int] | None = None
-        """(epoch, step): until that step is answered its newest tokens are not known."""
+        self.unsettled_until: tuple[Epoch, int] | None = None
+        """Until that step is answered its newest tokens are not known."""
 
     @property
     def num_known(self) -> int:
         """Prompt and received tokens."""
         return len(self.demand.prompt) + len(self.tokens)
+
+    @property
+    def longest(self) -> int:
+        """Tokens of its longest possible sequence, on the workers that it ran on."""
+        longest = len(self.demand.prompt) + self.demand.max_tokens
+        return longest if longest < self.context else int(self.context)
+
+    @property
+    def is_unsettled(self) -> bool:
+        """Whether a step in flight still names a row that it has left."""
+        if self.unsettled_until is None:
+            return False
+        epoch, step = self.unsettled_until
+        return not epoch.is_lost and epoch.model.answered_step < step
+
+    def first_tokens(self, count: int) -> list[int]:
+        """The first tokens of its sequence."""
+        return [*self.demand.prompt, *self.tokens][:count]
 
     @property
     def starved(self) -> bool:
@@ -98,19 +119,26 @@ class Stream:
         self.allowed += len(tokens)
         self._value = value_of([*self.demand.prompt, *tokens])
 
-    def begin(self, now: float) -> None:
-        """A core is given the stream."""
+    @property
+    def is_under_way(self) -> bool:
+        """Whether it was accepted for good."""
+        return self.was_accepted or self.placements > 0 or len(self.tokens) > 0
+
+    def begin(self, now: float, *, accepted: bool) -> None:
+        """A core is given the stream; `accepted`: an earlier one has accepted it."""
         self.known = True
+        self.was_accepted = accepted
         self.num_scored = len(self.tokens)
         self.arrival = self.last_move = now
         self.context = math.inf
-        self.placed = None
+        self.epoch = None
         self.placements = self.preemptions = self.murders = 0
         self.preempted_at = -1
         self.unsettled_until = None
 
-    def submission(self, *, again: bool = False) -> ev.RequestArrived:
-        """What its front end says to a core that does not know it; `again`: it may know the request."""
+    def submission(self, *, again: bool = False, accepted: bool = False) -> ev.RequestArrived:
+        """What its front end says to a core that does not know it; `again`: it may know the request; `accepted`: an
+        earlier core has accepted it."""
         demand = self.demand
         credit = (self.allowed - len(self.tokens)) * TOKEN_BYTES + self._spare
         return ev.RequestArrived(
@@ -137,6 +165,7 @@ class Stream:
             computes_whole_prompt=demand.scored,
             identity=self.identity,
             again=again,
+            accepted=accepted,
             pooling=demand.pooling,
         )
 

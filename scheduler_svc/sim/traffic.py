@@ -3,7 +3,7 @@
 import random
 from dataclasses import dataclass, replace
 
-from scheduler_svc.core.records import Pooling
+from scheduler_svc.core.interface.records import Pooling
 from scheduler_svc.sim.faults import Fault, FaultRates
 from scheduler_svc.sim.oracle import VOCAB, expected_output
 from scheduler_svc.sim.scenario import TENANTS, Pace, TrafficShape

@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from scheduler_svc.core.records import Peer
+from scheduler_svc.core.interface.records import Peer
 
 
 class StreamName(NamedTuple):

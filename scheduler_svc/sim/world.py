@@ -4,8 +4,8 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from scheduler_svc.core import effects as ef
-from scheduler_svc.core import events as ev
+from scheduler_svc.core.interface import effects as ef
+from scheduler_svc.core.interface import events as ev
 from scheduler_svc.sim.agenda import Agenda
 from scheduler_svc.sim.coverage import Coverage
 from scheduler_svc.sim.faults import Fault, FaultRates

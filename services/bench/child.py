@@ -1,4 +1,4 @@
-"""The processes of `quire bench frontend`: they speak in lines, and none of them can keep the benchmark waiting."""
+"""Child processes of `quire bench frontend`, which communicate in lines; every wait has a timeout."""
 
 import os
 import queue
@@ -11,21 +11,21 @@ from types import TracebackType
 from shared.cpu_time import cpu_seconds
 
 PATIENCE_S = 60.0
-"""A child that says nothing for so long never will."""
+"""Maximum time to wait for a line of a child, seconds."""
 _END_S = 10.0
 _ERROR_LINES = 20
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
 class ChildError(RuntimeError):
-    """A child ended or fell silent; the message holds the last lines of its log."""
+    """A child ended or did not respond; the message contains the last lines of its log."""
 
 
 class Child:
-    """A process of ours, ended with the `with` block."""
+    """A child process that ends with the `with` block."""
 
     def __init__(self, folder: Path, module: str, *arguments: str) -> None:
-        """Runs `python -m module`; its log goes into `folder`."""
+        """Run `python -m module`; write its log into `folder`."""
         root = str(Path(__file__).parents[2])
         path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
         self._name = " ".join([module, *(each for each in arguments if not each.startswith("-"))])
@@ -40,7 +40,7 @@ class Child:
                 env={**os.environ, "PYTHONPATH": path},
             )
         self._lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
-        """What it has said; None once it says no more."""
+        """Lines that it has printed; None after the end of its output."""
         threading.Thread(target=self._listen, daemon=True).start()
 
     def __enter__(self) -> "Child":
@@ -56,30 +56,30 @@ class Child:
             self._child.kill()
             self._child.wait()
             if error is None:
-                message = f"{self._name} did not end within {_END_S:g} s of being told{self._last_words()}"
+                message = f"{self._name} did not end within {_END_S:g} s after the stop signal{self._log_tail()}"
                 raise ChildError(message) from None
 
     def line(self, timeout_s: float = PATIENCE_S) -> str:
-        """The next line it prints.
+        """Return the next line that it prints.
 
         Raises:
-            ChildError: it ended instead, or said nothing for `timeout_s`.
+            ChildError: it ended, or printed nothing for `timeout_s`.
         """
         try:
             line = self._lines.get(timeout=timeout_s)
         except queue.Empty:
-            raise ChildError(f"{self._name} said nothing for {timeout_s:g} s{self._last_words()}") from None
+            raise ChildError(f"{self._name} printed nothing for {timeout_s:g} s{self._log_tail()}") from None
         if line is None:
             self._lines.put(None)
-            raise ChildError(f"{self._name} ended with status {self._child.wait(_END_S)}{self._last_words()}")
+            raise ChildError(f"{self._name} ended with status {self._child.wait(_END_S)}{self._log_tail()}")
         return line
 
     def cpu_seconds(self) -> float:
-        """CPU time so far, all threads."""
+        """Return the CPU time so far of all threads, seconds."""
         return cpu_seconds(self._child.pid)
 
     def resident_bytes(self) -> int:
-        """Resident memory."""
+        """Return the resident memory, bytes."""
         return int(Path(f"/proc/{self._child.pid}/statm").read_text().split()[1]) * _PAGE_BYTES
 
     def _listen(self) -> None:
@@ -89,6 +89,6 @@ class Child:
                 self._lines.put(line.strip())
         self._lines.put(None)
 
-    def _last_words(self) -> str:
+    def _log_tail(self) -> str:
         lines = self._log.read_text(errors="replace").splitlines()[-_ERROR_LINES:]
         return "".join(f"\n  {line}" for line in lines)

@@ -1,7 +1,7 @@
-"""The client processes of `quire bench frontend`: many streams on one channel, counting what arrives.
+"""Client process of `quire bench frontend`: many streams on one channel, counting what arrives.
 
-Prints a line when its streams run, then counts for the given time, or a multiple of it until enough messages have come,
-and prints a line of JSON. It gives up, with an error, when that takes far too long.
+It prints a line when its streams run. Then it counts for the given time, or a multiple of it until enough messages have
+arrived, and prints a line of JSON. It ends with an error when that takes far too long.
 """
 
 import argparse
@@ -20,9 +20,9 @@ from quire.v1 import generation_pb2 as v1
 from quire.v1 import generation_pb2_grpc
 
 MIN_MESSAGES = 100
-"""A window with fewer messages says nothing about rates."""
+"""Minimum number of messages of a measurement; fewer give no reliable rate."""
 PATIENCE_S = 60.0
-"""Beyond warm-up and window, nothing takes so long unless it hangs."""
+"""Maximum time beyond warm-up and measurement, seconds."""
 UNLIMITED = 1_000_000
 
 Call: TypeAlias = "aio.UnaryStreamCall[v1.GenerateRequest, v1.GenerateResponse]"
@@ -31,28 +31,28 @@ Stub: TypeAlias = "generation_pb2_grpc.GenerationServiceAsyncStub"
 
 @dataclass(slots=True)
 class Counts:
-    """What arrived."""
+    """Numbers of received messages and tokens."""
 
     messages: int = 0
     tokens: int = 0
 
 
 async def _read(call: Call, counts: Counts) -> None:
-    """Takes everything at once."""
+    """Read one stream to its end without pauses."""
     while isinstance(response := await call.read(), v1.GenerateResponse):
         counts.messages += 1
         counts.tokens += len(response.delta.token_ids)
 
 
-async def _read_again_and_again(stub: Stub, call: Call, counts: Counts, max_tokens: int) -> None:
-    """A reader that asks again when its answer is complete."""
+async def _read_repeatedly(stub: Stub, call: Call, counts: Counts, max_tokens: int) -> None:
+    """Send a new request whenever the answer is complete."""
     while True:
         await _read(call, counts)
         call = stub.Generate(_request(max_tokens))
 
 
 async def _until_served(stub: Stub) -> None:
-    """Waits until the server answers: a front end refuses calls until it has heard of its core."""
+    """Wait until the server answers; a front end rejects calls until it is connected to its core."""
     while True:
         try:
             async for _ in stub.Generate(_request(1)):
@@ -72,20 +72,20 @@ def _request(max_tokens: int) -> v1.GenerateRequest:
 
 
 async def _measure(options: argparse.Namespace) -> None:
-    # A stalled client takes in 64 KiB and no more; with probing, gRPC would go on to take in megabytes for it.
+    # Disable BDP probing: without it a stalled client buffers 64 KiB, with it gRPC buffers megabytes.
     channel_options = [("grpc.http2.bdp_probe", 0)] if options.stalled else []
     async with aio.insecure_channel(options.target, options=channel_options) as channel:
         stub = generation_pb2_grpc.GenerationServiceStub(channel)
         await _until_served(stub)
         stalled = [stub.Generate(_request(UNLIMITED)) for _ in range(options.stalled)]
         calls = [stub.Generate(_request(options.max_tokens)) for _ in range(options.streams)]
-        # Measured from when every stream runs; the stalled ones are never read again.
+        # The measurement starts when every stream runs; the stalled ones are never read again.
         await asyncio.gather(*(call.read() for call in stalled + calls))
         counts = Counts()
-        async with asyncio.TaskGroup() as readers:  # ends everything when a reader fails; none ends by itself
-            tasks = [
-                readers.create_task(_read_again_and_again(stub, call, counts, options.max_tokens)) for call in calls
-            ]
+        async with (
+            asyncio.TaskGroup() as readers
+        ):  # cancels all readers when one fails; otherwise they run until cancelled
+            tasks = [readers.create_task(_read_repeatedly(stub, call, counts, options.max_tokens)) for call in calls]
             await asyncio.sleep(options.warmup_s)
             print("running", flush=True)
             print(json.dumps(await _count(counts, options.seconds)), flush=True)
@@ -94,7 +94,7 @@ async def _measure(options: argparse.Namespace) -> None:
 
 
 async def _count(counts: Counts, seconds: float) -> dict[str, float]:
-    """What arrives in a window of this length, longer when little does."""
+    """Return the counts and rates of a window of this length, or longer if few messages arrive."""
     before, begin, cpu = Counts(counts.messages, counts.tokens), time.perf_counter(), time.process_time()
     messages = 0
     while messages < MIN_MESSAGES:
@@ -115,7 +115,7 @@ async def _measure_in_time(options: argparse.Namespace) -> None:
 
 
 def main(arguments: list[str]) -> int:
-    """Measures once."""
+    """Run one measurement."""
     parser = argparse.ArgumentParser(prog="python -m services.bench.client", description=__doc__)
     parser.add_argument("--target", required=True)
     parser.add_argument("--streams", type=int, default=64)

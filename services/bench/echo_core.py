@@ -1,8 +1,8 @@
-"""A scheduler core that computes nothing: it answers every submission with tokens, as fast as credit and pace allow.
+"""Scheduler core without computation: it answers submissions with tokens as fast as credit and pace allow.
 
-It speaks the real link protocol, so a real front end can be measured and tested without scheduler, worker or model. One
-step gives every stream that has credit the same number of tokens and sends them as one columnar message per front end.
-The answer to a prompt is the prompt, over and over.
+It implements the real link protocol, so that a real front end can be measured and tested without scheduler, worker or
+model. One step gives every stream that has credit the same number of tokens. It sends them as one columnar message per
+front end. The output repeats the prompt.
 """
 
 import argparse
@@ -17,17 +17,17 @@ import zmq
 
 from protos.quire.link.v1 import link_pb2
 from shared.columns import from_column, from_columns, to_column
-from shared.frames import TOKEN_BYTES
+from shared.frames import LINK_MAX_MESSAGE, TOKEN_BYTES
 from shared.ids import draw_incarnation
-from shared.sockets import LINK_MAX_MESSAGE, SendOutcome, bind_router, endpoint, receive_from, send_to
+from shared.sockets import SendOutcome, bind_router, endpoint, receive_from, send_to
 
-_MOST_LATE_S = 0.05
-"""Steps later than this are not made up for."""
+_MAX_CATCH_UP_S = 0.05
+"""Maximum delay of a step that is caught up, seconds."""
 
 
 @dataclass(slots=True)
 class EchoStream:
-    """One submitted request."""
+    """A submitted request."""
 
     number: int
     prompt: list[int]
@@ -36,7 +36,7 @@ class EchoStream:
     credit: int
 
     def take(self, count: int) -> list[int]:
-        """The next tokens of the answer."""
+        """Return the next tokens of the output."""
         prompt, begin = self.prompt, self.sent
         self.sent += count
         self.credit -= count * TOKEN_BYTES
@@ -47,11 +47,11 @@ class EchoStream:
 
 @dataclass(slots=True)
 class EchoFrontend:
-    """A front end that has said hello."""
+    """A front end that has sent hello."""
 
     streams: dict[int, EchoStream] = field(default_factory=dict)
     backlog: deque[bytes] = field(default_factory=deque)
-    """What its socket did not take; it gets no tokens meanwhile."""
+    """Messages that its socket did not accept; it gets no tokens meanwhile."""
 
 
 class EchoCore:
@@ -65,9 +65,10 @@ class EchoCore:
         tokens_per_step: int = 1,
         step_interval_s: float = 0.0,
     ) -> None:
-        """Without a model the core says that no worker has joined yet.
+        """Create the core.
 
-        It makes a step every `step_interval_s` on average: one that is late is made up for.
+        Without a model it reports that no worker has joined yet. It makes a step every `step_interval_s` on average and
+        catches up on late ones.
         """
         self._context = zmq.Context()
         self._socket = bind_router(self._context, address, max_message=LINK_MAX_MESSAGE)
@@ -80,26 +81,26 @@ class EchoCore:
         self._frontends: dict[bytes, EchoFrontend] = {}
 
     def step(self, timeout_ms: int) -> None:
-        """Reads what has come, waiting up to `timeout_ms` for it, and makes a step when one is due."""
+        """Read messages, wait up to `timeout_ms` for the first one, and make a step when one is due."""
         self._wait(timeout_ms)
         while (message := receive_from(self._socket)) is not None:
             self.handle(message[0], link_pb2.FrontendMessage.FromString(message[1]))
         now = time.monotonic()
         due = now >= self._next_step
         if due:
-            self._next_step = max(self._next_step + self._step_interval_s, now - _MOST_LATE_S)
+            self._next_step = max(self._next_step + self._step_interval_s, now - _MAX_CATCH_UP_S)
         for peer, frontend in list(self._frontends.items()):
             if due and not frontend.backlog:
                 self._make_tokens(frontend)
             self._send(peer, frontend)
 
     def close(self) -> None:
-        """Vanishes like a process that was killed."""
+        """Close the sockets without goodbye, as if the process had been killed."""
         self._socket.close(linger=0)
         self._context.term()
 
     def _wait(self, timeout_ms: int) -> None:
-        """Waits for the next message or the next step, whichever comes first."""
+        """Wait for the next message or the next step, whichever comes first."""
         frontends = self._frontends.values()
         if any(frontend.backlog for frontend in frontends):
             timeout_ms = 1
@@ -111,7 +112,7 @@ class EchoCore:
         self._socket.poll(timeout_ms, zmq.POLLIN)
 
     def handle(self, peer: bytes, message: link_pb2.FrontendMessage) -> None:
-        """Takes one message of a front end."""
+        """Handle one message of a front end."""
         answer = link_pb2.CoreMessage(incarnation=self.incarnation)
         if message.HasField("hello"):
             self._frontends[peer] = EchoFrontend()
@@ -143,11 +144,11 @@ class EchoCore:
             frontend.backlog.append(answer.SerializeToString())
 
     def allowance(self, stream: EchoStream) -> int:
-        """How many tokens the stream gets in this step."""
+        """Return the number of tokens that the stream gets in this step."""
         return min(self._tokens_per_step, stream.credit // TOKEN_BYTES, stream.max_tokens - stream.sent)
 
     def submit(self, frontend: EchoFrontend, submission: link_pb2.Submission, answer: link_pb2.CoreMessage) -> None:
-        """Takes a request; what must be said at once goes into `answer`."""
+        """Accept a request; immediate replies go into `answer`."""
         tokens = from_column(submission.token_ids).tolist()
         frontend.streams[submission.stream] = EchoStream(
             number=submission.stream,
@@ -205,7 +206,7 @@ class EchoCore:
 
 
 def main(arguments: list[str]) -> int:
-    """Runs an echo core as a process of its own until it is told to end."""
+    """Run an echo core process until it gets a signal."""
     parser = argparse.ArgumentParser(prog="python -m services.bench.echo_core", description=__doc__)
     parser.add_argument("--address", required=True)
     parser.add_argument("--vocab-size", type=int, required=True)

@@ -1,18 +1,18 @@
-"""`quire bench frontend`: the real front-end process against an echo core, with a bare grpc.aio echo as the yardstick.
+"""`quire bench frontend`: the real front-end process against an echo core, with a bare grpc.aio echo as the baseline.
 
 Scenarios, each with the same clients:
-  * bare: the yardstick, one message per token, nothing behind it;
-  * prompt: one message per token through the front end; the core makes tokens at `OFFERED_SHARE` of the yardstick's
-    rate in the same round, so where the front end keeps up nothing merges, and `prompt_tokens_per_message` is 1;
-  * lagging: the core is far faster than the readers, so tokens merge;
-  * stalled: readers that take nothing, beside some that read; the front end's memory is sampled.
+  * bare: the baseline, one message per token, no core;
+  * prompt: one message per token through the front end; the core makes tokens at `OFFERED_SHARE` of the baseline's
+    rate in the same round. A front end that keeps up merges nothing, and `prompt_tokens_per_message` is 1;
+  * lagging: the core is far faster than the readers, so tokens are merged;
+  * stalled: readers that read nothing, beside some that read; the front end's memory is sampled.
 
-The first three are run in turns, so that what else the machine does falls on all of them alike; medians and spread are
-given of the rates and of the ratios within a round. The server's CPU time per message is what a busy machine disturbs
-least; it is counted over the client's own window. Linux only: it reads /proc.
+The first three alternate, so that other load on the machine affects all of them alike. The result contains medians and
+spread of the rates and of the ratios within a round. CPU time per message is the figure that other load disturbs least;
+it is measured over the client's own window. Linux only: it reads /proc.
 
-The aims are medians of at least 0.6 for `prompt_messages_per_s_to_bare`, with one token per message, and of 2 for
-`lagging_tokens_per_s_to_bare`, on a machine that does nothing else.
+Targets on an idle machine: a median of at least 0.6 for `prompt_messages_per_s_to_bare` with one token per message, and
+of 2 for `lagging_tokens_per_s_to_bare`.
 """
 
 import json
@@ -31,9 +31,9 @@ from services.bench.child import PATIENCE_S, Child
 
 STREAMS = 128
 OFFERED_SHARE = 0.7
-"""Tokens that the core makes in `prompt`, as a share of the yardstick's messages."""
+"""Token rate of the core in `prompt`, as a fraction of the baseline's message rate."""
 CREDIT = 65536
-"""Bytes per stream, the front end's default."""
+"""Credit per stream, bytes: the front end's default."""
 FLOOD_TOKENS_PER_STEP = 8
 READERS_BESIDE_STALLED = 16
 TOKENS_BESIDE_STALLED = 256
@@ -43,7 +43,7 @@ _VOCABULARY = 1024
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchOptions:
-    """How much is measured."""
+    """Length and number of the measurements."""
 
     json: Path | None = None
     rounds: int = 5
@@ -53,10 +53,10 @@ class BenchOptions:
 
 
 def run_bench(options: BenchOptions) -> dict[str, Any]:
-    """Runs everything, prints a table, writes the JSON file if one is named, and returns its content.
+    """Run all scenarios, print a table, write the JSON file if one is named, and return its content.
 
     Raises:
-        ChildError: a process failed or hung; the message says which and holds the end of its log.
+        ChildError: a process failed or hung; the message names it and contains the end of its log.
     """
     with tempfile.TemporaryDirectory(prefix="quire-bench-") as folder:
         bench = _Bench(Path(folder), options)
@@ -90,7 +90,7 @@ class _Bench:
         return measured
 
     def stalled(self) -> dict[str, Any]:
-        """Memory of the front end with stalled readers, and what the others still get."""
+        """Return the memory of the front end with stalled readers, and the token rate of the others."""
         options = self._options
         with ExitStack() as processes:
             frontend = self._start(processes, FLOOD_TOKENS_PER_STEP, 0.0)
@@ -137,7 +137,7 @@ class _Bench:
         return processes.enter_context(
             Child(
                 self._folder,
-                "quire.cli.main",
+                "quire_server.cli.main",
                 "frontend",
                 f"--frontend-address={self._address}",
                 f"--model={self._model}",
@@ -160,7 +160,7 @@ class _Bench:
 
 
 def write_model(folder: Path) -> Path:
-    """Writes a small byte-level tokenizer, as a front end loads it."""
+    """Write a small byte-level tokenizer that a front end can load."""
     folder.mkdir(parents=True)
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

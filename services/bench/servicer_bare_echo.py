@@ -1,6 +1,6 @@
-"""The yardstick of `quire bench frontend`: a grpc.aio server that does nothing but stream messages.
+"""Baseline of `quire bench frontend`: a grpc.aio server that only streams messages.
 
-Same service, same message shape, same event loop as the front end, one message per token, nothing behind it.
+Service, message shape and event loop are those of the front end, with one message per token and no core.
 """
 
 import asyncio
@@ -17,10 +17,10 @@ from services.boundary import Context
 
 
 class BareEcho(generation_pb2_grpc.GenerationServiceServicer):
-    """Answers Generate with the prompt's tokens, over and over."""
+    """Answers Generate with the prompt's tokens, repeated."""
 
     async def Generate(self, request: v1.GenerateRequest, context: Context) -> AsyncIterator[v1.GenerateResponse]:
-        """One message per token."""
+        """Stream one message per token."""
         prompt = list(request.token_ids.ids)
         for index in range(request.stop.max_tokens):
             response = v1.GenerateResponse()

@@ -1,13 +1,14 @@
-"""HTTP on the front end: OpenAI's API, probes, metrics.
+"""HTTP on the front end: OpenAI-compatible API, probes, metrics.
 
-An HTTP request becomes the same `GenerateRequest` that gRPC clients send, and is validated, run and streamed by the
-same `Generator`; nothing in here generates, queues or limits. In reading order:
+An HTTP request becomes the same `GenerateRequest` that gRPC clients send, and the same `Generator` validates, runs and
+streams it. Nothing here generates, queues or limits. In reading order:
 
   * `server` and `app`: uvicorn on the front end's event loop, and the routes;
-  * `endpoint`: one exchange from its body to its end: limits, deadlines, clients that leave, errors;
-  * `schema` and `bodies`: what a request may hold; `identity`: its model and its id;
-  * `sampling` and `prompts`: from there to `GenerateRequest`; `tool_calls`: tools in, parsed calls out;
-  * `answers`, with `logprobs`: from `GenerateResponse` to OpenAI's chunks; `whole_answer`: their sum;
+  * `cross_origin`: allowed hosts and origins;
+  * `endpoint`: one exchange from its body to its end: limits, deadlines, disconnects, errors;
+  * `schema` and `bodies`: fields of a request body; `identity`: model and request id;
+  * `sampling` and `prompts`: body to `GenerateRequest`; `tool_calls`: tools in, parsed calls out;
+  * `answers`, with `logprobs`: `GenerateResponse` to OpenAI's chunks; `whole_answer`: their sum;
   * `generation`, `embeddings`, `texts`, `probes`: the endpoints;
-  * `errors` and `openapi`: errors in OpenAI's form, and the API's own description.
+  * `errors` and `openapi`: errors in OpenAI's form, and the description of the API.
 """

@@ -1,7 +1,7 @@
-"""From what the generator sends to OpenAI's chunks.
+"""Converts the generator's messages to OpenAI's chunks.
 
-An `Answer` belongs to one HTTP request, whatever the number of its prompts and choices; it takes in every message of
-every stream and gives the chunks that come of it. What is not streamed is their sum: `whole_answer`.
+An `Answer` belongs to one HTTP request, whatever the number of its prompts and choices. It takes every message of every
+stream and returns the resulting chunks. `whole_answer` adds them up for requests that do not stream.
 """
 
 import time
@@ -19,7 +19,7 @@ Json = dict[str, Any]
 
 
 class UsageAnswer(TypedDict):
-    """What a request consumed."""
+    """Token usage of a request."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -28,17 +28,26 @@ class UsageAnswer(TypedDict):
 
 
 @dataclass(slots=True)
+class PromptUsage:
+    """Token usage so far of one prompt with all its choices."""
+
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    cached_tokens: int | None = None
+    """Prompt tokens read from the prefix cache; None until the prompt's last choice has ended."""
+
+
+@dataclass(slots=True)
 class ChoiceState:
-    """One choice on its way."""
+    """State of one choice."""
 
     index: int
     parser: AnswerParser | None
     role_sent: bool = False
     called: bool = False
     ended: bool = False
-    tokens: int = 0
     offsets: TextOffsets | None = None
-    """Of the tokens of a text with log-probabilities."""
+    """Text offsets of the tokens, if log-probabilities are requested."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -46,18 +55,18 @@ class Answer:
     """The answer to one HTTP request.
 
     Args:
-        chat: messages instead of texts.
-        id: the answer's id.
+        chat: chat messages instead of texts.
+        id: id of the answer.
         model: name of the model.
         n: choices per prompt.
         prompts: number of prompts.
-        parsers: makes a parser for each choice, if there may be calls.
-        logprobs: how log-probabilities are written, None for none.
-        prompt_logprobs: whether those of the prompt were asked for by themselves.
+        parsers: creates a parser for each choice, if the answer may contain tool calls.
+        logprobs: form of log-probabilities; None: none.
+        prompt_logprobs: whether log-probabilities of the prompt are requested separately.
         echo: the prompt is part of the text.
-        only_prompt: it is all of it; what was generated is not shown.
-        return_token_ids: token ids beside texts.
-        options: what a stream carries beside the answer.
+        only_prompt: the prompt is the whole text; generated tokens are not shown.
+        return_token_ids: return token ids beside texts.
+        options: options of a stream.
     """
 
     chat: bool
@@ -74,20 +83,18 @@ class Answer:
     options: StreamOptions = field(default_factory=StreamOptions)
     created: int = field(default_factory=lambda: int(time.time()))
     _choices: dict[int, ChoiceState] = field(default_factory=dict)
-    _prompt_tokens: list[int] = field(init=False)
-    _completion_tokens: list[int] = field(init=False)
-    _cached_tokens: list[int] = field(init=False)
+    _usage: list[PromptUsage] = field(init=False)
 
     def __post_init__(self) -> None:
-        self._prompt_tokens, self._completion_tokens, self._cached_tokens = ([0] * self.prompts for _ in range(3))
+        self._usage = [PromptUsage() for _ in range(self.prompts)]
 
     @property
     def object(self) -> str:
-        """What a chunk is called."""
+        """Value of the field `object` in a chunk."""
         return "chat.completion.chunk" if self.chat else "text_completion"
 
     def chunks(self, prompt: int, response: v1.GenerateResponse) -> Iterator[Json]:
-        """The chunks that a message of the stream of one prompt becomes."""
+        """Yield the chunks for a message of one prompt's stream."""
         match response.WhichOneof("event"):
             case "delta":
                 if not self.only_prompt:
@@ -99,24 +106,26 @@ class Answer:
             case "finished":
                 finished = response.finished
                 usage = finished.usage
-                self._prompt_tokens[prompt] = usage.prompt_tokens
-                self._completion_tokens[prompt] = 0 if self.only_prompt else usage.completion_tokens
-                self._cached_tokens[prompt] = usage.cached_prompt_tokens
+                completed = 0 if self.only_prompt else usage.completion_tokens
+                self._usage[prompt] = PromptUsage(usage.prompt_tokens, completed, usage.cached_prompt_tokens)
                 yield from self._end(prompt, 0, finished)
 
+    def count_prompt(self, prompt: int, tokens: int) -> None:
+        """Record the number of tokens of a prompt, before its first message."""
+        self._usage[prompt].prompt_tokens = tokens
+
     def usage(self) -> UsageAnswer:
-        """What was consumed so far."""
-        completed = sum(self._completion_tokens) or sum(choice.tokens for choice in self._choices.values())
-        prompt = sum(self._prompt_tokens)
-        return {
-            "prompt_tokens": prompt,
-            "completion_tokens": completed,
-            "total_tokens": prompt + completed,
-            "prompt_tokens_details": {"cached_tokens": sum(self._cached_tokens)},
-        }
+        """Return the usage so far of all prompts and choices. Cached tokens are known only at the end."""
+        prompt = sum(each.prompt_tokens for each in self._usage)
+        completed = sum(each.completion_tokens for each in self._usage)
+        usage = UsageAnswer(prompt_tokens=prompt, completion_tokens=completed, total_tokens=prompt + completed)
+        cached = [each.cached_tokens for each in self._usage if each.cached_tokens is not None]
+        if len(cached) == len(self._usage):
+            usage["prompt_tokens_details"] = {"cached_tokens": sum(cached)}
+        return usage
 
     def usage_chunk(self) -> Json:
-        """The last chunk of a stream that was asked for usage."""
+        """Return the last chunk of a stream that includes usage."""
         return {**self._head(), "choices": [], "usage": self.usage()}
 
     def _head(self) -> Json:
@@ -160,7 +169,7 @@ class Answer:
 
     def _delta(self, prompt: int, delta: v1.Delta) -> Iterator[Json]:
         state = self._choice(prompt, delta.choice)
-        state.tokens += len(delta.token_ids)
+        self._usage[prompt].completion_tokens += len(delta.token_ids)
         logprobs = self._logprobs(state, delta)
         token_ids = list(delta.token_ids) if self.return_token_ids else None
         if not self.chat:
@@ -180,7 +189,7 @@ class Answer:
             yield self._chunk(choice)
 
     def _contents(self, state: ChoiceState, text: str) -> list[Json]:
-        """What the deltas of a message hold."""
+        """Return the contents of the deltas for `text`."""
         if state.parser is None:
             contents = [{"content": text}] if text else []
         else:

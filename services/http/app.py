@@ -1,4 +1,4 @@
-"""The application: which path is answered by what."""
+"""The ASGI applications and their routes."""
 
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -13,6 +13,7 @@ from services.calls import CallsInProgress
 from services.context import Services
 from services.embeddings import Embedder
 from services.generation import Generator
+from services.http.cross_origin import CrossOriginPolicy, middleware_of
 from services.http.embeddings import EmbeddingEndpoint
 from services.http.endpoint import Endpoints, Handler
 from services.http.errors import make_answer
@@ -27,7 +28,7 @@ from services.texts import Texts
 
 @dataclass(frozen=True, slots=True)
 class HttpApi:
-    """The application, and how to end what it has in progress."""
+    """The application, and the function that drains it."""
 
     app: Starlette
     drain: Callable[[float], Awaitable[None]]
@@ -41,12 +42,13 @@ def make_api(
     texts: Texts,
     calls: CallsInProgress,
     principals: Principals,
+    policy: CrossOriginPolicy,
     *,
     is_ready: Callable[[], bool],
     snapshot: Callable[[float], Awaitable[Families | None]],
     own_families: Callable[[], Families],
 ) -> HttpApi:
-    """The application of one front-end process."""
+    """Return the application of one front-end process."""
     endpoints = Endpoints(calls, services.metrics.count_outcome, principals)
     generation = GenerationEndpoints(services, generator, style_of(services.tokenizer.chat_template_source))
     embedding = EmbeddingEndpoint(services, embedder)
@@ -63,17 +65,20 @@ def make_api(
     routes = [Route(path, endpoints.endpoint(path, handler), methods=[method]) for method, path, handler in served]
     routes += probe_routes(is_ready=is_ready, snapshot=snapshot, own_families=own_families)
     routes += [Route("/openapi.json", _openapi), Route("/docs", _docs)]
-    return HttpApi(Starlette(routes=routes, exception_handlers={HTTPException: _refuse}), endpoints.drain)
+    app = Starlette(routes=routes, exception_handlers={HTTPException: _refuse}, middleware=middleware_of(policy))
+    return HttpApi(app, endpoints.drain)
 
 
 def make_probes(
+    policy: CrossOriginPolicy,
     *,
     is_ready: Callable[[], bool],
     snapshot: Callable[[float], Awaitable[Families | None]],
     own_families: Callable[[], Families],
 ) -> Starlette:
-    """The application of the port for probes and scrapes alone."""
-    return Starlette(routes=probe_routes(is_ready=is_ready, snapshot=snapshot, own_families=own_families))
+    """Return the application of the separate port for probes and metrics."""
+    routes = probe_routes(is_ready=is_ready, snapshot=snapshot, own_families=own_families)
+    return Starlette(routes=routes, middleware=middleware_of(policy))
 
 
 async def _openapi(_request: Request) -> Response:
@@ -87,9 +92,10 @@ async def _docs(_request: Request) -> Response:
 async def _refuse(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     if error.status_code == 404:
-        message = f"there is no {request.url.path}; /docs lists what there is"
+        message = f"{request.url.path}: not found; /docs lists all paths"
     elif error.status_code == 405:
-        message = f"{request.url.path} takes {(error.headers or {}).get('Allow', 'another method')}"
+        allowed = (error.headers or {}).get("Allow", "another method")
+        message = f"{request.method}: not allowed for {request.url.path}; use {allowed}"
     else:
         message = error.detail
     return JSONResponse(make_answer(error.status_code, message), status_code=error.status_code, headers=error.headers)

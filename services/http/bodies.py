@@ -1,4 +1,4 @@
-"""From the bytes of a body to a checked one, or to an error that names the field as its sender wrote it."""
+"""Parses and checks request bodies; errors name the field as the client wrote it."""
 
 import difflib
 from collections.abc import Sequence
@@ -11,15 +11,48 @@ from services.http.schema import NOT_SUPPORTED, Body
 from shared.errors import FieldViolation, InvalidRequestError
 
 MAX_VIOLATIONS = 8
+"""Maximum number of violations in one answer."""
+
+# Messages by pydantic's type of error. Its own messages name Python types and validators.
+_TYPES = {
+    "bool_type": "must be true or false",
+    "dict_type": "must be an object",
+    "float_type": "must be a number",
+    "int_from_float": "must be an integer",
+    "int_type": "must be an integer",
+    "list_type": "must be a list",
+    "literal_error": "must be {expected}",
+    "model_type": "must be an object",
+    "string_type": "must be a string",
+}
+"""Messages for a value of the wrong type."""
+_SIZES = {
+    "too_long": "must have at most {max_length} items, not {actual_length}",
+    "too_short": "must have at least {min_length} items, not {actual_length}",
+}
+"""Messages for a list of the wrong length."""
+_VALUES = {
+    "finite_number": "must be a finite number",
+    "greater_than": "must be > {gt}",
+    "greater_than_equal": "must be >= {ge}",
+    "int_parsing_size": "has too many digits",
+    "less_than": "must be < {lt}",
+    "less_than_equal": "must be <= {le}",
+    "missing": "missing; it is required",
+    "string_pattern_mismatch": "must match {pattern}",
+    "string_too_long": "must have at most {max_length} characters",
+    "string_too_short": "must have at least {min_length} characters",
+}
+"""Messages for a missing value, or one that is out of range."""
 
 BodyT = TypeVar("BodyT", bound=Body)
 
 
 def parse(kind: type[BodyT], raw: bytes) -> BodyT:
-    """The body.
+    """Return the parsed body.
 
     Raises:
-        InvalidRequestError: names what is wrong.
+        InvalidRequestError: the body is invalid; the violations name the fields.
     """
     try:
         return kind.model_validate_json(raw)
@@ -30,32 +63,48 @@ def parse(kind: type[BodyT], raw: bytes) -> BodyT:
 
 
 def _violations(kind: type[Body], raw: bytes, errors: Sequence[ErrorDetails]) -> list[FieldViolation]:
-    found: dict[str, list[str]] = {}
     try:
         document = from_json(raw)
     except ValueError as error:
-        return [FieldViolation("body", f"is no valid JSON: {error}")]
+        return [FieldViolation("body", _json_description(raw, str(error)))]
     if not isinstance(document, dict):
         return [FieldViolation("body", "must be a JSON object")]
+    found: dict[str, list[ErrorDetails]] = {}
     for each in errors:
-        descriptions = found.setdefault(_path(each, document), [])
-        description = _description(kind, each)
-        if description not in descriptions:
-            descriptions.append(description)
-    # Of a place that may hold one thing or another, all alternatives complain; the one that came further is meant. One
-    # that only finds a list too long had nothing else to say.
-    too_long = {_path(each, document): each for each in errors if each["type"] == "too_long"}
-    for path, each in too_long.items():
-        found[path] = [_description(kind, each)]
-    beside = tuple(f"{path}[" for path in too_long)
-    found = {path: texts for path, texts in found.items() if not path.startswith(beside)}
+        found.setdefault(_path(each, document), []).append(each)
+    # A field with several alternatives has the errors of all of them. The alternative with the deepest errors is the
+    # intended one. An alternative with the right type and the wrong size takes precedence.
+    sized = tuple(f"{path}[" for path, each in found.items() if any(error["type"] in _SIZES for error in each))
+    found = {path: each for path, each in found.items() if not path.startswith(sized)}
     vague = {path for path in found for other in found if other.startswith((f"{path}[", f"{path}."))}
-    told = [FieldViolation(path, "; or ".join(texts)) for path, texts in found.items() if path not in vague]
-    return told[:MAX_VIOLATIONS]
+    violations = [
+        FieldViolation(path, _joined([_description(kind, error) for error in _best_matches(each)]))
+        for path, each in found.items()
+        if path not in vague
+    ]
+    return violations[:MAX_VIOLATIONS]
+
+
+def _json_description(raw: bytes, error: str) -> str:
+    """Describe why a body is not JSON; `error` is the parser's message, which ends with the position."""
+    if not raw.strip():
+        return "empty; send a JSON object"
+    return f"invalid JSON at {error.rpartition(' at ')[2]}"
+
+
+def _best_matches(errors: list[ErrorDetails]) -> list[ErrorDetails]:
+    """Return the errors about values of the right type, or all errors if no alternative has the right type."""
+    return [error for error in errors if error["type"] not in _TYPES] or errors
+
+
+def _joined(descriptions: list[str]) -> str:
+    """Return the descriptions of alternatives as one: "must be a string or a list"."""
+    first, *others = dict.fromkeys(descriptions)
+    return " or ".join([first, *(other.removeprefix("must be ") for other in others)])
 
 
 def _path(error: ErrorDetails, document: Any) -> str:
-    """The place in the document: pydantic's location without the names of the alternatives that it tried."""
+    """Return the field's path in the document: pydantic's location without the alternatives that it tried."""
     path, here = "", document
     location = error["loc"]
     missing = len(location) - 1 if error["type"] == "missing" else -1
@@ -71,11 +120,19 @@ def _path(error: ErrorDetails, document: Any) -> str:
 
 
 def _description(kind: type[Body], error: ErrorDetails) -> str:
+    name, top_level = str(error["loc"][-1]), len(error["loc"]) == 1
     if error["type"] != "extra_forbidden":
-        message = error["msg"]
-        return message[:1].lower() + message[1:]
-    name = str(error["loc"][-1])
-    if len(error["loc"]) == 1 and name in NOT_SUPPORTED:
-        return f"not supported: {NOT_SUPPORTED[name]}"
-    close = difflib.get_close_matches(name, kind.model_fields, n=1) if len(error["loc"]) == 1 else []
-    return "there is no such field" + (f"; did you mean {close[0]!r}?" if close else "; leave it out")
+        context = {key: _plain(value) for key, value in error.get("ctx", {}).items()}
+        if context.get("min_length") == 1:
+            return "must not be empty"
+        template = _TYPES.get(error["type"]) or _SIZES.get(error["type"]) or _VALUES.get(error["type"])
+        return template.format_map(context) if template else "invalid value"
+    if top_level and name in NOT_SUPPORTED:
+        return f"not supported; {NOT_SUPPORTED[name]}"
+    close = difflib.get_close_matches(name, kind.model_fields, n=1) if top_level else []
+    return f"unknown field; did you mean {close[0]!r}?" if close else "unknown field; remove it"
+
+
+def _plain(value: object) -> object:
+    """Return a bound as a client would write it: 0 rather than 0.0."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value

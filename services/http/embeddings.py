@@ -1,4 +1,4 @@
-"""`/v1/embeddings`: OpenAI's form of `Embed`."""
+"""`/v1/embeddings`: `Embed` in OpenAI's form."""
 
 import base64
 import struct
@@ -9,7 +9,7 @@ from services.context import Services
 from services.embeddings import Embedder
 from services.http.bodies import parse
 from services.http.endpoint import Exchange
-from services.http.errors import renamed
+from services.http.errors import with_http_names
 from services.http.identity import check_model, choose_request_id
 from services.http.prompts import prompts_of
 from services.http.sampling import FieldNames, field_names, fill_scheduling
@@ -20,14 +20,14 @@ _POOLING = {"last": v1.POOLING_LAST, "mean": v1.POOLING_MEAN}
 
 
 class EmbeddingEndpoint:
-    """The endpoint."""
+    """Endpoint of embeddings."""
 
     def __init__(self, services: Services, embedder: Embedder) -> None:
         self._services = services
         self._embedder = embedder
 
     async def embed(self, exchange: Exchange) -> None:
-        """`/v1/embeddings`."""
+        """Serve `/v1/embeddings`."""
         body = parse(EmbeddingBody, await exchange.body())
         request_id = choose_request_id(exchange, body)
         model = check_model(self._services, body.model)
@@ -45,7 +45,9 @@ class EmbeddingEndpoint:
             request.truncate_prompt_tokens = body.truncate_prompt_tokens
         fill_scheduling(request.scheduling, body)
         is_one = isinstance(body.input, str) or isinstance(body.input[0], int)
-        await exchange.until_gone(self._answer(exchange, body, request, model, _names(len(request.inputs), is_one)))
+        await exchange.run_until_disconnect(
+            self._answer(exchange, body, request, model, _names(len(request.inputs), is_one))
+        )
 
     async def _answer(
         self, exchange: Exchange, body: EmbeddingBody, request: v1.EmbedRequest, model: str, names: FieldNames
@@ -53,7 +55,7 @@ class EmbeddingEndpoint:
         try:
             response = await self._embedder.run(request, exchange.caller())
         except QuireError as error:
-            raise renamed(error, names) from None
+            raise with_http_names(error, names) from None
         encode = _to_base64 if body.encoding_format == "base64" else list[float]
         usage = response.usage
         await exchange.answer(
@@ -76,12 +78,12 @@ class EmbeddingEndpoint:
         size = self._services.served_model().hidden_size
         if wanted is not None and size and wanted != size:
             raise InvalidRequestError(
-                FieldViolation("dimensions", f"the served model's vectors have {size} elements; leave it out")
+                FieldViolation("dimensions", f"must be {size}, the embedding size of the served model; remove it")
             )
 
 
 def _names(count: int, is_one: bool) -> FieldNames:
-    """What fields are called whose input is a list, or just one."""
+    """Return the HTTP names of the fields, for a list of inputs or a single one."""
     names = {"inputs": "input"}
     for index in range(count):
         here = f"input[{index}]" if not is_one else "input"

@@ -1,8 +1,8 @@
 """One HTTP exchange from its body to its end.
 
-What the gRPC boundary is for RPCs, `Endpoints` is here: the one place where errors become answers, where unexpected
-ones are logged and calls are counted. A client that leaves cancels its request, wherever that is; a deadline in the
-header `X-Request-Timeout` (seconds) does so with 504. Bodies are bounded in size and in the time they may take.
+`Endpoints` is the counterpart of the gRPC boundary: only here do errors become answers, are unexpected errors logged,
+and are calls counted. A client that disconnects cancels its request at any stage. A deadline in the header
+`X-Request-Timeout` (seconds) cancels it with 504. The size of a body and the time to receive it are limited.
 """
 
 import asyncio
@@ -18,7 +18,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from services.calls import CallsInProgress
 from services.context import Caller
-from services.delivery import FAREWELL_S
+from services.delivery import FINAL_WRITE_TIMEOUT_S
 from services.errors import RETRY_MS, InternalError
 from services.http import errors
 from services.http.server import ABORT_KEY, NAMES_KEY
@@ -36,10 +36,12 @@ from shared.ids import draw_error_id
 from shared.logging import get_logger
 
 MAX_BODY_BYTES = 8 << 20
-"""As large as a gRPC request may be."""
+"""Maximum size of a body, bytes; equal to that of a gRPC request."""
 BODY_TIMEOUT_S = 60.0
+"""Maximum time to receive a body, seconds."""
 TIMEOUT_HEADER = "x-request-timeout"
 MAX_TIMEOUT_S = 365 * 24 * 3600.0
+"""Maximum value of X-Request-Timeout, seconds."""
 
 _JSON = b"application/json"
 _EVENTS = b"text/event-stream; charset=utf-8"
@@ -47,14 +49,14 @@ _CANCELLED = "CANCELLED"
 
 
 class ClientGoneError(Exception):
-    """The client has left; there is nobody to answer."""
+    """The client has disconnected."""
 
 
 class Exchange:
-    """A request and the way to answer it."""
+    """A request, and the methods that answer it."""
 
     def __init__(self, scope: Scope, receive: Receive, send: Send, *, route: str = "") -> None:
-        """`route` is the path as it is configured, parameters by name."""
+        """Create the exchange; `route` is the configured path with names of parameters."""
         self.path: str = scope["path"]
         self._scheme: str = scope.get("scheme", "http")
         self._method: str = scope.get("method", "")
@@ -63,19 +65,19 @@ class Exchange:
         self.headers = Headers(scope=scope)
         self.arrival = time.monotonic()
         self.request_id = ""
-        """Goes into the answer's header `x-request-id` once it is known."""
+        """Value of the response header `x-request-id` once it is known."""
         self._receive = receive
         self._send = send
         self.certificate_names: list[str] = scope.get(NAMES_KEY, [])
-        """Of the client's certificate, if it has shown one."""
+        """Names in the client's certificate; empty without one."""
         self._abort: Callable[[], None] = scope.get(ABORT_KEY, lambda: None)
         self.started = False
         self._streaming = False
         self.deadline: float | None = None
-        """Monotonic time until which the client wants its answer."""
+        """Monotonic time, seconds; None: no deadline."""
 
     def caller(self) -> Caller:
-        """Who asks."""
+        """Return the caller."""
         return Caller(
             operation=self._operation(),
             traceparent=self.headers.get(TRACEPARENT_KEY, ""),
@@ -84,7 +86,7 @@ class Exchange:
         )
 
     def _operation(self) -> Operation:
-        """What this is to those who trace it, as OpenTelemetry's conventions for HTTP say."""
+        """Return the span name and attributes, by OpenTelemetry's conventions for HTTP."""
         attributes = {
             "http.request.method": self._method,
             "http.route": self._route,
@@ -101,10 +103,10 @@ class Exchange:
         )
 
     def read_deadline(self) -> None:
-        """Takes the deadline from the header.
+        """Read the deadline from the header.
 
         Raises:
-            InvalidRequestError: it is no number of seconds.
+            InvalidRequestError: the header is not a valid number of seconds.
         """
         text = self.headers.get(TIMEOUT_HEADER)
         if text is None:
@@ -114,17 +116,21 @@ class Exchange:
         except ValueError:
             seconds = math.nan
         if not 0 < seconds <= MAX_TIMEOUT_S:
-            raise InvalidRequestError(FieldViolation("X-Request-Timeout", "must be a number of seconds above 0"))
+            raise InvalidRequestError(
+                FieldViolation("X-Request-Timeout", f"must be a number of seconds > 0 and <= {MAX_TIMEOUT_S:.0f}")
+            )
         self.deadline = self.arrival + seconds
 
     async def body(self) -> bytes:
-        """The whole body.
+        """Return the whole body, whose Content-Type must be JSON.
 
         Raises:
+            ContentTypeError: it has another type. Pages of other origins can send some types without a preflight.
             TooLargeError: it is too large.
-            SlowBodyError: it takes too long.
-            ClientGoneError: the client left before its end.
+            SlowBodyError: it arrives too slowly.
+            ClientGoneError: the client disconnected.
         """
+        self._check_content_type()
         length = self.headers.get("content-length", "")
         if length.isdecimal() and int(length) > MAX_BODY_BYTES:
             raise _too_large()
@@ -141,16 +147,23 @@ class Exchange:
                     if not message.get("more_body", False):
                         return bytes(chunks)
         except TimeoutError:
-            raise errors.SlowBodyError(f"the body did not arrive within {BODY_TIMEOUT_S:g} s") from None
+            raise errors.SlowBodyError(f"body: not complete after {BODY_TIMEOUT_S:g} s; send it at once") from None
 
-    async def until_gone(self, work: Awaitable[None]) -> None:
-        """Does the work, unless the client leaves before its end. To be called when the body has been read.
+    def _check_content_type(self) -> None:
+        given = self.headers.get("content-type", "")
+        media_type = given.partition(";")[0].strip().lower()
+        if media_type != "application/json":
+            what = f"{given[:100]!r} is not supported" if given else "missing"
+            raise errors.ContentTypeError(f"Content-Type: {what}; send 'Content-Type: application/json'")
+
+    async def run_until_disconnect(self, work: Awaitable[None]) -> None:
+        """Run `work`; cancel it when the client disconnects. Call it after the body has been read.
 
         Raises:
-            ClientGoneError: the client left; the work was cancelled.
+            ClientGoneError: the client disconnected; the work was cancelled.
         """
         working = asyncio.ensure_future(work)
-        leaving = asyncio.ensure_future(self._gone())
+        leaving = asyncio.ensure_future(self._disconnected())
         try:
             await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
             if not working.done():
@@ -162,13 +175,13 @@ class Exchange:
             await asyncio.gather(working, leaving, return_exceptions=True)
 
     async def answer(self, content: Any, *, status: int = 200, headers: Mapping[str, str] | None = None) -> None:
-        """Sends a whole answer as JSON."""
+        """Send a complete answer as JSON."""
         body = json.dumps(content, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode()
         await self._start(status, _JSON, {"content-length": str(len(body)), **(headers or {})})
         await self._send({"type": "http.response.body", "body": body})
 
     async def event(self, content: Any) -> None:
-        """Sends one event of a stream; returns when there is room for the next one."""
+        """Send one server-sent event; return when the next one can be sent."""
         if not self.started:
             self._streaming = True
             await self._start(200, _EVENTS, {"cache-control": "no-cache", "x-accel-buffering": "no"})
@@ -176,13 +189,13 @@ class Exchange:
         await self._send({"type": "http.response.body", "body": f"data: {text}\n\n".encode(), "more_body": True})
 
     async def end_events(self) -> None:
-        """Ends a stream of events."""
+        """End the stream of events."""
         await self._send({"type": "http.response.body", "body": b"data: [DONE]\n\n"})
 
     async def fail(self, error: QuireError) -> None:
-        """Tells the client what went wrong, in whatever form is still possible, if it listens."""
+        """Report an error to the client in the form that the state of the answer still permits."""
         try:
-            async with asyncio.timeout(FAREWELL_S):
+            async with asyncio.timeout(FINAL_WRITE_TIMEOUT_S):
                 if not self.started:
                     status, headers = errors.status_of(error), errors.headers_of(error)
                     await self.answer(errors.answer_of(error), status=status, headers=headers)
@@ -195,21 +208,21 @@ class Exchange:
             await self.abort()
 
     async def abort(self) -> None:
-        """Drops the connection, with whatever its reader has not taken."""
+        """Drop the connection with everything that the client has not read."""
         self._abort()
-        await self._gone()
+        await self._disconnected()
 
     async def _start(self, status: int, content_type: bytes, headers: Mapping[str, str]) -> None:
         self.started = True
         all_headers = dict(headers)
         if self.request_id:
-            # A header's value neither begins nor ends with blanks.
+            # The value of a header must not begin or end with whitespace.
             all_headers["x-request-id"] = self.request_id.strip()
         pairs = [(name.encode(), value.encode("latin-1", "replace")) for name, value in all_headers.items()]
         start: Message = {"type": "http.response.start", "status": status}
         await self._send({**start, "headers": [(b"content-type", content_type), *pairs]})
 
-    async def _gone(self) -> None:
+    async def _disconnected(self) -> None:
         while (await self._receive())["type"] != "http.disconnect":
             pass
 
@@ -218,11 +231,16 @@ Handler = Callable[[Exchange], Awaitable[None]]
 
 
 class Endpoints:
-    """What the endpoints of one process share; makes an ASGI application of a handler."""
+    """Shared state of the endpoints of one process; wraps a handler as an ASGI application."""
 
     def __init__(self, calls: CallsInProgress, on_outcome: Callable[[str, str], None], principals: Principals) -> None:
-        """`calls` bounds how many are in progress; `on_outcome` is told path and gRPC code of each; `principals` says
-        who calls."""
+        """Create the endpoints.
+
+        Args:
+            calls: limits the number of concurrent calls.
+            on_outcome: called with the path and gRPC code of each finished call.
+            principals: authenticates callers.
+        """
         self._principals = principals
         self._calls = calls
         self._on_outcome = on_outcome
@@ -232,11 +250,11 @@ class Endpoints:
         self._idle.set()
 
     def endpoint(self, name: str, handler: Handler) -> "Endpoint":
-        """The application for one path; `name` is the path as metrics have it."""
+        """Return the application for one path; `name` is the path in metrics."""
         return Endpoint(self, name, handler)
 
     async def drain(self, grace_s: float) -> None:
-        """Refuses what is new; what is in progress may end within the grace period, then it is cancelled."""
+        """Reject new calls, let running ones finish within the grace period, then cancel them."""
         self._stopping = True
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._idle.wait(), grace_s)
@@ -246,7 +264,7 @@ class Endpoints:
         await asyncio.gather(*live, return_exceptions=True)
 
     async def serve(self, name: str, handler: Handler, exchange: Exchange) -> None:
-        """Runs a handler and answers its errors."""
+        """Run a handler and answer with its errors."""
         task = asyncio.current_task()
         assert task is not None
         self._live.add(task)
@@ -263,10 +281,10 @@ class Endpoints:
                 self._idle.set()
 
     async def _outcome(self, name: str, handler: Handler, exchange: Exchange) -> QuireError | None:
-        """Why the handler failed; None when it did not."""
+        """Return the error of the handler, or None."""
         code, failure = _CANCELLED, None
         try:
-            with self._calls.one_more():
+            with self._calls.track():
                 if self._stopping:
                     raise _shutting_down()
                 authorization = exchange.headers.get("authorization", "")
@@ -294,7 +312,7 @@ class Endpoints:
 
 
 class Endpoint:
-    """An ASGI application."""
+    """ASGI application of one path."""
 
     def __init__(self, endpoints: Endpoints, name: str, handler: Handler) -> None:
         self._endpoints = endpoints
@@ -302,21 +320,21 @@ class Endpoint:
         self._handler = handler
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serves one request."""
+        """Serve one request."""
         exchange = Exchange(scope, receive, send, route=self._name)
         await self._endpoints.serve(self._name, self._handler, exchange)
 
 
 def _loop_time(deadline: float | None) -> float | None:
-    """The event loop's time at a monotonic time."""
+    """Return the event loop's time that corresponds to a monotonic time."""
     if deadline is None:
         return None
     return asyncio.get_running_loop().time() + deadline - time.monotonic()
 
 
 def _too_large() -> errors.TooLargeError:
-    return errors.TooLargeError(f"the body is larger than {MAX_BODY_BYTES} bytes")
+    return errors.TooLargeError(f"body: larger than {MAX_BODY_BYTES} bytes; split the request")
 
 
 def _shutting_down() -> NotReadyError:
-    return NotReadyError("the service is shutting down", retry_ms=RETRY_MS)
+    return NotReadyError("the service is shutting down; try again later", retry_ms=RETRY_MS)

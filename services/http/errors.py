@@ -1,7 +1,7 @@
-"""Errors in OpenAI's form: a JSON object with message, type, param and code, under the right HTTP status.
+"""Errors in OpenAI's form: a JSON object with message, type, param and code, and an HTTP status.
 
-Statuses follow from the gRPC codes that the errors carry. 429 and 503 say in Retry-After when to try again. `code` is
-the stable reason that gRPC clients find in ErrorInfo, in lower case.
+The status follows from the error's gRPC code. 429 and 503 carry Retry-After. `code` is the stable reason that gRPC
+clients find in ErrorInfo, in lower case.
 """
 
 import math
@@ -26,7 +26,7 @@ _STATUS = {
     "NOT_FOUND": 404,
     "ABORTED": 408,
     "ALREADY_EXISTS": 409,
-    # Neither the client, who would not be here to read it, nor a fault: OpenAI's clients must not try it again.
+    # Cancelled by the server or an operator. OpenAI's clients must not retry it.
     "CANCELLED": 410,
     "RESOURCE_EXHAUSTED": 429,
     "UNAVAILABLE": 503,
@@ -45,16 +45,23 @@ class ErrorBody(TypedDict):
 
 
 class ErrorAnswer(TypedDict):
-    """What an unsuccessful request is answered with."""
+    """Body of an error response."""
 
     error: ErrorBody
 
 
 class TooLargeError(QuireError):
-    """The body is larger than the server reads."""
+    """The body exceeds the maximum size."""
 
     code = "OUT_OF_RANGE"
     reason = "REQUEST_TOO_LARGE"
+
+
+class ContentTypeError(QuireError):
+    """The Content-Type is not application/json."""
+
+    code = "INVALID_ARGUMENT"
+    reason = "UNSUPPORTED_MEDIA_TYPE"
 
 
 class SlowBodyError(QuireError):
@@ -64,29 +71,32 @@ class SlowBodyError(QuireError):
     reason = "SLOW_BODY"
 
 
+_OWN_STATUS: dict[type[QuireError], int] = {TooLargeError: 413, ContentTypeError: 415}
+
+
 def status_of(error: QuireError) -> int:
-    """The HTTP status of an error."""
-    return 413 if isinstance(error, TooLargeError) else _STATUS.get(error.code, 500)
+    """Return the HTTP status of an error."""
+    return _OWN_STATUS.get(type(error)) or _STATUS.get(error.code, 500)
 
 
 def answer_of(error: QuireError) -> ErrorAnswer:
-    """The body of an error."""
+    """Return the body of an error."""
     return make_answer(status_of(error), error.message, param=_param(error), code=error.reason.lower())
 
 
 def make_answer(status: int, message: str, *, param: str | None = None, code: str | None = None) -> ErrorAnswer:
-    """An error's body under a status."""
+    """Return the body of an error with this status."""
     kind = _TYPES.get(status) or ("invalid_request_error" if status < 500 else "server_error")
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
 def headers_of(error: QuireError) -> dict[str, str]:
-    """The headers that an error adds."""
+    """Return the additional headers of an error."""
     return {} if error.retry_ms is None else {"retry-after": str(max(1, math.ceil(error.retry_ms / 1000)))}
 
 
-def renamed(error: QuireError, name: Callable[[str], str]) -> QuireError:
-    """The error with its fields called as in HTTP; `name` maps a field's path in the proto."""
+def with_http_names(error: QuireError, name: Callable[[str], str]) -> QuireError:
+    """Return the error with HTTP field names; `name` maps a field's path in the proto."""
     if isinstance(error, InvalidRequestError):
         return InvalidRequestError(*(FieldViolation(name(v.field), v.description) for v in error.violations))
     if isinstance(error, UnsupportedFieldError):

@@ -1,7 +1,7 @@
-"""`/v1/completions` and `/v1/chat/completions`: requests for the generator, and its answers on their way out."""
+"""`/v1/completions` and `/v1/chat/completions`: runs requests with the generator and writes its answers."""
 
 import asyncio
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -12,7 +12,7 @@ from services.generation import Generator
 from services.http.answers import Answer
 from services.http.bodies import parse
 from services.http.endpoint import Exchange
-from services.http.errors import renamed
+from services.http.errors import with_http_names
 from services.http.identity import check_model, choose_request_id
 from services.http.logprobs import Logprobs
 from services.http.prompts import Prepared, prepare_chat, prepare_completion, prompts_of
@@ -24,16 +24,16 @@ from shared.errors import FieldViolation, InvalidRequestError, QuireError, Stall
 
 
 class GenerationEndpoints:
-    """The two of them."""
+    """Endpoints of completions and chat completions."""
 
     def __init__(self, services: Services, generator: Generator, tool_style: str) -> None:
-        """`tool_style` is the form in which the served model writes calls; empty when it knows none."""
+        """Create the endpoints; `tool_style` is the model's form of tool calls, empty for none."""
         self._services = services
         self._generator = generator
         self._tool_style = tool_style
 
     async def complete(self, exchange: Exchange) -> None:
-        """`/v1/completions`."""
+        """Serve `/v1/completions`."""
         body = parse(CompletionBody, await exchange.body())
         request_id = choose_request_id(exchange, body)
         prompts = prompts_of(body.prompt)
@@ -47,16 +47,16 @@ class GenerationEndpoints:
             echo=body.echo,
             only_prompt=body.only_prompt,
         )
-        await exchange.until_gone(self._run(exchange, body, answer, prepared))
+        await exchange.run_until_disconnect(self._run(exchange, body, answer, prepared))
 
     async def chat(self, exchange: Exchange) -> None:
-        """`/v1/chat/completions`."""
+        """Serve `/v1/chat/completions`."""
         body = parse(ChatBody, await exchange.body())
         request_id = choose_request_id(exchange, body)
         prepared = prepare_chat(body, request_id, style=self._tool_style)
         top_logprobs = (body.top_logprobs or 0) if body.logprobs else None
         answer = self._answer(body, f"chatcmpl-{request_id}", [prepared], top_logprobs=top_logprobs, chat=True)
-        await exchange.until_gone(self._run(exchange, body, answer, [prepared]))
+        await exchange.run_until_disconnect(self._run(exchange, body, answer, [prepared]))
 
     def _answer(
         self,
@@ -70,7 +70,7 @@ class GenerationEndpoints:
         chat: bool = False,
     ) -> Answer:
         if body.stream_options is not None and not body.stream:
-            raise InvalidRequestError(FieldViolation("stream_options", "needs stream to be true"))
+            raise InvalidRequestError(FieldViolation("stream_options", "requires stream; set stream to true"))
         check_model(self._services, body.model)
         calls = prepared[0].calls
         parsers = ForcedCalls if calls == "forced" else partial(parser_of, calls)
@@ -106,33 +106,40 @@ class GenerationEndpoints:
 
         caller = exchange.caller()
         if len(prepared) == 1:
-            await self._generate(caller, prepared[0], partial(write, 0))
+            await self._generate(caller, prepared[0], partial(write, 0), partial(answer.count_prompt, 0))
         else:
             with request_span(self._services.tracer, caller.traceparent, caller.operation):
                 part = replace(caller, operation=part_of(caller.operation, "prompt"))
                 await self._generate_all(
-                    [self._generate(part, each, partial(write, number)) for number, each in enumerate(prepared)]
+                    [
+                        self._generate(part, each, partial(write, number), partial(answer.count_prompt, number))
+                        for number, each in enumerate(prepared)
+                    ]
                 )
         if not body.stream:
             await exchange.answer(whole.result())
             return
-        # While a stream lives, the generator sees to it that its reader takes what there is.
+        # While a stream is live, the generator detects a stalled reader.
         try:
             async with asyncio.timeout(self._services.config.stall_timeout_s or None):
                 if answer.options.include_usage:
                     await exchange.event(answer.usage_chunk())
                 await exchange.end_events()
         except TimeoutError:
-            raise StalledReaderError("the client took no data for too long") from None
+            raise StalledReaderError(
+                "the client read no data for too long; read the stream without long pauses"
+            ) from None
 
-    async def _generate(self, caller: Caller, prepared: Prepared, send: Send) -> None:
+    async def _generate(
+        self, caller: Caller, prepared: Prepared, send: Send, prompt_counted: Callable[[int], None]
+    ) -> None:
         try:
-            await self._generator.run(prepared.request, caller, send)
+            await self._generator.run(prepared.request, caller, send, prompt_counted=prompt_counted)
         except QuireError as error:
-            raise renamed(error, prepared.names) from None
+            raise with_http_names(error, prepared.names) from None
 
     async def _generate_all(self, calls: Sequence[Coroutine[None, None, None]]) -> None:
-        """Runs several prompts at once; the first error ends all."""
+        """Run several prompts concurrently; the first error cancels all."""
         try:
             async with asyncio.TaskGroup() as tasks:
                 for call in calls:

@@ -1,4 +1,4 @@
-"""Which model a request names, and by which id the request goes."""
+"""Model name and request id of an HTTP request."""
 
 from services.context import Services
 from services.http.endpoint import Exchange
@@ -11,23 +11,23 @@ REQUEST_ID_HEADER = "x-request-id"
 
 
 def check_model(services: Services, name: str) -> str:
-    """The served model's name.
+    """Return the name of the served model.
 
     Raises:
-        ModelNotFoundError: `name` is another one.
-        NotReadyError: nothing is served yet.
+        ModelNotFoundError: `name` is another model.
+        NotReadyError: no model is served yet.
     """
     served = services.served_model().name
     if name not in ("", served):
-        raise ModelNotFoundError(f"the model {name!r} does not exist; this server serves {served!r}")
+        raise ModelNotFoundError(f"model: {name!r} does not exist; use {served!r}")
     return served
 
 
 def choose_request_id(exchange: Exchange, body: QueuedBody) -> str:
-    """The request's id, by body, header or lot; the answer's header will have it.
+    """Return the request's id: from the body, from the header, or a random one.
 
     Raises:
-        InvalidRequestError: it is none. No header of the answer could hold it, either.
+        InvalidRequestError: the id is not valid in a response header.
     """
     request_id = body.request_id or exchange.headers.get(REQUEST_ID_HEADER, "") or draw_request_id()
     violations = tuple(check_request_id(request_id))

@@ -1,4 +1,4 @@
-"""Log-probabilities as OpenAI's chat, OpenAI's completions and vLLM's `prompt_logprobs` write them."""
+"""Log-probabilities in the forms of OpenAI's chat, OpenAI's completions and vLLM's `prompt_logprobs`."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -7,24 +7,24 @@ from typing import Any
 from quire.v1 import generation_pb2 as v1
 from services.detokenizer import Detokenizer
 
-_LEAST = -9999.0
-"""JSON knows no infinity; this is what OpenAI writes for a probability of nothing."""
+_MIN_LOGPROB = -9999.0
+"""Stands for minus infinity, which JSON lacks; OpenAI uses the same value."""
 
 
 class TextOffsets:
-    """Where in a text each of its tokens begins, in characters.
+    """Start of each token in the text, in characters.
 
-    That is behind all characters that the tokens before it have completed, whichever message brings their text: a token
-    that goes on with a character begins where the character does, and one that the text leaves out takes none of it.
+    A token starts after all characters that earlier tokens have completed, whichever message contains their text. A
+    token that continues a character starts where the character does. A token without text takes no characters.
     """
 
     def __init__(self, detokenizer: Detokenizer, start: int) -> None:
-        """For the tokens that `detokenizer` makes a text of, `start` characters into the answer."""
+        """Create offsets for a text that begins `start` characters into the answer."""
         self._detokenizer = detokenizer
         self._length = start
 
     def of(self, token_ids: Iterable[int]) -> list[int]:
-        """Those of the tokens that come next."""
+        """Return the offsets of the next tokens."""
         return [self._begin(token_id) for token_id in token_ids]
 
     def _begin(self, token_id: int) -> int:
@@ -35,13 +35,13 @@ class TextOffsets:
 
 @dataclass(frozen=True, slots=True)
 class Logprobs:
-    """What a request wants to see of them.
+    """Requested form of log-probabilities.
 
     Args:
         top: alternatives per token.
-        tokens_as_ids: tokens are called by their ids.
-        token_bytes: what a token stands for.
-        detokenizer: makes what turns the tokens of one text into it.
+        tokens_as_ids: name tokens by their ids.
+        token_bytes: maps a token id to its bytes.
+        detokenizer: creates the detokenizer of one text.
     """
 
     top: int
@@ -50,15 +50,15 @@ class Logprobs:
     detokenizer: Callable[[], Detokenizer]
 
     def offsets(self, start: int = 0) -> TextOffsets:
-        """The places of a choice's tokens, of which the first begins at `start` characters."""
+        """Return the offsets of a choice whose first token begins at `start` characters."""
         return TextOffsets(self.detokenizer(), start)
 
     def of_chat(self, positions: Sequence[v1.TokenLogprobs]) -> dict[str, Any]:
-        """The form of chat completions."""
+        """Return the form of chat completions."""
         return {"content": [self._position(each) for each in positions]}
 
     def of_text(self, positions: Sequence[v1.TokenLogprobs], offsets: list[int]) -> dict[str, Any]:
-        """The form of completions; `offsets` is where in the answer each of these tokens begins."""
+        """Return the form of completions; `offsets` holds the start of each token in the answer."""
         tokens, scores, tops = [], [], []
         for position in positions:
             known = position.token.rank > 0
@@ -75,7 +75,7 @@ class Logprobs:
         }
 
     def of_echo(self, prompt: v1.Prompt) -> dict[str, Any]:
-        """The same of a prompt that is part of the text; its first token has none, but a name."""
+        """Return the form of completions for an echoed prompt; its first token has no log-probability."""
         positions = list(prompt.logprobs)
         for token_id, position in zip(prompt.token_ids, positions, strict=True):
             if not position.HasField("token"):
@@ -94,7 +94,7 @@ class Logprobs:
 
 
 def prompt_logprobs(prompt: v1.Prompt) -> list[dict[str, Any] | None]:
-    """vLLM's form: alternatives by token id; None for the first token."""
+    """Return vLLM's form: alternatives by token id; None for the first token."""
     return [_by_id(each) if each.token.rank else None for each in prompt.logprobs]
 
 
@@ -110,4 +110,4 @@ def _by_id(position: v1.TokenLogprobs) -> dict[str, Any]:
 
 
 def _finite(logprob: float) -> float:
-    return max(logprob, _LEAST)
+    return max(logprob, _MIN_LOGPROB)

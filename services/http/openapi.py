@@ -1,4 +1,4 @@
-"""The API described by itself: `/openapi.json`, and `/docs` for people, without anything from elsewhere."""
+"""Description of the API: `/openapi.json`, and `/docs` for people, without external resources."""
 
 from functools import cache
 from typing import Any
@@ -114,23 +114,24 @@ _ANSWERS: dict[str, dict[str, Any]] = {
     ),
 }
 _ERRORS = {
-    400: "a field is wrong or not supported; `param` names it",
-    401: "nobody has this token",
-    403: "the token's owner may not act for this tenant or cache scope",
-    404: "no model of that name is served",
-    408: "the body, or the reader, was too slow",
+    400: "a field is invalid or not supported; `param` names it",
+    401: "the token is missing or unknown",
+    403: "the principal may not act for this tenant or cache scope; or Host or Origin is not allowed",
+    404: "no model with this name is served",
+    408: "the body arrived too slowly, or the client read the answer too slowly",
     409: "a live request has the same id",
     410: "the request was cancelled by an operator",
     413: "the body is larger than 8 MiB",
-    429: "too much is waiting or in progress; try again after Retry-After",
-    500: "a fault of the server",
-    503: "no worker is there, or the service is stopping; try again after Retry-After",
+    415: "the Content-Type is not application/json",
+    429: "too many requests are waiting or in progress; try again after Retry-After",
+    500: "internal server error",
+    503: "no worker is available, or the service is shutting down; try again after Retry-After",
     504: "the deadline in X-Request-Timeout passed",
 }
 _TIMEOUT = {
     "name": "X-Request-Timeout",
     "in": "header",
-    "description": "seconds until 504",
+    "description": "seconds until the request ends with 504",
     "schema": {"type": "number", "exclusiveMinimum": 0, "maximum": 31_536_000},
 }
 _POSTS: list[tuple[str, str, type[Body], str, bool]] = [
@@ -146,15 +147,15 @@ _GETS = [
     ("/version", "The server's version", "Version", ""),
 ]
 _TEXTS = [
-    ("/health", "The process lives"),
-    ("/ready", "Requests would be served now (503: not)"),
+    ("/health", "Liveness: the process runs"),
+    ("/ready", "Readiness: requests would be served now (503 otherwise)"),
     ("/metrics", "Prometheus metrics of the whole service"),
 ]
 
 
 @cache
 def describe() -> dict[str, Any]:
-    """The OpenAPI document."""
+    """Return the OpenAPI document."""
     _, definitions = models_json_schema([(body, "validation") for _, _, body, _, _ in _POSTS], ref_template=_REF)
     paths: dict[str, Any] = {}
     for path, summary, body, answer, streams in _POSTS:
@@ -164,14 +165,14 @@ def describe() -> dict[str, Any]:
     for path, summary in _TEXTS:
         responses = {"200": {"description": "yes", "content": {"text/plain": {"schema": _STRING}}}}
         if path == "/ready":
-            responses["503"] = {"description": "not yet", "content": {"text/plain": {"schema": _STRING}}}
+            responses["503"] = {"description": "not ready", "content": {"text/plain": {"schema": _STRING}}}
         paths[path] = {"get": {"summary": summary, "responses": responses}}
     return {
         "openapi": "3.1.0",
         "info": {
             "title": "Quire",
             "version": __version__,
-            "description": "Large language models over HTTP, as OpenAI's clients expect it. gRPC offers more.",
+            "description": "OpenAI-compatible HTTP API. The gRPC API offers more.",
         },
         "paths": paths,
         "components": {"schemas": {**definitions["$defs"], **_ANSWERS}},

@@ -1,7 +1,7 @@
-"""Probes and scrapes: `/health`, `/ready`, `/metrics`, `/version`.
+"""Probes and metrics: `/health`, `/ready`, `/metrics`, `/version`.
 
-`/metrics` shows the whole scheduler service, whichever of its front ends is asked: the core merges what all processes
-report. When the core does not answer, the front end shows its own.
+`/metrics` shows the whole scheduler service on every front end, because the core merges the metrics of all processes.
+If the core does not answer, the front end shows only its own.
 """
 
 from collections.abc import Awaitable, Callable
@@ -25,7 +25,7 @@ def probe_routes(
     snapshot: Callable[[float], Awaitable[Families | None]],
     own_families: Callable[[], Families],
 ) -> list[Route]:
-    """The routes."""
+    """Return the routes."""
 
     async def health(_request: Request) -> Response:
         return PlainTextResponse("ok\n")

@@ -1,4 +1,4 @@
-"""Prompts of HTTP requests: completions and conversations as `GenerateRequest`, with how to read what comes back."""
+"""Converts completion and chat requests to `GenerateRequest`."""
 
 import json
 from collections.abc import Iterable, Sequence
@@ -20,11 +20,11 @@ class Prepared:
     request: v1.GenerateRequest
     names: FieldNames
     calls: str = ""
-    """Which calls the answer may hold: none, "forced", or the style in which the model writes them."""
+    """Tool calls in the answer: empty for none, "forced", or the model's own style."""
 
 
 def prompts_of(prompt: str | list[int] | list[str] | list[list[int]]) -> list[Prompt]:
-    """The prompts, one or several."""
+    """Return the list of prompts."""
     if isinstance(prompt, str):
         return [prompt]
     ids = [each for each in prompt if isinstance(each, int)]
@@ -32,13 +32,13 @@ def prompts_of(prompt: str | list[int] | list[str] | list[list[int]]) -> list[Pr
 
 
 def prepare_completion(body: CompletionBody, prompt: Prompt, request_id: str) -> Prepared:
-    """One prompt of a completion.
+    """Return the request for one prompt of a completion.
 
     Raises:
-        InvalidRequestError: fields that contradict each other.
+        InvalidRequestError: fields contradict each other.
     """
     if body.best_of not in (None, body.n):
-        raise InvalidRequestError(FieldViolation("best_of", "not supported: nothing is ranked; give n"))
+        raise InvalidRequestError(FieldViolation("best_of", "not supported; generate n choices and rank them yourself"))
     request = v1.GenerateRequest()
     fill_common(request, body, request_id)
     if isinstance(prompt, str):
@@ -46,14 +46,14 @@ def prepare_completion(body: CompletionBody, prompt: Prompt, request_id: str) ->
     else:
         request.token_ids.ids.extend(prompt)
     if body.max_tokens is not None:
-        # Who wants nothing but the prompt's own log-probabilities asks for no token; one is computed and not shown.
+        # A request for the prompt's log-probabilities alone sets max_tokens to 0; one token is generated and not shown.
         request.stop.max_tokens = 1 if body.only_prompt else body.max_tokens
     if body.logprobs is not None:
         request.output.logprobs = body.logprobs
     if body.echo or body.return_token_ids:
         request.output.echo = True
     if body.echo and body.logprobs is not None and body.prompt_logprobs is None:
-        # As in OpenAI's own: what is echoed has log-probabilities as well.
+        # As in OpenAI's API, the echoed prompt has log-probabilities as well.
         request.output.prompt_logprobs = body.logprobs
     constraint = fill_grammar(request, body)
     return Prepared(
@@ -62,10 +62,10 @@ def prepare_completion(body: CompletionBody, prompt: Prompt, request_id: str) ->
 
 
 def prepare_chat(body: ChatBody, request_id: str, *, style: str) -> Prepared:
-    """A conversation. `style` is the form in which the served model writes calls; empty when it knows none.
+    """Return the request for a conversation; `style` is the model's form of tool calls, empty for none.
 
     Raises:
-        InvalidRequestError: fields that contradict each other.
+        InvalidRequestError: fields contradict each other.
     """
     request = v1.GenerateRequest()
     fill_common(request, body, request_id)
@@ -80,14 +80,16 @@ def prepare_chat(body: ChatBody, request_id: str, *, style: str) -> Prepared:
     if body.logprobs:
         request.output.logprobs = body.top_logprobs or 0
     elif body.top_logprobs:
-        raise InvalidRequestError(FieldViolation("top_logprobs", "needs logprobs to be true"))
+        raise InvalidRequestError(FieldViolation("top_logprobs", "requires logprobs; set logprobs to true"))
     if body.return_token_ids:
         request.output.echo = True
     constraint = fill_grammar(request, body)
     calls = ""
     if forced:
         if constraint:
-            raise InvalidRequestError(FieldViolation("tool_choice", f"a call that must be made excludes {constraint}"))
+            raise InvalidRequestError(
+                FieldViolation("tool_choice", f"cannot be combined with {constraint}; remove one of them")
+            )
         schema = forced_calls([tool.function for tool in forced], parallel=_parallel(body))
         request.grammar.json_schema = json.dumps(schema)
         constraint, calls = "tools", "forced"
@@ -96,8 +98,8 @@ def prepare_chat(body: ChatBody, request_id: str, *, style: str) -> Prepared:
             raise InvalidRequestError(
                 FieldViolation(
                     "tools",
-                    "the served model's chat template knows no tools; with tool_choice 'required' or a named function"
-                    " any model calls one",
+                    "the served model's chat template does not support tools; set tool_choice to 'required' or to a"
+                    " named function",
                 )
             )
         calls = style
@@ -119,10 +121,10 @@ def prepare_chat(body: ChatBody, request_id: str, *, style: str) -> Prepared:
 def fill_chat(
     chat: v1.ChatInput, messages: Iterable[Message], tools: Sequence[Tool], variables: JsonObject | None
 ) -> None:
-    """Writes a conversation."""
+    """Write the messages, tools and template variables into `chat`."""
     for message in messages:
         turn = chat.messages.add()
-        # What OpenAI now calls developer is what templates know as system.
+        # Templates know OpenAI's role developer as system.
         turn.role = "system" if message.role == "developer" else message.role
         turn.content = _text(message)
         turn.name = message.name or ""
@@ -136,11 +138,13 @@ def fill_chat(
 
 
 def _choose_tools(body: ChatBody) -> tuple[list[Tool], list[Tool]]:
-    """The tools that the model is shown, and those of which it must call one."""
+    """Return the tools shown to the model, and those of which it must call one."""
     tools, choice = body.tools or [], body.tool_choice
     if not tools:
         if choice not in (None, "none"):
-            raise InvalidRequestError(FieldViolation("tool_choice", "needs tools"))
+            raise InvalidRequestError(
+                FieldViolation("tool_choice", "requires tools; add tools or set tool_choice to 'none'")
+            )
         return [], []
     if choice == "none":
         return [], []
@@ -148,7 +152,10 @@ def _choose_tools(body: ChatBody) -> tuple[list[Tool], list[Tool]]:
         named = [tool for tool in tools if tool.function.name == choice.function.name]
         if not named:
             raise InvalidRequestError(
-                FieldViolation("tool_choice.function.name", f"{choice.function.name!r} is none of the tools")
+                FieldViolation(
+                    "tool_choice.function.name",
+                    f"no tool is named {choice.function.name!r}; give the name of one of tools",
+                )
             )
         return tools, named
     return tools, tools if choice == "required" else []

@@ -1,4 +1,4 @@
-"""What completions and chat ask for in common, as a `GenerateRequest`; how the proto's fields are called in HTTP."""
+"""Converts the fields that completions and chat share to `GenerateRequest`, and maps field names back."""
 
 import json
 from collections.abc import Iterator
@@ -21,11 +21,11 @@ _NAMES = {
     "scheduling.total_time_target": "total_time_target_s",
     "scheduling.cache_scope": "cache_salt",
 }
-"""Fields whose name is not the last part of their path in the proto."""
+"""HTTP names of proto fields whose name differs from the last part of their path."""
 
 
 def field_names(given: dict[str, str] | None = None) -> "FieldNames":
-    """Names for one request; `given` says under which of several possible fields it wrote what."""
+    """Return the field names of one request; `given` overrides names for this request."""
     return FieldNames(_NAMES | (given or {}))
 
 
@@ -36,7 +36,7 @@ class FieldNames:
         self._names = names
 
     def __call__(self, path: str) -> str:
-        """The name; positions in lists are kept."""
+        """Return the HTTP name; list indices are kept."""
         for prefix in _prefixes(path):
             if prefix in self._names:
                 return self._names[prefix] + path[len(prefix) :]
@@ -44,7 +44,7 @@ class FieldNames:
 
 
 def fill_common(request: v1.GenerateRequest, body: SamplingBody, request_id: str) -> None:
-    """Writes everything but prompt, lengths, log-probabilities and grammar."""
+    """Write all fields except prompt, lengths, log-probabilities and grammar."""
     request.request_id = request_id
     request.model = body.model
     sampling, stop, output = request.sampling, request.stop, request.output
@@ -79,8 +79,8 @@ def fill_common(request: v1.GenerateRequest, body: SamplingBody, request_id: str
 
 
 def fill_scheduling(scheduling: v1.SchedulingOptions, body: QueuedBody) -> None:
-    """Writes how a request is treated in the queue."""
-    # There as in vLLM, where lower runs first.
+    """Write the scheduling options."""
+    # HTTP follows vLLM, where lower values run first.
     scheduling.priority = -body.priority
     scheduling.tenant = body.tenant or ""
     scheduling.request_class = body.request_class or ""
@@ -92,15 +92,15 @@ def fill_scheduling(scheduling: v1.SchedulingOptions, body: QueuedBody) -> None:
 
 
 def fill_grammar(request: v1.GenerateRequest, body: SamplingBody) -> str:
-    """Writes what the answer must conform to; the name of the field that says so, empty when none does.
+    """Write the grammar; return the name of its field, empty without one.
 
     Raises:
-        InvalidRequestError: there are several.
+        InvalidRequestError: several constraints are given.
     """
     constraints = list(_constraints(body))
     if len(constraints) > 1:
-        given = ", ".join(name for name, _ in constraints)
-        raise InvalidRequestError(FieldViolation(constraints[1][0], f"give one constraint, not several ({given})"))
+        (first, _), (second, _) = constraints[:2]
+        raise InvalidRequestError(FieldViolation(second, f"cannot be combined with {first}; give one constraint"))
     for name, grammar in constraints:
         request.grammar.CopyFrom(grammar)
         return name
@@ -113,7 +113,7 @@ def _constraints(body: SamplingBody) -> Iterator[tuple[str, v1.Grammar]]:
         yield "response_format", v1.Grammar(json_object=True)
     elif form is not None and form.type == "json_schema":
         if form.json_schema is None:
-            raise InvalidRequestError(FieldViolation("response_format.json_schema", "missing; give it the schema"))
+            raise InvalidRequestError(FieldViolation("response_format.json_schema", "missing; it is required"))
         yield "response_format", v1.Grammar(json_schema=json.dumps(form.json_schema.schema_))
     yield from _from_vllm(
         "guided_", body.guided_json, body.guided_regex, body.guided_choice, body.guided_grammar, json_object=None
@@ -158,7 +158,7 @@ def _duration(seconds: float) -> Duration:
 
 
 def _prefixes(path: str) -> Iterator[str]:
-    """The path, then what is before each of its brackets and dots, from the right."""
+    """Yield the path, then its prefixes before each bracket and dot, longest first."""
     yield path
     for position in range(len(path) - 1, 0, -1):
         if path[position] in ".[":

@@ -1,9 +1,8 @@
-"""What HTTP requests may hold: OpenAI's fields, those that vLLM adds, and a few of our own.
+"""Bodies of HTTP requests: OpenAI's fields, those of vLLM, and a few of Quire's own.
 
-Types and what can be said field by field are checked here; ranges that gRPC clients meet as well are checked where
-theirs are. A field that is null counts as absent. A field that is not listed is refused, because a misspelt option that
-is ignored costs its sender more than an error. Fields that are *accepted without effect* belong to the API and change
-nothing here.
+Types and per-field limits are checked here; ranges that also apply to gRPC clients are checked in
+`services.validation`. A null field counts as absent. Unknown fields are rejected, because a misspelt option that is
+ignored costs the client more than an error. Fields *accepted without effect* belong to the API and change nothing here.
 """
 
 from typing import Annotated, Any, Literal
@@ -44,7 +43,7 @@ class FunctionDefinition(Body):
 
     name: str = Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")
     description: str | None = None
-    parameters: JsonObject | None = Field(default=None, description="JSON schema of the arguments, an object's")
+    parameters: JsonObject | None = Field(default=None, description="JSON schema of the arguments, of type object")
     strict: bool | None = Field(
         default=None, description="accepted without effect: forced calls always follow the schema"
     )
@@ -82,7 +81,9 @@ class TextPart(Body):
 class Message(Body):
     """One turn of a conversation."""
 
-    role: str = Field(min_length=1, max_length=64, description="system, developer (the same), user, assistant or tool")
+    role: str = Field(
+        min_length=1, max_length=64, description="system, developer (same as system), user, assistant or tool"
+    )
     content: str | list[TextPart] | None = None
     name: str | None = None
     tool_calls: list[MadeCall] | None = None
@@ -92,7 +93,7 @@ class Message(Body):
 
 
 class NamedFunction(Body):
-    """A function by name."""
+    """Name of a function."""
 
     name: str
 
@@ -114,7 +115,7 @@ class NamedSchema(Body):
 
 
 class ResponseFormat(Body):
-    """What the answer must be."""
+    """Required form of the answer."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: NamedSchema | None = None
@@ -131,23 +132,25 @@ class StructuredOutputs(Body):
 
 
 class StreamOptions(Body):
-    """What a stream carries beside the answer."""
+    """Options of a stream."""
 
     include_usage: bool = False
-    continuous_usage_stats: bool = Field(default=False, description="usage in every chunk")
+    continuous_usage_stats: bool = Field(
+        default=False, description="report the usage so far in every chunk; requires include_usage"
+    )
 
 
 class QueuedBody(Body):
-    """What all requests that a worker computes have in common."""
+    """Common fields of all requests that a worker computes."""
 
-    model: str = Field(default="", max_length=256, description="empty: the model that is served")
+    model: str = Field(default="", max_length=256, description="empty: the served model")
     truncate_prompt_tokens: Annotated[int, Field(ge=1, le=_MAX_UINT32)] | None = None
     request_id: str | None = Field(default=None, max_length=128)
     priority: Annotated[int, Field(ge=-100, le=100)] = Field(
-        default=0, description="lower runs first, as in vLLM: the negative of gRPC's"
+        default=0, description="lower values run first, as in vLLM; the negative of the gRPC field"
     )
     cache_salt: str | None = Field(
-        default=None, description="requests share cached prefixes with those of the same salt only"
+        default=None, description="requests share cached prefixes only with requests of the same salt"
     )
     tenant: str | None = None
     request_class: str | None = None
@@ -157,7 +160,7 @@ class QueuedBody(Body):
 
 
 class SamplingBody(QueuedBody):
-    """What completions and chat have in common."""
+    """Common fields of completions and chat."""
 
     stream: bool = False
     stream_options: StreamOptions | None = None
@@ -184,7 +187,9 @@ class SamplingBody(QueuedBody):
     skip_special_tokens: bool = True
     prompt_logprobs: Uint32 | None = None
     return_token_ids: bool = False
-    return_tokens_as_token_ids: bool = Field(default=False, description='tokens in log-probabilities read "token_id:7"')
+    return_tokens_as_token_ids: bool = Field(
+        default=False, description='write tokens in log-probabilities as "token_id:7"'
+    )
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     guided_json: JsonObject | str | None = None
@@ -197,13 +202,13 @@ class SamplingBody(QueuedBody):
     service_tier: JsonValue = Field(default=None, description="accepted without effect")
     safety_identifier: JsonValue = Field(default=None, description="accepted without effect")
     prompt_cache_key: JsonValue = Field(
-        default=None, description="accepted without effect: prefixes are found by content"
+        default=None, description="accepted without effect: cached prefixes are found by content"
     )
     spaces_between_special_tokens: JsonValue = Field(default=None, description="accepted without effect")
 
 
 class CompletionBody(SamplingBody):
-    """A prompt to continue, or several."""
+    """One or several prompts to continue."""
 
     prompt: (
         str
@@ -214,12 +219,12 @@ class CompletionBody(SamplingBody):
     echo: bool = False
     logprobs: Uint32 | None = None
     best_of: Annotated[int, Field(ge=1, le=128)] | None = Field(
-        default=None, description="only n itself: nothing is ranked"
+        default=None, description="must equal n: choices are not ranked"
     )
 
     @property
     def only_prompt(self) -> bool:
-        """Whether the prompt is all that is to come back, as evaluations want it for its log-probabilities."""
+        """Whether only the prompt is returned, which evaluations use for its log-probabilities."""
         return self.echo and self.max_tokens == 0
 
 
@@ -236,11 +241,11 @@ class ChatBody(SamplingBody):
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     chat_template_kwargs: JsonObject | None = None
-    reasoning_effort: str | None = Field(default=None, description="a variable of the chat template")
+    reasoning_effort: str | None = Field(default=None, description="passed to the chat template as a variable")
 
 
 class EmbeddingBody(QueuedBody):
-    """A text to turn into a vector, or several."""
+    """One or several texts to embed."""
 
     input: (
         str
@@ -249,13 +254,13 @@ class EmbeddingBody(QueuedBody):
         | Annotated[list[Annotated[list[TokenId], Field(min_length=1)]], Field(min_length=1, max_length=MAX_INPUTS)]
     ) = Field(description="text, token ids, or up to 2048 of either")
     encoding_format: Literal["float", "base64"] = Field(
-        default="float", description="base64: of little-endian float32, as OpenAI's own"
+        default="float", description="base64: encoded little-endian float32 values, as in OpenAI's API"
     )
     dimensions: Annotated[int, Field(ge=1, le=_MAX_UINT32)] | None = Field(
-        default=None, description="only the model's own number: cutting needs a model that was trained for it"
+        default=None, description="must equal the embedding size of the model: shortened embeddings are not supported"
     )
     pooling: Literal["last", "mean"] = Field(
-        default="last", description="the last hidden state of the last token, or the mean over all tokens"
+        default="last", description="last: the hidden state of the last token; mean: the mean over all tokens"
     )
     normalize: bool = Field(default=True, description="scale vectors to length 1")
 
@@ -281,21 +286,21 @@ class DetokenizeBody(Body):
 
 
 NOT_SUPPORTED = {
-    "audio": "audio is not generated",
-    "best_of": "nothing is ranked; give n",
-    "chat_template": "templates come with the model; give chat_template_kwargs",
+    "audio": "remove it; only text is generated",
+    "best_of": "generate n choices and rank them yourself",
+    "chat_template": "use chat_template_kwargs; templates come with the model",
     "documents": "put documents into the messages",
-    "function_call": "give tool_choice",
-    "functions": "give tools",
-    "guided_decoding_backend": "the server chooses",
-    "length_penalty": "there is no beam search",
-    "logits_processors": "code is not taken from requests",
-    "mm_processor_kwargs": "only text is served",
-    "modalities": "only text is served",
-    "prediction": "there is no predicted output",
-    "suffix": "the model does not fill in between",
-    "use_beam_search": "there is no beam search; sample with n",
-    "verbosity": "say it in the prompt",
-    "web_search_options": "there is no search",
+    "function_call": "use tool_choice",
+    "functions": "use tools",
+    "guided_decoding_backend": "remove it; the server chooses the backend",
+    "length_penalty": "remove it; beam search is not supported",
+    "logits_processors": "remove it; requests cannot carry code",
+    "mm_processor_kwargs": "remove it; only text is supported",
+    "modalities": "remove it; only text is supported",
+    "prediction": "remove it; predicted outputs are not supported",
+    "suffix": "remove it; fill-in-the-middle is not supported",
+    "use_beam_search": "use n to sample several choices",
+    "verbosity": "state the wanted length in the prompt",
+    "web_search_options": "remove it; web search is not supported",
 }
-"""Fields of OpenAI's and vLLM's APIs that are refused, and what to do instead."""
+"""Fields of OpenAI's and vLLM's APIs that are rejected, and what to do instead."""

@@ -1,4 +1,4 @@
-"""uvicorn inside the front end's event loop, and the socket that the front ends of one machine share."""
+"""uvicorn inside the front end's event loop, and the listening socket that front ends of one machine share."""
 
 import asyncio
 import contextlib
@@ -14,20 +14,23 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from services.tls import ServerTls, http_names
 
 KEEP_ALIVE_S = 75
-"""How long a connection may lie idle, before its first request as well. Clients pool theirs for some seconds up to a
-minute; whoever closes first while a request is on its way costs the client an error, so it must not be us."""
+"""Maximum idle time of a connection, seconds, also before its first request.
+
+Clients keep pooled connections for some seconds up to a minute. A close while a request is on its way costs the client
+an error, so the server must not be the first to close.
+"""
 HEAD_TIMEOUT_S = 60.0
-"""How long a connection may take to send the head of a request: its line and its headers."""
+"""Maximum time to receive the head of a request (request line and headers), seconds."""
 MAX_HEAD_BYTES = 64 << 10
-"""Largest head, give or take what is read at once; the parser itself would keep whatever comes."""
+"""Approximate maximum size of a request head, bytes; the parser itself has no limit."""
 ABORT_KEY = "quire.abort"
-"""Scope entry: drops the connection at once, with whatever its client has not read."""
+"""Scope entry: a function that drops the connection with everything that the client has not read."""
 NAMES_KEY = "quire.certificate_names"
-"""Scope entry: the names in the client's certificate, which TLS has verified."""
+"""Scope entry: names in the client's certificate, which TLS has verified."""
 
 
 class HttpServer(uvicorn.Server):
-    """uvicorn, leaving the process's signals alone: how the process ends is decided in one place."""
+    """uvicorn without signal handling; `services.frontend` decides how the process ends."""
 
     def __init__(self, app: Starlette, tls: ServerTls | None = None) -> None:
         config = uvicorn.Config(
@@ -47,16 +50,18 @@ class HttpServer(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Captures none."""
+        """Capture no signals."""
         yield
 
 
 class _Protocol(HttpToolsProtocol):
-    """Bounds the head of a request in bytes and time, which uvicorn does not; lets the application abort a connection
-    (closing one waits for a reader that may never come), and tells it whose it is."""
+    """uvicorn's protocol with limits for the request head, abort and certificate names.
+
+    An application needs abort because closing a connection waits for the reader, possibly for ever.
+    """
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Begins a connection; TLS has been negotiated."""
+        """Start a connection, after the TLS handshake."""
         super().connection_made(transport)
         self._names = http_names(transport.get_extra_info("peercert"))
         self._in_head = False
@@ -64,31 +69,31 @@ class _Protocol(HttpToolsProtocol):
         self._head_timer: asyncio.TimerHandle | None = self.loop.call_later(KEEP_ALIVE_S, transport.close)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Ends a connection."""
+        """End a connection."""
         self._stop_head_timer()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Takes what has come."""
+        """Handle received data."""
         super().data_received(data)
         if self._in_head and not self.transport.is_closing():
             self._head_bytes += len(data)
             if self._head_bytes > MAX_HEAD_BYTES:
-                self._refuse(431, f"The head of a request holds at most {MAX_HEAD_BYTES} bytes.")
+                self._refuse(431, f"request head: too large; send at most {MAX_HEAD_BYTES} bytes of headers")
 
     def on_message_begin(self) -> None:
-        """Begins a request."""
+        """Start a request."""
         super().on_message_begin()
         scope = cast(dict[str, object], self.scope)
         scope[ABORT_KEY], scope[NAMES_KEY] = self.transport.abort, self._names
         self._in_head, self._head_bytes = True, 0
         self._stop_head_timer()
         self._head_timer = self.loop.call_later(
-            HEAD_TIMEOUT_S, self._refuse, 408, f"The head of the request did not arrive within {HEAD_TIMEOUT_S:g} s."
+            HEAD_TIMEOUT_S, self._refuse, 408, f"request head: not complete after {HEAD_TIMEOUT_S:g} s; send it at once"
         )
 
     def on_headers_complete(self) -> None:
-        """Begins a body, and the answer."""
+        """Start the body, and the answer."""
         self._in_head = False
         self._stop_head_timer()
         super().on_headers_complete()
@@ -99,7 +104,7 @@ class _Protocol(HttpToolsProtocol):
             self._head_timer = None
 
     def _refuse(self, status: int, text: str) -> None:
-        """Says why and hangs up, unless an answer to an earlier request is on its way."""
+        """Send an error and close the connection; abort it if an earlier answer is not complete."""
         self._stop_head_timer()
         if self.cycle is not None and not self.cycle.response_complete:
             self.transport.abort()
@@ -110,10 +115,10 @@ class _Protocol(HttpToolsProtocol):
 
 
 def listening_socket(host: str, port: int) -> socket.socket:
-    """A bound socket whose port the other front-end processes may share.
+    """Return a bound socket whose port other front-end processes may share.
 
     Raises:
-        OSError: the address cannot be had.
+        OSError: the address is not available.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)

@@ -1,4 +1,4 @@
-"""`/v1/models`, `/tokenize`, `/detokenize`: `services.texts` in OpenAI's and vLLM's form."""
+"""`/v1/models`, `/tokenize`, `/detokenize`: `services.texts` in the forms of OpenAI and vLLM."""
 
 import time
 from typing import Any
@@ -8,7 +8,7 @@ from quire.v1 import generation_pb2 as v1
 from services.context import Services
 from services.http.bodies import parse
 from services.http.endpoint import Exchange
-from services.http.errors import renamed
+from services.http.errors import with_http_names
 from services.http.identity import check_model
 from services.http.prompts import fill_chat
 from services.http.sampling import field_names
@@ -29,7 +29,7 @@ _TOKENIZE_NAMES = field_names(
 
 
 class TextEndpoints:
-    """Everything that generates nothing."""
+    """Endpoints that generate nothing."""
 
     def __init__(self, services: Services, texts: Texts) -> None:
         self._services = services
@@ -37,24 +37,24 @@ class TextEndpoints:
         self._started = int(time.time())
 
     async def list_models(self, exchange: Exchange) -> None:
-        """`/v1/models`: the served model, none until the first worker has joined."""
+        """Serve `/v1/models`: the served model, or none before the first worker has joined."""
         model = self._services.link.model
         await exchange.answer({"object": "list", "data": [] if model is None else [self._model(model)]})
 
     async def get_model(self, exchange: Exchange) -> None:
-        """`/v1/models/NAME`."""
+        """Serve `/v1/models/NAME`."""
         name = exchange.params["name"]
         model = self._services.served_model()
         if name != model.name:
-            raise ModelNotFoundError(f"the model {name!r} does not exist; this server serves {model.name!r}")
+            raise ModelNotFoundError(f"model: {name!r} does not exist; use {model.name!r}")
         await exchange.answer(self._model(model))
 
     async def tokenize(self, exchange: Exchange) -> None:
-        """`/tokenize`."""
+        """Serve `/tokenize`."""
         body = parse(TokenizeBody, await exchange.body())
         check_model(self._services, body.model)
         if (body.prompt is None) == (body.messages is None):
-            raise InvalidRequestError(FieldViolation("prompt", "give one of prompt and messages"))
+            raise InvalidRequestError(FieldViolation("prompt", "give exactly one of prompt and messages"))
         request = v1.TokenizeRequest(omit_special_tokens=not body.add_special_tokens)
         if body.messages is None:
             request.text = body.prompt or ""
@@ -65,19 +65,19 @@ class TextEndpoints:
         try:
             response = await self._texts.tokenize(request)
         except QuireError as error:
-            raise renamed(error, _TOKENIZE_NAMES) from None
+            raise with_http_names(error, _TOKENIZE_NAMES) from None
         tokens = list(response.token_ids)
         await exchange.answer({"count": len(tokens), "max_model_len": response.max_model_len, "tokens": tokens})
 
     async def detokenize(self, exchange: Exchange) -> None:
-        """`/detokenize`."""
+        """Serve `/detokenize`."""
         body = parse(DetokenizeBody, await exchange.body())
         check_model(self._services, body.model)
         request = v1.DetokenizeRequest(token_ids=body.tokens, include_special_tokens=True)
         try:
             response = await self._texts.detokenize(request)
         except QuireError as error:
-            raise renamed(error, _TOKENIZE_NAMES) from None
+            raise with_http_names(error, _TOKENIZE_NAMES) from None
         await exchange.answer({"prompt": response.text})
 
     def _model(self, model: link_pb2.ServedModel) -> dict[str, Any]:

@@ -1,14 +1,14 @@
-"""Tools: what makes the model call one, and the calls that are in its text.
+"""Tool calls: the grammar that forces them, and the parsers that find them in the output.
 
-A call that must be made (`tool_choice` "required" or a named function) is made sure of by a grammar: the answer is a
-JSON array of {"name", "parameters"}, each following its function's schema. With "auto" the model decides, and writes
-calls in the form it was trained on; which form that is, its chat template tells:
+With `tool_choice` "required" or a named function, a grammar forces a call: the answer is a JSON array of {"name",
+"parameters"}, each following its function's schema. With "auto" the model decides, and writes calls in the form it was
+trained on. The chat template reveals the form:
 
   * `hermes` (Qwen, Hermes and others): <tool_call>{"name": …, "arguments": …}</tool_call>, among ordinary text;
   * `llama3_json`: the whole answer is {"name": …, "parameters": …}, several with semicolons between them.
 
-The parsers are state machines over text in pieces of any size: what is certain is passed on at once, so arguments
-stream; what may still become a call is held back.
+The parsers are state machines over text in pieces of any size. They return what is certain at once, so that arguments
+stream, and hold back what may still become a call.
 """
 
 import json
@@ -33,7 +33,7 @@ class Content:
 
 @dataclass(frozen=True, slots=True)
 class CallBegun:
-    """A call whose function is known."""
+    """The start of a call, with the name of its function."""
 
     index: int
     id: str
@@ -42,7 +42,7 @@ class CallBegun:
 
 @dataclass(frozen=True, slots=True)
 class CallArguments:
-    """More of the arguments of the newest call, as JSON text."""
+    """More of the arguments of the latest call, as JSON text."""
 
     index: int
     text: str
@@ -52,17 +52,17 @@ Piece = Content | CallBegun | CallArguments
 
 
 class AnswerParser(Protocol):
-    """Text in, pieces out."""
+    """Parser of an answer that arrives in pieces."""
 
     def push(self, text: str) -> list[Piece]:
-        """What is certain now that `text` has arrived."""
+        """Return the pieces that are certain after `text` has arrived."""
 
     def finish(self) -> list[Piece]:
-        """What was held back, when no more text comes."""
+        """Return the pieces that were held back, at the end of the text."""
 
 
 def style_of(chat_template: str) -> str:
-    """The form in which a model with this template writes calls; empty when it is none that is known."""
+    """Return the form of calls that this template shows; empty for none or an unknown one."""
     if "tools" not in chat_template:
         return ""
     if _OPEN in chat_template:
@@ -71,16 +71,16 @@ def style_of(chat_template: str) -> str:
 
 
 def parser_of(style: str) -> AnswerParser:
-    """A parser for answers in which the model decides whether it calls."""
+    """Return a parser for answers in which the model decides whether to call a tool."""
     return HermesCalls() if style == "hermes" else JsonCalls()
 
 
 def forced_calls(functions: Sequence[FunctionDefinition], *, parallel: bool) -> JsonObject:
-    """The JSON schema of an answer that calls at least one of these functions, or exactly one if not `parallel`."""
+    """Return the JSON schema of an answer that calls at least one function; exactly one if not `parallel`."""
     definitions: JsonObject = {}
     items = [_call_schema(function, number, definitions) for number, function in enumerate(functions)]
     schema: JsonObject = {"type": "array", "minItems": 1, "items": items[0] if len(items) == 1 else {"anyOf": [*items]}}
-    # For the grammar library. Whitespace says nothing here, and weak models lose themselves in it.
+    # Option of the grammar library: at most one space, because weak models may generate whitespace without end.
     schema["x-guidance"] = {"whitespace_pattern": " ?"}
     if not parallel:
         schema["maxItems"] = 1
@@ -94,7 +94,7 @@ def _call_schema(function: FunctionDefinition, number: int, definitions: JsonObj
     for keyword in ("$defs", "definitions"):
         own = parameters.pop(keyword, None)
         if isinstance(own, dict):
-            # References count from the root of the schema, which this one is no longer.
+            # References are relative to the root of the schema, and this schema is no longer the root.
             definitions.update({f"{number}.{name}": _moved(each, number) for name, each in own.items()})
     return {
         "type": "object",
@@ -105,7 +105,7 @@ def _call_schema(function: FunctionDefinition, number: int, definitions: JsonObj
 
 
 def _moved(schema: object, number: int) -> JsonObject:
-    """The schema with its references to definitions pointing to where they were moved."""
+    """Return the schema with its references adjusted to the new place of the definitions."""
     moved = _move(schema, number)
     return moved if isinstance(moved, dict) else {}
 
@@ -126,14 +126,14 @@ def _reference(target: object, number: int) -> object:
 
 
 class ForcedCalls:
-    """The array that a grammar made the model write."""
+    """Parser of the array that a grammar forced."""
 
     def __init__(self) -> None:
         self._calls = 0
         self._object: _CallObject | None = None
 
     def push(self, text: str) -> list[Piece]:
-        """Calls and their arguments; what lies between them says nothing."""
+        """Return the calls and their arguments; text between them is ignored."""
         pieces: list[Piece] = []
         while text:
             if self._object is None:
@@ -149,22 +149,22 @@ class ForcedCalls:
         return pieces
 
     def finish(self) -> list[Piece]:
-        """Nothing is held back."""
+        """Return nothing; this parser holds nothing back."""
         return []
 
 
 class HermesCalls:
-    """Text in which calls stand between tags."""
+    """Parser of text with calls between tags."""
 
     def __init__(self) -> None:
         self._held = ""
         self._calls = 0
         self._object: _CallObject | None = None
         self._inside = False
-        """Between the tags."""
+        """Whether the position is between the tags."""
 
     def push(self, text: str) -> list[Piece]:
-        """Content up to where a call may begin, and the calls."""
+        """Return the content up to a possible call, and the calls."""
         pieces: list[Piece] = []
         self._held += text
         while self._step(pieces):
@@ -172,13 +172,13 @@ class HermesCalls:
         return pieces
 
     def finish(self) -> list[Piece]:
-        """Content that looked as if it might become a call. After a call, blanks are no content."""
+        """Return content that looked like the start of a call. Whitespace after a call is dropped."""
         if self._inside:
             return [Content(_OPEN + self._held)] if self._object is None else []
         return [Content(self._held)] if self._held.strip() or (self._held and not self._calls) else []
 
     def _step(self, pieces: list[Piece]) -> bool:
-        """Takes in what it can of the held text; whether it may be able to take more."""
+        """Consume part of the held text; return whether more may be consumed."""
         if not self._inside:
             return self._take_content(pieces)
         if self._object is not None and not self._object.complete:
@@ -213,7 +213,7 @@ class HermesCalls:
             self._held = self._held[start + len(_OPEN) :]
             self._inside = True
             return True
-        certain = len(self._held) - _tail(self._held)
+        certain = len(self._held) - _possible_call_length(self._held)
         if certain:
             pieces.append(Content(self._held[:certain]))
             self._held = self._held[certain:]
@@ -221,7 +221,7 @@ class HermesCalls:
 
 
 class JsonCalls:
-    """An answer that is one call, or several with semicolons between them, or no call at all."""
+    """Parser of an answer that is one call, several with semicolons between them, or no call."""
 
     def __init__(self) -> None:
         self._held = ""
@@ -229,7 +229,7 @@ class JsonCalls:
         self._calls = ForcedCalls()
 
     def push(self, text: str) -> list[Piece]:
-        """The answer's first characters decide what it is."""
+        """Return the pieces; the first characters decide whether the answer is a call."""
         if self._is_call is None:
             self._held += text
             text = self._held
@@ -246,12 +246,12 @@ class JsonCalls:
         return self._calls.push(text) if self._is_call else [Content(text)]
 
     def finish(self) -> list[Piece]:
-        """An answer too short to decide is text."""
+        """Return an undecided answer as text."""
         return [Content(self._held)] if self._is_call is None and self._held else []
 
 
 class _CallObject:
-    """One JSON object with a name and arguments, read character by character."""
+    """Incremental parser of one JSON object with a name and arguments."""
 
     def __init__(self, index: int) -> None:
         self._index = index
@@ -260,14 +260,14 @@ class _CallObject:
         self._key: str | None = None
         """The key whose value is being read."""
         self._word = ""
-        """The key or the short value that is being read."""
+        """The key or short value that is being read."""
         self._begun = False
         self._waiting = ""
         """Arguments that came before the name."""
         self.complete = False
 
     def push(self, text: str, pieces: list[Piece]) -> str:
-        """Reads up to the object's end; returns what is behind it."""
+        """Read up to the object's end; return the text behind it."""
         arguments = ""
         for position, character in enumerate(text):
             ends = not self._in_string and self._depth == 1 and character in ",}"
@@ -292,7 +292,7 @@ class _CallObject:
         return ""
 
     def _move(self, character: str) -> None:
-        """Keeps track of strings and nesting."""
+        """Track strings and nesting."""
         if self._in_string:
             if self._escaped:
                 self._escaped = False
@@ -328,8 +328,8 @@ class _CallObject:
         return ""
 
 
-def _tail(text: str) -> int:
-    """How many characters at the end, blanks included, may be the beginning of a call."""
+def _possible_call_length(text: str) -> int:
+    """Return the number of characters at the end, whitespace included, that may begin a call."""
     for length in range(min(len(_OPEN) - 1, len(text)), 0, -1):
         if _OPEN.startswith(text[-length:]):
             break

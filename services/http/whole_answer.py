@@ -1,7 +1,4 @@
-"""The answer of a request that does not stream: the sum of the chunks that it would have streamed.
-
-So both forms cannot differ.
-"""
+"""Answer of a request that does not stream: the sum of the chunks of the streamed form, so both forms agree."""
 
 from services.http.answers import Answer, Json
 
@@ -14,7 +11,7 @@ class WholeAnswer:
         self._choices: dict[int, Json] = {}
 
     def add(self, chunk: Json) -> None:
-        """Takes in one chunk."""
+        """Add one chunk."""
         for choice in chunk["choices"]:
             index = choice["index"]
             whole = self._choices.setdefault(index, {"index": index, "text": "", "logprobs": None, "stop_reason": None})
@@ -31,7 +28,7 @@ class WholeAnswer:
                     whole[name] = value
 
     def result(self) -> Json:
-        """The answer."""
+        """Return the complete answer."""
         answer = self._answer
         choices = [self._choices[index] for index in sorted(self._choices)]
         return {

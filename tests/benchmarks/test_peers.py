@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.peers.figures import DifferentWorkError, compare, figures
 from benchmarks.peers.workloads import PeerRequest, Workload, workloads, write_jsonl
-from quire.bench.offline import read_requests
+from quire_server.bench.offline import read_requests
 
 _ECHO = """
 import sys

@@ -29,7 +29,7 @@ HOOKS = Path(__file__).parent / "hooks"
 NUM_WORKERS = 3
 STEP_DEADLINE_S = 3.0
 WATCHDOG_S = 3.0
-AWAY_S = 2.5
+SILENCE_TIMEOUT_S = 2.5
 """How long a cut wire stays cut and a frozen process, every other time, frozen."""
 PATIENCE_S = 120.0
 
@@ -284,11 +284,11 @@ async def _strike(fault: Fault, name: str, pid: int, wires: Wires, *, stays: boo
             case Fault.FREEZE:
                 os.kill(pid, signal.SIGSTOP)
                 if not stays:
-                    await asyncio.sleep(AWAY_S)
+                    await asyncio.sleep(SILENCE_TIMEOUT_S)
                     os.kill(pid, signal.SIGCONT)
             case Fault.CUT:
                 wires.cut(name)
-                await asyncio.sleep(AWAY_S)
+                await asyncio.sleep(SILENCE_TIMEOUT_S)
                 wires.mend(name)
 
 

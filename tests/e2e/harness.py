@@ -24,7 +24,7 @@ from typing import Any
 import psutil
 
 ROOT = Path(__file__).resolve().parents[2]
-QUIRE = (sys.executable, "-m", "quire.cli.main")
+QUIRE = (sys.executable, "-m", "quire_server.cli.main")
 """The command `quire`, run from this source tree."""
 END_S = 60
 """How long a service may take to end; generous, for a machine with two busy cores."""

@@ -7,6 +7,8 @@ import re
 import signal
 from typing import TYPE_CHECKING
 
+import grpc
+import pytest
 from grpc import aio
 from jsonschema import Draft202012Validator
 
@@ -116,3 +118,58 @@ def test_other_grammars_and_a_worker_that_dies() -> None:
         isinstance(json.loads(text["object"]), dict) if "object" in ended else text["object"].lstrip().startswith("{")
     )
     assert "free" in ended or choices["free"].finished.completion_tokens == 200
+
+
+def hostile(number: int) -> list[tuple[str, v1.Grammar]]:
+    """Grammars that must be refused, with the field to be named; each number makes others.
+
+    They demand more than can be generated, keep the library busy for minutes, and overflow its stack.
+    """
+    rules = "".join(f'r{rule}: "x{number}" r{rule + 1} | "y"\n' for rule in range(4000))
+    return [
+        ("grammar.regex", v1.Grammar(regex=f"a{{{100_000_000 + number}}}")),
+        ("grammar.regex", v1.Grammar(regex="a?" * (20_000 + number))),
+        ("grammar.json_schema", v1.Grammar(json_schema=f'{{"type":"integer","multipleOf":{999_983 + 2 * number}}}')),
+        ("grammar.ebnf", v1.Grammar(ebnf=f'start: r0\n{rules}r4000: "z"')),
+    ]
+
+
+def test_hostile_grammars_are_refused_and_their_neighbours_stream() -> None:
+    """Each is refused by the name of its field. Whoever streams beside them, with new grammars or without one, gets a
+    whole answer, nobody is turned away, and no process dies."""
+    field_of = re.compile(rb"grammar\.(regex|json_schema|ebnf)")
+
+    async def main(target: str) -> None:
+        async with aio.insecure_channel(target) as channel:
+            stub: GenerationServiceAsyncStub = GenerationServiceStub(channel)
+
+            async def attack(field: str, grammar: v1.Grammar) -> None:
+                with pytest.raises(aio.AioRpcError) as refusal:
+                    await answer(stub, request(grammar, 0.0, 1))
+                assert refusal.value.code() == grpc.StatusCode.INVALID_ARGUMENT, refusal.value.details()
+                trailing = dict(refusal.value.trailing_metadata() or ())
+                named = field_of.search(bytes(trailing["grpc-status-details-bin"]))
+                assert named is not None
+                assert named[0].decode() == field
+
+            async def stream(number: int) -> None:
+                for length in range(20, 24):
+                    asked = request(v1.Grammar(regex=f"[a-c]{{{length}}}-{number}"), 1.0, number).request
+                    if number % 2:
+                        asked.ClearField("grammar")
+                        asked.stop.max_tokens = 60
+                        asked.stop.ignore_eos = True
+                    responses = [response async for response in stub.Generate(asked)]
+                    text = "".join(response.delta.text for response in responses)
+                    if number % 2:
+                        assert sum(len(response.delta.token_ids) for response in responses) == 60
+                    else:
+                        assert re.fullmatch(f"[a-c]{{{length}}}-{number}", text)
+
+            attacks = [attack(field, grammar) for number in range(2) for field, grammar in hostile(number)]
+            await asyncio.gather(*attacks, *(stream(number) for number in range(8)))
+
+    with serve("demo", "--max-num-seqs=16") as served:
+        before = {child.pid for child in served.children()}
+        asyncio.run(main(served.grpc))
+        assert {child.pid for child in served.children()} == before

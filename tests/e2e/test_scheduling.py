@@ -6,12 +6,10 @@ from pathlib import Path
 import grpc
 import pytest
 
-from quire import AsyncClient
+from quire import AsyncClient, SchedulingOptions
 from quire.admin.v1 import admin_pb2, admin_pb2_grpc
-from quire.v1 import generation_pb2 as v1
-from quire.v1 import generation_pb2_grpc
 from tests.checkpoints import make_checkpoint
-from tests.e2e.harness import serve
+from tests.e2e.harness import Served, serve
 from tests.e2e.load import Answer, draw_prompts, generate, generate_all, kv_memory
 from tests.e2e.oracle import Oracle, Tally
 
@@ -49,36 +47,47 @@ def test_every_policy_and_mode_delivers_the_oracles_tokens(flags: tuple[str, ...
 
 
 def test_scheduling_options_travel_to_the_core(tmp_path: Path) -> None:
-    """Under `edf` a target that cannot be met ends DEADLINE_EXCEEDED with the forecast; a generous one is served."""
+    """Under `edf` a request with a target goes before one without, although it came later; a target that is missed ends
+    nothing."""
     checkpoint = make_checkpoint("LlamaForCausalLM", tmp_path / "model")
-    with serve(checkpoint, "--policy=edf") as served, grpc.insecure_channel(served.grpc) as channel:
-        stub = generation_pb2_grpc.GenerationServiceStub(channel)
-        request = v1.GenerateRequest(text="a", stop=v1.StopOptions(max_tokens=4, ignore_eos=True))
-        request.scheduling.total_time_target.FromSeconds(600)
-        assert len(list(stub.Generate(request))) > 1
-        request.scheduling.total_time_target.FromNanoseconds(1)
-        with pytest.raises(grpc.RpcError) as caught:
-            list(stub.Generate(request))
-        assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
-        assert "forecast" in (caught.value.details() or "")
+    with serve(checkpoint, "--policy=edf", "--policy-preemption=off", "--max-num-seqs=1") as served:
+        assert asyncio.run(_order_of_ends(served)) == ["wanted soon", "patient"]
 
 
 def test_request_classes_come_from_a_file(tmp_path: Path) -> None:
-    """A class with `edf` refuses what cannot be in time; without the class the same request is served in its turn."""
+    """Requests of a class with `edf` go by their targets; those of no class go by their arrival."""
     checkpoint = make_checkpoint("LlamaForCausalLM", tmp_path / "model")
     settings = tmp_path / "admission.toml"
     settings.write_text('[classes.urgent]\npolicy = "edf"\nweight = 3\n', encoding="utf-8")
-    flag = f"--admission-file={settings}"
-    with serve(checkpoint, flag) as served, grpc.insecure_channel(served.grpc) as channel:
-        stub = generation_pb2_grpc.GenerationServiceStub(channel)
-        request = v1.GenerateRequest(text="a", stop=v1.StopOptions(max_tokens=4, ignore_eos=True))
-        assert len(list(stub.Generate(request))) > 1
-        request.scheduling.total_time_target.FromNanoseconds(1)
-        assert len(list(stub.Generate(request))) > 1
-        request.scheduling.request_class = "urgent"
-        with pytest.raises(grpc.RpcError) as caught:
-            list(stub.Generate(request))
-        assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+    flags = (f"--admission-file={settings}", "--policy-preemption=off", "--max-num-seqs=1")
+    with serve(checkpoint, *flags) as served:
+        assert asyncio.run(_order_of_ends(served)) == ["patient", "wanted soon"]
+        assert asyncio.run(_order_of_ends(served, "urgent")) == ["wanted soon", "patient"]
+
+
+async def _order_of_ends(served: Served, request_class: str = "") -> list[str]:
+    """The order in which two requests end that a drained worker with one row finds waiting when it is resumed: a
+    patient one, then one that is wanted soon. A third one, which has missed its target by then, is served as well."""
+    ends: list[str] = []
+
+    async def one(client: AsyncClient, name: str, target_s: float | None) -> None:
+        options = SchedulingOptions(request_class=request_class, total_time_target_s=target_s)
+        completion = await client.generate("a", max_tokens=4, ignore_eos=True, scheduling=options).result()
+        assert len(completion.token_ids) == 4
+        ends.append(name)
+
+    async with AsyncClient(served.grpc) as client, grpc.aio.insecure_channel(served.grpc) as channel:
+        admin = admin_pb2_grpc.AdminServiceStub(channel)
+        (worker,) = (await admin.ListWorkers(admin_pb2.ListWorkersRequest())).workers
+        await admin.DrainWorker(admin_pb2.DrainWorkerRequest(worker_id=worker.worker_id))
+        async with asyncio.TaskGroup() as tasks:
+            for number, (name, target_s) in enumerate((("patient", None), ("wanted soon", 40.0), ("late", 1e-9)), 1):
+                tasks.create_task(one(client, name, target_s))
+                while await asyncio.to_thread(served.metric, "quire_requests_waiting") < number:
+                    pass  # every look lets the request go on
+            await admin.ResumeWorker(admin_pb2.ResumeWorkerRequest(worker_id=worker.worker_id))
+    ends.remove("late")
+    return ends
 
 
 @pytest.mark.parametrize("move", [False, True])

@@ -8,7 +8,18 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-PACKAGES = ("quire", "services", "scheduler_svc", "worker_svc", "kernels", "shared", "benchmarks", "tools", "tests")
+PACKAGES = (
+    "quire",
+    "quire_server",
+    "services",
+    "scheduler_svc",
+    "worker_svc",
+    "kernels",
+    "shared",
+    "benchmarks",
+    "tools",
+    "tests",
+)
 
 
 def imports(source: str, modules: Container[str]) -> Iterator[str]:
@@ -51,3 +62,24 @@ def test_the_rule_bites(back: str) -> None:
     assert found is not None
     assert set(found) == {"a.b", "c", "d"}
     assert circle({"a": "from a.b import x", "a.b": "import c", "c": ""}) is None
+
+
+CORE_ORDER = ("interface", "memory", "requests", "workers", "queueing", "lifecycle", "planning", "scheduler")
+"""The core's packages and its top module; each imports only those before it, and no other part of the scheduler."""
+
+
+def test_the_packages_of_the_core_are_in_order() -> None:
+    """A package of the core imports itself and those before it, as docs/architecture.md lists them."""
+    core = ROOT / "scheduler_svc" / "core"
+    assert {path.stem for path in core.iterdir() if path.stem not in ("__init__", "__pycache__")} == set(CORE_ORDER)
+    paths = [path for path in (ROOT / "scheduler_svc").rglob("*.py") if path.name != "__init__.py"]
+    modules = {".".join(path.relative_to(ROOT).with_suffix("").parts) for path in paths}
+    against = []
+    for path in core.rglob("*.py"):
+        own = CORE_ORDER.index(path.relative_to(core).parts[0].removesuffix(".py")) if path.parent != core else None
+        for name in imports(path.read_text("utf-8"), modules):
+            package = name.removeprefix("scheduler_svc.core.").split(".")[0]
+            if package not in CORE_ORDER or (own is not None and CORE_ORDER.index(package) > own):
+                against.append(f"{path.relative_to(core)} imports {name}")
+
+    assert against == []

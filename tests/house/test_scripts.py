@@ -6,7 +6,17 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-FOLDERS = ("benchmarks", "tools", "quire", "services", "scheduler_svc", "worker_svc", "kernels", "shared")
+FOLDERS = (
+    "benchmarks",
+    "tools",
+    "quire",
+    "quire_server",
+    "services",
+    "scheduler_svc",
+    "worker_svc",
+    "kernels",
+    "shared",
+)
 STARTS = {"main", "run", "parse_args", "exit"}
 
 

@@ -7,7 +7,18 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-PACKAGES = ("quire", "services", "scheduler_svc", "worker_svc", "kernels", "shared", "protos", "tools", "benchmarks")
+PACKAGES = (
+    "quire",
+    "quire_server",
+    "services",
+    "scheduler_svc",
+    "worker_svc",
+    "kernels",
+    "shared",
+    "protos",
+    "tools",
+    "benchmarks",
+)
 MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "joblib"}
 CALLS = {"eval", "exec", "compile"}
 

@@ -41,6 +41,7 @@ def test_recording_ends_with_its_block() -> None:
     assert outside.shape == (3, 32)
 
 
+@pytest.mark.release
 def test_ci_specialisations_compile(tmp_path: Path) -> None:
     """The CI cases compile for sm_80 and sm_90, fit in shared memory, and spill no register."""
     report = tmp_path / "aot.json"

@@ -22,8 +22,8 @@ from kernels.native.sampling import sample_native
 from kernels.native.selftest import failure
 from kernels.native.serving import native
 from kernels.paged_attention import paged_attention_reference
-from kernels.sampling import sample_reference
 from tests.kernels.batches import as_float64, paged_batch
+from tests.kernels.rounding import assert_drawn
 from tests.kernels.test_linear import packed, quantised, relative_error
 from tests.kernels.test_sampling import sampling
 
@@ -84,7 +84,7 @@ def test_draws_are_those_of_the_reference(modelled: library.Native) -> None:
         for filters in ({}, {"top_k": 40}, {"top_p": 0.9}, {"top_k": 300, "top_p": 0.7, "min_p": 0.01}):
             params = sampling(8, temperature=0.7, **filters)
 
-            assert torch.equal(sample_native(logits, params, modelled), sample_reference(logits, params)), filters
+            assert_drawn(sample_native(logits, params, modelled), logits, params)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -38,11 +38,11 @@ def test_the_best_level_passes_its_self_test_and_serves() -> None:
     assert (serving.level_name if serving is not None else "portable") == best
 
 
-def test_a_process_chooses_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_chooses_once() -> None:
     """What a model was packed for at load serves it to the end, whatever becomes of the environment."""
-    with cpu_kernels("portable"):
+    with cpu_kernels("portable"), pytest.MonkeyPatch.context() as patch:
         chosen = native()
-        monkeypatch.setenv("QUIRE_CPU_KERNELS", "off")
+        patch.setenv("QUIRE_CPU_KERNELS", "off")
 
         assert chosen is not None
         assert native() is chosen

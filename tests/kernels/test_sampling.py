@@ -28,6 +28,7 @@ from kernels.sampling import (
     sample,
     sample_reference,
 )
+from tests.kernels.rounding import assert_drawn, assert_survivors
 
 
 def sampling(
@@ -98,11 +99,9 @@ def test_survivors_are_those_of_transformers(data: st.DataObject) -> None:
     typical_p = as_float32(1.0 if coarse else data.draw(st.sampled_from([0.1, 0.5, 0.9, 1.0])))
     params = sampling(3, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, typical_p=typical_p)
 
-    ours = process_logits_reference(logits, params)
     theirs = by_transformers(logits, temperature, top_k, top_p, min_p, typical_p)
-    if coarse:
-        ours, theirs = ours.sort(dim=-1).values, theirs.sort(dim=-1).values
-    assert torch.equal(ours, theirs)
+
+    assert_survivors(theirs, logits, params, any_of_equals=coarse)
 
 
 @pytest.mark.parametrize("vocab_size", [8, 5000])
@@ -131,18 +130,18 @@ def test_each_row_has_its_own_filters() -> None:
     temperature, top_k, top_p, min_p = (torch.tensor(column) for column in zip(*settings_of_rows, strict=True))
     zeros = torch.zeros(5, dtype=torch.int32)
     params = SamplingTensors(temperature, top_k.int(), top_p, min_p, torch.zeros(5).long(), zeros, zeros, True, True)
-    scores = process_logits_reference(logits, params)
-
-    for row in range(4):
-        expected = by_transformers(
+    expected = [
+        by_transformers(
             logits[row : row + 1],
             float(temperature[row]),
             int(top_k[row]),
             float(top_p[row]),
             float(min_p[row]),
         )
-        assert torch.equal(scores[row], expected[0])
-    assert torch.equal(scores[4], logits[4])
+        for row in range(4)
+    ]
+
+    assert_survivors(torch.cat([*expected, logits[4:]]), logits, params)
 
 
 @pytest.mark.parametrize("spread", [0.5, 3.0])
@@ -155,7 +154,7 @@ def test_cpu_path_draws_what_the_reference_draws(spread: float, top_k: int, top_
     logits = torch.randn(24, 9001, generator=torch.Generator().manual_seed(5)) * spread
     params = sampling(24, temperature=0.8, top_k=top_k, top_p=top_p, min_p=min_p)
 
-    assert torch.equal(sample(logits, params), sample_reference(logits, params))
+    assert_drawn(sample(logits, params), logits, params)
 
 
 @pytest.mark.parametrize(("top_k", "top_p", "min_p"), [(0, 0.9, 0.0), (3000, 0.9, 1e-4), (0, 1.0, 0.001)])
@@ -316,7 +315,7 @@ def test_cpu_kernels_draw_what_the_reference_draws(kernels: Native, vocab_size: 
         rows = torch.arange(6)
         params = sampling(6, temperature=temperature, seed=(rows << 60) + 5, choice=rows % 2, **filters)
 
-        assert torch.equal(sample_native(logits, params, kernels), sample_reference(logits, params)), spread
+        assert_drawn(sample_native(logits, params, kernels), logits, params)
 
 
 @pytest.mark.parametrize("kernels", native_levels(), ids=lambda kernels: kernels.level_name)

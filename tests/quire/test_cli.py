@@ -8,8 +8,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from quire.cli._parser import OneLineParser
-from quire.cli.main import COMMANDS
+from quire_server.cli._parser import OneLineParser
+from quire_server.cli.main import COMMANDS
 from tests.e2e.harness import QUIRE, ROOT
 from tests.quire.scripted_server import ScriptedServer, delta, fail, finished, reason, scripted_server
 
@@ -32,13 +32,13 @@ def quire(*arguments: str, **environ: str) -> "subprocess.CompletedProcess[bytes
 @pytest.mark.parametrize(
     ("arguments", "code", "line"),
     [
-        (["sevre"], 2, "quire: there is no command 'sevre'; did you mean 'serve'?"),
-        (["zzz"], 2, "quire: there is no command 'zzz'; see quire --help"),
-        (["bench", "ofline"], 2, "quire: there is no command 'bench ofline'; did you mean 'bench offline'?"),
+        (["sevre"], 2, "quire: unknown command 'sevre'; did you mean 'serve'?"),
+        (["zzz"], 2, "quire: unknown command 'zzz'; see quire --help"),
+        (["bench", "ofline"], 2, "quire: unknown command 'bench ofline'; did you mean 'bench offline'?"),
         (
             ["serve", "--max-num-seq", "3"],
             2,
-            "quire serve: --max-num-seq: not understood; did you mean '--max-num-seqs'?; see quire serve --help",
+            "quire serve: --max-num-seq: unknown argument; did you mean '--max-num-seqs'?; see quire serve --help",
         ),
         (["serve", "--workers", "0"], 1, "quire serve: workers (--workers): 0 is too small; give at least 1"),
         (
@@ -49,7 +49,7 @@ def quire(*arguments: str, **environ: str) -> "subprocess.CompletedProcess[bytes
         (
             ["generate", "x", "--target", "127.0.0.1:1", "--max-tokens", "-1"],
             1,
-            "quire generate: INVALID_ARGUMENT: stop.max_tokens: Value out of range: -1",
+            "quire generate: INVALID_ARGUMENT: stop.max_tokens: -1 is out of range",
         ),
     ],
 )
@@ -69,7 +69,7 @@ def test_a_command_that_speaks_grpc_goes_where_the_environment_says(
     """`QUIRE_TARGET` stands for `--target` in all of them."""
     monkeypatch.setenv("QUIRE_TARGET", "10.0.0.5:7")
     parser = OneLineParser(command, description="", examples="")
-    importlib.import_module(f"quire.cli.{command}").configure(parser)
+    importlib.import_module(f"quire_server.cli.{command}").configure(parser)
 
     assert parser.get_default("target") == "10.0.0.5:7"
 
@@ -89,25 +89,15 @@ def test_a_wrong_environment_variable_is_named() -> None:
     """A setting from the environment that cannot be read is an error that names the variable."""
     ended = quire("scheduler", QUIRE_MAX_NUM_SEQS="many")
 
-    assert ended.stderr.decode() == "quire scheduler: QUIRE_MAX_NUM_SEQS='many' is no int\n"
+    assert ended.stderr.decode() == "quire scheduler: QUIRE_MAX_NUM_SEQS: 'many' is not of type int\n"
     assert ended.returncode == 1
-
-
-def test_nobody_there_is_one_line_that_says_what_to_start() -> None:
-    """Without a server the error names the remedy."""
-    ended = quire("generate", "x", "--target", "127.0.0.1:1")
-
-    assert ended.returncode == 1
-    assert ended.stderr.startswith(b"quire generate: no Quire server answers (")
-    assert ended.stderr.endswith(b"start one with quire serve\n")
-    assert ended.stderr.count(b"\n") == 1
 
 
 def test_a_worker_without_torch_says_what_to_install() -> None:
     """The base install has the worker's command but not its packages."""
     code = (
         "import sys; sys.modules['torch'] = None\n"
-        "from quire.cli.main import main; sys.exit(main(['worker', '--model=/tmp']))"
+        "from quire_server.cli.main import main; sys.exit(main(['worker', '--model=/tmp']))"
     )
 
     ended = subprocess.run([QUIRE[0], "-c", code], cwd=ROOT, capture_output=True, timeout=120, check=False)
@@ -142,7 +132,7 @@ def test_the_overview_lists_every_command() -> None:
 def test_help_does_not_wait_for_grpc() -> None:
     """The overview and a command line that is wrong import neither grpc nor the services."""
     code = (
-        "import sys\nfrom quire.cli.main import main\nmain(['--help']); main(['no-such'])\n"
+        "import sys\nfrom quire_server.cli.main import main\nmain(['--help']); main(['no-such'])\n"
         "heavy = {'grpc', 'zmq', 'numpy', 'google', 'services', 'scheduler_svc'} & set(sys.modules)\n"
         "sys.exit(str(heavy) if heavy else 0)"
     )
@@ -155,8 +145,9 @@ def test_help_does_not_wait_for_grpc() -> None:
 @pytest.mark.parametrize(
     "module",
     [
-        "quire", "quire.client", "quire.aio", "quire.cli.main", "quire.cli.serve", "quire.serve.service",
-        "quire.bench.offline", "quire.cli.worker", "services.frontend", "scheduler_svc.main", "shared.config",
+        "quire", "quire.client", "quire.aio", "quire_server.cli.main", "quire_server.cli.serve",
+        "quire_server.serve.service", "quire_server.bench.offline", "quire_server.cli.worker", "services.frontend",
+        "scheduler_svc.main", "shared.config",
         "shared.telemetry",
     ],
 )  # fmt: skip

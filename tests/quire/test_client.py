@@ -9,7 +9,6 @@ from google.protobuf.duration_pb2 import Duration
 from google.rpc import error_details_pb2  # type: ignore[import-untyped]
 from opentelemetry import trace
 
-import shared.errors
 from quire import Client, Delta, FinishReason, Model, SchedulingOptions, Timings, Tokenized, Usage, errors
 from quire.v1 import generation_pb2 as pb
 from tests.quire.scripted_server import ScriptedServer, delta, fail, finished, reason, scripted_server
@@ -278,18 +277,6 @@ def test_damaged_details_do_not_hide_the_error(server: ScriptedServer, client: C
 
     with pytest.raises(errors.UnavailableError, match=r"^away$"):
         client.generate("text").result()
-
-
-def test_every_reason_of_the_server_has_a_class() -> None:
-    """No reason that shared.errors can raise falls back to a guess from the status code."""
-    pending, known = [shared.errors.QuireError], {}
-    while pending:
-        error = pending.pop()
-        pending.extend(error.__subclasses__())
-        known[error.reason] = error.code
-
-    unmapped = [name for name, code in known.items() if name not in errors.class_for(code, name).reasons]
-    assert unmapped == []
 
 
 def test_an_unknown_reason_falls_back_to_the_status_code() -> None:

@@ -86,11 +86,11 @@ def test_a_file_wins_over_defaults_only(tmp_path: Path) -> None:
         ("max_num_seq = 5", "did you mean max_num_seqs"),
         ("max-num-seqs = 5", "did you mean max_num_seqs"),
         ("colour = 5", "quire config"),
-        ('max_num_seqs = "5"', "is no int"),
+        ('max_num_seqs = "5"', "is not of type int"),
         ("max_num_seqs = 0", "at least 1"),
-        ("policy = 'lifo'", "none of fcfs"),
-        ("[scheduler]", "no setting 'scheduler'"),
-        ("policy", "no valid TOML"),
+        ("policy = 'lifo'", "give one of fcfs"),
+        ("[scheduler]", "unknown setting 'scheduler'"),
+        ("policy", "not valid TOML"),
     ],
 )
 def test_what_a_file_must_not_say(tmp_path: Path, content: str, complaint: str) -> None:

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from quire.cli._parser import OneLineParser
-from quire.cli.serve import configure, serve_config
-from quire.serve.layout import ChildSpec, Ports, ServeConfig, child_environment, plan_children
-from quire.serve.ports import reserve_ports
-from quire.serve.restarts import GiveUp, Restart, RestartPolicy
-from quire.serve.runtime_dir import runtime_dir
+from quire_server.cli._parser import OneLineParser
+from quire_server.cli.serve import configure, serve_config
+from quire_server.serve.layout import ChildSpec, Ports, ServeConfig, child_environment, plan_children
+from quire_server.serve.ports import reserve_ports
+from quire_server.serve.restarts import GiveUp, Restart, RestartPolicy
+from quire_server.serve.runtime_dir import runtime_dir
 from shared.config import ConfigError
 
 

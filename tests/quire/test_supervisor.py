@@ -12,11 +12,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from quire.serve import lifeline
-from quire.serve.layout import ChildSpec, Role
-from quire.serve.output import LogForwarder
-from quire.serve.restarts import RestartPolicy
-from quire.serve.supervisor import Addresses, Supervisor, how_it_ended
+from quire_server.serve import lifeline
+from quire_server.serve.layout import ChildSpec, Role
+from quire_server.serve.output import LogForwarder
+from quire_server.serve.restarts import RestartPolicy
+from quire_server.serve.supervisor import Addresses, Supervisor, how_it_ended
 
 GRACE_S = {Role.FRONTEND: 10.0, Role.WORKER: 10.0, Role.SCHEDULER: 10.0}
 QUICK = RestartPolicy(first_delay_s=0.01, longest_delay_s=0.01)
@@ -209,9 +209,9 @@ def test_stopping_during_the_pause_before_a_restart_starts_nothing(tmp_path: Pat
         )
         supervisor.was_ready = True
         supervisor.start()
-        pid = int((await lines(journal, 1))[0].split()[-1])
-        os.kill(pid, signal.SIGKILL)
-        await asyncio.to_thread(psutil.wait_procs, [psutil.Process(pid)], 30)
+        child = psutil.Process(int((await lines(journal, 1))[0].split()[-1]))
+        child.kill()
+        await asyncio.to_thread(psutil.wait_procs, [child], 30)
 
         await supervisor.stop()
 
@@ -255,7 +255,10 @@ def test_a_process_that_hangs_is_started_again(tmp_path: Path, capfd: pytest.Cap
 
 def test_a_child_dies_with_its_supervisor() -> None:
     """A supervisor that is killed takes its children along, without a word."""
-    child = "from quire.serve import lifeline; lifeline.attach(); print('up', flush=True); import time; time.sleep(600)"
+    child = (
+        "from quire_server.serve import lifeline; lifeline.attach();"
+        " print('up', flush=True); import time; time.sleep(600)"
+    )
     parent = (
         "import os, subprocess, sys\n"
         f"environment = dict(os.environ, {lifeline.ENVIRONMENT}=str(os.getpid()))\n"
@@ -275,7 +278,7 @@ def test_a_child_dies_with_its_supervisor() -> None:
 
 def test_a_child_whose_supervisor_is_already_gone_ends_at_once() -> None:
     """There is no moment in which a child could miss the death of its supervisor."""
-    code = "from quire.serve import lifeline; lifeline.attach(); print('alive')"
+    code = "from quire_server.serve import lifeline; lifeline.attach(); print('alive')"
     environment = dict(os.environ) | {lifeline.ENVIRONMENT: "1"}
 
     ended = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, check=False)

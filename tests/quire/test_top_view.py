@@ -2,7 +2,7 @@
 
 import pytest
 
-from quire.cli._top_view import Scrape, bar, parse, quantile, render
+from quire_server.cli._top_view import Scrape, bar, parse, quantile, render
 
 TEXT = """
 # TYPE quire_requests_running gauge

@@ -5,10 +5,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from scheduler_svc.core import effects as ef
-from scheduler_svc.core import events as ev
-from scheduler_svc.core.config import CoreConfig
-from scheduler_svc.core.plan import Plan
+from scheduler_svc.core.interface import effects as ef
+from scheduler_svc.core.interface import events as ev
+from scheduler_svc.core.interface.config import CoreConfig
+from scheduler_svc.core.interface.plan import Plan
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.sim.model_worker import ModelWorker
 
@@ -50,9 +50,9 @@ class Cluster:
         self.core.validate()
         return effects
 
-    def join(self, worker: ModelWorker, worker_id: str = "w") -> None:
+    def join(self, worker: ModelWorker, worker_id: str = "w", reason: ev.HelloReason = ev.HelloReason.STARTED) -> None:
         """A worker says hello."""
-        for effect in self.handle(worker.hello(worker_id)):
+        for effect in self.handle(worker.hello(worker_id, reason)):
             if isinstance(effect, ef.WorkerWelcomed):
                 worker.welcome(effect.epoch)
                 self.workers[worker.peer] = worker
@@ -78,6 +78,10 @@ class Cluster:
         grammar: bytes = b"",
         identity: bytes = b"",
         again: bool = False,
+        accepted: bool = False,
+        model: str = "",
+        total_deadline: float | None = None,
+        pooling: ev.Pooling = ev.Pooling.NONE,
     ) -> Reader:
         """A request arrives, or arrives again with what was `delivered` before."""
         reader = self.readers[stream] = Reader(prompt, max_tokens, stops or set(), list(delivered))
@@ -104,6 +108,10 @@ class Cluster:
                 grammar_key=grammar,
                 identity=identity,
                 again=again,
+                accepted=accepted,
+                model=model,
+                total_deadline=total_deadline,
+                pooling=pooling,
             )
         )
         return reader

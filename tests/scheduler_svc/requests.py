@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from scheduler_svc.core.request import Request, RequestKey, to_tokens
+from scheduler_svc.core.requests.request import Request, RequestKey, to_tokens
 
 
 def make_request(

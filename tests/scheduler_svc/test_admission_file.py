@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from scheduler_svc.admission_file import NO_SETTINGS, load_admission
-from scheduler_svc.core.config import RequestClass, TenantLimits
+from scheduler_svc.core.interface.config import RequestClass, TenantLimits
 from shared.config import ConfigError
 
 

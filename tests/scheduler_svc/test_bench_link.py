@@ -1,6 +1,7 @@
 """`quire bench link`: it runs through, and its pretended device keeps time; figures are nobody's promise."""
 
 import json
+import math
 import os
 import subprocess
 from pathlib import Path
@@ -8,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from protos.quire.plan.v1 import plan_pb2
-from quire.serve.layout import child_environment
+from quire_server.serve.layout import child_environment
 from scheduler_svc.bench.echo_worker import EchoRows, Timeline
-from scheduler_svc.bench.link import DEFAULT_CASES, Case, LinkBenchError, cases_for, measure
+from scheduler_svc.bench.link import DEFAULT_CASES, Case, LinkBenchError, cases_for, longest_turn, measure
 from shared.columns import from_column, to_column
 from tests.e2e.harness import QUIRE, ROOT
 
@@ -40,7 +41,8 @@ def test_a_scheduler_that_ends_is_named_at_once(tmp_path: Path) -> None:
     """Nobody waits for a process that is gone; its last words are in the error."""
     (tmp_path / "workers").mkdir()  # where the scheduler's socket is to be
 
-    with pytest.raises(LinkBenchError, match=r"^quire\.cli\.main ended with status 1: quire scheduler: .*workers"):
+    said = r"^quire_server\.cli\.main ended with status 1: quire scheduler: .*workers"
+    with pytest.raises(LinkBenchError, match=said):
         measure(Case(1, 1, 5.0, 1), 0.1, tmp_path, child_environment(os.environ, os.getpid()))
 
 
@@ -48,9 +50,34 @@ def test_without_flags_the_cases_are_those_that_have_targets() -> None:
     """256 rows at 5 ms and 1 ms, one and two in flight, and 64 workers at 20 ms."""
     assert cases_for() == DEFAULT_CASES
     assert {(case.workers, case.rows, case.step_ms, case.in_flight) for case in DEFAULT_CASES} == {
-        (1, 256, 5.0, 1), (1, 256, 5.0, 2), (1, 256, 1.0, 1), (1, 256, 1.0, 2), (64, 256, 20.0, 2),
+        (1, 256, 5.0, 1), (1, 256, 5.0, 2), (1, 256, 1.0, 1), (1, 256, 1.0, 2), (64, 256, 20.0, 2), (64, 64, 20.0, 2),
     }  # fmt: skip
+    assert [case.burst for case in DEFAULT_CASES if case.burst] == [2000]
     assert cases_for(workers=64) == (Case(64, 256, 20.0, 1), Case(64, 256, 20.0, 2))
+
+
+def test_a_burst_is_taken_in_while_it_is_measured(tmp_path: Path) -> None:
+    """So many rows are free when the measurement begins, and all decode at its end; the longest turn is bounded."""
+    case = Case(workers=3, rows=8, step_ms=5.0, in_flight=2, burst=16)
+
+    run = measure(case, 0.5, tmp_path, child_environment(os.environ, os.getpid()))
+
+    assert run.report.steps > 0
+    assert run.report.num_rows == 24
+    assert run.longest_turn_s > 0
+
+
+def test_a_burst_needs_free_rows(tmp_path: Path) -> None:
+    """A burst that leaves no row for the steady load is refused, with what to change."""
+    with pytest.raises(LinkBenchError, match=r"--burst: 8 requests need more than 8 rows; raise --workers"):
+        measure(Case(1, 8, 5.0, 1, burst=8), 0.1, tmp_path, {})
+
+
+def test_the_longest_turn_is_that_of_the_last_bucket_that_grew() -> None:
+    """Turns of before the measurement do not count, however long they took."""
+    before = {0.001: 5.0, 0.01: 6.0, 1.0: 9.0, math.inf: 9.0}
+
+    assert longest_turn(before, {0.001: 7.0, 0.01: 9.0, 1.0: 12.0, math.inf: 12.0}) == 0.01
 
 
 def test_a_plan_in_hand_starts_when_its_predecessor_ends() -> None:

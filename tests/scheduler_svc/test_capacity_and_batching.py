@@ -2,11 +2,11 @@
 
 import pytest
 
-from scheduler_svc.core import effects as ef
-from scheduler_svc.core import events as ev
-from scheduler_svc.core.batching import BatchingLimits
-from scheduler_svc.core.config import CoreConfig, TenantLimits
-from scheduler_svc.core.errors import InvalidLimitsError
+from scheduler_svc.core.interface import effects as ef
+from scheduler_svc.core.interface import events as ev
+from scheduler_svc.core.interface.config import BatchingLimits, CoreConfig, TenantLimits
+from scheduler_svc.core.interface.errors import InvalidLimitsError
+from scheduler_svc.core.workers.capacity import Capacity
 from scheduler_svc.sim.model_worker import ModelWorker
 from scheduler_svc.sim.oracle import expected_output
 from tests.scheduler_svc.cluster import FRONTEND, Cluster
@@ -40,13 +40,63 @@ def test_guaranteed_no_evict_never_preempts() -> None:
 
 
 def test_max_utilization_learns_its_headroom() -> None:
-    """After the first preemptions admission leaves room to grow, so that most of a long run needs none."""
-    cluster = _cluster(num_blocks=24)
-    for stream in range(60):
-        cluster.submit(stream, [stream, 1, 2], 25)
+    """Under memory pressure admission leaves room to grow: fewer requests are preempted, in no more steps."""
+    steps, preemptions = [], []
+    for without in (True, False):
+        with pytest.MonkeyPatch.context() as patch:
+            if without:
+                patch.setattr(Capacity, "headroom", 0)
+            cluster = _cluster(num_blocks=24)
+            for stream in range(60):
+                cluster.submit(stream, [stream, 1, 2], 25)
+            cluster.run()
+            _check_all(cluster)
+        counters = cluster.core.stats().workers[0].counters
+        steps.append(counters.steps)
+        preemptions.append(counters.preemptions)
+    assert preemptions[1] < 0.7 * preemptions[0]
+    assert steps[1] <= 1.02 * steps[0]
+
+
+def test_memory_is_used_again_soon_after_many_preemptions() -> None:
+    """Some tens of steps after requests were preempted in rows, the memory is as full as before."""
+    cluster = _cluster(num_blocks=100, max_num_seqs=16, max_num_batched_tokens=64)
+    for stream in range(16):
+        cluster.submit(stream, [stream, 1, 2], 80)
+    for stream in range(16, 400):
+        cluster.submit(stream, [stream % 256, stream // 256, 2], 8)
+    worker = cluster.core.stats().workers[0]
+    while worker.counters.preemptions < 8:
+        cluster.plan()
+        cluster.answer()
+        worker = cluster.core.stats().workers[0]
+    held = []
+    for step in range(160):
+        cluster.plan()
+        cluster.answer()
+        if step >= 60:
+            held.append(cluster.core.stats().workers[0].blocks_held)
+    assert cluster.core.stats().waiting
+    assert sum(held) / len(held) > 75
     cluster.run()
     _check_all(cluster)
-    assert 0 < cluster.core.stats().workers[0].counters.preemptions < 60
+
+
+def test_headroom_keeps_no_worker_idle() -> None:
+    """Where nothing that runs can go on, since its readers take nothing, memory is left to nobody's growth."""
+    cluster = _cluster(num_blocks=24)
+    for stream in range(20):
+        cluster.submit(stream, [stream, 1, 2], 25)
+    cluster.run()
+    assert cluster.core.stats().workers[0].counters.preemptions
+    for stream in range(20, 23):
+        cluster.submit(stream, [stream, 1, 2], 25, credit=4 * 16)
+    cluster.run()
+    assert cluster.core.stats().running == 3
+    held = cluster.core.stats().workers[0].blocks_held
+    newcomer = cluster.submit(23, list(range(100, 100 + 4 * (24 - held) - 2)), 2)
+    cluster.run()
+    assert newcomer.end is not None
 
 
 def test_policy_preemption_contradicts_guaranteed_no_evict() -> None:

@@ -3,8 +3,8 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scheduler_svc.core.chunks import chunk_cost, longest_chunk
-from scheduler_svc.core.plan import Plan
+from scheduler_svc.core.interface.plan import Plan
+from scheduler_svc.core.workers.chunks import chunk_cost, longest_chunk
 from scheduler_svc.sim.model_worker import ModelWorker
 from tests.scheduler_svc.cluster import Cluster
 

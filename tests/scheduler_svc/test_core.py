@@ -5,13 +5,14 @@ from typing import Any
 
 import pytest
 
-from scheduler_svc.core import effects as ef
-from scheduler_svc.core import events as ev
-from scheduler_svc.core.config import CoreConfig
-from scheduler_svc.core.errors import InvalidLimitsError
+from scheduler_svc.core.interface import effects as ef
+from scheduler_svc.core.interface import events as ev
+from scheduler_svc.core.interface.config import CoreConfig
+from scheduler_svc.core.interface.errors import InvalidLimitsError
 from scheduler_svc.sim.model_worker import ModelWorker
 from scheduler_svc.sim.oracle import expected_output
 from tests.scheduler_svc.cluster import FRONTEND, Cluster
+from tests.scheduler_svc.operations import count_calls
 
 SMALL = {"max_num_seqs": 4, "max_num_batched_tokens": 16}
 
@@ -165,7 +166,7 @@ def test_failed_row_ends_alone() -> None:
             step=answer.step,
             rows=answer.rows[keep],
             tokens=answer.tokens[keep],
-            failures=(ev.FailedRow(row=failing, generation=1, reason="NaN"),),
+            failures=(ev.FailedRow(row=failing, generation=1, kind=ev.FailureKind.NOT_FINITE, reason="NaN"),),
         )
     )
     assert admitted == 0
@@ -363,7 +364,7 @@ def test_a_worker_that_contradicts_the_others_is_refused(field: str, value: Any)
     hello = _worker(peer=b"w/2").hello("b")
     effects = cluster.handle(replace(hello, model=replace(hello.model, **{field: value})))
     assert [effect.reason for effect in effects if isinstance(effect, ef.WorkerRefused)] == [
-        f"the worker gives {field} {value} for a model that is served with {getattr(hello.model, field)}:"
+        f"{field}: the worker reports {value}, but the same model is served with {getattr(hello.model, field)};"
         " start it with the same files and release"
     ]
     assert not any(isinstance(effect, ef.ServiceChanged) for effect in effects)
@@ -430,3 +431,50 @@ def test_an_admission_says_since_when_its_request_waited() -> None:
     first, second = (admission.queued_since for plan in cluster.plans for admission in plan.admissions)
     assert arrived <= first < arrived + 1
     assert lost <= second < lost + 1
+
+
+def test_a_plan_does_not_wait_for_requests_to_leave_their_rows() -> None:
+    """A plan with which requests end costs no more than another one; `tidy`, or the next event, vacates their rows."""
+
+    def costs(max_tokens: int) -> tuple[int, int]:
+        cluster = Cluster(max_num_seqs=4, max_plans_in_flight=1)
+        cluster.join(ModelWorker(b"w", num_blocks=64, block_size=4, max_rows=4))
+        for stream in range(4):
+            cluster.submit(stream, [stream, *range(3, 40)], max_tokens)
+        cluster.plan()
+        cluster.answer()
+        now = cluster.now + 1.0
+        return count_calls(lambda: cluster.core.plan(cluster.core.workers()[0], now)), count_calls(cluster.core.tidy)
+
+    (plan, tidy), (ending_plan, ending_tidy) = costs(100), costs(2)
+
+    assert ending_plan <= plan + 4
+    assert ending_tidy > tidy + 20
+
+
+def test_time_that_passes_looks_at_no_rows_of_workers_without_stalled_readers() -> None:
+    """A tick costs a few calls for each worker while every reader has credit."""
+
+    def cost(num_workers: int) -> int:
+        cluster = Cluster(max_num_seqs=4)
+        for number in range(num_workers):
+            worker = ModelWorker(b"w%d" % number, num_blocks=64, block_size=4, max_rows=4)
+            cluster.join(worker, f"w{number}")
+        for stream in range(num_workers):
+            cluster.submit(stream, [stream, 3, 4], 20)
+        cluster.plan()
+        return count_calls(lambda: cluster.core.handle(ev.TimePassed(), cluster.now))
+
+    assert cost(22) - cost(2) <= 20 * 5
+
+
+def test_time_that_passes_looks_at_no_request_while_none_can_have_waited_too_long() -> None:
+    """Without workers, a tick costs the same however many requests wait, until the time is up."""
+
+    def cost(num_waiting: int) -> int:
+        cluster = Cluster()
+        for stream in range(num_waiting):
+            cluster.submit(stream, [stream, 3, 4], 20)
+        return count_calls(lambda: cluster.core.handle(ev.TimePassed(), cluster.now))
+
+    assert cost(50) == cost(2)

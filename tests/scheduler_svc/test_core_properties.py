@@ -3,11 +3,9 @@
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from scheduler_svc.core import effects as ef
-from scheduler_svc.core import events as ev
-from scheduler_svc.core.batching import BATCHING_MODES, BatchingLimits
-from scheduler_svc.core.capacity import CAPACITY_MODES
-from scheduler_svc.core.config import POLICIES
+from scheduler_svc.core.interface import effects as ef
+from scheduler_svc.core.interface import events as ev
+from scheduler_svc.core.interface.config import BATCHING_MODES, CAPACITY_MODES, POLICIES, BatchingLimits
 from scheduler_svc.sim.model_worker import ModelWorker
 from scheduler_svc.sim.oracle import expected_output
 from tests.scheduler_svc.cluster import FRONTEND, Cluster

@@ -4,8 +4,8 @@ import dataclasses
 
 import numpy as np
 
-from scheduler_svc.core import events as ev
-from scheduler_svc.core.records import EndReason, Pooling
+from scheduler_svc.core.interface import events as ev
+from scheduler_svc.core.interface.records import EndReason, Pooling
 from scheduler_svc.sim.model_worker import ModelWorker
 from scheduler_svc.sim.oracle import expected_embedding
 from tests.scheduler_svc.cluster import FRONTEND, Cluster, Reader
@@ -16,9 +16,9 @@ PROMPT = list(range(1, 30))
 class OldWorker(ModelWorker):
     """One that speaks the version before embeddings."""
 
-    def hello(self, worker_id: str = "w") -> ev.WorkerHello:
+    def hello(self, worker_id: str = "w", reason: ev.HelloReason = ev.HelloReason.STARTED) -> ev.WorkerHello:
         """Says nothing of hidden states."""
-        hello = super().hello(worker_id)
+        hello = super().hello(worker_id, reason)
         return dataclasses.replace(hello, model=dataclasses.replace(hello.model, hidden_size=0))
 
 

@@ -5,12 +5,14 @@ import math
 import numpy as np
 import pytest
 
-from scheduler_svc.core.batching import BatchGate, BatchingLimits
-from scheduler_svc.core.capacity import Capacity
-from scheduler_svc.core.config import TenantLimits
-from scheduler_svc.core.forecast import Forecast
-from scheduler_svc.core.rows import RowTable
-from scheduler_svc.core.step_clock import (
+from scheduler_svc.core.interface.config import CAPACITY_MODES, BatchingLimits, TenantLimits
+from scheduler_svc.core.memory.swapping import SwapSpace
+from scheduler_svc.core.queueing.forecast import Forecast
+from scheduler_svc.core.queueing.tenants import BURST_S, Tenants
+from scheduler_svc.core.workers.batching import BatchGate
+from scheduler_svc.core.workers.capacity import Capacity
+from scheduler_svc.core.workers.rows import RowTable
+from scheduler_svc.core.workers.step_clock import (
     DEADLINE_FACTOR,
     LEAD_S,
     MIN_DEADLINE_S,
@@ -18,8 +20,6 @@ from scheduler_svc.core.step_clock import (
     TOLERATED_IDLE,
     StepClock,
 )
-from scheduler_svc.core.swapping import SwapSpace
-from scheduler_svc.core.tenants import BURST_S, Tenants
 from tests.scheduler_svc.requests import make_request
 
 # ---------------------------------------------------------------- forecast
@@ -138,49 +138,131 @@ def _rows(running: int, limit: int = 17) -> RowTable:
             frontend_index=0,
             blocks=np.arange(2),
             num_computed=0,
-            num_published=0,
+            num_shared=0,
             rank=0.0,
         )
     return rows
 
 
-def test_an_empty_worker_takes_whatever_fits() -> None:
-    """Without anybody running neither watermark nor worst case counts."""
-    for mode in ("max_utilization", "guaranteed_no_evict"):
-        capacity = Capacity(mode, 100, 0.5)
-        assert capacity.admits(_rows(0), num_new=100, worst_blocks=100, num_available=100)
-        assert not capacity.admits(_rows(0), num_new=100, worst_blocks=100, num_available=99)
+def _headroom(capacity: Capacity, limit: int = 1 << 15) -> int:
+    """How many blocks more than it takes now a request must find, beside four running requests."""
+    rows = _rows(4, limit)
+    return next(n for n in range(2000) if capacity.admits(rows, num_new=1, worst_blocks=1, num_available=n + 1))
+
+
+def _released(capacity: Capacity, times: int, *, blocks: int, steps: int) -> None:
+    """So many intervals between two releases, in each of which running requests took so many blocks."""
+    for _ in range(times):
+        for _ in range(steps):
+            capacity.step_planned()
+        capacity.grew(blocks)
+        capacity.released()
+
+
+@pytest.mark.parametrize("mode", CAPACITY_MODES)
+def test_an_empty_worker_takes_whatever_fits(mode: str) -> None:
+    """Without a running request neither headroom nor worst case counts."""
+    capacity = Capacity(mode, 100)
+    _released(capacity, 5, blocks=10, steps=2)
+    capacity.preempted(100.0)
+    assert capacity.admits(_rows(0), num_new=100, worst_blocks=100, num_available=100)
+    assert not capacity.admits(_rows(0), num_new=100, worst_blocks=100, num_available=99)
 
 
 def test_the_worst_case_of_all_must_fit() -> None:
     """A limit of 17 tokens needs 4 blocks of 4: the last token is never written."""
-    capacity = Capacity("guaranteed_no_evict", 20, 0.5)
+    capacity = Capacity("guaranteed_no_evict", 20)
     assert capacity.admits(_rows(4), num_new=1, worst_blocks=4, num_available=10)
     assert not capacity.admits(_rows(4), num_new=1, worst_blocks=5, num_available=10)
 
 
-def test_the_headroom_doubles_with_preemptions_and_decays_without() -> None:
-    """It starts at the watermark, counts per running request, and is forgotten after some thousand quiet steps."""
-    capacity = Capacity("max_utilization", 100, 0.05)
+def test_the_worst_case_follows_requests_that_come_and_go() -> None:
+    """Requests of different lengths count for as long as they have a row; admission looks at no row for that."""
+    capacity, rows = Capacity("guaranteed_no_evict", 20), _rows(3, limit=17)
+    row = rows.occupy(
+        make_request(prompt=5, limit=30),
+        frontend_index=0,
+        blocks=np.arange(2),
+        num_computed=0,
+        num_shared=0,
+        rank=0.0,
+    )
+    # Whatever is looked up per row is not there to be found.
+    limits, rows.limit = rows.limit, np.zeros(0, np.int32)
+    assert not capacity.admits(rows, num_new=1, worst_blocks=1, num_available=10)
+    rows.limit = limits
+    rows.vacate(row)
+    rows.limit = np.zeros(0, np.int32)
+    assert capacity.admits(rows, num_new=1, worst_blocks=8, num_available=10)
+    assert not capacity.admits(rows, num_new=1, worst_blocks=9, num_available=10)
 
-    def reserve(running: int) -> int:
-        return next(
-            n for n in range(100) if capacity.admits(_rows(running), num_new=1, worst_blocks=1, num_available=n + 1)
-        )
 
-    assert reserve(4) == 5
+def test_the_headroom_is_what_running_requests_take_until_one_ends() -> None:
+    """Its size follows from the growth between two releases, their distance, and what a preemption costs."""
+    capacity = Capacity("max_utilization", 1000)
+    assert _headroom(capacity) == 0
+    _released(capacity, 1, blocks=12, steps=5)
+    # A preemption counts as twice the step that it is taken to cost.
+    assert _headroom(capacity) == int(12 * math.log(2 * 1000 / (12 * 5)))
+    _released(capacity, 1, blocks=0, steps=0)
+    assert _headroom(capacity) == int(6 * math.log(2 * 1000 / (6 * 2.5)))
+    _released(capacity, 200, blocks=20, steps=5)
+    assert _headroom(capacity) == int(20 * math.log(2 * 1000 / (20 * 5))) == 59
+
+
+def test_costly_preemptions_make_for_more_headroom() -> None:
+    """The headroom grows with the logarithm of what preemptions cost; ten times the cost adds 2.3 times the growth."""
     headrooms = []
-    for _ in range(5):
-        capacity.preempted()
-        headrooms.append(reserve(8))
-    assert headrooms == [5, 5, 8, 16, 32]
-    assert reserve(2) == 8
+    for cost in (1.0, 10.0, 100.0):
+        capacity = Capacity("max_utilization", 1000)
+        for _ in range(200):
+            capacity.preempted(cost)
+        # What these have added by themselves is forgotten.
+        _released(capacity, 500, blocks=20, steps=5)
+        headrooms.append(_headroom(capacity))
+    assert headrooms == [59, 105, 152]
+
+
+def test_the_headroom_is_no_more_than_what_running_requests_can_still_take() -> None:
+    """Four requests that have 2 blocks each and need at most 4 leave 8 blocks to take."""
+    capacity = Capacity("max_utilization", 1000)
+    _released(capacity, 20, blocks=20, steps=5)
+    assert _headroom(capacity, limit=17) == 4 * (4 - 2)
+    assert _headroom(capacity, limit=9) == 0
+
+
+def test_there_is_no_headroom_where_memory_is_released_faster_than_it_is_taken() -> None:
+    """Requests that end long before memory could run out need none, however few blocks there are."""
+    capacity = Capacity("max_utilization", 50)
+    _released(capacity, 20, blocks=0, steps=1)
+    assert _headroom(capacity) == 0
+    _released(capacity, 100, blocks=20, steps=20)
+    assert _headroom(capacity) == 0
+
+
+def test_a_preemption_adds_to_the_headroom_for_tens_of_steps() -> None:
+    """However many there were, half of it is gone after 35 steps, and it is never more than half of the memory."""
+    capacity = Capacity("max_utilization", 1000)
+    for _ in range(10):
+        capacity.preempted(1.0)
+    assert _headroom(capacity) == 50
+    for _ in range(35):
+        capacity.step_planned()
+    assert _headroom(capacity) == 24
     for _ in range(1000):
-        capacity.went_well()
-    assert reserve(8) == int(8 * 4 * math.pow(0.999, 1000))
-    for _ in range(10_000):
-        capacity.went_well()
-    assert reserve(8) == 5
+        capacity.preempted(1.0)
+    assert _headroom(capacity) == 500
+
+
+def test_a_lost_step_is_counted_in_what_an_empty_row_wastes() -> None:
+    """A row that stays empty wastes its part of what a step takes in any case, not of what grows with the rows."""
+    forecast = Forecast()
+    assert forecast.recompute_steps(1000, 4) == 1.0
+    for _ in range(2):
+        forecast.step_measured(100, 100, 0.1)
+        forecast.step_measured(4, 0, 0.012)
+    assert forecast.recompute_steps(200, 4) == pytest.approx(200 * 0.001 / (0.012 - 4 * 0.001))
+    assert forecast.recompute_steps(200, 12) == pytest.approx(200 * 0.001 / 0.0012), "a tenth of a step at least"
 
 
 # ---------------------------------------------------------------- gates
@@ -224,21 +306,32 @@ def test_a_dynamic_batch_has_a_token_limit_that_its_first_request_may_exceed() -
     """The limit is reached, not exceeded, by those after the first; static batches have none."""
     gate = BatchGate(BatchingLimits(mode="dynamic", max_batch_size=9, max_wait_s=0.0, max_tokens_per_batch=10))
     assert gate.is_open(num_running=0, num_waiting=1, now=1.0)
-    assert gate.admits(50)
+    assert gate.admits(50, num_running=0, now=1.0)
     gate.admitted(4, 1.0)
-    assert gate.admits(6)
-    assert not gate.admits(7)
+    assert gate.admits(6, num_running=1, now=1.0)
     gate.admitted(6, 1.0)
-    assert not gate.admits(1)
-    gate.close()
+    assert not gate.admits(1, num_running=2, now=1.0)
+    assert not gate.is_open(num_running=2, num_waiting=1, now=1.0), "the batch is complete"
     assert gate.is_open(num_running=0, num_waiting=1, now=2.0)
-    assert gate.admits(50), "the next batch counts from zero"
+    assert gate.admits(50, num_running=0, now=2.0), "the next batch counts from zero"
     static = BatchGate(BatchingLimits(mode="static", max_batch_size=9, max_wait_s=0.0, max_tokens_per_batch=10))
     static.admitted(9, 1.0)
-    assert static.admits(50)
+    assert static.admits(50, num_running=1, now=1.0)
     unlimited = BatchGate(BatchingLimits(mode="dynamic", max_batch_size=9, max_wait_s=0.0))
     unlimited.admitted(9, 1.0)
-    assert unlimited.admits(50)
+    assert unlimited.admits(50, num_running=1, now=1.0)
+
+
+def test_a_batch_that_has_run_collects_the_next_one_from_the_request_that_does_not_fit() -> None:
+    """An idle worker does not wait for another event before it begins to collect."""
+    gate = BatchGate(BatchingLimits(mode="dynamic", max_batch_size=9, max_wait_s=1.0, max_tokens_per_batch=10))
+    assert not gate.is_open(num_running=0, num_waiting=1, now=0.0)
+    assert gate.is_open(num_running=0, num_waiting=1, now=1.0)
+    gate.admitted(8, 1.0)
+    assert gate.is_open(num_running=0, num_waiting=1, now=2.0), "the batch has seats left"
+    assert not gate.admits(5, num_running=0, now=2.0)
+    assert not gate.is_open(num_running=0, num_waiting=1, now=2.9)
+    assert gate.is_open(num_running=0, num_waiting=1, now=3.0)
 
 
 # ---------------------------------------------------------------- tenants
@@ -257,7 +350,7 @@ def test_a_bucket_holds_ten_seconds_and_may_go_below_zero() -> None:
     big.attempts = 2
     tenants.started(big, 100.0)
     assert tenants.may_run(make_request(), 100.0), "a prompt counts once"
-    done = make_request(prompt=int(BURST_S * 2), generated=3)
+    done = make_request(prompt=int(BURST_S * 2), generated=3, charged_tokens=int(BURST_S * 2))
     tenants.ended(done, 100.0, was_running=True)
     assert not tenants.may_run(make_request(), 101.4)
     assert tenants.may_run(make_request(), 101.5)

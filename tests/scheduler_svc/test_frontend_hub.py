@@ -7,9 +7,10 @@ import zmq
 
 from protos.quire.link.v1 import link_pb2
 from scheduler_svc import frontend_hub
-from scheduler_svc.core import effects as ef
+from scheduler_svc.core.interface import effects as ef
 from scheduler_svc.frontend_hub import FrontendHub
-from shared.sockets import LINK_MAX_MESSAGE, connect_dealer, receive_from
+from shared.frames import LINK_MAX_MESSAGE
+from shared.sockets import connect_dealer, receive_from
 
 STATE = ef.ServiceChanged(ready=True, model=None, max_model_len=0, block_size=0)
 
@@ -44,7 +45,7 @@ def test_a_front_end_that_talks_and_never_reads_is_lost(tmp_path: Path, monkeypa
         hub.forget(b"a", lost[b"a"])
         hub.outgoing(b"b").set_snapshot(7, [])
 
-        assert (lost, expired) == ({b"a": "it reads nothing"}, [])
+        assert (lost, expired) == ({b"a": f"it does not read: more than {1 << 16} bytes wait to be sent"}, [])
         assert hub.flush() == {}
         while link_pb2.CoreMessage.FromString(dealers[1].recv()).snapshot.request != 7:
             pass

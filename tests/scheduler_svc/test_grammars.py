@@ -1,11 +1,17 @@
-"""A request with a grammar is planned only where its worker has compiled it, and nobody else waits for that."""
+"""A request with a grammar is planned only where its worker has compiled it, and no other request waits for that."""
 
-from scheduler_svc.core import effects as ef
-from scheduler_svc.core import events as ev
-from scheduler_svc.core.grammars import MAX_READY, Grammars
+from collections.abc import Iterable
+
+import pytest
+
+from scheduler_svc.core.interface import effects as ef
+from scheduler_svc.core.interface import events as ev
+from scheduler_svc.core.interface.records import GrammarFailure
+from scheduler_svc.core.workers.grammars import MAX_ASKED, MAX_FAILED, Grammars
 from scheduler_svc.sim.model_worker import ModelWorker
 from scheduler_svc.sim.oracle import expected_output
-from tests.scheduler_svc.cluster import Cluster
+from shared.frames import MAX_GRAMMARS
+from tests.scheduler_svc.cluster import Cluster, Reader
 
 
 def _worker(peer: bytes = b"w/1", max_rows: int = 8) -> ModelWorker:
@@ -16,8 +22,32 @@ def _wanted(cluster: Cluster) -> list[tuple[bytes, bytes]]:
     return [(effect.worker, effect.key) for effect in cluster.effects if isinstance(effect, ef.GrammarWanted)]
 
 
-def _report(cluster: Cluster, worker: ModelWorker, key: bytes, failure: str = "") -> None:
+_INVALID = GrammarFailure("too complex", is_invalid=True)
+_NO_TOKENIZER = GrammarFailure("no tokenizer.json", is_invalid=False)
+
+
+def _report(cluster: Cluster, worker: ModelWorker, key: bytes, failure: GrammarFailure | None = None) -> None:
     cluster.handle(ev.GrammarReported(worker=worker.peer, epoch=worker.epoch, key=key, failure=failure))
+
+
+def _tick(cluster: Cluster) -> None:
+    cluster.handle(ev.TimePassed())
+
+
+def _keys(numbers: Iterable[int]) -> list[bytes]:
+    return [number.to_bytes(4) for number in numbers]
+
+
+def _running_with(cluster: Cluster, worker: ModelWorker, stream: int, key: bytes, max_tokens: int = 50) -> Reader:
+    """Start a request with a grammar on the only worker; some of its tokens are there."""
+    reader = cluster.submit(stream, [1, 2, 3], max_tokens, grammar=key)
+    cluster.plan()
+    _report(cluster, worker, key)
+    for _ in range(4):
+        cluster.plan()
+        cluster.answer()
+    assert reader.tokens
+    return reader
 
 
 def test_a_request_waits_for_its_grammar_and_others_do_not() -> None:
@@ -42,8 +72,9 @@ def test_a_request_waits_for_its_grammar_and_others_do_not() -> None:
     assert len(_wanted(cluster)) == 1
 
 
-def test_a_grammar_that_cannot_be_compiled_ends_its_requests() -> None:
-    """All that have it end INVALID with the reason; a later one asks again; a report nobody asked for means nothing."""
+def test_an_invalid_grammar_ends_the_requests_that_wait_for_it() -> None:
+    """They end INVALID with the reason, and so does a later one, which the worker is not asked for again. A report
+    that was not asked for changes nothing."""
     cluster = Cluster()
     worker = _worker()
     cluster.join(worker)
@@ -51,16 +82,88 @@ def test_a_grammar_that_cannot_be_compiled_ends_its_requests() -> None:
     good = cluster.submit(3, [1], 5, grammar=b"h")
     cluster.run()
 
-    _report(cluster, worker, b"g", "too complex")
+    _report(cluster, worker, b"g", _INVALID)
     _report(cluster, worker, b"i")
     for reader in bad:
         assert reader.end is not None
-        assert (reader.end.reason, reader.end.message) == (ef.EndReason.INVALID, "grammar: too complex")
+        assert (reader.end.reason, reader.end.field, reader.end.message) == (
+            ef.EndReason.INVALID,
+            "grammar",
+            "too complex",
+        )
     assert good.end is None
-    cluster.submit(4, [1], 5, grammar=b"g")
+    later = cluster.submit(4, [1], 5, grammar=b"g")
     cluster.submit(5, [1], 5, grammar=b"i")
     cluster.run()
-    assert [key for _, key in _wanted(cluster)] == [b"g", b"h", b"g", b"i"]
+    _tick(cluster)
+    assert later.end is not None
+    assert later.end.reason is ef.EndReason.INVALID
+    assert [key for _, key in _wanted(cluster)] == [b"g", b"h", b"i"]
+
+
+@pytest.mark.parametrize("failure", [_INVALID, _NO_TOKENIZER])
+def test_a_failure_of_one_worker_ends_nothing_where_the_grammar_is_compiled(failure: GrammarFailure) -> None:
+    """Whatever is at fault, requests that run with the grammar on another worker complete, and so does one that waits:
+    that worker takes it."""
+    cluster = Cluster(max_num_seqs=2)
+    first, second = _worker(max_rows=2), _worker(b"w/2", max_rows=2)
+    cluster.join(first, "w1")
+    running = _running_with(cluster, first, 1, b"g")
+    cluster.join(second, "w2")
+    waiting = [cluster.submit(stream, [4, stream], 50, grammar=b"g") for stream in (2, 3)]
+    while (b"w/2", b"g") not in _wanted(cluster):
+        assert cluster.plan() + cluster.answer()
+
+    _report(cluster, second, b"g", failure)
+    _tick(cluster)
+    assert all(reader.end is None for reader in (running, *waiting))
+    cluster.run()
+
+    assert running.tokens == expected_output([1, 2, 3], 50, set())
+    assert [reader.tokens for reader in waiting] == [expected_output([4, stream], 50, set()) for stream in (2, 3)]
+
+
+def test_a_grammar_that_a_worker_is_unable_to_use_waits_for_the_other_workers() -> None:
+    """Only when none is left that may compile it does a request that waits for it end, as one that lacks a worker."""
+    cluster = Cluster()
+    first, second = _worker(), _worker(b"w/2")
+    cluster.join(first, "w1")
+    reader = cluster.submit(1, [1, 2], 5, grammar=b"g")
+    cluster.run()
+    cluster.join(second, "w2")
+
+    _report(cluster, first, b"g", _NO_TOKENIZER)
+    _tick(cluster)
+    assert reader.end is None
+    cluster.lose(second.peer)
+    _tick(cluster)
+
+    assert reader.end is not None
+    assert reader.end.reason is ef.EndReason.NO_WORKER
+    assert reader.end.message == "no worker can use the grammar: no tokenizer.json"
+
+
+@pytest.mark.parametrize("event", ["lost", "drained"])
+def test_a_request_ends_when_its_only_worker_leaves(event: str) -> None:
+    """It has run where its grammar was compiled; the worker that is left has reported that it cannot use it."""
+    cluster = Cluster()
+    first, second = _worker(max_rows=1), _worker(b"w/2")
+    cluster.join(first, "w1")
+    reader = _running_with(cluster, first, 1, b"g")
+    cluster.join(second, "w2")
+    other = cluster.submit(2, [7], 5, grammar=b"g")
+    cluster.plan()
+    _report(cluster, second, b"g", _NO_TOKENIZER)
+
+    if event == "lost":
+        cluster.lose(first.peer)
+    else:
+        cluster.handle(ev.DrainRequested(worker_id="w1", move=True))
+    _tick(cluster)
+
+    assert reader.end is not None
+    assert other.end is not None
+    assert reader.end.reason is other.end.reason is ef.EndReason.NO_WORKER
 
 
 def test_another_worker_is_asked_anew() -> None:
@@ -87,16 +190,95 @@ def test_another_worker_is_asked_anew() -> None:
     assert reader.tokens == expected_output([1, 2, 3], 9, set())
 
 
-def test_what_was_used_longest_ago_is_asked_for_again() -> None:
-    """The memory of what a worker has compiled is bounded."""
-    grammars = Grammars()
-    for number in range(MAX_READY + 1):
-        key = number.to_bytes(4)
+def test_the_worker_drops_what_was_used_longest_ago() -> None:
+    """The scheduler names what the worker drops, so that both know the same grammars; it is asked for again."""
+    grammars, first, *others = Grammars(), *_keys(range(MAX_GRAMMARS + 1))
+    dropped: list[bytes] = []
+    for key in (first, *others):
         assert grammars.ask(key)
-        assert grammars.reported(key, usable=True)
-        assert grammars.is_ready((0).to_bytes(4))
+        dropped += grammars.make_room()
+        assert grammars.reported(key)
+        assert grammars.is_ready(first)
 
-    assert not grammars.is_ready((1).to_bytes(4))
-    assert grammars.ask((1).to_bytes(4))
-    assert not grammars.ask((1).to_bytes(4))
+    assert dropped == others[:1]
+    assert not grammars.is_ready(others[0])
+    assert grammars.ask(others[0])
+    assert grammars.make_room() == (others[1],)
     assert grammars.is_ready(b"")
+
+
+def test_a_grammar_that_a_row_uses_is_never_dropped() -> None:
+    """It does not count among those that are kept, and is the one used last when its last row is vacated."""
+    grammars, used, *others = Grammars(), *_keys(range(2 * MAX_GRAMMARS))
+    grammars.ask(used)
+    grammars.reported(used)
+    for _ in range(2):
+        grammars.occupied(used)
+    dropped: list[bytes] = []
+    for key in others:
+        grammars.ask(key)
+        dropped += grammars.make_room()
+        grammars.reported(key)
+    grammars.vacated(used)
+    grammars.validate({used: 1})
+    grammars.vacated(used)
+    grammars.validate({})
+
+    assert dropped == others[: len(others) - MAX_GRAMMARS]
+    assert grammars.ask(b"one more")
+    assert used not in grammars.make_room()
+
+
+def test_a_worker_is_asked_for_so_many_grammars_at_a_time() -> None:
+    """The order of the others stays with the waiting queue; each report makes room for another request."""
+    grammars, keys = Grammars(), _keys(range(MAX_ASKED + 1))
+
+    assert [grammars.ask(key) for key in keys] == [True] * MAX_ASKED + [False]
+    grammars.reported(keys[3])
+    assert grammars.ask(keys[-1])
+    assert not grammars.ask(keys[-1])
+
+
+def test_so_many_failures_of_a_worker_are_remembered() -> None:
+    """A failed grammar is not asked for again before it is forgotten."""
+    grammars, keys = Grammars(), _keys(range(MAX_FAILED + 1))
+    for key in keys:
+        assert grammars.ask(key)
+        grammars.reported(key, _NO_TOKENIZER)
+
+    assert [grammars.is_failed(key) for key in keys] == [False] + [True] * MAX_FAILED
+    assert grammars.failure(keys[1]) == _NO_TOKENIZER
+    assert grammars.ask(keys[0])
+    assert not grammars.ask(keys[1])
+
+
+def test_an_invalid_grammar_ends_its_requests_even_if_a_draining_worker_reports_it() -> None:
+    """What is wrong with the grammar itself is wrong everywhere."""
+    cluster, worker = Cluster(), _worker()
+    cluster.join(worker)
+    waiting = cluster.submit(1, [1], 5, grammar=b"g")
+    cluster.plan()
+    cluster.handle(ev.DrainRequested(worker_id="w", move=False))
+    _report(cluster, worker, b"g", _INVALID)
+    _tick(cluster)
+
+    assert waiting.end is not None
+    assert waiting.end.reason is ef.EndReason.INVALID
+
+
+def test_a_worker_that_is_resumed_without_the_grammar_ends_the_requests_that_wait_for_it() -> None:
+    """A failure that is the worker's own decides nothing while it drains, and does so once it is the only worker."""
+    cluster, worker = Cluster(), _worker()
+    cluster.join(worker)
+    waiting = cluster.submit(1, [1], 5, grammar=b"g")
+    cluster.plan()
+    cluster.handle(ev.DrainRequested(worker_id="w", move=False))
+    _report(cluster, worker, b"g", _NO_TOKENIZER)
+    _tick(cluster)
+    assert waiting.end is None
+
+    cluster.handle(ev.ResumeRequested(worker_id="w"))
+    _tick(cluster)
+
+    assert waiting.end is not None
+    assert waiting.end.reason is ef.EndReason.NO_WORKER

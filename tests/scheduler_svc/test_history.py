@@ -1,8 +1,8 @@
 """Stories and figures of requests, live and ended: what operators are told."""
 
-from scheduler_svc.core import events as ev
-from scheduler_svc.core.history import MAX_ENDED
-from scheduler_svc.core.request import RequestState
+from scheduler_svc.core.interface import events as ev
+from scheduler_svc.core.requests.history import MAX_ENDED
+from scheduler_svc.core.requests.request import RequestState
 from scheduler_svc.sim.model_worker import ModelWorker
 from tests.scheduler_svc.cluster import FRONTEND, Cluster
 

@@ -12,9 +12,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from scheduler_svc.core import effects as ef
-from scheduler_svc.core import events as ev
-from scheduler_svc.core.records import Log
+from scheduler_svc.core.interface import effects as ef
+from scheduler_svc.core.interface import events as ev
+from scheduler_svc.core.interface.records import Log
 from scheduler_svc.frontend_hub import FrontendHub
 from scheduler_svc.journal.journal import Journal
 from scheduler_svc.journal.recovery import replay, to_event
@@ -23,6 +23,7 @@ from scheduler_svc.journal.syncer import Syncer
 from scheduler_svc.sim.model_worker import ModelWorker
 from scheduler_svc.sim.oracle import expected_output
 from tests.scheduler_svc.cluster import FRONTEND, Cluster
+from tests.scheduler_svc.operations import count_calls
 
 Known = dict[bytes, tuple[list[int], ef.EndReason | None]]
 """By identity: all tokens, and how it ended if it ended well."""
@@ -75,6 +76,8 @@ class Written:
             self.journal.note(effect)
         self._seen = len(self.cluster.effects)
         self.journal.commit()
+        book = self.journal._book
+        assert book.num_bytes == sum(entry.size for entry in book)
 
     def commit(self) -> None:
         """The end of a turn that is worth remembering."""
@@ -260,6 +263,27 @@ def test_what_does_not_fit_is_forgotten_oldest_first(tmp_path: Path) -> None:
     assert min(map(int, known)) > 100
     assert b"399" in known
     written.journal.close()
+
+
+def test_a_commit_costs_what_it_writes(tmp_path: Path) -> None:
+    """Beyond half of its space the journal looks for waste every turn; that costs no more with more requests."""
+
+    def cost(num_requests: int) -> int:
+        written = Written(tmp_path / str(num_requests), max_bytes=num_requests * 800)
+        for stream in range(1, num_requests + 1):
+            written.cluster.submit(stream, list(range(100)), 9, identity=b"%d" % stream)
+        written.end_turn()
+        assert written.journal.num_bytes > num_requests * 800 // 2
+        written.cluster.plan()
+        written.cluster.answer()
+        written.journal.commit()
+        for effect in written.cluster.effects[written._seen :]:
+            written.journal.note(effect)
+        calls = count_calls(written.journal.commit)
+        written.journal.close()
+        return calls
+
+    assert cost(800) == cost(20)
 
 
 def test_nothing_lies_there_for_long(tmp_path: Path) -> None:

@@ -3,13 +3,14 @@
 import numpy as np
 import pytest
 
-from scheduler_svc.core import effects as ef
-from scheduler_svc.core import events as ev
-from scheduler_svc.core.kept import KeptLogs
-from scheduler_svc.core.records import Log
+from scheduler_svc.core.interface import effects as ef
+from scheduler_svc.core.interface import events as ev
+from scheduler_svc.core.interface.config import TenantLimits
+from scheduler_svc.core.interface.records import Log
+from scheduler_svc.core.requests.kept import KeptLogs
 from scheduler_svc.sim.model_worker import ModelWorker
 from scheduler_svc.sim.oracle import expected_output
-from tests.scheduler_svc.cluster import FRONTEND, Cluster
+from tests.scheduler_svc.cluster import FRONTEND, Cluster, Reader
 
 PROMPT = [1, 2, 3]
 
@@ -136,3 +137,98 @@ def test_logs_are_bounded_in_time_and_bytes() -> None:
     assert kept.drop(b"3")
     assert not kept.drop(b"3")
     assert kept.num_bytes == 0
+
+
+def test_a_client_that_is_told_to_retry_finds_its_log_again() -> None:
+    """Going on is refused while the queue is full: the log stays as it was and for as long, and the retry succeeds."""
+    cluster = _cluster(max_num_seqs=1, max_num_batched_tokens=16, max_queued_requests=1, resume_keep_s=100.0)
+    first = cluster.submit(1, PROMPT, 30, identity=b"i")
+    for _ in range(9):
+        cluster.plan()
+        cluster.answer()
+    cluster.handle(ev.RequestCancelled(frontend=FRONTEND, stream=1, keep=True))
+    cluster.submit(2, PROMPT, 20)
+    cluster.plan()
+    cluster.submit(3, PROMPT, 20)
+    log = _resume(cluster, b"i")
+    num_effects = len(cluster.effects)
+
+    refused = cluster.submit(4, PROMPT, 30, identity=b"i", again=True, delivered=tuple(first.tokens))
+
+    assert [type(effect) for effect in cluster.effects[num_effects:]] == [ef.RequestEnded]
+    assert refused.end is not None
+    assert (refused.end.reason, refused.end.retry_ms > 0) == (ef.EndReason.QUEUE_FULL, True)
+    assert _resume(cluster, b"i") == log
+    cluster.run()
+    second = cluster.submit(5, PROMPT, 30, identity=b"i", again=True, delivered=tuple(_output(_resume(cluster, b"i"))))
+    cluster.run()
+    assert second.tokens == expected_output(PROMPT, 30, set())
+
+
+def test_a_refused_call_does_not_prolong_a_log() -> None:
+    """However often going on is refused, the log is given up when its time is over."""
+    cluster = _cluster(max_num_seqs=1, max_num_batched_tokens=16, max_queued_requests=1, resume_keep_s=10.0)
+    cluster.submit(1, PROMPT, 30, identity=b"i")
+    cluster.plan()
+    cluster.answer()
+    cluster.handle(ev.RequestCancelled(frontend=FRONTEND, stream=1, keep=True))
+    cluster.submit(2, PROMPT, 20)
+    cluster.plan()
+    cluster.submit(3, PROMPT, 20)
+    for stream in range(4, 8):
+        cluster.now += 2.4
+        cluster.handle(ev.TimePassed())
+        assert cluster.submit(stream, PROMPT, 30, identity=b"i", again=True).end is not None
+        assert cluster.core.knows(b"i")
+    cluster.now += 1.0
+    cluster.handle(ev.TimePassed())
+    assert not cluster.core.knows(b"i")
+
+
+def _come_and_go(cluster: Cluster, streams: range, **request: object) -> Reader:
+    """A client leaves and comes back again and again, each time after one more step, then stays."""
+    reader = cluster.submit(streams[0], PROMPT, 40, identity=b"i", **request)  # type: ignore[arg-type]
+    for stream in streams[1:]:
+        cluster.plan()
+        cluster.answer()
+        cluster.handle(ev.RequestCancelled(frontend=FRONTEND, stream=stream - 1, keep=True))
+        delivered = tuple(_output(_resume(cluster, b"i")))
+        reader = cluster.submit(stream, PROMPT, 40, identity=b"i", again=True, delivered=delivered, **request)  # type: ignore[arg-type]
+    return reader
+
+
+@pytest.mark.parametrize("chunk", [2, 64], ids=["left before its first token", "left after it"])
+def test_a_tenant_pays_once_for_a_request_that_goes_on(chunk: int) -> None:
+    """However often its client leaves and comes back, a request takes its prompt and each of its tokens from its
+    tenant's bucket once."""
+    limits = {"a": TenantLimits(tokens_per_s=10.0)}
+    cluster = _cluster(max_num_seqs=2, max_num_batched_tokens=chunk, tenant_limits=limits, prefix_cache="off")
+    reader = _come_and_go(cluster, range(1, 9), tenant="a")
+    cluster.run()
+    assert reader.tokens == expected_output(PROMPT, 40, set())
+
+    # The bucket held 100 tokens; 43 are gone, 52 and 4 more go now, and time has added some 2.
+    fits = [cluster.submit(10, [5] * 50, 2, tenant="a"), cluster.submit(11, PROMPT, 1, tenant="a")]
+    cluster.run()
+    overdrawn = cluster.submit(12, [5] * 20, 1, tenant="a")
+    cluster.run()
+    blocked = cluster.submit(13, PROMPT, 1, tenant="a")
+    cluster.run()
+    assert [bool(reader.end) for reader in (*fits, overdrawn, blocked)] == [True, True, True, False]
+
+
+def test_a_request_that_goes_on_is_served_once_in_its_tenants_account() -> None:
+    """Under `fair`, tokens that were delivered before a client came back do not count again: its tenant's next turn
+    comes before that of a tenant which got more."""
+    cluster = _cluster(policy="fair", max_num_seqs=1, max_num_batched_tokens=64)
+    _come_and_go(cluster, range(1, 9), tenant="a")
+    cluster.run()
+    cluster.submit(20, PROMPT, 60, tenant="z")
+    cluster.run()
+    cluster.submit(30, PROMPT, 20, tenant="other")
+    cluster.plan()
+    more_served, less_served = (cluster.submit(31 + i, PROMPT, 5, tenant=tenant) for i, tenant in enumerate("za"))
+    while not (more_served.tokens or less_served.tokens):
+        cluster.plan()
+        cluster.answer()
+    assert (more_served.tokens, less_served.tokens) == ([], expected_output(PROMPT, 1, set()))

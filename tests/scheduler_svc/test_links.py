@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from protos.quire.link.v1 import link_pb2
 from protos.quire.plan.v1 import plan_pb2
 from scheduler_svc import frontend_link, worker_link
-from scheduler_svc.core import effects as ef
-from scheduler_svc.core import events as ev
-from scheduler_svc.core.plan import Plan, RowAdmission
+from scheduler_svc.core.interface import effects as ef
+from scheduler_svc.core.interface import events as ev
+from scheduler_svc.core.interface.plan import Plan, RowAdmission
 from scheduler_svc.frontend_link import Outgoing
 from shared.columns import from_column, to_column
 from shared.frames import PLAN_VERSIONS, MalformedFrameError
@@ -89,10 +89,16 @@ def test_tokens_for_a_front_end_are_columns() -> None:
     column = np.arange(256, dtype=np.int32)
     outgoing = Outgoing()
     outgoing.add_tokens(ef.TokensReady(frontend=b"f", streams=column, first_indices=column, tokens=column))
-    frame = outgoing.encode(1 << 63)
+    (frame,) = outgoing.encode(1 << 63)
     assert len(frame) <= 256 * 12 + 40
     message = link_pb2.CoreMessage.FromString(frame)
     assert from_column(message.tokens).tolist() == column.tolist()
+
+
+def test_the_field_of_an_invalid_end_is_on_the_wire() -> None:
+    """A front end learns which field of the request is wrong."""
+    end = ef.RequestEnded(frontend=b"f", stream=1, request_id="r", reason=ef.EndReason.INVALID, field="grammar")
+    assert frontend_link.to_stream_end(end).field == "grammar"
 
 
 def test_every_end_reason_is_on_the_wire() -> None:
@@ -100,6 +106,25 @@ def test_every_end_reason_is_on_the_wire() -> None:
     names = link_pb2.EndReason.DESCRIPTOR.values_by_name
     on_the_wire = {name.removeprefix("END_REASON_") for name in names} - {"UNSPECIFIED"}
     assert on_the_wire == {reason.name for reason in ef.EndReason}
+
+
+def test_every_kind_of_failure_is_on_the_wire() -> None:
+    """Each kind of the plan protocol is the core's of the same name. One that is not known, or not said by a worker of
+    the release before, is taken for the kind that needs most care."""
+    names = plan_pb2.RowFailureKind.DESCRIPTOR.values_by_name
+    kinds = {value.number: name.removeprefix("ROW_FAILURE_KIND_") for name, value in names.items()}
+    kinds[plan_pb2.ROW_FAILURE_KIND_UNSPECIFIED] = kinds[99] = "NOT_FINITE"
+    result = plan_pb2.StepResult(step=1)
+    for number in kinds:
+        result.failures.add(row=number, generation=3, reason="why", field="f" * 1000).MergeFromString(
+            b"\x20" + bytes([number])
+        )
+    event, _ = worker_link.decode(b"w", plan_pb2.WorkerMessage(epoch=1, result=result).SerializeToString())
+
+    assert isinstance(event, ev.StepDone)
+    assert {failure.row: failure.kind.name for failure in event.failures} == kinds
+    assert {kind.name for kind in ev.FailureKind} == set(kinds.values())
+    assert all(len(failure.field) <= 128 for failure in event.failures)
 
 
 @pytest.mark.parametrize(
@@ -195,7 +220,7 @@ def test_random_frames_are_refused_or_events(payload: bytes) -> None:
     """Any bytes at all are an event or a malformed frame, from workers and from front ends."""
     try:
         event, _ = worker_link.decode(b"w", payload)
-        assert isinstance(event, ev.WorkerHello | ev.StepDone | ev.WorkerCompiling | ev.WorkerLost)
+        assert type(event) in (ev.WorkerHello, ev.StepDone, ev.WorkerCompiling, ev.GrammarReported, ev.WorkerLost)
     except (MalformedFrameError, UnsupportedVersionError):
         pass
     with contextlib.suppress(MalformedFrameError, UnsupportedVersionError):

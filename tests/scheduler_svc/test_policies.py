@@ -1,44 +1,75 @@
 """What each order of admission promises, and what keeps every request from starving."""
 
-import copy
 import gc
 import random
+from collections.abc import Callable
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scheduler_svc.core import effects as ef
-from scheduler_svc.core.admission import MAX_OVERTAKEN
-from scheduler_svc.core.config import RequestClass, TenantLimits
-from scheduler_svc.core.forecast import Forecast
-from scheduler_svc.core.request import Request, RequestState
-from scheduler_svc.core.tenants import Tenants
-from scheduler_svc.core.victims import Candidates, choose_victims
-from scheduler_svc.core.waiting import (
+from scheduler_svc.core.interface import effects as ef
+from scheduler_svc.core.interface.config import RequestClass, TenantLimits
+from scheduler_svc.core.planning.batch_selection import MAX_OVERTAKEN
+from scheduler_svc.core.planning.victims import Candidates, choose_victims
+from scheduler_svc.core.queueing.forecast import Forecast
+from scheduler_svc.core.queueing.policies import (
     AGEING_S,
     SJF_S_PER_TOKEN,
-    FairQueue,
+    FairPolicy,
     KeyedQueue,
     LongestPrefixQueue,
     WaitingQueue,
-    make_queue,
+    fcfs_key,
+    make_policy,
 )
+from scheduler_svc.core.queueing.service_ledger import ServiceLedger
+from scheduler_svc.core.queueing.tenants import Tenants
+from scheduler_svc.core.requests.accounts import Account
+from scheduler_svc.core.requests.request import Request, RequestState
 from scheduler_svc.sim.model_worker import ModelWorker
 from tests.scheduler_svc.cluster import Cluster
 from tests.scheduler_svc.requests import make_request
 
 
-def _drain(queue: WaitingQueue, cached: dict[int, int] | None = None) -> list[int]:
+class Line:
+    """A queue and its policy, which is told who waits, as the backlog tells it."""
+
+    def __init__(
+        self, name: str, weights: dict[str, float] | None = None, classes: dict[str, RequestClass] | None = None
+    ) -> None:
+        self.policy = make_policy(name, weights or {}, classes or {})
+        self._queue = self.policy.make_queue()
+
+    def __len__(self) -> int:
+        return len(self._queue)
+
+    def push(self, request: Request) -> None:
+        self.policy.enter(request.account)
+        self._queue.push(request)
+
+    def take(self, cached: Callable[[Request], int] = lambda _: 0) -> Request | None:
+        request = self._queue.take(cached)
+        if request is not None:
+            self.policy.leave(request.account)
+        return request
+
+    def discard(self, request: Request) -> None:
+        request.state = RequestState.FINISHED
+        self._queue.discard(request)
+        self.policy.leave(request.account)
+
+
+def _drain(queue: WaitingQueue | Line, cached: dict[int, int] | None = None) -> list[int]:
     taken = []
     while (request := queue.take(lambda each: (cached or {}).get(each.sequence, 0))) is not None:
         taken.append(request.sequence)
     return taken
 
 
-def _filled(policy: str, *requests: Request) -> WaitingQueue:
-    queue = make_queue(policy, {}, {})
+def _filled(policy: str, *requests: Request) -> Line:
+    queue = Line(policy)
     for request in requests:
         queue.push(request)
     return queue
@@ -93,7 +124,7 @@ def test_lpm_keeps_the_place_of_what_is_given_back() -> None:
         queue.push(request)
     first = queue.take(lambda _: 0)
     assert first is requests[0]
-    queue.give_back(first)
+    queue.push(first)
     queue.discard(requests[1])
     assert _drain(queue) == [0, 2, 3, 4]
 
@@ -103,7 +134,7 @@ def test_lpm_keeps_the_place_of_what_is_given_back() -> None:
 def test_fair_keeps_backlogged_tenants_within_the_published_bound(seed: int, weight: float) -> None:
     """Between two tenants that always wait, weighted service differs by at most 2 x the largest request's cost."""
     rng = random.Random(seed)
-    queue = make_queue("fair", {"a": weight}, {})
+    queue = Line("fair", {"a": weight})
     sequence = 0
     served = {"a": 0.0, "b": 0.0}
     largest = 0.0
@@ -112,11 +143,11 @@ def test_fair_keeps_backlogged_tenants_within_the_published_bound(seed: int, wei
             sequence += 1
             queue.push(make_request(sequence, tenant=tenant, limit=10 + rng.randint(1, 50 if tenant == "a" else 5)))
     for _ in range(200):
-        request = queue.take(lambda _: 0)
+        request = queue.take()
         assert request is not None
         outputs = request.limit - request.num_prompt_tokens
-        cost = FairQueue.INPUT_WEIGHT * 10 + FairQueue.OUTPUT_WEIGHT * outputs
-        queue.served(request.account, prompt_tokens=10, output_tokens=outputs)
+        cost = FairPolicy.INPUT_WEIGHT * 10 + FairPolicy.OUTPUT_WEIGHT * outputs
+        queue.policy.served(request.account, prompt_tokens=10, output_tokens=outputs)
         served[request.tenant] += cost / (weight if request.tenant == "a" else 1.0)
         largest = max(largest, cost)
         assert abs(served["a"] - served["b"]) <= 2 * largest
@@ -124,73 +155,80 @@ def test_fair_keeps_backlogged_tenants_within_the_published_bound(seed: int, wei
 
 def test_fair_does_not_save_idleness_up() -> None:
     """A tenant that was away does not get to catch up on what it did not ask for."""
-    queue = make_queue("fair", {}, {})
+    queue = Line("fair")
     for sequence in range(100):
         queue.push(make_request(sequence, tenant="busy"))
     for _ in range(50):
-        request = queue.take(lambda _: 0)
+        request = queue.take()
         assert request is not None
-        queue.served(request.account, output_tokens=10)
+        queue.policy.served(request.account, output_tokens=10)
     for sequence in range(100, 200):
         queue.push(make_request(sequence, tenant="back"))
     tenants = []
     for _ in range(20):
-        request = queue.take(lambda _: 0)
+        request = queue.take()
         assert request is not None
-        queue.served(request.account, output_tokens=10)
+        queue.policy.served(request.account, output_tokens=10)
         tenants.append(request.tenant)
     assert 9 <= tenants.count("back") <= 11
 
 
-def test_fair_forgets_tenants_that_are_gone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However many tenants come and go, what is remembered of them is bounded, and those who wait are served;
-    beyond the bound half of them are forgotten."""
-    monkeypatch.setattr(FairQueue, "MAX_IDLE", 10)
-    queue = make_queue("fair", {}, {})
-    remembered = []
-    for sequence in range(40):
+@pytest.mark.parametrize("returns_last", [False, True])
+def test_fair_saves_no_idleness_up_while_no_request_waits(returns_last: bool) -> None:
+    """A tenant that begins to wait while none does, is lifted to the tenant that waited last. Otherwise, the others
+    would wait until it has caught up."""
+    line = Line("fair")
+    for sequence in range(50):
+        line.push(make_request(sequence, tenant="busy"))
+        assert line.take() is not None
+        line.policy.served(Account("", "busy"), output_tokens=10)
+    names = ["busy", "back"] if returns_last else ["back", "busy"]
+    for sequence in range(100, 140):
+        line.push(make_request(sequence, tenant=names[sequence % 2]))
+    tenants = []
+    for _ in range(20):
+        request = line.take()
+        assert request is not None
+        line.policy.served(request.account, output_tokens=10)
+        tenants.append(request.tenant)
+    assert 9 <= tenants.count("back") <= 11
+
+
+def test_fair_remembers_tenants_within_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many tenants come, are served and go, what is remembered of them is bounded."""
+    monkeypatch.setattr(ServiceLedger, "MAX_IDLE", 10)
+    line = Line("fair")
+    assert isinstance(line.policy, FairPolicy)
+    patient = make_request(0, tenant="patient")
+    line.push(patient)
+    for sequence in range(1, 1000):
         request = make_request(sequence, tenant=f"tenant-{sequence}")
-        queue.push(request)
-        assert queue.take(lambda _: 0) is request
-        assert queue.take(lambda _: 0) is None
-        queue.served(request.account, output_tokens=1)
-        remembered.append(sum(_remembers(queue, f"tenant-{number}") for number in range(sequence + 1)))
-    assert max(remembered) <= 11
-    # Of the least served ones that are forgotten, one is served right after.
-    assert min(remembered[11:]) == 11 - 5 + 1
+        line.push(request)
+        line.policy.served(request.account, output_tokens=sequence)
+        line.discard(request)
+        assert len(line.policy.ledger) <= 12
+    assert line.take() is patient
 
 
-def test_fair_forgets_tenants_whose_requests_end_before_anybody_takes_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fair_keeps_no_queues_of_tenants_whose_requests_end_before_they_are_taken() -> None:
     """While no worker is there, requests give up one after the other; what is kept follows those that still wait, and
     they are served as ever."""
-    monkeypatch.setattr(FairQueue, "MAX_IDLE", 10)
-    queue = make_queue("fair", {}, {})
+    line = Line("fair")
     waiting = make_request(0, tenant="patient")
-    queue.push(waiting)
+    line.push(waiting)
     before = _num_queues()
     for sequence in range(1, 1000):
         request = make_request(sequence, tenant=f"tenant-{sequence}")
-        queue.push(request)
-        request.state = RequestState.FINISHED
-        queue.discard(request)
+        line.push(request)
+        line.discard(request)
 
     assert _num_queues() - before < 200
-    assert [queue.take(lambda _: 0), queue.take(lambda _: 0)] == [waiting, None]
+    assert [line.take(), line.take()] == [waiting, None]
 
 
 def _num_queues() -> int:
     """How many tenants have a queue of their own, in all queues that there are."""
     return sum(isinstance(each, KeyedQueue) for each in gc.get_objects())
-
-
-def _remembers(queue: WaitingQueue, tenant: str) -> bool:
-    """Whether a tenant that was served comes after one that never was; with nothing known of either, names decide."""
-    queue = copy.deepcopy(queue)
-    for sequence, name in ((1000, "tenant~"), (1001, tenant)):
-        queue.push(make_request(sequence, tenant=name))
-    first = queue.take(lambda _: 0)
-    assert first is not None
-    return first.tenant != tenant
 
 
 def test_fair_charges_for_what_was_computed() -> None:
@@ -209,7 +247,7 @@ def test_fair_charges_for_what_was_computed() -> None:
 def test_each_request_class_has_an_order_of_its_own() -> None:
     """Within a class its policy decides; requests of no known class follow the general policy."""
     classes = {"urgent": RequestClass(policy="edf"), "bulk": RequestClass(policy="priority")}
-    queue = make_queue("fcfs", {}, classes)
+    queue = Line("fcfs", classes=classes)
     for request in (
         make_request(1, request_class="urgent", latest_start=9.0),
         make_request(2, request_class="urgent", latest_start=5.0),
@@ -230,18 +268,18 @@ def test_request_classes_share_the_service_by_weight(seed: int, weight: float) -
     """Between two classes that always wait, weighted service differs by at most 2 x the largest request's cost."""
     rng = random.Random(seed)
     classes = {"a": RequestClass(policy="sjf", weight=weight), "b": RequestClass(policy="lpm")}
-    queue = make_queue("fcfs", {}, classes)
+    queue = Line("fcfs", classes=classes)
     for sequence in range(400):
         queue.push(make_request(sequence, request_class="ab"[sequence % 2]))
     served = {"a": 0.0, "b": 0.0}
     largest = 0.0
     for _ in range(100):
-        request = queue.take(lambda _: 0)
+        request = queue.take()
         assert request is not None
         outputs = rng.randint(1, 50)
-        queue.served(request.account, output_tokens=outputs)
-        served[request.request_class] += FairQueue.OUTPUT_WEIGHT * outputs / classes[request.request_class].weight
-        largest = max(largest, FairQueue.OUTPUT_WEIGHT * outputs)
+        queue.policy.served(request.account, output_tokens=outputs)
+        served[request.request_class] += FairPolicy.OUTPUT_WEIGHT * outputs / classes[request.request_class].weight
+        largest = max(largest, FairPolicy.OUTPUT_WEIGHT * outputs)
         assert abs(served["a"] - served["b"]) <= 2 * largest
 
 
@@ -266,16 +304,26 @@ def test_an_urgent_request_pauses_only_its_own_class(request_class: str, pauses:
 @pytest.mark.parametrize("policy", ["fcfs", "priority", "sjf", "edf", "fair", "lpm"])
 def test_requests_that_end_while_waiting_are_never_offered(policy: str) -> None:
     """However many of a queue's requests end while they wait, the others come out, each once."""
-    from scheduler_svc.core.request import RequestState
-
     requests = [make_request(sequence, tenant=f"t{sequence % 3}") for sequence in range(300)]
     queue = _filled(policy, *requests)
     for request in requests[::2]:
-        request.state = RequestState.FINISHED
         queue.discard(request)
     assert len(queue) == 150
     assert sorted(_drain(queue)) == list(range(1, 300, 2))
     assert len(queue) == 0
+
+
+def test_a_queue_without_live_requests_keeps_none_that_have_ended() -> None:
+    """Requests that end while they wait release their tokens with the last of them, not when the queue is next used."""
+    queue = KeyedQueue(fcfs_key)
+    requests = [make_request(sequence) for sequence in range(10)]
+    for request in requests:
+        queue.push(request)
+    for request in requests:
+        request.state = RequestState.FINISHED
+        queue.discard(request)
+
+    assert not [each for each in gc.get_referrers(*requests) if isinstance(each, tuple)]
 
 
 def test_a_large_request_is_overtaken_within_its_bound_only() -> None:
@@ -313,6 +361,22 @@ def test_an_urgent_request_pauses_one_that_ranks_behind_it() -> None:
     assert sorted(reader.end.preemptions for reader in low if reader.end) == [0, 1]
 
 
+def test_a_missed_target_preempts_no_request() -> None:
+    """Under edf, a request that cannot meet its target any more waits like one without a target."""
+    cluster = Cluster(policy="edf", max_num_seqs=1, max_num_batched_tokens=16)
+    cluster.join(ModelWorker(b"w/1", 64, 4, 8))
+    running = cluster.submit(1, [1, 1], 40)
+    for _ in range(5):
+        cluster.plan()
+        cluster.answer()
+    late = cluster.submit(2, [2, 2], 3, ttft_deadline=cluster.now - 1.0)
+    cluster.run()
+
+    assert running.end is not None
+    assert running.end.preemptions == 0
+    assert late.end is not None
+
+
 def test_a_small_difference_pauses_nobody() -> None:
     """Within the threshold nothing is paused, so equals do not pause each other in turn."""
     cluster = Cluster(policy="priority", max_num_seqs=1, max_num_batched_tokens=16)
@@ -325,13 +389,47 @@ def test_a_small_difference_pauses_nobody() -> None:
     assert all(reader.end and reader.end.preemptions == 0 for reader in cluster.readers.values())
 
 
-def test_edf_rejects_what_cannot_be_met() -> None:
-    """A request whose forecast lies beyond its deadline ends DEADLINE at once, and says so."""
-    cluster = Cluster(policy="edf", max_num_seqs=1, max_num_batched_tokens=16)
+@pytest.mark.parametrize("target", ["ttft_deadline", "total_deadline"])
+@pytest.mark.parametrize("busy", [False, True], ids=["idle worker", "busy worker"])
+def test_edf_serves_what_misses_its_target(target: str, busy: bool) -> None:
+    """A target that cannot be met ends nothing: the request is served."""
+    cluster = Cluster(policy="edf", max_num_seqs=1, max_num_batched_tokens=16, policy_preemption="off")
     cluster.join(ModelWorker(b"w/1", 64, 4, 8))
     cluster.submit(0, [1, 2], 30)
     cluster.run()
-    late = cluster.submit(1, [1, 2], 30, ttft_deadline=cluster.now - 1.0)
+    if busy:
+        cluster.submit(1, [1, 2], 30)
+        cluster.plan()
+    late = cluster.submit(2, [1, 2], 30, **{target: cluster.now - 1.0})  # type: ignore[arg-type]
+    cluster.run()
+
+    assert late.end is not None
+    assert (late.end.reason, len(late.tokens)) == (ef.EndReason.LENGTH, 30)
+
+
+def test_edf_serves_those_first_who_can_still_meet_their_targets() -> None:
+    """A request that has missed its target goes after one that has not, though its target was the earlier one; it
+    counts as one without a target, so newer requests overtake it for a bounded time only."""
+    cluster = Cluster(policy="edf", max_num_seqs=1, max_num_batched_tokens=16, policy_preemption="off")
+    cluster.submit(1, [1, 2], 5, ttft_deadline=cluster.now - 1.0)
+    cluster.submit(2, [1, 2], 5, ttft_deadline=cluster.now + 30.0)
+    cluster.submit(3, [1, 2], 5, ttft_deadline=cluster.now + 90.0)
+    cluster.join(ModelWorker(b"w/1", 64, 4, 8))
+    cluster.run()
+    ends = [effect.stream for effect in cluster.effects if isinstance(effect, ef.RequestEnded)]
+    assert ends == [2, 1, 3]
+
+
+def test_edf_refuses_what_cannot_meet_its_deadline() -> None:
+    """A request that has not started ends DEADLINE once its forecast lies beyond its client's deadline, and says so."""
+    cluster = Cluster(policy="edf", max_num_seqs=2, max_num_batched_tokens=16)
+    cluster.join(ModelWorker(b"w/1", 64, 4, 8))
+    cluster.submit(0, [1, 2], 30)
+    cluster.run()
+    cluster.submit(1, [1, 2], 200)
+    cluster.plan()
+    late = cluster.submit(2, [1, 2], 30, deadline=cluster.now + 0.01, total_deadline=cluster.now + 9.0)
+    cluster.answer()
     cluster.plan()
     assert late.end is not None
     assert late.end.reason is ef.EndReason.DEADLINE

@@ -2,9 +2,9 @@
 
 import numpy as np
 
-from scheduler_svc.core import effects as ef
-from scheduler_svc.core import events as ev
-from scheduler_svc.core.prefix_cache import PrefixCache
+from scheduler_svc.core.interface import effects as ef
+from scheduler_svc.core.interface import events as ev
+from scheduler_svc.core.memory.prefix_cache import PrefixCache
 from scheduler_svc.sim.model_worker import ModelWorker
 from scheduler_svc.sim.oracle import expected_output
 from shared.prefix_keys import KEY_BYTES, following_keys, root_key
@@ -143,7 +143,9 @@ def test_what_a_failed_row_wrote_is_never_shared() -> None:
             step=answer.step,
             rows=answer.rows[~failing],
             tokens=answer.tokens[~failing],
-            failures=(ev.FailedRow(row=int(answer.rows[0]), generation=1, reason="NaN"),),
+            failures=(
+                ev.FailedRow(row=int(answer.rows[0]), generation=1, kind=ev.FailureKind.NOT_FINITE, reason="NaN"),
+            ),
         )
     )
     assert cluster.readers[0].end is not None

@@ -5,7 +5,7 @@ import random
 import numpy as np
 import pytest
 
-from scheduler_svc.core.rows import RowTable
+from scheduler_svc.core.workers.rows import RowTable
 from tests.scheduler_svc.requests import make_request
 
 PROMPT = 5
@@ -21,7 +21,7 @@ def test_a_rows_tokens_are_all_there_when_its_request_leaves(max_rows: int, step
 
     def occupy() -> None:
         request = make_request(prompt=PROMPT, limit=1 << 20)
-        row = rows.occupy(request, frontend_index=0, blocks=np.arange(2), num_computed=0, num_published=0, rank=0.0)
+        row = rows.occupy(request, frontend_index=0, blocks=np.arange(2), num_computed=0, num_shared=0, rank=0.0)
         generated[row] = []
 
     def vacate(row: int) -> None:

@@ -13,8 +13,8 @@ import zmq
 from protos.quire.link.v1 import link_pb2
 from protos.quire.plan.v1 import plan_pb2
 from shared.columns import from_column, to_column
-from shared.frames import LINK_VERSIONS, PLAN_VERSIONS
-from shared.sockets import LINK_MAX_MESSAGE, PLAN_MAX_MESSAGE, connect_dealer
+from shared.frames import LINK_MAX_MESSAGE, LINK_VERSIONS, PLAN_MAX_MESSAGE, PLAN_VERSIONS
+from shared.sockets import connect_dealer
 
 WAIT_MS = 20_000
 
@@ -124,7 +124,7 @@ class Stand:
         self._peers: list[Peer] = []
         self.killed = False
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "quire.cli.main", "scheduler", f"--frontend-address={self._frontends}",
+            [sys.executable, "-m", "quire_server.cli.main", "scheduler", f"--frontend-address={self._frontends}",
              f"--worker-address={self._workers}", "--max-num-seqs=4", *flags],
         )  # fmt: skip
 
@@ -335,7 +335,7 @@ def test_versions_too_far_apart_are_refused(stand: Stand, oldest: int, newest: i
         assert f"scheduler {LINK_VERSIONS}" in refused
         assert f"upgrade the {'front end' if behind == 'peer' else behind}" in refused
     theirs = f"{oldest} to {newest}" if newest > oldest else f"{oldest}"
-    assert f"speaks version {theirs} of the plan protocol" in reason
+    assert f"supports version {theirs}, the scheduler" in reason
     assert f"scheduler {PLAN_VERSIONS}" in reason
     assert f"upgrade the {'worker' if behind == 'peer' else behind}" in reason
 

@@ -3,13 +3,13 @@
 import numpy as np
 import pytest
 
-from scheduler_svc.core import effects as ef
-from scheduler_svc.core import events as ev
-from scheduler_svc.core.accounts import Account, AccountNumbers
-from scheduler_svc.core.config import CoreConfig, RequestClass
-from scheduler_svc.core.records import Log
-from scheduler_svc.core.request import Request
-from scheduler_svc.core.waiting import LongestPrefixQueue, make_queue
+from scheduler_svc.core.interface import effects as ef
+from scheduler_svc.core.interface import events as ev
+from scheduler_svc.core.interface.config import CoreConfig, RequestClass
+from scheduler_svc.core.interface.records import Log
+from scheduler_svc.core.queueing.policies import LongestPrefixQueue, make_policy
+from scheduler_svc.core.requests.accounts import Account, AccountNumbers
+from scheduler_svc.core.requests.request import Request
 from scheduler_svc.sim.model_worker import ModelWorker
 from tests.scheduler_svc.cluster import FRONTEND, Cluster
 from tests.scheduler_svc.requests import make_request
@@ -134,8 +134,8 @@ def test_the_longest_prefix_is_looked_for_in_a_window() -> None:
     assert first is not None
     assert second is not None
     queue.take(cached)
-    queue.give_back(second)
-    queue.give_back(first)
+    queue.push(second)
+    queue.push(first)
     assert len(queue) == 79
     taken = [request.sequence for _ in range(79) if (request := queue.take(lambda _: 0)) is not None]
     assert taken == [0, 1, *range(3, 80)]
@@ -143,10 +143,12 @@ def test_the_longest_prefix_is_looked_for_in_a_window() -> None:
 
 def test_tenants_take_turns_within_a_fair_class() -> None:
     """What a tenant was served counts in the class whose order is fair, too."""
-    queue = make_queue("fcfs", {}, {"c": RequestClass(policy="fair")})
-    queue.push(make_request(1, request_class="c", tenant="a"))
-    queue.push(make_request(2, request_class="c", tenant="b"))
-    queue.served(Account("c", "a"), prompt_tokens=10)
+    policy = make_policy("fcfs", {}, {"c": RequestClass(policy="fair")})
+    queue = policy.make_queue()
+    for sequence, tenant in ((1, "a"), (2, "b")):
+        policy.enter(Account("c", tenant))
+        queue.push(make_request(sequence, request_class="c", tenant=tenant))
+    policy.served(Account("c", "a"), prompt_tokens=10)
     served = queue.take(lambda _: 0)
     assert served is not None
     assert served.tenant == "b"

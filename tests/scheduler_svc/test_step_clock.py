@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from scheduler_svc.core.step_clock import EARLY_S, LEAD_S, TOLERATED_IDLE, StepClock
+from scheduler_svc.core.workers.step_clock import EARLY_S, LEAD_S, TOLERATED_IDLE, StepClock
 from scheduler_svc.sim.model_worker import ModelWorker
 from tests.scheduler_svc.cluster import Cluster
 

@@ -1,7 +1,7 @@
 """What swapping promises: paused requests come back without being computed again, within bounded host memory."""
 
-from scheduler_svc.core import events as ev
-from scheduler_svc.core.swapping import SwapSpace
+from scheduler_svc.core.interface import events as ev
+from scheduler_svc.core.memory.swapping import SwapSpace
 from scheduler_svc.sim.model_worker import ModelWorker
 from scheduler_svc.sim.oracle import expected_output
 from tests.scheduler_svc.cluster import FRONTEND, Cluster

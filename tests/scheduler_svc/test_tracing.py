@@ -6,7 +6,7 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from scheduler_svc.core.plan import Plan, RowAdmission
+from scheduler_svc.core.interface.plan import Plan, RowAdmission
 from scheduler_svc.tracing import SchedulerTracing
 from shared.telemetry import Telemetry
 

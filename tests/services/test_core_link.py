@@ -13,11 +13,20 @@ from quire.v1 import generation_pb2 as v1
 from services import core_link
 from services.detokenizer import detokenizer_factory
 from services.errors import InternalError
-from services.outgoing import MAX_FRAME, Outgoing
-from services.scheduling import MAX_TIME_S, SchedulingWishes
+from services.scheduling import MAX_TIME_S, SchedulingParams
 from services.stream import Stream, StreamRequest
 from shared.columns import from_column, to_column
-from tests.services.stack import PATIENCE_S, Stack, TestCore, joined_ids, joined_text, running_stack, tokens_request
+from shared.frames import MAX_SERVED_SEQUENCE
+from tests.services.stack import (
+    MODEL,
+    PATIENCE_S,
+    Stack,
+    TestCore,
+    joined_ids,
+    joined_text,
+    running_stack,
+    tokens_request,
+)
 from tests.services.tokenizers_for_tests import byte_level
 
 PROMPT = tuple(byte_level().encode("one two 🙂 three ", add_special_tokens=False).ids)
@@ -170,6 +179,96 @@ def test_a_core_without_workers_is_asked_to_wait_for_one(tmp_path: Path) -> None
     asyncio.run(main())
 
 
+def test_a_new_core_hears_which_requests_were_accepted_before(tmp_path: Path) -> None:
+    """A first submission is a new request; the next core hears of each that it was accepted, with a token or without
+    one, and for which model. A request that the core has refused is not submitted again."""
+
+    async def main() -> None:
+        async with running_stack(tmp_path, core=lambda a: TestCore(a, limit=2)) as stack:
+            begun = stack.generation.Generate(tokens_request(*PROMPT, max_tokens=8, request_id="begun"))
+            await next_response(begun)
+            stack.core.limit = 0
+            waiting = stack.generation.Generate(tokens_request(*PROMPT, max_tokens=8, request_id="waiting"))
+            await stack.core.saw(lambda core: len(core.submissions) == 2)
+            stack.core.end_at_once = link_pb2.StreamEnd(reason=link_pb2.END_REASON_QUEUE_FULL, retry_ms=50)
+            with pytest.raises(aio.AioRpcError):
+                await stack.generate(tokens_request(*PROMPT, request_id="refused"))
+            first = stack.core.submissions
+            core = await replace_core(stack)
+            await collect(begun)
+            await collect(waiting)
+            await stack.generate(tokens_request(*PROMPT, max_tokens=2, request_id="new"))
+
+            assert [(s.request_id, s.again, s.accepted) for s in first] == [
+                ("begun", False, False),
+                ("waiting", False, False),
+                ("refused", False, False),
+            ]
+            assert [(s.request_id, s.again, s.accepted) for s in core.submissions] == [
+                ("begun", True, True),
+                ("waiting", True, True),
+                ("new", False, False),
+            ]
+            assert {s.model for s in (*first, *core.submissions)} == {MODEL.fingerprint}
+
+    asyncio.run(main())
+
+
+def test_a_request_that_no_core_has_seen_is_a_new_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While no core is there, requests wait for one; it hears of each for the first time."""
+
+    async def main() -> None:
+        monkeypatch.setattr(core_link, "SILENCE_TIMEOUT_S", 0.3)
+        monkeypatch.setattr(core_link, "REPORT_EVERY_S", 0.1)
+        async with running_stack(tmp_path, core=lambda a: TestCore(a, limit=1)) as stack:
+            begun = stack.generation.Generate(tokens_request(*PROMPT, max_tokens=8, request_id="begun"))
+            await next_response(begun)
+            address, link = stack.core.address, stack.frontend.link
+            stack.core.kill()
+            stack.core_or_none = None
+            await stack.until_ready(False)
+            ended = asyncio.Event()
+            request = StreamRequest(
+                request_id="late", prompt=to_column(PROMPT), max_tokens=3, credit=64, arrival=0.0, model="f"
+            )
+            link.submit(Stream(request, detokenizer_factory(byte_level())(True), ended.set))
+            stack.core_or_none = core = TestCore(address)
+            await collect(begun)
+            await core.saw(lambda core: len(core.submissions) == 2)
+
+            assert {s.request_id: (s.again, s.accepted) for s in core.submissions} == {
+                "begun": (True, True),
+                "late": (False, False),
+            }
+
+    asyncio.run(main())
+
+
+def test_what_never_left_the_front_end_was_not_accepted(tmp_path: Path) -> None:
+    """Submissions that the link still holds when it starts over are new to the next core."""
+
+    async def main() -> None:
+        async with running_stack(tmp_path, core=lambda a: TestCore(a, limit=0)) as stack:
+            link = stack.frontend.link
+            stack.core.kill()
+            streams = []
+            for name in ("sent", "held"):
+                request = StreamRequest(
+                    request_id=name, prompt=to_column(PROMPT), max_tokens=3, credit=64, arrival=0.0, model="f"
+                )
+                streams.append(Stream(request, detokenizer_factory(byte_level())(True), lambda: None))
+                link.submit(streams[-1])
+                if name == "sent":
+                    link._outgoing.take()  # it is on its way; whether a core has it, nobody knows
+            link._send_hello(0)
+            stack.core_or_none = core = TestCore(stack.core.address)
+            await core.saw(lambda core: len(core.submissions) == 2)
+
+            assert {s.request_id: s.accepted for s in core.submissions} == {"sent": True, "held": False}
+
+    asyncio.run(main())
+
+
 @pytest.mark.parametrize("stop", [(), ("never there",)])
 def test_a_new_core_continues_every_stream(tmp_path: Path, stop: tuple[str, ...]) -> None:
     """Streams are submitted again with what was delivered; clients get every token once and see only a pause."""
@@ -203,7 +302,7 @@ def test_a_stream_that_cannot_be_submitted_ends_alone(tmp_path: Path) -> None:
             for priority in (0, 1 << 40, 0):
                 request = StreamRequest(
                     request_id="r", prompt=to_column(PROMPT), max_tokens=3, credit=64, arrival=0.0,
-                    scheduling=SchedulingWishes(priority=priority),
+                    scheduling=SchedulingParams(priority=priority),
                 )  # fmt: skip
                 ended = asyncio.Event()
                 streams.append((Stream(request, detokenizer(True), ended.set), ended))
@@ -254,14 +353,16 @@ def test_a_core_that_forgot_us_is_greeted_again(tmp_path: Path) -> None:
         async with running_stack(tmp_path, core=lambda a: TestCore(a, limit=3)) as stack:
             call = stack.generation.Generate(tokens_request(*PROMPT, max_tokens=12))
             first = await next_response(call)
-            stack.core.limit = None
             stack.core.forget_frontends.set()
+            await stack.core.saw(lambda core: len(core.submissions) == 2)
+            stack.core.limit = None
             rest = await collect(call)
 
             deltas = [first.delta, *(response.delta for response in rest[:-1])]
             assert joined_ids(deltas) == (list(PROMPT) * 12)[:12]
             hellos = [message.hello for message in stack.core.messages if message.HasField("hello")]
             assert len({hello.incarnation for hello in hellos}) == 1
+            assert [submission.accepted for submission in stack.core.submissions] == [False, True]
 
     asyncio.run(main())
 
@@ -277,6 +378,7 @@ def test_missing_tokens_make_the_stream_a_new_one(tmp_path: Path) -> None:
             assert joined_ids(deltas) == (list(PROMPT) * 12)[:12]
             old, new = stack.core.submissions
             assert old.stream != new.stream
+            assert (old.accepted, new.accepted) == (False, True)
             assert [from_column(column).tolist() for column in stack.core.cancelled] == [[old.stream]]
 
     asyncio.run(main())
@@ -304,7 +406,7 @@ def test_a_core_that_is_away_makes_the_service_not_ready(tmp_path: Path, monkeyp
     """Without a word from the core readiness goes, new calls are UNAVAILABLE; with a new core all is well again."""
 
     async def main() -> None:
-        monkeypatch.setattr(core_link, "AWAY_S", 0.3)
+        monkeypatch.setattr(core_link, "SILENCE_TIMEOUT_S", 0.3)
         monkeypatch.setattr(core_link, "REPORT_EVERY_S", 0.1)
         async with running_stack(tmp_path) as stack:
             address = stack.core.address
@@ -321,6 +423,53 @@ def test_a_core_that_is_away_makes_the_service_not_ready(tmp_path: Path, monkeyp
             assert ready.status_code == 503
             assert error.value.code() == grpc.StatusCode.UNAVAILABLE
             assert joined_ids(deltas) == list(PROMPT[:3])
+
+    asyncio.run(main())
+
+
+def test_a_core_that_dies_is_noticed_by_its_connection(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The stream goes on with the next core although the front end waits for neither silence nor its next report."""
+
+    async def main() -> None:
+        async with running_stack(tmp_path, core=lambda a: TestCore(a, limit=2)) as stack:
+            monkeypatch.setattr(core_link, "SILENCE_TIMEOUT_S", 1e6)
+            monkeypatch.setattr(core_link.CoreLink, "_tick", lambda self, now: None)
+            call = stack.generation.Generate(tokens_request(*PROMPT, max_tokens=6))
+            await next_response(call)
+            await replace_core(stack)
+            responses = await collect(call)
+
+            assert responses[-1].finished.usage.completion_tokens == 6
+            assert [s.accepted for s in stack.core.submissions] == [True]
+
+    asyncio.run(main())
+
+
+def test_a_request_that_arrives_between_two_cores_goes_to_the_second(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A request that arrives while the scheduler is being replaced is not refused but submitted to the next one."""
+
+    async def main() -> None:
+        greeting, greet = asyncio.Event(), core_link.CoreLink._send_hello
+
+        def noted(link: core_link.CoreLink, core: int) -> None:
+            greet(link, core)
+            greeting.set()
+
+        async with running_stack(tmp_path) as stack:
+            monkeypatch.setattr(core_link.CoreLink, "_send_hello", noted)
+            await stack.generate(tokens_request(*PROMPT, max_tokens=1))
+            address = stack.core.address
+            stack.core.kill()
+            stack.core_or_none = None
+            await asyncio.wait_for(greeting.wait(), PATIENCE_S)
+            call = stack.generation.Generate(tokens_request(*PROMPT, max_tokens=3))
+            stack.core_or_none = TestCore(address)
+            responses = await collect(call)
+
+            assert responses[-1].finished.usage.completion_tokens == 3
+            assert [s.accepted for s in stack.core.submissions] == [False]
 
     asyncio.run(main())
 
@@ -342,7 +491,7 @@ def test_a_link_that_went_dead_is_replaced(tmp_path: Path, monkeypatch: pytest.M
                 super().handle(peer, message)
 
     async def main() -> None:
-        monkeypatch.setattr(core_link, "AWAY_S", 0.3)
+        monkeypatch.setattr(core_link, "SILENCE_TIMEOUT_S", 0.3)
         monkeypatch.setattr(core_link, "REPORT_EVERY_S", 0.1)
         async with running_stack(tmp_path, core=lambda a: HardOfHearing(a, limit=3)) as stack:
             call = stack.generation.Generate(tokens_request(*PROMPT, max_tokens=12))
@@ -363,7 +512,7 @@ def test_streams_do_not_wait_for_ever_for_a_core(tmp_path: Path, monkeypatch: py
     """When no core comes back for long enough, live calls end UNAVAILABLE."""
 
     async def main() -> None:
-        monkeypatch.setattr(core_link, "AWAY_S", 0.2)
+        monkeypatch.setattr(core_link, "SILENCE_TIMEOUT_S", 0.2)
         monkeypatch.setattr(core_link, "GIVE_UP_S", 0.5)
         monkeypatch.setattr(core_link, "REPORT_EVERY_S", 0.1)
         async with running_stack(tmp_path, core=lambda a: TestCore(a, limit=1)) as stack:
@@ -417,15 +566,19 @@ def test_the_last_message_says_goodbye(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
-def test_many_submissions_at_once_stay_below_the_frame_limit() -> None:
-    """After a loss the tokens of all streams go out in several frames, in order."""
-    outgoing = Outgoing()
-    for stream in range(1, 8):
-        outgoing.submit(link_pb2.Submission(stream=stream, token_ids=bytes(MAX_FRAME // 3)))
-    outgoing.cancel(99)
-    messages = [link_pb2.FrontendMessage.FromString(payload) for payload in outgoing.take()]
+def test_a_log_that_no_frame_would_take_is_refused_by_its_field(tmp_path: Path) -> None:
+    """A resumable request whose kept log-probabilities could not be handed out again is refused when it arrives."""
+    model = link_pb2.ServedModel()
+    model.CopyFrom(MODEL)
+    model.max_model_len = MAX_SERVED_SEQUENCE
 
-    assert [[s.stream for s in message.submissions] for message in messages] == [[1, 2], [3, 4], [5, 6], [7]]
-    assert [bool(message.cancelled) for message in messages] == [False, False, False, True]
-    assert all(message.ByteSize() < MAX_FRAME + 1024 for message in messages)
-    assert outgoing.take() == []
+    async def main() -> None:
+        async with running_stack(tmp_path, core=lambda a: TestCore(a, model=model)) as stack:
+            request = tokens_request(*PROMPT, max_tokens=100_000, request_id="r")
+            request.resumable = True
+            request.output.logprobs = 20
+            with pytest.raises(aio.AioRpcError, match=r"output\.logprobs: 20 for each of 100000 tokens") as error:
+                await stack.generate(request)
+            assert error.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+
+    asyncio.run(main())

@@ -115,7 +115,7 @@ def test_a_model_without_hidden_states_says_so(tmp_path: Path) -> None:
 
         assert unable.value.code() is grpc.StatusCode.UNIMPLEMENTED
         assert answer.status_code == 400
-        assert "no embeddings" in answer.json()["error"]["message"]
+        assert "no hidden states" in answer.json()["error"]["message"]
 
     asyncio.run(main())
 

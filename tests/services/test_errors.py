@@ -246,6 +246,24 @@ def test_every_end_of_the_core_has_its_status(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
+def test_an_invalid_end_names_its_field(tmp_path: Path) -> None:
+    """The field that the core names is the one that the client reads; without one it is the input."""
+
+    async def main() -> None:
+        async with running_stack(tmp_path) as stack:
+            for field, expected in (("grammar", "grammar"), ("", "input")):
+                stack.core.end_at_once = link_pb2.StreamEnd(
+                    reason=link_pb2.END_REASON_INVALID, message="leaves no token to choose", field=field
+                )
+                refusal = await refused(stack.generate(tokens_request(1)))
+
+                assert refusal.code == grpc.StatusCode.INVALID_ARGUMENT
+                assert refusal.fields == [expected]
+                assert refusal.message == f"{expected}: leaves no token to choose"
+
+    asyncio.run(main())
+
+
 def test_a_name_that_is_not_served_is_not_found(tmp_path: Path) -> None:
     """GetModel answers NOT_FOUND for another name."""
 

@@ -73,7 +73,7 @@ def test_a_token_that_the_model_lacks_stays_at_the_door(tmp_path: Path) -> None:
     async def main() -> None:
         async with running_stack(tmp_path, core=lambda address: TestCore(address, model=model)) as stack:
             chat = v1.ChatInput(messages=[v1.ChatMessage(role="user", content=ADDED)])
-            wrong = f"the tokenizer makes token {added} .'{ADDED}'. of it"
+            wrong = f"contains token {added} .'{ADDED}'., which the model"
             for request in (v1.GenerateRequest(text=f"the {ADDED}"), v1.GenerateRequest(chat=chat)):
                 with pytest.raises(aio.AioRpcError, match=f"{request.WhichOneof('input')}: {wrong}") as error:
                     await stack.generate(request)

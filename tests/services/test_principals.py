@@ -79,14 +79,14 @@ def test_the_file_is_read_again_when_it_changes(tmp_path: Path) -> None:
     principals = _known(tmp_path)
     path = _written(tmp_path, search="fresh", operator="0p")
     os.utime(path, ns=(1, 1))
-    principals._next_look = 0.0
+    principals._next_check = 0.0
 
     assert principals.identify("Bearer fresh").name == "search"
     with pytest.raises(UnauthenticatedError):
         principals.identify("Bearer s3cret")
     path.write_text("[principals.search")
     os.utime(path, ns=(2, 2))
-    principals._next_look = 0.0
+    principals._next_check = 0.0
     assert principals.identify("Bearer fresh").name == "search"
 
 
@@ -141,9 +141,9 @@ def test_nobody_gets_in_without_a_token(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
-async def _code(stack: Stack, metadata: tuple[tuple[str, str], ...], **wishes: str) -> grpc.StatusCode:
+async def _code(stack: Stack, metadata: tuple[tuple[str, str], ...], **options: str) -> grpc.StatusCode:
     request = tokens_request(1, 2, 3, max_tokens=2)
-    request.scheduling.MergeFrom(v1.SchedulingOptions(**wishes))  # type: ignore[arg-type]
+    request.scheduling.MergeFrom(v1.SchedulingOptions(**options))  # type: ignore[arg-type]
     call = stack.generation.Generate(request, metadata=metadata)
     try:
         async for _ in call:

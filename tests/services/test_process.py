@@ -42,7 +42,7 @@ def frontend(folder: Path, *arguments: str) -> Iterator["subprocess.Popen[str]"]
     """A front-end process; killed at the end if it still runs."""
     model = write_model(folder / "model", byte_level())
     process = start(
-        "quire.cli.main",
+        "quire_server.cli.main",
         "frontend",
         f"--frontend-address=ipc://{folder}/core",
         f"--model={model}",
@@ -154,7 +154,7 @@ def test_a_bad_model_is_one_clear_line(tmp_path: Path) -> None:
 
     assert process.returncode == 1
     assert err.splitlines() == [
-        f"quire frontend: model: {tmp_path}/empty holds no config.json; give the folder of a Hugging Face checkpoint"
+        f"quire frontend: model: {tmp_path}/empty contains no config.json; give the folder of a Hugging Face checkpoint"
     ]
 
 

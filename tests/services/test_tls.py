@@ -112,7 +112,7 @@ async def listening(folder: Path, papers: Papers, *, client_ca: bool = True) -> 
     """Both listeners with these papers."""
     files = TlsFiles(str(folder / "cert.pem"), str(folder / "key.pem"), str(folder / "ca.pem") if client_ca else "")
     papers.write(files)
-    tls = ServerTls(files, look_every_s=0)
+    tls = ServerTls(files, check_interval_s=0)
     server = aio.server()
     health = HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(health, server)
@@ -185,7 +185,7 @@ def test_files_that_cannot_be_used_are_refused_at_the_start(tmp_path: Path) -> N
     cert = (tmp_path / "cert.pem").read_bytes()
     Papers().write(files)
     (tmp_path / "cert.pem").write_bytes(cert)
-    with pytest.raises(ConfigError, match="do not fit together"):
+    with pytest.raises(ConfigError, match="do not match"):
         ServerTls(files)
     Papers().write(files)
     (tmp_path / "ca.pem").write_text("nothing")

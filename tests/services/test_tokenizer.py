@@ -182,9 +182,9 @@ def test_a_template_that_fails_is_an_error_of_the_request(source: str, message: 
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("tokenizer.json", None, "holds no tokenizer.json"),
+        ("tokenizer.json", None, "contains no tokenizer.json"),
         ("tokenizer.json", "{}", "cannot be read"),
-        ("tokenizer_config.json", "{", "no valid JSON"),
+        ("tokenizer_config.json", "{", "invalid JSON at line 1 column 2"),
         ("chat_template.jinja", "{% if %}", "does not compile"),
     ],
 )

@@ -5,10 +5,26 @@ import math
 import pytest
 from google.protobuf.duration_pb2 import Duration
 
+from protos.quire.link.v1 import link_pb2
+from protos.quire.plan.v1 import plan_pb2
 from quire.v1 import generation_pb2 as v1
-from services.scheduling import MAX_TIME_S, left_ns
-from services.validation import fit, validate
+from services.scheduling import MAX_BLOCK_KEYS, MAX_NAME, MAX_TIME_S, block_keys, left_ns
+from services.validation import (
+    MAX_BAD_WORD,
+    MAX_BAD_WORDS,
+    MAX_BIASES,
+    MAX_REQUEST_ID,
+    MAX_STOP_STRING,
+    MAX_STOP_STRINGS,
+    MAX_TOKEN_SET,
+    check_log_size,
+    max_scores_bytes,
+    resolve_max_tokens,
+    validate,
+)
 from shared.errors import InvalidRequestError, UnsupportedFieldError
+from shared.frames import MAX_LOGPROBS, MAX_PART_BYTES, MAX_SERVED_SEQUENCE
+from shared.grammars import MAX_GRAMMAR
 from tests.services.stack import MODEL
 
 VOCAB = MODEL.vocab_size
@@ -261,7 +277,7 @@ def test_a_least_length_leaves_a_token_to_choose(wanted: v1.GenerateRequest, tok
     if token_left:
         assert validate(wanted, MODEL, has_chat_template=True).min_tokens == 2
         return
-    with pytest.raises(InvalidRequestError, match="forbids tokens that end the output"):
+    with pytest.raises(InvalidRequestError, match="no token is left to sample"):
         validate(wanted, MODEL, has_chat_template=True)
 
 
@@ -290,7 +306,7 @@ def test_stop_tokens_hold_the_models_own_unless_ignored() -> None:
 )
 def test_what_fits(prompt: int, max_tokens: int | None, expected: int) -> None:
     """The default is bounded by the room left; what is asked for and fits is granted."""
-    assert fit(prompt, max_tokens, 64, MODEL, "text") == expected
+    assert resolve_max_tokens(prompt, max_tokens, 64, MODEL, "text") == expected
 
 
 @pytest.mark.parametrize(
@@ -300,6 +316,65 @@ def test_what_fits(prompt: int, max_tokens: int | None, expected: int) -> None:
 def test_what_does_not_fit_is_named(prompt: int, max_tokens: int | None, field: str) -> None:
     """A prompt that is empty or leaves no room, and a max_tokens beyond the room, are refused."""
     with pytest.raises(InvalidRequestError) as error:
-        fit(prompt, max_tokens, 64, MODEL, field="text")
+        resolve_max_tokens(prompt, max_tokens, 64, MODEL, field="text")
 
     assert [violation.field for violation in error.value.violations] == [field]
+
+
+def test_the_heaviest_request_fits_into_a_frame() -> None:
+    """A request with every list and text as long as the door lets them be, and all tokens that it may come to have, is
+    a part of a frame to the core, and so is what is kept of it."""
+    model = link_pb2.ServedModel(block_size=1, fingerprint="f" * 64, max_model_len=MAX_SERVED_SEQUENCE)
+    prompt = bytes(4 * MAX_SERVED_SEQUENCE)
+    sampling = plan_pb2.SamplingParams(
+        allowed_token_ids=bytes(4 * MAX_TOKEN_SET),
+        banned_token_ids=bytes(4 * MAX_TOKEN_SET),
+        bias_token_ids=bytes(4 * MAX_BIASES),
+        bias_values=bytes(4 * MAX_BIASES),
+        # At most a token for each byte, with and without a space before the word.
+        bad_words=[bytes(4 * (MAX_BAD_WORD + 1))] * (2 * MAX_BAD_WORDS),
+        stop_token_ids=bytes(4 * 1024),
+    )
+    submission = link_pb2.Submission(
+        token_ids=prompt,
+        sampling=sampling.SerializeToString(),
+        grammar=bytes(2 * MAX_GRAMMAR),
+        resume_info=bytes(2 * MAX_STOP_STRING * MAX_STOP_STRINGS),
+        block_keys=block_keys(model, b"", prompt),
+        stop_token_ids=bytes(4 * 1024),
+        request_id="r" * MAX_REQUEST_ID,
+        tenant="t" * MAX_NAME,
+        request_class="c" * MAX_NAME,
+        cache_scope=bytes(2 * MAX_NAME),
+    )
+    assert len(submission.block_keys) == 32 * MAX_BLOCK_KEYS
+    assert submission.ByteSize() < MAX_PART_BYTES
+
+
+def test_a_log_takes_no_more_than_is_counted_for_it() -> None:
+    """What is counted for the log-probabilities of a token is not less than what they take in the log."""
+    scores = plan_pb2.TokenScores(
+        logprobs=bytes(4), ranks=bytes(4), top_token_ids=bytes(4 * MAX_LOGPROBS), top_logprobs=bytes(4 * MAX_LOGPROBS)
+    ).SerializeToString()
+    reply = link_pb2.ResumeReply()
+    for index in range(1000):
+        reply.scores.add(first_index=MAX_SERVED_SEQUENCE + index, scores=scores)
+    assert reply.ByteSize() <= 1000 * max_scores_bytes(MAX_LOGPROBS)
+
+
+@pytest.mark.parametrize(("resumable", "logprobs", "max_tokens"), [(True, 20, 50_000), (True, 0, 200_000)])
+def test_a_log_that_fits_into_a_frame_is_kept(resumable: bool, logprobs: int, max_tokens: int) -> None:
+    """Long answers with log-probabilities can be resumable, as long as a frame takes what is kept of them."""
+    wanted = request(request_id="r", resumable=resumable, output=v1.OutputOptions(logprobs=logprobs))
+    check_log_size(validate(wanted, MODEL, has_chat_template=False), 1000, max_tokens, 0)
+
+
+def test_a_log_that_no_frame_takes_is_refused_with_the_remedy() -> None:
+    """A resumable request whose log-probabilities would be too many is refused by the field, and says how many fit; one
+    that cannot be resumed may have as many."""
+    output = v1.OutputOptions(logprobs=20)
+    valid = validate(request(request_id="r", resumable=True, output=output), MODEL, has_chat_template=False)
+    with pytest.raises(InvalidRequestError, match="lower stop") as refused:
+        check_log_size(valid, 1000, 100_000, 0)
+    assert [violation.field for violation in refused.value.violations] == ["output.logprobs"]
+    check_log_size(validate(request(output=output), MODEL, has_chat_template=False), 1000, 100_000, 0)

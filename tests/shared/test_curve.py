@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import zmq
 
-from quire.cli.keys import add, create, revoke, rotate
+from quire_server.cli.keys import add, create, revoke, rotate
 from shared.config import ConfigError
 from shared.curve import (
     ALLOWED,
@@ -55,7 +55,7 @@ class Door:
 
     def refresh(self) -> None:
         """Reads the list again, now."""
-        self._allowed._next_look = 0.0
+        self._allowed._next_check = 0.0
         self._allowed.refresh()
 
     def close(self) -> None:
@@ -152,7 +152,7 @@ def test_secret_keys_are_for_their_owner_alone(folder: Path) -> None:
     assert secret.stat().st_mode & 0o077 == 0
     secret.chmod(0o644)
 
-    with pytest.raises(ConfigError, match="can be read by others"):
+    with pytest.raises(ConfigError, match="is readable by other users"):
         load_keys(str(folder), WORKER)
 
 

@@ -8,7 +8,7 @@ from shared.config import ConfigError
 from shared.telemetry import Telemetry, exporting
 from tests.e2e.otlp_receiver import ReceivedSpan, otlp_receiver
 
-GRPC_ONLY = "spans are exported by grpc only (port 4317 of a collector)"
+GRPC_ONLY = "is not supported; use grpc (port 4317 of the collector)"
 ENDPOINT = {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://collector:4317"}
 
 
@@ -41,13 +41,13 @@ def test_when_spans_are_exported(environ: dict[str, str], exports: bool) -> None
     [
         (
             ENDPOINT | {"OTEL_EXPORTER_OTLP_PROTOCOL": "http/protobuf"},
-            f"OTEL_EXPORTER_OTLP_PROTOCOL='http/protobuf': {GRPC_ONLY}",
+            f"OTEL_EXPORTER_OTLP_PROTOCOL: 'http/protobuf' {GRPC_ONLY}",
         ),
         (
             ENDPOINT | {"OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/json", "OTEL_EXPORTER_OTLP_PROTOCOL": "grpc"},
-            f"OTEL_EXPORTER_OTLP_TRACES_PROTOCOL='http/json': {GRPC_ONLY}",
+            f"OTEL_EXPORTER_OTLP_TRACES_PROTOCOL: 'http/json' {GRPC_ONLY}",
         ),
-        ({"OTEL_TRACES_EXPORTER": "otlp,zipkin"}, "OTEL_TRACES_EXPORTER='zipkin': choose otlp or none"),
+        ({"OTEL_TRACES_EXPORTER": "otlp,zipkin"}, "OTEL_TRACES_EXPORTER: 'zipkin' is not supported; use otlp or none"),
     ],
 )
 def test_what_quire_does_not_have_is_named(environ: dict[str, str], line: str) -> None:

@@ -21,6 +21,4 @@ def test_the_newest_common_version_is_picked(a: int, b: int, c: int, d: int) -> 
     with pytest.raises(UnsupportedVersionError) as error:
         negotiate("plan", scheduler=ours, peer=theirs, role="worker")
     behind = "worker" if theirs.newest < ours.oldest else "scheduler"
-    assert f"speaks version {theirs} of the plan protocol, the scheduler {ours}: upgrade the {behind};" in str(
-        error.value
-    )
+    assert f"supports version {theirs}, the scheduler {ours}; upgrade the {behind} " in str(error.value)

@@ -7,9 +7,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, precondition, rule
 
-from scheduler_svc.core.arrays import IndexArray
-from scheduler_svc.core.block_pool import BlockPool
-from scheduler_svc.core.prefix_cache import PrefixCache
+from scheduler_svc.core.interface.arrays import IndexArray
+from scheduler_svc.core.memory.block_pool import BlockPool
+from scheduler_svc.core.memory.prefix_cache import PrefixCache
 from shared.prefix_keys import KEY_BYTES, following_keys
 
 NUM_BLOCKS = 12

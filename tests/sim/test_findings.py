@@ -1,6 +1,6 @@
 """What the simulator found in the core, each as the smallest history that shows it."""
 
-from scheduler_svc.core import events as ev
+from scheduler_svc.core.interface import events as ev
 from scheduler_svc.sim.model_worker import ModelWorker
 from scheduler_svc.sim.oracle import expected_output
 from tests.scheduler_svc.cluster import Cluster
@@ -61,3 +61,19 @@ def test_a_suspect_waits_for_its_grammar() -> None:
     cluster.handle(ev.GrammarReported(worker=last.peer, epoch=last.epoch, key=b"g"))
     cluster.run()
     assert suspect.tokens == expected_output([1, 2, 3], 6, set())
+
+
+def test_a_grammar_that_only_a_worker_too_small_can_compile() -> None:
+    """A request ends when the only worker that is large enough for it cannot compile its grammar."""
+    cluster = Cluster(max_num_seqs=4, max_num_batched_tokens=16)
+    small, large = ModelWorker(b"w/1", 2, 4, 8), ModelWorker(b"v/1", 64, 4, 8)
+    cluster.join(small, "w")
+    cluster.join(large, "v")
+    reader = cluster.submit(1, list(range(1, 13)), 6, grammar=b"g")
+    cluster.plan()
+    died = ev.GrammarFailure("its compiler died", is_invalid=False)
+    for worker, failure in ((small, None), (large, died)):
+        cluster.handle(ev.GrammarReported(worker=worker.peer, epoch=worker.epoch, key=b"g", failure=failure))
+        cluster.plan()
+    cluster.handle(ev.TimePassed())
+    assert reader.end is not None

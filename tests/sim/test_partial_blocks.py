@@ -4,10 +4,10 @@ import numpy as np
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from scheduler_svc.core.arrays import IndexArray
-from scheduler_svc.core.block_pool import BlockPool
-from scheduler_svc.core.partial_blocks import PartialBlocks, num_common
-from scheduler_svc.core.prefix_cache import PrefixCache
+from scheduler_svc.core.interface.arrays import IndexArray
+from scheduler_svc.core.memory.block_pool import BlockPool
+from scheduler_svc.core.memory.partial_blocks import PartialBlocks, num_common
+from scheduler_svc.core.memory.prefix_cache import PrefixCache
 from shared.prefix_keys import KEY_BYTES, following_keys, root_key
 
 NUM_BLOCKS = 10

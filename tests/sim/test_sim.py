@@ -9,7 +9,7 @@ import zlib
 
 import pytest
 
-from scheduler_svc.core.config import CoreConfig
+from scheduler_svc.core.interface.config import CoreConfig
 from scheduler_svc.sim.campaign import run_campaign, summary
 from scheduler_svc.sim.coverage import Coverage, expected_kinds
 from scheduler_svc.sim.faults import NONE
@@ -126,7 +126,8 @@ def test_a_failure_says_how_to_see_it_again(monkeypatch: pytest.MonkeyPatch) -> 
     results = (Simulation(draw(seed), Coverage()).run(500) for seed in range(20))
     result = next(result for result in results if result.failure is not None)
     text = render(result, 500)
-    assert "violated: stream.ends" in text
+    assert result.failure is not None
+    assert f"violated: {result.failure.check}: " in text
     assert f"replay: quire sim --seed {result.seed} --steps 500" in text
     assert "story of stream" in text
     assert "arrived" in text

@@ -9,7 +9,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from scheduler_svc.core.config import CoreConfig
+from scheduler_svc.core.interface.config import CoreConfig
 from tools.mutation.mutators import mutant, mutations
 from tools.plots.claims import CLAIMS
 from tools.plots.svg import Series, bars, lines

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from quire.bench.offline import OfflineRequest, Trace
+from quire_server.bench.offline import OfflineRequest, Trace
 from tools.gpu import loads, shapes
 from tools.gpu import results as results_module
 from tools.gpu.__main__ import main

@@ -6,9 +6,9 @@ import pytest
 import zmq
 
 from protos.quire.plan.v1 import plan_pb2
-from shared.frames import PLAN_VERSIONS
-from shared.sockets import PLAN_MAX_MESSAGE, SendOutcome, bind_router, endpoint, receive_from, send_to
-from worker_svc.compiling import LONGEST_COMPILE_MS, compiling_told
+from shared.frames import PLAN_MAX_MESSAGE, PLAN_VERSIONS
+from shared.sockets import SendOutcome, bind_router, endpoint, receive_from, send_to
+from worker_svc.compiling import LONGEST_COMPILE_MS, announce_compiling
 from worker_svc.link import Link
 from worker_svc.session import Welcomed
 
@@ -46,7 +46,7 @@ def test_the_scheduler_hears_of_a_compilation_in_its_epoch(router: "zmq.Socket[b
     """A kernel compiled in an epoch is told with the time it may take; outside an epoch, and outside the block,
     nothing is said."""
     link = Link(endpoint(router), plan_pb2.Hello(worker_id="w"))
-    with compiling_told(link.tell_compiling):
+    with announce_compiling(link.send_compiling):
         link.open()
         launch_something_new()
         peer, hello = receive(router)

@@ -27,11 +27,11 @@ def test_a_setting_names_a_device(wanted: str, num_gpus: int, device: str) -> No
 @pytest.mark.parametrize(
     ("wanted", "num_gpus", "why"),
     [
-        ("cuda", 0, "there is no cuda:0 here but no GPU"),
-        ("cuda:2", 2, "there is no cuda:2 here but 2 GPUs"),
-        ("cpu:1", 2, "'cpu:1' is none"),
-        ("abacus", 2, "'abacus' is none"),
-        ("cuda:-1", 2, "'cuda:-1' is none"),
+        ("cuda", 0, "cuda:0 not found: this machine has no GPU"),
+        ("cuda:2", 2, "cuda:2 not found: this machine has 2 GPUs"),
+        ("cpu:1", 2, "invalid device 'cpu:1'"),
+        ("abacus", 2, "invalid device 'abacus'"),
+        ("cuda:-1", 2, "invalid device 'cuda:-1'"),
     ],
 )
 def test_a_device_that_is_not_there_is_refused(wanted: str, num_gpus: int, why: str) -> None:

@@ -1,20 +1,31 @@
 """Grammars in the engine: every row's output conforms, whatever happens to the row."""
 
 import re
+import threading
+from hashlib import sha256
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
+import torch
+from llguidance import LLMatcher, LLParserLimits
 from tokenizers import Tokenizer
 
 from protos.quire.plan.v1 import plan_pb2
 from shared.columns import to_column
+from shared.frames import MAX_GRAMMARS
+from shared.grammars import GrammarTokenizer, compile_grammar
 from tests.worker_svc.driver import Driver, make_engine
+from worker_svc.assembly import make_grammar_store
 from worker_svc.engine import Engine
 from worker_svc.grammars import GrammarRows, GrammarStore
+from worker_svc.loop import WorkerLoop
+from worker_svc.model.loader import ModelDescription
 
 DEMO = Path("shared/demo_model")
 EOS = 2
+PATIENCE_S = 30.0
 PATTERN = r"[ab]{6}-\d{4}\."
 REGEX = plan_pb2.Grammar(regex=PATTERN).SerializeToString()
 
@@ -32,6 +43,21 @@ def tokenizer() -> Tokenizer:
 def params(seed: int) -> plan_pb2.SamplingParams:
     """Hot sampling, which a grammar must bear."""
     return plan_pb2.SamplingParams(temperature=1.5, top_p=1, seed=seed, stop_token_ids=to_column([EOS]))
+
+
+def make_store(max_rows: int = 1) -> GrammarStore:
+    """A store with the demo model's tokenizer."""
+    return GrammarStore(GrammarTokenizer(DEMO / "tokenizer.json", 1024, (EOS,)), (EOS,), max_rows)
+
+
+def all_reports(store: GrammarStore) -> dict[bytes, plan_pb2.GrammarReport]:
+    """What has become of the grammars that the store was asked for, by key."""
+    for thread in (store._cheap, store._costly):
+        thread.submit(int).result()
+    reports: dict[bytes, plan_pb2.GrammarReport] = {}
+    while store.pending:
+        reports |= {report.key: report for report in store.take_reports()}
+    return reports
 
 
 def test_rows_conform_beside_others_and_end_after_the_last_character(engine: Engine, tokenizer: Tokenizer) -> None:
@@ -66,7 +92,7 @@ def test_rows_conform_beside_others_and_end_after_the_last_character(engine: Eng
 
 
 def test_options_that_leave_a_grammar_nothing_fail_the_row_alone(engine: Engine) -> None:
-    """The reason says so."""
+    """The failure is the request's own, and says which fields contradict each other."""
     engine.reset()
     driver = Driver(engine)
     stuck = plan_pb2.SamplingParams(allowed_token_ids=to_column([EOS]), stop_token_ids=to_column([EOS]))
@@ -76,12 +102,58 @@ def test_options_that_leave_a_grammar_nothing_fail_the_row_alone(engine: Engine)
         driver.chunk(row, 2)
 
     assert list(driver.step()) == [rows[1]]
-    assert "grammar" in driver.last_result.failures[0].reason
+    (failure,) = driver.last_result.failures
+    assert (failure.kind, failure.field) == (plan_pb2.ROW_FAILURE_KIND_NO_TOKEN_ALLOWED, "grammar")
+    assert "together with allowed_token_ids; relax one of them" in failure.reason
+
+
+def test_a_grammar_that_ends_before_min_tokens_fails_the_row_there(engine: Engine) -> None:
+    """Once the output is complete, only the end of sequence could follow, which min_tokens forbids."""
+    engine.reset()
+    driver = Driver(engine)
+    sampling = params(3)
+    sampling.min_tokens = 100
+    row = driver.admit([5, 6, 7], sampling=sampling)
+    driver.plan.admissions[0].grammar = REGEX
+    driver.chunk(row, 3)
+    while not driver.last_result.failures:
+        driver.step()
+
+    (failure,) = driver.last_result.failures
+    assert (failure.kind, failure.field) == (plan_pb2.ROW_FAILURE_KIND_NO_TOKEN_ALLOWED, "grammar")
+    assert "together with min_tokens;" in failure.reason
+    assert len(driver.rows[row].tokens) > 3
+
+
+def test_a_grammar_that_takes_too_much_work_fails_its_row_alone(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A grammar that passes the check at the door may exceed the library's limits later in the output: that is the
+    request's own failure, and it says what to do."""
+    limits = LLParserLimits(max_lexer_states=30, max_grammar_size=300_000, verbose_errors=False)
+    engine.reset()
+    driver = Driver(engine)
+    rows = [driver.admit([5, 6], sampling=params(seed)) for seed in range(2)]
+    regex = r"(a|b)*a(a|b){12}c"
+    driver.plan.admissions[0].grammar = plan_pb2.Grammar(regex=regex).SerializeToString()
+    for row in rows:
+        driver.chunk(row, 2)
+    with monkeypatch.context() as patch:
+        patch.setattr("shared.grammars._OTHER_LIMITS", limits)
+        driver.step()
+    while not driver.last_result.failures:
+        driver.step()
+
+    (failure,) = driver.last_result.failures
+    assert (failure.row, failure.kind) == (rows[0], plan_pb2.ROW_FAILURE_KIND_GRAMMAR_TOO_COSTLY)
+    assert failure.field == "grammar"
+    assert "simplify it" in failure.reason
+    assert list(driver.step()) == [rows[1]]
 
 
 def test_grammars_are_compiled_in_a_thread_and_reported() -> None:
-    """Good ones without a failure, bad ones with its reason; reports of an epoch that is over are forgotten."""
-    store = GrammarStore(DEMO / "tokenizer.json", 1024, (EOS,))
+    """Good ones without a failure, bad ones with its reason, which is the grammar's fault."""
+    store = make_store()
     requests = {
         b"good": REGEX,
         b"bad": plan_pb2.Grammar(regex="(").SerializeToString(),
@@ -90,19 +162,98 @@ def test_grammars_are_compiled_in_a_thread_and_reported() -> None:
     }
     for key, grammar in requests.items():
         store.prepare(plan_pb2.PrepareGrammar(key=key, grammar=grammar))
-    reports: dict[bytes, str] = {}
-    store._pool.shutdown(wait=True)
-    while store.pending:
-        reports |= {report.key: report.failure for report in store.take_reports()}
+    reports = all_reports(store)
 
-    assert reports.pop(b"good", None) == ""
-    assert all(reports.values())
+    good = reports.pop(b"good")
+    assert (good.failure, good.cause) == ("", plan_pb2.GRAMMAR_FAILURE_CAUSE_UNSPECIFIED)
+    for report in reports.values():
+        assert report.failure
+        assert report.cause == plan_pb2.GRAMMAR_FAILURE_CAUSE_GRAMMAR
+
+
+def test_a_failure_of_the_worker_is_not_the_grammars_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where memory ran out, for example, another worker may compile the grammar."""
+    monkeypatch.setattr("worker_svc.grammars.compile_grammar", Mock(side_effect=MemoryError))
+    store = make_store()
+    store.prepare(plan_pb2.PrepareGrammar(key=b"g", grammar=REGEX))
+
+    report = all_reports(store)[b"g"]
+
+    assert report.failure == "compilation failed on this worker: MemoryError"
+    assert report.cause == plan_pb2.GRAMMAR_FAILURE_CAUSE_WORKER
+
+
+def test_a_cheap_grammar_does_not_wait_for_a_costly_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is compiled and reported while the costly one that came before it is still being compiled."""
+    begun, go = threading.Event(), threading.Event()
+
+    def compile_slowly(grammar: plan_pb2.Grammar, tokenizer: GrammarTokenizer) -> LLMatcher:
+        if grammar.costly:
+            begun.set()
+            assert go.wait(PATIENCE_S)
+        return compile_grammar(grammar, tokenizer)
+
+    monkeypatch.setattr("worker_svc.grammars.compile_grammar", compile_slowly)
+    store = make_store()
+    costly = plan_pb2.Grammar(regex="a+", costly=True).SerializeToString()
+    store.prepare(plan_pb2.PrepareGrammar(key=b"costly", grammar=costly))
+    assert begun.wait(PATIENCE_S)
+    store.prepare(plan_pb2.PrepareGrammar(key=b"cheap", grammar=REGEX))
+    store._cheap.submit(int).result()
+
+    assert [report.key for report in store.take_reports()] == [b"cheap"]
+    assert store.pending
+    go.set()
+    assert all_reports(store)[b"costly"].failure == ""
+
+
+def test_a_worker_without_a_tokenizer_leaves_grammars_to_others(tmp_path: Path) -> None:
+    """It starts all the same, and reports each grammar as a failure of its own."""
+    description = ModelDescription(
+        name="m",
+        folder=tmp_path,
+        architecture="A",
+        fingerprint="f",
+        max_model_len=8,
+        vocab_size=4,
+        dtype=torch.float32,
+        kv_dtype=torch.float32,
+        eos_token_ids=(EOS,),
+        break_even_context=0,
+    )
+
+    store = make_grammar_store(description, max_rows=1)
+    link = Mock()
+    WorkerLoop(link, Mock(grammars=store), Mock())._prepare_grammar(plan_pb2.PrepareGrammar(key=b"g", grammar=REGEX))
+
+    (report,) = link.send_grammar_report.call_args.args
+    assert (report.key, report.cause) == (b"g", plan_pb2.GRAMMAR_FAILURE_CAUSE_WORKER)
+    assert "tokenizer" in report.failure
+
+
+def test_the_scheduler_decides_which_grammars_are_dropped() -> None:
+    """What it names is dropped; what an earlier epoch left behind is kept as long as there is room, and what it asked
+    for in this epoch for longer than that."""
+    max_rows = 2
+    store = make_store(max_rows)
+    texts = [plan_pb2.Grammar(regex=f"{number}").SerializeToString() for number in range(MAX_GRAMMARS + max_rows + 1)]
+    keys = [sha256(text).digest() for text in texts]
+    for key, text in zip(keys, texts, strict=True):
+        store.prepare(plan_pb2.PrepareGrammar(key=key, grammar=text))
+    all_reports(store)
+    store.prepare(plan_pb2.PrepareGrammar(key=keys[1], grammar=texts[1], drop=keys[5:7]))
+    for name in (b"new", b"newer", b"newest"):
+        store.prepare(plan_pb2.PrepareGrammar(key=name, grammar=REGEX))
+    all_reports(store)
+
+    assert [number for number, key in enumerate(keys) if key not in store] == [0, 2, 5, 6]
 
 
 @pytest.mark.parametrize("wrong", ["store", "output", "grammar"])
 def test_a_row_whose_grammar_cannot_be_used_may_sample_nothing(wrong: str) -> None:
-    """No tokenizer, an output that does not conform, or a grammar that does not compile: the row fails alone."""
-    store = None if wrong == "store" else GrammarStore(DEMO / "tokenizer.json", 1024, (EOS,))
+    """No tokenizer, an output that does not conform, or a grammar that does not compile: the row fails alone, and not
+    by its request's fault."""
+    store = None if wrong == "store" else make_store()
     rows = GrammarRows(store, 1024)
     grammar = plan_pb2.Grammar(regex="(").SerializeToString() if wrong == "grammar" else REGEX
     output = np.array([EOS, 900] if wrong == "output" else [], np.int32)
@@ -110,6 +261,10 @@ def test_a_row_whose_grammar_cannot_be_used_may_sample_nothing(wrong: str) -> No
     rows.admit(3, grammar, np.zeros(0, np.int32), output)
 
     assert not rows.allowed((3,)).any()
+    failure = plan_pb2.RowFailure()
+    assert rows.explain(3, failure)
+    assert (failure.kind, failure.field) == (plan_pb2.ROW_FAILURE_KIND_INTERNAL, "")
+    assert failure.reason
     rows.note_token(3, 5)
     rows.leave(3)
     assert len(rows) == 0

@@ -28,5 +28,5 @@ def test_a_long_host_name_fits_and_stays_different(end: str) -> None:
 
 def test_a_wanted_name_that_does_not_fit_is_refused() -> None:
     """It is never cut silently."""
-    with pytest.raises(ConfigError, match="worker_id: 65 bytes are too many; at most 64"):
+    with pytest.raises(ConfigError, match="worker_id: 65 bytes exceed the limit of 64"):
         worker_id("x" * 65, "host", 1)

@@ -15,8 +15,8 @@ import zmq
 
 from protos.quire.plan.v1 import plan_pb2
 from shared.columns import from_column, to_column
-from shared.frames import PLAN_VERSIONS
-from shared.sockets import PLAN_MAX_MESSAGE, SendOutcome, bind_router, endpoint, receive_from, send_to
+from shared.frames import PLAN_MAX_MESSAGE, PLAN_VERSIONS
+from shared.sockets import SendOutcome, bind_router, endpoint, receive_from, send_to
 from tests.checkpoints import make_checkpoint
 from tests.e2e.harness import QUIRE, ROOT
 from tests.worker_svc.driver import Driver, make_engine
@@ -219,6 +219,7 @@ def test_a_bad_plan_brings_a_new_hello(scheduler: Scheduler, bad: plan_pb2.Plan)
     scheduler.send_plan(prefill_plan())
 
     assert again.incarnation != hello.incarnation
+    assert again.reason == plan_pb2.HELLO_REASON_PROTOCOL_ERROR
     assert from_column(scheduler.result(1).rows).tolist() == [1]
 
 
@@ -234,9 +235,11 @@ def test_lines_of_the_log_say_which_epoch_and_step(router: "zmq.Socket[bytes]", 
     scheduler.process.kill()
     _, errors = scheduler.process.communicate()
 
-    (lost,) = (line for line in map(json.loads, errors.splitlines()) if line["event"] == "saying Hello again")
+    (lost,) = (
+        line for line in map(json.loads, errors.splitlines()) if line["event"] == "session lost; connecting again"
+    )
     assert (lost["epoch"], lost["step"]) == (f"{scheduler.epoch:016x}", 2)
-    assert "a row that is not known" in lost["reason"]
+    assert "a row is not in use" in lost["reason"]
 
 
 def test_silence_brings_a_new_hello(scheduler: Scheduler) -> None:
@@ -246,6 +249,7 @@ def test_silence_brings_a_new_hello(scheduler: Scheduler) -> None:
     again = scheduler.hello()
 
     assert again.incarnation != hello.incarnation
+    assert again.reason == plan_pb2.HELLO_REASON_SESSION_LOST
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -297,7 +301,7 @@ def test_a_name_that_is_too_long_is_one_line(router: "zmq.Socket[bytes]", checkp
     _, errors = process.communicate(timeout=60)
 
     assert process.returncode == 1
-    assert errors == "quire worker: worker_id: 66 bytes are too many; at most 64\n"
+    assert errors == "quire worker: worker_id: 66 bytes exceed the limit of 64; use a shorter name\n"
 
 
 def test_a_refused_worker_exits_with_the_reason(router: "zmq.Socket[bytes]", checkpoint: Path) -> None:
@@ -321,4 +325,4 @@ def test_a_model_that_cannot_be_served_is_one_line(router: "zmq.Socket[bytes]", 
 
     assert process.returncode == 1
     assert errors.count("\n") == 1, errors
-    assert errors.startswith("quire worker: model: BloomForCausalLM cannot be served: ")
+    assert errors.startswith("quire worker: model: BloomForCausalLM is not supported: ")

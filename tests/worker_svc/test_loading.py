@@ -9,9 +9,9 @@ import torch
 import transformers
 
 from shared.config import WorkerConfig
-from tests.checkpoints import VOCAB_SIZE, edit_config, make_checkpoint
+from tests.checkpoints import SLIDING_WINDOW, VOCAB_SIZE, edit_config, make_checkpoint
 from tests.worker_svc.driver import CPU, Driver, make_engine
-from tests.worker_svc.oracle import Oracle
+from tests.worker_svc.oracle import Oracle, Verdict
 from worker_svc.kv_pool import block_bytes, count_blocks
 from worker_svc.limits import Limits
 from worker_svc.model.base import KVShape
@@ -77,6 +77,27 @@ def test_a_sharded_checkpoint_is_the_same_model(tmp_path: Path) -> None:
     assert prints[0] != prints[1]
 
 
+def test_a_head_apart_from_the_embedding_is_used_whatever_the_configuration_says(tmp_path: Path) -> None:
+    """A checkpoint that holds a head and another embedding is not tied, as in `transformers`."""
+    folder = make_checkpoint("LlamaForCausalLM", tmp_path)
+    edit_config(folder, lambda config: config.update(tie_word_embeddings=True))
+
+    answer = Driver(make_engine(folder)).generate([5, 6, 7], 12)
+
+    Oracle(folder).judge([5, 6, 7], answer, Verdict())
+
+
+def test_a_mistral_with_types_of_layers_is_a_ministral(tmp_path: Path) -> None:
+    """`transformers` decides by the configuration, so the class that config.json names may be either."""
+    folder = make_checkpoint("MistralForCausalLM", tmp_path)
+    edit_config(folder, lambda config: config.update(layer_types=["full_attention", "sliding_attention"]))
+    prompt = list(range(3 * SLIDING_WINDOW))
+
+    answer = Driver(make_engine(folder)).generate(prompt, 12)
+
+    Oracle(folder).judge(prompt, answer, Verdict())
+
+
 @pytest.mark.parametrize(
     "rope",
     [
@@ -100,4 +121,4 @@ def test_scaled_rotary_embeddings_equal_generate(rope: dict[str, Any], tmp_path:
 
     answer = Driver(make_engine(folder)).generate(prompt, 16)
 
-    assert answer == Oracle(folder).generate(prompt, 16)
+    Oracle(folder).judge(prompt, answer, Verdict())

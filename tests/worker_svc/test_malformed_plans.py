@@ -114,52 +114,52 @@ def test_the_good_plan_is_good(engine: Engine) -> None:
 @pytest.mark.parametrize(
     ("broken", "reason"),
     [
-        (set_columns(leaves=[3]), "leave: a row that is not known"),
+        (set_columns(leaves=[3]), "leave: a row is not in use"),
         (set_columns(leaves=[-1]), "leave: a row is outside"),
-        (set_columns(leaves=[0, 0]), "leave: a row is named twice"),
-        (set_columns(leaves=b"abc"), "no whole number"),
+        (set_columns(leaves=[0, 0]), "leave: a row appears twice"),
+        (set_columns(leaves=b"abc"), "not a multiple of 4"),
         (set_admission(row=0), "occupied"),
         (set_admission(row=MAX_ROWS), "outside"),
         (set_admission(row=2**32 - 1), "outside"),
-        (set_admission(generation=0), "not new"),
-        (set_admission(token_ids=b""), "0 tokens"),
-        (set_admission(token_ids=to_column([0] * 65)), "65 tokens"),
+        (set_admission(generation=0), "not newer"),
+        (set_admission(token_ids=b""), "number of tokens, 0,"),
+        (set_admission(token_ids=to_column([0] * 65)), "number of tokens, 65,"),
         (set_admission(token_ids=to_column([384])), "vocabulary"),
         (set_admission(token_ids=to_column([-1])), "vocabulary"),
-        (set_admission(num_prompt_tokens=10), "more prompt"),
-        (set_admission(num_computed_tokens=9), "none left to compute"),
-        (set_admission(num_computed_tokens=1, block_tables=[b""]), "fewer blocks"),
+        (set_admission(num_prompt_tokens=10), "the prompt exceeds"),
+        (set_admission(num_computed_tokens=9), "no token is left to compute"),
+        (set_admission(num_computed_tokens=1, block_tables=[b""]), "too few blocks"),
         (set_admission(block_tables=[]), "0 block tables"),
         (set_admission(block_tables=[to_column([1])] * 2), "2 block tables"),
-        (set_admission(block_tables=[to_column([36])]), "a block id is outside"),
-        (set_admission(block_tables=[to_column(range(10))]), "more than 9 blocks"),
+        (set_admission(block_tables=[to_column([36])]), "a block ID is outside"),
+        (set_admission(block_tables=[to_column(range(10))]), "exceeds 9 blocks"),
         (set_admission(sampling=plan_pb2.SamplingParams(temperature=float("nan"))), "temperature"),
         (set_admission(sampling=plan_pb2.SamplingParams(temperature=-1)), "temperature"),
         (set_admission(sampling=plan_pb2.SamplingParams(top_p=1.5)), "top_p"),
-        (set_columns(append_rows=[3]), "append: a row that is not known"),
-        (set_columns(append_blocks=[-1]), "a block id is outside"),
-        (set_columns(append_blocks=[1, 2]), "differ in length"),
-        (set_columns(append_groups=[1]), "KV group outside"),
-        (set_columns(append_rows=[2] * 9, append_blocks=[1] * 9), "more than 9 blocks"),
+        (set_columns(append_rows=[3]), "append: a row is not in use"),
+        (set_columns(append_blocks=[-1]), "a block ID is outside"),
+        (set_columns(append_blocks=[1, 2]), "lengths differ"),
+        (set_columns(append_groups=[1]), "KV group is outside"),
+        (set_columns(append_rows=[2] * 9, append_blocks=[1] * 9), "exceeds 9 blocks"),
         (set_columns(chunk_rows=[1, 0]), "not in prefill"),
-        (set_columns(chunk_rows=[1, 1]), "named twice"),
-        (set_columns(chunk_lengths=[10, 3]), "longer than what is left"),
-        (set_columns(chunk_lengths=[9, 0]), "empty"),
-        (set_columns(chunk_lengths=[9]), "differ in length"),
-        (set_columns(append_rows=[], append_blocks=[], chunk_lengths=[9, 9]), "without a block"),
-        (set_columns(swap_out_blocks=[1], swap_out_host_blocks=[0]), "host block outside"),
-        (set_columns(swap_in_blocks=[-1], swap_in_host_blocks=[0]), "block outside"),
-        (set_columns(swap_out_blocks=[1]), "differ in length"),
-        (set_columns(copy_ids=b"abc"), "no whole number"),
-        (set_columns(copy_sources=b"abc"), "no whole number"),
-        (set_columns(copy_sources=[1]), "differ in length"),
-        (set_columns(copy_sources=[3], copy_targets=[36]), "copy: a block outside"),
-        (set_columns(copy_sources=[-1], copy_targets=[4]), "copy: a block outside"),
-        (set_columns(copy_sources=[3, 0], copy_targets=[4, 4]), "copy: a target that is another copy's"),
-        (set_columns(copy_sources=[3, 4], copy_targets=[4, 1]), "copy: a target that is another copy's"),
+        (set_columns(chunk_rows=[1, 1]), "appears twice"),
+        (set_columns(chunk_lengths=[10, 3]), "exceeds the remaining tokens"),
+        (set_columns(chunk_lengths=[9, 0]), "length is 0"),
+        (set_columns(chunk_lengths=[9]), "lengths differ"),
+        (set_columns(append_rows=[], append_blocks=[], chunk_lengths=[9, 9]), "has no block"),
+        (set_columns(swap_out_blocks=[1], swap_out_host_blocks=[0]), "host block ID is outside"),
+        (set_columns(swap_in_blocks=[-1], swap_in_host_blocks=[0]), "block ID is outside"),
+        (set_columns(swap_out_blocks=[1]), "lengths differ"),
+        (set_columns(copy_ids=b"abc"), "not a multiple of 4"),
+        (set_columns(copy_sources=b"abc"), "not a multiple of 4"),
+        (set_columns(copy_sources=[1]), "lengths differ"),
+        (set_columns(copy_sources=[3], copy_targets=[36]), "copy: a block ID is outside"),
+        (set_columns(copy_sources=[-1], copy_targets=[4]), "copy: a block ID is outside"),
+        (set_columns(copy_sources=[3, 0], copy_targets=[4, 4]), "copy: a target block is also"),
+        (set_columns(copy_sources=[3, 4], copy_targets=[4, 1]), "copy: a target block is also"),
         (set_columns(holds=[2]), "not in decode"),
-        (set_columns(holds=[3]), "not known"),
-        (set_columns(releases=[0]), "is so already"),
+        (set_columns(holds=[3]), "not in use"),
+        (set_columns(releases=[0]), "already released"),
         (set_admission(token_ids=to_column([1] * 40), block_tables=[to_column(range(5))]), ""),
     ],
 )
@@ -169,7 +169,7 @@ def test_a_broken_contract_is_refused_by_name(engine: Engine, answer: list[int],
     plan = good_plan()
     broken(plan)
     if reason == "":
-        plan.chunk_lengths, reason = to_column([31, 3]), "35 tokens in a step that may have 32"
+        plan.chunk_lengths, reason = to_column([31, 3]), "step: 35 tokens exceed max_tokens_per_step 32"
 
     with pytest.raises(PlanError, match=reason) as raised:
         engine.handle(plan)
@@ -191,7 +191,7 @@ def test_a_row_cannot_outgrow_the_model(engine: Engine) -> None:
     driver.step()
     driver.step()
 
-    with pytest.raises(PlanError, match="grows beyond 64 tokens"):
+    with pytest.raises(PlanError, match="exceeds max_model_len 64"):
         driver.step()
 
 

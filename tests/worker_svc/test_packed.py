@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from kernels.native.library import native_levels
+from kernels.native.serving import native
 from shared.config import ConfigError, WorkerConfig
 from tests.checkpoints import VOCAB_SIZE, make_checkpoint
 from tests.cpu_kernels import cpu_kernels
@@ -81,14 +82,16 @@ def test_a_packed_model_computes_what_torch_does(architecture: str, level: str, 
 
 @pytest.mark.parametrize("chosen", [[], [0], [132, 0, 132, 40]])
 def test_only_the_logits_asked_for_are_computed(chosen: list[int], tmp_path: Path) -> None:
-    """Those of any tokens, in any order, none included, are what they are among all."""
+    """Those of any tokens, in any order, none included, are what they are among all: our kernels compute a row alike in
+    every batch, products of torch may sum in another order."""
     model = load(make_checkpoint("LlamaForCausalLM", tmp_path))
     tokens = [list(range(5, 5 + length)) for length in LENGTHS]
     all_of_them = logits_of(model, tokens, torch.float32)
+    rounding = 0.0 if native() is not None else 64 * torch.finfo(torch.float32).eps
 
-    assert torch.equal(
-        logits_of(model, tokens, torch.float32, torch.tensor(chosen, dtype=torch.int64)), all_of_them[chosen]
-    )
+    found = logits_of(model, tokens, torch.float32, torch.tensor(chosen, dtype=torch.int64))
+
+    torch.testing.assert_close(found, all_of_them[chosen], rtol=0, atol=rounding * float(all_of_them.abs().amax()))
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -115,7 +118,8 @@ def test_int8_weights_keep_the_embedded_models_answers(level: str) -> None:
 def test_int8_serves(tmp_path: Path) -> None:
     """An engine with int8 weights generates, prompts in chunks included, the same as it does alone."""
     folder = make_checkpoint("Qwen3ForCausalLM", tmp_path)
-    driver = Driver(make_engine(folder, quantization="int8"))
+    with cpu_kernels(LEVELS[-1]):
+        driver = Driver(make_engine(folder, quantization="int8"))
     prompt = driver.rng.integers(0, VOCAB_SIZE, 50).tolist()
 
     assert driver.generate(prompt, 12) == driver.generate(prompt, 12)
@@ -124,10 +128,10 @@ def test_int8_serves(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("architecture", "sizes", "settings", "reason"),
     [
-        ("GPT2LMHeadModel", {}, {}, "GPT2LMHeadModel has no int8 weights"),
+        ("GPT2LMHeadModel", {}, {}, "int8 is not supported for GPT2LMHeadModel"),
         ("LlamaForCausalLM", {}, {"dtype": "float16"}, "weights of type float32, bfloat16, not float16"),
         ("LlamaForCausalLM", {}, {"kv_cache_dtype": "fp8"}, "KV of type float32, bfloat16, not fp8"),
-        ("LlamaForCausalLM", {"head_dim": 24}, {}, "head_dim that is a multiple of 16, not 24"),
+        ("LlamaForCausalLM", {"head_dim": 24}, {}, "head_dim to be a multiple of 16, not 24"),
     ],
 )
 def test_int8_is_refused_where_it_is_not_to_be_had(

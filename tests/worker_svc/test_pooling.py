@@ -130,6 +130,7 @@ def test_a_vector_that_is_not_finite_fails_its_row_alone(tmp_path: Path) -> None
     assert embeddings(driver).keys() == {good}
     (failure,) = driver.last_result.failures
     assert (failure.row, failure.reason) == (bad, "the model's hidden states are not finite")
+    assert failure.kind == plan_pb2.ROW_FAILURE_KIND_NOT_FINITE
 
 
 @pytest.mark.parametrize("wrong", [{"pooling": 7}, {"pooling": MEAN, "num_computed_tokens": 3}, {"grammar": b"g"}])

@@ -43,7 +43,7 @@ def refusal(folder: Path, **settings: Any) -> str:
     [
         ("BloomForCausalLM", "BloomConfig", {"vocab_size": 64, "hidden_size": 32}, "attention-backend support"),
         ("MambaForCausalLM", "MambaConfig", {"vocab_size": 64, "hidden_size": 32}, "attention-backend support"),
-        ("BertForMaskedLM", "BertConfig", SMALL, "no decoder"),
+        ("BertForMaskedLM", "BertConfig", SMALL, "the decoder of model_type bert is"),
         ("BertLMHeadModel", "BertConfig", SMALL, "not causal"),
         ("GptOssForCausalLM", "GptOssConfig", SMALL | {"num_key_value_heads": 2, "num_local_experts": 4}, "s_aux"),
         ("DogeForCausalLM", "DogeConfig", SMALL | {"num_key_value_heads": 2}, "differ from its own"),
@@ -57,7 +57,7 @@ def test_an_unfit_architecture_is_named(
 
     line = refusal(folder, load_format="random")
 
-    assert line.startswith(f"model: {architecture} cannot be served: ")
+    assert line.startswith(f"model: {architecture} is not supported: ")
     assert why in line
     assert "LlamaForCausalLM" in line
 
@@ -88,7 +88,7 @@ def test_a_damaged_checkpoint_says_what_is_missing(tmp_path: Path) -> None:
     edit_config(folder, lambda config: config.update(num_hidden_layers=3))
     assert "lacks model.layers.2" in refusal(folder)
     edit_config(folder, lambda config: config.update(num_hidden_layers=1))
-    assert "holds model.layers.1" in refusal(folder)
+    assert "has a tensor model.layers.1" in refusal(folder)
     edit_config(folder, lambda config: config.update(num_hidden_layers=2, intermediate_size=130))
     assert "has shape" in refusal(folder)
     (folder / "model.safetensors").unlink()
@@ -112,7 +112,9 @@ def test_settings_out_of_range_are_named(tmp_path: Path) -> None:
     folder = make_checkpoint("LlamaForCausalLM", tmp_path)
 
     assert "max_model_len: 2000" in refusal(folder, max_model_len=2000)
-    with pytest.raises(ConfigError, match="kv_cache_memory: 1,000 bytes are left for KV, but one block needs 8,192"):
+    with pytest.raises(
+        ConfigError, match="kv_cache_memory: 1,000 bytes remain for the KV cache, but one block needs 8,192"
+    ):
         make_engine(folder, kv_cache_memory="1KB")
     with pytest.raises(ConfigError, match="block_size"):
         make_engine(folder, block_size=0)

@@ -27,7 +27,8 @@ def poisoned(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def failures(result: plan_pb2.StepResult) -> list[tuple[int, int]]:
-    """Rows and generations that a result says have failed."""
+    """Rows and generations that a result says have failed, all of them because of NaN."""
+    assert all(failure.kind == plan_pb2.ROW_FAILURE_KIND_NOT_FINITE for failure in result.failures)
     return [(failure.row, failure.generation) for failure in result.failures]
 
 
@@ -56,6 +57,27 @@ def test_a_row_that_fails_harms_no_other(poisoned: Path) -> None:
     assert driver.leave(again)[3:] == expected
 
 
+def test_nan_is_reported_as_such_where_constraints_leave_a_choice_or_none(poisoned: Path) -> None:
+    """A row with constraints whose logits are NaN has failed for NaN, even if the constraints leave no token either."""
+    driver = Driver(make_engine(poisoned, max_num_seqs=3))
+    stop = to_column([7])
+    contradictory = plan_pb2.SamplingParams(allowed_token_ids=stop, stop_token_ids=stop, min_tokens=2)
+    rows = [
+        driver.admit([1, POISON], sampling=plan_pb2.SamplingParams(allowed_token_ids=stop)),
+        driver.admit([1, POISON], sampling=contradictory),
+        driver.admit([1, 2], sampling=contradictory),
+    ]
+    for row in rows:
+        driver.chunk(row, 2)
+
+    driver.step()
+
+    nan, nothing = plan_pb2.ROW_FAILURE_KIND_NOT_FINITE, plan_pb2.ROW_FAILURE_KIND_NO_TOKEN_ALLOWED
+    assert {each.row: each.kind for each in driver.last_result.failures} == dict(
+        zip(rows, (nan, nan, nothing), strict=True)
+    )
+
+
 def test_a_row_that_fails_is_logged_with_its_request(poisoned: Path) -> None:
     """Once, however many steps still count on the row."""
     driver = Driver(make_engine(poisoned))
@@ -74,6 +96,7 @@ def test_a_row_that_fails_is_logged_with_its_request(poisoned: Path) -> None:
             "log_level": "warning",
             "request_id": f"request-{sick}",
             "row": sick,
+            "kind": "not_finite",
             "reason": "the model's logits are not finite",
         }
     ]

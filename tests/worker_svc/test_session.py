@@ -61,10 +61,10 @@ def test_welcome_opens_the_epoch() -> None:
 @pytest.mark.parametrize(
     ("frames", "reason"),
     [
-        ([plan(2)], "plan 2 instead of 1"),
-        ([plan(1), plan(1)], "plan 1 instead of 2"),
-        ([plan(1), plan(2), plan(3)], "more than 2 plans in flight"),
-        ([WELCOME], "a second Welcome"),
+        ([plan(2)], "received plan 2, expected 1"),
+        ([plan(1), plan(1)], "received plan 1, expected 2"),
+        ([plan(1), plan(2), plan(3)], "received more than 2 plans in flight"),
+        ([WELCOME], "received a second Welcome"),
         ([frame(epoch=0, unknown=plan_pb2.Unknown())], "does not know"),
     ],
 )
@@ -91,11 +91,11 @@ def test_silence_ends_the_session_and_a_ping_prolongs_it() -> None:
     """The worker waits for Welcome for a fixed time, then for as long as Welcome says after each message."""
     waiting = Session(10.0)
     assert waiting.overdue(10.0 + WELCOME_TIMEOUT_S) is None
-    assert waiting.overdue(10.1 + WELCOME_TIMEOUT_S) == Lost("no Welcome")
+    assert waiting.overdue(10.1 + WELCOME_TIMEOUT_S) == Lost("the scheduler did not answer Hello")
 
     session = opened()
     assert session.overdue(0.5) is None
-    assert session.overdue(0.6) == Lost("silence for 0.5 s")
+    assert session.overdue(0.6) == Lost("no message from the scheduler for 0.5 s")
     assert session.receive(frame(ping=plan_pb2.Ping()), 0.5) is None
     assert session.overdue(0.9) is None
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
-from quire.bench.offline import OfflineRequest
+from quire_server.bench.offline import OfflineRequest
 from tools.gpu.results import Figures
 from tools.gpu.shapes import Shape
 

@@ -4,7 +4,7 @@ import random
 import statistics
 from collections.abc import Sequence
 
-from quire.bench.offline import OfflineRequest, Trace
+from quire_server.bench.offline import OfflineRequest, Trace
 from tools.gpu.results import Figures
 
 _FIRST_TOKEN = 10

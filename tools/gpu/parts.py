@@ -9,8 +9,8 @@ from pathlib import Path
 import torch
 
 from kernels import bench
-from quire.bench.offline import OfflineRequest
-from quire.serve.supervisor import ServeError
+from quire_server.bench.offline import OfflineRequest
+from quire_server.serve.supervisor import ServeError
 from tools.gpu import checks, loads, shapes
 from tools.gpu.results import Figures, Results
 from tools.gpu.serving import Served, with_service

@@ -8,9 +8,9 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 from quire.aio import AsyncClient
-from quire.bench.offline import OfflineRequest, Report, run_requests
-from quire.serve.layout import ServeConfig
-from quire.serve.service import Service
+from quire_server.bench.offline import OfflineRequest, Report, run_requests
+from quire_server.serve.layout import ServeConfig
+from quire_server.serve.service import Service
 from shared.config import FrontendConfig, SchedulerConfig, WorkerConfig
 from tools.gpu.results import Figures
 

@@ -6,11 +6,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from scheduler_svc.core.batching import BatchingLimits
-from scheduler_svc.core.capacity import CAPACITY_MODES
-from scheduler_svc.core.config import PREFIX_CACHES, CoreConfig
-from scheduler_svc.core.victims import VICTIM_RULES
-from scheduler_svc.core.waiting import AGEING_S, FairQueue
+from scheduler_svc.core.interface.config import CAPACITY_MODES, PREFIX_CACHES, VICTIM_RULES, BatchingLimits, CoreConfig
+from scheduler_svc.core.queueing.policies import AGEING_S, FairPolicy
 from tools.plots.svg import Series, bars, lines
 from tools.plots.world import STEP_S, Job, Totals, run
 
@@ -59,7 +56,7 @@ def fair() -> str:
         run(_config(policy=policy, prefix_cache="off"), jobs, num_blocks=memory // 16)
         backlogged = min(max(job.started or 0.0 for job in jobs if job.tenant == name) for name in "ab")
         measured.append(Series(policy, _service_difference(jobs, min(until, backlogged))))
-    bound = 2 * max(FairQueue.INPUT_WEIGHT * longest, FairQueue.OUTPUT_WEIGHT * memory)
+    bound = 2 * max(FairPolicy.INPUT_WEIGHT * longest, FairPolicy.OUTPUT_WEIGHT * memory)
     end = max(x for each in measured for x, _ in each.points)
     promised = Series("bound under fair", [(0, bound), (end, bound)], is_bound=True)
     return lines("Two backlogged tenants", "s", "difference in service (weighted tokens)", [*measured, promised])
@@ -70,8 +67,8 @@ def _service_difference(jobs: Sequence[Job], until: float) -> list[tuple[float, 
     for job in jobs:
         sign = 1 if job.tenant == "a" else -1
         if job.started is not None:
-            changes.append((job.started, sign * FairQueue.INPUT_WEIGHT * len(job.prompt)))
-        changes += [(time, sign * FairQueue.OUTPUT_WEIGHT) for time in job.token_times]
+            changes.append((job.started, sign * FairPolicy.INPUT_WEIGHT * len(job.prompt)))
+        changes += [(time, sign * FairPolicy.OUTPUT_WEIGHT) for time in job.token_times]
     points, difference, shown = [(0.0, 0.0)], 0.0, 0.0
     for time, change in sorted(changes):
         if time > until:

@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from scheduler_svc.core import effects as ef
-from scheduler_svc.core import events as ev
-from scheduler_svc.core.config import CoreConfig
-from scheduler_svc.core.records import EndReason
+from scheduler_svc.core.interface import effects as ef
+from scheduler_svc.core.interface import events as ev
+from scheduler_svc.core.interface.config import CoreConfig
+from scheduler_svc.core.interface.records import EndReason
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.sim.model_worker import ModelWorker
 

@@ -1,8 +1,8 @@
-"""The contract between a decoder and the rest of the worker.
+"""Interface between a decoder and the rest of the worker.
 
 A model computes the flat batch of one step: T tokens of R rows, concatenated. It writes their keys and values into the
-slots it is given, attends over block tables, and returns logits only where a row samples. It knows nothing of rows,
-plans, sampling or pooling.
+given slots, attends over block tables, and returns logits only for the tokens in `logits_index`. It does not depend on
+the row table, plans, sampling or pooling.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ KVCache = tuple[torch.Tensor, torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class KVShape:
-    """What one layer stores per token."""
+    """Shape of the keys and of the values that one layer stores per token."""
 
     num_kv_heads: int
     head_dim: int
@@ -27,12 +27,12 @@ class KVShape:
 
 @dataclass(frozen=True, slots=True)
 class AttentionInputs:
-    """Where the tokens of a step lie in the cache; the tensors are on the model's device."""
+    """Places of a step's tokens in the KV cache; the tensors are on the model's device."""
 
     slot_mapping: torch.Tensor
-    """`[T] int64`: slot each token's key and value go to."""
+    """`[T] int64`: slot for each token's key and value (block ID * block size + offset)."""
     block_tables: torch.Tensor
-    """`[R, max_blocks] int32`."""
+    """`[R, max_blocks] int32`: block IDs of each row."""
     query_start: torch.Tensor
     """`[R + 1] int32`: row r owns tokens query_start[r] .. query_start[r + 1]."""
     context_lens: torch.Tensor
@@ -40,13 +40,15 @@ class AttentionInputs:
     max_query_len: int
     """Most tokens of one row in this step."""
     min_query_len: int = 1
-    """Fewest tokens of one row in this step; 1 where that is not known."""
+    """Fewest tokens of one row in this step; 1 if not known."""
     num_leading_decodes: int = 0
-    """The first rows, so many of them, are known to bring one token each; all rows do where `max_query_len` is 1."""
+    """Number of rows at the front with one token each; not used if `max_query_len` is 1."""
 
     def schedule(self, sliding_window: int | None, num_kv_heads: int) -> DecodeSchedule | None:
-        """How the keys of rows in decode are shared among programs, for all layers of this kind; None where no row is
-        in decode, or no kernel needs it."""
+        """Return the split of decode rows' keys among GPU programs, for all layers with these parameters.
+
+        None if no row is in decode, or if the kernels do not need a schedule.
+        """
         if self.min_query_len > 1:
             return None
         return schedule_decode(
@@ -55,17 +57,19 @@ class AttentionInputs:
 
 
 class Model(Protocol):
-    """A decoder over paged KV."""
+    """A decoder with a paged KV cache."""
 
     @property
     def kv_shapes(self) -> tuple[KVShape, ...]:
-        """What each layer stores, in the order of the caches that `forward` takes."""
+        """KV shape of each layer, in the order of the `caches` of `forward`."""
         ...
 
     @property
     def capturable(self) -> bool:
-        """Whether a step that only decodes can be captured in a graph: `forward` then only enqueues work, and which
-        follows from the shapes of its arguments."""
+        """Whether a decode step can be captured in a CUDA graph.
+
+        Then `forward` only enqueues work, which depends only on the shapes of its arguments.
+        """
         ...
 
     def forward(
@@ -76,14 +80,14 @@ class Model(Protocol):
         caches: Sequence[KVCache],
         logits_index: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Computes one step.
+        """Compute one step.
 
         Args:
             input_ids: `[T] int64`.
             positions: `[T] int64`, absolute position of each token in its row.
-            attention: where the tokens lie.
-            caches: one pair per layer.
-            logits_index: `[S] int64`, the tokens whose logits are wanted, in the order wanted; None: all T.
+            attention: the places of the tokens in the KV cache.
+            caches: the keys and values of each layer.
+            logits_index: `[S] int64`, places of the tokens to return logits for, in order; None: all T tokens.
 
         Returns:
             Logits `[S, vocab_size]` in the model's dtype or float32.
@@ -92,7 +96,7 @@ class Model(Protocol):
 
     @property
     def hidden_size(self) -> int:
-        """Elements of a last hidden state; 0: `forward_hidden` must not be called."""
+        """Elements of a token's last hidden state; 0: `forward_hidden` must not be called."""
         ...
 
     def forward_hidden(
@@ -104,13 +108,17 @@ class Model(Protocol):
         logits_index: torch.Tensor,
         hidden_index: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """As `forward`, and the last hidden states, what the head is applied to, of the tokens in `hidden_index`.
+        """Compute one step as `forward` does, and also return last hidden states (the inputs of the LM head).
 
         Args:
-            input_ids, positions, attention, caches, logits_index: as in `forward`.
-            hidden_index: `[H] int64`.
+            input_ids: as in `forward`.
+            positions: as in `forward`.
+            attention: as in `forward`.
+            caches: as in `forward`.
+            logits_index: as in `forward`.
+            hidden_index: `[H] int64`, places of the tokens to return hidden states for.
 
         Returns:
-            Logits as `forward` does, and hidden states `[H, hidden_size]` in the model's dtype or float32.
+            The logits of `forward`, and hidden states `[H, hidden_size]` in the model's dtype or float32.
         """
         ...

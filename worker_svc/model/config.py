@@ -1,4 +1,4 @@
-"""What config.json says of a model, in the terms the worker needs."""
+"""Properties of a model, read from its config.json."""
 
 import json
 from pathlib import Path
@@ -13,10 +13,11 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 
 def read_config(folder: Path) -> PretrainedConfig:
-    """The configuration in `folder`.
+    """Read the configuration in `folder`.
 
     Raises:
-        ConfigError: no config.json, not one that this version of transformers knows, or a quantised checkpoint.
+        ConfigError: there is no config.json, this version of transformers does not support it, or it has a field that
+            the worker does not support.
     """
     if not (folder / "config.json").is_file():
         raise ConfigError(f"model: {folder} holds no config.json; give the folder of a Hugging Face checkpoint")
@@ -24,31 +25,43 @@ def read_config(folder: Path) -> PretrainedConfig:
         config: PretrainedConfig = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # unknown model types, bad JSON and failed validation have no common type
         detail = str(error).strip().splitlines() or [type(error).__name__]
-        raise ConfigError(f"model: {folder}/config.json cannot be used: {detail[0]}") from None
+        raise ConfigError(f"model: {folder}/config.json is not valid: {detail[0]}") from None
     if getattr(config, "quantization_config", None) is not None:
-        raise ConfigError(f"model: {folder} is a quantised checkpoint; give one with plain weights")
+        raise ConfigError(
+            f"model: {folder} is a quantised checkpoint, which is not supported; give one with unquantised weights"
+        )
+    if getattr(config, "is_heterogeneous", False):
+        raise ConfigError(
+            "model: config.json has layers of different sizes (per_layer_config), which is not supported; use another"
+            " model"
+        )
+    if getattr(config, "transformers_weights", None) is not None:
+        raise ConfigError(
+            "model: config.json names a weights file (transformers_weights), which is not supported; remove the field"
+            " and rename the file to model.safetensors"
+        )
     return config
 
 
 def architecture(config: PretrainedConfig) -> str:
-    """The class name that config.json gives.
+    """Return the class name in config.json.
 
     Raises:
-        ConfigError: it gives none.
+        ConfigError: there is none.
     """
-    names = config.architectures or []
-    if not names:
-        raise ConfigError('model: config.json names no class in "architectures"')
+    names = config.architectures
+    if not isinstance(names, list) or not names:
+        raise ConfigError('model: config.json has no class in "architectures"; add a list with one class name')
     return str(names[0])
 
 
 def text_config(config: PretrainedConfig) -> PretrainedConfig:
-    """The part that describes the decoder; the whole, unless the model has other modalities."""
+    """Return the part of the configuration that describes the decoder; all of it for a text-only model."""
     return config.get_text_config(decoder=True)
 
 
 def position_limit(config: PretrainedConfig) -> int:
-    """The longest sequence whose positions the model computes the same way in every batch.
+    """Return the length of the longest sequence whose result does not depend on the other rows of a batch.
 
     Raises:
         ConfigError: config.json gives no limit.
@@ -56,21 +69,23 @@ def position_limit(config: PretrainedConfig) -> int:
     text = text_config(config)
     limit = getattr(text, "max_position_embeddings", None)
     if not isinstance(limit, int) or limit <= 0:
-        raise ConfigError("model: config.json gives no max_position_embeddings; is this a decoder?")
+        raise ConfigError("model: config.json has no max_position_embeddings; give a decoder-only model")
     rope = getattr(text, "rope_parameters", None) or {}
     if rope.get("rope_type") == "longrope":
-        # Beyond the original length `transformers` switches the frequencies of *all* tokens of a batch by the longest
-        # of them, so that a request's tokens would depend on its neighbours.
+        # Beyond the original length `transformers` changes the frequencies of *all* tokens of a batch, depending on
+        # its longest row, so that the tokens of a request would depend on other requests.
         limit = min(limit, rope.get("original_max_position_embeddings", limit))
     return limit
 
 
 def break_even_context(config: PretrainedConfig) -> int:
-    """The context at which a token's attention takes as many operations as its products with the weights; 0 where
-    attention does not grow with the context, or config.json does not tell.
+    """Return the context length at which a token's attention needs as many operations as its matrix products.
 
-    An estimate: MLPs are taken for gated ones, and layers of other kinds than full attention for ones whose attention
-    does not grow. The scheduler makes steps equally long by it, and nothing else.
+    The scheduler uses this estimate only to make steps equally long. It assumes gated MLPs, and that the cost of layers
+    other than full attention does not grow with the context.
+
+    Returns:
+        The length in tokens; 0 if attention does not grow with the context, or config.json lacks the sizes.
     """
     text = text_config(config)
     share = _full_attention_share(text)
@@ -97,13 +112,13 @@ def _full_attention_share(text: PretrainedConfig) -> float:
 
 
 def _size(text: PretrainedConfig, name: str) -> int:
-    """A number of config.json; 0 where it gives none, or one per layer."""
+    """Return an integer of the configuration; 0 if it is missing or differs per layer."""
     value = getattr(text, name, None)
     return value if isinstance(value, int) else 0
 
 
 def choose_dtype(config: PretrainedConfig, wanted: str, device: torch.device) -> torch.dtype:
-    """The type of weights, activations and KV: what is wanted, else what config.json says, else float32."""
+    """Return the dtype of weights, activations and KV: the setting, else that of config.json, else float32."""
     if wanted != "auto":
         return DTYPES[wanted]
     given: Any = getattr(text_config(config), "dtype", None) or getattr(config, "dtype", None)
@@ -111,13 +126,15 @@ def choose_dtype(config: PretrainedConfig, wanted: str, device: torch.device) ->
     if dtype not in DTYPES.values():
         return torch.float32
     if device.type == "cpu" and dtype == torch.float16:
-        return torch.float32  # CPUs compute float16 slowly and bfloat16 would lose bits that the weights have
+        return torch.float32  # float16 is slow on CPUs, and bfloat16 has fewer bits of mantissa
     return dtype
 
 
 def eos_token_ids(folder: Path, config: PretrainedConfig) -> tuple[int, ...]:
-    """Every token that ends a sequence, by config.json or generation_config.json, ascending; those files also name
-    tokens that the model does not have (-1, or one that only the tokenizer knows), which it never chooses."""
+    """Return the tokens that end a sequence, from config.json and generation_config.json, ascending.
+
+    Token IDs outside the model's vocabulary, such as -1, are ignored.
+    """
     found: set[int] = set()
     generation = folder / "generation_config.json"
     sources: list[Any] = [
@@ -128,7 +145,7 @@ def eos_token_ids(folder: Path, config: PretrainedConfig) -> tuple[int, ...]:
         try:
             sources.append(json.loads(generation.read_text()).get("eos_token_id"))
         except (ValueError, AttributeError):
-            raise ConfigError(f"model: {generation} is not a JSON object") from None
+            raise ConfigError(f"model: {generation} is not a JSON object; correct or remove the file") from None
     for source in sources:
         found.update(token for token in (source if isinstance(source, list) else [source]) if isinstance(token, int))
     vocab_size = text_config(config).vocab_size

@@ -1,12 +1,12 @@
-"""What tells two loaded models apart: equal fingerprints mean that either may continue what the other has begun.
+"""Fingerprint of a loaded model: workers with equal fingerprints compute the same results.
 
-A request may move from one worker to another, and blocks of KV are shared by keys that begin with the fingerprint. So
-it covers all that decides the numbers: configuration, weights, and the type that they are computed in.
+A request may move between workers with equal fingerprints, and the keys of shared KV blocks contain the fingerprint. It
+therefore covers everything that affects the results: configuration, weights and dtypes.
 
-Reading every byte of a large checkpoint a second time would cost a start tens of seconds. Each tensor is sampled
-instead, `SAMPLE_BYTES` at its beginning and then at every `STRIDE_BYTES`; its last stride is read to the end, so that a
-small tensor is read whole. Models that were trained differently differ in every tensor that was trained; what is not
-seen is a change of single values deep inside a large tensor, made by hand.
+To hash every byte of a large checkpoint would add tens of seconds to the start. Each tensor is sampled instead:
+`SAMPLE_BYTES` at every `STRIDE_BYTES`. The last stride is read to its end, so that a small tensor is read whole.
+Training changes every trained tensor throughout, so samples detect it. They may miss a manual change of single values
+inside a large tensor.
 """
 
 import hashlib
@@ -23,7 +23,7 @@ from worker_svc.model.weights import weight_files
 SAMPLE_BYTES = 4096
 STRIDE_BYTES = 1 << 20
 _MAX_HEADER = 100 << 20
-"""What safetensors itself allows."""
+"""Limit of a header in bytes, as in safetensors itself."""
 
 
 def fingerprint(
@@ -34,17 +34,17 @@ def fingerprint(
     kv_dtype: torch.dtype | None = None,
     quantization: str = "none",
 ) -> str:
-    """sha256 (hex) over config.json, the types and each weight file's name, size, header and samples of its tensors.
+    """Return the SHA-256 (hex) of config.json, the dtypes, and each weight file's name, size, header and samples.
 
     Args:
         folder: the checkpoint.
-        dtype: what weights and activations are computed in.
-        kv_dtype: what KV is kept in; None: `dtype`.
-        with_weights: False where the weights are drawn at random, which is then what the fingerprint says of them.
-        quantization: form of the weights as they are computed with.
+        dtype: type of weights and activations.
+        kv_dtype: type of the KV cache; None: `dtype`.
+        with_weights: whether the weights are read from the checkpoint; False if they are drawn at random.
+        quantization: quantization of the weights at load: "none" or "int8".
 
     Raises:
-        ConfigError: no weights, or a file that is no safetensors file.
+        ConfigError: there are no weights, or a file is not a safetensors file.
     """
     digest = hashlib.sha256()
     _add(digest, (folder / "config.json").read_bytes())
@@ -66,26 +66,32 @@ def fingerprint(
 
 
 def _add(digest: "hashlib._Hash", piece: bytes) -> None:
-    """Each piece with its length, so that no two lists of pieces look alike."""
+    """Add a piece with its length, so that different lists of pieces have different digests."""
     digest.update(len(piece).to_bytes(8, "little"))
     digest.update(piece)
 
 
 def _pieces(file: Path, opened: BinaryIO) -> Iterator[bytes]:
-    """The header, then the samples of each tensor in the order in which they lie in the file."""
+    """Yield the header, then the samples of each tensor in file order."""
     length = int.from_bytes(opened.read(8), "little")
     if length > _MAX_HEADER:
-        raise ConfigError(f"model: {file} is damaged: its header claims {length} bytes")
+        raise ConfigError(
+            f"model: {file} is damaged: its header has a length of {length} bytes; download the file again"
+        )
     header = opened.read(length)
     yield header
     try:
         tensors = [entry["data_offsets"] for name, entry in json.loads(header).items() if name != "__metadata__"]
         spans = sorted((int(begin), int(end)) for begin, end in tensors)
     except (ValueError, TypeError, KeyError, AttributeError):
-        raise ConfigError(f"model: {file} is damaged: its header is not that of a safetensors file") from None
+        raise ConfigError(
+            f"model: {file} is damaged: it has no valid safetensors header; download the file again"
+        ) from None
     for begin, end in spans:
         if not 0 <= begin <= end:
-            raise ConfigError(f"model: {file} is damaged: a tensor lies at [{begin}, {end})")
+            raise ConfigError(
+                f"model: {file} is damaged: a tensor has the byte range [{begin}, {end}); download the file again"
+            )
         for offset in range(begin, end, STRIDE_BYTES):
             opened.seek(8 + length + offset)
             # A small tensor, and the last part of a large one, is read to its end.

@@ -1,12 +1,12 @@
-"""The second path: decoders of `transformers` on our pages.
+"""Decoders of `transformers` with the paged KV cache.
 
-A decoder qualifies when its class declares attention-backend support, that is when all it knows of earlier tokens goes
-through the attention function. That is declared, not proven, so two checks at load follow: a *probe* learns what each
-layer stores and refuses what pages cannot express, and a *trial* computes two short rows in chunks over a small pool
-and compares the logits with the model's own attention. A model that would answer wrongly is refused, in one line.
+A decoder is supported if its class declares attention-backend support: then earlier tokens affect a token only through
+the attention function. Two checks at load verify the declaration. A *probe* records what each layer stores, and rejects
+layers that a paged KV cache cannot represent. A *trial* (`hf_trial`) computes two short rows and compares the logits
+with those of the model's own attention. A model that would return wrong results is rejected with a one-line message.
 
-The last hidden states are what the class's base model returns; a hook on it sees them. A class that has none still
-generates, but makes no embeddings.
+A forward hook on the class's base model records the last hidden states. A class without a base model generates tokens
+but no embeddings.
 """
 
 import inspect
@@ -20,20 +20,16 @@ from transformers.utils import logging as transformers_logging
 
 from shared.config import ConfigError
 from shared.logging import get_logger
-from worker_svc.model import llama
+from worker_svc.model import hf_trial, llama
 from worker_svc.model.base import AttentionInputs, KVCache, KVShape
 from worker_svc.model.config import text_config
 from worker_svc.model.hf_attention import PAGED, PROBE, LayerCall, PagedStep, recording, running
 
 _STATELESS_LAYERS = {"full_attention", "sliding_attention"}
-_TRIAL_TOKENS = 12
-_TRIAL_BLOCK_SIZE = 4
-_TRIAL_TOLERANCE = 0.02
-"""Largest distance of two logits, in parts of the largest logit, that rounding of 16-bit types explains."""
 
 
 class TransformersModel:
-    """A decoder of `transformers` whose attention runs on pages."""
+    """A decoder of `transformers` with paged attention."""
 
     def __init__(self, decoder: PreTrainedModel, calls: Sequence[LayerCall]) -> None:
         self._decoder = decoder
@@ -41,11 +37,11 @@ class TransformersModel:
         self._windows = tuple(call.sliding_window for call in ordered)
         self._kv_shapes = tuple(KVShape(call.num_kv_heads, call.head_dim) for call in ordered)
         self._keeps_logits = "logits_to_keep" in inspect.signature(decoder.forward).parameters
-        self._seen: torch.Tensor | None = None
-        """The last hidden states of the forward pass under way, `[1, T, hidden_size]`."""
+        self._hidden: torch.Tensor | None = None
+        """Last hidden states of the running forward pass, `[1, T, hidden_size]`."""
         self._hidden_size = 0
         if decoder.base_model is not decoder:
-            decoder.base_model.register_forward_hook(self._see)
+            decoder.base_model.register_forward_hook(self._keep_hidden)
 
     @property
     def kv_shapes(self) -> tuple[KVShape, ...]:
@@ -54,7 +50,7 @@ class TransformersModel:
 
     @property
     def capturable(self) -> bool:
-        """Not known of decoders that others wrote."""
+        """Return False, because decoders of `transformers` may not support capture."""
         return False
 
     def forward(
@@ -70,7 +66,7 @@ class TransformersModel:
 
     @property
     def hidden_size(self) -> int:
-        """See `Model.hidden_size`; known once a step was computed, as `load` does."""
+        """See `Model.hidden_size`; known after the first step, which `load` computes."""
         return self._hidden_size
 
     def forward_hidden(
@@ -84,7 +80,7 @@ class TransformersModel:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See `Model.forward_hidden`."""
         logits, hidden = self._run(input_ids, positions, attention, caches, logits_index)
-        assert hidden is not None, "a model without hidden states says so by its `hidden_size`"
+        assert hidden is not None, "a model without hidden states must have `hidden_size` 0"
         return logits, hidden[0, hidden_index]
 
     def _run(
@@ -95,22 +91,22 @@ class TransformersModel:
         caches: Sequence[KVCache],
         logits_index: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Logits as `forward` gives them, and the last hidden states of all tokens `[1, T, hidden_size]`.
+        """Return the logits of `forward`, and the last hidden states of all tokens `[1, T, hidden_size]`.
 
-        The whole class runs, head included, so that what it does to its logits (soft caps, scaling) is kept.
+        The whole class runs, with its head, so that its soft caps or scaling of logits apply.
         """
         selection = {"logits_to_keep": logits_index} if self._keeps_logits and logits_index is not None else {}
         with running(PagedStep(attention, caches, self._windows)):
             logits: torch.Tensor = self._decoder(
                 input_ids=input_ids.unsqueeze(0), position_ids=positions.unsqueeze(0), use_cache=False, **selection
             ).logits[0]
-        hidden, self._seen = self._seen, None
+        hidden, self._hidden = self._hidden, None
         return logits if selection or logits_index is None else logits[logits_index], hidden
 
-    def _see(self, _module: torch.nn.Module, _inputs: object, output: Any) -> None:
+    def _keep_hidden(self, _module: torch.nn.Module, _inputs: object, output: Any) -> None:
         hidden = getattr(output, "last_hidden_state", None)
         if isinstance(hidden, torch.Tensor) and hidden.dim() == 3:
-            self._seen, self._hidden_size = hidden, hidden.shape[-1]
+            self._hidden, self._hidden_size = hidden, hidden.shape[-1]
 
 
 def load(
@@ -122,56 +118,61 @@ def load(
     dtype: torch.dtype,
     device: torch.device,
 ) -> TransformersModel:
-    """The decoder that config.json names, with its weights on `device`.
+    """Load the decoder that config.json names, with its weights on `device`.
 
     Args:
         architecture: class name from config.json.
         config: all of config.json.
-        folder: where the weights are.
-        seed: draw the weights by this seed instead of reading them.
+        folder: the checkpoint.
+        seed: draw random weights with this seed instead of reading them; None: read them.
         dtype: type of weights and activations.
-        device: where the model lives.
+        device: the device of the model.
 
     Raises:
-        ConfigError: it cannot run on pages, or the weights do not fit.
+        ConfigError: the decoder does not support a paged KV cache, or the weights do not match config.json.
     """
     try:
         decoder = _read(folder, dtype) if seed is None else _draw(config, seed, dtype)
     except ConfigError:
         raise
-    except Exception as error:  # a class's constructor and the weights' reader raise what they like
-        raise ConfigError(f"model: {architecture} cannot be made from {folder}: {_first_line(error)}") from error
+    except Exception as error:  # constructors and weight readers raise errors of many types
+        raise ConfigError(f"model: {architecture} cannot be loaded from {folder}: {_first_line(error)}") from error
     decoder.to(device)  # type: ignore[arg-type]
     decoder.eval()  # type: ignore[no-untyped-call]
     decoder.requires_grad_(False)
-    # Only used to warn about padding, for which `transformers` waits for the device in every step. Some configurations
-    # insist on having one, hence not by assignment.
+    # `transformers` uses the pad token only to warn about padding, and synchronises with the device for it in every
+    # step. Some configurations reject the assignment of None, hence `vars`.
     vars(decoder.config)["pad_token_id"] = None
     try:
         with torch.inference_mode():
             model = TransformersModel(decoder, _probe(architecture, decoder, device))
-            _try(architecture, decoder, model, dtype, device)
+            distance = hf_trial.distance(decoder, model, device)
     except ConfigError:
         raise
-    except Exception as error:  # whatever a class does that we did not foresee, it will not do it to a request
+    except Exception as error:  # a class that fails now would fail for a request
         raise _refusal(architecture, f"its forward pass fails: {_first_line(error)}") from error
+    if not distance <= hf_trial.TOLERANCE:
+        raise _refusal(architecture, f"its logits with a paged KV cache differ from its own logits by {distance:.1%}")
     return model
 
 
 def check_class(architecture: str, config: PretrainedConfig) -> None:
-    """Refuses what is known to be unfit before anything else is looked at.
+    """Check that a class is supported, as far as config.json shows.
 
     Raises:
-        ConfigError: it cannot run on pages.
+        ConfigError: the class does not support a paged KV cache.
     """
     known: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)  # some configurations have several classes
-    if getattr(known, "__name__", None) != architecture:
-        raise _refusal(architecture, "it is no decoder that this version of transformers knows")
+    name = getattr(known, "__name__", None)
+    if name is None:
+        raise _refusal(architecture, "this version of transformers has no decoder of this name")
+    if name != architecture:
+        raise _refusal(architecture, f"the decoder of model_type {config.model_type} is {name}")
     if not known._supports_attention_backend:
         raise _refusal(architecture, "its class in transformers does not declare attention-backend support")
     parameters = inspect.signature(known.forward).parameters
     if "position_ids" not in parameters or getattr(config, "is_encoder_decoder", False):
-        raise _refusal(architecture, "it does not take the positions of its tokens")
+        raise _refusal(architecture, "its forward pass does not accept position_ids")
     text = text_config(config)
     others = set(getattr(text, "layer_types", None) or ()) - _STATELESS_LAYERS
     if others:
@@ -193,12 +194,17 @@ def _read(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
         output_loading_info=True,
     )
     if report["unexpected_keys"]:
-        # Old checkpoints carry masks and the like; classes know best what they need.
-        get_logger().warning("weights not used", names=sorted(map(str, report["unexpected_keys"]))[:5])
+        # Old checkpoints contain masks and other buffers, which current classes do not need.
+        get_logger().warning(
+            "weights: unexpected tensors ignored", names=sorted(map(str, report["unexpected_keys"]))[:5]
+        )
     for what in ("missing_keys", "mismatched_keys"):
         if report[what]:
             names = sorted(map(str, report[what]))
-            raise ConfigError(f"model: {folder}: {what.replace('_', ' ')}: {names[0]} ({len(names)} in all)")
+            raise ConfigError(
+                f"model: {folder}: {what.replace('_', ' ')}: {names[0]} ({len(names)} in total);"
+                " use a checkpoint that matches config.json"
+            )
     return cast(PreTrainedModel, decoder)
 
 
@@ -209,10 +215,10 @@ def _draw(config: PretrainedConfig, seed: int, dtype: torch.dtype) -> PreTrained
 
 
 def _probe(architecture: str, decoder: PreTrainedModel, device: torch.device) -> list[LayerCall]:
-    """What each layer asks of attention.
+    """Return the attention call of each layer.
 
     Raises:
-        ConfigError: something that pages cannot express.
+        ConfigError: a paged KV cache cannot represent a layer.
     """
     decoder.set_attn_implementation(PROBE)
     tokens = torch.zeros(1, 2, dtype=torch.int64, device=device)
@@ -222,65 +228,15 @@ def _probe(architecture: str, decoder: PreTrainedModel, device: torch.device) ->
     calls = recorded.calls
     num_layers = text_config(decoder.config).num_hidden_layers
     if sorted(-1 if call.layer is None else call.layer for call in calls) != list(range(num_layers)):
-        raise _refusal(architecture, f"its {num_layers} layers do not call attention once each ({len(calls)} calls)")
+        raise _refusal(
+            architecture, f"its {num_layers} layers do not each call attention exactly once ({len(calls)} calls)"
+        )
     for call in calls:
         if call.unknown:
-            raise _refusal(architecture, f"its attention takes {', '.join(call.unknown)}")
+            raise _refusal(architecture, f"its attention uses unsupported arguments: {', '.join(call.unknown)}")
         if call.head_dim != call.value_dim or not call.causal:
-            raise _refusal(architecture, "its attention is not causal or has values of another size than keys")
+            raise _refusal(architecture, "its attention is not causal, or its keys and values differ in size")
     return calls
-
-
-def _try(
-    architecture: str, decoder: PreTrainedModel, model: TransformersModel, dtype: torch.dtype, device: torch.device
-) -> None:
-    """Computes two rows over pages and by the model's own attention.
-
-    Raises:
-        ConfigError: the logits differ by more than rounding.
-    """
-    vocab_size = text_config(decoder.config).vocab_size
-    tokens = torch.arange(1, 2 * _TRIAL_TOKENS + 1, device=device).remainder(vocab_size).view(2, _TRIAL_TOKENS)
-    paged = _trial_logits(model, tokens, dtype, device)
-    decoder.set_attn_implementation("eager")
-    own = decoder(input_ids=tokens, use_cache=False).logits[:, -1]
-    decoder.set_attn_implementation(PAGED)
-    distance = float((paged - own).abs().max()) / max(float(own.abs().max()), 1e-6)
-    if not distance <= _TRIAL_TOLERANCE:
-        raise _refusal(architecture, f"over pages its logits differ from its own by {distance:.0%}")
-
-
-def _trial_logits(
-    model: TransformersModel, tokens: torch.Tensor, dtype: torch.dtype, device: torch.device
-) -> torch.Tensor:
-    """The logits after the last token of each row `[2, vocab_size]`, the rows computed in two unequal chunks."""
-    blocks_per_row = _TRIAL_TOKENS // _TRIAL_BLOCK_SIZE
-    caches = [
-        (torch.zeros(size, dtype=dtype, device=device), torch.zeros(size, dtype=dtype, device=device))
-        for size in ((2 * blocks_per_row, s.num_kv_heads, _TRIAL_BLOCK_SIZE, s.head_dim) for s in model.kv_shapes)
-    ]
-    tables = torch.arange(2 * blocks_per_row, dtype=torch.int32, device=device).view(blocks_per_row, 2).T.contiguous()
-    positions = torch.arange(_TRIAL_TOKENS, device=device)
-    slots = tables[:, positions // _TRIAL_BLOCK_SIZE].long() * _TRIAL_BLOCK_SIZE + positions % _TRIAL_BLOCK_SIZE
-    logits = torch.empty(0)
-    for spans in (((0, 7), (0, 1)), ((7, _TRIAL_TOKENS), (1, _TRIAL_TOKENS))):
-        lengths = [end - start for start, end in spans]
-        taken = [(row, slice(start, end)) for row, (start, end) in enumerate(spans)]
-        attention = AttentionInputs(
-            slot_mapping=torch.cat([slots[row, span] for row, span in taken]),
-            block_tables=tables,
-            query_start=torch.tensor([0, lengths[0], sum(lengths)], dtype=torch.int32, device=device),
-            context_lens=torch.tensor([end for _, end in spans], dtype=torch.int32, device=device),
-            max_query_len=max(lengths),
-        )
-        logits = model.forward(
-            torch.cat([tokens[row, span] for row, span in taken]),
-            torch.cat([positions[span] for _, span in taken]),
-            attention,
-            caches,
-            torch.tensor([lengths[0] - 1, sum(lengths) - 1], device=device),
-        )
-    return logits
 
 
 def _first_line(error: Exception) -> str:
@@ -290,6 +246,6 @@ def _first_line(error: Exception) -> str:
 
 def _refusal(architecture: str, why: str) -> ConfigError:
     return ConfigError(
-        f"model: {architecture} cannot be served: {why}; what works: {', '.join(llama.ARCHITECTURES)} and decoders of"
+        f"model: {architecture} is not supported: {why}; use {', '.join(llama.ARCHITECTURES)} or a decoder of"
         " transformers with attention-backend support, such as Gemma2ForCausalLM, Phi3ForCausalLM or GPT2LMHeadModel"
     )

@@ -1,13 +1,13 @@
-"""The attention function that decoders of `transformers` call instead of their own.
+"""Attention functions that decoders of `transformers` call instead of their own.
 
-`transformers` looks attention up by name (`AttentionInterface`). Two names are ours:
+`transformers` finds attention functions by name (`AttentionInterface`). This module registers two names:
 
-* `PAGED` writes keys and values to our pages and attends over them. It has no mask function on purpose: without one
-  `transformers` builds no mask at all, which saves work and, on CUDA, a wait for the device in every step.
-* `PROBE` computes nothing and records what each layer asks for. Its mask function returns the mask's window as if it
-  were the mask, so that a layer's window is known even where it reaches the layer by the mask only.
+* `PAGED` writes keys and values to the paged KV cache and attends over it. It has no mask function, so that
+  `transformers` builds no mask. This saves work and, on CUDA, a synchronisation in every step.
+* `PROBE` computes nothing and records the arguments of each layer's call. Its mask function returns the size of the
+  sliding window instead of a mask, because some layers receive their window only through the mask.
 
-What a step or a probe needs travels in a context variable, as the function's arguments belong to `transformers`.
+The inputs of a step are passed in a context variable, because `transformers` defines the arguments of the functions.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -32,7 +32,7 @@ _HARMLESS_TENSORS = frozenset({"position_ids", "cache_position", "position_embed
 
 @dataclass(frozen=True, slots=True)
 class LayerCall:
-    """What one layer asked of the attention function."""
+    """Arguments of one layer's call of the attention function."""
 
     layer: int | None
     num_kv_heads: int
@@ -41,29 +41,29 @@ class LayerCall:
     sliding_window: int | None
     causal: bool
     unknown: tuple[str, ...]
-    """Arguments that would change the result in a way that pages do not know."""
+    """Tensor arguments that may change the result and that paged attention does not support."""
 
 
 @dataclass(slots=True)
 class Recording:
-    """The calls of one forward pass, in order."""
+    """Attention calls of one forward pass, in order."""
 
     calls: list[LayerCall] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
 class PagedStep:
-    """Where the tokens of the running step lie."""
+    """Attention inputs of the running step."""
 
     attention: AttentionInputs
     caches: Sequence[KVCache]
     windows: tuple[int | None, ...]
     """Sliding window of each layer."""
     schedules: dict[tuple[int | None, int], DecodeSchedule | None] = field(default_factory=dict)
-    """Of the layers so far, by window and number of KV heads."""
+    """Schedules of the layers so far, by window and number of KV heads."""
 
     def schedule(self, window: int | None, num_kv_heads: int) -> DecodeSchedule | None:
-        """The schedule of a layer, made by the first layer that needs it."""
+        """Return the schedule of a layer; the first layer of each kind creates it."""
         key = (window, num_kv_heads)
         if key not in self.schedules:
             self.schedules[key] = self.attention.schedule(window, num_kv_heads)
@@ -76,7 +76,7 @@ _RECORDING: ContextVar[Recording] = ContextVar("quire_probe_recording")
 
 @contextmanager
 def running(step: PagedStep) -> Iterator[None]:
-    """Attention by the name `PAGED` means this step while the context lasts."""
+    """Make `PAGED` attention use this step within the context."""
     token = _STEP.set(step)
     try:
         yield
@@ -86,7 +86,7 @@ def running(step: PagedStep) -> Iterator[None]:
 
 @contextmanager
 def recording() -> Iterator[Recording]:
-    """Attention by the name `PROBE` is recorded here while the context lasts."""
+    """Record the calls of `PROBE` attention within the context."""
     recorded = Recording()
     token = _RECORDING.set(recorded)
     try:
@@ -105,9 +105,10 @@ def _attend_paged(
     softcap: float | None = None,
     **_: object,
 ) -> tuple[torch.Tensor, None]:
-    """Attention of query `[1, num_heads, T, head_dim]`, key and value `[1, num_kv_heads, T, head_dim]`.
+    """Compute attention of query `[1, num_heads, T, head_dim]`, key and value `[1, num_kv_heads, T, head_dim]`.
 
-    Returns the result `[1, T, num_heads, head_dim]` and, as no weights exist, None.
+    Returns:
+        The result `[1, T, num_heads, head_dim]`, and None instead of attention weights.
     """
     step = _STEP.get()
     layer = int(module.layer_idx)  # type: ignore[arg-type]

@@ -1,12 +1,16 @@
-"""The Llama family, written by hand over `kernels`: Llama, Mistral, Qwen2 and Qwen3.
+"""Native implementation of the Llama family over `kernels`: Llama, Mistral, Ministral, Qwen2 and Qwen3.
 
-One decoder serves all of them, because they differ in four places only: biases on the projections (Qwen2), a norm on
-queries and keys (Qwen3), a sliding window per layer (Mistral, Qwen2), tied embeddings. Query, key and value
-projections are one matrix, gate and up another, so that a layer is four GEMMs. The residual addition is part of the
-norm that follows it.
+One decoder implements all of them. They differ only in biases on the projections (Qwen2), a norm on queries and keys
+(Qwen3), a sliding window per layer (all but Llama), and tied embeddings. The query, key and value projections are
+one matrix, gate and up another, so that a layer has four GEMMs. The residual addition is fused with the next norm.
+
+`FAMILIES` lists the fields of config.json that each class of `transformers` reads. Fields that the class ignores, such
+as `sliding_window` in a Llama, are ignored here too.
 """
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import Enum
 from pathlib import Path
 
 import torch
@@ -23,32 +27,74 @@ from kernels.qkv import rotate_and_cache
 from worker_svc.model import llama_packed
 from worker_svc.model.base import AttentionInputs, KVCache, KVShape
 from worker_svc.model.llama_layer import Layer, Linear
-from worker_svc.model.rope import ROPE_TYPES, rope_tables
-from worker_svc.model.weights import copy_weights
+from worker_svc.model.rope import can_tabulate, rope_tables
+from worker_svc.model.weights import copy_weights, holds_different
 
-ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+
+class Window(Enum):
+    """Layers that attend over `sliding_window` tokens only."""
+
+    NO_LAYER = "none"
+    EVERY_LAYER = "every"
+    BY_LAYER_TYPE = "by layer_types"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """Meaning of the configuration in a class of `transformers`."""
+
+    architectures: tuple[str, ...]
+    """Class names in config.json."""
+    qkv_bias: bool | None = False
+    """Whether query, key and value projections have biases; None: as in the field `attention_bias`."""
+    output_bias: bool | None = False
+    """Whether the output projection of attention has a bias; None: as in the field `attention_bias`."""
+    mlp_bias: bool | None = False
+    """Whether the projections of the MLP have biases; None: as in the field `mlp_bias`."""
+    qk_norm: bool = False
+    window: Window
+
+
+FAMILIES = {
+    "llama": Family(
+        architectures=("LlamaForCausalLM",), qkv_bias=None, output_bias=None, mlp_bias=None, window=Window.NO_LAYER
+    ),
+    "mistral": Family(architectures=("MistralForCausalLM",), window=Window.EVERY_LAYER),
+    # `transformers` treats a Mistral with `layer_types` as a Ministral.
+    "ministral": Family(architectures=("MinistralForCausalLM", "MistralForCausalLM"), window=Window.BY_LAYER_TYPE),
+    "qwen2": Family(architectures=("Qwen2ForCausalLM",), qkv_bias=True, window=Window.BY_LAYER_TYPE),
+    "qwen3": Family(
+        architectures=("Qwen3ForCausalLM",), qkv_bias=None, output_bias=None, qk_norm=True, window=Window.BY_LAYER_TYPE
+    ),
+}
+"""Families by the `model_type` of config.json."""
+ARCHITECTURES = tuple(dict.fromkeys(name for family in FAMILIES.values() for name in family.architectures))
+_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 def supports(architecture: str, config: PretrainedConfig) -> bool:
-    """Whether this module computes the model exactly as configured; what it does not, the other path may."""
-    rope = getattr(config, "rope_parameters", None) or {}
+    """Return whether this module implements the model as configured; if not, `hf` may support it."""
+    family = FAMILIES.get(config.model_type)
     return (
-        architecture in ARCHITECTURES
-        and getattr(config, "hidden_act", None) == "silu"
-        and rope.get("rope_type") in ROPE_TYPES
-        and set(getattr(config, "layer_types", None) or ()) <= {"full_attention", "sliding_attention"}
+        family is not None
+        and architecture in family.architectures
+        and config.hidden_act == "silu"
+        and getattr(config, "is_causal", True)
+        and config.num_key_value_heads > 0
+        and config.num_attention_heads % config.num_key_value_heads == 0
+        and can_tabulate(config, _head_dim(config))
+        and _has_usable_windows(family, config)
     )
 
 
 class LlamaModel:
-    """A decoder of the family; `load` or `randomise` fills the weights that the constructor allocates.
+    """A decoder of the Llama family. The constructor allocates the weights; `load` or `randomise` fills them.
 
-    With `cpu_kernels` the weights are packed for them once they are filled, and a step is one call.
+    With `cpu_kernels` the filled weights are packed for the native kernels, and a step is one call.
     """
 
     def __init__(
         self,
-        architecture: str,
         config: PretrainedConfig,
         *,
         dtype: torch.dtype,
@@ -65,7 +111,7 @@ class LlamaModel:
         self._device = device
         self._num_heads: int = config.num_attention_heads
         self._num_kv_heads: int = config.num_key_value_heads
-        self._head_dim: int = getattr(config, "head_dim", None) or config.hidden_size // self._num_heads
+        self._head_dim = _head_dim(config)
         self._scale = self._head_dim**-0.5
         self._eps: float = config.rms_norm_eps
         self._tied: bool = config.tie_word_embeddings
@@ -75,16 +121,10 @@ class LlamaModel:
         self._head = self._empty_weight(config.vocab_size, hidden)
         self._embedding = self._head if self._tied else self._empty(config.vocab_size, hidden)
         self._final_norm = self._empty(hidden)
-        is_qwen2 = architecture == "Qwen2ForCausalLM"
-        attention_bias: bool = getattr(config, "attention_bias", False)
+        family = FAMILIES[config.model_type]
+        slides = _sliding_layers(family, config)
         self._layers = [
-            self._allocate_layer(
-                index,
-                qkv_bias=is_qwen2 or attention_bias,
-                output_bias=attention_bias and not is_qwen2,
-                mlp_bias=getattr(config, "mlp_bias", False),
-                qk_norm=architecture == "Qwen3ForCausalLM",
-            )
+            self._allocate_layer(family, sliding_window=config.sliding_window if slides[index] else None)
             for index in range(config.num_hidden_layers)
         ]
 
@@ -137,7 +177,7 @@ class LlamaModel:
         kept_index: torch.Tensor | None,
         num_logits: int,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Logits of the first `num_logits` tokens in `kept_index`, last hidden states of the others."""
+        """Return logits of the first `num_logits` tokens in `kept_index`, and last hidden states of the others."""
         if self._packed is not None:
             return self._packed.run(
                 input_ids,
@@ -161,7 +201,7 @@ class LlamaModel:
         caches: Sequence[KVCache],
         index: torch.Tensor | None,
     ) -> torch.Tensor:
-        """The last hidden states, normed, of the tokens in `index`; None: of all."""
+        """Return the last hidden states, after the final norm, of the tokens in `index`; None: of all tokens."""
         cos, sin = self._cos[positions], self._sin[positions]
         update = embedding(input_ids, self._embedding)
         residual: torch.Tensor | None = None
@@ -180,21 +220,25 @@ class LlamaModel:
 
     @property
     def packed(self) -> PackedDecoder | None:
-        """What computes a step where the CPU kernels do."""
+        """The decoder with packed weights, if the native CPU kernels are used."""
         return self._packed
 
     def load(self, folder: Path) -> None:
-        """Reads the weights of a checkpoint.
+        """Read the weights of a checkpoint.
 
         Raises:
-            ConfigError: they do not fit the configuration.
+            ConfigError: the weights do not match the configuration.
         """
-        tied = frozenset({"lm_head.weight"}) if self._tied else frozenset[str]()
+        if self._tied and holds_different(folder, _EMBEDDING, _HEAD):
+            # `transformers` does not tie weights that differ in the checkpoint, even if config.json ties them.
+            self._tied = False
+            self._embedding = self._empty(*self._head.shape)
+        tied = frozenset({_HEAD}) if self._tied else frozenset[str]()
         copy_weights(folder, dict(self._named_weights()), optional=tied)
         self._pack()
 
     def randomise(self, seed: int) -> None:
-        """Draws all weights, made on the device: matrices normal, norms 1, biases 0."""
+        """Draw random weights on the device: matrices from a normal distribution, norms 1, biases 0."""
         generator = torch.Generator(self._device).manual_seed(seed)
         for name, weight in self._named_weights():
             if name.endswith("norm.weight"):
@@ -206,7 +250,7 @@ class LlamaModel:
         self._pack()
 
     def _pack(self) -> None:
-        """Hands the weights over to the CPU kernels, where those serve; they are no matrices any more then."""
+        """Pack the weights for the native CPU kernels, if they are used, and drop the matrices."""
         if self._cpu_kernels is None:
             return
         self._packed = llama_packed.pack(
@@ -226,7 +270,7 @@ class LlamaModel:
     def _add_norm(
         self, update: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The normed sum of residual stream and update, and the sum; before the first layer there is no stream."""
+        """Return the norm of residual + update, and the sum; `residual` is None in the first layer."""
         if residual is None:
             return rms_norm(update, weight, self._eps), update
         return rms_norm(update, weight, self._eps, residual=residual)
@@ -269,30 +313,33 @@ class LlamaModel:
         )
         return layer.output(attended.view(hidden.shape[0], -1))
 
-    def _allocate_layer(self, index: int, *, qkv_bias: bool, output_bias: bool, mlp_bias: bool, qk_norm: bool) -> Layer:
+    def _allocate_layer(self, family: Family, *, sliding_window: int | None) -> Layer:
         config = self._config
         hidden, intermediate = config.hidden_size, config.intermediate_size
         query_size = self._num_heads * self._head_dim
+        qkv_bias = config.attention_bias if family.qkv_bias is None else family.qkv_bias
+        output_bias = config.attention_bias if family.output_bias is None else family.output_bias
+        mlp_bias = config.mlp_bias if family.mlp_bias is None else family.mlp_bias
         return Layer(
             input_norm=self._empty(hidden),
             qkv=self._linear(hidden, query_size + 2 * self._num_kv_heads * self._head_dim, bias=qkv_bias),
-            query_norm=self._empty(self._head_dim) if qk_norm else None,
-            key_norm=self._empty(self._head_dim) if qk_norm else None,
+            query_norm=self._empty(self._head_dim) if family.qk_norm else None,
+            key_norm=self._empty(self._head_dim) if family.qk_norm else None,
             output=self._linear(query_size, hidden, bias=output_bias),
             mlp_norm=self._empty(hidden),
             gate_up=self._linear(hidden, 2 * intermediate, bias=mlp_bias),
             down=self._linear(intermediate, hidden, bias=mlp_bias),
-            sliding_window=_sliding_window(config, index),
+            sliding_window=sliding_window,
         )
 
     def _named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Each tensor of a checkpoint by name, as a view of where it belongs."""
+        """Yield the name of each tensor of a checkpoint, and the view of the weights that it fills."""
         kv_size = self._num_kv_heads * self._head_dim
         qkv_parts = (self._num_heads * self._head_dim, kv_size, kv_size)
         gate_up_parts = (self._config.intermediate_size,) * 2
-        yield "model.embed_tokens.weight", self._embedding
+        yield _EMBEDDING, self._embedding
         if not self._tied:
-            yield "lm_head.weight", self._head
+            yield _HEAD, self._head
         yield "model.norm.weight", self._final_norm
         for index, layer in enumerate(self._layers):
             prefix = f"model.layers.{index}"
@@ -329,10 +376,20 @@ def _named_parts(
             yield f"{prefix}.{name}.bias", bias
 
 
-def _sliding_window(config: PretrainedConfig, layer: int) -> int | None:
-    """The window of one layer: where the configuration lists types of layers they decide, else all layers have it."""
-    window: int | None = getattr(config, "sliding_window", None)
-    layer_types = getattr(config, "layer_types", None)
-    if layer_types and layer_types[layer] != "sliding_attention":
-        return None
-    return window
+def _head_dim(config: PretrainedConfig) -> int:
+    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+
+
+def _sliding_layers(family: Family, config: PretrainedConfig) -> list[bool]:
+    """Return for each layer whether it attends over `sliding_window` tokens only."""
+    if family.window is Window.BY_LAYER_TYPE:
+        return [kind == "sliding_attention" for kind in config.layer_types]
+    every = family.window is Window.EVERY_LAYER and config.sliding_window is not None
+    return [every] * int(config.num_hidden_layers)
+
+
+def _has_usable_windows(family: Family, config: PretrainedConfig) -> bool:
+    """Return whether all layer types are known, and a window size is given if a layer needs one."""
+    if family.window is Window.BY_LAYER_TYPE and not set(config.layer_types) <= {"full_attention", "sliding_attention"}:
+        return False
+    return not any(_sliding_layers(family, config)) or (config.sliding_window or 0) > 0

@@ -1,4 +1,4 @@
-"""The weights of one decoder layer of the Llama family, as matrices; both ways to compute it start from them."""
+"""Weights of one decoder layer of the Llama family, as matrices, before `llama_packed` may pack them."""
 
 from dataclasses import dataclass
 
@@ -8,18 +8,19 @@ from torch.nn.functional import linear
 
 @dataclass(frozen=True, slots=True)
 class Linear:
-    """`x @ weight.T + bias`, weight `[out, in]`."""
+    """Linear layer `x @ weight.T + bias`, with weight `[out, in]` and bias `[out]`."""
 
     weight: torch.Tensor
     bias: torch.Tensor | None
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Apply the layer to `x` `[..., in]`."""
         return linear(x, self.weight, self.bias)
 
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """The weights of one decoder layer."""
+    """Weights of one decoder layer."""
 
     input_norm: torch.Tensor
     qkv: Linear
@@ -32,3 +33,4 @@ class Layer:
     """Rows: gate, then up."""
     down: Linear
     sliding_window: int | None
+    """Number of tokens that the layer attends over; None: all."""

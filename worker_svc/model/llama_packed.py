@@ -1,6 +1,6 @@
-"""The Llama family on a CPU: its weights packed for the kernels of `kernels.native`, its layers run in one call.
+"""The Llama family on a CPU: weights packed for the kernels of `kernels.native`, and one call per step.
 
-This module decides whether that can be done for a model, and does it. Where it cannot, `llama` computes with torch.
+This module checks whether the kernels support a model, and packs its weights. Otherwise `llama` computes with torch.
 """
 
 import torch
@@ -16,7 +16,7 @@ from worker_svc.model.llama_layer import Layer, Linear
 
 
 def shape_of(config: PretrainedConfig) -> DecoderShape:
-    """The sizes that the kernels ask for."""
+    """Return the sizes of the model for the kernels."""
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return DecoderShape(
         hidden_size=config.hidden_size,
@@ -32,20 +32,20 @@ def shape_of(config: PretrainedConfig) -> DecoderShape:
 def choose_kernels(
     config: PretrainedConfig, dtype: torch.dtype, kv_dtype: torch.dtype, device: torch.device, quantization: str
 ) -> Native | None:
-    """The CPU kernels if they can run this model; None: torch must.
+    """Return the native CPU kernels if they support this model; None: torch computes it.
 
     Raises:
-        ConfigError: int8 weights are asked for, which only these kernels have.
+        ConfigError: `quantization` is int8, which needs these kernels, and they do not support the model.
     """
     if device.type == "cpu":
         reason = why_unsupported(shape_of(config), dtype, kv_dtype)
     else:
-        reason = f"this worker computes on {device.type}"
+        reason = f"the device is {device.type}"
     kernels = native() if reason is None else None
     if quantization != "none" and kernels is None:
-        reason = reason or "they were not built, failed their self-test (the log says so), or QUIRE_CPU_KERNELS is off"
+        reason = reason or "they are not built, failed their self-test (see the log), or are off (QUIRE_CPU_KERNELS)"
         raise ConfigError(
-            f"quantization: only the CPU kernels have {quantization}, and they do not serve here: {reason}"
+            f"quantization: {quantization} needs the native CPU kernels, which are not available: {reason}; use none"
         )
     return kernels
 
@@ -62,7 +62,10 @@ def pack(
     sin: torch.Tensor,
     quantization: str,
 ) -> PackedDecoder:
-    """Packs all weights: in place, or as int8, in which case each layer of `layers` is let go as soon as it is done."""
+    """Pack all weights: in place, or as int8.
+
+    `layers` is emptied layer by layer, so that int8 weights need little extra memory.
+    """
 
     def convert(linear: Linear) -> PackedLinear:
         if quantization == "int8":

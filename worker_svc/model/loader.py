@@ -1,4 +1,4 @@
-"""From a configuration to a loaded model and what the worker tells others of it."""
+"""Loading of a model from a configuration, and its description for the rest of the system."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,36 +15,36 @@ from worker_svc.model.registry import build_model, check_supported
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelDescription:
-    """What others need to know of a loaded model."""
+    """Description of a loaded model."""
 
     name: str
     architecture: str
     fingerprint: str
-    """Tells it from every model that computes other numbers; sha256, hex."""
+    """Fingerprint of everything that affects the results; SHA-256, hex."""
     max_model_len: int
-    """Most tokens of one sequence."""
+    """Longest sequence in tokens."""
     vocab_size: int
     dtype: torch.dtype
     kv_dtype: torch.dtype
-    """What KV is kept in; uint8: the bits of e4m3, see `kernels.fp8`."""
+    """Type of the KV cache; uint8 stands for fp8 e4m3, see `kernels.fp8`."""
     eos_token_ids: tuple[int, ...]
     break_even_context: int
-    """The context at which a token's attention costs as much as its products with the weights; 0: it does not grow."""
+    """Context length in tokens at which a token's attention costs as much as its matrix products; 0: unknown."""
     folder: Path
-    """Where its files are."""
+    """The checkpoint."""
 
     @property
     def dtype_name(self) -> str:
-        """The dtype as configuration files write it, "bfloat16" for example."""
+        """Name of `dtype` as in configuration files, such as "bfloat16"."""
         return str(self.dtype).removeprefix("torch.")
 
 
 def load_model(config: WorkerConfig, device: torch.device) -> tuple[Model, ModelDescription]:
-    """The model that `config` asks for, on `device`.
+    """Load the model that `config` names, on `device`.
 
     Raises:
-        ConfigError: a bad folder, an architecture that cannot be run, weights that do not fit, a length that the
-            model's positions do not allow.
+        ConfigError: the folder is invalid, the architecture is not supported, the weights do not match config.json, or
+            `max_model_len` exceeds the model's positions.
     """
     random_weights = config.load_format == "random"
     folder = resolve_model(config.model, weights=not random_weights)
@@ -53,7 +53,7 @@ def load_model(config: WorkerConfig, device: torch.device) -> tuple[Model, Model
     check_supported(architecture, hf_config)
     limit = model_config.position_limit(hf_config)
     if config.max_model_len > limit:
-        raise ConfigError(f"max_model_len: {config.max_model_len} is more than the {limit} positions of the model")
+        raise ConfigError(f"max_model_len: {config.max_model_len} exceeds the model's {limit} positions; lower it")
     dtype = model_config.choose_dtype(hf_config, config.dtype, device)
     kv_dtype = torch.uint8 if config.kv_cache_dtype == "fp8" else dtype
     description = ModelDescription(

@@ -1,6 +1,6 @@
-"""Which of the two paths a model takes: by hand where the class is known, else through `transformers`.
+"""Choice of a model's implementation: `llama` for the classes that it supports, `hf` for all others.
 
-The second path is imported when it is taken: it brings most of `transformers` with it, and seconds of a worker's start.
+`hf` is imported only when needed, because it imports most of `transformers`, which takes seconds.
 """
 
 from pathlib import Path
@@ -16,10 +16,10 @@ _RANDOM_SEED = 0
 
 
 def check_supported(architecture: str, config: PretrainedConfig) -> None:
-    """Refuses what neither path can run, as far as that is known without the weights.
+    """Check that an implementation supports the architecture, as far as config.json shows.
 
     Raises:
-        ConfigError: with the architecture, the reason, and what works.
+        ConfigError: neither implementation does; the message has the reason and alternatives.
     """
     if not llama.supports(architecture, config):
         from worker_svc.model import hf
@@ -39,27 +39,27 @@ def build_model(
     quantization: str = "none",
     kv_dtype: torch.dtype | None = None,
 ) -> Model:
-    """The model with its weights on `device`; `check_supported` has passed.
+    """Build the model with its weights on `device`; call `check_supported` before.
 
     Args:
         architecture: class name from config.json.
         config: all of config.json.
-        folder: where the weights are.
-        random_weights: draw the weights instead of reading them, the same ones every time.
+        folder: the checkpoint.
+        random_weights: draw random weights with a fixed seed instead of reading them.
         dtype: type of weights and activations.
-        device: where the model lives.
-        num_positions: positions that will be asked for, from 0.
-        quantization: form of the weights: "none" or "int8".
-        kv_dtype: type of KV; None: `dtype`.
+        device: the device of the model.
+        num_positions: length of the longest sequence in tokens.
+        quantization: quantization of the weights: "none" or "int8".
+        kv_dtype: type of the KV cache; None: `dtype`.
 
     Raises:
-        ConfigError: neither path can run it, or the weights do not fit.
+        ConfigError: no implementation supports the model, or the weights do not match config.json.
     """
     if not llama.supports(architecture, config):
         from worker_svc.model import hf
 
         if quantization != "none":
-            raise ConfigError(f"quantization: {architecture} has no {quantization} weights here; give none")
+            raise ConfigError(f"quantization: {quantization} is not supported for {architecture}; use none")
         return hf.load(
             architecture,
             config,
@@ -69,7 +69,6 @@ def build_model(
             device=device,
         )
     model = llama.LlamaModel(
-        architecture,
         config,
         dtype=dtype,
         device=device,

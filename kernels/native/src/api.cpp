@@ -1,5 +1,5 @@
-// The C functions of the extension, called through ctypes (which lets go of the GIL). Nothing here throws or hands out
-// memory. `level` is one that quire_levels() offers.
+// C functions of the library, called through ctypes, which releases the GIL. They do not throw and do not return memory
+// that the caller must free. `level` is one of quire_levels().
 #include <algorithm>
 
 #include "attention.h"
@@ -15,14 +15,14 @@ namespace {
 
 using namespace quire;
 
-// Raised with every change of a structure or function; the Python side knows the same number.
+// Version of the ABI: increased with every change of a structure or function, together with ABI in library.py.
 constexpr int kAbi = 3;
 
 const Kernels* kernels_of(int level) {
   return level == kAvx512 ? avx512_kernels() : level == kAvx2 ? avx2_kernels() : portable_kernels();
 }
 
-// Asks for exactly what setup.py compiles a level for.
+// Checks for the instruction sets that setup.py enables for a level.
 bool runs_here(int level) {
   if (kernels_of(level) == nullptr) return false;
 #if defined(__x86_64__)
@@ -39,7 +39,7 @@ bool runs_here(int level) {
 
 QUIRE_API int quire_abi() { return kAbi; }
 
-// Bit mask of the levels that were compiled and that this processor runs.
+// Returns the bit mask of the levels that are compiled and that this processor supports.
 QUIRE_API int quire_levels() {
   int mask = 0;
   for (int level : {kPortable, kAvx2, kAvx512})
@@ -92,7 +92,7 @@ QUIRE_API void quire_convert(int level, int format, int to_float, const void* x,
   });
 }
 
-// The largest of each row of logits [rows][stride], -1 where none can be chosen.
+// Finds the index of the largest logit of each row of logits [rows][stride]; -1 if no logit can be chosen.
 QUIRE_API void quire_argmax(int level, const float* x, int64_t rows, int64_t stride, int64_t count, int64_t* out) {
   const Kernels& kernels = *kernels_of(level);
   parallel_for(rows, [&](int64_t row) {
@@ -104,7 +104,7 @@ QUIRE_API void quire_argmax(int level, const float* x, int64_t rows, int64_t str
 
 QUIRE_API void quire_sample(int level, const Sampling* sampling) { sample_rows(*kernels_of(level), *sampling); }
 
-// nanoseconds: [kNumPhases], added to; or null.
+// nanoseconds: [kNumPhases], to which the times are added; or null.
 QUIRE_API void quire_decoder(int level, const Decoder* decoder, const Step* step, int64_t* nanoseconds) {
   run_decoder(*kernels_of(level), *decoder, *step, nanoseconds);
 }

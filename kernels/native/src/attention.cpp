@@ -8,7 +8,7 @@
 namespace quire {
 namespace {
 
-constexpr int64_t kFewTokens = 4;  // a chunk shorter than this is not worth packing keys for
+constexpr int64_t kFewTokens = 4;  // shorter chunks are computed like decode, without packing keys
 constexpr int64_t kTasksPerThread = 4;
 
 bool is_chunk(const Attention& a, int64_t row) {
@@ -29,8 +29,8 @@ void attend_tokens(const Kernels& kernels, const Attention& a, int64_t row, int6
 
 }  // namespace
 
-// Rows in decode are cut no finer than the threads need: heads that are read together are read in one run. The last rows
-// first: chunks, which take longest, come after the rows in decode.
+// Rows in decode are split only as far as the threads need, so that heads are read in long runs. Tasks start with the
+// last rows, because chunks, which take longest, come after the rows in decode.
 void attend_pages(const Kernels& kernels, const Attention& a) {
   int64_t chunks = 0;
   for (int64_t row = 0; row < a.num_rows; ++row) chunks += is_chunk(a, row) ? 1 : 0;

@@ -1,4 +1,4 @@
-// Attention of a whole batch: which rows go which way, and as which tasks.
+// Attention of a whole batch: splits its rows into tasks for the decode and prefill kernels.
 #pragma once
 
 #include "levels.h"

@@ -1,7 +1,7 @@
-// One step of a Llama-type decoder: all layers in one call, without a word from Python between them.
+// One step of a Llama-type decoder: all layers in one call, without a return to Python.
 //
-// The residual stream is float32; activations are rounded only where a kernel's operands are narrower. Each phase of a
-// layer is one parallel loop; a phase too small to share runs on the caller.
+// The residual stream is float32; activations are rounded only to the operand types of the kernels. Each phase of a
+// layer is one parallel loop; a phase that is too small to share runs on the calling thread.
 #include "decoder.h"
 
 #include <chrono>
@@ -16,7 +16,7 @@
 namespace quire {
 namespace {
 
-constexpr int64_t kGrain = 4096;  // elements worth a task of their own
+constexpr int64_t kGrain = 4096;  // minimum elements per task
 
 class Buffer {
  public:
@@ -41,7 +41,7 @@ class Buffer {
   int64_t size_ = 0;
 };
 
-// Kept from step to step; there is one worker per process, and one step at a time.
+// Buffers kept between steps; there is one worker per process, and one step at a time.
 struct Workspace {
   Buffer residual, kept, wide, attended, activations, scales;
 };
@@ -82,7 +82,7 @@ class Run {
 
   void all() {
     int64_t tokens = s_.num_tokens;
-    const int64_t* index_of = nullptr;  // the token of each row of the residual stream; null: they are the tokens
+    const int64_t* index_of = nullptr;  // the token of each row of the residual stream; null: row i is token i
     residual_ = space_.residual.of<float>(tokens * d_.hidden);
     embed();
     clock_.count(kEmbed);
@@ -100,7 +100,7 @@ class Run {
       clock_.count(kRotate);
       attend(layer, index, wide_rows, qkv_size, attended);
       clock_.count(kAttend);
-      if (index == d_.num_layers - 1 && s_.kept_index != nullptr) {  // from here on only what is wanted counts
+      if (index == d_.num_layers - 1 && s_.kept_index != nullptr) {  // from here on only the kept tokens
         tokens = s_.num_kept;
         index_of = s_.kept_index;
         keep(index_of, tokens);
@@ -145,11 +145,12 @@ class Run {
     });
   }
 
-  // Each row as operand of `linear`: make(row, scratch) returns the floats, `cost` is what a row costs in elements.
+  // Prepares each row as operand of `linear`: make(row, scratch) returns the floats; `cost` is the cost of a row in
+  // elements.
   template <class Make>
   void activate(const Linear& linear, int64_t rows, int64_t cost, const Make& make) {
     const int64_t padded = round_up(linear.inputs, 16);
-    stride_ = round_up(padded * k_.activation_bytes[linear.format], kLine) + kLine;  // not all rows in the same sets
+    stride_ = round_up(padded * k_.activation_bytes[linear.format], kLine) + kLine;  // spreads rows over cache sets
     char* const out = space_.activations.of<char>(rows * stride_);
     float* const scales = space_.scales.of<float>(rows);
     parallel_chunks(rows, kGrain / cost, [&](int64_t begin, int64_t end) {
@@ -161,7 +162,7 @@ class Run {
     scales_ = scales;
   }
 
-  // The residual stream of these tokens only.
+  // Reduces the residual stream to these tokens.
   void keep(const int64_t* tokens, int64_t count) {
     float* const kept = space_.kept.of<float>(count * d_.hidden);
     for (int64_t row = 0; row < count; ++row)

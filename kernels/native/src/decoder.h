@@ -1,5 +1,5 @@
-// A decoder of the Llama family as the C ABI describes it, and one step of it. The layout of these structures is that of
-// the ctypes structures in kernels/decoder.py.
+// A decoder of the Llama family, and one step of it, in the C ABI. The layout of these structures equals that of the
+// ctypes structures in kernels/native/structures.py.
 #pragma once
 
 #include "levels.h"
@@ -38,11 +38,11 @@ struct Decoder {
 // T tokens of R rows, decode rows and chunks; see worker_svc/model/base.py.
 struct Step {
   int64_t num_tokens, num_rows;
-  int64_t num_kept;                // tokens that the last layer's output is wanted of
-  int64_t num_logits;              // the first of them: logits are made of these
+  int64_t num_kept;                // tokens to compute the last layer's output for
+  int64_t num_logits;              // the first of these: tokens to compute logits for
   const int64_t* token_ids;        // [T]
   const int64_t* positions;        // [T]
-  const int64_t* slots;            // [T]; negative: nothing is written
+  const int64_t* slots;            // [T]; negative: not written
   const int32_t* block_tables;     // [R][table_stride]
   int64_t table_stride;
   const int32_t* query_start;      // [R + 1]
@@ -54,10 +54,10 @@ struct Step {
   float* hidden;                   // [num_kept - num_logits][hidden]: the last hidden states of the others
 };
 
-// What a step's time is counted under.
+// Phases of a step for the time measurement.
 enum Phase : int { kEmbed, kNorm, kQkv, kRotate, kAttend, kOutput, kGateUp, kActivate, kDown, kHead, kNumPhases };
 
-// Adds to nanoseconds[phase] where it is not null.
+// Runs the step. Adds the times to nanoseconds[phase] if it is not null.
 void run_decoder(const Kernels& kernels, const Decoder& decoder, const Step& step, int64_t* nanoseconds);
 
 }  // namespace quire

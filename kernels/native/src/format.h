@@ -1,15 +1,15 @@
-// How numbers lie in memory: element types, packed weights, activations.
+// Memory layout: element types, packed weights, activations.
 //
-// Packed weights. Outputs are cut into blocks of 16; one step of a block is one cache line of 64 bytes:
+// Packed weights. Outputs are split into blocks of 16; one step of a block is one cache line of 64 bytes:
 //
 //     float32  [outputs / 16][inputs    ][16]       16 outputs x 1 input
 //     bf16     [outputs / 16][inputs / 2][16][2]    16 outputs x 2 inputs
 //     int8     [outputs / 16][inputs / 4][16][4]    16 outputs x 4 inputs
 //
-// padded with zeros to whole lines. A block is contiguous, so a matrix-vector product streams whole blocks from memory
-// front to back, without a horizontal sum at the end, and a tile of rows uses every line it has loaded for all its
-// rows. It is the operand order of vdpbf16ps and vpdpbusd; without these instructions shifts widen the lanes. A block
-// takes exactly the memory of its 16 rows, so float32 and bf16 are packed in place.
+// padded with zeros to whole lines. A block is contiguous, so that a matrix-vector product streams whole blocks from
+// memory, without a horizontal sum at the end. A tile of rows uses each loaded line for all its rows. This is the
+// operand order of vdpbf16ps and vpdpbusd; without these instructions shifts widen the lanes. A block has the size of
+// its 16 rows, so that float32 and bf16 are packed in place.
 #pragma once
 
 #include <cstdint>

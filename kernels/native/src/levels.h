@@ -1,7 +1,7 @@
-// The kernels that exist once per instruction set ("level"), as a table of functions.
+// Table of the kernels that exist once per instruction set ("level").
 //
 // All levels are compiled from the same templates (kernels.inc) over a small set of vector operations (simd_*.h). Rows
-// of floats that these functions take are contiguous, and their length a multiple of 16 unless said otherwise.
+// of floats are contiguous, and their length is a multiple of 16 unless documented otherwise.
 #pragma once
 
 #include "format.h"
@@ -24,7 +24,7 @@ struct LinearTask {
   int64_t first_row, last_row, begin_block, end_block;
 };
 
-// Attention over pages; see kernels/paged_attention for what it means. Sizes and strides in elements.
+// Arguments of paged attention, as defined in kernels/paged_attention. Sizes and strides are in elements.
 struct Attention {
   const float* query;  // [tokens][heads][head_dim], unscaled
   int64_t query_stride;
@@ -44,17 +44,17 @@ struct Attention {
   int32_t sliding_window;  // 0: none
 };
 
-// The draw of one row from part of its tokens: the largest score + noise, ties to the lowest index.
+// Arguments of the draw of one row from a part of its tokens: the largest score + noise, ties to the lowest index.
 struct Draw {
   const float* logits;  // of the whole row
-  int64_t begin, end;   // tokens that are looked at; `begin` is a multiple of 32
+  int64_t begin, end;   // range of tokens; `begin` is a multiple of 32
   float temperature;    // a score is a logit divided by it
   uint32_t position, choice;
   uint64_t seed;
-  float least;        // the score that a token needs
-  int64_t last_tie;   // the last token for which it is enough to have just that
-  float best;         // the largest found before; then the largest found
-  int64_t token;      // whose that is
+  float least;        // lowest score that a token may have
+  int64_t last_tie;   // last token that may have exactly that score
+  float best;         // largest sum so far; updated
+  int64_t token;      // its token; updated
 };
 
 struct Weighing {
@@ -66,12 +66,12 @@ struct Weighing {
 
 struct Kernels {
   int level;
-  // Bytes of one activation as `linear` reads it, by the weights' format.
+  // Bytes of one activation of `linear`, by the format of the weights.
   int activation_bytes[3];
   int max_tile_rows;
-  int64_t chunk_bytes;  // of activations that one pass over the weights keeps in a core's second-level cache
+  int64_t chunk_bytes;  // of activations per pass over the weights, which stay in the L2 cache
   void (*linear)(const LinearTask&);
-  // n floats as activations, zeros behind them up to `padded`; int8 also sets *scale.
+  // Converts n floats to activations, with zeros after them up to `padded`; int8 also sets *scale.
   void (*to_activations)(int format, const float* x, int64_t n, int64_t padded, void* out, float* scale);
   void (*rms_norm)(const float* x, const float* weight, float eps, int64_t n, float* out);
   // out[i] = silu(gate_up[i]) * gate_up[n + i]; n need not be a multiple of 16.
@@ -80,23 +80,23 @@ struct Kernels {
   void (*rotate)(float* head, const float* cos, const float* sin, int64_t half);
   void (*store)(int format, const float* x, int64_t n, void* out);
   void (*load)(int format, const void* x, int64_t n, float* out);
-  // Index of the largest of n floats, the first among equals; *finite: it is a number that can be chosen.
+  // Returns the index of the largest of n floats, the first of equal ones; *finite: whether it can be chosen.
   int64_t (*argmax)(const float* x, int64_t n, bool* finite);
-  // Of n logits (a multiple of 16) the scores, their masses exp(score - best), and how far below the best they are:
-  // the whole number nearest to (best - score) * bins_per_nat, at most last_bin.
+  // Computes for n logits (a multiple of 16) the scores, the masses exp(score - best), and the bins: (best - score) *
+  // bins_per_nat, rounded to the nearest integer, at most last_bin.
   void (*weigh)(const float* logits, int64_t n, const Weighing& how, float* scores, float* masses, int32_t* bins);
-  // Which of n floats are at least `least` and below `end`, as ascending indices; how many.
+  // Writes the ascending indices of the floats in [`least`, `end`) and returns their number.
   int64_t (*collect)(const float* x, int64_t n, float least, float end, int32_t* indices);
   void (*draw)(Draw&);
-  // One token of a row that sees `context` keys, for all query heads of the KV heads first .. last.
+  // Attention of one token that sees `context` keys, for all query heads of the KV heads first .. last.
   void (*attend_token)(const Attention&, int64_t token, int64_t row, int64_t context, int64_t first_kv_head,
                        int64_t last_kv_head);
-  // A row's whole chunk, for all query heads of one KV head.
+  // Attention of a row's whole chunk, for all query heads of one KV head.
   void (*attend_chunk)(const Attention&, int64_t row, int64_t kv_head);
 };
 
 const Kernels* portable_kernels();
-const Kernels* avx2_kernels();    // null where they were not compiled
+const Kernels* avx2_kernels();    // null if not compiled
 const Kernels* avx512_kernels();  // AVX-512 F, BW, VL, DQ, BF16 and VNNI
 
 }  // namespace quire

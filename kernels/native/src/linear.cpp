@@ -47,10 +47,10 @@ void multiply(const Kernels& kernels, const LinearTask& whole) {
   const Linear& linear = *whole.linear;
   const int64_t rows = whole.last_row, tall = kernels.max_tile_rows;
   if (rows <= 0) return;
-  // Many rows are cut into chunks that stay in a core's cache; each chunk reads all weights.
+  // Many rows are split into chunks that fit into a core's cache; each chunk reads all weights.
   const int64_t in_cache = std::max(tall, kernels.chunk_bytes / whole.x_stride / tall * tall);
   const int64_t num_chunks = ceil_div(rows, in_cache), chunk = ceil_div(ceil_div(rows, num_chunks), tall) * tall;
-  // Enough tasks that a core with other work does not hold up the rest.
+  // Enough tasks, so that a core with other work does not delay the others.
   const int64_t num_blocks = ceil_div(linear.outputs, kBlock);
   const int64_t block_bytes = num_steps(linear.format, linear.inputs) * kLine;
   const int64_t wanted = num_threads() == 1 ? 1 : 8 * num_threads();

@@ -13,11 +13,11 @@ namespace {
 
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 constexpr int64_t kPart = 1 << 14;   // tokens that one task draws from; takes some ten microseconds
-constexpr int64_t kChunk = 256;      // logits looked at together
-constexpr int kBins = 1024;          // of scores, 24 nats from the best down; the last holds all below
+constexpr int64_t kChunk = 256;      // logits per iteration
+constexpr int kBins = 1024;          // bins of scores, 24 nats down from the best; the last has all lower ones
 constexpr float kBinsPerNat = kBins / 24.0f;
 
-// What a row keeps: scores above `least`, and those that equal it up to token `last_tie`.
+// Tokens that a row keeps: scores above `least`, and scores equal to it up to token `last_tie`.
 struct Cut {
   float least;
   int64_t last_tie;
@@ -32,8 +32,8 @@ bool truncates(const Sampling& s, int64_t row) {
   return s.top_k != nullptr && (s.top_k[row] > 0 || s.top_p[row] < 1.0f || s.min_p[row] > 0.0f);
 }
 
-// The k-th largest of n floats. What may be among the k largest is collected and thinned out whenever there is twice as
-// much as needed, which raises what the next ones must reach.
+// Returns the k-th largest of n floats. Candidates are collected, and reduced to k when there are 2k, which raises the
+// threshold for further candidates.
 float kth_largest(const Kernels& kernels, const float* x, int64_t n, int64_t k) {
   static thread_local std::vector<float> kept;
   int32_t indices[kChunk];
@@ -53,7 +53,7 @@ float kth_largest(const Kernels& kernels, const float* x, int64_t n, int64_t k) 
   return least;
 }
 
-// A logit below those whose quotient by the temperature may round to `score`, and one above them.
+// Bounds of the logits whose quotient by the temperature may round to `score`.
 float surely_below(float score, float temperature) {
   const float logit = score * temperature;
   return logit - 0x1p-20f * std::fabs(logit) - std::numeric_limits<float>::min();
@@ -63,8 +63,8 @@ float surely_above(float score, float temperature) {
   return logit + 0x1p-20f * std::fabs(logit) + std::numeric_limits<float>::min();
 }
 
-// Top-p of what is at least `least`: tokens stay, in the order of their scores and then of their indices, as long as
-// the mass before them is below p. A histogram finds the bin where that ends; only its tokens are sorted.
+// Top-p of the scores >= `least`: tokens stay, in the order of scores and then indices, while the mass before them is
+// below p. A histogram finds the bin with the cut; only the tokens of this bin are sorted.
 class Nucleus {
  public:
   Nucleus(const Kernels& kernels, const float* x, int64_t n, float temperature, float best, float least)
@@ -109,7 +109,7 @@ class Nucleus {
     return total;
   }
 
-  // The tokens of one bin, sorted.
+  // Returns the sorted tokens of one bin.
   const std::vector<Scored>& tokens_of(int bin) {
     static thread_local std::vector<Scored> tokens;
     tokens.clear();
@@ -155,7 +155,7 @@ Cut select(const Kernels& kernels, const Sampling& s, int64_t row, const float* 
   return cut;
 }
 
-// A row's draw after its best token, which always stays: what the others must beat.
+// Sum of score and noise of a row's best token, which always stays; other tokens must exceed it.
 Draw begin_draw(const Kernels& kernels, const Sampling& s, int64_t row, const float* x, int64_t likeliest) {
   Draw draw{};
   draw.logits = x;

@@ -1,11 +1,11 @@
-// Tokens from logits: what kernels/sampling.py means by top-k, top-p, min-p and the draw.
+// Sampling of tokens: top-k, top-p, min-p and the draw, as defined in kernels/sampling.py.
 #pragma once
 
 #include "levels.h"
 
 namespace quire {
 
-// One entry per row; the layout is that of the ctypes structure in kernels/native/structures.py.
+// Arguments, one entry per row; the layout equals that of the ctypes structure in kernels/native/structures.py.
 struct Sampling {
   const float* logits;  // [rows][stride]
   int64_t rows, stride, vocab;
@@ -16,7 +16,7 @@ struct Sampling {
   const int64_t* seed;
   const int32_t* choice;
   const int32_t* position;
-  int64_t* tokens;  // the result; -1 where no logit can be chosen
+  int64_t* tokens;  // the result; -1 if no logit can be chosen
 };
 
 void sample_rows(const Kernels& kernels, const Sampling& sampling);

@@ -28,7 +28,7 @@ inline __m256 widen8(const uint16_t* p) {
       _mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))), 16));
 }
 inline V load(const uint16_t* p) { return {widen8(p), widen8(p + 8)}; }
-// To nearest, ties to even; a NaN stays one.
+// Rounds to nearest, ties to even; NaN stays NaN.
 inline __m256i round_bf16(__m256 x) {
   const __m256i bits = _mm256_castps_si256(x);
   const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
@@ -47,7 +47,7 @@ inline V mul(V x, V y) { return {_mm256_mul_ps(x.a, y.a), _mm256_mul_ps(x.b, y.b
 inline V div(V x, V y) { return {_mm256_div_ps(x.a, y.a), _mm256_div_ps(x.b, y.b)}; }
 // x * y + z
 inline V fma(V x, V y, V z) { return {_mm256_fmadd_ps(x.a, y.a, z.a), _mm256_fmadd_ps(x.b, y.b, z.b)}; }
-// The larger; y where either is a NaN.
+// Returns the larger; y if either is NaN.
 inline V max(V x, V y) { return {_mm256_max_ps(x.a, y.a), _mm256_max_ps(x.b, y.b)}; }
 inline V min(V x, V y) { return {_mm256_min_ps(x.a, y.a), _mm256_min_ps(x.b, y.b)}; }
 inline V abs(V x) {
@@ -58,7 +58,7 @@ inline V round(V x) {
   constexpr int mode = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
   return {_mm256_round_ps(x.a, mode), _mm256_round_ps(x.b, mode)};
 }
-// x * 2^n for whole n in [-126, 127].
+// Returns x * 2^n for integers n in [-126, 127].
 inline V scale_by_power(V x, V n) {
   const auto one = [](__m256 value, __m256 power) {
     const __m256i exponent = _mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(power), _mm256_set1_epi32(127)), 23);
@@ -72,13 +72,13 @@ inline float sum8(__m256 x) {
   return _mm_cvtss_f32(_mm_add_ss(half, _mm_shuffle_ps(half, half, 1)));
 }
 inline float sum(V x) { return sum8(_mm256_add_ps(x.a, x.b)); }
-// bf16 as it is widened with the fewest instructions: of 16 elements the even ones, then the odd ones.
+// Widens bf16 with the fewest instructions: of 16 elements the even ones, then the odd ones.
 inline V load_mixed(const uint16_t* p) {
   const __m256i x = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
   const __m256i high = _mm256_set1_epi32(static_cast<int>(0xffff0000u));
   return {_mm256_castsi256_ps(_mm256_slli_epi32(x, 16)), _mm256_castsi256_ps(_mm256_and_si256(x, high))};
 }
-// From the elements' own order to that of `load_mixed`, and back.
+// Permutes elements to the order of `load_mixed`, and back.
 inline V mix(V x) {
   const auto fours = [](__m256 y) { return _mm256_castpd_ps(_mm256_permute4x64_pd(_mm256_castps_pd(y), 0xd8)); };
   return {fours(_mm256_shuffle_ps(x.a, x.b, 0x88)), fours(_mm256_shuffle_ps(x.a, x.b, 0xdd))};
@@ -87,7 +87,7 @@ inline V unmix(V x) {
   const __m256 low = _mm256_unpacklo_ps(x.a, x.b), high = _mm256_unpackhi_ps(x.a, x.b);
   return {_mm256_permute2f128_ps(low, high, 0x20), _mm256_permute2f128_ps(low, high, 0x31)};
 }
-// Part of a dot product: its lanes are still to be added up.
+// Partial dot product, whose lanes must still be summed.
 using Partial = __m256;
 inline Partial no_sum() { return _mm256_setzero_ps(); }
 inline Partial add_product(Partial sum, V x, V y) {
@@ -100,17 +100,17 @@ inline void finish_eight(const Partial* sums, float* out) {
   _mm256_storeu_ps(out, _mm256_add_ps(crossed, blended));
 }
 
-// Whether each lane is not less than y's (a NaN is not), lane 0 lowest.
+// Bit mask of the lanes that are not less than those of y (NaN is not less), lane 0 lowest.
 inline uint32_t not_less(V x, V y) {
   const uint32_t low = static_cast<uint32_t>(_mm256_movemask_ps(_mm256_cmp_ps(x.a, y.a, _CMP_NLT_UQ)));
   return low | static_cast<uint32_t>(_mm256_movemask_ps(_mm256_cmp_ps(x.b, y.b, _CMP_NLT_UQ))) << 8;
 }
-// The integers that the lanes' bits are.
+// Returns the bits of the lanes as integers.
 inline V bits_as_float(V x) {
   return {_mm256_cvtepi32_ps(_mm256_castps_si256(x.a)), _mm256_cvtepi32_ps(_mm256_castps_si256(x.b))};
 }
 
-// What Philox computes with: eight lanes of 64 bits, of which the lower halves count.
+// Operands of Philox: eight lanes of 64 bits, of which the lower halves are used.
 struct W {
   __m256i a, b;
 };
@@ -126,7 +126,7 @@ inline W count_from(uint64_t first) {
 inline W product(W x, W y) { return {_mm256_mul_epu32(x.a, y.a), _mm256_mul_epu32(x.b, y.b)}; }
 inline W upper(W x) { return {_mm256_srli_epi64(x.a, 32), _mm256_srli_epi64(x.b, 32)}; }
 inline W either(W x, W y) { return {_mm256_xor_si256(x.a, y.a), _mm256_xor_si256(x.b, y.b)}; }
-// The 32 words of eight counters: the four of the first, the four of the second ...
+// Returns the 32 words of eight counters: the four of the first, the four of the second ...
 inline void in_order(W w0, W w1, W w2, W w3, V* words) {
   const auto half = [](__m256i x0, __m256i x1, __m256i x2, __m256i x3) {
     const __m256i first = _mm256_blend_epi32(x0, _mm256_slli_epi64(x1, 32), 0xaa);
@@ -137,7 +137,7 @@ inline void in_order(W w0, W w1, W w2, W w3, V* words) {
   words[0] = half(w0.a, w1.a, w2.a, w3.a);
   words[1] = half(w0.b, w1.b, w2.b, w3.b);
 }
-// 1 - u of 16 words, exactly: (m + 0.5) / 2^23, where m is what the 23 highest bits fall short of ones.
+// Returns 1 - u of 16 words exactly: (m + 0.5) / 2^23, where m is the complement of the 23 highest bits.
 inline V rest_of_one(V words) {
   const auto one = [](__m256 x) {
     const __m256i m = _mm256_srli_epi32(_mm256_xor_si256(_mm256_castps_si256(x), _mm256_set1_epi32(-1)), 9);
@@ -150,11 +150,10 @@ inline V rest_of_one(V words) {
 inline void prefetch_near(const char* p) { _mm_prefetch(p, _MM_HINT_T0); }
 inline void prefetch_far(const char* p) { _mm_prefetch(p, _MM_HINT_T1); }
 
-// How one step of a product goes, by format. A step may have two halves, so that the widened weights of only one of
-// them fill registers.
+// One step of a product, by format. A step may have two halves, so that only the widened weights of one half need
+// registers.
 
-// Volatile, so that the compiler does not load the inputs of all rows before it uses them: there are no registers for
-// them.
+// Volatile, so that the compiler does not load the inputs of all rows in advance, for which there are no registers.
 inline __m256 broadcast(const float* p) {
   __m256 x;
   __asm__ __volatile__("vbroadcastss %1, %0" : "=x"(x) : "m"(*p));
@@ -201,7 +200,7 @@ struct Int8Step {
   using Element = int16_t;
   static constexpr int kHalves = 2;
   static constexpr int kInputs = 4;
-  static constexpr int kOffset = 0;  // what is added to every quantised activation
+  static constexpr int kOffset = 0;  // added to every quantised activation
   static Sum zero_sum() { return {_mm256_setzero_si256(), _mm256_setzero_si256()}; }
   static Weight weight(const char* line, int half) {
     const __m256i a = _mm256_load_si256(reinterpret_cast<const __m256i*>(line));
@@ -214,7 +213,7 @@ struct Int8Step {
   }
   static Sum dot(Sum sum, Input x, Weight w) {
     sum = {_mm256_add_epi32(sum.a, _mm256_madd_epi16(x, w.a)), _mm256_add_epi32(sum.b, _mm256_madd_epi16(x, w.b))};
-    // Without this the compiler adds the halves' products first, and runs out of registers for them.
+    // Otherwise the compiler adds the products of the halves first, and runs out of registers.
     __asm__("" : "+x"(sum.a), "+x"(sum.b));
     return sum;
   }
@@ -231,7 +230,7 @@ struct Int8Step {
 // 16 registers: up to 12 of sums, two of weights, one of inputs.
 constexpr bool kFewRegisters = true;
 constexpr int kMaxTileRows = 6;
-constexpr int64_t kChunkBytes = 5 << 16;  // of second-level caches of 512 KiB or more
+constexpr int64_t kChunkBytes = 5 << 16;  // for L2 caches of 512 KiB or more
 constexpr int tile_blocks(int rows) { return rows == 1 ? 4 : rows <= 3 ? 2 : 1; }
 
 }  // namespace

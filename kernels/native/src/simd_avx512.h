@@ -18,7 +18,7 @@ inline V zero() { return _mm512_setzero_ps(); }
 inline V set1(float x) { return _mm512_set1_ps(x); }
 inline V load(const float* p) { return _mm512_loadu_ps(p); }
 inline void store(float* p, V x) { _mm512_storeu_ps(p, x); }
-// One permutation puts each word into the upper half of its lane; a conversion and a shift were two operations.
+// One permutation moves each word to the upper half of its lane; a conversion and a shift would be two operations.
 inline V load(const uint16_t* p) {
   const __m512i place = _mm512_setr_epi32(0x00000, 0x10001, 0x20002, 0x30003, 0x40004, 0x50005, 0x60006, 0x70007, 0x80008,
                                           0x90009, 0xa000a, 0xb000b, 0xc000c, 0xd000d, 0xe000e, 0xf000f);
@@ -98,12 +98,12 @@ struct Float32Step {
   static V to_float(Sum sum) { return sum; }
 };
 
-#ifdef QUIRE_AVX512_MODEL  // what tests put in place of the instructions
+#ifdef QUIRE_AVX512_MODEL  // replacement of the instructions in tests
 inline __m512bh as_bf16(__m512i x) { return model_as_bf16(x); }
 inline __m512i dot_bytes(__m512i sum, __m512i x, __m512i w) { return _mm512_dpbusd_epi32(sum, x, w); }
 #else
 inline __m512bh as_bf16(__m512i x) { return (__m512bh)x; }
-// _mm512_dpbusd_epi32(sum, x, w), for which GCC 12 finds no registers: it keeps the sums of a tile in memory.
+// _mm512_dpbusd_epi32(sum, x, w) as assembly, because GCC 12 keeps the sums of a tile in memory with the intrinsic.
 inline __m512i dot_bytes(__m512i sum, __m512i x, __m512i w) {
   __asm__("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(x), "v"(w));
   return sum;
@@ -128,8 +128,8 @@ struct BFloat16Step {
   static V to_float(Sum sum) { return sum; }
 };
 
-// vpdpbusd multiplies unsigned activations by signed weights: 128 is added to each activation, and 128 times the sum of
-// the weights taken off at the end.
+// vpdpbusd multiplies unsigned activations by signed weights. 128 is added to each activation, and 128 times the sum of
+// the weights is subtracted at the end.
 struct Int8Step {
   using Sum = __m512i;
   using Weight = __m512i;
@@ -154,7 +154,7 @@ struct Int8Step {
   }
 };
 
-// 32 registers: up to 24 of sums. Tasks are multiples of four blocks, which leave none over in twos.
+// 32 registers, up to 24 of them for sums. Tasks are multiples of four blocks, and thus also of two.
 constexpr bool kFewRegisters = false;
 constexpr int kMaxTileRows = 12;
 constexpr int64_t kChunkBytes = 1 << 19;  // of second-level caches of 1 MiB or more

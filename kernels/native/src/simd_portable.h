@@ -1,6 +1,6 @@
-// Vector operations in plain C++, for any processor. Slow, but shaped as AVX-512's are (one half per step, bf16 and
-// unsigned activations, tiles of several blocks), so that tests of this level run all that the AVX-512 level does but its
-// instructions.
+// Vector operations in plain C++, for any processor. They are slow, but have the structure of the AVX-512 level (one
+// half per step, bf16 and unsigned activations, tiles of several blocks), so that tests cover all of its code except
+// its instructions.
 #pragma once
 
 #include <cmath>
@@ -60,7 +60,7 @@ inline float sum(V x) {
   for (int i = 0; i < 16; ++i) total += x.lane[i];
   return total;
 }
-// A level may widen bf16 in an order of its own; this one takes the first element last.
+// A level may widen bf16 in any order; this one puts the first element last.
 inline V mix(V x) { return each([&](int i) { return x.lane[(i + 1) % 16]; }); }
 inline V unmix(V x) { return each([&](int i) { return x.lane[(i + 15) % 16]; }); }
 inline V load_mixed(const uint16_t* p) { return mix(load(p)); }
@@ -192,7 +192,7 @@ struct Int8Step {
   }
 };
 
-// Small tiles of every shape: what matters here is that all paths are taken, and that this compiles fast.
+// Small tiles of every shape, so that tests cover all paths and compilation is fast.
 constexpr bool kFewRegisters = false;
 constexpr int kMaxTileRows = 3;
 constexpr int64_t kChunkBytes = 1 << 18;  // of second-level caches of any size

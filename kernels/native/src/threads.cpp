@@ -13,7 +13,7 @@
 namespace quire {
 namespace {
 
-constexpr auto kSpin = std::chrono::microseconds(60);  // longer than what lies between two kernels of a step
+constexpr auto kSpin = std::chrono::microseconds(60);  // longer than the time between two kernels of a step
 constexpr int kSpinsPerLook = 64;
 
 void relax() {
@@ -29,7 +29,7 @@ class Pool {
     wanted_.store(num_threads, std::memory_order_relaxed);
     for (; started_ < num_threads - 1; ++started_) {
       const int index = started_ + 1;
-      // Never joined: the process may end while they sleep, and the pool is never destroyed.
+      // The threads are never joined: the process may exit while they sleep, and the pool is never destroyed.
       std::thread([this, index] { work(index); }).detach();
     }
   }
@@ -52,17 +52,17 @@ class Pool {
       wake_.notify_all();
     }
     take_tasks();
-    // Closed first: who has not joined by now cannot any more. Then those who have are waited for.
+    // Close the job first, so that no more workers can join it; then wait for the workers that have joined.
     state_.fetch_and(~kOpen, std::memory_order_acq_rel);
     for (int looks = 0; (state_.load(std::memory_order_acquire) & kJoined) != 0; ++looks) {
-      // The thread that is waited for may need this core.
+      // The awaited thread may need this core.
       if (looks < 2000) relax(); else std::this_thread::yield();
     }
     caller_.unlock();
   }
 
  private:
-  // state_: generation of the job, whether it may be joined, how many workers have joined and not left.
+  // state_: generation of the job, whether workers may join it, and the number of workers in it.
   static constexpr std::uint64_t kJoined = 0xffff;
   static constexpr std::uint64_t kOpen = 1 << 16;
   static constexpr std::uint64_t kGeneration = 1 << 17;
@@ -120,7 +120,7 @@ class Pool {
 };
 
 Pool& pool() {
-  static Pool* const instance = new Pool;  // on purpose never deleted: its threads outlive main
+  static Pool* const instance = new Pool;  // never deleted, because its threads outlive main
   return *instance;
 }
 

@@ -1,9 +1,9 @@
-// A pool of threads for kernels that last between ten microseconds and some milliseconds.
+// Thread pool for kernels that take between ten microseconds and some milliseconds.
 //
-// The caller works too, and never waits for a thread that has not begun: tasks are taken one by one from a counter, a
-// worker that wakes late finds none left. So a core that something else uses costs its share of the work and no more,
-// where a barrier over a fixed partition would wait for it. Workers look for the next job for a short while and then
-// sleep, so that an idle server burns nothing.
+// The caller also works, and never waits for a thread that has not started: tasks are taken one by one from a counter,
+// so that a worker that wakes late finds no task. A core that is busy with other work thus costs only its share,
+// whereas a barrier over a fixed partition would wait for it. Workers poll for the next job for a short time and then
+// sleep, so that an idle server uses no CPU.
 #pragma once
 
 #include <cstdint>
@@ -13,7 +13,7 @@ namespace quire {
 using TaskFunction = void (*)(const void* context, std::int64_t task);
 
 // Runs function(context, task) for task 0 .. num_tasks - 1, on the caller and the pool; returns when all have ended. A
-// second caller at the same time works alone.
+// concurrent second caller works alone.
 void run_tasks(std::int64_t num_tasks, TaskFunction function, const void* context);
 
 void set_num_threads(int num_threads);
@@ -27,7 +27,7 @@ void parallel_for(std::int64_t num_tasks, const Function& function) {
       &function);
 }
 
-// The same over `count` items in tasks of at least `grain`; function(begin, end).
+// Runs function(begin, end) over `count` items in tasks of at least `grain` items.
 template <class Function>
 void parallel_chunks(std::int64_t count, std::int64_t grain, const Function& function) {
   const std::int64_t step = grain < 1 ? 1 : grain;

@@ -30,27 +30,27 @@ class _LogLevelEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_LogLevel.Val
     LOG_LEVEL_UNSPECIFIED: _LogLevel.ValueType  # 0
     """Not allowed."""
     LOG_LEVEL_DEBUG: _LogLevel.ValueType  # 1
-    """Also what each request meets on its way."""
+    """Also the steps of each request."""
     LOG_LEVEL_INFO: _LogLevel.ValueType  # 2
-    """What processes and requests begin and end; where processes start."""
+    """Starts and ends of processes and requests."""
     LOG_LEVEL_WARNING: _LogLevel.ValueType  # 3
-    """What went wrong, and what somebody should know."""
+    """Errors, and events that an operator should know."""
     LOG_LEVEL_ERROR: _LogLevel.ValueType  # 4
-    """Faults alone."""
+    """Errors only."""
 
 class LogLevel(_LogLevel, metaclass=_LogLevelEnumTypeWrapper):
-    """Which lines of the logs are wanted."""
+    """Log levels."""
 
 LOG_LEVEL_UNSPECIFIED: LogLevel.ValueType  # 0
 """Not allowed."""
 LOG_LEVEL_DEBUG: LogLevel.ValueType  # 1
-"""Also what each request meets on its way."""
+"""Also the steps of each request."""
 LOG_LEVEL_INFO: LogLevel.ValueType  # 2
-"""What processes and requests begin and end; where processes start."""
+"""Starts and ends of processes and requests."""
 LOG_LEVEL_WARNING: LogLevel.ValueType  # 3
-"""What went wrong, and what somebody should know."""
+"""Errors, and events that an operator should know."""
 LOG_LEVEL_ERROR: LogLevel.ValueType  # 4
-"""Faults alone."""
+"""Errors only."""
 Global___LogLevel: _TypeAlias = LogLevel  # noqa: Y015
 
 @_typing.final
@@ -105,7 +105,7 @@ class DrainWorkerRequest(_message.Message):
     worker_id: _builtins.str
     """The worker's name, at most 64 bytes."""
     move_requests: _builtins.bool
-    """Let running requests go on elsewhere at once, if there is another worker, instead of finishing where they are. They
+    """Move running requests to another worker at once, if there is one, instead of finishing them on this worker. They
     are computed again from their tokens; clients see a pause.
     """
     def __init__(
@@ -200,7 +200,7 @@ class ListRequestsRequest(_message.Message):
 
     LIMIT_FIELD_NUMBER: _builtins.int
     limit: _builtins.int
-    """Most requests to list, at most 10,000; those that arrived first are listed first. 0: 1,000."""
+    """Limit of requests to list, at most 10,000; in order of arrival. 0: 1,000."""
     def __init__(
         self,
         *,
@@ -246,7 +246,7 @@ class CancelRequestRequest(_message.Message):
 
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
-    """The id that the request was given."""
+    """ID of the request."""
     def __init__(
         self,
         *,
@@ -268,7 +268,7 @@ class CancelRequestResponse(_message.Message):
 
     CANCELLED_FIELD_NUMBER: _builtins.int
     cancelled: _builtins.int
-    """How many there were; each choice of a request with n > 1 counts."""
+    """Number of ended requests; each choice of a request with n > 1 counts."""
     def __init__(
         self,
         *,
@@ -284,13 +284,13 @@ Global___CancelRequestResponse: _TypeAlias = CancelRequestResponse  # noqa: Y015
 
 @_typing.final
 class GetStoryRequest(_message.Message):
-    """Whose story to tell."""
+    """Request whose history to return."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
-    """The id that the request was given."""
+    """ID of the request."""
     def __init__(
         self,
         *,
@@ -306,14 +306,14 @@ Global___GetStoryRequest: _TypeAlias = GetStoryRequest  # noqa: Y015
 
 @_typing.final
 class GetStoryResponse(_message.Message):
-    """What happened."""
+    """Histories of requests."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     STORIES_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def stories(self) -> _containers.RepeatedCompositeFieldContainer[Global___Story]:
-        """One for each request of the id: each choice of one with n > 1, and whoever has used the id again."""
+        """One history for each request with the ID: for each choice if n > 1, and for each reuse of the ID."""
 
     def __init__(
         self,
@@ -409,13 +409,13 @@ Global___GetSchedulerStateResponse: _TypeAlias = GetSchedulerStateResponse  # no
 
 @_typing.final
 class SetLogLevelRequest(_message.Message):
-    """How much is to be logged."""
+    """Request to set the log level."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     LEVEL_FIELD_NUMBER: _builtins.int
     level: Global___LogLevel.ValueType
-    """Lines below this level are left out."""
+    """Lowest level to log."""
     def __init__(
         self,
         *,
@@ -431,13 +431,13 @@ Global___SetLogLevelRequest: _TypeAlias = SetLogLevelRequest  # noqa: Y015
 
 @_typing.final
 class SetLogLevelResponse(_message.Message):
-    """It has changed."""
+    """The log level was set."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     PREVIOUS_FIELD_NUMBER: _builtins.int
     previous: Global___LogLevel.ValueType
-    """The scheduler's level before."""
+    """The previous log level of the scheduler."""
     def __init__(
         self,
         *,
@@ -473,9 +473,9 @@ class LiveRequest(_message.Message):
     state: _builtins.str
     """"waiting", "running" or "ending"."""
     worker_id: _builtins.str
-    """Where it runs; empty while it waits."""
+    """Worker of the request; empty while it waits."""
     tenant: _builtins.str
-    """The tenant it is accounted to."""
+    """Tenant of the request."""
     request_class: _builtins.str
     """The request class."""
     priority: _builtins.int
@@ -487,10 +487,10 @@ class LiveRequest(_message.Message):
     max_tokens: _builtins.int
     """Most tokens it will generate."""
     preemptions: _builtins.int
-    """How often it was paused and continued."""
+    """Number of preemptions."""
     @_builtins.property
     def age(self) -> _duration_pb2.Duration:
-        """Since it arrived."""
+        """Time since arrival."""
 
     def __init__(
         self,
@@ -517,17 +517,17 @@ Global___LiveRequest: _TypeAlias = LiveRequest  # noqa: Y015
 
 @_typing.final
 class Story(_message.Message):
-    """What happened to one request."""
+    """History of one request."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     LIVE_FIELD_NUMBER: _builtins.int
     EVENTS_FIELD_NUMBER: _builtins.int
     live: _builtins.bool
-    """It has not ended."""
+    """Whether the request is live."""
     @_builtins.property
     def events(self) -> _containers.RepeatedCompositeFieldContainer[Global___StoryEvent]:
-        """Oldest first; at most some dozen."""
+        """Events, oldest first; at most some dozen."""
 
     def __init__(
         self,
@@ -545,17 +545,17 @@ Global___Story: _TypeAlias = Story  # noqa: Y015
 
 @_typing.final
 class StoryEvent(_message.Message):
-    """Something that happened to a request."""
+    """Event in the history of a request."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     TIME_FIELD_NUMBER: _builtins.int
     WHAT_FIELD_NUMBER: _builtins.int
     what: _builtins.str
-    """What, in words."""
+    """Description of the event."""
     @_builtins.property
     def time(self) -> _timestamp_pb2.Timestamp:
-        """When."""
+        """Time of the event."""
 
     def __init__(
         self,
@@ -590,23 +590,23 @@ class Worker(_message.Message):
     worker_id: _builtins.str
     """Its name."""
     draining: _builtins.bool
-    """It takes nothing new."""
+    """Whether the worker is drained: it gets no new requests."""
     running_requests: _builtins.int
     """Requests that hold a row."""
     plans_in_flight: _builtins.int
     """Plans sent and not answered."""
     free_blocks: _builtins.int
-    """KV blocks that hold nothing."""
+    """Free KV blocks without content."""
     cached_blocks: _builtins.int
-    """KV blocks that only the prefix cache knows."""
+    """KV blocks that are only in the prefix cache."""
     total_blocks: _builtins.int
     """KV blocks in all."""
     last_step_tokens: _builtins.int
     """Tokens of the newest step."""
     device: _builtins.str
-    """What it computes on: "cpu" or "cuda:0 NVIDIA H100" for example."""
+    """Device: "cpu" or "cuda:0 NVIDIA H100", for example."""
     pid: _builtins.int
-    """Its process id on its machine, or in its container."""
+    """Process ID on its machine, or in its container."""
     def __init__(
         self,
         *,

@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class AdminServiceStub(object):
-    """Looks into and steers a running scheduler service.
+    """Shows and controls a running scheduler service.
     """
 
     def __init__(self, channel):
@@ -78,7 +78,7 @@ class AdminServiceStub(object):
 
 
 class AdminServiceServicer(object):
-    """Looks into and steers a running scheduler service.
+    """Shows and controls a running scheduler service.
     """
 
     def ListWorkers(self, request, context):
@@ -89,15 +89,15 @@ class AdminServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def DrainWorker(self, request, context):
-        """Makes a worker idle: nothing new starts there. Returns at once; the worker is idle when its `running_requests` is 0.
-        NOT_FOUND for a name that no usable worker has.
+        """Drains a worker: it gets no new requests. Returns at once; the worker is idle when its `running_requests` is 0.
+        NOT_FOUND if no usable worker has this name.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ResumeWorker(self, request, context):
-        """Lets a drained worker take requests again. NOT_FOUND for a name that no usable worker has.
+        """Ends the drain of a worker. NOT_FOUND if no usable worker has this name.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -111,30 +111,30 @@ class AdminServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def CancelRequest(self, request, context):
-        """Ends every live request of an id, whoever has sent it; its client is told CANCELLED. NOT_FOUND when there is none.
+        """Ends all live requests with an ID, of all clients; their calls end with CANCELLED. NOT_FOUND if there are none.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetStory(self, request, context):
-        """Tells what happened to the requests of an id: where each waited, ran, was paused, and how it ended. Some thousand
-        ended requests are remembered. NOT_FOUND when there is none.
+        """Returns the history of the requests with an ID: where each waited, ran, was preempted, and how it ended. Some
+        thousand ended requests are kept. NOT_FOUND if there are none.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetSchedulerState(self, request, context):
-        """Tells how much runs and waits, and what has become of the requests so far.
+        """Returns the numbers of running, waiting and ended requests.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def SetLogLevel(self, request, context):
-        """Changes how much all processes of the service (scheduler, front ends, workers) write into their logs; those that join
-        later follow. It holds until the scheduler ends.
+        """Sets the log level of all processes of the service (scheduler, front ends, workers), including those that join
+        later, until the scheduler restarts.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -192,7 +192,7 @@ def add_AdminServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class AdminService(object):
-    """Looks into and steers a running scheduler service.
+    """Shows and controls a running scheduler service.
     """
 
     @staticmethod

@@ -27,7 +27,7 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class AdminServiceStub:
-    """Looks into and steers a running scheduler service."""
+    """Shows and controls a running scheduler service."""
 
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
@@ -36,56 +36,56 @@ class AdminServiceStub:
     ListWorkers: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ListWorkersRequest, _admin_pb2.ListWorkersResponse]
     """Lists the usable workers."""
     DrainWorker: _grpc.UnaryUnaryMultiCallable[_admin_pb2.DrainWorkerRequest, _admin_pb2.DrainWorkerResponse]
-    """Makes a worker idle: nothing new starts there. Returns at once; the worker is idle when its `running_requests` is 0.
-    NOT_FOUND for a name that no usable worker has.
+    """Drains a worker: it gets no new requests. Returns at once; the worker is idle when its `running_requests` is 0.
+    NOT_FOUND if no usable worker has this name.
     """
     ResumeWorker: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ResumeWorkerRequest, _admin_pb2.ResumeWorkerResponse]
-    """Lets a drained worker take requests again. NOT_FOUND for a name that no usable worker has."""
+    """Ends the drain of a worker. NOT_FOUND if no usable worker has this name."""
     ListRequests: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ListRequestsRequest, _admin_pb2.ListRequestsResponse]
     """Lists live requests, in order of arrival."""
     CancelRequest: _grpc.UnaryUnaryMultiCallable[_admin_pb2.CancelRequestRequest, _admin_pb2.CancelRequestResponse]
-    """Ends every live request of an id, whoever has sent it; its client is told CANCELLED. NOT_FOUND when there is none."""
+    """Ends all live requests with an ID, of all clients; their calls end with CANCELLED. NOT_FOUND if there are none."""
     GetStory: _grpc.UnaryUnaryMultiCallable[_admin_pb2.GetStoryRequest, _admin_pb2.GetStoryResponse]
-    """Tells what happened to the requests of an id: where each waited, ran, was paused, and how it ended. Some thousand
-    ended requests are remembered. NOT_FOUND when there is none.
+    """Returns the history of the requests with an ID: where each waited, ran, was preempted, and how it ended. Some
+    thousand ended requests are kept. NOT_FOUND if there are none.
     """
     GetSchedulerState: _grpc.UnaryUnaryMultiCallable[_admin_pb2.GetSchedulerStateRequest, _admin_pb2.GetSchedulerStateResponse]
-    """Tells how much runs and waits, and what has become of the requests so far."""
+    """Returns the numbers of running, waiting and ended requests."""
     SetLogLevel: _grpc.UnaryUnaryMultiCallable[_admin_pb2.SetLogLevelRequest, _admin_pb2.SetLogLevelResponse]
-    """Changes how much all processes of the service (scheduler, front ends, workers) write into their logs; those that join
-    later follow. It holds until the scheduler ends.
+    """Sets the log level of all processes of the service (scheduler, front ends, workers), including those that join
+    later, until the scheduler restarts.
     """
 
 @_typing.type_check_only
 class AdminServiceAsyncStub(AdminServiceStub):
-    """Looks into and steers a running scheduler service."""
+    """Shows and controls a running scheduler service."""
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     ListWorkers: _aio.UnaryUnaryMultiCallable[_admin_pb2.ListWorkersRequest, _admin_pb2.ListWorkersResponse]  # type: ignore[assignment]
     """Lists the usable workers."""
     DrainWorker: _aio.UnaryUnaryMultiCallable[_admin_pb2.DrainWorkerRequest, _admin_pb2.DrainWorkerResponse]  # type: ignore[assignment]
-    """Makes a worker idle: nothing new starts there. Returns at once; the worker is idle when its `running_requests` is 0.
-    NOT_FOUND for a name that no usable worker has.
+    """Drains a worker: it gets no new requests. Returns at once; the worker is idle when its `running_requests` is 0.
+    NOT_FOUND if no usable worker has this name.
     """
     ResumeWorker: _aio.UnaryUnaryMultiCallable[_admin_pb2.ResumeWorkerRequest, _admin_pb2.ResumeWorkerResponse]  # type: ignore[assignment]
-    """Lets a drained worker take requests again. NOT_FOUND for a name that no usable worker has."""
+    """Ends the drain of a worker. NOT_FOUND if no usable worker has this name."""
     ListRequests: _aio.UnaryUnaryMultiCallable[_admin_pb2.ListRequestsRequest, _admin_pb2.ListRequestsResponse]  # type: ignore[assignment]
     """Lists live requests, in order of arrival."""
     CancelRequest: _aio.UnaryUnaryMultiCallable[_admin_pb2.CancelRequestRequest, _admin_pb2.CancelRequestResponse]  # type: ignore[assignment]
-    """Ends every live request of an id, whoever has sent it; its client is told CANCELLED. NOT_FOUND when there is none."""
+    """Ends all live requests with an ID, of all clients; their calls end with CANCELLED. NOT_FOUND if there are none."""
     GetStory: _aio.UnaryUnaryMultiCallable[_admin_pb2.GetStoryRequest, _admin_pb2.GetStoryResponse]  # type: ignore[assignment]
-    """Tells what happened to the requests of an id: where each waited, ran, was paused, and how it ended. Some thousand
-    ended requests are remembered. NOT_FOUND when there is none.
+    """Returns the history of the requests with an ID: where each waited, ran, was preempted, and how it ended. Some
+    thousand ended requests are kept. NOT_FOUND if there are none.
     """
     GetSchedulerState: _aio.UnaryUnaryMultiCallable[_admin_pb2.GetSchedulerStateRequest, _admin_pb2.GetSchedulerStateResponse]  # type: ignore[assignment]
-    """Tells how much runs and waits, and what has become of the requests so far."""
+    """Returns the numbers of running, waiting and ended requests."""
     SetLogLevel: _aio.UnaryUnaryMultiCallable[_admin_pb2.SetLogLevelRequest, _admin_pb2.SetLogLevelResponse]  # type: ignore[assignment]
-    """Changes how much all processes of the service (scheduler, front ends, workers) write into their logs; those that join
-    later follow. It holds until the scheduler ends.
+    """Sets the log level of all processes of the service (scheduler, front ends, workers), including those that join
+    later, until the scheduler restarts.
     """
 
 class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
-    """Looks into and steers a running scheduler service."""
+    """Shows and controls a running scheduler service."""
 
     @_abc_1.abstractmethod
     def ListWorkers(
@@ -101,8 +101,8 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _admin_pb2.DrainWorkerRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.DrainWorkerResponse, _abc.Awaitable[_admin_pb2.DrainWorkerResponse]]:
-        """Makes a worker idle: nothing new starts there. Returns at once; the worker is idle when its `running_requests` is 0.
-        NOT_FOUND for a name that no usable worker has.
+        """Drains a worker: it gets no new requests. Returns at once; the worker is idle when its `running_requests` is 0.
+        NOT_FOUND if no usable worker has this name.
         """
 
     @_abc_1.abstractmethod
@@ -111,7 +111,7 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _admin_pb2.ResumeWorkerRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.ResumeWorkerResponse, _abc.Awaitable[_admin_pb2.ResumeWorkerResponse]]:
-        """Lets a drained worker take requests again. NOT_FOUND for a name that no usable worker has."""
+        """Ends the drain of a worker. NOT_FOUND if no usable worker has this name."""
 
     @_abc_1.abstractmethod
     def ListRequests(
@@ -127,7 +127,7 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _admin_pb2.CancelRequestRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.CancelRequestResponse, _abc.Awaitable[_admin_pb2.CancelRequestResponse]]:
-        """Ends every live request of an id, whoever has sent it; its client is told CANCELLED. NOT_FOUND when there is none."""
+        """Ends all live requests with an ID, of all clients; their calls end with CANCELLED. NOT_FOUND if there are none."""
 
     @_abc_1.abstractmethod
     def GetStory(
@@ -135,8 +135,8 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _admin_pb2.GetStoryRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.GetStoryResponse, _abc.Awaitable[_admin_pb2.GetStoryResponse]]:
-        """Tells what happened to the requests of an id: where each waited, ran, was paused, and how it ended. Some thousand
-        ended requests are remembered. NOT_FOUND when there is none.
+        """Returns the history of the requests with an ID: where each waited, ran, was preempted, and how it ended. Some
+        thousand ended requests are kept. NOT_FOUND if there are none.
         """
 
     @_abc_1.abstractmethod
@@ -145,7 +145,7 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _admin_pb2.GetSchedulerStateRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.GetSchedulerStateResponse, _abc.Awaitable[_admin_pb2.GetSchedulerStateResponse]]:
-        """Tells how much runs and waits, and what has become of the requests so far."""
+        """Returns the numbers of running, waiting and ended requests."""
 
     @_abc_1.abstractmethod
     def SetLogLevel(
@@ -153,8 +153,8 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _admin_pb2.SetLogLevelRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.SetLogLevelResponse, _abc.Awaitable[_admin_pb2.SetLogLevelResponse]]:
-        """Changes how much all processes of the service (scheduler, front ends, workers) write into their logs; those that join
-        later follow. It holds until the scheduler ends.
+        """Sets the log level of all processes of the service (scheduler, front ends, workers), including those that join
+        later, until the scheduler restarts.
         """
 
 def add_AdminServiceServicer_to_server(servicer: AdminServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -14,8 +14,8 @@ from protos.quire.link.v1 import link_pb2
 from protos.quire.plan.v1 import plan_pb2
 from quire import Client
 from shared.columns import to_column
-from shared.frames import LINK_VERSIONS, PLAN_VERSIONS
-from shared.sockets import LINK_MAX_MESSAGE, PLAN_MAX_MESSAGE, connect_dealer
+from shared.frames import LINK_MAX_MESSAGE, LINK_VERSIONS, PLAN_MAX_MESSAGE, PLAN_VERSIONS
+from shared.sockets import connect_dealer
 from tests.chaos.adversaries.base import BATCH, PATIENCE_S, PROMPT, Adversary
 from tests.chaos.mutation import Frames
 from tests.checkpoints import make_checkpoint

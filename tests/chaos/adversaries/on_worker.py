@@ -12,7 +12,8 @@ from google.protobuf.message import Message
 
 from protos.quire.plan.v1 import plan_pb2
 from shared.columns import to_column
-from shared.sockets import PLAN_MAX_MESSAGE, SendOutcome, bind_router, endpoint, receive_from, send_to
+from shared.frames import PLAN_MAX_MESSAGE
+from shared.sockets import SendOutcome, bind_router, endpoint, receive_from, send_to
 from tests.chaos.adversaries.base import BATCH, PATIENCE_S, PROMPT, Adversary
 from tests.chaos.campaign import HOOKS
 from tests.chaos.mutation import Frames

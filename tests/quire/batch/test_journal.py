@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from quire.batch.jobs import BatchError, Job, make_answer, read_ids, read_jobs
-from quire.batch.journal import Journal
+from quire_server.batch.jobs import BatchError, Job, make_answer, read_ids, read_jobs
+from quire_server.batch.journal import Journal
 
 OPENAI = {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": {"messages": [], "stream": True}}
 USAGE = {"prompt_tokens": 1, "completion_tokens": 2, "total_tokens": 3}
@@ -48,12 +48,12 @@ def test_answers_have_the_form_of_their_requests() -> None:
 @pytest.mark.parametrize(
     ("line", "complaint"),
     [
-        ("{", "no valid JSON"),
+        ("{", "invalid JSON"),
         ("[]", "JSON object"),
         ('{"id": 1}', "prompt and messages"),
         ('{"custom_id": "a", "body": {}, "url": "/v1/images"}', "/v1/chat/completions"),
         ('{"custom_id": 1, "body": {}}', "custom_id"),
-        ('{"id": 1, "prompt": "x"}\n{"id": "1", "prompt": "y"}', "earlier one"),
+        ('{"id": 1, "prompt": "x"}\n{"id": "1", "prompt": "y"}', "duplicate id"),
     ],
 )
 def test_files_that_are_no_batches_are_refused(tmp_path: Path, line: str, complaint: str) -> None:
@@ -87,7 +87,7 @@ def test_two_runs_do_not_share_a_file(tmp_path: Path) -> None:
 
     with Journal(path), pytest.raises(BatchError, match="another run"):
         Journal(path)
-    with pytest.raises(BatchError, match="no answer"):
+    with pytest.raises(BatchError, match="not an answer"):
         Journal(other)
     assert "my diary" in other.read_text()
     Journal(path).close()

@@ -13,13 +13,16 @@ import pytest
 from opentelemetry.trace import SpanKind, format_span_id
 
 from protos.quire.link.v1 import link_pb2
+from quire.v1 import generation_pb2 as v1
 from services import core_link
 from services.http import server
+from services.http.answers import Answer
 from tests.services.stack import MODEL, PATIENCE_S, Stack, TestCore, running_stack, tokens_request
 from tests.services.test_stalled_readers import LONG, gives_no_more_credit
 from tests.services.test_tracing import PARENT_ID, TRACE_ID, TRACEPARENT, KeptTelemetry
 
 FOREVER = 4000
+JSON = {"content-type": "application/json"}
 
 
 def body(*prompt: int, **fields: Any) -> dict[str, Any]:
@@ -56,7 +59,7 @@ def has_cancelled(core: TestCore) -> bool:
 
 def test_the_head_of_a_request_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Headers without end, a head that never gets done, and a connection that says nothing are hung up on."""
-    beginning = b"GET /health HTTP/1.1\r\nhost: x\r\n"
+    beginning = b"GET /health HTTP/1.1\r\nhost: localhost\r\n"
     last = b"connection: close\r\n\r\n"
 
     async def answer(stack: Stack, *sent: bytes, patience_s: float = PATIENCE_S) -> bytes:
@@ -136,6 +139,62 @@ def test_an_answer_and_its_stream_agree(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
+CHAT = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 8}
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        ("/v1/chat/completions", CHAT),
+        ("/v1/chat/completions", {**CHAT, "n": 3}),
+        ("/v1/completions", body(70, 71, 72)),
+        ("/v1/completions", body(70, 71, 72, n=3)),
+        ("/v1/completions", body(70, 71, 72, echo=True)),
+        ("/v1/completions", body() | {"prompt": [[70], [71, 72]], "n": 2}),
+    ],
+    ids=["chat", "chat, 3 choices", "completion", "completion, 3 choices", "echo", "2 prompts, 2 choices each"],
+)
+def test_continuous_usage_counts_up_to_the_final_usage(tmp_path: Path, path: str, fields: dict[str, Any]) -> None:
+    """With `continuous_usage_stats` every chunk counts the prompt and the tokens so far of all choices; no count ever
+    falls, the last chunk's counts are the final ones, and cached tokens are given once they are known."""
+
+    async def main() -> None:
+        options = {"include_usage": True, "continuous_usage_stats": True}
+        async with running_stack(tmp_path) as stack:
+            whole = (await stack.http.post(path, json=fields)).json()["usage"]
+            request = {**fields, "stream": True, "stream_options": options}
+            async with stack.http.stream("POST", path, json=request) as response:
+                chunks = (await events(response))[:-1]
+
+            final, usages = chunks[-1]["usage"], [chunk["usage"] for chunk in chunks[:-1]]
+            assert final == whole
+            prompts, completed, totals = (
+                [usage[name] for usage in usages] for name in ("prompt_tokens", "completion_tokens", "total_tokens")
+            )
+            assert prompts[0] > 0
+            assert prompts == sorted(prompts)
+            assert completed == sorted(completed)
+            assert totals == [sum(pair) for pair in zip(prompts, completed, strict=True)]
+            assert (prompts[-1], completed[-1]) == (final["prompt_tokens"], final["completion_tokens"])
+            assert isinstance(fields.get("prompt", [0])[0], list) or len(set(prompts)) == 1
+            assert "prompt_tokens_details" not in usages[0]
+            assert final["prompt_tokens_details"] == {"cached_tokens": 0}
+
+    asyncio.run(main())
+
+
+def test_cached_tokens_are_given_once_all_prompts_have_ended() -> None:
+    """A sum over some of the prompts would be taken for the final one."""
+    answer = Answer(chat=False, id="id", model="model", n=1, prompts=2)
+    details = []
+    for prompt, cached in enumerate((3, 4)):
+        usage = v1.Usage(prompt_tokens=5, completion_tokens=1, cached_prompt_tokens=cached)
+        list(answer.chunks(prompt, v1.GenerateResponse(finished=v1.Finished(usage=usage))))
+        details.append(answer.usage().get("prompt_tokens_details"))
+
+    assert details == [None, {"cached_tokens": 7}]
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_leaves_cancels_its_request(tmp_path: Path, stream: bool) -> None:
     """Whether it waits for a whole answer or reads a stream: when it goes, the core hears of it."""
@@ -166,7 +225,10 @@ def test_a_slow_reader_gets_no_more_than_fits(tmp_path: Path, monkeypatch: pytes
             client.connect((address.host, address.port))
             reader, writer = await asyncio.open_connection(sock=client, limit=1024)
             request = json.dumps(body(5, 6, 7, stream=True, max_tokens=1 << 23)).encode()
-            head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(request)}\r\n\r\n"
+            head = (
+                "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+                f"Content-Length: {len(request)}\r\n\r\n"
+            )
             writer.write(head.encode() + request)
             await reader.readline()
             await stack.core.saw(gives_no_more_credit)
@@ -207,6 +269,22 @@ def test_ends_have_their_status(
                 assert response.status_code == status
                 assert response.json()["error"]["code"] == code
                 assert response.headers.get("retry-after") == retry
+
+    asyncio.run(main())
+
+
+def test_an_end_for_a_field_of_the_request_names_it_as_http_does(tmp_path: Path) -> None:
+    """Constraints that leave no token are the client's to change: 400, with the parameter under its own name."""
+
+    async def main() -> None:
+        async with running_stack(tmp_path) as stack:
+            stack.core.end_at_once = link_pb2.StreamEnd(
+                reason=link_pb2.END_REASON_INVALID, message="leaves no token to choose", field="grammar"
+            )
+            response = await stack.http.post("/v1/completions", json=body(5) | {"guided_regex": "a+"})
+
+            assert response.status_code == 400
+            assert response.json()["error"]["param"] == "guided_regex"
 
     asyncio.run(main())
 
@@ -258,7 +336,7 @@ def test_bodies_are_bounded(tmp_path: Path) -> None:
                     yield large[begin : begin + (1 << 20)]
 
             for content in (large, pieces()):
-                response = await stack.http.post("/v1/completions", content=content)
+                response = await stack.http.post("/v1/completions", content=content, headers=JSON)
                 assert response.status_code == 413
                 assert response.json()["error"]["code"] == "request_too_large"
             assert (await stack.http.post("/v1/completions", json=body(5))).status_code == 200

@@ -2,10 +2,11 @@
 
 * `bug`: what one is
 * `aims`: scenarios that meet a rare situation more often
-* `memory`, `streams`, `planning`, `workers`: the bugs, by what they spoil; importing a module registers them
+* `memory`, `streams`, `planning`, `workers`, `sharing`, `fates`, `growth`: the bugs, by what they spoil; importing a
+  module registers them
 """
 
-from tests.sim.planted import memory, planning, streams, workers
+from tests.sim.planted import fates, growth, memory, planning, sharing, streams, workers
 from tests.sim.planted.bug import BUGS, PlantedBug
 
-__all__ = ["BUGS", "PlantedBug", "memory", "planning", "streams", "workers"]
+__all__ = ["BUGS", "PlantedBug", "fates", "growth", "memory", "planning", "sharing", "streams", "workers"]

@@ -3,12 +3,13 @@
 import dataclasses
 from typing import Any
 
-from scheduler_svc.sim.faults import STEP_FAULTS, TIMED_FAULTS, Fault, FaultRates
+from scheduler_svc.core.interface.config import BatchingLimits
+from scheduler_svc.sim.faults import REQUEST_FAULTS, STEP_FAULTS, TIMED_FAULTS, Fault, FaultRates
 from scheduler_svc.sim.scenario import Scenario
 from tests.sim.planted.bug import Aim
 
 
-def with_faults(*faults: Fault, per_step: float = 0.05, per_100_steps: float = 2.0) -> Aim:
+def with_faults(*faults: Fault, per_step: float = 0.05, per_100_steps: float = 2.0, per_request: float = 0.05) -> Aim:
     """Scenarios with exactly these faults."""
 
     def aim(scenario: Scenario) -> Scenario:
@@ -17,15 +18,30 @@ def with_faults(*faults: Fault, per_step: float = 0.05, per_100_steps: float = 2
             per_step=per_step if set(faults) & set(STEP_FAULTS) else 0.0,
             timed=tuple(fault for fault in faults if fault in TIMED_FAULTS),
             per_s=per_100_steps / 100 / scenario.pace.step if set(faults) & set(TIMED_FAULTS) else 0.0,
-            of_requests={},
+            of_requests={fault: per_request for fault in faults if fault in (*REQUEST_FAULTS, Fault.POISON)},
         )
         return dataclasses.replace(scenario, faults=rates)
 
     return aim
 
 
+CONTINUOUS: dict[str, Any] = {"batching": BatchingLimits(), "tenant_limits": {}, "max_queued_requests": 4096}
+"""Nothing but rows and memory holds a request up."""
+
+
+def both(*aims: Aim) -> Aim:
+    """All of them, one after the other."""
+
+    def aim(scenario: Scenario) -> Scenario:
+        for each in aims:
+            scenario = each(scenario)
+        return scenario
+
+    return aim
+
+
 def with_limits(*, num_workers: int | None = None, giants: float = 0.0, **limits: Any) -> Aim:
-    """Scenarios with these limits."""
+    """Scenarios with these limits; all requests are traced."""
 
     def aim(scenario: Scenario) -> Scenario:
         return dataclasses.replace(
@@ -64,3 +80,34 @@ def with_few_words(scenario: Scenario) -> Scenario:
         config=dataclasses.replace(scenario.config, prefix_cache="hash"),
         traffic=dataclasses.replace(scenario.traffic, alphabet=2),
     )
+
+
+def with_traffic(**shape: Any) -> Aim:
+    """Scenarios with such requests."""
+    return lambda scenario: dataclasses.replace(scenario, traffic=dataclasses.replace(scenario.traffic, **shape))
+
+
+def with_much_memory(scenario: Scenario) -> Scenario:
+    """One worker with more blocks than its rows can need, and readers that take everything at once."""
+    size = dataclasses.replace(scenario.workers[0], num_blocks=4096, max_model_len=4096)
+    traffic = dataclasses.replace(scenario.traffic, credit_tokens=0, embeds=0.0, traced=1.0)
+    return dataclasses.replace(scenario, workers=(size,), traffic=traffic)
+
+
+def with_overload(scenario: Scenario) -> Scenario:
+    """Many short requests wait at all times; most of their prompts begin alike."""
+    traffic = dataclasses.replace(
+        scenario.traffic,
+        gap_s=scenario.pace.step,
+        burst=10,
+        most_live=60,
+        longest_prompt=24,
+        longest_output=3,
+        families=1,
+        alphabet=900,
+        shared_salt=True,
+        giants=0.0,
+        traced=1.0,
+        scored=0.0,
+    )
+    return dataclasses.replace(scenario, traffic=traffic)

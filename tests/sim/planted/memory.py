@@ -7,27 +7,29 @@ from typing import Any
 import numpy as np
 import pytest
 
-from scheduler_svc.core import worker
-from scheduler_svc.core.block_pool import BlockPool
-from scheduler_svc.core.partial_blocks import PartialBlocks
-from scheduler_svc.core.planner import Planner
-from scheduler_svc.core.prefix_cache import PrefixCache
-from scheduler_svc.core.request import Request
-from scheduler_svc.core.worker import Worker
+from scheduler_svc.core.memory.block_pool import BlockPool
+from scheduler_svc.core.memory.partial_blocks import PartialBlocks
+from scheduler_svc.core.memory.prefix_cache import PrefixCache
+from scheduler_svc.core.memory.recency import RecencyQueue
+from scheduler_svc.core.planning.planner import Planner
+from scheduler_svc.core.planning.row_failures import judge
+from scheduler_svc.core.requests.request import Request
+from scheduler_svc.core.workers import worker
+from scheduler_svc.core.workers.worker import Worker
 from scheduler_svc.sim.faults import Fault
-from tests.sim.planted.aims import with_faults, with_few_words, with_limits
+from tests.sim.planted.aims import both, with_faults, with_few_words, with_limits, with_traffic
 from tests.sim.planted.bug import bug, wrap
 
 
 @bug("core", "empty")
 def leaked_block(patch: pytest.MonkeyPatch) -> None:
-    """The last block of a table is not given back."""
+    """The last block of a table is not released."""
     wrap(patch, BlockPool, "release", lambda release, self, blocks, **steps: release(self, blocks[:-1], **steps))
 
 
 @bug("core")
 def double_free(patch: pytest.MonkeyPatch) -> None:
-    """A table's blocks are given back twice."""
+    """The blocks of a table are released twice."""
 
     def twice(release: Any, self: BlockPool, blocks: Any, **steps: int) -> None:
         release(self, blocks, **steps)
@@ -79,7 +81,7 @@ def computed_off_by_one(patch: pytest.MonkeyPatch) -> None:
 
 @bug("prefix.salt")
 def key_without_salt(patch: pytest.MonkeyPatch) -> None:
-    """Everybody shares everybody's prefixes."""
+    """Requests of different cache scopes share prefixes."""
     wrap(patch, worker, "root_key", lambda root_key, fingerprint, salt: root_key(fingerprint, b""))
 
 
@@ -158,7 +160,7 @@ def unproven_copied(patch: pytest.MonkeyPatch) -> None:
 
 @bug("prefix.salt", aim=with_limits(prefix_cache="radix"))
 def copied_across_salts(patch: pytest.MonkeyPatch) -> None:
-    """Parts of first blocks are copied from everybody's."""
+    """Parts of first blocks are copied across cache scopes."""
     for name in ("match_partial", "prove"):
         wrap(patch, PrefixCache, name, lambda call, self, root, *arguments: call(self, b"", *arguments))
 
@@ -169,9 +171,22 @@ def spoilt_is_shared(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(BlockPool, "distrust", lambda self, blocks: None)
 
 
+@bug("stream.reason", aim=with_faults(Fault.SPOILT_ROW))
+def readers_are_blamed(patch: pytest.MonkeyPatch) -> None:
+    """A request whose row failed because of another request's KV ends, as if it were at fault."""
+
+    def blaming(*arguments: Any) -> Any:
+        verdict = judge(*arguments)
+        verdict.ends += verdict.again + verdict.alone
+        verdict.again, verdict.alone = [], []
+        return verdict
+
+    patch.setattr("scheduler_svc.core.scheduler.judge", blaming)
+
+
 @bug("plan.pooling")
 def mean_begins_in_the_middle(patch: pytest.MonkeyPatch) -> None:
-    """A request for a mean goes on from what the cache, or host memory, has of its prompt."""
+    """A request with mean pooling skips the cached or swapped part of its prompt."""
     patch.setattr(Request, "starts_over", False)
 
     def from_the_cache(match: Any, self: Worker, request: Request) -> Any:
@@ -181,3 +196,14 @@ def mean_begins_in_the_middle(patch: pytest.MonkeyPatch) -> None:
         return found
 
     wrap(patch, Worker, "match", from_the_cache)
+
+
+@bug("evict.order", aim=both(with_limits(prefix_cache="hash", num_workers=1), with_faults(), with_traffic(families=4)))
+def newest_evicted_first(patch: pytest.MonkeyPatch) -> None:
+    """The most recently used blocks are evicted first."""
+
+    def newest(self: RecencyQueue, most: int) -> Any:
+        number, group = next(reversed(self._groups.items()))
+        return self._present(number, group)[-most:]
+
+    patch.setattr(RecencyQueue, "oldest", newest)

@@ -4,19 +4,19 @@ from typing import Any
 
 import pytest
 
-from scheduler_svc.core import admission, planner, waiting
-from scheduler_svc.core.admission import Admission
-from scheduler_svc.core.batching import BatchingLimits
-from scheduler_svc.core.capacity import Capacity
-from scheduler_svc.core.grammars import Grammars
-from scheduler_svc.core.intake import Intake
-from scheduler_svc.core.planner import Planner
-from scheduler_svc.core.waiting import KeyedQueue
-from scheduler_svc.core.worker import Worker
-from tests.sim.planted.aims import with_extras, with_limits, with_moves
+from scheduler_svc.core.lifecycle.admission_control import AdmissionControl
+from scheduler_svc.core.planning import batch_selection, planner
+from scheduler_svc.core.planning.batch_selection import Admission
+from scheduler_svc.core.planning.planner import Planner
+from scheduler_svc.core.queueing import policies
+from scheduler_svc.core.queueing.backlog import Backlog
+from scheduler_svc.core.queueing.policies import KeyedQueue
+from scheduler_svc.core.scheduler import Scheduler
+from scheduler_svc.core.workers.capacity import Capacity
+from scheduler_svc.core.workers.grammars import Grammars
+from scheduler_svc.core.workers.worker import Worker
+from tests.sim.planted.aims import CONTINUOUS, with_extras, with_limits, with_moves
 from tests.sim.planted.bug import bug, wrap
-
-_CONTINUOUS: dict[str, Any] = {"batching": BatchingLimits(), "tenant_limits": {}, "max_queued_requests": 4096}
 
 
 @bug("limit.tokens", "plan.tokens", "limit.chunk")
@@ -49,7 +49,7 @@ def attention_costs_nothing(patch: pytest.MonkeyPatch) -> None:
 
 @bug("limit.attention")
 def attention_is_not_paid_for(patch: pytest.MonkeyPatch) -> None:
-    """The last chunk of a prompt costs its tokens alone, and the next prompt gets what its attention takes."""
+    """The last chunk of a prompt is charged without its attention, so the next prompt gets too large a chunk."""
     patch.setattr(planner, "chunk_cost", lambda chunk, _context, _break_even: chunk)
 
 
@@ -74,61 +74,62 @@ def one_plan_too_many(patch: pytest.MonkeyPatch) -> None:
 def queue_one_too_long(patch: pytest.MonkeyPatch) -> None:
     """One request more than max_queued_requests waits."""
 
-    def longer(full: Any, self: Intake, request: Any, num_waiting: int, num_tokens: int) -> Any:
+    def longer(full: Any, self: AdmissionControl, request: Any, num_waiting: int, num_tokens: int) -> Any:
         return full(self, request, num_waiting - 1, num_tokens)
 
-    wrap(patch, Intake, "_queue_is_full", longer)
+    wrap(patch, AdmissionControl, "_queue_is_full", longer)
 
 
 @bug("plan.admission", "core")
 def ended_stays_queued(patch: pytest.MonkeyPatch) -> None:
     """A request that ends while it waits is still handed out by the queue."""
 
-    def take(self: KeyedQueue, cached: Any) -> Any:
-        if not self._heap:
-            return None
-        request = self._heap.pop(0)[2]
-        request.queued = False
-        return request
+    def pop(self: KeyedQueue) -> Any:
+        return self._heap.pop(0)[2] if self._heap else None
 
-    patch.setattr(KeyedQueue, "take", take)
+    patch.setattr(KeyedQueue, "pop", pop)
 
 
-@bug("order.overtaken", "stream.deadline", aim=with_limits(policy="fcfs", giants=0.1, num_workers=1, **_CONTINUOUS))
+@bug(
+    "order.overtaken",
+    "order.policy",
+    "stream.deadline",
+    aim=with_limits(policy="fcfs", giants=0.1, num_workers=1, **CONTINUOUS),
+)
 def preempted_loses_place(patch: pytest.MonkeyPatch) -> None:
     """A request that does not fit goes to the end of the queue."""
 
-    def to_the_end(push: Any, self: KeyedQueue, request: Any) -> None:
+    def to_the_end(put_back: Any, self: Backlog, request: Any) -> None:
         request.sequence += 1000
-        push(self, request)
+        put_back(self, request)
 
-    wrap(patch, KeyedQueue, "give_back", to_the_end)
+    wrap(patch, Backlog, "put_back", to_the_end)
 
 
 @bug("plan.admission", "stream.order", "core", aim=with_moves)
 def unsettled_admitted(patch: pytest.MonkeyPatch) -> None:
     """A request is admitted before the tokens of its last steps are known."""
 
-    def settled(room: Any, self: Admission, request: Any) -> Any:
+    def settled(is_eligible: Any, self: Admission, request: Any) -> Any:
         request.unsettled = False
-        return room(self, request)
+        return is_eligible(self, request)
 
-    wrap(patch, Admission, "_room", settled)
+    wrap(patch, Admission, "_is_eligible", settled)
 
 
-@bug("order.overtaken", aim=with_limits(policy="fcfs", giants=0.1, num_workers=1, **_CONTINUOUS))
+@bug("order.overtaken", "order.policy", aim=with_limits(policy="fcfs", giants=0.1, num_workers=1, **CONTINUOUS))
 def overtaking_unbounded(patch: pytest.MonkeyPatch) -> None:
     """Small requests may overtake a large one for ever."""
-    patch.setattr(admission, "MAX_OVERTAKEN", 1 << 30)
+    patch.setattr(batch_selection, "MAX_OVERTAKEN", 1 << 30)
 
 
-@bug("order.overtaken", aim=with_limits(policy="priority", num_workers=1, **_CONTINUOUS))
+@bug("order.overtaken", "order.policy", aim=with_limits(policy="priority", num_workers=1, **CONTINUOUS))
 def ageing_off(patch: pytest.MonkeyPatch) -> None:
     """Waiting does not count against priority."""
-    patch.setattr(waiting, "AGEING_S", 1e-3)
+    patch.setattr(policies, "AGEING_S", 1e-3)
 
 
-@bug("work.waiting", "finish", aim=with_limits(num_workers=1, **_CONTINUOUS))
+@bug("work.waiting", "finish", aim=with_limits(num_workers=1, **CONTINUOUS))
 def idle_with_work(patch: pytest.MonkeyPatch) -> None:
     """An empty worker does not take a request that leaves it without a free block."""
     wrap(
@@ -151,8 +152,7 @@ def grammar_not_awaited(patch: pytest.MonkeyPatch) -> None:
 def grammar_asked_for_twice(patch: pytest.MonkeyPatch) -> None:
     """A worker is asked for a grammar again while it compiles it."""
 
-    def ask(original: Any, self: Grammars, key: bytes) -> bool:
-        original(self, key)
-        return True
+    def again(compile_: Any, self: Scheduler, worker: Any, requests: Any) -> None:
+        compile_(self, worker, [*requests, *requests])
 
-    wrap(patch, Grammars, "ask", ask)
+    wrap(patch, Scheduler, "_compile", again)

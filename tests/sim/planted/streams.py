@@ -6,14 +6,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from scheduler_svc.core import commit
-from scheduler_svc.core.frontends import Frontends
-from scheduler_svc.core.identified import IdentifiedRequests
-from scheduler_svc.core.kept import KeptLogs
-from scheduler_svc.core.registry import RequestRegistry
-from scheduler_svc.core.rows import RowTable
+from scheduler_svc.core.lifecycle.registry import RequestRegistry
+from scheduler_svc.core.lifecycle.timeouts import Timeouts
+from scheduler_svc.core.planning import results
+from scheduler_svc.core.planning.delivery import Frontends
+from scheduler_svc.core.requests.kept import KeptLogs
+from scheduler_svc.core.requests.resumable import IdentifiedRequests
 from scheduler_svc.core.scheduler import Scheduler
-from scheduler_svc.core.timeouts import Timeouts
+from scheduler_svc.core.workers.rows import RowTable
 from tests.sim.planted.aims import with_extras
 from tests.sim.planted.bug import bug, wrap
 
@@ -43,7 +43,7 @@ def lost_token(patch: pytest.MonkeyPatch) -> None:
 
 @bug("stream.ends", "stream.after_end")
 def stop_token_ignored(patch: pytest.MonkeyPatch) -> None:
-    """Generation goes on after a stop token."""
+    """Generation continues after a stop token."""
     patch.setattr(RowTable, "stopped", lambda self, rows, tokens: np.zeros(0, np.int32))
 
 
@@ -68,7 +68,7 @@ def preempted_loses_token(patch: pytest.MonkeyPatch) -> None:
 @bug("stream.order", "plan.admission", "finish", "work.running", "core")
 def late_token_dropped(patch: pytest.MonkeyPatch) -> None:
     """A token for a request that has left its row is thrown away."""
-    patch.setattr(commit, "_settle_late", lambda *arguments: None)
+    patch.setattr(results, "_settle_late", lambda *arguments: None)
 
 
 @bug("stream.deadline")
@@ -90,7 +90,7 @@ def scores_of_the_token_before(patch: pytest.MonkeyPatch) -> None:
     """Log-probabilities come with the index of the token before theirs."""
     wrap(
         patch,
-        commit,
+        results,
         "_scores",
         lambda scores, *a: [(request, index - 1, of_prompt, each) for request, index, of_prompt, each in scores(*a)],
     )
@@ -109,7 +109,7 @@ def duplicate_accepted(patch: pytest.MonkeyPatch) -> None:
 
 @bug("resume.tokens", aim=with_extras)
 def log_one_short(patch: pytest.MonkeyPatch) -> None:
-    """The newest token is missing from what is kept of a request."""
+    """The newest token is missing from the log that is kept of a request."""
     wrap(
         patch,
         KeptLogs,
@@ -120,6 +120,6 @@ def log_one_short(patch: pytest.MonkeyPatch) -> None:
 
 @bug("resume.over", aim=with_extras)
 def taken_over_and_going_on(patch: pytest.MonkeyPatch) -> None:
-    """A request goes on although its client has asked for it elsewhere."""
+    """A request continues although its client has resumed it elsewhere."""
 
     wrap(patch, RequestRegistry, "resume", lambda resume, self, event, now: self.identified.answer(event))

@@ -4,11 +4,11 @@ from typing import Any
 
 import pytest
 
-from scheduler_svc.core import commit
-from scheduler_svc.core.admission import Admission
-from scheduler_svc.core.fleet import Fleet
+from scheduler_svc.core.planning import results
+from scheduler_svc.core.planning.batch_selection import Admission
 from scheduler_svc.core.scheduler import Scheduler
-from scheduler_svc.core.worker import Worker
+from scheduler_svc.core.workers.fleet import Fleet
+from scheduler_svc.core.workers.worker import Worker
 from scheduler_svc.sim.faults import Fault
 from tests.sim.planted.aims import with_faults, with_long_freezes
 from tests.sim.planted.bug import bug, wrap
@@ -23,7 +23,7 @@ def stale_epoch_accepted(patch: pytest.MonkeyPatch) -> None:
 @bug("worker.wrong", aim=with_faults(Fault.WRONG_ROWS))
 def wrong_rows_believed(patch: pytest.MonkeyPatch) -> None:
     """An answer about other rows than the plan's is believed."""
-    patch.setattr(commit, "_are_same", lambda planned, answered: len(planned) == len(answered))
+    patch.setattr(results, "_are_same", lambda planned, answered: len(planned) == len(answered))
 
 
 @bug("worker.blamed", aim=with_long_freezes)

@@ -6,10 +6,10 @@ The link between front ends and the scheduler core.
 Transport: ZeroMQ, ROUTER at the core, DEALER at the front end, one frame per message. The DEALER's routing id is
 "<frontend_id>/<incarnation>" and is never reused.
 
-A front end submits requests with everything decided and numbers its streams; stream ids are unique within an
-incarnation. The core alone finishes a request. Either side that restarts has a new incarnation: a front end that sees
-a new core incarnation submits its live streams again, each with the tokens it already has; a core that loses a front
-end cancels its requests.
+A front end submits validated requests and numbers its streams; stream IDs are unique within an incarnation. Only the
+core ends a request. A process that restarts has a new incarnation. A front end that sees a new incarnation of the core
+submits its live streams again, marked as accepted and with the tokens that it has. A core that loses a front end
+cancels its requests.
 
 Columns: a `bytes` field called a column holds packed little-endian int32 values. Columns of one group have equal
 length.
@@ -46,29 +46,29 @@ class _EndReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_EndReason.V
     END_REASON_LENGTH: _EndReason.ValueType  # 3
     """max_tokens or the end of the context."""
     END_REASON_CANCELLED: _EndReason.ValueType  # 4
-    """The client went away."""
+    """The client disconnected."""
     END_REASON_DEADLINE: _EndReason.ValueType  # 5
     """The deadline passed."""
     END_REASON_QUEUE_FULL: _EndReason.ValueType  # 6
     """The waiting queue is full."""
     END_REASON_INVALID: _EndReason.ValueType  # 7
-    """The request cannot run: no prompt, longer than the context, an id outside the vocabulary, or a submission that
-    cannot be used.
+    """The request cannot run or continue: no prompt, longer than the context, a token ID outside the vocabulary, an
+    invalid grammar, constraints that allow no token, or an invalid submission.
     """
     END_REASON_NO_WORKER: _EndReason.ValueType  # 8
-    """No worker was there for longer than the configured wait."""
+    """There was no worker for longer than the configured wait."""
     END_REASON_ROW_FAILED: _EndReason.ValueType  # 9
-    """The worker reported that this row failed."""
+    """The worker reported that this row failed; the request's constraints are not the cause."""
     END_REASON_STALLED: _EndReason.ValueType  # 10
-    """The reader took nothing for longer than the configured time."""
+    """The reader did not read for longer than the configured time."""
     END_REASON_SHUTDOWN: _EndReason.ValueType  # 11
     """The service is shutting down."""
     END_REASON_POISON: _EndReason.ValueType  # 12
-    """Workers died each time they computed it, the last time alone."""
+    """Workers died each time they computed the request, the last time alone."""
     END_REASON_DUPLICATE: _EndReason.ValueType  # 13
-    """A request with this identity is live, or kept."""
+    """A request with this identity is live, or its log is kept."""
     END_REASON_EMBEDDED: _EndReason.ValueType  # 14
-    """The embedding is there."""
+    """The embedding is complete."""
 
 class EndReason(_EndReason, metaclass=_EndReasonEnumTypeWrapper):
     """Why a stream ended."""
@@ -82,34 +82,34 @@ END_REASON_STOP_STRING: EndReason.ValueType  # 2
 END_REASON_LENGTH: EndReason.ValueType  # 3
 """max_tokens or the end of the context."""
 END_REASON_CANCELLED: EndReason.ValueType  # 4
-"""The client went away."""
+"""The client disconnected."""
 END_REASON_DEADLINE: EndReason.ValueType  # 5
 """The deadline passed."""
 END_REASON_QUEUE_FULL: EndReason.ValueType  # 6
 """The waiting queue is full."""
 END_REASON_INVALID: EndReason.ValueType  # 7
-"""The request cannot run: no prompt, longer than the context, an id outside the vocabulary, or a submission that
-cannot be used.
+"""The request cannot run or continue: no prompt, longer than the context, a token ID outside the vocabulary, an
+invalid grammar, constraints that allow no token, or an invalid submission.
 """
 END_REASON_NO_WORKER: EndReason.ValueType  # 8
-"""No worker was there for longer than the configured wait."""
+"""There was no worker for longer than the configured wait."""
 END_REASON_ROW_FAILED: EndReason.ValueType  # 9
-"""The worker reported that this row failed."""
+"""The worker reported that this row failed; the request's constraints are not the cause."""
 END_REASON_STALLED: EndReason.ValueType  # 10
-"""The reader took nothing for longer than the configured time."""
+"""The reader did not read for longer than the configured time."""
 END_REASON_SHUTDOWN: EndReason.ValueType  # 11
 """The service is shutting down."""
 END_REASON_POISON: EndReason.ValueType  # 12
-"""Workers died each time they computed it, the last time alone."""
+"""Workers died each time they computed the request, the last time alone."""
 END_REASON_DUPLICATE: EndReason.ValueType  # 13
-"""A request with this identity is live, or kept."""
+"""A request with this identity is live, or its log is kept."""
 END_REASON_EMBEDDED: EndReason.ValueType  # 14
-"""The embedding is there."""
+"""The embedding is complete."""
 Global___EndReason: _TypeAlias = EndReason  # noqa: Y015
 
 @_typing.final
 class FrontendMessage(_message.Message):
-    """Everything a front end sends. All parts are optional; several events of one loop turn travel together."""
+    """Everything a front end sends. All parts are optional; the events of one turn share frames."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -126,7 +126,7 @@ class FrontendMessage(_message.Message):
     DETACHED_FIELD_NUMBER: _builtins.int
     GOODBYE_FIELD_NUMBER: _builtins.int
     cancelled: _builtins.bytes
-    """Column of streams whose client has gone or whose deadline has passed."""
+    """Column of streams whose client disconnected or whose deadline has passed."""
     credit_streams: _builtins.bytes
     """Columns of credit returned by readers: stream, bytes."""
     credit_bytes: _builtins.bytes
@@ -134,12 +134,12 @@ class FrontendMessage(_message.Message):
     snapshot_request: _builtins.int
     """Asks for a metrics snapshot; answered with the same number. 0: none."""
     detached: _builtins.bytes
-    """Column of streams whose client has gone and may come back: what they have generated is kept."""
+    """Column of resumable streams whose client disconnected: their tokens are kept."""
     goodbye: _builtins.bool
-    """The front end ends in order; this is its last message."""
+    """The front end shuts down; this is its last message."""
     @_builtins.property
     def hello(self) -> Global___FrontendHello:
-        """Presents the front end; first message of an incarnation and whenever the core asks for it."""
+        """Identifies the front end; first message of an incarnation, and sent whenever the core asks for it."""
 
     @_builtins.property
     def submissions(self) -> _containers.RepeatedCompositeFieldContainer[Global___Submission]:
@@ -155,11 +155,11 @@ class FrontendMessage(_message.Message):
 
     @_builtins.property
     def operator_requests(self) -> _containers.RepeatedCompositeFieldContainer[Global___OperatorRequest]:
-        """What an operator asks of the core."""
+        """Requests of operators."""
 
     @_builtins.property
     def resume_questions(self) -> _containers.RepeatedCompositeFieldContainer[Global___ResumeQuestion]:
-        """Requests that clients want to go on with."""
+        """Requests that clients want to resume."""
 
     def __init__(
         self,
@@ -187,7 +187,7 @@ Global___FrontendMessage: _TypeAlias = FrontendMessage  # noqa: Y015
 
 @_typing.final
 class FrontendHello(_message.Message):
-    """A front end presents itself."""
+    """First message of a front end's incarnation."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -196,13 +196,13 @@ class FrontendHello(_message.Message):
     INCARNATION_FIELD_NUMBER: _builtins.int
     NEWEST_PROTOCOL_VERSION_FIELD_NUMBER: _builtins.int
     protocol_version: _builtins.int
-    """Oldest version of this protocol that the front end speaks."""
+    """Oldest version of this protocol that the front end supports."""
     frontend_id: _builtins.str
     """Stable name of the front end, at most 64 bytes."""
     incarnation: _builtins.int
-    """Drawn afresh by every front-end process."""
+    """Random number, new for every front-end process."""
     newest_protocol_version: _builtins.int
-    """Newest version that it speaks. 0: the oldest is the only one."""
+    """Newest version that it supports. 0: only the oldest."""
     def __init__(
         self,
         *,
@@ -221,7 +221,7 @@ Global___FrontendHello: _TypeAlias = FrontendHello  # noqa: Y015
 
 @_typing.final
 class ResumeQuestion(_message.Message):
-    """Asks for what is kept of a request, live or ended; a live one is ended by it, since whoever asks goes on with it."""
+    """Asks for the log of a request, live or ended. A live request is ended, because the front end that asks resumes it."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -247,7 +247,7 @@ Global___ResumeQuestion: _TypeAlias = ResumeQuestion  # noqa: Y015
 
 @_typing.final
 class ResumeReply(_message.Message):
-    """What is kept of a request."""
+    """Log of a resumable request."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -259,10 +259,10 @@ class ResumeReply(_message.Message):
     number: _builtins.int
     """The question's number."""
     not_found: _builtins.bool
-    """Nothing is; the rest is empty."""
+    """The request is not known; the rest is empty."""
     @_builtins.property
     def submission(self) -> Global___Submission:
-        """The request with all tokens it has; ready to be submitted again."""
+        """The request with all its tokens, ready to be submitted again."""
 
     @_builtins.property
     def scores(self) -> _containers.RepeatedCompositeFieldContainer[Global___StreamScores]:
@@ -270,7 +270,7 @@ class ResumeReply(_message.Message):
 
     @_builtins.property
     def end(self) -> Global___StreamEnd:
-        """How it ended, if it ended well; it is then not submitted again."""
+        """End of the request, if it ended normally; then it is not submitted again."""
 
     def __init__(
         self,
@@ -291,7 +291,7 @@ Global___ResumeReply: _TypeAlias = ResumeReply  # noqa: Y015
 
 @_typing.final
 class OperatorRequest(_message.Message):
-    """What an operator asks of the core."""
+    """Requests of operators."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -317,11 +317,11 @@ class OperatorRequest(_message.Message):
 
     @_builtins.property
     def resume_worker(self) -> Global___ResumeWorker:
-        """Let a worker take requests again."""
+        """End the drain of a worker."""
 
     @_builtins.property
     def cancel_requests(self) -> Global___CancelRequests:
-        """End requests, and forget what is kept of them."""
+        """End requests and delete their logs."""
 
     @_builtins.property
     def list_requests(self) -> Global___ListRequests:
@@ -329,19 +329,19 @@ class OperatorRequest(_message.Message):
 
     @_builtins.property
     def cancel_by_id(self) -> Global___CancelById:
-        """End the requests of an id."""
+        """End the requests with an ID."""
 
     @_builtins.property
     def get_story(self) -> Global___GetStory:
-        """What happened to a request."""
+        """History of a request."""
 
     @_builtins.property
     def get_state(self) -> Global___GetState:
-        """The scheduler's figures."""
+        """State of the scheduler."""
 
     @_builtins.property
     def set_log_level(self) -> Global___SetLogLevel:
-        """How much all processes of the service write into their logs."""
+        """Set the log level of all processes of the service."""
 
     def __init__(
         self,
@@ -395,7 +395,7 @@ class DrainWorker(_message.Message):
     worker_id: _builtins.str
     """The worker's name."""
     move_requests: _builtins.bool
-    """Let running requests go on elsewhere."""
+    """Move running requests to other workers."""
     def __init__(
         self,
         *,
@@ -436,7 +436,7 @@ Global___CancelRequests: _TypeAlias = CancelRequests  # noqa: Y015
 
 @_typing.final
 class ResumeWorker(_message.Message):
-    """Lets a worker take requests again."""
+    """Ends the drain of a worker."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -464,7 +464,7 @@ class ListRequests(_message.Message):
 
     MOST_FIELD_NUMBER: _builtins.int
     most: _builtins.int
-    """Most requests to tell of."""
+    """Limit of requests to list."""
     def __init__(
         self,
         *,
@@ -480,7 +480,7 @@ Global___ListRequests: _TypeAlias = ListRequests  # noqa: Y015
 
 @_typing.final
 class CancelById(_message.Message):
-    """Ends the live requests of an id, whoever has sent them."""
+    """Ends the live requests with an ID, of all clients."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -502,7 +502,7 @@ Global___CancelById: _TypeAlias = CancelById  # noqa: Y015
 
 @_typing.final
 class GetStory(_message.Message):
-    """Asks what happened to the requests of an id, live or ended lately."""
+    """Asks for the history of the requests with an ID, live or recently ended."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -524,7 +524,7 @@ Global___GetStory: _TypeAlias = GetStory  # noqa: Y015
 
 @_typing.final
 class GetState(_message.Message):
-    """Asks for the scheduler's figures."""
+    """Asks for the state of the scheduler."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -541,7 +541,7 @@ Global___GetState: _TypeAlias = GetState  # noqa: Y015
 
 @_typing.final
 class SetLogLevel(_message.Message):
-    """Changes the level of all logs, until the core ends."""
+    """Sets the level of all logs until the core restarts."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -583,7 +583,7 @@ class RequestState(_message.Message):
     state: _builtins.str
     """"waiting", "running" or "ending"."""
     worker_id: _builtins.str
-    """Where it runs; empty while it waits."""
+    """Worker of the request; empty while it waits."""
     tenant: _builtins.str
     """The tenant."""
     request_class: _builtins.str
@@ -597,9 +597,9 @@ class RequestState(_message.Message):
     max_tokens: _builtins.int
     """Most tokens it will generate."""
     preemptions: _builtins.int
-    """Times it was paused and continued."""
+    """Number of preemptions."""
     age_ns: _builtins.int
-    """Since it arrived, nanoseconds."""
+    """Time since arrival, nanoseconds."""
     def __init__(
         self,
         *,
@@ -625,14 +625,14 @@ Global___RequestState: _TypeAlias = RequestState  # noqa: Y015
 
 @_typing.final
 class RequestStory(_message.Message):
-    """What happened to one request."""
+    """History of one request."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     LIVE_FIELD_NUMBER: _builtins.int
     EVENTS_FIELD_NUMBER: _builtins.int
     live: _builtins.bool
-    """It has not ended."""
+    """Whether the request is live."""
     @_builtins.property
     def events(self) -> _containers.RepeatedCompositeFieldContainer[Global___StoryEvent]:
         """Oldest first."""
@@ -653,16 +653,16 @@ Global___RequestStory: _TypeAlias = RequestStory  # noqa: Y015
 
 @_typing.final
 class StoryEvent(_message.Message):
-    """Something that happened."""
+    """Event in the history of a request."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     AGO_NS_FIELD_NUMBER: _builtins.int
     WHAT_FIELD_NUMBER: _builtins.int
     ago_ns: _builtins.int
-    """How long ago, nanoseconds."""
+    """Age of the event, nanoseconds."""
     what: _builtins.str
-    """What."""
+    """Description of the event."""
     def __init__(
         self,
         *,
@@ -679,7 +679,7 @@ Global___StoryEvent: _TypeAlias = StoryEvent  # noqa: Y015
 
 @_typing.final
 class SchedulerState(_message.Message):
-    """The scheduler's figures."""
+    """State of the scheduler."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -708,14 +708,14 @@ class SchedulerState(_message.Message):
     FRONTENDS_FIELD_NUMBER: _builtins.int
     ENDED_FIELD_NUMBER: _builtins.int
     running: _builtins.int
-    """Requests in rows."""
+    """Requests that hold a row."""
     waiting: _builtins.int
     """Requests that wait."""
     frontends: _builtins.int
     """Live front ends."""
     @_builtins.property
     def ended(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
-        """Ended requests by reason, since the core began."""
+        """Ended requests by reason, since the start of the core."""
 
     def __init__(
         self,
@@ -750,26 +750,26 @@ class OperatorReply(_message.Message):
     number: _builtins.int
     """The request's number."""
     not_found: _builtins.bool
-    """No usable worker has the name that was given."""
+    """No usable worker has the given name."""
     cancelled: _builtins.int
     """How many requests were ended."""
     log_level: _builtins.str
     """The level of the core's log before it was changed."""
     @_builtins.property
     def workers(self) -> _containers.RepeatedCompositeFieldContainer[Global___WorkerState]:
-        """The workers asked for: all, or the one that was named."""
+        """The requested workers: all, or the named one."""
 
     @_builtins.property
     def requests(self) -> _containers.RepeatedCompositeFieldContainer[Global___RequestState]:
-        """Live requests, those that came first first."""
+        """Live requests, in order of arrival."""
 
     @_builtins.property
     def stories(self) -> _containers.RepeatedCompositeFieldContainer[Global___RequestStory]:
-        """What happened to the requests of an id."""
+        """Histories of the requests with an ID."""
 
     @_builtins.property
     def state(self) -> Global___SchedulerState:
-        """The scheduler's figures."""
+        """State of the scheduler."""
 
     def __init__(
         self,
@@ -810,23 +810,23 @@ class WorkerState(_message.Message):
     worker_id: _builtins.str
     """Its name."""
     draining: _builtins.bool
-    """It takes nothing new."""
+    """Whether the worker is drained: it gets no new requests."""
     running_requests: _builtins.int
     """Requests that hold a row."""
     plans_in_flight: _builtins.int
     """Plans sent and not answered."""
     free_blocks: _builtins.int
-    """KV blocks that hold nothing."""
+    """Free KV blocks without content."""
     cached_blocks: _builtins.int
-    """KV blocks that only the prefix cache knows."""
+    """KV blocks that are only in the prefix cache."""
     total_blocks: _builtins.int
     """KV blocks in all."""
     last_step_tokens: _builtins.int
     """Tokens of the newest step."""
     device: _builtins.str
-    """What it computes on, as it says."""
+    """Device, as reported by the worker."""
     pid: _builtins.int
-    """Its process id on its machine, as it says."""
+    """Process ID, as reported by the worker."""
     def __init__(
         self,
         *,
@@ -880,22 +880,24 @@ class Submission(_message.Message):
     RESUME_INFO_FIELD_NUMBER: _builtins.int
     AGAIN_FIELD_NUMBER: _builtins.int
     POOLING_FIELD_NUMBER: _builtins.int
+    ACCEPTED_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
     stream: _builtins.int
     """Number of the stream, chosen by the front end, below 2^31. A second submission of a live stream is ignored."""
     request_id: _builtins.str
-    """The client's or a drawn id."""
+    """ID given by the client, or drawn by the front end."""
     token_ids: _builtins.bytes
-    """Column of all known tokens: the prompt, then whatever was already delivered before a core was lost."""
+    """Column of all known tokens: the prompt, and the tokens that were delivered before a core was lost."""
     num_prompt_tokens: _builtins.int
-    """How many of the tokens are the prompt."""
+    """Number of prompt tokens among `token_ids`."""
     max_tokens: _builtins.int
-    """Most tokens to generate in all, counting those already delivered; at least 1, the front end's default being filled
-    in. A request that has them all when it arrives ends with LENGTH.
+    """Limit of generated tokens, including those already delivered; at least 1. The front end fills in the default. A
+    request that has reached the limit when it arrives ends with LENGTH.
     """
     stop_token_ids: _builtins.bytes
     """Column of tokens that end the request; the model's end-of-sequence tokens are in it unless ignored."""
     sampling: _builtins.bytes
-    """A serialized quire.plan.v1.SamplingParams. Checked when it arrives, then passed on to the worker unread."""
+    """A serialized quire.plan.v1.SamplingParams. The core checks it and forwards it to the worker."""
     credit: _builtins.int
     """Credit the stream starts with, bytes."""
     deadline_ns: _builtins.int
@@ -903,17 +905,17 @@ class Submission(_message.Message):
     traceparent: _builtins.str
     """W3C traceparent of the RPC's span; empty when not traced."""
     tenant: _builtins.str
-    """The tenant that the request is accounted to."""
+    """Tenant of the request."""
     priority: _builtins.int
     """Higher runs first."""
     expected_output_tokens: _builtins.int
     """Hint of how many tokens will be generated. 0: none."""
     ttft_target_ns: _builtins.int
-    """Time left until the first token is wanted, nanoseconds. 0: no target."""
+    """Time left until the target for the first token, nanoseconds. 0: no target."""
     total_time_target_ns: _builtins.int
-    """Time left until the last token is wanted, nanoseconds. 0: no target."""
+    """Time left until the target for the last token, nanoseconds. 0: no target."""
     cache_scope: _builtins.bytes
-    """Requests share cached prompt prefixes only with those of the same scope; at most 256 bytes."""
+    """Scope of the prefix cache: requests share cached prefixes only within a scope; at most 256 bytes."""
     block_keys: _builtins.bytes
     """Keys of the prompt's leading full blocks, 32 bytes each, as in shared/prefix_keys.py. Empty: the core computes them."""
     block_size: _builtins.int
@@ -921,20 +923,28 @@ class Submission(_message.Message):
     request_class: _builtins.str
     """The request class; empty or unknown: none."""
     computes_whole_prompt: _builtins.bool
-    """Its prompt is computed anew, not taken from the prefix cache, because its log-probabilities are wanted."""
+    """Compute the whole prompt without the prefix cache, because log-probabilities of the prompt are requested."""
     grammar: _builtins.bytes
     """A serialized quire.plan.v1.Grammar. Empty: none."""
     identity: _builtins.bytes
-    """Says which request this is, whichever front end has it; at most 64 bytes. Empty: nothing is kept of it."""
+    """Identifies the request across front ends; at most 64 bytes. Empty: the request is not resumable."""
     resume_info: _builtins.bytes
-    """What a front end needs to go on with it, beside what is here; at most 64 KiB."""
+    """Further data that a front end needs to resume the request; at most 64 KiB."""
     again: _builtins.bool
-    """It may be known already: the front end submits it again, or goes on with it. Otherwise one whose identity is known
-    ends with DUPLICATE.
+    """The request may be known already, because the front end submits it again or resumes it. Without this flag, a
+    request with a known identity ends with DUPLICATE.
     """
     pooling: _builtins.int
-    """A quire.plan.v1.Pooling. But for 0 nothing is generated: the request ends with EMBEDDED once its prompt is computed,
-    and `max_tokens` is 1.
+    """A quire.plan.v1.Pooling. If not 0, no token is generated: the request ends with EMBEDDED when its prompt is
+    computed, and `max_tokens` is 1.
+    """
+    accepted: _builtins.bool
+    """A core accepted the request before, and the front end submits it again after a restart of the core or a lost
+    connection. Queue limits and forecasts do not apply to it. Implies `again`.
+    """
+    model: _builtins.str
+    """Fingerprint of the model that validated the request and generated its tokens; no other model continues it. At most
+    128 bytes. Empty: not known.
     """
     def __init__(
         self,
@@ -964,10 +974,12 @@ class Submission(_message.Message):
         resume_info: _builtins.bytes = ...,
         again: _builtins.bool = ...,
         pooling: _builtins.int = ...,
+        accepted: _builtins.bool = ...,
+        model: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["again", b"again", "block_keys", b"block_keys", "block_size", b"block_size", "cache_scope", b"cache_scope", "computes_whole_prompt", b"computes_whole_prompt", "credit", b"credit", "deadline_ns", b"deadline_ns", "expected_output_tokens", b"expected_output_tokens", "grammar", b"grammar", "identity", b"identity", "max_tokens", b"max_tokens", "num_prompt_tokens", b"num_prompt_tokens", "pooling", b"pooling", "priority", b"priority", "request_class", b"request_class", "request_id", b"request_id", "resume_info", b"resume_info", "sampling", b"sampling", "stop_token_ids", b"stop_token_ids", "stream", b"stream", "tenant", b"tenant", "token_ids", b"token_ids", "total_time_target_ns", b"total_time_target_ns", "traceparent", b"traceparent", "ttft_target_ns", b"ttft_target_ns"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "again", b"again", "block_keys", b"block_keys", "block_size", b"block_size", "cache_scope", b"cache_scope", "computes_whole_prompt", b"computes_whole_prompt", "credit", b"credit", "deadline_ns", b"deadline_ns", "expected_output_tokens", b"expected_output_tokens", "grammar", b"grammar", "identity", b"identity", "max_tokens", b"max_tokens", "model", b"model", "num_prompt_tokens", b"num_prompt_tokens", "pooling", b"pooling", "priority", b"priority", "request_class", b"request_class", "request_id", b"request_id", "resume_info", b"resume_info", "sampling", b"sampling", "stop_token_ids", b"stop_token_ids", "stream", b"stream", "tenant", b"tenant", "token_ids", b"token_ids", "total_time_target_ns", b"total_time_target_ns", "traceparent", b"traceparent", "ttft_target_ns", b"ttft_target_ns"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -984,7 +996,7 @@ class StopMatch(_message.Message):
     stream: _builtins.int
     """The stream."""
     keep_tokens: _builtins.int
-    """Generated tokens that count; later ones are discarded."""
+    """Number of generated tokens to keep; later ones are discarded."""
     def __init__(
         self,
         *,
@@ -1001,7 +1013,7 @@ Global___StopMatch: _TypeAlias = StopMatch  # noqa: Y015
 
 @_typing.final
 class CoreMessage(_message.Message):
-    """Everything the core sends to one front end. All parts are optional; the effects of one step travel together."""
+    """Everything the core sends to one front end. All parts are optional; the effects of one turn share frames."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1030,13 +1042,11 @@ class CoreMessage(_message.Message):
     tokens: _builtins.bytes
     """Column of the tokens themselves, grouped by stream in the order of `streams`."""
     unknown: _builtins.bool
-    """The core does not know the sender: say hello again and submit again."""
+    """The core does not know the sender, which must send hello and submit its requests again."""
     protocol_version: _builtins.int
-    """In answer to hello: the version that both speak, the newest such. Nothing that a newer one adds is used. 0: the front
-    end's oldest.
-    """
+    """In answer to hello: the newest common version. Fields of newer versions are not used. 0: the front end's oldest."""
     refused: _builtins.str
-    """In answer to hello: the front end cannot be used, and why, for the operator. It may ask again."""
+    """In answer to hello: why the front end is refused, for the operator. The front end may retry."""
     @_builtins.property
     def state(self) -> Global___ServiceState:
         """The state of the service; in answer to hello and whenever it changes."""
@@ -1100,9 +1110,9 @@ class StreamScores(_message.Message):
     stream: _builtins.int
     """The stream."""
     first_index: _builtins.int
-    """Index of the first of them among the generated tokens, or the prompt's."""
+    """Index of the first token among the generated tokens, or in the prompt."""
     of_prompt: _builtins.bool
-    """They are of prompt tokens."""
+    """Whether these are prompt tokens."""
     scores: _builtins.bytes
     """A serialized quire.plan.v1.TokenScores."""
     def __init__(
@@ -1123,7 +1133,7 @@ Global___StreamScores: _TypeAlias = StreamScores  # noqa: Y015
 
 @_typing.final
 class ServiceState(_message.Message):
-    """What a front end must know to check requests at the door."""
+    """State of the service, which front ends need to validate requests."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1131,9 +1141,9 @@ class ServiceState(_message.Message):
     MODEL_FIELD_NUMBER: _builtins.int
     LOG_LEVEL_FIELD_NUMBER: _builtins.int
     ready: _builtins.bool
-    """A usable worker is there."""
+    """Whether there is a usable worker."""
     log_level: _builtins.str
-    """Lines of the front end's log below this level are left out. Empty: as it is."""
+    """Log level of the front end. Empty: unchanged."""
     @_builtins.property
     def model(self) -> Global___ServedModel:
         """The served model; absent until the first worker has joined."""
@@ -1169,7 +1179,7 @@ class ServedModel(_message.Message):
     BLOCK_SIZE_FIELD_NUMBER: _builtins.int
     HIDDEN_SIZE_FIELD_NUMBER: _builtins.int
     name: _builtins.str
-    """The name requests give."""
+    """Name of the model in requests."""
     architecture: _builtins.str
     """Class name from config.json."""
     max_model_len: _builtins.int
@@ -1179,11 +1189,11 @@ class ServedModel(_message.Message):
     dtype: _builtins.str
     """Type of weights and activations."""
     fingerprint: _builtins.str
-    """sha256 over configuration and weights' headers, hex."""
+    """Fingerprint of the model, as in quire.plan.v1.ModelInfo."""
     block_size: _builtins.int
-    """Tokens per KV block of the worker that joined last; what block keys are best computed for."""
+    """Tokens per KV block of the worker that joined last; the preferred `block_size` for block keys."""
     hidden_size: _builtins.int
-    """Elements of an embedding; 0: the model makes none."""
+    """Elements of an embedding; 0: embeddings are not supported."""
     @_builtins.property
     def eos_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Tokens that end a sequence."""
@@ -1225,26 +1235,29 @@ class StreamEnd(_message.Message):
     PREEMPTIONS_FIELD_NUMBER: _builtins.int
     QUEUED_NS_FIELD_NUMBER: _builtins.int
     EMBEDDING_FIELD_NUMBER: _builtins.int
+    FIELD_FIELD_NUMBER: _builtins.int
     stream: _builtins.int
     """The stream."""
     reason: Global___EndReason.ValueType
-    """Why."""
+    """The reason."""
     message: _builtins.str
     """For the error reasons: one line for the client."""
     retry_ms: _builtins.int
-    """For EndReason QUEUE_FULL: when to try again, milliseconds."""
+    """For QUEUE_FULL: time after which to retry, milliseconds."""
     completion_tokens: _builtins.int
-    """Generated tokens that count."""
+    """Number of generated tokens to keep."""
     stop_token_id: _builtins.int
     """The token that ended the request, for STOP."""
     cached_prompt_tokens: _builtins.int
     """Prompt tokens found in the prefix cache."""
     preemptions: _builtins.int
-    """Times the request was paused and continued."""
+    """Number of preemptions."""
     queued_ns: _builtins.int
     """From arrival at the core to its first plan, nanoseconds."""
     embedding: _builtins.bytes
     """For EMBEDDED: column `[hidden_size]` float32, finite, not scaled."""
+    field: _builtins.str
+    """For INVALID: the invalid field of the request, as named in generation.proto. Empty: its input."""
     def __init__(
         self,
         *,
@@ -1258,10 +1271,11 @@ class StreamEnd(_message.Message):
         preemptions: _builtins.int = ...,
         queued_ns: _builtins.int = ...,
         embedding: _builtins.bytes = ...,
+        field: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_prompt_tokens", b"cached_prompt_tokens", "completion_tokens", b"completion_tokens", "embedding", b"embedding", "message", b"message", "preemptions", b"preemptions", "queued_ns", b"queued_ns", "reason", b"reason", "retry_ms", b"retry_ms", "stop_token_id", b"stop_token_id", "stream", b"stream"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_prompt_tokens", b"cached_prompt_tokens", "completion_tokens", b"completion_tokens", "embedding", b"embedding", "field", b"field", "message", b"message", "preemptions", b"preemptions", "queued_ns", b"queued_ns", "reason", b"reason", "retry_ms", b"retry_ms", "stop_token_id", b"stop_token_id", "stream", b"stream"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,0 +1,197 @@
+"""Offline benchmark: sends a fixed list of requests and records when each token arrives.
+
+It is a closed loop when all requests arrive at 0 (the concurrency limit paces them), and an open loop when they have
+arrival times. Reading and reporting are pure; only `run_requests` communicates with a server.
+"""
+
+import asyncio
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from quire.aio import AsyncClient
+from shared.config import ConfigError
+from shared.json_text import describe_json_error
+
+_KEYS = frozenset({"prompt_token_ids", "max_tokens", "ignore_eos", "arrive_s", "prime"})
+
+
+@dataclass(frozen=True, slots=True)
+class OfflineRequest:
+    """One line of the input."""
+
+    prompt_token_ids: tuple[int, ...]
+    max_tokens: int
+    ignore_eos: bool = False
+    arrive_s: float = 0.0
+    prime: bool = False
+    """Whether it is served before the clock starts, to fill caches."""
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """Tokens and times of one request."""
+
+    sent_s: float
+    """Time of sending, seconds since the start."""
+    tokens: tuple[int, ...]
+    times_s: tuple[float, ...]
+    """Arrival time of each token, seconds since the start; tokens of one message share a time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """Result of a run: one trace per request, in the order of the input."""
+
+    requests: tuple[OfflineRequest, ...]
+    traces: tuple[Trace, ...]
+    wall_s: float
+    cpu_s: Mapping[str, float]
+    """CPU time of each process of the service during the run, seconds, by name; empty if not measured."""
+
+    def to_json(self) -> str:
+        """Return the report as a JSON object, as documented by `quire bench offline --help`."""
+        return json.dumps(
+            {
+                "out_tokens": self._out_tokens(),
+                "wall_s": self.wall_s,
+                "out_tok_per_s": self._out_tokens() / self.wall_s if self.wall_s else 0.0,
+                "ttft_s": _percentiles(self._ttfts(), 50, 99),
+                "itl_s": {**_percentiles(self._itls(), 50, 99), "max": max(self._itls(), default=0.0)},
+                "requests": len(self._timed()),
+                "cpu_s": dict(self.cpu_s),
+                "tokens": [trace.tokens for trace in self.traces],
+                "times": [
+                    () if request.prime else trace.times_s
+                    for request, trace in zip(self.requests, self.traces, strict=True)
+                ],
+            }
+        )
+
+    def summary(self) -> str:
+        """Return a summary in one line."""
+        ttft = _percentiles(self._ttfts(), 50, 99)
+        itl = _percentiles(self._itls(), 50, 99)
+        return (
+            f"{self._out_tokens()} tokens of {len(self._timed())} requests in {self.wall_s:.2f} s:"
+            f" {self._out_tokens() / self.wall_s if self.wall_s else 0.0:.1f} tokens/s,"
+            f" TTFT p50 {ttft['p50']:.3f} s p99 {ttft['p99']:.3f} s,"
+            f" ITL p50 {itl['p50'] * 1e3:.1f} ms p99 {itl['p99'] * 1e3:.1f} ms"
+        )
+
+    def _timed(self) -> list[Trace]:
+        return [trace for request, trace in zip(self.requests, self.traces, strict=True) if not request.prime]
+
+    def _out_tokens(self) -> int:
+        return sum(len(trace.tokens) for trace in self._timed())
+
+    def _ttfts(self) -> list[float]:
+        return [trace.times_s[0] - trace.sent_s for trace in self._timed() if trace.times_s]
+
+    def _itls(self) -> list[float]:
+        return [gap for trace in self._timed() for gap in np.diff(trace.times_s).tolist()]
+
+
+def read_requests(path: Path) -> list[OfflineRequest]:
+    """Read the requests of a JSONL file.
+
+    Raises:
+        ConfigError: the file does not exist, or a line is not a valid request; the message names the line.
+    """
+    try:
+        lines = path.read_text().splitlines()
+    except OSError as error:
+        raise ConfigError(f"--requests: {path}: {error.strerror}") from None
+    requests = [
+        _parse(line, f"--requests: {path}, line {number}") for number, line in enumerate(lines, 1) if line.strip()
+    ]
+    if not requests:
+        raise ConfigError(f"--requests: {path} contains no request; write one JSON object per line")
+    return requests
+
+
+async def run_requests(
+    client: AsyncClient,
+    requests: Sequence[OfflineRequest],
+    max_concurrency: int,
+    *,
+    cpu_seconds: Callable[[], Mapping[str, float]] = dict,
+) -> Report:
+    """Send every request at its time, at most `max_concurrency` at once.
+
+    Args:
+        client: the server.
+        requests: the requests.
+        max_concurrency: maximum number of requests in flight.
+        cpu_seconds: returns the CPU time used so far of each process, by name; called before and after.
+
+    Raises:
+        QuireError: a request failed; an incomplete benchmark has no meaning.
+    """
+    primes = {
+        index: await _send(client, request, time.perf_counter())
+        for index, request in enumerate(requests)
+        if request.prime
+    }
+    free = asyncio.Semaphore(max_concurrency)
+    before = cpu_seconds()
+    start = time.perf_counter()
+
+    async def one(request: OfflineRequest) -> Trace:
+        await asyncio.sleep(start + request.arrive_s - time.perf_counter())
+        async with free:
+            return await _send(client, request, start)
+
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = {i: group.create_task(one(request)) for i, request in enumerate(requests) if not request.prime}
+    except BaseExceptionGroup as failed:
+        raise failed.exceptions[0] from None  # the other requests were cancelled or failed as well
+    wall_s = time.perf_counter() - start
+    cpu_s = {name: used - before.get(name, 0.0) for name, used in cpu_seconds().items()}
+    traces = primes | {index: task.result() for index, task in tasks.items()}
+    return Report(tuple(requests), tuple(traces[index] for index in range(len(requests))), wall_s, cpu_s)
+
+
+async def _send(client: AsyncClient, request: OfflineRequest, start: float) -> Trace:
+    sent_s = time.perf_counter() - start
+    tokens: list[int] = []
+    times_s: list[float] = []
+    async for delta in client.generate(
+        token_ids=request.prompt_token_ids,
+        max_tokens=request.max_tokens,
+        ignore_eos=request.ignore_eos,
+        temperature=0.0,
+    ):
+        tokens.extend(delta.token_ids)
+        times_s.extend([time.perf_counter() - start] * len(delta.token_ids))
+    return Trace(sent_s, tuple(tokens), tuple(times_s))
+
+
+def _parse(line: str, where: str) -> OfflineRequest:
+    try:
+        values = json.loads(line)
+    except ValueError as error:
+        raise ConfigError(f"{where}: {describe_json_error(error)}") from None
+    if not isinstance(values, dict) or not {"prompt_token_ids", "max_tokens"} <= set(values):
+        raise ConfigError(f"{where}: must be an object with prompt_token_ids and max_tokens")
+    if unknown := set(values) - _KEYS:
+        raise ConfigError(f"{where}: unknown field {sorted(unknown)[0]!r}; use {', '.join(sorted(_KEYS))}")
+    try:
+        return OfflineRequest(
+            prompt_token_ids=tuple(int(token) for token in values["prompt_token_ids"]),
+            max_tokens=int(values["max_tokens"]),
+            ignore_eos=bool(values.get("ignore_eos", False)),
+            arrive_s=float(values.get("arrive_s", 0.0)),
+            prime=bool(values.get("prime", False)),
+        )
+    except (TypeError, ValueError):
+        raise ConfigError(f"{where}: a field has the wrong type; see quire bench offline --help") from None
+
+
+def _percentiles(values: Sequence[float], *ranks: int) -> dict[str, float]:
+    return {f"p{rank}": float(np.percentile(values, rank)) if values else 0.0 for rank in ranks}

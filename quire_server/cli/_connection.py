@@ -1,0 +1,141 @@
+"""Connection flags of the commands: address, TLS and bearer token."""
+
+import argparse
+import os
+import ssl
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TypedDict
+from urllib.parse import urlsplit
+
+import grpc
+
+from quire import _calls
+from quire_server.cli._parser import Namespace, OneLineParser
+from quire_server.http_client import Server
+from shared.config import ConfigError
+
+TARGET_VARIABLE = "QUIRE_TARGET"
+TOKEN_VARIABLE = "QUIRE_TOKEN"
+_GRPC_TARGET, _HTTP_TARGET = "127.0.0.1:50051", "127.0.0.1:8000"
+_TIMEOUT_S = 10.0
+"""Timeout of unary calls, seconds."""
+
+
+class CallOptions(TypedDict):
+    """Options of a unary call."""
+
+    timeout: float
+    metadata: tuple[tuple[str, str], ...]
+
+
+def add_target(parser: OneLineParser) -> None:
+    """Add the connection flags of a command that uses gRPC."""
+    parser.add_argument(
+        "--target",
+        type=_grpc_target,
+        default=os.environ.get(TARGET_VARIABLE, _GRPC_TARGET),
+        metavar="HOST:PORT",
+        help=f"gRPC address of the service (default: the variable {TARGET_VARIABLE}, or {_GRPC_TARGET})",
+    )
+    _add_tls(parser)
+
+
+def add_http_target(parser: OneLineParser) -> None:
+    """Add the connection flags of a command that uses HTTP."""
+    parser.add_argument(
+        "--target",
+        type=_http_target,
+        default=_HTTP_TARGET,
+        metavar="HOST:PORT",
+        help=f"HTTP address of the service (default: {_HTTP_TARGET})",
+    )
+    _add_tls(parser)
+
+
+def _add_tls(parser: OneLineParser) -> None:
+    # Read the token from the environment, so that process lists do not show it.
+    parser.add_argument(
+        "--tls-ca",
+        metavar="FILE",
+        help=f"use TLS and trust this CA (PEM file); the bearer token is read from the variable {TOKEN_VARIABLE}",
+    )
+
+
+@contextmanager
+def connected(options: Namespace) -> Iterator[grpc.Channel]:
+    """Open a channel to the service in the flags; errors of its calls become Quire's.
+
+    Raises:
+        ConfigError: the CA file cannot be read.
+        QuireError: a call failed.
+    """
+    secure, target = credentials(options), options.target
+    with grpc.insecure_channel(target) if secure is None else grpc.secure_channel(target, secure) as channel:
+        try:
+            yield channel
+        except grpc.RpcError as error:
+            raise _calls.read_error(error) from None
+
+
+def call_options() -> CallOptions:
+    """Return timeout and metadata of a unary call."""
+    return {"timeout": _TIMEOUT_S, "metadata": _calls.call_metadata(token())}
+
+
+def credentials(options: Namespace) -> grpc.ChannelCredentials | None:
+    """Return the TLS credentials, or None without TLS.
+
+    Raises:
+        ConfigError: the CA file cannot be read.
+    """
+    if not options.tls_ca:
+        return None
+    try:
+        return grpc.ssl_channel_credentials(Path(options.tls_ca).read_bytes())
+    except OSError as error:
+        raise ConfigError(f"tls_ca: {options.tls_ca} cannot be read ({error.strerror})") from None
+
+
+def http_server(options: Namespace) -> Server:
+    """Return the server in the flags of a command that uses HTTP.
+
+    Raises:
+        ConfigError: the CA file cannot be read, or contains no certificate.
+    """
+    headers = {"authorization": f"Bearer {token()}"} if token() else {}
+    return Server(options.target, _tls_context(options), headers)
+
+
+def _tls_context(options: Namespace) -> ssl.SSLContext | None:
+    if not options.tls_ca:
+        return None
+    try:
+        return ssl.create_default_context(cafile=options.tls_ca)
+    except OSError as error:  # errors of ssl are OSErrors too
+        raise ConfigError(f"tls_ca: {options.tls_ca} cannot be used ({error.strerror or error})") from None
+
+
+def token() -> str:
+    """Return the bearer token; empty without one."""
+    return os.environ.get(TOKEN_VARIABLE, "")
+
+
+def _grpc_target(text: str) -> str:
+    """Check and return the address; gRPC also accepts dns:///HOST:PORT or unix:PATH."""
+    if text.startswith(("http://", "https://")):
+        raise argparse.ArgumentTypeError(f"{text!r} is a URL; give HOST:PORT")
+    return text
+
+
+def _http_target(text: str) -> str:
+    """Check and return the address."""
+    try:
+        parts = urlsplit(f"//{text}")
+        valid = bool(parts.hostname) and parts.port is not None and parts.netloc == text and "@" not in text
+    except ValueError:  # the port is not a number, or a bracket is missing
+        valid = False
+    if not valid:
+        raise argparse.ArgumentTypeError(f"{text!r} is not HOST:PORT")
+    return text

@@ -1,0 +1,148 @@
+"""Creates, rotates and revokes the keys that authenticate the processes of a service over TCP.
+
+`create` creates a folder with one folder per role. The scheduler's folder lists the allowed public keys; the others
+contain the scheduler's public key. Start every process with --keys and its own folder, or all processes on one machine
+with the whole folder. `add` adds a worker or front end with its own key. `rotate` gives one a new key; both keys are
+valid until `revoke --old`. `revoke` removes all its keys. The scheduler reloads the list by itself. `token` generates a
+bearer token for clients, and its hash.
+"""
+
+import hashlib
+import os
+import secrets
+import shutil
+from pathlib import Path
+
+import zmq.auth
+
+from quire_server.cli._parser import Namespace, OneLineParser
+from shared.config import ConfigError
+from shared.curve import ALLOWED, DOMAINS, FRONTEND, OWN, ROLES, SCHEDULER, SERVER, WORKER
+
+EXAMPLES = """
+  quire keys create keys                       scheduler, worker and front end
+  quire scheduler --keys keys/scheduler --worker-address tcp://0.0.0.0:5702
+  quire worker --keys keys/worker --worker-address tcp://scheduler:5702
+  quire keys add keys gpu-7 --role worker      a worker with a key of its own, in keys/gpu-7
+  quire keys rotate keys gpu-7                 a new key; the old one stays valid until it is revoked
+  quire keys revoke keys gpu-7 --old           revoke the old key
+  quire keys revoke keys gpu-7                 revoke all keys of gpu-7
+  quire keys token                             a token for a client, and its hash for --principals
+"""
+_PREVIOUS = "@previous"
+
+
+def configure(parser: OneLineParser) -> None:
+    """Add the arguments."""
+    parser.add_argument("action", choices=("create", "add", "rotate", "revoke", "token"))
+    parser.add_argument("folder", metavar="FOLDER", nargs="?", default="", help="folder of all keys")
+    parser.add_argument("name", metavar="NAME", nargs="?", default="", help="name of the worker or front end")
+    parser.add_argument("--role", choices=(WORKER, FRONTEND), default=WORKER, help="role of NAME (default: worker)")
+    parser.add_argument(
+        "--old", action="store_true", help="revoke only the key that was valid before the last rotation"
+    )
+
+
+def run(options: Namespace) -> int:
+    """Run the action."""
+    if options.action == "token":
+        # The client gets the token, the file of principals its hash.
+        token = secrets.token_urlsafe(32)
+        print(f"token  {token}\nsha256 {hashlib.sha256(token.encode()).hexdigest()}")
+        return 0
+    if not options.folder:
+        raise ConfigError("folder: missing; give the folder of the keys")
+    folder, name = Path(options.folder), options.name
+    if options.action == "create":
+        if name:
+            raise ConfigError("name: not allowed with create; use add")
+        create(folder)
+        return 0
+    if not name or Path(name).name != name or name == SCHEDULER:
+        raise ConfigError(f"name: {name!r} is not a valid name of a worker or front end; give a plain file name")
+    match options.action:
+        case "add":
+            add(folder, name, options.role)
+        case "rotate":
+            rotate(folder, name)
+        case "revoke":
+            revoke(folder, name, only_old=options.old)
+    return 0
+
+
+def create(folder: Path) -> None:
+    """Create a folder of keys for a scheduler, a worker and a front end.
+
+    Raises:
+        ConfigError: keys already exist.
+    """
+    own = folder / SCHEDULER
+    if own.exists():
+        raise ConfigError(f"folder: {own} already exists; use add or rotate")
+    for domain in DOMAINS.values():
+        (own / ALLOWED / domain).mkdir(parents=True)
+    _new_pair(own)
+    for role in ROLES:
+        if role != SCHEDULER:
+            add(folder, role, role)
+
+
+def add(folder: Path, name: str, role: str) -> None:
+    """Add an allowed process with a key of its own.
+
+    Raises:
+        ConfigError: the name is in use, or the folder has no scheduler key.
+    """
+    if not (folder / SCHEDULER / f"{OWN}.key").exists():
+        raise ConfigError(f"folder: {folder} contains no scheduler key; create it with quire keys create")
+    if (folder / name).exists():
+        raise ConfigError(f"name: {folder / name} already exists; use rotate")
+    (folder / name).mkdir()
+    shutil.copy(folder / SCHEDULER / f"{OWN}.key", folder / name / f"{SERVER}.key")
+    _new_pair(folder / name)
+    shutil.copy(folder / name / f"{OWN}.key", _allowed(folder, role) / f"{name}.key")
+
+
+def rotate(folder: Path, name: str) -> None:
+    """Give a process a new key; the previous one stays valid until it is revoked.
+
+    Raises:
+        ConfigError: no allowed key has this name.
+    """
+    allowed = _entry(folder, name)
+    allowed.replace(allowed.with_name(f"{name}{_PREVIOUS}.key"))
+    _new_pair(folder / name)
+    shutil.copy(folder / name / f"{OWN}.key", allowed)
+
+
+def revoke(folder: Path, name: str, *, only_old: bool) -> None:
+    """Revoke all keys of a process, or only the one before the last rotation.
+
+    Raises:
+        ConfigError: no allowed key has this name.
+    """
+    allowed = _entry(folder, name)
+    allowed.with_name(f"{name}{_PREVIOUS}.key").unlink(missing_ok=True)
+    if not only_old:
+        allowed.unlink()
+
+
+def _allowed(folder: Path, role: str) -> Path:
+    return folder / SCHEDULER / ALLOWED / DOMAINS[role]
+
+
+def _entry(folder: Path, name: str) -> Path:
+    for role in DOMAINS:
+        path = _allowed(folder, role) / f"{name}.key"
+        if path.exists():
+            return path
+    raise ConfigError(f"name: no allowed key is named {name}; there is no {name}.key under {folder / SCHEDULER}")
+
+
+def _new_pair(folder: Path) -> None:
+    """Write own.key and own.key_secret; the latter is never readable by other users."""
+    mask = os.umask(0o077)
+    try:
+        zmq.auth.create_certificates(folder, OWN)
+    finally:
+        os.umask(mask)

@@ -1,0 +1,152 @@
+"""Entry point of the command `quire`: finds the command, parses its flags, runs it, and prints errors as one line.
+
+Exit codes: 0 success, 1 failure, 2 invalid command line, 130 interrupted. An error is one line on stderr that names the
+remedy; a traceback means a bug in Quire.
+"""
+
+import importlib
+import importlib.util
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from quire_server.cli._parser import Namespace, OneLineParser, suggest
+
+
+class CommandModule(Protocol):
+    """Interface of a command's module."""
+
+    EXAMPLES: str
+
+    def configure(self, parser: OneLineParser) -> None:
+        """Add the command's flags."""
+
+    def run(self, options: Namespace) -> int:
+        """Run the command; return the exit code."""
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """Name, module and summary of a command."""
+
+    name: str
+    module: str
+    summary: str
+
+
+COMMANDS = (
+    Command("serve", "quire_server.cli.serve", "serve a model on this machine: start all processes with one command"),
+    Command("generate", "quire_server.cli.generate", "generate from a prompt and stream the text"),
+    Command("chat", "quire_server.cli.chat", "chat with the model in the terminal"),
+    Command("batch", "quire_server.cli.batch", "send the requests of a file and write the answers; resumable"),
+    Command("frontend", "quire_server.cli.frontend", "run one front-end process (gRPC and HTTP)"),
+    Command("scheduler", "quire_server.cli.scheduler", "run the scheduler core process"),
+    Command("worker", "quire_server.cli.worker", "run one worker process (the model)"),
+    Command("models", "quire_server.cli.models", "list the models that a service serves"),
+    Command("top", "quire_server.cli.top", "show live statistics of a running service"),
+    Command("config", "quire_server.cli.config", "print the effective settings and the source of each"),
+    Command("requests", "quire_server.cli.requests", "list live requests, show the events of one, or cancel one"),
+    Command("workers", "quire_server.cli.workers", "list the workers of a running service"),
+    Command("keys", "quire_server.cli.keys", "create, rotate and revoke the keys between processes"),
+    Command("drain", "quire_server.cli.drain", "drain a worker, or resume it"),
+    Command("log-level", "quire_server.cli.log_level", "change the log level of a running service"),
+    Command("bench offline", "quire_server.cli.bench_offline", "send fixed requests to a service that it starts"),
+    Command("bench kernels", "quire_server.cli.bench_kernels", "measure the worker's kernels on this machine's device"),
+    Command("bench scheduler", "quire_server.cli.bench_scheduler", "measure the scheduler's CPU time per step"),
+    Command("bench link", "quire_server.cli.bench_link", "measure how long workers wait for plans"),
+    Command("bench frontend", "quire_server.cli.bench_frontend", "measure the front end alone"),
+    Command("sim", "quire_server.cli.sim", "simulate the scheduler with faults and check its invariants"),
+)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command line; return its exit code."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    # At lower levels gRPC itself logs failed handshakes.
+    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
+    command = _find(arguments)
+    if command is None:
+        return _without_command(arguments)
+    module: CommandModule = importlib.import_module(command.module)
+    name = f"quire {command.name}"
+    parser = OneLineParser(name, description=module.__doc__ or "", examples=module.EXAMPLES)
+    module.configure(parser)
+    options = parser.parse(arguments[len(command.name.split()) :])
+    try:
+        return module.run(options)
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        # The reader has closed the pipe. Buffered output must not fail at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except Exception as error:
+        message = _explain(error, getattr(options, "target", ""))
+        if message is None:
+            raise
+        print(f"{name}: {message}", file=sys.stderr)
+        return 1
+
+
+def _commands() -> list[Command]:
+    """Return the commands that are installed; the wheel leaves out those for developers (see tools/dist.py)."""
+    return [command for command in COMMANDS if importlib.util.find_spec(command.module) is not None]
+
+
+def _find(arguments: Sequence[str]) -> Command | None:
+    words = tuple(arguments[:2])
+    for command in _commands():
+        name = tuple(command.name.split())
+        if words[: len(name)] == name:
+            return command
+    return None
+
+
+def _without_command(arguments: Sequence[str]) -> int:
+    words = [word for word in arguments if not word.startswith("-")]
+    if {"-V", "--version"} & set(arguments):
+        from quire import __version__
+
+        print(f"quire {__version__}")
+        return 0
+    groups = {command.name.split()[0] for command in _commands() if " " in command.name}
+    group = words[0] if words and words[0] in groups else ""
+    asks_for_help = bool({"-h", "--help"} & set(arguments))
+    if not words or (group and (asks_for_help or len(words) == 1)):
+        # Requested help goes to stdout; help for an empty command line goes to stderr as an error.
+        print(_overview(group), file=sys.stdout if asks_for_help else sys.stderr)
+        return 0 if asks_for_help else 2
+    unknown = " ".join(words[:2] if group else words[:1])
+    remedy = suggest(unknown, [command.name for command in _commands()]) or "see quire --help"
+    print(f"quire: unknown command {unknown!r}; {remedy}", file=sys.stderr)
+    return 2
+
+
+def _overview(group: str) -> str:
+    commands = [command for command in _commands() if not group or command.name.split()[0] == group]
+    width = max(len(command.name) for command in commands)
+    lines = [f"  {command.name:<{width}}  {command.summary}" for command in commands]
+    return "\n".join(
+        [
+            "Quire serves large language models to other services over gRPC.",
+            "",
+            f"usage: quire {group or 'COMMAND'} …",
+            "",
+            *lines,
+            "",
+            "  quire COMMAND --help explains a command; quire --version prints the version.",
+        ]
+    )
+
+
+def _explain(error: Exception, target: str) -> str | None:
+    """Return one line for an error that the user can fix, or None for a bug of Quire."""
+    from quire_server.cli._errors import explain
+
+    return explain(error, target)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

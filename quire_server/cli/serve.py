@@ -1,0 +1,119 @@
+"""Serves a model on this machine: starts and supervises scheduler, workers and front ends.
+
+It prints one line `ready grpc=HOST:PORT http=HOST:PORT` on stdout when the service is ready, and stays in the
+foreground. A process that dies is restarted. Ctrl-C or SIGTERM finishes running requests and stops everything; a second
+Ctrl-C stops at once. Settings are also read from the environment (--max-num-seqs from QUIRE_MAX_NUM_SEQS) and from a
+TOML file (--config), where the name is max_num_seqs. `quire config` prints the effective settings.
+"""
+
+import asyncio
+import signal
+from typing import TYPE_CHECKING
+
+from quire_server.cli._config import add_config_flags
+from quire_server.cli._parser import Namespace, OneLineParser
+from quire_server.serve.layout import ServeConfig
+from shared.config import FrontendConfig, SchedulerConfig, ServiceConfig, WorkerConfig
+from shared.config_sources import ConfigSources
+from shared.logging import configure_logging
+
+if TYPE_CHECKING:
+    from quire_server.serve.service import Service
+
+EXAMPLES = """
+  quire serve                                                  the embedded model
+  quire serve --model ~/models/my-model --dtype bf16           a local Hugging Face checkpoint
+  quire serve --config quire.toml --max-num-seqs 128           settings from a file, one of them from a flag
+  quire serve --workers 2 --frontends 2 --grpc-port 0          two workers, two front ends, any free port
+"""
+
+
+def configure(parser: OneLineParser) -> None:
+    """Add the process counts and the settings of all processes."""
+    add_serve_flags(parser)
+    parser.add_argument(
+        "--show-sample", action="store_true", help="when ready, print a sample answer and how to call the server"
+    )
+
+
+def add_serve_flags(parser: OneLineParser) -> None:
+    """Add the flags that describe a service on this machine."""
+    add_config_flags(parser, ServiceConfig, FrontendConfig, SchedulerConfig, WorkerConfig)
+
+
+def serve_config(options: Namespace) -> ServeConfig:
+    """Return the service described by flags, environment and file.
+
+    Raises:
+        ConfigError: a value is invalid.
+    """
+    sources = ConfigSources(options)
+    service = sources.make(ServiceConfig)
+    return ServeConfig(
+        scheduler=sources.make(SchedulerConfig),
+        worker=sources.make(WorkerConfig),
+        frontend=sources.make(FrontendConfig),
+        frontends=service.frontends,
+        workers=service.workers,
+        watchdog_s=service.watchdog_s,
+    )
+
+
+def run(options: Namespace) -> int:
+    """Serve until a signal ends it."""
+    # Imported late, here and below, so that `quire serve --help` does not import grpc.
+    from quire_server.serve.service import fetch_model
+
+    config = serve_config(options)
+    configure_logging("quire-supervisor")
+    fetch_model(config)
+    return asyncio.run(_serve(config, show_sample=options.show_sample))
+
+
+class _Signals:
+    """Handler of SIGINT, SIGTERM and SIGHUP: the first one stops the service in order, a second Ctrl-C at once."""
+
+    def __init__(self) -> None:
+        self.first = asyncio.Event()
+        self.killed = False
+        self._service: Service | None = None
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            asyncio.get_running_loop().add_signal_handler(number, self._handle, number)
+
+    def attach(self, service: "Service") -> None:
+        """Set the service that a second Ctrl-C kills."""
+        self._service = service
+
+    def _handle(self, number: signal.Signals) -> None:
+        if self.first.is_set() and number == signal.SIGINT and self._service is not None:
+            self.killed = True
+            self._service.kill()
+        self.first.set()
+
+
+async def _serve(config: ServeConfig, *, show_sample: bool) -> int:
+    from quire_server.serve.service import Service
+
+    signals = _Signals()
+    # Log lines would interrupt the sample's text.
+    service = Service(config, log_level="warning" if show_sample else "debug")
+    signals.attach(service)
+    async with service:
+        serving = asyncio.create_task(_serve_until_signal(service, show_sample=show_sample))
+        signalled = asyncio.create_task(signals.first.wait())
+        await asyncio.wait({serving, signalled}, return_when=asyncio.FIRST_COMPLETED)
+        signalled.cancel()
+        if serving.done():
+            await serving  # raises why it could not start
+        serving.cancel()
+    return 130 if signals.killed else 0
+
+
+async def _serve_until_signal(service: "Service", *, show_sample: bool) -> None:
+    addresses = await service.start()
+    print(f"ready grpc={addresses.grpc} http={addresses.http}", flush=True)
+    if show_sample:
+        from quire_server.serve.sample import show_sample as show
+
+        await show(addresses)
+    await asyncio.Event().wait()

@@ -1,0 +1,37 @@
+"""Runs one worker process: the model, its KV cache and the sampler.
+
+It connects to the scheduler at --worker-address, which may start later. Run one worker per GPU. It requires the extra
+`worker`: pip install 'quire[worker]'.
+"""
+
+import os
+import sys
+
+from quire_server.cli._config import add_config_flags
+from quire_server.cli._parser import Namespace, OneLineParser
+from quire_server.serve import lifeline
+from shared.config import WorkerConfig
+from shared.config_sources import from_options
+
+EXAMPLES = """
+  quire worker --keys keys/worker --worker-address tcp://scheduler:5702 --worker-id gpu-0 --model /models/my-model
+"""
+
+
+def configure(parser: OneLineParser) -> None:
+    """Add the flags of `WorkerConfig`."""
+    add_config_flags(parser, WorkerConfig)
+
+
+def run(options: Namespace) -> int:
+    """Run until SIGTERM or SIGINT."""
+    config = from_options(WorkerConfig, options)
+    lifeline.attach()
+    from worker_svc.main import run as run_process
+
+    exit_code = run_process(config)
+    # Everything that needs a clean shutdown has ended. Python's own shutdown, which unloads thousands of modules of
+    # torch, would take seconds and delay the service.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(exit_code)

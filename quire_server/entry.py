@@ -1,0 +1,28 @@
+"""The command `quire` as it is installed.
+
+The server's packages have common names (`services`, `shared`, `kernels`, …). In the wheel they lie in the private
+folder `_packages`, so that they never hide an application's packages of the same names and are never hidden by them.
+This module adds that folder to the import path of this process and, through the environment, of its children.
+In a source tree there is no such folder, and the packages are found as they are.
+"""
+
+import os
+import sys
+from pathlib import Path
+
+_PACKAGES = Path(__file__).parent / "_packages"
+
+
+def main() -> int:
+    """Run the command line; return its exit code."""
+    if _PACKAGES.is_dir():
+        sys.path.insert(0, str(_PACKAGES))
+        inherited = os.environ.get("PYTHONPATH")
+        os.environ["PYTHONPATH"] = os.pathsep.join([str(_PACKAGES), *([inherited] if inherited else [])])
+    from quire_server.cli.main import main as run
+
+    return run()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,7 @@
+"""A whole service on one machine: the same processes as in a cluster, started and supervised by one.
+
+`layout` lists the processes and their flags; `ports` and `runtime_dir` are their shared resources. `child` runs one
+process and `output` forwards its output. `supervisor` starts, restarts and stops all of them: `restarts` decides, and
+`watchdog` detects hangs. `readiness` waits until they serve. `service` combines these, `sample` prints a first example,
+and `lifeline` is the children's part. The supervisor imports neither torch nor any of the services.
+"""

@@ -1,0 +1,32 @@
+"""Array types of the core.
+
+Row and block numbers are `IndexArray`s inside the core and int32 on the wire. numpy uses indices of its own index type
+several times faster than others, which it converts first.
+"""
+
+import numpy as np
+import numpy.typing as npt
+
+Int32Array = npt.NDArray[np.int32]
+IndexArray = npt.NDArray[np.intp]
+BoolArray = npt.NDArray[np.bool_]
+
+NO_INDICES: IndexArray = np.zeros(0, np.intp)
+
+ONE = np.array(1, np.int32)
+"""Arithmetic with this array takes half the time of arithmetic with the number 1, which numpy converts every time."""
+
+
+def any_of(mask: BoolArray) -> bool:
+    """Return `mask.any()`; looking for a byte takes an eighth of the time for some hundred values."""
+    return 1 in mask.tobytes()
+
+
+def all_of(mask: BoolArray) -> bool:
+    """Return `mask.all()`; fast in the same way as `any_of`."""
+    return 0 not in mask.tobytes()
+
+
+def where(mask: BoolArray) -> IndexArray:
+    """Return `np.flatnonzero(mask)`, in a fifth of the time."""
+    return mask.nonzero()[0]

@@ -1,0 +1,123 @@
+"""Limits and policies that steer the core's decisions."""
+
+import math
+from dataclasses import dataclass, field
+
+from scheduler_svc.core.interface.errors import InvalidLimitsError
+
+POLICIES = ("fcfs", "priority", "sjf", "edf", "fair", "lpm")
+PREEMPTIVE_POLICIES = ("priority", "edf")
+"""Policies under which a waiting request may rank so far ahead of a running one that it preempts it."""
+PREFIX_CACHES = ("radix", "hash", "off")
+CAPACITY_MODES = ("max_utilization", "guaranteed_no_evict")
+BATCHING_MODES = ("continuous", "static", "dynamic")
+VICTIM_RULES = ("fewest", "youngest", "lowest_priority")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchingLimits:
+    """Limits of the gate; times in seconds, 0 tokens: no limit."""
+
+    mode: str = "continuous"
+    max_batch_size: int = 16
+    max_wait_s: float = 0.05
+    max_tokens_per_batch: int = 0
+    delay_factor: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TenantLimits:
+    """Limits of one tenant; 0: no limit."""
+
+    max_running: int = 0
+    max_queued: int = 0
+    tokens_per_s: float = 0.0
+    """Rate of prompt and output tokens, tokens/s; bursts of ten seconds' worth are allowed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestClass:
+    """A class of requests with an order of admission of its own; classes share the service by weight."""
+
+    policy: str
+    weight: float = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CoreConfig:
+    """Configuration of the core; see `shared.config.SchedulerConfig` for each limit. Times are in seconds."""
+
+    policy: str = "fcfs"
+    tenant_weights: dict[str, float] = field(default_factory=dict)
+    """Shares of tenants under `fair`; 1 for tenants that are not named."""
+    classes: dict[str, RequestClass] = field(default_factory=dict)
+    """Request classes by name; requests of no class here use `policy`, with weight 1."""
+    prefix_cache: str = "hash"
+    """One of PREFIX_CACHES."""
+    capacity: str = "max_utilization"
+    batching: BatchingLimits = field(default_factory=BatchingLimits)
+    policy_preemption: str = "auto"
+    """"on": a waiting request may preempt running ones that rank behind it; "auto": where policy and capacity allow."""
+    preempt_threshold: float = 5.0
+    """Distance in rank, in the policy's seconds, from which on a running request may be preempted."""
+    victim_rule: str = "fewest"
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int = 512
+    max_queued_requests: int = 4096
+    max_queued_tokens: int = 1 << 24
+    long_prefill_token_threshold: int = 0
+    """Maximum number of prompt tokens of one request in a step; 0: the whole budget."""
+    max_tokens_in_paged_kv_cache: int = 0
+    """Maximum number of tokens in the KV cache of a worker; 0: as many as its memory holds."""
+    tenant_limits: dict[str, TenantLimits] = field(default_factory=dict)
+    """Limits by tenant; the entry "" is for tenants that are not named."""
+    max_plans_in_flight: int = 2
+    worker_wait_s: float = 60.0
+    step_deadline_s: float = 120.0
+    stall_timeout_s: float = 60.0
+    resume_keep_s: float = 300.0
+    resume_keep_bytes: int = 64 << 20
+
+    def __post_init__(self) -> None:
+        for name in ("max_num_seqs", "max_num_batched_tokens", "max_queued_requests"):
+            if getattr(self, name) < 1:
+                raise InvalidLimitsError(f"{name}: {getattr(self, name)} is too small; give at least 1")
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise InvalidLimitsError(
+                f"max_num_batched_tokens: {self.max_num_batched_tokens} is less than max_num_seqs"
+                f" ({self.max_num_seqs}), but every running request takes one token of each step; raise it or lower"
+                " max_num_seqs"
+            )
+        for name, policy in (("policy", self.policy), *((f"class {n}", c.policy) for n, c in self.classes.items())):
+            if policy not in POLICIES:
+                raise InvalidLimitsError(f"{name}: unknown policy {policy!r}; use one of {', '.join(POLICIES)}")
+        weights = {f"tenant {name}": weight for name, weight in self.tenant_weights.items()}
+        weights |= {f"class {name}": each.weight for name, each in self.classes.items()}
+        for name, weight in weights.items():
+            if not 0 < weight < math.inf:
+                raise InvalidLimitsError(f"{name}: the weight {weight} is not a finite number above 0; give one")
+        for name, value, known in (
+            ("capacity", self.capacity, CAPACITY_MODES),
+            ("batching", self.batching.mode, BATCHING_MODES),
+            ("victim_rule", self.victim_rule, VICTIM_RULES),
+            ("prefix_cache", self.prefix_cache, PREFIX_CACHES),
+            ("policy_preemption", self.policy_preemption, ("auto", "on", "off")),
+        ):
+            if value not in known:
+                raise InvalidLimitsError(f"{name}: unknown value {value!r}; use one of {', '.join(known)}")
+        if self.policy_preemption == "on" and self.capacity == "guaranteed_no_evict":
+            raise InvalidLimitsError(
+                "policy_preemption: on contradicts capacity guaranteed_no_evict, which never preempts a started"
+                " request; use auto or off, or capacity max_utilization"
+            )
+        if self.max_plans_in_flight not in (1, 2):
+            raise InvalidLimitsError(f"max_plans_in_flight: {self.max_plans_in_flight} is not supported; use 1 or 2")
+
+    def policy_of(self, request_class: str) -> str:
+        """Return the order of admission in which requests of a class wait."""
+        known = self.classes.get(request_class)
+        return self.policy if known is None else known.policy
+
+    def same_class(self, one: str, other: str) -> bool:
+        """Return whether requests of two classes wait in one queue."""
+        return one == other or (one not in self.classes and other not in self.classes)

@@ -1,0 +1,173 @@
+"""Effects: all outputs of the core except plans. The caller carries them out in order."""
+
+from dataclasses import dataclass
+
+from scheduler_svc.core.interface.arrays import Int32Array
+from scheduler_svc.core.interface.events import ModelFacts
+from scheduler_svc.core.interface.records import EndReason as EndReason
+from scheduler_svc.core.interface.records import Log, Peer, RequestArrived
+from scheduler_svc.core.interface.records import RequestEnded as RequestEnded
+
+
+@dataclass(slots=True, kw_only=True)
+class TokensReady:
+    """New tokens for one front end, one per stream."""
+
+    frontend: Peer
+    streams: Int32Array
+    first_indices: Int32Array
+    """Index of each token within the generated tokens of its stream, `[n]`."""
+    tokens: Int32Array
+
+
+@dataclass(slots=True, kw_only=True)
+class ScoresReady:
+    """Log-probabilities of one stream's tokens; those of generated tokens come before the tokens."""
+
+    frontend: Peer
+    stream: int
+    first_index: int
+    """Index of the first of them among the generated tokens, or among the prompt's."""
+    of_prompt: bool
+    scores: bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResumeAnswered:
+    """The kept log of a request that a client wants to continue; None: there is none."""
+
+    frontend: Peer
+    number: int
+    log: Log | None
+
+
+@dataclass(slots=True, kw_only=True)
+class LogBegun:
+    """A request with an identity is live; a journal should record its tokens and log-probabilities from now on."""
+
+    request: RequestArrived
+    """The request with all tokens that it has now."""
+    scores: tuple[tuple[int, bytes], ...]
+    """(index among the generated tokens, log-probabilities) that it arrived with."""
+
+
+@dataclass(slots=True, kw_only=True)
+class LogEnded:
+    """A request with an identity is not live any more; emitted after its last tokens.
+
+    Its log is kept, unless a `LogDropped` follows at once.
+    """
+
+    frontend: Peer
+    stream: int
+    identity: bytes
+    end: RequestEnded | None
+    """The end of a completed request; None: it can continue."""
+
+
+@dataclass(slots=True, kw_only=True)
+class LogDropped:
+    """The log of the request with this identity was dropped."""
+
+    identity: bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServiceChanged:
+    """The state of the service that front ends must know has changed."""
+
+    ready: bool
+    model: ModelFacts | None
+    max_model_len: int
+    block_size: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FrontendUnknown:
+    """An unknown front end sent a message: it must connect and submit its requests again."""
+
+    frontend: Peer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerWelcomed:
+    """A worker was accepted and its epoch begins."""
+
+    worker: Peer
+    epoch: int
+    protocol_version: int
+    """Version of the plan protocol in this epoch."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerRefused:
+    """A worker was refused; its process must exit."""
+
+    worker: Peer
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerUnknown:
+    """A worker without a valid epoch sent a message, or was given up: it must connect again."""
+
+    worker: Peer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerEmptied:
+    """A worker was lost; its requests wait again."""
+
+    worker_id: str
+    reason: str
+    request_ids: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GrammarWanted:
+    """An order to a worker: drop some compiled grammars, compile another one and report."""
+
+    worker: Peer
+    epoch: int
+    key: bytes
+    grammar: bytes
+    drop: tuple[bytes, ...] = ()
+    """Keys of the grammars to drop."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttemptPrefilled:
+    """A traced request's prompt is computed; the first token of this attempt has arrived."""
+
+    frontend: Peer
+    stream: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttemptEnded:
+    """A traced request has left its worker."""
+
+    frontend: Peer
+    stream: int
+    outcome: str
+    """"finished", "preempted", "moved", "worker lost", "prefix failed" or an end reason."""
+
+
+Effect = (
+    TokensReady
+    | ScoresReady
+    | RequestEnded
+    | ResumeAnswered
+    | LogBegun
+    | LogEnded
+    | LogDropped
+    | ServiceChanged
+    | FrontendUnknown
+    | WorkerWelcomed
+    | WorkerRefused
+    | WorkerUnknown
+    | WorkerEmptied
+    | GrammarWanted
+    | AttemptPrefilled
+    | AttemptEnded
+)

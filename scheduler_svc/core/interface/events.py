@@ -1,0 +1,284 @@
+"""Events: all inputs of the scheduler core.
+
+Events carry values only. Their sender has checked their shape: columns of equal length, ids that fit their type. It has
+not checked their meaning: the core must handle a stale epoch, an unknown stream or an unexpected row.
+
+Events, effects and plans are never changed. Those that are made for every step or request are nevertheless not frozen,
+because a frozen dataclass takes three times as long to make.
+"""
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from scheduler_svc.core.interface.arrays import Int32Array
+from scheduler_svc.core.interface.records import GrammarFailure as GrammarFailure
+from scheduler_svc.core.interface.records import Log
+from scheduler_svc.core.interface.records import Peer as Peer
+from scheduler_svc.core.interface.records import Pooling as Pooling
+from scheduler_svc.core.interface.records import RequestArrived as RequestArrived
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FrontendJoined:
+    """A front end has connected."""
+
+    frontend: Peer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FrontendLost:
+    """A front end has left, its lease ran out, or its connection is lost; its streams have no reader any more."""
+
+    frontend: Peer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestCancelled:
+    """The client of a stream is gone."""
+
+    frontend: Peer
+    stream: int
+    keep: bool = False
+    """Whether the client may come back."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResumeAsked:
+    """A client wants to continue a request; if it is live on another stream, it ends there."""
+
+    frontend: Peer
+    number: int
+    identity: bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestsDropped:
+    """An order to end requests and drop their logs."""
+
+    identities: tuple[bytes, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogsRestored:
+    """Logs of an earlier core, of requests whose clients may come back; the first event, if there are any."""
+
+    logs: tuple[tuple[float, Log], ...]
+    """(age in seconds, log), oldest first."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StopMatched:
+    """The front end found a stop string; only the first `keep_tokens` generated tokens count."""
+
+    frontend: Peer
+    stream: int
+    keep_tokens: int
+
+
+@dataclass(slots=True, kw_only=True)
+class CreditGranted:
+    """A reader took `credit` bytes."""
+
+    frontend: Peer
+    stream: int
+    credit: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelFacts:
+    """Properties of a worker's model, as the worker reports them."""
+
+    name: str
+    architecture: str
+    fingerprint: str
+    max_model_len: int
+    vocab_size: int
+    dtype: str
+    eos_token_ids: tuple[int, ...]
+    hidden_size: int = 0
+    """Elements of an embedding; 0: the worker makes no embeddings."""
+    break_even_context: int = 0
+    """Context, in tokens, at which a token's attention costs as much as its products with the weights.
+
+    0: the cost of attention does not grow with the context.
+    """
+
+
+class HelloReason(enum.Enum):
+    """Reason why a worker connects."""
+
+    STARTED = "its process has started"
+    SESSION_LOST = "it had lost the scheduler"
+    PROTOCOL_ERROR = "it was sent what it did not expect"
+    STEP_FAILED = "a whole step failed"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerHello:
+    """A worker connects, or connects again."""
+
+    worker: Peer
+    worker_id: str
+    model: ModelFacts
+    block_size: int
+    num_blocks: int
+    max_rows: int
+    max_tokens_per_step: int
+    num_host_blocks: int = 0
+    protocol_version: int = 0
+    """Version of the plan protocol to use with it."""
+    device: str = ""
+    """Device that it computes on; for operators only."""
+    pid: int = 0
+    """Process id on its machine; for operators only."""
+    process: str = ""
+    """Name of the process on its machine; the core does not read it."""
+    reason: HelloReason = HelloReason.STARTED
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerLost:
+    """A worker's connection is lost, it has left, or it sent an invalid message."""
+
+    worker: Peer
+    reason: str
+    orderly: bool = False
+    """Whether it said goodbye; then no request of it is to blame."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerCompiling:
+    """A worker compiles and sends nothing for up to `expected_s` seconds."""
+
+    worker: Peer
+    epoch: int
+    expected_s: float
+
+
+class FailureKind(enum.Enum):
+    """Reason why a row failed; the names are those of the plan protocol's RowFailureKind."""
+
+    NOT_FINITE = enum.auto()
+    """Logits or hidden states contain NaN or infinity, so KV that the row wrote or read may contain them too."""
+    NO_TOKEN_ALLOWED = enum.auto()
+    """The request's own constraints leave no token to choose."""
+    GRAMMAR_TOO_COSTLY = enum.auto()
+    """The request's grammar needs more work for one token than is allowed."""
+    INTERNAL = enum.auto()
+    """The worker cannot continue the row."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FailedRow:
+    """A row that failed without affecting the rest of its step."""
+
+    row: int
+    generation: int
+    kind: FailureKind
+    reason: str
+    field: str = ""
+    """The field of the request to change, if the request itself is at fault."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GrammarReported:
+    """A worker has compiled a grammar, or reports that it cannot."""
+
+    worker: Peer
+    epoch: int
+    key: bytes
+    failure: GrammarFailure | None = None
+    """Reason why it cannot; None: the grammar is compiled."""
+
+
+@dataclass(slots=True, kw_only=True)
+class RowScores:
+    """Log-probabilities of a row's tokens; the core forwards them unread to the front end."""
+
+    row: int
+    generation: int
+    prompt_index: int
+    """0: those of the token sampled in this step. Otherwise: the index in the prompt of the first of them."""
+    scores: bytes
+
+
+@dataclass(slots=True, kw_only=True)
+class RowEmbedding:
+    """The embedding of a row that pools; the core forwards it unread to the front end."""
+
+    row: int
+    generation: int
+    values: bytes
+
+
+@dataclass(slots=True, kw_only=True)
+class StepDone:
+    """A worker answered a plan."""
+
+    worker: Peer
+    epoch: int
+    step: int
+    rows: Int32Array
+    """Rows that sampled, ascending, `[n]`."""
+    tokens: Int32Array
+    """One token per row, `[n]`."""
+    failures: Sequence[FailedRow] = ()
+    scores: Sequence[RowScores] = ()
+    embeddings: Sequence[RowEmbedding] = ()
+    """Embeddings of the rows that pool and had their last chunk in this step."""
+    completed_copies: Sequence[int] = ()
+    """Ids of the block copies that are done."""
+    copied_blocks: int = 0
+    copy_s: float = 0.0
+    """Time for these copies, s."""
+    idle_s: float = 0.0
+    """Time for which the device was idle before the step, s."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DrainRequested:
+    """An operator drains a worker: no new request starts there."""
+
+    worker_id: str
+    move: bool
+    """Whether its running requests move to another worker, if there is one; otherwise they finish where they are."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResumeRequested:
+    """An operator ends a worker's drain: it may take requests again."""
+
+    worker_id: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimePassed:
+    """Time has passed; the core checks deadlines."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShutdownRequested:
+    """An order to end every request now."""
+
+
+Event = (
+    FrontendJoined
+    | FrontendLost
+    | RequestArrived
+    | RequestCancelled
+    | ResumeAsked
+    | RequestsDropped
+    | LogsRestored
+    | StopMatched
+    | CreditGranted
+    | WorkerHello
+    | WorkerLost
+    | WorkerCompiling
+    | GrammarReported
+    | StepDone
+    | DrainRequested
+    | ResumeRequested
+    | TimePassed
+    | ShutdownRequested
+)

@@ -1,0 +1,75 @@
+"""Plan: one step of work for one worker, as differences to the previous one; the values of `quire.plan.v1.Plan`.
+
+The module does not know the wire format.
+"""
+
+from dataclasses import dataclass, field
+
+from scheduler_svc.core.interface.arrays import NO_INDICES, IndexArray, Int32Array
+from scheduler_svc.core.interface.records import Peer, Pooling
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockCopy:
+    """Blocks to copy between device and host in one plan; the field of the plan says in which direction."""
+
+    copy_id: int
+    sources: IndexArray
+    targets: IndexArray
+
+
+@dataclass(slots=True, kw_only=True)
+class RowAdmission:
+    """Admission of a request to a row."""
+
+    row: int
+    generation: int
+    token_ids: Int32Array
+    """All known tokens, `[n] int32`."""
+    num_prompt_tokens: int
+    num_computed_tokens: int
+    """Number of leading tokens whose KV is already in the given blocks, or is copied there by this plan."""
+    blocks: IndexArray
+    """Block table of KV group 0, `[num_blocks]`."""
+    sampling: bytes
+    grammar: bytes
+    pooling: Pooling = Pooling.NONE
+    request_id: str
+    frontend: Peer
+    stream: int
+    traceparent: str
+    """Trace context of the request; "": not traced."""
+    attempt: int
+    """Number of earlier attempts to run the request."""
+    queued_since: float
+    """Core time since which it waited for this attempt, s."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Plan:
+    """One step; the columns are those of plan.proto."""
+
+    worker: Peer
+    epoch: int
+    step: int
+    leaves: IndexArray
+    admissions: tuple[RowAdmission, ...]
+    append_rows: IndexArray
+    append_blocks: IndexArray
+    chunk_rows: IndexArray
+    chunk_lengths: IndexArray
+    holds: IndexArray
+    releases: IndexArray
+    swap_outs: tuple[BlockCopy, ...] = ()
+    """Copies from device to host, before anything else touches the blocks."""
+    copy_sources: IndexArray = field(default_factory=lambda: NO_INDICES)
+    copy_targets: IndexArray = field(default_factory=lambda: NO_INDICES)
+    """Targets of copies on the device, after the swap-outs and before anything else touches the targets."""
+    swap_ins: tuple[BlockCopy, ...] = ()
+    """Copies from host to device, before the forward pass."""
+    num_decodes: int
+    """Number of decode rows in the step."""
+    num_tokens: int
+    """Number of tokens that the step computes."""
+    traced_rows: tuple[tuple[Peer, int], ...]
+    """(front end, stream) of the traced requests in the step."""

@@ -1,0 +1,391 @@
+"""Registry of all live requests, from arrival to end.
+
+A request is in exactly one of three places:
+
+* *waiting*: in the queue. Or beside it: *starved* while its reader has no credit, *stranded* while no worker of the
+  fleet serves its model and length;
+* *running*: in a row of a worker;
+* *ending*: its last step is planned and the answer is outstanding.
+
+Every request ends in `end`, exactly once. The registry does not choose which request runs next: see `admission`.
+"""
+
+from collections.abc import Iterator
+from itertools import islice
+
+from scheduler_svc.core.interface import events as ev
+from scheduler_svc.core.interface.config import CoreConfig
+from scheduler_svc.core.interface.effects import AttemptEnded, Effect, EndReason, RequestEnded
+from scheduler_svc.core.interface.records import GrammarFailure
+from scheduler_svc.core.lifecycle.admission_control import AdmissionControl, TurnedAway
+from scheduler_svc.core.lifecycle.statistics import RequestStats, request_stats
+from scheduler_svc.core.lifecycle.timeouts import Timeouts
+from scheduler_svc.core.queueing.backlog import Backlog
+from scheduler_svc.core.queueing.forecast import Forecast
+from scheduler_svc.core.queueing.policies import make_policy
+from scheduler_svc.core.queueing.tenants import Tenants
+from scheduler_svc.core.requests.history import History, Story
+from scheduler_svc.core.requests.request import Request, RequestKey, RequestState, to_request
+from scheduler_svc.core.requests.resumable import IdentifiedRequests
+from scheduler_svc.core.workers.fleet import Fleet
+from scheduler_svc.core.workers.worker import Worker
+
+_NATURAL_ENDS = (EndReason.STOP, EndReason.STOP_STRING, EndReason.LENGTH)
+_UNFINISHED = (
+    EndReason.CANCELLED,
+    EndReason.DEADLINE,
+    EndReason.NO_WORKER,
+    EndReason.STALLED,
+    EndReason.SHUTDOWN,
+)
+"""End reasons after which a request may continue when its client comes back."""
+_DUPLICATE = TurnedAway(EndReason.DUPLICATE, "request_id: in use by a live or resumable request; choose another")
+
+
+class RequestRegistry:
+    """The live requests of one core; appends its effects to `effects`."""
+
+    def __init__(self, config: CoreConfig, fleet: Fleet, effects: list[Effect]) -> None:
+        self.policy = make_policy(config.policy, config.tenant_weights, config.classes)
+        self._orders_by_length = "sjf" in {config.policy, *(each.policy for each in config.classes.values())}
+        self.forecast = Forecast()
+        self.tenants = Tenants(config.tenant_limits)
+        self.backlog = Backlog(self.policy, self.tenants)
+        self.history = History()
+        self.ended: dict[EndReason, int] = dict.fromkeys(EndReason, 0)
+        """Number of ended requests per reason."""
+        self._config = config
+        self._fleet = fleet
+        self._effects = effects
+        self._requests: dict[RequestKey, Request] = {}
+        self._running: dict[RequestKey, tuple[Worker, int]] = {}
+        self.identified = IdentifiedRequests(config.resume_keep_s, config.resume_keep_bytes, effects)
+        self._by_grammar: dict[bytes, dict[RequestKey, Request]] = {}
+        """The live requests that have a grammar, by the key of the grammar."""
+        self._doubtful_grammars: dict[bytes, None] = {}
+        """Grammars of waiting requests that perhaps no worker can compile; `time_passed` checks them."""
+        self._queued_tokens = 0
+        self._starved: dict[RequestKey, Request] = {}
+        """Waiting requests whose reader has no credit."""
+        self._stranded: dict[RequestKey, Request] = {}
+        """Waiting requests that no worker of the fleet serves."""
+        self._sequence = 0
+        self._admission = AdmissionControl(config, self.tenants, self.forecast)
+        self._timeouts = Timeouts(config, fleet, self._requests)
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def __iter__(self) -> Iterator[Request]:
+        """Iterate over a copy of all live requests, so that they may end meanwhile."""
+        return iter(list(self._requests.values()))
+
+    def get(self, frontend: ev.Peer, stream: int) -> Request | None:
+        """Return the live request of a stream, or None."""
+        return self._requests.get(RequestKey(frontend, stream))
+
+    def find(self, request_id: str) -> list[Request]:
+        """Return the live requests with this id.
+
+        Several choices share one id, and several principals may use the same one.
+        """
+        return [request for request in self._requests.values() if request.request_id == request_id]
+
+    def stories(self, request_id: str) -> list[Story]:
+        """Return the histories of the requests with this id, including requests that ended recently."""
+        live = [Story(request_id, True, list(request.story)) for request in self.find(request_id)]
+        return self.history.stories(request_id) + live
+
+    def stats(self, most: int) -> list[RequestStats]:
+        """Return the figures of at most `most` live requests, in order of arrival."""
+        return [request_stats(request, self._running.get(key)) for key, request in islice(self._requests.items(), most)]
+
+    @property
+    def num_waiting(self) -> int:
+        """Number of requests without a worker, including starved and stranded ones."""
+        return len(self.backlog) + len(self._starved) + len(self._stranded)
+
+    @property
+    def models(self) -> set[str]:
+        """Fingerprints of the models of live requests; "" for requests that name no model."""
+        return {request.model for request in self._requests.values()}
+
+    # ---------------------------------------------------------------- life
+
+    def arrive(self, event: ev.RequestArrived, now: float) -> None:
+        """Queue a new request, or refuse it."""
+        key = RequestKey(event.frontend, event.stream)
+        if key in self._requests:
+            return  # a front end that got no answer submitted it twice: keep the first one
+        is_duplicate = False
+        if event.identity:
+            live = self.identified.live(event.identity)
+            is_duplicate = not event.again and self.identified.knows(event.identity)
+            if live is not None and event.again:
+                self.end(
+                    live,
+                    EndReason.CANCELLED,
+                    now,
+                    message="request cancelled: another call continues it; read the rest of the answer there",
+                )
+        self._sequence += 1
+        request = to_request(event, self._sequence, now)
+        self._requests[key] = request
+        if request.grammar_key:
+            self._by_grammar.setdefault(request.grammar_key, {})[key] = request
+        request.note(now, "arrived")
+        turned_away = (
+            _DUPLICATE if is_duplicate else self._admission.refusal(request, self.num_waiting, self._queued_tokens, now)
+        )
+        if event.identity and turned_away is None:
+            # A refused request leaves its kept log unchanged, because its client may try again later.
+            self.identified.began(request, event)
+        self.tenants.arrived(request, now)
+        if turned_away is not None:
+            reason, message, retry_ms = turned_away
+            self.end(request, reason, now, message=message, retry_ms=retry_ms)
+        elif len(request.tokens) >= request.limit:
+            self.end(request, EndReason.LENGTH, now)  # it comes back with no token left to generate
+        else:
+            self._timeouts.watch_deadline(request)
+            self.requeue(request, now)
+
+    def grant(self, request: Request, credit: int, now: float) -> None:
+        """Add `credit` bytes to what the request's reader can take."""
+        request.grant(credit)
+        running = self._running.get(request.key)
+        if running is not None:
+            worker, row = running
+            worker.rows.set_allowed(row, request.allowed)
+        elif request.key in self._starved:
+            del self._starved[request.key]
+            self.requeue(request, now)
+
+    def admitted(self, request: Request, worker: Worker, row: int, now: float) -> None:
+        """Note that a worker has admitted a request from the queue."""
+        self._queued_tokens -= request.queued_tokens
+        request.queued_tokens = 0
+        self.drop_swapped(request)
+        self._running[request.key] = (worker, row)
+        if request.attempts == 1:
+            self._admission.admitted(request, now)
+
+    def refuse_grammar(self, key: bytes, now: float) -> None:
+        """End the waiting requests that have this grammar and that no worker can serve with it."""
+        for request in list(self._by_grammar.get(key, {}).values()):
+            if request.state is not RequestState.WAITING or (failure := self._grammar_failure(request)) is None:
+                continue
+            reason, message, field = EndReason.NO_WORKER, f"no worker can use the grammar: {failure.reason}", ""
+            if failure.is_invalid:
+                reason, message, field = EndReason.INVALID, failure.reason, "grammar"
+            self.end(request, reason, now, message=message, field=field)
+
+    def _grammar_failure(self, request: Request) -> GrammarFailure | None:
+        """Return the reason why no worker can serve a request with its grammar, or None while one may."""
+        return self._fleet.grammar_failure(request.grammar_key, lambda worker: self.backlog.can_serve(worker, request))
+
+    def doubt_grammars(self) -> None:
+        """Queue failed grammars for another check: a worker has left, and perhaps no other one can compile them."""
+        failed = (key for worker in self._fleet for key in worker.grammars.failed())
+        self._doubtful_grammars |= dict.fromkeys(key for key in failed if key in self._by_grammar)
+
+    def last_step_planned(self, request: Request) -> None:
+        """Note that the request has left its row and waits for its last answer only."""
+        request.state = RequestState.ENDING
+        del self._running[request.key]
+
+    def requeue(self, request: Request, now: float) -> None:
+        """Move a request from any place to the waiting ones."""
+        self._running.pop(request.key, None)
+        if request.state is not RequestState.WAITING:
+            self.tenants.paused(request, now)
+        request.state = RequestState.WAITING
+        self._queued_tokens += len(request.tokens) - request.queued_tokens
+        request.queued_tokens = len(request.tokens)
+        request.queued_since = now
+        request.overtaken = request.passed_over = request.num_assigned = 0
+        if self._orders_by_length:
+            request.forecast_tokens = self.forecast.output_tokens(request)
+        if request.total_deadline is not None or request.ttft_deadline is not None:
+            request.latest_start = self.forecast.latest_start(request)
+            request.must_start = self.forecast.must_start(request)
+        if request.grammar_key and self._grammar_failure(request) is not None:
+            self._doubtful_grammars[request.grammar_key] = None
+        if request.allowed > len(request.tokens):
+            self.backlog.push(request, now)
+        else:
+            self._starved[request.key] = request
+            self._timeouts.watch_reader(request, now)
+        self.backlog.tenant_changed(request.tenant, now)
+
+    def strand(self, request: Request, now: float) -> None:
+        """Keep a request that no worker serves beside the queue until the fleet changes; the queue has released it."""
+        self._stranded[request.key] = request
+        request.stranded_since = now
+        request.note(now, "no worker serves it")
+
+    def fleet_changed(self, now: float) -> None:
+        """Put stranded requests that a worker serves again into the backlog, which already knows the new fleet."""
+        for key, request in list(self._stranded.items()):
+            if self.backlog.is_served(request):
+                del self._stranded[key]
+                self.requeue(request, now)
+
+    def displace(self, request: Request, outcome: str, note: str, now: float) -> None:
+        """Requeue a request that has left its worker before its end."""
+        request.preemptions += 1
+        request.note(now, note)
+        self._attempt_ended(request, outcome)
+        self.requeue(request, now)
+
+    def end(
+        self,
+        request: Request,
+        reason: EndReason,
+        now: float,
+        *,
+        message: str = "",
+        retry_ms: int = 0,
+        completion_tokens: int | None = None,
+        stop_token_id: int = 0,
+        keep: bool = True,
+        embedding: bytes = b"",
+        field: str = "",
+    ) -> None:
+        """End a request, whatever its state; this is the only exit.
+
+        Args:
+            request: the live request.
+            reason: the reason for the end.
+            now: the time, s.
+            message: the text for the client.
+            retry_ms: time after which the client may try again, ms; 0: never.
+            completion_tokens: generated tokens that count; None: all.
+            stop_token_id: the stop token that ended the request, if one did.
+            keep: whether to keep a log of a request with an identity.
+            embedding: the embedding as a float32 column.
+            field: the field of the request that is wrong; "": none or its input.
+        """
+        assert self._requests.pop(request.key) is request
+        if request.grammar_key:
+            with_grammar = self._by_grammar[request.grammar_key]
+            del with_grammar[request.key]
+            if not with_grammar:
+                del self._by_grammar[request.grammar_key]
+        was = request.state
+        request.state = RequestState.FINISHED
+        self.drop_swapped(request)
+        self._leave(request, was, reason)
+        num_generated = request.num_generated
+        if self.policy.accounts_service and num_generated > request.accounted_tokens:
+            self.policy.served(request.account, output_tokens=num_generated - request.accounted_tokens)
+        self._queued_tokens -= request.queued_tokens
+        self.tenants.ended(request, now, was_running=was is not RequestState.WAITING)
+        self.backlog.tenant_changed(request.tenant, now)
+        self.ended[reason] += 1
+        kept = num_generated if completion_tokens is None else completion_tokens
+        what = f"ended: {reason.value}, {kept} tokens"
+        request.note(now, f"{what} ({message})" if message else what)
+        self.history.keep(request)
+        if reason in _NATURAL_ENDS:
+            self.forecast.request_finished(request)
+        ended = RequestEnded(
+            frontend=request.key.frontend,
+            stream=request.key.stream,
+            request_id=request.request_id,
+            reason=reason,
+            message=message,
+            retry_ms=retry_ms,
+            completion_tokens=kept,
+            stop_token_id=stop_token_id,
+            cached_prompt_tokens=request.num_cached_prompt_tokens,
+            preemptions=request.preemptions,
+            queued_s=(request.first_planned or now) - request.arrival,
+            embedding=embedding,
+            field=field,
+        )
+        if request.origin is not None:
+            is_natural = reason in _NATURAL_ENDS
+            self.identified.ended(
+                request, ended if is_natural else None, keep=keep and (is_natural or reason in _UNFINISHED), now=now
+            )
+        self._effects.append(ended)
+
+    def _leave(self, request: Request, was: RequestState, reason: EndReason) -> None:
+        """Remove an ending request from its place."""
+        running = self._running.pop(request.key, None)
+        if running is not None:
+            worker, row = running
+            worker.vacate(row)
+            self._attempt_ended(request, reason.value)
+        elif request.key in self._starved:
+            del self._starved[request.key]
+        elif request.key in self._stranded:
+            del self._stranded[request.key]
+        elif was is RequestState.ENDING:
+            self._attempt_ended(request, reason.value)
+        elif request in self.backlog:
+            self.backlog.discard(request)
+
+    def resume(self, event: ev.ResumeAsked, now: float) -> None:
+        """Answer with the kept log of a request; a live request with this identity ends for its former client."""
+        live = self.identified.live(event.identity)
+        if live is not None:
+            self.end(
+                live,
+                EndReason.CANCELLED,
+                now,
+                message="request cancelled: another call continues it; read the rest of the answer there",
+            )
+        self.identified.answer(event)
+
+    def drop(self, identities: tuple[bytes, ...], now: float) -> None:
+        """End requests and drop their logs."""
+        for identity in identities:
+            live = self.identified.live(identity)
+            if live is not None:
+                self.end(live, EndReason.CANCELLED, now, message="the request was cancelled", keep=False)
+            self.identified.drop(identity)
+
+    def drop_swapped(self, request: Request) -> None:
+        """Free the host memory of a request that has ended or continues on another worker."""
+        if request.swapped is not None:
+            for worker in self._fleet:
+                worker.release_swapped(request, last_step=worker.last_step)
+            request.swapped = None
+
+    def _attempt_ended(self, request: Request, outcome: str) -> None:
+        if request.traceparent:
+            self._effects.append(
+                AttemptEnded(frontend=request.key.frontend, stream=request.key.stream, outcome=outcome)
+            )
+
+    # ---------------------------------------------------------------- time
+
+    def time_passed(self, now: float) -> None:
+        """End the requests whose time has run out."""
+        self.identified.time_passed(now)
+        while self._doubtful_grammars:
+            self.refuse_grammar(self._doubtful_grammars.popitem()[0], now)
+        for request, reason, message in self._timeouts.overdue(self.backlog, self._stranded.values(), now):
+            self.end(request, reason, now, message=message)
+
+    def validate(self) -> None:
+        """Check that every request is in exactly one place."""
+        for worker in self._fleet:
+            for row in worker.rows.occupied():
+                request = worker.rows.requests[row]
+                assert request is not None
+                assert self._running[request.key] == (worker, row)
+        self.backlog.validate()
+        queued = [*self.backlog, *self._starved.values(), *self._stranded.values()]
+        assert len({request.key for request in queued}) == len(queued), "a request waits twice"
+        ending = [r.key for r in self._requests.values() if r.state is RequestState.ENDING]
+        live = [request.key for request in queued] + list(self._running) + ending
+        assert sorted(live) == sorted(self._requests), "a request is nowhere or in two places"
+        assert all(request.state is RequestState.WAITING for request in queued)
+        for worker in self._fleet:
+            worker.swap.pool.validate(
+                r.swapped.host_blocks for r in queued if r.swapped is not None and r.swapped.epoch == worker.epoch
+            )
+        assert self._queued_tokens == sum(request.queued_tokens for request in queued)

@@ -1,0 +1,102 @@
+"""The core's state in figures, for metrics and operators."""
+
+from dataclasses import dataclass
+
+from scheduler_svc.core.interface.records import EndReason
+from scheduler_svc.core.requests.request import Request, RequestState
+from scheduler_svc.core.workers.worker import Worker, WorkerCounters
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerStats:
+    """A worker's state; blocks are counted as in `quire_kv_blocks`."""
+
+    worker_id: str
+    device: str
+    pid: int
+    blocks_total: int
+    blocks_free: int
+    blocks_cached: int
+    blocks_held: int
+    rows_running: int
+    draining: bool
+    host_blocks_total: int
+    host_blocks_held: int
+    swapped_out_blocks: int
+    swapped_in_blocks: int
+    plans_in_flight: int
+    last_step_tokens: int
+    counters: WorkerCounters
+
+
+@dataclass(frozen=True, slots=True)
+class RequestStats:
+    """A live request's state."""
+
+    request_id: str
+    state: RequestState
+    worker_id: str
+    """Worker that runs it; "" while there is none."""
+    tenant: str
+    request_class: str
+    priority: int
+    prompt_tokens: int
+    generated_tokens: int
+    max_tokens: int
+    preemptions: int
+    arrival: float
+    """Time of arrival on the core's clock, s."""
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerStats:
+    """The core's state for metrics."""
+
+    running: int
+    waiting: int
+    frontends: int
+    ended: dict[EndReason, int]
+    workers: list[WorkerStats]
+
+
+def request_stats(request: Request, running: tuple[Worker, int] | None) -> RequestStats:
+    """Return a request's figures; `running` is its worker and row, or None."""
+    num_tokens = len(request.tokens)
+    if running is not None:
+        worker, row = running
+        num_tokens = int(worker.rows.committed[row])
+    return RequestStats(
+        request_id=request.request_id,
+        state=request.state,
+        worker_id=running[0].worker_id if running is not None else "",
+        tenant=request.tenant,
+        request_class=request.request_class,
+        priority=request.priority,
+        prompt_tokens=request.num_prompt_tokens,
+        generated_tokens=num_tokens - request.num_prompt_tokens,
+        max_tokens=request.limit - request.num_prompt_tokens,
+        preemptions=request.preemptions,
+        arrival=request.arrival,
+    )
+
+
+def worker_stats(worker: Worker) -> WorkerStats:
+    """Return a worker's figures."""
+    return WorkerStats(
+        worker_id=worker.worker_id,
+        device=worker.device,
+        pid=worker.pid,
+        blocks_total=worker.pool.num_blocks,
+        blocks_free=worker.pool.num_free,
+        blocks_cached=worker.pool.num_cached,
+        blocks_held=worker.pool.num_held,
+        rows_running=worker.rows.num_running,
+        draining=worker.draining,
+        host_blocks_total=worker.swap.pool.num_blocks,
+        host_blocks_held=worker.swap.pool.num_held,
+        swapped_out_blocks=worker.swap.swapped_out_blocks,
+        swapped_in_blocks=worker.swap.swapped_in_blocks,
+        plans_in_flight=len(worker.in_flight),
+        last_step_tokens=worker.last_tokens,
+        counters=worker.counters,
+    )

@@ -1,0 +1,224 @@
+"""KV blocks of one worker: their holders, and when a block may be used again.
+
+A block is in exactly one of four states:
+
+* *free*;
+* *held* by block tables, with a reference count;
+* *retired*: no table holds it any more, but a plan in flight may still read or write it. To callers it counts as held.
+  (Freeing too early is the classic bug of asynchronous scheduling.)
+* *cached*: no table holds it and no plan names it, but its KV is in the prefix cache. When no free block is left, the
+  least recently used cached block is taken. `keep_reserve` evicts what the next plan may need, while no worker waits
+  for a plan.
+
+Invariant: free + cached + retired + held == total.
+
+Prompts have hundreds of blocks. So the state of a block is one number, its *claim*, and every operation takes many
+blocks at once. Blocks that are retired together are one entry of a queue. The claim names the entry, so a block that
+was taken again meanwhile no longer matches its entry. Cached blocks are queued by last use (`recency`).
+"""
+
+from collections import deque
+from collections.abc import Iterable
+
+import numpy as np
+
+from scheduler_svc.core.interface.arrays import IndexArray, all_of, any_of
+from scheduler_svc.core.memory.prefix_cache import PrefixCache
+from scheduler_svc.core.memory.recency import RecencyQueue
+
+_RESERVE_PART = 32
+"""Largest part of all blocks to evict before the memory is needed: one in this many."""
+_CACHED = -1
+_FREE = 0
+_RETIRED = 1 << 40
+"""Boundary of claims: from 1 on a claim is a reference count, from here on it names an entry of retired blocks."""
+_NONE = np.array(0)
+_ONE = np.array(1)
+"""Comparing with an array takes half the time of comparing with a number."""
+
+
+class BlockPool:
+    """Blocks [0, num_blocks) with reference counts and deferred reuse."""
+
+    def __init__(self, num_blocks: int, cache: PrefixCache | None = None) -> None:
+        """Make a pool of free blocks; without `cache`, it gets a cache of its own for full blocks only."""
+        self.num_blocks = num_blocks
+        self.cache = PrefixCache(num_blocks) if cache is None else cache
+        # A stack: the most recently used block is taken first, because it is most likely in a hardware cache.
+        self._free = np.arange(num_blocks, dtype=np.intp)
+        self.num_free = num_blocks
+        """Number of blocks without content."""
+        self.num_cached = 0
+        """Number of blocks that no table holds and that are in the prefix cache."""
+        self.num_retired = 0
+        """Number of blocks that become available once the steps in flight are answered."""
+        self._claims = np.zeros(num_blocks, np.int64)
+        self._last_entry = 0
+        self._eviction_batch = num_blocks // 512
+        self._retired: deque[tuple[int, int, IndexArray]] = deque()
+        """(last step that may touch the blocks, claim, blocks), steps ascending."""
+        self._cached = RecencyQueue(num_blocks)
+        self._num_taken = 0
+        """Number of blocks taken since the last call of `keep_reserve`."""
+
+    @property
+    def num_available(self) -> int:
+        """Number of blocks that can be taken now."""
+        return self.num_free + self.num_cached
+
+    @property
+    def num_held(self) -> int:
+        """Number of blocks that are neither free nor cached."""
+        return self.num_blocks - self.num_available
+
+    def take(self, count: int) -> IndexArray:
+        """Take `count` blocks, each with one reference; the caller has checked `num_available`."""
+        if count > self.num_free:
+            assert count <= self.num_available, f"take({count}) with {self.num_available} available"
+            self._evict(count - self.num_free)
+        top = self.num_free
+        self.num_free = top - count
+        taken = self._free[self.num_free : top].copy()
+        self._claims[taken] = 1
+        self._num_taken += count
+        return taken
+
+    def keep_reserve(self) -> None:
+        """Evict cached blocks until as many are free as were taken since the last call, up to a small part of all."""
+        reserve = min(self._num_taken, self.num_blocks // _RESERVE_PART, self.num_available)
+        self._num_taken = 0
+        if reserve > self.num_free:
+            self._evict(reserve - self.num_free)
+
+    def count_idle(self, blocks: IndexArray) -> int:
+        """Return how many of the blocks are cached and held by no table."""
+        return int(np.count_nonzero(self._claims[blocks] < 0)) if len(blocks) else 0
+
+    def share(self, blocks: IndexArray) -> None:
+        """Add a reference to blocks of the prefix cache, in whatever state they are."""
+        if not len(blocks):
+            return
+        assert all_of(self.cache.holds[blocks]), "share of a block that is not in the cache"
+        claims = self._claims[blocks]
+        cached, retired = claims < _NONE, claims >= _RETIRED
+        if any_of(cached):
+            self._uncache(blocks[cached])
+        self.num_retired -= int(np.count_nonzero(retired))
+        claims[cached | retired] = 0
+        self._claims[blocks] = claims + _ONE
+
+    def read(self, blocks: IndexArray, *, last_step: int, answered_step: int) -> None:
+        """Keep blocks of the prefix cache until `last_step`, which reads them, is answered."""
+        self.share(blocks)
+        self.release(blocks, last_step=last_step, answered_step=answered_step)
+
+    def release(self, blocks: IndexArray, *, last_step: int, answered_step: int) -> None:
+        """Drop one reference of each block; retire blocks without references until `last_step` is answered.
+
+        Args:
+            blocks: a block table or a part of one, in order of position; each block once.
+            last_step: the last step that was sent to the worker.
+            answered_step: the last step that was answered.
+        """
+        if not len(blocks):
+            return
+        claims = self._claims[blocks]
+        if not all_of(claims == _ONE):
+            assert claims.min() > 0, f"double free among {blocks}"
+            assert claims.max() < _RETIRED, f"double free among {blocks}"
+            claims -= _ONE
+            self._claims[blocks] = claims
+            blocks = blocks[claims == _NONE]
+        if last_step <= answered_step:
+            self._make_available(blocks)
+        elif len(blocks):
+            self._last_entry += 1
+            claim = _RETIRED + self._last_entry
+            self._claims[blocks] = claim
+            self._retired.append((last_step, claim, blocks))
+            self.num_retired += len(blocks)
+
+    def step_answered(self, step: int) -> None:
+        """Make the blocks available that waited for `step`."""
+        while self._retired and self._retired[0][0] <= step:
+            _, claim, blocks = self._retired.popleft()
+            due = self._still(claim, blocks)
+            self.num_retired -= len(due)
+            self._make_available(due)
+
+    def distrust(self, blocks: IndexArray) -> None:
+        """Remove a block table, or a part of one, from the prefix cache, because the KV in these blocks is wrong."""
+        self._forget(blocks)
+
+    def _still(self, claim: int, blocks: IndexArray) -> IndexArray:
+        """Return the blocks of a retired entry that were not taken again meanwhile."""
+        stay = self._claims[blocks] == np.array(claim)
+        return blocks if all_of(stay) else blocks[stay]
+
+    def _make_available(self, blocks: IndexArray) -> None:
+        known = self.cache.holds[blocks]
+        num_known = known.tobytes().find(0)
+        if num_known < 0:
+            self._cache(blocks)
+        elif any_of(known[num_known:]):
+            self._cache(blocks[known])
+            self._push_free(blocks[~known])
+        else:
+            # Usually only the last block, which is not full, is not in the cache.
+            self._cache(blocks[:num_known])
+            self._push_free(blocks[num_known:])
+
+    def _cache(self, blocks: IndexArray) -> None:
+        if len(blocks):
+            self._claims[blocks] = _CACHED
+            self._cached.append(blocks)
+            self.num_cached += len(blocks)
+
+    def _uncache(self, blocks: IndexArray) -> None:
+        if len(blocks):
+            self._cached.remove(blocks)
+            self.num_cached -= len(blocks)
+
+    def _push_free(self, blocks: IndexArray) -> None:
+        top = self.num_free
+        self.num_free = top + len(blocks)
+        self._free[top : self.num_free] = blocks
+        self._claims[blocks] = _FREE
+
+    def _evict(self, count: int) -> None:
+        """Free at least `count` cached blocks, least recently used first."""
+        wanted = self.num_free + count
+        while (short := wanted - self.num_free) > 0:
+            # Evict a few more in large pools: blocks that were cached together are mostly evicted together.
+            self._forget(self._cached.oldest(short + self._eviction_batch))
+
+    def _forget(self, blocks: IndexArray) -> None:
+        """Evict blocks and all blocks that cannot be found without them; idle ones become free."""
+        gone = self.cache.forget(blocks)
+        idle = self._claims[gone] < _NONE
+        if not all_of(idle):
+            gone = gone[idle]
+        self._uncache(gone)
+        self._push_free(gone)
+
+    def validate(self, tables: Iterable[Iterable[int]]) -> None:
+        """Check conservation against the block tables that should hold all references."""
+        references = np.zeros(self.num_blocks, np.int64)
+        for table in tables:
+            for block in table:
+                references[block] += 1
+        claims = self._claims
+        is_held = (claims > 0) & (claims < _RETIRED)
+        assert np.array_equal(references, np.where(is_held, claims, 0)), "references differ from the block tables"
+        free, retired, cached = claims == _FREE, claims >= _RETIRED, claims < 0
+        counted = tuple(int(np.count_nonzero(state)) for state in (free, retired, cached))
+        assert counted == (self.num_free, self.num_retired, self.num_cached), "miscounted blocks"
+        stack = sorted(self._free[: self.num_free].tolist())
+        assert stack == np.flatnonzero(free).tolist(), "a block is free twice or lost"
+        assert self.cache.holds[cached].all()
+        assert not self.cache.holds[free].any()
+        assert self.cache.holds[references > 1].all(), "a block is shared that is not in the cache"
+        waiting = sum(int(np.count_nonzero(claims[blocks] == claim)) for _, claim, blocks in self._retired)
+        assert waiting == self.num_retired, "a retired block waits for no step"
+        assert sorted(self._cached.validate()) == np.flatnonzero(cached).tolist(), "a cached block is not queued"
+        self.cache.validate()

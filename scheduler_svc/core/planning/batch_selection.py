@@ -1,0 +1,418 @@
+"""Admission: which waiting requests a worker takes now, and which rows it preempts for an urgent one.
+
+Smaller requests may overtake a request that lacks memory. At most `MAX_OVERTAKEN` of them do so over its whole wait;
+after that, no request is admitted before it. So a large request does not block the others forever, and they do not
+starve it. The same bound holds for a suspect, which waits for a step of its own.
+
+A request that cannot start for another reason is held apart (see `backlog`). Requests admitted meanwhile do not count
+as overtaking it.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from scheduler_svc.core.interface.config import PREEMPTIVE_POLICIES, CoreConfig
+from scheduler_svc.core.interface.records import EndReason
+from scheduler_svc.core.planning.victims import Candidates, choose_victims
+from scheduler_svc.core.queueing.backlog import Backlog, waits_for_prefix
+from scheduler_svc.core.queueing.placement import DECODE_COST, MAX_ASSIGNED, Placement, Room, find_room
+from scheduler_svc.core.queueing.tenants import Tenants
+from scheduler_svc.core.requests.request import Request
+from scheduler_svc.core.workers.rows import DECODE
+from scheduler_svc.core.workers.worker import Worker
+from shared.frames import PACKED_BYTES, TOKEN_BYTES
+
+MAX_ADMITTED_BYTES = PACKED_BYTES
+"""Stop admitting when the admissions of a plan take this many bytes.
+
+One request alone takes less than `MAX_PART_BYTES` and its block table, so every plan fits into a frame.
+"""
+_OVERHEAD = 256
+"""Upper bound of the bytes of an admission beside its long fields."""
+MAX_ADMITTED = 128
+"""Maximum number of requests that one plan admits; bounds the time of planning."""
+MAX_OVERTAKEN = 16
+"""Maximum number of later requests that may be admitted before one that lacks memory."""
+MAX_OVERTAKING_TRIES = 8
+"""Maximum number of requests that lack memory and are skipped in one plan."""
+MAX_LOOKED_PAST = 256
+"""Maximum number of requests that cannot start for another reason and are skipped in one plan."""
+MAX_LATE = 1024
+"""Maximum number of requests that lose their place in one plan because they missed their targets."""
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """A waiting request that no worker can run, or not in time."""
+
+    request: Request
+    reason: EndReason
+    message: str
+
+
+class Admission:
+    """The admissions of one worker's next plan: call `next` until it returns None, then `close`."""
+
+    def __init__(
+        self,
+        worker: Worker,
+        backlog: Backlog,
+        placement: Placement | None,
+        tenants: Tenants,
+        config: CoreConfig,
+        now: float,
+    ) -> None:
+        """Begin the admissions of a worker's plan; `placement` is None if there is no other worker."""
+        self._worker = worker
+        self._backlog = backlog
+        self._placement = placement
+        self._tenants = tenants
+        self._config = config
+        self._now = now
+        self._max_running = min(config.max_num_seqs, worker.rows.max_rows)
+        self._overtakable: list[Request] = []
+        """Requests that lack memory, and suspects; others may overtake them up to the bound."""
+        self._looked_past: list[Request] = []
+        """Requests that cannot start now for another reason."""
+        self._num_looked_past = 0
+        """Number of requests in `_looked_past`, plus those that were held or assigned."""
+        self._num_late = 0
+        """Number of requests that lost their place because their target was missed."""
+        self._num_admitted = 0
+        self._num_bytes = 0
+        """Bytes that the admissions take in the frame of the plan."""
+        self._load = placement.load(worker) if placement is not None else 0
+        """The worker's load including the admitted requests, tokens."""
+        self._ranked: dict[int, int] = {}
+        """By sequence number: cached tokens, as they were when the request was first ranked for this plan."""
+        self.refused: list[Refusal] = []
+        self.starved: list[Request] = []
+        """Requests that had credit when they were queued and have none now."""
+        self.stranded: list[Request] = []
+        """Requests that no worker of the fleet serves: they wait beside the queue until the fleet changes."""
+        self.wanted: list[Request] = []
+        """Requests whose grammar the worker has to compile."""
+        self._looked_for_suspects = False
+        self._is_assigned = False
+        """Whether the last request taken was assigned to this worker."""
+
+    def next(self) -> tuple[Request, Room] | None:
+        """Return the next request to admit and the memory for its KV, or None."""
+        if self._worker.draining:
+            return None
+        gate = self._worker.gate
+        while self._may_look_further():
+            num_waiting = self._backlog.num_ready
+            if num_waiting and not gate.is_open(
+                num_running=self._worker.rows.num_running, num_waiting=num_waiting, now=self._now
+            ):
+                return None
+            if not self._looked_for_suspects:
+                self._look_for_suspects()
+                continue
+            request = self._take()
+            if request is None:
+                gate.close()
+                return None
+            if request.suspect:
+                self._backlog.put_back(request)  # it became one while it waited
+                continue
+            if _requeue_if_late(request, self._backlog, self._now):
+                self._num_late += 1
+                continue
+            if not self._is_eligible(request):
+                continue
+            if not gate.admits(len(request.tokens), num_running=self._worker.rows.num_running, now=self._now):
+                self._looked_past.append(request)
+                return None
+            if self._worker.rows.num_running >= self._max_running:
+                self._looked_past.append(request)
+                return None
+            room = self._room(request)
+            if room is not None:
+                self._admitted(request)
+                return request, room
+        return None
+
+    def next_suspect(self) -> tuple[Request, Room] | None:
+        """Return a suspect that can start now and the memory for its KV; the other suspects keep their places.
+
+        The gate was open when the trial became due. In batch modes, a suspect is a batch of its own.
+        """
+        num_running = self._worker.rows.num_running
+        if self._worker.draining or num_running >= self._max_running:
+            return None
+        if num_running and self._config.batching.mode != "continuous":
+            return None
+        for _ in range(MAX_OVERTAKING_TRIES):
+            request = self._backlog.take_suspect()
+            if request is None:
+                return None
+            if not request.suspect:
+                self._backlog.put_back(request)
+                continue
+            if not self._is_eligible(request):
+                continue
+            room = self._suspect_room(request)
+            if room is not None:
+                self._worker.gate.close()
+                self._overtake()
+                self._backlog.withdraw(request)
+                return request, room
+            self._overtakable.append(request)
+            if self._is_at_bound():
+                return None
+        return None
+
+    def close(self) -> None:
+        """Put back the requests that could not start, and choose the grammars to compile."""
+        for request in self._overtakable + self._looked_past:
+            self._backlog.put_back(request)
+        if not self._worker.draining:
+            self.wanted = grammars_to_compile(self._worker, self._backlog)
+
+    def _take(self) -> Request | None:
+        worker, placement = self._worker, self._placement
+        request = self._backlog.take_assigned(worker)
+        self._is_assigned = request is not None
+        if request is None:
+            request = self._backlog.take(worker, self._cached_tokens)
+        if request is None and placement is not None and worker.rows.num_running < self._max_running:
+            request = self._backlog.take_for_prefix_elsewhere(
+                worker, lambda waiting, other: placement.cost(worker, waiting) < placement.cost(other, waiting)
+            )
+        return request
+
+    def _cached_tokens(self, request: Request) -> int:
+        """Return the request's cached tokens, looked up at most once per plan.
+
+        An order by cached prefixes ranks by this number.
+        """
+        num_tokens = self._ranked.get(request.sequence)
+        if num_tokens is None:
+            num_tokens = self._ranked[request.sequence] = self._worker.cached_tokens(request)
+        return num_tokens
+
+    def _may_look_further(self) -> bool:
+        return (
+            self._num_bytes < MAX_ADMITTED_BYTES
+            and self._num_admitted < MAX_ADMITTED
+            and self._num_looked_past < MAX_LOOKED_PAST
+            and self._num_late < MAX_LATE
+            and len(self._overtakable) < MAX_OVERTAKING_TRIES
+            and not self._is_at_bound()
+        )
+
+    def _is_at_bound(self) -> bool:
+        """Return whether a skipped request must not be overtaken once more."""
+        return bool(self._overtakable) and any(each.overtaken >= MAX_OVERTAKEN for each in self._overtakable)
+
+    def _is_eligible(self, request: Request) -> bool:
+        """Return whether a request may start if there is room; if not, move it to its proper place."""
+        if request.allowed <= len(request.tokens):
+            self._backlog.withdraw(request)
+            self.starved.append(request)
+            return False
+        can_serve = self._backlog.can_serve(self._worker, request)
+        is_served = can_serve or self._backlog.is_served(request)
+        if not is_served and (request.under_way or request.model not in ("", self._worker.model.fingerprint)):
+            self._backlog.withdraw(request)
+            self.stranded.append(request)
+            return False
+        refusal = self._refusal(request, is_served=is_served)
+        if refusal is not None:
+            self._backlog.withdraw(request)
+            self.refused.append(refusal)
+            return False
+        if not self._tenants.may_run(request, self._now):
+            self._backlog.hold_for_tenant(request, self._now)
+        elif request.unsettled or not can_serve:
+            self._looked_past.append(request)
+        elif not self._worker.grammars.is_ready(request.grammar_key):
+            self._await_grammar(request)
+        else:
+            return True
+        self._num_looked_past += 1
+        return False
+
+    def _await_grammar(self, request: Request) -> None:
+        """Hold a request for its grammar, or assign it to another worker that has the grammar and room."""
+        other = None
+        if self._placement is not None and request.num_assigned < MAX_ASSIGNED and not request.suspect:
+            other = self._placement.with_room(self._worker, request)
+        if other is not None:
+            self._backlog.assign(request, other, self._now)
+        else:
+            self._backlog.hold_for_grammar(request)
+
+    def _room(self, request: Request) -> Room | None:
+        """Return the memory for the request's KV, or None.
+
+        None means that it goes to another worker, waits for its prefix, or lacks memory.
+        """
+        worker = self._worker
+        match = worker.match(request)
+        if waits_for_prefix(worker, request, match):
+            self._backlog.hold_for_prefix(request, worker, match.next_key)
+            self._num_looked_past += 1
+            return None
+        room = find_room(worker, request, match)
+        if room is None:
+            self._overtakable.append(request)
+            return None
+        if self._placement is not None and request.num_assigned < MAX_ASSIGNED and not self._is_assigned:
+            other = self._placement.better_than(worker, self._load, request, worker.num_cached(match))
+            if other is not None:
+                self._backlog.assign(request, other, self._now)
+                self._num_looked_past += 1
+                return None
+        return room
+
+    def _look_for_suspects(self) -> None:
+        """Mark a trial as due if a suspect fits now; the next plan then holds it alone. Others may overtake it."""
+        self._looked_for_suspects = True
+        for _ in range(MAX_OVERTAKING_TRIES):
+            suspect = self._backlog.take_suspect()
+            if suspect is None:
+                return
+            if not suspect.suspect:
+                self._backlog.put_back(suspect)  # it was cleared while it waited
+                continue
+            if not self._is_eligible(suspect):
+                continue
+            self._overtakable.append(suspect)
+            if not self._worker.trial_due and self._suspect_room(suspect) is not None:
+                self._worker.trial_due = True
+
+    def _suspect_room(self, request: Request) -> Room | None:
+        worker = self._worker
+        if worker.rows.num_running >= self._max_running:
+            return None
+        return find_room(worker, request, worker.match(request))
+
+    def _admitted(self, request: Request) -> None:
+        self._backlog.withdraw(request)
+        self._num_admitted += 1
+        self._num_bytes += admission_bytes(request, self._worker.rows.block_size)
+        self._load += DECODE_COST  # this step computes its prompt, or it used up the budget
+        self._worker.gate.admitted(len(request.tokens), self._now)
+        self._overtake()
+
+    def _overtake(self) -> None:
+        """Count one more admission for all requests that may be overtaken."""
+        for request in self._overtakable:
+            request.overtaken += 1
+
+    def _refusal(self, request: Request, *, is_served: bool) -> Refusal | None:
+        """Return why a request can never run, or not in time.
+
+        A request that is under way is only checked for invalid tokens.
+        """
+        worker = self._worker
+        vocab_size = worker.model.vocab_size
+        if request.highest_token >= vocab_size:
+            found = next(token for token in request.tokens if not 0 <= token < vocab_size)
+            message = (
+                f"token id {found} is outside the vocabulary [0, {vocab_size}); use the tokenizer of the served model"
+            )
+            return Refusal(request, EndReason.INVALID, message)
+        if request.under_way:
+            return None
+        if not is_served:
+            return Refusal(request, EndReason.INVALID, self._not_served(request))
+        # A worker without other work tries anyway: the forecast may be wrong.
+        if request.must_start is None or self._now <= request.must_start or not worker.rows.num_running:
+            return None
+        return Refusal(
+            request,
+            EndReason.DEADLINE,
+            f"the deadline cannot be met: the forecast is {self._now - request.must_start:.2f} s beyond it;"
+            " allow more time or ask for less",
+        )
+
+    def _not_served(self, request: Request) -> str:
+        """Return the message for a request that fits no worker of its model.
+
+        Drained workers do not count: they may never take requests again.
+        """
+        kinds = [kind for kind in self._backlog.kinds if kind.embeds or not request.pooling]
+        if not kinds:
+            return "the served model makes no embeddings; use one that does"
+        longest = max(kind.max_model_len for kind in kinds)
+        return f"the prompt has {len(request.tokens)} tokens, the served model takes at most {longest - 1}; shorten it"
+
+
+def grammars_to_compile(worker: Worker, backlog: Backlog) -> list[Request]:
+    """Choose requests whose grammars the worker has to compile next, and record that it is asked for them."""
+    wanted = []
+    while (request := backlog.next_grammar(worker)) is not None and worker.grammars.ask(request.grammar_key):
+        backlog.compiling(request.grammar_key, worker)
+        wanted.append(request)
+    return wanted
+
+
+def _requeue_if_late(request: Request, backlog: Backlog, now: float) -> bool:
+    """Requeue a request that has missed its target; return whether it had one.
+
+    It then counts as a request without a target, so others may overtake it.
+    """
+    if request.latest_start is None or now <= request.latest_start:
+        return False
+    request.latest_start = None
+    backlog.put_back(request)
+    return True
+
+
+def admission_bytes(request: Request, block_size: int) -> int:
+    """Return an upper bound of the bytes that the request's admission takes in the frame of a plan."""
+    num_tokens = len(request.tokens)
+    columns = TOKEN_BYTES * (num_tokens - (-num_tokens // block_size))
+    return _OVERHEAD + columns + len(request.sampling) + len(request.grammar) + 4 * len(request.request_id)
+
+
+def victims_for_urgent(
+    worker: Worker, backlog: Backlog, placement: Placement | None, tenants: Tenants, config: CoreConfig, now: float
+) -> list[int]:
+    """Choose the rows to preempt so that the next waiting request fits; empty if too few rank far enough behind it."""
+    preempts = config.policy_preemption != "off" and config.capacity != "guaranteed_no_evict"
+    if not preempts or worker.draining or not backlog.num_ready or backlog.num_assigned(worker):
+        return []
+    policies = {config.policy, *(each.policy for each in config.classes.values())}
+    if policies.isdisjoint(PREEMPTIVE_POLICIES):
+        return []
+    request = backlog.take(worker, worker.cached_tokens)
+    if request is None or _requeue_if_late(request, backlog, now):
+        return []
+    backlog.put_back(request)
+    if config.policy_of(request.request_class) not in PREEMPTIVE_POLICIES:
+        return []
+    rows, pool = worker.rows, worker.pool
+    need_row = rows.num_running >= min(config.max_num_seqs, rows.max_rows)
+    num_blocks = -(-len(request.tokens) // rows.block_size)
+    # Retired blocks become available without a preemption, as soon as the answer arrives.
+    need_blocks = max(0, num_blocks + worker.capacity.reserve(rows) - pool.num_available - pool.num_retired)
+    may_run = worker.grammars.is_ready(request.grammar_key) and tenants.may_run(request, now)
+    if request.unsettled or not (need_row or need_blocks) or not may_run:
+        return []
+    if placement is not None and placement.with_room(worker, request, assign=False) is not None:
+        return []
+    behind = backlog.policy.rank(request) + config.preempt_threshold
+    has_progress = rows.committed - rows.num_prompt > rows.preempted_at
+    may_pause = np.flatnonzero((rows.state == DECODE) & (rows.rank > behind) & has_progress)
+    if config.classes:
+        others = [rows.requests[row] for row in may_pause.tolist()]
+        same = [config.same_class(request.request_class, other.request_class) for other in others if other is not None]
+        may_pause = may_pause[np.array(same, np.bool_)]
+    return choose_victims(
+        Candidates(
+            rows=may_pause,
+            ranks=rows.rank[may_pause],
+            sequences=rows.sequence[may_pause],
+            num_blocks=rows.capacity[may_pause] // rows.block_size,
+            num_computed=rows.committed[may_pause],
+        ),
+        need_blocks=need_blocks,
+        rule=config.victim_rule,
+        threshold=config.preempt_threshold,
+    )

@@ -1,0 +1,104 @@
+"""Blocks for rows that continue to decode, and preemption when no block is free.
+
+If blocks are only waiting for an answer, rows wait for them. If none are coming, the request that ranks last under the
+policy is preempted. It releases its blocks, keeps its tokens and its place in the queue, and continues later.
+"""
+
+import numpy as np
+
+from scheduler_svc.core.interface.arrays import IndexArray, where
+from scheduler_svc.core.interface.plan import BlockCopy
+from scheduler_svc.core.queueing.forecast import Forecast
+from scheduler_svc.core.requests.request import Request
+from scheduler_svc.core.workers.rows import DECODE, FREE
+from scheduler_svc.core.workers.worker import Worker
+
+
+class BlockAllocation:
+    """The blocks that one plan appends, and the rows that it preempts."""
+
+    def __init__(self, worker: Worker, forecast: Forecast) -> None:
+        self._worker = worker
+        self._rows = worker.rows
+        self._pool = worker.pool
+        self._forecast = forecast
+        self.appended_rows: list[IndexArray] = []
+        self.appended_blocks: list[IndexArray] = []
+        """One block for each of the rows."""
+        self.swap_outs: list[BlockCopy] = []
+        self.preempted: list[Request] = []
+        self.out_of_memory = False
+        """Whether a row needed a block when none was free and none was about to become free."""
+
+    def append(self, rows: IndexArray) -> None:
+        """Give one block to each of the rows; the caller has checked that enough are free."""
+        blocks = self._pool.take(len(rows))
+        self._rows.grow(rows, blocks)
+        self._worker.capacity.grew(len(rows))
+        self.appended_rows.append(rows)
+        self.appended_blocks.append(blocks)
+
+    def append_by_rank(self, rows: IndexArray) -> None:
+        """Give one block to each of the rows, and preempt others where needed.
+
+        Rows are handled in order of rank, so a row that got a block here is never a later row's victim. Less urgent
+        rows may get no block, or be preempted.
+        """
+        rows = rows[np.lexsort((self._rows.sequence[rows], self._rows.rank[rows]))]
+        for index, row in enumerate(rows.tolist()):
+            if self._rows.state[row] == DECODE and self._make_room_for(row):
+                self.append(rows[index : index + 1])
+
+    def preempt(self, row: int) -> None:
+        """Preempt a row; move its KV to the host if that is cheaper than computing it again."""
+        worker, rows = self._worker, self._rows
+        num_computed = rows.num_computed(row)
+        num_blocks = -(-num_computed // rows.block_size)
+        request = rows.requests[row]
+        assert request is not None
+        recompute_s = self._forecast.prefill_token_s() * num_computed
+        # KV of an unfinished prompt may come from a row that is about to fail; no sampled token has proven it.
+        may_swap = rows.state.item(row) == DECODE and not request.starts_over
+        if may_swap and worker.swap.is_cheaper(num_blocks=num_blocks, recompute_s=recompute_s):
+            request, copy = worker.swap_out(row)
+            self.swap_outs.append(copy)
+        else:
+            request = worker.preempt(row)
+        request.preempted_at = request.num_generated
+        self.preempted.append(request)
+        worker.counters.preemptions += 1
+
+    def _make_room_for(self, row: int) -> bool:
+        """Make a block available for `row`.
+
+        Returns:
+            False if `row` must wait for answers or was preempted itself.
+        """
+        while not self._pool.num_available:
+            if self._pool.num_retired:
+                return False
+            self.out_of_memory = True
+            victim = self._victim_for(row)
+            if victim is None:
+                return False
+            cost = self._forecast.recompute_steps(self._rows.num_computed(victim), self._rows.num_running)
+            self._worker.capacity.preempted(cost)
+            self.preempt(victim)
+            if victim == row:
+                return False
+        return True
+
+    def _victim_for(self, row: int) -> int | None:
+        """Return the row to preempt so that `row` gets a block, or None.
+
+        Candidates are `row` itself and the rows behind it in rank; the last in rank is chosen. A row can be preempted
+        again only after it has generated a token since its last preemption. If there is no candidate, `row` waits. That
+        happens only while steps are in flight, because every admitted row has the blocks for its next token.
+        """
+        rows = self._rows
+        behind = (rows.rank > rows.rank[row]) | ((rows.rank == rows.rank[row]) & (rows.sequence >= rows.sequence[row]))
+        has_progress = rows.committed - rows.num_prompt > rows.preempted_at
+        candidates = where((rows.state != FREE) & behind & has_progress)
+        if not len(candidates):
+            return None
+        return int(candidates[np.lexsort((rows.sequence[candidates], rows.rank[candidates]))[-1]])

@@ -1,0 +1,430 @@
+"""Planner of the next step of one worker.
+
+A step has one token budget (Sarathi-Serve, OSDI 2024), spent in this order:
+
+* Every decode row that can continue gets one token.
+* Prompts under way get chunks (`chunks`), in order of arrival.
+* Waiting requests are admitted while rows, blocks and budget last (iteration-level batching, Orca, OSDI 2022).
+
+There are no phases: chunks of one prompt and decodes of other rows share a step.
+
+A decode row is *held out* of a step when its reader's credit is used up, or when it needs a block and none is free
+(`growth`). Holding out is not a failure: the row continues later.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from scheduler_svc.core.interface.arrays import NO_INDICES, ONE, IndexArray, any_of, where
+from scheduler_svc.core.interface.config import CoreConfig
+from scheduler_svc.core.interface.plan import BlockCopy, Plan, RowAdmission
+from scheduler_svc.core.interface.records import Pooling
+from scheduler_svc.core.planning.batch_selection import Admission, Refusal, victims_for_urgent
+from scheduler_svc.core.planning.block_allocation import BlockAllocation
+from scheduler_svc.core.queueing.backlog import Backlog
+from scheduler_svc.core.queueing.forecast import Forecast
+from scheduler_svc.core.queueing.placement import Placement, Room
+from scheduler_svc.core.queueing.tenants import Tenants
+from scheduler_svc.core.requests.request import Request, RequestState, as_column
+from scheduler_svc.core.workers.chunks import chunk_cost, longest_chunk
+from scheduler_svc.core.workers.rows import DECODE
+from scheduler_svc.core.workers.worker import StepInFlight, Trial, Worker
+from shared.frames import MAX_STEP_VECTOR_BYTES
+
+_FLOAT_BYTES = 4
+"""Bytes of one element of an embedding."""
+
+
+@dataclass(slots=True)
+class Outcome:
+    """Result of planning: the plan, if there is one, and the changes for the requests."""
+
+    plan: Plan | None
+    admitted: list[tuple[Request, int]]
+    """Admitted requests with their rows."""
+    preempted: list[Request]
+    refused: list[Refusal]
+    ending: list[int]
+    """Rows whose last step was planned; `Scheduler.tidy` vacates them after the plan was sent."""
+    starved: list[Request]
+    """Waiting requests whose readers have lost their credit."""
+    stranded: list[Request]
+    """Waiting requests that no worker of the fleet serves."""
+    wanted: list[Request]
+    """Waiting requests whose grammar the worker has to compile."""
+
+
+class Planner:
+    """Planner of one step of one worker; use one object for one call of `run`."""
+
+    def __init__(
+        self,
+        worker: Worker,
+        backlog: Backlog,
+        placement: Placement | None,
+        tenants: Tenants,
+        forecast: Forecast,
+        config: CoreConfig,
+        frontends: dict[bytes, int],
+        now: float,
+    ) -> None:
+        self._worker = worker
+        self._rows = worker.rows
+        self._pool = worker.pool
+        self._backlog = backlog
+        self._policy = backlog.policy
+        self._placement = placement
+        self._tenants = tenants
+        self._swap_ins: list[BlockCopy] = []
+        self._copy_sources: list[int] = []
+        self._copy_targets: list[int] = []
+        self._config = config
+        self._frontends = frontends
+        self._now = now
+        self._budget = min(config.max_num_batched_tokens, worker.max_tokens_per_step)
+        self._max_chunk = config.long_prefill_token_threshold or self._budget
+        self._max_rows = min(config.max_num_seqs, worker.rows.max_rows)
+        self._allocation = BlockAllocation(worker, forecast)
+        self._chunk_rows: list[int] = []
+        self._chunk_lengths: list[int] = []
+        self._chunks_cost = 0
+        self._vector_bytes = 0
+        """Bytes of the embeddings that the step completes."""
+        self._admissions: list[RowAdmission] = []
+        self._outcome = Outcome(None, [], self._allocation.preempted, [], [], [], [], [])
+
+    def run(self) -> Outcome:
+        """Make the plan, and update rows, pool and queue accordingly."""
+        worker = self._worker
+        worker.judge()
+        if worker.in_flight and worker.in_flight[-1].solo is not None:
+            return self._outcome  # a trial step holds no other request, even after its own request has left
+        if (worker.trial is not None or worker.trial_due) and (worker.in_flight or self._try_suspect()):
+            return self._outcome
+        for row in victims_for_urgent(worker, self._backlog, self._placement, self._tenants, self._config, self._now):
+            self._allocation.preempt(row)
+        decodes = self._schedule_decodes()
+        self._budget -= len(decodes)
+        self._schedule_prefills()
+        if not self._allocation.out_of_memory:
+            worker.capacity.is_growing = bool(len(decodes) or self._chunk_rows or worker.in_flight)
+            self._admit()
+        # A worker without further work still needs a plan that names the rows which have ended.
+        idle_leaves = self._worker.pending_leaves and not self._worker.in_flight
+        if len(decodes) or self._chunk_rows or self._allocation.swap_outs or idle_leaves:
+            self._outcome.plan = self._issue(decodes)
+        elif worker.trial_due and not worker.in_flight:
+            self._try_suspect()
+        return self._outcome
+
+    def _try_suspect(self) -> bool:
+        """Plan a step for a suspect alone; return False if there is no suspect to try."""
+        decodes = self._schedule_trial()
+        if self._worker.trial is None:
+            return False
+        self._outcome.plan = self._issue(decodes)
+        return True
+
+    def _schedule_trial(self) -> IndexArray:
+        """Continue the suspect's trial, or admit the next suspect; return the decode rows of the step."""
+        worker, rows = self._worker, self._rows
+        worker.trial_due = False
+        if worker.trial is None:
+            self._account_service()
+            admission = Admission(worker, self._backlog, self._placement, self._tenants, self._config, self._now)
+            suspect = admission.next_suspect()
+            if suspect is not None:
+                placed = self._place(*suspect)
+                self._admissions.append(placed)
+                request = suspect[0]
+                worker.trial = Trial(request, placed.row, placed.generation)
+            self._close(admission)
+            return NO_INDICES
+        row = worker.trial.row
+        if rows.state[row] != DECODE:
+            self._add_chunk(row)
+            return NO_INDICES
+        alone = np.array([row], np.intp)
+        if rows.length[row] < rows.allowed[row] and rows.length[row] > rows.capacity[row] and self._pool.num_available:
+            self._allocation.append(alone)
+        if rows.length[row] < rows.allowed[row] and rows.length[row] <= rows.capacity[row]:
+            return alone
+        if rows.length[row] >= rows.allowed[row]:
+            worker.suspend_trial()
+        else:
+            worker.end_trial()
+        return NO_INDICES
+
+    def _schedule_decodes(self) -> IndexArray:
+        """Return the decode rows of the step, ascending; give a block to each row that needs one."""
+        rows = self._rows
+        candidates = rows.decoding
+        length = rows.length[candidates]
+        without_credit = length >= rows.allowed[candidates]
+        without_block = length > rows.capacity[candidates]
+        starved = any_of(without_credit)
+        if starved:
+            self._worker.starves = True
+            without_block &= ~without_credit
+        if any_of(without_block):
+            needy = candidates[without_block]
+            if len(needy) > self._pool.num_available:
+                self._allocation.append_by_rank(needy)
+                has_block = (rows.state[candidates] == DECODE) & (length <= rows.capacity[candidates])
+                active: IndexArray = candidates[has_block & ~without_credit]
+                return active
+            self._allocation.append(needy)
+        return candidates[~without_credit] if starved else candidates
+
+    def _schedule_prefills(self) -> None:
+        rows = self._rows
+        for row in self._worker.prefilling:
+            if self._budget == 0:
+                return
+            if rows.length[row] < rows.allowed[row]:
+                self._add_chunk(row)
+
+    def _add_chunk(self, row: int) -> None:
+        computed = self._rows.computed.item(row)
+        break_even = self._worker.model.break_even_context
+        affordable = longest_chunk(self._budget, computed, break_even)
+        chunk = min(self._rows.length.item(row) - computed, affordable, self._max_chunk)
+        if computed + chunk == self._rows.length.item(row) and not self._has_room_for_result(row):
+            chunk -= 1  # the last token waits for a step whose answer has room for the embedding
+            if not chunk:
+                return
+        # If the budget ends the chunk, the rest cannot pay for one more token of this prompt: charge the rest too.
+        cost = self._budget if chunk == affordable else chunk_cost(chunk, computed, break_even)
+        self._chunk_rows.append(row)
+        self._chunk_lengths.append(chunk)
+        self._chunks_cost += cost
+        self._budget -= cost
+        self._worker.publish_blocks(row, computed + chunk)
+
+    def _has_room_for_result(self, row: int) -> bool:
+        """Reserve space in the step's answer for the embedding of a row that pools; return False if it is full."""
+        request = self._rows.requests[row]
+        assert request is not None
+        if request.pooling is Pooling.NONE:
+            return True
+        self._vector_bytes += _FLOAT_BYTES * self._worker.model.hidden_size
+        return self._vector_bytes <= MAX_STEP_VECTOR_BYTES
+
+    def _admit(self) -> None:
+        """Admit waiting requests while the budget lasts."""
+        if not self._backlog.has_for(self._worker):
+            return
+        self._account_service()
+        if not self._worker.draining:
+            self._backlog.prepare(self._worker, max(0, self._max_rows - self._rows.num_running))
+        admission = Admission(self._worker, self._backlog, self._placement, self._tenants, self._config, self._now)
+        while self._budget and (admitted := admission.next()) is not None:
+            self._admissions.append(self._place(*admitted))
+        self._close(admission)
+
+    def _close(self, admission: Admission) -> None:
+        admission.close()
+        self._outcome.refused += admission.refused
+        self._outcome.starved += admission.starved
+        self._outcome.stranded += admission.stranded
+        self._outcome.wanted += admission.wanted
+
+    def _account_service(self) -> None:
+        """Bring the queue's service counts up to date before it chooses."""
+        if not self._policy.accounts_service:
+            return
+        for account, num_tokens in self._rows.charge():
+            self._policy.served(account, output_tokens=num_tokens)
+
+    def _place(self, request: Request, room: Room) -> RowAdmission:
+        self._pool.share(room.cached)
+        num_cached_tokens = len(room.cached) * self._rows.block_size
+        if room.partial is not None:
+            # The plan being made reads this block, so `take` below must not hand it out.
+            source = np.array([room.partial.block], np.intp)
+            worker = self._worker
+            self._pool.read(source, last_step=worker.last_step + 1, answered_step=worker.answered_step)
+            num_cached_tokens += room.partial.num_tokens
+        blocks = self._pool.take(room.num_new)
+        if len(room.cached):
+            blocks = np.concatenate((room.cached, blocks))
+        if room.partial is not None:
+            self._copy_sources.append(room.partial.block)
+            self._copy_targets.append(int(blocks[len(room.cached)]))
+        num_computed = num_cached_tokens
+        if room.swapped is not None:
+            self._swap_ins.append(self._worker.swap.back(room.swapped.host_blocks, blocks))
+            num_computed = room.swapped.num_tokens
+            self._worker.release_swapped(request, last_step=self._worker.last_step + 1)
+        request.limit = min(request.limit, self._worker.max_model_len)
+        row = self._rows.occupy(
+            request,
+            frontend_index=self._frontends[request.key.frontend],
+            blocks=blocks,
+            num_computed=num_computed,
+            num_shared=len(room.cached),
+            rank=self._policy.rank(request),
+        )
+        self._outcome.admitted.append((request, row))
+        self._worker.prefilling.append(row)
+        self._worker.capacity.is_growing = True
+        self._worker.grammars.occupied(request.grammar_key)
+        self._add_chunk(row)
+        request.state = RequestState.RUNNING
+        if request.first_planned is None:
+            request.first_planned = self._now
+        request.attempts += 1
+        request.note(self._now, f"admitted to {self._worker.worker_id} row {row}")
+        self._tenants.started(request, self._now)
+        self._backlog.tenant_changed(request.tenant, self._now)
+        if request.attempts == 1:
+            request.num_cached_prompt_tokens = min(num_cached_tokens, request.num_prompt_tokens)
+            if self._policy.accounts_service and not request.num_generated:
+                uncached = request.num_prompt_tokens - request.num_cached_prompt_tokens
+                self._policy.served(request.account, prompt_tokens=uncached)
+        self._worker.counters.prompt_tokens += len(request.tokens)
+        self._worker.counters.cached_tokens += num_cached_tokens
+        return RowAdmission(
+            row=row,
+            generation=self._rows.generation.item(row),
+            token_ids=as_column(request.tokens),
+            num_prompt_tokens=request.num_prompt_tokens,
+            num_computed_tokens=num_computed,
+            blocks=blocks,
+            sampling=request.sampling,
+            grammar=request.grammar,
+            pooling=request.pooling,
+            request_id=request.request_id,
+            frontend=request.key.frontend,
+            stream=request.key.stream,
+            traceparent=request.traceparent,
+            attempt=request.attempts - 1,
+            queued_since=request.queued_since,
+        )
+
+    def _issue(self, decodes: IndexArray) -> Plan:
+        worker, rows = self._worker, self._rows
+        holds, releases = self._update_held(decodes)
+        # Advance decode rows first: prefill rows become decode rows below.
+        rows.length[decodes] += ONE
+        prefilled, pooled = self._advance_prefills()
+        sampling = decodes
+        if prefilled:
+            sampling = np.concatenate((decodes, np.array(prefilled, np.intp)))
+            sampling.sort()
+        num_tokens = len(decodes) + sum(self._chunk_lengths)
+        cost = len(decodes) + self._chunks_cost
+        leaves = worker.pending_leaves
+        worker.pending_leaves = []
+        worker.last_step += 1
+        worker.last_tokens = num_tokens
+        worker.in_flight.append(
+            StepInFlight(
+                step=worker.last_step,
+                rows=sampling,
+                generations=rows.generation[sampling],
+                prefilled=prefilled,
+                pooled=[(row, int(rows.generation[row])) for row in pooled],
+                num_tokens=num_tokens,
+                num_prefill_tokens=num_tokens - len(decodes),
+                cost=cost,
+                started=self._now,
+                successor_due=self._now + worker.clock.lead(cost),
+                # Rows that decoded before and are not released in this step could continue in any case.
+                goes_on=bool(worker.in_flight) or len(decodes) > len(releases),
+                chunk_rows=self._chunk_rows,
+                chunk_generations=rows.generation[self._chunk_rows],
+                solo=worker.trial.request if worker.trial is not None else None,
+                copy_ids=[copy.copy_id for copy in self._allocation.swap_outs + self._swap_ins],
+                allowance=worker.clock.deadline(cost),
+            )
+        )
+        worker.counters.steps += 1
+        worker.capacity.step_planned()
+        worker.counters.scheduled_tokens += num_tokens
+        plan = Plan(
+            worker=worker.peer,
+            epoch=worker.epoch,
+            step=worker.last_step,
+            leaves=_indices(leaves),
+            admissions=tuple(self._admissions),
+            append_rows=_joined(self._allocation.appended_rows),
+            append_blocks=_joined(self._allocation.appended_blocks),
+            chunk_rows=_indices(self._chunk_rows),
+            chunk_lengths=_indices(self._chunk_lengths),
+            holds=holds,
+            releases=releases,
+            swap_outs=tuple(self._allocation.swap_outs),
+            swap_ins=tuple(self._swap_ins),
+            copy_sources=_indices(self._copy_sources),
+            copy_targets=_indices(self._copy_targets),
+            num_decodes=len(decodes),
+            num_tokens=num_tokens,
+            traced_rows=self._traced() if rows.traced else (),
+        )
+        at_limit = rows.length[sampling] >= rows.limit[sampling]
+        self._outcome.ending += (sampling[at_limit].tolist() if any_of(at_limit) else []) + pooled
+        return plan
+
+    def _update_held(self, decodes: IndexArray) -> tuple[IndexArray, IndexArray]:
+        """Return the rows that become held out with this step, and the rows that are released."""
+        rows = self._rows
+        if len(decodes) == len(rows.decoding) and not any_of(rows.held):
+            return NO_INDICES, NO_INDICES
+        held = rows.state == DECODE
+        held[decodes] = False
+        changed = held != rows.held
+        if not any_of(changed):
+            return NO_INDICES, NO_INDICES
+        rows.held = held
+        return (
+            where(changed & held),
+            where(changed & ~held),
+        )
+
+    def _advance_prefills(self) -> tuple[list[int], list[int]]:
+        """Count the chunks as computed, and return the rows whose prompt is complete.
+
+        Returns:
+            rows that have become decode rows, and rows that pool and have ended.
+        """
+        rows = self._rows
+        prefilled: list[int] = []
+        pooled: list[int] = []
+        for row, chunk in zip(self._chunk_rows, self._chunk_lengths, strict=True):
+            computed = rows.computed.item(row) + chunk
+            rows.computed[row] = computed
+            if computed < rows.length.item(row):
+                continue
+            request = rows.requests[row]
+            assert request is not None
+            if request.pooling is not Pooling.NONE:
+                pooled.append(row)
+                continue
+            rows.start_decoding(row)
+            self._worker.prefilling.remove(row)
+            prefilled.append(row)
+        return prefilled, pooled
+
+    def _traced(self) -> tuple[tuple[bytes, int], ...]:
+        """Return the traced requests of the step, as (front end, stream)."""
+        rows = self._rows
+        traced = []
+        for row in sorted(rows.traced):
+            request = rows.requests[row]
+            assert request is not None
+            decodes = rows.state.item(row) == DECODE and not rows.held.item(row)
+            if decodes or row in self._chunk_rows:
+                traced.append(request.key)
+        return tuple(traced)
+
+
+def _indices(numbers: list[int]) -> IndexArray:
+    return np.array(numbers, np.intp) if numbers else NO_INDICES
+
+
+def _joined(parts: list[IndexArray]) -> IndexArray:
+    if len(parts) == 1:
+        return parts[0]
+    return np.concatenate(parts) if parts else NO_INDICES

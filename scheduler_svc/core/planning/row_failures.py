@@ -1,0 +1,130 @@
+"""The meaning of failed rows: which requests end, which are computed again, and which KV is invalid.
+
+Most failures concern one request only: its constraints leave no token, or its grammar cannot be followed. The request
+ends. Its KV is valid, and no other request is touched.
+
+Logits that are not finite come from KV that is not finite, which other requests may share. `judge` looks at all such
+failures of one answer together, in one pass over the rows and their blocks:
+
+* A block is *sound* if a row that holds it got a token in the same step, because the token was computed from it.
+* A block that is not sound is *invalid* if a failed request has written it. It is also invalid if two failed requests
+  have read it and nothing else explains their failures; the first one, perhaps in an earlier step, puts it in *doubt*.
+* Invalid blocks leave the prefix cache. A request that shares one is computed again, whether it has failed or not.
+* A failed request that has read other blocks which are not sound is computed again, too, and shares nothing then.
+* Any other failed request has failed by its own KV. It is at fault and ends.
+
+Consequences: a request that fails by itself ends at its second attempt at the latest, and its neighbours continue to
+decode. A wrong block leaves the cache after at most two readers, even if its writer ended long ago. A request loses
+shared KV at most `MAX_LOST_PREFIXES` times. Then it shares nothing, so no other request can invalidate its KV.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from scheduler_svc.core.interface.arrays import NO_INDICES, BoolArray, IndexArray, any_of, where
+from scheduler_svc.core.interface.events import FailedRow, FailureKind
+from scheduler_svc.core.interface.records import EndReason
+from scheduler_svc.core.requests.request import Request
+from scheduler_svc.core.workers.rows import FREE
+from scheduler_svc.core.workers.worker import Worker
+
+MAX_LOST_PREFIXES = 2
+"""Number of times that a request may lose shared KV before it shares no more."""
+
+END_REASONS = {
+    FailureKind.NOT_FINITE: EndReason.ROW_FAILED,
+    FailureKind.NO_TOKEN_ALLOWED: EndReason.INVALID,
+    FailureKind.GRAMMAR_TOO_COSTLY: EndReason.INVALID,
+    FailureKind.INTERNAL: EndReason.ROW_FAILED,
+}
+"""End reason of a request per kind of failure."""
+
+
+@dataclass(frozen=True, slots=True)
+class FailedRequest:
+    """A request whose row failed."""
+
+    request: Request
+    failure: FailedRow
+    blocks: IndexArray
+    """Its block table, `[num_blocks]`."""
+    num_shared: int
+    """Number of leading blocks that other requests have written."""
+    in_row: bool
+    """Whether it still has the row."""
+
+
+@dataclass(slots=True)
+class Verdict:
+    """The consequences of the failures in one answer."""
+
+    ends: list[FailedRequest]
+    """Failed requests that end."""
+    again: list[FailedRequest] = field(default_factory=list)
+    """Failed requests that have read invalid blocks: they are computed again."""
+    alone: list[FailedRequest] = field(default_factory=list)
+    """Failed requests that have read blocks which are neither sound nor invalid.
+
+    They are computed again and share nothing.
+    """
+    sharers: list[int] = field(default_factory=list)
+    """Rows that have not failed and share invalid blocks: their requests are computed again."""
+    invalid: IndexArray = field(default_factory=lambda: NO_INDICES)
+    """Blocks that must leave the prefix cache, once all of these requests have left their rows."""
+    in_doubt: IndexArray = field(default_factory=lambda: NO_INDICES)
+    """Blocks that a failed request has read, to be doubted from now on."""
+
+
+def judge(worker: Worker, failed: Sequence[FailedRequest], healthy: IndexArray) -> Verdict:
+    """Return the consequences of the failures in one answer; change nothing.
+
+    Args:
+        worker: the worker that gave the answer.
+        failed: the requests whose rows failed in it.
+        healthy: the rows that got a token in it.
+    """
+    rows, cache = worker.rows, worker.pool.cache
+    verdict = Verdict([each for each in failed if each.failure.kind is not FailureKind.NOT_FINITE])
+    nonfinite = [each for each in failed if each.failure.kind is FailureKind.NOT_FINITE]
+    if not nonfinite:
+        return verdict
+    is_sound = np.zeros(worker.pool.num_blocks, np.bool_)
+    for row in healthy.tolist():
+        is_sound[rows.blocks(row)] = True
+    is_invalid = np.zeros(worker.pool.num_blocks, np.bool_)
+    writes = np.concatenate([_without(each.blocks[each.num_shared :], is_sound) for each in nonfinite])
+    is_invalid[writes] = True
+    reads = [_without(each.blocks[: each.num_shared], is_sound) for each in nonfinite]
+    unexplained = [blocks for blocks in reads if not any_of(is_invalid[blocks])]
+    read, num_readers = np.unique(np.concatenate((NO_INDICES, *unexplained)), return_counts=True)
+    read_twice = read[num_readers + cache.doubted[read] > 1]
+    is_invalid[read_twice] = True
+    verdict.invalid = np.concatenate((read_twice, writes))
+    verdict.in_doubt = _without(read, is_invalid)
+    for each, blocks in zip(nonfinite, reads, strict=True):
+        if any_of(is_invalid[blocks]):
+            verdict.again.append(each)
+        elif len(blocks):
+            verdict.alone.append(each)
+        else:
+            verdict.ends.append(each)
+    may_share = (rows.state != FREE) & (rows.shared > 0)
+    may_share[healthy] = False
+    may_share[[each.failure.row for each in nonfinite if each.in_row]] = False
+    verdict.sharers = [
+        row for row in where(may_share).tolist() if any_of(is_invalid[rows.blocks(row)[: rows.shared.item(row)]])
+    ]
+    return verdict
+
+
+def lost_prefix(request: Request, *, alone: bool) -> None:
+    """Record that a request lost shared KV; with `alone`, it shares nothing from now on."""
+    request.lost_prefixes += 1
+    if alone or request.lost_prefixes >= MAX_LOST_PREFIXES:
+        request.computes_whole_prompt = True
+
+
+def _without(blocks: IndexArray, excluded: BoolArray) -> IndexArray:
+    return blocks[~excluded[blocks]]

@@ -1,0 +1,455 @@
+"""Backlog: all waiting requests that have credit, whether they compete for a worker or cannot start yet.
+
+A request *competes* while it may start wherever there is room. It is in a queue of the policy. Usually that is the
+common queue. If only some kinds of workers can serve the request, it is in a queue that the other workers skip. A
+suspect competes for a step of its own (see `quarantine`).
+
+A request that cannot start even with enough room is *held* apart until an event:
+
+* its tenant is at its limit: until the tenant may run more;
+* its grammar is being compiled: until a worker reports it;
+* another request computes its prefix: until that request has advanced.
+
+No plan looks at a held request, and it blocks no other request. A request held for one of the last two reasons still
+counts as waiting for the service that `fair` accounts.
+
+A request that runs better on another worker is *assigned* to it. It waits for that worker's next plan, which takes
+assigned requests first. Requests that the plan does not take compete again.
+"""
+
+import heapq
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator
+from itertools import chain, islice
+
+from scheduler_svc.core.queueing.holding import Holding
+from scheduler_svc.core.queueing.policies import KeyedQueue, Policy, WaitingQueue
+from scheduler_svc.core.queueing.tenants import Tenants
+from scheduler_svc.core.requests.request import Request
+from scheduler_svc.core.workers.worker import Kind, Match, Worker
+from shared.prefix_keys import BlockKey
+
+MAX_PREFIX_WAITS = 256
+"""Maximum number of plans for which a request waits for a prefix that another request computes."""
+MAX_ASSIGNED_S = 0.25
+"""Maximum time that a request waits for the next plan of the worker that it is assigned to, s."""
+_MAX_KEYS = 16
+"""Maximum number of keys of held requests that one plan checks."""
+_REFILL_S = 0.01
+"""Minimum time between two checks of a tenant's token rate, s."""
+
+
+class Backlog:
+    """The waiting requests of one core, without those whose reader has no credit."""
+
+    def __init__(self, policy: Policy, tenants: Tenants) -> None:
+        """Start empty, in the order of `policy`, within the limits of `tenants`."""
+        self.policy = policy
+        self._tenants = tenants
+        self._num_requests = 0
+        self._competing: dict[Request, WaitingQueue | None] = {}
+        """Competing requests with the queue of each; None while an admission considers the request."""
+        self._common = policy.make_queue()
+        self._restricted: dict[tuple[Kind, ...], WaitingQueue] = {}
+        """Queues by the kinds of workers that can serve their requests."""
+        self._suspects = KeyedQueue(policy.rank)
+        self._kinds: tuple[Kind, ...] = ()
+        """Kinds of the workers that take requests."""
+        self._over_quota: Holding[str] = Holding(policy.rank)
+        """Requests by tenant."""
+        self._for_grammar: Holding[bytes] = Holding(policy.rank)
+        """Requests by the key of the grammar."""
+        self._for_prefix: Holding[tuple[Worker, BlockKey]] = Holding(policy.rank)
+        """Requests by the worker that computes the prefix and the key of the block that it computes next."""
+        self._prefixes: dict[Worker, dict[BlockKey, None]] = {}
+        """By worker: the keys that requests wait for there; some keys have no requests left."""
+        self._assigned: Holding[Worker] = Holding(policy.rank)
+        """Requests by worker, until its next plan."""
+        self._assigned_since: dict[Worker, float] = {}
+        """By worker: the time since which requests wait for its plan."""
+        self._compiling: dict[bytes, Worker] = {}
+        """By the key of the grammar: the worker that was asked last and has not reported."""
+        self._turns = _GrammarTurns(self._for_grammar)
+        self._refills: list[tuple[float, str]] = []
+        """A heap of (time, tenant): when the token rate of a tenant with held requests may allow more."""
+        self._refilling: set[str] = set()
+        """The tenants in the heap."""
+
+    def __len__(self) -> int:
+        """Count the requests."""
+        return self._num_requests
+
+    def __contains__(self, request: Request) -> bool:
+        """Return whether the request waits here."""
+        return request in self._competing or any(request in holding for holding in self._holdings())
+
+    def __iter__(self) -> Iterator[Request]:
+        """Iterate over the requests, in no particular order."""
+        return chain(self._competing, *self._holdings())
+
+    @property
+    def num_ready(self) -> int:
+        """Number of requests that may start as soon as there is room."""
+        return len(self._competing) + len(self._assigned)
+
+    @property
+    def may_start(self) -> bool:
+        """Whether a worker may be able to take a request."""
+        return len(self) > len(self._over_quota)
+
+    @property
+    def kinds(self) -> tuple[Kind, ...]:
+        """Kinds of the workers that take requests."""
+        return self._kinds
+
+    def has_for(self, worker: Worker) -> bool:
+        """Return whether a plan for the worker may admit a request."""
+        return (
+            self.num_ready > 0
+            or len(self._for_prefix) > 0
+            or any(
+                worker.grammars.is_ready(key) or self._should_compile(worker, key)
+                for key in islice(self._for_grammar.keys(), _MAX_KEYS)
+            )
+        )
+
+    def can_serve(self, worker: Worker, request: Request) -> bool:
+        """Return whether workers of this kind can serve the request."""
+        return worker.kind.serves(request)
+
+    def is_served(self, request: Request) -> bool:
+        """Return whether a worker that takes requests can serve the request."""
+        return any(kind.serves(request) for kind in self._kinds)
+
+    def num_assigned(self, worker: Worker) -> int:
+        """Count the requests that wait for the worker's next plan."""
+        return self._assigned.count(worker)
+
+    # ---------------------------------------------------------------- coming and going
+
+    def push(self, request: Request, now: float) -> None:
+        """Add a request."""
+        self._num_requests += 1
+        if self._tenants.may_run(request, now):
+            self._enter(request)
+        else:
+            self._hold_for_tenant(request, now)
+
+    def discard(self, request: Request) -> None:
+        """Remove a request that has finished."""
+        self._num_requests -= 1
+        if request in self._over_quota:
+            self._over_quota.discard(request)
+            return
+        if request in self._competing:
+            queue = self._competing.pop(request)
+            if queue is not None:
+                queue.discard(request)
+        else:
+            next(holding for holding in self._holdings() if request in holding).discard(request)
+        self._left(request)
+
+    def withdraw(self, request: Request) -> None:
+        """Remove a request that was taken and is not put back."""
+        self._num_requests -= 1
+        assert self._competing.pop(request) is None
+        self._left(request)
+
+    def tenant_changed(self, tenant: str, now: float) -> None:
+        """Make requests of a tenant compete, as many as the tenant may run now."""
+        if not len(self._over_quota):
+            return
+        while self._over_quota.count(tenant) and self._tenants.may_compete(tenant, now):
+            request = self._over_quota.take(tenant)
+            assert request is not None
+            self._enter(request)
+        self._await_refill(tenant, now)
+
+    def time_passed(self, now: float) -> None:
+        """Make requests compete whose tenant's token rate allows it now."""
+        while self._refills and self._refills[0][0] <= now:
+            _, tenant = heapq.heappop(self._refills)
+            self._refilling.remove(tenant)
+            self.tenant_changed(tenant, now)
+
+    # ---------------------------------------------------------------- one worker's next plan
+
+    def take(self, worker: Worker, cached: Callable[[Request], int]) -> Request | None:
+        """Take out the first request that the worker can serve, or return None.
+
+        Args:
+            worker: a worker for which `prepare` was called for this plan.
+            cached: returns the number of a request's tokens in the worker's prefix cache.
+        """
+        request = self._take_competing(worker, cached)
+        if request is not None:
+            self._competing[request] = None
+        return request
+
+    def take_assigned(self, worker: Worker) -> Request | None:
+        """Take out the first request that is assigned to the worker, or return None."""
+        request = self._assigned.take(worker)
+        if request is not None:
+            self._competing[request] = None
+        return request
+
+    def put_back(self, request: Request) -> None:
+        """Put back a request that was taken; it keeps its place."""
+        self._place(request)
+
+    def prepare(self, worker: Worker, num_free_rows: int) -> None:
+        """Make held requests compete whose grammar or prefix the worker now has."""
+        for key in list(islice(self._for_grammar.keys(), _MAX_KEYS)):
+            # Release only as many as the worker can take: a worker without the grammar would hold them again.
+            if worker.grammars.is_ready(key):
+                self._compete_again(islice(self._for_grammar.release(key), num_free_rows))
+        waited = self._prefixes.get(worker)
+        for key in list(waited) if waited else ():
+            if not worker.pool.cache.is_pending(key):
+                self._prefix_advanced(worker, key)
+
+    def recall(self, worker: Worker) -> None:
+        """Make requests compete again that were assigned to a worker and that its plan did not take."""
+        self._assigned_since.pop(worker, None)
+        self._compete_again(self._assigned.release(worker))
+
+    def recall_late(self, now: float) -> list[Worker]:
+        """Make requests compete again that waited too long for a plan; return the workers that made none."""
+        late = [worker for worker, since in self._assigned_since.items() if now - since > MAX_ASSIGNED_S]
+        for worker in late:
+            self.recall(worker)
+        return late
+
+    def take_suspect(self) -> Request | None:
+        """Take out the first suspect, or return None."""
+        request = self._suspects.pop()
+        if request is not None:
+            self._competing[request] = None
+        return request
+
+    def take_for_prefix_elsewhere(self, worker: Worker, accepts: Callable[[Request, Worker], bool]) -> Request | None:
+        """Take out a request that waits for its prefix on another worker, or return None.
+
+        Args:
+            worker: a worker that has room, and no competing requests left.
+            accepts: returns whether `worker` would serve a request sooner than the other worker.
+        """
+        for key in list(islice(self._for_prefix.keys(), _MAX_KEYS)):
+            request = self._for_prefix.first(key) if key[0] is not worker else None
+            if request is not None and worker.kind.serves(request) and accepts(request, key[0]):
+                self._for_prefix.take(key)
+                self._competing[request] = None
+                return request
+        return None
+
+    # ---------------------------------------------------------------- requests that were taken and cannot start
+
+    def hold_for_tenant(self, request: Request, now: float) -> None:
+        """Hold a request until its tenant may run more."""
+        self.withdraw(request)
+        self._num_requests += 1
+        self._hold_for_tenant(request, now)
+
+    def hold_for_grammar(self, request: Request) -> None:
+        """Hold a request until a worker has compiled its grammar."""
+        del self._competing[request]
+        self._for_grammar.add(request.grammar_key, request)
+        self._turns.add(request)
+
+    def hold_for_prefix(self, request: Request, worker: Worker, key: BlockKey) -> None:
+        """Hold a request until the worker has computed the block with this key."""
+        del self._competing[request]
+        self._for_prefix.add((worker, key), request)
+        self._prefixes.setdefault(worker, {})[key] = None
+
+    def assign(self, request: Request, worker: Worker, now: float) -> None:
+        """Let a request wait for the next plan of a worker."""
+        del self._competing[request]
+        self._assigned_since.setdefault(worker, now)
+        request.num_assigned += 1
+        self._assigned.add(worker, request)
+
+    def next_grammar(self, worker: Worker) -> Request | None:
+        """Return a request whose grammar the worker should compile next; tenants take turns."""
+        return self._turns.next(lambda key: self._should_compile(worker, key))
+
+    def compiling(self, key: bytes, worker: Worker) -> None:
+        """Record that a worker was asked for a grammar."""
+        self._compiling[key] = worker
+
+    # ---------------------------------------------------------------- workers
+
+    def fleet_changed(self, workers: Iterable[Worker]) -> None:
+        """Sort the requests again by the workers that can serve them.
+
+        Args:
+            workers: the workers that take requests.
+        """
+        present = dict.fromkeys(workers)
+        for worker in list(dict.fromkeys(chain(self._prefixes, self._assigned.keys()))):
+            if worker not in present:
+                self._worker_left(worker)
+        # Ask another worker for the grammars that a lost worker was compiling.
+        self._compiling = {key: worker for key, worker in self._compiling.items() if worker in present}
+        for key in list(self._for_grammar.keys()):
+            self._compete_again(self._for_grammar.release(key))
+        kinds = tuple(sorted({worker.kind for worker in present}))
+        if kinds != self._kinds:
+            self._kinds = kinds
+            self._common, self._restricted = self.policy.make_queue(), {}
+            for request, queue in list(self._competing.items()):
+                if queue is not self._suspects:
+                    self._place(request)
+
+    def grammar_reported(self, key: bytes) -> None:
+        """Make the requests compete that wait for this grammar: a worker has compiled it, or cannot."""
+        self._compiling.pop(key, None)
+        self._compete_again(self._for_grammar.release(key))
+
+    def validate(self) -> None:
+        """Check that every request is in one place, and that the queues hold exactly the competing ones."""
+        assert None not in self._competing.values(), "an admission has not put a request back"
+        queues = [self._common, *self._restricted.values(), self._suspects]
+        assert sum(len(queue) for queue in queues) == len(self._competing)
+        assert len(set(self)) == len(list(self)) == self._num_requests, "a request waits twice, or is miscounted"
+
+    # ----------------------------------------------------------------
+
+    def _holdings(
+        self,
+    ) -> tuple[Holding[str], Holding[bytes], Holding[tuple[Worker, BlockKey]], Holding[Worker]]:
+        return self._over_quota, self._for_grammar, self._for_prefix, self._assigned
+
+    def _should_compile(self, worker: Worker, key: bytes) -> bool:
+        return key not in self._compiling and not worker.grammars.is_known(key)
+
+    def _hold_for_tenant(self, request: Request, now: float) -> None:
+        self._over_quota.add(request.tenant, request)
+        self._await_refill(request.tenant, now)
+
+    def _await_refill(self, tenant: str, now: float) -> None:
+        """Schedule a check of a tenant's held requests for the time when its token rate may allow one."""
+        if self._over_quota.count(tenant) and tenant not in self._refilling:
+            refilled = self._tenants.refilled_at(tenant, now)
+            if refilled is not None:
+                heapq.heappush(self._refills, (max(refilled, now + _REFILL_S), tenant))
+                self._refilling.add(tenant)
+
+    def _enter(self, request: Request) -> None:
+        if self.policy.accounts_service:
+            self.policy.enter(request.account)
+        self._tenants.competes(request.tenant, 1)
+        self._place(request)
+
+    def _left(self, request: Request) -> None:
+        if self.policy.accounts_service:
+            self.policy.leave(request.account)
+        self._tenants.competes(request.tenant, -1)
+
+    def _compete_again(self, requests: Iterable[Request]) -> None:
+        for request in requests:
+            self._place(request)
+
+    def _place(self, request: Request) -> None:
+        """Put a request into the queue in which it competes."""
+        queue: WaitingQueue
+        if request.suspect:
+            queue = self._suspects
+        else:
+            able = tuple(kind for kind in self._kinds if kind.serves(request)) if len(self._kinds) > 1 else ()
+            if not able or len(able) == len(self._kinds):
+                queue = self._common
+            else:
+                if able not in self._restricted:
+                    self._restricted[able] = self.policy.make_queue()
+                queue = self._restricted[able]
+        queue.push(request)
+        self._competing[request] = queue
+
+    def _take_competing(self, worker: Worker, cached: Callable[[Request], int]) -> Request | None:
+        if not self._restricted:
+            return self._common.take(cached)
+        kind = worker.kind
+        queues = [self._common, *(queue for kinds, queue in self._restricted.items() if kind in kinds)]
+        first = [(queue, request) for queue in queues if (request := queue.take(cached)) is not None]
+        if not first:
+            return None
+        _, chosen = min(first, key=lambda each: self.policy.place(each[1]))
+        for queue, request in first:
+            if request is not chosen:
+                queue.push(request)
+        return chosen
+
+    def _prefix_advanced(self, worker: Worker, key: BlockKey) -> None:
+        """Release the first request that waits for this block, which was computed or was given up.
+
+        That request looks up the prefix for all others that wait for it.
+        """
+        del self._prefixes[worker][key]
+        first = self._for_prefix.first((worker, key))
+        if first is None:
+            return
+        match = worker.match(first)
+        if waits_for_prefix(worker, first, match):
+            self._for_prefix.rename((worker, key), (worker, match.next_key))
+            self._prefixes[worker][match.next_key] = None
+            return
+        for request in self._for_prefix.release((worker, key)):
+            request.prefix_waits = first.prefix_waits
+            self._place(request)
+
+    def _worker_left(self, worker: Worker) -> None:
+        self.recall(worker)
+        for key in self._prefixes.pop(worker, ()):
+            self._compete_again(self._for_prefix.release((worker, key)))
+
+
+class _GrammarTurns:
+    """Turns of tenants for compilation, however many grammars each of them wants."""
+
+    def __init__(self, waiting: Holding[bytes]) -> None:
+        """Start empty; `waiting` are the requests that wait for a grammar, by its key."""
+        self._waiting = waiting
+        self._keys: OrderedDict[str, dict[bytes, None]] = OrderedDict()
+        """By tenant, in turn: keys of grammars. Some tenants have no requests left."""
+        self._num_keys = 0
+
+    def add(self, request: Request) -> None:
+        """Record that a request waits for its grammar."""
+        keys = self._keys.setdefault(request.tenant, {})
+        self._num_keys += request.grammar_key not in keys
+        keys[request.grammar_key] = None
+        if self._num_keys > 64 + 2 * len(self._waiting):
+            for tenant in list(self._keys):
+                self._drop_unused(tenant, len(self._keys[tenant]))
+
+    def next(self, accepts: Callable[[bytes], bool]) -> Request | None:
+        """Return a request whose grammar `accepts` approves, or None."""
+        for _ in range(min(len(self._keys), _MAX_KEYS)):
+            tenant = next(iter(self._keys))
+            self._keys.move_to_end(tenant)
+            for key in self._drop_unused(tenant, _MAX_KEYS):
+                if accepts(key):
+                    return self._waiting.first(key)
+        return None
+
+    def _drop_unused(self, tenant: str, most: int) -> list[bytes]:
+        """Drop those of a tenant's oldest `most` grammars that no request waits for; return the other ones."""
+        keys, used = self._keys[tenant], []
+        for key in list(islice(keys, most)):
+            if self._waiting.count(key):
+                used.append(key)
+            else:
+                del keys[key]
+                self._num_keys -= 1
+        if not keys:
+            del self._keys[tenant]
+        return used
+
+
+def waits_for_prefix(worker: Worker, request: Request, match: Match) -> bool:
+    """Return whether a request waits for the block after its cached prefix; count how often it does."""
+    if match.swapped is not None or not worker.pool.cache.is_pending(match.next_key):
+        return False
+    request.prefix_waits += 1
+    return request.prefix_waits <= MAX_PREFIX_WAITS

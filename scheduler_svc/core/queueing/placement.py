@@ -1,0 +1,266 @@
+"""Placement: on which worker a waiting request runs.
+
+A worker takes requests from the backlog when its next plan is made. The request goes to another worker if that one has
+room too and would do less work for it.
+
+The cost of a worker is the number of tokens that it has to compute before it can finish the request's prompt:
+
+* the part of the prompt that is not in its prefix cache,
+* the prompts under way there,
+* `DECODE_COST` for every running request.
+
+So a cached prefix attracts requests to its worker until the load there outweighs the saving. That bounds hot spots (the
+cost model of Preble, ICLR 2025, in tokens).
+
+If more requests wait than all other workers have rows for, every row will be taken anyway. Then only prefixes matter.
+"""
+
+from dataclasses import dataclass
+from heapq import heapify, heappop, heappush
+
+import numpy as np
+
+from scheduler_svc.core.interface.arrays import NO_INDICES, IndexArray
+from scheduler_svc.core.memory.partial_blocks import PartialMatch
+from scheduler_svc.core.memory.prefix_directory import PrefixDirectory
+from scheduler_svc.core.memory.swapping import SwappedKV
+from scheduler_svc.core.queueing.backlog import Backlog
+from scheduler_svc.core.requests.request import Request
+from scheduler_svc.core.workers.worker import Match, Worker
+from shared.prefix_keys import KEY_BYTES
+
+DECODE_COST = 32
+"""Delay of a prompt by one running request, in prompt tokens."""
+MAX_ASSIGNED = 4
+"""Number of failed assignments of a request, after which any worker takes it."""
+_MAX_TRIES = 8
+"""Number of the least loaded workers that are checked for room."""
+_NOTHING_CACHED = Match(NO_INDICES)
+
+
+@dataclass(slots=True)
+class Room:
+    """The memory for a request on a worker."""
+
+    cached: IndexArray
+    """Blocks of its prefix that are in the cache."""
+    num_new: int
+    """Number of blocks to take beside them."""
+    partial: PartialMatch | None = None
+    """A block to copy to the first of the new ones."""
+    swapped: SwappedKV | None = None
+    """Its KV in the worker's host memory, to copy to the first of the new blocks."""
+
+
+def find_room(worker: Worker, request: Request, match: Match) -> Room | None:
+    """Return the memory for the request's KV on this worker, or None if it does not fit now."""
+    cached, partial = match.blocks, match.partial
+    block_size = worker.rows.block_size
+    num_new = -(-len(request.tokens) // block_size) - len(cached)
+    worst_blocks = -(-(min(request.limit, worker.max_model_len) - 1) // block_size)
+    # Cached blocks without holders count as available until they are shared or copied from.
+    num_available = worker.pool.num_available - worker.pool.count_idle(cached)
+    num_copied = 0 if partial is None else worker.pool.count_idle(np.array([partial.block], np.intp))
+    fits = partial_fits = worker.capacity.admits(
+        worker.rows, num_new=num_new, worst_blocks=worst_blocks, num_available=num_available
+    )
+    if fits and num_copied:
+        partial_fits = worker.capacity.admits(
+            worker.rows, num_new=num_new, worst_blocks=worst_blocks, num_available=num_available - num_copied
+        )
+    if partial_fits:
+        return Room(cached, num_new, partial, match.swapped)
+    # A partial copy saves little, so do not wait for memory for it.
+    return Room(cached, num_new) if fits else None
+
+
+class Placement:
+    """Loads of the workers that take requests; used only if there are at least two.
+
+    Loads follow events: `changed` marks a worker whose load is computed again before the next use.
+    """
+
+    def __init__(self, backlog: Backlog, directory: PrefixDirectory, max_num_seqs: int) -> None:
+        """Start without workers; a worker uses at most `max_num_seqs` rows."""
+        self._backlog = backlog
+        self._directory = directory
+        self._max_num_seqs = max_num_seqs
+        self._loads: dict[Worker, int] = {}
+        """Work of each worker including assigned requests, tokens."""
+        self._assigned: dict[Worker, int] = {}
+        """Work assigned to each worker since its last plan, tokens."""
+        self._free_rows: dict[Worker, int] = {}
+        self._num_free_rows = 0
+        """Number of free rows of all workers."""
+        self._order: dict[Worker, int] = {}
+        """Order in which the workers joined; breaks ties."""
+        self._num_joined = 0
+        self._by_load: list[tuple[int, int, Worker]] = []
+        """A heap of (load, order, worker) of workers with free rows; entries that differ from `_listed` are stale."""
+        self._listed: dict[Worker, int] = {}
+        """The load of each worker in the heap."""
+        self._by_epoch: dict[int, Worker] = {}
+        self._by_block_size: dict[int, Worker] = {}
+        """One worker per block size: the same tokens have different keys in blocks of another size."""
+        self._changed: dict[Worker, None] = {}
+        self._late: set[Worker] = set()
+        """Workers whose plan is overdue; no request is assigned to them until it is made."""
+
+    def set_fleet(self, workers: list[Worker]) -> None:
+        """Set the workers that take requests."""
+        present = dict.fromkeys(workers)
+        for worker in [worker for worker in self._order if worker not in present]:
+            del self._order[worker]
+            self._assigned.pop(worker, None)
+            self._changed.pop(worker, None)
+            self._loads.pop(worker, None)
+            self._listed.pop(worker, None)
+            self._late.discard(worker)
+            self._num_free_rows -= self._free_rows.pop(worker, 0)
+        for worker in workers:
+            if worker not in self._order:
+                self._num_joined += 1
+                self._order[worker] = self._num_joined
+                self._changed[worker] = None
+        self._by_epoch = {worker.epoch: worker for worker in workers}
+        self._by_block_size = {worker.rows.block_size: worker for worker in workers}
+
+    def changed(self, worker: Worker) -> None:
+        """Mark a worker's load as changed."""
+        if worker in self._order:
+            self._changed[worker] = None
+
+    def planned(self, worker: Worker) -> None:
+        """Record that a plan was made for a worker; it has no assigned requests any more."""
+        self._assigned.pop(worker, None)
+        self._late.discard(worker)
+        self.changed(worker)
+
+    def late(self, worker: Worker) -> None:
+        """Record that a worker's plan is overdue."""
+        self._assigned.pop(worker, None)
+        self._late.add(worker)
+        self.changed(worker)
+
+    def cost(self, worker: Worker, request: Request) -> int:
+        """Return the tokens that a worker has to compute before it can finish the request's prompt."""
+        return _load(worker) + len(request.tokens) - worker.cached_tokens(request)
+
+    def better_than(self, worker: Worker, load: int, request: Request, num_cached: int) -> Worker | None:
+        """Return another worker that has room for the request and would do less work for it, or None.
+
+        Args:
+            worker: a worker with room for the request.
+            load: its load including the admissions of the plan being made, tokens.
+            request: a request that this worker has just taken from the backlog.
+            num_cached: the number of its tokens that are cached on this worker.
+        """
+        self._update()
+        num_tokens = len(request.tokens)
+        cost, chosen = load + num_tokens - num_cached, None
+        for other in self._with_prefix(worker, request):
+            match = other.match(request)
+            other_cost = self._loads[other] + num_tokens - other.num_cached(match)
+            if other_cost < cost and self._may_take(other, request) and _has_room(other, request, match):
+                cost, chosen = other_cost, other
+        num_free_rows = self._num_free_rows - self._free_rows.get(worker, 0)
+        if self._backlog.num_ready <= num_free_rows:
+            least_loaded = self._least_loaded(worker, request, cost - num_tokens)
+            if least_loaded is not None:
+                cost, chosen = self._loads[least_loaded] + num_tokens, least_loaded
+        if chosen is not None:
+            self._assign(chosen, cost - self._loads[chosen] + DECODE_COST)
+        return chosen
+
+    def load(self, worker: Worker) -> int:
+        """Return the worker's load in tokens."""
+        return _load(worker)
+
+    def with_room(self, worker: Worker, request: Request, *, assign: bool = True) -> Worker | None:
+        """Return the least loaded other worker that has room for the request and its grammar, or None.
+
+        Args:
+            worker: a worker that cannot take the request.
+            request: a request that this worker has just taken from the backlog.
+            assign: whether to assign the request to the other worker.
+        """
+        self._update()
+        found = self._least_loaded(worker, request, None)
+        if found is not None and assign:
+            self._assign(found, len(request.tokens) + DECODE_COST)
+        return found
+
+    def _assign(self, worker: Worker, tokens: int) -> None:
+        self._assigned[worker] = self._assigned.get(worker, 0) + tokens
+        self._free_rows[worker] -= 1
+        self._num_free_rows -= 1
+        self._loads[worker] += tokens
+        self._list(worker)
+
+    def _update(self) -> None:
+        for worker in self._changed:
+            free = min(self._max_num_seqs, worker.rows.max_rows) - worker.rows.num_running
+            free = 0 if worker in self._late else max(0, free - self._backlog.num_assigned(worker))
+            self._num_free_rows += free - self._free_rows.get(worker, 0)
+            self._free_rows[worker] = free
+            self._loads[worker] = _load(worker) + self._assigned.get(worker, 0)
+            self._list(worker)
+        self._changed.clear()
+
+    def _list(self, worker: Worker) -> None:
+        """Put a worker with free rows into the heap, with its present load."""
+        load = self._loads[worker]
+        if self._free_rows[worker] and self._listed.get(worker) != load:
+            self._listed[worker] = load
+            heappush(self._by_load, (load, self._order[worker], worker))
+            if len(self._by_load) > 64 + 4 * len(self._order):
+                self._by_load = [(load, self._order[each], each) for each, load in self._listed.items()]
+                heapify(self._by_load)
+
+    def _may_take(self, worker: Worker, request: Request) -> bool:
+        return bool(
+            self._free_rows[worker]
+            and len(request.tokens) < worker.max_model_len
+            and (worker.model.hidden_size or not request.pooling)
+            and worker.grammars.is_ready(request.grammar_key)
+        )
+
+    def _with_prefix(self, worker: Worker, request: Request) -> list[Worker]:
+        """Return the other workers with a full block of the request's prefix or with its swapped KV.
+
+        Partial blocks save too little to count.
+        """
+        epochs: list[int] = [] if request.swapped is None else [request.swapped.epoch]
+        for other in self._by_block_size.values():
+            epochs += self._directory.epochs(other.shareable_keys(request)[:KEY_BYTES])
+        return [self._by_epoch[epoch] for epoch in epochs if epoch in self._by_epoch and epoch != worker.epoch]
+
+    def _least_loaded(self, worker: Worker, request: Request, bound: int | None) -> Worker | None:
+        """Return the least loaded other worker that can take the request, if its load is below `bound`.
+
+        Only the first few are checked for room: if they have none, others rarely have.
+        """
+        heap, found = self._by_load, None
+        passed: list[tuple[int, int, Worker]] = []
+        while heap and (bound is None or heap[0][0] < bound) and len(passed) < _MAX_TRIES:
+            load, _, other = heap[0]
+            if self._listed.get(other) != load or not self._free_rows[other]:
+                heappop(heap)
+                if self._listed.get(other) == load:
+                    del self._listed[other]
+            elif other is not worker and self._may_take(other, request) and _has_room(other, request, _NOTHING_CACHED):
+                found = other
+                break
+            else:
+                passed.append(heappop(heap))
+        for entry in passed:
+            heappush(heap, entry)
+        return found
+
+
+def _has_room(worker: Worker, request: Request, match: Match) -> bool:
+    return find_room(worker, request, match) is not None
+
+
+def _load(worker: Worker) -> int:
+    return worker.prefill_backlog() + DECODE_COST * worker.rows.num_running

@@ -1,0 +1,369 @@
+"""Policies: the orders in which waiting requests are admitted.
+
+A `Policy` defines an order and keeps the state that the order needs, such as the service of each tenant. It makes
+queues. All queues of a policy share its state and have none of their own. `take` returns the first request of a queue.
+A request that cannot start is put back with `push` and keeps its place.
+
+A request that ends while it waits stays in the heap until later. When half of a heap consists of such entries it is
+rebuilt, so memory follows the number of live requests.
+
+Most policies are a *key*: seconds per request, fixed when it is queued, smallest first. Ties go by order of arrival.
+Ageing then needs no clock: an order by "arrival minus a bonus" equals one by "bonus plus time waited" at every moment.
+So no request starves: only requests that arrive within its key's advantage can overtake it.
+
+| policy | key | overtaken only by requests that arrive at most |
+|---|---|---|
+| fcfs | order of arrival | 0 s later |
+| priority | arrival - priority x `AGEING_S` | (their priority - its own) x `AGEING_S` later |
+| sjf | arrival + `SJF_S_PER_TOKEN` x expected tokens | `SJF_S_PER_TOKEN` x its expected tokens later |
+| edf | latest start that still meets the deadline | its slack later; without one, or once missed, `EDF_SLACK_S` later |
+
+`fair` (virtual token counter, Sheng et al., OSDI 2024) serves the tenant with the least service. `lpm` (longest prefix
+match, SGLang) ranks a window of the oldest requests by their cached tokens. If request classes are configured, each
+class has a policy of its own, and the classes take turns as tenants do under `fair`.
+"""
+
+import bisect
+import heapq
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+
+from scheduler_svc.core.interface.config import RequestClass
+from scheduler_svc.core.queueing.service_ledger import ServiceLedger
+from scheduler_svc.core.requests.accounts import Account
+from scheduler_svc.core.requests.request import Request, RequestState
+
+AGEING_S = 10.0
+"""Waiting time that weighs as much as one level of priority, s."""
+SJF_S_PER_TOKEN = 0.05
+"""Later arrival that weighs as much as one expected output token, s."""
+EDF_SLACK_S = 60.0
+"""Slack of a request without a deadline: it counts as one that must start this long after its arrival, s."""
+
+_FEW_GONE = 16
+"""So many entries of finished requests are left in a queue; they keep the tokens of those requests."""
+
+CachedTokens = Callable[[Request], int]
+Place = tuple[float | str, ...]
+"""Place of a request among the first ones of several queues of one policy; smallest first."""
+
+
+class WaitingQueue(ABC):
+    """Requests in the order of a policy; each request at most once."""
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """Count the live requests in the queue."""
+
+    @abstractmethod
+    def push(self, request: Request) -> None:
+        """Add a request, or put one back; the policy determines its place."""
+
+    @abstractmethod
+    def take(self, cached: CachedTokens) -> Request | None:
+        """Take out the first request, or return None.
+
+        Args:
+            cached: returns the number of a request's tokens in the prefix cache of the worker that will run it.
+        """
+
+    @abstractmethod
+    def discard(self, request: Request) -> None:
+        """Remove a request that has finished."""
+
+
+class Policy(ABC):
+    """An order of admission, with the state that it needs."""
+
+    accounts_service = False
+    """Whether `served` must be called with every token before `take`; if False, no call is needed."""
+
+    @abstractmethod
+    def make_queue(self) -> WaitingQueue:
+        """Make an empty queue."""
+
+    @abstractmethod
+    def rank(self, request: Request) -> float:
+        """Return the urgency of a request, smaller is more urgent; the last one is preempted when memory runs out."""
+
+    @abstractmethod
+    def place(self, request: Request) -> Place:
+        """Return the request's place among the first requests of this policy's queues."""
+
+    def enter(self, account: Account) -> None:
+        """Count one more waiting request of the account."""
+        return
+
+    def leave(self, account: Account) -> None:
+        """Subtract one waiting request of the account."""
+        return
+
+    def served(self, account: Account, *, prompt_tokens: int = 0, output_tokens: int = 0) -> None:
+        """Count tokens that were computed for the account."""
+        return
+
+
+class KeyedPolicy(Policy):
+    """An order by one key per request; ties go by order of arrival."""
+
+    def __init__(self, key: Callable[[Request], float]) -> None:
+        self._key = key
+
+    def make_queue(self) -> WaitingQueue:
+        return KeyedQueue(self._key)
+
+    def rank(self, request: Request) -> float:
+        return self._key(request)
+
+    def place(self, request: Request) -> Place:
+        return (self._key(request), request.sequence)
+
+
+class KeyedQueue(WaitingQueue):
+    """A heap ordered by one key per request; ties go by order of arrival."""
+
+    def __init__(self, key: Callable[[Request], float]) -> None:
+        self._key = key
+        self._heap: list[tuple[float, int, Request]] = []
+        self._num_gone = 0
+
+    def __len__(self) -> int:
+        return len(self._heap) - self._num_gone
+
+    def push(self, request: Request) -> None:
+        heapq.heappush(self._heap, (self._key(request), request.sequence, request))
+
+    def take(self, cached: CachedTokens) -> Request | None:
+        return self.pop()
+
+    def first(self) -> Request | None:
+        """Return the first request, or None."""
+        while self._heap:
+            request = self._heap[0][2]
+            if request.state is not RequestState.FINISHED:
+                return request
+            heapq.heappop(self._heap)
+            self._num_gone -= 1
+        return None
+
+    def pop(self) -> Request | None:
+        """Take out the first request, or return None."""
+        request = self.first()
+        if request is not None:
+            heapq.heappop(self._heap)
+        return request
+
+    def discard(self, request: Request) -> None:
+        self._num_gone += 1
+        if self._num_gone == len(self._heap):
+            self._heap.clear()
+            self._num_gone = 0
+        elif self._num_gone > _FEW_GONE and self._num_gone * 2 > len(self._heap):
+            self._heap = [entry for entry in self._heap if entry[2].state is not RequestState.FINISHED]
+            heapq.heapify(self._heap)
+            self._num_gone = 0
+
+
+class FairPolicy(Policy):
+    """Turns of groups: the group with the least service per weight is next.
+
+    Service is counted in tokens as they are computed: `INPUT_WEIGHT` per prompt token and `OUTPUT_WEIGHT` per generated
+    token. Between two groups that wait all the time, service per weight differs by at most 2 x max(INPUT_WEIGHT x
+    longest prompt, OUTPUT_WEIGHT x tokens that fit into the KV cache). This is theorem 4.4 of Sheng et al.
+    """
+
+    accounts_service = True
+    INPUT_WEIGHT = 1.0
+    OUTPUT_WEIGHT = 2.0
+
+    def __init__(
+        self, group_of: Callable[[Account], str], weights: Mapping[str, float], within: Callable[[str], Policy]
+    ) -> None:
+        """Group accounts by `group_of`; `within` returns the policy of the requests of one group."""
+        self.ledger = ServiceLedger(weights)
+        self.group_of = group_of
+        self.within = within
+
+    def make_queue(self) -> WaitingQueue:
+        return FairQueue(self)
+
+    def rank(self, request: Request) -> float:
+        return self.within(self.group_of(request.account)).rank(request)
+
+    def place(self, request: Request) -> Place:
+        group = self.group_of(request.account)
+        return (self.ledger.service(group), group, *self.within(group).place(request))
+
+    def enter(self, account: Account) -> None:
+        group = self.group_of(account)
+        self.ledger.enter(group)
+        self.within(group).enter(account)
+
+    def leave(self, account: Account) -> None:
+        group = self.group_of(account)
+        self.ledger.leave(group)
+        self.within(group).leave(account)
+
+    def served(self, account: Account, *, prompt_tokens: int = 0, output_tokens: int = 0) -> None:
+        group = self.group_of(account)
+        self.ledger.serve(group, self.INPUT_WEIGHT * prompt_tokens + self.OUTPUT_WEIGHT * output_tokens)
+        self.within(group).served(account, prompt_tokens=prompt_tokens, output_tokens=output_tokens)
+
+
+class FairQueue(WaitingQueue):
+    """One queue per group; the least served group with requests here is next."""
+
+    def __init__(self, policy: FairPolicy) -> None:
+        self._policy = policy
+        self._queues: dict[str, WaitingQueue] = {}
+        """By group, for the groups in the heap; some queues are empty by now."""
+        self._order: list[tuple[float, str]] = []
+        """A heap of (service, group). Service only grows, so an entry is a lower bound of it."""
+        self._num_requests = 0
+
+    def __len__(self) -> int:
+        return self._num_requests
+
+    def push(self, request: Request) -> None:
+        group = self._policy.group_of(request.account)
+        queue = self._queues.get(group)
+        if queue is None:
+            queue = self._queues[group] = self._policy.within(group).make_queue()
+            heapq.heappush(self._order, (self._policy.ledger.service(group), group))
+        queue.push(request)
+        self._num_requests += 1
+
+    def take(self, cached: CachedTokens) -> Request | None:
+        while self._order:
+            bound, group = self._order[0]
+            service = self._policy.ledger.service(group)
+            queue = self._queues[group]
+            if not len(queue):
+                heapq.heappop(self._order)
+                del self._queues[group]
+            elif bound != service:
+                heapq.heapreplace(self._order, (service, group))
+            else:
+                request = queue.take(cached)
+                assert request is not None
+                self._num_requests -= 1
+                return request
+        return None
+
+    def discard(self, request: Request) -> None:
+        self._num_requests -= 1
+        self._queues[self._policy.group_of(request.account)].discard(request)
+        # `take` drops an empty group on its turn. Without a worker, `take` is never called, so drop them here.
+        if len(self._queues) > 64 + 2 * self._num_requests:
+            self._queues = {group: queue for group, queue in self._queues.items() if len(queue)}
+            self._order = [(self._policy.ledger.service(group), group) for group in self._queues]
+            heapq.heapify(self._order)
+
+
+class LongestPrefixPolicy(Policy):
+    """The oldest requests in the order of their cached tokens, most first; see `LongestPrefixQueue`."""
+
+    def make_queue(self) -> WaitingQueue:
+        return LongestPrefixQueue()
+
+    def rank(self, request: Request) -> float:
+        return fcfs_key(request)
+
+    def place(self, request: Request) -> Place:
+        return (request.sequence,)
+
+
+class LongestPrefixQueue(WaitingQueue):
+    """A queue in which, of the `WINDOW` oldest requests, the one with the most cached tokens is next.
+
+    A request that was passed over `MAX_PASSED` times is next, whatever the others have cached. So a request waits for
+    at most MAX_PASSED admissions more than under first come, first served.
+    """
+
+    WINDOW = 64
+    MAX_PASSED = 32
+
+    def __init__(self) -> None:
+        self._rest = KeyedQueue(fcfs_key)
+        self._window: list[Request] = []
+        """The oldest requests, in order of arrival."""
+
+    def __len__(self) -> int:
+        return len(self._rest) + len(self._window)
+
+    def push(self, request: Request) -> None:
+        if self._window and request.sequence < self._window[-1].sequence:
+            bisect.insort(self._window, request, key=lambda each: each.sequence)
+            if len(self._window) > self.WINDOW:
+                self._rest.push(self._window.pop())
+        else:
+            self._rest.push(request)
+
+    def take(self, cached: CachedTokens) -> Request | None:
+        while len(self._window) < self.WINDOW and (following := self._rest.take(cached)) is not None:
+            self._window.append(following)
+        if not self._window:
+            return None
+        if self._window[0].passed_over >= self.MAX_PASSED:
+            chosen = 0
+        else:
+            chosen = max(range(len(self._window)), key=lambda index: (cached(self._window[index]), -index))
+        for request in self._window[:chosen]:
+            request.passed_over += 1
+        return self._window.pop(chosen)
+
+    def discard(self, request: Request) -> None:
+        if request in self._window:
+            self._window.remove(request)
+        else:
+            self._rest.discard(request)
+
+
+def fcfs_key(request: Request) -> float:
+    """Return the key of first come, first served; a preempted request keeps its place."""
+    return request.arrival
+
+
+def priority_key(request: Request) -> float:
+    """Return the key of priority with ageing; higher priority first."""
+    return request.arrival - request.priority * AGEING_S
+
+
+def sjf_key(request: Request) -> float:
+    """Return the key of shortest job first with ageing; tokens that are already generated do not count."""
+    return request.arrival + SJF_S_PER_TOKEN * max(0.0, request.forecast_tokens - request.num_generated)
+
+
+def edf_key(request: Request) -> float:
+    """Return the key of least laxity first: the latest start that still meets the deadline."""
+    if request.latest_start is None:
+        return request.arrival + EDF_SLACK_S
+    return request.latest_start
+
+
+_KEYS = {"fcfs": fcfs_key, "priority": priority_key, "sjf": sjf_key, "edf": edf_key}
+
+
+def make_policy(name: str, tenant_weights: Mapping[str, float], classes: Mapping[str, RequestClass]) -> Policy:
+    """Make a policy by its name, or one of several classes with policies of their own.
+
+    Args:
+        name: one of `POLICIES`. With classes, the policy of requests without a known class.
+        tenant_weights: shares of tenants under `fair`; 1 for tenants that are not named.
+        classes: the request classes by name.
+    """
+    if classes:
+        weights = {name: each.weight for name, each in classes.items()}
+        policies = {"": make_policy(name, tenant_weights, {})}
+        policies |= {name: make_policy(each.policy, tenant_weights, {}) for name, each in classes.items()}
+        return FairPolicy(
+            lambda account: account.request_class if account.request_class in classes else "",
+            weights,
+            policies.__getitem__,
+        )
+    if name == "fair":
+        by_arrival = KeyedPolicy(fcfs_key)
+        return FairPolicy(lambda account: account.tenant, tenant_weights, lambda _: by_arrival)
+    if name == "lpm":
+        return LongestPrefixPolicy()
+    return KeyedPolicy(_KEYS[name])

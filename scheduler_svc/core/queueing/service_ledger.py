@@ -1,0 +1,120 @@
+"""Service ledger: how much service each group of requests has had, and which groups are backlogged.
+
+These are the virtual token counters of VTC (Sheng et al., OSDI 2024). A group is *backlogged* while it has waiting
+requests. A group that becomes backlogged again is lifted to the least served backlogged group. If there is none, it is
+lifted to the group that was backlogged last. So idle time earns no credit. One ledger serves all queues of a policy, so
+a group's service is one number wherever its requests wait.
+"""
+
+import heapq
+from collections.abc import Mapping
+
+
+class ServiceLedger:
+    """Service per weight of all backlogged groups, and of the most served idle groups."""
+
+    MAX_IDLE = 10_000
+    """Number of idle groups whose service is remembered; beyond that, the least served one is forgotten."""
+
+    def __init__(self, weights: Mapping[str, float]) -> None:
+        """Start without groups; `weights` are their shares, 1 for groups that are not named."""
+        self._weights = weights
+        self._service: dict[str, float] = {}
+        self._backlog: dict[str, int] = {}
+        """Waiting requests of each backlogged group."""
+        self._backlogged = _LeastServed()
+        self._idle = _LeastServed()
+        self._last = ""
+        """The group that was backlogged last."""
+        self._last_service = 0.0
+        """The service of that group when its backlog ended."""
+
+    def __len__(self) -> int:
+        """Count the groups whose service is remembered."""
+        return len(self._service)
+
+    def service(self, group: str) -> float:
+        """Return the group's service in tokens per weight."""
+        return self._service.get(group, 0.0)
+
+    def enter(self, group: str) -> None:
+        """Count one more waiting request of the group."""
+        waiting = self._backlog.get(group, 0)
+        if not waiting:
+            lifted = self._service[group] = max(self.service(group), self._floor())
+            self._idle.discard(group)
+            self._backlogged.add(group, lifted)
+        self._backlog[group] = waiting + 1
+
+    def leave(self, group: str) -> None:
+        """Subtract one waiting request of the group."""
+        self._backlog[group] -= 1
+        if not self._backlog[group]:
+            del self._backlog[group]
+            self._backlogged.discard(group)
+            self._last, self._last_service = group, self._service[group]
+            self._remember_idle(group)
+
+    def serve(self, group: str, cost: float) -> None:
+        """Add tokens that count `cost` to the group's service."""
+        self._service[group] = self.service(group) + cost / self._weights.get(group, 1.0)
+        if group not in self._backlog:
+            self._remember_idle(group)
+
+    def _floor(self) -> float:
+        """Return the service to which a group that becomes backlogged now is lifted."""
+        least = self._backlogged.least(self._service)
+        if least is not None:
+            return self._service[least]
+        # The running requests of that group are still served, unless the group was forgotten.
+        return max(self._last_service, self.service(self._last))
+
+    def _remember_idle(self, group: str) -> None:
+        """Keep the service of an idle group, and forget the least served one if there are too many."""
+        self._idle.add(group, self._service[group])
+        while len(self._idle) > self.MAX_IDLE and (least := self._idle.least(self._service)) is not None:
+            self._idle.discard(least)
+            del self._service[least]
+
+
+class _LeastServed:
+    """A set of groups that knows its least served one.
+
+    Service only grows, so a heap entry is a lower bound. It is corrected when it gets to the top. An entry of a group
+    that left the set is dropped there, or when such entries make up more than half of the heap.
+    """
+
+    def __init__(self) -> None:
+        self._members: set[str] = set()
+        self._listed: set[str] = set()
+        """Groups with an entry in the heap."""
+        self._heap: list[tuple[float, str]] = []
+
+    def __len__(self) -> int:
+        return len(self._members)
+
+    def add(self, group: str, service: float) -> None:
+        self._members.add(group)
+        if group not in self._listed:
+            self._listed.add(group)
+            heapq.heappush(self._heap, (service, group))
+
+    def discard(self, group: str) -> None:
+        self._members.discard(group)
+        if len(self._heap) > 64 + 2 * len(self._members):
+            self._heap = [entry for entry in self._heap if entry[1] in self._members]
+            heapq.heapify(self._heap)
+            self._listed = {group for _, group in self._heap}
+
+    def least(self, service: Mapping[str, float]) -> str | None:
+        heap = self._heap
+        while heap:
+            bound, group = heap[0]
+            if group not in self._members:
+                heapq.heappop(heap)
+                self._listed.discard(group)
+            elif bound != service[group]:
+                heapq.heapreplace(heap, (service[group], group))
+            else:
+                return group
+        return None

@@ -1,0 +1,149 @@
+"""Limits per tenant: how many requests may wait and run at once, and how many tokens per second they may take.
+
+The rate is a token bucket that holds ten seconds' worth. A request takes its prompt when it starts and its output when
+it ends, so the level may go below zero. While it is below zero, no request of that tenant starts. A request that
+continues after an interruption takes only its new tokens.
+"""
+
+from dataclasses import dataclass
+
+from scheduler_svc.core.interface.config import TenantLimits
+from scheduler_svc.core.requests.request import Request
+
+BURST_S = 10.0
+_UNLIMITED = TenantLimits()
+_MAX_COMPETING = 8
+"""Number of requests of a tenant with a token rate that compete for admission; the others are held."""
+_FEW = 64
+"""Minimum number of tenants before the table is searched for tenants to forget."""
+
+
+@dataclass(slots=True)
+class _Tenant:
+    queued: int = 0
+    running: int = 0
+    competing: int = 0
+    """Those of the queued requests that compete for admission."""
+    tokens: float = 0.0
+    refilled: float = 0.0
+
+
+class Tenants:
+    """Present use of every tenant with live requests or an unfilled bucket.
+
+    A tenant with neither equals a new one. Such tenants are forgotten whenever the table has doubled, because clients
+    may choose their tenants' names.
+    """
+
+    def __init__(self, limits: dict[str, TenantLimits]) -> None:
+        self._limits = limits
+        self._tenants: dict[str, _Tenant] = {}
+        self._many = _FEW
+
+    def __len__(self) -> int:
+        return len(self._tenants)
+
+    def may_queue(self, request: Request) -> bool:
+        """Return whether one more request may wait."""
+        if not self._limits:
+            return True
+        limits = self._limits_of(request.tenant)
+        tenant = self._tenants.get(request.tenant)
+        return not limits.max_queued or tenant is None or tenant.queued < limits.max_queued
+
+    def may_run(self, request: Request, now: float) -> bool:
+        """Return whether the request may start."""
+        if not self._limits:
+            return True
+        limits = self._limits_of(request.tenant)
+        if limits is _UNLIMITED:
+            return True
+        tenant = self._of(request.tenant, now)
+        if limits.max_running and tenant.running >= limits.max_running:
+            return False
+        return not limits.tokens_per_s or tenant.tokens >= 0
+
+    def may_compete(self, name: str, now: float) -> bool:
+        """Return whether one more request of the tenant may start with enough room, beside those that compete."""
+        limits = self._limits_of(name)
+        tenant = self._of(name, now)
+        if limits.max_running and tenant.running + tenant.competing >= limits.max_running:
+            return False
+        # The number of requests that a rate allows depends on which of them starts first.
+        return not limits.tokens_per_s or (tenant.tokens >= 0 and tenant.competing < _MAX_COMPETING)
+
+    def competes(self, name: str, change: int) -> None:
+        """Add `change` to the number of competing requests of a tenant."""
+        if self._limits:
+            self._tenants[name].competing += change
+
+    def refilled_at(self, name: str, now: float) -> float | None:
+        """Return when the tenant's token rate allows a request; None if the rate is not the obstacle."""
+        limits = self._limits_of(name)
+        tenant = self._of(name, now)
+        if not limits.tokens_per_s or tenant.tokens >= 0:
+            return None
+        return now - tenant.tokens / limits.tokens_per_s
+
+    def arrived(self, request: Request, now: float) -> None:
+        """Record that the request waits."""
+        if self._limits:
+            self._of(request.tenant, now).queued += 1
+
+    def started(self, request: Request, now: float) -> None:
+        """Record that the request runs."""
+        if self._limits:
+            tenant = self._of(request.tenant, now)
+            tenant.queued -= 1
+            tenant.running += 1
+            if not request.charged_tokens:
+                tenant.tokens -= request.num_prompt_tokens
+                request.charged_tokens = request.num_prompt_tokens
+
+    def paused(self, request: Request, now: float) -> None:
+        """Record that the request was preempted and waits again."""
+        if self._limits:
+            tenant = self._of(request.tenant, now)
+            tenant.running -= 1
+            tenant.queued += 1
+
+    def ended(self, request: Request, now: float, *, was_running: bool) -> None:
+        """Record that the request has ended."""
+        if not self._limits:
+            return
+        tenant = self._of(request.tenant, now)
+        if request.charged_tokens:
+            tenant.tokens -= len(request.tokens) - request.charged_tokens
+            request.charged_tokens = len(request.tokens)
+        if was_running:
+            tenant.running -= 1
+        else:
+            tenant.queued -= 1
+
+    def _of(self, name: str, now: float) -> _Tenant:
+        tenant = self._tenants.get(name)
+        if tenant is None:
+            if len(self._tenants) >= self._many:
+                self._forget_idle(now)
+            full = BURST_S * self._limits_of(name).tokens_per_s
+            tenant = self._tenants[name] = _Tenant(tokens=full, refilled=now)
+        else:
+            self._refill(tenant, self._limits_of(name), now)
+        return tenant
+
+    def _refill(self, tenant: _Tenant, limits: TenantLimits, now: float) -> None:
+        rate = limits.tokens_per_s
+        tenant.tokens = min(BURST_S * rate, tenant.tokens + rate * (now - tenant.refilled))
+        tenant.refilled = now
+
+    def _forget_idle(self, now: float) -> None:
+        for name, tenant in list(self._tenants.items()):
+            limits = self._limits_of(name)
+            self._refill(tenant, limits, now)
+            is_full = not limits.tokens_per_s or tenant.tokens >= BURST_S * limits.tokens_per_s
+            if is_full and not tenant.running and not tenant.queued:
+                del self._tenants[name]
+        self._many = max(_FEW, 2 * len(self._tenants))
+
+    def _limits_of(self, name: str) -> TenantLimits:
+        return self._limits.get(name, self._limits.get("", _UNLIMITED))

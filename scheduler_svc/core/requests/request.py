@@ -1,0 +1,250 @@
+"""One request: its tokens, its limits and its state.
+
+    WAITING ──admitted──► RUNNING ──last step planned──► ENDING ──answered──► FINISHED
+       ▲                     │                              │
+       └──preempted, worker lost────────────────────────────┘      (any state ──► FINISHED)
+
+Steps in flight may still name a request that has left its worker. Until they are answered, the request is *unsettled*.
+It is not admitted again meanwhile, because its newest tokens are not known yet.
+"""
+
+import enum
+from array import array
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+
+from scheduler_svc.core.interface.arrays import Int32Array
+from scheduler_svc.core.interface.records import Peer, Pooling, RequestArrived
+from scheduler_svc.core.memory.swapping import SwappedKV
+from scheduler_svc.core.requests.accounts import Account
+from shared.frames import TOKEN_BYTES
+
+_STORY_LENGTH = 64
+
+
+class RequestKey(NamedTuple):
+    """Identifier of a request: its front end and the stream there."""
+
+    frontend: Peer
+    stream: int
+
+
+class RequestState(enum.Enum):
+    """State of a request; see the picture in the module's docstring."""
+
+    WAITING = enum.auto()
+    RUNNING = enum.auto()
+    ENDING = enum.auto()
+    FINISHED = enum.auto()
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """A request from arrival to end; times in seconds of the core's clock."""
+
+    key: RequestKey
+    request_id: str
+    tokens: "array[int]"
+    """Prompt and delivered tokens; the newest ones of a running request are still in its row."""
+    num_prompt_tokens: int
+    limit: int
+    """Maximum number of tokens, prompt included."""
+    stop_token_ids: tuple[int, ...]
+    sampling: bytes
+    allowed: int
+    """Maximum number of tokens, prompt included, that the reader's credit allows."""
+    deadline: float | None
+    traceparent: str
+    arrival: float
+    sequence: int
+    """Position in the order of arrival."""
+    highest_token: int = 0
+    """Largest token id that it arrived with.
+
+    Negative ids are read as unsigned numbers, so they are larger than any vocabulary. Generated tokens are checked when
+    they are committed.
+    """
+    tenant: str = ""
+    request_class: str = ""
+    priority: int = 0
+    model: str = ""
+    """Fingerprint of the only model that may compute it; "": not known."""
+    accepted: bool = False
+    """Whether an earlier core, or this one, accepted it before it arrived this time."""
+    origin: RequestArrived | None = None
+    """The event of its arrival, if its log is kept."""
+    scores: list[tuple[int, bytes]] = field(default_factory=list)
+    """(index, log-probabilities) of generated tokens, for that log."""
+    grammar: bytes = b""
+    """Grammar of its output, serialized; empty: none."""
+    grammar_key: bytes = b""
+    computes_whole_prompt: bool = False
+    """Whether its prompt must not be taken from the prefix cache."""
+    lost_prefixes: int = 0
+    """Number of times that KV of other requests, which it shared, was found to be invalid; see `row_failures`."""
+    pooling: Pooling = Pooling.NONE
+    """Pooling of the prompt for an embedding; NONE: the request generates."""
+    expected_output_tokens: int = 0
+    """The client's hint; 0: none."""
+    ttft_deadline: float | None = None
+    """Time by which the first token is wanted."""
+    total_deadline: float | None = None
+    """Time by which the last token is wanted: the client's deadline or its target, whichever comes first."""
+    forecast_tokens: float = 0.0
+    """Forecast of all tokens that it generates, made when it was queued."""
+    must_start: float | None = None
+    """Latest start that meets the client's deadline, by the forecast made when it was queued."""
+    latest_start: float | None = None
+    """Latest start that meets its deadlines and targets, by the forecast made when it was queued.
+
+    None without any, or once it was missed.
+    """
+    state: RequestState = RequestState.WAITING
+    queued: bool = False
+    """Whether it is in the waiting queue."""
+    queued_since: float = 0.0
+    queued_tokens: int = 0
+    """Tokens that count for it in the queue's token limit; 0 while it does not wait."""
+    overtaken: int = 0
+    """Number of admissions that overtook it while it did not fit."""
+    passed_over: int = 0
+    """Number of admissions that a longest-prefix order preferred to it."""
+    num_assigned: int = 0
+    """Number of times that it was assigned to a worker whose next plan did not take it."""
+    prefix_waits: int = 0
+    """Number of times that it began to wait for a block of its prefix that another request computes."""
+    num_cached_prompt_tokens: int = 0
+    """Prompt tokens that its first attempt found in the prefix cache."""
+    salt: bytes = b""
+    """Separates the cached prefixes of users that must not probe each other's prompts."""
+    keys: dict[int, bytes] = field(default_factory=dict)
+    """By block size: the joined keys of its leading full blocks, computed as far as needed."""
+    accounted_tokens: int = 0
+    """Generated tokens that its account was charged for; while it runs, its row has the number."""
+    charged_tokens: int = 0
+    """Tokens, prompt included, that were taken from its tenant's bucket, including earlier attempts."""
+    first_planned: float | None = None
+    starved_since: float | None = None
+    """Time since which it has no credit."""
+    stranded_since: float = 0.0
+    """Time since which no worker of the fleet serves it, while that is so."""
+    attempts: int = 0
+    preemptions: int = 0
+    preempted_at: int = -1
+    """Generated tokens when it was last preempted; it is not preempted again before it has more."""
+    swapped: SwappedKV | None = None
+    """Its KV in a worker's host memory, while it waits after a swap-out."""
+    fatal_steps: int = 0
+    """Number of steps with this request during which a worker died; see `quarantine`."""
+    fatal_alone: int = 0
+    """Those of them that held no other request."""
+    fatal_at: int = 0
+    """Generated tokens at the last fatal step."""
+    suspect: bool = False
+    """Whether it must run alone until it is cleared."""
+    unsettled: bool = False
+    """Whether steps in flight still name a row that it has left."""
+    credit_remainder: int = 0
+    story: list[tuple[float, str]] = field(default_factory=list)
+    """(time, text) of its history; bounded."""
+
+    @property
+    def num_generated(self) -> int:
+        """Number of delivered tokens that are not only in a row."""
+        return len(self.tokens) - self.num_prompt_tokens
+
+    @property
+    def under_way(self) -> bool:
+        """Whether it was accepted for good.
+
+        Only completion, its client, its deadline, a lack of workers that serve it, or a fault of its own may then end
+        it.
+        """
+        return self.accepted or self.attempts > 0 or self.num_generated > 0
+
+    @property
+    def account(self) -> Account:
+        """The account that its service is charged to."""
+        return Account(self.request_class, self.tenant)
+
+    @property
+    def starts_over(self) -> bool:
+        """Whether it is computed from the start when it continues elsewhere.
+
+        That holds for mean pooling, because the running mean of its hidden states is lost.
+        """
+        return self.pooling is Pooling.MEAN
+
+    def grant(self, credit: int) -> None:
+        """Add `credit` bytes of room at the reader."""
+        tokens, self.credit_remainder = divmod(self.credit_remainder + credit, TOKEN_BYTES)
+        self.allowed += tokens
+        self.starved_since = None
+
+    def note(self, now: float, what: str) -> None:
+        """Add a line to the request's history."""
+        if len(self.story) < _STORY_LENGTH:
+            self.story.append((now, what))
+
+
+def to_request(event: RequestArrived, sequence: int, now: float) -> Request:
+    """Make the request of an arrival; it is the `sequence`-th one."""
+    token_ids = event.token_ids
+    allowed, remainder = divmod(event.credit, TOKEN_BYTES)
+    return Request(
+        key=RequestKey(event.frontend, event.stream),
+        request_id=event.request_id,
+        tokens=to_tokens(token_ids),
+        num_prompt_tokens=event.num_prompt_tokens,
+        limit=event.num_prompt_tokens + event.max_tokens,
+        stop_token_ids=tuple(event.stop_token_ids.tolist()),
+        sampling=event.sampling,
+        allowed=len(token_ids) + allowed,
+        credit_remainder=remainder,
+        deadline=event.deadline,
+        traceparent=event.traceparent,
+        salt=event.salt,
+        tenant=event.tenant,
+        request_class=event.request_class,
+        priority=event.priority,
+        computes_whole_prompt=event.computes_whole_prompt or event.pooling is Pooling.MEAN,
+        pooling=event.pooling,
+        grammar=event.grammar,
+        grammar_key=event.grammar_key,
+        expected_output_tokens=event.expected_output_tokens,
+        ttft_deadline=event.ttft_deadline,
+        total_deadline=event.deadline if event.total_deadline is None else _earlier(event),
+        model=event.model,
+        accepted=event.accepted,
+        # Tokens that it arrives with were delivered, and charged, before.
+        accounted_tokens=len(token_ids) - event.num_prompt_tokens,
+        charged_tokens=len(token_ids) if len(token_ids) > event.num_prompt_tokens else 0,
+        arrival=now,
+        sequence=sequence,
+        highest_token=_highest(token_ids),
+        keys={event.block_size: event.block_keys} if event.block_keys else {},
+    )
+
+
+def to_tokens(values: Int32Array) -> "array[int]":
+    """Return a growable copy of a token column."""
+    return array("i", values.tobytes())
+
+
+def as_column(tokens: "array[int]") -> Int32Array:
+    """Return a copy of the tokens as `[n] int32`; a copy, because the request's tokens grow."""
+    return np.frombuffer(tokens.tobytes(), np.int32)
+
+
+def _earlier(event: RequestArrived) -> float | None:
+    """Return the client's deadline or its target, whichever comes first; None without both."""
+    return min((time for time in (event.deadline, event.total_deadline) if time is not None), default=None)
+
+
+def _highest(tokens: Int32Array) -> int:
+    """Return the largest token id, read as an unsigned number; 0 if there is none."""
+    unsigned = tokens.view(np.uint32)
+    # Takes a third of the time of `max`.
+    return int(unsigned[unsigned.argmax()]) if len(unsigned) else 0

@@ -1,0 +1,91 @@
+"""Requests with an identity, whose clients may come back: the live ones, and the kept logs of the others.
+
+Effects report the life of a log to a journal: begun with the request, ended with it, and dropped when it is deleted.
+"""
+
+from scheduler_svc.core.interface.effects import Effect, LogBegun, LogDropped, LogEnded, ResumeAnswered
+from scheduler_svc.core.interface.events import LogsRestored, RequestArrived, ResumeAsked
+from scheduler_svc.core.interface.records import Log, RequestEnded
+from scheduler_svc.core.requests.kept import KeptLogs
+from scheduler_svc.core.requests.request import Request
+
+
+class IdentifiedRequests:
+    """The requests with an identity of one core; appends its effects to `effects`."""
+
+    def __init__(self, keep_s: float, max_bytes: int, effects: list[Effect]) -> None:
+        self._live: dict[bytes, Request] = {}
+        self._kept = KeptLogs(keep_s, max_bytes)
+        self._effects = effects
+
+    def live(self, identity: bytes) -> Request | None:
+        """Return the live request with this identity, or None."""
+        return self._live.get(identity)
+
+    def knows(self, identity: bytes) -> bool:
+        """Return whether a request with this identity is live, or its log is kept."""
+        return identity in self._live or identity in self._kept
+
+    def began(self, request: Request, event: RequestArrived) -> None:
+        """Register an accepted request, and continue from its kept log if there is one.
+
+        No other live request has its identity.
+        """
+        log = self._kept.get(event.identity)
+        request.origin = event
+        if log is not None:
+            request.accepted = True
+            request.scores = list(log.scores)
+            request.charged_tokens = max(request.charged_tokens, log.charged_tokens)
+        self._live[event.identity] = request
+        self._effects.append(LogBegun(request=event, scores=tuple(request.scores)))
+
+    def ended(self, request: Request, end: RequestEnded | None, *, keep: bool, now: float) -> None:
+        """Remove a request that is not live any more.
+
+        Args:
+            request: a request that `began` has registered.
+            end: the end of a completed request; None: it can continue.
+            keep: whether to keep a log, because its client may want to continue it.
+            now: the time, s.
+        """
+        origin, key = request.origin, request.key
+        assert origin is not None
+        del self._live[origin.identity]
+        self._effects.append(LogEnded(frontend=key.frontend, stream=key.stream, identity=origin.identity, end=end))
+        if not keep:
+            self._kept.drop(origin.identity)
+            self._effects.append(LogDropped(identity=origin.identity))
+            return
+        # Keep all tokens, including those after a stop string: the string is searched for again in all of them.
+        log = Log(
+            request=origin,
+            tokens=request.tokens.tobytes(),
+            scores=tuple(request.scores),
+            end=end,
+            charged_tokens=request.charged_tokens,
+        )
+        self._gone(self._kept.put(origin.identity, log, now))
+
+    def answer(self, event: ResumeAsked) -> None:
+        """Answer with the kept log of a request, so that a client can continue it."""
+        log = self._kept.get(event.identity)
+        self._effects.append(ResumeAnswered(frontend=event.frontend, number=event.number, log=log))
+
+    def drop(self, identity: bytes) -> None:
+        """Drop the kept log of a request."""
+        if self._kept.drop(identity):
+            self._effects.append(LogDropped(identity=identity))
+
+    def restore(self, event: LogsRestored, now: float) -> None:
+        """Keep the logs of an earlier core."""
+        for age, log in event.logs:
+            self._gone(self._kept.put(log.request.identity, log, now - age))
+
+    def time_passed(self, now: float) -> None:
+        """Drop logs that are too old."""
+        self._gone(self._kept.time_passed(now))
+
+    def _gone(self, identities: list[bytes]) -> None:
+        """Report dropped logs, except those of requests that are live again: these will get newer ones."""
+        self._effects.extend(LogDropped(identity=identity) for identity in identities if identity not in self._live)

@@ -1,0 +1,76 @@
+"""Batching modes: when a worker takes new requests.
+
+* `continuous` (Orca): at every step.
+* `static`: only into an empty worker, once `max_batch_size` requests wait or the first of them has waited `max_wait_s`.
+  No request is taken after that until all of the batch have finished.
+* `dynamic`: as static, and a batch is also full at `max_tokens_per_batch` prompt tokens.
+
+These are the modes that the literature compares. All three run on the same engine and differ only in the gate.
+
+`scheduler_delay_factor` (vLLM) delays admission under continuous batching. While requests run, the time since the last
+admission must reach the duration of the newest prefill step, times the factor.
+"""
+
+from scheduler_svc.core.interface.config import BatchingLimits
+
+
+class BatchGate:
+    """The gate of one worker: it decides when requests may be admitted."""
+
+    def __init__(self, limits: BatchingLimits) -> None:
+        self._limits = limits
+        self._collecting_since: float | None = None
+        self._seats = 0
+        """Number of requests that the present batch still takes; static and dynamic only."""
+        self._tokens = 0
+        self._last_admission: float | None = None
+        self._prefill_s = 0.0
+
+    def is_open(self, *, num_running: int, num_waiting: int, now: float) -> bool:
+        """Return whether a request may be admitted now; at least one request waits."""
+        limits = self._limits
+        if limits.mode == "continuous":
+            return (
+                not limits.delay_factor
+                or not num_running
+                or self._last_admission is None
+                or now - self._last_admission >= limits.delay_factor * self._prefill_s
+            )
+        if num_running == 0 and self._seats == 0:
+            if self._collecting_since is None:
+                self._collecting_since = now
+            if num_waiting < limits.max_batch_size and now - self._collecting_since < limits.max_wait_s:
+                return False
+            self._collecting_since = None
+            self._seats = limits.max_batch_size
+            self._tokens = 0
+        return self._seats > 0
+
+    def admits(self, num_tokens: int, *, num_running: int, now: float) -> bool:
+        """Return whether the batch takes a request of `num_tokens` prompt tokens; if not, the batch is complete.
+
+        The first request of a batch is always taken.
+        """
+        limits = self._limits
+        if limits.mode != "dynamic" or not limits.max_tokens_per_batch or not self._tokens:
+            return True
+        if self._tokens + num_tokens <= limits.max_tokens_per_batch:
+            return True
+        self.close()
+        if not num_running:
+            self._collecting_since = now  # the batch has already finished: start to collect the next one
+        return False
+
+    def admitted(self, num_tokens: int, now: float) -> None:
+        """Record that a request was admitted."""
+        self._last_admission = now
+        self._seats -= 1
+        self._tokens += num_tokens
+
+    def close(self) -> None:
+        """Complete the batch: no other request waits, or it is full."""
+        self._seats = 0
+
+    def prefill_measured(self, duration: float) -> None:
+        """Record that a step with prompt tokens took `duration` seconds."""
+        self._prefill_s = duration

@@ -1,0 +1,257 @@
+"""Fleet: which workers may join, the epoch of each worker, and when to give a worker up.
+
+One model is served at a time, so every worker must have the same model fingerprint as the workers that are present.
+Without a worker, live requests decide: a worker must have the model of one of them. After `worker_wait_s` without a
+worker, the next one decides, whatever requests still wait.
+
+So requests that outlive a restart of the core are not lost because a worker of another model connects first. They
+exclude another model no longer than each of them waits.
+
+An epoch is the time from one worker's Hello to its loss. Epochs count up from the scheduler's random incarnation, so no
+message of an earlier scheduler or connection counts as a present one.
+"""
+
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
+
+from scheduler_svc.core.interface import events as ev
+from scheduler_svc.core.interface.config import CoreConfig
+from scheduler_svc.core.interface.records import GrammarFailure
+from scheduler_svc.core.memory.block_pool import BlockPool
+from scheduler_svc.core.memory.partial_blocks import PartialBlocks
+from scheduler_svc.core.memory.prefix_cache import PrefixCache
+from scheduler_svc.core.memory.prefix_directory import PrefixDirectory
+from scheduler_svc.core.memory.swapping import SwapSpace
+from scheduler_svc.core.requests.request import Request, RequestState
+from scheduler_svc.core.workers.batching import BatchGate
+from scheduler_svc.core.workers.capacity import Capacity
+from scheduler_svc.core.workers.rows import RowTable
+from scheduler_svc.core.workers.step_clock import StepClock
+from scheduler_svc.core.workers.worker import Worker
+from shared.frames import MAX_SERVED_SEQUENCE
+
+OWN_STALL_S = 0.5
+"""Jump of time between two events, s, from which on the scheduler itself counts as stalled."""
+
+
+_MAX_DRAINED = 1024
+"""Maximum number of lost workers whose drain is remembered."""
+
+
+@dataclass(frozen=True, slots=True)
+class Service:
+    """State of the service that front ends must know."""
+
+    ready: bool
+    model: ev.ModelFacts | None
+    max_model_len: int
+    block_size: int
+    """Block size of the worker that joined last, tokens."""
+
+
+class Fleet:
+    """All workers with a valid epoch."""
+
+    def __init__(self, config: CoreConfig, incarnation: int) -> None:
+        self._config = config
+        self._next_epoch = incarnation
+        self._workers: dict[ev.Peer, Worker] = {}
+        self._drained: dict[str, None] = {}
+        """Names of lost workers that were drained: a process that reconnects is still drained."""
+        self.directory = PrefixDirectory()
+        self._model: ev.ModelFacts | None = None
+        self._max_model_len = 0
+        self._block_size = 0
+        self._last_time: float | None = None
+        self.empty_since: float | None = None
+        """Time since which no worker takes requests; None while one does, or before the first event."""
+
+    def __iter__(self) -> Iterator[Worker]:
+        return iter(list(self._workers.values()))
+
+    def __len__(self) -> int:
+        return len(self._workers)
+
+    def get(self, peer: ev.Peer) -> Worker | None:
+        """Return the worker of a connection, or None."""
+        return self._workers.get(peer)
+
+    def named(self, worker_id: str) -> Worker | None:
+        """Return the worker with a name, or None."""
+        return next((worker for worker in self if worker.worker_id == worker_id), None)
+
+    def resume(self, worker_id: str) -> Worker | None:
+        """End the drain of a worker, or of a lost worker that may reconnect; return the worker, or None."""
+        self._drained.pop(worker_id, None)
+        worker = self.named(worker_id)
+        if worker is not None:
+            worker.draining = False
+        return worker
+
+    def service(self) -> Service:
+        """Return the present state of the service."""
+        lengths = [worker.max_model_len for worker in self._workers.values()]
+        self._max_model_len = min(lengths, default=self._max_model_len)
+        return Service(self._is_usable(), self._model, self._max_model_len, self._block_size)
+
+    def refusal(self, hello: ev.WorkerHello, *, models_in_use: Collection[str], now: float) -> str | None:
+        """Return why a worker cannot serve here, or None.
+
+        Args:
+            hello: the description of the worker.
+            models_in_use: fingerprints of the models of live requests; "" stands for the model served last.
+            now: the time, s.
+        """
+        if min(hello.num_blocks, hello.block_size, hello.max_rows) < 1:
+            return (
+                f"worker: num_blocks {hello.num_blocks}, block_size {hello.block_size} and max_rows {hello.max_rows}"
+                " must each be at least 1; give it more memory or larger limits"
+            )
+        if min(hello.model.max_model_len, hello.num_blocks * hello.block_size) < 2:
+            return (
+                f"max_model_len: {min(hello.model.max_model_len, hello.num_blocks * hello.block_size)} is too short for"
+                " a prompt token and a generated token; give the worker room for at least 2"
+            )
+        rows = min(hello.max_rows, self._config.max_num_seqs)
+        if hello.max_tokens_per_step < rows:
+            return (
+                f"max_num_batched_tokens: the worker's {hello.max_tokens_per_step} is less than its max_num_seqs"
+                f" ({rows}); raise it or lower max_num_seqs"
+            )
+        served, found = self._model, hello.model
+        if any(worker.worker_id != hello.worker_id for worker in self._workers.values()):
+            assert served is not None
+            if served.fingerprint != found.fingerprint:
+                return (
+                    f"model: the worker loaded {found.name} ({found.fingerprint[:12]}), but the scheduler serves"
+                    f" {served.name} ({served.fingerprint[:12]}); start the worker with the same model"
+                )
+            return _contradiction(served, found)
+        missing_s = 0.0 if self.empty_since is None else now - self.empty_since
+        last = served.fingerprint if served is not None else ""
+        wanted = {fingerprint or last for fingerprint in models_in_use} - {""}
+        if not wanted or missing_s > self._config.worker_wait_s:
+            return None
+        if found.fingerprint not in wanted:
+            return (
+                f"model: the worker loaded {found.name} ({found.fingerprint[:12]}), but requests of another model"
+                f" ({min(wanted)[:12]}) wait for a worker; start it with that model, or again in"
+                f" {self._config.worker_wait_s - missing_s:.0f} s"
+            )
+        return _contradiction(served, found) if served is not None and last == found.fingerprint else None
+
+    def join(self, hello: ev.WorkerHello) -> Worker:
+        """Open an epoch for a worker that `refusal` accepts."""
+        config = self._config
+        num_blocks = hello.num_blocks
+        if config.max_tokens_in_paged_kv_cache:
+            num_blocks = min(num_blocks, max(1, config.max_tokens_in_paged_kv_cache // hello.block_size))
+        self._next_epoch = (self._next_epoch + 1) % (1 << 64) or 1
+        self._model = hello.model
+        self._block_size = hello.block_size
+        max_model_len = min(hello.model.max_model_len, num_blocks * hello.block_size, MAX_SERVED_SEQUENCE)
+        partial = PartialBlocks(num_blocks, hello.block_size) if config.prefix_cache == "radix" else None
+        worker = self._workers[hello.worker] = Worker(
+            peer=hello.worker,
+            worker_id=hello.worker_id,
+            epoch=self._next_epoch,
+            model=hello.model,
+            max_tokens_per_step=hello.max_tokens_per_step,
+            max_model_len=max_model_len,
+            rows=RowTable(hello.max_rows, hello.block_size, -(-max_model_len // hello.block_size)),
+            pool=BlockPool(num_blocks, PrefixCache(num_blocks, partial, self.directory, self._next_epoch)),
+            clock=StepClock(config.step_deadline_s),
+            capacity=Capacity(config.capacity, num_blocks),
+            gate=BatchGate(config.batching),
+            shares_prefixes=config.prefix_cache != "off",
+            swap=SwapSpace(hello.num_host_blocks),
+            protocol_version=hello.protocol_version,
+            device=hello.device,
+            pid=hello.pid,
+        )
+        was_drained = hello.worker_id in self._drained
+        self._drained.pop(hello.worker_id, None)
+        # A new process under the name of a drained worker replaces it and takes requests.
+        worker.draining = was_drained and hello.reason is not ev.HelloReason.STARTED
+        if not worker.draining:
+            self.empty_since = None
+        return worker
+
+    def grammar_failure(self, key: bytes, serves: Callable[[Worker], bool]) -> GrammarFailure | None:
+        """Return the reason why no worker that takes requests can use a grammar, or None while one may.
+
+        If one worker reports that the grammar itself is at fault, it fails on all workers that have not compiled it.
+
+        Args:
+            key: key of the grammar.
+            serves: returns whether a worker serves the request of the grammar. Other workers, and draining ones, count
+                only if they report that the grammar itself is at fault.
+        """
+        found: GrammarFailure | None = None
+        is_tried_by_all = True
+        for worker in self._workers.values():
+            failure = worker.grammars.failure(key)
+            counts = not worker.draining and serves(worker)
+            if not counts and (failure is None or not failure.is_invalid):
+                continue
+            if failure is None:
+                if worker.grammars.is_ready(key):
+                    return None
+                is_tried_by_all = False
+            elif found is None or failure.is_invalid:
+                found = failure
+        return found if found is not None and (is_tried_by_all or found.is_invalid) else None
+
+    def leave(self, worker: Worker, now: float) -> list[Request]:
+        """End a worker's epoch; return its unfinished requests, with every delivered token."""
+        del self._workers[worker.peer]
+        if worker.draining:
+            self._drained[worker.worker_id] = None
+            if len(self._drained) > _MAX_DRAINED:
+                del self._drained[next(iter(self._drained))]
+        worker.pool.cache.leave_directory()
+        if not self._is_usable() and self.empty_since is None:
+            self.empty_since = now
+        running = [worker.vacate(row) for row in worker.rows.occupied()]
+        departed = [departure.request for departure in worker.departed.values()]
+        for request in departed:
+            request.unsettled = False
+        return running + [request for request in departed if request.state is RequestState.ENDING]
+
+    def _is_usable(self) -> bool:
+        for worker in self._workers.values():  # noqa: SIM110 - runs at every event: `any` takes five times as long
+            if not worker.draining:
+                return True
+        return False
+
+    def overdue(self, now: float) -> list[Worker]:
+        """Return the workers whose oldest step has taken too long."""
+        return [worker for worker in self if (deadline := worker.step_deadline()) is not None and now > deadline]
+
+    def time_passes(self, now: float) -> None:
+        """Record the time; if the scheduler itself was stalled, extend the deadlines of all steps in flight."""
+        last, self._last_time = self._last_time, now
+        if self._is_usable():
+            self.empty_since = None
+        elif self.empty_since is None:
+            self.empty_since = now
+        if last is None or now - last <= OWN_STALL_S:
+            return
+        for worker in self:
+            for step in worker.in_flight:
+                step.allowance += now - last
+
+
+def _contradiction(served: ev.ModelFacts, found: ev.ModelFacts) -> str | None:
+    """Return where a worker's description of the model contradicts the served one, or None.
+
+    The fingerprint determines the compared fields. The name is the operator's choice, and the longest sequence depends
+    on the worker's memory.
+    """
+    for what in ("architecture", "dtype", "vocab_size", "eos_token_ids"):
+        if getattr(served, what) != getattr(found, what):
+            return (
+                f"{what}: the worker reports {getattr(found, what)}, but the same model is served with"
+                f" {getattr(served, what)}; start it with the same files and release"
+            )
+    return None

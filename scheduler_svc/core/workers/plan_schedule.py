@@ -1,0 +1,77 @@
+"""Plan schedule: when each worker's next plan is due.
+
+A worker with work is due at once, or just before its present step ends (see `step_clock`). Finding the due workers
+takes time in proportion to their number only, however many workers there are.
+"""
+
+import heapq
+
+from scheduler_svc.core.workers.step_clock import EARLY_S
+from scheduler_svc.core.workers.worker import Worker
+
+
+class PlanSchedule:
+    """The workers of one core, ordered by the time at which their next plan is due."""
+
+    def __init__(self, max_plans_in_flight: int) -> None:
+        """Start without workers."""
+        self._max_in_flight = max_plans_in_flight
+        self._due: dict[Worker, float] = {}
+        """Workers whose plan will be due, with the time."""
+        self._heap: list[tuple[float, int, Worker]] = []
+        """A heap of (time, order of entry, worker); an entry whose time differs from `_due` is stale."""
+        self._num_entries = 0
+        self._ready: dict[Worker, None] = {}
+        """Workers whose plan is due."""
+        self._idle: dict[Worker, None] = {}
+        """Workers whose plan is due but that have nothing to do."""
+
+    def update(self, worker: Worker) -> None:
+        """Update a worker that has joined, or whose steps in flight have changed."""
+        self.remove(worker)
+        due = worker.plan_due(self._max_in_flight)
+        if due is None:
+            return
+        self._due[worker] = due
+        self._num_entries += 1
+        heapq.heappush(self._heap, (due, self._num_entries, worker))
+        if len(self._heap) > 64 + 4 * len(self._due):
+            self._heap = [entry for entry in self._heap if self._due.get(entry[2]) == entry[0]]
+            heapq.heapify(self._heap)
+
+    def remove(self, worker: Worker) -> None:
+        """Remove a worker."""
+        self._due.pop(worker, None)
+        self._ready.pop(worker, None)
+        self._idle.pop(worker, None)
+
+    def due(self, now: float, *, requests_wait: bool) -> list[Worker]:
+        """Return the workers whose plan is due, or nearly due and worth sending together; longest due first.
+
+        Args:
+            now: the time, s.
+            requests_wait: whether workers without work may take a request.
+        """
+        self._advance(now + EARLY_S)
+        for worker in [worker for worker in self._ready if not (worker.has_work or worker.in_flight)]:
+            del self._ready[worker]
+            self._idle[worker] = None
+        return [*self._ready, *self._idle] if requests_wait else [*self._ready]
+
+    def next_due(self, now: float) -> float | None:
+        """Return the next time after `now` at which a plan becomes due, or None."""
+        self._advance(now)
+        return self._heap[0][0] if self._heap else None
+
+    def _advance(self, now: float) -> None:
+        """Move workers whose plan is due out of the heap, until its first entry lies in the future."""
+        heap = self._heap
+        while heap:
+            due, _, worker = heap[0]
+            is_void = self._due.get(worker) != due
+            if not is_void and due > now:
+                return
+            heapq.heappop(heap)
+            if not is_void:
+                del self._due[worker]
+                self._ready[worker] = None

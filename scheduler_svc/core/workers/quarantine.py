@@ -1,0 +1,94 @@
+"""Quarantine: find the request that kills workers, by running suspects alone, and reject only that one.
+
+A request that crashes a kernel would take down one worker after the other, because the requests of a lost worker
+continue elsewhere. A step during which a worker dies is *fatal* for every request in it. A request in two fatal steps
+becomes a *suspect* and gets a trial: it runs in steps that hold no other request. If it survives its prompt and one
+decode alone, it is cleared.
+
+A death in such a step may still be a coincidence in a fleet that loses workers every minute. Two in a row are not. Only
+then is the request rejected: after `FATAL_STEPS` fatal steps with others and `FATAL_ALONE` alone.
+
+A worker that reconnects because it lost the scheduler did not die. The fatal step is then withdrawn from its requests.
+Before that, a lost connection does not show whether the worker died or the network was partitioned.
+
+Workers also die for other reasons. A request with `PROVEN_BY` new tokens since its last fatal step was computed again
+up to that point and beyond. Its count starts over, so a series of unrelated losses makes few suspects.
+"""
+
+from scheduler_svc.core.requests.request import Request, RequestState
+
+FATAL_STEPS = 2
+"""Number of fatal steps that make a suspect."""
+FATAL_ALONE = 2
+"""Number of deaths with the request alone, one after the other, after which it is rejected."""
+PROVEN_BY = 4
+"""Tokens after a fatal step which show that this request did not cause it."""
+PROBATION = 2
+"""Tokens to generate alone: the first is sampled from the prompt, the second by a decode."""
+WITHDRAWABLE_S = 60.0
+"""Seconds after the loss of a worker during which its fatal step can be withdrawn."""
+REJECTED = (
+    "request rejected: workers died each time they computed it, the last two times with no other request in the step;"
+    " do not send it again"
+)
+
+
+def record_fatal_step(request: Request, *, alone: bool) -> bool:
+    """Record a fatal step of a request that has left its row with every delivered token.
+
+    Returns:
+        True if the request must be rejected.
+    """
+    if request.num_generated - request.fatal_at >= PROVEN_BY:
+        request.fatal_steps = request.fatal_alone = 0
+    request.fatal_steps += 1
+    request.fatal_alone += alone
+    request.fatal_at = request.num_generated
+    request.suspect = request.fatal_steps >= FATAL_STEPS
+    return request.fatal_alone >= FATAL_ALONE and request.fatal_steps >= FATAL_STEPS + FATAL_ALONE
+
+
+def withdraw_fatal_step(request: Request, *, alone: bool) -> None:
+    """Remove the request's last fatal step from its count, because the worker did not die."""
+    request.fatal_steps = max(0, request.fatal_steps - 1)
+    request.fatal_alone = max(0, request.fatal_alone - alone)
+    request.suspect = request.fatal_steps >= FATAL_STEPS
+
+
+def clear_suspect(request: Request) -> None:
+    """Clear a request that has survived alone."""
+    request.suspect = False
+    request.fatal_steps = request.fatal_alone = 0
+
+
+class Quarantine:
+    """The fatal steps of lost workers that may be withdrawn, because the worker may come back."""
+
+    def __init__(self) -> None:
+        """Start without lost workers."""
+        self._lost: dict[str, tuple[float, bool, list[Request]]] = {}
+        """By worker id, oldest first: time of the loss, whether the step held one suspect alone, and its requests."""
+
+    def worker_lost(self, worker_id: str, requests: list[Request], *, alone: bool, now: float) -> list[Request]:
+        """Record a fatal step of the requests that were in flight; return those to reject."""
+        self._lost.pop(worker_id, None)
+        if requests:
+            self._lost[worker_id] = now, alone, requests
+        return [request for request in requests if record_fatal_step(request, alone=alone)]
+
+    def worker_died(self, worker_id: str) -> None:
+        """Keep the last fatal step of a worker for good: a new process has replaced it."""
+        self._lost.pop(worker_id, None)
+
+    def worker_survived(self, worker_id: str) -> list[Request]:
+        """Withdraw the last fatal step of a worker that is back; return its live requests."""
+        _, alone, requests = self._lost.pop(worker_id, (0.0, False, []))
+        live = [request for request in requests if request.state is not RequestState.FINISHED]
+        for request in live:
+            withdraw_fatal_step(request, alone=alone)
+        return live
+
+    def time_passed(self, now: float) -> None:
+        """Keep fatal steps for good that are too old to be withdrawn."""
+        while self._lost and now - next(iter(self._lost.values()))[0] > WITHDRAWABLE_S:
+            del self._lost[next(iter(self._lost))]

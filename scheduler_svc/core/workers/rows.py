@@ -1,0 +1,290 @@
+"""The running requests of one worker as a struct of arrays.
+
+The cost of a steady decode step must depend on what changes, not on the number of rows. So all data that every step
+reads are numpy arrays indexed by row. Python objects are touched only for rows that arrive, leave or need a new block.
+
+The central array is `length`: the number of tokens of a row *as planned*, that is, when all steps in flight have been
+answered. A decode step of a row writes the KV of its token `length - 1` and adds one token.
+
+Invariants, for rows that are not free:
+    num_prompt <= committed <= length <= limit
+    PREFILL: computed < length == committed;  DECODE: computed is not kept, it is length - 1
+    capacity == number of blocks * block_size >= published * block_size and shared * block_size
+"""
+
+import numpy as np
+
+from scheduler_svc.core.interface.arrays import NO_INDICES, ONE, BoolArray, IndexArray, Int32Array, any_of, where
+from scheduler_svc.core.requests.accounts import Account, AccountNumbers
+from scheduler_svc.core.requests.request import Request
+
+FREE, PREFILL, DECODE = 0, 1, 2
+
+_LINE = 64
+"""Size of a hardware cache line, bytes.
+
+Addresses a power of two apart compete for the same few cache lines, so each row of a table is one line longer.
+"""
+_RECENT = 1024 + _LINE // 4
+"""Places per row for tokens that are not yet in the request's own log."""
+_FLUSH_EVERY = _RECENT // 2
+"""Steps in which the tokens of every row are moved to its log; spread over the steps, so no step moves all."""
+_ONE_BLOCK = np.array(1, np.intp)
+_STOPS = 4
+"""Stop tokens per row that are compared as arrays; requests with more are compared one by one."""
+_NO_TOKEN = -1
+_INT32_MAX = np.iinfo(np.int32).max
+
+
+class RowTable:
+    """Table of the rows [0, max_rows)."""
+
+    def __init__(self, max_rows: int, block_size: int, max_blocks: int) -> None:
+        """Make a table for sequences of at most `max_blocks` blocks of `block_size` tokens."""
+        self.max_rows = max_rows
+        self.block_size = block_size
+        self._block = np.array(block_size, np.int32)
+        self.requests: list[Request | None] = [None] * max_rows
+        # Pages that no sequence was long enough to touch take no memory.
+        self._tables = np.zeros((max_rows, max_blocks + _LINE // 8), np.intp)
+        self._num_blocks = np.zeros(max_rows, np.intp)
+        self.shared = np.zeros(max_rows, np.int32)
+        """Number of leading blocks that other requests have written; this row's request writes the others."""
+        self.published = np.zeros(max_rows, np.int32)
+        """Number of leading blocks that others may share."""
+        self.state = np.zeros(max_rows, np.int8)
+        self.generation = np.zeros(max_rows, np.int32)
+        self.length = np.zeros(max_rows, np.int32)
+        self.committed = np.zeros(max_rows, np.int32)
+        self.computed = np.zeros(max_rows, np.int32)
+        self.limit = np.zeros(max_rows, np.int32)
+        self.allowed = np.zeros(max_rows, np.int32)
+        self.capacity = np.zeros(max_rows, np.int32)
+        self.held = np.zeros(max_rows, np.bool_)
+        self.num_prompt = np.zeros(max_rows, np.int32)
+        self.stream = np.zeros(max_rows, np.int32)
+        self.frontend = np.zeros(max_rows, np.int32)
+        self.rank = np.zeros(max_rows, np.float64)
+        """Urgency, smaller is more urgent; ties go by `sequence`."""
+        self.sequence = np.zeros(max_rows, np.int64)
+        self.preempted_at = np.zeros(max_rows, np.int32)
+        """Number of generated tokens when the request was last preempted; -1: never."""
+        self.traced: set[int] = set()
+        self._accounts = AccountNumbers()
+        self._account = np.zeros(max_rows, np.intp)
+        self._charged = np.zeros(max_rows, np.int32)
+        """Number of generated tokens that the row's account was charged for."""
+        self._stops = [np.full(max_rows, _NO_TOKEN, np.int32) for _ in range(_STOPS)]
+        self._most_stops = 0
+        """Number of the stop arrays above that are in use."""
+        self._many_stops: dict[int, frozenset[int]] = {}
+        self._recent = np.zeros(max_rows * _RECENT, np.int32)
+        """Recent tokens, `_RECENT` places per row."""
+        self._places = np.zeros(max_rows, np.intp)
+        """Offset to add to a row's length to find the place of its next token."""
+        self._next_flush = 0
+        """The next row to flush."""
+        self._flush_due = 0
+        """Progress towards the next flush, out of `_FLUSH_EVERY`; every step adds the number of rows."""
+        self._free = list(range(max_rows - 1, -1, -1))
+        self.num_running = 0
+        """Number of occupied rows."""
+        self.worst_blocks = 0
+        """Blocks of the longest possible sequences of all running requests; a shared block counts once per request."""
+        self.num_table_blocks = 0
+        """Blocks in all block tables; a shared block counts once per table."""
+        self._decoding: IndexArray | None = None
+
+    @property
+    def num_free(self) -> int:
+        """Number of rows that can be occupied."""
+        return len(self._free)
+
+    @property
+    def decoding(self) -> IndexArray:
+        """The rows in DECODE, ascending; do not write to it."""
+        if self._decoding is None:
+            self._decoding = where(self.state == DECODE)
+        return self._decoding
+
+    def occupy(
+        self,
+        request: Request,
+        *,
+        frontend_index: int,
+        blocks: IndexArray,
+        num_computed: int,
+        num_shared: int,
+        rank: float,
+    ) -> int:
+        """Put a request into a free row, in prefill; return the row."""
+        row = self._free.pop()
+        self.num_running += 1
+        num_tokens, num_blocks = len(request.tokens), len(blocks)
+        self.requests[row] = request
+        self._tables[row, :num_blocks] = blocks
+        self._num_blocks[row] = num_blocks
+        self.shared[row] = self.published[row] = num_shared
+        self.state[row] = PREFILL
+        self.generation[row] += 1
+        self.length[row] = self.committed[row] = num_tokens
+        self.computed[row] = num_computed
+        self.limit[row] = request.limit
+        self.worst_blocks += self._worst_blocks(request.limit)
+        self.num_table_blocks += num_blocks
+        self.set_allowed(row, request.allowed)
+        self.capacity[row] = num_blocks * self.block_size
+        self.num_prompt[row] = request.num_prompt_tokens
+        self.stream[row] = request.key.stream
+        self.frontend[row] = frontend_index
+        self.rank[row] = rank
+        self.sequence[row] = request.sequence
+        self.preempted_at[row] = request.preempted_at
+        self._places[row] = row * _RECENT - num_tokens
+        self._account[row] = self._accounts.enter(request.account)
+        self._charged[row] = request.accounted_tokens
+        stops = request.stop_token_ids
+        if len(stops) > _STOPS:
+            self._many_stops[row] = frozenset(stops)
+            stops = ()
+        self._most_stops = max(self._most_stops, len(stops))
+        for index in range(self._most_stops):
+            self._stops[index][row] = stops[index] if index < len(stops) else _NO_TOKEN
+        if request.traceparent:
+            self.traced.add(row)
+        return row
+
+    def vacate(self, row: int) -> tuple[Request, IndexArray]:
+        """Free a row; return its request, with all committed tokens, and its blocks."""
+        request = self.requests[row]
+        assert request is not None
+        self._flush(row, request)
+        blocks = self.blocks(row).copy()
+        request.accounted_tokens = self._charged.item(row)
+        self._accounts.leave(self._account.item(row))
+        self._decoding = None
+        self.requests[row] = None
+        self._num_blocks[row] = 0
+        self.state[row] = FREE
+        self.held[row] = False
+        self.traced.discard(row)
+        self._many_stops.pop(row, None)
+        self._free.append(row)
+        self.num_running -= 1
+        self.worst_blocks -= self._worst_blocks(self.limit.item(row))
+        self.num_table_blocks -= len(blocks)
+        return request, blocks
+
+    def set_allowed(self, row: int, allowed: int) -> None:
+        """Set the maximum number of tokens, prompt included, that the reader's credit allows."""
+        self.allowed[row] = min(allowed, _INT32_MAX)
+
+    def start_decoding(self, row: int) -> None:
+        """Start decoding a row whose prompt is planned up to its end; its first token is in flight."""
+        self.state[row] = DECODE
+        self.length[row] += 1
+        self._decoding = None
+
+    def blocks(self, row: int) -> IndexArray:
+        """Return the row's block table as a view; do not write to it."""
+        return self._tables[row, : self._num_blocks[row]]
+
+    def grow(self, rows: IndexArray, blocks: IndexArray) -> None:
+        """Append one block to the table of each row; the rows are distinct."""
+        num_blocks = self._num_blocks[rows]
+        self._tables[rows, num_blocks] = blocks
+        self._num_blocks[rows] = num_blocks + _ONE_BLOCK
+        self.capacity[rows] += self._block
+        self.num_table_blocks += len(rows)
+
+    def commit(self, rows: IndexArray, tokens: Int32Array) -> Int32Array:
+        """Append one token to each row; the rows are distinct.
+
+        Returns:
+            the index of each token among the generated tokens of its row.
+        """
+        length = self.committed[rows]
+        self._recent[self._places[rows] + length] = tokens
+        self.committed[rows] = length + ONE
+        self._flush_due += self.max_rows
+        while self._flush_due >= _FLUSH_EVERY:
+            self._flush_due -= _FLUSH_EVERY
+            row = self._next_flush
+            self._next_flush = (row + 1) % self.max_rows
+            request = self.requests[row]
+            if request is not None:
+                self._flush(row, request)
+        return length - self.num_prompt[rows]
+
+    def stopped(self, rows: IndexArray, tokens: Int32Array) -> IndexArray:
+        """Return the positions within `rows` at which the token ends the row's request."""
+        # Compare one array at a time: comparing a matrix with a column takes many times as long.
+        hits: BoolArray | None = None
+        for stops in self._stops[: self._most_stops]:
+            matches = stops[rows] == tokens
+            if any_of(matches):
+                hits = matches if hits is None else hits | matches
+        if self._many_stops:
+            hits = np.zeros(len(rows), np.bool_) if hits is None else hits
+            for position, (row, token) in enumerate(zip(rows.tolist(), tokens.tolist(), strict=True)):
+                hits[position] |= token in self._many_stops.get(row, ())
+        return NO_INDICES if hits is None else where(hits)
+
+    def occupied(self) -> list[int]:
+        """Return the rows that are not free."""
+        positions: list[int] = where(self.state != FREE).tolist()
+        return positions
+
+    def charge(self) -> list[tuple[Account, int]]:
+        """Return the tokens per account that its rows have generated since the last call."""
+        rows = where(self.state != FREE)
+        generated = self.committed[rows] - self.num_prompt[rows]
+        owed = np.bincount(self._account[rows], weights=generated - self._charged[rows])
+        self._charged[rows] = generated
+        return [(self._accounts[number], int(owed[number])) for number in np.flatnonzero(owed).tolist()]
+
+    def num_computed(self, row: int) -> int:
+        """Return the tokens of the row whose KV is written once the steps sent are done."""
+        return self.computed.item(row) if self.state.item(row) == PREFILL else self.length.item(row) - 1
+
+    def is_settled(self, row: int) -> bool:
+        """Return whether the row is in DECODE, and all tokens that it samples in steps sent have arrived."""
+        return bool(self.state[row] == DECODE and self.length[row] == self.committed[row])
+
+    def num_generated(self, row: int) -> int:
+        """Return the tokens that the row's request has generated and delivered."""
+        return self.committed.item(row) - self.num_prompt.item(row)
+
+    def validate(self) -> None:
+        """Check the invariants of the module's docstring."""
+        for row in range(self.max_rows):
+            request = self.requests[row]
+            assert (self.state[row] == FREE) == (request is None)
+            if request is None:
+                assert not len(self.blocks(row))
+                continue
+            assert self.num_prompt[row] <= self.committed[row] <= self.length[row] <= self.limit[row]
+            assert self.capacity[row] == len(self.blocks(row)) * self.block_size
+            assert 0 <= self.shared[row] <= len(self.blocks(row))
+            num_recent = self._places[row] + self.committed[row] - row * _RECENT
+            assert 0 <= num_recent == self.committed[row] - len(request.tokens) <= _RECENT
+            if self.state[row] == PREFILL:
+                assert self.computed[row] < self.length[row] == self.committed[row]
+            else:
+                assert self.capacity[row] >= self.length[row] - 1
+        assert self.decoding.tolist() == where(self.state == DECODE).tolist()
+        assert sorted(self._free) == where(self.state == FREE).tolist()
+        assert self.num_running == self.max_rows - len(self._free)
+        assert self.num_table_blocks == self._num_blocks.sum()
+        assert self.worst_blocks == sum(self._worst_blocks(int(self.limit[row])) for row in self.occupied())
+
+    def _worst_blocks(self, limit: int) -> int:
+        """Return the blocks of a sequence of `limit` tokens; the last token is never computed and needs no slot."""
+        return -(-(limit - 1) // self.block_size)
+
+    def _flush(self, row: int, request: Request) -> None:
+        length, place = self.committed.item(row), self._places.item(row)
+        first = row * _RECENT
+        if first - place < length:
+            request.tokens.frombytes(self._recent[first : place + length].tobytes())
+            self._places[row] = first - length

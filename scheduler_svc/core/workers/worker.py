@@ -1,0 +1,419 @@
+"""The scheduler's view of one worker in one epoch: block pool, rows, steps in flight, timing.
+
+A row that a request leaves can be used again at once, because a plan's leaves come before its admissions. But steps in
+flight may still sample that row. The row's generation identifies the request of such an answer. `departed` keeps these
+requests until the last of these steps is answered.
+"""
+
+from collections import Counter, deque
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from scheduler_svc.core.interface.arrays import NO_INDICES, IndexArray, Int32Array
+from scheduler_svc.core.interface.events import ModelFacts
+from scheduler_svc.core.interface.plan import BlockCopy
+from scheduler_svc.core.interface.records import Peer
+from scheduler_svc.core.memory.block_pool import BlockPool
+from scheduler_svc.core.memory.partial_blocks import PartialMatch
+from scheduler_svc.core.memory.swapping import SwappedKV, SwapSpace
+from scheduler_svc.core.requests.request import Request, RequestState
+from scheduler_svc.core.workers.batching import BatchGate
+from scheduler_svc.core.workers.capacity import Capacity
+from scheduler_svc.core.workers.grammars import Grammars
+from scheduler_svc.core.workers.quarantine import PROBATION, clear_suspect
+from scheduler_svc.core.workers.rows import PREFILL, RowTable
+from scheduler_svc.core.workers.step_clock import StepClock
+from shared.prefix_keys import KEY_BYTES, BlockKey, following_keys, root_key
+
+
+@dataclass(slots=True)
+class StepInFlight:
+    """A plan that was sent and not answered."""
+
+    step: int
+    rows: IndexArray
+    """Rows that sample in the step, ascending."""
+    generations: Int32Array
+    """Generations of the rows when the step was planned."""
+    prefilled: list[int]
+    """Those of `rows` that sample the first token of this attempt."""
+    pooled: list[tuple[int, int]]
+    """(row, generation) of embeddings that this step completes; their requests have left the rows."""
+    num_tokens: int
+    num_prefill_tokens: int
+    cost: int
+    """Tokens of the budget that the step takes; the clock learns durations per cost."""
+    started: float
+    """Start on the worker as far as known, s: when the plan was sent or its predecessor was answered."""
+    successor_due: float
+    """Time at which to send the next plan, s."""
+    goes_on: bool
+    """Whether there was enough work to plan the step before its predecessor was answered."""
+    chunk_rows: list[int]
+    """Rows with a chunk of their prompt in the step."""
+    chunk_generations: Int32Array
+    """Generations of the chunk rows when the step was planned."""
+    solo: Request | None
+    """The suspect, if the step holds no other request."""
+    copy_ids: list[int]
+    """Block copies of the step; all are done when it is answered."""
+    allowance: float
+    """Maximum time from the start of the step to its answer, s."""
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """A trial: a suspect runs alone."""
+
+    request: Request
+    row: int
+    generation: int
+
+
+@dataclass(slots=True)
+class Departure:
+    """A request that left a row which steps up to `last_step` may still sample."""
+
+    request: Request
+    last_step: int
+    blocks: IndexArray
+    """The blocks that the request held."""
+    num_shared: int
+    """Number of leading blocks that other requests have written."""
+    num_tokens: int
+    """Leading tokens whose KV is in the blocks; a token that is sampled later proves this KV."""
+    failure_handled: bool = False
+    """Whether the row has already failed or lost shared blocks; later failures then add nothing."""
+
+
+class Match(NamedTuple):
+    """The parts of a request's KV that a worker already has."""
+
+    blocks: IndexArray
+    """Cached blocks that the request can share."""
+    partial: PartialMatch | None = None
+    """A block from which the request can copy the beginning of its next block."""
+    swapped: SwappedKV | None = None
+    """The whole KV, in the worker's host memory; the other fields then do not count."""
+    next_key: BlockKey = b""
+    """Key of the first full block that is missing; empty: no further block can be cached."""
+
+
+@dataclass(slots=True)
+class WorkerCounters:
+    """Totals of one epoch."""
+
+    steps: int = 0
+    scheduled_tokens: int = 0
+    prompt_tokens: int = 0
+    """Tokens of admitted sequences, including tokens generated before."""
+    cached_tokens: int = 0
+    """Those of `prompt_tokens` whose KV was in the prefix cache."""
+    generated_tokens: int = 0
+    discarded_tokens: int = 0
+    preemptions: int = 0
+
+
+class Kind(NamedTuple):
+    """Kind of a worker: the properties that decide which requests it can serve."""
+
+    max_model_len: int
+    embeds: bool
+    model: str
+    """Fingerprint of the model."""
+
+    def serves(self, request: Request) -> bool:
+        """Return whether a worker of this kind can serve the request."""
+        return (
+            len(request.tokens) < self.max_model_len
+            and (self.embeds or not request.pooling)
+            and request.model in ("", self.model)
+        )
+
+
+@dataclass(slots=True, eq=False)
+class Worker:
+    """A worker with a valid epoch."""
+
+    peer: Peer
+    worker_id: str
+    epoch: int
+    model: ModelFacts
+    max_tokens_per_step: int
+    max_model_len: int
+    """Longest sequence, tokens: limited by the model's positions and by the size of the pool."""
+    rows: RowTable
+    pool: BlockPool
+    clock: StepClock
+    capacity: Capacity
+    gate: BatchGate
+    shares_prefixes: bool
+    swap: SwapSpace
+    protocol_version: int
+    """Protocol version of this worker; plans contain no feature of a newer version."""
+    device: str
+    pid: int
+    """Device and process id as the worker reported them; for operators only."""
+    in_flight: deque[StepInFlight] = field(default_factory=deque)
+    departed: dict[tuple[int, int], Departure] = field(default_factory=dict)
+    prefilling: list[int] = field(default_factory=list)
+    """Rows in prefill, in order of arrival."""
+    pending_leaves: list[int] = field(default_factory=list)
+    """Rows that the next plan names as leaves."""
+    last_step: int = 0
+    answered_step: int = 0
+    last_tokens: int = 0
+    compiling_until: float = 0.0
+    trial: Trial | None = None
+    suspended_trials: list[Trial] = field(default_factory=list)
+    """Trials of suspects in rows here whose readers have no credit."""
+    trial_due: bool = False
+    """A waiting suspect would fit: the next plan holds it alone, once nothing is in flight."""
+    starves: bool = False
+    """Whether a plan has seen a row without credit since the last check by `Timeouts`."""
+    draining: bool = False
+    """Whether the worker is draining: it takes no new requests."""
+    grammars: Grammars = field(default_factory=Grammars)
+    counters: WorkerCounters = field(default_factory=WorkerCounters)
+    kind: Kind = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.kind = Kind(self.max_model_len, bool(self.model.hidden_size), self.model.fingerprint)
+
+    def vacate(self, row: int) -> Request:
+        """Take a request out of its row and return it; account for its blocks and for answers in flight."""
+        self.capacity.released()
+        return self._vacate(row, self.last_step)
+
+    def preempt(self, row: int) -> Request:
+        """Take a request out of its row as `vacate` does, but do not count its blocks as released for good."""
+        return self._vacate(row, self.last_step)
+
+    def swap_out(self, row: int) -> tuple[Request, BlockCopy]:
+        """Preempt the request of a row; the plan being made first copies its KV to the host."""
+        num_computed = self.rows.num_computed(row)
+        num_blocks = -(-num_computed // self.rows.block_size)
+        copy = self.swap.out(self.rows.blocks(row)[:num_blocks])
+        # The plan being made still reads these blocks.
+        request = self._vacate(row, self.last_step + 1)
+        request.swapped = SwappedKV(epoch=self.epoch, host_blocks=copy.targets, num_tokens=num_computed)
+        return request, copy
+
+    def swapped_here(self, request: Request) -> SwappedKV | None:
+        """Return the request's KV in this worker's host memory, or None."""
+        return request.swapped if request.swapped is not None and request.swapped.epoch == self.epoch else None
+
+    def release_swapped(self, request: Request, *, last_step: int) -> None:
+        """Release the request's host blocks once `last_step` is answered."""
+        swapped = self.swapped_here(request)
+        if swapped is not None:
+            self.swap.pool.release(swapped.host_blocks, last_step=last_step, answered_step=self.answered_step)
+            request.swapped = None
+
+    def _vacate(self, row: int, last_step: int) -> Request:
+        rows, cache = self.rows, self.pool.cache
+        if row in self.prefilling:
+            self.prefilling.remove(row)
+            cache.computes_next(row, b"")
+        num_computed = rows.num_computed(row)
+        is_proven = cache.partial is not None and rows.is_settled(row)
+        num_shared = rows.shared.item(row)
+        request, blocks = rows.vacate(row)
+        self.grammars.vacated(request.grammar_key)
+        num_tokens = min(num_computed, len(request.tokens))
+        if self.shares_prefixes:
+            # Keep everything that was computed in the cache, including generated tokens.
+            self._publish(row, request, blocks, num_tokens)
+            if is_proven:
+                self._prove(request, blocks, num_tokens)
+        self.pool.release(blocks, last_step=last_step, answered_step=self.answered_step)
+        self.pending_leaves.append(row)
+        if self.in_flight:
+            generation = rows.generation.item(row)
+            self.departed[row, generation] = Departure(request, self.last_step, blocks, num_shared, num_tokens)
+            request.unsettled = True
+        return request
+
+    def shareable_keys(self, request: Request) -> bytes:
+        """Return the joined keys of the leading full blocks that the request could take from the cache.
+
+        The last known token is always computed, because its logits are needed.
+        """
+        if not self.shares_prefixes or request.computes_whole_prompt:
+            return b""
+        return self._keys(request)[: KEY_BYTES * ((len(request.tokens) - 1) // self.rows.block_size)]
+
+    def cached_tokens(self, request: Request) -> int:
+        """Return how many of the request's tokens need no computation here."""
+        return self.num_cached(self.match(request))
+
+    def num_cached(self, match: Match) -> int:
+        """Return how many tokens a match saves from being computed."""
+        if match.swapped is not None:
+            return match.swapped.num_tokens
+        num_partial = match.partial.num_tokens if match.partial is not None else 0
+        return len(match.blocks) * self.rows.block_size + num_partial
+
+    def match(self, request: Request) -> Match:
+        """Return the parts of the request's KV that this worker has."""
+        swapped = self.swapped_here(request)
+        if swapped is not None:
+            return Match(NO_INDICES, swapped=swapped)
+        cache, keys = self.pool.cache, self.shareable_keys(request)
+        blocks = cache.match(keys)
+        next_key = keys[KEY_BYTES * len(blocks) : KEY_BYTES * (len(blocks) + 1)]
+        if cache.partial is None or request.computes_whole_prompt:
+            return Match(blocks, next_key=next_key)
+        start = len(blocks) * self.rows.block_size
+        end = min(start + self.rows.block_size, len(request.tokens) - 1)
+        text = request.tokens[start:end].tobytes()
+        partial = cache.match_partial(self._root_key(request), keys, len(blocks), text)
+        return Match(blocks, partial, next_key=next_key)
+
+    def prefill_backlog(self) -> int:
+        """Return the number of prompt tokens in its rows that no plan holds yet."""
+        rows = self.prefilling
+        return int((self.rows.length[rows] - self.rows.computed[rows]).sum()) if rows else 0
+
+    def publish_blocks(self, row: int, num_computed: int) -> None:
+        """Publish the row's full blocks; the plan being made computes its tokens up to `num_computed`."""
+        if not self.shares_prefixes:
+            return
+        request = self.rows.requests[row]
+        assert request is not None
+        self._publish(row, request, self.rows.blocks(row), num_computed)
+        start = KEY_BYTES * (num_computed // self.rows.block_size)
+        is_complete = num_computed == len(request.tokens)
+        self.pool.cache.computes_next(row, b"" if is_complete else self._keys(request)[start : start + KEY_BYTES])
+
+    def prove_prefilled(self, rows: IndexArray) -> None:
+        """Mark the published blocks of these rows as proven, so that others can copy from them.
+
+        The first tokens of these rows were sampled.
+        """
+        for row in rows.tolist():
+            request, num_blocks = self.rows.requests[row], int(self.rows.published[row])
+            assert request is not None
+            self._prove(request, self.rows.blocks(row)[:num_blocks], num_blocks * self.rows.block_size)
+
+    def prove_departed(self, departure: Departure) -> None:
+        """Mark the blocks of a departed request as proven: a token was sampled from its row after it left."""
+        if self.pool.cache.partial is not None:
+            self._prove(departure.request, departure.blocks, departure.num_tokens)
+
+    def _publish(self, row: int, request: Request, blocks: IndexArray, num_computed: int) -> None:
+        num_blocks = num_computed // self.rows.block_size
+        if num_blocks > self.rows.published[row]:
+            cache = self.pool.cache
+            text = b"" if cache.partial is None else request.tokens[: num_blocks * self.rows.block_size].tobytes()
+            cache.publish(self._keys(request)[: KEY_BYTES * num_blocks], blocks[:num_blocks], text)
+            self.rows.published[row] = num_blocks
+
+    def _prove(self, request: Request, blocks: IndexArray, num_tokens: int) -> None:
+        """Mark the blocks of a request's first tokens as proven: a finite token was sampled from their KV."""
+        if self.pool.cache.partial is not None:
+            text = request.tokens[:num_tokens].tobytes()
+            self.pool.cache.prove(self._root_key(request), self._keys(request), text, blocks)
+
+    def _root_key(self, request: Request) -> BlockKey:
+        """Return the key before the request's first block."""
+        return root_key(self.model.fingerprint, request.salt)
+
+    def _keys(self, request: Request) -> bytes:
+        """Return the joined keys of all full blocks of the request's tokens."""
+        block_size = self.rows.block_size
+        keys = request.keys.get(block_size, b"")
+        num_keys = len(keys) // KEY_BYTES
+        if len(request.tokens) // block_size > num_keys:
+            root = keys[-KEY_BYTES:] or self._root_key(request)
+            keys += following_keys(root, request.tokens[num_keys * block_size :].tobytes(), block_size)
+            request.keys[block_size] = keys
+        return keys
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a request runs here, or the worker has yet to learn of rows that have ended."""
+        return bool(self.rows.num_running or self.pending_leaves)
+
+    def requests_in_flight(self) -> list[Request]:
+        """Return the live requests in steps in flight, or only the suspect if it runs alone."""
+        if (suspect := self.lone_suspect()) is not None:
+            return [suspect] if suspect.state is not RequestState.FINISHED else []
+        attempts: set[tuple[int, int]] = set()
+        for step in self.in_flight:
+            attempts.update(zip(step.rows.tolist(), step.generations.tolist(), strict=True))
+            attempts.update(zip(step.chunk_rows, step.chunk_generations.tolist(), strict=True))
+        requests = [self._request_of(row, generation) for row, generation in sorted(attempts)]
+        return [each for each in requests if each is not None and each.state is not RequestState.FINISHED]
+
+    def _request_of(self, row: int, generation: int) -> Request | None:
+        """Return the request of a row and generation, if the row still has it or a step in flight names it."""
+        departure = self.departed.get((row, generation))
+        if departure is not None:
+            return departure.request
+        return self.rows.requests[row] if self.rows.generation.item(row) == generation else None
+
+    def lone_suspect(self) -> Request | None:
+        """Return the suspect if the only step in flight holds it alone: it is to blame if the worker dies now."""
+        return self.in_flight[0].solo if len(self.in_flight) == 1 else None
+
+    def judge(self) -> None:
+        """End the trial of a suspect that has passed or left its row.
+
+        If no trial runs, first resume a suspended one whose reader has credit.
+        """
+        rows = self.rows
+        if self.trial is None and self.suspended_trials:
+            self.suspended_trials = [trial for trial in self.suspended_trials if self._is_present(trial)]
+            with_credit = (each for each in self.suspended_trials if rows.length[each.row] < rows.allowed[each.row])
+            self.trial = next(with_credit, None)
+            if self.trial is not None:
+                self.suspended_trials.remove(self.trial)
+        trial = self.trial
+        if trial is None:
+            return
+        if not self._is_present(trial):
+            self.trial = None
+        elif rows.num_generated(trial.row) - trial.request.fatal_at >= PROBATION:
+            self.end_trial()
+
+    def suspend_trial(self) -> None:
+        """Suspend the trial until the suspect's reader has credit again: without it, the trial shows nothing."""
+        assert self.trial is not None
+        self.suspended_trials.append(self.trial)
+        self.trial = None
+
+    def _is_present(self, trial: Trial) -> bool:
+        """Return whether the suspect still has its row."""
+        rows, row = self.rows, trial.row
+        return rows.requests[row] is trial.request and bool(rows.generation[row] == trial.generation)
+
+    def end_trial(self) -> None:
+        """Clear the suspect: it has passed its trial, as far as it can be tried, and runs with the others again."""
+        assert self.trial is not None
+        clear_suspect(self.trial.request)
+        self.trial = None
+
+    def step_deadline(self) -> float | None:
+        """Return when the oldest step in flight is overdue, or None when nothing is in flight."""
+        return (
+            max(self.in_flight[0].started + self.in_flight[0].allowance, self.compiling_until)
+            if self.in_flight
+            else None
+        )
+
+    def plan_due(self, max_in_flight: int) -> float | None:
+        """Return when to send the next plan: 0 for at once, None for not before an answer."""
+        if len(self.in_flight) >= max_in_flight:
+            return None
+        return self.in_flight[-1].successor_due if self.in_flight else 0.0
+
+    def validate(self) -> None:
+        """Check rows and pool, and that they agree."""
+        self.rows.validate()
+        self.pool.validate(self.rows.blocks(row) for row in range(self.rows.max_rows))
+        requests = (self.rows.requests[row] for row in self.rows.occupied())
+        self.grammars.validate(Counter(r.grammar_key for r in requests if r is not None and r.grammar_key))
+        assert len(self.prefilling) == len(set(self.prefilling)) == int((self.rows.state == PREFILL).sum())
+        assert [entry.step for entry in self.in_flight] == list(range(self.answered_step + 1, self.last_step + 1))
+        assert all(departure.last_step > self.answered_step for departure in self.departed.values())

@@ -1,0 +1,163 @@
+"""Who is held responsible when a worker dies."""
+
+from scheduler_svc.core.interface import effects as ef
+from scheduler_svc.core.interface import events as ev
+from scheduler_svc.core.interface.plan import Plan, RowAdmission
+from scheduler_svc.core.interface.records import EndReason
+from scheduler_svc.core.workers.quarantine import FATAL_ALONE, FATAL_STEPS, PROBATION, PROVEN_BY, WITHDRAWABLE_S
+from scheduler_svc.sim.coverage import Limit
+from scheduler_svc.sim.promises.base import Promise, Watched
+from scheduler_svc.sim.sites import Epoch
+from scheduler_svc.sim.stream import Stream
+
+
+class _Record:
+    """What is known of one stream."""
+
+    __slots__ = ("admitted_with", "alone", "at", "fatal", "surely")
+
+    def __init__(self) -> None:
+        self.fatal = 0
+        """Deaths that the core may hold against it."""
+        self.surely = 0
+        """Those of them that it must."""
+        self.alone = 0
+        """Deaths of a step that held nothing else."""
+        self.at = 0
+        """Tokens that it had at the last of them."""
+        self.admitted_with = 0
+        """Tokens that it had when it was last admitted."""
+
+    def clear(self) -> None:
+        """It is no suspect now, so at most one death is held against it."""
+        self.fatal, self.alone = min(self.fatal, FATAL_STEPS - 1), min(self.alone, FATAL_ALONE - 1)
+        self.surely = 0
+
+
+class Suspects(Promise):
+    """A request is condemned only when workers died of it: twice in company, then twice on end alone.
+
+    What takes part in two fatal steps runs alone until it has shown, by tokens generated alone, that it is harmless. A
+    worker that leaves with a goodbye, breaks the protocol or is cut off dies of nobody.
+    """
+
+    def __init__(self, watched: Watched) -> None:
+        super().__init__(watched)
+        self._records: dict[Stream, _Record] = {}
+        self._judged: set[Epoch] = set()
+        self._last: dict[str, tuple[float, bool, list[Stream]]] = {}
+        """By worker that was lost: when, whether one request was alone in its step, and who took part."""
+        self._event: ev.Event = ev.TimePassed()
+
+    @property
+    def may_try_alone(self) -> bool:
+        """Whether a request may be a suspect."""
+        return any(record.fatal >= FATAL_STEPS for record in self._records.values())
+
+    def may_be(self, stream: Stream) -> bool:
+        """Whether the core may take a request for a suspect."""
+        record = self._records.get(stream)
+        return record is not None and record.fatal >= FATAL_STEPS
+
+    # ---------------------------------------------------------------- deaths
+
+    def before(self, event: ev.Event) -> None:
+        self._event = event
+        self._judge_losses()
+
+    def displaced(self, stream: Stream, epoch: Epoch, outcome: str) -> None:
+        if outcome == "worker lost":
+            self._died(epoch)
+
+    def _judge_losses(self) -> None:
+        for epoch in self.cluster.lost:
+            self._died(epoch)
+
+    def _is_fatal(self) -> bool:
+        match self._event:
+            case ev.WorkerLost(orderly=orderly):
+                return not orderly
+            case ev.WorkerHello(reason=reason):
+                return reason is not ev.HelloReason.SESSION_LOST
+            case ev.StepDone():
+                return False
+        return True
+
+    def _died(self, epoch: Epoch) -> None:
+        """A worker is lost: who took part in its steps in flight may have killed it."""
+        if epoch in self._judged:
+            return
+        self._judged.add(epoch)
+        if not self._is_fatal():
+            return
+        names = [sent.names for sent in epoch.in_flight]
+        took_part = {name for each in names for name in each}
+        is_alone = len(names) == 1 and len(took_part) == 1
+        streams = [self.clients.live[name] for name in took_part & self.clients.live.keys()]
+        if streams:
+            self._last[epoch.worker_id] = self.world.now, is_alone, streams
+        for stream in streams:
+            record = self._records.setdefault(stream, _Record())
+            if len(stream.tokens) - record.at >= PROVEN_BY:
+                record.fatal = record.surely = record.alone = 0
+            record.fatal += 1
+            record.surely += 1
+            record.alone += is_alone
+            record.at = len(stream.tokens)
+
+    # ---------------------------------------------------------------- verdicts
+
+    def objection(self, stream: Stream, reason: EndReason) -> str | None:
+        if reason is not EndReason.POISON:
+            return None
+        self.seen(Limit.CONDEMNED)
+        if not isinstance(self._event, ev.StepDone):
+            # The core names the worker that it has given up only after it has ended requests for it.
+            for epoch in list(self.cluster.epochs.values()):
+                if any(stream.name in sent.names for sent in epoch.in_flight):
+                    self._died(epoch)
+        record = self._records.get(stream, _Record())
+        if record.fatal < FATAL_STEPS + FATAL_ALONE:
+            return f"it took part in {record.fatal} fatal steps only"
+        return None if record.alone >= FATAL_ALONE else f"it ran alone in {record.alone} fatal steps only"
+
+    def admitted(self, stream: Stream, admission: RowAdmission, plan: Plan, epoch: Epoch) -> None:
+        record = self._records.get(stream)
+        if record is not None:
+            record.admitted_with = len(stream.tokens)
+
+    def plan_made(self, plan: Plan, epoch: Epoch) -> None:
+        if not self._records:
+            return
+        names = epoch.in_flight[-1].names
+        for name in names:
+            stream = self.clients.live.get(name)
+            record = self._records.get(stream) if stream is not None else None
+            if stream is None or record is None:
+                continue
+            if len(names) == 1:
+                if len(stream.tokens) - record.admitted_with > PROBATION:
+                    record.clear()
+                continue
+            if record.surely >= FATAL_STEPS:
+                self.seen(Limit.ACQUITTED)
+            record.clear()
+
+    def after(self, event: ev.Event, effects: list[ef.Effect]) -> None:
+        self._judge_losses()
+        if isinstance(event, ev.WorkerHello) and any(isinstance(each, ef.WorkerWelcomed) for each in effects):
+            self._came_back(event)
+
+    def _came_back(self, event: ev.WorkerHello) -> None:
+        """A worker says hello; if it is not a new process it has not died."""
+        since, was_alone, streams = self._last.pop(event.worker_id, (0.0, False, []))
+        if event.reason is ev.HelloReason.STARTED or self.world.now - since > WITHDRAWABLE_S:
+            return
+        for stream in streams:
+            record = self._records.get(stream)
+            if record is not None:
+                record.fatal, record.surely = max(0, record.fatal - 1), max(0, record.surely - 1)
+                record.alone = max(0, record.alone - was_alone)
+
+    def ended(self, stream: Stream) -> None:
+        self._records.pop(stream, None)

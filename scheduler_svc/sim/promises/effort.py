@@ -1,0 +1,61 @@
+"""How many waiting requests the core looks at.
+
+Time is not measured, since it would not be the same in every run; what is counted is how often the core takes a request
+out of its queues.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from scheduler_svc.core.interface import effects as ef
+from scheduler_svc.core.interface import events as ev
+from scheduler_svc.core.interface.plan import Plan, RowAdmission
+from scheduler_svc.core.planning.batch_selection import MAX_OVERTAKING_TRIES
+from scheduler_svc.sim.promises.base import Promise, Watched
+from scheduler_svc.sim.sites import Epoch
+from scheduler_svc.sim.stream import Stream
+from scheduler_svc.sim.violation import ViolationError
+
+_PER_PLAN = 2 * MAX_OVERTAKING_TRIES + 4
+"""Requests that lack memory, suspects, the next urgent one, and what ends a plan's admissions."""
+_PER_EVENT = 4
+"""Requests that are looked at once more because of what has happened: they are held, released, late or assigned."""
+_ALWAYS = 64
+
+
+class WorkPerPlan(Promise):
+    """A plan looks at the requests that it admits and a few others, however many wait.
+
+    A request that is held apart is not looked at before something happens that concerns it. So what is looked at beyond
+    a constant per plan is bounded by what is admitted and by what has happened.
+    """
+
+    def __init__(self, watched: Watched) -> None:
+        super().__init__(watched)
+        self._allowed = _ALWAYS
+        self._taken = 0
+        backlog = watched.core._requests.backlog
+        for name in ("take", "take_assigned", "take_suspect"):
+            setattr(backlog, name, self._counting(getattr(backlog, name)))
+
+    def _counting(self, take: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(*arguments: Any) -> Any:
+            request = take(*arguments)
+            self._taken += request is not None
+            return request
+
+        return counted
+
+    def asked(self, epoch: Epoch) -> None:
+        # What one plan leaves of its share is not for the next ones.
+        most = self._taken + _ALWAYS + _PER_EVENT * len(self.clients.live)
+        self._allowed = min(self._allowed, most) + _PER_PLAN
+
+    def admitted(self, stream: Stream, admission: RowAdmission, plan: Plan, epoch: Epoch) -> None:
+        self._allowed += 1
+
+    def after(self, event: ev.Event, effects: list[ef.Effect]) -> None:
+        if self._taken > self._allowed:
+            what = f"{self._taken - self._allowed} requests more were looked at than plans and events account for"
+            raise ViolationError("work.effort", what)
+        self._allowed += _PER_EVENT

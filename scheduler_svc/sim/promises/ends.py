@@ -1,0 +1,72 @@
+"""Why a request may end."""
+
+from scheduler_svc.core.interface.records import EndReason
+from scheduler_svc.sim.oracle import grammar_key
+from scheduler_svc.sim.promises.base import Promise, Watched
+from scheduler_svc.sim.stream import Stream
+from scheduler_svc.sim.traffic import UNUSABLE
+
+
+class EndsAreJustified(Promise):
+    """A request ends for a reason that the history of its client, its workers and the clock bears out.
+
+    One that is under way (a core has accepted it, it has tokens, or it had a row) ends only when it is complete, when
+    its client leaves, at its deadline, for a fault of its own, or when no worker comes that can serve it.
+    """
+
+    def __init__(self, watched: Watched) -> None:
+        super().__init__(watched)
+        self.shutting_down = False
+
+    def objection(self, stream: Stream, reason: EndReason) -> str | None:
+        match reason:
+            case EndReason.CANCELLED:
+                return None if stream.cancel_sent else "nobody cancelled it"
+            case EndReason.DEADLINE:
+                return self._deadline(stream)
+            case EndReason.INVALID:
+                return self._invalid(stream)
+            case EndReason.LENGTH:
+                return self._length(stream)
+            case EndReason.NO_WORKER:
+                return self._no_worker(stream)
+            case EndReason.STALLED:
+                patience = self.config.stall_timeout_s
+                if not patience or not stream.starved or self.world.now - stream.last_move < patience:
+                    return "its reader was not stalled"
+            case EndReason.SHUTDOWN:
+                return None if self.shutting_down else "nobody asked for it"
+        return None
+
+    def _deadline(self, stream: Stream) -> str | None:
+        if stream.deadline is None:
+            return "it has no deadline"
+        early = self.world.now < stream.deadline
+        return "it is under way and its time was not up" if early and stream.is_under_way else None
+
+    def _invalid(self, stream: Stream) -> str | None:
+        if stream.demand.grammar == UNUSABLE or not stream.demand.valid:
+            return None
+        return "it is valid" if stream.is_under_way or stream.num_known < self.cluster.longest() else None
+
+    @staticmethod
+    def _length(stream: Stream) -> str | None:
+        if len(stream.tokens) >= stream.demand.max_tokens or stream.num_known >= stream.context:
+            return None
+        return f"{len(stream.tokens)} of {stream.demand.max_tokens} tokens"
+
+    def _no_worker(self, stream: Stream) -> str | None:
+        patience = self.config.worker_wait_s
+        if stream.demand.grammar and self._has_no_grammar(stream):
+            return None
+        if self.world.now - stream.arrival < patience:
+            return f"it waits since {stream.arrival:.3f}"
+        if self.cluster.longest_since(self.world.now - patience) > stream.num_known:
+            return "a worker was there that takes sequences of its length"
+        return None
+
+    def _has_no_grammar(self, stream: Stream) -> bool:
+        """Whether every worker that takes requests of its length has failed to compile the stream's grammar."""
+        key = grammar_key(stream.demand.grammar)
+        able = [key not in epoch.cannot for epoch in self.cluster.usable if stream.num_known < epoch.context]
+        return bool(able) and not any(able)

@@ -1,0 +1,102 @@
+"""Limits of a step: rows, tokens, plans in flight, chunks of prompts."""
+
+from scheduler_svc.core.interface.plan import Plan
+from scheduler_svc.sim.coverage import Limit
+from scheduler_svc.sim.model_worker import ModelWorker
+from scheduler_svc.sim.promises.base import Promise, Watched
+from scheduler_svc.sim.promises.blame import Suspects
+from scheduler_svc.sim.sites import Epoch
+from scheduler_svc.sim.violation import ViolationError
+
+
+class StepLimits(Promise):
+    """No step has more rows, tokens or tokens of one prompt than the limits allow, and no more plans are in flight."""
+
+    def plan_made(self, plan: Plan, epoch: Epoch) -> None:
+        config, model = self.config, epoch.model
+        num_rows, most_rows = len(model.rows), self._most_rows(model)
+        if num_rows > most_rows:
+            raise ViolationError("limit.rows", f"{num_rows} rows of at most {most_rows}")
+        if num_rows == most_rows:
+            self.seen(Limit.ROWS)
+        most_tokens = most_tokens_of(self, model)
+        if plan.num_tokens > most_tokens:
+            raise ViolationError("limit.tokens", f"{plan.num_tokens} tokens of at most {most_tokens}")
+        if plan.num_tokens == most_tokens:
+            self.seen(Limit.TOKENS)
+        if len(epoch.in_flight) > config.max_plans_in_flight:
+            raise ViolationError("limit.in_flight", f"{len(epoch.in_flight)} plans in flight")
+        if len(epoch.in_flight) == config.max_plans_in_flight:
+            self.seen(Limit.IN_FLIGHT)
+        longest = config.long_prefill_token_threshold
+        if longest and len(plan.chunk_lengths):
+            if plan.chunk_lengths.max() > longest:
+                raise ViolationError("limit.chunk", f"chunk of {plan.chunk_lengths.max()}")
+            if plan.chunk_lengths.max() == longest:
+                self.seen(Limit.CHUNK)
+        if len(plan.holds):
+            self.seen(Limit.CREDIT)
+        if plan.swap_outs:
+            self.seen(Limit.SWAPPED_OUT)
+        if plan.swap_ins:
+            self.seen(Limit.SWAPPED_IN)
+
+    def _most_rows(self, model: ModelWorker) -> int:
+        batching = self.config.batching
+        most = min(self.config.max_num_seqs, model.max_rows)
+        return most if batching.mode == "continuous" else min(most, batching.max_batch_size)
+
+
+class AttentionIsCounted(Promise):
+    """A chunk is paid for with its context, but for a single token where less than its price is left."""
+
+    def plan_made(self, plan: Plan, epoch: Epoch) -> None:
+        break_even = epoch.model.break_even_context
+        if not break_even:
+            return
+        left = (most_tokens_of(self, epoch.model) - plan.num_decodes) * break_even
+        for index, length in zip(plan.chunk_rows.tolist(), plan.chunk_lengths.tolist(), strict=True):
+            if left <= 0:
+                raise ViolationError("limit.attention", f"a chunk for row {index} in a step that is full")
+            left -= length * (break_even + epoch.model.rows[index].computed - length)
+            if left < 0:
+                self.seen(Limit.ATTENTION)
+                if length > 1:
+                    raise ViolationError("limit.attention", f"chunk of {length} for row {index}")
+
+
+class PromptsInOrder(Promise):
+    """Prompts under way are computed in the order in which they were admitted.
+
+    A later prompt gets a chunk only when every earlier one whose reader has credit got one, and only the last chunk of
+    a step is shorter than the prompt's rest and the limit of a chunk allow.
+    """
+
+    def __init__(self, watched: Watched, suspects: Suspects) -> None:
+        super().__init__(watched)
+        self._suspects = suspects
+        self._longest = self.config.long_prefill_token_threshold
+
+    def plan_made(self, plan: Plan, epoch: Epoch) -> None:
+        chunk_rows: list[int] = plan.chunk_rows.tolist()
+        if not chunk_rows or self._suspects.may_try_alone:
+            return  # while a suspect is tried, the others wait
+        rows = epoch.model.rows
+        ages = [rows[index].admitted for index in chunk_rows]
+        if ages != sorted(ages):
+            raise ViolationError("order.prompts", f"chunks for rows {chunk_rows}, admitted in the order {ages}")
+        for index, length in zip(chunk_rows[:-1], plan.chunk_lengths.tolist(), strict=False):
+            row = rows[index]
+            if row.computed < row.num_admitted and length != self._longest:
+                rest = row.num_admitted - row.computed
+                raise ViolationError("order.prompts", f"{rest} tokens of row {index} wait for a later prompt", row.name)
+        for row in rows.values():
+            if row.computed < row.num_admitted and row.admitted < ages[-1] and row.index not in chunk_rows:
+                stream = self.clients.live.get(row.name)
+                if stream is not None and not stream.starved:
+                    raise ViolationError("order.prompts", f"row {row.index} gets no chunk, a later one does", row.name)
+
+
+def most_tokens_of(promise: Promise, model: ModelWorker) -> int:
+    """Tokens that a step of the worker may have."""
+    return min(promise.config.max_num_batched_tokens, model.max_tokens_per_step)

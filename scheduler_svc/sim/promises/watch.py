@@ -1,0 +1,174 @@
+"""All promises, told of everything in order."""
+
+from collections.abc import Callable
+from typing import Any
+
+from scheduler_svc.core.interface import effects as ef
+from scheduler_svc.core.interface import events as ev
+from scheduler_svc.core.interface.plan import Plan
+from scheduler_svc.core.interface.records import EndReason
+from scheduler_svc.core.scheduler import Scheduler
+from scheduler_svc.sim.clients import Clients
+from scheduler_svc.sim.cluster import Cluster
+from scheduler_svc.sim.coverage import Limit
+from scheduler_svc.sim.promises.admissions import AdmissionsAreSound, PrefixesAreShared, RowsLeave
+from scheduler_svc.sim.promises.base import Promise, Watched
+from scheduler_svc.sim.promises.blame import Suspects
+from scheduler_svc.sim.promises.book import Book
+from scheduler_svc.sim.promises.drains import DrainsMoveWhatHasRoom
+from scheduler_svc.sim.promises.effort import WorkPerPlan
+from scheduler_svc.sim.promises.eligible import Eligibility
+from scheduler_svc.sim.promises.ends import EndsAreJustified
+from scheduler_svc.sim.promises.evictions import LeastRecentlyUsedGoFirst
+from scheduler_svc.sim.promises.fairness import ServiceIsShared
+from scheduler_svc.sim.promises.limits import AttentionIsCounted, PromptsInOrder, StepLimits
+from scheduler_svc.sim.promises.order import AdmissionOrder
+from scheduler_svc.sim.promises.passing import PassedOverSeldom, TargetsGoFirst
+from scheduler_svc.sim.promises.queues import QueueLimits
+from scheduler_svc.sim.promises.quotas import Quotas
+from scheduler_svc.sim.promises.sizes import MemoryIsBounded
+from scheduler_svc.sim.promises.waits import UnusableGrammarsEnd, WaitsAreBounded
+from scheduler_svc.sim.promises.work import RowsGoOn, WorkConservation
+from scheduler_svc.sim.sites import Epoch
+from scheduler_svc.sim.stream import Stream
+from scheduler_svc.sim.violation import StreamName, ViolationError
+from scheduler_svc.sim.world import World
+
+
+class Promises:
+    """Watches one core from its birth on."""
+
+    def __init__(self, world: World, cluster: Cluster, clients: Clients, core: Scheduler) -> None:
+        self._clients = clients
+        self._world = world
+        self._book = Book(world)
+        watched = Watched(world, cluster, clients, self._book, core.stats, core)
+        self._ends = EndsAreJustified(watched)
+        promises: list[Promise] = [
+            self._ends,
+            StepLimits(watched),
+            AttentionIsCounted(watched),
+            RowsLeave(watched),
+            AdmissionsAreSound(watched),
+            PrefixesAreShared(watched),
+            UnusableGrammarsEnd(watched),
+            MemoryIsBounded(watched),
+            LeastRecentlyUsedGoFirst(watched),
+        ]
+        if self._book.is_complete:
+            quotas, suspects = Quotas(watched), Suspects(watched)
+            eligibility = Eligibility(watched, quotas, suspects)
+            promises += [
+                WaitsAreBounded(watched),
+                QueueLimits(watched),
+                quotas,
+                suspects,
+                PromptsInOrder(watched, suspects),
+                RowsGoOn(watched, suspects),
+                AdmissionOrder(watched, eligibility),
+                WorkConservation(watched, eligibility),
+                DrainsMoveWhatHasRoom(watched),
+                ServiceIsShared(watched, eligibility),
+                TargetsGoFirst(watched, eligibility),
+                PassedOverSeldom(watched, eligibility),
+                WorkPerPlan(watched),
+            ]
+        # Most promises override a few hooks, and every hook is called for every event or plan.
+        self._before = _hooks(promises, "before")
+        self._objections = _hooks(promises, "objection")
+        self._displaced = _hooks(promises, "displaced")
+        self._ended = _hooks(promises, "ended")
+        self._after = _hooks(promises, "after")
+        self._asked = _hooks(promises, "asked")
+        self._admitted = _hooks(promises, "admitted")
+        self._plan_made = _hooks(promises, "plan_made")
+        self._no_plan = _hooks(promises, "no_plan")
+        self._at_rest = _hooks(promises, "at_rest")
+
+    def shutting_down(self) -> None:
+        """Somebody asks the core to end every request."""
+        self._ends.shutting_down = True
+
+    def before(self, event: ev.Event) -> None:
+        """The core is about to be given an event."""
+        for hook in self._before:
+            hook(event)
+
+    def objection(self, stream: Stream, reason: EndReason) -> str | None:
+        """What speaks against the reason of an end, as far as it depends on more than the stream."""
+        for hook in self._objections:
+            objection: str | None = hook(stream, reason)
+            if objection is not None:
+                return objection
+        return None
+
+    def attempt_ended(self, effect: ef.AttemptEnded) -> None:
+        """A traced request left its worker."""
+        stream = self._clients.live.get(StreamName(effect.frontend, effect.stream))
+        if stream is None:
+            raise ViolationError("attempt.unknown", f"{effect.outcome} of stream {effect.stream}, which is not live")
+        epoch = self._book.left(stream, effect.outcome)
+        if epoch is None:
+            return
+        if effect.outcome == "preempted":
+            self._preempted(stream)
+        for hook in self._displaced:
+            hook(stream, epoch, effect.outcome)
+
+    def _preempted(self, stream: Stream) -> None:
+        """No request is paused where the capacity is guaranteed, nor twice without a new token in between."""
+        self._world.coverage.limit(Limit.MEMORY)
+        if self._world.scenario.config.capacity == "guaranteed_no_evict":
+            raise ViolationError("capacity.guaranteed", "preempted", stream.name)
+        if stream.preempted_at == len(stream.tokens):
+            self._world.broken("preempt.progress", f"twice at {len(stream.tokens)} tokens", stream.name)
+        stream.preempted_at = len(stream.tokens)
+
+    def ended(self, stream: Stream) -> None:
+        """A stream is over."""
+        for hook in self._ended:
+            hook(stream)
+        self._book.ended(stream)
+
+    def after(self, event: ev.Event, effects: list[ef.Effect]) -> None:
+        """The core has handled an event, and its effects are carried out."""
+        if isinstance(event, ev.RequestArrived):
+            stream = self._clients.live.get(StreamName(event.frontend, event.stream))
+            if stream is not None and not self._book.knows(stream):
+                self._book.arrived(stream)
+        for hook in self._after:
+            hook(event, effects)
+
+    def asked(self, epoch: Epoch) -> None:
+        """The core is about to be asked for a plan."""
+        for hook in self._asked:
+            hook(epoch)
+
+    def plan_made(self, plan: Plan, epoch: Epoch) -> None:
+        """A plan was executed by the model worker."""
+        for admission in plan.admissions:
+            name = StreamName(admission.frontend, admission.stream)
+            stream = self._clients.live.get(name)
+            if stream is None:
+                raise ViolationError("plan.admission", "the request is not live", name)
+            self._book.admitted(stream, epoch, (admission.row, admission.generation))
+            for hook in self._admitted:
+                hook(stream, admission, plan, epoch)
+        for hook in self._plan_made:
+            hook(plan, epoch)
+
+    def no_plan(self, epoch: Epoch) -> None:
+        """The core had nothing to do for a worker that has no step in flight."""
+        for hook in self._no_plan:
+            hook(epoch)
+
+    def at_rest(self) -> None:
+        """Everything has ended, and nothing is in flight."""
+        for hook in self._at_rest:
+            hook()
+
+
+def _hooks(promises: list[Promise], name: str) -> list[Callable[..., Any]]:
+    """The methods of this name that a promise overrides."""
+    own = getattr(Promise, name)
+    return [getattr(promise, name) for promise in promises if getattr(type(promise), name) is not own]

@@ -1,0 +1,143 @@
+"""Build the wheels: `quire-client`, which other services install, and `quire-server`.
+
+    python -m tools.dist                 both wheels, into dist/
+    python -m tools.dist --out FOLDER    into another folder
+
+Each wheel is built from a tree of its own under build/dist. The client's holds the package `quire` and nothing else.
+The server's holds `quire_server`, with all other packages in its folder `_packages` (see `quire_server.entry`).
+Simulation, benchmarks, ahead-of-time compilation and tuning are for developers and left out.
+"""
+
+import argparse
+import json
+import shutil
+import subprocess
+import sys
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+STAGE = ROOT / "build" / "dist"
+CLIENT_NEEDS = ("googleapis-common-protos", "grpcio", "grpcio-status", "opentelemetry-api", "protobuf")
+PRIVATE = ("kernels", "protos", "scheduler_svc", "services", "shared", "worker_svc")
+"""Packages with common names; in the wheel they lie in `quire_server/_packages`."""
+LEFT_OUT = (
+    "kernels/aot.py",
+    "kernels/bench.py",
+    "kernels/tune.py",
+    "quire_server/bench",
+    "quire_server/cli/bench_*.py",
+    "quire_server/cli/sim.py",
+    "scheduler_svc/bench",
+    "scheduler_svc/sim",
+    "services/bench",
+)
+"""What only developers use; see `quire_server.cli.main` for the commands that need it."""
+
+
+def stage_client(root: Path, stage: Path) -> Path:
+    """Lay out the client's tree; return its folder."""
+    project = _project(root)
+    needs = [need for need in project["dependencies"] if _name(need) in CLIENT_NEEDS]
+    needs += [] if any(_name(need) == "opentelemetry-api" for need in needs) else ["opentelemetry-api>=1.30"]
+    folder = _fresh(stage / "client")
+    _copy(root, folder, ["quire"])
+    shutil.copy(root / "LICENSE", folder)
+    shutil.copy(root / "quire" / "README.md", folder / "README.md")
+    description = "Client for Quire, an LLM inference server: blocking and asyncio, typed"
+    del project["scripts"]
+    project |= {"name": "quire-client", "description": description, "dependencies": needs}
+    _write_project(folder, "quire", project, {})
+    return folder
+
+
+def stage_server(root: Path, stage: Path) -> Path:
+    """Lay out the server's tree; return its folder."""
+    project = _project(root)
+    folder = _fresh(stage / "server")
+    _copy(root, folder, ["quire_server"])
+    _copy(root, folder / "quire_server" / "_packages", PRIVATE)
+    for name in ("LICENSE", "README.md", "setup.py"):
+        if (root / name).exists():
+            shutil.copy(root / name, folder)
+    needs = [f"quire-client=={project['version']}", *project["dependencies"]]
+    extras = {name: needs for name, needs in project["optional-dependencies"].items() if name != "dev"}
+    _write_project(folder, "quire_server", {**project, "dependencies": needs}, extras)
+    return folder
+
+
+def build(folder: Path, out: Path, *, isolated: bool = True) -> None:
+    """Build the wheel of a tree.
+
+    Args:
+        folder: the tree.
+        out: folder for the wheel.
+        isolated: build with a setuptools that pip fetches, instead of the installed one.
+
+    Raises:
+        subprocess.CalledProcessError: pip failed; what it said is on stderr.
+    """
+    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--disable-pip-version-check", "--no-deps"]
+    command += [] if isolated else ["--no-build-isolation"]
+    subprocess.run([*command, "--wheel-dir", str(out), str(folder)], check=True)
+
+
+def _project(root: Path) -> dict[str, Any]:
+    project: dict[str, Any] = tomllib.loads((root / "pyproject.toml").read_text("utf-8"))["project"]
+    return project
+
+
+def _name(requirement: str) -> str:
+    return requirement.split(">")[0].split("=")[0].strip()
+
+
+def _fresh(folder: Path) -> Path:
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    return folder
+
+
+def _copy(root: Path, target: Path, names: Sequence[str]) -> None:
+    left_out = {path for pattern in LEFT_OUT for path in root.glob(pattern)}
+
+    def ignored(folder: str, entries: list[str]) -> set[str]:
+        built = {name for name in entries if name == "__pycache__" or name.endswith((".so", ".pyc"))}
+        return built | {name for name in entries if Path(folder, name) in left_out}
+
+    for name in names:
+        shutil.copytree(root / name, target / name, ignore=ignored)
+
+
+def _write_project(folder: Path, package: str, project: dict[str, Any], extras: dict[str, list[str]]) -> None:
+    """Write pyproject.toml; what JSON writes here is also TOML."""
+    keys = ("name", "version", "description", "readme", "license", "license-files", "requires-python", "dependencies")
+    tables: dict[str, dict[str, Any]] = {
+        "build-system": {"requires": ["setuptools>=77"], "build-backend": "setuptools.build_meta"},
+        "project": {key: project[key] for key in keys},
+        "project.optional-dependencies": extras,
+        "project.scripts": project.get("scripts", {}),
+        "tool.setuptools.packages.find": {"namespaces": True, "include": [f"{package}*"]},
+        "tool.setuptools.package-data": {'"*"': ["*"]},
+    }
+    text = ""
+    for table, values in tables.items():
+        text += f"[{table}]\n" + "".join(f"{key} = {json.dumps(value)}\n" for key, value in values.items()) + "\n"
+    (folder / "pyproject.toml").write_text(text, "utf-8")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Build both wheels."""
+    parser = argparse.ArgumentParser(prog="python -m tools.dist", description="Build both wheels.")
+    parser.add_argument("--out", type=Path, default=ROOT / "dist", help="folder for the wheels (default: dist)")
+    options = parser.parse_args(arguments)
+    for stage in (stage_client, stage_server):
+        build(stage(ROOT, STAGE), options.out)
+    for wheel in sorted(options.out.glob("*.whl")):
+        print(f"{wheel}: {wheel.stat().st_size / 1e6:.2f} MB")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
