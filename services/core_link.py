@@ -257,6 +257,7 @@ class CoreLink:
             if message.refused != self._refused:
                 self._refused = message.refused
                 get_logger().error("scheduler core refused this front end", reason=message.refused)
+                self._on_state()
             return
         if message.HasField("state"):
             self._take_state(message, now)
@@ -306,13 +307,13 @@ class CoreLink:
         if model.max_model_len > MAX_SEQUENCE or model.vocab_size > MAX_VOCABULARY:
             raise MalformedFrameError("state.model: max_model_len or vocab_size exceeds the limits")
         self._state = message.state
+        self._refused = ""  # a core states its state only to front ends that it accepts
         if message.state.log_level in LEVELS:
             set_level(message.state.log_level)
         if message.state.HasField("model"):
             self._model = model
         if self._in_handshake or message.incarnation != self._core:
             self.protocol_version = message.protocol_version or LINK_VERSIONS.oldest
-            self._refused = ""
             if self._core not in (0, message.incarnation):
                 get_logger().warning(
                     "scheduler core restarted; submitting live streams again", live_streams=len(self._streams)

@@ -1,6 +1,7 @@
 """Losing clients, cores and messages: what is told to whom, exactly once, and what clients notice (nothing)."""
 
 import asyncio
+import functools
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -470,6 +471,23 @@ def test_a_request_that_arrives_between_two_cores_goes_to_the_second(
 
             assert responses[-1].finished.usage.completion_tokens == 3
             assert [s.accepted for s in stack.core.submissions] == [False]
+
+    asyncio.run(main())
+
+
+def test_a_core_that_states_its_state_has_taken_the_refusal_back(tmp_path: Path) -> None:
+    """A front end that was refused accepts requests again once the core sends its state, with or without a new hello."""
+
+    async def main() -> None:
+        async with running_stack(tmp_path) as stack:
+            make = functools.partial(link_pb2.CoreMessage, incarnation=stack.core.incarnation)
+            stack.core.say(make(refused="too many front ends").SerializeToString())
+            await stack.until_ready(False)
+            stack.core.say(make(state=link_pb2.ServiceState(ready=True, model=MODEL)).SerializeToString())
+            await stack.until_ready()
+            deltas, _ = await stack.generate(tokens_request(*PROMPT, max_tokens=3))
+
+            assert joined_ids(deltas) == list(PROMPT[:3])
 
     asyncio.run(main())
 
