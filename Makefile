@@ -147,9 +147,10 @@ mutants: setup ## change the scheduler core in 240 small ways; checks must notic
 plots: setup ## draw the plots of docs/scheduling.md anew (two minutes)
 	@exec $(BIN)/python -m tools.plots
 
-lint: setup ## ruff, mypy --strict, buf lint, buf breaking, generated stubs up to date
+lint: setup ## ruff, codespell, mypy --strict, buf lint, buf breaking, generated stubs up to date
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
+	$(BIN)/codespell
 	$(BIN)/mypy
 	$(BIN)/buf lint
 	@$(MAKE) --no-print-directory protos-breaking protos-check

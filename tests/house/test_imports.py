@@ -1,6 +1,7 @@
-"""No imports in a circle: the modules have an order in which each can be read after what it builds on."""
+"""The import rules of docs/architecture.md: no circles, the "may import" table, the order of the core's packages."""
 
 import ast
+import re
 from collections.abc import Container, Iterator, Mapping
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -23,7 +24,7 @@ PACKAGES = (
 
 
 def imports(source: str, modules: Container[str]) -> Iterator[str]:
-    """Which of the modules a source text imports, inside functions and for type checkers included."""
+    """Yield those of the modules that a source text imports, also in functions and for type checkers."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             yield from (each.name for each in node.names if each.name in modules)
@@ -34,7 +35,7 @@ def imports(source: str, modules: Container[str]) -> Iterator[str]:
 
 
 def circle(sources: Mapping[str, str]) -> list[str] | None:
-    """The modules of a circle of imports, each followed by one that imports it, or None."""
+    """Return the modules of a circle of imports, each followed by one that imports it, or None."""
     graph = {name: set(imports(source, sources)) - {name} for name, source in sources.items()}
     try:
         TopologicalSorter(graph).prepare()
@@ -44,7 +45,7 @@ def circle(sources: Mapping[str, str]) -> list[str] | None:
 
 
 def test_no_modules_import_each_other() -> None:
-    """Not even where it would work: in a function, or for a type checker alone."""
+    """The imports have no circle, counting those inside functions and those for type checkers."""
     paths = [path for package in PACKAGES for path in (ROOT / package).rglob("*.py") if "_pb2" not in path.name]
     names = [".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__") for path in paths]
 
@@ -55,13 +56,50 @@ def test_no_modules_import_each_other() -> None:
 @pytest.mark.parametrize(
     "back", ["import a.b", "from a import b", "def f():\n  from a.b import x", "from a.b import x"]
 )
-def test_the_rule_bites(back: str) -> None:
-    """A circle over three modules is found, however its last part is written; a package may import its modules."""
+def test_a_circle_of_imports_is_found(back: str) -> None:
+    """A circle over three modules is found, however its last import is written; a package may import its modules."""
     found = circle({"a": "from a.b import x", "a.b": "import c", "c": "import d", "d": back})
 
     assert found is not None
     assert set(found) == {"a.b", "c", "d"}
     assert circle({"a": "from a.b import x", "a.b": "import c", "c": ""}) is None
+
+
+def _may_import() -> dict[str, set[str]]:
+    """Return the "may import" table of docs/architecture.md: what each folder may import."""
+    page = (ROOT / "docs" / "architecture.md").read_text("utf-8")
+    table = page.split("| folder | role | may import |", 1)[1].split("\n\n", 1)[0]
+    rows = [line.split("|") for line in table.splitlines() if "`" in line]
+    return {row[1].strip(" `/"): set(re.findall(r"\w+", row[3])) for row in rows}
+
+
+_MAY_IMPORT = _may_import()
+_STUBS = ("quire.v1", "quire.admin.v1", "quire.__version__")
+
+
+@pytest.mark.parametrize("folder", sorted(set(_MAY_IMPORT) - {"protos"}))
+def test_a_folder_imports_only_what_the_architecture_page_allows(folder: str) -> None:
+    """The "may import" table holds, also inside functions; services import only the stubs and version of quire."""
+    ruled = set(_MAY_IMPORT) | {"benchmarks", "tools", "tests", "torch", "triton"}
+    against = []
+    for path in (ROOT / folder).rglob("*.py"):
+        for name in _imported(path.read_text("utf-8")):
+            top = name.split(".")[0]
+            allowed = top == folder or top not in ruled or top in _MAY_IMPORT[folder]
+            stubs_only = folder != "services" or top != "quire" or name.startswith(_STUBS)
+            if not (allowed and stubs_only):
+                against.append(f"{path.relative_to(ROOT)} imports {name}")
+
+    assert against == []
+
+
+def _imported(source: str) -> Iterator[str]:
+    """Yield the dotted name of everything that a source text imports."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from (each.name for each in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield from (f"{node.module}.{each.name}" for each in node.names)
 
 
 CORE_ORDER = ("interface", "memory", "requests", "workers", "queueing", "lifecycle", "planning", "scheduler")

@@ -476,7 +476,7 @@ def test_a_request_that_arrives_between_two_cores_goes_to_the_second(
 
 
 def test_a_core_that_states_its_state_has_taken_the_refusal_back(tmp_path: Path) -> None:
-    """A front end that was refused accepts requests again once the core sends its state, with or without a new hello."""
+    """A front end that was refused accepts requests again once the core sends its state, with or without a hello."""
 
     async def main() -> None:
         async with running_stack(tmp_path) as stack:
