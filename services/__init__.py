@@ -1,22 +1,23 @@
 """Front end: gRPC and HTTP servers that tokenise requests, pass them to the scheduler core and stream text back.
 
-One request passes the modules in this order: `boundary` (bytes to message) → `servicer` → `generation` → `validation` →
-`chat`, `tokenizer` → `stream` → `core_link` (`outgoing`) → `core_socket` → the core. Its tokens come back through
-`core_socket` → `core_link` (`incoming`) → `stream` (`detokenizer`, `stop_strings`, `outbox`) → `delivery` → `servicer`
-→ the client. Errors leave through `errors`. `embeddings`, `batch` and `resuming` are the other entry points; `http` is
-the other protocol for all of them.
+Read the packages in this order; each imports only those before it:
 
-Supporting modules, in reading order:
+* `errors` – from an error to the status that a client sees; `metrics` – what the process counts.
+* `access` – who calls, and how many calls at a time: principals, TLS, the limit of concurrent calls.
+* `text` – text and conversations to token ids, and token ids to text.
+* `grammars` – compiles new grammars on trial, in a process that may die.
+* `requests` – one request: checked fields, scheduling options, prompts as token ids.
+* `streams` – one stream between the core and its reader, without I/O.
+* `link` – the socket to the core and its protocol.
+* `calls` – what a call does, whatever its protocol: generate, embed, resume, tokenise; its span; delivery to a reader.
+* `grpc` – the gRPC services.
+* `http` – OpenAI's API, probes and metrics over HTTP.
+* `frontend` – the process around all of this: start and shutdown.
+* `bench` – the benchmark of the front end.
 
-* `context`: the objects that every call uses; `principals`: authentication and permissions; `calls`: limit of
-  concurrent calls;
-* `scheduling`, `grammars`: fields that `validation` does not check itself; `trial_compiler`: compiles grammars on trial
-  in a separate process (`trial_process`); `prompts`: text to token ids, with `chat_template`; `texts`: Tokenize and
-  Detokenize; `tokenizer_archive`: the tokenizer's files for clients that tokenise themselves;
-* `logprobs`, `wakeup`: parts of a stream; `collect`: joins its messages into one answer; `tracing`: its span;
-* `servicer_model`, `servicer_admin`, `servicer_health`, `servicer_vllm`: the other gRPC services.
-
-`frontend` is the process around all of this (`tls`, `metrics`); `bench` measures it.
+One request passes them as follows: `grpc.boundary` (bytes to message) → `grpc.generation` → `calls.generation` →
+`requests.validation` → `requests.prompts` → `streams.stream` → `link.core_link` → the core. Its tokens come back
+through `link.core_link` → `streams.stream` → `calls.delivery` → `grpc.generation` → the client.
 
 Nothing here imports torch or transformers.
 """

@@ -19,28 +19,28 @@ from grpc_reflection.v1alpha import reflection
 
 from quire.admin.v1 import admin_pb2, admin_pb2_grpc
 from quire.v1 import generation_pb2, generation_pb2_grpc, model_pb2, model_pb2_grpc
-from services.boundary import Boundary
-from services.calls import CallsInProgress
-from services.context import LiveRequests, Services
-from services.core_link import CoreLink
-from services.embeddings import Embedder
-from services.generation import Generator
-from services.grammars import GrammarChecker
+from services.access.call_limit import CallsInProgress
+from services.access.principals import Principals
+from services.access.tls import server_tls
+from services.calls.context import LiveRequests, Services
+from services.calls.embeddings import Embedder
+from services.calls.generation import Generator
+from services.calls.texts import Texts
+from services.grammars.checker import GrammarChecker
+from services.grpc.admin import AdminServicer
+from services.grpc.boundary import Boundary
+from services.grpc.generation import GenerationServicer
+from services.grpc.health import HealthServicer
+from services.grpc.model import ModelServicer
+from services.grpc.vllm import add_vllm_service
 from services.http.app import make_api, make_probes
 from services.http.cross_origin import cross_origin_policy
 from services.http.server import HttpServer, listening_socket
+from services.link.core_link import CoreLink
 from services.metrics import FrontendMetrics
-from services.principals import Principals
-from services.prompts import Prompts
-from services.servicer import GenerationServicer
-from services.servicer_admin import AdminServicer
-from services.servicer_health import HealthServicer
-from services.servicer_model import ModelServicer
-from services.servicer_vllm import add_vllm_service
-from services.texts import Texts
-from services.tls import server_tls
-from services.tokenizer import TextTokenizer, load_tokenizer
-from services.validation import MAX_TEXT
+from services.requests.prompts import Prompts
+from services.requests.validation import MAX_TEXT
+from services.text.tokenizer import TextTokenizer, load_tokenizer
 from shared.config import ConfigError, FrontendConfig
 from shared.curve import FRONTEND, check_bind, is_routable, load_keys
 from shared.logging import configure_logging, get_logger

@@ -6,7 +6,8 @@ microseconds for a mask. Three limits bound the cost of a grammar:
 * `check_text` rejects, without compiling, a grammar that is too large or requires too many repetitions.
 * The library's own limits bound lexer and parser, during compilation and in each step.
 * Neither bounds all of the library's work: some short grammars run for minutes or overflow its stack. Therefore the
-  front end compiles each grammar on trial in a separate process (`services.trial_compiler`) before a worker gets it.
+  front end compiles each grammar on trial in a separate process (`services.grammars.trial_compiler`) before a worker
+  gets it.
 
 The library can tokenise forced text as the tokenizer would. This option is not used: its cost in each step grows with
 the length of that text, which no limit bounds.

@@ -13,7 +13,7 @@ from grpc import aio
 
 from quire.v1 import generation_pb2 as v1
 from quire.v1 import generation_pb2_grpc
-from services.boundary import Context
+from services.grpc.boundary import Context
 
 
 class BareEcho(generation_pb2_grpc.GenerationServiceServicer):

@@ -9,10 +9,12 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 
-from services.calls import CallsInProgress
-from services.context import Services
-from services.embeddings import Embedder
-from services.generation import Generator
+from services.access.call_limit import CallsInProgress
+from services.access.principals import Principals
+from services.calls.context import Services
+from services.calls.embeddings import Embedder
+from services.calls.generation import Generator
+from services.calls.texts import Texts
 from services.http.cross_origin import CrossOriginPolicy, middleware_of
 from services.http.embeddings import EmbeddingEndpoint
 from services.http.endpoint import Endpoints, Handler
@@ -22,8 +24,6 @@ from services.http.openapi import PAGE, describe
 from services.http.probes import Families, probe_routes
 from services.http.texts import TextEndpoints
 from services.http.tool_calls import style_of
-from services.principals import Principals
-from services.texts import Texts
 
 
 @dataclass(frozen=True, slots=True)

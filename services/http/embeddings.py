@@ -5,8 +5,8 @@ import struct
 from collections.abc import Sequence
 
 from quire.v1 import generation_pb2 as v1
-from services.context import Services
-from services.embeddings import Embedder
+from services.calls.context import Services
+from services.calls.embeddings import Embedder
 from services.http.bodies import parse
 from services.http.endpoint import Exchange
 from services.http.errors import with_http_names

@@ -16,14 +16,14 @@ from typing import Any
 from starlette.datastructures import Headers
 from starlette.types import Message, Receive, Scope, Send
 
-from services.calls import CallsInProgress
-from services.context import Caller
-from services.delivery import FINAL_WRITE_TIMEOUT_S
+from services.access.call_limit import CallsInProgress
+from services.access.principals import CURRENT, Principals
+from services.calls.context import Caller
+from services.calls.delivery import FINAL_WRITE_TIMEOUT_S
+from services.calls.tracing import TRACEPARENT_KEY, Operation
 from services.errors import RETRY_MS, InternalError
 from services.http import errors
 from services.http.server import ABORT_KEY, NAMES_KEY
-from services.principals import CURRENT, Principals
-from services.tracing import TRACEPARENT_KEY, Operation
 from shared.errors import (
     DeadlineError,
     FieldViolation,

@@ -6,9 +6,10 @@ from dataclasses import replace
 from functools import partial
 
 from quire.v1 import generation_pb2 as v1
-from services.context import Caller, Services
-from services.delivery import Send
-from services.generation import Generator
+from services.calls.context import Caller, Services
+from services.calls.delivery import Send
+from services.calls.generation import Generator
+from services.calls.tracing import part_of, request_span
 from services.http.answers import Answer
 from services.http.bodies import parse
 from services.http.endpoint import Exchange
@@ -19,7 +20,6 @@ from services.http.prompts import Prepared, prepare_chat, prepare_completion, pr
 from services.http.schema import ChatBody, CompletionBody, SamplingBody, StreamOptions
 from services.http.tool_calls import ForcedCalls, parser_of
 from services.http.whole_answer import WholeAnswer
-from services.tracing import part_of, request_span
 from shared.errors import FieldViolation, InvalidRequestError, QuireError, StalledReaderError
 
 

@@ -1,9 +1,9 @@
 """Model name and request id of an HTTP request."""
 
-from services.context import Services
+from services.calls.context import Services
 from services.http.endpoint import Exchange
 from services.http.schema import QueuedBody
-from services.validation import check_request_id
+from services.requests.validation import check_request_id
 from shared.errors import InvalidRequestError, ModelNotFoundError
 from shared.ids import draw_request_id
 

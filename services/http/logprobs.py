@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from quire.v1 import generation_pb2 as v1
-from services.detokenizer import Detokenizer
+from services.text.detokenizer import Detokenizer
 
 _MIN_LOGPROB = -9999.0
 """Stands for minus infinity, which JSON lacks; OpenAI uses the same value."""

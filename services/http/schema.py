@@ -1,16 +1,17 @@
 """Bodies of HTTP requests: OpenAI's fields, those of vLLM, and a few of Quire's own.
 
 Types and per-field limits are checked here; ranges that also apply to gRPC clients are checked in
-`services.validation`. A null field counts as absent. Unknown fields are rejected, because a misspelt option that is
-ignored costs the client more than an error. Fields *accepted without effect* belong to the API and change nothing here.
+`services.requests.validation`. A null field counts as absent. Unknown fields are rejected, because a misspelt option
+that is ignored costs the client more than an error. Fields *accepted without effect* belong to the API and change
+nothing here.
 """
 
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, model_validator
 
-from services.chat import MAX_MESSAGES
-from services.embeddings import MAX_INPUTS
+from services.calls.embeddings import MAX_INPUTS
+from services.text.chat import MAX_MESSAGES
 
 _MAX_PROMPTS = 256
 _MAX_UINT32 = 0xFFFFFFFF

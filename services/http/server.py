@@ -11,7 +11,7 @@ import uvicorn
 from starlette.applications import Starlette
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from services.tls import ServerTls, http_names
+from services.access.tls import ServerTls, http_names
 
 KEEP_ALIVE_S = 75
 """Maximum idle time of a connection, seconds, also before its first request.

@@ -1,11 +1,12 @@
-"""`/v1/models`, `/tokenize`, `/detokenize`: `services.texts` in the forms of OpenAI and vLLM."""
+"""`/v1/models`, `/tokenize`, `/detokenize`: `services.calls.texts` in the forms of OpenAI and vLLM."""
 
 import time
 from typing import Any
 
 from protos.quire.link.v1 import link_pb2
 from quire.v1 import generation_pb2 as v1
-from services.context import Services
+from services.calls.context import Services
+from services.calls.texts import Texts
 from services.http.bodies import parse
 from services.http.endpoint import Exchange
 from services.http.errors import with_http_names
@@ -13,7 +14,6 @@ from services.http.identity import check_model
 from services.http.prompts import fill_chat
 from services.http.sampling import field_names
 from services.http.schema import DetokenizeBody, TokenizeBody
-from services.texts import Texts
 from shared.errors import FieldViolation, InvalidRequestError, ModelNotFoundError, QuireError
 
 _TOKENIZE_NAMES = field_names(

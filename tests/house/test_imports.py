@@ -102,22 +102,33 @@ def _imported(source: str) -> Iterator[str]:
             yield from (f"{node.module}.{each.name}" for each in node.names)
 
 
-CORE_ORDER = ("interface", "memory", "requests", "workers", "queueing", "lifecycle", "planning", "scheduler")
-"""The core's packages and its top module; each imports only those before it, and no other part of the scheduler."""
+ORDERS = {
+    "scheduler_svc.core": (
+        "interface", "memory", "requests", "workers", "queueing", "lifecycle", "planning", "scheduler"
+    ),
+    "services": (
+        "errors", "metrics", "access", "text", "grammars", "requests", "streams", "link", "calls", "grpc", "http",
+        "frontend", "bench"
+    ),
+}  # fmt: skip
+"""The packages and top modules of a package, in reading order; each imports only itself and those before it."""
 
 
-def test_the_packages_of_the_core_are_in_order() -> None:
-    """A package of the core imports itself and those before it, as docs/architecture.md lists them."""
-    core = ROOT / "scheduler_svc" / "core"
-    assert {path.stem for path in core.iterdir() if path.stem not in ("__init__", "__pycache__")} == set(CORE_ORDER)
-    paths = [path for path in (ROOT / "scheduler_svc").rglob("*.py") if path.name != "__init__.py"]
+@pytest.mark.parametrize("package", ORDERS)
+def test_packages_are_in_order(package: str) -> None:
+    """A package imports itself and those before it, in the order in which its parent's docstring lists them."""
+    order = ORDERS[package]
+    root = ROOT.joinpath(*package.split("."))
+    assert {path.stem for path in root.iterdir()} - {"__init__", "__pycache__"} == set(order)
+    paths = [path for path in (ROOT / package.split(".")[0]).rglob("*.py") if path.name != "__init__.py"]
     modules = {".".join(path.relative_to(ROOT).with_suffix("").parts) for path in paths}
     against = []
-    for path in core.rglob("*.py"):
-        own = CORE_ORDER.index(path.relative_to(core).parts[0].removesuffix(".py")) if path.parent != core else None
+    for path in root.rglob("*.py"):
+        part = path.relative_to(root).parts[0].removesuffix(".py")
+        own = order.index(part) if part in order else None
         for name in imports(path.read_text("utf-8"), modules):
-            package = name.removeprefix("scheduler_svc.core.").split(".")[0]
-            if package not in CORE_ORDER or (own is not None and CORE_ORDER.index(package) > own):
-                against.append(f"{path.relative_to(core)} imports {name}")
+            imported = name.removeprefix(f"{package}.").split(".")[0]
+            if imported not in order or (own is not None and order.index(imported) > own):
+                against.append(f"{path.relative_to(root)} imports {name}")
 
     assert against == []

@@ -16,7 +16,7 @@ from quire.v1 import generation_pb2 as v1
 from quire.v1 import generation_pb2_grpc
 from services.bench.echo_core import EchoCore, EchoFrontend, EchoStream
 from services.frontend import Frontend
-from services.tokenizer import load_tokenizer
+from services.text.tokenizer import load_tokenizer
 from shared.config import FrontendConfig
 from shared.sockets import send_to
 from shared.telemetry import Telemetry

@@ -12,10 +12,10 @@ from grpc import aio
 
 from quire import AsyncClient, BatchAnswer, FinishReason, errors
 from quire.v1 import generation_pb2 as v1
-from services import batch
-from services.batch import Batch
-from services.context import Caller
-from services.generation import Generator
+from services.calls.context import Caller
+from services.calls.generation import Generator
+from services.grpc import batch
+from services.grpc.batch import Batch
 from tests.services.stack import PATIENCE_S, TestCore, running_stack, tokens_request
 from tests.services.tokenizers_for_tests import byte_level
 

@@ -11,11 +11,11 @@ from grpc import aio
 
 from protos.quire.link.v1 import link_pb2
 from quire.v1 import generation_pb2 as v1
-from services import core_link
-from services.detokenizer import detokenizer_factory
 from services.errors import InternalError
-from services.scheduling import MAX_TIME_S, SchedulingParams
-from services.stream import Stream, StreamRequest
+from services.link import core_link
+from services.requests.scheduling import MAX_TIME_S, SchedulingParams
+from services.streams.stream import Stream, StreamRequest
+from services.text.detokenizer import detokenizer_factory
 from shared.columns import from_column, to_column
 from shared.frames import MAX_SERVED_SEQUENCE
 from tests.services.stack import (

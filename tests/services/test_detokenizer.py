@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from services.detokenizer import REPLACEMENT, detokenizer_factory
+from services.text.detokenizer import REPLACEMENT, detokenizer_factory
 from tests.services.tokenizers_for_tests import byte_level, sentencepiece_style
 
 TEXTS = st.text(st.characters(exclude_categories=["Cs"], exclude_characters=REPLACEMENT), max_size=60)

@@ -15,7 +15,7 @@ from protos.quire.link.v1 import link_pb2
 from quire.admin.v1 import admin_pb2, admin_pb2_grpc
 from quire.v1 import generation_pb2 as v1
 from quire.v1 import model_pb2, model_pb2_grpc
-from services.stream import Stream
+from services.streams.stream import Stream
 from tests.services.stack import Stack, TestCore, joined_ids, running_stack, tokens_request
 
 GENERATE = "/quire.v1.GenerationService/Generate"

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.v1 import generation_pb2 as v1
-from services.validation import ValidRequest, validate
+from services.requests.validation import ValidRequest, validate
 from shared.errors import InvalidRequestError, UnsupportedFieldError
 from tests.services.stack import MODEL
 

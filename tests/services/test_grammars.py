@@ -17,9 +17,9 @@ import pytest
 from protos.quire.link.v1 import link_pb2
 from protos.quire.plan.v1 import plan_pb2
 from quire.v1 import generation_pb2 as v1
-from services.grammars import MAX_COSTLY, MAX_WAITING, QUICK_CPU_S, GrammarChecker
-from services.trial_compiler import Lane, TrialCompiler, TrialUnavailableError, start_trial_compiler
-from services.trial_process import ANSWER, TRIAL, Verdict
+from services.grammars.checker import MAX_COSTLY, MAX_WAITING, QUICK_CPU_S, GrammarChecker
+from services.grammars.trial_compiler import Lane, TrialCompiler, TrialUnavailableError, start_trial_compiler
+from services.grammars.trial_process import ANSWER, TRIAL, Verdict
 from shared.errors import InvalidRequestError, OverloadedError
 from shared.grammars import MAX_STRINGS
 from tests.services.stack import MODEL, PATIENCE_S, running_stack, tokens_request
@@ -194,7 +194,7 @@ class ScriptedCompiler:
         self.process = Mock(poll=Mock(return_value=None))
         self._begins = asyncio.Event()
         self._ends: list[asyncio.Task[None]] = []
-        monkeypatch.setattr("services.grammars.start_trial_compiler", self._start)
+        monkeypatch.setattr("services.grammars.checker.start_trial_compiler", self._start)
 
     async def until_begun(self, regex: str) -> None:
         """Wait until a trial of this regular expression has begun."""
@@ -331,7 +331,7 @@ def test_a_request_that_leaves_does_not_confuse_the_next_trial(tmp_path: Path, m
 
 def test_who_does_not_come_to_its_turn_may_try_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Waiting for too long is the front end's fault, not the grammar's."""
-    monkeypatch.setattr("services.grammars.TIMEOUT_S", 0.05)
+    monkeypatch.setattr("services.grammars.checker.TIMEOUT_S", 0.05)
 
     async def main(compiler: ScriptedCompiler, check: Callable[[str], "asyncio.Task[bytes]"]) -> None:
         with pytest.raises(OverloadedError):
@@ -423,7 +423,7 @@ def test_a_model_without_a_tokenizer_for_grammars_refuses_them(tmp_path: Path) -
 
 def test_what_is_remembered_of_grammars_is_bounded_in_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The one used longest ago is forgotten, and tried again when it comes back."""
-    monkeypatch.setattr("services.grammars._MAX_KNOWN_BYTES", 900)
+    monkeypatch.setattr("services.grammars.checker._MAX_KNOWN_BYTES", 900)
 
     async def main(compiler: ScriptedCompiler, check: Callable[[str], "asyncio.Task[bytes]"]) -> None:
         compiler.go["quick"].set()

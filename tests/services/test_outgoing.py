@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from protos.quire.link.v1 import link_pb2
-from services.outgoing import Outgoing
+from services.link.outgoing import Outgoing
 from shared.columns import from_column
 from shared.frames import LINK_MAX_MESSAGE, MAX_PART_BYTES, PACKED_BYTES, FrameTooLargeError
 from tests.examples import examples

@@ -10,7 +10,7 @@ import pytest
 
 from quire.admin.v1 import admin_pb2, admin_pb2_grpc
 from quire.v1 import generation_pb2 as v1
-from services.principals import Principals
+from services.access.principals import Principals
 from shared.config import ConfigError
 from shared.errors import PermissionDeniedError, UnauthenticatedError
 from tests.services.stack import Stack, running_stack, tokens_request

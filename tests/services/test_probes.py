@@ -11,8 +11,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from protos.quire.link.v1 import link_pb2
-from services.boundary import Context
-from services.servicer_health import HealthServicer
+from services.grpc.boundary import Context
+from services.grpc.health import HealthServicer
 from tests.services.stack import TestCore, running_stack, tokens_request
 
 SERVING = health_pb2.HealthCheckResponse.SERVING

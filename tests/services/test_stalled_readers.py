@@ -12,7 +12,7 @@ from grpc import aio
 from protos.quire.link.v1 import link_pb2
 from quire.v1 import generation_pb2 as v1
 from quire.v1 import generation_pb2_grpc
-from services import core_link
+from services.link import core_link
 from tests.services.stack import MODEL, Stack, TestCore, running_stack, tokens_request
 from tests.services.test_core_link import Call, collect
 from tests.services.test_errors import Refusal

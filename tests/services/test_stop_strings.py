@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.stop_strings import StopFinder
+from services.text.stop_strings import StopFinder
 
 ALPHABET = "abc"
 STOPS = st.lists(st.text(ALPHABET, min_size=1, max_size=5), min_size=1, max_size=4)

@@ -4,9 +4,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from protos.quire.link.v1 import link_pb2
-from services.detokenizer import detokenizer_factory
-from services.outbox import Batch, Outbox
-from services.stream import Received, Stream, StreamRequest
+from services.streams.outbox import Batch, Outbox
+from services.streams.stream import Received, Stream, StreamRequest
+from services.text.detokenizer import detokenizer_factory
 from shared.columns import from_column, to_column
 from shared.errors import NoWorkerError
 from tests.services.tokenizers_for_tests import byte_level

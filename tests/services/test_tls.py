@@ -19,9 +19,9 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.routing import Route
 
+from services.access.tls import ServerTls, TlsFiles
+from services.grpc.health import HealthServicer
 from services.http.server import NAMES_KEY, HttpServer, listening_socket
-from services.servicer_health import HealthServicer
-from services.tls import ServerTls, TlsFiles
 from shared.config import ConfigError
 
 

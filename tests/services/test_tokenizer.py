@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from quire.v1 import generation_pb2 as v1
-from services.chat import template_input
-from services.chat_template import ChatTemplate, ChatTemplateError
-from services.tokenizer import INLINE_CHARACTERS, load_tokenizer
+from services.text.chat import template_input
+from services.text.chat_template import ChatTemplate, ChatTemplateError
+from services.text.tokenizer import INLINE_CHARACTERS, load_tokenizer
 from shared.config import ConfigError
 from shared.errors import OverloadedError
 from tests.services.tokenizers_for_tests import BOS, byte_level, write_model

@@ -8,8 +8,8 @@ from google.protobuf.duration_pb2 import Duration
 from protos.quire.link.v1 import link_pb2
 from protos.quire.plan.v1 import plan_pb2
 from quire.v1 import generation_pb2 as v1
-from services.scheduling import MAX_BLOCK_KEYS, MAX_NAME, MAX_TIME_S, block_keys, left_ns
-from services.validation import (
+from services.requests.scheduling import MAX_BLOCK_KEYS, MAX_NAME, MAX_TIME_S, block_keys, left_ns
+from services.requests.validation import (
     MAX_BAD_WORD,
     MAX_BAD_WORDS,
     MAX_BIASES,

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 
 from protos.quire.plan.v1 import plan_pb2
-from services.logprobs import read_scores
+from services.streams.logprobs import read_scores
 from shared.columns import Int32Array, to_column
 from shared.frames import MAX_LOGPROBS, MAX_PART_BYTES, MAX_STEP_TOKENS, MAX_STEP_VECTOR_BYTES, PLAN_MAX_MESSAGE
 from worker_svc.link import Link

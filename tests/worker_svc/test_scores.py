@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from protos.quire.plan.v1 import plan_pb2
-from services.logprobs import read_scores
+from services.streams.logprobs import read_scores
 from shared.columns import to_column
 from tests.checkpoints import VOCAB_SIZE, make_checkpoint
 from tests.worker_svc.driver import Driver, make_engine

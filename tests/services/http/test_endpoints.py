@@ -14,9 +14,9 @@ from opentelemetry.trace import SpanKind, format_span_id
 
 from protos.quire.link.v1 import link_pb2
 from quire.v1 import generation_pb2 as v1
-from services import core_link
 from services.http import server
 from services.http.answers import Answer
+from services.link import core_link
 from tests.services.stack import MODEL, PATIENCE_S, Stack, TestCore, running_stack, tokens_request
 from tests.services.test_stalled_readers import LONG, gives_no_more_credit
 from tests.services.test_tracing import PARENT_ID, TRACE_ID, TRACEPARENT, KeptTelemetry

@@ -6,9 +6,9 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from quire.v1 import generation_pb2 as v1
-from services.detokenizer import detokenizer_factory, token_reader
 from services.http.answers import Answer
 from services.http.logprobs import Logprobs
+from services.text.detokenizer import detokenizer_factory, token_reader
 from tests.services.tokenizers_for_tests import BOS, byte_level, sentencepiece_style
 
 TEXTS = st.text("ab é€🙂\n", max_size=40)

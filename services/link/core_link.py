@@ -21,12 +21,12 @@ from typing import TypeVar
 from google.protobuf.message import DecodeError
 
 from protos.quire.link.v1 import link_pb2
-from services.core_socket import CoreSocket
 from services.errors import InternalError
-from services.incoming import tokens_by_stream
-from services.logprobs import read_scores
-from services.outgoing import Outgoing
-from services.stream import Received, Stream
+from services.link.core_socket import CoreSocket
+from services.link.incoming import tokens_by_stream
+from services.link.outgoing import Outgoing
+from services.streams.logprobs import read_scores
+from services.streams.stream import Received, Stream
 from shared.columns import MalformedColumnError
 from shared.errors import NoWorkerError
 from shared.frames import LINK_VERSIONS, MAX_SEQUENCE, MAX_VOCABULARY, MalformedFrameError

@@ -6,10 +6,10 @@ from opentelemetry.trace import Tracer
 
 from protos.quire.link.v1 import link_pb2
 from quire.v1 import generation_pb2 as v1
-from services.chat import template_input
-from services.chat_template import ChatTemplateError
-from services.tokenizer import TextTokenizer
-from services.validation import ValidRequest
+from services.requests.validation import ValidRequest
+from services.text.chat import template_input
+from services.text.chat_template import ChatTemplateError
+from services.text.tokenizer import TextTokenizer
 from shared.columns import from_column, to_column
 from shared.errors import FieldViolation, InvalidRequestError
 

@@ -16,10 +16,10 @@ from typing import Any, TypeVar, TypeVarTuple
 
 from tokenizers import Tokenizer
 
-from services.chat import TemplateInput
-from services.chat_template import ChatTemplate
-from services.detokenizer import Detokenizer, detokenizer_factory, token_reader
 from services.errors import RETRY_MS
+from services.text.chat import TemplateInput
+from services.text.chat_template import ChatTemplate
+from services.text.detokenizer import Detokenizer, detokenizer_factory, token_reader
 from shared.config import ConfigError
 from shared.errors import OverloadedError
 from shared.json_text import describe_json_error

@@ -13,7 +13,7 @@ import asyncio
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from services.boundary import Context
+from services.grpc.boundary import Context
 
 LIVENESS = "liveness"
 READINESS = "readiness"

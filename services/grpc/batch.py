@@ -10,11 +10,11 @@ import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable
 
 from quire.v1 import generation_pb2 as v1
-from services.boundary import MalformedRequest
-from services.context import Caller
-from services.delivery import FINAL_WRITE_TIMEOUT_S
+from services.calls.context import Caller
+from services.calls.delivery import FINAL_WRITE_TIMEOUT_S
+from services.calls.generation import Generator
 from services.errors import InternalError, RequestCancelledError, to_error
-from services.generation import Generator
+from services.grpc.boundary import MalformedRequest
 from shared.errors import FieldViolation, InvalidRequestError, QuireError
 from shared.ids import draw_error_id
 from shared.logging import get_logger

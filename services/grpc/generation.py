@@ -4,13 +4,13 @@ from collections.abc import AsyncIterator
 
 from quire.v1 import generation_pb2 as v1
 from quire.v1 import generation_pb2_grpc
-from services.batch import Batch
-from services.boundary import Context, make_caller
-from services.collect import Collector
-from services.embeddings import Embedder
-from services.generation import Generator
-from services.texts import Texts
-from services.tracing import rpc
+from services.calls.collect import Collector
+from services.calls.embeddings import Embedder
+from services.calls.generation import Generator
+from services.calls.texts import Texts
+from services.calls.tracing import rpc
+from services.grpc.batch import Batch
+from services.grpc.boundary import Context, make_caller
 from shared.errors import FieldViolation, InvalidRequestError
 
 REQUEST_ID_KEY = "quire-request-id"

@@ -18,12 +18,12 @@ from google.protobuf.message import DecodeError, Message
 from google.protobuf.unknown_fields import UnknownFieldSet
 from grpc import aio
 
-from services.calls import CallsInProgress
-from services.context import Caller
+from services.access.call_limit import CallsInProgress
+from services.access.principals import CURRENT, Principals
+from services.access.tls import grpc_names
+from services.calls.context import Caller
+from services.calls.tracing import TRACEPARENT_KEY, Operation
 from services.errors import InternalError, to_status
-from services.principals import CURRENT, Principals
-from services.tls import grpc_names
-from services.tracing import TRACEPARENT_KEY, Operation
 from shared.errors import FieldViolation, InvalidRequestError, QuireError, UnsupportedMethodError
 from shared.ids import draw_error_id
 from shared.logging import get_logger

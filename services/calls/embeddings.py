@@ -14,14 +14,14 @@ import numpy.typing as npt
 from protos.quire.link.v1 import link_pb2
 from protos.quire.plan.v1 import plan_pb2
 from quire.v1 import generation_pb2 as v1
-from services.context import Caller, LiveRequests, Services, record_outcome
+from services.access.principals import CURRENT
+from services.calls.context import Caller, LiveRequests, Services, record_outcome
+from services.calls.tracing import describe_embedding, request_span
+from services.calls.wakeup import Wakeup
 from services.errors import error_of
-from services.principals import CURRENT
-from services.prompts import Prompts
-from services.scheduling import block_keys, check_scheduling, scheduling_params
-from services.stream import Stream, StreamRequest
-from services.tracing import describe_embedding, request_span
-from services.validation import (
+from services.requests.prompts import Prompts
+from services.requests.scheduling import block_keys, check_scheduling, scheduling_params
+from services.requests.validation import (
     Violations,
     check_model,
     check_request_id,
@@ -30,7 +30,7 @@ from services.validation import (
     check_truncation,
     resolve_max_tokens,
 )
-from services.wakeup import Wakeup
+from services.streams.stream import Stream, StreamRequest
 from shared.columns import to_column
 from shared.errors import FieldViolation, InvalidRequestError, UnsupportedMethodError
 from shared.ids import draw_request_id

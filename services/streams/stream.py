@@ -16,11 +16,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from protos.quire.link.v1 import link_pb2
-from services.detokenizer import Detokenizer
-from services.logprobs import Scored
-from services.outbox import Batch, Outbox
-from services.scheduling import SchedulingParams, left_ns
-from services.stop_strings import StopFinder
+from services.requests.scheduling import SchedulingParams, left_ns
+from services.streams.logprobs import Scored
+from services.streams.outbox import Batch, Outbox
+from services.text.detokenizer import Detokenizer
+from services.text.stop_strings import StopFinder
 from shared.columns import to_column
 from shared.errors import QuireError
 from shared.frames import TOKEN_BYTES

@@ -2,8 +2,8 @@
 
 from protos.quire.link.v1 import link_pb2
 from quire.v1 import model_pb2, model_pb2_grpc
-from services.boundary import Context
-from services.context import Services
+from services.calls.context import Services
+from services.grpc.boundary import Context
 from shared.errors import ModelNotFoundError
 
 

@@ -10,13 +10,13 @@ from hashlib import sha256
 
 from protos.quire.link.v1 import link_pb2
 from quire.v1 import generation_pb2 as v1
-from services.core_link import CoreLink
 from services.errors import RETRY_MS
-from services.logprobs import read_scores
-from services.scheduling import SchedulingParams, block_keys
-from services.stream import Stream, StreamRequest
-from services.tokenizer import TextTokenizer
-from services.validation import MAX_CHOICES
+from services.link.core_link import CoreLink
+from services.requests.scheduling import SchedulingParams, block_keys
+from services.requests.validation import MAX_CHOICES
+from services.streams.logprobs import read_scores
+from services.streams.stream import Stream, StreamRequest
+from services.text.tokenizer import TextTokenizer
 from shared.columns import from_column
 from shared.errors import FieldViolation, InvalidRequestError, NotReadyError, RequestNotFoundError
 

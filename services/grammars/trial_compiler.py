@@ -1,4 +1,4 @@
-"""Client of the process that compiles grammars on trial (`services.trial_process`).
+"""Client of the process that compiles grammars on trial (`services.grammars.trial_process`).
 
 The first grammar starts the process. It has two lanes, each of which runs one trial at a time. A trial in the first
 lane has a small CPU time limit; a grammar that exceeds it is tried again in the second lane. So cheap grammars never
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from protos.quire.link.v1 import link_pb2
-from services.trial_process import ANSWER, READY, TRIAL, Verdict
+from services.grammars.trial_process import ANSWER, READY, TRIAL, Verdict
 
 START_TIMEOUT_S = 60.0
 """Maximum time for the process to read the tokenizer, seconds."""
@@ -127,13 +127,13 @@ async def start_trial_compiler(tokenizer_file: Path, model: link_pb2.ServedModel
 def _start_process(
     tokenizer_file: Path, model: link_pb2.ServedModel, lanes: list[socket.socket]
 ) -> "subprocess.Popen[bytes]":
-    root = str(Path(__file__).parents[1])
+    root = str(Path(__file__).parents[2])
     descriptors = [lane.fileno() for lane in lanes]
     return subprocess.Popen(
         [
             sys.executable,
             "-m",
-            "services.trial_process",
+            "services.grammars.trial_process",
             str(tokenizer_file),
             str(model.vocab_size),
             ",".join(map(str, model.eos_token_ids)),

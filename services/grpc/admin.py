@@ -7,9 +7,9 @@ from google.protobuf.timestamp_pb2 import Timestamp
 
 from protos.quire.link.v1 import link_pb2
 from quire.admin.v1 import admin_pb2, admin_pb2_grpc
-from services.boundary import Context
-from services.core_link import CoreLink
 from services.errors import RETRY_MS
+from services.grpc.boundary import Context
+from services.link.core_link import CoreLink
 from shared.errors import (
     FieldViolation,
     InvalidRequestError,

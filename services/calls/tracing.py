@@ -13,7 +13,7 @@ from opentelemetry import trace
 from opentelemetry.trace import Span, SpanKind, Status, StatusCode, Tracer
 
 from protos.quire.plan.v1 import plan_pb2
-from services.validation import ValidRequest
+from services.requests.validation import ValidRequest
 from shared.errors import QuireError
 from shared.telemetry import from_traceparent
 

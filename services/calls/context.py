@@ -10,13 +10,13 @@ from dataclasses import dataclass, field
 from opentelemetry.trace import Tracer
 
 from protos.quire.link.v1 import link_pb2
-from services.core_link import CoreLink
+from services.access.principals import CURRENT
+from services.calls.tracing import Operation, rpc
 from services.errors import RETRY_MS
-from services.grammars import GrammarChecker
+from services.grammars.checker import GrammarChecker
+from services.link.core_link import CoreLink
 from services.metrics import FrontendMetrics
-from services.principals import CURRENT
-from services.tokenizer import TextTokenizer
-from services.tracing import Operation, rpc
+from services.text.tokenizer import TextTokenizer
 from shared.config import FrontendConfig
 from shared.errors import DuplicateRequestError, NotReadyError, QuireError
 from shared.logging import get_logger

@@ -1,10 +1,10 @@
 """Tokenize and Detokenize, independent of the protocol."""
 
 from quire.v1 import generation_pb2 as v1
-from services.chat import check_chat
-from services.context import Services
-from services.prompts import Prompts
-from services.validation import check_model, check_text, check_token_ids
+from services.calls.context import Services
+from services.requests.prompts import Prompts
+from services.requests.validation import check_model, check_text, check_token_ids
+from services.text.chat import check_chat
 from shared.errors import FieldViolation, InvalidRequestError
 
 

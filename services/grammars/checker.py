@@ -16,8 +16,8 @@ from protos.quire.link.v1 import link_pb2
 from protos.quire.plan.v1 import plan_pb2
 from quire.v1 import generation_pb2 as v1
 from services.errors import RETRY_MS
-from services.trial_compiler import Trial, TrialCompiler, TrialUnavailableError, start_trial_compiler
-from services.trial_process import Verdict
+from services.grammars.trial_compiler import Trial, TrialCompiler, TrialUnavailableError, start_trial_compiler
+from services.grammars.trial_process import Verdict
 from shared.errors import FieldViolation, InvalidRequestError, OverloadedError
 from shared.grammars import MAX_GRAMMAR, MAX_STRINGS
 from shared.logging import get_logger

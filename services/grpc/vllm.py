@@ -15,14 +15,14 @@ from google.protobuf import message_factory
 
 from quire import __version__
 from quire.v1 import generation_pb2 as v1
-from services.boundary import Context, make_caller
-from services.context import Services
-from services.embeddings import Embedder
+from services.access.principals import CURRENT
+from services.calls.context import Services
+from services.calls.embeddings import Embedder
+from services.calls.generation import Generator
+from services.calls.tracing import rpc
 from services.errors import RequestCancelledError
-from services.generation import Generator
-from services.principals import CURRENT
-from services.tokenizer_archive import pack_tokenizer
-from services.tracing import rpc
+from services.grpc.boundary import Context, make_caller
+from services.text.tokenizer_archive import pack_tokenizer
 from shared.errors import FieldViolation, InvalidRequestError, UnsupportedFieldError
 from shared.model_path import resolve_model
 

@@ -14,7 +14,7 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from services.chat import TemplateInput
+from services.text.chat import TemplateInput
 
 
 class ChatTemplateError(ValueError):

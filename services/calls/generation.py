@@ -1,6 +1,6 @@
 """Generation of one request, independent of the protocol: validate, tokenise, submit, deliver.
 
-The protocol provides a `Caller` and `send`, which writes the messages (`services.delivery`).
+The protocol provides a `Caller` and `send`, which writes the messages (`services.calls.delivery`).
 
 A request with n > 1 becomes n requests to the core with the same prompt. They share its blocks in the prefix cache, and
 each draws its own random noise.
@@ -14,13 +14,10 @@ from opentelemetry.trace import Span
 from protos.quire.link.v1 import link_pb2
 from protos.quire.plan.v1 import plan_pb2
 from quire.v1 import generation_pb2 as v1
-from services.context import Caller, LiveRequests, Services, record_outcome
-from services.delivery import Choices, Delivery, Send, failure_of
-from services.errors import RETRY_MS
-from services.logprobs import token_logprobs
-from services.principals import CURRENT
-from services.prompts import Prompts
-from services.resuming import (
+from services.access.principals import CURRENT
+from services.calls.context import Caller, LiveRequests, Services, record_outcome
+from services.calls.delivery import Choices, Delivery, Send, failure_of
+from services.calls.resuming import (
     fetch_resume_replies,
     read_resume_info,
     request_identity,
@@ -28,11 +25,14 @@ from services.resuming import (
     resume_info,
     skip_known,
 )
-from services.scheduling import block_keys, scheduling_params
-from services.stream import Stream, StreamRequest
-from services.tracing import describe_request, request_span
-from services.validation import MAX_CHOICES, ValidRequest, check_log_size, resolve_max_tokens, validate
-from services.wakeup import Wakeup
+from services.calls.tracing import describe_request, request_span
+from services.calls.wakeup import Wakeup
+from services.errors import RETRY_MS
+from services.requests.prompts import Prompts
+from services.requests.scheduling import block_keys, scheduling_params
+from services.requests.validation import MAX_CHOICES, ValidRequest, check_log_size, resolve_max_tokens, validate
+from services.streams.logprobs import token_logprobs
+from services.streams.stream import Stream, StreamRequest
 from shared.columns import to_column
 from shared.errors import FieldViolation, InvalidRequestError, NotReadyError, RequestNotFoundError
 from shared.logging import get_logger

@@ -6,7 +6,7 @@ import numpy as np
 
 from protos.quire.plan.v1 import plan_pb2
 from quire.v1 import generation_pb2 as v1
-from services.tokenizer import TextTokenizer
+from services.text.tokenizer import TextTokenizer
 from shared.columns import from_column
 
 

@@ -12,7 +12,7 @@ from google.protobuf.duration_pb2 import Duration
 
 from protos.quire.link.v1 import link_pb2
 from quire.v1 import generation_pb2 as v1
-from services.principals import Principal
+from services.access.principals import Principal
 from shared.errors import FieldViolation
 from shared.frames import TOKEN_BYTES
 from shared.prefix_keys import following_keys, root_key

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from protos.quire.link.v1 import link_pb2
 from protos.quire.plan.v1 import plan_pb2
 from quire.v1 import generation_pb2 as v1
-from services.chat import check_chat
-from services.grammars import check_grammar
-from services.scheduling import check_scheduling
+from services.grammars.checker import check_grammar
+from services.requests.scheduling import check_scheduling
+from services.text.chat import check_chat
 from shared.columns import to_column
 from shared.errors import FieldViolation, InvalidRequestError, UnsupportedFieldError
 from shared.frames import MAX_LOGPROBS, MAX_PART_BYTES, MAX_SERVED_SEQUENCE, TOKEN_BYTES

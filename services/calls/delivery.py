@@ -15,13 +15,13 @@ from opentelemetry.trace import Span
 
 from protos.quire.link.v1 import link_pb2
 from quire.v1 import generation_pb2 as v1
-from services.context import Services
+from services.calls.context import Services
+from services.calls.tracing import describe_answer
+from services.calls.wakeup import Wakeup
 from services.errors import error_of, finish_reason
-from services.logprobs import token_logprobs
-from services.outbox import Batch
-from services.stream import Stream
-from services.tracing import describe_answer
-from services.wakeup import Wakeup
+from services.streams.logprobs import token_logprobs
+from services.streams.outbox import Batch
+from services.streams.stream import Stream
 from shared.errors import QuireError, StalledReaderError
 
 FINAL_WRITE_TIMEOUT_S = 1.0

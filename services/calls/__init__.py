@@ -1,0 +1,8 @@
+"""What a call does, whatever its protocol.
+
+* `tracing` – the call's span; `context` – the objects that every call uses, and the live requests.
+* `wakeup`, `delivery` – a request's streams to its reader, at the reader's speed.
+* `resuming` – streams restored from the core's log.
+* `generation`, `embeddings`, `texts` – the calls: generate, embed, tokenise and detokenise.
+* `collect` – joins the messages of one answer into a single response.
+"""

@@ -1,0 +1,6 @@
+"""Link to the scheduler core.
+
+* `core_socket` – the ZeroMQ socket on the event loop.
+* `outgoing` – messages to the core, gathered over one turn of the event loop; `incoming` – token columns, by stream.
+* `core_link` – the protocol: handshake, live streams, questions and their answers.
+"""

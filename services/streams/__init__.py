@@ -1,0 +1,6 @@
+"""One stream, between the core that sends its tokens and the reader that takes its text. No I/O.
+
+* `logprobs` – log-probabilities, from the worker's columns to the public message.
+* `outbox` – what was released and not yet read.
+* `stream` – the state of the stream: tokens in, text out, its end.
+"""
