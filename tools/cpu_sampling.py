@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 
 from kernels.sampling import SamplingTensors, _sample_by_torch, sample_checked
-from worker_svc.device import set_threads
+from worker_svc.device.choice import set_threads
 
 _SWEPT_BYTES = 48 << 20
 _CASES = (

@@ -12,8 +12,8 @@ import torch
 
 from kernels.decoder import PackedDecoder
 from shared.config import WorkerConfig
-from worker_svc.device import set_threads
-from worker_svc.kv_pool import allocate
+from worker_svc.device.choice import set_threads
+from worker_svc.memory.kv_pool import allocate
 from worker_svc.model.base import AttentionInputs
 from worker_svc.model.llama import LlamaModel
 from worker_svc.model.loader import load_model

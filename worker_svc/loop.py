@@ -13,10 +13,10 @@ from structlog.contextvars import bind_contextvars, unbind_contextvars
 from protos.quire.plan.v1 import plan_pb2
 from shared.logging import LEVELS, get_logger, set_level
 from shared.pulse import Pulse
-from worker_svc.engine import Engine
-from worker_svc.errors import PlanError
-from worker_svc.link import Link
-from worker_svc.session import GrammarRequested, LogLevelWanted, Lost, PlanArrived, RefusedForGood, Welcomed
+from worker_svc.execution.engine import Engine
+from worker_svc.interface.errors import PlanError
+from worker_svc.link.connection import Link
+from worker_svc.link.session import GrammarRequested, LogLevelWanted, Lost, PlanArrived, RefusedForGood, Welcomed
 
 _IDLE_POLL_MS = 50
 """Longest wait for a frame when idle, which bounds the delay to notice a signal or a timeout."""

@@ -17,13 +17,13 @@ from shared.logging import configure_logging, get_logger
 from shared.process_watch import own_process
 from shared.pulse import Pulse
 from shared.telemetry import Telemetry
-from worker_svc.accelerator import make_accelerator
-from worker_svc.assembly import build_engine
-from worker_svc.compiling import announce_compiling
-from worker_svc.device import choose_device, describe_device, set_threads
-from worker_svc.engine import Engine
-from worker_svc.identity import worker_id
-from worker_svc.link import Link
+from worker_svc.device.accelerator import make_accelerator
+from worker_svc.device.choice import choose_device, describe_device, set_threads
+from worker_svc.device.compiling import announce_compiling
+from worker_svc.execution.assembly import build_engine
+from worker_svc.execution.engine import Engine
+from worker_svc.link.connection import Link
+from worker_svc.link.identity import worker_id
 from worker_svc.loop import RefusedError, WorkerLoop
 from worker_svc.model.loader import ModelDescription, load_model
 

@@ -30,7 +30,7 @@ def run(options: Namespace) -> int:
     import torch
 
     from kernels.bench import LLAMA_8B, TINY, measure_ceilings, measurements
-    from worker_svc.device import choose_device, describe_device
+    from worker_svc.device.choice import choose_device, describe_device
 
     device = choose_device(options.device)
     rehearsal = device.type == "cpu"

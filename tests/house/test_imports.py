@@ -1,4 +1,4 @@
-"""The import rules of docs/architecture.md: no circles, the "may import" table, the order of the core's packages."""
+"""The import rules of docs/architecture.md: no circles, the "may import" table, the order of packages."""
 
 import ast
 import re
@@ -110,6 +110,9 @@ ORDERS = {
         "errors", "metrics", "access", "text", "grammars", "requests", "streams", "link", "calls", "grpc", "http",
         "frontend", "bench"
     ),
+    "worker_svc": (
+        "interface", "device", "model", "memory", "outputs", "rows", "execution", "link", "loop", "main"
+    ),
 }  # fmt: skip
 """The packages and top modules of a package, in reading order; each imports only itself and those before it."""
 
@@ -132,3 +135,11 @@ def test_packages_are_in_order(package: str) -> None:
                 against.append(f"{path.relative_to(root)} imports {name}")
 
     assert against == []
+
+
+@pytest.mark.parametrize("package", ORDERS)
+def test_packages_are_listed_in_order(package: str) -> None:
+    """The docstring of a package lists its packages and top modules in the order in which to read them."""
+    text = ROOT.joinpath(*package.split("."), "__init__.py").read_text("utf-8").partition("in this order")[2]
+
+    assert tuple(re.findall(r"(?:^\* |; )`(\w+)` ", text, re.MULTILINE)) == ORDERS[package]

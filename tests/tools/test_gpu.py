@@ -15,7 +15,7 @@ from tools.gpu import loads, shapes
 from tools.gpu import results as results_module
 from tools.gpu.__main__ import main
 from tools.gpu.results import ENDED, DeviceLostError, Results
-from worker_svc.device import set_threads
+from worker_svc.device.choice import set_threads
 
 ROOT = Path(__file__).parents[2]
 

@@ -15,9 +15,9 @@ from opentelemetry.trace import NoOpTracer, Tracer
 from protos.quire.plan.v1 import plan_pb2
 from shared.columns import from_column, to_column
 from shared.config import WorkerConfig
-from worker_svc.accelerator import Accelerator
-from worker_svc.assembly import build_engine
-from worker_svc.engine import Engine
+from worker_svc.device.accelerator import Accelerator
+from worker_svc.execution.assembly import build_engine
+from worker_svc.execution.engine import Engine
 from worker_svc.model.loader import load_model
 
 CPU = torch.device("cpu")

@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
-from worker_svc.accelerator import Event, Graph
+from worker_svc.device.accelerator import Event, Graph
 
 
 class FakeEvent:

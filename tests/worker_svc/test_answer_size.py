@@ -9,8 +9,8 @@ from protos.quire.plan.v1 import plan_pb2
 from services.streams.logprobs import read_scores
 from shared.columns import Int32Array, to_column
 from shared.frames import MAX_LOGPROBS, MAX_PART_BYTES, MAX_STEP_TOKENS, MAX_STEP_VECTOR_BYTES, PLAN_MAX_MESSAGE
-from worker_svc.link import Link
-from worker_svc.scores import PromptPart, Wanted, encode
+from worker_svc.link.connection import Link
+from worker_svc.outputs.scores import PromptPart, Wanted, encode
 
 LARGEST = (1 << 31) - 1
 

@@ -9,7 +9,7 @@ from protos.quire.plan.v1 import plan_pb2
 from shared.columns import from_column, to_column
 from tests.checkpoints import VOCAB_SIZE, make_checkpoint
 from tests.worker_svc.driver import Driver, make_engine
-from worker_svc.engine import Engine
+from worker_svc.execution.engine import Engine
 
 FIRST = [(7 * index + 3) % VOCAB_SIZE for index in range(20)]
 OTHER = [(5 * index + 11) % VOCAB_SIZE for index in range(20)]

@@ -8,9 +8,9 @@ import zmq
 from protos.quire.plan.v1 import plan_pb2
 from shared.frames import PLAN_MAX_MESSAGE, PLAN_VERSIONS
 from shared.sockets import SendOutcome, bind_router, endpoint, receive_from, send_to
-from worker_svc.compiling import LONGEST_COMPILE_MS, announce_compiling
-from worker_svc.link import Link
-from worker_svc.session import Welcomed
+from worker_svc.device.compiling import LONGEST_COMPILE_MS, announce_compiling
+from worker_svc.link.connection import Link
+from worker_svc.link.session import Welcomed
 
 triton = pytest.importorskip("triton", reason="without triton nothing is compiled")
 

@@ -16,8 +16,8 @@ from tests.worker_svc.driver import Driver, make_engine
 from tests.worker_svc.fake_accelerator import FakeAccelerator
 from tests.worker_svc.oracle import Oracle, Verdict
 from tests.worker_svc.test_oracle import generate_all
-from worker_svc.decode_graphs import buckets
-from worker_svc.device_state import DeviceState, Staging
+from worker_svc.device.state import DeviceState, Staging
+from worker_svc.execution.decode_graphs import buckets
 
 SAMPLED = plan_pb2.SamplingParams(temperature=1.0, top_p=0.9, seed=1 << 60)
 

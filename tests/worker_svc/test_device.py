@@ -3,7 +3,7 @@
 import pytest
 
 from shared.config import ConfigError
-from worker_svc.device import name_device
+from worker_svc.device.choice import name_device
 
 
 @pytest.mark.parametrize(

@@ -17,11 +17,11 @@ from shared.columns import to_column
 from shared.frames import MAX_GRAMMARS
 from shared.grammars import GrammarTokenizer, compile_grammar
 from tests.worker_svc.driver import Driver, make_engine
-from worker_svc.assembly import make_grammar_store
-from worker_svc.engine import Engine
-from worker_svc.grammars import GrammarRows, GrammarStore
+from worker_svc.execution.assembly import make_grammar_store
+from worker_svc.execution.engine import Engine
 from worker_svc.loop import WorkerLoop
 from worker_svc.model.loader import ModelDescription
+from worker_svc.outputs.grammars import GrammarRows, GrammarStore
 
 DEMO = Path("shared/demo_model")
 EOS = 2
@@ -173,7 +173,7 @@ def test_grammars_are_compiled_in_a_thread_and_reported() -> None:
 
 def test_a_failure_of_the_worker_is_not_the_grammars_fault(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where memory ran out, for example, another worker may compile the grammar."""
-    monkeypatch.setattr("worker_svc.grammars.compile_grammar", Mock(side_effect=MemoryError))
+    monkeypatch.setattr("worker_svc.outputs.grammars.compile_grammar", Mock(side_effect=MemoryError))
     store = make_store()
     store.prepare(plan_pb2.PrepareGrammar(key=b"g", grammar=REGEX))
 
@@ -193,7 +193,7 @@ def test_a_cheap_grammar_does_not_wait_for_a_costly_one(monkeypatch: pytest.Monk
             assert go.wait(PATIENCE_S)
         return compile_grammar(grammar, tokenizer)
 
-    monkeypatch.setattr("worker_svc.grammars.compile_grammar", compile_slowly)
+    monkeypatch.setattr("worker_svc.outputs.grammars.compile_grammar", compile_slowly)
     store = make_store()
     costly = plan_pb2.Grammar(regex="a+", costly=True).SerializeToString()
     store.prepare(plan_pb2.PrepareGrammar(key=b"costly", grammar=costly))

@@ -3,7 +3,7 @@
 import pytest
 
 from shared.config import ConfigError
-from worker_svc.identity import MAX_BYTES, worker_id
+from worker_svc.link.identity import MAX_BYTES, worker_id
 
 
 def test_a_wanted_name_is_kept() -> None:

@@ -12,11 +12,11 @@ from shared.config import WorkerConfig
 from tests.checkpoints import SLIDING_WINDOW, VOCAB_SIZE, edit_config, make_checkpoint
 from tests.worker_svc.driver import CPU, Driver, make_engine
 from tests.worker_svc.oracle import Oracle, Verdict
-from worker_svc.kv_pool import block_bytes, count_blocks
-from worker_svc.limits import Limits
+from worker_svc.interface.limits import Limits
+from worker_svc.memory.kv_pool import block_bytes, count_blocks
+from worker_svc.memory.profiling import run_largest_step
 from worker_svc.model.base import KVShape
 from worker_svc.model.loader import load_model
-from worker_svc.profiling import run_largest_step
 
 
 def test_the_kv_formula_counts_kv_heads() -> None:

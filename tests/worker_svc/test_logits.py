@@ -15,8 +15,8 @@ from transformers.generation.logits_process import (
 
 from protos.quire.plan.v1 import plan_pb2
 from shared.columns import to_column
-from worker_svc.errors import PlanError
-from worker_svc.logits import LogitsRules
+from worker_svc.interface.errors import PlanError
+from worker_svc.outputs.logits import LogitsRules
 
 VOCAB = 24
 CPU = torch.device("cpu")

@@ -13,8 +13,8 @@ from shared.columns import to_column
 from tests.checkpoints import make_checkpoint
 from tests.examples import examples
 from tests.worker_svc.driver import Driver, make_engine
-from worker_svc.engine import Engine
-from worker_svc.errors import PlanError
+from worker_svc.execution.engine import Engine
+from worker_svc.interface.errors import PlanError
 
 MAX_ROWS = 4
 BLOCK_SIZE = 8

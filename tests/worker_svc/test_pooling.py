@@ -13,7 +13,7 @@ from tests.checkpoints import make_checkpoint
 from tests.cpu_kernels import cpu_kernels
 from tests.worker_svc.driver import Driver, make_engine
 from tests.worker_svc.fake_accelerator import FakeAccelerator
-from worker_svc.errors import PlanError
+from worker_svc.interface.errors import PlanError
 
 LAST, MEAN = plan_pb2.POOLING_LAST, plan_pb2.POOLING_MEAN
 PROMPT = [5, 9, 17, 3, 3, 8, 21, 4, 60, 2, 11, 90, 7, 7, 31, 12, 44, 6, 100]

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from protos.quire.plan.v1 import plan_pb2
 from shared.columns import to_column
 from shared.frames import PLAN_VERSIONS
-from worker_svc.session import (
+from worker_svc.link.session import (
     WELCOME_TIMEOUT_S,
     Event,
     Lost,

@@ -24,7 +24,7 @@ def main(arguments: list[str] | None = None) -> int:
     import torch
 
     from tools.gpu.parts import FULL, PARTS, REHEARSAL, Context
-    from worker_svc.device import set_threads
+    from worker_svc.device.choice import set_threads
 
     if not torch.cuda.is_available() and not options.rehearse:
         print("there is no GPU here; --rehearse runs the same with a tiny model on the CPU", file=sys.stderr)

@@ -22,7 +22,7 @@ from kernels.qkv import rotate_and_cache
 from kernels.sampling import SamplingTensors, sample, sample_reference
 from kernels.scatter import scatter_words
 from tools.gpu.results import Figures
-from worker_svc.accelerator import make_accelerator
+from worker_svc.device.accelerator import make_accelerator
 
 _PAGE = 16
 

@@ -19,7 +19,7 @@ from tests.chaos.campaign import HOOKS
 from tests.chaos.mutation import Frames
 from tests.checkpoints import make_checkpoint
 from tests.e2e.harness import QUIRE, ROOT
-from worker_svc.session import Event, Lost, PlanArrived, RefusedForGood, Session, Welcomed
+from worker_svc.link.session import Event, Lost, PlanArrived, RefusedForGood, Session, Welcomed
 
 
 class FalseScheduler(Adversary):

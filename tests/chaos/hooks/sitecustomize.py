@@ -76,7 +76,7 @@ if "worker" in _arguments:
     if os.environ.get("CHAOS_PROXIES"):
         changes["shared.sockets"] = _through_proxy
     if os.environ.get("CHAOS_EAGER"):
-        changes["worker_svc.link"] = _eager
+        changes["worker_svc.link.connection"] = _eager
     if os.environ.get("CHAOS_POISON"):
-        changes["worker_svc.batch"] = _poisonable
+        changes["worker_svc.execution.batch"] = _poisonable
     sys.meta_path.insert(0, _AfterImport(changes))

@@ -18,14 +18,14 @@ import torch
 
 from protos.quire.plan.v1 import plan_pb2
 from shared.columns import Int32Array, MalformedColumnError, from_column, from_columns
-from worker_svc.block_tables import BlockTables, IntArray
-from worker_svc.device_state import DeviceState
-from worker_svc.errors import PlanError
-from worker_svc.grammars import GrammarRows, GrammarStore
-from worker_svc.limits import Limits
-from worker_svc.logits import LogitsRules
-from worker_svc.pooling import PoolingRows
-from worker_svc.sampling_columns import SamplingColumns
+from worker_svc.device.state import DeviceState, IntArray
+from worker_svc.interface.errors import PlanError
+from worker_svc.interface.limits import Limits
+from worker_svc.outputs.grammars import GrammarRows, GrammarStore
+from worker_svc.outputs.logits import LogitsRules
+from worker_svc.outputs.pooling import PoolingRows
+from worker_svc.outputs.sampling_columns import SamplingColumns
+from worker_svc.rows.block_tables import BlockTables
 
 _NO_ROWS = np.zeros(0, np.int64)
 _NO_FLAGS = np.zeros(0, np.bool_)

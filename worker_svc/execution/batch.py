@@ -12,14 +12,14 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from worker_svc.block_tables import IntArray
-from worker_svc.decode_graphs import DecodeLanes
-from worker_svc.device import upload
-from worker_svc.errors import PlanError
+from worker_svc.device.state import IntArray
+from worker_svc.device.upload import upload
+from worker_svc.execution.decode_graphs import DecodeLanes
+from worker_svc.interface.errors import PlanError
 from worker_svc.model.base import AttentionInputs
-from worker_svc.pooling import PooledPart
-from worker_svc.rows import RowTable
-from worker_svc.scores import PromptPart
+from worker_svc.outputs.pooling import PooledPart
+from worker_svc.outputs.scores import PromptPart
+from worker_svc.rows.table import RowTable
 
 _NO_ROWS = np.zeros(0, np.int64)
 

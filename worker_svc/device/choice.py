@@ -1,10 +1,8 @@
-"""Choice of the device, copies to it, and the number of CPU threads."""
+"""Choice of the device, and the number of CPU threads."""
 
 import os
 import re
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from kernels.native.library import set_num_threads as native_threads
@@ -56,18 +54,3 @@ def set_threads(num_threads: int) -> None:
     count = num_threads or len(os.sched_getaffinity(0))
     torch.set_num_threads(count)
     native_threads(count)
-
-
-def upload(array: npt.NDArray[np.generic], device: torch.device) -> torch.Tensor:
-    """Copy an array to the device without waiting for the copy.
-
-    On a CPU the tensor shares the array's memory, so the caller must not change the array afterwards. On CUDA the copy
-    uses pinned memory, which torch keeps until the copy is done. Every copy within a step uses this function: a copy
-    from pageable memory would wait for all steps in flight.
-    """
-    tensor = torch.from_numpy(array)
-    if device.type == "cpu":
-        return tensor
-    if not array.size:
-        return torch.empty_like(tensor, device=device)
-    return tensor.pin_memory().to(device, non_blocking=True)

@@ -6,8 +6,8 @@ rows are copied to the host. Sampling of the next step waits for that copy only;
 
 import torch
 
-from worker_svc.accelerator import Accelerator, Event
-from worker_svc.block_tables import IntArray
+from worker_svc.device.accelerator import Accelerator, Event
+from worker_svc.device.state import IntArray
 
 
 class HostTokens:

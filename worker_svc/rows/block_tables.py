@@ -8,10 +8,8 @@ import numpy as np
 import torch
 
 from shared.columns import Int32Array
-from worker_svc.device_state import DeviceState, IntArray
-from worker_svc.errors import PlanError
-
-__all__ = ["BlockTables", "IntArray"]
+from worker_svc.device.state import DeviceState, IntArray
+from worker_svc.interface.errors import PlanError
 
 
 class BlockTables:

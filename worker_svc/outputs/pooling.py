@@ -13,7 +13,7 @@ import numpy.typing as npt
 import torch
 
 from protos.quire.plan.v1 import plan_pb2
-from worker_svc.errors import PlanError
+from worker_svc.interface.errors import PlanError
 
 NOT_FINITE = "the model's hidden states are not finite"
 

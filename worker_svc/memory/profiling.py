@@ -6,8 +6,8 @@ import numpy as np
 import torch
 
 from kernels.sampling import SamplingTensors, sample
-from worker_svc.kv_pool import allocate, block_bytes
-from worker_svc.limits import Limits
+from worker_svc.interface.limits import Limits
+from worker_svc.memory.kv_pool import allocate, block_bytes
 from worker_svc.model.base import AttentionInputs, Model
 
 

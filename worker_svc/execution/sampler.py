@@ -1,7 +1,7 @@
 """Sampler: turns the logits of a step into tokens.
 
 A step takes log-probabilities from the model's own logits first. Then rules change the logits of the rows that have
-rules (`worker_svc.logits`), and grammars mask the logits of their rows (`worker_svc.grammars`). Last, all rows sample
+rules (`outputs.logits`), and grammars mask the logits of their rows (`outputs.grammars`). Last, all rows sample
 together. The sampling parameters of a batch are kept on the device until its rows change.
 """
 
@@ -11,14 +11,14 @@ import numpy as np
 import torch
 
 from kernels.sampling import SamplingTensors, greedy, nonfinite_rows, sample_checked
-from worker_svc.accelerator import Accelerator
-from worker_svc.batch import StepBatch
-from worker_svc.device import upload
-from worker_svc.executor import Sampled
-from worker_svc.host_tokens import HostTokens
-from worker_svc.logits import LogitsBatch
-from worker_svc.rows import RowTable
-from worker_svc.scores import Wanted, score
+from worker_svc.device.accelerator import Accelerator
+from worker_svc.device.upload import upload
+from worker_svc.execution.batch import StepBatch
+from worker_svc.execution.executor import Sampled
+from worker_svc.execution.host_tokens import HostTokens
+from worker_svc.outputs.logits import LogitsBatch
+from worker_svc.outputs.scores import Wanted, score
+from worker_svc.rows.table import RowTable
 
 NOT_FINITE = -1
 """Code instead of a token: the model's logits are not finite."""

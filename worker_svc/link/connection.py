@@ -15,7 +15,7 @@ from shared.frames import PLAN_MAX_MESSAGE
 from shared.ids import draw_incarnation, routing_id
 from shared.logging import get_logger
 from shared.sockets import NO_HEARTBEAT, Protect, connect_dealer
-from worker_svc.session import Event, Lost, Malformed, Session
+from worker_svc.link.session import Event, Lost, Malformed, Session
 
 _HELLO_INTERVAL_S = 0.2
 """Minimum time between two Hellos, which limits the load on a scheduler that does not answer."""

@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 
 from shared.columns import Int32Array
-from worker_svc.accelerator import Accelerator, Event
+from worker_svc.device.accelerator import Accelerator, Event
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class Sampled:
     tokens: torch.Tensor
     """`[S] int32`."""
     scores: torch.Tensor | None = None
-    """`[n, m] int32`, see `worker_svc.scores`; None: no row needs log-probabilities."""
+    """`[n, m] int32`, see `worker_svc.outputs.scores`; None: no row needs log-probabilities."""
     embeddings: torch.Tensor | None = None
     """`[E, hidden_size] float32`; None: no embedding is complete."""
 

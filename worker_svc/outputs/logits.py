@@ -17,9 +17,9 @@ import torch
 
 from protos.quire.plan.v1 import plan_pb2
 from shared.columns import Int32Array, from_column, from_columns
-from worker_svc.block_tables import IntArray
-from worker_svc.device import upload
-from worker_svc.errors import PlanError
+from worker_svc.device.state import IntArray
+from worker_svc.device.upload import upload
+from worker_svc.interface.errors import PlanError
 
 _FIRST_SLOTS = 4
 

@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 
 from kernels.scatter import scatter_words
-from worker_svc.accelerator import Accelerator, Event
+from worker_svc.device.accelerator import Accelerator, Event
 
 IntArray = npt.NDArray[np.int64]
 

@@ -6,7 +6,7 @@ import numpy as np
 
 from protos.quire.plan.v1 import plan_pb2
 from shared.frames import MAX_LOGPROBS
-from worker_svc.errors import PlanError
+from worker_svc.interface.errors import PlanError
 
 _INT32_MAX = 0x7FFFFFFF
 NO_LOGPROBS = -1

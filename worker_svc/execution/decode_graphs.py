@@ -18,11 +18,10 @@ import torch
 
 from kernels.decode_inputs import DecodeInputs, prepare_decode
 from shared.logging import get_logger
-from worker_svc.accelerator import Accelerator, Graph
-from worker_svc.block_tables import IntArray
-from worker_svc.device_state import DeviceState
+from worker_svc.device.accelerator import Accelerator, Graph
+from worker_svc.device.state import DeviceState, IntArray
 from worker_svc.model.base import AttentionInputs, KVCache, Model
-from worker_svc.rows import RowTable
+from worker_svc.rows.table import RowTable
 
 _MOST_LANES = 512
 _DENSE_UNTIL = 32

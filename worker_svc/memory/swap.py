@@ -17,9 +17,9 @@ import torch
 from kernels.block_copy import BlockPool, copy_blocks
 from protos.quire.plan.v1 import plan_pb2
 from shared.columns import Int32Array, MalformedColumnError, from_column, from_columns
-from worker_svc.accelerator import Accelerator, Event
-from worker_svc.device import upload
-from worker_svc.errors import PlanError
+from worker_svc.device.accelerator import Accelerator, Event
+from worker_svc.device.upload import upload
+from worker_svc.interface.errors import PlanError
 from worker_svc.model.base import KVCache
 
 

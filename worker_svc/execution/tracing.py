@@ -14,8 +14,8 @@ from opentelemetry.trace import Link, Span, SpanContext, Tracer, get_current_spa
 
 from protos.quire.plan.v1 import plan_pb2
 from shared.telemetry import MAX_LINKS, from_traceparent
-from worker_svc.batch import StepBatch
-from worker_svc.block_tables import IntArray
+from worker_svc.device.state import IntArray
+from worker_svc.execution.batch import StepBatch
 
 
 @dataclass(slots=True)

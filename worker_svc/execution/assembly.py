@@ -8,15 +8,15 @@ from opentelemetry.trace import Tracer
 from shared.config import WorkerConfig, parse_bytes
 from shared.grammars import GrammarError, GrammarTokenizer
 from shared.logging import get_logger
-from worker_svc.accelerator import Accelerator
-from worker_svc.decode_graphs import buckets
-from worker_svc.engine import Engine
-from worker_svc.grammars import GrammarStore
-from worker_svc.kv_pool import allocate, block_bytes, count_blocks, cuda_memory_left
-from worker_svc.limits import Limits
+from worker_svc.device.accelerator import Accelerator
+from worker_svc.execution.decode_graphs import buckets
+from worker_svc.execution.engine import Engine
+from worker_svc.interface.limits import Limits
+from worker_svc.memory.kv_pool import allocate, block_bytes, count_blocks, cuda_memory_left
+from worker_svc.memory.profiling import run_largest_step
 from worker_svc.model.base import Model
 from worker_svc.model.loader import ModelDescription
-from worker_svc.profiling import run_largest_step
+from worker_svc.outputs.grammars import GrammarStore
 
 _LOGIT_BYTES = 4
 """Upper bound of the bytes of one logit; every decode graph keeps the logits of all its lanes."""

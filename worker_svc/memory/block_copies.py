@@ -10,8 +10,8 @@ import numpy as np
 from kernels.block_copy import BlockPool, copy_blocks
 from protos.quire.plan.v1 import plan_pb2
 from shared.columns import MalformedColumnError, from_columns
-from worker_svc.device import upload
-from worker_svc.errors import PlanError
+from worker_svc.device.upload import upload
+from worker_svc.interface.errors import PlanError
 
 
 def make_copies(plan: plan_pb2.Plan, pool: BlockPool) -> None:

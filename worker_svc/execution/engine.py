@@ -17,14 +17,11 @@ from kernels.block_copy import BlockPool
 from protos.quire.plan.v1 import plan_pb2
 from shared.columns import Int32Array, to_column
 from shared.logging import get_logger
-from worker_svc import pooling
-from worker_svc.accelerator import Accelerator
-from worker_svc.batch import BatchBuilder, StepBatch
-from worker_svc.block_copies import make_copies
-from worker_svc.block_tables import IntArray
-from worker_svc.decode_graphs import DecodeGraphs, DecodeLanes, buckets
-from worker_svc.device_state import DeviceState
-from worker_svc.executor import (
+from worker_svc.device.accelerator import Accelerator
+from worker_svc.device.state import DeviceState, IntArray
+from worker_svc.execution.batch import BatchBuilder, StepBatch
+from worker_svc.execution.decode_graphs import DecodeGraphs, DecodeLanes, buckets
+from worker_svc.execution.executor import (
     Computed,
     DeviceTimes,
     DoneStep,
@@ -33,14 +30,16 @@ from worker_svc.executor import (
     StepOutput,
     make_executor,
 )
-from worker_svc.grammars import GrammarStore
-from worker_svc.limits import Limits
+from worker_svc.execution.sampler import NOT_FINITE, NOTHING_ALLOWED, Sampler
+from worker_svc.execution.tracing import Tracing
+from worker_svc.interface.limits import Limits
+from worker_svc.memory.block_copies import make_copies
+from worker_svc.memory.swap import Copies, HostPool, copy_ids
 from worker_svc.model.base import KVCache, Model
-from worker_svc.rows import RowTable
-from worker_svc.sampler import NOT_FINITE, NOTHING_ALLOWED, Sampler
-from worker_svc.scores import PromptPart, Wanted, encode
-from worker_svc.swap import Copies, HostPool, copy_ids
-from worker_svc.tracing import Tracing
+from worker_svc.outputs import pooling
+from worker_svc.outputs.grammars import GrammarStore
+from worker_svc.outputs.scores import PromptPart, Wanted, encode
+from worker_svc.rows.table import RowTable
 
 _NO_ROWS = np.zeros(0, np.int64)
 _NO_TOKENS = np.zeros(0, np.int32)

@@ -1,0 +1,11 @@
+"""The execution of one step: from the row table to the result.
+
+* `decode_graphs` – decode steps that are captured once as CUDA graphs and replayed.
+* `batch` – builds the flat batch of a step from the row table.
+* `executor` – runs the step, synchronously on a CPU and asynchronously on an accelerator.
+* `host_tokens` – copies the last tokens to the host, for rows whose next token depends on them.
+* `sampler` – turns logits into tokens.
+* `tracing` – spans of steps and rows.
+* `engine` – executes a plan with all of these, and returns its result.
+* `assembly` – builds the engine for a loaded model.
+"""
