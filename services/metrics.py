@@ -1,6 +1,6 @@
 """Metrics of the front end. Help texts document names and labels.
 
-Latencies are observed once per message, too often for prometheus_client's histogram with its lock (1.5 µs). The event
+Latencies are observed for every message, too often for prometheus_client's histogram with its lock (1.5 µs). The event
 loop is the only writer, so a histogram without a lock suffices.
 """
 
@@ -29,10 +29,10 @@ class LoopHistogram(Collector):
         self._sum = 0.0
         registry.register(self)
 
-    def observe(self, value: float) -> None:
-        """Add one value."""
-        self._counts[bisect_left(self._bounds, value)] += 1
-        self._sum += value
+    def observe(self, value: float, count: int = 1) -> None:
+        """Add one value, `count` times."""
+        self._counts[bisect_left(self._bounds, value)] += count
+        self._sum += value * count
 
     def collect(self) -> Iterable[HistogramMetricFamily]:
         """Yield the cumulative buckets, in Prometheus's form."""
@@ -60,9 +60,9 @@ class FrontendMetrics:
             _FIRST_TOKEN_BUCKETS,
             registry,
         )
-        self.message_gap = LoopHistogram(
+        self.token_gap = LoopHistogram(
             "quire_inter_token_latency_seconds",
-            "Time between two messages of one stream, seconds",
+            "Time between two output tokens of one stream, seconds; 0 between tokens of one message",
             _GAP_BUCKETS,
             registry,
         )

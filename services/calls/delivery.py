@@ -102,12 +102,16 @@ class Delivery:
                     self._limit(patience, streams)
                 stream.taken()
                 link.give_credit(stream)
+                if not batch.token_ids:
+                    continue
                 now, choice = time.monotonic(), stream.request.choice
                 if last[choice]:
-                    metrics.message_gap.observe(now - last[choice])
+                    metrics.token_gap.observe(now - last[choice])
                 elif stream.first_token_at is not None:
                     metrics.first_token.observe(stream.first_token_at - stream.request.arrival)
                 last[choice] = now
+                if len(batch.token_ids) > 1:
+                    metrics.token_gap.observe(0.0, len(batch.token_ids) - 1)
             if not idle:
                 continue
             ended = [stream for stream in live if stream.over]

@@ -150,7 +150,26 @@ def test_metrics_are_the_whole_services(tmp_path: Path) -> None:
             assert 'quire_generation_tokens_total{frontend="frontend-0"} 5.0' in lines
             assert 'quire_live_streams{frontend="frontend-0"} 0.0' in lines
             assert 'quire_time_to_first_token_seconds_count{frontend="frontend-0"} 1.0' in lines
+            assert 'quire_inter_token_latency_seconds_count{frontend="frontend-0"} 4.0' in lines
             assert 'quire_request_duration_seconds_bucket{frontend="frontend-0",le="+Inf"} 1.0' in lines
+
+    asyncio.run(main())
+
+
+def test_the_inter_token_latency_counts_every_token(tmp_path: Path) -> None:
+    """A message of three tokens after a gap adds this gap and two gaps of 0; a message without tokens adds none."""
+
+    async def main() -> None:
+        async with running_stack(tmp_path, core=lambda a: TestCore(a, tokens_per_step=3)) as stack:
+            deltas, _ = await stack.generate(tokens_request(1, 2, 3, max_tokens=9))
+            lines = (await stack.http.get("/metrics")).text.splitlines()
+            name = "quire_inter_token_latency_seconds"
+            messages = sum(1 for delta in deltas if delta.token_ids)
+
+            assert messages <= 3
+            assert f'{name}_count{{frontend="frontend-0"}} 8.0' in lines
+            in_first_bucket = next(line for line in lines if line.startswith(f"{name}_bucket") and 'le="0.001"' in line)
+            assert float(in_first_bucket.split()[-1]) >= 9 - messages
 
     asyncio.run(main())
 
