@@ -1,4 +1,4 @@
-"""Virtual time: what will happen when, in order; ties happen in the order in which they were put down."""
+"""Virtual time: scheduled actions in order of time; actions of the same time run in the order of their scheduling."""
 
 import heapq
 from collections.abc import Callable
@@ -6,7 +6,7 @@ from typing import Any
 
 
 class Agenda:
-    """Acts by time. `now` only grows and is moved by whoever runs the simulation."""
+    """Scheduled actions, ordered by time. `now` only grows; the simulation moves it."""
 
     def __init__(self, now: float) -> None:
         self.now = now
@@ -14,16 +14,16 @@ class Agenda:
         self._count = 0
 
     def after(self, delay: float, act: Callable[..., object], *arguments: object) -> None:
-        """Calls `act(*arguments)` once `delay` seconds have passed."""
+        """Call `act(*arguments)` after `delay` seconds."""
         self._count += 1
         heapq.heappush(self._entries, (self.now + delay, self._count, act, arguments))
 
     def next_time(self) -> float | None:
-        """When the next act is due."""
+        """Return the time of the next action."""
         return self._entries[0][0] if self._entries else None
 
     def run_due(self, most: int) -> None:
-        """Runs what is due by now, at most `most` acts."""
+        """Run the actions that are due, at most `most`."""
         entries = self._entries
         while entries and entries[0][0] <= self.now and most:
             _, _, act, arguments = heapq.heappop(entries)

@@ -1,4 +1,4 @@
-"""Answers that do not fit their plan, as a broken worker would give them: well-formed, but wrong."""
+"""Answers that do not match their plan, as a broken worker sends them: well-formed, but wrong."""
 
 import dataclasses
 import random
@@ -11,11 +11,11 @@ from scheduler_svc.sim.oracle import VOCAB
 
 
 def malformed(rng: random.Random, answer: ev.StepDone, fault: Fault) -> ev.StepDone:
-    """The answer with a mistake that the core must notice."""
+    """Return the answer with a mistake that the core must notice."""
     rows, tokens = answer.rows, answer.tokens
     needs_rows = fault in (Fault.WRONG_TOKEN, Fault.MISSING_TOKEN)
     if fault is Fault.WRONG_STEP or (needs_rows and not len(rows)):
-        # Not -1: as the answer to the step before, which may be in flight too, it could not be told from a sound one.
+        # Not -1: that would be a valid answer to the step before, which may also be in flight.
         return dataclasses.replace(answer, step=answer.step + rng.choice((-2, 1, 2)))
     if fault is Fault.MISSING_COPY and answer.completed_copies:
         return dataclasses.replace(answer, completed_copies=())
@@ -37,7 +37,7 @@ def malformed(rng: random.Random, answer: ev.StepDone, fault: Fault) -> ev.StepD
 
 
 def with_unknown_failure(rng: random.Random, answer: ev.StepDone) -> ev.StepDone:
-    """The answer with the failure of a row that does not exist; the core must not mind."""
+    """Return the answer with the failure of a row that does not exist; the core must ignore it."""
     kind = rng.choice(list(ev.FailureKind))
     made_up = ev.FailedRow(row=rng.choice((-1, 1 << 20)), generation=1, kind=kind, reason="made up")
     return dataclasses.replace(answer, failures=(*answer.failures, made_up))

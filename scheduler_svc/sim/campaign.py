@@ -1,6 +1,7 @@
-"""Many simulations at once: different seeds in as many processes as there are cores, until time is up.
+"""Many simulations in parallel: different seeds, one process per CPU core, until the time is over.
 
-A campaign fails when a simulation does, or when something was never seen: a test that never happens proves nothing.
+A campaign fails when a simulation fails. It also fails when an expected event was never seen, because a check that
+never runs proves nothing.
 """
 
 import gc
@@ -22,7 +23,7 @@ _PROGRESS_S = 30.0
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a campaign came to."""
+    """Result of a campaign."""
 
     num_simulations: int
     num_events: int
@@ -32,19 +33,19 @@ class Outcome:
 
     @property
     def ok(self) -> bool:
-        """Nothing failed and nothing is missing."""
+        """Whether no simulation failed and every expected kind was seen."""
         return not self.failures and not self.coverage.missing()
 
 
 def run_campaign(*, first_seed: int, steps: int, seconds: float, jobs: int, say: Callable[[str], None]) -> Outcome:
-    """Runs seeds from `first_seed` on for so long.
+    """Run the seeds from `first_seed` on for a given time.
 
     Args:
         first_seed: the first seed; the others follow it.
         steps: see `Simulation.run`.
-        seconds: when to begin no further simulation.
-        jobs: processes.
-        say: told of progress and failures.
+        seconds: time after which no further simulation starts.
+        jobs: number of processes.
+        say: called with a line about progress or a failure.
     """
     started = reported = time.monotonic()
     coverage = Coverage()
@@ -75,7 +76,7 @@ def run_campaign(*, first_seed: int, steps: int, seconds: float, jobs: int, say:
 
 
 def summary(outcome: Outcome) -> str:
-    """The table of what was seen, and one closing line."""
+    """Return the table of counts, followed by one closing line."""
     rate = outcome.num_events / max(outcome.seconds, 1e-9)
     missing = [f"never seen: {group} {name}" for group, name in outcome.coverage.missing()]
     state = "ok" if outcome.ok else "failed"
@@ -88,7 +89,7 @@ def summary(outcome: Outcome) -> str:
 
 def _run_one(seed: int, steps: int) -> tuple[Result, Counter[Kind]]:
     coverage = Coverage()
-    # Looking for garbage costs a tenth of the time, and what a simulation leaves fits into memory.
+    # Garbage collection takes a tenth of the time, and the garbage of one simulation fits into memory.
     gc.disable()
     result = Simulation(draw(seed), coverage).run(steps)
     gc.collect()

@@ -1,7 +1,7 @@
-"""Front ends with their clients: they submit, read at their pace, find stop strings, leave; and check what they get.
+"""Front ends with their clients: they submit, read, find stop strings and disconnect, and check what they receive.
 
-A front end hears from the core without delay and acts with delay: what it says is always a little out of date, as in a
-real cluster.
+A front end receives the core's messages without delay and acts with delay. Its messages are therefore slightly out of
+date, as in a real cluster.
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ from shared.prefix_keys import following_keys, root_key
 
 _MOST_HISTORY = 20
 _MOST_LOST = 3
-"""Tokens of a stream that may be on their way to a front end when the core dies."""
+"""Maximum number of tokens of a stream in transit to a front end when the core dies."""
 
 
 @dataclass(slots=True)
@@ -30,7 +30,7 @@ class _Frontend:
     number: int
     peer: ev.Peer
     joined: bool = False
-    """The present core knows it."""
+    """Whether the present core knows the front end."""
     streams: dict[int, Stream] = field(default_factory=dict)
 
 
@@ -39,8 +39,8 @@ class Clients:
 
     Args:
         world: the simulation.
-        on_begin: told of every stream with an identity, once it was submitted.
-        on_end: told of every stream that ends.
+        on_begin: called with every stream that has an identity, after its submission.
+        on_end: called with every stream that ends.
     """
 
     def __init__(self, world: World, on_begin: Callable[[Stream], None], on_end: Callable[[Stream], None]) -> None:
@@ -57,12 +57,12 @@ class Clients:
         self._expecting_end: list[Stream] = []
         self._service: ef.ServiceChanged | None = None
         self._refused = False
-        """The queue was full."""
+        """Whether a request was refused because the queue was full."""
 
     # ---------------------------------------------------------------- what front ends do
 
     def start(self) -> None:
-        """All front ends join and requests begin to arrive."""
+        """Let all front ends join, and start the arrival of requests."""
         for number in range(self._world.scenario.num_frontends):
             self._join(number)
         self._world.agenda.after(0.0, self._burst)
@@ -80,12 +80,12 @@ class Clients:
         gap = world.rng.expovariate(1 / shape.gap_s)
         for _ in range(world.rng.randint(1, shape.burst)):
             if len(self.live) >= shape.most_live:
-                # Nobody has room for more before a step is over.
+                # No request is admitted before a step is over.
                 gap = max(gap, world.scenario.pace.step)
                 break
             self._submit_new()
             if self._refused:
-                # Told to come back later, clients do.
+                # After a refusal with a retry delay, clients retry.
                 gap *= 5
                 break
         self._refused = False
@@ -99,7 +99,7 @@ class Clients:
         self._begin(frontend, self._traffic.draw(world.rng.choice(self._history) if self._history else None))
 
     def follow(self, name: StreamName) -> None:
-        """Somebody asks for what a stream asks for, and a little more."""
+        """Submit another request with the prompt of `stream` and a few more tokens."""
         world, stream = self._world, self.live.get(name)
         if stream is None or world.healed:
             return
@@ -127,7 +127,7 @@ class Clients:
         if demand.take_s is None and stream.allowed < demand.max_tokens:
             world.fault(Fault.STALLED_READER)
             if not world.scenario.config.stall_timeout_s:
-                # It would hold its row for ever.
+                # Otherwise it would occupy its row without limit.
                 world.agenda.after(world.rng.uniform(10, 200) * world.scenario.pace.step, self._cancel, stream)
         elif demand.take_s is not None and demand.take_s > 5 * world.scenario.pace.step:
             world.fault(Fault.SLOW_READER)
@@ -141,14 +141,14 @@ class Clients:
         self.live[stream.name] = stream
         return stream
 
-    def a_frontend(self) -> ev.Peer | None:
-        """One that the core knows, or None."""
+    def any_frontend(self) -> ev.Peer | None:
+        """Return a front end that the core knows, or None."""
         known = [frontend.peer for frontend in self._frontends.values() if frontend.joined]
         return self._world.rng.choice(known) if known else None
 
     def go_on(self, earlier: Stream, tokens: list[int]) -> None:
-        """A client goes on with a request that has these tokens, on any front end."""
-        peer = self.a_frontend()
+        """Submit a request that continues from these tokens, on any front end."""
+        peer = self.any_frontend()
         if peer is None:
             return
         stream = self._open(self._frontends[peer], earlier.demand)
@@ -160,8 +160,8 @@ class Clients:
             self._world.agenda.after(earlier.demand.take_s, self._grant, stream, 64)
 
     def submit_twin(self, stream: Stream) -> Stream | None:
-        """Somebody submits a request of the same identity; returns its stream."""
-        peer = self.a_frontend()
+        """Submit another request of the same identity; return its stream."""
+        peer = self.any_frontend()
         if peer is None:
             return None
         twin = self._open(self._frontends[peer], stream.demand)
@@ -182,14 +182,14 @@ class Clients:
 
     @staticmethod
     def _with_keys(event: ev.RequestArrived, service: ef.ServiceChanged) -> ev.RequestArrived:
-        """The front end has hashed the prompt."""
+        """Add the keys of the prompt's blocks, as a front end computes them."""
         assert service.model is not None
         root = root_key(service.model.fingerprint, event.salt)
         keys = following_keys(root, event.token_ids.tobytes(), service.block_size)
         return dataclasses.replace(event, block_keys=keys, block_size=service.block_size)
 
     def service_changed(self, effect: ef.ServiceChanged) -> None:
-        """What is served has changed."""
+        """Handle a change of the served model."""
         self._service = effect if effect.model is not None and effect.block_size else None
 
     def _submit_again(self, stream: Stream) -> None:
@@ -233,7 +233,7 @@ class Clients:
     # ---------------------------------------------------------------- what the core says
 
     def tokens_ready(self, effect: ef.TokensReady) -> None:
-        """Tokens for one front end's streams."""
+        """Handle tokens for the streams of one front end."""
         frontend = self._frontends.get(effect.frontend)
         if frontend is None:
             raise ViolationError("frontend.gone", f"tokens for {effect.frontend!r}, which is gone")
@@ -254,7 +254,7 @@ class Clients:
                 self._react(stream)
 
     def _react(self, stream: Stream) -> None:
-        """What a front end does about a stream's newest token."""
+        """React to the newest token of a stream, as a front end does."""
         world, demand = self._world, stream.demand
         if demand.take_s is not None:
             stream.untaken += TOKEN_BYTES
@@ -271,14 +271,14 @@ class Clients:
         self._grant(stream, taken)
 
     def scores_ready(self, effect: ef.ScoresReady) -> None:
-        """Log-probabilities for a stream."""
+        """Handle log-probabilities for a stream."""
         stream = self.find(StreamName(effect.frontend, effect.stream))
         if stream is None:
             raise ViolationError("stream.unknown", f"scores for stream {effect.stream} of {effect.frontend!r}")
         stream.take_scores(effect)
 
     def request_ended(self, effect: ef.RequestEnded, justified: Callable[[Stream, EndReason], str | None]) -> None:
-        """A stream's end."""
+        """Handle the end of a stream."""
         stream = self.live.get(StreamName(effect.frontend, effect.stream))
         if stream is None:
             name = StreamName(effect.frontend, effect.stream)
@@ -298,28 +298,28 @@ class Clients:
         self._on_end(stream)
 
     def check_ends(self) -> None:
-        """After an event: whoever got a last token has been told of the end."""
+        """Check that every stream that received its last token also received its end."""
         for stream in self._expecting_end:
             if stream.end is None:
                 raise ViolationError("stream.ends", "no end after the last token", stream.name)
         self._expecting_end.clear()
 
     def check_deadlines(self) -> None:
-        """After time has passed: no stream outlives its deadline."""
+        """Check that no stream lives past its deadline."""
         while self._deadlines and self._deadlines[0][0] <= self._world.now:
             _, _, stream = heapq.heappop(self._deadlines)
             if stream.end is None and stream.known:
                 raise ViolationError("stream.deadline", f"alive after its deadline {stream.deadline}", stream.name)
 
     def find(self, name: StreamName) -> Stream | None:
-        """A stream, live or ended."""
+        """Return a stream, live or ended."""
         frontend = self._frontends.get(name.frontend)
         return frontend.streams.get(name.stream) if frontend is not None else None
 
     # ---------------------------------------------------------------- faults
 
     def lose_one(self) -> None:
-        """A front end is lost with its streams; another one takes its place."""
+        """Lose one front end with its streams; another front end replaces it."""
         world = self._world
         frontend = world.rng.choice(list(self._frontends.values()))
         world.fault(Fault.FRONTEND_LOST)
@@ -334,8 +334,8 @@ class Clients:
         del self._frontends[frontend.peer]
         self._join(frontend.number)
 
-    def speak_nonsense(self) -> None:
-        """Events about streams that the core never had or has no more."""
+    def send_unknown_streams(self) -> None:
+        """Send events about streams that the core never had or no longer has."""
         world = self._world
         world.fault(Fault.UNKNOWN_STREAM)
         frontend = world.rng.choice(list(self._frontends))
@@ -350,8 +350,8 @@ class Clients:
             if world.feed(event):
                 raise ViolationError("frontend.unknown_stream", f"effects of {event}")
 
-    def strange_frontend(self) -> None:
-        """A request from a front end that the core does not know."""
+    def send_from_unknown_frontend(self) -> None:
+        """Send a request from a front end that the core does not know."""
         world = self._world
         world.fault(Fault.UNKNOWN_FRONTEND)
         stream = Stream(StreamName(b"stranger", 1), self._traffic.draw(None), world.now)
@@ -360,7 +360,7 @@ class Clients:
             raise ViolationError("frontend.unknown", f"{effects} for a front end without hello")
 
     def core_died(self) -> None:
-        """The core is new; front ends say hello and submit their streams with what they have got."""
+        """Connect to a new core: front ends say hello and submit their streams with the tokens so far."""
         world = self._world
         self._service = None
         self._deadlines.clear()
@@ -384,7 +384,7 @@ class Clients:
                 self._submit(stream, again=True, accepted=True)
 
     def heal(self) -> None:
-        """Every reader takes everything, unless it is to be ended for stalling."""
+        """Let every reader read everything, except readers whose requests must end as stalled."""
         stall_ends = self._world.scenario.config.stall_timeout_s > 0
         self._traffic = Traffic(self._world.rng, self._world.scenario.traffic, self._world.scenario.pace, NONE)
         for stream in list(self.live.values()):

@@ -1,4 +1,4 @@
-"""All workers as the core knows them: their epochs, and what it may and must make of their answers."""
+"""All workers as the core sees them: their epochs, and checks on the core's reactions to their answers."""
 
 from collections import deque
 
@@ -17,7 +17,7 @@ from scheduler_svc.sim.world import World
 
 _EPSILON = 1e-6
 _MOST_CHANGES = 1000
-"""Changes of the fleet that are remembered."""
+"""Number of changes of the fleet that are kept."""
 
 
 class Cluster:
@@ -28,31 +28,31 @@ class Cluster:
         self.sites = [Site(world, number, size) for number, size in enumerate(world.scenario.workers)]
         self.epochs: dict[ev.Peer, Epoch] = {}
         self.lost: list[Epoch] = []
-        """Those that have ended with the present event."""
+        """Epochs that ended with the present event."""
         self.longest_step = 0.0
-        """The longest time that an answer to a plan has taken."""
+        """The longest time from a plan to its answer, seconds."""
         self._lengths: deque[tuple[float, int]] = deque([(world.now, 0)], maxlen=_MOST_CHANGES)
-        """(since when, the longest sequence that a worker which takes requests could hold)."""
+        """Pairs of a time and the longest sequence that a worker open for requests could hold from then on."""
         self._drained: set[str] = set()
-        """Workers that were drained when they were lost; one that comes back is drained still."""
+        """Workers that were drained when they were lost; such a worker is still drained after it reconnects."""
         self._served = ""
         """Fingerprint of the model served last."""
         self.unusable = b""
-        """The key of the grammar that a worker, asked for it, has just reported that it cannot compile."""
+        """Key of the grammar that a worker has just reported as impossible to compile, after a question."""
         self._expectation = ""
-        """What has to come of the answer that the core is given."""
+        """Expected outcome of the answer that the core is given."""
 
     @property
     def usable(self) -> list[Epoch]:
-        """The workers that take requests."""
+        """The workers that are open for requests."""
         return [epoch for epoch in self.epochs.values() if not epoch.draining]
 
     def longest(self) -> int:
-        """The longest sequence that a worker which takes requests can hold; 0 without one."""
+        """Return the longest sequence that a worker open for requests can hold; 0 without such a worker."""
         return self._lengths[-1][1]
 
     def longest_since(self, time: float) -> int:
-        """The longest sequence that such a worker could hold at any moment since `time`."""
+        """Return the longest sequence that such a worker could hold at any moment since `time`."""
         longest = 0
         for since, length in reversed(self._lengths):
             longest = max(longest, length)
@@ -62,24 +62,24 @@ class Cluster:
 
     @property
     def empty_since(self) -> float:
-        """Since when no worker takes requests, if none does."""
+        """Time of the last change of `longest`; without an open worker, the time since which there is none."""
         return self._lengths[-1][0]
 
     def _fleet_changed(self) -> None:
-        """Which workers take requests may have changed."""
+        """Record which workers are open for requests, after a possible change."""
         longest = max((epoch.context for epoch in self.usable), default=0)
         if longest != self._lengths[-1][1]:
             self._lengths.append((self._world.now, longest))
 
     def start(self) -> None:
-        """All workers start within a moment."""
+        """Start all workers at almost the same time."""
         for site in self.sites:
             self._world.agenda.after(self._world.rng.random() * 0.1, site.boot)
 
     # ---------------------------------------------------------------- events
 
     def before(self, event: ev.Event) -> None:
-        """Notes what has to come of an event about workers."""
+        """Record the expected outcome of an event about workers."""
         if self.lost:
             self.lost = []
         match event:
@@ -123,7 +123,7 @@ class Cluster:
         if sound is None or (sound.step, sound.completed_copies) != (event.step, event.completed_copies):
             return "wrong"
         same = sound.rows is event.rows and sound.tokens is event.tokens
-        # A wrong answer may happen to say what the right one would have: nobody can tell them apart.
+        # A wrong answer may by chance equal the right one; then the core cannot detect it.
         if not (same or (np.array_equal(sound.rows, event.rows) and np.array_equal(sound.tokens, event.tokens))):
             return "wrong"
         sent = epoch.in_flight.popleft()
@@ -133,7 +133,7 @@ class Cluster:
         return "sound"
 
     def after(self, event: ev.Event, effects: list[ef.Effect]) -> None:
-        """Checks what came of it."""
+        """Check the outcome of the event."""
         match event:
             case ev.StepDone():
                 self._check_answer(event, effects)
@@ -154,12 +154,12 @@ class Cluster:
                 raise ViolationError("worker.sound", f"a sound answer to step {event.step} was not believed")
 
     def _check_overdue(self) -> None:
-        """Nobody is spared beyond the longest deadline."""
+        """Check that no worker lives past the longest deadline of its step."""
         now, ceiling = self._world.now, self._world.scenario.config.step_deadline_s
         for epoch in self.epochs.values():
             if epoch.in_flight:
                 oldest = epoch.in_flight[0]
-                # A plan that is sent ahead begins when its predecessor is answered.
+                # A plan that is sent ahead starts when its predecessor is answered.
                 started = max(oldest.time, epoch.answered_at)
                 longest = max(started + ceiling + oldest.excused, epoch.compiling_until)
                 if now > longest + _EPSILON:
@@ -168,7 +168,7 @@ class Cluster:
                     self._world.broken("worker.overdue", what)
 
     def excuse(self, jump: float) -> None:
-        """The scheduler stood still."""
+        """Extend the deadlines, because the scheduler was blocked."""
         for epoch in self.epochs.values():
             for sent in epoch.in_flight:
                 sent.excused += jump
@@ -176,7 +176,7 @@ class Cluster:
     # ---------------------------------------------------------------- effects
 
     def welcomed(self, effect: ef.WorkerWelcomed) -> None:
-        """The core opens an epoch."""
+        """Handle an epoch that the core opens."""
         site = self._site(effect.worker)
         fingerprint = site.fingerprint
         if any(epoch.model.fingerprint != fingerprint for epoch in self.epochs.values()):
@@ -185,13 +185,13 @@ class Cluster:
             self._world.coverage.limit(Limit.MODEL)
         self._served = fingerprint
         epoch = self.epochs[effect.worker] = site.welcomed(effect.epoch)
-        # A new process is the successor of a drained one, and serves.
+        # A new process replaces a drained one, and is not drained.
         epoch.draining = site.worker_id in self._drained and site.hello_reason is not ev.HelloReason.STARTED
         self._drained.discard(site.worker_id)
         self._fleet_changed()
 
     def grammar_wanted(self, effect: ef.GrammarWanted) -> None:
-        """The core asks a worker for a grammar: once, and for none that it has."""
+        """Check that the core asks a worker for a grammar once, and only if the worker does not have it."""
         epoch = self.epochs[effect.worker]
         if effect.epoch != epoch.number or effect.key != grammar_key(effect.grammar):
             raise ViolationError("grammar.wanted", f"{effect} in epoch {epoch.number}")
@@ -204,7 +204,7 @@ class Cluster:
         self._site(effect.worker).compile_grammar(epoch, effect.key)
 
     def refused(self, effect: ef.WorkerRefused) -> None:
-        """The core turns a worker away; it comes back as one that can serve."""
+        """Handle a refusal by the core; the worker restarts with values that the core accepts."""
         world, site = self._world, self._site(effect.worker)
         rows = min(site.size.max_rows, world.scenario.config.max_num_seqs)
         impossible = site.size.num_blocks < 1 or site.size.max_tokens_per_step < rows
@@ -215,17 +215,17 @@ class Cluster:
         site.refused(draw_size(world.rng, world.scenario.config, context) if impossible else site.size)
 
     def unknown(self, effect: ef.WorkerUnknown, cause: ev.Event) -> None:
-        """The core does not know a worker, or gives it up."""
+        """Handle a worker that the core does not know, or removes."""
         epoch = self.epochs.get(effect.worker)
         if epoch is not None:
             if isinstance(cause, ev.TimePassed):
                 self._check_blame(epoch)
             self._lose(effect.worker)
         site = self._site(effect.worker)
-        site.told_unknown(effect.worker)
+        site.handle_unknown(effect.worker)
 
     def _check_blame(self, epoch: Epoch) -> None:
-        """Nobody is given up before the shortest deadline, or while the scheduler itself stood still."""
+        """Check that no worker is removed before the shortest deadline, or while the scheduler was blocked."""
         oldest = epoch.in_flight[0] if epoch.in_flight else None
         shortest = min(self._world.scenario.config.step_deadline_s, MIN_DEADLINE_S)
         if oldest is None or self._world.now < oldest.time + shortest + oldest.excused - _EPSILON:
@@ -250,12 +250,12 @@ class Cluster:
     # ---------------------------------------------------------------- faults and healing
 
     def crash_one(self) -> None:
-        """A worker dies, whatever it is doing."""
+        """Crash one worker, in any state."""
         self._world.fault(Fault.IDLE_CRASH)
         self._world.rng.choice(self.sites).crash(silent=self._world.rng.random() < 0.3)
 
     def drain_one(self) -> None:
-        """An operator drains a worker, and resumes it later."""
+        """Drain one worker, and resume it later."""
         world = self._world
         world.fault(Fault.DRAIN)
         worker_id = world.rng.choice([*(site.worker_id for site in self.sites), "nobody"])
@@ -263,17 +263,17 @@ class Cluster:
         world.agenda.after(world.rng.random(), world.feed, ev.ResumeRequested(worker_id=worker_id))
 
     def core_died(self) -> None:
-        """No epoch is valid any more; workers notice when they say something, or by silence."""
+        """End all epochs; workers notice when they send something, or by silence."""
         for epoch in self.epochs.values():
             epoch.is_lost = True
         self.epochs.clear()
         self._drained.clear()
         self._fleet_changed()
         for site in self.sites:
-            site.hears_nothing(self._world.rng.uniform(0.05, 1.0))
+            site.lose_scheduler(self._world.rng.uniform(0.05, 1.0))
 
     def heal(self) -> None:
-        """Every worker that does not serve is started again, as one that can."""
+        """Restart every worker that does not serve, with values that the core accepts."""
         world = self._world
         for site in self.sites:
             rows = min(site.size.max_rows, world.scenario.config.max_num_seqs)

@@ -1,4 +1,4 @@
-"""What a simulation has seen: how often each kind of event, effect, fault, policy and limit came about."""
+"""Coverage of a simulation: how often each kind of event, effect, fault, policy and limit occurred."""
 
 import enum
 from collections import Counter
@@ -19,12 +19,12 @@ Kind = tuple[str, str]
 
 
 class Limit(enum.Enum):
-    """Limits and rare conditions that a simulation must have run into."""
+    """Limits and rare conditions that a campaign must reach."""
 
     ROWS = "max_num_seqs reached"
     TOKENS = "max_num_batched_tokens reached"
     CHUNK = "long_prefill_token_threshold reached"
-    ATTENTION = "a token of a prompt although its attention is dearer than what is left"
+    ATTENTION = "a token of a prompt whose attention costs more than the budget left"
     QUEUE = "queue full"
     IN_FLIGHT = "max_plans_in_flight reached"
     MEMORY = "preempted"
@@ -50,7 +50,7 @@ class Limit(enum.Enum):
 
 
 def expected_kinds() -> list[Kind]:
-    """Every kind that a campaign must see at least once."""
+    """Return every kind that a campaign must see at least once."""
     return [
         *(("event", kind.__name__) for kind in ev.Event.__args__),
         *(("effect", kind.__name__) for kind in ef.Effect.__args__),
@@ -72,15 +72,15 @@ class Coverage:
         self.counts: Counter[Kind] = Counter()
 
     def limit(self, limit: Limit) -> None:
-        """A limit was hit."""
+        """Count a limit that was reached."""
         self.counts["limit", limit.name] += 1
 
     def fault(self, fault: Fault) -> None:
-        """A fault was injected."""
+        """Count a fault that was injected."""
         self.counts["fault", fault.name] += 1
 
     def scenario(self, config: CoreConfig) -> None:
-        """A simulation with these limits."""
+        """Count a simulation with this configuration."""
         self.counts["policy", config.policy] += 1
         self.counts["capacity", config.capacity] += 1
         self.counts["batching", config.batching.mode] += 1
@@ -88,11 +88,11 @@ class Coverage:
         self.counts["prefix cache", config.prefix_cache] += 1
 
     def missing(self) -> list[Kind]:
-        """Kinds that were not seen at all."""
+        """Return the kinds that were not seen."""
         return [kind for kind in expected_kinds() if not self.counts[kind]]
 
     def table(self) -> str:
-        """One line per group: `group  kind count, kind count, …`."""
+        """Return one line per group: `group  kind count, kind count, …`."""
         groups: dict[str, list[str]] = {}
         for kind in [*expected_kinds(), *sorted(set(self.counts) - set(expected_kinds()))]:
             group, name = kind

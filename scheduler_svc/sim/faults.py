@@ -1,8 +1,8 @@
-"""Everything that can go wrong, and how often it does in one simulation.
+"""The kinds of faults, and how often each occurs in one simulation.
 
-Each seed draws the kinds of faults that it has at all (swarm testing, Groce et al., ISSTA 2012: a random subset finds
-more than everything at once) and two rates: faults per step, which befall the answer or the worker that gives it, and
-faults per second, which befall anything at any time.
+Each seed draws which kinds of faults it has (swarm testing, Groce et al., ISSTA 2012: a random subset finds more than
+all at once). It also draws two rates. Faults per step affect the answer or the worker that sends it. Faults per second
+affect any process at any time.
 """
 
 import enum
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 class Fault(enum.Enum):
     """A kind of fault."""
 
-    # Those of a step.
+    # Faults of a step.
     LATE_RESULT = enum.auto()
     LOST_RESULT = enum.auto()
     LOST_PLAN = enum.auto()
@@ -36,7 +36,7 @@ class Fault(enum.Enum):
     UNKNOWN_FAILURE = enum.auto()
     FAILED_ROW = enum.auto()
     SPOILT_ROW = enum.auto()
-    # Those of any time.
+    # Faults at any time.
     SCHEDULER_STALL = enum.auto()
     CORE_RESTART = enum.auto()
     SHUTDOWN = enum.auto()
@@ -45,14 +45,14 @@ class Fault(enum.Enum):
     UNKNOWN_STREAM = enum.auto()
     UNKNOWN_FRONTEND = enum.auto()
     DRAIN = enum.auto()
-    # Those of a request, see `traffic`.
+    # Faults of a request, see `traffic`.
     CANCEL = enum.auto()
     STOP_STRING = enum.auto()
     SLOW_READER = enum.auto()
     STALLED_READER = enum.auto()
     SUBMITTED_TWICE = enum.auto()
     INVALID_REQUEST = enum.auto()
-    # A request that kills whoever computes it, see `scenario`.
+    # A request that kills every worker that computes it, see `scenario`.
     POISON = enum.auto()
 
 
@@ -62,12 +62,12 @@ TIMED_FAULTS = _KINDS[_KINDS.index(Fault.SCHEDULER_STALL) : _KINDS.index(Fault.C
 REQUEST_FAULTS = _KINDS[_KINDS.index(Fault.CANCEL) : _KINDS.index(Fault.POISON)]
 
 _WEIGHTS = {Fault.SPOILT_ROW: 5, Fault.STALE_EPOCH: 3, Fault.WRONG_ROWS: 2}
-"""Of faults that only seldom meet the situation in which they matter; 1 for the others."""
+"""Weights of faults that seldom meet the situation in which they matter; 1 for the others."""
 
 
 @dataclass(frozen=True, slots=True)
 class FaultRates:
-    """How often which faults happen."""
+    """How often each fault occurs."""
 
     of_steps: tuple[Fault, ...]
     per_step: float
@@ -81,7 +81,7 @@ NONE = FaultRates((), 0.0, (), 0.0, {})
 
 
 def draw_rates(rng: random.Random, step: float) -> FaultRates:
-    """Draws the faults of one simulation whose steps take about `step` seconds."""
+    """Draw the faults of one simulation whose steps take about `step` seconds."""
     of_steps = tuple(fault for fault in STEP_FAULTS for _ in range(_WEIGHTS.get(fault, 1)) if rng.random() < 0.4)
     timed = tuple(fault for fault in TIMED_FAULTS if rng.random() < 0.4)
     return FaultRates(

@@ -1,6 +1,7 @@
-"""Promises that the core is known not to keep yet: seen, counted, and not held against a simulation.
+"""Promises that the core is known to break: they are counted, and do not fail a simulation.
 
-An entry is a check's name and why it is here. The list is meant to be empty; a campaign prints how often each was seen.
+An entry is the name of a check and the reason for the entry. The list is normally empty. A campaign prints how often
+each entry was seen.
 """
 
 KNOWN: dict[str, str] = {}

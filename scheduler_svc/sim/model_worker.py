@@ -1,19 +1,19 @@
-"""A worker as the protocol defines it, strict about every rule of plan.proto, with arithmetic instead of a model.
+"""A worker that checks every rule of plan.proto, with arithmetic instead of a model.
 
 KV is modelled slot by slot: each slot holds the value of the sequence up to the token written there (see `oracle`). A
-step executes in the order that the protocol prescribes. That everything a row reads is what it or its prefix wrote is
-checked in proportion to what a step changes:
+step executes in the order that the protocol prescribes. The worker checks that a row reads only what it or its prefix
+wrote. The cost of the checks is proportional to the changes of a step:
 
-* a block has one writer, the row that it was given to when no table named it; others share it with its KV computed;
-* blocks that a row is given with their KV computed are compared slot by slot, after the step's writes;
-* a block that is given to a row to be written, or copied to, was named by no step that the scheduler had no answer to;
-  so it is with host blocks. Copies are made before anything of their step is written.
+* A block has one writer: the row that got it when no block table named it. Other rows share it with its KV computed.
+* Blocks that a row gets with computed KV are compared slot by slot, after the step's writes.
+* A block that a row gets to write, or that is copied to, is named by no unanswered step. The same holds for host
+  blocks. The copies of a step are made before its other operations.
 
-By induction no slot that a row relies on ever changes.
+By induction, no slot that a row relies on ever changes.
 
-Rows fail on demand: with `spoil` their KV is worth nothing from then on (NaN), and every row that reads it fails as
-well; without, only their sampling fails. Nothing is given to a row with its KV computed that a row has written whose
-failure for NaN the scheduler knows.
+Rows fail on demand. With `spoil`, their KV becomes invalid (NaN), and every row that reads it fails as well. Without
+it, only their sampling fails. After the scheduler knows of a failure with NaN, no row may get KV that the failed row
+wrote.
 """
 
 from collections.abc import Iterator
@@ -33,7 +33,7 @@ _SPOILT = -2
 
 @dataclass(slots=True, eq=False)
 class Spoil:
-    """KV that is worth nothing, with everything that was computed from it."""
+    """Invalid KV (NaN), and everything that was computed from it."""
 
 
 @dataclass(slots=True, eq=False)
@@ -45,32 +45,32 @@ class Row:
     name: StreamName
     tokens: list[int]
     values: list[int]
-    """Of the sequence up to each token."""
+    """Value of the sequence up to each token."""
     blocks: list[int]
     computed: int
     admitted: int
-    """Counts admissions: smaller is earlier."""
+    """Number of the admission: smaller is earlier."""
     num_prompt: int
     pooling: ev.Pooling = ev.Pooling.NONE
     num_admitted: int = 0
-    """Tokens that it was admitted with."""
+    """Number of tokens at admission."""
     num_given: int = 0
-    """Those of them whose KV it was given."""
+    """Number of those tokens whose KV was already computed."""
     decoding: bool = False
     held: bool = False
     fails: bool = False
     spoil: Spoil | None = None
     reported_step: int | None = None
-    """The first step whose answer named it as failed for NaN."""
+    """The first step whose answer reported the row as failed with NaN."""
     scored: bool = False
-    """Its tokens are wanted with log-probabilities."""
+    """Whether the request asks for log-probabilities."""
     num_prompt_unscored: int = 0
-    """Prompt tokens whose log-probabilities are still to come; all come with its first token."""
+    """Number of prompt tokens whose log-probabilities are not yet sent; all are sent with the first token."""
 
 
 @dataclass(slots=True)
 class ModelWorker:
-    """Executes plans; every violated rule is a `ViolationError`."""
+    """A worker that executes plans; every broken rule raises a `ViolationError`."""
 
     peer: ev.Peer
     num_blocks: int
@@ -83,30 +83,30 @@ class ModelWorker:
     epoch: int = 0
     last_step: int = 0
     answered_step: int = 0
-    """The newest step whose answer the scheduler has; kept by whoever delivers answers."""
+    """The newest step whose answer the scheduler has; set by the code that delivers answers."""
     num_host_blocks: int = 0
     copy_s: float = 0.0
-    """What copying a block takes; 0: it does not say."""
+    """Seconds to copy one block; 0: the worker does not report it."""
     num_usable: int = 0
-    """The scheduler has agreed to use no more blocks; 0: all."""
+    """Number of blocks that the scheduler has agreed to use; 0: all."""
     rows: dict[int, Row] = field(default_factory=dict)
     step_rows: list[Row] = field(default_factory=list)
-    """The rows that the newest plan computed something for."""
+    """The rows for which the newest plan computed something."""
     _admissions: int = 0
     _generations: dict[int, int] = field(default_factory=dict)
     _values: list[int] = field(default_factory=list)
-    """[num_blocks * block_size]: what each slot holds."""
+    """[num_blocks * block_size]: the content of each slot."""
     _holders: list[int] = field(default_factory=list)
-    """Per block, how many rows' tables name it."""
+    """Per block, the number of rows whose tables name it."""
     _writer: list[Row | None] = field(default_factory=list)
     """Per block, the row that may write it."""
     _last_named: list[int] = field(default_factory=list)
-    """Per block, the last step that named it without a table that still does."""
+    """Per block, the last step that used it, excluding tables that still name it."""
     _spoils: dict[int, Spoil] = field(default_factory=dict)
-    """By block, as long as a slot of it is spoilt; host blocks count on from the device's."""
+    """By block, while one of its slots is invalid; host blocks are numbered after the device's."""
 
     def hello(self, worker_id: str = "w", reason: ev.HelloReason = ev.HelloReason.STARTED) -> ev.WorkerHello:
-        """What the worker says first."""
+        """Return the worker's first message."""
         return ev.WorkerHello(
             worker=self.peer,
             worker_id=worker_id,
@@ -130,12 +130,12 @@ class ModelWorker:
         )
 
     def welcome(self, epoch: int) -> None:
-        """An epoch begins: rows are forgotten."""
+        """Start an epoch: the rows are forgotten."""
         self.epoch, self.last_step, self.answered_step = epoch, 0, 0
         self.rows.clear()
         self._generations.clear()
         self._spoils.clear()
-        # Host blocks come after the device's.
+        # Host blocks are numbered after the device's.
         num_all = self.num_blocks + self.num_host_blocks
         self._values = [_NOTHING] * (num_all * self.block_size)
         self._holders = [0] * num_all
@@ -143,18 +143,18 @@ class ModelWorker:
         self._last_named = [0] * num_all
 
     def fail(self, row: int, *, spoil: bool) -> None:
-        """The row fails when it samples next; with `spoil` its KV is worth nothing from the next step on."""
+        """Let the row fail when it samples next; with `spoil`, its KV is invalid from the next step on."""
         self.rows[row].fails = True
         if spoil and self.rows[row].spoil is None:
             self.rows[row].spoil = Spoil()
 
     def writer(self, block: int) -> StreamName | None:
-        """Whose KV the block holds."""
+        """Return the stream whose KV the block holds."""
         row = self._writer[block]
         return row.name if row is not None else None
 
     def execute(self, plan: Plan) -> ev.StepDone:
-        """One step; returns the answer."""
+        """Execute one step; return the answer."""
         if plan.epoch != self.epoch or plan.worker != self.peer:
             raise ViolationError("plan.epoch", f"a plan of epoch {plan.epoch} in epoch {self.epoch}")
         if plan.step != self.last_step + 1:
@@ -165,7 +165,7 @@ class ModelWorker:
         host = self.num_blocks
         outs = [(copy.sources.tolist(), (copy.targets + host).tolist()) for copy in plan.swap_outs]
         ins = [((copy.sources + host).tolist(), copy.targets.tolist()) for copy in plan.swap_ins]
-        # Before the admissions: who is admitted in this plan may share what is swapped in.
+        # Before the admissions: a row admitted in this plan may share the blocks that are swapped in.
         for _, targets in outs + ins:
             self._check_unused(targets)
         for sources, targets in outs:
@@ -250,7 +250,7 @@ class ModelWorker:
         return row
 
     def _name_block(self, row: Row, block: int, *, fresh: bool) -> None:
-        """A table names a block; `fresh` when the row is going to write it."""
+        """Record that a table names a block; `fresh`: the row is going to write it."""
         if not 0 <= block < (self.num_usable or self.num_blocks):
             raise ViolationError("plan.block", f"block {block} does not exist", row.name)
         self._holders[block] += 1
@@ -268,13 +268,13 @@ class ModelWorker:
             )
 
     def _own(self, row: Row, targets: list[int]) -> None:
-        """What was swapped in is the row's own, if it is for this row."""
+        """Make the row the writer of the blocks that were swapped in for it."""
         for number, block in enumerate(row.blocks[: len(targets)]):
             if block == targets[number]:
                 self._writer[block] = row
 
     def _check_unused(self, blocks: list[int]) -> None:
-        """Nobody reads the blocks and no unanswered step names them."""
+        """Check that no row reads the blocks and no unanswered step names them."""
         for block in blocks:
             if self._holders[block] or self._last_named[block] > self.answered_step:
                 raise ViolationError(
@@ -289,7 +289,7 @@ class ModelWorker:
         self._copy_values(sources, targets)
 
     def _copy_on_device(self, sources: list[int], targets: list[int]) -> None:
-        """Copies between device blocks; the targets are named by tables only after this."""
+        """Copy between device blocks; tables name the targets only after this."""
         if not sources and not targets:
             return
         if len(sources) != len(set(targets)) or not set(sources).isdisjoint(targets):
@@ -329,7 +329,7 @@ class ModelWorker:
             raise ViolationError("plan.tokens", f"{num_tokens} tokens, the plan counts {plan.num_tokens}")
         if not num_tokens and not plan.swap_outs and not len(plan.leaves):
             raise ViolationError("plan.tokens", "a plan without work")
-        # As in every layer of a real model: all KV of the batch is written before anything is read.
+        # As in every layer of a real model, all KV of the batch is written before any of it is read.
         for row, length in work:
             self._write(row, length)
         for row, given in admitted:
@@ -362,7 +362,7 @@ class ModelWorker:
             position += count
 
     def _read_prefix(self, row: Row, given: int) -> None:
-        """Compares the KV of the `given` tokens that the row did not have to compute with what it should be."""
+        """Compare the KV of the `given` tokens, which the row did not have to compute, with the expected values."""
         size = self.block_size
         for number in range(-(-given // size)):
             block = row.blocks[number]
@@ -381,7 +381,7 @@ class ModelWorker:
                     row.name,
                 )
             row.fails, row.spoil = True, spoil
-            # What it has written in this step is spoilt too.
+            # The KV that the row has written in this step is invalid too.
             for position in range(given, row.computed):
                 own = row.blocks[position // size]
                 self._values[own * size + position % size] = _SPOILT

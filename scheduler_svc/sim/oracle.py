@@ -1,8 +1,8 @@
 """Arithmetic instead of a model: every token is a function of the whole sequence before it.
 
-A sequence has a *value*, extended token by token; the next token is read off it. So the oracle costs O(1) per token,
-and whoever is given a wrong token, a wrong position or a wrong order answers with other tokens. The value after a
-position also stands for that position's KV, which in a transformer depends on everything before it.
+A sequence has a *value*, which each token extends. The next token is a function of the value. So the oracle costs O(1)
+per token. A wrong token, position or order changes all tokens after it. The value after a position also represents that
+position's KV, which in a transformer depends on everything before it.
 """
 
 from collections.abc import Iterable
@@ -17,17 +17,17 @@ EMPTY = 17
 
 
 def extend(value: int, token: int, position: int) -> int:
-    """The value of a sequence with one more token."""
+    """Return the value of a sequence with one more token."""
     return (value * 31 + token * (position + 1) + 7) % 1_000_003
 
 
 def token_after(value: int) -> int:
-    """What the model generates after a sequence with this value."""
+    """Return the token that the model generates after a sequence with this value."""
     return value % VOCAB
 
 
 def value_of(tokens: Iterable[int]) -> int:
-    """The value of a whole sequence."""
+    """Return the value of a whole sequence."""
     value = EMPTY
     for position, token in enumerate(tokens):
         value = extend(value, token, position)
@@ -35,13 +35,13 @@ def value_of(tokens: Iterable[int]) -> int:
 
 
 def embedding_of(values: list[int], pooling: Pooling) -> bytes:
-    """The embedding of a sequence, one element, from the values after each of its tokens."""
+    """Return the embedding of a sequence, one element, from the values after each of its tokens."""
     element = values[-1] if pooling is Pooling.LAST else sum(values) % 1_000_003
     return np.array([element], "<f4").tobytes()
 
 
 def expected_embedding(prompt: list[int], pooling: Pooling) -> bytes:
-    """What a request for an embedding must get."""
+    """Return the embedding that a request must get."""
     value, values = EMPTY, []
     for position, token in enumerate(prompt):
         value = extend(value, token, position)
@@ -50,7 +50,7 @@ def expected_embedding(prompt: list[int], pooling: Pooling) -> bytes:
 
 
 def expected_output(prompt: list[int], max_tokens: int, stops: set[int]) -> list[int]:
-    """What a request must deliver."""
+    """Return the tokens that a request must deliver."""
     value = value_of(prompt)
     output: list[int] = []
     while len(output) < max_tokens and not (output and output[-1] in stops):
@@ -64,10 +64,10 @@ SCORED = b"scored"
 
 
 def scores_of(tokens: list[int]) -> bytes:
-    """What stands for the tokens' log-probabilities."""
+    """Return values that represent the tokens' log-probabilities."""
     return b"".join(token.to_bytes(4, "little", signed=True) for token in tokens)
 
 
 def grammar_key(grammar: bytes) -> bytes:
-    """By which the core knows a grammar."""
+    """Return the key of a grammar in the core."""
     return b"key of " + grammar if grammar else b""

@@ -1,4 +1,4 @@
-"""What a simulation says of itself: one line when all is well, everything needed to go on when it is not."""
+"""The result of a simulation as text: one line without a failure, and all details to find its cause otherwise."""
 
 from scheduler_svc.core.interface.effects import Effect
 from scheduler_svc.core.interface.events import Event
@@ -7,7 +7,7 @@ from scheduler_svc.sim.simulation import Result
 
 
 def render(result: Result, steps: int) -> str:
-    """The result of one simulation of `steps` steps."""
+    """Return the result of one simulation of `steps` steps."""
     failure = result.failure
     if failure is None:
         return f"ok seed={result.seed} events={result.num_events}"
@@ -27,7 +27,7 @@ def render(result: Result, steps: int) -> str:
 
 
 def line(time: float, what: Event | Effect | Plan) -> str:
-    """One line of a log: `>` in, `<` out, `=` a plan."""
+    """Return one line of a log: `>` an event, `<` an effect, `=` a plan."""
     if isinstance(what, Plan):
         return f"{time:12.6f} = {_plan(what)}"
     mark = ">" if isinstance(what, Event) else "<"

@@ -1,7 +1,7 @@
-"""Clients that come back: requests with an identity, taken over, detached and resumed, submitted twice, dropped.
+"""Clients that reconnect: requests with an identity are taken over, detached, resumed, submitted twice and dropped.
 
-What the core keeps is known exactly: it says when a log begins, ends and is given up, as it says to a journal. So what
-it answers to a client that asks is known as well, and after a restart it may be given back what it kept.
+The core reports when a log begins, ends and is dropped, as it reports to a journal. So the content that it keeps is
+known exactly, and also its answer to a client that resumes. After a restart, the core may get its logs back.
 """
 
 import enum
@@ -18,11 +18,11 @@ from scheduler_svc.sim.violation import StreamName, ViolationError
 from scheduler_svc.sim.world import World
 
 _AGAIN = 0.5
-"""Probability that somebody does one more thing about a request."""
+"""Probability of one more action on a request."""
 
 
 class Act(enum.Enum):
-    """What somebody does about a request with an identity."""
+    """An action on a request with an identity."""
 
     RESUME = enum.auto()
     DETACH = enum.auto()
@@ -33,7 +33,7 @@ class Act(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class _Kept:
-    """What the core must have of a request that is over."""
+    """The content that the core must keep of a request that is over."""
 
     request: ev.RequestArrived
     stream: Stream
@@ -43,7 +43,7 @@ class _Kept:
 
 
 class Returns:
-    """All requests with an identity, and what the core keeps of them."""
+    """All requests with an identity, and the logs that the core keeps of them."""
 
     def __init__(self, world: World, clients: Clients) -> None:
         self._world = world
@@ -57,7 +57,7 @@ class Returns:
         self._questions = 0
 
     def began(self, stream: Stream) -> None:
-        """A stream with an identity was submitted; somebody will do something about it."""
+        """Schedule an action on a stream with an identity, after its submission."""
         self._newest[stream.identity] = stream
         world = self._world
         delay = world.rng.uniform(0, 2 * stream.demand.max_tokens) * world.scenario.pace.step
@@ -94,8 +94,8 @@ class Returns:
             world.agenda.after(world.scenario.pace.step * world.rng.uniform(0, 50), self._act, identity)
 
     def _resume(self, identity: bytes) -> None:
-        """A client asks for its request, and goes on with it if it is not complete."""
-        stream, frontend = self._newest[identity], self._clients.a_frontend()
+        """Resume a request, and continue it if it is not complete."""
+        stream, frontend = self._newest[identity], self._clients.any_frontend()
         if frontend is None or (stream.end is None and not stream.known):
             return
         stream.cancel_sent = True
@@ -116,7 +116,7 @@ class Returns:
 
     @staticmethod
     def _check(log: Log, kept: _Kept) -> None:
-        """The log holds what was delivered, and the log-probabilities of the newest tokens."""
+        """Check that the log holds the delivered tokens, and the log-probabilities of the newest ones."""
         name, demand = kept.stream.name, kept.stream.demand
         if np.frombuffer(log.tokens, np.int32).tolist() != [*demand.prompt, *kept.tokens]:
             raise ViolationError("resume.tokens", "the log has other tokens than were delivered", name)
@@ -129,23 +129,23 @@ class Returns:
     @staticmethod
     def _must_be_over(stream: Stream) -> None:
         if stream.end is None:
-            raise ViolationError("resume.over", "it goes on although somebody else has it now", stream.name)
+            raise ViolationError("resume.over", "it continues although another client has taken it over", stream.name)
 
     # ---------------------------------------------------------------- what the core says
 
     def answered(self, effect: ef.ResumeAnswered) -> None:
-        """An answer to a client that asks for its request."""
+        """Handle the answer to a client that resumes its request."""
         self._answers.append(effect)
 
     def log_begun(self, effect: ef.LogBegun) -> None:
-        """A request with an identity is live."""
+        """Record that a request with an identity is live."""
         identity = effect.request.identity
         if identity in self._live:
             raise ViolationError("log.begun", f"the log of {identity!r} begins twice")
         self._live[identity] = effect.request
 
     def log_ended(self, effect: ef.LogEnded) -> None:
-        """It is live no longer; its log is kept until the core says that it is not."""
+        """Record that the request is no longer live; the core keeps its log until it reports otherwise."""
         request = self._live.pop(effect.identity, None)
         stream = self._clients.find(StreamName(effect.frontend, effect.stream))
         if request is None or stream is None or (request.frontend, request.stream) != stream.name:
@@ -153,12 +153,12 @@ class Returns:
         self._kept[effect.identity] = _Kept(request, stream, list(stream.tokens), effect.end, self._world.now)
 
     def log_dropped(self, effect: ef.LogDropped) -> None:
-        """Nothing is known of it any longer."""
+        """Record that the core has dropped the log."""
         if self._kept.pop(effect.identity, None) is None:
             raise ViolationError("log.dropped", f"the log of {effect.identity!r} is dropped and was not kept")
 
     def core_died(self) -> None:
-        """The new core is given what the old one kept, or knows of nothing."""
+        """Give the new core the logs of the old one, or none."""
         self._live.clear()
         if self._world.rng.random() < 0.5:
             self._kept.clear()

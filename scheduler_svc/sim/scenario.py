@@ -1,7 +1,7 @@
-"""Everything about one simulation that is decided before it begins, drawn from its seed.
+"""Everything that is decided before a simulation begins, drawn from its seed.
 
-Sizes are small on purpose: a pool of a dozen blocks and a handful of rows meet in a second every coincidence that a
-real pool meets in a month. A few seeds are larger. Times are such that every limit of `CoreConfig` is hit.
+Sizes are small on purpose. A pool of a dozen blocks with a handful of rows meets in a second every coincidence that a
+real pool meets in a month. A few seeds are larger. Times are chosen so that every limit of `CoreConfig` is reached.
 """
 
 import dataclasses
@@ -27,7 +27,7 @@ TENANTS = ("", "a", "b", "c")
 
 @dataclass(frozen=True, slots=True)
 class WorkerSize:
-    """What a worker says of itself in its hello."""
+    """The values that a worker states in its hello."""
 
     block_size: int
     num_blocks: int
@@ -40,23 +40,23 @@ class WorkerSize:
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """How long things take, in seconds."""
+    """Durations, in seconds."""
 
     latency: float
-    """One way between any two processes."""
+    """Latency from one process to another."""
     step: float
     per_token: float
     copy: float
-    """Per block, between device and host."""
+    """Time to copy a block between device and host."""
     turn: float
-    """The scheduler's loop looks at its sockets so often at most."""
+    """Shortest interval at which the scheduler's loop polls its sockets."""
     tick: float
-    """The scheduler's loop lets time pass so often."""
+    """Interval at which the scheduler's loop lets time pass."""
 
 
 @dataclass(frozen=True, slots=True)
 class TrafficShape:
-    """What clients ask for."""
+    """The distribution of requests."""
 
     gap_s: float
     """Mean time between bursts."""
@@ -64,17 +64,17 @@ class TrafficShape:
     most_live: int
     longest_prompt: int
     context: int
-    """About the longest sequence that the workers were made for."""
+    """Approximate length of the longest sequence for which the workers are sized."""
     longest_output: int
     giants: float
     """Share of requests whose prompt takes most of the context."""
     alphabet: int
-    """Distinct tokens in prompts: few make for accidental prefixes."""
+    """Number of distinct tokens in prompts; a small number makes accidental prefixes."""
     families: int
-    """Shared prefixes; 0: none."""
+    """Number of shared prefixes; 0: none."""
     shared_salt: bool
     deadlines: float
-    """Share of requests with a deadline; the same again has targets."""
+    """Share of requests with a deadline; an equal share has targets."""
     credit_tokens: int
     """Window of readers in tokens; 0: no flow control."""
     traced: float
@@ -84,9 +84,9 @@ class TrafficShape:
     scored: float = 0.0
     """Share of requests that ask for log-probabilities."""
     identified: float = 0.0
-    """Share of requests that somebody comes back to."""
+    """Share of requests that a client resumes."""
     embeds: float = 0.0
-    """Share of requests that want an embedding."""
+    """Share of requests for an embedding."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,11 +101,11 @@ class Scenario:
     traffic: TrafficShape
     faults: FaultRates
     check_every: int
-    """Events between two checks of the core's own invariants."""
+    """Number of events between two checks of the core's own invariants."""
 
 
 def draw(seed: int, *, faults: bool = True) -> Scenario:
-    """Draws the scenario of a seed."""
+    """Draw the scenario of a seed."""
     rng = random.Random(seed)
     large = rng.random() < 0.1
     max_num_seqs = rng.randint(13, 48) if large else rng.choice((1, 2, 4, 6, 8, 12))
@@ -134,10 +134,10 @@ def draw(seed: int, *, faults: bool = True) -> Scenario:
 
 
 def draw_size(rng: random.Random, config: CoreConfig, context: int) -> WorkerSize:
-    """Draws a worker that the core can use."""
+    """Draw a worker that the core accepts."""
     block_size = rng.choice((1, 2, 2, 4, 4, 8, 16))
     max_rows = rng.choice((config.max_num_seqs, rng.randint(1, 2 * config.max_num_seqs)))
-    # From room for one sequence, where memory binds, to room for most rows, where rows do.
+    # From room for one sequence, where memory is the limit, to room for most rows, where rows are the limit.
     num_blocks = max(1, int(context / block_size * rng.choice((1.0, 1.3, rng.uniform(1.0, max(1.5, 0.5 * max_rows))))))
     return WorkerSize(
         block_size=block_size,
@@ -151,7 +151,7 @@ def draw_size(rng: random.Random, config: CoreConfig, context: int) -> WorkerSiz
 
 
 def _draw_break_even(*facts: int) -> int:
-    """Attention grows in one of three worlds, from next to nothing to more than all else."""
+    """Draw the cost of attention in one of three worlds, from almost nothing to more than everything else."""
     rng = random.Random(f"attention of {facts}")
     return rng.choice((1, 8, 30, 200)) if rng.random() < 1 / 3 else 0
 
@@ -198,7 +198,7 @@ def _draw_config(rng: random.Random, max_num_seqs: int) -> CoreConfig:
 
 
 def _with_poison(rates: FaultRates, seed: int) -> FaultRates:
-    """Requests that kill workers, in one of four worlds."""
+    """Add requests that kill workers, in one of four worlds."""
     rng = random.Random(f"poison of {seed}")
     if rng.random() < 0.75:
         return rates
@@ -206,20 +206,20 @@ def _with_poison(rates: FaultRates, seed: int) -> FaultRates:
 
 
 def _draw_keeping(seed: int) -> dict[str, Any]:
-    """How much is kept of requests whose clients may come back, and how long."""
+    """Draw how many logs of resumable requests are kept, and for how long."""
     rng = random.Random(f"keeping of {seed}")
     return {"resume_keep_s": rng.choice((0.01, 0.5, 300.0)), "resume_keep_bytes": rng.choice((2_000, 1 << 28, 1 << 28))}
 
 
 def _with_extras(traffic: TrafficShape, seed: int) -> TrafficShape:
-    """Grammars, log-probabilities and clients that come back, each in one of four worlds."""
+    """Add grammars, log-probabilities and clients that reconnect, each in one of four worlds."""
     rng = random.Random(f"extras of {seed}")
     shares = [rng.choice((0.1, 0.6)) if rng.random() < 0.25 else 0.0 for _ in range(3)]
     return replace(traffic, grammars=shares[0], scored=shares[1], identified=shares[2])
 
 
 def _with_room(scenario: Scenario, context: int) -> Scenario:
-    """Always more requests than rows and nothing else that is short, in one of ten worlds: what is left is order."""
+    """Make rows the only scarce resource in one of ten worlds, so that only the order matters."""
     rng = random.Random(f"room of {scenario.seed}")
     if rng.random() < 0.9:
         return scenario
@@ -242,7 +242,7 @@ def _with_room(scenario: Scenario, context: int) -> Scenario:
 
 
 def _draw_classes(seed: int) -> dict[str, RequestClass]:
-    """Classes, in one of eight worlds; requests name their tenant as their class."""
+    """Draw request classes in one of eight worlds; requests use their tenant's name as their class."""
     rng = random.Random(f"classes of {seed}")
     if rng.random() < 0.875:
         return {}
@@ -254,7 +254,7 @@ def _draw_classes(seed: int) -> dict[str, RequestClass]:
 def _draw_traffic(rng: random.Random, step: float, context: int, max_num_seqs: int, num_workers: int) -> TrafficShape:
     longest_output = rng.choice((context // 4, context // 2, context))
     burst = rng.choice((1, 3, 10, 30))
-    # From a third to more than twice what the workers can serve.
+    # From a third to more than twice the rate that the workers can serve.
     per_s = max_num_seqs * num_workers / (step * longest_output / 2) * 10 ** rng.uniform(-0.5, 0.4)
     return TrafficShape(
         gap_s=burst / 2 / per_s,

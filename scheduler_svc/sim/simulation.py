@@ -1,8 +1,8 @@
-"""One simulation: the production core, driven through its public face only, in a world drawn from one seed.
+"""One simulation: the production core, driven through its public methods only, in a world drawn from one seed.
 
-The loop is the scheduler service's own: take in what has arrived, let time pass, plan for every worker whose plan is
-due. Phase one has faults; phase two heals everything and asks that every request comes to its end within a bound.
-Whatever goes wrong is a `Failure`, with the event that it came with and the story of the request concerned.
+The loop is that of the scheduler service: handle what has arrived, let time pass, plan for every worker whose plan is
+due. Phase one has faults. Phase two heals everything and requires that every request ends within a bound. Every error
+becomes a `Failure`, with the event that caused it and the story of the request concerned.
 """
 
 import random
@@ -33,19 +33,19 @@ from scheduler_svc.sim.world import World
 _MOST_ACTS = 256
 _MOST_PLANS = 8
 _TURNS_PER_STEP = 5
-"""A phase with faults ends after so many turns per step, however little happens."""
+"""A phase with faults ends after this number of turns per step, even if the core got fewer events."""
 _SHORT = 300
-"""In runs of at most so many steps the core's own invariants are checked after every event."""
+"""In runs of at most this number of steps, the core's own invariants are checked after every event."""
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """A simulation that found something."""
+    """A simulation that found an error."""
 
     check: str
     detail: str
     event: str
-    """What the core was given last."""
+    """The last event that the core got."""
     num_events: int
     request: StreamName | None
     story: list[tuple[float, str]]
@@ -55,11 +55,11 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What a simulation came to."""
+    """Result of a simulation."""
 
     seed: int
     num_events: int
-    """Calls of `handle`, those not counted that only told the time and had no effect."""
+    """Number of calls of `handle`, without those that only passed the time and had no effect."""
     num_plans: int
     failure: Failure | None
 
@@ -68,12 +68,12 @@ Log = Callable[[float, ev.Event | ef.Effect | Plan], None]
 
 
 class Simulation:
-    """Runs once.
+    """Runs a scenario once.
 
     Args:
-        scenario: see there.
-        coverage: where to count.
-        log: told of every event, effect and plan, with the time.
+        scenario: the scenario.
+        coverage: the counts to update.
+        log: called with every event, effect and plan, with its time.
     """
 
     def __init__(self, scenario: Scenario, coverage: Coverage, log: Log | None = None) -> None:
@@ -93,7 +93,7 @@ class Simulation:
         self._event: ev.Event = ev.TimePassed()
         self._check_every = scenario.check_every
         self._was_fed = False
-        """The core has been given something since it last planned."""
+        """Whether the core has got an event since it last planned."""
         self.num_events = 0
         self.num_plans = 0
         self._carry_out: dict[type, Callable[[Any], None]] = {
@@ -116,7 +116,7 @@ class Simulation:
         }
 
     def run(self, steps: int) -> Result:
-        """Runs both phases; the first until the core was given `steps` events."""
+        """Run both phases; the first lasts until the core got `steps` events."""
         failure = None
         if steps <= _SHORT:
             self._check_every = 1
@@ -155,7 +155,7 @@ class Simulation:
             self._plan()
 
     def feed(self, event: ev.Event) -> list[ef.Effect]:
-        """One event for the core: its effects, carried out and checked."""
+        """Give one event to the core; return its effects after they were executed and checked."""
         agenda = self._agenda
         self._event = event
         self._was_fed = True
@@ -218,7 +218,7 @@ class Simulation:
                     if not effects and not epochs[peer].in_flight:
                         self._promises.no_plan(epochs[peer])
                     break
-                # Tidying up right after a plan, or with the next event: neither may make a difference.
+                # The core tidies up right after a plan, or with the next event; the results must be equal.
                 if self.num_plans % 2:
                     core.tidy()
                 self._execute(plan)
@@ -235,12 +235,12 @@ class Simulation:
                 stream.row_failed = True
         self._poison(site, epoch, plan)
         while epoch.spoilt:
-            # Somebody should be about to build on it, or it would harm nobody else.
+            # Another request should be about to reuse this KV; otherwise the fault affects no other request.
             self._agenda.after(self._world.latency(), self._clients.follow, epoch.spoilt.pop())
         self._promises.plan_made(plan, epoch)
 
     def _poison(self, site: Site, epoch: Epoch, plan: Plan) -> None:
-        """The worker dies if somebody in the step is of the kind that workers die of."""
+        """Kill the worker if a request in its step is one that kills workers."""
         if not self._scenario.faults.of_requests.get(Fault.POISON) or not site.lives(epoch):
             return
         for row in epoch.model.step_rows:
@@ -250,10 +250,10 @@ class Simulation:
             if len(row.tokens) - len(stream.demand.prompt) < stream.demand.poison_at:
                 continue
             self._world.fault(Fault.POISON)
-            stream.murders += 1
-            # Other faults may befall the same worker at the same time and take the blame.
-            if stream.murders > 2 * (FATAL_STEPS + FATAL_ALONE):
-                raise ViolationError("poison", f"{stream.murders} workers have died of it", stream.name)
+            stream.killed_workers += 1
+            # Other faults may affect the same worker at the same time, and the core may blame those.
+            if stream.killed_workers > 2 * (FATAL_STEPS + FATAL_ALONE):
+                raise ViolationError("poison", f"{stream.killed_workers} workers killed", stream.name)
             site.crash(silent=self._world.rng.random() < 0.2)
             return
 
@@ -290,9 +290,9 @@ class Simulation:
             case Fault.IDLE_CRASH:
                 self._cluster.crash_one()
             case Fault.UNKNOWN_STREAM:
-                self._clients.speak_nonsense()
+                self._clients.send_unknown_streams()
             case Fault.UNKNOWN_FRONTEND:
-                self._clients.strange_frontend()
+                self._clients.send_from_unknown_frontend()
             case Fault.DRAIN:
                 self._cluster.drain_one()
 
@@ -324,7 +324,7 @@ class Simulation:
         self._check_empty()
 
     def _bound(self) -> float:
-        """Seconds in which everything must finish: one token per step, and every limit that lets requests wait."""
+        """Return the seconds within which everything must end: one token per step, and every limit on waits."""
         pace, config = self._scenario.pace, self._scenario.config
         tokens = sum(s.num_known + s.demand.max_tokens - len(s.tokens) for s in self._clients.live.values())
         step = 2 * (pace.step + pace.per_token * config.max_num_batched_tokens + pace.latency + pace.turn) + pace.tick
@@ -339,7 +339,9 @@ class Simulation:
             raise ViolationError("empty", f"{stats.running} run and {stats.waiting} wait although all have ended")
         for worker in stats.workers:
             if worker.blocks_free + worker.blocks_cached != worker.blocks_total:
-                raise ViolationError("empty", f"{worker.blocks_held} blocks of {worker.worker_id} are held by nobody")
+                raise ViolationError(
+                    "empty", f"{worker.blocks_held} blocks of {worker.worker_id} are held by no request"
+                )
             if worker.host_blocks_held:
                 raise ViolationError("empty", f"{worker.host_blocks_held} host blocks of {worker.worker_id} are held")
         self.feed(ev.TimePassed())

@@ -1,7 +1,7 @@
 """Worker processes and their links: they say hello, execute, answer, and suffer faults.
 
-A plan is executed by the model when the core has made it, even if its worker is dead by then, so that every plan is
-checked; only the answer depends on the worker's fate. Links keep their order; faults are drawn per step.
+The model executes a plan when the core has made it, even if its worker is already dead, so that every plan is checked.
+Only the answer depends on the worker. Links keep the order of messages. Faults are drawn per step.
 """
 
 import dataclasses
@@ -33,12 +33,12 @@ class Sent:
     """A plan that is not answered."""
 
     answer: ev.StepDone
-    """What a sound worker says."""
+    """The answer of a correct worker."""
     time: float
     excused: float = 0.0
-    """Time for which the scheduler itself stood still."""
+    """Time for which the scheduler itself was blocked."""
     names: tuple[StreamName, ...] = ()
-    """Whose rows take part in it."""
+    """Streams whose rows are in the plan."""
 
 
 @dataclass(slots=True, eq=False)
@@ -52,25 +52,25 @@ class Epoch:
     in_flight: deque[Sent] = field(default_factory=deque)
     compiling_until: float = 0.0
     dead_from: float = float("inf")
-    """What the worker would send later than this is not sent."""
+    """Time after which the worker sends nothing."""
     failed: set[tuple[int, int]] = field(default_factory=set)
-    """(row, generation) that were made to fail."""
+    """Pairs (row, generation) that were made to fail."""
     spoilt: list[StreamName] = field(default_factory=list)
-    """Streams whose rows write KV that is worth nothing from the present step on."""
+    """Streams whose rows write invalid KV from the present step on."""
     must_leave: list[tuple[int, int, StreamName]] = field(default_factory=list)
-    """(row, generation, its stream) that no further plan may count on."""
+    """Triples (row, generation, stream) that no further plan may rely on."""
     answered_at: float = 0.0
-    """When its newest answer came."""
+    """Time of its newest answer."""
     is_lost: bool = False
-    """The core has ended it."""
+    """Whether the core has ended it."""
     last_admission: float = 0.0
     draining: bool = False
     asked: set[bytes] = field(default_factory=set)
-    """Grammars that it was asked for and has not reported, by key."""
+    """Grammars that the core asked for and the worker has not reported, by key."""
     compiled: set[bytes] = field(default_factory=set)
     """Grammars that the core knows to be compiled."""
     cannot: set[bytes] = field(default_factory=set)
-    """Grammars that the core knows it cannot compile."""
+    """Grammars that the core knows the worker cannot compile."""
     context: int = 0
     """Longest sequence that fits."""
 
@@ -85,20 +85,20 @@ class Site:
         self.fingerprint = _MODELS[0]
         self.incarnation = 0
         self.model: ModelWorker | None = None
-        """Of the present incarnation, from its hello on."""
+        """Model of the present incarnation, from its hello on."""
         self.epoch: Epoch | None = None
-        """None until it is welcomed."""
+        """Epoch of the present incarnation; None until it is welcomed."""
         self.hello_reason = ev.HelloReason.STARTED
-        """Of the newest hello."""
+        """Reason of the newest hello."""
         self._is_new = True
-        """Its next hello is the first one of a process."""
+        """Whether its next hello is the first one of a process."""
         self._busy_until = 0.0
         self._last_arrival = 0.0
 
     # ---------------------------------------------------------------- life
 
     def boot(self) -> None:
-        """A new incarnation says hello."""
+        """Let a new incarnation say hello."""
         self._die(self._world.now)
         self.incarnation += 1
         self._busy_until = self._last_arrival = self._world.now
@@ -126,7 +126,7 @@ class Site:
         self._world.feed(self.model.hello(self.worker_id, self.hello_reason))
 
     def welcomed(self, number: int) -> Epoch:
-        """The core opens an epoch."""
+        """Handle an epoch that the core opens."""
         assert self.model is not None
         self.model.welcome(number)
         size, config = self.size, self._world.scenario.config
@@ -139,20 +139,20 @@ class Site:
         return self.epoch
 
     def refused(self, size: WorkerSize) -> None:
-        """The core cannot use it; whoever looks after it starts it again, with another size, before long."""
+        """Handle a refusal; the supervisor soon restarts the worker, with another size."""
         world = self._world
         self._die(world.now)
         self._is_new = True
         self.size = size
         self._boot_after(world.rng.uniform(0.05, 0.5))
 
-    def told_unknown(self, peer: ev.Peer) -> None:
-        """The core does not know the incarnation (any more)."""
+    def handle_unknown(self, peer: ev.Peer) -> None:
+        """Handle that the core does not know the incarnation, or no longer knows it."""
         if self.model is not None and peer == self.model.peer:
             self._boot_after(self._world.latency())
 
-    def hears_nothing(self, silence_s: float) -> None:
-        """Its scheduler is gone; after a while it says hello again."""
+    def lose_scheduler(self, silence_s: float) -> None:
+        """Handle the loss of the scheduler; after a while the worker says hello again."""
         self._boot_after(silence_s)
 
     def _boot_after(self, delay: float) -> None:
@@ -168,7 +168,7 @@ class Site:
         self.epoch = None
 
     def crash(self, *, silent: bool = False, back_after: float | None = None) -> None:
-        """The process dies; unless it happens silently, the core's link notices soon."""
+        """Crash the process; unless `silent`, the core's link soon notices."""
         world = self._world
         peer = self.model.peer if self.model is not None else None
         self._die(world.now)
@@ -179,7 +179,7 @@ class Site:
         self._boot_after(world.rng.uniform(0.0, 0.3) if back_after is None else back_after)
 
     def compile_grammar(self, epoch: Epoch, key: bytes) -> None:
-        """Compiles off the way of its steps, and reports; now and then twice, or for an epoch that is over."""
+        """Compile a grammar beside the steps and report it, sometimes twice or for an epoch that is over."""
         world = self._world
         usable = key != grammar_key(UNUSABLE)
         delay = world.latency() + world.scenario.pace.step * world.rng.uniform(0, 20)
@@ -197,13 +197,13 @@ class Site:
             self._world.feed(report)
 
     def lives(self, epoch: Epoch) -> bool:
-        """Whether the process that has this epoch is there."""
+        """Return whether the process that has this epoch is alive."""
         return self.epoch is epoch and self._world.now < epoch.dead_from
 
     # ---------------------------------------------------------------- steps
 
     def execute(self, epoch: Epoch, plan: Plan) -> list[StreamName]:
-        """Takes a plan; returns the streams whose rows fail in it, except those that fail by what other rows wrote."""
+        """Execute a plan; return the streams whose rows fail in it, without failures caused by other rows' KV."""
         world, pace = self._world, self._world.scenario.pace
         rates = world.faults
         fault = None
@@ -227,7 +227,7 @@ class Site:
         if self.epoch is not epoch or start > epoch.dead_from:
             return failed
         if fault is not None:
-            changed = self._befall(epoch, answer, fault, end)
+            changed = self._faulty(epoch, answer, fault, end)
             if changed is None:
                 return failed
             answer, end = changed
@@ -247,15 +247,15 @@ class Site:
         if fault in (Fault.FAILED_ROW, Fault.SPOILT_ROW) and epoch.model.rows:
             self._world.fault(fault)
             rows = list(epoch.model.rows.values())
-            # Prompts under way are what others may share.
+            # Other rows may share the blocks of started prompts.
             row = self._world.rng.choice([row for row in rows if not row.decoding] or rows)
             epoch.model.fail(row.index, spoil=fault is Fault.SPOILT_ROW)
             epoch.failed.add((row.index, row.generation))
             if fault is Fault.SPOILT_ROW:
                 epoch.spoilt.append(row.name)
 
-    def _befall(self, epoch: Epoch, answer: ev.StepDone, fault: Fault, end: float) -> tuple[ev.StepDone, float] | None:
-        """What becomes of an answer and when it is sent; None: it is not sent at all."""
+    def _faulty(self, epoch: Epoch, answer: ev.StepDone, fault: Fault, end: float) -> tuple[ev.StepDone, float] | None:
+        """Return the answer after faults, and the time at which it is sent; None: it is not sent."""
         world, rng, config = self._world, self._world.rng, self._world.scenario.config
         step = world.scenario.pace.step
         if fault not in (Fault.FAILED_ROW, Fault.SPOILT_ROW):

@@ -1,7 +1,7 @@
-"""One request as its client and front end see it, and everything that they may expect of the core.
+"""One request as its client and front end see it, with the checks on everything that the core sends about it.
 
-Every token is compared with the oracle's when it comes, so it costs O(1); every end must have a reason that the
-stream's own history bears out.
+Every token is compared with the oracle's on arrival, so it costs O(1). Every end must have a reason that the stream's
+own history justifies.
 """
 
 import math
@@ -36,109 +36,113 @@ class Stream:
         self.name = name
         self.demand = demand
         self.arrival = now
-        """When the core was given it (last)."""
+        """Time at which a core last got it."""
         self.known = False
-        """The core has it."""
+        """Whether the present core has it."""
         self.was_accepted = False
-        """An earlier core has accepted it."""
+        """Whether an earlier core has accepted it."""
         self.end: EndReason | None = None
         self.identity = b""
-        """What somebody who comes back to it names it by; empty: nobody does."""
+        """Identity under which a client resumes it; empty: none."""
         self.is_twin = False
-        """Another stream of its identity is live."""
+        """Whether another stream of its identity is live."""
         self.num_scored = 0
-        """Of its tokens, those whose log-probabilities have come."""
+        """Tokens whose log-probabilities have arrived."""
         self.tokens: list[int] = []
         self.allowed = demand.credit // TOKEN_BYTES
-        """Tokens that its credit covers."""
+        """Number of tokens that its credit covers."""
         self._spare = demand.credit % TOKEN_BYTES
         self._value = value_of(demand.prompt)
         self.last_move = now
-        """When it last got a token or credit."""
+        """Time of its last token or credit."""
         self.must_end = False
-        """Its newest token was its last."""
+        """Whether its newest token was its last."""
         self.deadline = _after(now, demand.deadline_s)
         self.ttft_deadline = _after(now, demand.ttft_s)
         self.total_deadline = _after(now, demand.total_s)
         self.cancel_sent = False
         self.stop_sent = False
         self.row_failed = False
-        """A row of it was reported as failed."""
+        """Whether a row of it was reported as failed."""
         self.context = math.inf
-        """The shortest context of the workers that it ran on."""
+        """The shortest context of the workers on which it ran."""
         self.epoch: Epoch | None = None
         """The worker that has it, in a row or in its last step."""
         self.row: tuple[int, int] | None = None
-        """(row, generation) on that worker."""
+        """Its (row, generation) on that worker."""
         self.placements = 0
-        self.murders = 0
-        """Workers that died of it."""
+        self.killed_workers = 0
+        """Number of workers that it killed."""
         self.preemptions = 0
         self.preempted_at = -1
-        """Tokens it had when it was last preempted."""
+        """Number of its tokens at its last preemption."""
         self.eventful = demand.take_s is not None or demand.cancel_at is not None or demand.stop_string_at is not None
-        """Its front end does something about its tokens."""
+        """Whether its front end is about to act on its tokens."""
         self.untaken = 0
-        """Bytes that the reader has not taken."""
+        """Bytes that the reader has not read."""
         self.granting = False
-        """Its reader is about to take them."""
+        """Whether its reader is about to read them."""
         self.unsettled_until: tuple[Epoch, int] | None = None
-        """Until that step is answered its newest tokens are not known."""
+        """Its newest tokens are unknown until that step is answered."""
 
     @property
     def num_known(self) -> int:
-        """Prompt and received tokens."""
+        """Number of prompt tokens and received tokens."""
         return len(self.demand.prompt) + len(self.tokens)
 
     @property
     def longest(self) -> int:
-        """Tokens of its longest possible sequence, on the workers that it ran on."""
+        """Number of tokens of its longest possible sequence, on the workers on which it ran."""
         longest = len(self.demand.prompt) + self.demand.max_tokens
         return longest if longest < self.context else int(self.context)
 
     @property
     def is_unsettled(self) -> bool:
-        """Whether a step in flight still names a row that it has left."""
+        """Return whether a step in flight still names a row that it has left."""
         if self.unsettled_until is None:
             return False
         epoch, step = self.unsettled_until
         return not epoch.is_lost and epoch.model.answered_step < step
 
     def first_tokens(self, count: int) -> list[int]:
-        """The first tokens of its sequence."""
+        """Return the first tokens of its sequence."""
         return [*self.demand.prompt, *self.tokens][:count]
 
     @property
     def starved(self) -> bool:
-        """Its reader has no credit left."""
+        """Whether its reader has no credit left."""
         return len(self.tokens) >= self.allowed
 
     def go_on_from(self, tokens: list[int]) -> None:
-        """It begins with these tokens, which were delivered to somebody before; its credit is for further ones."""
+        """Begin with tokens that were already delivered; the credit is for further tokens."""
         self.tokens = tokens
         self.allowed += len(tokens)
         self._value = value_of([*self.demand.prompt, *tokens])
 
     @property
     def is_under_way(self) -> bool:
-        """Whether it was accepted for good."""
+        """Whether it was accepted and cannot be refused any more."""
         return self.was_accepted or self.placements > 0 or len(self.tokens) > 0
 
     def begin(self, now: float, *, accepted: bool) -> None:
-        """A core is given the stream; `accepted`: an earlier one has accepted it."""
+        """Give the stream to a core; `accepted`: an earlier core has accepted it."""
         self.known = True
         self.was_accepted = accepted
         self.num_scored = len(self.tokens)
         self.arrival = self.last_move = now
         self.context = math.inf
         self.epoch = None
-        self.placements = self.preemptions = self.murders = 0
+        self.placements = self.preemptions = self.killed_workers = 0
         self.preempted_at = -1
         self.unsettled_until = None
 
     def submission(self, *, again: bool = False, accepted: bool = False) -> ev.RequestArrived:
-        """What its front end says to a core that does not know it; `again`: it may know the request; `accepted`: an
-        earlier core has accepted it."""
+        """Return its submission to a core that does not know it.
+
+        Args:
+            again: whether the core may know the request.
+            accepted: whether an earlier core has accepted it.
+        """
         demand = self.demand
         credit = (self.allowed - len(self.tokens)) * TOKEN_BYTES + self._spare
         return ev.RequestArrived(
@@ -170,7 +174,7 @@ class Stream:
         )
 
     def take_scores(self, effect: ef.ScoresReady) -> None:
-        """Log-probabilities from the core: of its prompt, or of the token that comes next."""
+        """Check log-probabilities from the core: of its prompt, or of the next token."""
         if self.end is not None or not self.known or not self.demand.scored:
             raise ViolationError("scores.unasked", f"scores of token {effect.first_index}", self.name)
         if effect.of_prompt:
@@ -183,18 +187,18 @@ class Stream:
             raise ViolationError("scores.wrong", f"{effect} after {len(self.tokens)} tokens", self.name)
 
     def grant(self, credit: int, now: float) -> None:
-        """Its reader took `credit` bytes."""
+        """Return `credit` bytes of credit, which its reader has read."""
         tokens, self._spare = divmod(self._spare + credit, TOKEN_BYTES)
         self.allowed += tokens
         self.last_move = now
 
     def forget(self, count: int) -> None:
-        """The last `count` tokens never reached the front end."""
+        """Remove the last `count` tokens, which never reached the front end."""
         del self.tokens[len(self.tokens) - count :]
         self._value = value_of([*self.demand.prompt, *self.tokens])
 
     def take(self, index: int, token: int, now: float) -> None:
-        """A token from the core."""
+        """Check a token from the core."""
         if self.end is not None or self.must_end or not self.known:
             raise ViolationError("stream.after_end", f"token {index} after the end", self.name)
         if index != len(self.tokens):
@@ -212,11 +216,11 @@ class Stream:
         self.must_end = token in self.demand.stops or len(self.tokens) >= self.demand.max_tokens
 
     def finish(self, effect: ef.RequestEnded, justified: Callable[[EndReason], str | None]) -> None:
-        """Its end.
+        """Check the end of the stream.
 
         Args:
-            effect: what the core says.
-            justified: what speaks against a reason that depends on more than the stream; None: nothing.
+            effect: the end as the core reports it.
+            justified: what contradicts a reason that depends on more than the stream; None: nothing.
         """
         if self.end is not None or not self.known:
             raise ViolationError("stream.ends_once", f"{effect.reason} after {self.end}", self.name)
@@ -226,7 +230,7 @@ class Stream:
         self.end = effect.reason
 
     def _objection(self, effect: ef.RequestEnded) -> str | None:
-        """What speaks against the core's account of the end, as far as the stream itself can tell."""
+        """Return what contradicts the core's reason of the end, as far as the stream itself can tell."""
         count = len(self.tokens)
         stopped = bool(self.tokens) and self.tokens[-1] in self.demand.stops
         if effect.reason is not EndReason.STOP_STRING and effect.completion_tokens != count:

@@ -1,4 +1,4 @@
-"""What clients ask for, and how they will behave: one `Demand` per request, drawn when it arrives."""
+"""The requests of clients and their behaviour: one `Demand` per request, drawn on arrival."""
 
 import random
 from dataclasses import dataclass, replace
@@ -33,25 +33,25 @@ class Demand:
     credit: int
     """Bytes."""
     take_s: float | None
-    """How long the reader needs to take what came and to return the credit; None: it never does."""
+    """Time in which the reader reads a message and returns its credit; None: never."""
     cancel_at: int | None
-    """The client leaves when it has so many tokens."""
+    """Number of tokens after which the client leaves."""
     cancel_s: float | None
     stop_string_at: int | None
-    """The front end finds a stop string when it has so many tokens."""
+    """Number of tokens after which the front end finds a stop string."""
     keep_tokens: int
     twice: bool
-    """Submitted a second time by a front end in doubt."""
+    """Whether the front end submits it a second time, because it is not sure of the first."""
     valid: bool
     grammar: bytes = b""
     scored: bool = False
-    """It asks for the log-probabilities of its output and of its prompt."""
+    """Whether it asks for the log-probabilities of its output and of its prompt."""
     identified: bool = False
-    """Somebody comes back to it."""
+    """Whether a client resumes it."""
     poison_at: int | None = None
-    """Whoever computes it dies once it has so many generated tokens."""
+    """Number of generated tokens from which on every worker that computes it dies."""
     pooling: Pooling = Pooling.NONE
-    """It wants an embedding, and no tokens."""
+    """Whether it asks for an embedding instead of tokens."""
 
 
 class Traffic:
@@ -66,10 +66,10 @@ class Traffic:
         self._families = [self._tokens(rng.randint(1, shape.longest_prompt)) for _ in range(shape.families)]
 
     def draw(self, earlier: list[int] | None) -> Demand:
-        """Draws one demand.
+        """Draw one demand.
 
         Args:
-            earlier: prompt and output of an earlier request, whose conversation this one may continue.
+            earlier: prompt and output of an earlier request; this request may continue its conversation.
         """
         rng, shape = self._rng, self._shape
         prompt = self._prompt(earlier)
@@ -108,7 +108,7 @@ class Traffic:
         return self._embedding(demand) if rng.random() < shape.embeds else demand
 
     def _embedding(self, demand: Demand) -> Demand:
-        """The same for an embedding: it has no tokens at which anything could happen."""
+        """Return the demand as one for an embedding: no event may depend on its tokens."""
         return replace(
             demand,
             pooling=self._rng.choice((Pooling.LAST, Pooling.MEAN)),
@@ -181,7 +181,7 @@ class Traffic:
         return self._rng.choices(self._alphabet, k=count)
 
     def _stops(self, prompt: list[int], max_tokens: int) -> frozenset[int]:
-        """Stop tokens; every third request really meets one."""
+        """Return stop tokens; every third request generates one of them."""
         rng = self._rng
         stops = {rng.randrange(VOCAB) for _ in range(rng.choice((0, 0, 1, 3, 9)))}
         if rng.random() < 0.3:

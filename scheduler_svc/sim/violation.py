@@ -1,4 +1,4 @@
-"""A promise that was not kept."""
+"""A broken promise."""
 
 from typing import NamedTuple
 
@@ -6,7 +6,7 @@ from scheduler_svc.core.interface.records import Peer
 
 
 class StreamName(NamedTuple):
-    """A stream as its front end names it."""
+    """The name of a stream in its front end."""
 
     frontend: Peer
     stream: int

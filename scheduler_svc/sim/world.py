@@ -1,4 +1,4 @@
-"""What all parts of one simulation share."""
+"""The state that all parts of one simulation share."""
 
 import random
 from collections.abc import Callable
@@ -16,33 +16,33 @@ from scheduler_svc.sim.violation import StreamName, ViolationError
 
 @dataclass(slots=True)
 class World:
-    """Dice, time, the core's entrance, and the book of what was seen."""
+    """Random numbers, virtual time, the way into the core, and the counts."""
 
     scenario: Scenario
     rng: random.Random
     agenda: Agenda
     coverage: Coverage
     feed: Callable[[ev.Event], list[ef.Effect]]
-    """Hands an event to the core and carries its effects out; never called while it runs."""
+    """Gives an event to the core and executes its effects; not reentrant."""
     faults: FaultRates
-    """Those of the present phase."""
+    """Faults of the present phase."""
     healed: bool = False
 
     @property
     def now(self) -> float:
-        """Virtual time."""
+        """The virtual time."""
         return self.agenda.now
 
     def latency(self) -> float:
-        """One way from a process to another."""
+        """Draw the latency from one process to another."""
         return self.scenario.pace.latency * (0.5 + self.rng.random())
 
     def broken(self, check: str, detail: str, stream: StreamName | None = None) -> None:
-        """A promise was not kept: counts it if that is known, else fails."""
+        """Handle a broken promise: count it if it is known, raise it otherwise."""
         if check not in KNOWN:
             raise ViolationError(check, detail, stream)
         self.coverage.counts["known gap", check] += 1
 
     def fault(self, fault: Fault) -> None:
-        """A fault happens."""
+        """Count a fault."""
         self.coverage.fault(fault)

@@ -1,9 +1,9 @@
-"""What the core promises about requests, plans and limits, checked from outside as things happen.
+"""The core's promises about requests, plans and limits, checked from outside at every event.
 
-* `book` – where every stream is; `base` – what a promise is; `watch` – all of them, told of everything in order.
-* `limits`, `admissions` – what one plan may hold; `waits`, `ends` – how long a request waits and why it ends.
-* `queues`, `quotas` – what a tenant and the queue may have; `blame` – who is suspected when workers die.
-* `eligible` – whether a request could start; on it rest `order`, `passing`, `work` (no idleness) and `fairness`.
-* `drains` – what a drain moves; `sizes` – how much the core remembers; `evictions` – what stays cached;
-  `effort` – how many requests it looks at.
+* `book` – where every stream is; `base` – the base class of a promise; `watch` – all promises, called in order.
+* `limits`, `admissions` – what one plan may contain; `waits`, `ends` – how long a request waits and why it ends.
+* `queues`, `quotas` – the limits of the queue and of tenants; `blame` – which requests are suspects after a death.
+* `eligible` – whether a request could start; `order`, `passing`, `work` (no idle worker) and `fairness` use it.
+* `drains` – which requests a drain moves; `sizes` – how much memory the core uses; `evictions` – which blocks stay
+  cached; `effort` – how many requests a plan looks at.
 """

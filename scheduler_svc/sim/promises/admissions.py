@@ -1,4 +1,4 @@
-"""What an admission must say: which tokens, on which worker, from which cached prefix."""
+"""The content of an admission: the tokens, the worker, and the cached prefix."""
 
 from scheduler_svc.core.interface.plan import Plan, RowAdmission
 from scheduler_svc.sim.coverage import Limit
@@ -10,7 +10,7 @@ from scheduler_svc.sim.violation import ViolationError
 
 
 class AdmissionsAreSound(Promise):
-    """A live request is admitted with all its tokens, to a worker that takes requests and has its grammar."""
+    """A live request is admitted with all its tokens, on a worker that is open for requests and has its grammar."""
 
     def admitted(self, stream: Stream, admission: RowAdmission, plan: Plan, epoch: Epoch) -> None:
         row, demand = epoch.model.rows[admission.row], stream.demand
@@ -40,7 +40,7 @@ class RowsLeave(Promise):
 
 
 class PrefixesAreShared(Promise):
-    """Cached tokens are used as the configuration says, and only those that were computed under the same salt."""
+    """Cached tokens are used as the configuration says, and only those computed under the same salt."""
 
     def plan_made(self, plan: Plan, epoch: Epoch) -> None:
         if len(plan.copy_sources) and self.config.prefix_cache != "radix":

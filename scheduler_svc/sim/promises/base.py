@@ -1,8 +1,7 @@
-"""What a promise is: something that the core guarantees, watched from outside as things happen.
+"""The base class of a promise: a guarantee of the core, checked from outside at every event.
 
 A promise is a class whose docstring states the guarantee. It overrides the hooks that it needs and raises a
-`ViolationError` when the guarantee is broken. A promise lives as long as one core; a restarted core is watched by new
-ones.
+`ViolationError` when the guarantee is broken. A promise lives as long as one core; a restarted core gets new ones.
 """
 
 from collections.abc import Callable
@@ -25,16 +24,16 @@ from scheduler_svc.sim.world import World
 
 @dataclass(frozen=True, slots=True)
 class Watched:
-    """What promises look at."""
+    """The state that promises examine."""
 
     world: World
     cluster: Cluster
     clients: Clients
     book: Book
     stats: Callable[[], SchedulerStats]
-    """The core's own figures, as it gives them to anybody."""
+    """The core's public statistics."""
     core: Scheduler
-    """The core itself, for what it remembers and looks at; no promise calls it."""
+    """The core itself, for its size and effort; no promise calls it."""
 
 
 class Promise:
@@ -49,38 +48,38 @@ class Promise:
         self.stats = watched.stats
 
     def seen(self, limit: Limit) -> None:
-        """A limit was reached: the promise was really tried."""
+        """Count a limit that was reached: the promise was really tested."""
         self.world.coverage.limit(limit)
 
     # ---------------------------------------------------------------- hooks, in the order of one event
 
     def before(self, event: ev.Event) -> None:
-        """The core is about to be given an event."""
+        """Handle an event that the core is about to get."""
 
     def objection(self, stream: Stream, reason: EndReason) -> str | None:
-        """Returns what contradicts the reason of an end, as far as this promise can tell."""
+        """Return what contradicts the reason of an end, as far as this promise can tell."""
         return None
 
     def displaced(self, stream: Stream, epoch: Epoch, outcome: str) -> None:
-        """A traced stream left its worker and waits again."""
+        """Handle a traced stream that left its worker and waits again."""
 
     def ended(self, stream: Stream) -> None:
-        """A stream is over."""
+        """Handle a stream that is over."""
 
     def after(self, event: ev.Event, effects: list[ef.Effect]) -> None:
-        """The core has handled an event, and its effects are carried out."""
+        """Handle an event that the core has handled, after its effects were executed."""
 
     def asked(self, epoch: Epoch) -> None:
-        """The core is about to be asked for a plan."""
+        """Handle that the core is about to be asked for a plan."""
 
     def admitted(self, stream: Stream, admission: RowAdmission, plan: Plan, epoch: Epoch) -> None:
-        """A plan gave a row to a stream; called before `plan_made`, in the plan's order."""
+        """Handle an admission of a plan; called before `plan_made`, in the plan's order."""
 
     def plan_made(self, plan: Plan, epoch: Epoch) -> None:
-        """A plan was executed by the model worker."""
+        """Handle a plan that the model worker has executed."""
 
     def no_plan(self, epoch: Epoch) -> None:
-        """The core had nothing to do for a worker that has no step in flight."""
+        """Handle that the core made no plan for a worker that has no step in flight."""
 
     def at_rest(self) -> None:
-        """Everything has ended, and nothing is in flight."""
+        """Handle that everything has ended, and nothing is in flight."""

@@ -1,4 +1,4 @@
-"""Who is held responsible when a worker dies."""
+"""Which requests become suspects when a worker dies."""
 
 from scheduler_svc.core.interface import effects as ef
 from scheduler_svc.core.interface import events as ev
@@ -12,33 +12,33 @@ from scheduler_svc.sim.stream import Stream
 
 
 class _Record:
-    """What is known of one stream."""
+    """The knowledge about one stream."""
 
     __slots__ = ("admitted_with", "alone", "at", "fatal", "surely")
 
     def __init__(self) -> None:
         self.fatal = 0
-        """Deaths that the core may hold against it."""
+        """Number of deaths that the core may count for it."""
         self.surely = 0
-        """Those of them that it must."""
+        """Number of those deaths that the core must count."""
         self.alone = 0
-        """Deaths of a step that held nothing else."""
+        """Number of deaths in a step that contained only this stream."""
         self.at = 0
-        """Tokens that it had at the last of them."""
+        """Number of its tokens at the last of them."""
         self.admitted_with = 0
-        """Tokens that it had when it was last admitted."""
+        """Number of its tokens at its last admission."""
 
     def clear(self) -> None:
-        """It is no suspect now, so at most one death is held against it."""
+        """Record that the stream is no suspect now: at most one death counts for it."""
         self.fatal, self.alone = min(self.fatal, FATAL_STEPS - 1), min(self.alone, FATAL_ALONE - 1)
         self.surely = 0
 
 
 class Suspects(Promise):
-    """A request is condemned only when workers died of it: twice in company, then twice on end alone.
+    """A request is rejected only after two fatal steps in a batch and two consecutive ones alone.
 
-    What takes part in two fatal steps runs alone until it has shown, by tokens generated alone, that it is harmless. A
-    worker that leaves with a goodbye, breaks the protocol or is cut off dies of nobody.
+    After two fatal steps a request runs alone, until the tokens that it generates alone show that it is harmless. When
+    a worker says goodbye, breaks the protocol or is disconnected by the core, no request is blamed.
     """
 
     def __init__(self, watched: Watched) -> None:
@@ -46,16 +46,16 @@ class Suspects(Promise):
         self._records: dict[Stream, _Record] = {}
         self._judged: set[Epoch] = set()
         self._last: dict[str, tuple[float, bool, list[Stream]]] = {}
-        """By worker that was lost: when, whether one request was alone in its step, and who took part."""
+        """By lost worker: the time, whether its step had one request only, and the requests in its steps."""
         self._event: ev.Event = ev.TimePassed()
 
     @property
     def may_try_alone(self) -> bool:
-        """Whether a request may be a suspect."""
+        """Return whether a request may be a suspect."""
         return any(record.fatal >= FATAL_STEPS for record in self._records.values())
 
     def may_be(self, stream: Stream) -> bool:
-        """Whether the core may take a request for a suspect."""
+        """Return whether the core may treat a request as a suspect."""
         record = self._records.get(stream)
         return record is not None and record.fatal >= FATAL_STEPS
 
@@ -84,7 +84,7 @@ class Suspects(Promise):
         return True
 
     def _died(self, epoch: Epoch) -> None:
-        """A worker is lost: who took part in its steps in flight may have killed it."""
+        """Handle a lost worker: each request in its steps in flight may have killed it."""
         if epoch in self._judged:
             return
         self._judged.add(epoch)
@@ -112,7 +112,7 @@ class Suspects(Promise):
             return None
         self.seen(Limit.CONDEMNED)
         if not isinstance(self._event, ev.StepDone):
-            # The core names the worker that it has given up only after it has ended requests for it.
+            # The core reports that it has removed the worker only after it has ended requests because of it.
             for epoch in list(self.cluster.epochs.values()):
                 if any(stream.name in sent.names for sent in epoch.in_flight):
                     self._died(epoch)
@@ -149,7 +149,7 @@ class Suspects(Promise):
             self._came_back(event)
 
     def _came_back(self, event: ev.WorkerHello) -> None:
-        """A worker says hello; if it is not a new process it has not died."""
+        """Handle the hello of a worker; if it is not a new process, it has not died."""
         since, was_alone, streams = self._last.pop(event.worker_id, (0.0, False, []))
         if event.reason is ev.HelloReason.STARTED or self.world.now - since > WITHDRAWABLE_S:
             return

@@ -1,7 +1,7 @@
-"""Where every stream is, as the core's plans and effects tell: which ones wait, and which worker has the others.
+"""The place of every stream, from the core's plans and effects: which streams wait, and which worker has the others.
 
-The core tells of preemptions and losses for traced requests only. So the book is complete in simulations whose
-requests are all traced; promises that rest on it are watched only there.
+The core reports preemptions and losses only for traced requests. So the book is complete only in simulations that trace
+all requests. Promises that need it are checked only there.
 """
 
 from scheduler_svc.core.interface.records import EndReason
@@ -18,30 +18,30 @@ class Book:
     def __init__(self, world: World) -> None:
         self.is_complete = world.scenario.traffic.traced == 1.0
         self.waiting: dict[Stream, int] = {}
-        """Streams that no worker has, and how many tokens each had when it began to wait."""
+        """Streams that no worker has, with their number of tokens when the wait began."""
         self.sequence: dict[Stream, int] = {}
         """Order of arrival of the streams that the core has."""
         self._arrivals = 0
 
     def knows(self, stream: Stream) -> bool:
-        """Whether the stream has arrived and not ended."""
+        """Return whether the stream has arrived and not ended."""
         return stream in self.sequence
 
     def arrived(self, stream: Stream) -> None:
-        """The core has accepted a stream."""
+        """Record that the core has accepted a stream."""
         self._arrivals += 1
         self.sequence[stream] = self._arrivals
         self.waiting[stream] = stream.num_known
 
     def admitted(self, stream: Stream, epoch: Epoch, row: tuple[int, int]) -> None:
-        """A plan gave the stream a row."""
+        """Record that a plan admitted the stream."""
         self.waiting.pop(stream, None)
         stream.epoch, stream.row = epoch, row
         stream.placements += 1
         stream.context = min(stream.context, epoch.context)
 
     def left(self, stream: Stream, outcome: str) -> Epoch | None:
-        """A traced stream left its worker; returns the worker that it left if it is not over and waits again."""
+        """Record that a traced stream left its worker; return this worker if the stream waits again."""
         epoch = stream.epoch
         self._leave_row(stream)
         if outcome in _ENDS or epoch is None:
@@ -54,7 +54,7 @@ class Book:
         return epoch
 
     def ended(self, stream: Stream) -> None:
-        """A stream is over."""
+        """Record that a stream is over."""
         self._leave_row(stream)
         self.waiting.pop(stream, None)
         self.sequence.pop(stream, None)

@@ -1,4 +1,4 @@
-"""What becomes of a drained worker's requests."""
+"""The requests of a drained worker."""
 
 from scheduler_svc.core.interface import effects as ef
 from scheduler_svc.core.interface import events as ev
@@ -12,13 +12,13 @@ from scheduler_svc.sim.violation import ViolationError
 class DrainsMoveWhatHasRoom(Promise):
     """A drain that moves requests moves exactly those for whose full length another worker has room.
 
-    A drain that does not move requests leaves all of them where they are.
+    A drain that does not move requests leaves all of them on the worker.
     """
 
     def __init__(self, watched: Watched) -> None:
         super().__init__(watched)
         self._stay: dict[Stream, bool] = {}
-        """The requests in rows of the worker that is being drained, and whether each has to stay."""
+        """The requests in rows of the drained worker, and whether each must stay."""
 
     def before(self, event: ev.Event) -> None:
         self._stay.clear()
@@ -32,7 +32,7 @@ class DrainsMoveWhatHasRoom(Promise):
 
     @staticmethod
     def _is_in_row(stream: Stream) -> bool:
-        """Whether the request has its row: one whose last step is planned has left it."""
+        """Return whether the request has its row; a request whose last step is planned has left it."""
         epoch = stream.epoch
         if epoch is None or stream.row is None:
             return False

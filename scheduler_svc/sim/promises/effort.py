@@ -1,7 +1,6 @@
-"""How many waiting requests the core looks at.
+"""The number of waiting requests that the core looks at.
 
-Time is not measured, since it would not be the same in every run; what is counted is how often the core takes a request
-out of its queues.
+Time would differ from run to run. So the check counts how often the core takes a request out of its queues.
 """
 
 from collections.abc import Callable
@@ -17,17 +16,17 @@ from scheduler_svc.sim.stream import Stream
 from scheduler_svc.sim.violation import ViolationError
 
 _PER_PLAN = 2 * MAX_OVERTAKING_TRIES + 4
-"""Requests that lack memory, suspects, the next urgent one, and what ends a plan's admissions."""
+"""Requests that lack memory, suspects, the next urgent one, and the request that ends a plan's admissions."""
 _PER_EVENT = 4
-"""Requests that are looked at once more because of what has happened: they are held, released, late or assigned."""
+"""Requests that are looked at once more because of an event: they are held, released, late or assigned."""
 _ALWAYS = 64
 
 
 class WorkPerPlan(Promise):
     """A plan looks at the requests that it admits and a few others, however many wait.
 
-    A request that is held apart is not looked at before something happens that concerns it. So what is looked at beyond
-    a constant per plan is bounded by what is admitted and by what has happened.
+    A held request is not looked at before an event that concerns it. So the number of requests beyond a constant per
+    plan is bounded by the numbers of admissions and events.
     """
 
     def __init__(self, watched: Watched) -> None:
@@ -47,7 +46,7 @@ class WorkPerPlan(Promise):
         return counted
 
     def asked(self, epoch: Epoch) -> None:
-        # What one plan leaves of its share is not for the next ones.
+        # The next plans do not get the unused part of one plan's share.
         most = self._taken + _ALWAYS + _PER_EVENT * len(self.clients.live)
         self._allowed = min(self._allowed, most) + _PER_PLAN
 
@@ -56,6 +55,6 @@ class WorkPerPlan(Promise):
 
     def after(self, event: ev.Event, effects: list[ef.Effect]) -> None:
         if self._taken > self._allowed:
-            what = f"{self._taken - self._allowed} requests more were looked at than plans and events account for"
+            what = f"{self._taken - self._allowed} more requests were examined than plans and events justify"
             raise ViolationError("work.effort", what)
         self._allowed += _PER_EVENT

@@ -1,7 +1,7 @@
-"""Whether a waiting request could start on a worker now, as far as that can be told from outside.
+"""Whether a waiting request could start on a worker now, as far as it is visible from outside.
 
-"Could" is meant strictly: where the core may have a reason of its own to let the request wait, the answer names an
-obstacle. So a request without an obstacle must not be passed by, and a worker must not stay idle beside it.
+"Could" is strict: where the core may have a reason to let the request wait, the answer names an obstacle. So a request
+without an obstacle must not be overtaken, and no worker may stay idle while it waits.
 """
 
 import enum
@@ -19,7 +19,7 @@ from scheduler_svc.sim.stream import Stream
 
 
 class Obstacle(enum.Enum):
-    """Why a request may have to wait."""
+    """Reason for which a request may have to wait."""
 
     CREDIT = "its reader has no credit"
     UNSETTLED = "a step in flight still names it"
@@ -35,19 +35,19 @@ class Obstacle(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """What a worker has left."""
+    """Free memory of a worker."""
 
     available: int
-    """Blocks that can be taken now."""
+    """Number of blocks that can be allocated now."""
     reserve: int
-    """Blocks that the requests which run may need until they are complete; 0 where none of them goes on."""
+    """Number of blocks that running requests may need until they are complete; 0 if all of them end."""
     promised: int
-    """Blocks of the longest possible sequences of all who run."""
+    """Number of blocks of the longest possible sequences of all running requests."""
     total: int
 
 
 class Eligibility(Promise):
-    """Looks at requests and workers for other promises; guarantees nothing itself."""
+    """Examines requests and workers for other promises; guarantees nothing itself."""
 
     def __init__(self, watched: Watched, quotas: Quotas, suspects: Suspects) -> None:
         super().__init__(watched)
@@ -55,7 +55,7 @@ class Eligibility(Promise):
         self._suspects = suspects
 
     def memory(self, epoch: Epoch, *, without: Stream | None = None) -> Memory:
-        """The memory of a worker; `without` a new one whose blocks count as available."""
+        """Return the memory of a worker; the blocks of `without`, a new stream, count as available."""
         stats = next(each for each in self.stats().workers if each.worker_id == epoch.worker_id)
         available = stats.blocks_free + stats.blocks_cached
         growth = promised = 0
@@ -65,7 +65,7 @@ class Eligibility(Promise):
             if stream is None or stream.epoch is not epoch:
                 continue
             if stream is without:
-                # What it shares may have been in use, or waited for an answer.
+                # The blocks that it shares may have been in use, or retired.
                 available += len(row.blocks) - row.num_given // size
                 continue
             longest = _blocks(min(stream.longest, epoch.context) - 1, size)
@@ -76,7 +76,7 @@ class Eligibility(Promise):
     def obstacle(
         self, stream: Stream, epoch: Epoch, memory: Memory, *, without: Stream | None = None
     ) -> Obstacle | None:
-        """Why a stream that waits may have to wait on; None: it could start, if `without` had not."""
+        """Return the obstacle of a waiting stream; None: it could start in the place of `without`."""
         demand = stream.demand
         if stream.starved:
             return Obstacle.CREDIT
@@ -104,17 +104,17 @@ class Eligibility(Promise):
         return self.held_by(stream, epoch, without=without)
 
     def has_quota(self, stream: Stream) -> bool:
-        """Whether the stream's tenant may not run all that it wants."""
+        """Return whether the quota of the stream's tenant may stop some of its requests."""
         return self._quotas.has_any(stream)
 
     def held_by(self, stream: Stream, epoch: Epoch, *, without: Stream | None = None) -> Obstacle | None:
-        """Why a stream that has credit may be held apart, whatever memory there is: it is overtaken by nobody then."""
+        """Return the reason for which a stream with credit may be held; no request overtakes it then."""
         if self._prefix_is_computed(stream, epoch, without):
             return Obstacle.PREFIX
         return Obstacle.RIVALS if self._quotas.may_be_last(stream) else None
 
     def _prefix_is_computed(self, stream: Stream, epoch: Epoch, without: Stream | None) -> bool:
-        """Whether a prompt under way may be computing a block that the stream will share."""
+        """Return whether a started prompt may compute a block that the stream will share."""
         if self.config.prefix_cache == "off" or stream.demand.scored or stream.demand.pooling is Pooling.MEAN:
             return False
         size = epoch.model.block_size
@@ -129,7 +129,7 @@ class Eligibility(Promise):
 
 
 def assigned_s(promise: Promise) -> float:
-    """How long a request may be assigned to workers that do not take it; one of them may be dead, or lost by now."""
+    """Return how long a request may be assigned to workers that do not admit it, which may be dead or lost."""
     if len(promise.cluster.epochs) == len(promise.cluster.sites) == 1:
         return 0.0
     pace = promise.world.scenario.pace

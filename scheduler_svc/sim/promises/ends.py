@@ -1,4 +1,4 @@
-"""Why a request may end."""
+"""The reasons for which a request may end."""
 
 from scheduler_svc.core.interface.records import EndReason
 from scheduler_svc.sim.oracle import grammar_key
@@ -8,10 +8,10 @@ from scheduler_svc.sim.traffic import UNUSABLE
 
 
 class EndsAreJustified(Promise):
-    """A request ends for a reason that the history of its client, its workers and the clock bears out.
+    """A request ends for a reason that the history of its client, its workers and the clock justifies.
 
-    One that is under way (a core has accepted it, it has tokens, or it had a row) ends only when it is complete, when
-    its client leaves, at its deadline, for a fault of its own, or when no worker comes that can serve it.
+    A started request is one that a core has accepted, that has tokens, or that had a row. It ends only when it is
+    complete, when its client leaves, at its deadline, for a fault of its own, or when no worker can serve it.
     """
 
     def __init__(self, watched: Watched) -> None:
@@ -21,7 +21,7 @@ class EndsAreJustified(Promise):
     def objection(self, stream: Stream, reason: EndReason) -> str | None:
         match reason:
             case EndReason.CANCELLED:
-                return None if stream.cancel_sent else "nobody cancelled it"
+                return None if stream.cancel_sent else "no client cancelled it"
             case EndReason.DEADLINE:
                 return self._deadline(stream)
             case EndReason.INVALID:
@@ -35,7 +35,7 @@ class EndsAreJustified(Promise):
                 if not patience or not stream.starved or self.world.now - stream.last_move < patience:
                     return "its reader was not stalled"
             case EndReason.SHUTDOWN:
-                return None if self.shutting_down else "nobody asked for it"
+                return None if self.shutting_down else "no shutdown was requested"
         return None
 
     def _deadline(self, stream: Stream) -> str | None:
@@ -66,7 +66,7 @@ class EndsAreJustified(Promise):
         return None
 
     def _has_no_grammar(self, stream: Stream) -> bool:
-        """Whether every worker that takes requests of its length has failed to compile the stream's grammar."""
+        """Return whether every worker open for requests of its length failed to compile the stream's grammar."""
         key = grammar_key(stream.demand.grammar)
         able = [key not in epoch.cannot for epoch in self.cluster.usable if stream.num_known < epoch.context]
         return bool(able) and not any(able)

@@ -1,7 +1,7 @@
 """Which cached blocks stay when memory is needed.
 
-When the core frees a cached block cannot be seen from outside, only when it gives the block to be written again. So the
-check needs two blocks: one that was given away, and one that had been unused for longer and is found later.
+The time at which the core evicts a cached block is not visible from outside; the time of its next use is. So the check
+compares two blocks: one that was reused, and one that had been unused for longer and is found later.
 """
 
 from collections import Counter
@@ -13,38 +13,38 @@ from scheduler_svc.sim.sites import Epoch
 from scheduler_svc.sim.violation import StreamName, ViolationError
 
 _APART = 2
-"""A block is unused from some moment between the plan before the one that tells of it and the plan after it."""
+"""A block becomes unused at a moment between the plan before its report and the plan after it."""
 
 
 class _Blocks:
-    """The blocks of one worker in one epoch; steps are those in which the worker was told."""
+    """The blocks of one worker in one epoch; times are steps."""
 
     def __init__(self) -> None:
         self.tables: dict[int, list[int]] = {}
-        """By row."""
+        """Blocks, by row."""
         self.holders: Counter[int] = Counter()
         self.unused_since: dict[int, int] = {}
-        """By block that no row holds: the step in which the last one left it."""
+        """By block that no row holds: the step in which the last row left it."""
         self.shared: set[int] = set()
-        """Blocks that were found in the cache, and were not given to be written since."""
+        """Blocks that were found in the cache, and were not given to a row to write since."""
         self.newest_evicted = 0
-        """Since when a block was unused that was in the cache and is there no longer; the latest of all."""
+        """The latest time since which an evicted block had been unused."""
 
     def leave(self, row: int, step: int) -> None:
-        """A row is over."""
+        """Record that a row is over."""
         for block in self.tables.pop(row):
             self.holders[block] -= 1
             if not self.holders[block]:
                 self.unused_since[block] = step
 
     def find(self, block: int) -> int | None:
-        """A row shares a block; returns since when the block was unused."""
+        """Record that a row shares a block; return since when the block was unused."""
         self.holders[block] += 1
         self.shared.add(block)
         return self.unused_since.pop(block, None)
 
     def write(self, block: int) -> None:
-        """A row is given a block to write."""
+        """Record that a row got a block to write."""
         self.holders[block] += 1
         since = self.unused_since.pop(block, 0)
         if block in self.shared:
@@ -53,10 +53,10 @@ class _Blocks:
 
 
 class LeastRecentlyUsedGoFirst(Promise):
-    """A block that is found in the cache was not unused for longer than one that had to leave it.
+    """No block that is found in the cache was unused for longer than an evicted one.
 
-    Rows that fail, and KV that goes to the host, take blocks out of the cache for other reasons. So workers are looked
-    at until their first row fails, if they have no host memory.
+    Failed rows, and KV that is swapped out, remove blocks from the cache for other reasons. So the check examines
+    workers without host memory, until their first row fails.
     """
 
     def __init__(self, watched: Watched) -> None:
@@ -93,6 +93,6 @@ class LeastRecentlyUsedGoFirst(Promise):
         for row, block in zip(plan.append_rows.tolist(), plan.append_blocks.tolist(), strict=True):
             blocks.tables[row].append(block)
             given.append(block)
-        # A block that is shared in this plan is safe from what the same plan evicts.
+        # A block that is shared in this plan is not evicted by the same plan.
         for block in given:
             blocks.write(block)

@@ -1,8 +1,8 @@
-"""How service is shared among those that wait all the time.
+"""How service is shared among groups that wait all the time.
 
-The groups are the request classes where there are any, else the tenants under `fair`. The simulator counts service by
-itself, from plans and delivered tokens. A group counts as waiting all the time as long as, after each plan, one of its
-requests waits that nothing but room keeps from starting (see `eligible`).
+The groups are the request classes, or without classes the tenants under `fair`. The simulator counts service by itself,
+from plans and delivered tokens. A group waits all the time while, after each plan, at least one of its requests waits
+for nothing but room (see `eligible`).
 """
 
 from scheduler_svc.core.interface import effects as ef
@@ -17,13 +17,14 @@ from scheduler_svc.sim.stream import Stream
 from scheduler_svc.sim.violation import StreamName, ViolationError
 
 _MOST_RUNS = 4
-"""Tokens of a row that the core may have delivered and not yet accounted, or be about to deliver."""
+"""Tokens of a row that the core may have delivered and not yet counted, or may be about to deliver."""
 
 
 class ServiceIsShared(Promise):
-    """Between two groups that wait all the time, service per weight differs by no more than the bound of VTC.
+    """Between two groups that wait all the time, service per weight differs by at most the bound of VTC.
 
-    With several workers a request may be assigned to one of them for a while, so worlds with one worker are looked at.
+    With several workers a request may be assigned to one of them for a while. So only simulations with one worker are
+    checked.
     """
 
     def __init__(self, watched: Watched, eligibility: Eligibility) -> None:
@@ -36,15 +37,15 @@ class ServiceIsShared(Promise):
             else self.config.tenant_weights
         )
         self._service: dict[str, float] = {}
-        """By group, per weight."""
+        """Service by group, per weight."""
         self._counted: dict[Stream, int] = {}
-        """Tokens of each stream that are in `_service`, or were delivered by an earlier core."""
+        """Tokens of each stream that `_service` contains, or that an earlier core delivered."""
         self._has_begun: set[Stream] = set()
-        """Streams that had tokens when they arrived: their prompts were paid for."""
+        """Streams that had tokens on arrival: their prompts are already counted."""
         self._ranges: dict[tuple[str, str], tuple[float, float]] = {}
-        """By pair of groups, while both wait: the least and the largest difference of their service."""
+        """By pair of groups, while both wait: the smallest and the largest difference of their service."""
         self._ceased: set[str] = set()
-        """Groups that were without a waiting request since the last plan."""
+        """Groups that had no waiting request at some time since the last plan."""
         self._longest_prompt = self._longest_output = self._most_rows = self._most_tokens = 0
 
     def after(self, event: ev.Event, effects: list[ef.Effect]) -> None:
@@ -100,18 +101,18 @@ class ServiceIsShared(Promise):
         if largest - least > bound / 4:
             self.seen(Limit.SHARES)
         if largest - least > bound:
-            what = f"service of {one!r} and {other!r} moved apart by {largest - least:.0f}, the bound is {bound:.0f}"
+            what = f"service of {one!r} and {other!r} differs by {largest - least:.0f}, the bound is {bound:.0f}"
             raise ViolationError("fair.bound", what)
 
     def _bound(self) -> float:
-        """Twice the most that a group may be served after its last admission, and what is not accounted yet."""
+        """Return twice the most service of a group after its last admission, and the service not yet counted."""
         output = FairPolicy.OUTPUT_WEIGHT
         by_memory = max(FairPolicy.INPUT_WEIGHT * self._longest_prompt, output * self._most_tokens)
         by_rows = FairPolicy.INPUT_WEIGHT * self._longest_prompt + output * self._most_rows * self._longest_output
         return 2 * min(by_memory, by_rows) + _MOST_RUNS * output * self._most_rows
 
     def _waiting(self, epoch: Epoch) -> list[str]:
-        """The groups that have a request which nothing but room keeps from starting."""
+        """Return the groups that have a request which waits for nothing but room."""
         found: dict[str, None] = {}
         memory = self._eligibility.memory(epoch)
         for stream in self.book.waiting:

@@ -10,7 +10,7 @@ from scheduler_svc.sim.violation import ViolationError
 
 
 class StepLimits(Promise):
-    """No step has more rows, tokens or tokens of one prompt than the limits allow, and no more plans are in flight."""
+    """No step exceeds the limits of rows, tokens, tokens of one prompt, and plans in flight."""
 
     def plan_made(self, plan: Plan, epoch: Epoch) -> None:
         config, model = self.config, epoch.model
@@ -48,7 +48,7 @@ class StepLimits(Promise):
 
 
 class AttentionIsCounted(Promise):
-    """A chunk is paid for with its context, but for a single token where less than its price is left."""
+    """A chunk costs its tokens and its attention; a single token is allowed where the budget left is smaller."""
 
     def plan_made(self, plan: Plan, epoch: Epoch) -> None:
         break_even = epoch.model.break_even_context
@@ -66,10 +66,10 @@ class AttentionIsCounted(Promise):
 
 
 class PromptsInOrder(Promise):
-    """Prompts under way are computed in the order in which they were admitted.
+    """Started prompts are computed in the order of their admission.
 
-    A later prompt gets a chunk only when every earlier one whose reader has credit got one, and only the last chunk of
-    a step is shorter than the prompt's rest and the limit of a chunk allow.
+    A later prompt gets a chunk only when every earlier one whose reader has credit got one. Only the last chunk of a
+    step is shorter than the prompt's rest and the limit of a chunk allow.
     """
 
     def __init__(self, watched: Watched, suspects: Suspects) -> None:
@@ -98,5 +98,5 @@ class PromptsInOrder(Promise):
 
 
 def most_tokens_of(promise: Promise, model: ModelWorker) -> int:
-    """Tokens that a step of the worker may have."""
+    """Return the maximum number of tokens of a step of the worker."""
     return min(promise.config.max_num_batched_tokens, model.max_tokens_per_step)

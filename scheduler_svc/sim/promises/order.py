@@ -1,7 +1,8 @@
-"""In which order requests are admitted.
+"""The order in which requests are admitted.
 
-A policy is an order by a key (see `core.queueing.policies`). The simulator knows each key, or two bounds of it where it
-depends on what the core has learned. A request is *overtaken* when one with a larger key is admitted while it waits.
+A policy is an order by a key (see `core.queueing.policies`). The simulator knows each key, or two bounds of it where
+the key depends on what the core has learned. A request is *overtaken* when one with a larger key is admitted while it
+waits.
 """
 
 import bisect
@@ -24,7 +25,7 @@ _Entry = tuple[float, int, Stream]
 
 
 class WaitingRoom:
-    """The streams that wait with credit, each in its queue, in the order of the largest key that each can have."""
+    """The waiting streams with credit, each in its queue, ordered by the largest key that each can have."""
 
     def __init__(self, keys: "PolicyKeys") -> None:
         self._keys = keys
@@ -35,20 +36,20 @@ class WaitingRoom:
         return stream in self._entries
 
     def enter(self, stream: Stream, sequence: int) -> None:
-        """A stream begins to wait."""
+        """Record that a stream begins to wait."""
         self.leave(stream)
         entry = self._entries[stream] = (self._keys.largest(stream), sequence, stream)
         bisect.insort(self._queues.setdefault(self._keys.queue(stream), []), entry)
 
     def leave(self, stream: Stream) -> None:
-        """A stream waits no longer."""
+        """Record that a stream no longer waits."""
         entry = self._entries.pop(stream, None)
         if entry is not None:
             queue = self._queues[self._keys.queue(stream)]
             del queue[bisect.bisect_left(queue, entry)]
 
     def before(self, stream: Stream, sequence: int) -> list[Stream]:
-        """The streams that are certainly before `stream` in its queue."""
+        """Return the streams that are certainly before `stream` in its queue."""
         key = self._keys.smallest(stream), sequence
         queue = self._queues.get(self._keys.queue(stream), [])
         return [entry[2] for entry in queue[: bisect.bisect_left(queue, key)]]
@@ -58,12 +59,12 @@ class PolicyKeys(Promise):
     """Bounds of the keys by which policies order requests; guarantees nothing itself."""
 
     def queue(self, stream: Stream) -> tuple[str, str]:
-        """Requests are compared within one queue: of a class, and under `fair` of a tenant."""
+        """Return the queue of a stream: that of its class, and under `fair` that of its tenant."""
         name = stream.demand.tenant if stream.demand.tenant in self.config.classes else ""
         return name, stream.demand.tenant if self._policy(stream) == "fair" else ""
 
     def largest(self, stream: Stream) -> float:
-        """The largest key that the stream can have."""
+        """Return the largest key that the stream can have."""
         demand = stream.demand
         match self._policy(stream):
             case "priority":
@@ -73,7 +74,7 @@ class PolicyKeys(Promise):
                 return stream.arrival + self._length_penalty(stream, forecast)
             case "edf":
                 wanted = [stream.deadline, stream.total_deadline, None if stream.tokens else stream.ttft_deadline]
-                # Once its target is missed, a request counts as one without.
+                # After its target is missed, a request counts as one without a target.
                 soonest = min((time for time in wanted if time is not None), default=0.0)
                 return max(soonest, stream.arrival + EDF_SLACK_S)
             case "lpm":
@@ -81,14 +82,14 @@ class PolicyKeys(Promise):
         return stream.arrival
 
     def smallest(self, stream: Stream) -> float:
-        """The smallest key that it can have."""
+        """Return the smallest key that the stream can have."""
         demand = stream.demand
         match self._policy(stream):
             case "sjf":
                 most = min(demand.max_tokens, stream.context - len(demand.prompt))
                 return stream.arrival + self._length_penalty(stream, min(demand.expected_output_tokens, most))
             case "edf":
-                # A target that is met already may still count: keys are fixed when a request is queued.
+                # A target that is already met may still count, because keys are fixed when a request is queued.
                 wanted = [stream.deadline, stream.total_deadline, stream.ttft_deadline]
                 soonest = min((time for time in wanted if time is not None), default=None)
                 if soonest is None:
@@ -111,8 +112,8 @@ class PolicyKeys(Promise):
 class AdmissionOrder(Promise):
     """Requests are admitted in the order of their policy.
 
-    A request is overtaken only where it could not start, by at most `MAX_OVERTAKEN` others in one wait where memory was
-    what it lacked. With several workers it may also be assigned to a better placed one, for a bounded time.
+    A request is overtaken only when it could not start. While it lacks memory, at most `MAX_OVERTAKEN` others overtake
+    it in one wait. With several workers it may also be assigned to a better placed one, for a bounded time.
     """
 
     def __init__(self, watched: Watched, eligibility: Eligibility) -> None:
@@ -120,13 +121,13 @@ class AdmissionOrder(Promise):
         self._eligibility = eligibility
         self._room = WaitingRoom(PolicyKeys(watched))
         self._overtaken: dict[Stream, int] = {}
-        """By stream: who overtook it in its present wait while it lacked memory."""
+        """By stream: the number of requests that overtook it in its present wait while it lacked memory."""
         self._since: dict[Stream, float] = {}
-        """By stream: since when that was so."""
+        """By stream: the time since which it has lacked memory."""
         self._left: dict[Stream, tuple[float, float]] = {}
-        """By stream: since when, and when last, others overtook it although it could start."""
+        """By stream: the first and the last time at which others overtook it although it could start."""
         self._just_displaced: set[Stream] = set()
-        """Streams preempted with the present event: they compete from the next plan on."""
+        """Streams preempted with the present event; they compete from the next plan on."""
         self._just_left: set[str] = set()
         """Tenants of waiting streams that ended with the present event; their quota is free from the next plan on."""
 

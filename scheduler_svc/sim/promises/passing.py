@@ -1,8 +1,8 @@
-"""How often a request is passed by, under the policies whose keys depend on what the core knows or has learned.
+"""How often a request is overtaken, under the policies whose keys change.
 
 `AdmissionOrder` compares keys that are the same at all times. The key of `edf` changes when a target is missed, and
-`lpm` has none. With several workers a request may be assigned to one of them for a while, so worlds with one worker are
-looked at.
+`lpm` has no key. With several workers a request may be assigned to one of them for a while. So only simulations with
+one worker are checked.
 """
 
 from abc import ABC, abstractmethod
@@ -17,11 +17,11 @@ from scheduler_svc.sim.violation import ViolationError
 
 _MAX_PASSED = LongestPrefixQueue.MAX_PASSED
 _LATITUDE = 8
-"""Admissions of one plan that may pass a request which was preempted with it."""
+"""Admissions of one plan that may overtake a request which was preempted with it."""
 
 
 class _Passing(Promise, ABC):
-    """What both have in common."""
+    """Common part of the two promises."""
 
     policy = ""
 
@@ -42,7 +42,7 @@ class _Passing(Promise, ABC):
 
     @abstractmethod
     def _look(self, stream: Stream, rivals: list[Stream], epoch: Epoch, memory: Memory) -> None:
-        """A stream was admitted while its rivals wait."""
+        """Examine a stream that was admitted while its rivals wait."""
 
     def _could_start(self, stream: Stream, epoch: Epoch, memory: Memory, without: Stream) -> bool:
         obstacle = self._eligibility.obstacle(stream, epoch, memory, without=without)
@@ -50,7 +50,7 @@ class _Passing(Promise, ABC):
 
 
 class TargetsGoFirst(_Passing):
-    """Under `edf`, a request whose targets can still be met is admitted before those that have none."""
+    """Under `edf`, a request whose targets can still be met is admitted before those without such targets."""
 
     policy = "edf"
 
@@ -60,7 +60,7 @@ class TargetsGoFirst(_Passing):
         latest = stream.arrival + EDF_SLACK_S
         for other in rivals:
             targets = _targets(other)
-            # The target of the first token is met by those that have one.
+            # A request that has a token has met the target of its first token.
             is_new = not (other.placements or other.tokens)
             if not targets or not is_new or not self.world.now < self._latest_start(other) < min(targets) < latest:
                 continue
@@ -68,7 +68,7 @@ class TargetsGoFirst(_Passing):
                 raise ViolationError("order.target", f"{stream.name} is admitted first, and has no target", other.name)
 
     def _latest_start(self, stream: Stream) -> float:
-        """The earliest that the core may take for the latest start that meets the stream's targets."""
+        """Return the earliest value that the core may compute for the latest start that meets the targets."""
         demand = stream.demand
         longest_step = self.cluster.longest_step
         prompt_s = len(demand.prompt) * longest_step
@@ -79,14 +79,14 @@ class TargetsGoFirst(_Passing):
 
 
 class PassedOverSeldom(_Passing):
-    """Under `lpm`, the oldest request that could start is passed over by a bounded number of others."""
+    """Under `lpm`, a bounded number of requests overtake the oldest request that could start."""
 
     policy = "lpm"
 
     def __init__(self, watched: Watched, eligibility: Eligibility) -> None:
         super().__init__(watched, eligibility)
         self._passed: dict[Stream, int] = {}
-        """By stream: who was admitted before it since it became the oldest."""
+        """By stream: the number of requests admitted before it since it became the oldest."""
 
     def _look(self, stream: Stream, rivals: list[Stream], epoch: Epoch, memory: Memory) -> None:
         sequence = self.book.sequence
@@ -108,6 +108,6 @@ class PassedOverSeldom(_Passing):
 
 
 def _targets(stream: Stream) -> list[float]:
-    """When a stream's client wants what."""
+    """Return the targets of a stream's client."""
     wanted = (stream.deadline, stream.total_deadline, stream.ttft_deadline)
     return [time for time in wanted if time is not None]

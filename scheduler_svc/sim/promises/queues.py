@@ -1,4 +1,4 @@
-"""How many requests may wait."""
+"""The number of requests that may wait."""
 
 from scheduler_svc.core.interface import effects as ef
 from scheduler_svc.core.interface import events as ev
@@ -11,10 +11,10 @@ from scheduler_svc.sim.violation import StreamName, ViolationError
 
 
 class QueueLimits(Promise):
-    """A new request is refused when the queue, or its tenant's part of it, is full, and only then.
+    """A new request is refused if and only if the queue, or its tenant's part of it, is full.
 
     The queue is full with `max_queued_requests` requests, or when the tokens of a further one would exceed
-    `max_queued_tokens`; a single request may always wait. What an earlier core has accepted is never refused.
+    `max_queued_tokens`. A single request may always wait. What an earlier core has accepted is never refused.
     """
 
     def __init__(self, watched: Watched) -> None:

@@ -1,4 +1,4 @@
-"""What each tenant has and may have: requests that run and wait, and a token bucket, as a model beside the core's."""
+"""A model of each tenant's quotas: running and waiting requests, and a token bucket."""
 
 from collections import Counter
 
@@ -14,17 +14,17 @@ from scheduler_svc.sim.violation import StreamName, ViolationError
 
 _NO_LIMITS = TenantLimits()
 _TOLERANCE = 1e-6
-"""Tokens: two ways of adding up the same numbers."""
+"""Tolerance in tokens, because the two sides add up the same numbers in different order."""
 
 
 def limits_of(config: CoreConfig, tenant: str) -> TenantLimits:
-    """The limits of a tenant."""
+    """Return the limits of a tenant."""
     limits = config.tenant_limits
     return limits.get(tenant, limits.get("", _NO_LIMITS))
 
 
 class _Bucket:
-    """Tokens that a tenant may still take; below zero nothing of the tenant starts."""
+    """Tokens that a tenant may still use; below zero, no request of the tenant starts."""
 
     def __init__(self, rate: float, now: float) -> None:
         self._rate = rate
@@ -32,20 +32,20 @@ class _Bucket:
         self._filled = now
 
     def level(self, now: float) -> float:
-        """Tokens that are there."""
+        """Return the tokens in the bucket."""
         self._tokens = min(self._rate * BURST_S, self._tokens + self._rate * (now - self._filled))
         self._filled = now
         return self._tokens
 
     def take(self, tokens: int, now: float) -> None:
-        """Takes tokens out, more than there are if need be."""
+        """Remove tokens, also more than the bucket has."""
         self._tokens = self.level(now) - tokens
 
 
 class Quotas(Promise):
-    """A tenant has at most `max_running` requests in rows, and starts none while its token bucket is overdrawn.
+    """A tenant has at most `max_running` requests in rows, and none starts while its token bucket is overdrawn.
 
-    A request takes its prompt from the bucket when it first starts and its output when it ends, each once.
+    A request takes its prompt from the bucket at its first start and its output at its end, each once.
     """
 
     def __init__(self, watched: Watched) -> None:
@@ -53,24 +53,24 @@ class Quotas(Promise):
         self._running: Counter[str] = Counter()
         self._buckets: dict[str, _Bucket] = {}
         self._paid: dict[Stream, int] = {}
-        """Tokens of the output that a stream came with; its prompt was paid for, too."""
+        """Output tokens that a stream had on arrival; its prompt was counted, too."""
         self._doubtful: Counter[str] = Counter()
-        """By tenant: tokens that its bucket may have beside those that it surely has."""
+        """By tenant: tokens that its bucket may have in addition to those that it certainly has."""
 
     def may_start(self, stream: Stream) -> bool:
-        """Whether the quota of its tenant lets a stream start."""
+        """Return whether the quota of its tenant lets a stream start."""
         limits = limits_of(self.config, stream.demand.tenant)
         if limits.max_running and self._running[stream.demand.tenant] >= limits.max_running:
             return False
         return not limits.tokens_per_s or self._bucket(stream).level(self.world.now) >= _TOLERANCE
 
     def has_any(self, stream: Stream) -> bool:
-        """Whether the tenant of a stream has a quota of running requests or of tokens."""
+        """Return whether the tenant of a stream has a quota of running requests or of tokens."""
         limits = limits_of(self.config, stream.demand.tenant)
         return bool(limits.max_running or limits.tokens_per_s)
 
     def may_be_last(self, stream: Stream) -> bool:
-        """Whether others of its tenant that wait may use up what its quota allows now."""
+        """Return whether other waiting requests of the tenant may use up its present quota."""
         tenant = stream.demand.tenant
         limits = limits_of(self.config, tenant)
         if not self.has_any(stream):

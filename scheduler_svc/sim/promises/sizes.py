@@ -1,4 +1,4 @@
-"""How much the core remembers: nothing grows with what has been, only with what is there."""
+"""The memory of the core: it grows only with the requests, rows, workers and front ends that exist."""
 
 import enum
 from array import array
@@ -14,16 +14,16 @@ from scheduler_svc.sim.violation import ViolationError
 
 _PACKAGE = "scheduler_svc.core."
 _VALUES = frozenset(_PACKAGE + name for name in ("config", "effects", "events", "plan", "records"))
-"""Modules of values, which hold nothing that could grow."""
+"""Modules of values, which contain nothing that could grow."""
 
 _PER_LIVE = 4
 """Entries of one container for each live request, row, worker and front end."""
 _ALWAYS = 32
-"""Entries of one container beside these."""
+"""Constant number of further entries of one container."""
 _LAZY = 96
-"""The same for containers that are only cleaned when much of them is void."""
+"""The same for containers that are cleaned only when many of their entries are void."""
 _TABLE = 128
-"""Entries of a container that has as many as there are tenants and sizes."""
+"""Entries of a container with one entry for each tenant and size."""
 _IS_LAZY = frozenset(
     {
         "FairQueue._order",
@@ -41,7 +41,7 @@ _IS_LAZY = frozenset(
 )
 _IS_TABLE = frozenset({"Forecast._lengths", "Grammars._failed", "Grammars._unused", "StepClock._estimates"})
 _HAS_OWN_LIMIT = frozenset({"History._ended", "KeptLogs._logs", "_Estimate.peaks"})
-"""Limits that a simulation does not reach; what is in these is not looked at."""
+"""Limits that a simulation does not reach; the content of these containers is not examined."""
 _BY_BLOCK = ("BlockPool.", "PartialBlocks.", "PrefixCache.", "PrefixDirectory.", "RecencyQueue.", "_Group.", "_Node.")
 """Containers with at most a few entries for each block of a worker."""
 
@@ -52,7 +52,7 @@ _PLAIN = (str, bytes, int, float, type(None), enum.Enum)
 class MemoryIsBounded(Promise):
     """Every container of the core has at most a few entries for each live request, row, worker and front end.
 
-    Caches have a few for each block. What is cleaned lazily may have as many again, and a constant.
+    Caches have a few for each block. Containers that are cleaned lazily may have twice as many, and a constant.
     """
 
     def __init__(self, watched: Watched) -> None:
@@ -87,11 +87,11 @@ class MemoryIsBounded(Promise):
 
 
 def sizes_of(core: object, epochs: Collection[int]) -> Counter[str]:
-    """How many entries the containers have that are reached from an object of the core, by where they are.
+    """Return the number of entries of each container that is reachable from an object of the core, by path.
 
     Args:
-        core: where to begin.
-        epochs: those of the workers that are there; other workers are counted and not looked into.
+        core: the first object.
+        epochs: those of the present workers; other workers are counted and not examined.
     """
     sizes: Counter[str] = Counter()
     seen: set[int] = set()

@@ -1,4 +1,4 @@
-"""How long a request waits for something that may never come."""
+"""How long a request waits for an event that may never come."""
 
 from scheduler_svc.core.interface import effects as ef
 from scheduler_svc.core.interface import events as ev
@@ -13,13 +13,13 @@ class WaitsAreBounded(Promise):
     def __init__(self, watched: Watched) -> None:
         super().__init__(watched)
         self._last_tick = self._regular_since = self.world.now
-        """Since when time has passed without long breaks: waits are measured in the core's own ticks."""
+        """Time since which time has passed without long breaks: the core measures waits in its own ticks."""
 
     def after(self, event: ev.Event, effects: list[ef.Effect]) -> None:
         if not isinstance(event, ev.TimePassed):
             return
         now, pace = self.world.now, self.world.scenario.pace
-        # Each is noticed when time passes, and acted upon when it passes again.
+        # The core notices each when time passes, and acts when it passes again.
         patience = 2 * pace.tick + pace.turn
         if now - self._last_tick > patience:
             self._regular_since = now

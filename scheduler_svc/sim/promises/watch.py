@@ -1,4 +1,4 @@
-"""All promises, told of everything in order."""
+"""All promises, called in order."""
 
 from collections.abc import Callable
 from typing import Any
@@ -36,7 +36,7 @@ from scheduler_svc.sim.world import World
 
 
 class Promises:
-    """Watches one core from its birth on."""
+    """Checks the promises of one core from its start on."""
 
     def __init__(self, world: World, cluster: Cluster, clients: Clients, core: Scheduler) -> None:
         self._clients = clients
@@ -86,16 +86,16 @@ class Promises:
         self._at_rest = _hooks(promises, "at_rest")
 
     def shutting_down(self) -> None:
-        """Somebody asks the core to end every request."""
+        """Handle that the core is about to be asked to end every request."""
         self._ends.shutting_down = True
 
     def before(self, event: ev.Event) -> None:
-        """The core is about to be given an event."""
+        """Handle an event that the core is about to get."""
         for hook in self._before:
             hook(event)
 
     def objection(self, stream: Stream, reason: EndReason) -> str | None:
-        """What speaks against the reason of an end, as far as it depends on more than the stream."""
+        """Return what contradicts the reason of an end, as far as it depends on more than the stream."""
         for hook in self._objections:
             objection: str | None = hook(stream, reason)
             if objection is not None:
@@ -103,7 +103,7 @@ class Promises:
         return None
 
     def attempt_ended(self, effect: ef.AttemptEnded) -> None:
-        """A traced request left its worker."""
+        """Handle a traced request that left its worker."""
         stream = self._clients.live.get(StreamName(effect.frontend, effect.stream))
         if stream is None:
             raise ViolationError("attempt.unknown", f"{effect.outcome} of stream {effect.stream}, which is not live")
@@ -116,7 +116,7 @@ class Promises:
             hook(stream, epoch, effect.outcome)
 
     def _preempted(self, stream: Stream) -> None:
-        """No request is paused where the capacity is guaranteed, nor twice without a new token in between."""
+        """Check that no request is preempted where capacity is guaranteed, nor twice without a new token between."""
         self._world.coverage.limit(Limit.MEMORY)
         if self._world.scenario.config.capacity == "guaranteed_no_evict":
             raise ViolationError("capacity.guaranteed", "preempted", stream.name)
@@ -125,13 +125,13 @@ class Promises:
         stream.preempted_at = len(stream.tokens)
 
     def ended(self, stream: Stream) -> None:
-        """A stream is over."""
+        """Handle a stream that is over."""
         for hook in self._ended:
             hook(stream)
         self._book.ended(stream)
 
     def after(self, event: ev.Event, effects: list[ef.Effect]) -> None:
-        """The core has handled an event, and its effects are carried out."""
+        """Handle an event that the core has handled, after its effects were executed."""
         if isinstance(event, ev.RequestArrived):
             stream = self._clients.live.get(StreamName(event.frontend, event.stream))
             if stream is not None and not self._book.knows(stream):
@@ -140,12 +140,12 @@ class Promises:
             hook(event, effects)
 
     def asked(self, epoch: Epoch) -> None:
-        """The core is about to be asked for a plan."""
+        """Handle that the core is about to be asked for a plan."""
         for hook in self._asked:
             hook(epoch)
 
     def plan_made(self, plan: Plan, epoch: Epoch) -> None:
-        """A plan was executed by the model worker."""
+        """Handle a plan that the model worker has executed."""
         for admission in plan.admissions:
             name = StreamName(admission.frontend, admission.stream)
             stream = self._clients.live.get(name)
@@ -158,17 +158,17 @@ class Promises:
             hook(plan, epoch)
 
     def no_plan(self, epoch: Epoch) -> None:
-        """The core had nothing to do for a worker that has no step in flight."""
+        """Handle that the core made no plan for a worker that has no step in flight."""
         for hook in self._no_plan:
             hook(epoch)
 
     def at_rest(self) -> None:
-        """Everything has ended, and nothing is in flight."""
+        """Handle that everything has ended, and nothing is in flight."""
         for hook in self._at_rest:
             hook()
 
 
 def _hooks(promises: list[Promise], name: str) -> list[Callable[..., Any]]:
-    """The methods of this name that a promise overrides."""
+    """Return the methods of this name that a promise overrides."""
     own = getattr(Promise, name)
     return [getattr(promise, name) for promise in promises if getattr(type(promise), name) is not own]

@@ -1,4 +1,4 @@
-"""No worker is idle beside work that it could do."""
+"""No worker is idle while it could run a waiting request."""
 
 from scheduler_svc.core.interface.plan import Plan
 from scheduler_svc.sim.coverage import Limit
@@ -11,15 +11,15 @@ from scheduler_svc.sim.stream import Stream
 from scheduler_svc.sim.violation import ViolationError
 
 _CHANCES = 4
-"""Plans by which a request that could start must have started: a step in flight may still name what it needs."""
+"""Plans within which a request that could start must have started; a step in flight may still name what it needs."""
 _REFILL_S = 0.02
-"""Token rates of tenants are looked at no more often."""
+"""Interval at which the token rates of tenants are examined."""
 
 
 class RowsGoOn(Promise):
-    """Every decode row whose reader has credit takes part in every step, unless it needs a block and none is there.
+    """Every decode row whose reader has credit is in every step, unless it needs a block and no block is free.
 
-    While a suspect is tried alone the others wait.
+    While a suspect runs alone, the other rows wait.
     """
 
     def __init__(self, watched: Watched, suspects: Suspects) -> None:
@@ -47,16 +47,18 @@ class RowsGoOn(Promise):
 class WorkConservation(Promise):
     """A worker with a free row admits a waiting request that it could run, within a few plans.
 
-    Only requests that lack memory may hold up others (`AdmissionOrder` says how long). Where requests run in batches
-    this concerns empty workers, once the time to collect a batch is over.
+    Only requests that lack memory may hold up others (`AdmissionOrder` limits how long). Where requests run in batches,
+    this holds for empty workers, after the time to collect a batch is over.
     """
 
     def __init__(self, watched: Watched, eligibility: Eligibility) -> None:
         super().__init__(watched)
         self._eligibility = eligibility
         self._chances: dict[Epoch, dict[Stream | str, tuple[int, float]]] = {}
-        """By worker: what it could have admitted in each of its last plans, in how many of them, and since when. A
-        tenant's name stands for one of its requests, where its quota does not allow all of them."""
+        """By worker: the requests that it could have admitted in its last plans, in how many of them, and since when.
+
+        A tenant's name represents one of its requests, where its quota does not allow all of them.
+        """
 
     def plan_made(self, plan: Plan, epoch: Epoch) -> None:
         if plan.num_tokens >= most_tokens_of(self, epoch.model) or not self.book.waiting:
@@ -96,12 +98,12 @@ class WorkConservation(Promise):
         return count + 1, since
 
     def _admissible(self, epoch: Epoch) -> dict[Stream | str, Stream]:
-        """What the worker could admit now, with a request as an example; nothing if memory may be what is lacking."""
+        """Return what the worker could admit now, with a request as an example; nothing if memory may be missing."""
         memory = self._eligibility.memory(epoch)
         admissible: dict[Stream | str, Stream] = {}
         rivals: dict[str, Stream] = {}
         held: set[str] = set()
-        """Tenants with a request that has an obstacle of its own: it may be the one that the quota allows."""
+        """Tenants with a request that has an obstacle of its own: the quota may allow exactly this request."""
         for stream in self.book.waiting:
             obstacle = self._eligibility.obstacle(stream, epoch, memory)
             if obstacle is Obstacle.MEMORY:
@@ -115,7 +117,7 @@ class WorkConservation(Promise):
         return admissible | {tenant: stream for tenant, stream in rivals.items() if tenant not in held}
 
     def _patience(self) -> float:
-        """How long the core may leave a request to another worker, or collect a batch."""
+        """Return how long the core may leave a request to another worker, or collect a batch."""
         batching = self.config.batching
         patience = 0.0 if batching.mode == "continuous" else 2 * batching.max_wait_s
         if self.config.tenant_limits:
@@ -123,6 +125,6 @@ class WorkConservation(Promise):
         return patience + assigned_s(self)
 
     def _collects(self, epoch: Epoch) -> bool:
-        """Whether the delay factor may make the worker wait for more requests."""
+        """Return whether the delay factor may make the worker wait for more requests."""
         factor = self.config.batching.delay_factor
         return factor > 0 and self.world.now - epoch.last_admission < factor * self.cluster.longest_step
