@@ -129,6 +129,25 @@ def test_static_batching_does_not_wait_for_ever() -> None:
     assert cluster.plan() > 0
 
 
+def test_a_batch_takes_a_request_that_waits_for_a_prefix_on_another_worker_through_its_gate() -> None:
+    """A worker that takes such a request into a static batch still takes the batches after it."""
+    batching = BatchingLimits(mode="static", max_batch_size=3, max_wait_s=0.0)
+    cluster = Cluster(**(LIMITS | {"max_num_batched_tokens": 12, "long_prefill_token_threshold": 8}), batching=batching)
+    cluster.join(ModelWorker(b"w/1", 200, 4, 16), "w/1")
+    cluster.submit(0, list(range(60)), 3)
+    cluster.submit(12, [7, 1, 2, 3], 3)
+    cluster.plan_for(b"w/1", 1)
+    cluster.submit(1, list(range(60)), 3)
+    cluster.plan_for(b"w/1", 1)
+    cluster.join(ModelWorker(b"w/2", 200, 4, 16, max_tokens_per_step=8), "w/2")
+    cluster.answer()
+    cluster.run()
+    cluster.lose(b"w/1")
+    cluster.submit(2, [5, 1, 2], 3)
+    cluster.run()
+    _check_all(cluster)
+
+
 def test_dynamic_batches_end_at_their_token_limit() -> None:
     """A dynamic batch is full at max_tokens_per_batch, but always takes its first request."""
     limits = BatchingLimits(mode="dynamic", max_batch_size=8, max_wait_s=0.0, max_tokens_per_batch=20)

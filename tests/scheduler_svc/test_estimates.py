@@ -302,6 +302,18 @@ def test_a_batch_closes_when_it_is_full_and_opens_when_all_are_done() -> None:
     assert gate.is_open(num_running=0, num_waiting=1, now=31.0)
 
 
+def test_an_assigned_request_opens_the_gate_of_an_empty_worker() -> None:
+    """A request of another worker's complete batch is not collected a second time; a running batch stays closed."""
+    gate = BatchGate(BatchingLimits(mode="static", max_batch_size=2, max_wait_s=1.0))
+    assert not gate.is_open(num_running=0, num_waiting=1, now=10.0)
+    assert gate.may_open(num_running=0)
+    assert gate.is_open(num_running=0, num_waiting=1, now=10.1, num_assigned=1)
+    gate.admitted(5, 10.1)
+    gate.close()
+    assert not gate.may_open(num_running=1)
+    assert not gate.is_open(num_running=1, num_waiting=1, now=10.2, num_assigned=1)
+
+
 def test_a_dynamic_batch_has_a_token_limit_that_its_first_request_may_exceed() -> None:
     """The limit is reached, not exceeded, by those after the first; static batches have none."""
     gate = BatchGate(BatchingLimits(mode="dynamic", max_batch_size=9, max_wait_s=0.0, max_tokens_per_batch=10))
@@ -315,9 +327,11 @@ def test_a_dynamic_batch_has_a_token_limit_that_its_first_request_may_exceed() -
     assert gate.is_open(num_running=0, num_waiting=1, now=2.0)
     assert gate.admits(50, num_running=0, now=2.0), "the next batch counts from zero"
     static = BatchGate(BatchingLimits(mode="static", max_batch_size=9, max_wait_s=0.0, max_tokens_per_batch=10))
+    assert static.is_open(num_running=0, num_waiting=1, now=1.0)
     static.admitted(9, 1.0)
     assert static.admits(50, num_running=1, now=1.0)
     unlimited = BatchGate(BatchingLimits(mode="dynamic", max_batch_size=9, max_wait_s=0.0))
+    assert unlimited.is_open(num_running=0, num_waiting=1, now=1.0)
     unlimited.admitted(9, 1.0)
     assert unlimited.admits(50, num_running=1, now=1.0)
 

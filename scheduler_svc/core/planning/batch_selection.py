@@ -103,9 +103,12 @@ class Admission:
             return None
         gate = self._worker.gate
         while self._may_look_further():
-            num_waiting = self._backlog.num_ready
+            num_waiting = self._backlog.num_startable
             if num_waiting and not gate.is_open(
-                num_running=self._worker.rows.num_running, num_waiting=num_waiting, now=self._now
+                num_running=self._worker.rows.num_running,
+                num_waiting=num_waiting,
+                now=self._now,
+                num_assigned=self._backlog.num_assigned(self._worker),
             ):
                 return None
             if not self._looked_for_suspects:

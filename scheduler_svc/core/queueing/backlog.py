@@ -93,6 +93,11 @@ class Backlog:
         return len(self._competing) + len(self._assigned)
 
     @property
+    def num_startable(self) -> int:
+        """Number of requests that a plan may take: ready ones, and those that wait for a prefix on another worker."""
+        return self.num_ready + len(self._for_prefix)
+
+    @property
     def may_start(self) -> bool:
         """Whether a worker may be able to take a request."""
         return len(self) > len(self._over_quota)

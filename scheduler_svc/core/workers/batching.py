@@ -26,8 +26,15 @@ class BatchGate:
         self._last_admission: float | None = None
         self._prefill_s = 0.0
 
-    def is_open(self, *, num_running: int, num_waiting: int, now: float) -> bool:
-        """Return whether a request may be admitted now; at least one request waits."""
+    def may_open(self, num_running: int) -> bool:
+        """Return whether a request assigned to the worker would be admitted, given that it has room."""
+        return self._limits.mode == "continuous" or num_running == 0 or self._seats > 0
+
+    def is_open(self, *, num_running: int, num_waiting: int, now: float, num_assigned: int = 0) -> bool:
+        """Return whether a request may be admitted now; at least one request waits.
+
+        Assigned requests come from the batch of another worker. They have waited long enough and open the gate.
+        """
         limits = self._limits
         if limits.mode == "continuous":
             return (
@@ -39,7 +46,8 @@ class BatchGate:
         if num_running == 0 and self._seats == 0:
             if self._collecting_since is None:
                 self._collecting_since = now
-            if num_waiting < limits.max_batch_size and now - self._collecting_since < limits.max_wait_s:
+            is_collected = num_assigned or num_waiting >= limits.max_batch_size
+            if not is_collected and now - self._collecting_since < limits.max_wait_s:
                 return False
             self._collecting_since = None
             self._seats = limits.max_batch_size
@@ -62,7 +70,8 @@ class BatchGate:
         return False
 
     def admitted(self, num_tokens: int, now: float) -> None:
-        """Record that a request was admitted."""
+        """Record that a request was admitted through the open gate."""
+        assert self._limits.mode == "continuous" or self._seats > 0, "admitted through a closed gate"
         self._last_admission = now
         self._seats -= 1
         self._tokens += num_tokens
