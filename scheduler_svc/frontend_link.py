@@ -5,10 +5,10 @@ submissions are rejected here with INVALID. The other requests of the frame are 
 valid requests.
 """
 
-import hashlib
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any
 
 from google.protobuf.message import DecodeError
@@ -31,17 +31,16 @@ from shared.frames import (
 from shared.logging import get_logger
 from shared.packing import Packer, check_part, fitting, in_parts
 from shared.prefix_keys import KEY_BYTES
+from shared.request_spec import Pooling, RequestSpec, read_spec
 from shared.versions import negotiate, spoken
 
 _INT32_MAX = 0x7FFFFFFF
-_MAX_GRAMMAR = 1 << 20
-_MAX_IDENTITY = 64
-_MAX_RESUME_INFO = 64 << 10
-_MAX_MODEL = 128
-_SUBMISSION_OVERHEAD = 1024
-"""Upper bound of a submission's size without its long fields, in bytes."""
+_GROWTH = 1024
+"""Upper bound of the bytes by which a submission grows beside its tokens when it is sent again."""
 _REASONS = {reason: link_pb2.EndReason.Value(f"END_REASON_{reason.name}") for reason in ef.EndReason}
-_POOLINGS: dict[int, ev.Pooling] = {pooling.value: pooling for pooling in ev.Pooling}
+_POOLINGS = frozenset(Pooling)
+_COLUMNS_OF = attrgetter("stream", "token_ids", "block_keys", "block_size")
+_STATE_OF = attrgetter("credit", "deadline_ns", "ttft_target_ns", "total_time_target_ns", "accepted", "again")
 
 
 log = get_logger()
@@ -123,79 +122,49 @@ def arrival(peer: ev.Peer, submission: link_pb2.Submission, now: float) -> ev.Re
         UnusableSubmissionError: a field is invalid.
         MalformedColumnError: a column is malformed.
     """
+    spec = read_spec(submission)
     # Each access to a message field costs a look-up, and a copy if the field is long.
-    stream, token_ids, block_keys = submission.stream, submission.token_ids, submission.block_keys
-    num_tokens, grammar = len(token_ids) // TOKEN_BYTES, submission.grammar
+    stream, token_ids, block_keys, block_size = _COLUMNS_OF(submission)
+    num_tokens, num_prompt_tokens = len(token_ids) // TOKEN_BYTES, spec.num_prompt_tokens
     if stream > _INT32_MAX:
         raise UnusableSubmissionError("stream: exceeds int32")
-    num_prompt_tokens, max_tokens = submission.num_prompt_tokens, submission.max_tokens
     if not 0 < num_prompt_tokens <= num_tokens:
         raise UnusableSubmissionError("num_prompt_tokens: the prompt is empty or exceeds token_ids")
     if num_tokens > MAX_SERVED_SEQUENCE:
         raise UnusableSubmissionError(f"token_ids: {num_tokens} tokens exceed the limit of {MAX_SERVED_SEQUENCE}")
-    sampling = submission.sampling
-    _check_sampling(sampling)
-    pooling = _POOLINGS.get(submission.pooling)
-    if pooling is None:
-        raise UnusableSubmissionError(f"pooling: unknown mode {submission.pooling}")
-    if pooling and (max_tokens != 1 or grammar):
-        raise UnusableSubmissionError("pooling: cannot be combined with generation or a grammar")
-    identity, resume_info = submission.identity, submission.resume_info
-    if len(identity) > _MAX_IDENTITY or len(resume_info) > _MAX_RESUME_INFO:
-        raise UnusableSubmissionError("identity or resume_info: too long")
-    if len(grammar) > _MAX_GRAMMAR:
-        raise UnusableSubmissionError(f"grammar: exceeds {_MAX_GRAMMAR} bytes")
-    block_size = submission.block_size
+    if len(spec.stop_token_ids) % TOKEN_BYTES:
+        raise UnusableSubmissionError("stop_token_ids: not a column")
+    _check_sampling(spec.sampling)
+    if spec.pooling:
+        if spec.pooling not in _POOLINGS:
+            raise UnusableSubmissionError(f"pooling: unknown mode {spec.pooling}")
+        if spec.max_tokens != 1 or spec.grammar:
+            raise UnusableSubmissionError("pooling: cannot be combined with generation or a grammar")
     num_keys, rest = divmod(len(block_keys), KEY_BYTES)
     if rest or (num_keys and not 0 < num_keys * block_size <= num_tokens):
         raise UnusableSubmissionError("block_keys: not a whole number of keys, or more keys than full blocks")
-    accepted, model = submission.accepted, submission.model
-    if len(model) > _MAX_MODEL:
-        raise UnusableSubmissionError(f"model: the fingerprint exceeds {_MAX_MODEL} characters")
-    request_id, tenant, request_class = submission.request_id, submission.tenant, submission.request_class
-    salt, stop_token_ids = submission.cache_scope, submission.stop_token_ids
     # Includes the tokens that may be generated: a preempted or resumed request is sent again with all its tokens.
-    weight = (
-        _SUBMISSION_OVERHEAD
-        + TOKEN_BYTES * min(max(num_tokens, num_prompt_tokens + max_tokens), MAX_SERVED_SEQUENCE)
-        + sum(map(len, (sampling, grammar, resume_info, block_keys, stop_token_ids)))
-        + sum(map(len, (request_id, tenant, request_class, salt)))
-    )
+    longest = min(max(num_tokens, num_prompt_tokens + spec.max_tokens), MAX_SERVED_SEQUENCE)
+    weight = _GROWTH + submission.ByteSize() + TOKEN_BYTES * (longest - num_tokens)
     if weight > MAX_PART_BYTES:
         raise UnusableSubmissionError(
             f"request: may need {weight} bytes, more than the {MAX_PART_BYTES} bytes of a frame; shorten its token sets"
             " or its grammar"
         )
+    credit, deadline_ns, ttft_ns, total_ns, accepted, again = _STATE_OF(submission)
     return ev.RequestArrived(
         frontend=peer,
         stream=stream,
-        request_id=request_id,
+        spec=spec,
         token_ids=from_column(token_ids),
-        num_prompt_tokens=num_prompt_tokens,
-        max_tokens=max_tokens,
-        stop_token_ids=from_column(stop_token_ids),
-        sampling=sampling,
-        credit=submission.credit,
-        deadline=_point_in_time(submission.deadline_ns, now),
-        traceparent=submission.traceparent,
-        salt=salt,
+        credit=credit,
+        deadline=_point_in_time(deadline_ns, now),
+        ttft_deadline=_point_in_time(ttft_ns, now),
+        total_deadline=_point_in_time(total_ns, now),
         block_keys=block_keys,
         block_size=block_size,
-        tenant=tenant,
-        request_class=request_class,
-        priority=submission.priority,
-        computes_whole_prompt=submission.computes_whole_prompt,
-        pooling=pooling,
-        identity=identity,
-        resume_info=resume_info,
-        again=accepted or submission.again,
+        again=accepted or again,
         accepted=accepted,
-        model=model,
-        grammar=grammar,
-        grammar_key=hashlib.sha256(grammar).digest() if grammar else b"",
-        expected_output_tokens=submission.expected_output_tokens,
-        ttft_deadline=_point_in_time(submission.ttft_target_ns, now),
-        total_deadline=_point_in_time(submission.total_time_target_ns, now),
     )
 
 
@@ -255,12 +224,12 @@ class Outgoing:
         if effect.log is None:
             return
         log = effect.log
-        reply.submission.CopyFrom(to_submission(log.request, log.tokens))
+        reply.submission.CopyFrom(to_submission(log.spec, log.tokens))
         for index, scores in log.scores:
             reply.scores.add(first_index=index, scores=scores)
         if log.end is not None:
             _encode_end(reply.end, log.end)
-        if not _is_part(reply.ByteSize(), f"the log of request {log.request.request_id}"):
+        if not _is_part(reply.ByteSize(), f"the log of request {log.spec.request_id}"):
             reply.Clear()
             reply.number, reply.not_found = effect.number, True
 
@@ -360,25 +329,9 @@ def _is_part(size: int, what: str) -> bool:
     return True
 
 
-def to_submission(request: ev.RequestArrived, tokens: bytes) -> link_pb2.Submission:
+def to_submission(spec: RequestSpec, tokens: bytes) -> link_pb2.Submission:
     """Return the submission of a resumable request, with `tokens` as its tokens so far."""
-    return link_pb2.Submission(
-        request_id=request.request_id,
-        token_ids=tokens,
-        num_prompt_tokens=request.num_prompt_tokens,
-        max_tokens=request.max_tokens,
-        stop_token_ids=to_column(request.stop_token_ids),
-        sampling=request.sampling,
-        tenant=request.tenant,
-        priority=request.priority,
-        expected_output_tokens=request.expected_output_tokens,
-        cache_scope=request.salt,
-        request_class=request.request_class,
-        grammar=request.grammar,
-        identity=request.identity,
-        resume_info=request.resume_info,
-        model=request.model,
-    )
+    return link_pb2.Submission(token_ids=tokens, **spec._asdict())
 
 
 def to_stream_end(effect: ef.RequestEnded) -> link_pb2.StreamEnd:
@@ -388,12 +341,12 @@ def to_stream_end(effect: ef.RequestEnded) -> link_pb2.StreamEnd:
     return message
 
 
-def from_stream_end(end: link_pb2.StreamEnd, request: ev.RequestArrived) -> ef.RequestEnded:
+def from_stream_end(end: link_pb2.StreamEnd, frontend: ev.Peer, spec: RequestSpec) -> ef.RequestEnded:
     """Return the effect that `to_stream_end` encoded."""
     return ef.RequestEnded(
-        frontend=request.frontend,
+        frontend=frontend,
         stream=end.stream,
-        request_id=request.request_id,
+        request_id=spec.request_id,
         reason=ef.EndReason[link_pb2.EndReason.Name(end.reason).removeprefix("END_REASON_")],
         message=end.message,
         retry_ms=end.retry_ms,

@@ -211,7 +211,7 @@ class SchedulerService:
             for admission in plan.admissions:
                 log.debug(
                     "request admitted",
-                    request_id=admission.request_id,
+                    request_id=admission.spec.request_id,
                     worker=self._workers.worker_id(peer),
                     row=admission.row,
                     step=plan.step,

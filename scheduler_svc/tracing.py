@@ -59,7 +59,7 @@ class SchedulerTracing:
         traceparents = {
             (admission.frontend, admission.stream): self._open_attempt(admission, now)
             for admission in plan.admissions
-            if admission.traceparent
+            if admission.spec.traceparent
         }
         keys = list(dict.fromkeys([*plan.traced_rows, *traceparents]))
         attempts = [attempt for key in keys if (attempt := self._attempts.get(key)) is not None]
@@ -123,7 +123,7 @@ class SchedulerTracing:
         attempt.span.end(self._unix_ns(now))
 
     def _open_attempt(self, admission: RowAdmission, now: float) -> str:
-        parent = from_traceparent(admission.traceparent)
+        parent = from_traceparent(admission.spec.traceparent)
         queue = self._tracer.start_span("queue", context=parent, start_time=self._unix_ns(admission.queued_since))
         queue.end(self._unix_ns(now))
         span = self._tracer.start_span(
@@ -131,7 +131,7 @@ class SchedulerTracing:
             context=parent,
             start_time=self._unix_ns(now),
             attributes={
-                "quire.request_id": admission.request_id,
+                "quire.request_id": admission.spec.request_id,
                 "quire.attempt": admission.attempt,
                 "quire.tokens": len(admission.token_ids),
             },

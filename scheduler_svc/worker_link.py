@@ -39,11 +39,6 @@ _HELLO_REASONS = {
     plan_pb2.HELLO_REASON_PROTOCOL_ERROR: ev.HelloReason.PROTOCOL_ERROR,
     plan_pb2.HELLO_REASON_STEP_FAILED: ev.HelloReason.STEP_FAILED,
 }
-_POOLINGS = {
-    ev.Pooling.NONE: plan_pb2.POOLING_UNSPECIFIED,
-    ev.Pooling.LAST: plan_pb2.POOLING_LAST,
-    ev.Pooling.MEAN: plan_pb2.POOLING_MEAN,
-}
 _FAILURE_KINDS = {
     plan_pb2.ROW_FAILURE_KIND_NOT_FINITE: ev.FailureKind.NOT_FINITE,
     plan_pb2.ROW_FAILURE_KIND_NO_TOKEN_ALLOWED: ev.FailureKind.NO_TOKEN_ALLOWED,
@@ -152,16 +147,17 @@ def _too_large(plan: plan_pb2.Plan, size: int) -> str:
 
 
 def _encode_admission(message: plan_pb2.Admission, admission: RowAdmission, traceparent: str) -> None:
+    spec = admission.spec
     message.row = admission.row
     message.generation = admission.generation
     message.token_ids = to_column(admission.token_ids)
-    message.num_prompt_tokens = admission.num_prompt_tokens
+    message.num_prompt_tokens = spec.num_prompt_tokens
     message.num_computed_tokens = admission.num_computed_tokens
     message.block_tables.append(to_column(admission.blocks))
-    message.sampling.MergeFromString(admission.sampling)
-    message.grammar = admission.grammar
-    message.pooling = _POOLINGS[admission.pooling]
-    message.request_id = admission.request_id
+    message.sampling.MergeFromString(spec.sampling)
+    message.grammar = spec.grammar
+    message.pooling = plan_pb2.Pooling.ValueType(spec.pooling)
+    message.request_id = spec.request_id
     message.traceparent = traceparent
 
 

@@ -16,8 +16,9 @@ from pathlib import Path
 import numpy as np
 
 from scheduler_svc.core.interface import effects as ef
-from scheduler_svc.core.interface import events as ev
 from scheduler_svc.journal.journal import FSYNC_MODES, Journal
+from shared.columns import to_column
+from shared.request_spec import RequestSpec
 
 _FRONTEND = b"frontend/1"
 _PROMPT_TOKENS = 2048
@@ -27,22 +28,16 @@ _STEP_S = 0.02
 def bench(fsync: str, rows: int, steps: int, folder: Path) -> str:
     """Run one measurement and return a line of the table."""
     journal = Journal(folder / f"{fsync}-{rows}", max_bytes=256 << 20, keep_s=300.0, fsync=fsync)
+    prompt = to_column(np.arange(_PROMPT_TOKENS))
     for stream in range(1, rows + 1):
-        request = ev.RequestArrived(
-            frontend=_FRONTEND,
-            stream=stream,
+        spec = RequestSpec(
             request_id=f"req-{stream:024d}",
-            token_ids=np.arange(_PROMPT_TOKENS, dtype=np.int32),
             num_prompt_tokens=_PROMPT_TOKENS,
             max_tokens=1 << 20,
-            stop_token_ids=np.array([2], np.int32),
-            sampling=b"",
-            credit=0,
-            deadline=None,
-            traceparent="",
+            stop_token_ids=to_column([2]),
             identity=b"%032d" % stream,
         )
-        journal.note(ef.LogBegun(request=request, scores=()))
+        journal.note(ef.LogBegun(frontend=_FRONTEND, stream=stream, spec=spec, tokens=prompt, scores=()))
     begin = time.perf_counter()
     journal.commit()
     arrival_us = (time.perf_counter() - begin) / rows * 1e6

@@ -205,8 +205,8 @@ class Scheduler:
         """Return the events that end the live requests with this id and drop their logs."""
         return [
             ev.RequestCancelled(frontend=request.key.frontend, stream=request.key.stream)
-            if request.origin is None
-            else ev.RequestsDropped(identities=(request.origin.identity,))
+            if not request.is_logged
+            else ev.RequestsDropped(identities=(request.spec.identity,))
             for request in self._requests.find(request_id)
         ]
 
@@ -307,7 +307,7 @@ class Scheduler:
         for request in left_behind:
             self._requests.displace(request, "worker lost", f"lost {worker.worker_id}: {reason}", now)
         if left_behind:
-            ids = tuple(request.request_id for request in left_behind)
+            ids = tuple(request.spec.request_id for request in left_behind)
             self._effects.append(WorkerEmptied(worker_id=worker.worker_id, reason=reason, request_ids=ids))
         for request in requests_in_flight:
             request.note(now, f"in a fatal step: {request.fatal_steps}" + (", alone" if is_alone else ""))
@@ -357,7 +357,7 @@ class Scheduler:
                 worker=worker.peer,
                 epoch=worker.epoch,
                 key=request.grammar_key,
-                grammar=request.grammar,
+                grammar=request.spec.grammar,
                 drop=worker.grammars.make_room(),
             )
             for request in requests
@@ -376,7 +376,7 @@ class Scheduler:
             worker.gate.prefill_measured(settled.duration)
         self._requests.forecast.step_measured(settled.num_tokens, settled.num_prefill_tokens, settled.duration)
         for request, index, of_prompt, scores in settled.scores:
-            if request.origin is not None and not of_prompt:
+            if request.is_logged and not of_prompt:
                 request.scores.append((index, scores))
             self._effects.append(
                 ScoresReady(

@@ -194,20 +194,20 @@ class Journal:
             column.append(to_column(values))
 
     def _note_begin(self, effect: ef.LogBegun) -> None:
-        request = effect.request
-        known = self._book.find(request.identity)
+        spec = effect.spec
+        known = self._book.find(spec.identity)
         number = next(number for number in self._numbers if self._book.get(number) is None)
         if number >= _MAX_NUMBER:
             self._numbers = itertools.count(1)
         entry = journal_pb2.Entry(
             number=number,
-            submission=to_submission(request, to_column(request.token_ids)).SerializeToString(),
-            model=request.model or (known.model if known is not None else "") or self._model,
+            submission=to_submission(spec, effect.tokens).SerializeToString(),
+            model=spec.model or (known.model if known is not None else "") or self._model,
         )
         for index, scores in effect.scores:
             entry.scores.add(first_index=index, scores=scores)
-        self._begun[request.identity] = entry
-        self._streams.setdefault(request.frontend, {})[request.stream] = number
+        self._begun[spec.identity] = entry
+        self._streams.setdefault(effect.frontend, {})[effect.stream] = number
 
     def _number(self, frontend: ev.Peer, stream: int) -> int:
         return self._streams.get(frontend, {}).get(stream, 0)

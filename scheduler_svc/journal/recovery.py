@@ -66,12 +66,12 @@ def to_log(entry: Entry) -> Log | None:
     """Return the core's log of an entry; None if the entry is invalid."""
     submission = entry.whole_submission()
     try:
-        request = arrival(_NOBODY, submission, 0.0)
-        end = from_stream_end(link_pb2.StreamEnd.FromString(entry.end), request) if entry.end else None
+        spec = arrival(_NOBODY, submission, 0.0).spec
+        end = from_stream_end(link_pb2.StreamEnd.FromString(entry.end), _NOBODY, spec) if entry.end else None
     except (UnusableSubmissionError, MalformedColumnError, DecodeError, KeyError, ValueError) as error:
         get_logger().error("journal: invalid request ignored", error=str(error))
         return None
-    return Log(request=request, tokens=submission.token_ids, scores=tuple(entry.scores), end=end)
+    return Log(spec=spec, tokens=submission.token_ids, scores=tuple(entry.scores), end=end)
 
 
 def to_event(book: Book, now_ms: int) -> ev.LogsRestored:

@@ -184,7 +184,7 @@ class Clients:
     def _with_keys(event: ev.RequestArrived, service: ef.ServiceChanged) -> ev.RequestArrived:
         """Add the keys of the prompt's blocks, as a front end computes them."""
         assert service.model is not None
-        root = root_key(service.model.fingerprint, event.salt)
+        root = root_key(service.model.fingerprint, event.spec.cache_scope)
         keys = following_keys(root, event.token_ids.tobytes(), service.block_size)
         return dataclasses.replace(event, block_keys=keys, block_size=service.block_size)
 

@@ -25,6 +25,7 @@ from scheduler_svc.core.interface import events as ev
 from scheduler_svc.core.interface.plan import Plan, RowAdmission
 from scheduler_svc.sim.oracle import EMPTY, SCORED, VOCAB, embedding_of, extend, scores_of, token_after
 from scheduler_svc.sim.violation import StreamName, ViolationError
+from shared.request_spec import Pooling
 
 _NOTHING = -1
 """Content of a slot that was never written."""
@@ -51,7 +52,7 @@ class Row:
     admitted: int
     """Number of the admission: smaller is earlier."""
     num_prompt: int
-    pooling: ev.Pooling = ev.Pooling.NONE
+    pooling: Pooling = Pooling.NONE
     num_admitted: int = 0
     """Number of tokens at admission."""
     num_given: int = 0
@@ -208,18 +209,18 @@ class ModelWorker:
             self._last_named[block] = self.last_step - 1
 
     def _admit(self, admission: RowAdmission) -> Row:
-        index, name = admission.row, StreamName(admission.frontend, admission.stream)
+        index, spec, name = admission.row, admission.spec, StreamName(admission.frontend, admission.stream)
         if index in self.rows or not 0 <= index < self.max_rows:
             raise ViolationError("plan.admission", f"row {index} is occupied or does not exist", name)
         if admission.generation <= self._generations.get(index, 0):
             raise ViolationError("plan.admission", f"generation {admission.generation} of row {index} is not new", name)
         self._generations[index] = admission.generation
         tokens: list[int] = admission.token_ids.tolist()
-        if not 0 < admission.num_prompt_tokens <= len(tokens) or len(tokens) > self.max_model_len:
+        if not 0 < spec.num_prompt_tokens <= len(tokens) or len(tokens) > self.max_model_len:
             raise ViolationError("plan.admission", f"{len(tokens)} tokens", name)
         if not 0 <= admission.num_computed_tokens < len(tokens):
             raise ViolationError("plan.admission", f"{admission.num_computed_tokens} of {len(tokens)} computed", name)
-        if admission.pooling is ev.Pooling.MEAN and admission.num_computed_tokens:
+        if spec.pooling == Pooling.MEAN and admission.num_computed_tokens:
             raise ViolationError("plan.pooling", f"{admission.num_computed_tokens} tokens are left out of a mean", name)
         value, values = EMPTY, []
         for position, token in enumerate(tokens):
@@ -237,13 +238,13 @@ class ModelWorker:
             blocks=blocks,
             computed=computed,
             admitted=self._admissions,
-            num_prompt=admission.num_prompt_tokens,
-            pooling=admission.pooling,
+            num_prompt=spec.num_prompt_tokens,
+            pooling=Pooling(spec.pooling),
             num_admitted=len(tokens),
             num_given=computed,
         )
-        if admission.sampling == SCORED:
-            row.scored, row.num_prompt_unscored = True, admission.num_prompt_tokens if computed == 0 else 0
+        if spec.sampling == SCORED:
+            row.scored, row.num_prompt_unscored = True, spec.num_prompt_tokens if computed == 0 else 0
         self.rows[index] = row
         for number, block in enumerate(row.blocks):
             self._name_block(row, block, fresh=(number + 1) * self.block_size > computed)
@@ -407,7 +408,7 @@ class ModelWorker:
         scores: list[ev.RowScores] = []
         embeddings: list[ev.RowEmbedding] = []
         for row in rows:
-            row.decoding = row.pooling is ev.Pooling.NONE
+            row.decoding = row.pooling is Pooling.NONE
             token = token_after(row.values[-1])
             if row.fails:
                 kind = ev.FailureKind.INTERNAL if row.spoil is None else ev.FailureKind.NOT_FINITE

@@ -5,11 +5,12 @@ per token. A wrong token, position or order changes all tokens after it. The val
 position's KV, which in a transformer depends on everything before it.
 """
 
+import hashlib
 from collections.abc import Iterable
 
 import numpy as np
 
-from scheduler_svc.core.interface.records import Pooling
+from shared.request_spec import Pooling
 
 VOCAB = 1000
 EMPTY = 17
@@ -70,4 +71,4 @@ def scores_of(tokens: list[int]) -> bytes:
 
 def grammar_key(grammar: bytes) -> bytes:
     """Return the key of a grammar in the core."""
-    return b"key of " + grammar if grammar else b""
+    return hashlib.sha256(grammar).digest() if grammar else b""

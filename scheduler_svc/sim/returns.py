@@ -16,6 +16,7 @@ from scheduler_svc.sim.clients import Clients
 from scheduler_svc.sim.stream import Stream
 from scheduler_svc.sim.violation import StreamName, ViolationError
 from scheduler_svc.sim.world import World
+from shared.request_spec import RequestSpec
 
 _AGAIN = 0.5
 """Probability of one more action on a request."""
@@ -35,7 +36,7 @@ class Act(enum.Enum):
 class _Kept:
     """The content that the core must keep of a request that is over."""
 
-    request: ev.RequestArrived
+    spec: RequestSpec
     stream: Stream
     tokens: list[int]
     end: ef.RequestEnded | None
@@ -50,7 +51,7 @@ class Returns:
         self._clients = clients
         self._newest: dict[bytes, Stream] = {}
         """The stream that has each request, or had it last."""
-        self._live: dict[bytes, ev.RequestArrived] = {}
+        self._live: dict[bytes, ef.LogBegun] = {}
         """Requests whose logs have begun and not ended."""
         self._kept: dict[bytes, _Kept] = {}
         self._answers: list[ef.ResumeAnswered] = []
@@ -139,18 +140,18 @@ class Returns:
 
     def log_begun(self, effect: ef.LogBegun) -> None:
         """Record that a request with an identity is live."""
-        identity = effect.request.identity
+        identity = effect.spec.identity
         if identity in self._live:
             raise ViolationError("log.begun", f"the log of {identity!r} begins twice")
-        self._live[identity] = effect.request
+        self._live[identity] = effect
 
     def log_ended(self, effect: ef.LogEnded) -> None:
         """Record that the request is no longer live; the core keeps its log until it reports otherwise."""
-        request = self._live.pop(effect.identity, None)
+        begun = self._live.pop(effect.identity, None)
         stream = self._clients.find(StreamName(effect.frontend, effect.stream))
-        if request is None or stream is None or (request.frontend, request.stream) != stream.name:
+        if begun is None or stream is None or (begun.frontend, begun.stream) != stream.name:
             raise ViolationError("log.ended", f"the log of {effect.identity!r} ends and never began")
-        self._kept[effect.identity] = _Kept(request, stream, list(stream.tokens), effect.end, self._world.now)
+        self._kept[effect.identity] = _Kept(begun.spec, stream, list(stream.tokens), effect.end, self._world.now)
 
     def log_dropped(self, effect: ef.LogDropped) -> None:
         """Record that the core has dropped the log."""
@@ -170,4 +171,4 @@ class Returns:
 
 def _to_log(kept: _Kept) -> Log:
     tokens = np.array([*kept.stream.demand.prompt, *kept.tokens], np.int32)
-    return Log(request=kept.request, tokens=tokens.tobytes(), scores=(), end=kept.end)
+    return Log(spec=kept.spec, tokens=tokens.tobytes(), scores=(), end=kept.end)

@@ -11,12 +11,11 @@ import numpy as np
 
 from scheduler_svc.core.interface import effects as ef
 from scheduler_svc.core.interface import events as ev
-from scheduler_svc.core.interface.records import EndReason, Pooling
+from scheduler_svc.core.interface.records import EndReason
 from scheduler_svc.sim.oracle import (
     SCORED,
     expected_embedding,
     extend,
-    grammar_key,
     scores_of,
     token_after,
     value_of,
@@ -24,7 +23,9 @@ from scheduler_svc.sim.oracle import (
 from scheduler_svc.sim.sites import Epoch
 from scheduler_svc.sim.traffic import Demand
 from scheduler_svc.sim.violation import StreamName, ViolationError
+from shared.columns import to_column
 from shared.frames import TOKEN_BYTES
+from shared.request_spec import Pooling, RequestSpec
 
 _TRACEPARENT = "00-11111111111111111111111111111111-2222222222222222-01"
 
@@ -148,29 +149,30 @@ class Stream:
         return ev.RequestArrived(
             frontend=self.name.frontend,
             stream=self.name.stream,
-            request_id=f"r{self.name.stream}",
+            spec=RequestSpec(
+                request_id=f"r{self.name.stream}",
+                num_prompt_tokens=len(demand.prompt),
+                max_tokens=demand.max_tokens,
+                stop_token_ids=to_column(sorted(demand.stops)),
+                sampling=SCORED if demand.scored else b"",
+                grammar=demand.grammar,
+                pooling=demand.pooling,
+                computes_whole_prompt=demand.scored,
+                tenant=demand.tenant,
+                request_class=demand.tenant,
+                priority=demand.priority,
+                expected_output_tokens=demand.expected_output_tokens,
+                cache_scope=demand.salt,
+                identity=self.identity,
+                traceparent=_TRACEPARENT if demand.traced else "",
+            ),
             token_ids=np.array([*demand.prompt, *self.tokens], np.int32),
-            num_prompt_tokens=len(demand.prompt),
-            max_tokens=demand.max_tokens,
-            stop_token_ids=np.array(sorted(demand.stops), np.int32),
-            sampling=SCORED if demand.scored else b"",
             credit=credit,
             deadline=self.deadline,
-            traceparent=_TRACEPARENT if demand.traced else "",
-            salt=demand.salt,
-            tenant=demand.tenant,
-            request_class=demand.tenant,
-            priority=demand.priority,
-            expected_output_tokens=demand.expected_output_tokens,
             ttft_deadline=self.ttft_deadline,
             total_deadline=self.total_deadline,
-            grammar=demand.grammar,
-            grammar_key=grammar_key(demand.grammar),
-            computes_whole_prompt=demand.scored,
-            identity=self.identity,
             again=again,
             accepted=accepted,
-            pooling=demand.pooling,
         )
 
     def take_scores(self, effect: ef.ScoresReady) -> None:

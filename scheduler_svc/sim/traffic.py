@@ -3,10 +3,10 @@
 import random
 from dataclasses import dataclass, replace
 
-from scheduler_svc.core.interface.records import Pooling
 from scheduler_svc.sim.faults import Fault, FaultRates
 from scheduler_svc.sim.oracle import VOCAB, expected_output
 from scheduler_svc.sim.scenario import TENANTS, Pace, TrafficShape
+from shared.request_spec import Pooling
 
 _ENDLESS = 1 << 30
 UNUSABLE = b"unusable"

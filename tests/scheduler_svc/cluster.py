@@ -11,6 +11,8 @@ from scheduler_svc.core.interface.config import CoreConfig
 from scheduler_svc.core.interface.plan import Plan
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.sim.model_worker import ModelWorker
+from shared.columns import to_column
+from shared.request_spec import Pooling, RequestSpec
 
 FRONTEND = b"front/1"
 
@@ -81,7 +83,7 @@ class Cluster:
         accepted: bool = False,
         model: str = "",
         total_deadline: float | None = None,
-        pooling: ev.Pooling = ev.Pooling.NONE,
+        pooling: Pooling = Pooling.NONE,
     ) -> Reader:
         """A request arrives, or arrives again with what was `delivered` before."""
         reader = self.readers[stream] = Reader(prompt, max_tokens, stops or set(), list(delivered))
@@ -89,29 +91,29 @@ class Cluster:
             ev.RequestArrived(
                 frontend=FRONTEND,
                 stream=stream,
-                request_id=f"r{stream}",
+                spec=RequestSpec(
+                    request_id=f"r{stream}",
+                    num_prompt_tokens=len(prompt),
+                    max_tokens=max_tokens,
+                    stop_token_ids=to_column(sorted(reader.stops)),
+                    grammar=grammar,
+                    pooling=pooling,
+                    tenant=tenant,
+                    request_class=request_class,
+                    priority=priority,
+                    expected_output_tokens=expected_output_tokens,
+                    cache_scope=salt,
+                    model=model,
+                    identity=identity,
+                    traceparent=traceparent,
+                ),
                 token_ids=np.array([*prompt, *delivered], np.int32),
-                num_prompt_tokens=len(prompt),
-                max_tokens=max_tokens,
-                stop_token_ids=np.array(sorted(reader.stops), np.int32),
-                sampling=b"",
                 credit=credit,
                 deadline=deadline,
-                traceparent=traceparent,
-                tenant=tenant,
-                request_class=request_class,
-                priority=priority,
-                expected_output_tokens=expected_output_tokens,
                 ttft_deadline=ttft_deadline,
-                salt=salt,
-                grammar=grammar,
-                grammar_key=grammar,
-                identity=identity,
+                total_deadline=total_deadline,
                 again=again,
                 accepted=accepted,
-                model=model,
-                total_deadline=total_deadline,
-                pooling=pooling,
             )
         )
         return reader

@@ -4,7 +4,6 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-import numpy as np
 import pytest
 
 from scheduler_svc.core.interface import effects as ef
@@ -13,6 +12,7 @@ from scheduler_svc.core.interface.config import TenantLimits
 from scheduler_svc.core.workers.grammars import MAX_ASKED
 from scheduler_svc.sim.model_worker import ModelWorker
 from tests.scheduler_svc.cluster import FRONTEND, Cluster, Reader
+from tests.scheduler_svc.requests import make_arrival
 
 
 def _step(cluster: Cluster, seconds: float = 0.02) -> None:
@@ -136,7 +136,7 @@ def test_tenants_take_turns_in_having_their_grammars_compiled() -> None:
     asked = 0
     while True:
         wanted = [effect for effect in cluster.effects if isinstance(effect, ef.GrammarWanted)]
-        if any(effect.key == b"one" for effect in wanted):
+        if any(effect.grammar == b"one" for effect in wanted):
             break
         cluster.handle(ev.GrammarReported(worker=worker.peer, epoch=worker.epoch, key=wanted[asked].key))
         asked += 1
@@ -155,7 +155,7 @@ def test_a_grammar_is_compiled_by_one_worker_while_that_is_enough() -> None:
         cluster.plan()
     (wanted,) = [effect for effect in cluster.effects if isinstance(effect, ef.GrammarWanted)]
     asked = next(worker for worker in workers if worker.peer == wanted.worker)
-    cluster.handle(ev.GrammarReported(worker=asked.peer, epoch=asked.epoch, key=b"g"))
+    cluster.handle(ev.GrammarReported(worker=asked.peer, epoch=asked.epoch, key=wanted.key))
     cluster.run()
     assert reader.end is not None
     assert len([effect for effect in cluster.effects if isinstance(effect, ef.GrammarWanted)]) == 1
@@ -310,20 +310,7 @@ def test_a_tenant_that_is_served_last_costs_no_look_at_all_others() -> None:
 
 
 def _arrived(stream: int, tenant: str) -> ev.RequestArrived:
-    return ev.RequestArrived(
-        frontend=FRONTEND,
-        stream=stream,
-        request_id=f"r{stream}",
-        token_ids=np.array([1, 2, 3], np.int32),
-        num_prompt_tokens=3,
-        max_tokens=1,
-        stop_token_ids=np.zeros(0, np.int32),
-        sampling=b"",
-        credit=1 << 20,
-        deadline=None,
-        traceparent="",
-        tenant=tenant,
-    )
+    return make_arrival(FRONTEND, stream, tokens=3, max_tokens=1, tenant=tenant)
 
 
 def test_workers_that_are_not_due_are_not_looked_at() -> None:

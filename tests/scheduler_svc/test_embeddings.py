@@ -5,10 +5,12 @@ import dataclasses
 import numpy as np
 
 from scheduler_svc.core.interface import events as ev
-from scheduler_svc.core.interface.records import EndReason, Pooling
+from scheduler_svc.core.interface.records import EndReason
 from scheduler_svc.sim.model_worker import ModelWorker
 from scheduler_svc.sim.oracle import expected_embedding
+from shared.request_spec import Pooling
 from tests.scheduler_svc.cluster import FRONTEND, Cluster, Reader
+from tests.scheduler_svc.requests import make_arrival
 
 PROMPT = list(range(1, 30))
 
@@ -26,18 +28,13 @@ def embed(cluster: Cluster, stream: int, pooling: Pooling) -> Reader:
     """Submits a request."""
     reader = cluster.readers[stream] = Reader(PROMPT, 1, set())
     cluster.handle(
-        ev.RequestArrived(
-            frontend=FRONTEND,
-            stream=stream,
-            request_id=f"r{stream}",
+        make_arrival(
+            FRONTEND,
+            stream,
+            tokens=len(PROMPT),
             token_ids=np.array(PROMPT, np.int32),
-            num_prompt_tokens=len(PROMPT),
             max_tokens=1,
-            stop_token_ids=np.zeros(0, np.int32),
-            sampling=b"",
             credit=4,
-            deadline=None,
-            traceparent="",
             pooling=pooling,
         )
     )

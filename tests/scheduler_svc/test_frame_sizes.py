@@ -7,6 +7,7 @@ import dataclasses
 import re
 import threading
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,7 +21,7 @@ from scheduler_svc import frontend_link, worker_link
 from scheduler_svc.core.interface import effects as ef
 from scheduler_svc.core.interface import events as ev
 from scheduler_svc.core.interface.plan import BlockCopy, Plan, RowAdmission
-from scheduler_svc.core.interface.records import EndReason, Log, Pooling
+from scheduler_svc.core.interface.records import EndReason, Log
 from scheduler_svc.frontend_hub import FrontendHub
 from scheduler_svc.frontend_link import Outgoing
 from scheduler_svc.service import SchedulerService
@@ -36,60 +37,46 @@ from shared.frames import (
     PLAN_MAX_MESSAGE,
     FrameTooLargeError,
 )
+from shared.request_spec import Pooling, RequestSpec
 from shared.sockets import connect_dealer, receive_from
 from shared.telemetry import Telemetry
 from tests.examples import examples
 from tests.scheduler_svc.cluster import FRONTEND, Cluster, Reader
+from tests.scheduler_svc.requests import make_arrival, split_fields
 from tests.scheduler_svc.test_service import FrontendPeer, WorkerPeer
 
 MIB = 1 << 20
 LARGE_SET = plan_pb2.SamplingParams(allowed_token_ids=bytes(MIB)).SerializeToString()
 
 
-def _arrived(stream: int = 1, **changes: object) -> ev.RequestArrived:
-    values: dict[str, object] = {
-        "frontend": FRONTEND,
-        "stream": stream,
-        "request_id": f"r{stream}",
-        "token_ids": np.arange(8, dtype=np.int32),
-        "num_prompt_tokens": 8,
-        "max_tokens": 5,
-        "stop_token_ids": np.zeros(0, np.int32),
-        "sampling": b"",
-        "credit": 1 << 20,
-        "deadline": None,
-        "traceparent": "",
-    }
-    return ev.RequestArrived(**(values | changes))  # type: ignore[arg-type]
+def _arrived(stream: int = 1, **changes: Any) -> ev.RequestArrived:
+    return make_arrival(FRONTEND, stream, **changes)
 
 
 def _log(request_id: str, num_tokens: int, scores: tuple[tuple[int, bytes], ...] = ()) -> Log:
     tokens = np.arange(num_tokens, dtype="<i4")
-    return Log(_arrived(request_id=request_id, num_prompt_tokens=num_tokens), tokens.tobytes(), scores, None)
+    return Log(_arrived(request_id=request_id, num_prompt_tokens=num_tokens).spec, tokens.tobytes(), scores, None)
 
 
 def _encode(plan: Plan) -> bytes:
     return worker_link.encode_plan(plan, step_traceparent="", attempt_traceparents={})
 
 
-def _admission(**changes: object) -> RowAdmission:
+def _admission(**changes: Any) -> RowAdmission:
+    of_spec, others = split_fields(changes)
     values: dict[str, object] = {
         "row": (1 << 16) - 1,
         "generation": 0x7FFFFFFF,
+        "spec": RequestSpec(request_id="r", num_prompt_tokens=8, max_tokens=5)._replace(**of_spec),
         "token_ids": np.zeros(8, np.int32),
-        "num_prompt_tokens": 8,
         "num_computed_tokens": 0,
         "blocks": np.zeros(1, np.intp),
-        "sampling": b"",
-        "grammar": b"",
-        "request_id": "r",
         "frontend": FRONTEND,
         "stream": 1,
-        "traceparent": "",
         "attempt": 0,
         "queued_since": 0.0,
     }
-    return RowAdmission(**(values | changes))  # type: ignore[arg-type]
+    return RowAdmission(**(values | others))  # type: ignore[arg-type]
 
 
 def _plan(**changes: object) -> Plan:
@@ -258,7 +245,7 @@ def test_what_a_request_may_come_to_weigh_counts() -> None:
     with pytest.raises(frontend_link.UnusableSubmissionError, match="shorten its token sets"):
         frontend_link.arrival(b"f", submission, 0.0)
     submission.max_tokens = 100
-    assert frontend_link.arrival(b"f", submission, 0.0).max_tokens == 100
+    assert frontend_link.arrival(b"f", submission, 0.0).spec.max_tokens == 100
 
 
 def test_many_resumes_at_once_make_several_frames() -> None:

@@ -9,7 +9,7 @@ from scheduler_svc.core.interface import events as ev
 from scheduler_svc.core.interface.records import GrammarFailure
 from scheduler_svc.core.workers.grammars import MAX_ASKED, MAX_FAILED, Grammars
 from scheduler_svc.sim.model_worker import ModelWorker
-from scheduler_svc.sim.oracle import expected_output
+from scheduler_svc.sim.oracle import expected_output, grammar_key
 from shared.frames import MAX_GRAMMARS
 from tests.scheduler_svc.cluster import Cluster, Reader
 
@@ -19,15 +19,17 @@ def _worker(peer: bytes = b"w/1", max_rows: int = 8) -> ModelWorker:
 
 
 def _wanted(cluster: Cluster) -> list[tuple[bytes, bytes]]:
-    return [(effect.worker, effect.key) for effect in cluster.effects if isinstance(effect, ef.GrammarWanted)]
+    return [(effect.worker, effect.grammar) for effect in cluster.effects if isinstance(effect, ef.GrammarWanted)]
 
 
 _INVALID = GrammarFailure("too complex", is_invalid=True)
 _NO_TOKENIZER = GrammarFailure("no tokenizer.json", is_invalid=False)
 
 
-def _report(cluster: Cluster, worker: ModelWorker, key: bytes, failure: GrammarFailure | None = None) -> None:
-    cluster.handle(ev.GrammarReported(worker=worker.peer, epoch=worker.epoch, key=key, failure=failure))
+def _report(cluster: Cluster, worker: ModelWorker, grammar: bytes, failure: GrammarFailure | None = None) -> None:
+    cluster.handle(
+        ev.GrammarReported(worker=worker.peer, epoch=worker.epoch, key=grammar_key(grammar), failure=failure)
+    )
 
 
 def _tick(cluster: Cluster) -> None:

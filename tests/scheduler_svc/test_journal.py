@@ -22,6 +22,8 @@ from scheduler_svc.journal.segments import JournalInUseError, read_segment
 from scheduler_svc.journal.syncer import Syncer
 from scheduler_svc.sim.model_worker import ModelWorker
 from scheduler_svc.sim.oracle import expected_output
+from shared.columns import from_column, to_column
+from shared.request_spec import RequestSpec
 from tests.scheduler_svc.cluster import FRONTEND, Cluster
 from tests.scheduler_svc.operations import count_calls
 
@@ -32,7 +34,7 @@ MIB = 1 << 20
 
 def _known(logs: tuple[tuple[float, Log], ...]) -> Known:
     return {
-        log.request.identity: (np.frombuffer(log.tokens, "<i4").tolist(), None if log.end is None else log.end.reason)
+        log.spec.identity: (np.frombuffer(log.tokens, "<i4").tolist(), None if log.end is None else log.end.reason)
         for _, log in logs
     }
 
@@ -131,12 +133,12 @@ class Written:
     def submit_log(self, log: Log, stream: int) -> None:
         """Submits a request with the tokens of its log."""
         tokens = np.frombuffer(log.tokens, "<i4").tolist()
-        request, count = log.request, log.request.num_prompt_tokens
+        request, count = log.spec, log.spec.num_prompt_tokens
         self.cluster.submit(
             stream,
             tokens[:count],
             request.max_tokens,
-            stops=set(request.stop_token_ids.tolist()),
+            stops=set(from_column(request.stop_token_ids).tolist()),
             identity=request.identity,
             again=True,
             delivered=tuple(tokens[count:]),
@@ -391,21 +393,8 @@ def test_one_scheduler_at_a_time_writes_a_journal(tmp_path: Path) -> None:
 def test_with_fsync_step_front_ends_are_told_when_the_disk_has_it(tmp_path: Path) -> None:
     """What was committed is durable only after the disk has it, which a descriptor tells; then nothing is held back."""
     journal = Journal(tmp_path, max_bytes=MIB, keep_s=1, fsync="step")
-    request = ev.RequestArrived(
-        frontend=FRONTEND,
-        stream=1,
-        request_id="r",
-        token_ids=np.array([1], np.int32),
-        num_prompt_tokens=1,
-        max_tokens=1,
-        stop_token_ids=np.array([], np.int32),
-        sampling=b"",
-        credit=1,
-        deadline=None,
-        traceparent="",
-        identity=b"i",
-    )
-    journal.note(ef.LogBegun(request=request, scores=()))
+    spec = RequestSpec(request_id="r", num_prompt_tokens=1, max_tokens=1, identity=b"i")
+    journal.note(ef.LogBegun(frontend=FRONTEND, stream=1, spec=spec, tokens=to_column([1]), scores=()))
     journal.commit()
     while journal.durable < journal.written:
         assert select.select(journal.descriptors, [], [], 30)[0], "the disk is never told to have it"

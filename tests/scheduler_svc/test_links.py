@@ -17,6 +17,7 @@ from scheduler_svc.core.interface.plan import Plan, RowAdmission
 from scheduler_svc.frontend_link import Outgoing
 from shared.columns import from_column, to_column
 from shared.frames import PLAN_VERSIONS, MalformedFrameError
+from shared.request_spec import RequestSpec
 from shared.versions import UnsupportedVersionError
 from tests.examples import examples
 
@@ -67,16 +68,17 @@ def test_admission_costs_its_tokens_and_blocks() -> None:
     admission = RowAdmission(
         row=255,
         generation=1000,
+        spec=RequestSpec(
+            request_id="req-0123456789abcdef01234567",
+            num_prompt_tokens=2048,
+            max_tokens=64,
+            sampling=plan_pb2.SamplingParams(temperature=0.7, top_k=40, top_p=0.9, seed=1 << 60).SerializeToString(),
+        ),
         token_ids=np.arange(2048, dtype=np.int32),
-        num_prompt_tokens=2048,
         num_computed_tokens=0,
         blocks=np.arange(128, dtype=np.int32),
-        sampling=plan_pb2.SamplingParams(temperature=0.7, top_k=40, top_p=0.9, seed=1 << 60).SerializeToString(),
-        grammar=b"",
-        request_id="req-0123456789abcdef01234567",
         frontend=b"f",
         stream=7,
-        traceparent="",
         attempt=0,
         queued_since=0.0,
     )
@@ -173,7 +175,7 @@ def test_an_unusable_submission_ends_invalid_and_alone(name: str) -> None:
 
     incoming = frontend_link.decode(b"f", frame, 0.0)
 
-    assert [event.request_id for event in incoming.events if isinstance(event, ev.RequestArrived)] == ["good"]
+    assert [event.spec.request_id for event in incoming.events if isinstance(event, ev.RequestArrived)] == ["good"]
     assert [(end.request_id, end.stream, end.reason) for end in incoming.refused] == [
         ("wrong", wrong.stream, ef.EndReason.INVALID)
     ]

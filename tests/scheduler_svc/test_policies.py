@@ -145,10 +145,10 @@ def test_fair_keeps_backlogged_tenants_within_the_published_bound(seed: int, wei
     for _ in range(200):
         request = queue.take()
         assert request is not None
-        outputs = request.limit - request.num_prompt_tokens
+        outputs = request.limit - request.spec.num_prompt_tokens
         cost = FairPolicy.INPUT_WEIGHT * 10 + FairPolicy.OUTPUT_WEIGHT * outputs
         queue.policy.served(request.account, prompt_tokens=10, output_tokens=outputs)
-        served[request.tenant] += cost / (weight if request.tenant == "a" else 1.0)
+        served[request.spec.tenant] += cost / (weight if request.spec.tenant == "a" else 1.0)
         largest = max(largest, cost)
         assert abs(served["a"] - served["b"]) <= 2 * largest
 
@@ -169,7 +169,7 @@ def test_fair_does_not_save_idleness_up() -> None:
         request = queue.take()
         assert request is not None
         queue.policy.served(request.account, output_tokens=10)
-        tenants.append(request.tenant)
+        tenants.append(request.spec.tenant)
     assert 9 <= tenants.count("back") <= 11
 
 
@@ -190,7 +190,7 @@ def test_fair_saves_no_idleness_up_while_no_request_waits(returns_last: bool) ->
         request = line.take()
         assert request is not None
         line.policy.served(request.account, output_tokens=10)
-        tenants.append(request.tenant)
+        tenants.append(request.spec.tenant)
     assert 9 <= tenants.count("back") <= 11
 
 
@@ -278,7 +278,9 @@ def test_request_classes_share_the_service_by_weight(seed: int, weight: float) -
         assert request is not None
         outputs = rng.randint(1, 50)
         queue.policy.served(request.account, output_tokens=outputs)
-        served[request.request_class] += FairPolicy.OUTPUT_WEIGHT * outputs / classes[request.request_class].weight
+        served[request.spec.request_class] += (
+            FairPolicy.OUTPUT_WEIGHT * outputs / classes[request.spec.request_class].weight
+        )
         largest = max(largest, FairPolicy.OUTPUT_WEIGHT * outputs)
         assert abs(served["a"] - served["b"]) <= 2 * largest
 

@@ -1,5 +1,7 @@
 """Promises of the core that are too small for a file of their own; mutants showed that nothing watched them."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -12,7 +14,7 @@ from scheduler_svc.core.requests.accounts import Account, AccountNumbers
 from scheduler_svc.core.requests.request import Request
 from scheduler_svc.sim.model_worker import ModelWorker
 from tests.scheduler_svc.cluster import FRONTEND, Cluster
-from tests.scheduler_svc.requests import make_request
+from tests.scheduler_svc.requests import make_arrival, make_request
 
 
 def _cluster(**limits: object) -> Cluster:
@@ -21,21 +23,8 @@ def _cluster(**limits: object) -> Cluster:
     return cluster
 
 
-def _arrived(**changes: object) -> ev.RequestArrived:
-    values: dict[str, object] = {
-        "frontend": FRONTEND,
-        "stream": 1,
-        "request_id": "r",
-        "token_ids": np.array([1], np.int32),
-        "num_prompt_tokens": 1,
-        "max_tokens": 1,
-        "stop_token_ids": np.array([], np.int32),
-        "sampling": b"",
-        "credit": 0,
-        "deadline": None,
-        "traceparent": "",
-    }
-    return ev.RequestArrived(**(values | changes))  # type: ignore[arg-type]
+def _arrived(**changes: Any) -> ev.RequestArrived:
+    return make_arrival(FRONTEND, tokens=1, max_tokens=1, credit=0, **changes)
 
 
 def test_a_lost_worker_is_reported_with_its_requests() -> None:
@@ -110,10 +99,10 @@ def test_numbers_of_accounts_are_used_again() -> None:
 def test_a_log_is_as_large_as_what_it_holds() -> None:
     """Every opaque part counts towards the memory that logs may take."""
 
-    def size(**changes: object) -> int:
-        return Log(request=_arrived(**changes), tokens=b"", scores=(), end=None).size
+    def size(**changes: Any) -> int:
+        return Log(spec=_arrived(**changes).spec, tokens=b"", scores=(), end=None).size
 
-    for part in ("sampling", "grammar", "resume_info", "block_keys"):
+    for part in ("sampling", "grammar", "resume_info"):
         assert size(**{part: b"x" * 100}) == size() + 100
 
 
@@ -151,7 +140,7 @@ def test_tenants_take_turns_within_a_fair_class() -> None:
     policy.served(Account("c", "a"), prompt_tokens=10)
     served = queue.take(lambda _: 0)
     assert served is not None
-    assert served.tenant == "b"
+    assert served.spec.tenant == "b"
 
 
 def test_deadlines_hold_after_those_of_the_ended_are_forgotten() -> None:

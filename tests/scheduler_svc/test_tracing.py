@@ -8,6 +8,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 
 from scheduler_svc.core.interface.plan import Plan, RowAdmission
 from scheduler_svc.tracing import SchedulerTracing
+from shared.request_spec import RequestSpec
 from shared.telemetry import Telemetry
 
 TRACEPARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
@@ -30,16 +31,12 @@ def make_plan(step: int) -> Plan:
     admission = RowAdmission(
         row=0,
         generation=1,
+        spec=RequestSpec(request_id="request", num_prompt_tokens=3, max_tokens=9, traceparent=TRACEPARENT),
         token_ids=np.ones(3, np.int32),
-        num_prompt_tokens=3,
         num_computed_tokens=0,
         blocks=np.zeros(1, np.intp),
-        sampling=b"",
-        grammar=b"",
-        request_id="request",
         frontend=b"frontend",
         stream=1,
-        traceparent=TRACEPARENT,
         attempt=0,
         queued_since=0.0,
     )

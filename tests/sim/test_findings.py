@@ -2,7 +2,7 @@
 
 from scheduler_svc.core.interface import events as ev
 from scheduler_svc.sim.model_worker import ModelWorker
-from scheduler_svc.sim.oracle import expected_output
+from scheduler_svc.sim.oracle import expected_output, grammar_key
 from tests.scheduler_svc.cluster import Cluster
 
 
@@ -49,7 +49,7 @@ def test_a_suspect_waits_for_its_grammar() -> None:
         worker = ModelWorker(b"w/%d" % number, 64, 4, 8)
         cluster.join(worker)
         cluster.plan()
-        cluster.handle(ev.GrammarReported(worker=worker.peer, epoch=worker.epoch, key=b"g"))
+        cluster.handle(ev.GrammarReported(worker=worker.peer, epoch=worker.epoch, key=grammar_key(b"g")))
         assert cluster.plan()
         cluster.lose(worker.peer)
     last = ModelWorker(b"w/3", 64, 4, 8)
@@ -58,7 +58,7 @@ def test_a_suspect_waits_for_its_grammar() -> None:
     cluster.run()
     assert (suspect.tokens, other.tokens) == ([], expected_output([4, 5], 5, set()))
 
-    cluster.handle(ev.GrammarReported(worker=last.peer, epoch=last.epoch, key=b"g"))
+    cluster.handle(ev.GrammarReported(worker=last.peer, epoch=last.epoch, key=grammar_key(b"g")))
     cluster.run()
     assert suspect.tokens == expected_output([1, 2, 3], 6, set())
 
@@ -73,7 +73,9 @@ def test_a_grammar_that_only_a_worker_too_small_can_compile() -> None:
     cluster.plan()
     died = ev.GrammarFailure("its compiler died", is_invalid=False)
     for worker, failure in ((small, None), (large, died)):
-        cluster.handle(ev.GrammarReported(worker=worker.peer, epoch=worker.epoch, key=b"g", failure=failure))
+        cluster.handle(
+            ev.GrammarReported(worker=worker.peer, epoch=worker.epoch, key=grammar_key(b"g"), failure=failure)
+        )
         cluster.plan()
     cluster.handle(ev.TimePassed())
     assert reader.end is not None

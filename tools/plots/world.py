@@ -15,6 +15,7 @@ from scheduler_svc.core.interface.config import CoreConfig
 from scheduler_svc.core.interface.records import EndReason
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.sim.model_worker import ModelWorker
+from shared.request_spec import RequestSpec
 
 STEP_S = 0.008
 TOKEN_S = 0.00004
@@ -123,18 +124,16 @@ def _arrival(stream: int, job: Job) -> ev.RequestArrived:
     return ev.RequestArrived(
         frontend=_FRONTEND,
         stream=stream,
-        request_id=str(stream),
+        spec=RequestSpec(
+            request_id=str(stream),
+            num_prompt_tokens=len(job.prompt),
+            max_tokens=job.output,
+            tenant=job.tenant,
+            priority=job.priority,
+            expected_output_tokens=job.hint,
+        ),
         token_ids=np.array(job.prompt, np.int32),
-        num_prompt_tokens=len(job.prompt),
-        max_tokens=job.output,
-        stop_token_ids=np.zeros(0, np.int32),
-        sampling=b"",
         credit=_PLENTY,
-        deadline=None,
-        traceparent="",
-        tenant=job.tenant,
-        priority=job.priority,
-        expected_output_tokens=job.hint,
         total_deadline=None if job.wanted_s is None else _START + job.arrival + job.wanted_s,
     )
 

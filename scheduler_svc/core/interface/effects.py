@@ -5,8 +5,9 @@ from dataclasses import dataclass
 from scheduler_svc.core.interface.arrays import Int32Array
 from scheduler_svc.core.interface.events import ModelFacts
 from scheduler_svc.core.interface.records import EndReason as EndReason
-from scheduler_svc.core.interface.records import Log, Peer, RequestArrived
+from scheduler_svc.core.interface.records import Log, Peer
 from scheduler_svc.core.interface.records import RequestEnded as RequestEnded
+from shared.request_spec import RequestSpec
 
 
 @dataclass(slots=True, kw_only=True)
@@ -45,8 +46,11 @@ class ResumeAnswered:
 class LogBegun:
     """A request with an identity is live; a journal should record its tokens and log-probabilities from now on."""
 
-    request: RequestArrived
-    """The request with all tokens that it has now."""
+    frontend: Peer
+    stream: int
+    spec: RequestSpec
+    tokens: bytes
+    """Column of the prompt and of the tokens that it arrived with."""
     scores: tuple[tuple[int, bytes], ...]
     """(index among the generated tokens, log-probabilities) that it arrived with."""
 

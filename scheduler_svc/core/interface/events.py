@@ -15,7 +15,6 @@ from scheduler_svc.core.interface.arrays import Int32Array
 from scheduler_svc.core.interface.records import GrammarFailure as GrammarFailure
 from scheduler_svc.core.interface.records import Log
 from scheduler_svc.core.interface.records import Peer as Peer
-from scheduler_svc.core.interface.records import Pooling as Pooling
 from scheduler_svc.core.interface.records import RequestArrived as RequestArrived
 
 

@@ -6,7 +6,8 @@ The module does not know the wire format.
 from dataclasses import dataclass, field
 
 from scheduler_svc.core.interface.arrays import NO_INDICES, IndexArray, Int32Array
-from scheduler_svc.core.interface.records import Peer, Pooling
+from scheduler_svc.core.interface.records import Peer
+from shared.request_spec import RequestSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,21 +25,15 @@ class RowAdmission:
 
     row: int
     generation: int
+    spec: RequestSpec
     token_ids: Int32Array
     """All known tokens, `[n] int32`."""
-    num_prompt_tokens: int
     num_computed_tokens: int
     """Number of leading tokens whose KV is already in the given blocks, or is copied there by this plan."""
     blocks: IndexArray
     """Block table of KV group 0, `[num_blocks]`."""
-    sampling: bytes
-    grammar: bytes
-    pooling: Pooling = Pooling.NONE
-    request_id: str
     frontend: Peer
     stream: int
-    traceparent: str
-    """Trace context of the request; "": not traced."""
     attempt: int
     """Number of earlier attempts to run the request."""
     queued_since: float

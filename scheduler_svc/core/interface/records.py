@@ -8,20 +8,10 @@ import enum
 from dataclasses import dataclass
 
 from scheduler_svc.core.interface.arrays import Int32Array
+from shared.request_spec import RequestSpec
 
 Peer = bytes
 """ZeroMQ routing id of one incarnation of a front end or worker."""
-
-
-class Pooling(enum.IntEnum):
-    """Pooling of a prompt; the numbers are those of plan.proto."""
-
-    NONE = 0
-    """The prompt is continued; there is no embedding."""
-    LAST = 1
-    """The embedding is the last hidden state of the last token."""
-    MEAN = 2
-    """The embedding is the mean of the last hidden states of all tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,51 +29,24 @@ class RequestArrived:
 
     frontend: Peer
     stream: int
-    request_id: str
+    spec: RequestSpec
     token_ids: Int32Array
     """The prompt, then the tokens that were delivered before, `[n]`."""
-    num_prompt_tokens: int
-    max_tokens: int
-    """Maximum number of tokens to generate in all, at least 1."""
-    stop_token_ids: Int32Array
-    sampling: bytes
-    """Serialized sampling parameters; the core forwards them unread to the worker."""
     credit: int
     """Room at the reader, bytes of output."""
-    deadline: float | None
+    deadline: float | None = None
     """Core time by which the request must be complete, s; None: no deadline."""
-    traceparent: str
-    salt: bytes = b""
-    """Requests share cached prefixes only with requests of the same salt."""
-    block_keys: bytes = b""
-    """Joined keys of the leading full blocks of `block_size` tokens; empty if the front end has not computed them."""
-    block_size: int = 0
-    tenant: str = ""
-    request_class: str = ""
-    priority: int = 0
-    identity: bytes = b""
-    """Identity of the request, the same on every front end; empty: no log is kept."""
-    resume_info: bytes = b""
-    """Data that a front end needs to continue the request."""
-    again: bool = False
-    """Whether the core may already know the request; it is then taken over."""
-    accepted: bool = False
-    """Whether a core accepted it before: queue limits and forecasts do not refuse it then."""
-    model: str = ""
-    """Fingerprint of the model that it was checked for and that made its tokens; "": not known."""
-    grammar: bytes = b""
-    """Serialized grammar, which the core forwards unread to the worker; empty: none."""
-    grammar_key: bytes = b""
-    computes_whole_prompt: bool = False
-    """Whether its prompt must not be taken from the prefix cache."""
-    pooling: Pooling = Pooling.NONE
-    """With LAST or MEAN the request generates nothing; `max_tokens` is then 1."""
-    expected_output_tokens: int = 0
-    """The client's hint; 0: none."""
     ttft_deadline: float | None = None
     """Core time by which the first token is wanted, s."""
     total_deadline: float | None = None
     """Core time by which the last token is wanted, s; unlike `deadline`, missing it does not end the request."""
+    block_keys: bytes = b""
+    """Joined keys of the leading full blocks of `block_size` tokens; empty if the front end has not computed them."""
+    block_size: int = 0
+    again: bool = False
+    """Whether the core may already know the request; it is then taken over."""
+    accepted: bool = False
+    """Whether a core accepted it before: queue limits and forecasts do not refuse it then."""
 
 
 class EndReason(enum.Enum):
@@ -134,8 +97,7 @@ _OVERHEAD = 512
 class Log:
     """Kept log of one request."""
 
-    request: RequestArrived
-    """The request at its arrival; it may hold fewer tokens than `tokens`."""
+    spec: RequestSpec
     tokens: bytes
     """Column of prompt and generated tokens, int32."""
     scores: tuple[tuple[int, bytes], ...]
@@ -149,6 +111,6 @@ class Log:
     def size(self) -> int:
         """Approximate memory of the log, bytes."""
         scores = sum(len(scores) + 16 for _, scores in self.scores)
-        request = self.request
-        opaque = len(request.sampling) + len(request.grammar) + len(request.resume_info) + len(request.block_keys)
-        return _OVERHEAD + 2 * len(self.tokens) + scores + opaque
+        spec = self.spec
+        opaque = len(spec.sampling) + len(spec.grammar) + len(spec.resume_info)
+        return _OVERHEAD + len(self.tokens) + scores + opaque

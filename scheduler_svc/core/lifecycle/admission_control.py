@@ -65,7 +65,7 @@ class AdmissionControl:
             num_tokens: tokens of the waiting requests.
             now: the time, s.
         """
-        if not 0 < request.num_prompt_tokens <= len(request.tokens):
+        if not 0 < request.spec.num_prompt_tokens <= len(request.tokens):
             return TurnedAway(
                 EndReason.INVALID,
                 "the prompt is empty, or longer than the tokens of the request; send at least one token",
@@ -73,7 +73,7 @@ class AdmissionControl:
         if request.accepted:
             return None
         if not self._tenants.may_queue(request):
-            message = f"tenant {request.tenant!r}: as many requests wait as its limit allows; try again later"
+            message = f"tenant {request.spec.tenant!r}: as many requests wait as its limit allows; try again later"
             return TurnedAway(EndReason.QUEUE_FULL, message, self._retry_ms(num_waiting))
         if self._queue_is_full(request, num_waiting, num_tokens):
             message = (
@@ -108,5 +108,5 @@ class AdmissionControl:
             return False
         must_start = self._forecast.must_start(request)
         assert must_start is not None
-        first_come = self._config.policy_of(request.request_class) == "fcfs"
+        first_come = self._config.policy_of(request.spec.request_class) == "fcfs"
         return now + (_CAUTION * self._expected_wait(num_waiting) if first_come else 0.0) > must_start

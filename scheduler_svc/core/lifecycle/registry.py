@@ -89,7 +89,7 @@ class RequestRegistry:
 
         Several choices share one id, and several principals may use the same one.
         """
-        return [request for request in self._requests.values() if request.request_id == request_id]
+        return [request for request in self._requests.values() if request.spec.request_id == request_id]
 
     def stories(self, request_id: str) -> list[Story]:
         """Return the histories of the requests with this id, including requests that ended recently."""
@@ -108,7 +108,7 @@ class RequestRegistry:
     @property
     def models(self) -> set[str]:
         """Fingerprints of the models of live requests; "" for requests that name no model."""
-        return {request.model for request in self._requests.values()}
+        return {request.spec.model for request in self._requests.values()}
 
     # ---------------------------------------------------------------- life
 
@@ -118,9 +118,10 @@ class RequestRegistry:
         if key in self._requests:
             return  # a front end that got no answer submitted it twice: keep the first one
         is_duplicate = False
-        if event.identity:
-            live = self.identified.live(event.identity)
-            is_duplicate = not event.again and self.identified.knows(event.identity)
+        identity = event.spec.identity
+        if identity:
+            live = self.identified.live(identity)
+            is_duplicate = not event.again and self.identified.knows(identity)
             if live is not None and event.again:
                 self.end(
                     live,
@@ -137,9 +138,9 @@ class RequestRegistry:
         turned_away = (
             _DUPLICATE if is_duplicate else self._admission.refusal(request, self.num_waiting, self._queued_tokens, now)
         )
-        if event.identity and turned_away is None:
+        if identity and turned_away is None:
             # A refused request leaves its kept log unchanged, because its client may try again later.
-            self.identified.began(request, event)
+            self.identified.began(request)
         self.tenants.arrived(request, now)
         if turned_away is not None:
             reason, message, retry_ms = turned_away
@@ -216,7 +217,7 @@ class RequestRegistry:
         else:
             self._starved[request.key] = request
             self._timeouts.watch_reader(request, now)
-        self.backlog.tenant_changed(request.tenant, now)
+        self.backlog.tenant_changed(request.spec.tenant, now)
 
     def strand(self, request: Request, now: float) -> None:
         """Keep a request that no worker serves beside the queue until the fleet changes; the queue has released it."""
@@ -281,7 +282,7 @@ class RequestRegistry:
             self.policy.served(request.account, output_tokens=num_generated - request.accounted_tokens)
         self._queued_tokens -= request.queued_tokens
         self.tenants.ended(request, now, was_running=was is not RequestState.WAITING)
-        self.backlog.tenant_changed(request.tenant, now)
+        self.backlog.tenant_changed(request.spec.tenant, now)
         self.ended[reason] += 1
         kept = num_generated if completion_tokens is None else completion_tokens
         what = f"ended: {reason.value}, {kept} tokens"
@@ -292,7 +293,7 @@ class RequestRegistry:
         ended = RequestEnded(
             frontend=request.key.frontend,
             stream=request.key.stream,
-            request_id=request.request_id,
+            request_id=request.spec.request_id,
             reason=reason,
             message=message,
             retry_ms=retry_ms,
@@ -304,7 +305,7 @@ class RequestRegistry:
             embedding=embedding,
             field=field,
         )
-        if request.origin is not None:
+        if request.is_logged:
             is_natural = reason in _NATURAL_ENDS
             self.identified.ended(
                 request, ended if is_natural else None, keep=keep and (is_natural or reason in _UNFINISHED), now=now
@@ -355,7 +356,7 @@ class RequestRegistry:
             request.swapped = None
 
     def _attempt_ended(self, request: Request, outcome: str) -> None:
-        if request.traceparent:
+        if request.spec.traceparent:
             self._effects.append(
                 AttemptEnded(frontend=request.key.frontend, stream=request.key.stream, outcome=outcome)
             )

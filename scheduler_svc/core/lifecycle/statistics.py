@@ -66,15 +66,15 @@ def request_stats(request: Request, running: tuple[Worker, int] | None) -> Reque
         worker, row = running
         num_tokens = int(worker.rows.committed[row])
     return RequestStats(
-        request_id=request.request_id,
+        request_id=request.spec.request_id,
         state=request.state,
         worker_id=running[0].worker_id if running is not None else "",
-        tenant=request.tenant,
-        request_class=request.request_class,
-        priority=request.priority,
-        prompt_tokens=request.num_prompt_tokens,
-        generated_tokens=num_tokens - request.num_prompt_tokens,
-        max_tokens=request.limit - request.num_prompt_tokens,
+        tenant=request.spec.tenant,
+        request_class=request.spec.request_class,
+        priority=request.spec.priority,
+        prompt_tokens=request.spec.num_prompt_tokens,
+        generated_tokens=num_tokens - request.spec.num_prompt_tokens,
+        max_tokens=request.limit - request.spec.num_prompt_tokens,
         preemptions=request.preemptions,
         arrival=request.arrival,
     )

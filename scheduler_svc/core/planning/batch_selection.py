@@ -219,7 +219,7 @@ class Admission:
             return False
         can_serve = self._backlog.can_serve(self._worker, request)
         is_served = can_serve or self._backlog.is_served(request)
-        if not is_served and (request.under_way or request.model not in ("", self._worker.model.fingerprint)):
+        if not is_served and (request.under_way or request.spec.model not in ("", self._worker.model.fingerprint)):
             self._backlog.withdraw(request)
             self.stranded.append(request)
             return False
@@ -339,7 +339,7 @@ class Admission:
 
         Drained workers do not count: they may never take requests again.
         """
-        kinds = [kind for kind in self._backlog.kinds if kind.embeds or not request.pooling]
+        kinds = [kind for kind in self._backlog.kinds if kind.embeds or not request.spec.pooling]
         if not kinds:
             return "the served model makes no embeddings; use one that does"
         longest = max(kind.max_model_len for kind in kinds)
@@ -371,7 +371,8 @@ def admission_bytes(request: Request, block_size: int) -> int:
     """Return an upper bound of the bytes that the request's admission takes in the frame of a plan."""
     num_tokens = len(request.tokens)
     columns = TOKEN_BYTES * (num_tokens - (-num_tokens // block_size))
-    return _OVERHEAD + columns + len(request.sampling) + len(request.grammar) + 4 * len(request.request_id)
+    spec = request.spec
+    return _OVERHEAD + columns + len(spec.sampling) + len(spec.grammar) + 4 * len(spec.request_id)
 
 
 def victims_for_urgent(
@@ -388,7 +389,7 @@ def victims_for_urgent(
     if request is None or _requeue_if_late(request, backlog, now):
         return []
     backlog.put_back(request)
-    if config.policy_of(request.request_class) not in PREEMPTIVE_POLICIES:
+    if config.policy_of(request.spec.request_class) not in PREEMPTIVE_POLICIES:
         return []
     rows, pool = worker.rows, worker.pool
     need_row = rows.num_running >= min(config.max_num_seqs, rows.max_rows)
@@ -405,7 +406,11 @@ def victims_for_urgent(
     may_pause = np.flatnonzero((rows.state == DECODE) & (rows.rank > behind) & has_progress)
     if config.classes:
         others = [rows.requests[row] for row in may_pause.tolist()]
-        same = [config.same_class(request.request_class, other.request_class) for other in others if other is not None]
+        same = [
+            config.same_class(request.spec.request_class, other.spec.request_class)
+            for other in others
+            if other is not None
+        ]
         may_pause = may_pause[np.array(same, np.bool_)]
     return choose_victims(
         Candidates(

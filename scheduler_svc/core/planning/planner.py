@@ -19,7 +19,6 @@ import numpy as np
 from scheduler_svc.core.interface.arrays import NO_INDICES, ONE, IndexArray, any_of, where
 from scheduler_svc.core.interface.config import CoreConfig
 from scheduler_svc.core.interface.plan import BlockCopy, Plan, RowAdmission
-from scheduler_svc.core.interface.records import Pooling
 from scheduler_svc.core.planning.batch_selection import Admission, Refusal, victims_for_urgent
 from scheduler_svc.core.planning.block_allocation import BlockAllocation
 from scheduler_svc.core.queueing.backlog import Backlog
@@ -31,6 +30,7 @@ from scheduler_svc.core.workers.chunks import chunk_cost, longest_chunk
 from scheduler_svc.core.workers.rows import DECODE
 from scheduler_svc.core.workers.worker import StepInFlight, Trial, Worker
 from shared.frames import MAX_STEP_VECTOR_BYTES
+from shared.request_spec import Pooling
 
 _FLOAT_BYTES = 4
 """Bytes of one element of an embedding."""
@@ -206,7 +206,7 @@ class Planner:
         """Reserve space in the step's answer for the embedding of a row that pools; return False if it is full."""
         request = self._rows.requests[row]
         assert request is not None
-        if request.pooling is Pooling.NONE:
+        if request.spec.pooling == Pooling.NONE:
             return True
         self._vector_bytes += _FLOAT_BYTES * self._worker.model.hidden_size
         return self._vector_bytes <= MAX_STEP_VECTOR_BYTES
@@ -277,28 +277,23 @@ class Planner:
         request.attempts += 1
         request.note(self._now, f"admitted to {self._worker.worker_id} row {row}")
         self._tenants.started(request, self._now)
-        self._backlog.tenant_changed(request.tenant, self._now)
+        self._backlog.tenant_changed(request.spec.tenant, self._now)
         if request.attempts == 1:
-            request.num_cached_prompt_tokens = min(num_cached_tokens, request.num_prompt_tokens)
+            request.num_cached_prompt_tokens = min(num_cached_tokens, request.spec.num_prompt_tokens)
             if self._policy.accounts_service and not request.num_generated:
-                uncached = request.num_prompt_tokens - request.num_cached_prompt_tokens
+                uncached = request.spec.num_prompt_tokens - request.num_cached_prompt_tokens
                 self._policy.served(request.account, prompt_tokens=uncached)
         self._worker.counters.prompt_tokens += len(request.tokens)
         self._worker.counters.cached_tokens += num_cached_tokens
         return RowAdmission(
             row=row,
             generation=self._rows.generation.item(row),
+            spec=request.spec,
             token_ids=as_column(request.tokens),
-            num_prompt_tokens=request.num_prompt_tokens,
             num_computed_tokens=num_computed,
             blocks=blocks,
-            sampling=request.sampling,
-            grammar=request.grammar,
-            pooling=request.pooling,
-            request_id=request.request_id,
             frontend=request.key.frontend,
             stream=request.key.stream,
-            traceparent=request.traceparent,
             attempt=request.attempts - 1,
             queued_since=request.queued_since,
         )
@@ -399,7 +394,7 @@ class Planner:
                 continue
             request = rows.requests[row]
             assert request is not None
-            if request.pooling is not Pooling.NONE:
+            if request.spec.pooling != Pooling.NONE:
                 pooled.append(row)
                 continue
             rows.start_decoding(row)

@@ -97,7 +97,7 @@ def settle(worker: Worker, event: StepDone, now: float) -> Settled:
             continue
         if worker.rows.num_generated(row) == 1:
             request.note(now, "first token")
-        if request.traceparent:
+        if request.spec.traceparent:
             settled.prefilled.append(request)
     _settle_departures(worker, record.step)
     worker.pool.step_answered(record.step)

@@ -329,8 +329,8 @@ class Backlog:
         return key not in self._compiling and not worker.grammars.is_known(key)
 
     def _hold_for_tenant(self, request: Request, now: float) -> None:
-        self._over_quota.add(request.tenant, request)
-        self._await_refill(request.tenant, now)
+        self._over_quota.add(request.spec.tenant, request)
+        self._await_refill(request.spec.tenant, now)
 
     def _await_refill(self, tenant: str, now: float) -> None:
         """Schedule a check of a tenant's held requests for the time when its token rate may allow one."""
@@ -343,13 +343,13 @@ class Backlog:
     def _enter(self, request: Request) -> None:
         if self.policy.accounts_service:
             self.policy.enter(request.account)
-        self._tenants.competes(request.tenant, 1)
+        self._tenants.competes(request.spec.tenant, 1)
         self._place(request)
 
     def _left(self, request: Request) -> None:
         if self.policy.accounts_service:
             self.policy.leave(request.account)
-        self._tenants.competes(request.tenant, -1)
+        self._tenants.competes(request.spec.tenant, -1)
 
     def _compete_again(self, requests: Iterable[Request]) -> None:
         for request in requests:
@@ -421,7 +421,7 @@ class _GrammarTurns:
 
     def add(self, request: Request) -> None:
         """Record that a request waits for its grammar."""
-        keys = self._keys.setdefault(request.tenant, {})
+        keys = self._keys.setdefault(request.spec.tenant, {})
         self._num_keys += request.grammar_key not in keys
         keys[request.grammar_key] = None
         if self._num_keys > 64 + 2 * len(self._waiting):

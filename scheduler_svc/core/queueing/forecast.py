@@ -58,11 +58,11 @@ class Forecast:
 
     def output_tokens(self, request: Request) -> float:
         """Return the expected number of tokens that the request generates in all."""
-        if request.pooling:
+        if request.spec.pooling:
             return 0.0
-        most = request.limit - request.num_prompt_tokens
-        if request.expected_output_tokens:
-            return min(request.expected_output_tokens, most)
+        most = request.limit - request.spec.num_prompt_tokens
+        if request.spec.expected_output_tokens:
+            return min(request.spec.expected_output_tokens, most)
         for key in _keys(request):
             mean = self._lengths.get(key)
             if mean is not None:
@@ -119,7 +119,7 @@ class Forecast:
 
 
 def _keys(request: Request) -> tuple[tuple[str, int], ...]:
-    return (request.tenant, request.num_prompt_tokens.bit_length()), (request.tenant, -1), ("", -1)
+    return (request.spec.tenant, request.spec.num_prompt_tokens.bit_length()), (request.spec.tenant, -1), ("", -1)
 
 
 def _updated(mean: _Mean | None, sample: float) -> _Mean:

@@ -222,7 +222,7 @@ class Placement:
             self._free_rows[worker]
             and worker.gate.may_open(worker.rows.num_running)
             and len(request.tokens) < worker.max_model_len
-            and (worker.model.hidden_size or not request.pooling)
+            and (worker.model.hidden_size or not request.spec.pooling)
             and worker.grammars.is_ready(request.grammar_key)
         )
 

@@ -326,7 +326,7 @@ def fcfs_key(request: Request) -> float:
 
 def priority_key(request: Request) -> float:
     """Return the key of priority with ageing; higher priority first."""
-    return request.arrival - request.priority * AGEING_S
+    return request.arrival - request.spec.priority * AGEING_S
 
 
 def sjf_key(request: Request) -> float:

@@ -47,18 +47,18 @@ class Tenants:
         """Return whether one more request may wait."""
         if not self._limits:
             return True
-        limits = self._limits_of(request.tenant)
-        tenant = self._tenants.get(request.tenant)
+        limits = self._limits_of(request.spec.tenant)
+        tenant = self._tenants.get(request.spec.tenant)
         return not limits.max_queued or tenant is None or tenant.queued < limits.max_queued
 
     def may_run(self, request: Request, now: float) -> bool:
         """Return whether the request may start."""
         if not self._limits:
             return True
-        limits = self._limits_of(request.tenant)
+        limits = self._limits_of(request.spec.tenant)
         if limits is _UNLIMITED:
             return True
-        tenant = self._of(request.tenant, now)
+        tenant = self._of(request.spec.tenant, now)
         if limits.max_running and tenant.running >= limits.max_running:
             return False
         return not limits.tokens_per_s or tenant.tokens >= 0
@@ -88,22 +88,22 @@ class Tenants:
     def arrived(self, request: Request, now: float) -> None:
         """Record that the request waits."""
         if self._limits:
-            self._of(request.tenant, now).queued += 1
+            self._of(request.spec.tenant, now).queued += 1
 
     def started(self, request: Request, now: float) -> None:
         """Record that the request runs."""
         if self._limits:
-            tenant = self._of(request.tenant, now)
+            tenant = self._of(request.spec.tenant, now)
             tenant.queued -= 1
             tenant.running += 1
             if not request.charged_tokens:
-                tenant.tokens -= request.num_prompt_tokens
-                request.charged_tokens = request.num_prompt_tokens
+                tenant.tokens -= request.spec.num_prompt_tokens
+                request.charged_tokens = request.spec.num_prompt_tokens
 
     def paused(self, request: Request, now: float) -> None:
         """Record that the request was preempted and waits again."""
         if self._limits:
-            tenant = self._of(request.tenant, now)
+            tenant = self._of(request.spec.tenant, now)
             tenant.running -= 1
             tenant.queued += 1
 
@@ -111,7 +111,7 @@ class Tenants:
         """Record that the request has ended."""
         if not self._limits:
             return
-        tenant = self._of(request.tenant, now)
+        tenant = self._of(request.spec.tenant, now)
         if request.charged_tokens:
             tenant.tokens -= len(request.tokens) - request.charged_tokens
             request.charged_tokens = len(request.tokens)

@@ -26,7 +26,7 @@ class History:
 
     def keep(self, request: Request) -> None:
         """Store the history of a request that has ended."""
-        self._ended.append(Story(request.request_id, False, request.story))
+        self._ended.append(Story(request.spec.request_id, False, request.story))
 
     def stories(self, request_id: str) -> list[Story]:
         """Return the histories with this id, oldest first; a client may reuse an id, and several choices share one."""

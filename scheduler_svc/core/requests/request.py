@@ -9,6 +9,7 @@ It is not admitted again meanwhile, because its newest tokens are not known yet.
 """
 
 import enum
+import hashlib
 from array import array
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -16,10 +17,11 @@ from typing import NamedTuple
 import numpy as np
 
 from scheduler_svc.core.interface.arrays import Int32Array
-from scheduler_svc.core.interface.records import Peer, Pooling, RequestArrived
+from scheduler_svc.core.interface.records import Peer, RequestArrived
 from scheduler_svc.core.memory.swapping import SwappedKV
 from scheduler_svc.core.requests.accounts import Account
 from shared.frames import TOKEN_BYTES
+from shared.request_spec import Pooling, RequestSpec
 
 _STORY_LENGTH = 64
 
@@ -45,18 +47,15 @@ class Request:
     """A request from arrival to end; times in seconds of the core's clock."""
 
     key: RequestKey
-    request_id: str
+    spec: RequestSpec
     tokens: "array[int]"
     """Prompt and delivered tokens; the newest ones of a running request are still in its row."""
-    num_prompt_tokens: int
     limit: int
     """Maximum number of tokens, prompt included."""
     stop_token_ids: tuple[int, ...]
-    sampling: bytes
     allowed: int
     """Maximum number of tokens, prompt included, that the reader's credit allows."""
     deadline: float | None
-    traceparent: str
     arrival: float
     sequence: int
     """Position in the order of arrival."""
@@ -66,28 +65,18 @@ class Request:
     Negative ids are read as unsigned numbers, so they are larger than any vocabulary. Generated tokens are checked when
     they are committed.
     """
-    tenant: str = ""
-    request_class: str = ""
-    priority: int = 0
-    model: str = ""
-    """Fingerprint of the only model that may compute it; "": not known."""
     accepted: bool = False
     """Whether an earlier core, or this one, accepted it before it arrived this time."""
-    origin: RequestArrived | None = None
-    """The event of its arrival, if its log is kept."""
+    is_logged: bool = False
+    """Whether a log of it is kept, because it has an identity and was accepted."""
     scores: list[tuple[int, bytes]] = field(default_factory=list)
     """(index, log-probabilities) of generated tokens, for that log."""
-    grammar: bytes = b""
-    """Grammar of its output, serialized; empty: none."""
     grammar_key: bytes = b""
+    """SHA-256 of its grammar; empty: none."""
     computes_whole_prompt: bool = False
     """Whether its prompt must not be taken from the prefix cache."""
     lost_prefixes: int = 0
     """Number of times that KV of other requests, which it shared, was found to be invalid; see `row_failures`."""
-    pooling: Pooling = Pooling.NONE
-    """Pooling of the prompt for an embedding; NONE: the request generates."""
-    expected_output_tokens: int = 0
-    """The client's hint; 0: none."""
     ttft_deadline: float | None = None
     """Time by which the first token is wanted."""
     total_deadline: float | None = None
@@ -117,8 +106,6 @@ class Request:
     """Number of times that it began to wait for a block of its prefix that another request computes."""
     num_cached_prompt_tokens: int = 0
     """Prompt tokens that its first attempt found in the prefix cache."""
-    salt: bytes = b""
-    """Separates the cached prefixes of users that must not probe each other's prompts."""
     keys: dict[int, bytes] = field(default_factory=dict)
     """By block size: the joined keys of its leading full blocks, computed as far as needed."""
     accounted_tokens: int = 0
@@ -153,7 +140,7 @@ class Request:
     @property
     def num_generated(self) -> int:
         """Number of delivered tokens that are not only in a row."""
-        return len(self.tokens) - self.num_prompt_tokens
+        return len(self.tokens) - self.spec.num_prompt_tokens
 
     @property
     def under_way(self) -> bool:
@@ -167,7 +154,7 @@ class Request:
     @property
     def account(self) -> Account:
         """The account that its service is charged to."""
-        return Account(self.request_class, self.tenant)
+        return Account(self.spec.request_class, self.spec.tenant)
 
     @property
     def starts_over(self) -> bool:
@@ -175,7 +162,7 @@ class Request:
 
         That holds for mean pooling, because the running mean of its hidden states is lost.
         """
-        return self.pooling is Pooling.MEAN
+        return self.spec.pooling == Pooling.MEAN
 
     def grant(self, credit: int) -> None:
         """Add `credit` bytes of room at the reader."""
@@ -191,36 +178,26 @@ class Request:
 
 def to_request(event: RequestArrived, sequence: int, now: float) -> Request:
     """Make the request of an arrival; it is the `sequence`-th one."""
-    token_ids = event.token_ids
+    spec, token_ids = event.spec, event.token_ids
+    num_tokens, num_prompt = len(token_ids), spec.num_prompt_tokens
     allowed, remainder = divmod(event.credit, TOKEN_BYTES)
     return Request(
         key=RequestKey(event.frontend, event.stream),
-        request_id=event.request_id,
+        spec=spec,
         tokens=to_tokens(token_ids),
-        num_prompt_tokens=event.num_prompt_tokens,
-        limit=event.num_prompt_tokens + event.max_tokens,
-        stop_token_ids=tuple(event.stop_token_ids.tolist()),
-        sampling=event.sampling,
-        allowed=len(token_ids) + allowed,
+        limit=num_prompt + spec.max_tokens,
+        stop_token_ids=tuple(array("i", spec.stop_token_ids)),
+        allowed=num_tokens + allowed,
         credit_remainder=remainder,
         deadline=event.deadline,
-        traceparent=event.traceparent,
-        salt=event.salt,
-        tenant=event.tenant,
-        request_class=event.request_class,
-        priority=event.priority,
-        computes_whole_prompt=event.computes_whole_prompt or event.pooling is Pooling.MEAN,
-        pooling=event.pooling,
-        grammar=event.grammar,
-        grammar_key=event.grammar_key,
-        expected_output_tokens=event.expected_output_tokens,
+        computes_whole_prompt=spec.computes_whole_prompt or spec.pooling == Pooling.MEAN,
+        grammar_key=hashlib.sha256(spec.grammar).digest() if spec.grammar else b"",
         ttft_deadline=event.ttft_deadline,
         total_deadline=event.deadline if event.total_deadline is None else _earlier(event),
-        model=event.model,
         accepted=event.accepted,
         # Tokens that it arrives with were delivered, and charged, before.
-        accounted_tokens=len(token_ids) - event.num_prompt_tokens,
-        charged_tokens=len(token_ids) if len(token_ids) > event.num_prompt_tokens else 0,
+        accounted_tokens=num_tokens - num_prompt,
+        charged_tokens=num_tokens if num_tokens > num_prompt else 0,
         arrival=now,
         sequence=sequence,
         highest_token=_highest(token_ids),

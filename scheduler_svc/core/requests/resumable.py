@@ -4,7 +4,7 @@ Effects report the life of a log to a journal: begun with the request, ended wit
 """
 
 from scheduler_svc.core.interface.effects import Effect, LogBegun, LogDropped, LogEnded, ResumeAnswered
-from scheduler_svc.core.interface.events import LogsRestored, RequestArrived, ResumeAsked
+from scheduler_svc.core.interface.events import LogsRestored, ResumeAsked
 from scheduler_svc.core.interface.records import Log, RequestEnded
 from scheduler_svc.core.requests.kept import KeptLogs
 from scheduler_svc.core.requests.request import Request
@@ -26,19 +26,28 @@ class IdentifiedRequests:
         """Return whether a request with this identity is live, or its log is kept."""
         return identity in self._live or identity in self._kept
 
-    def began(self, request: Request, event: RequestArrived) -> None:
+    def began(self, request: Request) -> None:
         """Register an accepted request, and continue from its kept log if there is one.
 
         No other live request has its identity.
         """
-        log = self._kept.get(event.identity)
-        request.origin = event
+        identity = request.spec.identity
+        log = self._kept.get(identity)
+        request.is_logged = True
         if log is not None:
             request.accepted = True
             request.scores = list(log.scores)
             request.charged_tokens = max(request.charged_tokens, log.charged_tokens)
-        self._live[event.identity] = request
-        self._effects.append(LogBegun(request=event, scores=tuple(request.scores)))
+        self._live[identity] = request
+        self._effects.append(
+            LogBegun(
+                frontend=request.key.frontend,
+                stream=request.key.stream,
+                spec=request.spec,
+                tokens=request.tokens.tobytes(),
+                scores=tuple(request.scores),
+            )
+        )
 
     def ended(self, request: Request, end: RequestEnded | None, *, keep: bool, now: float) -> None:
         """Remove a request that is not live any more.
@@ -49,23 +58,22 @@ class IdentifiedRequests:
             keep: whether to keep a log, because its client may want to continue it.
             now: the time, s.
         """
-        origin, key = request.origin, request.key
-        assert origin is not None
-        del self._live[origin.identity]
-        self._effects.append(LogEnded(frontend=key.frontend, stream=key.stream, identity=origin.identity, end=end))
+        identity, key = request.spec.identity, request.key
+        del self._live[identity]
+        self._effects.append(LogEnded(frontend=key.frontend, stream=key.stream, identity=identity, end=end))
         if not keep:
-            self._kept.drop(origin.identity)
-            self._effects.append(LogDropped(identity=origin.identity))
+            self._kept.drop(identity)
+            self._effects.append(LogDropped(identity=identity))
             return
         # Keep all tokens, including those after a stop string: the string is searched for again in all of them.
         log = Log(
-            request=origin,
+            spec=request.spec,
             tokens=request.tokens.tobytes(),
             scores=tuple(request.scores),
             end=end,
             charged_tokens=request.charged_tokens,
         )
-        self._gone(self._kept.put(origin.identity, log, now))
+        self._gone(self._kept.put(identity, log, now))
 
     def answer(self, event: ResumeAsked) -> None:
         """Answer with the kept log of a request, so that a client can continue it."""
@@ -80,7 +88,7 @@ class IdentifiedRequests:
     def restore(self, event: LogsRestored, now: float) -> None:
         """Keep the logs of an earlier core."""
         for age, log in event.logs:
-            self._gone(self._kept.put(log.request.identity, log, now - age))
+            self._gone(self._kept.put(log.spec.identity, log, now - age))
 
     def time_passed(self, now: float) -> None:
         """Drop logs that are too old."""

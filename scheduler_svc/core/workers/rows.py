@@ -134,7 +134,7 @@ class RowTable:
         self.num_table_blocks += num_blocks
         self.set_allowed(row, request.allowed)
         self.capacity[row] = num_blocks * self.block_size
-        self.num_prompt[row] = request.num_prompt_tokens
+        self.num_prompt[row] = request.spec.num_prompt_tokens
         self.stream[row] = request.key.stream
         self.frontend[row] = frontend_index
         self.rank[row] = rank
@@ -150,7 +150,7 @@ class RowTable:
         self._most_stops = max(self._most_stops, len(stops))
         for index in range(self._most_stops):
             self._stops[index][row] = stops[index] if index < len(stops) else _NO_TOKEN
-        if request.traceparent:
+        if request.spec.traceparent:
             self.traced.add(row)
         return row
 

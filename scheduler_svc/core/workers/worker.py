@@ -126,8 +126,8 @@ class Kind(NamedTuple):
         """Return whether a worker of this kind can serve the request."""
         return (
             len(request.tokens) < self.max_model_len
-            and (self.embeds or not request.pooling)
-            and request.model in ("", self.model)
+            and (self.embeds or not request.spec.pooling)
+            and request.spec.model in ("", self.model)
         )
 
 
@@ -317,7 +317,7 @@ class Worker:
 
     def _root_key(self, request: Request) -> BlockKey:
         """Return the key before the request's first block."""
-        return root_key(self.model.fingerprint, request.salt)
+        return root_key(self.model.fingerprint, request.spec.cache_scope)
 
     def _keys(self, request: Request) -> bytes:
         """Return the joined keys of all full blocks of the request's tokens."""

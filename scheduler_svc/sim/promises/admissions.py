@@ -18,8 +18,8 @@ class AdmissionsAreSound(Promise):
             raise ViolationError("worker.draining", f"an admission to {epoch.worker_id}", stream.name)
         if demand.grammar and grammar_key(demand.grammar) not in epoch.compiled:
             raise ViolationError("grammar.compiled", f"{epoch.worker_id} has not compiled its grammar", stream.name)
-        if admission.grammar != demand.grammar:
-            raise ViolationError("plan.admission", f"grammar {admission.grammar!r}", stream.name)
+        if admission.spec.grammar != demand.grammar:
+            raise ViolationError("plan.admission", f"grammar {admission.spec.grammar!r}", stream.name)
         known = [*demand.prompt, *stream.tokens]
         if row.tokens[: len(known)] != known or len(row.tokens) > len(known) + 1:
             raise ViolationError("plan.admission", f"{len(row.tokens)} tokens, {len(known)} are known", stream.name)

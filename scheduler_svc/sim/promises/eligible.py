@@ -7,7 +7,6 @@ without an obstacle must not be overtaken, and no worker may stay idle while it 
 import enum
 from dataclasses import dataclass
 
-from scheduler_svc.core.interface.records import Pooling
 from scheduler_svc.core.queueing.backlog import MAX_ASSIGNED_S
 from scheduler_svc.core.queueing.placement import MAX_ASSIGNED
 from scheduler_svc.sim.oracle import grammar_key
@@ -16,6 +15,7 @@ from scheduler_svc.sim.promises.blame import Suspects
 from scheduler_svc.sim.promises.quotas import Quotas
 from scheduler_svc.sim.sites import Epoch
 from scheduler_svc.sim.stream import Stream
+from shared.request_spec import Pooling
 
 
 class Obstacle(enum.Enum):

@@ -11,7 +11,6 @@ import math
 from scheduler_svc.core.interface import effects as ef
 from scheduler_svc.core.interface import events as ev
 from scheduler_svc.core.interface.plan import Plan, RowAdmission
-from scheduler_svc.core.interface.records import Pooling
 from scheduler_svc.core.planning.batch_selection import MAX_OVERTAKEN
 from scheduler_svc.core.queueing.policies import AGEING_S, EDF_SLACK_S, SJF_S_PER_TOKEN
 from scheduler_svc.sim.coverage import Limit
@@ -20,6 +19,7 @@ from scheduler_svc.sim.promises.eligible import Eligibility, Obstacle, assigned_
 from scheduler_svc.sim.sites import Epoch
 from scheduler_svc.sim.stream import Stream
 from scheduler_svc.sim.violation import StreamName, ViolationError
+from shared.request_spec import Pooling
 
 _Entry = tuple[float, int, Stream]
 

@@ -33,7 +33,7 @@ class QueueLimits(Promise):
             return
         self._new = stream
         # A call that takes a request over makes room by ending the other one first.
-        beside = [each for each in self.book.waiting if not (event.again and each.identity == event.identity)]
+        beside = [each for each in self.book.waiting if not (event.again and each.identity == event.spec.identity)]
         fewest = sum(map(self.book.waiting.__getitem__, beside)) + stream.num_known
         most = sum(each.num_known for each in beside) + stream.num_known
         tenant = stream.demand.tenant

@@ -141,7 +141,7 @@ def prompt_charged_twice(patch: pytest.MonkeyPatch) -> None:
 
     def twice(started: Any, self: Tenants, request: Request, now: float) -> None:
         if not request.charged_tokens:
-            self._of(request.tenant, now).tokens -= request.num_prompt_tokens
+            self._of(request.spec.tenant, now).tokens -= request.spec.num_prompt_tokens
         started(self, request, now)
 
     wrap(patch, Tenants, "started", twice)

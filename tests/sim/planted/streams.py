@@ -58,7 +58,7 @@ def preempted_loses_token(patch: pytest.MonkeyPatch) -> None:
     """A request that leaves its worker forgets its newest token."""
 
     def forgets(displace: Any, self: RequestRegistry, request: Any, *arguments: Any) -> None:
-        if len(request.tokens) > request.num_prompt_tokens:
+        if len(request.tokens) > request.spec.num_prompt_tokens:
             request.tokens.pop()
         displace(self, request, *arguments)
 

@@ -1,0 +1,72 @@
+"""Request specification: all properties of a request that do not change from validation to its end.
+
+The front end makes the specification when it has validated a request. Every later stage carries the same value: the
+core's `Request`, its kept log, and the admission to a row. A stage reads the fields that it needs, and copies none.
+Tokens, credit, deadlines and the like change between submissions, so they are not part of it.
+
+The fields have the names of those in `quire.link.v1.Submission`, which documents the wire. `sampling`, `grammar` and
+`resume_info` are opaque to the scheduler: they are encoded once by the front end, and decoded once by their reader.
+"""
+
+import enum
+from operator import attrgetter
+from typing import NamedTuple
+
+from google.protobuf.message import Message
+
+
+class Pooling(enum.IntEnum):
+    """Pooling of a prompt; the numbers are those of plan.proto."""
+
+    NONE = 0
+    """The prompt is continued; there is no embedding."""
+    LAST = 1
+    """The embedding is the last hidden state of the last token."""
+    MEAN = 2
+    """The embedding is the mean of the last hidden states of all tokens."""
+
+
+class RequestSpec(NamedTuple):
+    """Unchanging properties of a request.
+
+    A named tuple, because a frozen dataclass takes three times as long to make.
+    """
+
+    request_id: str
+    num_prompt_tokens: int
+    max_tokens: int
+    """Maximum number of tokens to generate in all, at least 1."""
+    stop_token_ids: bytes = b""
+    """Column of the tokens that end the request."""
+    sampling: bytes = b""
+    """Serialized quire.plan.v1.SamplingParams; only the worker reads it."""
+    grammar: bytes = b""
+    """Serialized quire.plan.v1.Grammar, which only the worker reads; empty: none."""
+    pooling: int = Pooling.NONE
+    """A `Pooling`. Unless it is NONE, the request generates nothing and `max_tokens` is 1."""
+    computes_whole_prompt: bool = False
+    """Whether its prompt must not be taken from the prefix cache."""
+    tenant: str = ""
+    request_class: str = ""
+    priority: int = 0
+    """Higher runs first."""
+    expected_output_tokens: int = 0
+    """The client's hint; 0: none."""
+    cache_scope: bytes = b""
+    """Requests share cached prefixes only within a scope, so that no user can probe the prompts of another one."""
+    model: str = ""
+    """Fingerprint of the model that it was validated for, which alone may compute it; "": not known."""
+    identity: bytes = b""
+    """Identity of the request, the same on every front end; empty: it cannot be resumed."""
+    resume_info: bytes = b""
+    """Serialized GenerateRequest with what another front end needs to resume it; only front ends read it."""
+    traceparent: str = ""
+    """W3C traceparent of the call's span; "": not traced."""
+
+
+_FIELDS_OF = attrgetter(*RequestSpec._fields)
+
+
+def read_spec(message: Message) -> RequestSpec:
+    """Return the specification in the fields of a message, a `Submission`."""
+    return RequestSpec._make(_FIELDS_OF(message))
