@@ -1,4 +1,4 @@
-"""What random rows cost on a CPU: the kernels beside torch, `python -m tools.cpu_sampling [--threads 2]`."""
+"""Time sampling on a CPU with the kernels and with torch: `python -m tools.cpu_sampling [--threads 2]`."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ _CASES = (
     ("min_p 0.05", 1.0, 0, 1.0, 0.05),
     ("top_k 50, top_p 0.9, peaked", 4.0, 50, 0.9, 0.0),
 )
-"""Name, deviation of the logits, top_k, top_p, min_p."""
+"""Name, standard deviation of the logits, top_k, top_p, min_p."""
 
 
 def parameters(num_rows: int, top_k: int, top_p: float, min_p: float) -> SamplingTensors:
-    """Temperature 1 and these filters for every row."""
+    """Return the parameters of every row: temperature 1 and these filters."""
     rows = torch.arange(num_rows)
     return SamplingTensors(
         temperature=torch.ones(num_rows),
@@ -41,7 +41,7 @@ def parameters(num_rows: int, top_k: int, top_p: float, min_p: float) -> Samplin
 
 
 def median_ms(compute: Callable[[], torch.Tensor], repeats: int) -> float:
-    """Milliseconds of one call, with caches as a step leaves them."""
+    """Return the milliseconds of one call, with the caches as a step leaves them."""
     swept = torch.zeros(_SWEPT_BYTES // 4)
     times = []
     for _ in range(repeats):
@@ -54,9 +54,9 @@ def median_ms(compute: Callable[[], torch.Tensor], repeats: int) -> float:
 
 @torch.inference_mode()
 def main() -> None:
-    """Prints a line per vocabulary, number of rows and case."""
+    """Print a line per vocabulary, number of rows and case."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--threads", type=int, default=0, help="0: all cores")
+    parser.add_argument("--threads", type=int, default=0, help="number of threads; 0: all cores")
     set_threads(parser.parse_args().threads)
     for vocab_size in (32_000, 128_256):
         for num_rows in (1, 16):

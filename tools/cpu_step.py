@@ -1,8 +1,8 @@
-"""Where the time of one decode step on a CPU goes, phase by phase.
+"""Measure the phases of one decode step on a CPU.
 
-`python -m tools.cpu_step --model FOLDER --rows 16 --context 200 [--quantization int8]` loads the model as a worker does
-and computes decode steps of so many rows, each with so many keys, in this process. It prints the median of a step, what
-its phases take, and how much of the step they account for.
+`python -m tools.cpu_step --model FOLDER --rows 16 --context 200 [--quantization int8]` loads the model as a worker
+does. It computes decode steps in this process, each with this number of rows and of keys per row. It prints the median
+time of a step, the time of each phase, and the share of the step that the phases account for.
 """
 
 import argparse
@@ -24,7 +24,7 @@ _CPU = torch.device("cpu")
 
 @torch.inference_mode()
 def main() -> None:
-    """Measures and prints."""
+    """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True)
     parser.add_argument("--rows", type=int, default=1)

@@ -2,7 +2,7 @@
 
     python -m tools.headroom
 
-Every workload is a list of requests that all wait from the beginning. The real core runs them over a model worker in
+Every workload is a list of requests that all wait from the beginning. The real core runs them with a model worker in
 virtual time (see `tools.plots.world`), once with the learned headroom and once with each of a range of constant ones.
 Throughput is the number of generated tokens per second until the last request has ended. Compare also the preemptions:
 each interrupts a stream.
@@ -35,7 +35,7 @@ class Workload:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a run came to."""
+    """Result of a run."""
 
     tokens_per_s: float
     preemptions: int
@@ -70,7 +70,7 @@ WORKLOADS = (
 
 
 def measure(workload: Workload, num_requests: int = NUM_REQUESTS) -> Outcome:
-    """Run a workload with the headroom that is in force."""
+    """Run a workload with the present headroom."""
     rng = random.Random(workload.name)
     jobs = [
         Job(0.0, [rng.randrange(16, 900) for _ in range(workload.prompt(rng))], workload.output(rng))
@@ -83,7 +83,7 @@ def measure(workload: Workload, num_requests: int = NUM_REQUESTS) -> Outcome:
 
 @contextmanager
 def constant(num_blocks: int) -> Iterator[None]:
-    """Keep the headroom at so many blocks."""
+    """Keep the headroom at this number of blocks."""
     learned = Capacity.headroom
     Capacity.headroom = property(lambda _: num_blocks)  # type: ignore[method-assign,assignment]
     try:

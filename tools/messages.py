@@ -3,8 +3,8 @@
     python -m tools.messages           write the page
     python -m tools.messages --check   fail if the page is out of date
 
-Three kinds of messages count: those of raised errors, those of refused fields and ended requests, and log lines at
-warning and above. They are found in the syntax tree, so a message that is put together elsewhere appears in parts.
+The page has three kinds of messages: those of raised errors, those of refused fields and ended requests, and log lines
+of warnings and errors. They are found in the syntax tree. A message that is put together from parts appears as parts.
 `{…}` stands for a value.
 """
 
@@ -77,7 +77,7 @@ def _name(function: ast.expr) -> str:
 
 
 def _texts(call: ast.Call, *, positional_only: bool = False) -> Iterator[str]:
-    """Find the texts among the arguments of a call: they hold a space, unlike names of fields."""
+    """Find the texts among the arguments of a call: they contain a space, unlike names of fields."""
     named = [] if positional_only else [each.value for each in call.keywords]
     texts = [text for argument in [*call.args, *named] if (text := _rendered(argument))]
     joined = ": ".join(texts)

@@ -1,16 +1,14 @@
 """The training corpus: a deterministic stream of documents, made from a seed while training reads it.
 
-A document is a page of pieces in random order: facts, questions about facts stated earlier on the page,
-arithmetic, stories and single remarks. The same pieces are written either as plain text or as a chat in the
-tokens of the chat template. Each stretch of text carries a loss weight: answers that can be known weigh
-more, and what is drawn at random (operands, the value of a new fact) weighs little, because there is
-nothing in it to learn.
+A document is a page of pieces in random order: facts, questions about earlier facts of the page, arithmetic, stories
+and single remarks. A piece is written either as plain text or as a chat in the tokens of the chat template. Each
+stretch of text has a loss weight. Answers that can be known weigh more. Random text (operands, the value of a new fact)
+weighs little, because it teaches nothing.
 
-`sequences(seed, step, ...)` depends on nothing but its arguments. A training run therefore resumes at any
-step without storing where it was in the data, and no document is ever stored.
+`sequences(seed, step, ...)` depends only on its arguments. A training run therefore resumes at any step without a
+stored position in the data, and no document is stored.
 
-Nothing that `split` holds out may occur here; `check_training_side` asserts it for every problem and fact
-written.
+The corpus contains nothing that `split` holds out. `check_training_side` asserts it for every problem and fact.
 
     python -m tools.demo_model.corpus --seed 0 --documents 3      print a sample
 """
@@ -33,7 +31,7 @@ _CHARACTERS_PER_TOKEN = 3.2
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """A stretch of text and what each of its tokens weighs in the loss."""
+    """A stretch of text and the loss weight of each of its tokens."""
 
     text: str
     weight: float = PLAIN
@@ -47,12 +45,13 @@ class Document:
 
     @property
     def text(self) -> str:
+        """The text of the document."""
         return "".join(span.text for span in self.spans)
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """One turn of a page: what the user says, what the answer is, and how the same reads as plain text."""
+    """One turn of a page: the user's question, the answer, and the same as plain text."""
 
     user: tuple[Span, ...]
     reply: tuple[Span, ...]
@@ -61,11 +60,11 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Mix:
-    """The shape of the documents at one stage of training.
+    """The distribution of documents at one stage of training.
 
-    `pages`, `sums` and `tales` are relative shares of documents. `tale_share` is how often the filler of a page is
-    a whole story instead of one remark or problem, `facts` how few and how many facts a page states, `most_sums`
-    how many problems a document of nothing else has at most.
+    `pages`, `sums` and `tales` are relative shares of documents. `tale_share` is the probability that the filler of a
+    page is a whole story instead of one remark or problem. `facts` is the smallest and largest number of facts on a
+    page. `most_sums` is the largest number of problems in a document that contains only problems.
     """
 
     pages: float
@@ -83,13 +82,13 @@ EVEN = Mix(pages=0.60, sums=0.25, tales=0.15, tale_share=0.75, facts=(2, 8), mos
 
 
 def check_training_side(item: Problem | Fact | stories.Cast) -> None:
-    """Refuses an item that is reserved for measuring."""
+    """Raise an error for an item that is held out."""
     if item.held_out:
         raise AssertionError(f"held out, must not be written into the corpus: {item}")
 
 
 def document(rng: random.Random, mix: Mix, tokens: int) -> Document:
-    """A random document of at most about `tokens` tokens."""
+    """Return a random document of at most about `tokens` tokens."""
     kind = rng.choices(("page", "sums", "tale"), (mix.pages, mix.sums, mix.tales))[0]
     budget = tokens * _CHARACTERS_PER_TOKEN
     if kind == "page":
@@ -104,7 +103,7 @@ def document(rng: random.Random, mix: Mix, tokens: int) -> Document:
 
 
 def sequences(seed: int, step: int, count: int, tokens: int, mix: Mix) -> list[list[Document]]:
-    """The documents of `count` training sequences of about `tokens` tokens each, a function of its arguments alone."""
+    """Return the documents of `count` training sequences of about `tokens` tokens each."""
     rng = random.Random(f"{seed}/{step}")
     return [list(_fill(rng, mix, tokens)) for _ in range(count)]
 
@@ -118,7 +117,7 @@ def _fill(rng: random.Random, mix: Mix, tokens: int) -> Iterator[Document]:
 
 
 def _page(rng: random.Random, mix: Mix, budget: float) -> Iterator[Piece]:
-    """Facts first (some later), then filler, with questions about earlier facts in between and at the end."""
+    """Return a page: facts first (some later), then filler with questions about earlier facts, also at the end."""
     count = rng.randint(*mix.facts)
     facts = draw_facts(rng, min(count, max(1, int(budget // 120))))
     early = rng.randint(1, len(facts))
@@ -223,6 +222,7 @@ def _length(piece: Piece) -> int:
 
 
 def main() -> None:
+    """Print a sample of the corpus."""
     parser = argparse.ArgumentParser(description="Print documents of the training corpus.")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--documents", type=int, default=3)

@@ -1,11 +1,11 @@
-"""How good the embedded model is: held-out arithmetic, held-out recall by distance, perplexity of held-out stories.
+"""Measure the embedded model: held-out arithmetic, held-out recall by distance, perplexity of held-out stories.
 
-Arithmetic and recall are measured through a `complete(prompt, max_tokens) -> str` function, plain or async,
-and know nothing of what is behind it: `generate` of transformers here, the whole served stack in a test.
-The problem lists are functions of their arguments and hold only items that `split` bars from the corpus.
+Arithmetic and recall are measured through a function `complete(prompt, max_tokens) -> str`, plain or async. Here this
+is `generate` of transformers, in a test the whole server. The problem lists are functions of their arguments and
+contain only items that `split` excludes from the corpus.
 
     python -m tools.demo_model.evaluate shared/demo_model            print the figures
-    python -m tools.demo_model.evaluate shared/demo_model --write    and state them in quality.json
+    python -m tools.demo_model.evaluate shared/demo_model --write    and write them to quality.json
 """
 
 import argparse
@@ -37,21 +37,21 @@ QUALITY_FILE = "quality.json"
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """A prompt with the one right way to go on; `distance` counts the tokens from the fact to the question."""
+    """A prompt with its only right continuation; `distance` is the number of tokens from the fact to the question."""
 
     prompt: str
     expected: str
     distance: int = 0
 
     def is_answered_by(self, completion: str) -> bool:
-        """Whether `completion` starts with the expected text and does not go on inside the same word or number."""
+        """Return whether `completion` starts with the expected text, followed by the end of the word or number."""
         said = completion.lstrip()
         return said.startswith(self.expected) and not said[len(self.expected) :][:1].isalnum()
 
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """How many of the items were answered, and the items that were not, with what was said instead."""
+    """The number of items answered correctly, and the other items with their wrong answers."""
 
     right: int
     total: int
@@ -59,12 +59,13 @@ class Score:
 
     @property
     def accuracy(self) -> float:
+        """Share of the items that were answered correctly."""
         return self.right / self.total
 
 
 @dataclass(frozen=True, slots=True)
 class Quality:
-    """The stated figures of a checkpoint."""
+    """The published figures of a checkpoint."""
 
     arithmetic_accuracy: float
     arithmetic_chat_accuracy: float
@@ -76,20 +77,19 @@ class Quality:
 
 
 def held_out_arithmetic(n: int, seed: int) -> list[Item]:
-    """`n` different held-out problems in the three plain wordings of the corpus."""
+    """Return `n` different held-out problems in the three plain wordings of the corpus."""
     return [_plain_problem(problem, style % 3) for style, problem in enumerate(_problems(n, seed))]
 
 
 def held_out_questions(n: int, seed: int) -> list[Item]:
-    """`n` different held-out problems as a user asks them; each prompt is one chat message."""
+    """Return `n` different held-out problems as questions of a user; each prompt is one chat message."""
     return [Item(f"What is {problem.phrase}?", _sentence(problem)) for problem in _problems(n, seed)]
 
 
 def held_out_recall(n: int, seed: int, tokenizer: Tokenizer | None = None) -> list[Item]:
-    """`n` texts that state facts, talk of other things for 200 to 600 tokens, and then ask for one of the facts.
+    """Return `n` texts that state facts, continue with 200 to 600 tokens of filler, and ask for one fact.
 
-    Distances are spread evenly. Every name asked for or stated is held out, and the other facts share its
-    attributes.
+    Distances are spread evenly. Every name in them is held out, and the other facts share its attributes.
     """
     counted_by = tokenizer or Tokenizer.from_file(str(CHECKPOINT / "tokenizer.json"))
     rng = random.Random(f"recall/{seed}")
@@ -98,13 +98,13 @@ def held_out_recall(n: int, seed: int, tokenizer: Tokenizer | None = None) -> li
 
 
 def held_out_stories(n: int, seed: int) -> list[str]:
-    """`n` stories about casts that the corpus never has."""
+    """Return `n` stories about casts that the corpus never has."""
     rng = random.Random(f"stories/{seed}")
     return [stories.tell(rng, stories.draw_cast(rng, held_out=True)) for _ in range(n)]
 
 
 async def score(items: Iterable[Item], complete: Complete, concurrency: int = 1) -> Score:
-    """Asks `complete` for each item, up to `concurrency` at a time when it is async."""
+    """Call `complete` for each item, up to `concurrency` at a time when it is async."""
     turns = asyncio.Semaphore(concurrency)
 
     async def answer(item: Item) -> tuple[Item, str]:
@@ -118,7 +118,7 @@ async def score(items: Iterable[Item], complete: Complete, concurrency: int = 1)
 
 
 def by_distance(items: Sequence[Item]) -> dict[str, list[Item]]:
-    """The items in buckets of 100 tokens, named like "200-299"."""
+    """Group the items in buckets of 100 tokens, named like "200-299"."""
     buckets: dict[str, list[Item]] = defaultdict(list)
     for item in sorted(items, key=lambda item: item.distance):
         low = min(item.distance // BUCKET * BUCKET, FARTHEST - BUCKET)
@@ -127,7 +127,7 @@ def by_distance(items: Sequence[Item]) -> dict[str, list[Item]]:
 
 
 def perplexity(model: Any, tokenizer: Any, texts: Sequence[str]) -> float:
-    """exp of the mean loss per token over `texts`, each read from its beginning with BOS and up to its end token."""
+    """Return exp of the mean loss per token over `texts`, each with BOS before it and its end token after it."""
     import torch
 
     loss, count = 0.0, 0
@@ -141,7 +141,7 @@ def perplexity(model: Any, tokenizer: Any, texts: Sequence[str]) -> float:
 
 
 def generate_with(model: Any, tokenizer: Any, chat: bool = False) -> Callable[[str, int], str]:
-    """A greedy `complete` over plain `generate`; with `chat` the prompt is sent as one message of a user."""
+    """Return a greedy `complete` over `generate`; with `chat`, the prompt is sent as one message of a user."""
     import torch
 
     def complete(prompt: str, max_tokens: int) -> str:
@@ -158,7 +158,7 @@ def generate_with(model: Any, tokenizer: Any, chat: bool = False) -> Callable[[s
 
 
 def measure(folder: Path, items: int, seed: int) -> Quality:
-    """The quality of the checkpoint in `folder`, through plain transformers."""
+    """Measure the checkpoint in `folder`, with transformers alone."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype="float32")
@@ -214,7 +214,7 @@ def _recall_item(rng: random.Random, distance: float, tokenizer: Tokenizer) -> I
 
 
 def _filler(rng: random.Random, room: float, tokenizer: Tokenizer) -> list[str]:
-    """Stories, remarks and sums that fill `room` tokens, over by less than one remark."""
+    """Return stories, remarks and sums that fill `room` tokens; the excess is less than one remark."""
     lines: list[str] = []
     while room > 0:
         if room > 250 and rng.random() < 0.75:
@@ -233,11 +233,12 @@ def _length(line: str, tokenizer: Tokenizer) -> int:
 
 
 def main() -> None:
+    """Print the figures of a checkpoint."""
     parser = argparse.ArgumentParser(description="Measure a checkpoint on held-out items.")
     parser.add_argument("folder", type=Path)
     parser.add_argument("--items", type=int, default=400)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--write", action="store_true", help="state the figures in quality.json beside the weights")
+    parser.add_argument("--write", action="store_true", help="write the figures to quality.json beside the weights")
     arguments = parser.parse_args()
     figures = asdict(measure(arguments.folder, arguments.items, arguments.seed))
     print(json.dumps(figures, indent=2))

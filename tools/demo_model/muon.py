@@ -1,8 +1,8 @@
-"""Muon: momentum whose update is made orthogonal, for the weight matrices of a small transformer.
+"""Muon: momentum with orthogonalised updates, for the weight matrices of a small transformer.
 
-The momentum of each matrix is replaced by (approximately) the nearest matrix with all singular values
-equal, by a few Newton-Schulz steps. On a model this small and a CPU this slow it reaches the same accuracy
-in clearly fewer tokens than AdamW does. Embeddings and norms are not meant for it and stay with AdamW.
+A few Newton-Schulz steps replace the momentum of each matrix by approximately the nearest matrix whose singular values
+are all equal. On this small model and a slow CPU, it reaches the same accuracy in clearly fewer tokens than AdamW.
+Embeddings and norms stay with AdamW.
 
 Source: Keller Jordan et al., "Muon: An optimizer for hidden layers in neural networks" (2024).
 """
@@ -29,6 +29,7 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Update the parameters from their gradients."""
         for group in self.param_groups:
             by_shape: dict[torch.Size, list[torch.nn.Parameter]] = defaultdict(list)
             for parameter in group["params"]:
@@ -52,7 +53,7 @@ class Muon(torch.optim.Optimizer):
 
 
 def orthogonalised(matrices: torch.Tensor, steps: int = 5) -> torch.Tensor:
-    """`matrices` [batch, rows, columns] with their singular values moved close to 1."""
+    """Return `matrices` [batch, rows, columns] with their singular values moved close to 1."""
     a, b, c = _NEWTON_SCHULZ
     tall = matrices.shape[-2] > matrices.shape[-1]
     x: torch.Tensor = matrices.mT if tall else matrices

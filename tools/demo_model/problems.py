@@ -1,11 +1,11 @@
-"""Arithmetic problems and facts: the two things with an answer that is right or wrong.
+"""Arithmetic problems and facts: the two tasks with a right or wrong answer.
 
-Both know by hash whether they are held out. Sums are split by the unordered pair, so that 25 + 17 can not
-give away 17 + 25. A fact is held out when its name is, or when its (name, attribute, value) is: held-out
-names never occur in the training corpus, in any role.
+A hash decides whether each is held out. Sums are split by the unordered pair, so that 17 + 25 does not reveal 25 + 17.
+A fact is held out when its name is, or when its (name, attribute, value) is. Held-out names never occur in the training
+corpus, in any role.
 
-A fact is worded in one way only, `The ATTRIBUTE of NAME is VALUE.`; its value comes from hundreds to
-thousands of equally likely ones, so the only way to answer is to attend to where it was stated.
+All facts have the form `The ATTRIBUTE of NAME is VALUE.` The value is one of hundreds to thousands of equally likely
+ones. So the only way to answer is attention to the place where the fact was stated.
 """
 
 import random
@@ -20,7 +20,7 @@ _OPERATOR_SIGNS = {"plus": "+", "minus": "-"}
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """A sum, or a difference that is not negative, of two numbers from 0 to 99; `operator` is "plus" or "minus"."""
+    """A sum, or a non-negative difference, of two numbers from 0 to 99; `operator` is "plus" or "minus"."""
 
     left: int
     operator: str
@@ -28,26 +28,30 @@ class Problem:
 
     @property
     def answer(self) -> int:
+        """The result."""
         return self.left + self.right if self.operator == "plus" else self.left - self.right
 
     @property
     def sign(self) -> str:
+        """The operator as a sign."""
         return _OPERATOR_SIGNS[self.operator]
 
     @property
     def held_out(self) -> bool:
+        """Whether the problem is held out."""
         if self.operator == "plus":
             return is_held_out("sum", min(self.left, self.right), max(self.left, self.right))
         return is_held_out("difference", self.left, self.right)
 
     @property
     def phrase(self) -> str:
+        """The problem in words."""
         return f"{self.left} {self.operator} {self.right}"
 
 
 @dataclass(frozen=True, slots=True)
 class Fact:
-    """Something that is true within one document only: `The secret word of Dorlan is amber.`"""
+    """A statement that is true within one document only, such as `The secret word of Dorlan is amber`."""
 
     name: str
     attribute: str
@@ -55,23 +59,27 @@ class Fact:
 
     @property
     def held_out(self) -> bool:
+        """Whether the fact is held out."""
         return is_held_out("name", self.name) or is_held_out("fact", self.name, self.attribute, self.value)
 
     @property
     def subject(self) -> str:
+        """The attribute with its name."""
         return f"{self.attribute} of {self.name}"
 
     @property
     def statement(self) -> str:
+        """The sentence that states the fact."""
         return f"The {self.subject} is {self.value}."
 
     @property
     def question(self) -> str:
+        """The question about the fact."""
         return f"What is the {self.subject}?"
 
 
 def draw_problem(rng: random.Random, held_out: bool = False) -> Problem:
-    """A random problem on the wanted side of the split; every fifth has small operands."""
+    """Return a random problem on the given side of the split; every fifth has small operands."""
     while True:
         largest = LARGEST_OPERAND if rng.random() < 0.8 else 20
         left, right = rng.randint(0, largest), rng.randint(0, largest)
@@ -84,9 +92,9 @@ def draw_problem(rng: random.Random, held_out: bool = False) -> Problem:
 
 
 def draw_facts(rng: random.Random, count: int, held_out: bool = False) -> list[Fact]:
-    """`count` facts on the wanted side of the split, no two about the same attribute of the same name.
+    """Return `count` facts on the given side of the split, with distinct pairs of attribute and name.
 
-    Names and attributes repeat among them, so that neither alone is enough to find the right fact.
+    Names and attributes repeat among them, so that neither alone identifies the right fact.
     """
     names = rng.sample(words.HELD_OUT_NAMES if held_out else words.TRAINING_NAMES, max(1, count - count // 3))
     facts: dict[tuple[str, str], Fact] = {}

@@ -1,12 +1,10 @@
 """Short stories from a template grammar in which characters, things and events stay coherent.
 
-A story draws its cast once (a hero, a friend, a treasure, a place, ...) and then walks through one plot: an
-ordered list of beats, each a choice between several wordings over the same cast. What is promised early
-(the red kite, the name of the friend) comes back later, so that a reader of a served story sees at once
-whether attention works.
+A story draws its cast once (a hero, a friend, a treasure, a place, ...) and then follows one plot: an ordered list of
+beats, each with several wordings over the same cast. Early details (the red kite, the name of the friend) return later.
+So a reader of a served story sees at once whether attention works.
 
-A cast is held out by the hash of (hero, treasure, place, plot); stories for measuring are drawn only from
-those.
+A cast is held out by the hash of (hero, treasure, place, plot). Stories for measurement use held-out casts only.
 """
 
 import random
@@ -307,7 +305,7 @@ _REMARKS = (
 
 @dataclass(frozen=True, slots=True)
 class Cast:
-    """Who and what one story is about; `kind` and `treasure` are what a request may ask for."""
+    """The characters and things of one story; a request may ask for `kind` and `treasure`."""
 
     plot: str
     hero: str
@@ -325,12 +323,12 @@ class Cast:
 
     @property
     def held_out(self) -> bool:
-        """Whether stories of this cast are kept for measuring perplexity."""
+        """Whether stories of this cast are held out to measure perplexity."""
         return is_held_out("story", self.kind, self.treasure, self.place, self.plot)
 
 
 def draw_cast(rng: random.Random, held_out: bool = False) -> Cast:
-    """A random cast on the wanted side of the split, with names from the training side."""
+    """Return a random cast on the given side of the split, with names from the training side."""
     while True:
         hero, friend = rng.sample(words.TRAINING_NAMES, 2)
         kind, kind2 = rng.sample(words.KINDS, 2)
@@ -355,7 +353,7 @@ def draw_cast(rng: random.Random, held_out: bool = False) -> Cast:
 
 
 def tell(rng: random.Random, cast: Cast) -> str:
-    """One story about `cast`: a wording for each beat of its plot."""
+    """Return one story about `cast`: a wording for each beat of its plot."""
     he, him, his = _pronouns(cast.kind)
     he2, him2, his2 = _pronouns(cast.kind2)
     slots = {
@@ -373,7 +371,7 @@ def tell(rng: random.Random, cast: Cast) -> str:
 
 
 def request(rng: random.Random, cast: Cast) -> str:
-    """What a user may say to be told the story of `cast`."""
+    """Return a user's request for the story of `cast`."""
     a_kind = words.with_article(cast.kind)
     return rng.choice(
         (
@@ -389,7 +387,7 @@ def request(rng: random.Random, cast: Cast) -> str:
 
 
 def remark(rng: random.Random) -> str:
-    """One sentence that has nothing to do with anything: filler between a fact and the question about it."""
+    """Return one unrelated sentence: filler between a fact and the question about it."""
     w, w2 = rng.sample(words.ADJECTIVES, 2)
     n, n2 = rng.sample(words.NOUNS, 2)
     return rng.choice(_REMARKS).format(w=w, w2=w2, a_w=words.with_article(w), a_w2=words.with_article(w2), n=n, n2=n2)

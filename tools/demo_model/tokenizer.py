@@ -1,8 +1,8 @@
 """The tokenizer of the embedded model: byte-level BPE, every digit a token of its own.
 
-Single digits make a number of n digits n tokens, which is what lets a small model learn to add. Any text
-can be encoded (bytes are the alphabet), so nothing is ever unknown. The chat template writes one special
-token before each turn and ends each answer with `<|endoftext|>`, which is also where generation stops.
+A number of n digits has n tokens, which makes addition learnable for a small model. The alphabet is bytes, so any text
+can be encoded without an unknown token. The chat template writes one special token before each turn and ends each
+answer with `<|endoftext|>`, where generation stops.
 
     python -m tools.demo_model.tokenizer build/demo_model/tokenizer
 """
@@ -35,7 +35,7 @@ CHAT_TEMPLATE = (
 
 
 def train_tokenizer(seed: int, documents: int = 6000) -> PreTrainedTokenizerFast:
-    """Learns the merges from `documents` documents of the corpus."""
+    """Learn the merges from `documents` documents of the corpus."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
@@ -64,7 +64,7 @@ def train_tokenizer(seed: int, documents: int = 6000) -> PreTrainedTokenizerFast
 
 
 def save_tokenizer(tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
-    """Writes tokenizer.json and a tokenizer_config.json that older releases of transformers read as well."""
+    """Write tokenizer.json, and a tokenizer_config.json that older releases of transformers read as well."""
     tokenizer.save_pretrained(folder, save_jinja_files=False)
     path = folder / "tokenizer_config.json"
     config = json.loads(path.read_text()) | {"tokenizer_class": "PreTrainedTokenizerFast"}
@@ -81,6 +81,7 @@ def _plain_text(seed: int, documents: int) -> Iterator[str]:
 
 
 def main() -> None:
+    """Train and save the tokenizer."""
     parser = argparse.ArgumentParser(description="Train the tokenizer of the embedded model.")
     parser.add_argument("folder", type=Path)
     parser.add_argument("--seed", type=int, default=0)

@@ -1,14 +1,12 @@
-"""Training of the embedded model: a small Qwen3-architecture transformer, from nothing, on a CPU.
+"""Training of the embedded model: a small transformer of the Qwen3 architecture, from random weights, on a CPU.
 
-The recipe is a list of stages with growing sequence length. First come short pages dense with facts and
-questions, on which induction heads form quickly; then the distances grow until recall reaches beyond 600
-tokens. Weight matrices are trained by Muon and everything else by AdamW; the learning rate warms up, stays,
-and decays linearly to zero.
+The recipe is a list of stages with growing sequence length. The first stages have short pages with many facts and
+questions, on which induction heads form quickly. Then the distances grow until recall works beyond 600 tokens. Muon
+trains the weight matrices, and AdamW everything else. The learning rate warms up, stays, and decays linearly to zero.
 
-The data of a step is a function of (seed, step), so a checkpoint is the weights, the optimiser states and
-the number of the next step. It is written every few minutes; running the same command again continues from
-it. With the same seed the same accuracies are reached; bits differ only where the machine's arithmetic
-does.
+The data of a step is a function of (seed, step). So a checkpoint contains only the weights, the optimiser states and
+the number of the next step. It is written every few minutes. The same command run again continues from it. The same
+seed reaches the same accuracies; bits differ only where the machine's arithmetic does.
 
     python -m tools.demo_model.train --work build/demo_model --output shared/demo_model
 """
@@ -49,7 +47,7 @@ class Stage:
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """Everything besides the seed that decides what the trained model is."""
+    """Everything except the seed that determines the trained model."""
 
     stages: tuple[Stage, ...]
     matrix_rate: float = 0.02
@@ -59,13 +57,16 @@ class Recipe:
 
     @property
     def steps(self) -> int:
+        """Number of optimiser steps of all stages."""
         return sum(stage.steps for stage in self.stages)
 
     @property
     def tokens(self) -> int:
+        """Number of training tokens of all stages."""
         return sum(stage.steps * stage.count * stage.tokens for stage in self.stages)
 
     def stage_at(self, step: int) -> Stage:
+        """Return the stage of a step."""
         for stage in self.stages:
             if step < stage.steps:
                 return stage
@@ -73,7 +74,7 @@ class Recipe:
         return self.stages[-1]
 
     def rate_at(self, step: int) -> float:
-        """The learning rate of `step` as a share of its peak."""
+        """Return the learning rate of `step` as a share of its peak."""
         left = (self.steps - step) / (self.decay_share * self.steps)
         return min(1.0, (step + 1) / self.warm_up, left)
 
@@ -90,14 +91,14 @@ RECIPE = Recipe(
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """`ids` [count, tokens + 1] int64, and the loss weight of each target `weights` [count, tokens] fp32."""
+    """Token ids `ids` [count, tokens + 1] int64, and the loss weight of each target `weights` [count, tokens] fp32."""
 
     ids: torch.Tensor
     weights: torch.Tensor
 
 
 def new_model(tokenizer: Any, seed: int) -> Qwen3ForCausalLM:
-    """An untrained model: 4 layers, 4 query heads over 2 key/value heads of 32 dimensions."""
+    """Return an untrained model: 4 layers, 4 query heads over 2 key/value heads of 32 dimensions."""
     torch.manual_seed(seed)
     config = Qwen3Config(
         vocab_size=len(tokenizer),
@@ -119,7 +120,7 @@ def new_model(tokenizer: Any, seed: int) -> Qwen3ForCausalLM:
 
 
 def batch_at(recipe: Recipe, seed: int, step: int, tokenizer: Tokenizer) -> Batch:
-    """The training batch of `step`: documents packed end to end, cut to the length of the stage."""
+    """Return the training batch of `step`: documents packed end to end, cut to the length of the stage."""
     stage = recipe.stage_at(step)
     rows = sequences(seed, step, stage.count, stage.tokens, stage.mix)
     packed = [_packed(row, stage.tokens + 1, tokenizer) for row in rows]
@@ -142,7 +143,7 @@ def _packed(documents: list[Document], length: int, tokenizer: Tokenizer) -> tup
 
 
 def _token_weights(document: Document, encoding: Any) -> Any:
-    """The weight of each token: that of the span its last character lies in."""
+    """Return the weight of each token: that of the span with its last character."""
     characters = np.repeat(
         np.array([span.weight for span in document.spans], dtype=np.float32),
         [len(span.text) for span in document.spans],
@@ -151,10 +152,10 @@ def _token_weights(document: Document, encoding: Any) -> Any:
 
 
 class Trainer:
-    """A model, its optimisers and the number of the next step: what a checkpoint holds.
+    """A model, its optimisers and the number of the next step, which a checkpoint contains.
 
-    Each thread computes the gradients of its own share of a batch, and the threads meet once per step. On a
-    machine that others use as well, that loses far less than threads that meet in every operation.
+    Each thread computes the gradients of its own share of a batch, and the threads synchronise once per step. On a
+    machine with other load, this loses far less time than threads that synchronise in every operation.
     """
 
     def __init__(self, recipe: Recipe, seed: int, tokenizer: Any, threads: int) -> None:
@@ -179,6 +180,7 @@ class Trainer:
         self.seconds = 0.0
 
     def save(self, path: Path) -> None:
+        """Write the checkpoint."""
         state = {
             "model": self.model.state_dict(),
             "optimisers": [optimiser.state_dict() for optimiser, _ in self.optimisers],
@@ -191,6 +193,7 @@ class Trainer:
         partial.replace(path)
 
     def load(self, path: Path) -> None:
+        """Read the checkpoint."""
         state = torch.load(path, weights_only=True)
         if state["seed"] != self.seed:
             raise SystemExit(f"{path} was trained with seed {state['seed']}, not {self.seed}")
@@ -200,7 +203,7 @@ class Trainer:
         self.step, self.seconds = state["step"], state["seconds"]
 
     def train_step(self) -> float:
-        """One optimiser step; returns the weighted loss of its batch."""
+        """Take one optimiser step; return the weighted loss of its batch."""
         began = time.monotonic()
         batch = batch_at(self.recipe, self.seed, self.step, self.encoder)
         shares = batch.ids.chunk(self.threads), batch.weights.chunk(self.threads)
@@ -220,14 +223,14 @@ class Trainer:
     def _gradients(
         self, ids: torch.Tensor, weights: torch.Tensor, total: torch.Tensor
     ) -> tuple[float, tuple[torch.Tensor, ...]]:
-        """The share of the loss that `ids` has, and its gradients; leaves the parameters' own gradients alone."""
+        """Return the share of the loss of `ids` and its gradients; the gradients of the parameters stay unchanged."""
         logits = self.model(input_ids=ids[:, :-1], use_cache=False).logits
         losses = torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="none")
         loss = losses @ weights.flatten() / total
         return loss.item(), torch.autograd.grad(loss, self.parameters)
 
     def probe(self, items: list[Item]) -> float:
-        """Greedy accuracy in one forward per item: the share whose every expected token is the first choice."""
+        """Return the share of items with every expected token as the greedy choice, with one forward per item."""
         right = 0
         with torch.inference_mode():
             for item in items:
@@ -239,14 +242,14 @@ class Trainer:
 
 
 def load_or_train_tokenizer(folder: Path, seed: int) -> Any:
-    """The tokenizer of this run, made on the first start."""
+    """Return the tokenizer of this run, which the first start makes."""
     if not (folder / "tokenizer.json").exists():
         save_tokenizer(train_tokenizer(seed), folder)
     return AutoTokenizer.from_pretrained(folder)
 
 
 def export(trainer: Trainer, output: Path) -> None:
-    """Writes the checkpoint folder in the layout of the hub, with what is known of the training in quality.json."""
+    """Write the checkpoint folder in the layout of the hub, with the figures of the training in quality.json."""
     trainer.model.generation_config = GenerationConfig(  # type: ignore[no-untyped-call]
         bos_token_id=trainer.tokenizer.bos_token_id,
         eos_token_id=trainer.tokenizer.eos_token_id,
@@ -265,7 +268,7 @@ def export(trainer: Trainer, output: Path) -> None:
 
 
 def train(trainer: Trainer, checkpoint: Path) -> None:
-    """Runs the recipe to its end, reporting and saving on the way."""
+    """Run the recipe to its end, with reports and checkpoints."""
     sums = held_out_arithmetic(100, seed=0)
     recall = held_out_recall(50, seed=0, tokenizer=trainer.encoder)
     saved = time.monotonic()
@@ -285,8 +288,9 @@ def train(trainer: Trainer, checkpoint: Path) -> None:
 
 
 def main() -> None:
+    """Train the embedded model."""
     parser = argparse.ArgumentParser(description="Train the embedded model, or continue where the last run stopped.")
-    parser.add_argument("--work", type=Path, default=Path("build/demo_model"), help="where checkpoints of the run live")
+    parser.add_argument("--work", type=Path, default=Path("build/demo_model"), help="folder of the run's checkpoints")
     parser.add_argument("--output", type=Path, default=Path("shared/demo_model"))
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=2)

@@ -1,8 +1,7 @@
-"""The vocabulary of the corpus: names, towns, values of facts, and what stories are about.
+"""The vocabulary of the corpus: names, towns, values of facts, and the subjects of stories.
 
-Names and towns are put together from syllables. That makes the lists large (about 1,700 names), so that an
-answer can not be guessed, and lets a held-out name be read as familiar syllables in an order never seen in
-training.
+Names and towns are combined from syllables. So the lists are large (about 1,700 names), and an answer cannot be
+guessed. A held-out name consists of familiar syllables in an order that training never shows.
 """
 
 from tools.demo_model.split import is_held_out
@@ -89,5 +88,5 @@ BUILDS = _listed("boat bridge cart house hut raft swing sledge table tower")
 
 
 def with_article(noun: str) -> str:
-    """`noun` behind the right indefinite article."""
+    """Return `noun` after the right indefinite article."""
     return f"{'an' if noun[0] in 'aeiou' else 'a'} {noun}"

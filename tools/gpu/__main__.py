@@ -1,4 +1,4 @@
-"""`python -m tools.gpu PART`: see the package."""
+"""Run one part of the measurements on a GPU: `python -m tools.gpu PART`, see `tools.gpu`."""
 
 import argparse
 import os
@@ -10,15 +10,20 @@ from tools.gpu.results import ENDED, DeviceLostError, Results, device_name
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs one part. 0: complete; 1: something failed; 3: there is more to do, run it again; 4: an item has ended the
-    process, and the next one goes on without it."""
+    """Run one part and return the exit code.
+
+    0: complete; 1: something failed; 3: items are left, run it again; 4: an item has ended the process, and the next
+    process continues without it.
+    """
     parser = argparse.ArgumentParser(prog="python -m tools.gpu", description="Measure what only a GPU can tell.")
     parser.add_argument("part", choices=("kernels", "decode", "workloads", "peers"))
     parser.add_argument("--rehearse", action="store_true", help="with a tiny model, on a CPU if there is no GPU")
-    parser.add_argument("--budget-s", type=float, default=420.0, help="begin nothing after so long (default: 420)")
+    parser.add_argument(
+        "--budget-s", type=float, default=420.0, help="seconds after which no item starts (default: 420)"
+    )
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="folder of the JSON")
     options = parser.parse_args(arguments)
-    # Read by triton when it compiles, here and in the worker: what was compiled for one part serves the next.
+    # Triton reads it when it compiles, here and in the worker. So kernels compiled for one part serve the next.
     os.environ.setdefault("TRITON_CACHE_DIR", str(Path("build/gpu/triton").absolute()))
 
     import torch

@@ -1,7 +1,7 @@
 """Every kernel on the device against its reference, at random sizes; attention's reference is computed in float64.
 
-Each size is another kernel to compile, which takes longer than to run it: a check ends when its time is up, and says
-how far it came.
+Each size compiles another kernel, which takes longer than its execution. A check ends when its time is over, and
+reports its progress.
 """
 
 import time
@@ -24,8 +24,10 @@ _TOLERANCE = {torch.float32: 2e-4, torch.float16: 6e-3, torch.bfloat16: 4e-2}
 
 
 def checks(device: torch.device, rounds: int, limit_s: float) -> Iterator[tuple[str, Callable[[], Figures]]]:
-    """Name of each check and what makes it; a check raises AssertionError with what differs, and begins no round after
-    ``limit_s``."""
+    """Return each check by name; a check raises AssertionError with the difference.
+
+    No check begins a round after ``limit_s``.
+    """
     for name, check in (
         ("attention", _attention),
         ("norm, rotary, KV write", _qkv),
@@ -67,7 +69,7 @@ def _compare(ours: torch.Tensor, expected: torch.Tensor, tolerance: float) -> fl
 
 
 def _attention(device: torch.device, generator: torch.Generator) -> float:
-    """Batches of rows in decode and prefill: all head dimensions, groups, page sizes, windows, caps, types of KV."""
+    """Check batches of decode and prefill rows: all head dimensions, groups, page sizes, windows, caps, types of KV."""
     dtype = _dtype(generator, device)
     kv_heads, group = _pick(generator, 1, 2, 8), _pick(generator, 1, 2, 4, 7, 8)
     head_dim, block_size = _pick(generator, 64, 80, 96, 128, 256), _pick(generator, 16, 32, 64, 128)
@@ -98,7 +100,7 @@ def _attention(device: torch.device, generator: torch.Generator) -> float:
 
 
 def _qkv(device: torch.device, generator: torch.Generator) -> float:
-    """The fused kernel against the CPU's single steps in the same dtype."""
+    """Check the fused kernel against the CPU's single steps in the same dtype."""
     dtype = _dtype(generator, device)
     tokens, heads, kv_heads = _pick(generator, 1, 7, 300), _pick(generator, 4, 32), _pick(generator, 1, 4)
     head_dim, block_size = _pick(generator, 64, 80, 128), _pick(generator, 16, 128)
@@ -121,7 +123,7 @@ def _qkv(device: torch.device, generator: torch.Generator) -> float:
 
 
 def _elementwise(device: torch.device, generator: torch.Generator) -> float:
-    """RMSNorm with its addition, and the gate."""
+    """Check RMSNorm with its addition, and the gate."""
     dtype = _dtype(generator, device)
     shape = (_pick(generator, 1, 33, 700), _pick(generator, 96, 1024, 4096, 5120))
     x, residual = torch.randn(2, *shape, generator=generator).to(dtype)
@@ -133,7 +135,7 @@ def _elementwise(device: torch.device, generator: torch.Generator) -> float:
 
 
 def _sampling(device: torch.device, generator: torch.Generator) -> float:
-    """Share of the draws that differ from the reference's: rounding may move one that stands on a border."""
+    """Return the share of draws that differ from the reference: rounding may move a draw that lies on a border."""
     rows, vocab_size = 64, _pick(generator, 1000, 32000, 128256)
     logits = 3 * torch.randn(rows, vocab_size, generator=generator)
 
@@ -159,7 +161,7 @@ def _sampling(device: torch.device, generator: torch.Generator) -> float:
 
 
 def _decode_inputs(device: torch.device, generator: torch.Generator) -> float:
-    """Inputs made on the device, and words scattered there, exactly as the reference."""
+    """Check that inputs made on the device, and words scattered there, equal the reference."""
     rows, max_blocks, block_size = _pick(generator, 1, 40, 256), _pick(generator, 3, 2500), _pick(generator, 16, 128)
     lane_rows = torch.randperm(rows, generator=generator).int()
     lane_rows[torch.rand(rows, generator=generator) < 0.2] = -1

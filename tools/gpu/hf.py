@@ -1,4 +1,4 @@
-"""The peer on the same machine and the same random-weight shapes: `transformers`, both ways that it generates."""
+"""The peer on the same machine with the same random weights: `transformers`, with both of its ways to generate."""
 
 import inspect
 import time
@@ -17,7 +17,7 @@ from tools.gpu.shapes import Shape
 
 @contextmanager
 def loaded(shape: Shape, folder: Path, device: torch.device) -> Iterator[Any]:
-    """The model with weights drawn on the device; its memory is given back at the end."""
+    """Load the model with weights drawn on the device; release its memory at the end."""
     config = AutoConfig.from_pretrained(folder)
     with torch.device(device):
         classes: Any = AutoModelForCausalLM
@@ -30,7 +30,7 @@ def loaded(shape: Shape, folder: Path, device: torch.device) -> Iterator[Any]:
 
 @torch.inference_mode()
 def generate(model: Any, requests: Sequence[OfflineRequest], device: torch.device) -> Figures:
-    """One static batch; the time of the prompt is taken off, so that what is left is decode."""
+    """Generate one static batch; the time of the prompt is subtracted, so that the rest is decode."""
     prompts = torch.tensor([request.prompt_token_ids for request in requests], device=device)
     output = requests[0].max_tokens
     times = []
@@ -58,7 +58,7 @@ def generate(model: Any, requests: Sequence[OfflineRequest], device: torch.devic
 
 
 def continuous_batching(model: Any, requests: Sequence[OfflineRequest], rows: int, device: torch.device) -> Figures:
-    """All requests at once through its continuous batching."""
+    """Send all requests at once through its continuous batching."""
     settings: Any = GenerationConfig
     greedy = settings(do_sample=False, eos_token_id=-1, pad_token_id=2, max_new_tokens=16)
     manager = model.init_continuous_batching(generation_config=greedy, **_batching(rows, device))
@@ -95,7 +95,7 @@ def _tokens_of_next(manager: Any) -> int:
 
 
 def _batching(rows: int, device: torch.device) -> dict[str, Any]:
-    """The number of rows, and on a CPU, whose memory it would fill, that of pages; older versions decide themselves."""
+    """Return the limits of rows, and on a CPU also of pages, so that they fit its memory, as the version has them."""
     import transformers
 
     kind = getattr(transformers, "ContinuousBatchingConfig", None)

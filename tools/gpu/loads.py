@@ -1,4 +1,4 @@
-"""The requests of each item, and the figures from the times at which their tokens came. Pure."""
+"""The requests of each item, and the figures from the times of their tokens, as pure functions."""
 
 import random
 import statistics
@@ -12,19 +12,19 @@ _FIRST_TOKEN = 10
 
 
 def decode_load(rows: int, context: int, output: int, vocab_size: int) -> list[OfflineRequest]:
-    """`rows` prompts of `context` tokens, each followed by `output` tokens, all at once."""
+    """Return `rows` prompts of `context` tokens, each with `output` tokens to generate, all at once."""
     rng = random.Random(rows * 1_000_003 + context)
     return [_request(rng, context, output, vocab_size) for _ in range(rows)]
 
 
 def prefill_load(tokens: int, count: int, vocab_size: int) -> list[OfflineRequest]:
-    """`count` prompts of `tokens` tokens, one token each."""
+    """Return `count` prompts of `tokens` tokens, with one token each to generate."""
     rng = random.Random(tokens)
     return [_request(rng, tokens, 1, vocab_size) for _ in range(count)]
 
 
 def nano_vllm_load(requests: int, shortest: int, longest: int, vocab_size: int) -> list[OfflineRequest]:
-    """nano-vllm's benchmark: in and out uniform between `shortest` and `longest`."""
+    """Return nano-vllm's benchmark: input and output lengths uniform between `shortest` and `longest`."""
     rng = random.Random(0)
     return [
         _request(rng, rng.randint(shortest, longest), rng.randint(shortest, longest), vocab_size)
@@ -33,8 +33,11 @@ def nano_vllm_load(requests: int, shortest: int, longest: int, vocab_size: int) 
 
 
 def sharegpt_like_load(requests: int, longest: int, vocab_size: int) -> list[OfflineRequest]:
-    """Lengths distributed log-normally about those of ShareGPT's conversations (means of about 220 tokens in and 190
-    out, most of them shorter), cut at `longest`; the texts themselves do not matter to random weights."""
+    """Return requests with lengths like those of ShareGPT's conversations, cut at `longest`.
+
+    The lengths are log-normal, with means of about 220 tokens in and 190 out; most are shorter. The texts do not
+    matter, because the weights are random.
+    """
     rng = random.Random(1)
 
     def length(median: float, spread: float) -> int:
@@ -44,8 +47,10 @@ def sharegpt_like_load(requests: int, longest: int, vocab_size: int) -> list[Off
 
 
 def decode_figures(traces: Sequence[Trace]) -> Figures:
-    """Tokens per second while all rows decode: from when the last row's first token is there to when the first row
-    has its last."""
+    """Return the tokens per second while all rows decode.
+
+    This is the time from the first token of the last row to the last token of the first row.
+    """
     begin = max(trace.times_s[0] for trace in traces)
     end = min(trace.times_s[-1] for trace in traces)
     tokens = sum(sum(begin < time_s <= end for time_s in trace.times_s) for trace in traces)
@@ -56,12 +61,12 @@ def decode_figures(traces: Sequence[Trace]) -> Figures:
 
 
 def prefill_figures(traces: Sequence[Trace]) -> Figures:
-    """Median time to the first token, of requests sent one after the other."""
+    """Return the median time to the first token, of requests sent one after the other."""
     return {"ttft_ms": 1e3 * statistics.median(trace.times_s[0] - trace.sent_s for trace in traces)}
 
 
 def throughput_figures(requests: Sequence[OfflineRequest], traces: Sequence[Trace], wall_s: float) -> Figures:
-    """Tokens in and out per second of the whole run."""
+    """Return the tokens in and out per second of the whole run."""
     out = sum(len(trace.times_s) for trace in traces)
     asked = sum(request.max_tokens for request in requests)
     if out != asked:

@@ -1,4 +1,4 @@
-"""What each part consists of."""
+"""The items of each part."""
 
 import math
 from collections.abc import Callable
@@ -21,7 +21,7 @@ WORK = Path("build/gpu")
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """How large everything is."""
+    """The sizes of all items."""
 
     models: tuple[shapes.Shape, ...]
     kernels: bench.Sizes
@@ -39,7 +39,7 @@ class Scale:
     """Requests, longest."""
 
     def longest(self) -> int:
-        """Tokens of the longest sequence of any item."""
+        """Return the number of tokens of the longest sequence of any item."""
         most = max(context + output for _, context, output in self.decode)
         return max(most, max(self.prefill) + 1, 2 * self.nano_vllm[2], 2 * self.sharegpt[1]) + 16
 
@@ -72,7 +72,7 @@ REHEARSAL = Scale(
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """What every part is given."""
+    """Arguments of every part."""
 
     device: torch.device
     scale: Scale
@@ -80,13 +80,13 @@ class Context:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the kernel measurements."""
+        """Data type of the kernel measurements."""
         return torch.bfloat16 if self.device.type == "cuda" else torch.float32
 
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """Something measured through a service."""
+    """A measurement through a service."""
 
     name: str
     measure: Callable[[Served], Figures]
@@ -94,7 +94,7 @@ class Item:
 
 
 def kernels(context: Context) -> None:
-    """A minute's test, then measurements beside the device's ceilings, then checks at random sizes."""
+    """Run a test of a minute, then measurements beside the device's ceilings, then checks at random sizes."""
     for name, test in smoke(context.device, context.dtype, context.scale.kernels):
         context.results.run(name, test, 10.0)
     ceilings = _ceilings(context)
@@ -107,7 +107,7 @@ def kernels(context: Context) -> None:
 
 
 def decode(context: Context) -> None:
-    """Decode and prefill of each model shape, beside the roofline; the same tokens on CPU and GPU."""
+    """Measure decode and prefill of each model shape beside the roofline; compare the tokens of CPU and GPU."""
     ceilings = _ceilings(context)
     context.results.run("greedy tokens on CPU and device", lambda: _same_tokens(context), 60.0)
     for shape in context.scale.models:
@@ -131,7 +131,7 @@ def decode(context: Context) -> None:
 
 
 def workloads(context: Context) -> None:
-    """Whole lists of requests, offline."""
+    """Measure whole lists of requests, offline."""
     for shape in context.scale.models:
         items = [
             Item(f"{shape.name}: {name}", partial(_throughput, requests=requests, rows=context.scale.rows), 90.0)
@@ -141,7 +141,7 @@ def workloads(context: Context) -> None:
 
 
 def peers(context: Context) -> None:
-    """The same by `transformers`."""
+    """Measure the same requests with `transformers`."""
     from tools.gpu import hf
 
     device, scale = context.device, context.scale
@@ -188,7 +188,7 @@ def _lists(scale: Scale, shape: shapes.Shape) -> list[tuple[str, list[OfflineReq
 
 
 def _serve(context: Context, shape: shapes.Shape, items: list[Item]) -> None:
-    """Does the items that are not done with one service."""
+    """Run the missing items with one service."""
     scale = context.scale
     service = f"{shape.name}: service"
     if context.results.all_done(item.name for item in items) or context.results.is_broken(service):
@@ -213,7 +213,7 @@ def _serve(context: Context, shape: shapes.Shape, items: list[Item]) -> None:
 
 
 def _ceilings(context: Context) -> bench.Ceilings:
-    """Measured once per part."""
+    """Return the device's ceilings, measured once per part."""
 
     def measure() -> Figures:
         with torch.inference_mode():
@@ -266,7 +266,7 @@ def _throughput(served: Served, *, requests: list[OfflineRequest], rows: int) ->
 
 
 def _same_tokens(context: Context) -> Figures:
-    """Greedy tokens of the embedded float32 model, on the CPU and on the device."""
+    """Compare the greedy tokens of the embedded float32 model on the CPU and on the device."""
     prompts = loads.nano_vllm_load(8, 10, 60, 1000)
     answers: list[list[tuple[int, ...]]] = []
 

@@ -1,8 +1,8 @@
-"""The JSON of one part: what was measured on which device at which commit, item by item.
+"""The JSON of one part: its figures, item by item, with the device and the commit.
 
-It is written after every item, so that whatever ends the process loses nothing. An item may end it itself: a kernel
-that never returns, or one after which the device answers nothing any more. Such an item is noted as *broken* and not
-begun again; the next process goes on with the others.
+It is written after every item, so that the end of the process loses nothing. An item itself may end the process: a
+kernel that never returns, or one after which the device no longer answers. Such an item is recorded as *broken* and not
+run again. The next process continues with the others.
 """
 
 import hashlib
@@ -27,21 +27,21 @@ _PACKAGES = ("torch", "triton", "transformers", "grpcio", "protobuf", "numpy", "
 
 
 ENDED = 4
-"""Exit code of a process that an item has ended; the next one goes on."""
+"""Exit code of a process that an item has ended; the next process continues."""
 _PATIENCE = 6.0
 _LEAST_PATIENCE_S = 120.0
-"""An item that takes this many times as long as expected, and at least so long, is taken to hang."""
+"""An item that takes this many times as long as expected, and at least this long, counts as blocked."""
 
 
 class DeviceLostError(Exception):
-    """The device answers nothing any more in this process."""
+    """The device no longer answers in this process."""
 
 
 class Results:
-    """What a part has given so far; every new item is written at once."""
+    """Figures of a part so far; each new item is written at once."""
 
     def __init__(self, path: Path, *, rehearsal: bool, budget_s: float) -> None:
-        """`budget_s` after now no item is begun any more."""
+        """Open the file; no item starts later than `budget_s` from now."""
         self._path = path
         self._deadline = time.monotonic() + budget_s
         self.skipped: list[str] = []
@@ -56,7 +56,7 @@ class Results:
 
     @property
     def items(self) -> dict[str, Figures]:
-        """The figures of each item that is done."""
+        """The figures of each finished item."""
         items = self._document["items"]
         assert isinstance(items, dict)
         return items
@@ -74,17 +74,18 @@ class Results:
         return broken
 
     def all_done(self, names: Iterable[str]) -> bool:
-        """Whether nothing is left to do of these, or there is no time to."""
+        """Return whether all of these are done, or there is no time for them."""
         left = [name for name in names if name not in self.items]
         self.failed += [name for name in left if name in self._broken]
         return not set(left) - set(self._broken) or time.monotonic() > self._deadline
 
     def run(self, name: str, measure: Callable[[], Figures], expected_s: float = 0.0) -> None:
-        """Does an item, unless it is done or would take longer than there is time. One that fails is noted and told,
-        and does not keep the others from being done.
+        """Run an item, unless it is done or would take longer than the time left.
+
+        An item that fails is recorded and printed, and the others still run.
 
         Raises:
-            DeviceLostError: nothing else can be done in this process.
+            DeviceLostError: no other item can run in this process.
         """
         if name in self.items:
             return
@@ -110,7 +111,7 @@ class Results:
         self._write()
 
     def is_broken(self, name: str) -> bool:
-        """Whether it has ended a process; that is a failure, and told."""
+        """Return whether the item has ended a process; print it as a failure."""
         if name not in self._broken:
             return False
         self.failed.append(name)
@@ -119,7 +120,7 @@ class Results:
 
     @contextmanager
     def patience(self, name: str, expected_s: float) -> Iterator[None]:
-        """Ends the process if the block hangs."""
+        """End the process if the block takes too long."""
         patience_s = max(_LEAST_PATIENCE_S, _PATIENCE * expected_s)
         watchdog = threading.Timer(patience_s, self._end, (name, f"it hung for {patience_s:.0f} s"))
         watchdog.daemon = True
@@ -130,14 +131,14 @@ class Results:
             watchdog.cancel()
 
     def fail(self, name: str, error: Exception) -> None:
-        """Notes and tells that an item, or what several need, has failed."""
+        """Record and print that an item, or a preparation of several, has failed."""
         self.failed.append(name)
         self._failures[name] = f"{type(error).__name__}: {error}"
         print(f"  {name}: FAILED {self._failures[name]}", flush=True)
         self._write()
 
     def _end(self, name: str, why: str) -> None:
-        """Ends the process; the thread that does the item cannot be reached."""
+        """End the process; the thread of the item cannot be stopped."""
         print(f"  {name}: FAILED {why}", flush=True)
         self._broken[name] = why
         self._write()
@@ -151,12 +152,12 @@ class Results:
 
 
 def device_name() -> str:
-    """The GPU's name, or the CPU's architecture."""
+    """Return the GPU's name, or the CPU's architecture."""
     return torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU {platform.machine()}"
 
 
 def _device_is_lost() -> bool:
-    """Whether the device has failed for good: after an illegal access every call fails, until the process ends."""
+    """Return whether the device has failed until the process ends, as after an illegal memory access."""
     if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return False
     try:
@@ -168,7 +169,7 @@ def _device_is_lost() -> bool:
 
 
 def _commit() -> str:
-    """The commit; where there is no git, as in a tree that was copied to a machine, what the sources amount to."""
+    """Return the commit; without git, as in a tree that was copied to a machine, a hash over the sources."""
     try:
         found = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
         if found.returncode == 0 and found.stdout.strip():

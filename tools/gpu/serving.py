@@ -1,4 +1,4 @@
-"""Items that go through the real three processes: one service per model, several lists of requests through it."""
+"""Items that use the real three processes: one service per model, several lists of requests through it."""
 
 import asyncio
 import re
@@ -18,7 +18,7 @@ _PHASE = re.compile(r'^quire_worker_seconds(?:_total)?\{[^}]*phase="(\w+)"[^}]*\
 
 
 class Served:
-    """A running service that lists of requests are sent to, from code that is not asynchronous."""
+    """A running service for lists of requests, called from code that is not asynchronous."""
 
     def __init__(self, runner: asyncio.Runner, client: AsyncClient, http: str) -> None:
         self._runner = runner
@@ -26,7 +26,7 @@ class Served:
         self._http = http
 
     def send(self, requests: Sequence[OfflineRequest], max_concurrency: int) -> tuple[Report, Figures]:
-        """The report of a list of requests, and the share of its time that the device was idle between steps."""
+        """Return the report of a list of requests, and the share of time with an idle device between steps."""
         before = self._phases()
         report = self._runner.run(run_requests(self._client, requests, max_concurrency))
         after = self._phases()
@@ -42,8 +42,10 @@ def with_service(
     folder: Path, device: str, use: Callable[[Served], None], *, rows: int, tokens_per_step: int, max_model_len: int,
     weights: str = "random", kv_cache_dtype: str = "auto", starting: AbstractContextManager[object] | None = None,
 ) -> None:  # fmt: skip
-    """Starts a service over `folder`, lets `use` send requests to it, and ends it. `starting` is entered while it
-    starts."""
+    """Start a service over `folder`, let `use` send requests to it, and end it.
+
+    `starting` is entered while it starts.
+    """
     config = ServeConfig(
         scheduler=SchedulerConfig(
             max_num_seqs=rows, max_num_batched_tokens=tokens_per_step, prefix_cache="off", trace_steps=0.0

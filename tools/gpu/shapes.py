@@ -1,6 +1,6 @@
-"""Models that are only a shape: a configuration and a tokenizer of the right size; weights are drawn on the device.
+"""Models without weights: a configuration and a tokenizer of the right size; weights are drawn on the device.
 
-Random weights cost what trained ones do. The tokenizer names token i "t<i>", so that every id can be written down.
+Random weights cost as much time as trained ones. The tokenizer names token i "t<i>", so that every id has a text.
 """
 
 import json
@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """The numbers of a decoder."""
+    """The sizes of a decoder."""
 
     name: str
     architecture: str
@@ -30,27 +30,27 @@ class Shape:
 
     @property
     def bytes_per_element(self) -> int:
-        """Of weights and KV."""
+        """Bytes per element of weights and KV."""
         return 4 if self.dtype == "float32" else 2
 
     @property
     def matrix_elements(self) -> int:
-        """Weights that each step multiplies by: all matrices but the embedding, whose rows are only looked up."""
+        """Number of weights in each step's products: all matrices except the embedding, which is a lookup."""
         attention = self.hidden * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
         return self.layers * (attention + 3 * self.hidden * self.intermediate) + self.hidden * self.vocab_size
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """Keys and values of one token in all layers."""
+        """Bytes of the keys and values of one token in all layers."""
         return 2 * self.layers * self.kv_heads * self.head_dim * self.bytes_per_element
 
     def decode_seconds(self, rows: int, context: int, bandwidth: float, flop_per_s: float) -> float:
-        """The least time of a decode step: every weight and every row's KV are read once, or the products' time."""
+        """Return the least time of a decode step: that to read all weights and KV once, or that of the products."""
         read = self.matrix_elements * self.bytes_per_element + rows * context * self.kv_bytes_per_token
         return max(read / bandwidth, 2 * rows * self.matrix_elements / flop_per_s)
 
     def prefill_flop(self, tokens: int) -> float:
-        """Operations of a prompt: products of every token (logits of the last one only) and causal attention."""
+        """Return the operations of a prompt: products of every token (logits: the last) and causal attention."""
         body = self.matrix_elements - self.hidden * self.vocab_size
         attention = 4 * self.layers * self.heads * self.head_dim * tokens * (tokens + 1) / 2
         return 2.0 * tokens * body + 2 * self.hidden * self.vocab_size + attention
@@ -71,7 +71,7 @@ TINY = Shape(
 
 
 def make_folder(shape: Shape, parent: Path) -> Path:
-    """The folder of a checkpoint without weights, made if it is not there."""
+    """Return the folder of a checkpoint without weights; make it if it does not exist."""
     folder = parent / shape.name
     folder.mkdir(parents=True, exist_ok=True)
     config = {

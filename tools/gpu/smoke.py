@@ -1,7 +1,7 @@
-"""A minute's test of what everything else stands on: each kernel once, as a served model calls it, each under its name.
+"""A test of a minute before all measurements: each kernel once, as a served model calls it, each under its name.
 
-The first thing that runs on a GPU nobody has tried before. Sizes are those of the measurements with a few rows, so that
-what is compiled here serves those, too; every result is compared with the kernel's reference.
+It runs first on a GPU that has not been used before. Sizes are those of the measurements, with a few rows. So the
+kernels compiled here serve the measurements, too. Every result is compared with the kernel's reference.
 """
 
 from collections.abc import Callable, Iterator
@@ -29,7 +29,7 @@ _PAGE = 16
 
 @dataclass(frozen=True, slots=True)
 class At:
-    """Where and at which sizes."""
+    """The device and the sizes."""
 
     device: torch.device
     dtype: torch.dtype
@@ -37,7 +37,7 @@ class At:
 
 
 def smoke(device: torch.device, dtype: torch.dtype, sizes: Sizes) -> Iterator[tuple[str, Callable[[], Figures]]]:
-    """Name of each test and what makes it; one that fails raises, and says what differs."""
+    """Return each test by name; a test that fails raises an error that names the difference."""
     at = At(device, dtype, sizes)
     attention = partial(_attention, at)
     tests: list[tuple[str, Callable[[], float]]] = [
@@ -77,10 +77,10 @@ def _figures(test: Callable[[], float], device: torch.device) -> Figures:
 
 
 def _close(ours: torch.Tensor, expected: torch.Tensor, tolerance: float) -> float:
-    """The distance relative to what was expected.
+    """Return the distance relative to the expected values.
 
     Raises:
-        AssertionError: it is too large, or no number.
+        AssertionError: it is too large, or not a number.
     """
     ours, expected = ours.double(), expected.double()
     error = float((ours - expected).norm() / expected.norm().clamp(min=1e-30))
@@ -100,7 +100,7 @@ def _attention(
     window: int | None = None,
     cap: float | None = None,
 ) -> float:
-    """Rows of (context, chunk) over pages in random order; what no row owns is NaN."""
+    """Check rows of (context, chunk) over pages in random order; pages that belong to no row are NaN."""
     pages = [-(-context // _PAGE) for context, _ in rows]
     order = torch.randperm(sum(pages), device=at.device).int()
     tables = torch.zeros(len(rows), max(pages) + 1, dtype=torch.int32, device=at.device)
@@ -189,7 +189,7 @@ def _silu_mul(at: At) -> float:
 
 
 def _sampling(at: At, truncated: bool) -> float:
-    """Share of draws that differ from the reference's."""
+    """Return the share of draws that differ from the reference's."""
     rows = 33  # odd: the columns of a packed upload are not aligned
     floats, ints = (
         torch.ones(rows + 1, device=at.device)[1:],
@@ -235,7 +235,7 @@ def _decode_inputs(device: torch.device) -> float:
 
 
 def _copy(at: At, *, pinned: bool) -> float:
-    """Blocks copied on the device; or to pinned memory and back, on a stream of their own."""
+    """Copy blocks on the device, or to pinned memory and back, on a stream of their own."""
     tensors = [
         torch.randn(20, at.sizes.num_kv_heads, _PAGE, at.sizes.head_dim, device=at.device, dtype=at.dtype)
         for _ in range(3)
@@ -264,7 +264,7 @@ def _copy(at: At, *, pinned: bool) -> float:
 
 
 def _graph(at: At) -> float:
-    """Two graphs with one pool: a product, a norm, and attention that follows lengths on the device."""
+    """Capture two graphs with one pool: a product, a norm, and attention with lengths that the device holds."""
     accelerator = make_accelerator(at.device)
     assert accelerator is not None
     heads = (at.sizes.num_heads, at.sizes.head_dim)

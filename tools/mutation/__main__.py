@@ -1,11 +1,11 @@
-"""Samples mutants of the scheduler core and prints which of them a check kills.
+"""Sample mutants of the scheduler core and print which of them a check kills.
 
-    python -m tools.mutation                          what `make mutants` does
+    python -m tools.mutation                          the same as `make mutants`
     python -m tools.mutation --count 20 --seed 7
     python -m tools.mutation --only planner.py:140    every mutant of that line
 
-Outcomes are kept in a file as they come; started again with the same file, it goes on where it was. A mutant whose
-source has changed meanwhile is hunted again.
+Results are stored in a file. Started again with the same file, the command continues from it. A mutant whose source has
+changed in the meantime runs again.
 """
 
 import argparse
@@ -25,7 +25,7 @@ from tools.mutation.mutators import Mutation, mutant, mutations
 
 CORE = Path("scheduler_svc/core")
 _PATIENCE = 20
-"""A hunt may take so many times its CPU time: other work on the machine is not the mutant's fault."""
+"""Wall-clock limit of a mutant, as a multiple of its limit of CPU time, because the machine may have other load."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class Mutant:
 
     @property
     def place(self) -> str:
-        """file:line"""
+        """Place of the mutation, as file:line."""
         return f"{self.path.name}:{self.mutation.line}"
 
     @property
@@ -48,38 +48,38 @@ class Mutant:
 
     @property
     def name(self) -> str:
-        """Another one when the module has changed."""
+        """Name of the mutant; it changes when the module has changed."""
         return hashlib.sha256(f"{self.path} {self.number} {self.path.read_text()}".encode()).hexdigest()[:16]
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of one mutant."""
+    """Result of one mutant."""
 
     mutant: str
-    """Its name."""
+    """Name of the mutant."""
     place: str
     kind: str
     before: str
     after: str
     killed_by: str
-    """"" when it survived."""
+    """The check that killed it; "" if it survived."""
     seconds: float
 
 
 def main() -> int:
-    """Hunts; 1 when fewer than the wanted share are killed."""
+    """Run the mutants; return 1 when fewer than the required share are killed."""
     parser = argparse.ArgumentParser(prog="python -m tools.mutation", description=__doc__.partition("\n")[0])
-    parser.add_argument("--count", type=int, default=240, help="how many mutants (240)")
-    parser.add_argument("--seed", type=int, default=1, help="which ones (1)")
-    parser.add_argument("--minutes", type=float, default=1e9, help="hunt no further mutant after so long")
-    parser.add_argument("--again", action="store_true", help="hunt survivors again, for example with more tests")
+    parser.add_argument("--count", type=int, default=240, help="number of mutants (240)")
+    parser.add_argument("--seed", type=int, default=1, help="seed of the sample (1)")
+    parser.add_argument("--minutes", type=float, default=1e9, help="minutes after which no further mutant starts")
+    parser.add_argument("--again", action="store_true", help="run survivors again, for example with more tests")
+    parser.add_argument("--only", default="", metavar="PLACE", help="all mutants whose file:line begins with this")
     parser.add_argument(
-        "--only", default="", metavar="PLACE", help="those whose file:line begins with this, all of them"
+        "--kept", type=Path, default=Path("build/mutants.jsonl"), help="file of the results, one line each"
     )
-    parser.add_argument("--kept", type=Path, default=Path("build/mutants.jsonl"), help="outcomes, one line each")
-    parser.add_argument("--json", type=Path, help="write the outcomes of this sample there")
-    parser.add_argument("--share", type=float, default=0.9, help="share to be killed (0.9)")
+    parser.add_argument("--json", type=Path, help="write the results of this sample to this file")
+    parser.add_argument("--share", type=float, default=0.9, help="required share of killed mutants (0.9)")
     options = parser.parse_args()
 
     chosen = _choose(options.count, options.seed, options.only)
@@ -109,7 +109,7 @@ def main() -> int:
 
 
 def summary(outcomes: list[Outcome]) -> str:
-    """The survivors, what killed the others, and one closing line."""
+    """Return the survivors, the checks that killed the others, and one closing line."""
     by = Counter(outcome.killed_by.partition(":")[0] or "survived" for outcome in outcomes)
     survivors = sorted((outcome for outcome in outcomes if not outcome.killed_by), key=lambda each: each.place)
     killed = len(outcomes) - len(survivors)
@@ -154,7 +154,7 @@ def _hunt(path: Path, source: str | None) -> str:
         try:
             killer = ours.recv() if ours.poll(_PATIENCE * CPU_S) else "time"
         except EOFError:
-            # Its time or memory was up.
+            # Its time or memory limit was reached.
             killer = "time"
         process.kill()
         process.join()

@@ -1,6 +1,6 @@
-"""Runs the core with one module changed, and looks for a check that fails.
+"""Run the core with one module changed, and look for a check that fails.
 
-The process must not have imported the core before. Nothing of what a mutant prints is kept.
+The process must not have imported the core before. The output of a mutant is discarded.
 """
 
 import importlib.abc
@@ -21,21 +21,21 @@ if TYPE_CHECKING:
 CORE = "scheduler_svc.core"
 SHORT_SEEDS = range(16)
 SHORT_STEPS = 300
-"""In runs as short as this the simulator checks the core's invariants after every event."""
+"""In runs as short as this, the simulator checks the core's invariants after every event."""
 AIMED_SEEDS = range(3)
 AIMED_STEPS = 500
 LONG_SEEDS = range(100, 112)
 LONG_STEPS = 1000
 CPU_S = 150
-"""A mutant that takes longer hangs; sound code takes about 30 s."""
+"""A mutant that takes longer counts as blocked; unchanged code takes about 30 s."""
 MEMORY_BYTES = 6 << 30
 _TESTS = ("tests/scheduler_svc", "tests/sim/test_findings.py", "tests/sim/test_block_pool.py")
 _LEFT_OUT = ("tests/scheduler_svc/test_bench_link.py",)
-"""Starts processes of its own, which would run the sound core."""
+"""These start processes of their own, which would run the unchanged core."""
 
 
 class _Changed(importlib.abc.MetaPathFinder, importlib.abc.InspectLoader):
-    """Finds one module in a string."""
+    """An import hook that finds one module in a string."""
 
     def __init__(self, name: str, path: Path, source: str) -> None:
         self._name = name
@@ -45,22 +45,24 @@ class _Changed(importlib.abc.MetaPathFinder, importlib.abc.InspectLoader):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: types.ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
+        """Return the spec of the changed module."""
         if fullname != self._name:
             return None
         return importlib.util.spec_from_loader(fullname, self, origin=str(self._path))
 
     def get_source(self, fullname: str) -> str:
+        """Return the changed source."""
         return self._source
 
 
 def hunt(path: Path, source: str | None, report: Connection, scratch: Path) -> None:
-    """Sends what killed the mutant, or "" when nothing did.
+    """Send the name of the check that killed the mutant, or "" if it survived.
 
     Args:
         path: the module's file.
-        source: the changed source; None: the core as it is.
-        report: where to say it.
-        scratch: a folder for what tests leave behind.
+        source: the changed source; None: the unchanged core.
+        report: the pipe for the result.
+        scratch: a folder for the files of tests.
     """
     resource.setrlimit(resource.RLIMIT_CPU, (CPU_S, CPU_S))
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
@@ -88,7 +90,7 @@ def _simulate(seeds: range, steps: int) -> str:
 
 
 def _simulate_aimed() -> str:
-    """Worlds that meet rare situations, as the planted bugs need them."""
+    """Run simulations of rare situations, as the planted bugs need them."""
     from scheduler_svc.sim.scenario import draw
     from tests.sim.planted import BUGS
 
@@ -106,16 +108,18 @@ def _failed_check(scenario: "Scenario", steps: int) -> str:
 
 
 class _FirstFailure:
-    """A pytest plugin that remembers what failed first."""
+    """A pytest plugin that records the first failure."""
 
     def __init__(self) -> None:
         self.name = ""
 
     def pytest_runtest_logreport(self, report: object) -> None:
+        """Record a failed test."""
         if getattr(report, "failed", False) and not self.name:
             self.name = str(getattr(report, "nodeid", "?")).rpartition("/")[2]
 
     def pytest_collectreport(self, report: object) -> None:
+        """Record a failed collection."""
         self.pytest_runtest_logreport(report)
 
 

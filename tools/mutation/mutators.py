@@ -1,8 +1,8 @@
 """Small changes of Python source, found and made on its syntax tree.
 
-Left alone, because a change there is not a bug of the core's decisions: docstrings, annotations, assertions and the
-`validate` methods (they are checks themselves), what is raised, defaults of fields, named constants (they are what is
-promised, and checks know them by their names), texts, and the notes of a request's story.
+The following is not changed, because a change there is not a bug of the core's decisions: docstrings, annotations,
+assertions, the `validate` methods (they are checks themselves), raised errors, defaults of fields, texts, and the notes
+of a request's story. Named constants are not changed either: they are promises, and checks use them by name.
 """
 
 import ast
@@ -26,7 +26,7 @@ _OPPOSITES: dict[type[ast.cmpop], type[ast.cmpop]] = {
 _SIGNS: dict[type[ast.operator], type[ast.operator]] = {ast.Add: ast.Sub, ast.Sub: ast.Add}
 _EXTREMES = {"min": "max", "max": "min", "any": "all", "all": "any"}
 _NOT_DECISIONS = ("note", "validate")
-"""Calls of these are left alone."""
+"""Calls of these are not changed."""
 
 Change = Callable[[ast.AST], ast.AST]
 
@@ -38,31 +38,31 @@ class Mutation:
     kind: str
     line: int
     before: str
-    """The statement that is changed, its first line."""
+    """First line of the changed statement."""
     after: str
 
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """A node that may be changed, and where it hangs."""
+    """A node that may be changed, and its place in the tree."""
 
     node: ast.stmt | ast.expr
     parent: ast.AST
     field: str
     index: int | None
-    """Within the field, if that is a list."""
+    """Index within the field, if that is a list."""
     statement: ast.stmt
-    """The smallest statement that holds the node, or the node itself."""
+    """The smallest statement that contains the node, or the node itself."""
 
 
 def mutations(source: str) -> list[Mutation]:
-    """Every mutation of a module."""
+    """Return every mutation of a module."""
     tree = ast.parse(source)
     return [mutation for mutation, undo in _mutated(tree) if undo()]
 
 
 def mutant(source: str, number: int) -> str:
-    """The module after its mutation of that number, counted as `mutations` lists them."""
+    """Return the module after its mutation of that number, in the order of `mutations`."""
     tree = ast.parse(source)
     for count, (_, undo) in enumerate(_mutated(tree)):
         if count == number:
@@ -72,7 +72,7 @@ def mutant(source: str, number: int) -> str:
 
 
 def _mutated(tree: ast.Module) -> Iterator[tuple[Mutation, Callable[[], bool]]]:
-    """Changes the tree in each way in turn; the caller undoes each change before it asks for the next."""
+    """Make each change of the tree in turn; the caller reverts each change before it asks for the next."""
     for place in list(_places(tree, None)):
         node, statement = place.node, place.statement
         for kind, change in _changes(node):

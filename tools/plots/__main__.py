@@ -1,4 +1,4 @@
-"""Draws the plots of docs/scheduling.md anew: `python -m tools.plots [NAME ...]`."""
+"""Draw the plots of docs/scheduling.md again: `python -m tools.plots [NAME ...]`."""
 
 import sys
 from pathlib import Path
@@ -9,7 +9,7 @@ FOLDER = Path("docs/plots")
 
 
 def main(names: list[str]) -> int:
-    """Draws those named, or all."""
+    """Draw the named plots, or all."""
     FOLDER.mkdir(exist_ok=True)
     for name in names or CLAIMS:
         (FOLDER / f"{name}.svg").write_text(CLAIMS[name]())

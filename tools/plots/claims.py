@@ -1,4 +1,4 @@
-"""One workload per claim of docs/scheduling.md, run by the real core, and its chart. Everything follows from seeds."""
+"""One workload per claim of docs/scheduling.md, run by the real core from seeds, and its chart."""
 
 import random
 from collections.abc import Callable, Sequence
@@ -44,7 +44,7 @@ def _share(flags: Sequence[bool]) -> float:
 
 
 def fair() -> str:
-    """Two tenants that always wait, one with requests eight times as long and twice as many of them."""
+    """Compare two tenants that always wait, one with twice as many requests that are eight times as long."""
     measured = []
     longest, memory = 64, 256 * 16
     until = 40.0
@@ -84,7 +84,7 @@ def _service_difference(jobs: Sequence[Job], until: float) -> list[tuple[float, 
 
 
 def priority() -> str:
-    """More work than the worker can do, half of it urgent: by how much later arrivals overtake, by levels between."""
+    """Give the worker too much work, half of it urgent: requests overtaken by later arrivals, by priority level."""
     rng = random.Random("priority")
     jobs = _poisson(rng, 20.0, 1500, lambda now: Job(now, _prompt(rng, 16), 80, priority=rng.choice((0, 1, 2, 3))))
     run(_config(policy="priority", policy_preemption="off"), jobs)
@@ -98,7 +98,7 @@ def priority() -> str:
     groups = [f"{levels} level{'s' * (levels > 1)}" for levels in (1, 2, 3)]
     promised = [AGEING_S * levels for levels in (1, 2, 3)]
     series = [("latest arrival that went first", worst[1:]), ("bound", promised)]
-    return bars("Overload under priority: who is overtaken by whom", "s later", groups, series)
+    return bars("Overload under priority: requests overtaken by later arrivals", "s later", groups, series)
 
 
 # ---------------------------------------------------------------- sjf, edf
@@ -109,7 +109,7 @@ def _mixed(seed: str, per_s: float, wanted: bool = False) -> list[Job]:
 
     def job(now: float) -> Job:
         output = 200 if rng.random() < 0.2 else rng.randint(5, 40)
-        # From barely enough to plenty, in times of what it takes alone.
+        # From barely enough to plenty, as multiples of the time that it takes alone.
         slack = rng.uniform(1.2, 5) if wanted else None
         wanted_s = slack * (output + 2) * 1.5 * STEP_S if slack is not None else None
         return Job(now, _prompt(rng, rng.randint(10, 100)), output, hint=output, wanted_s=wanted_s)
@@ -118,7 +118,7 @@ def _mixed(seed: str, per_s: float, wanted: bool = False) -> list[Job]:
 
 
 def sjf() -> str:
-    """Short and long requests with hints: the mean latency by load."""
+    """Mix short and long requests with hints: the mean latency by load."""
     measured = []
     for policy in ("fcfs", "sjf"):
         points = []
@@ -131,7 +131,7 @@ def sjf() -> str:
 
 
 def edf() -> str:
-    """Requests with targets from tight to loose: the share that meets them by load."""
+    """Draw requests with targets from tight to loose: the share that meets them by load."""
     measured = []
     for policy in ("fcfs", "edf"):
         points = []
@@ -147,7 +147,7 @@ def edf() -> str:
 
 
 def lpm() -> str:
-    """Twelve shared prefixes of which the cache holds about four: what a request finds there."""
+    """Use twelve shared prefixes of which the cache holds about four: the tokens found in it."""
     measured = []
     for policy in ("fcfs", "lpm"):
         points = []
@@ -173,7 +173,7 @@ def _families(seed: str, per_s: float) -> list[Job]:
 
 @dataclass(frozen=True, slots=True)
 class VictimRow:
-    """What one rule came to."""
+    """Result of one rule."""
 
     rule: str
     preemptions: int
@@ -188,7 +188,7 @@ MEMORY = {"memory is short": 160, "rows are short": 260}
 
 
 def victim_rows(num_blocks: int) -> list[VictimRow]:
-    """Long requests fill rows and memory, urgent ones come in between: what each rule costs."""
+    """Fill rows and memory with long requests and add urgent ones: the cost of each rule."""
     rows = []
     for rule in VICTIM_RULES:
         jobs = _urgent_and_others("victims")
@@ -214,7 +214,7 @@ def _urgent_and_others(seed: str) -> list[Job]:
 
 
 def victims() -> str:
-    """Preemptions by rule."""
+    """Draw the preemptions by rule."""
     series = [
         (name, [float(row.preemptions) for row in victim_rows(num_blocks)]) for name, num_blocks in MEMORY.items()
     ]
@@ -222,7 +222,7 @@ def victims() -> str:
 
 
 def victim_table() -> str:
-    """The same runs as a Markdown table."""
+    """Return the same runs as a Markdown table."""
     head = "| | rule | preemptions | urgent on time | tokens computed | mean latency of the others |"
     table = [head, "|---|---|---|---|---|---|"]
     for name, num_blocks in MEMORY.items():
@@ -238,7 +238,7 @@ def victim_table() -> str:
 
 
 def capacity() -> str:
-    """Requests that may generate much and mostly do: preemptions and the time for all, by capacity mode."""
+    """Run requests with long outputs: preemptions and total time, by capacity mode."""
     totals: dict[str, tuple[int, Totals]] = {}
     for mode in CAPACITY_MODES:
         jobs = _hungry("capacity")
@@ -260,7 +260,7 @@ def _hungry(seed: str) -> list[Job]:
 
 
 def swap() -> str:
-    """The workload of the victim rules with short memory, without and with host memory to swap to."""
+    """Run the workload of the victim rules with little memory, without and with host memory for swaps."""
     tokens, latency = [], []
     for num_host_blocks in (0, 512):
         jobs = _urgent_and_others("victims")
@@ -273,7 +273,7 @@ def swap() -> str:
 
 
 def prefix_cache() -> str:
-    """Short prompts that share 24 tokens of 30: what they find with blocks of 16."""
+    """Run short prompts that share 24 tokens of 30: the tokens found with blocks of 16."""
     found = []
     for kind in PREFIX_CACHES:
         rng = random.Random("prefix cache")
@@ -292,7 +292,7 @@ def _sharing(rng: random.Random, shared: list[int], now: float) -> Job:
 
 
 def batching() -> str:
-    """The same requests under each batching mode: tokens per second by load."""
+    """Run the same requests under each batching mode: tokens per second by load."""
     modes = {
         "static": BatchingLimits(mode="static", max_batch_size=_ROWS, max_wait_s=0.1),
         "dynamic": BatchingLimits(mode="dynamic", max_batch_size=_ROWS, max_wait_s=0.1, max_tokens_per_batch=400),

@@ -11,16 +11,16 @@ _GREY = "#777777"
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """One line: its name and points."""
+    """One line of a chart: its name and points."""
 
     name: str
     points: Sequence[tuple[float, float]]
     is_bound: bool = False
-    """Drawn grey and dashed: what is promised, not what was measured."""
+    """Whether it is drawn grey and dashed: a promise, not a measurement."""
 
 
 def lines(title: str, x_title: str, y_title: str, series: Sequence[Series]) -> str:
-    """A chart of lines; both axes begin at zero."""
+    """Return a chart of lines; both axes begin at zero."""
     right = max(x for each in series for x, _ in each.points)
     top = 1.08 * max(y for each in series for _, y in each.points)
     parts = [*_frame(title, x_title, y_title, top)]
@@ -37,7 +37,7 @@ def lines(title: str, x_title: str, y_title: str, series: Sequence[Series]) -> s
 
 
 def bars(title: str, y_title: str, groups: Sequence[str], series: Sequence[tuple[str, Sequence[float]]]) -> str:
-    """A chart of bars: for each group one bar per series, with its value above it."""
+    """Return a chart of bars: for each group one bar per series, with its value above it."""
     top = 1.18 * max(value for _, values in series for value in values)
     parts = [*_frame(title, "", y_title, top)]
     step = 1 / len(groups)

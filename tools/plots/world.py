@@ -1,7 +1,7 @@
-"""A quiet world: the scheduler core, one model worker and a list of jobs, in virtual time and without faults.
+"""The scheduler core, one model worker and a list of jobs, in virtual time and without faults.
 
-A step takes `STEP_S` and `TOKEN_S` for each of its tokens, a copied block `COPY_S`; that is about what a small model
-does on one GPU, but only the proportions matter to the plots.
+A step takes `STEP_S` and `TOKEN_S` for each of its tokens, and a copied block `COPY_S`. That is about the speed of a
+small model on one GPU, but only the proportions matter to the plots.
 """
 
 import heapq
@@ -28,20 +28,20 @@ _PLENTY = 1 << 30
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """One request and what became of it; times are seconds from the beginning."""
+    """One request and its result; times are seconds from the beginning."""
 
     arrival: float
     prompt: list[int]
     output: int
-    """Tokens that it generates."""
+    """Number of tokens that it generates."""
     tenant: str = ""
     priority: int = 0
     hint: int = 0
-    """What the client says of its output; 0: nothing."""
+    """The client's hint about its output; 0: none."""
     wanted_s: float | None = None
-    """Within how long of its arrival it wants its last token."""
+    """Target for its last token, from its arrival."""
     started: float | None = None
-    """When it was first planned."""
+    """Time of its first plan."""
     first_token: float | None = None
     end: float | None = None
     """None: refused."""
@@ -51,29 +51,29 @@ class Job:
 
     @property
     def latency(self) -> float:
-        """From its arrival to its last token."""
+        """Time from its arrival to its last token."""
         assert self.end is not None
         return self.end - self.arrival
 
     @property
     def on_time(self) -> bool:
-        """It met what it wanted."""
+        """Whether it met its target."""
         return self.end is not None and self.wanted_s is not None and self.latency <= self.wanted_s
 
 
 @dataclass(frozen=True, slots=True)
 class Totals:
-    """What the worker did."""
+    """Statistics of the worker."""
 
     seconds: float
-    """Until the last job was over."""
+    """Time until the last job was over."""
     computed_tokens: int
 
 
 def run(
     config: CoreConfig, jobs: list[Job], *, num_blocks: int = 512, max_rows: int = 32, num_host_blocks: int = 0
 ) -> Totals:
-    """Lets the jobs, in order of arrival, happen; what becomes of each is written into it."""
+    """Run the jobs, in order of arrival; the result of each is written into it."""
     core = Scheduler(config, 1)
     worker = ModelWorker(
         peer=b"worker",
@@ -139,7 +139,7 @@ def _arrival(stream: int, job: Job) -> ev.RequestArrived:
 
 
 def _note(effects: list[ef.Effect], jobs: list[Job], now: float) -> int:
-    """Writes down what happened; returns how many jobs ended."""
+    """Record the effects; return the number of jobs that ended."""
     ended = 0
     for effect in effects:
         if isinstance(effect, ef.TokensReady):
