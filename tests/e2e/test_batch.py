@@ -3,11 +3,12 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 from pathlib import Path
 from typing import Any
 
-from tests.e2e.harness import QUIRE, ROOT, serve
+from tests.e2e.harness import QUIRE, ROOT, Served
 
 LINES = 80
 NO_PROXY = {**os.environ, "NO_PROXY": "*"}
@@ -24,7 +25,7 @@ def read(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_a_killed_batch_goes_on_and_answers_every_line_once(tmp_path: Path) -> None:
+def test_a_killed_batch_goes_on_and_answers_every_line_once(demo: Served, tmp_path: Path) -> None:
     """Killed with SIGKILL half-way, and a second time later, then started again: each request has exactly one answer,
     the same as in an undisturbed run."""
     requests, answers, undisturbed = (tmp_path / name for name in ("in.jsonl", "out.jsonl", "whole.jsonl"))
@@ -34,19 +35,18 @@ def test_a_killed_batch_goes_on_and_answers_every_line_once(tmp_path: Path) -> N
             simple = {"id": f"id-{number}", **body}
             openai = {"custom_id": f"id-{number}", "method": "POST", "url": "/v1/completions", "body": body}
             file.write(json.dumps(simple if number % 2 else openai) + "\n")
-    with serve("demo") as served:
-        for kill_at in (LINES // 4, LINES // 2):
-            process = batch(requests, answers, "--target", served.http, "--concurrency", 4)
-            while process.poll() is None and (not answers.exists() or answers.read_bytes().count(b"\n") < kill_at):
-                pass
-            process.send_signal(signal.SIGKILL)
-            process.communicate()
-            assert kill_at <= answers.read_bytes().count(b"\n") < LINES, "the batch was not killed in its midst"
-        process = batch(requests, answers, "--target", served.http)
-        _, told = process.communicate(timeout=120)
-        again = batch(requests, answers, "--target", served.http)
-        again.communicate(timeout=120)
-        assert batch(requests, undisturbed, "--target", served.http).wait(120) == 0
+    for kill_at in (LINES // 4, LINES // 2):
+        process = batch(requests, answers, "--target", demo.http, "--concurrency", 4)
+        while process.poll() is None and (not answers.exists() or answers.read_bytes().count(b"\n") < kill_at):
+            pass
+        process.send_signal(signal.SIGKILL)
+        process.communicate()
+        assert kill_at <= answers.read_bytes().count(b"\n") < LINES, "the batch was not killed in its midst"
+    process = batch(requests, answers, "--target", demo.http)
+    _, told = process.communicate(timeout=120)
+    again = batch(requests, answers, "--target", demo.http)
+    again.communicate(timeout=120)
+    assert batch(requests, undisturbed, "--target", demo.http).wait(120) == 0
 
     found = read(answers)
     texts = [{_id(answer): _answer_text(answer) for answer in run} for run in (found, read(undisturbed))]
@@ -56,19 +56,21 @@ def test_a_killed_batch_goes_on_and_answers_every_line_once(tmp_path: Path) -> N
     assert texts[0] == texts[1]
 
 
-def test_refusals_are_answers_and_the_exit_code_tells(tmp_path: Path) -> None:
+def test_refusals_are_answers_and_the_exit_code_tells(demo: Served, tmp_path: Path) -> None:
     """A request that the server refuses has its error in the file, the others their texts; with no server there is one
     line on stderr."""
     requests, answers = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     requests.write_text(
         '{"id": "good", "prompt": "x", "max_tokens": 2}\n{"id": "bad", "prompt": "x", "max_tokens": 99999}\n'
     )
-    with serve("demo") as served:
-        process = batch(requests, answers, "--target", served.http, "--quiet")
-        _, told = process.communicate(timeout=60)
+    process = batch(requests, answers, "--target", demo.http, "--quiet")
+    _, told = process.communicate(timeout=60)
     found = {answer["id"]: answer for answer in read(answers)}
-    nobody = batch(requests, tmp_path / "none.jsonl", "--target", served.http, "--patience", 0.2, "--quiet")
-    _, complaint = nobody.communicate(timeout=60)
+    with socket.socket() as silent:  # bound and not listening: every connection is refused
+        silent.bind(("127.0.0.1", 0))
+        target = f"127.0.0.1:{silent.getsockname()[1]}"
+        nobody = batch(requests, tmp_path / "none.jsonl", "--target", target, "--patience", 0.2, "--quiet")
+        _, complaint = nobody.communicate(timeout=60)
 
     assert process.returncode == 1
     assert "1 of 2 requests failed" in told

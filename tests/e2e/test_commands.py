@@ -2,21 +2,13 @@
 
 import json
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from quire import Client
 from quire.errors import CancelledError
-from tests.e2e.harness import QUIRE, ROOT, Served, serve
-
-
-@pytest.fixture(scope="module")
-def served() -> Iterator[Served]:
-    """One service for all tests of this module."""
-    with serve("demo") as served:
-        yield served
+from tests.e2e.harness import QUIRE, ROOT, Served
 
 
 def quire(*arguments: str, typed: str = "") -> str:
@@ -28,11 +20,11 @@ def quire(*arguments: str, typed: str = "") -> str:
     return run.stdout
 
 
-def test_a_conversation_in_the_terminal(served: Served, tmp_path: Path) -> None:
+def test_a_conversation_in_the_terminal(demo: Served, tmp_path: Path) -> None:
     """Questions are answered one after the other, the conversation is remembered, saved, and forgotten when told."""
     saved = tmp_path / "chat.json"
     typed = f"What is 3 + 4?\n/retry\nWhat is \\\n5 + 6?\n/save {saved}\n/reset\n/history\n/exit\nnever\n"
-    answers = quire("chat", "--target", served.grpc, "--temperature", "0", typed=typed).splitlines()
+    answers = quire("chat", "--target", demo.grpc, "--temperature", "0", typed=typed).splitlines()
     turns = json.loads(saved.read_text())
 
     assert len(answers) == 3
@@ -43,31 +35,31 @@ def test_a_conversation_in_the_terminal(served: Served, tmp_path: Path) -> None:
     assert [turns[1]["content"], turns[3]["content"]] == answers[1:]
 
 
-def test_models_and_workers_are_listed(served: Served) -> None:
+def test_models_and_workers_are_listed(demo: Served) -> None:
     """The served model with its figures, for people and for programs; the worker, its process and its device."""
-    table = quire("models", "--target", served.grpc).splitlines()
-    (model,) = json.loads(quire("models", "--json", "--target", served.grpc))
+    table = quire("models", "--target", demo.grpc).splitlines()
+    (model,) = json.loads(quire("models", "--json", "--target", demo.grpc))
 
     assert table[1].split() == ["demo", "Qwen3ForCausalLM", model["dtype"], "2048", "1024", "yes"]
     assert model["eos_token_ids"] == [2]
-    _, worker = quire("workers", "--target", served.grpc).splitlines()
+    _, worker = quire("workers", "--target", demo.grpc).splitlines()
     assert worker.startswith("worker-0 ")
     pid, device = worker.split()[-2:]
     assert Path("/proc", pid).exists()
     assert device == "cpu"
 
 
-def test_an_operator_sees_and_ends_requests(served: Served) -> None:
+def test_an_operator_sees_and_ends_requests(demo: Served) -> None:
     """A live request is listed where it runs; ended by its id, its client hears CANCELLED, and its story tells all of
     it from arrival to end."""
-    with Client(served.grpc) as client:
+    with Client(demo.grpc) as client:
         generation = client.generate("Once upon a time", max_tokens=2000, ignore_eos=True, request_id="long-story")
         next(generation)
-        listed = quire("requests", "--target", served.grpc)
-        ended = quire("requests", "--cancel", "long-story", "--target", served.grpc)
+        listed = quire("requests", "--target", demo.grpc)
+        ended = quire("requests", "--cancel", "long-story", "--target", demo.grpc)
         with pytest.raises(CancelledError):
             generation.result()
-    story = quire("requests", "--story", "long-story", "--target", served.grpc)
+    story = quire("requests", "--story", "long-story", "--target", demo.grpc)
     events = [line.split(maxsplit=2)[2] for line in story.splitlines()]
 
     assert any(line.split()[:3] == ["long-story", "running", "worker-0"] for line in listed.splitlines())
@@ -80,39 +72,39 @@ def test_an_operator_sees_and_ends_requests(served: Served) -> None:
     assert events[3].startswith("ended: cancelled")
 
 
-def test_the_log_level_of_a_running_service(served: Served) -> None:
+def test_the_log_level_of_a_running_service(demo: Served) -> None:
     """At debug every process of the service tells of a request; at warning none even of its end; then as before."""
 
     def services_that_tell(request_id: str) -> set[str]:
-        with Client(served.grpc) as client:
+        with Client(demo.grpc) as client:
             client.generate("hello", max_tokens=2, request_id=request_id).result()
-        lines = [line for line in served.log_lines() if line.get("request_id") == request_id]
+        lines = [line for line in demo.log_lines() if line.get("request_id") == request_id]
         return {line["service"] for line in lines if line["level"] == "debug"}
 
     assert services_that_tell("at-info") == set()
-    assert quire("log-level", "debug", "--target", served.grpc) == "log level debug, before info\n"
+    assert quire("log-level", "debug", "--target", demo.grpc) == "log level debug, before info\n"
     number = 0
     while len(services_that_tell(f"at-debug-{number}")) < 3:
         number += 1
-    assert quire("log-level", "warning", "--target", served.grpc) == "log level warning, before debug\n"
+    assert quire("log-level", "warning", "--target", demo.grpc) == "log level warning, before debug\n"
     assert services_that_tell("at-warning") == set()
-    assert "at-warning" not in served.log.read_text()
-    assert quire("log-level", "info", "--target", served.grpc) == "log level info, before warning\n"
+    assert "at-warning" not in demo.log.read_text()
+    assert quire("log-level", "info", "--target", demo.grpc) == "log level info, before warning\n"
 
 
-def test_requests_that_nobody_knows(served: Served) -> None:
+def test_requests_that_nobody_knows(demo: Served) -> None:
     """An id that never was has neither a story nor an end."""
     for flag in ("--story", "--cancel"):
-        command = [*QUIRE, "requests", flag, "nobody", "--target", served.grpc]
+        command = [*QUIRE, "requests", flag, "nobody", "--target", demo.grpc]
         run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
 
         assert run.returncode == 1
         assert run.stderr.startswith("quire requests: NOT_FOUND: ")
 
 
-def test_top_shows_the_service(served: Served) -> None:
+def test_top_shows_the_service(demo: Served) -> None:
     """One reading names the worker and its blocks."""
-    text = quire("top", "--once", "--every", "0.1", "--target", served.http)
+    text = quire("top", "--once", "--every", "0.1", "--target", demo.http)
 
     assert "1 workers, 1 front ends" in text
     assert "worker-0" in text

@@ -7,7 +7,7 @@ from pathlib import Path
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from quire import AsyncClient
-from tests.e2e.harness import serve
+from tests.e2e.harness import Served
 from tools.demo_model.evaluate import (
     CHECKPOINT,
     QUALITY_FILE,
@@ -25,11 +25,10 @@ ITEMS = 120
 CONCURRENCY = 16
 
 
-def test_held_out_problems_are_answered_through_the_served_stack() -> None:
+def test_held_out_problems_are_answered_through_the_served_stack(demo: Served) -> None:
     """Arithmetic, asked plainly and in a chat, and recall over 200 to 600 tokens: at least 95 % of held-out items each
     are right when they are served, sixteen at a time, over paged KV."""
-    with serve("demo") as served:
-        scores = asyncio.run(_scores(served.grpc))
+    scores = asyncio.run(_scores(demo.grpc))
     for name, each in scores.items():
         assert each.right >= 0.95 * each.total, f"{name}: {each.right} of {each.total}; wrong: {each.wrong[:3]}"
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from quire import Client
-from tests.e2e.harness import ROOT, serve
+from tests.e2e.harness import ROOT, Served
 
 SCRIPT = Path(__file__).with_name("node") / "stream.js"
 PACKAGES = ROOT / "build" / "node" / "node_modules"
@@ -20,13 +20,13 @@ NODE = shutil.which("node")
 
 @pytest.mark.skipif(NODE is None, reason="there is no node; install Node.js 18 or newer")
 @pytest.mark.skipif(not PACKAGES.is_dir(), reason="npm packages are missing; run make node-packages")
-def test_a_node_client_streams() -> None:
+def test_a_node_client_streams(demo: Served) -> None:
     """Node reads the same tokens and text as Python does, in more than one message, and errors with code and field."""
-    with serve("demo") as served, Client(served.grpc) as client:
+    with Client(demo.grpc) as client:
         expected = client.generate("Once upon a time", max_tokens=40, temperature=0.0).result()
         request = {"text": "Once upon a time", "sampling": {"temperature": 0}, "stop": {"maxTokens": 40}}
-        answer = _stream(served.grpc, request)
-        refusal = _stream(served.grpc, {**request, "sampling": {"temperature": -1}})
+        answer = _stream(demo.grpc, request)
+        refusal = _stream(demo.grpc, {**request, "sampling": {"temperature": -1}})
 
     assert answer["error"] is None
     assert answer["text"] == expected.text

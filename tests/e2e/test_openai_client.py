@@ -10,24 +10,17 @@ import jsonschema
 import openai
 import pytest
 
-from tests.e2e.harness import Served, serve
+from tests.e2e.harness import Served
 
 ARITHMETIC = [{"role": "user", "content": "What is 3 + 4?"}]
 
 
-@pytest.fixture(scope="module")
-def served() -> Iterator[Served]:
-    """One service for all tests of this module."""
-    with serve("demo", "--num-threads=1") as served:
-        yield served
-
-
 @pytest.fixture
-def client(served: Served, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+def client(demo: Served, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """The official client, which is to try nothing twice. (Its types know OpenAI's own models and options alone.)"""
     # No proxy of the environment stands between a test and its own server.
     monkeypatch.setenv("NO_PROXY", "*")
-    with openai.OpenAI(base_url=f"http://{served.http}/v1", api_key="none", max_retries=0) as client:
+    with openai.OpenAI(base_url=f"http://{demo.http}/v1", api_key="none", max_retries=0) as client:
         yield client
 
 
@@ -62,9 +55,9 @@ def test_a_stream_is_the_whole_answer_in_pieces(client: Any) -> None:
     assert all(chunk.usage is None for chunk in chunks[:-1])
 
 
-def test_a_prompt_is_completed(served: Served, client: Any) -> None:
+def test_a_prompt_is_completed(demo: Served, client: Any) -> None:
     """Completions take text or token ids, stop at stop strings, and stream."""
-    ids = httpx.post(f"http://{served.http}/tokenize", json={"prompt": "Once upon a time"}, trust_env=False).json()[
+    ids = httpx.post(f"http://{demo.http}/tokenize", json={"prompt": "Once upon a time"}, trust_env=False).json()[
         "tokens"
     ]
     common = {"model": "demo", "temperature": 0, "max_tokens": 24, "stop": ["."]}
@@ -219,16 +212,16 @@ def test_errors_are_of_the_clients_classes(client: Any) -> None:
     assert late.value.code == "deadline"
 
 
-def test_a_client_that_leaves_frees_its_memory(served: Served, client: Any) -> None:
+def test_a_client_that_leaves_frees_its_memory(demo: Served, client: Any) -> None:
     """Closing a stream cancels its request: it ends as cancelled and no block is held any more."""
-    cancelled = int(served.metric("quire_requests_ended_total", reason="cancelled"))
+    cancelled = int(demo.metric("quire_requests_ended_total", reason="cancelled"))
     with client.completions.create(
         model="demo", prompt="And then", max_tokens=2000, stream=True, extra_body={"ignore_eos": True}
     ) as stream:
         for _ in zip(range(5), stream, strict=False):
             pass
 
-    served.wait_until_empty(cancelled=cancelled + 1)
+    demo.wait_until_empty(cancelled=cancelled + 1)
 
 
 WEATHER = {

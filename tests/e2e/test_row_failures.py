@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 from quire import AsyncClient
 from quire.errors import InvalidRequestError, QuireError
 from tests.checkpoints import VOCAB_SIZE, make_checkpoint
-from tests.e2e.harness import serve
+from tests.e2e.harness import Served, serve
 
 PREFIX = list(range(100, 164))
 NUM_NEIGHBOURS = 4
@@ -61,7 +61,7 @@ class Neighbours:
             await begun.wait()
 
 
-def test_contradictory_constraints_end_their_own_request_only() -> None:
+def test_contradictory_constraints_end_their_own_request_only(demo: Served) -> None:
     """A grammar that needs what the allowed tokens forbid ends its request with INVALID_ARGUMENT, which is 400 in HTTP;
     the field and the remedy are named. Streams that share its prefix are not paused once."""
     tokenizer = Tokenizer.from_file("shared/demo_model/tokenizer.json")
@@ -106,9 +106,8 @@ def test_contradictory_constraints_end_their_own_request_only() -> None:
             neighbours.end()
         return neighbours
 
-    with serve("demo") as served:
-        neighbours = asyncio.run(main(served.grpc, served.http))
-        served.wait_until_empty()
+    neighbours = asyncio.run(main(demo.grpc, demo.http))
+    demo.wait_until_empty()
 
     assert len(neighbours.preemptions) >= NUM_NEIGHBOURS
     assert not any(neighbours.preemptions)
