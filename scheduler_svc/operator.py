@@ -1,93 +1,165 @@
-"""Operator requests: their events for the core, and the replies. Long lists are cut to fit into a frame."""
+"""Operator API: answers the calls of `quire.admin.v1`, which front ends pass on unread.
+
+`Operator` has one case per call. An error of a call travels in the reply, and the front end raises it. Long lists are
+cut to fit into a frame.
+"""
+
+import time
+from collections.abc import Callable
+
+from google.protobuf.any_pb2 import Any as AnyMessage
+from google.protobuf.duration_pb2 import Duration
+from google.protobuf.empty_pb2 import Empty
+from google.protobuf.message import DecodeError, Message
+from google.protobuf.message_factory import GetMessageClass
 
 from protos.quire.link.v1 import link_pb2
+from quire.admin.v1 import admin_pb2 as admin
 from scheduler_svc.core.interface import events as ev
-from scheduler_svc.core.lifecycle.statistics import RequestStats, SchedulerStats, WorkerStats
+from scheduler_svc.core.lifecycle.statistics import RequestStats, WorkerStats
 from scheduler_svc.core.requests.history import Story
 from scheduler_svc.core.scheduler import Scheduler
+from shared.errors import (
+    FieldViolation,
+    InvalidRequestError,
+    QuireError,
+    RequestNotFoundError,
+    UnsupportedMethodError,
+    WorkerNotFoundError,
+)
+from shared.logging import get_logger
 from shared.packing import fitting
 
 MAX_LISTED = 10_000
+_DEFAULT_LIST_LIMIT = 1000
+_REQUESTS: dict[str, type[Message]] = {
+    method.input_type.full_name: GetMessageClass(method.input_type)
+    for method in admin.DESCRIPTOR.services_by_name["AdminService"].methods
+}
+"""The requests of the operator API by their full names."""
+_LEVELS: dict[admin.LogLevel.ValueType, str] = {
+    admin.LOG_LEVEL_DEBUG: "debug",
+    admin.LOG_LEVEL_INFO: "info",
+    admin.LOG_LEVEL_WARNING: "warning",
+    admin.LOG_LEVEL_ERROR: "error",
+}
+
+log = get_logger()
 
 
-def to_events(request: link_pb2.OperatorRequest, core: Scheduler) -> list[ev.Event]:
-    """Return the events of a request; none for a request that only reads state."""
-    match request.WhichOneof("action"):
-        case "drain_worker":
-            drain = request.drain_worker
-            return [ev.DrainRequested(worker_id=drain.worker_id, move=drain.move_requests)]
-        case "resume_worker":
-            return [ev.ResumeRequested(worker_id=request.resume_worker.worker_id)]
-        case "cancel_requests":
-            identities = tuple(request.cancel_requests.identities)
-            return [ev.RequestsDropped(identities=identities)] if any(map(core.knows, identities)) else []
-        case "cancel_by_id":
-            return core.cancelling(request.cancel_by_id.request_id)
-    return []
+class Operator:
+    """Answers operator requests from the state of the core; changes it through events only."""
+
+    def __init__(
+        self, core: Scheduler, *, apply: Callable[[ev.Event, float], None], set_log_level: Callable[[str], str]
+    ) -> None:
+        """Create the API of a core.
+
+        Args:
+            core: the scheduler core, which is only read here.
+            apply: passes an event to the core at a time, and carries out the effects.
+            set_log_level: sets the level of all processes, and returns the previous one.
+        """
+        self._core = core
+        self._apply = apply
+        self._set_log_level = set_log_level
+
+    def reply(self, request: link_pb2.OperatorRequest, now: float) -> link_pb2.OperatorReply:
+        """Carry out a request and return the reply to it."""
+        reply = link_pb2.OperatorReply(number=request.number)
+        try:
+            if request.HasField("cancel_requests"):
+                self._drop(tuple(request.cancel_requests.identities), now)
+            else:
+                reply.response.Pack(self._answer(_unpacked(request.call), now))
+        except QuireError as error:
+            reply.error.reason, reply.error.message = error.reason, error.message
+            if isinstance(error, InvalidRequestError):
+                (violation,) = error.violations
+                reply.error.field, reply.error.message = violation.field, violation.description
+        return reply
+
+    def _answer(self, request: Message, now: float) -> Message:
+        match request:
+            case admin.ListWorkersRequest():
+                return admin.ListWorkersResponse(workers=map(_worker, self._core.stats().workers))
+            case admin.DrainWorkerRequest():
+                self._order(ev.DrainRequested(worker_id=request.worker_id, move=request.move_requests), now)
+                return admin.DrainWorkerResponse(worker=self._worker_named(request.worker_id))
+            case admin.ResumeWorkerRequest():
+                self._order(ev.ResumeRequested(worker_id=request.worker_id), now)
+                return admin.ResumeWorkerResponse(worker=self._worker_named(request.worker_id))
+            case admin.ListRequestsRequest():
+                found = self._core.requests(min(request.limit or _DEFAULT_LIST_LIMIT, MAX_LISTED))
+                return admin.ListRequestsResponse(requests=fitting(_live_request(each, now) for each in found))
+            case admin.CancelRequestRequest():
+                return self._cancel(request.request_id, now)
+            case admin.GetStoryRequest():
+                stories = self._core.stories(request.request_id)
+                if not stories:
+                    raise RequestNotFoundError("request_id: no live or recent request has this id")
+                return admin.GetStoryResponse(stories=fitting(_story(each, now) for each in stories))
+            case admin.GetSchedulerStateRequest():
+                return self._state()
+            case admin.SetLogLevelRequest():
+                return self._change_log_level(request.level)
+        raise UnsupportedMethodError("operator call: not known to this version of the scheduler; upgrade the scheduler")
+
+    def _order(self, event: ev.Event, now: float) -> None:
+        log.info("operator", order=str(event))
+        self._apply(event, now)
+
+    def _worker_named(self, worker_id: str) -> admin.Worker:
+        for worker in self._core.stats().workers:
+            if worker.worker_id == worker_id:
+                return _worker(worker)
+        raise WorkerNotFoundError("worker_id: no usable worker has this name; ListWorkers returns the usable ones")
+
+    def _cancel(self, request_id: str, now: float) -> admin.CancelRequestResponse:
+        events = self._core.cancelling(request_id)
+        if not events:
+            raise RequestNotFoundError("request_id: no live request has this id; ListRequests returns the live ones")
+        for event in events:
+            self._order(event, now)
+        return admin.CancelRequestResponse(cancelled=len(events))
+
+    def _drop(self, identities: tuple[bytes, ...], now: float) -> None:
+        """End resumable requests and drop their logs, as their client asked."""
+        if not any(map(self._core.knows, identities)):
+            raise RequestNotFoundError("request_id: no resumable request with this id is live or kept")
+        self._apply(ev.RequestsDropped(identities=identities), now)
+
+    def _state(self) -> admin.GetSchedulerStateResponse:
+        stats = self._core.stats()
+        return admin.GetSchedulerStateResponse(
+            running_requests=stats.running,
+            waiting_requests=stats.waiting,
+            frontends=stats.frontends,
+            ended_requests={reason.value: count for reason, count in stats.ended.items()},
+            workers=map(_worker, stats.workers),
+        )
+
+    def _change_log_level(self, level: admin.LogLevel.ValueType) -> admin.SetLogLevelResponse:
+        name = _LEVELS.get(level)
+        if name is None:
+            raise InvalidRequestError(
+                FieldViolation("level", "unknown level; give one of LOG_LEVEL_DEBUG, _INFO, _WARNING, _ERROR")
+            )
+        before = self._set_log_level(name)
+        return admin.SetLogLevelResponse(previous=next(each for each in _LEVELS if _LEVELS[each] == before))
 
 
-def to_reply(request: link_pb2.OperatorRequest, core: Scheduler, now: float, *, done: int) -> link_pb2.OperatorReply:
-    """Return the reply to a request, after its events; `done` is the number of these events."""
-    reply = link_pb2.OperatorReply(number=request.number)
-    match request.WhichOneof("action"):
-        case "list_workers":
-            reply.workers.extend(map(_worker_state, core.stats().workers))
-        case "drain_worker":
-            _add_worker(request.drain_worker.worker_id, core.stats(), reply)
-        case "resume_worker":
-            _add_worker(request.resume_worker.worker_id, core.stats(), reply)
-        case "list_requests":
-            found = core.requests(min(request.list_requests.most, MAX_LISTED))
-            reply.requests.extend(fitting(_request_state(each, now) for each in found))
-        case "cancel_requests" | "cancel_by_id":
-            reply.cancelled, reply.not_found = done, not done
-        case "get_story":
-            stories = core.stories(request.get_story.request_id)
-            reply.stories.extend(fitting(_story(each, now) for each in stories))
-            reply.not_found = not stories
-        case "get_state":
-            stats = core.stats()
-            reply.workers.extend(map(_worker_state, stats.workers))
-            state = reply.state
-            state.running, state.waiting, state.frontends = stats.running, stats.waiting, stats.frontends
-            for reason, count in stats.ended.items():
-                state.ended[reason.value] = count
-    return reply
+def _unpacked(call: AnyMessage) -> Message:
+    """Return the request of a call; an empty message if this version does not know its type."""
+    request_type = _REQUESTS.get(call.TypeName(), Empty)
+    try:
+        return request_type.FromString(call.value)
+    except DecodeError:
+        raise InvalidRequestError(FieldViolation("request", "not a valid serialized message")) from None
 
 
-def _add_worker(worker_id: str, stats: SchedulerStats, reply: link_pb2.OperatorReply) -> None:
-    """Add the state of a worker to the reply, or set `not_found`."""
-    reply.workers.extend(_worker_state(worker) for worker in stats.workers if worker.worker_id == worker_id)
-    reply.not_found = not reply.workers
-
-
-def _request_state(request: RequestStats, now: float) -> link_pb2.RequestState:
-    return link_pb2.RequestState(
-        request_id=request.request_id,
-        state=request.state.name.lower(),
-        worker_id=request.worker_id,
-        tenant=request.tenant,
-        request_class=request.request_class,
-        priority=request.priority,
-        prompt_tokens=request.prompt_tokens,
-        generated_tokens=request.generated_tokens,
-        max_tokens=request.max_tokens,
-        preemptions=request.preemptions,
-        age_ns=_ago(request.arrival, now),
-    )
-
-
-def _story(story: Story, now: float) -> link_pb2.RequestStory:
-    events = [link_pb2.StoryEvent(ago_ns=_ago(moment, now), what=what) for moment, what in story.events]
-    return link_pb2.RequestStory(live=story.live, events=events)
-
-
-def _ago(moment: float, now: float) -> int:
-    return int(max(now - moment, 0.0) * 1e9)
-
-
-def _worker_state(worker: WorkerStats) -> link_pb2.WorkerState:
-    return link_pb2.WorkerState(
+def _worker(worker: WorkerStats) -> admin.Worker:
+    return admin.Worker(
         worker_id=worker.worker_id,
         draining=worker.draining,
         running_requests=worker.rows_running,
@@ -99,3 +171,33 @@ def _worker_state(worker: WorkerStats) -> link_pb2.WorkerState:
         device=worker.device,
         pid=worker.pid,
     )
+
+
+def _live_request(request: RequestStats, now: float) -> admin.LiveRequest:
+    age = Duration()
+    age.FromNanoseconds(_ago(request.arrival, now))
+    return admin.LiveRequest(
+        request_id=request.request_id,
+        state=request.state.name.lower(),
+        worker_id=request.worker_id,
+        tenant=request.tenant,
+        request_class=request.request_class,
+        priority=request.priority,
+        prompt_tokens=request.prompt_tokens,
+        generated_tokens=request.generated_tokens,
+        max_tokens=request.max_tokens,
+        preemptions=request.preemptions,
+        age=age,
+    )
+
+
+def _story(story: Story, now: float) -> admin.Story:
+    message, wall_ns = admin.Story(live=story.live), time.time_ns()
+    for moment, what in story.events:
+        message.events.add(what=what).time.FromNanoseconds(wall_ns - _ago(moment, now))
+    return message
+
+
+def _ago(moment: float, now: float) -> int:
+    """Return how long ago a moment was, nanoseconds."""
+    return int(max(now - moment, 0.0) * 1e9)

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import zmq
 
-from scheduler_svc import frontend_link, operator, worker_link
+from scheduler_svc import frontend_link, worker_link
 from scheduler_svc.admission_file import NO_SETTINGS, AdmissionSettings
 from scheduler_svc.assembly import open_journal, protector, to_core_config
 from scheduler_svc.core.interface import effects as ef
@@ -20,12 +20,13 @@ from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.frontend_hub import FrontendHub
 from scheduler_svc.journal.journal import Journal
 from scheduler_svc.metrics import SchedulerMetrics
+from scheduler_svc.operator import Operator
 from scheduler_svc.tracing import SchedulerTracing
 from scheduler_svc.worker_hub import LOOK_INTERVAL_S, PING_INTERVAL_S, WorkerHub
 from shared.config import SchedulerConfig
 from shared.curve import FRONTEND, SCHEDULER, WORKER, AllowList, check_bind, load_keys
 from shared.frames import FrameTooLargeError, MalformedFrameError
-from shared.logging import LEVELS, get_logger, set_level
+from shared.logging import get_logger, set_level
 from shared.pulse import Pulse
 from shared.sockets import is_readable, receive_from, wait_readable
 from shared.telemetry import Telemetry
@@ -76,6 +77,7 @@ class SchedulerService:
             lease_s=config.frontend_lease_s,
             protect=protector(keys, FRONTEND),
         )
+        self._operator = Operator(self._core, apply=self._apply, set_log_level=self._set_log_level)
         self._journal = open_journal(config)
         self._pulse = Pulse()
         self._next_tick = self._next_look = 0.0
@@ -98,7 +100,7 @@ class SchedulerService:
         if self._journal is not None:
             descriptors = self._journal.descriptors
             now = time.monotonic()
-            self._carry_out(self._core.handle(self._journal.restored, now), now)
+            self._apply(self._journal.restored, now)
         more = False
         while not self._stopping:
             if not more:
@@ -108,7 +110,7 @@ class SchedulerService:
             self._metrics.observe_turn(time.monotonic() - began)
         if self._config.on_stop == "end":
             now = time.monotonic()
-            self._carry_out(self._core.handle(ev.ShutdownRequested(), now), now)
+            self._apply(ev.ShutdownRequested(), now)
         if self._journal is not None:
             self._journal.close()
         # Computed tokens are still sent to their clients.
@@ -198,7 +200,7 @@ class SchedulerService:
                 worker_id = self._workers.worker_id(peer)
                 if worker_id is not None and timings is not None:
                     self._metrics.observe_step(worker_id, timings)
-        self._carry_out(self._core.handle(event, now), now)
+        self._apply(event, now)
 
     def _plan(self, peer: ev.Peer) -> None:
         while True:
@@ -239,7 +241,7 @@ class SchedulerService:
 
     def _lose_worker(self, peer: ev.Peer, reason: str, now: float) -> None:
         self._forget_worker(peer, reason, now)
-        self._carry_out(self._core.handle(ev.WorkerLost(worker=peer, reason=reason), now), now)
+        self._apply(ev.WorkerLost(worker=peer, reason=reason), now)
 
     def _lose_gone(self, now: float) -> None:
         """Drop the workers that were unreachable in the last turn, except those that have said Goodbye since."""
@@ -268,7 +270,7 @@ class SchedulerService:
             self._frontends.send_unknown(peer)
             return
         for event in incoming.events:
-            self._carry_out(self._core.handle(event, now), now)
+            self._apply(event, now)
         for refusal in incoming.refused:
             self._metrics.malformed_frames += 1
             log.warning("invalid submission refused", request_id=refusal.request_id, error=refusal.message)
@@ -283,22 +285,16 @@ class SchedulerService:
             self._frontends.outgoing(peer).set_snapshot(incoming.snapshot_request, families)
 
         for request in incoming.operator_requests:
-            orders = operator.to_events(request, self._core)
-            for order in orders:
-                if not request.HasField("cancel_requests"):  # the normal request of a client
-                    log.info("operator", order=str(order))
-                self._carry_out(self._core.handle(order, now), now)
-            reply = operator.to_reply(request, self._core, now, done=len(orders))
-            if request.HasField("set_log_level"):
-                reply.log_level = self._set_log_level(request.set_log_level.level)
+            reply = self._operator.reply(request, now)
             self._frontends.outgoing(peer).add_reply(reply)
         if incoming.goodbye:
             self._lose_frontend(peer, "goodbye", now, orderly=True)
 
+    def _apply(self, event: ev.Event, now: float) -> None:
+        self._carry_out(self._core.handle(event, now), now)
+
     def _set_log_level(self, level: str) -> str:
         """Set the log level of all processes; return the previous level of this process."""
-        if level not in LEVELS:
-            return ""
         self._log_level = level
         before = set_level(level)
         log.info("log level", level=level, before=before)
@@ -310,7 +306,7 @@ class SchedulerService:
 
     def _lose_frontend(self, peer: ev.Peer, reason: str, now: float, *, orderly: bool = False) -> None:
         self._frontends.forget(peer, reason, orderly=orderly)
-        self._carry_out(self._core.handle(ev.FrontendLost(frontend=peer), now), now)
+        self._apply(ev.FrontendLost(frontend=peer), now)
 
     # ---------------------------------------------------------------- time and effects
 
@@ -320,7 +316,7 @@ class SchedulerService:
         self._gone |= dict.fromkeys(self._workers.ping(now), "its connection was closed")
         if self._allowed is not None:
             self._allowed.refresh()
-        self._carry_out(self._core.handle(ev.TimePassed(), now), now)
+        self._apply(ev.TimePassed(), now)
 
     def _carry_out(self, effects: list[ef.Effect], now: float) -> None:
         journal = self._journal
@@ -375,7 +371,7 @@ class SchedulerService:
         identities = journal.of_other_models(fingerprint)
         if identities:
             log.warning("requests of another model dropped from the journal", requests=len(identities))
-            self._carry_out(self._core.handle(ev.RequestsDropped(identities=identities), now), now)
+            self._apply(ev.RequestsDropped(identities=identities), now)
 
     def _welcome(self, effect: ef.WorkerWelcomed, now: float) -> None:
         self._workers.welcomed(effect.worker, effect.epoch)

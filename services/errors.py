@@ -21,9 +21,12 @@ from shared.errors import (
     PoisonRequestError,
     QueueFullError,
     QuireError,
+    RequestNotFoundError,
     RowFailedError,
     StalledReaderError,
     UnsupportedFieldError,
+    UnsupportedMethodError,
+    WorkerNotFoundError,
 )
 
 ERROR_DOMAIN = "quire"
@@ -37,6 +40,11 @@ _FINISH_REASONS: dict[link_pb2.EndReason.ValueType, generation_pb2.FinishReason.
     link_pb2.END_REASON_STOP: generation_pb2.FINISH_REASON_STOP,
     link_pb2.END_REASON_STOP_STRING: generation_pb2.FINISH_REASON_STOP,
     link_pb2.END_REASON_LENGTH: generation_pb2.FINISH_REASON_LENGTH,
+}
+
+
+_OPERATOR_ERRORS: dict[str, type[QuireError]] = {
+    each.reason: each for each in (RequestNotFoundError, UnsupportedMethodError, WorkerNotFoundError)
 }
 
 
@@ -92,6 +100,13 @@ def error_of(end: link_pb2.StreamEnd) -> QuireError:
             return NotReadyError(message or "the service is shutting down; try again later", retry_ms=RETRY_MS)
         case unknown:
             return RowFailedError(f"the scheduler ended the request for an unknown reason ({unknown})")
+
+
+def operator_error(error: link_pb2.OperatorError) -> QuireError:
+    """Return the error that the core reported instead of an answer to an operator."""
+    if error.field:
+        return InvalidRequestError(FieldViolation(error.field, error.message))
+    return _OPERATOR_ERRORS.get(error.reason, QuireError)(error.message)
 
 
 def to_status(error: QuireError) -> grpc.Status:

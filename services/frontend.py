@@ -17,7 +17,6 @@ from grpc import aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from quire.admin.v1 import admin_pb2, admin_pb2_grpc
 from quire.v1 import generation_pb2, generation_pb2_grpc, model_pb2, model_pb2_grpc
 from services.access.call_limit import CallsInProgress
 from services.access.principals import Principals
@@ -27,7 +26,8 @@ from services.calls.embeddings import Embedder
 from services.calls.generation import Generator
 from services.calls.texts import Texts
 from services.grammars.checker import GrammarChecker
-from services.grpc.admin import AdminServicer
+from services.grpc.admin import SERVICE as ADMIN_SERVICE
+from services.grpc.admin import add_admin_service
 from services.grpc.boundary import Boundary
 from services.grpc.generation import GenerationServicer
 from services.grpc.health import HealthServicer
@@ -174,13 +174,13 @@ class Frontend:
         generation_pb2_grpc.add_GenerationServiceServicer_to_server(generation, server)
         add_vllm_service(server, services, self._generator, self._embedder)
         model_pb2_grpc.add_ModelServiceServicer_to_server(ModelServicer(services), server)
-        admin_pb2_grpc.add_AdminServiceServicer_to_server(AdminServicer(services.link), server)
+        add_admin_service(server, services.link)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         reflection.enable_server_reflection(
             (
                 generation_pb2.DESCRIPTOR.services_by_name["GenerationService"].full_name,
                 model_pb2.DESCRIPTOR.services_by_name["ModelService"].full_name,
-                admin_pb2.DESCRIPTOR.services_by_name["AdminService"].full_name,
+                ADMIN_SERVICE.full_name,
                 health_pb2.DESCRIPTOR.services_by_name["Health"].full_name,
                 reflection.SERVICE_NAME,
             ),

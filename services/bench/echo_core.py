@@ -16,6 +16,7 @@ from types import FrameType
 import zmq
 
 from protos.quire.link.v1 import link_pb2
+from quire.admin.v1 import admin_pb2
 from shared.columns import from_column, from_columns, to_column
 from shared.frames import LINK_MAX_MESSAGE, TOKEN_BYTES
 from shared.ids import draw_incarnation
@@ -139,7 +140,8 @@ class EchoCore:
             answer.snapshot.request = message.snapshot_request
             answer.snapshot.families.extend(message.report.families)
         for request in message.operator_requests:
-            answer.operator_replies.add(number=request.number)  # there are no workers
+            reply = answer.operator_replies.add(number=request.number)
+            reply.response.Pack(admin_pb2.ListWorkersResponse())  # there are no workers
         if answer.HasField("state") or answer.ends or answer.operator_replies:
             frontend.backlog.append(answer.SerializeToString())
 

@@ -27,18 +27,15 @@ from services.calls.resuming import (
 )
 from services.calls.tracing import describe_request, request_span
 from services.calls.wakeup import Wakeup
-from services.errors import RETRY_MS
 from services.requests.prompts import Prompts
 from services.requests.scheduling import block_keys, scheduling_params
 from services.requests.validation import MAX_CHOICES, ValidRequest, check_log_size, resolve_max_tokens, validate
 from services.streams.logprobs import token_logprobs
 from services.streams.stream import Stream, StreamRequest
 from shared.columns import to_column
-from shared.errors import FieldViolation, InvalidRequestError, NotReadyError, RequestNotFoundError
+from shared.errors import FieldViolation, InvalidRequestError
 from shared.logging import get_logger
 from shared.telemetry import to_traceparent
-
-_CANCEL_TIMEOUT_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,11 +231,7 @@ class Generator:
             raise InvalidRequestError(FieldViolation("request_id", "missing; give the id of the request"))
         identities = [request_identity(principal, request_id, choice) for choice in range(MAX_CHOICES)]
         order = link_pb2.OperatorRequest(cancel_requests=link_pb2.CancelRequests(identities=identities))
-        reply = await self._services.link.operate(order, _CANCEL_TIMEOUT_S)
-        if reply is None:
-            raise NotReadyError("scheduler not connected; try again in a moment", retry_ms=RETRY_MS)
-        if reply.not_found:
-            raise RequestNotFoundError("request_id: no resumable request with this id is live or kept")
+        await self._services.link.operate(order)
 
     async def _send_prompt(
         self, valid: ValidRequest, prompt: Sequence[int], stream: Stream, wakeup: Wakeup, send: Send

@@ -21,14 +21,14 @@ from typing import TypeVar
 from google.protobuf.message import DecodeError
 
 from protos.quire.link.v1 import link_pb2
-from services.errors import InternalError
+from services.errors import RETRY_MS, InternalError, operator_error
 from services.link.core_socket import CoreSocket
 from services.link.incoming import tokens_by_stream
 from services.link.outgoing import Outgoing
 from services.streams.logprobs import read_scores
 from services.streams.stream import Received, Stream
 from shared.columns import MalformedColumnError
-from shared.errors import NoWorkerError
+from shared.errors import NotReadyError, NoWorkerError
 from shared.frames import LINK_VERSIONS, MAX_SEQUENCE, MAX_VOCABULARY, MalformedFrameError
 from shared.ids import draw_error_id
 from shared.logging import LEVELS, get_logger, set_level
@@ -42,6 +42,8 @@ RECONNECT_EVERY_S = 0.5
 """Minimum time between two connection attempts, seconds."""
 GIVE_UP_S = 60.0
 """Time without a core after which streams end with an error, seconds."""
+OPERATOR_TIMEOUT_S = 5.0
+"""Time to wait for the answer to an operator request, seconds."""
 
 _MAX_STREAM_NUMBER = 0x7FFFFFFF
 
@@ -180,13 +182,23 @@ class CoreLink:
         self._outgoing.report(self._report(), snapshot_request=number)
         return await self._answer(self._snapshots, number, timeout_s)
 
-    async def operate(self, request: link_pb2.OperatorRequest, timeout_s: float) -> link_pb2.OperatorReply | None:
-        """Send an operator request; return the reply, or None on timeout."""
-        if self._in_handshake:
-            return None
-        request.number = next(self._question_numbers)
-        self._outgoing.operate(request)
-        return await self._answer(self._replies, request.number, timeout_s)
+    async def operate(self, request: link_pb2.OperatorRequest) -> link_pb2.OperatorReply:
+        """Send an operator request and return the reply.
+
+        Raises:
+            NotReadyError: the core did not answer in time.
+            QuireError: the error that the core reports instead of an answer.
+        """
+        reply = None
+        if not self._in_handshake:
+            request.number = next(self._question_numbers)
+            self._outgoing.operate(request)
+            reply = await self._answer(self._replies, request.number, OPERATOR_TIMEOUT_S)
+        if reply is None:
+            raise NotReadyError("scheduler did not answer in time; try again in a moment", retry_ms=RETRY_MS)
+        if reply.HasField("error"):
+            raise operator_error(reply.error)
+        return reply
 
     async def ask_resume(self, identity: bytes, timeout_s: float) -> link_pb2.ResumeReply | None:
         """Return what the core keeps of a request, or None on timeout."""

@@ -9,9 +9,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import zmq
+from google.protobuf.descriptor import MethodDescriptor
+from google.protobuf.message import Message
+from google.protobuf.message_factory import GetMessageClass
 
 from protos.quire.link.v1 import link_pb2
 from protos.quire.plan.v1 import plan_pb2
+from quire.admin.v1 import admin_pb2
 from shared.columns import from_column, to_column
 from shared.frames import LINK_MAX_MESSAGE, LINK_VERSIONS, PLAN_MAX_MESSAGE, PLAN_VERSIONS
 from shared.sockets import connect_dealer
@@ -216,7 +220,8 @@ def test_the_log_level_reaches_everybody(stand: Stand) -> None:
     assert frontend.hello().state.log_level == ""
     worker.hello()
     assert worker.until("ping").ping.log_level == ""
-    order = link_pb2.OperatorRequest(number=3, set_log_level=link_pb2.SetLogLevel(level="warning"))
+    order = link_pb2.OperatorRequest(number=3)
+    order.call.Pack(admin_pb2.SetLogLevelRequest(level=admin_pb2.LOG_LEVEL_WARNING))
     frontend.send(link_pb2.FrontendMessage(operator_requests=[order]))
     message = frontend.until("operator_replies")
     while not message.operator_replies:
@@ -224,7 +229,9 @@ def test_the_log_level_reaches_everybody(stand: Stand) -> None:
     while worker.until("ping").ping.log_level != "warning":
         pass
 
-    assert (message.operator_replies[0].number, message.operator_replies[0].log_level) == (3, "info")
+    (reply,), answer = message.operator_replies, admin_pb2.SetLogLevelResponse()
+    assert reply.response.Unpack(answer)
+    assert (reply.number, answer.previous) == (3, admin_pb2.LOG_LEVEL_INFO)
     assert message.state.log_level == "warning"
     assert stand.frontend().hello().state.log_level == "warning"
 
@@ -407,19 +414,62 @@ def test_an_operator_drains_and_resumes_a_worker(stand: Stand) -> None:
     worker.hello()
     worker.until("welcome")
 
-    def ask(**action: object) -> link_pb2.OperatorReply:
-        request = link_pb2.OperatorRequest(number=5, **action)  # type: ignore[arg-type]
-        frontend.send(link_pb2.FrontendMessage(operator_requests=[request]))
-        while not (replies := link_pb2.CoreMessage.FromString(frontend.receive()).operator_replies):
-            pass
-        return replies[0]
-
-    drained = ask(drain_worker=link_pb2.DrainWorker(worker_id="w"))
-    assert [(state.worker_id, state.draining) for state in drained.workers] == [("w", True)]
-    assert not ask(resume_worker=link_pb2.ResumeWorker(worker_id="w")).workers[0].draining
-    assert ask(drain_worker=link_pb2.DrainWorker(worker_id="nobody")).not_found
-    (listed,) = ask(list_workers=link_pb2.ListWorkers()).workers
+    drained, resumed = admin_pb2.DrainWorkerResponse(), admin_pb2.ResumeWorkerResponse()
+    assert _operate(frontend, admin_pb2.DrainWorkerRequest(worker_id="w")).response.Unpack(drained)
+    assert (drained.worker.worker_id, drained.worker.draining) == ("w", True)
+    assert _operate(frontend, admin_pb2.ResumeWorkerRequest(worker_id="w")).response.Unpack(resumed)
+    assert not resumed.worker.draining
+    unknown = _operate(frontend, admin_pb2.DrainWorkerRequest(worker_id="nobody"))
+    assert (unknown.HasField("response"), unknown.error.reason) == (False, "WORKER_NOT_FOUND")
+    workers = admin_pb2.ListWorkersResponse()
+    assert _operate(frontend, admin_pb2.ListWorkersRequest()).response.Unpack(workers)
+    (listed,) = workers.workers
     assert (listed.total_blocks, listed.device, listed.pid) == (8, "cpu", 321)
+
+
+@pytest.mark.parametrize(
+    "method", list(admin_pb2.DESCRIPTOR.services_by_name["AdminService"].methods), ids=lambda method: method.name
+)
+def test_every_method_of_the_operator_api_is_answered(stand: Stand, method: MethodDescriptor) -> None:
+    """Every method has an answer of its type, or an error of its own; none is unknown to the scheduler."""
+    frontend = stand.frontend()
+    frontend.hello()
+
+    reply = _operate(frontend, GetMessageClass(method.input_type)())
+
+    expected = (GetMessageClass(method.output_type).DESCRIPTOR.full_name, "")
+    found = (reply.response.TypeName(), reply.error.reason)
+    assert found == expected or found[1] in ("INVALID_REQUEST", "REQUEST_NOT_FOUND", "WORKER_NOT_FOUND")
+
+
+def test_an_unusable_operator_call_is_refused_alone(stand: Stand) -> None:
+    """A call of an unknown type, and one that does not parse, get an error; the scheduler goes on."""
+    frontend = stand.frontend()
+    frontend.hello()
+    unknown = link_pb2.OperatorRequest(number=5)
+    unknown.call.Pack(link_pb2.StreamEnd())
+    broken = link_pb2.OperatorRequest(number=5)
+    broken.call.Pack(admin_pb2.GetStoryRequest(request_id="r"))
+    broken.call.value = b"\xff"
+
+    assert _reply_to(frontend, unknown).error.reason == "UNSUPPORTED_METHOD"
+    assert _reply_to(frontend, broken).error.reason == "INVALID_REQUEST"
+    assert _reply_to(frontend, link_pb2.OperatorRequest(number=5)).error.reason == "UNSUPPORTED_METHOD"
+    assert _operate(frontend, admin_pb2.ListWorkersRequest()).HasField("response")
+
+
+def _operate(frontend: FrontendPeer, call: Message) -> link_pb2.OperatorReply:
+    request = link_pb2.OperatorRequest(number=5)
+    request.call.Pack(call)
+    return _reply_to(frontend, request)
+
+
+def _reply_to(frontend: FrontendPeer, request: link_pb2.OperatorRequest) -> link_pb2.OperatorReply:
+    frontend.send(link_pb2.FrontendMessage(operator_requests=[request]))
+    while not (replies := link_pb2.CoreMessage.FromString(frontend.receive()).operator_replies):
+        pass
+    (reply,) = replies
+    return reply
 
 
 def test_shutdown_leaves_live_requests_to_the_front_ends(stand: Stand) -> None:

@@ -13,6 +13,7 @@ from google.protobuf.message import Message
 from protos.quire.link.v1 import link_pb2
 from protos.quire.plan.v1 import plan_pb2
 from quire import Client
+from quire.admin.v1 import admin_pb2
 from shared.columns import to_column
 from shared.frames import LINK_MAX_MESSAGE, LINK_VERSIONS, PLAN_MAX_MESSAGE, PLAN_VERSIONS
 from shared.sockets import connect_dealer
@@ -167,7 +168,7 @@ class FalseFrontend(_InService):
             socket.send(frames.draw(right))
             while socket.poll(0):
                 socket.recv()
-        question = link_pb2.OperatorRequest(number=7_000_000, get_state=link_pb2.GetState())
+        question = _operator_request(7_000_000, admin_pb2.GetSchedulerStateRequest())
         message = link_pb2.FrontendMessage(hello=hello, operator_requests=[question])
         _ask(socket, message, lambda frame: _answers(frame, 7_000_000))
         socket.close(linger=0)
@@ -186,8 +187,8 @@ class FalseFrontend(_InService):
         )
         # A drain would stop the honest worker; operators may do that.
         looks = [
-            link_pb2.OperatorRequest(number=1, list_requests=link_pb2.ListRequests(most=5)),
-            link_pb2.OperatorRequest(number=2, get_story=link_pb2.GetStory(request_id="r")),
+            _operator_request(1, admin_pb2.ListRequestsRequest(limit=5)),
+            _operator_request(2, admin_pb2.GetStoryRequest(request_id="r")),
         ]
         return (
             link_pb2.FrontendMessage(submissions=[submission]),
@@ -202,7 +203,7 @@ class FalseFrontend(_InService):
         """As before, with whatever the false front end has drained taken up again."""
         socket = self.connect("frontends", LINK_MAX_MESSAGE)
         hello = link_pb2.FrontendHello(protocol_version=LINK_VERSIONS.newest, frontend_id="mends", incarnation=1)
-        resume = link_pb2.OperatorRequest(number=1, resume_worker=link_pb2.ResumeWorker(worker_id="worker-0"))
+        resume = _operator_request(1, admin_pb2.ResumeWorkerRequest(worker_id="worker-0"))
         message = link_pb2.FrontendMessage(hello=hello, operator_requests=[resume])
         _ask(socket, message, lambda frame: _answers(frame, 1))
         socket.close(linger=0)
@@ -219,6 +220,12 @@ def _ask(socket: "zmq.Socket[bytes]", question: Message, is_answer: Callable[[by
             if is_answer(frame := socket.recv()):
                 return frame
     raise AssertionError("no answer")
+
+
+def _operator_request(number: int, call: Message) -> link_pb2.OperatorRequest:
+    request = link_pb2.OperatorRequest(number=number)
+    request.call.Pack(call)
+    return request
 
 
 def _answers(frame: bytes, number: int) -> bool:

@@ -22,85 +22,58 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
+from google.protobuf import any_pb2 as google_dot_protobuf_dot_any__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18quire/link/v1/link.proto\x12\rquire.link.v1\"\xbd\x03\n\x0f\x46rontendMessage\x12+\n\x05hello\x18\x01 \x01(\x0b\x32\x1c.quire.link.v1.FrontendHello\x12.\n\x0bsubmissions\x18\x02 \x03(\x0b\x32\x19.quire.link.v1.Submission\x12\x11\n\tcancelled\x18\x03 \x01(\x0c\x12.\n\x0cstop_matches\x18\x04 \x03(\x0b\x32\x18.quire.link.v1.StopMatch\x12\x16\n\x0e\x63redit_streams\x18\x05 \x01(\x0c\x12\x14\n\x0c\x63redit_bytes\x18\x06 \x01(\x0c\x12+\n\x06report\x18\x07 \x01(\x0b\x32\x1b.quire.link.v1.MetricReport\x12\x18\n\x10snapshot_request\x18\x08 \x01(\x04\x12\x39\n\x11operator_requests\x18\t \x03(\x0b\x32\x1e.quire.link.v1.OperatorRequest\x12\x37\n\x10resume_questions\x18\n \x03(\x0b\x32\x1d.quire.link.v1.ResumeQuestion\x12\x10\n\x08\x64\x65tached\x18\x0b \x01(\x0c\x12\x0f\n\x07goodbye\x18\x0c \x01(\x08\"z\n\rFrontendHello\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x13\n\x0b\x66rontend_id\x18\x02 \x01(\t\x12\x13\n\x0bincarnation\x18\x03 \x01(\x06\x12\x1f\n\x17newest_protocol_version\x18\x05 \x01(\rJ\x04\x08\x04\x10\x05\"2\n\x0eResumeQuestion\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12\x10\n\x08identity\x18\x02 \x01(\x0c\"\xb3\x01\n\x0bResumeReply\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12\x11\n\tnot_found\x18\x02 \x01(\x08\x12-\n\nsubmission\x18\x03 \x01(\x0b\x32\x19.quire.link.v1.Submission\x12+\n\x06scores\x18\x04 \x03(\x0b\x32\x1b.quire.link.v1.StreamScores\x12%\n\x03\x65nd\x18\x05 \x01(\x0b\x32\x18.quire.link.v1.StreamEnd\"\xfd\x03\n\x0fOperatorRequest\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12\x32\n\x0clist_workers\x18\x02 \x01(\x0b\x32\x1a.quire.link.v1.ListWorkersH\x00\x12\x32\n\x0c\x64rain_worker\x18\x03 \x01(\x0b\x32\x1a.quire.link.v1.DrainWorkerH\x00\x12\x34\n\rresume_worker\x18\x04 \x01(\x0b\x32\x1b.quire.link.v1.ResumeWorkerH\x00\x12\x38\n\x0f\x63\x61ncel_requests\x18\x05 \x01(\x0b\x32\x1d.quire.link.v1.CancelRequestsH\x00\x12\x34\n\rlist_requests\x18\n \x01(\x0b\x32\x1b.quire.link.v1.ListRequestsH\x00\x12\x31\n\x0c\x63\x61ncel_by_id\x18\x0b \x01(\x0b\x32\x19.quire.link.v1.CancelByIdH\x00\x12,\n\tget_story\x18\x0c \x01(\x0b\x32\x17.quire.link.v1.GetStoryH\x00\x12,\n\tget_state\x18\r \x01(\x0b\x32\x17.quire.link.v1.GetStateH\x00\x12\x33\n\rset_log_level\x18\x0e \x01(\x0b\x32\x1a.quire.link.v1.SetLogLevelH\x00\x42\x08\n\x06\x61\x63tion\"\r\n\x0bListWorkers\"7\n\x0b\x44rainWorker\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x15\n\rmove_requests\x18\x02 \x01(\x08\"$\n\x0e\x43\x61ncelRequests\x12\x12\n\nidentities\x18\x01 \x03(\x0c\"!\n\x0cResumeWorker\x12\x11\n\tworker_id\x18\x01 \x01(\t\"\x1c\n\x0cListRequests\x12\x0c\n\x04most\x18\x01 \x01(\r\" \n\nCancelById\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\x1e\n\x08GetStory\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\n\n\x08GetState\"\x1c\n\x0bSetLogLevel\x12\r\n\x05level\x18\x01 \x01(\t\"\xe7\x01\n\x0cRequestState\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05state\x18\x02 \x01(\t\x12\x11\n\tworker_id\x18\x03 \x01(\t\x12\x0e\n\x06tenant\x18\x04 \x01(\t\x12\x15\n\rrequest_class\x18\x05 \x01(\t\x12\x10\n\x08priority\x18\x06 \x01(\x11\x12\x15\n\rprompt_tokens\x18\x07 \x01(\r\x12\x18\n\x10generated_tokens\x18\x08 \x01(\r\x12\x12\n\nmax_tokens\x18\t \x01(\r\x12\x13\n\x0bpreemptions\x18\n \x01(\r\x12\x0e\n\x06\x61ge_ns\x18\x0b \x01(\x04\"G\n\x0cRequestStory\x12\x0c\n\x04live\x18\x01 \x01(\x08\x12)\n\x06\x65vents\x18\x02 \x03(\x0b\x32\x19.quire.link.v1.StoryEvent\"*\n\nStoryEvent\x12\x0e\n\x06\x61go_ns\x18\x01 \x01(\x04\x12\x0c\n\x04what\x18\x02 \x01(\t\"\xac\x01\n\x0eSchedulerState\x12\x0f\n\x07running\x18\x01 \x01(\r\x12\x0f\n\x07waiting\x18\x02 \x01(\r\x12\x11\n\tfrontends\x18\x03 \x01(\r\x12\x37\n\x05\x65nded\x18\x04 \x03(\x0b\x32(.quire.link.v1.SchedulerState.EndedEntry\x1a,\n\nEndedEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\"\x90\x02\n\rOperatorReply\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12\x11\n\tnot_found\x18\x02 \x01(\x08\x12+\n\x07workers\x18\x03 \x03(\x0b\x32\x1a.quire.link.v1.WorkerState\x12-\n\x08requests\x18\n \x03(\x0b\x32\x1b.quire.link.v1.RequestState\x12,\n\x07stories\x18\x0b \x03(\x0b\x32\x1b.quire.link.v1.RequestStory\x12,\n\x05state\x18\x0c \x01(\x0b\x32\x1d.quire.link.v1.SchedulerState\x12\x11\n\tcancelled\x18\r \x01(\r\x12\x11\n\tlog_level\x18\x0e \x01(\t\"\xde\x01\n\x0bWorkerState\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x10\n\x08\x64raining\x18\x02 \x01(\x08\x12\x18\n\x10running_requests\x18\x03 \x01(\r\x12\x17\n\x0fplans_in_flight\x18\x04 \x01(\r\x12\x13\n\x0b\x66ree_blocks\x18\x05 \x01(\r\x12\x15\n\rcached_blocks\x18\x06 \x01(\r\x12\x14\n\x0ctotal_blocks\x18\x07 \x01(\r\x12\x18\n\x10last_step_tokens\x18\x08 \x01(\r\x12\x0e\n\x06\x64\x65vice\x18\t \x01(\t\x12\x0b\n\x03pid\x18\n \x01(\r\"\xc6\x04\n\nSubmission\x12\x0e\n\x06stream\x18\x01 \x01(\r\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x01(\x0c\x12\x19\n\x11num_prompt_tokens\x18\x04 \x01(\r\x12\x12\n\nmax_tokens\x18\x05 \x01(\r\x12\x16\n\x0estop_token_ids\x18\x06 \x01(\x0c\x12\x10\n\x08sampling\x18\x07 \x01(\x0c\x12\x0e\n\x06\x63redit\x18\x08 \x01(\r\x12\x13\n\x0b\x64\x65\x61\x64line_ns\x18\t \x01(\x04\x12\x13\n\x0btraceparent\x18\n \x01(\t\x12\x0e\n\x06tenant\x18\x0c \x01(\t\x12\x10\n\x08priority\x18\r \x01(\x11\x12\x1e\n\x16\x65xpected_output_tokens\x18\x0e \x01(\r\x12\x16\n\x0ettft_target_ns\x18\x0f \x01(\x04\x12\x1c\n\x14total_time_target_ns\x18\x10 \x01(\x04\x12\x13\n\x0b\x63\x61\x63he_scope\x18\x11 \x01(\x0c\x12\x12\n\nblock_keys\x18\x12 \x01(\x0c\x12\x12\n\nblock_size\x18\x13 \x01(\r\x12\x15\n\rrequest_class\x18\x14 \x01(\t\x12\x1d\n\x15\x63omputes_whole_prompt\x18\x15 \x01(\x08\x12\x0f\n\x07grammar\x18\x16 \x01(\x0c\x12\x10\n\x08identity\x18\x17 \x01(\x0c\x12\x13\n\x0bresume_info\x18\x18 \x01(\x0c\x12\r\n\x05\x61gain\x18\x19 \x01(\x08\x12\x0f\n\x07pooling\x18\x1a \x01(\r\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x1f \x01(\x08\x12\r\n\x05model\x18  \x01(\tJ\x04\x08\x0b\x10\x0cJ\x04\x08\x1b\x10\x1f\"0\n\tStopMatch\x12\x0e\n\x06stream\x18\x01 \x01(\r\x12\x13\n\x0bkeep_tokens\x18\x02 \x01(\r\"\xbe\x03\n\x0b\x43oreMessage\x12\x13\n\x0bincarnation\x18\x01 \x01(\x06\x12*\n\x05state\x18\x02 \x01(\x0b\x32\x1b.quire.link.v1.ServiceState\x12\x0f\n\x07streams\x18\x03 \x01(\x0c\x12\x15\n\rfirst_indices\x18\x04 \x01(\x0c\x12\x0e\n\x06\x63ounts\x18\x05 \x01(\x0c\x12\x0e\n\x06tokens\x18\x06 \x01(\x0c\x12&\n\x04\x65nds\x18\x07 \x03(\x0b\x32\x18.quire.link.v1.StreamEnd\x12)\n\x08snapshot\x18\x08 \x01(\x0b\x32\x17.quire.link.v1.Snapshot\x12\x0f\n\x07unknown\x18\t \x01(\x08\x12\x36\n\x10operator_replies\x18\n \x03(\x0b\x32\x1c.quire.link.v1.OperatorReply\x12+\n\x06scores\x18\x0b \x03(\x0b\x32\x1b.quire.link.v1.StreamScores\x12\x32\n\x0eresume_replies\x18\x0c \x03(\x0b\x32\x1a.quire.link.v1.ResumeReply\x12\x18\n\x10protocol_version\x18\r \x01(\r\x12\x0f\n\x07refused\x18\x0e \x01(\t\"V\n\x0cStreamScores\x12\x0e\n\x06stream\x18\x01 \x01(\r\x12\x13\n\x0b\x66irst_index\x18\x02 \x01(\r\x12\x11\n\tof_prompt\x18\x03 \x01(\x08\x12\x0e\n\x06scores\x18\x04 \x01(\x0c\"[\n\x0cServiceState\x12\r\n\x05ready\x18\x01 \x01(\x08\x12)\n\x05model\x18\x02 \x01(\x0b\x32\x1a.quire.link.v1.ServedModel\x12\x11\n\tlog_level\x18\x03 \x01(\t\"\xc0\x01\n\x0bServedModel\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x14\n\x0c\x61rchitecture\x18\x02 \x01(\t\x12\x15\n\rmax_model_len\x18\x03 \x01(\r\x12\x12\n\nvocab_size\x18\x04 \x01(\r\x12\x15\n\reos_token_ids\x18\x05 \x03(\r\x12\r\n\x05\x64type\x18\x06 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x07 \x01(\t\x12\x12\n\nblock_size\x18\x08 \x01(\r\x12\x13\n\x0bhidden_size\x18\t \x01(\r\"\x82\x02\n\tStreamEnd\x12\x0e\n\x06stream\x18\x01 \x01(\r\x12(\n\x06reason\x18\x02 \x01(\x0e\x32\x18.quire.link.v1.EndReason\x12\x0f\n\x07message\x18\x03 \x01(\t\x12\x10\n\x08retry_ms\x18\x04 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x05 \x01(\r\x12\x15\n\rstop_token_id\x18\x06 \x01(\r\x12\x1c\n\x14\x63\x61\x63hed_prompt_tokens\x18\x07 \x01(\r\x12\x13\n\x0bpreemptions\x18\x08 \x01(\r\x12\x11\n\tqueued_ns\x18\t \x01(\x04\x12\x11\n\tembedding\x18\n \x01(\x0c\x12\r\n\x05\x66ield\x18\x0b \x01(\t\"J\n\x08Snapshot\x12\x0f\n\x07request\x18\x01 \x01(\x04\x12-\n\x08\x66\x61milies\x18\x02 \x03(\x0b\x32\x1b.quire.link.v1.MetricFamily\"=\n\x0cMetricReport\x12-\n\x08\x66\x61milies\x18\x01 \x03(\x0b\x32\x1b.quire.link.v1.MetricFamily\"f\n\x0cMetricFamily\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04help\x18\x02 \x01(\t\x12\x0c\n\x04type\x18\x03 \x01(\t\x12,\n\x07samples\x18\x04 \x03(\x0b\x32\x1b.quire.link.v1.MetricSample\"\x93\x01\n\x0cMetricSample\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x37\n\x06labels\x18\x02 \x03(\x0b\x32\'.quire.link.v1.MetricSample.LabelsEntry\x12\r\n\x05value\x18\x03 \x01(\x01\x1a-\n\x0bLabelsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01*\x85\x03\n\tEndReason\x12\x1a\n\x16\x45ND_REASON_UNSPECIFIED\x10\x00\x12\x13\n\x0f\x45ND_REASON_STOP\x10\x01\x12\x1a\n\x16\x45ND_REASON_STOP_STRING\x10\x02\x12\x15\n\x11\x45ND_REASON_LENGTH\x10\x03\x12\x18\n\x14\x45ND_REASON_CANCELLED\x10\x04\x12\x17\n\x13\x45ND_REASON_DEADLINE\x10\x05\x12\x19\n\x15\x45ND_REASON_QUEUE_FULL\x10\x06\x12\x16\n\x12\x45ND_REASON_INVALID\x10\x07\x12\x18\n\x14\x45ND_REASON_NO_WORKER\x10\x08\x12\x19\n\x15\x45ND_REASON_ROW_FAILED\x10\t\x12\x16\n\x12\x45ND_REASON_STALLED\x10\n\x12\x17\n\x13\x45ND_REASON_SHUTDOWN\x10\x0b\x12\x15\n\x11\x45ND_REASON_POISON\x10\x0c\x12\x18\n\x14\x45ND_REASON_DUPLICATE\x10\r\x12\x17\n\x13\x45ND_REASON_EMBEDDED\x10\x0e\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18quire/link/v1/link.proto\x12\rquire.link.v1\x1a\x19google/protobuf/any.proto\"\xbd\x03\n\x0f\x46rontendMessage\x12+\n\x05hello\x18\x01 \x01(\x0b\x32\x1c.quire.link.v1.FrontendHello\x12.\n\x0bsubmissions\x18\x02 \x03(\x0b\x32\x19.quire.link.v1.Submission\x12\x11\n\tcancelled\x18\x03 \x01(\x0c\x12.\n\x0cstop_matches\x18\x04 \x03(\x0b\x32\x18.quire.link.v1.StopMatch\x12\x16\n\x0e\x63redit_streams\x18\x05 \x01(\x0c\x12\x14\n\x0c\x63redit_bytes\x18\x06 \x01(\x0c\x12+\n\x06report\x18\x07 \x01(\x0b\x32\x1b.quire.link.v1.MetricReport\x12\x18\n\x10snapshot_request\x18\x08 \x01(\x04\x12\x39\n\x11operator_requests\x18\t \x03(\x0b\x32\x1e.quire.link.v1.OperatorRequest\x12\x37\n\x10resume_questions\x18\n \x03(\x0b\x32\x1d.quire.link.v1.ResumeQuestion\x12\x10\n\x08\x64\x65tached\x18\x0b \x01(\x0c\x12\x0f\n\x07goodbye\x18\x0c \x01(\x08\"z\n\rFrontendHello\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x13\n\x0b\x66rontend_id\x18\x02 \x01(\t\x12\x13\n\x0bincarnation\x18\x03 \x01(\x06\x12\x1f\n\x17newest_protocol_version\x18\x05 \x01(\rJ\x04\x08\x04\x10\x05\"2\n\x0eResumeQuestion\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12\x10\n\x08identity\x18\x02 \x01(\x0c\"\xb3\x01\n\x0bResumeReply\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12\x11\n\tnot_found\x18\x02 \x01(\x08\x12-\n\nsubmission\x18\x03 \x01(\x0b\x32\x19.quire.link.v1.Submission\x12+\n\x06scores\x18\x04 \x03(\x0b\x32\x1b.quire.link.v1.StreamScores\x12%\n\x03\x65nd\x18\x05 \x01(\x0b\x32\x18.quire.link.v1.StreamEnd\"\x97\x01\n\x0fOperatorRequest\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12\x38\n\x0f\x63\x61ncel_requests\x18\x05 \x01(\x0b\x32\x1d.quire.link.v1.CancelRequestsH\x00\x12$\n\x04\x63\x61ll\x18\x0f \x01(\x0b\x32\x14.google.protobuf.AnyH\x00\x42\x08\n\x06\x61\x63tionJ\x04\x08\x02\x10\x05J\x04\x08\n\x10\x0f\"$\n\x0e\x43\x61ncelRequests\x12\x12\n\nidentities\x18\x01 \x03(\x0c\"\x86\x01\n\rOperatorReply\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12&\n\x08response\x18\x0f \x01(\x0b\x32\x14.google.protobuf.Any\x12+\n\x05\x65rror\x18\x10 \x01(\x0b\x32\x1c.quire.link.v1.OperatorErrorJ\x04\x08\x02\x10\x03J\x04\x08\x03\x10\x04J\x04\x08\n\x10\x0f\"?\n\rOperatorError\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\r\n\x05\x66ield\x18\x03 \x01(\t\"\xc6\x04\n\nSubmission\x12\x0e\n\x06stream\x18\x01 \x01(\r\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x01(\x0c\x12\x19\n\x11num_prompt_tokens\x18\x04 \x01(\r\x12\x12\n\nmax_tokens\x18\x05 \x01(\r\x12\x16\n\x0estop_token_ids\x18\x06 \x01(\x0c\x12\x10\n\x08sampling\x18\x07 \x01(\x0c\x12\x0e\n\x06\x63redit\x18\x08 \x01(\r\x12\x13\n\x0b\x64\x65\x61\x64line_ns\x18\t \x01(\x04\x12\x13\n\x0btraceparent\x18\n \x01(\t\x12\x0e\n\x06tenant\x18\x0c \x01(\t\x12\x10\n\x08priority\x18\r \x01(\x11\x12\x1e\n\x16\x65xpected_output_tokens\x18\x0e \x01(\r\x12\x16\n\x0ettft_target_ns\x18\x0f \x01(\x04\x12\x1c\n\x14total_time_target_ns\x18\x10 \x01(\x04\x12\x13\n\x0b\x63\x61\x63he_scope\x18\x11 \x01(\x0c\x12\x12\n\nblock_keys\x18\x12 \x01(\x0c\x12\x12\n\nblock_size\x18\x13 \x01(\r\x12\x15\n\rrequest_class\x18\x14 \x01(\t\x12\x1d\n\x15\x63omputes_whole_prompt\x18\x15 \x01(\x08\x12\x0f\n\x07grammar\x18\x16 \x01(\x0c\x12\x10\n\x08identity\x18\x17 \x01(\x0c\x12\x13\n\x0bresume_info\x18\x18 \x01(\x0c\x12\r\n\x05\x61gain\x18\x19 \x01(\x08\x12\x0f\n\x07pooling\x18\x1a \x01(\r\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x1f \x01(\x08\x12\r\n\x05model\x18  \x01(\tJ\x04\x08\x0b\x10\x0cJ\x04\x08\x1b\x10\x1f\"0\n\tStopMatch\x12\x0e\n\x06stream\x18\x01 \x01(\r\x12\x13\n\x0bkeep_tokens\x18\x02 \x01(\r\"\xbe\x03\n\x0b\x43oreMessage\x12\x13\n\x0bincarnation\x18\x01 \x01(\x06\x12*\n\x05state\x18\x02 \x01(\x0b\x32\x1b.quire.link.v1.ServiceState\x12\x0f\n\x07streams\x18\x03 \x01(\x0c\x12\x15\n\rfirst_indices\x18\x04 \x01(\x0c\x12\x0e\n\x06\x63ounts\x18\x05 \x01(\x0c\x12\x0e\n\x06tokens\x18\x06 \x01(\x0c\x12&\n\x04\x65nds\x18\x07 \x03(\x0b\x32\x18.quire.link.v1.StreamEnd\x12)\n\x08snapshot\x18\x08 \x01(\x0b\x32\x17.quire.link.v1.Snapshot\x12\x0f\n\x07unknown\x18\t \x01(\x08\x12\x36\n\x10operator_replies\x18\n \x03(\x0b\x32\x1c.quire.link.v1.OperatorReply\x12+\n\x06scores\x18\x0b \x03(\x0b\x32\x1b.quire.link.v1.StreamScores\x12\x32\n\x0eresume_replies\x18\x0c \x03(\x0b\x32\x1a.quire.link.v1.ResumeReply\x12\x18\n\x10protocol_version\x18\r \x01(\r\x12\x0f\n\x07refused\x18\x0e \x01(\t\"V\n\x0cStreamScores\x12\x0e\n\x06stream\x18\x01 \x01(\r\x12\x13\n\x0b\x66irst_index\x18\x02 \x01(\r\x12\x11\n\tof_prompt\x18\x03 \x01(\x08\x12\x0e\n\x06scores\x18\x04 \x01(\x0c\"[\n\x0cServiceState\x12\r\n\x05ready\x18\x01 \x01(\x08\x12)\n\x05model\x18\x02 \x01(\x0b\x32\x1a.quire.link.v1.ServedModel\x12\x11\n\tlog_level\x18\x03 \x01(\t\"\xc0\x01\n\x0bServedModel\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x14\n\x0c\x61rchitecture\x18\x02 \x01(\t\x12\x15\n\rmax_model_len\x18\x03 \x01(\r\x12\x12\n\nvocab_size\x18\x04 \x01(\r\x12\x15\n\reos_token_ids\x18\x05 \x03(\r\x12\r\n\x05\x64type\x18\x06 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x07 \x01(\t\x12\x12\n\nblock_size\x18\x08 \x01(\r\x12\x13\n\x0bhidden_size\x18\t \x01(\r\"\x82\x02\n\tStreamEnd\x12\x0e\n\x06stream\x18\x01 \x01(\r\x12(\n\x06reason\x18\x02 \x01(\x0e\x32\x18.quire.link.v1.EndReason\x12\x0f\n\x07message\x18\x03 \x01(\t\x12\x10\n\x08retry_ms\x18\x04 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x05 \x01(\r\x12\x15\n\rstop_token_id\x18\x06 \x01(\r\x12\x1c\n\x14\x63\x61\x63hed_prompt_tokens\x18\x07 \x01(\r\x12\x13\n\x0bpreemptions\x18\x08 \x01(\r\x12\x11\n\tqueued_ns\x18\t \x01(\x04\x12\x11\n\tembedding\x18\n \x01(\x0c\x12\r\n\x05\x66ield\x18\x0b \x01(\t\"J\n\x08Snapshot\x12\x0f\n\x07request\x18\x01 \x01(\x04\x12-\n\x08\x66\x61milies\x18\x02 \x03(\x0b\x32\x1b.quire.link.v1.MetricFamily\"=\n\x0cMetricReport\x12-\n\x08\x66\x61milies\x18\x01 \x03(\x0b\x32\x1b.quire.link.v1.MetricFamily\"f\n\x0cMetricFamily\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04help\x18\x02 \x01(\t\x12\x0c\n\x04type\x18\x03 \x01(\t\x12,\n\x07samples\x18\x04 \x03(\x0b\x32\x1b.quire.link.v1.MetricSample\"\x93\x01\n\x0cMetricSample\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x37\n\x06labels\x18\x02 \x03(\x0b\x32\'.quire.link.v1.MetricSample.LabelsEntry\x12\r\n\x05value\x18\x03 \x01(\x01\x1a-\n\x0bLabelsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01*\x85\x03\n\tEndReason\x12\x1a\n\x16\x45ND_REASON_UNSPECIFIED\x10\x00\x12\x13\n\x0f\x45ND_REASON_STOP\x10\x01\x12\x1a\n\x16\x45ND_REASON_STOP_STRING\x10\x02\x12\x15\n\x11\x45ND_REASON_LENGTH\x10\x03\x12\x18\n\x14\x45ND_REASON_CANCELLED\x10\x04\x12\x17\n\x13\x45ND_REASON_DEADLINE\x10\x05\x12\x19\n\x15\x45ND_REASON_QUEUE_FULL\x10\x06\x12\x16\n\x12\x45ND_REASON_INVALID\x10\x07\x12\x18\n\x14\x45ND_REASON_NO_WORKER\x10\x08\x12\x19\n\x15\x45ND_REASON_ROW_FAILED\x10\t\x12\x16\n\x12\x45ND_REASON_STALLED\x10\n\x12\x17\n\x13\x45ND_REASON_SHUTDOWN\x10\x0b\x12\x15\n\x11\x45ND_REASON_POISON\x10\x0c\x12\x18\n\x14\x45ND_REASON_DUPLICATE\x10\r\x12\x17\n\x13\x45ND_REASON_EMBEDDED\x10\x0e\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'quire.link.v1.link_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_SCHEDULERSTATE_ENDEDENTRY']._loaded_options = None
-  _globals['_SCHEDULERSTATE_ENDEDENTRY']._serialized_options = b'8\001'
   _globals['_METRICSAMPLE_LABELSENTRY']._loaded_options = None
   _globals['_METRICSAMPLE_LABELSENTRY']._serialized_options = b'8\001'
-  _globals['_ENDREASON']._serialized_start=4785
-  _globals['_ENDREASON']._serialized_end=5174
-  _globals['_FRONTENDMESSAGE']._serialized_start=44
-  _globals['_FRONTENDMESSAGE']._serialized_end=489
-  _globals['_FRONTENDHELLO']._serialized_start=491
-  _globals['_FRONTENDHELLO']._serialized_end=613
-  _globals['_RESUMEQUESTION']._serialized_start=615
-  _globals['_RESUMEQUESTION']._serialized_end=665
-  _globals['_RESUMEREPLY']._serialized_start=668
-  _globals['_RESUMEREPLY']._serialized_end=847
-  _globals['_OPERATORREQUEST']._serialized_start=850
-  _globals['_OPERATORREQUEST']._serialized_end=1359
-  _globals['_LISTWORKERS']._serialized_start=1361
-  _globals['_LISTWORKERS']._serialized_end=1374
-  _globals['_DRAINWORKER']._serialized_start=1376
-  _globals['_DRAINWORKER']._serialized_end=1431
-  _globals['_CANCELREQUESTS']._serialized_start=1433
-  _globals['_CANCELREQUESTS']._serialized_end=1469
-  _globals['_RESUMEWORKER']._serialized_start=1471
-  _globals['_RESUMEWORKER']._serialized_end=1504
-  _globals['_LISTREQUESTS']._serialized_start=1506
-  _globals['_LISTREQUESTS']._serialized_end=1534
-  _globals['_CANCELBYID']._serialized_start=1536
-  _globals['_CANCELBYID']._serialized_end=1568
-  _globals['_GETSTORY']._serialized_start=1570
-  _globals['_GETSTORY']._serialized_end=1600
-  _globals['_GETSTATE']._serialized_start=1602
-  _globals['_GETSTATE']._serialized_end=1612
-  _globals['_SETLOGLEVEL']._serialized_start=1614
-  _globals['_SETLOGLEVEL']._serialized_end=1642
-  _globals['_REQUESTSTATE']._serialized_start=1645
-  _globals['_REQUESTSTATE']._serialized_end=1876
-  _globals['_REQUESTSTORY']._serialized_start=1878
-  _globals['_REQUESTSTORY']._serialized_end=1949
-  _globals['_STORYEVENT']._serialized_start=1951
-  _globals['_STORYEVENT']._serialized_end=1993
-  _globals['_SCHEDULERSTATE']._serialized_start=1996
-  _globals['_SCHEDULERSTATE']._serialized_end=2168
-  _globals['_SCHEDULERSTATE_ENDEDENTRY']._serialized_start=2124
-  _globals['_SCHEDULERSTATE_ENDEDENTRY']._serialized_end=2168
-  _globals['_OPERATORREPLY']._serialized_start=2171
-  _globals['_OPERATORREPLY']._serialized_end=2443
-  _globals['_WORKERSTATE']._serialized_start=2446
-  _globals['_WORKERSTATE']._serialized_end=2668
-  _globals['_SUBMISSION']._serialized_start=2671
-  _globals['_SUBMISSION']._serialized_end=3253
-  _globals['_STOPMATCH']._serialized_start=3255
-  _globals['_STOPMATCH']._serialized_end=3303
-  _globals['_COREMESSAGE']._serialized_start=3306
-  _globals['_COREMESSAGE']._serialized_end=3752
-  _globals['_STREAMSCORES']._serialized_start=3754
-  _globals['_STREAMSCORES']._serialized_end=3840
-  _globals['_SERVICESTATE']._serialized_start=3842
-  _globals['_SERVICESTATE']._serialized_end=3933
-  _globals['_SERVEDMODEL']._serialized_start=3936
-  _globals['_SERVEDMODEL']._serialized_end=4128
-  _globals['_STREAMEND']._serialized_start=4131
-  _globals['_STREAMEND']._serialized_end=4389
-  _globals['_SNAPSHOT']._serialized_start=4391
-  _globals['_SNAPSHOT']._serialized_end=4465
-  _globals['_METRICREPORT']._serialized_start=4467
-  _globals['_METRICREPORT']._serialized_end=4528
-  _globals['_METRICFAMILY']._serialized_start=4530
-  _globals['_METRICFAMILY']._serialized_end=4632
-  _globals['_METRICSAMPLE']._serialized_start=4635
-  _globals['_METRICSAMPLE']._serialized_end=4782
-  _globals['_METRICSAMPLE_LABELSENTRY']._serialized_start=4737
-  _globals['_METRICSAMPLE_LABELSENTRY']._serialized_end=4782
+  _globals['_ENDREASON']._serialized_start=3385
+  _globals['_ENDREASON']._serialized_end=3774
+  _globals['_FRONTENDMESSAGE']._serialized_start=71
+  _globals['_FRONTENDMESSAGE']._serialized_end=516
+  _globals['_FRONTENDHELLO']._serialized_start=518
+  _globals['_FRONTENDHELLO']._serialized_end=640
+  _globals['_RESUMEQUESTION']._serialized_start=642
+  _globals['_RESUMEQUESTION']._serialized_end=692
+  _globals['_RESUMEREPLY']._serialized_start=695
+  _globals['_RESUMEREPLY']._serialized_end=874
+  _globals['_OPERATORREQUEST']._serialized_start=877
+  _globals['_OPERATORREQUEST']._serialized_end=1028
+  _globals['_CANCELREQUESTS']._serialized_start=1030
+  _globals['_CANCELREQUESTS']._serialized_end=1066
+  _globals['_OPERATORREPLY']._serialized_start=1069
+  _globals['_OPERATORREPLY']._serialized_end=1203
+  _globals['_OPERATORERROR']._serialized_start=1205
+  _globals['_OPERATORERROR']._serialized_end=1268
+  _globals['_SUBMISSION']._serialized_start=1271
+  _globals['_SUBMISSION']._serialized_end=1853
+  _globals['_STOPMATCH']._serialized_start=1855
+  _globals['_STOPMATCH']._serialized_end=1903
+  _globals['_COREMESSAGE']._serialized_start=1906
+  _globals['_COREMESSAGE']._serialized_end=2352
+  _globals['_STREAMSCORES']._serialized_start=2354
+  _globals['_STREAMSCORES']._serialized_end=2440
+  _globals['_SERVICESTATE']._serialized_start=2442
+  _globals['_SERVICESTATE']._serialized_end=2533
+  _globals['_SERVEDMODEL']._serialized_start=2536
+  _globals['_SERVEDMODEL']._serialized_end=2728
+  _globals['_STREAMEND']._serialized_start=2731
+  _globals['_STREAMEND']._serialized_end=2989
+  _globals['_SNAPSHOT']._serialized_start=2991
+  _globals['_SNAPSHOT']._serialized_end=3065
+  _globals['_METRICREPORT']._serialized_start=3067
+  _globals['_METRICREPORT']._serialized_end=3128
+  _globals['_METRICFAMILY']._serialized_start=3130
+  _globals['_METRICFAMILY']._serialized_end=3232
+  _globals['_METRICSAMPLE']._serialized_start=3235
+  _globals['_METRICSAMPLE']._serialized_end=3382
+  _globals['_METRICSAMPLE_LABELSENTRY']._serialized_start=3337
+  _globals['_METRICSAMPLE_LABELSENTRY']._serialized_end=3382
 # @@protoc_insertion_point(module_scope)

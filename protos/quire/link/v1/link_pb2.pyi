@@ -16,6 +16,7 @@ length.
 """
 
 from collections import abc as _abc
+from google.protobuf import any_pb2 as _any_pb2
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
@@ -291,124 +292,39 @@ Global___ResumeReply: _TypeAlias = ResumeReply  # noqa: Y015
 
 @_typing.final
 class OperatorRequest(_message.Message):
-    """Requests of operators."""
+    """Request of an operator, or of a client that drops its resumable requests."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     NUMBER_FIELD_NUMBER: _builtins.int
-    LIST_WORKERS_FIELD_NUMBER: _builtins.int
-    DRAIN_WORKER_FIELD_NUMBER: _builtins.int
-    RESUME_WORKER_FIELD_NUMBER: _builtins.int
     CANCEL_REQUESTS_FIELD_NUMBER: _builtins.int
-    LIST_REQUESTS_FIELD_NUMBER: _builtins.int
-    CANCEL_BY_ID_FIELD_NUMBER: _builtins.int
-    GET_STORY_FIELD_NUMBER: _builtins.int
-    GET_STATE_FIELD_NUMBER: _builtins.int
-    SET_LOG_LEVEL_FIELD_NUMBER: _builtins.int
+    CALL_FIELD_NUMBER: _builtins.int
     number: _builtins.int
     """Chosen by the front end; the reply has the same."""
-    @_builtins.property
-    def list_workers(self) -> Global___ListWorkers:
-        """All workers."""
-
-    @_builtins.property
-    def drain_worker(self) -> Global___DrainWorker:
-        """Make a worker idle."""
-
-    @_builtins.property
-    def resume_worker(self) -> Global___ResumeWorker:
-        """End the drain of a worker."""
-
     @_builtins.property
     def cancel_requests(self) -> Global___CancelRequests:
         """End requests and delete their logs."""
 
     @_builtins.property
-    def list_requests(self) -> Global___ListRequests:
-        """Live requests."""
-
-    @_builtins.property
-    def cancel_by_id(self) -> Global___CancelById:
-        """End the requests with an ID."""
-
-    @_builtins.property
-    def get_story(self) -> Global___GetStory:
-        """History of a request."""
-
-    @_builtins.property
-    def get_state(self) -> Global___GetState:
-        """State of the scheduler."""
-
-    @_builtins.property
-    def set_log_level(self) -> Global___SetLogLevel:
-        """Set the log level of all processes of the service."""
+    def call(self) -> _any_pb2.Any:
+        """A request of quire.admin.v1.AdminService, as the operator sent it."""
 
     def __init__(
         self,
         *,
         number: _builtins.int = ...,
-        list_workers: Global___ListWorkers | None = ...,
-        drain_worker: Global___DrainWorker | None = ...,
-        resume_worker: Global___ResumeWorker | None = ...,
         cancel_requests: Global___CancelRequests | None = ...,
-        list_requests: Global___ListRequests | None = ...,
-        cancel_by_id: Global___CancelById | None = ...,
-        get_story: Global___GetStory | None = ...,
-        get_state: Global___GetState | None = ...,
-        set_log_level: Global___SetLogLevel | None = ...,
+        call: _any_pb2.Any | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["action", b"action", "cancel_by_id", b"cancel_by_id", "cancel_requests", b"cancel_requests", "drain_worker", b"drain_worker", "get_state", b"get_state", "get_story", b"get_story", "list_requests", b"list_requests", "list_workers", b"list_workers", "resume_worker", b"resume_worker", "set_log_level", b"set_log_level"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["action", b"action", "call", b"call", "cancel_requests", b"cancel_requests"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["action", b"action", "cancel_by_id", b"cancel_by_id", "cancel_requests", b"cancel_requests", "drain_worker", b"drain_worker", "get_state", b"get_state", "get_story", b"get_story", "list_requests", b"list_requests", "list_workers", b"list_workers", "number", b"number", "resume_worker", b"resume_worker", "set_log_level", b"set_log_level"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["action", b"action", "call", b"call", "cancel_requests", b"cancel_requests", "number", b"number"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_action: _TypeAlias = _typing.Literal["list_workers", "drain_worker", "resume_worker", "cancel_requests", "list_requests", "cancel_by_id", "get_story", "get_state", "set_log_level"]  # noqa: Y015
+    _WhichOneofReturnType_action: _TypeAlias = _typing.Literal["cancel_requests", "call"]  # noqa: Y015
     _WhichOneofArgType_action: _TypeAlias = _typing.Literal["action", b"action"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_action) -> _WhichOneofReturnType_action | None: ...
 
 Global___OperatorRequest: _TypeAlias = OperatorRequest  # noqa: Y015
-
-@_typing.final
-class ListWorkers(_message.Message):
-    """Asks for all workers."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    def __init__(
-        self,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___ListWorkers: _TypeAlias = ListWorkers  # noqa: Y015
-
-@_typing.final
-class DrainWorker(_message.Message):
-    """Makes a worker idle."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    WORKER_ID_FIELD_NUMBER: _builtins.int
-    MOVE_REQUESTS_FIELD_NUMBER: _builtins.int
-    worker_id: _builtins.str
-    """The worker's name."""
-    move_requests: _builtins.bool
-    """Move running requests to other workers."""
-    def __init__(
-        self,
-        *,
-        worker_id: _builtins.str = ...,
-        move_requests: _builtins.bool = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["move_requests", b"move_requests", "worker_id", b"worker_id"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___DrainWorker: _TypeAlias = DrainWorker  # noqa: Y015
 
 @_typing.final
 class CancelRequests(_message.Message):
@@ -435,419 +351,68 @@ class CancelRequests(_message.Message):
 Global___CancelRequests: _TypeAlias = CancelRequests  # noqa: Y015
 
 @_typing.final
-class ResumeWorker(_message.Message):
-    """Ends the drain of a worker."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    WORKER_ID_FIELD_NUMBER: _builtins.int
-    worker_id: _builtins.str
-    """The worker's name."""
-    def __init__(
-        self,
-        *,
-        worker_id: _builtins.str = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["worker_id", b"worker_id"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___ResumeWorker: _TypeAlias = ResumeWorker  # noqa: Y015
-
-@_typing.final
-class ListRequests(_message.Message):
-    """Asks for live requests."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    MOST_FIELD_NUMBER: _builtins.int
-    most: _builtins.int
-    """Limit of requests to list."""
-    def __init__(
-        self,
-        *,
-        most: _builtins.int = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["most", b"most"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___ListRequests: _TypeAlias = ListRequests  # noqa: Y015
-
-@_typing.final
-class CancelById(_message.Message):
-    """Ends the live requests with an ID, of all clients."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    REQUEST_ID_FIELD_NUMBER: _builtins.int
-    request_id: _builtins.str
-    """The id."""
-    def __init__(
-        self,
-        *,
-        request_id: _builtins.str = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["request_id", b"request_id"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___CancelById: _TypeAlias = CancelById  # noqa: Y015
-
-@_typing.final
-class GetStory(_message.Message):
-    """Asks for the history of the requests with an ID, live or recently ended."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    REQUEST_ID_FIELD_NUMBER: _builtins.int
-    request_id: _builtins.str
-    """The id."""
-    def __init__(
-        self,
-        *,
-        request_id: _builtins.str = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["request_id", b"request_id"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___GetStory: _TypeAlias = GetStory  # noqa: Y015
-
-@_typing.final
-class GetState(_message.Message):
-    """Asks for the state of the scheduler."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    def __init__(
-        self,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___GetState: _TypeAlias = GetState  # noqa: Y015
-
-@_typing.final
-class SetLogLevel(_message.Message):
-    """Sets the level of all logs until the core restarts."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    LEVEL_FIELD_NUMBER: _builtins.int
-    level: _builtins.str
-    """"debug", "info", "warning" or "error"."""
-    def __init__(
-        self,
-        *,
-        level: _builtins.str = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["level", b"level"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___SetLogLevel: _TypeAlias = SetLogLevel  # noqa: Y015
-
-@_typing.final
-class RequestState(_message.Message):
-    """A live request."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    REQUEST_ID_FIELD_NUMBER: _builtins.int
-    STATE_FIELD_NUMBER: _builtins.int
-    WORKER_ID_FIELD_NUMBER: _builtins.int
-    TENANT_FIELD_NUMBER: _builtins.int
-    REQUEST_CLASS_FIELD_NUMBER: _builtins.int
-    PRIORITY_FIELD_NUMBER: _builtins.int
-    PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
-    GENERATED_TOKENS_FIELD_NUMBER: _builtins.int
-    MAX_TOKENS_FIELD_NUMBER: _builtins.int
-    PREEMPTIONS_FIELD_NUMBER: _builtins.int
-    AGE_NS_FIELD_NUMBER: _builtins.int
-    request_id: _builtins.str
-    """Its id."""
-    state: _builtins.str
-    """"waiting", "running" or "ending"."""
-    worker_id: _builtins.str
-    """Worker of the request; empty while it waits."""
-    tenant: _builtins.str
-    """The tenant."""
-    request_class: _builtins.str
-    """The request class."""
-    priority: _builtins.int
-    """Higher runs first."""
-    prompt_tokens: _builtins.int
-    """Tokens of its prompt."""
-    generated_tokens: _builtins.int
-    """Tokens it has generated."""
-    max_tokens: _builtins.int
-    """Most tokens it will generate."""
-    preemptions: _builtins.int
-    """Number of preemptions."""
-    age_ns: _builtins.int
-    """Time since arrival, nanoseconds."""
-    def __init__(
-        self,
-        *,
-        request_id: _builtins.str = ...,
-        state: _builtins.str = ...,
-        worker_id: _builtins.str = ...,
-        tenant: _builtins.str = ...,
-        request_class: _builtins.str = ...,
-        priority: _builtins.int = ...,
-        prompt_tokens: _builtins.int = ...,
-        generated_tokens: _builtins.int = ...,
-        max_tokens: _builtins.int = ...,
-        preemptions: _builtins.int = ...,
-        age_ns: _builtins.int = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_ns", b"age_ns", "generated_tokens", b"generated_tokens", "max_tokens", b"max_tokens", "preemptions", b"preemptions", "priority", b"priority", "prompt_tokens", b"prompt_tokens", "request_class", b"request_class", "request_id", b"request_id", "state", b"state", "tenant", b"tenant", "worker_id", b"worker_id"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___RequestState: _TypeAlias = RequestState  # noqa: Y015
-
-@_typing.final
-class RequestStory(_message.Message):
-    """History of one request."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    LIVE_FIELD_NUMBER: _builtins.int
-    EVENTS_FIELD_NUMBER: _builtins.int
-    live: _builtins.bool
-    """Whether the request is live."""
-    @_builtins.property
-    def events(self) -> _containers.RepeatedCompositeFieldContainer[Global___StoryEvent]:
-        """Oldest first."""
-
-    def __init__(
-        self,
-        *,
-        live: _builtins.bool = ...,
-        events: _abc.Iterable[Global___StoryEvent] | None = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["events", b"events", "live", b"live"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___RequestStory: _TypeAlias = RequestStory  # noqa: Y015
-
-@_typing.final
-class StoryEvent(_message.Message):
-    """Event in the history of a request."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    AGO_NS_FIELD_NUMBER: _builtins.int
-    WHAT_FIELD_NUMBER: _builtins.int
-    ago_ns: _builtins.int
-    """Age of the event, nanoseconds."""
-    what: _builtins.str
-    """Description of the event."""
-    def __init__(
-        self,
-        *,
-        ago_ns: _builtins.int = ...,
-        what: _builtins.str = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ago_ns", b"ago_ns", "what", b"what"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___StoryEvent: _TypeAlias = StoryEvent  # noqa: Y015
-
-@_typing.final
-class SchedulerState(_message.Message):
-    """State of the scheduler."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    @_typing.final
-    class EndedEntry(_message.Message):
-        DESCRIPTOR: _descriptor.Descriptor
-
-        KEY_FIELD_NUMBER: _builtins.int
-        VALUE_FIELD_NUMBER: _builtins.int
-        key: _builtins.str
-        value: _builtins.int
-        def __init__(
-            self,
-            *,
-            key: _builtins.str = ...,
-            value: _builtins.int = ...,
-        ) -> None: ...
-        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
-        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-        def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-    RUNNING_FIELD_NUMBER: _builtins.int
-    WAITING_FIELD_NUMBER: _builtins.int
-    FRONTENDS_FIELD_NUMBER: _builtins.int
-    ENDED_FIELD_NUMBER: _builtins.int
-    running: _builtins.int
-    """Requests that hold a row."""
-    waiting: _builtins.int
-    """Requests that wait."""
-    frontends: _builtins.int
-    """Live front ends."""
-    @_builtins.property
-    def ended(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
-        """Ended requests by reason, since the start of the core."""
-
-    def __init__(
-        self,
-        *,
-        running: _builtins.int = ...,
-        waiting: _builtins.int = ...,
-        frontends: _builtins.int = ...,
-        ended: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ended", b"ended", "frontends", b"frontends", "running", b"running", "waiting", b"waiting"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___SchedulerState: _TypeAlias = SchedulerState  # noqa: Y015
-
-@_typing.final
 class OperatorReply(_message.Message):
-    """The state after an operator request."""
+    """Reply to an OperatorRequest."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     NUMBER_FIELD_NUMBER: _builtins.int
-    NOT_FOUND_FIELD_NUMBER: _builtins.int
-    WORKERS_FIELD_NUMBER: _builtins.int
-    REQUESTS_FIELD_NUMBER: _builtins.int
-    STORIES_FIELD_NUMBER: _builtins.int
-    STATE_FIELD_NUMBER: _builtins.int
-    CANCELLED_FIELD_NUMBER: _builtins.int
-    LOG_LEVEL_FIELD_NUMBER: _builtins.int
+    RESPONSE_FIELD_NUMBER: _builtins.int
+    ERROR_FIELD_NUMBER: _builtins.int
     number: _builtins.int
     """The request's number."""
-    not_found: _builtins.bool
-    """No usable worker has the given name."""
-    cancelled: _builtins.int
-    """How many requests were ended."""
-    log_level: _builtins.str
-    """The level of the core's log before it was changed."""
     @_builtins.property
-    def workers(self) -> _containers.RepeatedCompositeFieldContainer[Global___WorkerState]:
-        """The requested workers: all, or the named one."""
+    def response(self) -> _any_pb2.Any:
+        """The response of quire.admin.v1.AdminService to the call."""
 
     @_builtins.property
-    def requests(self) -> _containers.RepeatedCompositeFieldContainer[Global___RequestState]:
-        """Live requests, in order of arrival."""
-
-    @_builtins.property
-    def stories(self) -> _containers.RepeatedCompositeFieldContainer[Global___RequestStory]:
-        """Histories of the requests with an ID."""
-
-    @_builtins.property
-    def state(self) -> Global___SchedulerState:
-        """State of the scheduler."""
+    def error(self) -> Global___OperatorError:
+        """Set instead of a response if the request failed."""
 
     def __init__(
         self,
         *,
         number: _builtins.int = ...,
-        not_found: _builtins.bool = ...,
-        workers: _abc.Iterable[Global___WorkerState] | None = ...,
-        requests: _abc.Iterable[Global___RequestState] | None = ...,
-        stories: _abc.Iterable[Global___RequestStory] | None = ...,
-        state: Global___SchedulerState | None = ...,
-        cancelled: _builtins.int = ...,
-        log_level: _builtins.str = ...,
+        response: _any_pb2.Any | None = ...,
+        error: Global___OperatorError | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["state", b"state"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "response", b"response"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cancelled", b"cancelled", "log_level", b"log_level", "not_found", b"not_found", "number", b"number", "requests", b"requests", "state", b"state", "stories", b"stories", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "number", b"number", "response", b"response"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___OperatorReply: _TypeAlias = OperatorReply  # noqa: Y015
 
 @_typing.final
-class WorkerState(_message.Message):
-    """One usable worker."""
+class OperatorError(_message.Message):
+    """Error of an OperatorRequest."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    WORKER_ID_FIELD_NUMBER: _builtins.int
-    DRAINING_FIELD_NUMBER: _builtins.int
-    RUNNING_REQUESTS_FIELD_NUMBER: _builtins.int
-    PLANS_IN_FLIGHT_FIELD_NUMBER: _builtins.int
-    FREE_BLOCKS_FIELD_NUMBER: _builtins.int
-    CACHED_BLOCKS_FIELD_NUMBER: _builtins.int
-    TOTAL_BLOCKS_FIELD_NUMBER: _builtins.int
-    LAST_STEP_TOKENS_FIELD_NUMBER: _builtins.int
-    DEVICE_FIELD_NUMBER: _builtins.int
-    PID_FIELD_NUMBER: _builtins.int
-    worker_id: _builtins.str
-    """Its name."""
-    draining: _builtins.bool
-    """Whether the worker is drained: it gets no new requests."""
-    running_requests: _builtins.int
-    """Requests that hold a row."""
-    plans_in_flight: _builtins.int
-    """Plans sent and not answered."""
-    free_blocks: _builtins.int
-    """Free KV blocks without content."""
-    cached_blocks: _builtins.int
-    """KV blocks that are only in the prefix cache."""
-    total_blocks: _builtins.int
-    """KV blocks in all."""
-    last_step_tokens: _builtins.int
-    """Tokens of the newest step."""
-    device: _builtins.str
-    """Device, as reported by the worker."""
-    pid: _builtins.int
-    """Process ID, as reported by the worker."""
+    REASON_FIELD_NUMBER: _builtins.int
+    MESSAGE_FIELD_NUMBER: _builtins.int
+    FIELD_FIELD_NUMBER: _builtins.int
+    reason: _builtins.str
+    """The reason, as in ErrorInfo."""
+    message: _builtins.str
+    """One line for the caller."""
+    field: _builtins.str
+    """The invalid field, if one is."""
     def __init__(
         self,
         *,
-        worker_id: _builtins.str = ...,
-        draining: _builtins.bool = ...,
-        running_requests: _builtins.int = ...,
-        plans_in_flight: _builtins.int = ...,
-        free_blocks: _builtins.int = ...,
-        cached_blocks: _builtins.int = ...,
-        total_blocks: _builtins.int = ...,
-        last_step_tokens: _builtins.int = ...,
-        device: _builtins.str = ...,
-        pid: _builtins.int = ...,
+        reason: _builtins.str = ...,
+        message: _builtins.str = ...,
+        field: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_blocks", b"cached_blocks", "device", b"device", "draining", b"draining", "free_blocks", b"free_blocks", "last_step_tokens", b"last_step_tokens", "pid", b"pid", "plans_in_flight", b"plans_in_flight", "running_requests", b"running_requests", "total_blocks", b"total_blocks", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["field", b"field", "message", b"message", "reason", b"reason"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___WorkerState: _TypeAlias = WorkerState  # noqa: Y015
+Global___OperatorError: _TypeAlias = OperatorError  # noqa: Y015
 
 @_typing.final
 class Submission(_message.Message):
