@@ -1,11 +1,11 @@
-"""How many examples property tests try: so many in `make test`, a multiple of it in `make fuzz`."""
+"""The number of examples of property tests: a base number in `make test`, a multiple of it in `make fuzz`."""
 
 import os
 
 FACTOR = int(os.environ.get("QUIRE_EXAMPLES", "1"))
-"""How many times as many."""
+"""Multiple of the base number."""
 
 
 def examples(count: int) -> int:
-    """`max_examples` of a test that tries `count` in `make test`."""
+    """Return `max_examples` of a test that tries `count` examples in `make test`."""
     return count * FACTOR

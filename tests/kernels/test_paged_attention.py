@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from kernels.native.attention import paged_attention_native
 from kernels.native.library import native_levels
 from kernels.paged_attention import paged_attention, paged_attention_reference
+from tests.examples import examples
 from tests.kernels.batches import PagedBatch, as_float64, paged_batch
 
 DECODE = [(1, 1), (16, 1), (17, 1), (300, 1)]
@@ -47,7 +48,7 @@ def test_reference_is_dense_attention(window: int | None) -> None:
     torch.testing.assert_close(reference(batch, window), torch.cat(expected), rtol=1e-10, atol=1e-10)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(data=st.data())
 def test_every_level_of_the_cpu_kernels_equals_the_reference(data: st.DataObject) -> None:
     """Decode rows, chunks long and short, windows, caps and both types of cache, at each level that runs here."""
@@ -96,7 +97,7 @@ def test_cpu_path_equals_reference(rows: list[tuple[int, int]], window: int | No
     torch.testing.assert_close(on_cpu(batch, window, cap), reference(batch, window, cap).float(), rtol=1e-5, atol=1e-5)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(data=st.data())
 def test_cpu_path_equals_reference_for_any_shape(data: st.DataObject) -> None:
     """Any mix of rows, head counts, head dimensions, page sizes and windows gives the reference's result."""

@@ -28,6 +28,7 @@ from kernels.sampling import (
     sample,
     sample_reference,
 )
+from tests.examples import examples
 from tests.kernels.rounding import assert_drawn, assert_survivors
 
 
@@ -81,7 +82,7 @@ def as_float32(value: float) -> float:
     return float(torch.tensor(value))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(data=st.data())
 def test_survivors_are_those_of_transformers(data: st.DataObject) -> None:
     """Any combination of filters leaves the scores that transformers leaves; among equal ones, as many."""

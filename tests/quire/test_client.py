@@ -279,12 +279,6 @@ def test_damaged_details_do_not_hide_the_error(server: ScriptedServer, client: C
         client.generate("text").result()
 
 
-def test_an_unknown_reason_falls_back_to_the_status_code() -> None:
-    """An old client still tells "my fault" from "try again" of a newer server."""
-    assert errors.class_for("UNAVAILABLE", "BRAND_NEW") is errors.UnavailableError
-    assert errors.class_for("DATA_LOSS", "BRAND_NEW") is errors.ServerError
-
-
 def test_a_stream_that_ends_without_its_final_message_is_an_error(server: ScriptedServer, client: Client) -> None:
     """Half an answer is never taken for a whole one."""
     server.script = lambda _request, _context: [delta(0, [1], "a")]

@@ -3,6 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from scheduler_svc.core.interface import effects as ef
@@ -478,3 +479,72 @@ def test_time_that_passes_looks_at_no_request_while_none_can_have_waited_too_lon
         return count_calls(lambda: cluster.core.handle(ev.TimePassed(), cluster.now))
 
     assert cost(50) == cost(2)
+
+
+def _joined(**limits: object) -> Cluster:
+    cluster = Cluster(**limits)
+    cluster.join(_worker())
+    return cluster
+
+
+def test_a_worker_without_work_gets_a_plan_that_frees_its_rows() -> None:
+    """After the last answer, one more plan names the rows that ended, although it computes nothing."""
+    cluster = _joined()
+    cluster.submit(1, [1, 2], 3)
+    cluster.run()
+    assert cluster.workers[b"w/1"].rows == {}
+
+
+def test_time_in_the_queue_ends_with_the_first_plan() -> None:
+    """The reported queueing time of a request does not include the time for which it ran."""
+    cluster = _joined()
+    before = cluster.now
+    reader = cluster.submit(1, [1, 2], 50)
+    cluster.plan()
+    planned = cluster.now
+    cluster.run()
+    assert reader.end is not None
+    assert reader.end.queued_s <= planned - before < cluster.now - before
+
+
+def test_deadlines_hold_after_many_requests_have_ended() -> None:
+    """The remaining requests end at their deadlines, however many requests with deadlines have ended before."""
+    cluster = Cluster(worker_wait_s=1e6)
+    order = np.random.default_rng(0).permutation(400).tolist()
+    start = cluster.now
+    for stream in order:
+        cluster.submit(stream, [1], 9, deadline=start + 100 + stream)
+        if stream % 10:
+            cluster.handle(ev.RequestCancelled(frontend=FRONTEND, stream=stream))
+    for passed in range(0, 400, 10):
+        cluster.now = start + 100 + passed + 5
+        cluster.handle(ev.TimePassed())
+        ended = [s for s in range(0, 400, 10) if cluster.readers[s].end is not None]
+        assert ended == list(range(0, passed + 10, 10))
+
+
+def test_a_waiting_request_that_cannot_meet_its_deadline_is_not_started() -> None:
+    """A request whose deadline became impossible while it waited ends instead of starting."""
+    cluster = _joined(max_num_seqs=2)
+    cluster.submit(1, [1], 200)
+    cluster.submit(2, [2], 200)
+    for _ in range(20):
+        cluster.plan()
+        cluster.answer()
+    reader = cluster.submit(3, [3], 200, deadline=cluster.now + 10)
+    assert reader.end is None
+    cluster.now += 9.999
+    cluster.handle(ev.RequestCancelled(frontend=FRONTEND, stream=2))
+    cluster.plan()
+    assert reader.end is not None
+    assert (reader.end.reason, reader.tokens) == (ef.EndReason.DEADLINE, [])
+
+
+def test_every_end_counts_once() -> None:
+    """The statistics count each ended request once, by reason."""
+    cluster = _joined()
+    for stream in range(3):
+        cluster.submit(stream, [stream], 4)
+    cluster.run()
+    ended = {reason: count for reason, count in cluster.core.stats().ended.items() if count}
+    assert ended == {ef.EndReason.LENGTH: 3}

@@ -8,6 +8,7 @@ from scheduler_svc.core.interface import events as ev
 from scheduler_svc.core.interface.config import BATCHING_MODES, CAPACITY_MODES, POLICIES, BatchingLimits
 from scheduler_svc.sim.model_worker import ModelWorker
 from scheduler_svc.sim.oracle import expected_output
+from tests.examples import examples
 from tests.scheduler_svc.cluster import FRONTEND, Cluster
 
 _ACTIONS = st.lists(
@@ -25,7 +26,7 @@ _ACTIONS = st.lists(
 )
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(300), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     actions=_ACTIONS,
     policy=st.sampled_from(POLICIES),

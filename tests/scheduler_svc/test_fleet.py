@@ -4,7 +4,7 @@ import pytest
 
 from scheduler_svc.core.interface import events as ev
 from scheduler_svc.core.interface.config import CoreConfig
-from scheduler_svc.core.interface.effects import EndReason, ServiceChanged, WorkerWelcomed
+from scheduler_svc.core.interface.effects import EndReason, ServiceChanged, WorkerEmptied, WorkerWelcomed
 from scheduler_svc.core.queueing.backlog import MAX_ASSIGNED_S
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.sim.model_worker import ModelWorker
@@ -238,3 +238,15 @@ def test_front_ends_hear_of_every_change_once() -> None:
     cluster.handle(ev.ResumeRequested(worker_id="w1"))
     changes = [effect.ready for effect in cluster.effects if isinstance(effect, ServiceChanged)]
     assert changes == [True, False, True]
+
+
+def test_a_lost_worker_is_reported_with_its_requests() -> None:
+    """The core reports a lost worker with the reason and the requests that wait again."""
+    cluster = Cluster()
+    cluster.join(ModelWorker(b"w/1", 64, 4, 8))
+    for stream in (1, 2):
+        cluster.submit(stream, [stream], 9)
+    cluster.plan()
+    cluster.lose(b"w/1")
+    emptied = [effect for effect in cluster.effects if isinstance(effect, WorkerEmptied)]
+    assert emptied == [WorkerEmptied(worker_id="w", reason="killed", request_ids=("r1", "r2"))]

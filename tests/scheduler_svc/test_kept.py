@@ -1,5 +1,7 @@
 """What the core keeps of requests whose clients may come back, and for how long."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -11,6 +13,7 @@ from scheduler_svc.core.requests.kept import KeptLogs
 from scheduler_svc.sim.model_worker import ModelWorker
 from scheduler_svc.sim.oracle import expected_output
 from tests.scheduler_svc.cluster import FRONTEND, Cluster, Reader
+from tests.scheduler_svc.requests import make_arrival
 
 PROMPT = [1, 2, 3]
 
@@ -232,3 +235,18 @@ def test_a_request_that_goes_on_is_served_once_in_its_tenants_account() -> None:
         cluster.plan()
         cluster.answer()
     assert (more_served.tokens, less_served.tokens) == ([], expected_output(PROMPT, 1, set()))
+
+
+def test_the_size_of_a_log_includes_its_opaque_parts() -> None:
+    """Every opaque part of a submission counts towards the memory limit of kept logs."""
+
+    def size(**changes: Any) -> int:
+        return Log(
+            spec=make_arrival(FRONTEND, tokens=1, max_tokens=1, credit=0, **changes).spec,
+            tokens=b"",
+            scores=(),
+            end=None,
+        ).size
+
+    for part in ("sampling", "grammar", "resume_info"):
+        assert size(**{part: b"x" * 100}) == size() + 100

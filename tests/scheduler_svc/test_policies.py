@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scheduler_svc.core.interface import effects as ef
-from scheduler_svc.core.interface.config import RequestClass, TenantLimits
+from scheduler_svc.core.interface.config import CoreConfig, RequestClass, TenantLimits
 from scheduler_svc.core.planning.batch_selection import MAX_OVERTAKEN
 from scheduler_svc.core.planning.victims import Candidates, choose_victims
 from scheduler_svc.core.queueing.forecast import Forecast
@@ -26,9 +26,10 @@ from scheduler_svc.core.queueing.policies import (
 )
 from scheduler_svc.core.queueing.service_ledger import ServiceLedger
 from scheduler_svc.core.queueing.tenants import Tenants
-from scheduler_svc.core.requests.accounts import Account
+from scheduler_svc.core.requests.accounts import Account, AccountNumbers
 from scheduler_svc.core.requests.request import Request, RequestState
 from scheduler_svc.sim.model_worker import ModelWorker
+from tests.examples import examples
 from tests.scheduler_svc.cluster import Cluster
 from tests.scheduler_svc.requests import make_request
 
@@ -129,7 +130,7 @@ def test_lpm_keeps_the_place_of_what_is_given_back() -> None:
     assert _drain(queue) == [0, 2, 3, 4]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(seed=st.integers(0, 10_000), weight=st.sampled_from([1.0, 2.0, 5.0]))
 def test_fair_keeps_backlogged_tenants_within_the_published_bound(seed: int, weight: float) -> None:
     """Between two tenants that always wait, weighted service differs by at most 2 x the largest request's cost."""
@@ -262,7 +263,7 @@ def test_each_request_class_has_an_order_of_its_own() -> None:
         assert order.index(first) < order.index(second)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 @given(seed=st.integers(0, 10_000), weight=st.sampled_from([1.0, 3.0]))
 def test_request_classes_share_the_service_by_weight(seed: int, weight: float) -> None:
     """Between two classes that always wait, weighted service differs by at most 2 x the largest request's cost."""
@@ -572,3 +573,67 @@ def test_pushback_is_what_the_queue_takes() -> None:
         cluster.answer()
 
     assert refused.end.retry_ms / 1000 == pytest.approx(cluster.now - waited, rel=0.5)
+
+
+@pytest.mark.parametrize("policy", ["priority", "sjf"])
+def test_only_fcfs_refuses_by_the_predicted_wait(policy: str) -> None:
+    """Other orders have no forecast of the wait, so a deadline refuses a request only once it is near."""
+    cluster = Cluster(policy=policy)
+    cluster.submit(1, [1], 9)
+    reader = cluster.submit(2, [1], 9, deadline=cluster.now + 0.5)
+    assert reader.end is None
+
+
+def test_requests_of_unknown_classes_share_one_class() -> None:
+    """All requests that name no configured class belong to the same class."""
+    config = CoreConfig(classes={"a": RequestClass(policy="fcfs")})
+    assert config.same_class("a", "a")
+    assert config.same_class("x", "y")
+    assert not config.same_class("a", "x")
+    assert not config.same_class("x", "a")
+
+
+def test_the_number_of_an_unused_account_is_reused() -> None:
+    """The number of an account without requests goes to the next account, however often it changes."""
+    numbers = AccountNumbers()
+    for tenant in "abcd":
+        number = numbers.enter(Account("", tenant))
+        assert (number, numbers[number].tenant) == (0, tenant)
+        numbers.leave(number)
+
+
+def test_the_longest_prefix_is_searched_in_a_window() -> None:
+    """Only the `WINDOW` oldest requests are ranked, and no request is lost when one is put back."""
+    queue = LongestPrefixQueue()
+    for sequence in range(80):
+        queue.push(make_request(sequence))
+    ranked: set[int] = set()
+
+    def cached(request: Request) -> int:
+        ranked.add(request.sequence)
+        return 0
+
+    first = queue.take(cached)
+    assert ranked == set(range(queue.WINDOW))
+    second = queue.take(cached)
+    assert first is not None
+    assert second is not None
+    queue.take(cached)
+    queue.push(second)
+    queue.push(first)
+    assert len(queue) == 79
+    taken = [request.sequence for _ in range(79) if (request := queue.take(lambda _: 0)) is not None]
+    assert taken == [0, 1, *range(3, 80)]
+
+
+def test_tenants_take_turns_within_a_fair_class() -> None:
+    """The service of a tenant also counts within a request class with the order `fair`."""
+    policy = make_policy("fcfs", {}, {"c": RequestClass(policy="fair")})
+    queue = policy.make_queue()
+    for sequence, tenant in ((1, "a"), (2, "b")):
+        policy.enter(Account("c", tenant))
+        queue.push(make_request(sequence, request_class="c", tenant=tenant))
+    policy.served(Account("c", "a"), prompt_tokens=10)
+    served = queue.take(lambda _: 0)
+    assert served is not None
+    assert served.spec.tenant == "b"

@@ -5,7 +5,7 @@ from scheduler_svc.core.interface import events as ev
 from scheduler_svc.core.workers.quarantine import FATAL_ALONE, FATAL_STEPS, PROVEN_BY, Quarantine
 from scheduler_svc.sim.model_worker import ModelWorker
 from scheduler_svc.sim.oracle import expected_output
-from tests.scheduler_svc.cluster import Cluster
+from tests.scheduler_svc.cluster import FRONTEND, Cluster
 from tests.scheduler_svc.requests import make_request
 
 POISON = 666
@@ -189,3 +189,15 @@ def test_a_withdrawn_fatal_step_does_not_count_towards_the_rejection() -> None:
     for _ in range(FATAL_ALONE):
         assert quarantine.worker_lost("c", [request], alone=True, now=2.0) == []
     assert quarantine.worker_lost("c", [request], alone=True, now=3.0) == [request]
+
+
+def test_a_wrong_answer_blames_no_request() -> None:
+    """The core removes a worker that sends a wrong answer, and its requests do not become suspects."""
+    cluster = Cluster()
+    cluster.join(ModelWorker(b"w/1", 64, 4, 8))
+    cluster.submit(1, [1, 2], 9)
+    cluster.plan()
+    wrong = cluster.answers[b"w/1"].popleft()
+    wrong.step += 1
+    cluster.handle(wrong)
+    assert [what for _, what in cluster.core.story(FRONTEND, 1) if "fatal" in what] == []

@@ -11,6 +11,7 @@ from scheduler_svc.core.interface.arrays import IndexArray
 from scheduler_svc.core.memory.block_pool import BlockPool
 from scheduler_svc.core.memory.prefix_cache import PrefixCache
 from shared.prefix_keys import KEY_BYTES, following_keys
+from tests.examples import examples
 
 NUM_BLOCKS = 12
 
@@ -193,6 +194,6 @@ def _keys(sequence: tuple[int, ...]) -> bytes:
 
 
 TestBlockPool = BlockPoolMachine.TestCase
-TestBlockPool.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
+TestBlockPool.settings = settings(max_examples=examples(80), stateful_step_count=40, deadline=None)
 TestPrefixCache = PrefixCacheMachine.TestCase
-TestPrefixCache.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+TestPrefixCache.settings = settings(max_examples=examples(100), stateful_step_count=40, deadline=None)

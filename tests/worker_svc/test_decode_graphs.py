@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from protos.quire.plan.v1 import plan_pb2
 from tests.checkpoints import VOCAB_SIZE, make_checkpoint
+from tests.examples import examples
 from tests.worker_svc.driver import Driver, make_engine
 from tests.worker_svc.fake_accelerator import FakeAccelerator
 from tests.worker_svc.oracle import Oracle, Verdict
@@ -152,7 +153,7 @@ def test_staging_memory_is_written_again_only_after_its_copy() -> None:
     ]
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(st.data())
 def test_state_follows_the_host(data: st.DataObject) -> None:
     """Whatever words change between two publications, in whatever columns, the device has them afterwards."""

@@ -15,6 +15,7 @@ from transformers.generation.logits_process import (
 
 from protos.quire.plan.v1 import plan_pb2
 from shared.columns import to_column
+from tests.examples import examples
 from worker_svc.interface.errors import PlanError
 from worker_svc.outputs.logits import LogitsRules
 
@@ -47,7 +48,7 @@ def processed(
 TOKENS = st.integers(0, VOCAB - 1)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(80), deadline=None)
 @given(data=st.data())
 def test_rules_are_those_of_transformers(data: st.DataObject) -> None:
     """Any combination of bias, forbidden tokens, repetition penalty, bad words and least length leaves exactly the
@@ -105,7 +106,7 @@ def test_only_allowed_tokens_are_left() -> None:
     assert changed.isfinite().nonzero().flatten().tolist() == [3, 7]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(data=st.data())
 def test_state_does_not_depend_on_how_it_came_about(data: st.DataObject) -> None:
     """A row that counted its tokens one by one and one that was admitted with all of them, after a pause or a move,

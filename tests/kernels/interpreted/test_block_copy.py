@@ -7,11 +7,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kernels.block_copy import BlockPool, copy_blocks, copy_blocks_reference
+from tests.examples import examples
 
 CPU = torch.device("cpu")
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=examples(15), deadline=None)
 @given(data=st.data())
 def test_copy_blocks(data: st.DataObject) -> None:
     """Any blocks of tensors of several sizes and types go where they belong, and nothing else changes."""

@@ -8,9 +8,10 @@ from hypothesis import strategies as st
 
 from kernels.decode_inputs import DecodeInputs, prepare_decode, prepare_decode_reference
 from kernels.scatter import scatter_words, scatter_words_reference
+from tests.examples import examples
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(st.integers(1, 3000), st.integers(0, 2**31), st.data())
 def test_scatter_words(size: int, seed: int, data: st.DataObject) -> None:
     """Any number of words, none and more than one program's included, arrive at their places and nowhere else."""
@@ -26,7 +27,7 @@ def test_scatter_words(size: int, seed: int, data: st.DataObject) -> None:
     assert torch.equal(ours, expected)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(data=st.data())
 def test_prepare_decode(data: st.DataObject) -> None:
     """Any lanes, empty ones between them, with tables shorter and longer than one program's share."""

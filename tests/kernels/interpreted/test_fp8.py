@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from kernels._triton import kernel, tl
 from kernels.fp8 import dequantize, float_from_fp8, fp8_from_float, quantize
 from kernels.kv_cache import write_kv, write_kv_reference
+from tests.examples import examples
 
 
 @kernel
@@ -48,7 +49,7 @@ def test_borders_round_to_even() -> None:
         assert torch.equal(bits, quantize(x))
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=examples(20), deadline=None)
 @given(st.integers(0, 2**31), st.floats(1e-4, 1e4))
 def test_any_values(seed: int, spread: float) -> None:
     """Values of any size, too large and infinite ones included, get torch's bits."""

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from kernels.fp8 import quantize
 from kernels.paged_attention import launch, paged_attention, paged_attention_reference, schedule
+from tests.examples import examples
 from tests.kernels.batches import PagedBatch, as_float64, paged_batch
 
 
@@ -74,7 +75,7 @@ def test_shares_meet_in_the_same_result(num_sms: int, window: int | None, monkey
     assert_equals_reference(paged_batch([(1300, 1), (0, 1), (3, 1), (129, 1), (200, 9)]), window)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(data=st.data())
 def test_a_schedule_shares_out_every_key_once(data: st.DataObject) -> None:
     """A row's shares follow one another and together are the keys that its window leaves; none is empty but those of
@@ -165,7 +166,7 @@ def test_query_inside_a_packed_projection() -> None:
     assert_equals_reference(replace(batch, query=view))
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=examples(12), deadline=None)
 @given(data=st.data())
 def test_any_shape(data: st.DataObject) -> None:
     """Any mix of rows, head counts, head dimensions, page sizes, windows and caps gives the reference's

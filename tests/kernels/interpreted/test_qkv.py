@@ -10,9 +10,10 @@ from kernels.fp8 import from_cache
 from kernels.norm import rms_norm_reference
 from kernels.qkv import rotate_and_cache
 from kernels.rotary import apply_rotary_reference
+from tests.examples import examples
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(data=st.data())
 def test_equals_its_parts(data: st.DataObject) -> None:
     """Any head counts, head and rotary dimensions, page sizes and cache types, with and without norms and slots."""

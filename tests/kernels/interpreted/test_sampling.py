@@ -21,6 +21,7 @@ from kernels.philox import (
     uniform_tile,
 )
 from kernels.sampling import SamplingTensors, process_logits_reference, sample, sample_reference
+from tests.examples import examples
 from tests.kernels.rounding import assert_drawn
 from tests.kernels.test_philox import KNOWN_ANSWERS
 
@@ -134,7 +135,7 @@ def test_ties_and_nan() -> None:
     assert ((tokens >= 0) & (tokens < 2100)).all()
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(data=st.data())
 def test_any_parameters(data: st.DataObject) -> None:
     """Any mix of parameters over any vocabulary gives the reference's tokens, with logits that are often equal too."""
