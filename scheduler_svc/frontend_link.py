@@ -5,7 +5,6 @@ submissions are rejected here with INVALID. The other requests of the frame are 
 valid requests.
 """
 
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from operator import attrgetter
@@ -14,13 +13,11 @@ from typing import Any
 from google.protobuf.message import DecodeError
 
 from protos.quire.link.v1 import link_pb2
-from protos.quire.plan.v1 import plan_pb2
 from scheduler_svc.core.interface import effects as ef
 from scheduler_svc.core.interface import events as ev
 from shared.columns import MalformedColumnError, from_column, from_columns, to_column
 from shared.frames import (
     LINK_VERSIONS,
-    MAX_LOGPROBS,
     MAX_PART_BYTES,
     MAX_SERVED_SEQUENCE,
     PACKED_BYTES,
@@ -134,7 +131,6 @@ def arrival(peer: ev.Peer, submission: link_pb2.Submission, now: float) -> ev.Re
         raise UnusableSubmissionError(f"token_ids: {num_tokens} tokens exceed the limit of {MAX_SERVED_SEQUENCE}")
     if len(spec.stop_token_ids) % TOKEN_BYTES:
         raise UnusableSubmissionError("stop_token_ids: not a column")
-    _check_sampling(spec.sampling)
     if spec.pooling:
         if spec.pooling not in _POOLINGS:
             raise UnusableSubmissionError(f"pooling: unknown mode {spec.pooling}")
@@ -166,20 +162,6 @@ def arrival(peer: ev.Peer, submission: link_pb2.Submission, now: float) -> ev.Re
         again=accepted or again,
         accepted=accepted,
     )
-
-
-def _check_sampling(serialized: bytes) -> None:
-    """Check the sampling parameters, because the core forwards them without parsing."""
-    try:
-        params = plan_pb2.SamplingParams.FromString(serialized)
-    except DecodeError:
-        raise UnusableSubmissionError("sampling: not a valid SamplingParams message") from None
-    if not 0 <= params.temperature < math.inf:
-        raise UnusableSubmissionError("temperature: negative or not finite")
-    if not (0 <= params.top_p <= 1 and 0 <= params.min_p <= 1) or max(params.top_k, params.choice) > _INT32_MAX:
-        raise UnusableSubmissionError("top_p, min_p, top_k or choice: out of range")
-    if max(params.logprobs, params.prompt_logprobs) > MAX_LOGPROBS:
-        raise UnusableSubmissionError(f"logprobs: more than {MAX_LOGPROBS} per token")
 
 
 def _refusal(peer: ev.Peer, submission: link_pb2.Submission, message: str) -> ef.RequestEnded:

@@ -154,7 +154,7 @@ def _encode_admission(message: plan_pb2.Admission, admission: RowAdmission, trac
     message.num_prompt_tokens = spec.num_prompt_tokens
     message.num_computed_tokens = admission.num_computed_tokens
     message.block_tables.append(to_column(admission.blocks))
-    message.sampling.MergeFromString(spec.sampling)
+    message.sampling = spec.sampling
     message.grammar = spec.grammar
     message.pooling = plan_pb2.Pooling.ValueType(spec.pooling)
     message.request_id = spec.request_id

@@ -4,8 +4,8 @@ from shared.versions import Versions
 
 LINK_VERSIONS = Versions(oldest=1, newest=2)
 """Versions of the protocol between front ends and core. 2: embeddings."""
-PLAN_VERSIONS = Versions(oldest=2, newest=3)
-"""Versions of the protocol between scheduler and workers. 3: embeddings."""
+PLAN_VERSIONS = Versions(oldest=4, newest=4)
+"""Versions of the protocol between scheduler and workers. 3: embeddings. 4: sampling parameters as bytes."""
 PLAN_MAX_MESSAGE = 64 << 20
 """Maximum frame between scheduler and worker, bytes; ZeroMQ drops a connection with a larger one."""
 LINK_MAX_MESSAGE = 16 << 20

@@ -1,7 +1,6 @@
 """Promises of the frames between processes: their sizes, and that nonsense is refused and never fatal."""
 
 import contextlib
-import math
 
 import numpy as np
 import pytest
@@ -148,15 +147,11 @@ GOOD = link_pb2.Submission(
     stream=1, request_id="good", token_ids=to_column([1, 2, 3, 4]), num_prompt_tokens=4, max_tokens=2, credit=64
 )
 UNUSABLE = {
-    "garbage": link_pb2.Submission(sampling=b"\xff\xff\xff"),
-    "truncated": link_pb2.Submission(sampling=plan_pb2.SamplingParams(temperature=1).SerializeToString()[:-1]),
-    "temperature": link_pb2.Submission(sampling=plan_pb2.SamplingParams(temperature=-1).SerializeToString()),
-    "nan": link_pb2.Submission(sampling=plan_pb2.SamplingParams(temperature=math.nan).SerializeToString()),
-    "top_p": link_pb2.Submission(sampling=plan_pb2.SamplingParams(top_p=1.5).SerializeToString()),
-    "min_p": link_pb2.Submission(sampling=plan_pb2.SamplingParams(min_p=math.nan).SerializeToString()),
-    "top_k": link_pb2.Submission(sampling=plan_pb2.SamplingParams(top_k=1 << 31).SerializeToString()),
     "stream": link_pb2.Submission(stream=1 << 31),
     "tokens": link_pb2.Submission(token_ids=b"\1\0\0"),
+    "stops": link_pb2.Submission(stop_token_ids=b"\1\0\0"),
+    "pooling": link_pb2.Submission(pooling=3, max_tokens=1),
+    "pooling that generates": link_pb2.Submission(pooling=1),
     "longer prompt": link_pb2.Submission(num_prompt_tokens=5),
     "half a key": link_pb2.Submission(block_keys=bytes(31), block_size=1),
     "keys without size": link_pb2.Submission(block_keys=bytes(32)),

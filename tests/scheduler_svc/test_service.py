@@ -390,21 +390,21 @@ def test_a_workers_metrics_leave_with_it(stand: Stand) -> None:
     assert not [sample for sample in frontend.metrics() if "worker" in sample.labels]
 
 
-def test_sampling_parameters_that_do_not_parse_end_their_request_alone(stand: Stand) -> None:
-    """A request whose sampling parameters are garbage ends INVALID; the scheduler goes on planning for others."""
+def test_sampling_parameters_reach_the_worker_as_the_front_end_encoded_them(stand: Stand) -> None:
+    """The scheduler forwards the bytes and reads nothing in them, even if no reader could."""
     frontend, worker = stand.frontend(), stand.worker()
     frontend.hello()
     worker.hello()
-    wrong = link_pb2.Submission(
-        stream=1, token_ids=to_column([1, 2]), num_prompt_tokens=2, max_tokens=4, sampling=b"\xff" * 9, credit=1000
-    )
-    frontend.send(link_pb2.FrontendMessage(submissions=[wrong]))
-    (end,) = frontend.until("ends").ends
-    frontend.submit(2)
-    (admission,) = worker.until("plan").plan.admissions
+    sampling = [b"\xff" * 9, plan_pb2.SamplingParams(top_k=7).SerializeToString()]
+    submissions = [
+        link_pb2.Submission(
+            stream=stream, token_ids=to_column([1]), num_prompt_tokens=1, max_tokens=4, sampling=each, credit=1000
+        )
+        for stream, each in enumerate(sampling, 1)
+    ]
+    frontend.send(link_pb2.FrontendMessage(submissions=submissions))
 
-    assert (end.stream, end.reason) == (1, link_pb2.END_REASON_INVALID)
-    assert admission.request_id == "r2"
+    assert [admission.sampling for admission in worker.until("plan").plan.admissions] == sampling
 
 
 def test_an_operator_drains_and_resumes_a_worker(stand: Stand) -> None:

@@ -91,7 +91,7 @@ class Driver:
                 token_ids=to_column(tokens),
                 num_prompt_tokens=len(tokens),
                 block_tables=[b""],
-                sampling=sampling,
+                sampling=sampling.SerializeToString(),
                 request_id=f"request-{row}",
                 traceparent=traceparent,
             )

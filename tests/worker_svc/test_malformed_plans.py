@@ -84,8 +84,6 @@ def set_admission(**fields: Any) -> Break:
         for name, value in fields.items():
             if name == "block_tables":
                 plan.admissions[0].block_tables[:] = value
-            elif name == "sampling":
-                plan.admissions[0].sampling.CopyFrom(value)
             else:
                 setattr(plan.admissions[0], name, value)
 
@@ -133,9 +131,6 @@ def test_the_good_plan_is_good(engine: Engine) -> None:
         (set_admission(block_tables=[to_column([1])] * 2), "2 block tables"),
         (set_admission(block_tables=[to_column([36])]), "a block ID is outside"),
         (set_admission(block_tables=[to_column(range(10))]), "exceeds 9 blocks"),
-        (set_admission(sampling=plan_pb2.SamplingParams(temperature=float("nan"))), "temperature"),
-        (set_admission(sampling=plan_pb2.SamplingParams(temperature=-1)), "temperature"),
-        (set_admission(sampling=plan_pb2.SamplingParams(top_p=1.5)), "top_p"),
         (set_columns(append_rows=[3]), "append: a row is not in use"),
         (set_columns(append_blocks=[-1]), "a block ID is outside"),
         (set_columns(append_blocks=[1, 2]), "lengths differ"),
@@ -175,6 +170,40 @@ def test_a_broken_contract_is_refused_by_name(engine: Engine, answer: list[int],
         engine.handle(plan)
 
     assert "\n" not in str(raised.value)
+    engine.reset()
+    assert Driver(engine).generate(PROMPT, 6) == answer
+
+
+INVALID_SAMPLING = {
+    "bytes": b"\xff" * 9,
+    "truncated": plan_pb2.SamplingParams(temperature=1).SerializeToString()[:-1],
+    "temperature": plan_pb2.SamplingParams(temperature=-1).SerializeToString(),
+    "nan": plan_pb2.SamplingParams(temperature=float("nan")).SerializeToString(),
+    "top_p": plan_pb2.SamplingParams(top_p=1.5).SerializeToString(),
+    "min_p": plan_pb2.SamplingParams(min_p=float("nan")).SerializeToString(),
+    "top_k": plan_pb2.SamplingParams(top_k=1 << 31).SerializeToString(),
+    "logprobs": plan_pb2.SamplingParams(logprobs=1000).SerializeToString(),
+    "column": plan_pb2.SamplingParams(banned_token_ids=b"abc").SerializeToString(),
+    "stops": plan_pb2.SamplingParams(stop_token_ids=b"abc").SerializeToString(),
+    "vocabulary": plan_pb2.SamplingParams(banned_token_ids=to_column([384])).SerializeToString(),
+    "penalty": plan_pb2.SamplingParams(repetition_penalty=-1).SerializeToString(),
+    "bad word": plan_pb2.SamplingParams(bad_words=[to_column([1])]).SerializeToString(),
+}
+
+
+@pytest.mark.parametrize("name", INVALID_SAMPLING)
+def test_invalid_sampling_parameters_fail_their_row_alone(engine: Engine, answer: list[int], name: str) -> None:
+    """The scheduler does not read them, so the worker ends the row and blames the request; the other rows go on."""
+    prepare(engine)
+    plan = good_plan()
+    set_admission(sampling=INVALID_SAMPLING[name])(plan)
+
+    result = engine.handle(plan)
+
+    assert result.rows == to_column([0])
+    (failure,) = result.failures
+    assert (failure.row, failure.kind) == (1, plan_pb2.ROW_FAILURE_KIND_NO_TOKEN_ALLOWED)
+    assert failure.field == "sampling"
     engine.reset()
     assert Driver(engine).generate(PROMPT, 6) == answer
 

@@ -177,6 +177,8 @@ class _RowGrammar:
     """Tokens that end the row."""
     over: bool = False
     """The row has sampled an end token; later tokens of the row are discarded."""
+    is_invalid: bool = False
+    """Whether the request is at fault: its sampling parameters are invalid."""
 
 
 class GrammarRows:
@@ -217,6 +219,11 @@ class GrammarRows:
         eos = self._store.eos_token_ids if self._store is not None else frozenset()
         self._rows[row] = _RowGrammar(matcher, failure, eos | set(stops.tolist()))
 
+    def refuse(self, row: int, reason: str) -> None:
+        """Admit a row that can sample no token, because its sampling parameters are invalid."""
+        get_logger().error("sampling parameters of a row cannot be used", row=row, reason=reason)
+        self._rows[row] = _RowGrammar(None, reason, frozenset(), is_invalid=True)
+
     def explain(self, row: int, into: plan_pb2.RowFailure) -> bool:
         """Write why the row's grammar failed into `into`; return False if it did not fail or the row has none."""
         grammar = self._rows.get(row)
@@ -224,6 +231,8 @@ class GrammarRows:
             return False
         if grammar.failure:
             into.kind, into.reason = plan_pb2.ROW_FAILURE_KIND_INTERNAL, grammar.failure
+            if grammar.is_invalid:
+                into.kind, into.field = plan_pb2.ROW_FAILURE_KIND_NO_TOKEN_ALLOWED, "sampling"
             return True
         if grammar.matcher is not None and grammar.matcher.is_error():
             into.kind, into.field = plan_pb2.ROW_FAILURE_KIND_GRAMMAR_TOO_COSTLY, "grammar"

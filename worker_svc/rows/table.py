@@ -15,6 +15,7 @@ import enum
 import numpy as np
 import numpy.typing as npt
 import torch
+from google.protobuf.message import DecodeError
 
 from protos.quire.plan.v1 import plan_pb2
 from shared.columns import Int32Array, MalformedColumnError, from_column, from_columns
@@ -327,11 +328,24 @@ class RowTable:
             if len(blocks) * limits.block_size < admission.num_computed_tokens:
                 raise PlanError("admission: too few blocks for the computed tokens")
             tables.replace(row, blocks)
-        self.sampling.set(row, admission.sampling)
-        self.rules.admit(row, admission.sampling, tokens, admission.num_prompt_tokens)
-        stops = from_column(admission.sampling.stop_token_ids)
-        self.grammars.admit(row, admission.grammar, stops, tokens[admission.num_prompt_tokens :])
+        self._set_sampling(row, admission, tokens)
         self._membership += 1
+
+    def _set_sampling(self, row: int, admission: plan_pb2.Admission, tokens: Int32Array) -> None:
+        """Decode and set the sampling parameters; if they are invalid, the row can sample no token.
+
+        The scheduler has not read them, so a fault in them is the front end's and concerns this row alone.
+        """
+        try:
+            params = plan_pb2.SamplingParams.FromString(admission.sampling)
+            self.sampling.set(row, params)
+            self.rules.admit(row, params, tokens, admission.num_prompt_tokens)
+            stops = from_column(params.stop_token_ids)
+        except (DecodeError, MalformedColumnError, PlanError) as error:
+            self.sampling.set(row, plan_pb2.SamplingParams())
+            self.grammars.refuse(row, f"invalid sampling parameters: {error}")
+        else:
+            self.grammars.admit(row, admission.grammar, stops, tokens[admission.num_prompt_tokens :])
 
     def _append(self, plan: plan_pb2.Plan) -> None:
         rows, blocks = from_columns(plan.append_rows, plan.append_blocks)

@@ -123,7 +123,8 @@ class FalseScheduler(Adversary):
         admissions = [
             plan_pb2.Admission(
                 row=row, generation=1, token_ids=to_column(PROMPT), num_prompt_tokens=len(PROMPT),
-                block_tables=[to_column([row])], sampling=plan_pb2.SamplingParams(top_p=1), request_id="r",
+                block_tables=[to_column([row])], request_id="r",
+                sampling=plan_pb2.SamplingParams(top_p=1).SerializeToString(),
             )
             for row in (0, 2)
         ]  # fmt: skip

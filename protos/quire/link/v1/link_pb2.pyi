@@ -462,7 +462,7 @@ class Submission(_message.Message):
     stop_token_ids: _builtins.bytes
     """Column of tokens that end the request; the model's end-of-sequence tokens are in it unless ignored."""
     sampling: _builtins.bytes
-    """A serialized quire.plan.v1.SamplingParams. The core checks it and forwards it to the worker."""
+    """A serialized quire.plan.v1.SamplingParams. The core forwards it to the worker without parsing."""
     credit: _builtins.int
     """Credit the stream starts with, bytes."""
     deadline_ns: _builtins.int

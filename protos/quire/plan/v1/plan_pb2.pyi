@@ -770,6 +770,8 @@ class Admission(_message.Message):
     """Number of prompt tokens among `token_ids`."""
     num_computed_tokens: _builtins.int
     """Number of leading tokens whose KV is in the given blocks already, or is copied there by this plan."""
+    sampling: _builtins.bytes
+    """A serialized SamplingParams, as the front end encoded it. If it is invalid, only this row fails."""
     request_id: _builtins.str
     """The request, for logs and spans."""
     traceparent: _builtins.str
@@ -782,10 +784,6 @@ class Admission(_message.Message):
     def block_tables(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
         """Column of block ids per KV group, in order of position."""
 
-    @_builtins.property
-    def sampling(self) -> Global___SamplingParams:
-        """Sampling parameters."""
-
     def __init__(
         self,
         *,
@@ -795,13 +793,13 @@ class Admission(_message.Message):
         num_prompt_tokens: _builtins.int = ...,
         num_computed_tokens: _builtins.int = ...,
         block_tables: _abc.Iterable[_builtins.bytes] | None = ...,
-        sampling: Global___SamplingParams | None = ...,
+        sampling: _builtins.bytes = ...,
         request_id: _builtins.str = ...,
         traceparent: _builtins.str = ...,
         grammar: _builtins.bytes = ...,
         pooling: Global___Pooling.ValueType = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
     _ClearFieldArgType: _TypeAlias = _typing.Literal["block_tables", b"block_tables", "generation", b"generation", "grammar", b"grammar", "num_computed_tokens", b"num_computed_tokens", "num_prompt_tokens", b"num_prompt_tokens", "pooling", b"pooling", "request_id", b"request_id", "row", b"row", "sampling", b"sampling", "token_ids", b"token_ids", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
@@ -811,7 +809,7 @@ Global___Admission: _TypeAlias = Admission  # noqa: Y015
 
 @_typing.final
 class SamplingParams(_message.Message):
-    """Sampling parameters. The scheduler forwards them from the front end to the worker without parsing."""
+    """Sampling parameters. The front end encodes them, the scheduler forwards the bytes, and the worker decodes them."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
