@@ -32,7 +32,7 @@ FUZZED := tests/worker_svc/test_session.py tests/worker_svc/test_malformed_plans
   tests/services/test_api_fuzz.py tests/services/test_fuzz.py tests/services/test_stop_strings.py tests/services/test_detokenizer.py
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run node-packages dist test test-all test-levels gpu gpu-wheels load-test router-test chaos frames overload sim mutants plots fuzz schemas kernels-all lint format protos protos-check protos-breaking model clean
+.PHONY: help setup run node-packages dist test test-all test-levels cpu-levels gpu gpu-wheels load-test router-test chaos frames overload sim mutants plots fuzz schemas kernels-all lint format protos protos-check protos-breaking model clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sort | awk -F ':.*## ' '{printf "  make %-16s %s\n", $$1, $$2}'
@@ -77,6 +77,9 @@ dist: setup ## build the wheels of the client and of the server into dist/
 
 test-levels: setup ## the tests that compute, by every set of instructions that the processor has (an hour)
 	@exec $(BIN)/python -m tests.levels $(ARGS)
+
+cpu-levels: setup ## speed of every set of instructions that the processor has, beside oneDNN (two minutes)
+	@exec $(BIN)/python -m tools.cpu_levels $(ARGS)
 
 # An independent tool, in a venv of its own: it brings torch and much else along.
 GUIDELLM := guidellm==0.8.1

@@ -13,7 +13,7 @@ from kernels.native.structures import CAttention, CDecoder, CLinear, CSampling, 
 
 ABI = 3
 """Required result of the library's `quire_abi`."""
-LEVELS = {"portable": 0, "avx2": 1, "avx512": 2}
+LEVELS = {"portable": 0, "avx2": 1, "avx512": 2, "amx": 3}
 _log = logging.getLogger(__name__)
 
 

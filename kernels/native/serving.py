@@ -14,7 +14,7 @@ from functools import cache
 from kernels.native.library import Native, native_levels
 from kernels.native.selftest import failure
 
-_SERVING = ("avx512", "avx2")  # best first; the portable level is slower than torch
+_SERVING = ("amx", "avx512", "avx2")  # best first; the portable level is slower than torch
 _VARIABLE = "QUIRE_CPU_KERNELS"
 _log = logging.getLogger(__name__)
 

@@ -1,6 +1,6 @@
-"""The AVX-512 level without the processor: its source compiled over a lane-by-lane model of each instruction.
+"""The AVX-512 and AMX levels without the processor: their source compiled over a model of each instruction.
 
-`avx512_model.h` says what the instructions do; what is left unproven is that the compiler encodes them.
+`avx512_model.h` and `amx_model.h` say what the instructions do. They do not prove that the compiler encodes them.
 """
 
 from __future__ import annotations
@@ -36,15 +36,17 @@ pytestmark = [
 
 
 @pytest.fixture(scope="module")
-def modelled(tmp_path_factory: pytest.TempPathFactory) -> library.Native:
-    """The library whose AVX-512 level computes by the model."""
-    folder = tmp_path_factory.mktemp("avx512")
+def modelled_library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    """The library whose AVX-512 and AMX levels compute by the model."""
+    folder = tmp_path_factory.mktemp("modelled")
 
     def compiled(source: Path) -> str:
-        over_model = source.name == "level_avx512.cpp"
+        over_model = source.name in ("level_avx512.cpp", "level_amx.cpp")
         flags = ["-std=c++17", "-O0", "-fPIC", "-w", f"-DQUIRE_X86_LEVELS={int(over_model)}"]
         if over_model:
-            flags += ["-mavx2", "-mfma", "-include", str(Path(__file__).with_name("avx512_model.h"))]
+            flags += ["-mavx2", "-mfma"]
+            for model in ("avx512_model.h", "amx_model.h"):
+                flags += ["-include", str(Path(__file__).with_name(model))]
         out = str(folder / f"{source.stem}.o")
         subprocess.run([COMPILER or "", *flags, "-c", str(source), "-o", out], check=True)
         return out
@@ -55,7 +57,13 @@ def modelled(tmp_path_factory: pytest.TempPathFactory) -> library.Native:
     subprocess.run([COMPILER or "", "-shared", "-pthread", *objects, "-o", str(path)], check=True)
     loaded = ctypes.CDLL(str(path))
     library.declare(loaded)
-    return library.Native(loaded, "avx512")
+    return loaded
+
+
+@pytest.fixture(scope="module", params=["avx512", "amx"])
+def modelled(modelled_library: ctypes.CDLL, request: pytest.FixtureRequest) -> library.Native:
+    """One level that computes by the model."""
+    return library.Native(modelled_library, request.param)
 
 
 def test_the_self_test_passes(modelled: library.Native) -> None:
@@ -64,15 +72,15 @@ def test_the_self_test_passes(modelled: library.Native) -> None:
 
 
 def test_every_tile_gives_the_product(modelled: library.Native) -> None:
-    """One row to more than two tiles of them, and outputs that leave blocks over in each."""
+    """One row to more than two tiles of them, and inputs and outputs that fill no tile."""
     generator = torch.Generator().manual_seed(3)
     weight = torch.randn(150, 70, generator=generator)
-    x = torch.randn(27, 70, generator=generator)
+    x = torch.randn(67, 70, generator=generator)
     bf16, int8 = packed(weight.bfloat16()), quantised(weight)
     expected = linear_reference(x.bfloat16().double(), weight.bfloat16())
     expected_int8 = quantised_linear_reference(x.double(), weight)
 
-    for rows in range(1, 28):
+    for rows in (*range(1, 28), 32, 33, 48, 67):
         assert relative_error(bf16(x[:rows], modelled), expected[:rows]) < 1e-5, rows
         assert relative_error(int8(x[:rows], modelled), expected_int8[:rows]) < 2e-2, rows
 

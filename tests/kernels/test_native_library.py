@@ -27,6 +27,8 @@ def test_where_there_is_a_compiler_the_kernels_are_built() -> None:
 
     assert "portable" in levels
     assert ("avx2" in levels) == ({"avx2", "fma"} <= flags)
+    assert ("avx512" in levels) == ({"avx512f", "avx512_bf16", "avx512_vnni"} <= flags)
+    assert ("amx" in levels) == ({"amx_tile", "amx_bf16", "amx_int8"} <= flags)
 
 
 def test_the_best_level_passes_its_self_test_and_serves() -> None:

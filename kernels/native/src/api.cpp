@@ -2,6 +2,12 @@
 // that the caller must free. `level` is one of quire_levels().
 #include <algorithm>
 
+#if defined(__x86_64__) && defined(__linux__)
+#include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
 #include "attention.h"
 #include "decoder.h"
 #include "levels.h"
@@ -19,7 +25,29 @@ using namespace quire;
 constexpr int kAbi = 3;
 
 const Kernels* kernels_of(int level) {
-  return level == kAvx512 ? avx512_kernels() : level == kAvx2 ? avx2_kernels() : portable_kernels();
+  switch (level) {
+    case kAmx: return amx_kernels();
+    case kAvx512: return avx512_kernels();
+    case kAvx2: return avx2_kernels();
+    default: return portable_kernels();
+  }
+}
+
+// Whether the processor has the tile registers, the system saves them, and it allows this process to use them. The
+// permission is for all threads of the process, and asking again is harmless.
+bool has_tiles() {
+#if defined(__x86_64__) && defined(__linux__)
+  constexpr unsigned kXsave = 1u << 27, kTileUnits = 1u << 22 | 1u << 24 | 1u << 25;  // BF16, TILE, INT8
+  constexpr unsigned kTileState = 3u << 17;
+  constexpr long kRequestPermission = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
+  unsigned a = 0, b = 0, c = 0, d = 0;
+  if (__get_cpuid(1, &a, &b, &c, &d) == 0 || (c & kXsave) == 0) return false;
+  if (__get_cpuid_count(7, 0, &a, &b, &c, &d) == 0 || (d & kTileUnits) != kTileUnits) return false;
+  __asm__("xgetbv" : "=a"(a), "=d"(d) : "c"(0));
+  return (a & kTileState) == kTileState && syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+#else
+  return false;
+#endif
 }
 
 // Checks for the instruction sets that setup.py enables for a level.
@@ -31,6 +59,7 @@ bool runs_here(int level) {
     return __builtin_cpu_supports("fma") && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
            __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
            __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni");
+  if (level == kAmx) return runs_here(kAvx512) && has_tiles();
 #endif
   return level == kPortable;
 }
@@ -42,7 +71,7 @@ QUIRE_API int quire_abi() { return kAbi; }
 // Returns the bit mask of the levels that are compiled and that this processor supports.
 QUIRE_API int quire_levels() {
   int mask = 0;
-  for (int level : {kPortable, kAvx2, kAvx512})
+  for (int level : {kPortable, kAvx2, kAvx512, kAmx})
     if (runs_here(level)) mask |= 1 << level;
   return mask;
 }

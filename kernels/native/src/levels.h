@@ -1,6 +1,7 @@
 // Table of the kernels that exist once per instruction set ("level").
 //
-// All levels are compiled from the same templates (kernels.inc) over a small set of vector operations (simd_*.h). Rows
+// All levels are compiled from the same templates (kernels.inc) over a small set of vector operations (simd_*.h). The AMX
+// level replaces the product (linear_tiles.inc). Rows
 // of floats are contiguous, and their length is a multiple of 16 unless documented otherwise.
 #pragma once
 
@@ -8,7 +9,7 @@
 
 namespace quire {
 
-enum Level : int { kPortable = 0, kAvx2 = 1, kAvx512 = 2 };
+enum Level : int { kPortable = 0, kAvx2 = 1, kAvx512 = 2, kAmx = 3 };
 
 enum Store : int { kStoreFloat = 0, kAddFloat = 1, kStoreBFloat16 = 2 };
 
@@ -98,5 +99,6 @@ struct Kernels {
 const Kernels* portable_kernels();
 const Kernels* avx2_kernels();    // null if not compiled
 const Kernels* avx512_kernels();  // AVX-512 F, BW, VL, DQ, BF16 and VNNI
+const Kernels* amx_kernels();     // the same with AMX TILE, BF16 and INT8
 
 }  // namespace quire

@@ -1,0 +1,32 @@
+// AMX: the tile registers multiply bf16 and int8 weights; everything else is AVX-512.
+#if QUIRE_X86_LEVELS
+#include "simd_avx512.h"
+#include "tiles.h"
+
+#include "kernels.inc"
+
+namespace quire {
+namespace {
+
+#include "linear_tiles.inc"
+
+constexpr Kernels with_tiles() {
+  Kernels kernels = kTable;
+  kernels.level = kAmx;
+  kernels.max_tile_rows = 2 * kTileRows;
+  kernels.linear = linear_by_tiles;
+  kernels.to_activations = to_activation_lines;
+  return kernels;
+}
+
+constexpr Kernels kAmxTable = with_tiles();
+
+}  // namespace
+}  // namespace quire
+
+const quire::Kernels* quire::amx_kernels() { return &kAmxTable; }
+#else
+#include "levels.h"
+
+const quire::Kernels* quire::amx_kernels() { return nullptr; }
+#endif

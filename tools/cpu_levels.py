@@ -1,0 +1,148 @@
+"""Speed of every level of the CPU kernels that this processor has, beside oneDNN: `make cpu-levels`.
+
+`python -m tools.cpu_levels [--rows 1,16,128] [--inputs 1024] [--outputs 4096] [--seconds 3]` measures products over
+packed weights. All levels and oneDNN (packed products of torch) compute in turn, each with the next of many weights. So
+a weight comes from memory, and other work on the machine slows all alike. The output is the median of each, and the
+median ratio of oneDNN's time to the time of the best level in the same turn. The levels start from float32 activations,
+and oneDNN from activations that are converted already.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from kernels.linear import PackedLinear, empty_weight, pack, quantise
+from kernels.native.library import Native, native_levels
+from kernels.native.selftest import failure
+from kernels.native.structures import STORE_FLOAT
+from worker_svc.device.choice import set_threads
+
+_WEIGHTS = 24
+_FEWEST_TURNS = 7
+_FLAGS = ("avx2", "fma", "avx512f", "avx512_bf16", "avx512_vnni", "amx_tile", "amx_bf16", "amx_int8")
+
+Product = Callable[[int], object]
+"""Computes the product with the weight of this number."""
+
+
+@torch.inference_mode()
+def main() -> None:
+    """Measure and print a table for each format of weights."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", default="1,4,5,8,16,32,64,128,256,512")
+    parser.add_argument("--inputs", type=int, default=1024)
+    parser.add_argument("--outputs", type=int, default=4096)
+    parser.add_argument("--seconds", type=float, default=3.0, help="least time for each number of rows")
+    parser.add_argument("--num-threads", type=int, default=0, help="0: all cores")
+    options = parser.parse_args()
+    set_threads(options.num_threads)
+    levels = _serving_levels()
+    if not levels:
+        raise SystemExit("cpu-levels: no level of the CPU kernels serves here; install Quire where there is a compiler")
+    print(f"{_processor()}, {options.num_threads or len(os.sched_getaffinity(0))} threads")
+    for name, own, peer in (("bf16", _bf16, _onednn_bf16), ("int8", _int8, _onednn_int8)):
+        weights = [torch.randn(options.outputs, options.inputs).bfloat16() for _ in range(_WEIGHTS)]
+        packed, beside = own(weights, levels[0]), peer(weights)
+        print(f"\n{name}: {options.inputs} inputs, {options.outputs} outputs, {_WEIGHTS} weights; µs (GFLOP/s)")
+        names = [*(level.level_name for level in levels), "oneDNN", "ratio"]
+        print("rows  " + "".join(f"{each:>18}" for each in names))
+        for rows in map(int, options.rows.split(",")):
+            x = torch.randn(rows, options.inputs)
+            products = [_by_level(packed, level, x) for level in levels]
+            times = _in_turn([*products, beside(x)], options.seconds)
+            _print_line(rows, 2e-3 * rows * options.inputs * options.outputs, times)
+
+
+def _serving_levels() -> list[Native]:
+    """Return the levels that could serve here, the best one last."""
+    return [level for level in native_levels() if level.level_name != "portable" and failure(level) is None]
+
+
+def _processor() -> str:
+    fields = dict(line.split(":", 1) for line in Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines())
+    values = {key.strip(): value.strip() for key, value in fields.items()}
+    flags = [flag for flag in _FLAGS if flag in values.get("flags", "").split()]
+    return f"{values.get('model name', 'unknown processor')}: {' '.join(flags)}"
+
+
+def _bf16(weights: list[torch.Tensor], kernels: Native) -> list[PackedLinear]:
+    packed = []
+    for weight in weights:
+        destination = empty_weight(weight.shape[0], weight.shape[1], weight.dtype)
+        destination.copy_(weight)
+        packed.append(pack(destination, kernels=kernels))
+    return packed
+
+
+def _int8(weights: list[torch.Tensor], kernels: Native) -> list[PackedLinear]:
+    return [quantise(weight, kernels=kernels) for weight in weights]
+
+
+def _by_level(packed: list[PackedLinear], kernels: Native, x: torch.Tensor) -> Product:
+    first = packed[0]
+    out = torch.empty(len(x), first.outputs)
+    work = torch.empty(kernels.work_bytes(first.structure.format, len(x), first.inputs), dtype=torch.uint8)
+    return lambda i: kernels.linear(packed[i].structure, x, work, out, STORE_FLOAT, first.outputs)
+
+
+def _onednn_bf16(weights: list[torch.Tensor]) -> Callable[[torch.Tensor], Product]:
+    def product(x: torch.Tensor) -> Product:
+        packed = [torch.ops.mkldnn._reorder_linear_weight(weight, len(x)) for weight in weights]
+        narrow = x.bfloat16()
+        return lambda i: torch.ops.mkldnn._linear_pointwise(narrow, packed[i], None, "none", [], "")
+
+    return product
+
+
+def _onednn_int8(weights: list[torch.Tensor]) -> Callable[[torch.Tensor], Product]:
+    scales = [weight.float().abs().amax(1) / 127 for weight in weights]
+    rounded = [
+        (weight.float() / scale[:, None]).round().to(torch.int8) for weight, scale in zip(weights, scales, strict=True)
+    ]
+    zeros = torch.zeros(len(weights[0]), dtype=torch.int32)
+
+    def product(x: torch.Tensor) -> Product:
+        packed = [torch.ops.onednn.qlinear_prepack(weight, list(x.shape)) for weight in rounded]
+        scale = float(x.abs().amax()) / 127
+        narrow = ((x / scale).round() + 128).to(torch.uint8)
+        pointwise = torch.ops.onednn.qlinear_pointwise
+        return lambda i: pointwise(
+            narrow, scale, 128, packed[i], scales[i], zeros, None, 1.0, 0, torch.float32, "none", [], ""
+        )
+
+    return product
+
+
+def _in_turn(products: list[Product], seconds: float) -> list[list[float]]:
+    """Return the microseconds of each product in each turn."""
+    times: list[list[float]] = [[] for _ in products]
+    end, turn = time.perf_counter() + seconds, 0
+    while turn < _FEWEST_TURNS + 1 or time.perf_counter() < end:
+        for place, product in enumerate(products):
+            # Levels share the weights: each starts elsewhere, so that it does not find what another has just read.
+            number = (turn + place * _WEIGHTS // len(products)) % _WEIGHTS
+            began = time.perf_counter()
+            product(number)
+            if turn > 0:  # the first turn is not counted
+                times[place].append((time.perf_counter() - began) * 1e6)
+        turn += 1
+    return times
+
+
+def _print_line(rows: int, kiloflop: float, times: list[list[float]]) -> None:
+    medians = [statistics.median(each) for each in times]
+    best = min(range(len(times) - 1), key=lambda place: medians[place])
+    ratio = statistics.median(peer / own for own, peer in zip(times[best], times[-1], strict=True))
+    cells = [f"{median:,.0f} ({kiloflop / median:,.0f})" for median in medians]
+    print(f"{rows:>4}  " + "".join(f"{cell:>18}" for cell in (*cells, f"{ratio:.2f}")), flush=True)
+
+
+if __name__ == "__main__":
+    main()
