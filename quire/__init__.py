@@ -8,9 +8,9 @@
             print(delta.text, end="", flush=True)
         print(generation.finished)
 
-Nothing here imports numpy, torch or the server. `client` and `aio` are the blocking and the asyncio client, `types`
-defines their values, and the modules with an underscore contain their shared code. The generated code of the APIs is
-`quire.v1` and `quire.admin.v1`.
+Nothing here imports numpy, torch or the server. `aio` is the asyncio client. `client`, the blocking one, is made from
+it. `types` defines their values, and the modules with an underscore contain their shared code. The generated code of
+the APIs is `quire.v1` and `quire.admin.v1`.
 """
 
 from typing import TYPE_CHECKING

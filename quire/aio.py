@@ -1,20 +1,20 @@
 """Asyncio Python client: the same calls as `quire.client`, to be awaited or iterated with `async for`.
 
-An `AsyncClient` belongs to the event loop in which it was created.
+An `AsyncClient` belongs to the event loop in which it was created. `python -m tools.sync_client` makes
+`quire/client.py` from this module. `_calls_async` and `_calls_sync` contain the code that differs between the two.
 """
 
-import asyncio
-import contextlib
+import threading
 import time
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Protocol, Self, Unpack
+from typing import Any, Protocol, Self, TypeVar, Unpack
 
 import grpc
-import grpc.aio
 
 from quire import _calls, _requests, _responses, errors
 from quire._batch import BatchAnswers
+from quire._calls_async import Connection, Flag, Stream, UnaryMethod, send
 from quire._resume import Resumption
 from quire.types import (
     BatchAnswer,
@@ -32,27 +32,26 @@ from quire.types import (
 )
 from quire.v1 import generation_pb2 as pb
 from quire.v1 import model_pb2
-from quire.v1.generation_pb2_grpc import GenerationServiceStub
-from quire.v1.model_pb2_grpc import ModelServiceStub
 
-if TYPE_CHECKING:  # these two exist for type checkers only
-    from quire.v1.generation_pb2_grpc import GenerationServiceAsyncStub
-    from quire.v1.model_pb2_grpc import ModelServiceAsyncStub
+_RequestT = TypeVar("_RequestT")
+_ResponseT = TypeVar("_ResponseT")
 
 
-class _Call(Protocol):
-    """A running server-streaming call."""
+class _Responses(Protocol):
+    """The responses of a `Generate` call, however it is carried out."""
 
-    async def read(self) -> Any: ...
+    async def read(self) -> pb.GenerateResponse | None: ...
     def cancel(self) -> bool: ...
 
 
 class AsyncGeneration(AsyncIterator[Delta]):
-    """A running request: an asynchronous iterator of deltas, then a `finished` result."""
+    """A running request: an iterator of deltas, then a `finished` result.
 
-    def __init__(self, call: _Call) -> None:
-        self._call = call
-        self._cancelled = False
+    Leaving it early (`cancel`, or the end of a `with` block) cancels the request on the server.
+    """
+
+    def __init__(self, responses: _Responses) -> None:
+        self._responses = responses
         self._events = _responses.Events()
 
     @property
@@ -76,19 +75,10 @@ class AsyncGeneration(AsyncIterator[Delta]):
         Raises:
             QuireError: the request failed; the class tells why.
         """
-        try:
-            while (response := await self._call.read()) is not grpc.aio.EOF:
-                assert isinstance(response, pb.GenerateResponse)
-                delta = self._events.take(response)
-                if delta is not None:
-                    return delta
-        except grpc.aio.AioRpcError as error:
-            raise _calls.read_error(error) from None
-        except asyncio.CancelledError:
-            # grpc.aio raises CancelledError both for a cancelled call and for a cancelled reading task.
-            if self._cancelled:
-                raise errors.CancelledError("the call was cancelled", code="CANCELLED") from None
-            raise
+        while (response := await self._responses.read()) is not None:
+            delta = self._events.take(response)
+            if delta is not None:
+                return delta
         _responses.require_finished(self.finished)
         raise StopAsyncIteration
 
@@ -102,8 +92,7 @@ class AsyncGeneration(AsyncIterator[Delta]):
 
     def cancel(self) -> None:
         """Cancel the request; a later iteration raises `CancelledError` unless it has ended."""
-        self._cancelled = True
-        self._call.cancel()
+        self._responses.cancel()
 
     async def __aenter__(self) -> Self:
         return self
@@ -114,60 +103,73 @@ class AsyncGeneration(AsyncIterator[Delta]):
         self.cancel()
 
 
-class _ResumingCall:
-    """A `Generate` call that resumes after a lost connection."""
+class _Resumed:
+    """A `Resume` call with the interface of `Generate`."""
 
-    def __init__(
-        self, stub: "GenerationServiceAsyncStub", request: pb.GenerateRequest, timeout: float | None, token: str
-    ) -> None:
-        self._stub = stub
-        self._token = token
-        self._deadline = None if timeout is None else time.monotonic() + timeout
-        self._resumption = Resumption(request)
-        self._cancelled = False
-        self._cancelling: asyncio.Task[None] | None = None
-        self._call: Any = stub.Generate(request, timeout=timeout, metadata=_calls.call_metadata(self._token))
+    def __init__(self, stream: Stream[pb.ResumeResponse]) -> None:
+        self._stream = stream
 
-    async def read(self) -> Any:
-        while True:
-            try:
-                response = await self._call.read()
-            except grpc.aio.AioRpcError as error:
-                wait_s = self._resumption.failed(_calls.read_error(error))
-                if wait_s is None or self._cancelled:
-                    raise
-                await asyncio.sleep(wait_s)
-                self._try_again()
-                continue
-            if isinstance(response, pb.ResumeResponse):
-                response = response.response
-            if response is not grpc.aio.EOF:
-                self._resumption.received(response)
-            return response
+    async def read(self) -> pb.GenerateResponse | None:
+        response = await self._stream.read()
+        return None if response is None else response.response
 
     def cancel(self) -> bool:
-        self._cancelled = True
-        cancelled = bool(self._call.cancel())
+        return self._stream.cancel()
+
+
+class _Resumable:
+    """A `Generate` call that resumes after a lost connection."""
+
+    def __init__(self, connection: Connection, request: pb.GenerateRequest, timeout: float | None) -> None:
+        self._connection = connection
+        self._deadline = None if timeout is None else time.monotonic() + timeout
+        self._resumption = Resumption(request)
+        self._lock = threading.Lock()
+        """Another thread may cancel while this one tries again."""
+        self._cancelled = Flag()
+        self._responses: _Responses = self._generate(timeout)
+
+    async def read(self) -> pb.GenerateResponse | None:
+        while True:
+            try:
+                response = await self._responses.read()
+            except errors.QuireError as error:
+                wait_s = self._resumption.failed(error)
+                if wait_s is None or await self._cancelled.wait(wait_s):
+                    raise
+                self._try_again()
+            else:
+                if response is not None:
+                    self._resumption.received(response)
+                return response
+
+    def cancel(self) -> bool:
+        with self._lock:
+            self._cancelled.set()
+            cancelled = self._responses.cancel()
         if cancelled:
-            # Without this, the server would keep the request for this client to resume.
-            self._cancelling = asyncio.ensure_future(self._send_cancel())
+            # Without this call, the server would keep the request for this client to resume.
+            request = pb.CancelRequest(request_id=self._resumption.request.request_id)
+            send(self._connection.generation.Cancel, request, timeout=5, metadata=self._connection.metadata())
         return cancelled
 
-    async def _send_cancel(self) -> None:
-        request_id = self._resumption.request.request_id
-        with contextlib.suppress(grpc.aio.AioRpcError):
-            await self._stub.Cancel(
-                pb.CancelRequest(request_id=request_id), timeout=5, metadata=_calls.call_metadata(self._token)
-            )
+    def _generate(self, timeout: float | None) -> _Responses:
+        call = self._connection.generation.Generate(
+            self._resumption.request, timeout=timeout, metadata=self._connection.metadata()
+        )
+        return Stream[pb.GenerateResponse](call)
 
     def _try_again(self) -> None:
         left = None if self._deadline is None else max(self._deadline - time.monotonic(), 0.001)
-        metadata = _calls.call_metadata(self._token)
-        if self._resumption.sends_again:
-            self._call = self._stub.Generate(self._resumption.request, timeout=left, metadata=metadata)
-        else:
-            resume = self._resumption.resume_request()
-            self._call = self._stub.Resume(resume, timeout=left, metadata=metadata)
+        with self._lock:
+            if self._cancelled.is_set():
+                return
+            if self._resumption.sends_again:
+                self._responses = self._generate(left)
+            else:
+                resume = self._resumption.resume_request()
+                call = self._connection.generation.Resume(resume, timeout=left, metadata=self._connection.metadata())
+                self._responses = _Resumed(Stream(call))
 
 
 class AsyncClient:
@@ -180,13 +182,7 @@ class AsyncClient:
     """
 
     def __init__(self, target: str, *, credentials: grpc.ChannelCredentials | None = None, token: str = "") -> None:
-        self._token = token
-        if credentials is None:
-            self._channel = grpc.aio.insecure_channel(target, _calls.CHANNEL_OPTIONS)
-        else:
-            self._channel = grpc.aio.secure_channel(target, credentials, _calls.CHANNEL_OPTIONS)
-        self._generation: GenerationServiceAsyncStub = GenerationServiceStub(self._channel)
-        self._models: ModelServiceAsyncStub = ModelServiceStub(self._channel)
+        self._connection = Connection(target, credentials, token)
 
     def generate(
         self, prompt: str | None = None, *, timeout: float | None = None, **options: Unpack[GenerateOptions]
@@ -203,35 +199,72 @@ class AsyncClient:
         """
         request = _requests.build_generate(prompt, **options)
         if request.resumable:
-            return AsyncGeneration(_ResumingCall(self._generation, request, timeout, self._token))
-        metadata = _calls.call_metadata(self._token)
-        return AsyncGeneration(self._generation.Generate(request, timeout=timeout, metadata=metadata))
+            return AsyncGeneration(_Resumable(self._connection, request, timeout))
+        call = self._connection.generation.Generate(request, timeout=timeout, metadata=self._connection.metadata())
+        return AsyncGeneration(Stream(call))
 
-    async def generate_batch(
+    def resume(
+        self,
+        request_id: str,
+        *,
+        from_tokens: Sequence[int] = (),
+        from_text_bytes: Sequence[int] = (),
+        timeout: float | None = None,
+    ) -> AsyncGeneration:
+        """Resume a resumable request that another connection or process has started.
+
+        Args:
+            request_id: id of the request.
+            from_tokens: number of known tokens per choice; they are not sent again.
+            from_text_bytes: number of known UTF-8 bytes of text per choice; by default those of the known tokens.
+            timeout: seconds until the iteration raises `DeadlineError`.
+        """
+        request = pb.ResumeRequest(request_id=request_id, from_tokens=from_tokens, from_text_bytes=from_text_bytes)
+        call = self._connection.generation.Resume(request, timeout=timeout, metadata=self._connection.metadata())
+        return AsyncGeneration(_Resumed(Stream(call)))
+
+    async def cancel(self, request_id: str, *, timeout: float | None = None) -> None:
+        """Cancel a resumable request, wherever it runs; the server drops it.
+
+        Raises:
+            QuireError: the call failed; `RequestNotFoundError`: the request is unknown.
+        """
+        await self._ask(self._connection.generation.Cancel, pb.CancelRequest(request_id=request_id), timeout)
+
+    def generate_batch(
         self,
         requests: Iterable[str | Mapping[str, Any]],
         *,
         progress: bool = False,
-        timeout: float | None = None,  # noqa: ASYNC109 - it becomes the deadline that the server sees
+        timeout: float | None = None,
         **options: Unpack[GenerateOptions],
     ) -> AsyncIterator[BatchAnswer]:
-        """Run many requests on one call; yield each answer when it is complete. See `Client.generate_batch`.
+        """Run many requests on one call; yield each answer when it is complete, in any order.
+
+        Args:
+            requests: texts, or dicts of options with a text as "prompt".
+            progress: print progress to stderr.
+            timeout: seconds until the server stops.
+            options: options of all requests; a request's own options override them.
 
         Raises:
             InvalidRequestError: a field cannot hold its value.
             QuireError: the call failed. The error of a single request is in its answer.
         """
         answers = BatchAnswers(requests, options, progress)
-        call = self._generation.GenerateBatch(
-            answers.messages(), timeout=timeout, metadata=_calls.call_metadata(self._token)
+        call = self._connection.generation.GenerateBatch(
+            answers.messages(), timeout=timeout, metadata=self._connection.metadata()
         )
-        try:
-            async for response in call:
-                answer = answers.take(response)
-                if answer is not None:
-                    yield answer
-        except grpc.aio.AioRpcError as error:
-            raise _calls.read_error(error) from None
+        return self._read_batch(Stream(call), answers)
+
+    @staticmethod
+    async def _read_batch(
+        stream: Stream[pb.GenerateBatchResponse], answers: BatchAnswers
+    ) -> AsyncIterator[BatchAnswer]:
+        while (response := await stream.read()) is not None:
+            answer = answers.take(response)
+            if answer is not None:
+                yield answer
 
     async def embed(
         self,
@@ -243,7 +276,7 @@ class AsyncClient:
         truncate_prompt_tokens: int | None = None,
         scheduling: SchedulingOptions | None = None,
         request_id: str = "",
-        timeout: float | None = None,  # noqa: ASYNC109 - it becomes the deadline that the server sees
+        timeout: float | None = None,
     ) -> Embeddings:
         """Return one vector per prompt: the model's last hidden states, pooled.
 
@@ -269,13 +302,7 @@ class AsyncClient:
             scheduling=scheduling,
             request_id=request_id,
         )
-        try:
-            response = await self._generation.Embed(
-                request, timeout=timeout, metadata=_calls.call_metadata(self._token)
-            )
-        except grpc.aio.AioRpcError as error:
-            raise _calls.read_error(error) from None
-        return _responses.read_embeddings(response)
+        return _responses.read_embeddings(await self._ask(self._connection.generation.Embed, request, timeout))
 
     async def tokenize(
         self,
@@ -284,7 +311,7 @@ class AsyncClient:
         messages: Sequence[Message] | None = None,
         model: str = "",
         add_special_tokens: bool = True,
-        timeout: float | None = None,  # noqa: ASYNC109 - it becomes the deadline that the server sees
+        timeout: float | None = None,
     ) -> Tokenized:
         """Return the token ids that `generate` would run on.
 
@@ -292,12 +319,7 @@ class AsyncClient:
             QuireError: the call failed.
         """
         request = _requests.build_tokenize(text, messages, model=model, add_special_tokens=add_special_tokens)
-        try:
-            return _responses.read_tokenized(
-                await self._generation.Tokenize(request, timeout=timeout, metadata=_calls.call_metadata(self._token))
-            )
-        except grpc.aio.AioRpcError as error:
-            raise _calls.read_error(error) from None
+        return _responses.read_tokenized(await self._ask(self._connection.generation.Tokenize, request, timeout))
 
     async def detokenize(
         self,
@@ -305,7 +327,7 @@ class AsyncClient:
         *,
         model: str = "",
         include_special_tokens: bool = False,
-        timeout: float | None = None,  # noqa: ASYNC109 - it becomes the deadline that the server sees
+        timeout: float | None = None,
     ) -> str:
         """Return the text of a token sequence.
 
@@ -313,35 +335,28 @@ class AsyncClient:
             QuireError: the call failed.
         """
         request = _requests.build_detokenize(token_ids, model=model, include_special_tokens=include_special_tokens)
-        try:
-            response = await self._generation.Detokenize(
-                request, timeout=timeout, metadata=_calls.call_metadata(self._token)
-            )
-        except grpc.aio.AioRpcError as error:
-            raise _calls.read_error(error) from None
-        return response.text
+        return (await self._ask(self._connection.generation.Detokenize, request, timeout)).text
 
-    async def get_model(
-        self,
-        name: str = "",
-        *,
-        timeout: float | None = None,  # noqa: ASYNC109 - it becomes the deadline that the server sees
-    ) -> Model:
-        """Describe a served model; by default the one that is served.
+    async def get_model(self, name: str = "", *, timeout: float | None = None) -> Model:
+        """Return the description of a model; empty name: the served model.
 
         Raises:
             QuireError: the call failed.
         """
-        request = model_pb2.GetModelRequest(name=name)
-        try:
-            response = await self._models.GetModel(request, timeout=timeout, metadata=_calls.call_metadata(self._token))
-        except grpc.aio.AioRpcError as error:
-            raise _calls.read_error(error) from None
+        response = await self._ask(self._connection.models.GetModel, model_pb2.GetModelRequest(name=name), timeout)
         return _responses.read_model(response.model)
+
+    async def _ask(
+        self, method: "UnaryMethod[_RequestT, _ResponseT]", request: _RequestT, timeout: float | None
+    ) -> _ResponseT:
+        try:
+            return await method(request, timeout=timeout, metadata=self._connection.metadata())
+        except grpc.RpcError as error:
+            raise _calls.read_error(error) from None
 
     async def close(self) -> None:
         """Close the connection; running requests are cancelled."""
-        await self._channel.close()
+        await self._connection.close()
 
     async def __aenter__(self) -> Self:
         return self

@@ -1,20 +1,20 @@
 """Blocking Python client.
 
-One `Client` is one connection; threads may share it. A `Generation` is one running request: iterate over its deltas,
-then read `finished`. Leaving a generation early (`cancel`, the end of a `with` block, or dropping it) cancels the
-request on the server.
+One `Client` is one connection; threads may share it. Do not edit this module: `python -m tools.sync_client` makes it
+from `quire/aio.py`.
 """
 
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Protocol, Self, Unpack
+from typing import Any, Protocol, Self, TypeVar, Unpack
 
 import grpc
 
-from quire import _calls, _requests, _responses
+from quire import _calls, _requests, _responses, errors
 from quire._batch import BatchAnswers
+from quire._calls_sync import Connection, Flag, Stream, UnaryMethod, send
 from quire._resume import Resumption
 from quire.types import (
     BatchAnswer,
@@ -32,23 +32,26 @@ from quire.types import (
 )
 from quire.v1 import generation_pb2 as pb
 from quire.v1 import model_pb2
-from quire.v1.generation_pb2_grpc import GenerationServiceStub
-from quire.v1.model_pb2_grpc import ModelServiceStub
+
+_RequestT = TypeVar("_RequestT")
+_ResponseT = TypeVar("_ResponseT")
 
 
-class _Call(Protocol):
-    """A running server-streaming call."""
+class _Responses(Protocol):
+    """The responses of a `Generate` call, however it is carried out."""
 
-    def __iter__(self) -> Iterator[pb.GenerateResponse]: ...
-    def __next__(self) -> pb.GenerateResponse: ...
+    def read(self) -> pb.GenerateResponse | None: ...
     def cancel(self) -> bool: ...
 
 
 class Generation(Iterator[Delta]):
-    """A running request: an iterator of deltas, then a `finished` result."""
+    """A running request: an iterator of deltas, then a `finished` result.
 
-    def __init__(self, call: _Call) -> None:
-        self._call = call
+    Leaving it early (`cancel`, or the end of a `with` block) cancels the request on the server.
+    """
+
+    def __init__(self, responses: _Responses) -> None:
+        self._responses = responses
         self._events = _responses.Events()
 
     @property
@@ -72,16 +75,12 @@ class Generation(Iterator[Delta]):
         Raises:
             QuireError: the request failed; the class tells why.
         """
-        try:
-            while True:
-                delta = self._events.take(next(self._call))
-                if delta is not None:
-                    return delta
-        except grpc.RpcError as error:
-            raise _calls.read_error(error) from None
-        except StopIteration:
-            _responses.require_finished(self.finished)
-            raise
+        while (response := self._responses.read()) is not None:
+            delta = self._events.take(response)
+            if delta is not None:
+                return delta
+        _responses.require_finished(self.finished)
+        raise StopIteration
 
     def result(self) -> Completion:
         """Wait for the end; return everything that was not iterated over as one answer.
@@ -92,8 +91,8 @@ class Generation(Iterator[Delta]):
         return self._events.join(list(self))
 
     def cancel(self) -> None:
-        """Cancel the request; a later `next` raises `CancelledError` unless it has ended."""
-        self._call.cancel()
+        """Cancel the request; a later iteration raises `CancelledError` unless it has ended."""
+        self._responses.cancel()
 
     def __enter__(self) -> Self:
         return self
@@ -101,79 +100,76 @@ class Generation(Iterator[Delta]):
     def __exit__(
         self, _type: type[BaseException] | None, _value: BaseException | None, _trace: TracebackType | None
     ) -> None:
-        self._call.cancel()
+        self.cancel()
 
 
 class _Resumed:
     """A `Resume` call with the interface of `Generate`."""
 
-    def __init__(self, call: Any) -> None:
-        self._call = call
+    def __init__(self, stream: Stream[pb.ResumeResponse]) -> None:
+        self._stream = stream
 
-    def __iter__(self) -> Iterator[pb.GenerateResponse]:
-        return self
-
-    def __next__(self) -> pb.GenerateResponse:
-        response: pb.GenerateResponse = next(self._call).response
-        return response
+    def read(self) -> pb.GenerateResponse | None:
+        response = self._stream.read()
+        return None if response is None else response.response
 
     def cancel(self) -> bool:
-        return bool(self._call.cancel())
+        return self._stream.cancel()
 
 
-class _ResumingCall:
+class _Resumable:
     """A `Generate` call that resumes after a lost connection."""
 
-    def __init__(
-        self, stub: GenerationServiceStub, request: pb.GenerateRequest, timeout: float | None, token: str
-    ) -> None:
-        self._stub = stub
-        self._token = token
+    def __init__(self, connection: Connection, request: pb.GenerateRequest, timeout: float | None) -> None:
+        self._connection = connection
         self._deadline = None if timeout is None else time.monotonic() + timeout
         self._resumption = Resumption(request)
         self._lock = threading.Lock()
-        self._cancelled = threading.Event()
-        self._call: _Call = stub.Generate(request, timeout=timeout, metadata=_calls.call_metadata(self._token))
+        """Another thread may cancel while this one tries again."""
+        self._cancelled = Flag()
+        self._responses: _Responses = self._generate(timeout)
 
-    def __iter__(self) -> Iterator[pb.GenerateResponse]:
-        return self
-
-    def __next__(self) -> pb.GenerateResponse:
+    def read(self) -> pb.GenerateResponse | None:
         while True:
             try:
-                response = next(self._call)
-                self._resumption.received(response)
-                return response
-            except grpc.RpcError as error:
-                wait_s = self._resumption.failed(_calls.read_error(error))
+                response = self._responses.read()
+            except errors.QuireError as error:
+                wait_s = self._resumption.failed(error)
                 if wait_s is None or self._cancelled.wait(wait_s):
                     raise
                 self._try_again()
+            else:
+                if response is not None:
+                    self._resumption.received(response)
+                return response
 
     def cancel(self) -> bool:
         with self._lock:
             self._cancelled.set()
-            cancelled = self._call.cancel()
+            cancelled = self._responses.cancel()
         if cancelled:
-            # Do not wait. Without this call, the server would keep the request for this client to resume.
-            self._stub.Cancel.future(
-                pb.CancelRequest(request_id=self._resumption.request.request_id),
-                timeout=5,
-                metadata=_calls.call_metadata(self._token),
-            )
+            # Without this call, the server would keep the request for this client to resume.
+            request = pb.CancelRequest(request_id=self._resumption.request.request_id)
+            send(self._connection.generation.Cancel, request, timeout=5, metadata=self._connection.metadata())
         return cancelled
+
+    def _generate(self, timeout: float | None) -> _Responses:
+        call = self._connection.generation.Generate(
+            self._resumption.request, timeout=timeout, metadata=self._connection.metadata()
+        )
+        return Stream[pb.GenerateResponse](call)
 
     def _try_again(self) -> None:
         left = None if self._deadline is None else max(self._deadline - time.monotonic(), 0.001)
-        metadata = _calls.call_metadata(self._token)
         with self._lock:
             if self._cancelled.is_set():
                 return
             if self._resumption.sends_again:
-                self._call = self._stub.Generate(self._resumption.request, timeout=left, metadata=metadata)
+                self._responses = self._generate(left)
             else:
                 resume = self._resumption.resume_request()
-                self._call = _Resumed(self._stub.Resume(resume, timeout=left, metadata=metadata))
+                call = self._connection.generation.Resume(resume, timeout=left, metadata=self._connection.metadata())
+                self._responses = _Resumed(Stream(call))
 
 
 class Client:
@@ -186,13 +182,7 @@ class Client:
     """
 
     def __init__(self, target: str, *, credentials: grpc.ChannelCredentials | None = None, token: str = "") -> None:
-        self._token = token
-        if credentials is None:
-            self._channel = grpc.insecure_channel(target, _calls.CHANNEL_OPTIONS)
-        else:
-            self._channel = grpc.secure_channel(target, credentials, _calls.CHANNEL_OPTIONS)
-        self._generation = GenerationServiceStub(self._channel)
-        self._models = ModelServiceStub(self._channel)
+        self._connection = Connection(target, credentials, token)
 
     def generate(
         self, prompt: str | None = None, *, timeout: float | None = None, **options: Unpack[GenerateOptions]
@@ -209,9 +199,9 @@ class Client:
         """
         request = _requests.build_generate(prompt, **options)
         if request.resumable:
-            return Generation(_ResumingCall(self._generation, request, timeout, self._token))
-        metadata = _calls.call_metadata(self._token)
-        return Generation(self._generation.Generate(request, timeout=timeout, metadata=metadata))
+            return Generation(_Resumable(self._connection, request, timeout))
+        call = self._connection.generation.Generate(request, timeout=timeout, metadata=self._connection.metadata())
+        return Generation(Stream(call))
 
     def resume(
         self,
@@ -230,8 +220,8 @@ class Client:
             timeout: seconds until the iteration raises `DeadlineError`.
         """
         request = pb.ResumeRequest(request_id=request_id, from_tokens=from_tokens, from_text_bytes=from_text_bytes)
-        call = self._generation.Resume(request, timeout=timeout, metadata=_calls.call_metadata(self._token))
-        return Generation(_Resumed(call))
+        call = self._connection.generation.Resume(request, timeout=timeout, metadata=self._connection.metadata())
+        return Generation(_Resumed(Stream(call)))
 
     def cancel(self, request_id: str, *, timeout: float | None = None) -> None:
         """Cancel a resumable request, wherever it runs; the server drops it.
@@ -239,12 +229,7 @@ class Client:
         Raises:
             QuireError: the call failed; `RequestNotFoundError`: the request is unknown.
         """
-        try:
-            self._generation.Cancel(
-                pb.CancelRequest(request_id=request_id), timeout=timeout, metadata=_calls.call_metadata(self._token)
-            )
-        except grpc.RpcError as error:
-            raise _calls.read_error(error) from None
+        self._ask(self._connection.generation.Cancel, pb.CancelRequest(request_id=request_id), timeout)
 
     def generate_batch(
         self,
@@ -267,20 +252,17 @@ class Client:
             QuireError: the call failed. The error of a single request is in its answer.
         """
         answers = BatchAnswers(requests, options, progress)
-        call = self._generation.GenerateBatch(
-            answers.messages(), timeout=timeout, metadata=_calls.call_metadata(self._token)
+        call = self._connection.generation.GenerateBatch(
+            answers.messages(), timeout=timeout, metadata=self._connection.metadata()
         )
-        return self._read_batch(call, answers)
+        return self._read_batch(Stream(call), answers)
 
     @staticmethod
-    def _read_batch(call: Iterator[pb.GenerateBatchResponse], answers: BatchAnswers) -> Iterator[BatchAnswer]:
-        try:
-            for response in call:
-                answer = answers.take(response)
-                if answer is not None:
-                    yield answer
-        except grpc.RpcError as error:
-            raise _calls.read_error(error) from None
+    def _read_batch(stream: Stream[pb.GenerateBatchResponse], answers: BatchAnswers) -> Iterator[BatchAnswer]:
+        while (response := stream.read()) is not None:
+            answer = answers.take(response)
+            if answer is not None:
+                yield answer
 
     def embed(
         self,
@@ -318,11 +300,7 @@ class Client:
             scheduling=scheduling,
             request_id=request_id,
         )
-        try:
-            response = self._generation.Embed(request, timeout=timeout, metadata=_calls.call_metadata(self._token))
-        except grpc.RpcError as error:
-            raise _calls.read_error(error) from None
-        return _responses.read_embeddings(response)
+        return _responses.read_embeddings(self._ask(self._connection.generation.Embed, request, timeout))
 
     def tokenize(
         self,
@@ -339,12 +317,7 @@ class Client:
             QuireError: the call failed.
         """
         request = _requests.build_tokenize(text, messages, model=model, add_special_tokens=add_special_tokens)
-        try:
-            return _responses.read_tokenized(
-                self._generation.Tokenize(request, timeout=timeout, metadata=_calls.call_metadata(self._token))
-            )
-        except grpc.RpcError as error:
-            raise _calls.read_error(error) from None
+        return _responses.read_tokenized(self._ask(self._connection.generation.Tokenize, request, timeout))
 
     def detokenize(
         self,
@@ -360,12 +333,7 @@ class Client:
             QuireError: the call failed.
         """
         request = _requests.build_detokenize(token_ids, model=model, include_special_tokens=include_special_tokens)
-        try:
-            return self._generation.Detokenize(
-                request, timeout=timeout, metadata=_calls.call_metadata(self._token)
-            ).text
-        except grpc.RpcError as error:
-            raise _calls.read_error(error) from None
+        return (self._ask(self._connection.generation.Detokenize, request, timeout)).text
 
     def get_model(self, name: str = "", *, timeout: float | None = None) -> Model:
         """Return the description of a model; empty name: the served model.
@@ -373,16 +341,20 @@ class Client:
         Raises:
             QuireError: the call failed.
         """
-        request = model_pb2.GetModelRequest(name=name)
+        response = self._ask(self._connection.models.GetModel, model_pb2.GetModelRequest(name=name), timeout)
+        return _responses.read_model(response.model)
+
+    def _ask(
+        self, method: "UnaryMethod[_RequestT, _ResponseT]", request: _RequestT, timeout: float | None
+    ) -> _ResponseT:
         try:
-            response = self._models.GetModel(request, timeout=timeout, metadata=_calls.call_metadata(self._token))
+            return method(request, timeout=timeout, metadata=self._connection.metadata())
         except grpc.RpcError as error:
             raise _calls.read_error(error) from None
-        return _responses.read_model(response.model)
 
     def close(self) -> None:
         """Close the connection; running requests are cancelled."""
-        self._channel.close()
+        self._connection.close()
 
     def __enter__(self) -> Self:
         return self

@@ -1,5 +1,6 @@
 """A gRPC server that answers as a test says: the peer of the client, which is what the tests test."""
 
+import queue
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent import futures
@@ -30,6 +31,10 @@ class ScriptedServer(generation_pb2_grpc.GenerationServiceServicer, model_pb2_gr
         """Set when a client ends a call early."""
         self.asked = threading.Semaphore(0)
         """Released once per Generate."""
+        self.resumed: list[pb.ResumeRequest] = []
+        """The requests of Resume."""
+        self.dropped: queue.SimpleQueue[str] = queue.SimpleQueue()
+        """The ids of Cancel."""
         self.script: Script = lambda _request, _context: [delta(0, [1], "hi"), finished()]
 
     def Generate(self, request: pb.GenerateRequest, context: grpc.ServicerContext) -> Iterator[pb.GenerateResponse]:
@@ -40,6 +45,22 @@ class ScriptedServer(generation_pb2_grpc.GenerationServiceServicer, model_pb2_gr
         context.add_callback(lambda: None if complete.is_set() else self.cancelled.set())
         yield from self.script(request, context)
         complete.set()
+
+    def Resume(self, request: pb.ResumeRequest, context: grpc.ServicerContext) -> Iterator[pb.ResumeResponse]:
+        self.resumed.append(request)
+        for response in self.script(pb.GenerateRequest(request_id=request.request_id), context):
+            yield pb.ResumeResponse(response=response)
+
+    def Cancel(self, request: pb.CancelRequest, context: grpc.ServicerContext) -> pb.CancelResponse:
+        self.dropped.put(request.request_id)
+        return pb.CancelResponse()
+
+    def GenerateBatch(
+        self, requests: Iterator[pb.GenerateBatchRequest], context: grpc.ServicerContext
+    ) -> Iterator[pb.GenerateBatchResponse]:
+        for request in requests:
+            for response in self.script(request.request, context):
+                yield pb.GenerateBatchResponse(key=request.key, response=response)
 
     def Tokenize(self, request: pb.TokenizeRequest, context: grpc.ServicerContext) -> pb.TokenizeResponse:
         self._note(context)

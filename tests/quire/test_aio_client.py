@@ -119,6 +119,71 @@ def test_half_an_answer_is_an_error(server: ScriptedServer) -> None:
     asyncio.run(run())
 
 
+def _breaks_once(request: pb.GenerateRequest, context: grpc.ServicerContext) -> Iterator[pb.GenerateResponse]:
+    """A script whose Generate breaks after a token; a Resume, which has no prompt, brings the rest."""
+    if request.HasField("text"):
+        yield delta(0, [1], "a")
+        fail(context, grpc.StatusCode.UNAVAILABLE, "broken")
+    yield delta(1, [2], "b")
+    yield finished()
+
+
+def test_resumable_generations(server: ScriptedServer) -> None:
+    """A resumable generation goes on after a break; `resume` gives the rest; what is cancelled, the server drops."""
+
+    async def run() -> None:
+        async with AsyncClient(server.target) as client:
+            server.script = _breaks_once
+            assert (await client.generate("text", resumable=True, request_id="r").result()).text == "ab"
+            assert (await client.resume("r", from_tokens=[1]).result()).text == "b"
+            assert [list(request.from_tokens) for request in server.resumed] == [[1], [1]]
+
+            server.script = _endless
+            async with client.generate("text", resumable=True, request_id="left") as generation:
+                await anext(generation)
+            assert await asyncio.to_thread(server.dropped.get, timeout=30) == "left"
+            await client.cancel("named")
+            assert await asyncio.to_thread(server.dropped.get, timeout=30) == "named"
+
+    asyncio.run(run())
+
+
+def test_a_cancelled_generation_does_not_try_again(server: ScriptedServer) -> None:
+    """`cancel` ends the wait before the next attempt at once."""
+
+    def unreachable(_request: pb.GenerateRequest, context: grpc.ServicerContext) -> Iterator[pb.GenerateResponse]:
+        fail(context, grpc.StatusCode.UNAVAILABLE, "broken")
+        yield finished()
+
+    server.script = unreachable
+
+    async def run() -> None:
+        async with AsyncClient(server.target) as client:
+            generation = client.generate("text", resumable=True)
+            reading = asyncio.create_task(generation.result())
+            assert await asyncio.to_thread(server.asked.acquire, timeout=30)
+            generation.cancel()
+            with pytest.raises((errors.UnavailableError, errors.CancelledError)):
+                await reading
+
+    asyncio.run(run())
+
+
+def test_a_batch(server: ScriptedServer) -> None:
+    """Each request has an answer; a field that cannot hold its value is refused before anything is sent."""
+    server.script = lambda request, _context: [delta(0, [1], request.text.upper()), finished()]
+
+    async def run() -> None:
+        async with AsyncClient(server.target) as client:
+            answers = [answer async for answer in client.generate_batch(["a", "b"])]
+            texts = {answer.index: answer.completion.text for answer in answers if answer.completion is not None}
+            assert texts == {0: "A", 1: "B"}
+            with pytest.raises(errors.InvalidRequestError, match="max_tokens"):
+                client.generate_batch(["a"], max_tokens=-1)
+
+    asyncio.run(run())
+
+
 def test_unary_calls(server: ScriptedServer) -> None:
     """Tokenize, detokenize and get_model give the blocking client's values."""
 

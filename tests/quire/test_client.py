@@ -356,6 +356,53 @@ def test_nobody_there_is_unavailable() -> None:
     assert not caught.value.from_server
 
 
+def _breaks_once(request: pb.GenerateRequest, context: grpc.ServicerContext) -> Iterator[pb.GenerateResponse]:
+    """A script whose Generate breaks after a token; a Resume, which has no prompt, brings the rest."""
+    if request.HasField("text"):
+        yield delta(0, [1], "a")
+        fail(context, grpc.StatusCode.UNAVAILABLE, "broken")
+    yield delta(1, [2], "b")
+    yield finished()
+
+
+def test_a_resumable_generation_goes_on_after_a_break(server: ScriptedServer, client: Client) -> None:
+    """The client resumes behind the tokens that it has, and the answer is whole."""
+    server.script = _breaks_once
+
+    assert client.generate("text", resumable=True, request_id="r").result().text == "ab"
+    assert server.resumed == [pb.ResumeRequest(request_id="r", from_tokens=[1], from_text_bytes=[1])]
+
+
+def test_resume_from_another_connection(server: ScriptedServer, client: Client) -> None:
+    """`resume` asks for what is missing and gives the deltas that come."""
+    assert client.resume("r", from_tokens=[4]).result().text == "hi"
+    assert server.resumed == [pb.ResumeRequest(request_id="r", from_tokens=[4])]
+
+
+def test_a_cancelled_resumable_generation_is_dropped_by_the_server(server: ScriptedServer, client: Client) -> None:
+    """The call's end alone would make the server keep the request; so would `cancel` by id."""
+    server.script = _endless
+    with client.generate("text", resumable=True, request_id="left") as generation:
+        next(generation)
+    assert server.dropped.get(timeout=30) == "left"
+
+    client.cancel("named")
+    assert server.dropped.get(timeout=30) == "named"
+
+
+def test_a_batch_brings_every_answer_with_its_key(server: ScriptedServer, client: Client) -> None:
+    """Each request has an answer; a field that cannot hold its value is refused before anything is sent."""
+    server.script = lambda request, _context: [delta(0, [1], request.text.upper()), finished()]
+
+    answers = {
+        answer.index: answer.completion for answer in client.generate_batch(["a", {"prompt": "b"}], max_tokens=3)
+    }
+
+    assert {index: answer.text for index, answer in answers.items() if answer is not None} == {0: "A", 1: "B"}
+    with pytest.raises(errors.InvalidRequestError, match="max_tokens"):
+        client.generate_batch(["a"], max_tokens=-1)
+
+
 def test_tokenize_and_detokenize(client: Client) -> None:
     """Text and chats become ids, ids become text."""
     assert client.tokenize("ab") == Tokenized((97, 98), 512)
