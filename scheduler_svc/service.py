@@ -36,6 +36,8 @@ RECEIVING_S = 0.004
 """Longest time to read frames of one socket before the other socket and planning."""
 PLANNING_S = 0.008
 """Longest time to make plans before the sockets are read again; the current plan is completed."""
+IDLE_INTERVAL_S = 0.25
+"""Interval of pings and of polls of the worker processes while no request is live."""
 SHUTDOWN_FLUSH_S = 1.0
 SHUTDOWN_LINGER_MS = 500
 _FAULTS = {
@@ -80,7 +82,7 @@ class SchedulerService:
         self._operator = Operator(self._core, apply=self._apply, set_log_level=self._set_log_level)
         self._journal = open_journal(config)
         self._pulse = Pulse()
-        self._next_tick = self._next_look = 0.0
+        self._ticked_at = self._looked_at = -math.inf
         self._planned_at = 0.0
         """Time of the last planning."""
         self._gone: dict[ev.Peer, str] = {}
@@ -128,8 +130,14 @@ class SchedulerService:
     def _wake_at(self) -> float:
         # Also plans that became due during the last turn.
         due = self._core.next_plan_due(self._planned_at)
-        wake_at = min(self._next_tick, self._next_look)
+        wake_at = min(self._tick_at(), self._look_at())
         return wake_at if due is None else min(wake_at, due)
+
+    def _tick_at(self) -> float:
+        return self._ticked_at + (IDLE_INTERVAL_S if self._core.is_idle else PING_INTERVAL_S)
+
+    def _look_at(self) -> float:
+        return self._looked_at + (IDLE_INTERVAL_S if self._core.is_idle else LOOK_INTERVAL_S)
 
     def _turn(self) -> bool:
         """Run one turn; return whether the next turn must follow at once."""
@@ -137,11 +145,11 @@ class SchedulerService:
         self._lose_gone(time.monotonic())
         more |= self._take_in(self._frontends.socket, self._frontend_frame)
         now = time.monotonic()
-        if now >= self._next_look:
-            self._next_look = now + LOOK_INTERVAL_S
+        if now >= self._look_at():
+            self._looked_at = now
             self._gone |= dict.fromkeys(self._workers.dying(), "its process is dying")
-        if now >= self._next_tick:
-            self._next_tick = now + PING_INTERVAL_S
+        if now >= self._tick_at():
+            self._ticked_at = now
             self._tick(now)
             self._pulse.beat()
         self._planned_at = now
@@ -299,7 +307,7 @@ class SchedulerService:
         before = set_level(level)
         log.info("log level", level=level, before=before)
         self._workers.set_log_level(level)
-        self._next_tick = -math.inf  # send pings in this turn, before the answer and any later plan
+        self._ticked_at = -math.inf  # send pings in this turn, before the answer and any later plan
         for outgoing in self._frontends.everyone():
             outgoing.set_state(self._core.service_state(), level)
         return before

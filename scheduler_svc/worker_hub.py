@@ -3,7 +3,7 @@
 The monitor of a ROUTER socket does not tell which peer disconnected, but a send to that peer fails. The hub therefore
 sends at least a ping to every worker every `PING_INTERVAL_S`, which bounds the delay to detect a lost connection. A
 process that dies keeps its connection until the kernel has freed its memory, so the hub also polls the state of local
-worker processes every `LOOK_INTERVAL_S`.
+worker processes every `LOOK_INTERVAL_S`. While no request is live, the service does both less often.
 """
 
 import math

@@ -114,7 +114,7 @@ class SchedulerConfig(_Checked):
         60.0, "how long requests wait for a worker before they end with UNAVAILABLE", unit="s", least=0
     )
     worker_silence_s: float = _option(
-        5.0, "a worker reconnects after this much silence from the scheduler", unit="s", least=0.2, most=3600
+        5.0, "a worker reconnects after this much silence from the scheduler", unit="s", least=1, most=3600
     )
     step_deadline_s: float = _option(
         120.0, "deadline of a step until enough steps have been measured; an upper limit", unit="s", least=0.1

@@ -159,6 +159,11 @@ class Scheduler:
         self._effects.clear()
         return effects
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether no request is live."""
+        return not len(self._requests)
+
     def next_plan_due(self, now: float) -> float | None:
         """Return the next time after `now` at which a plan becomes due without any event."""
         return self._schedule.next_due(now)
