@@ -28,12 +28,12 @@ from shared.frames import (
 from shared.logging import get_logger
 from shared.packing import Packer, check_part, fitting, in_parts
 from shared.prefix_keys import KEY_BYTES
-from shared.request_spec import Pooling, RequestSpec, read_spec
+from shared.request_spec import Pooling, RequestSpec, read_spec, size_of
 from shared.versions import negotiate, spoken
 
 _INT32_MAX = 0x7FFFFFFF
-_GROWTH = 1024
-"""Upper bound of the bytes by which a submission grows beside its tokens when it is sent again."""
+_OVERHEAD = 1024
+"""Upper bound of a submission's size without its long fields, in bytes."""
 _REASONS = {reason: link_pb2.EndReason.Value(f"END_REASON_{reason.name}") for reason in ef.EndReason}
 _POOLINGS = frozenset(Pooling)
 _COLUMNS_OF = attrgetter("stream", "token_ids", "block_keys", "block_size")
@@ -141,7 +141,7 @@ def arrival(peer: ev.Peer, submission: link_pb2.Submission, now: float) -> ev.Re
         raise UnusableSubmissionError("block_keys: not a whole number of keys, or more keys than full blocks")
     # Includes the tokens that may be generated: a preempted or resumed request is sent again with all its tokens.
     longest = min(max(num_tokens, num_prompt_tokens + spec.max_tokens), MAX_SERVED_SEQUENCE)
-    weight = _GROWTH + submission.ByteSize() + TOKEN_BYTES * (longest - num_tokens)
+    weight = _OVERHEAD + TOKEN_BYTES * longest + len(block_keys) + size_of(spec)
     if weight > MAX_PART_BYTES:
         raise UnusableSubmissionError(
             f"request: may need {weight} bytes, more than the {MAX_PART_BYTES} bytes of a frame; shorten its token sets"

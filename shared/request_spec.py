@@ -64,6 +64,14 @@ class RequestSpec(NamedTuple):
     """W3C traceparent of the call's span; "": not traced."""
 
 
+_SIZED_FIELDS_OF = attrgetter(*[name for name, kind in RequestSpec.__annotations__.items() if kind in (str, bytes)])
+
+
+def size_of(spec: RequestSpec) -> int:
+    """Return the size of the fields that have no fixed size, in bytes and characters."""
+    return sum(map(len, _SIZED_FIELDS_OF(spec)))
+
+
 _FIELDS_OF = attrgetter(*RequestSpec._fields)
 
 

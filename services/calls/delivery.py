@@ -135,7 +135,7 @@ class Delivery:
         delta.first_index = batch.first_index
         delta.token_ids.extend(batch.token_ids)
         delta.text = batch.text
-        if stream.request.wants_scores:
+        if stream.request.output.logprobs:
             tokenizer = self._services.tokenizer
             for index, token_id in enumerate(batch.token_ids, batch.first_index):
                 delta.logprobs.append(token_logprobs(token_id, stream.scores.pop(index, None), tokenizer))
@@ -185,7 +185,7 @@ class Choices:
         ends = [stream.end for stream in self.streams if stream.end is not None]
         request = self.streams[0].request
         usage = finished.usage
-        usage.prompt_tokens = request.num_prompt_tokens
+        usage.prompt_tokens = request.spec.num_prompt_tokens
         usage.completion_tokens = sum(choice.completion_tokens for choice in ended)
         usage.cached_prompt_tokens = ends[0].cached_prompt_tokens
         usage.preemptions = sum(end.preemptions for end in ends)

@@ -12,7 +12,6 @@ import numpy as np
 import numpy.typing as npt
 
 from protos.quire.link.v1 import link_pb2
-from protos.quire.plan.v1 import plan_pb2
 from quire.v1 import generation_pb2 as v1
 from services.access.principals import CURRENT
 from services.calls.context import Caller, LiveRequests, Services, record_outcome
@@ -20,7 +19,7 @@ from services.calls.tracing import describe_embedding, request_span
 from services.calls.wakeup import Wakeup
 from services.errors import error_of
 from services.requests.prompts import Prompts
-from services.requests.scheduling import block_keys, check_scheduling, scheduling_params
+from services.requests.scheduling import block_keys, check_scheduling, due_times, schedule
 from services.requests.validation import (
     Violations,
     check_model,
@@ -34,6 +33,7 @@ from services.streams.stream import Stream, StreamRequest
 from shared.columns import to_column
 from shared.errors import FieldViolation, InvalidRequestError, UnsupportedMethodError
 from shared.ids import draw_request_id
+from shared.request_spec import Pooling, RequestSpec
 from shared.telemetry import to_traceparent
 
 MAX_INPUTS = 2048
@@ -109,24 +109,27 @@ class Embedder:
     ) -> Iterator[StreamRequest]:
         """Yield the request to the core for each prompt, lazily."""
         model = self._services.served_model()
-        scheduling = scheduling_params(request.scheduling, arrival=caller.arrival, principal=CURRENT.get())
-        takes_mean = request.pooling == v1.POOLING_MEAN
+        due = due_times(request.scheduling, arrival=caller.arrival, deadline=caller.deadline)
+        pooling = Pooling.MEAN if request.pooling == v1.POOLING_MEAN else Pooling.LAST
+        spec = RequestSpec(
+            request_id=request_id,
+            num_prompt_tokens=0,
+            max_tokens=1,
+            pooling=pooling,
+            model=model.fingerprint,
+            traceparent=parent,
+        )
+        spec = schedule(spec, request.scheduling, CURRENT.get())
         for prompt in prompts:
             column = to_column(prompt)
             yield StreamRequest(
-                request_id=request_id,
+                spec=spec._replace(num_prompt_tokens=len(prompt)),
                 prompt=column,
-                max_tokens=1,
-                sampling=plan_pb2.SamplingParams().SerializeToString(),
                 credit=self._services.config.stream_credit,
                 arrival=caller.arrival,
-                deadline=caller.deadline,
-                traceparent=parent,
-                scheduling=scheduling,
-                block_keys=b"" if takes_mean else block_keys(model, scheduling.cache_scope, column),
+                due=due,
+                block_keys=b"" if pooling is Pooling.MEAN else block_keys(model, spec.cache_scope, column),
                 block_size=model.block_size,
-                model=model.fingerprint,
-                pooling=plan_pb2.POOLING_MEAN if takes_mean else plan_pb2.POOLING_LAST,
             )
 
     async def _compute(self, requests: Iterator[StreamRequest]) -> list[link_pb2.StreamEnd]:

@@ -28,13 +28,14 @@ from services.calls.resuming import (
 from services.calls.tracing import describe_request, request_span
 from services.calls.wakeup import Wakeup
 from services.requests.prompts import Prompts
-from services.requests.scheduling import block_keys, scheduling_params
+from services.requests.scheduling import block_keys, due_times, schedule
 from services.requests.validation import MAX_CHOICES, ValidRequest, check_log_size, resolve_max_tokens, validate
 from services.streams.logprobs import token_logprobs
 from services.streams.stream import Stream, StreamRequest
 from shared.columns import to_column
 from shared.errors import FieldViolation, InvalidRequestError
 from shared.logging import get_logger
+from shared.request_spec import RequestSpec
 from shared.telemetry import to_traceparent
 
 
@@ -107,7 +108,7 @@ class Generator:
         streams = [
             Stream(
                 first if choice == 0 else _for_choice(first, choice, valid, accepted.caller),
-                services.tokenizer.detokenizer(skip_special_tokens=not valid.include_special_tokens),
+                services.tokenizer.detokenizer(skip_special_tokens=valid.output.skip_special_tokens),
                 wakeup.ring,
             )
             for choice in range(valid.num_choices)
@@ -117,7 +118,7 @@ class Generator:
             "request submitted",
             request_id=valid.request_id,
             prompt_tokens=len(prompt),
-            max_tokens=first.max_tokens,
+            max_tokens=first.spec.max_tokens,
             choices=valid.num_choices,
         )
 
@@ -143,33 +144,32 @@ class Generator:
         services.check_connected()
         column = to_column(prompt)
         await self._prompts.add_bad_words(valid, model)
-        scheduling = scheduling_params(request.scheduling, arrival=caller.arrival, principal=CURRENT.get())
-        first = StreamRequest(
+        spec = RequestSpec(
             request_id=valid.request_id,
-            prompt=column,
+            num_prompt_tokens=len(prompt),
             max_tokens=max_tokens,
             stop_token_ids=to_column(valid.stop_token_ids),
             sampling=valid.sampling.SerializeToString(),
+            computes_whole_prompt=valid.prompt_logprobs,
+            model=model.fingerprint,
             identity=request_identity(caller.principal, valid.request_id, 0) if valid.resumable else b"",
             resume_info=resume_info(request) if valid.resumable else b"",
-            grammar=await services.grammars.check(request.grammar, model) if request.HasField("grammar") else b"",
-            wants_scores=valid.logprobs,
-            wants_prompt_scores=valid.prompt_logprobs,
-            stop_strings=valid.stop_strings,
-            include_stop_string=valid.include_stop_string,
-            min_tokens=valid.min_tokens,
+            traceparent=to_traceparent(span),
+        )
+        spec = schedule(spec, request.scheduling, CURRENT.get())
+        if request.HasField("grammar"):
+            spec = spec._replace(grammar=await services.grammars.check(request.grammar, model))
+        check_log_size(valid, spec)
+        return StreamRequest(
+            spec=spec,
+            prompt=column,
+            output=valid.output,
             credit=services.config.stream_credit,
             arrival=caller.arrival,
-            deadline=caller.deadline,
-            traceparent=to_traceparent(span),
-            scheduling=scheduling,
-            block_keys=block_keys(model, scheduling.cache_scope, column),
+            due=due_times(request.scheduling, arrival=caller.arrival, deadline=caller.deadline),
+            block_keys=block_keys(model, spec.cache_scope, column),
             block_size=model.block_size,
-            model=model.fingerprint,
         )
-        opaque = len(first.sampling) + len(first.grammar) + len(first.resume_info)
-        check_log_size(valid, len(prompt), max_tokens, opaque)
-        return first
 
     async def resume(
         self, request: v1.ResumeRequest, caller: Caller, send: Send, *, begun: Callable[[str], Awaitable[object]]
@@ -240,7 +240,7 @@ class Generator:
         tokenizer = self._services.tokenizer
         message = v1.Prompt(token_ids=prompt)
         if valid.echo:
-            message.text = await tokenizer.decode(prompt, skip_special_tokens=not valid.include_special_tokens)
+            message.text = await tokenizer.decode(prompt, skip_special_tokens=valid.output.skip_special_tokens)
         if valid.prompt_logprobs:
             while not (stream.num_generated or stream.over):
                 await wakeup.rung()

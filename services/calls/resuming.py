@@ -12,13 +12,15 @@ from protos.quire.link.v1 import link_pb2
 from quire.v1 import generation_pb2 as v1
 from services.errors import RETRY_MS
 from services.link.core_link import CoreLink
-from services.requests.scheduling import SchedulingParams, block_keys
+from services.requests.output import output_rules
+from services.requests.scheduling import block_keys
 from services.requests.validation import MAX_CHOICES
 from services.streams.logprobs import read_scores
 from services.streams.stream import Stream, StreamRequest
 from services.text.tokenizer import TextTokenizer
 from shared.columns import from_column
 from shared.errors import FieldViolation, InvalidRequestError, NotReadyError, RequestNotFoundError
+from shared.request_spec import read_spec
 
 _TIMEOUT_S = 5.0
 
@@ -77,37 +79,20 @@ def restore_stream(
     submission, info = reply.submission, read_resume_info(reply)
     size = 4 * submission.num_prompt_tokens
     prompt, output = submission.token_ids[:size], from_column(submission.token_ids[size:]).tolist()
+    spec = read_spec(submission)._replace(traceparent=traceparent, computes_whole_prompt=False)
+    rules = output_rules(info)
     request = StreamRequest(
-        request_id=submission.request_id,
+        spec=spec,
         prompt=prompt,
-        max_tokens=submission.max_tokens,
-        stop_token_ids=submission.stop_token_ids,
-        sampling=submission.sampling,
-        grammar=submission.grammar,
-        identity=submission.identity,
-        resumed=True,
-        resume_info=submission.resume_info,
-        wants_scores=info.output.HasField("logprobs"),
+        output=rules,
         choice=choice,
-        stop_strings=tuple(dict.fromkeys(info.stop.stop_strings)),
-        include_stop_string=info.stop.include_stop_string,
-        min_tokens=info.stop.min_tokens,
         credit=credit,
         arrival=arrival,
-        traceparent=traceparent,
-        scheduling=SchedulingParams(
-            tenant=submission.tenant,
-            request_class=submission.request_class,
-            priority=submission.priority,
-            expected_output_tokens=submission.expected_output_tokens,
-            cache_scope=submission.cache_scope,
-        ),
-        block_keys=block_keys(model, submission.cache_scope, prompt),
+        block_keys=block_keys(model, spec.cache_scope, prompt),
         block_size=model.block_size,
-        model=submission.model,
+        resumed=True,
     )
-    skip_special_tokens = not info.output.include_special_tokens
-    stream = Stream(request, tokenizer.detokenizer(skip_special_tokens=skip_special_tokens), wake)
+    stream = Stream(request, tokenizer.detokenizer(skip_special_tokens=rules.skip_special_tokens), wake)
     for scores in reply.scores:
         stream.receive_scores(scores.first_index, False, read_scores(scores.scores))
     if output:
@@ -136,6 +121,6 @@ def skip_known(
         description = f"{tokens} is too large: choice {stream.request.choice} has {stream.num_generated} tokens so far"
         raise InvalidRequestError(FieldViolation("from_tokens", description))
     if text is None:
-        detokenizer = tokenizer.detokenizer(skip_special_tokens=not info.output.include_special_tokens)
+        detokenizer = tokenizer.detokenizer(skip_special_tokens=stream.request.output.skip_special_tokens)
         text = len(detokenizer.push(stream.first_tokens(tokens)).encode())
     stream.skip(tokens, text)

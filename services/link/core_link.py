@@ -301,7 +301,7 @@ class CoreLink:
                 received = stream.receive(first_index, token_ids, now)
                 if received is not Received.TAKEN:
                     self._react(stream, received)
-                elif stream.request.stop_strings:
+                elif stream.request.output.stop_strings:
                     self.give_credit(stream)  # tokens held back for a stop string may never reach the reader
             except Exception as error:
                 self._fail(stream, error)
@@ -346,7 +346,7 @@ class CoreLink:
             return
         get_logger().error(
             "tokens missing in a stream; submitting it again",
-            request_id=stream.request.request_id,
+            request_id=stream.request.spec.request_id,
             stream=stream.number,
         )
         del self._streams[stream.number]
@@ -365,7 +365,7 @@ class CoreLink:
         """End one stream with an internal error; the others are not affected."""
         fault = InternalError(draw_error_id())
         get_logger().error(
-            "stream failed", request_id=stream.request.request_id, error_id=fault.error_id, exc_info=error
+            "stream failed", request_id=stream.request.spec.request_id, error_id=fault.error_id, exc_info=error
         )
         stream.fail(fault)
 

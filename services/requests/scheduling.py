@@ -16,6 +16,7 @@ from services.access.principals import Principal
 from shared.errors import FieldViolation
 from shared.frames import TOKEN_BYTES
 from shared.prefix_keys import following_keys, root_key
+from shared.request_spec import RequestSpec
 
 MAX_PRIORITY = 100
 """Priorities lie in [-MAX_PRIORITY, MAX_PRIORITY]."""
@@ -30,26 +31,15 @@ MAX_TIME_S = 365 * 24 * 3600
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SchedulingParams:
-    """Scheduling parameters sent to the core; times are seconds of the monotonic clock."""
+class DueTimes:
+    """Times by which a request wants its tokens, seconds of the monotonic clock; None: no such time."""
 
-    tenant: str = ""
-    request_class: str = ""
-    priority: int = 0
-    expected_output_tokens: int = 0
-    ttft_by: float | None = None
-    total_by: float | None = None
-    cache_scope: bytes = b""
-
-    def fill(self, submission: link_pb2.Submission, now: float) -> None:
-        """Write the parameters into a submission that is sent at time `now`."""
-        submission.tenant = self.tenant
-        submission.request_class = self.request_class
-        submission.priority = self.priority
-        submission.expected_output_tokens = self.expected_output_tokens
-        submission.ttft_target_ns = left_ns(self.ttft_by, now)
-        submission.total_time_target_ns = left_ns(self.total_by, now)
-        submission.cache_scope = self.cache_scope
+    deadline: float | None = None
+    """The client's deadline: a request that misses it ends."""
+    first_token: float | None = None
+    """Target for the first token."""
+    last_token: float | None = None
+    """Target for the last token."""
 
 
 def check_scheduling(options: v1.SchedulingOptions) -> Iterator[FieldViolation]:
@@ -67,22 +57,29 @@ def check_scheduling(options: v1.SchedulingOptions) -> Iterator[FieldViolation]:
         yield from _check_target("scheduling.total_time_target", options.total_time_target)
 
 
-def scheduling_params(options: v1.SchedulingOptions, *, arrival: float, principal: Principal) -> SchedulingParams:
-    """Return the parameters for valid options of a request that arrived at `arrival`.
+def schedule(spec: RequestSpec, options: v1.SchedulingOptions, principal: Principal) -> RequestSpec:
+    """Return the specification with valid scheduling options.
 
     Raises:
         PermissionDeniedError: the principal may not use the tenant or the cache scope.
     """
     principal.check_scope(options.cache_scope)
     scope = f"scope\0{options.cache_scope}" if options.cache_scope else f"principal\0{principal.name}"
-    return SchedulingParams(
+    return spec._replace(
         tenant=principal.tenant(options.tenant),
         request_class=options.request_class,
         priority=options.priority,
         expected_output_tokens=options.expected_output_tokens,
-        ttft_by=arrival + _seconds(options.ttft_target) if options.HasField("ttft_target") else None,
-        total_by=arrival + _seconds(options.total_time_target) if options.HasField("total_time_target") else None,
         cache_scope=scope.encode(),
+    )
+
+
+def due_times(options: v1.SchedulingOptions, *, arrival: float, deadline: float | None) -> DueTimes:
+    """Return the due times of a request with valid options that arrived at `arrival`."""
+    return DueTimes(
+        deadline=deadline,
+        first_token=arrival + _seconds(options.ttft_target) if options.HasField("ttft_target") else None,
+        last_token=arrival + _seconds(options.total_time_target) if options.HasField("total_time_target") else None,
     )
 
 
@@ -93,7 +90,7 @@ def block_keys(model: link_pb2.ServedModel, cache_scope: bytes, prompt: bytes) -
 
     Args:
         model: the served model; without a block size there are no keys.
-        cache_scope: as in the scheduling parameters.
+        cache_scope: the request's scope of the prefix cache.
         prompt: column of the prompt's tokens.
     """
     if not model.block_size:

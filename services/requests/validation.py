@@ -12,12 +12,14 @@ from protos.quire.link.v1 import link_pb2
 from protos.quire.plan.v1 import plan_pb2
 from quire.v1 import generation_pb2 as v1
 from services.grammars.checker import check_grammar
+from services.requests.output import OutputRules, output_rules
 from services.requests.scheduling import check_scheduling
 from services.text.chat import check_chat
 from shared.columns import to_column
 from shared.errors import FieldViolation, InvalidRequestError, UnsupportedFieldError
 from shared.frames import MAX_LOGPROBS, MAX_PART_BYTES, MAX_SERVED_SEQUENCE, TOKEN_BYTES
 from shared.ids import draw_request_id, draw_seed
+from shared.request_spec import RequestSpec
 
 MAX_REQUEST_ID = 128
 """Maximum length of a request id, bytes."""
@@ -69,18 +71,13 @@ class ValidRequest:
     sampling: plan_pb2.SamplingParams
     """Sampling parameters without bad words, which are not tokenised yet."""
     bad_words: tuple[str, ...]
-    stop_strings: tuple[str, ...]
+    output: OutputRules
     stop_token_ids: tuple[int, ...]
     """Stop tokens, including the model's end-of-sequence tokens unless the request ignores them."""
     max_tokens: int | None
-    min_tokens: int
-    include_stop_string: bool
-    include_special_tokens: bool
     num_choices: int
     resumable: bool
     echo: bool
-    logprobs: bool
-    """Whether log-probabilities of generated tokens are requested."""
     prompt_logprobs: bool
     truncate_prompt_tokens: int | None
 
@@ -122,16 +119,12 @@ def validate(request: v1.GenerateRequest, model: link_pb2.ServedModel, *, has_ch
         model=model.name,
         sampling=_sampling_params(request, stop_token_ids),
         bad_words=tuple(dict.fromkeys(sampling.bad_words)),
-        stop_strings=tuple(dict.fromkeys(stop.stop_strings)),
+        output=output_rules(request),
         stop_token_ids=stop_token_ids,
         max_tokens=stop.max_tokens if stop.HasField("max_tokens") else None,
-        min_tokens=stop.min_tokens,
-        include_stop_string=stop.include_stop_string,
-        include_special_tokens=output.include_special_tokens,
         num_choices=sampling.n if sampling.HasField("n") else 1,
         resumable=request.resumable,
         echo=output.echo,
-        logprobs=output.HasField("logprobs"),
         prompt_logprobs=output.HasField("prompt_logprobs"),
         truncate_prompt_tokens=output.truncate_prompt_tokens if output.HasField("truncate_prompt_tokens") else None,
     )
@@ -175,22 +168,18 @@ def resolve_max_tokens(
     return max_tokens
 
 
-def check_log_size(valid: ValidRequest, num_prompt_tokens: int, max_tokens: int, opaque_bytes: int) -> None:
+def check_log_size(valid: ValidRequest, spec: RequestSpec) -> None:
     """Check that the log of a resumable request, with all log-probabilities, fits into a frame of the link.
-
-    Args:
-        valid: the request.
-        num_prompt_tokens: length of its prompt.
-        max_tokens: maximum number of generated tokens.
-        opaque_bytes: size of the other kept fields: sampling parameters, grammar, and so on.
 
     Raises:
         InvalidRequestError: it may not fit.
     """
-    if not (valid.resumable and valid.logprobs):
+    if not (valid.resumable and valid.output.logprobs):
         return
     per_token = TOKEN_BYTES + max_scores_bytes(valid.sampling.logprobs)
-    room = MAX_PART_BYTES - _LOG_OVERHEAD - opaque_bytes - TOKEN_BYTES * num_prompt_tokens
+    max_tokens = spec.max_tokens
+    opaque_bytes = len(spec.sampling) + len(spec.grammar) + len(spec.resume_info)
+    room = MAX_PART_BYTES - _LOG_OVERHEAD - opaque_bytes - TOKEN_BYTES * spec.num_prompt_tokens
     if max_tokens * per_token > room:
         raise InvalidRequestError(
             FieldViolation(

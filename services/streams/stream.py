@@ -16,7 +16,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from protos.quire.link.v1 import link_pb2
-from services.requests.scheduling import SchedulingParams, left_ns
+from services.requests.output import OutputRules
+from services.requests.scheduling import DueTimes, left_ns
 from services.streams.logprobs import Scored
 from services.streams.outbox import Batch, Outbox
 from services.text.detokenizer import Detokenizer
@@ -24,6 +25,7 @@ from services.text.stop_strings import StopFinder
 from shared.columns import to_column
 from shared.errors import QuireError
 from shared.frames import TOKEN_BYTES
+from shared.request_spec import RequestSpec
 
 _PORTIONS = 4
 """Credit is returned in this many portions."""
@@ -33,57 +35,27 @@ _PORTIONS = 4
 class StreamRequest:
     """Request to the core, fixed before it is submitted."""
 
-    request_id: str
+    spec: RequestSpec
     prompt: bytes = field(repr=False)
     """Column of the prompt's tokens."""
-    max_tokens: int
-    stop_token_ids: bytes = b""
-    """Column of token ids."""
-    identity: bytes = b""
-    """Identity of the request, equal on all front ends; empty: it cannot be resumed."""
-    resumed: bool = False
-    """Whether it resumes a kept request, which a core may know before the first submission."""
-    resume_info: bytes = b""
-    """Serialized GenerateRequest with what another front end needs to resume the request."""
-    grammar: bytes = b""
-    """Serialized quire.plan.v1.Grammar; empty: no grammar."""
-    sampling: bytes = b""
-    """Serialized quire.plan.v1.SamplingParams."""
-    wants_scores: bool = False
-    """Whether log-probabilities of generated tokens are requested."""
-    wants_prompt_scores: bool = False
-    """Whether log-probabilities of the prompt are requested."""
+    output: OutputRules = field(default_factory=OutputRules)
     choice: int = 0
     """Index of the choice."""
-    stop_strings: tuple[str, ...] = field(default=(), repr=False)
-    include_stop_string: bool = False
-    """Whether a matched stop string stays in the text."""
-    min_tokens: int = 0
-    """Stop strings are ignored within this number of tokens."""
     credit: int
     """Bytes of output that the stream may be ahead of its reader."""
     arrival: float
     """Monotonic time at which the RPC arrived, seconds."""
-    deadline: float | None = None
-    """Monotonic time, seconds; None: no deadline."""
-    traceparent: str = ""
-    scheduling: SchedulingParams = field(default_factory=SchedulingParams)
+    due: DueTimes = field(default_factory=DueTimes)
     block_keys: bytes = field(default=b"", repr=False)
     """Keys of the prompt's full blocks of `block_size` tokens, joined; may be empty."""
     block_size: int = 0
-    model: str = ""
-    """Fingerprint of the model that the request was validated for."""
-    pooling: int = 0
-    """quire.plan.v1.Pooling of an embedding request; 0 for generation."""
-
-    @property
-    def num_prompt_tokens(self) -> int:
-        """Number of prompt tokens."""
-        return len(self.prompt) // TOKEN_BYTES
+    resumed: bool = False
+    """Whether it resumes a kept request, which a core may know before the first submission."""
 
     def for_choice(self, choice: int, sampling: bytes, identity: bytes) -> "StreamRequest":
-        """Return the same request for another choice."""
-        return replace(self, choice=choice, sampling=sampling, identity=identity, wants_prompt_scores=False)
+        """Return the same request for another choice; only the first one returns the prompt's log-probabilities."""
+        spec = self.spec._replace(sampling=sampling, identity=identity, computes_whole_prompt=False)
+        return replace(self, choice=choice, spec=spec)
 
 
 class Received(enum.Enum):
@@ -126,9 +98,8 @@ class Stream:
         """Called once when the stream ends."""
         self._wake = wake
         self._detokenizer = detokenizer
-        self._finder = (
-            StopFinder(request.stop_strings, keep=request.include_stop_string) if request.stop_strings else None
-        )
+        rules = request.output
+        self._finder = StopFinder(rules.stop_strings, keep=rules.include_stop_string) if rules.stop_strings else None
         self._outbox = Outbox()
         self._credit_portion = max(request.credit // (_PORTIONS * TOKEN_BYTES), 1)
         self._credit_returned = 0
@@ -178,27 +149,17 @@ class Stream:
         self._credit_returned = len(outbox.tokens) - waiting
         submission = link_pb2.Submission(
             stream=self.number,
-            request_id=request.request_id,
             token_ids=request.prompt + to_column(outbox.tokens),
-            num_prompt_tokens=request.num_prompt_tokens,
-            max_tokens=request.max_tokens,
-            stop_token_ids=request.stop_token_ids,
-            sampling=request.sampling,
             credit=max(request.credit - TOKEN_BYTES * waiting, 0),
-            deadline_ns=left_ns(request.deadline, now),
-            traceparent=request.traceparent,
+            deadline_ns=left_ns(request.due.deadline, now),
+            ttft_target_ns=left_ns(request.due.first_token, now),
+            total_time_target_ns=left_ns(request.due.last_token, now),
             block_keys=request.block_keys,
             block_size=request.block_size,
-            computes_whole_prompt=request.wants_prompt_scores,
-            grammar=request.grammar,
-            identity=request.identity,
-            resume_info=request.resume_info,
             again=self.submitted or request.resumed,
             accepted=self.submitted,
-            model=request.model,
-            pooling=request.pooling,
+            **request.spec._asdict(),
         )
-        request.scheduling.fill(submission, now)
         self.submitted = True
         return submission
 
@@ -302,7 +263,7 @@ class Stream:
             self._held.append(self._text_length)
             text = self._detokenizer.push((token_id,))
             self._text_length += len(text)
-            if len(self._outbox.tokens) <= self.request.min_tokens:
+            if len(self._outbox.tokens) <= self.request.output.min_tokens:
                 finder.skip(text)
                 self._release(text, finder.released)
                 continue

@@ -16,7 +16,7 @@ from scheduler_svc.core.interface.plan import Plan, RowAdmission
 from scheduler_svc.frontend_link import Outgoing
 from shared.columns import from_column, to_column
 from shared.frames import PLAN_VERSIONS, MalformedFrameError
-from shared.request_spec import RequestSpec
+from shared.request_spec import Pooling, RequestSpec
 from shared.versions import UnsupportedVersionError
 from tests.examples import examples
 
@@ -141,6 +141,20 @@ def test_ill_formed_columns_are_malformed(result: plan_pb2.StepResult) -> None:
     """Columns that are ragged, unequal or not planned are refused as malformed."""
     with pytest.raises(MalformedFrameError):
         worker_link.decode(b"w", plan_pb2.WorkerMessage(epoch=1, result=result).SerializeToString())
+
+
+def test_a_specification_crosses_the_link_unchanged() -> None:
+    """Every field of a request's specification arrives with its value, and returns with the log of the request."""
+    spec = RequestSpec(
+        request_id="r", num_prompt_tokens=1, max_tokens=1, stop_token_ids=to_column([5]), sampling=b"s", grammar=b"",
+        pooling=Pooling.MEAN, computes_whole_prompt=True, tenant="t", request_class="c", priority=-3,
+        expected_output_tokens=4, cache_scope=b"x", model="m", identity=b"i", resume_info=b"f", traceparent="p",
+    )  # fmt: skip
+    unset = {field for field, value in zip(spec._fields, spec, strict=True) if not value}
+    submission = frontend_link.to_submission(spec, to_column([1]))
+
+    assert frontend_link.arrival(b"f", submission, 0.0).spec == spec
+    assert unset == {"grammar"}, "give every field a value that is not its default"
 
 
 GOOD = link_pb2.Submission(

@@ -13,11 +13,12 @@ from protos.quire.link.v1 import link_pb2
 from quire.v1 import generation_pb2 as v1
 from services.errors import InternalError
 from services.link import core_link
-from services.requests.scheduling import MAX_TIME_S, SchedulingParams
+from services.requests.scheduling import MAX_TIME_S
 from services.streams.stream import Stream, StreamRequest
 from services.text.detokenizer import detokenizer_factory
 from shared.columns import from_column, to_column
 from shared.frames import MAX_SERVED_SEQUENCE
+from shared.request_spec import RequestSpec
 from tests.services.stack import (
     MODEL,
     PATIENCE_S,
@@ -59,6 +60,11 @@ async def collect(call: Call) -> list[v1.GenerateResponse]:
         while isinstance(response := await call.read(), v1.GenerateResponse):
             responses.append(response)
     return responses
+
+
+def _request(request_id: str, priority: int = 0) -> StreamRequest:
+    spec = RequestSpec(request_id=request_id, num_prompt_tokens=len(PROMPT), max_tokens=3, priority=priority, model="f")
+    return StreamRequest(spec=spec, prompt=to_column(PROMPT), credit=64, arrival=0.0)
 
 
 def test_a_cancelled_call_is_cancelled_at_the_core_once(tmp_path: Path) -> None:
@@ -229,10 +235,7 @@ def test_a_request_that_no_core_has_seen_is_a_new_one(tmp_path: Path, monkeypatc
             stack.core_or_none = None
             await stack.until_ready(False)
             ended = asyncio.Event()
-            request = StreamRequest(
-                request_id="late", prompt=to_column(PROMPT), max_tokens=3, credit=64, arrival=0.0, model="f"
-            )
-            link.submit(Stream(request, detokenizer_factory(byte_level())(True), ended.set))
+            link.submit(Stream(_request("late"), detokenizer_factory(byte_level())(True), ended.set))
             stack.core_or_none = core = TestCore(address)
             await collect(begun)
             await core.saw(lambda core: len(core.submissions) == 2)
@@ -254,10 +257,7 @@ def test_what_never_left_the_front_end_was_not_accepted(tmp_path: Path) -> None:
             stack.core.kill()
             streams = []
             for name in ("sent", "held"):
-                request = StreamRequest(
-                    request_id=name, prompt=to_column(PROMPT), max_tokens=3, credit=64, arrival=0.0, model="f"
-                )
-                streams.append(Stream(request, detokenizer_factory(byte_level())(True), lambda: None))
+                streams.append(Stream(_request(name), detokenizer_factory(byte_level())(True), lambda: None))
                 link.submit(streams[-1])
                 if name == "sent":
                     link._outgoing.take()  # it is on its way; whether a core has it, nobody knows
@@ -301,12 +301,8 @@ def test_a_stream_that_cannot_be_submitted_ends_alone(tmp_path: Path) -> None:
             detokenizer = detokenizer_factory(byte_level())
             streams = []
             for priority in (0, 1 << 40, 0):
-                request = StreamRequest(
-                    request_id="r", prompt=to_column(PROMPT), max_tokens=3, credit=64, arrival=0.0,
-                    scheduling=SchedulingParams(priority=priority),
-                )  # fmt: skip
                 ended = asyncio.Event()
-                streams.append((Stream(request, detokenizer(True), ended.set), ended))
+                streams.append((Stream(_request("r", priority), detokenizer(True), ended.set), ended))
             for stream, _ in streams:
                 stack.frontend.link.submit(stream)
             stack.core_or_none = TestCore(f"ipc://{tmp_path}/core")

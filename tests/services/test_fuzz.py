@@ -88,6 +88,6 @@ def _assert_within_bounds(valid: ValidRequest) -> None:
     assert sampling.top_k < 2**31
     assert valid.max_tokens is None or 1 <= valid.max_tokens < MODEL.max_model_len
     assert all(0 <= token < MODEL.vocab_size for token in valid.stop_token_ids)
-    assert all(valid.stop_strings)
+    assert all(valid.output.stop_strings)
     assert 0 < len(valid.request_id) <= 128
     assert valid.request_id.isprintable()

@@ -4,11 +4,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from protos.quire.link.v1 import link_pb2
+from services.requests.output import OutputRules
+from services.requests.scheduling import DueTimes
 from services.streams.outbox import Batch, Outbox
 from services.streams.stream import Received, Stream, StreamRequest
 from services.text.detokenizer import detokenizer_factory
 from shared.columns import from_column, to_column
 from shared.errors import NoWorkerError
+from shared.request_spec import RequestSpec
 from tests.services.tokenizers_for_tests import byte_level
 
 LENGTH = link_pb2.StreamEnd(reason=link_pb2.END_REASON_LENGTH)
@@ -17,7 +20,11 @@ LENGTH = link_pb2.StreamEnd(reason=link_pb2.END_REASON_LENGTH)
 def make_stream(*stops: str, credit: int = 4096, prompt: tuple[int, ...] = (7, 8)) -> Stream:
     """A stream of the byte-level tokenizer."""
     request = StreamRequest(
-        request_id="r", prompt=to_column(prompt), max_tokens=1000, stop_strings=stops, credit=credit, arrival=0.0
+        spec=RequestSpec(request_id="r", num_prompt_tokens=len(prompt), max_tokens=1000),
+        prompt=to_column(prompt),
+        output=OutputRules(stop_strings=stops),
+        credit=credit,
+        arrival=0.0,
     )
     return Stream(request, detokenizer_factory(byte_level())(True), lambda: None)
 
@@ -115,7 +122,8 @@ def test_a_submission_after_a_loss_leaves_room_for_what_still_waits() -> None:
 
 def test_the_time_left_to_the_deadline_shrinks() -> None:
     """A later submission leaves the core less time."""
-    request = StreamRequest(request_id="r", prompt=to_column([1]), max_tokens=1, credit=40, arrival=0.0, deadline=100.0)
+    spec = RequestSpec(request_id="r", num_prompt_tokens=1, max_tokens=1)
+    request = StreamRequest(spec=spec, prompt=to_column([1]), credit=40, arrival=0.0, due=DueTimes(deadline=100.0))
     stream = Stream(request, detokenizer_factory(byte_level())(True), lambda: None)
 
     assert stream.submission(90.0).deadline_ns == 10_000_000_000

@@ -25,6 +25,7 @@ from services.requests.validation import (
 from shared.errors import InvalidRequestError, UnsupportedFieldError
 from shared.frames import MAX_LOGPROBS, MAX_PART_BYTES, MAX_SERVED_SEQUENCE
 from shared.grammars import MAX_GRAMMAR
+from shared.request_spec import RequestSpec
 from tests.services.stack import MODEL
 
 VOCAB = MODEL.vocab_size
@@ -275,7 +276,7 @@ def test_a_least_length_leaves_a_token_to_choose(wanted: v1.GenerateRequest, tok
     worker."""
     wanted.stop.min_tokens = 2
     if token_left:
-        assert validate(wanted, MODEL, has_chat_template=True).min_tokens == 2
+        assert validate(wanted, MODEL, has_chat_template=True).output.min_tokens == 2
         return
     with pytest.raises(InvalidRequestError, match="no token is left to sample"):
         validate(wanted, MODEL, has_chat_template=True)
@@ -362,11 +363,15 @@ def test_a_log_takes_no_more_than_is_counted_for_it() -> None:
     assert reply.ByteSize() <= 1000 * max_scores_bytes(MAX_LOGPROBS)
 
 
+def _spec(max_tokens: int) -> RequestSpec:
+    return RequestSpec(request_id="r", num_prompt_tokens=1000, max_tokens=max_tokens)
+
+
 @pytest.mark.parametrize(("resumable", "logprobs", "max_tokens"), [(True, 20, 50_000), (True, 0, 200_000)])
 def test_a_log_that_fits_into_a_frame_is_kept(resumable: bool, logprobs: int, max_tokens: int) -> None:
     """Long answers with log-probabilities can be resumable, as long as a frame takes what is kept of them."""
     wanted = request(request_id="r", resumable=resumable, output=v1.OutputOptions(logprobs=logprobs))
-    check_log_size(validate(wanted, MODEL, has_chat_template=False), 1000, max_tokens, 0)
+    check_log_size(validate(wanted, MODEL, has_chat_template=False), _spec(max_tokens))
 
 
 def test_a_log_that_no_frame_takes_is_refused_with_the_remedy() -> None:
@@ -375,6 +380,6 @@ def test_a_log_that_no_frame_takes_is_refused_with_the_remedy() -> None:
     output = v1.OutputOptions(logprobs=20)
     valid = validate(request(request_id="r", resumable=True, output=output), MODEL, has_chat_template=False)
     with pytest.raises(InvalidRequestError, match="lower stop") as refused:
-        check_log_size(valid, 1000, 100_000, 0)
+        check_log_size(valid, _spec(100_000))
     assert [violation.field for violation in refused.value.violations] == ["output.logprobs"]
-    check_log_size(validate(request(output=output), MODEL, has_chat_template=False), 1000, 100_000, 0)
+    check_log_size(validate(request(output=output), MODEL, has_chat_template=False), _spec(100_000))

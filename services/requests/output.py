@@ -1,0 +1,31 @@
+"""How the generated tokens of a request become messages; only front ends read this."""
+
+from dataclasses import dataclass, field
+
+from quire.v1 import generation_pb2 as v1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OutputRules:
+    """Rules for the output of one request, the same for all its choices."""
+
+    stop_strings: tuple[str, ...] = field(default=(), repr=False)
+    include_stop_string: bool = False
+    """Whether a matched stop string stays in the text."""
+    min_tokens: int = 0
+    """Stop strings are ignored within this number of tokens."""
+    skip_special_tokens: bool = True
+    logprobs: bool = False
+    """Whether log-probabilities of generated tokens are requested."""
+
+
+def output_rules(request: v1.GenerateRequest) -> OutputRules:
+    """Return the rules of a valid request, or of the `resume_info` of a kept one."""
+    stop, output = request.stop, request.output
+    return OutputRules(
+        stop_strings=tuple(dict.fromkeys(stop.stop_strings)),
+        include_stop_string=stop.include_stop_string,
+        min_tokens=stop.min_tokens,
+        skip_special_tokens=not output.include_special_tokens,
+        logprobs=output.HasField("logprobs"),
+    )
