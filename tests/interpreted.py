@@ -34,11 +34,12 @@ def check_interpreted(tests: Path) -> None:
 
 
 def left_out(config: pytest.Config) -> list[str]:
-    """The files that a folder of interpreted tests does not collect: none in a process that interprets, which one does
-    that was told of such tests alone.
+    """Return the files that pytest does not collect in a folder of interpreted tests.
+
+    A process that interprets collects all; another process collects none.
 
     Raises:
-        pytest.UsageError: such tests are named beside others.
+        pytest.UsageError: such tests are named together with others.
     """
     if os.environ.get(_VARIABLE) == "1":
         return []

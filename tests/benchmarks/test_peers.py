@@ -108,8 +108,8 @@ def _times(out: Path) -> list[list[float]]:
 
 
 @pytest.mark.parametrize("flag", ["--peers=openvino-int8", "--workloads=W9"])
-def test_what_there_is_not_is_said_before_anything_is_installed(flag: str, tmp_path: Path) -> None:
-    """A peer with other weights and a workload that does not exist are named, with those that do."""
+def test_an_unknown_peer_or_workload_is_refused_before_an_installation(flag: str, tmp_path: Path) -> None:
+    """The error names the known peers and workloads."""
     command = [sys.executable, "-m", "benchmarks.peers", f"--work={tmp_path}", flag]
     refused = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert refused.returncode == 2

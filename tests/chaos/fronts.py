@@ -72,8 +72,11 @@ class Outcome:
     seconds: float
 
     def figures(self) -> dict[str, Any]:
-        """As JSON; the pause is the longest between two messages of a stream from the last one before a blow until the
-        next blow, for each stream that was under way."""
+        """Return the figures as JSON.
+
+        The pause of a stream is its longest gap between two messages, from the last message before a kill until the
+        next kill. It is computed for each stream that ran at the kill.
+        """
         pauses: dict[Blow, list[float]] = {blow: [] for blow in Blow}
         for struck, following in zip_longest(self.struck, self.struck[1:]):
             until = following.time if following is not None else math.inf

@@ -14,9 +14,11 @@ from tests.e2e.harness import Served, serve
 OPTIONS = {"max_tokens": 300, "temperature": 1.0, "ignore_eos": True, "logprobs": 1}
 
 
-def test_blows_of_every_kind_lose_and_repeat_nothing(tmp_path: Path) -> None:
-    """A front end, all front ends, the scheduler, and scheduler and front ends at once are killed under load: every
-    stream of a resumable client ends in full, each token the reference's after the delivered ones."""
+def test_kills_of_every_kind_lose_and_repeat_nothing(tmp_path: Path) -> None:
+    """After kills of every kind, each stream of a resumable client ends in full with the reference's tokens.
+
+    One front end, all front ends, the scheduler, and scheduler and front ends at once are killed under load.
+    """
     outcome = run(Campaign(num_streams=12, blows_of_each_kind=1, max_tokens=150, fsync="step", pause_s=0.3), tmp_path)
 
     print(outcome.figures())
@@ -25,8 +27,10 @@ def test_blows_of_every_kind_lose_and_repeat_nothing(tmp_path: Path) -> None:
 
 
 def test_a_service_that_is_killed_altogether_goes_on_where_it_was(tmp_path: Path) -> None:
-    """Every process of a service dies at once, and it is started again on the same ports: clients that have waited get
-    exactly the tokens of an undisturbed run, no gap, no repeat, each with its log-probability."""
+    """After all processes die and start again, waiting clients get exactly the tokens of an undisturbed run.
+
+    The service starts on the same ports. No token is missing or repeated, and each has its log-probability.
+    """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]

@@ -31,14 +31,14 @@ class Stage:
 
 @pytest.fixture(scope="module")
 def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
+    """Yield a service for all tests of this file."""
     checkpoint = make_checkpoint("LlamaForCausalLM", tmp_path_factory.mktemp("model"))
     with serve(checkpoint, "--dtype=float32", "--workers=2", "--frontends=2") as served:
         yield Stage(served, Oracle(checkpoint))
 
 
 def test_every_worker_is_restarted_under_load(stage: Stage) -> None:
-    """Workers told to end one after the other, each when the one before is back: all exit 0, no stream fails, no token
-    is lost or repeated."""
+    """When workers are restarted one after the other, all exit 0, no stream fails, and no token is lost or repeated."""
 
     async def restart_all(served: Served) -> None:
         for number, worker in enumerate(served.children("worker"), 1):
@@ -55,8 +55,7 @@ def test_every_worker_is_restarted_under_load(stage: Stage) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM], ids=["killed", "told to end"])
 def test_the_scheduler_comes_back_under_load(stage: Stage, number: signal.Signals) -> None:
-    """A scheduler that dies, or is replaced, costs a pause: workers and front ends find the next one by themselves, and
-    every stream goes on with the token after the last one delivered."""
+    """After the scheduler dies or is replaced, every stream continues with the token after the last delivered one."""
 
     async def restart(served: Served) -> None:
         joined = served.count_logged("worker joined")
@@ -68,8 +67,10 @@ def test_the_scheduler_comes_back_under_load(stage: Stage, number: signal.Signal
 
 
 def test_a_restart_loses_nothing_that_was_accepted(tmp_path: Path) -> None:
-    """With a full queue and a tenant at its limits, whether a request has delivered tokens or still waits: when the
-    scheduler is killed, every stream that it had accepted is completed by the next one, with the model's tokens."""
+    """When the scheduler is killed, the next one completes every accepted stream with the model's tokens.
+
+    The queue is full, and a tenant is at its limits. Some requests have delivered tokens, and others still wait.
+    """
     checkpoint = make_checkpoint("LlamaForCausalLM", tmp_path / "model")
     oracle, limits = Oracle(checkpoint), tmp_path / "admission.toml"
     limits.write_text("[tenants.small]\nmax_running = 1\nmax_queued = 2\n", encoding="utf-8")
@@ -85,8 +86,10 @@ def test_a_restart_loses_nothing_that_was_accepted(tmp_path: Path) -> None:
 
 
 async def _restart_with_a_full_queue(served: Served) -> list[Streamed]:
-    """Three streams run and six wait, among them one and two of a tenant that may have no more; then the scheduler is
-    killed. Returns all nine when they have ended."""
+    """Kill the scheduler while three streams run and six wait; return all nine when they have ended.
+
+    One running and two waiting streams belong to a tenant that may have no more.
+    """
     streams = [Streamed(f"r{number}", [20 + number, 30], 400, None) for number in range(9)]
 
     async def one(client: AsyncClient, streamed: Streamed, tenant: str) -> None:
@@ -119,12 +122,8 @@ async def _restart_with_a_full_queue(served: Served) -> list[Streamed]:
     return streams
 
 
-def test_a_stalled_scheduler_blames_nobody(stage: Stage) -> None:
-    """A scheduler that stands still for two seconds holds no worker's silence against it when it goes on.
-
-    One connection may be gone all the same: ZeroMQ looks at its timers before its sockets, so a ping that was under way
-    when the scheduler was stopped has run out of time although its answer is there.
-    """
+def test_a_blocked_scheduler_removes_no_worker(stage: Stage) -> None:
+    """A scheduler that was blocked for two seconds does not count its workers' silence."""
 
     async def stall(served: Served) -> None:
         pid = served.pid("scheduler")
@@ -145,8 +144,10 @@ def _lost(served: Served) -> list[str]:
 
 
 def test_a_dead_front_end_takes_only_its_own_streams(stage: Stage) -> None:
-    """Streams on the front end that was killed end UNAVAILABLE at once; those on the other one are not disturbed, and
-    its place is taken by a new one."""
+    """The streams of a killed front end end UNAVAILABLE at once; streams of the other one continue.
+
+    A new front end takes the place of the killed one.
+    """
 
     async def run(served: Served) -> tuple[list[int], int]:
         counts, failed = [], 0

@@ -22,10 +22,12 @@ from tests.e2e.oracle import Oracle, Tally
 SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
 
 
-def test_every_kind_of_process_ends_well_under_load(tmp_path: Path) -> None:
-    """A worker, the scheduler and the front end are told to end while streams flow, the front end with a grace period
-    that these outlast: each exits 0, health says NOT_SERVING before the front end goes, every stream of a resumable
-    client ends in full, and the log tells of worker and front end as having left, not as lost."""
+def test_every_kind_of_process_ends_in_order_under_load(tmp_path: Path) -> None:
+    """After SIGTERM under load, every kind of process exits 0 and every stream of a resumable client ends in full.
+
+    The front end gets a grace period shorter than the streams. Health says NOT_SERVING before it exits. The log reports
+    worker and front end as having left, not as lost.
+    """
     checkpoint = make_checkpoint("LlamaForCausalLM", tmp_path / "model")
     oracle = Oracle(checkpoint)
 
@@ -75,9 +77,11 @@ def test_every_kind_of_process_ends_well_under_load(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("outlast", [False, True], ids=["streams that end in time", "streams that outlast it"])
-def test_a_service_told_to_end_finishes_what_it_can(tmp_path: Path, outlast: bool) -> None:
-    """Streams that need less than the grace period end in full, longer ones with an error that says that the service
-    is gone; it exits 0 either way, and nothing is left."""
+def test_a_service_that_shuts_down_finishes_short_streams(tmp_path: Path, outlast: bool) -> None:
+    """Streams shorter than the grace period end in full; longer ones get an error that says that the service is gone.
+
+    The service exits 0 and leaves no process behind.
+    """
     checkpoint = make_checkpoint("LlamaForCausalLM", tmp_path / "model")
 
     async def run(served: Served) -> list[int | str]:

@@ -6,8 +6,10 @@ from tests.chaos.campaign import Campaign, Fault, preemptions, run
 
 
 def test_faults_of_every_kind_lose_and_repeat_nothing(tmp_path: Path) -> None:
-    """A fault of each kind strikes a random worker under load: every stream ends in full, each token the reference's
-    (greedy or seeded) after the delivered ones; no block is held and no process left afterwards."""
+    """After a fault of each kind in a random worker under load, every stream ends in full with the reference's tokens.
+
+    Streams are greedy or seeded. Afterwards no block is held and no process is left.
+    """
     outcome = run(Campaign(num_streams=16, faults_of_each_kind=1, max_tokens=120, pause_s=1.0), tmp_path)
 
     print(outcome.figures())

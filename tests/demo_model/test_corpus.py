@@ -50,6 +50,7 @@ def sample() -> str:
 
 
 def problems_in(text: str) -> Iterator[Problem]:
+    """Yield the problems that occur in a text."""
     for left, operator, right in _PROBLEM.findall(text):
         yield Problem(int(left), _OPERATORS.get(operator, operator), int(right))
 
@@ -98,8 +99,8 @@ def test_writing_a_held_out_item_is_refused() -> None:
             check_training_side(item)
 
 
-def test_swapped_operands_fall_on_the_same_side() -> None:
-    """a + b is held out exactly when b + a is, so that neither gives the other away."""
+def test_swapped_operands_are_on_the_same_side_of_the_split() -> None:
+    """The sum a + b is held out exactly when b + a is, so that neither reveals the other."""
     pairs = [(a, b) for a in range(100) for b in range(a)]
 
     assert all(Problem(a, "plus", b).held_out == Problem(b, "plus", a).held_out for a, b in pairs)
@@ -211,7 +212,7 @@ def test_held_out_answers_through_plain_generate() -> None:
 
 
 def test_a_story_ends_by_itself() -> None:
-    """Asked for a story about a fox, the model tells one and stops."""
+    """The model tells a requested story about a fox and stops."""
     model, tokenizer = checkpoint()
     complete = evaluate.generate_with(model, tokenizer, chat=True)
 

@@ -77,10 +77,10 @@ class Served:
         return text
 
     def wait_until_empty(self, **ended: int) -> None:
-        """Waits until nothing runs or waits, and so many requests have ended for each reason that is given; asserts
-        that every block is free or cached then.
+        """Wait until no request runs or waits, and the given numbers of requests have ended for each reason.
 
-        A cancel travels front end, core, worker and back, and nobody is told when it is there: the figures show it.
+        Then assert that every block is free or cached. A cancel travels through front end, core and worker and back
+        without an answer. So its arrival is visible only in the metrics.
         """
         end = time.monotonic() + PATIENCE_S
         while not _is_empty(metrics := self.metrics(), ended):

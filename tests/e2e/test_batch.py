@@ -26,8 +26,10 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 
 def test_a_killed_batch_goes_on_and_answers_every_line_once(demo: Served, tmp_path: Path) -> None:
-    """Killed with SIGKILL half-way, and a second time later, then started again: each request has exactly one answer,
-    the same as in an undisturbed run."""
+    """A batch that is killed twice and started again has exactly one answer for each request.
+
+    The answers are those of an undisturbed run. The kills are SIGKILL.
+    """
     requests, answers, undisturbed = (tmp_path / name for name in ("in.jsonl", "out.jsonl", "whole.jsonl"))
     with requests.open("w") as file:
         for number in range(LINES):
@@ -57,8 +59,7 @@ def test_a_killed_batch_goes_on_and_answers_every_line_once(demo: Served, tmp_pa
 
 
 def test_refusals_are_answers_and_the_exit_code_tells(demo: Served, tmp_path: Path) -> None:
-    """A request that the server refuses has its error in the file, the others their texts; with no server there is one
-    line on stderr."""
+    """A refused request has its error in the file, the others their texts; without a server, stderr has one line."""
     requests, answers = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     requests.write_text(
         '{"id": "good", "prompt": "x", "max_tokens": 2}\n{"id": "bad", "prompt": "x", "max_tokens": 99999}\n'

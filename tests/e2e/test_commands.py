@@ -21,7 +21,7 @@ def quire(*arguments: str, typed: str = "") -> str:
 
 
 def test_a_conversation_in_the_terminal(demo: Served, tmp_path: Path) -> None:
-    """Questions are answered one after the other, the conversation is remembered, saved, and forgotten when told."""
+    """Questions get answers, and the conversation is remembered, saved, and forgotten on command."""
     saved = tmp_path / "chat.json"
     typed = f"What is 3 + 4?\n/retry\nWhat is \\\n5 + 6?\n/save {saved}\n/reset\n/history\n/exit\nnever\n"
     answers = quire("chat", "--target", demo.grpc, "--temperature", "0", typed=typed).splitlines()
@@ -50,8 +50,10 @@ def test_models_and_workers_are_listed(demo: Served) -> None:
 
 
 def test_an_operator_sees_and_ends_requests(demo: Served) -> None:
-    """A live request is listed where it runs; ended by its id, its client hears CANCELLED, and its story tells all of
-    it from arrival to end."""
+    """A live request is listed with its worker, can be ended by its id, and has a story from arrival to end.
+
+    Its client gets CANCELLED.
+    """
     with Client(demo.grpc) as client:
         generation = client.generate("Once upon a time", max_tokens=2000, ignore_eos=True, request_id="long-story")
         next(generation)
@@ -72,8 +74,8 @@ def test_an_operator_sees_and_ends_requests(demo: Served) -> None:
     assert events[3].startswith("ended: cancelled")
 
 
-def test_the_log_level_of_a_running_service(demo: Served) -> None:
-    """At debug every process of the service tells of a request; at warning none even of its end; then as before."""
+def test_the_log_level_of_a_running_service_can_be_changed(demo: Served) -> None:
+    """At debug, every process logs a request; at warning, none logs even its end."""
 
     def services_that_tell(request_id: str) -> set[str]:
         with Client(demo.grpc) as client:

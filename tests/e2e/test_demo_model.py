@@ -26,8 +26,10 @@ CONCURRENCY = 16
 
 
 def test_held_out_problems_are_answered_through_the_served_stack(demo: Served) -> None:
-    """Arithmetic, asked plainly and in a chat, and recall over 200 to 600 tokens: at least 95 % of held-out items each
-    are right when they are served, sixteen at a time, over paged KV."""
+    """The server answers at least 95 % of the held-out arithmetic and recall items correctly.
+
+    Arithmetic is asked as plain text and as chat. Recall spans 200 to 600 tokens. Sixteen requests run at a time.
+    """
     scores = asyncio.run(_scores(demo.grpc))
     for name, each in scores.items():
         assert each.right >= 0.95 * each.total, f"{name}: {each.right} of {each.total}; wrong: {each.wrong[:3]}"

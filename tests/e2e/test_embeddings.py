@@ -43,11 +43,13 @@ class Oracle:
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of a small checkpoint."""
     return make_checkpoint("LlamaForCausalLM", tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module")
 def oracle(checkpoint: Path) -> Oracle:
+    """Return the reference for its embeddings."""
     return Oracle(checkpoint)
 
 
@@ -60,6 +62,7 @@ def served(checkpoint: Path) -> Iterator[Served]:
 
 @pytest.fixture
 def openai_client(served: Served, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """Yield OpenAI's client for the service."""
     monkeypatch.setenv("NO_PROXY", "*")
     with openai.OpenAI(base_url=f"http://{served.http}/v1", api_key="none", max_retries=0) as client:
         yield client
@@ -72,8 +75,10 @@ def close(got: Any, expected: Vector, *, normalized: bool = True) -> None:
 
 
 def test_vectors_are_those_of_transformers_beside_streams(served: Served, oracle: Oracle) -> None:
-    """Prompts of one token up to many chunks, last and mean, while streams run, a second time with the prefix cache
-    full: each vector is that of `transformers`, and streams lose nothing."""
+    """Embeddings equal those of `transformers`, while streams run beside them and lose no token.
+
+    Prompts have one token up to many chunks. The pooling is last or mean. In a second round the prefix cache is full.
+    """
     prompts = draw_prompts([1, 5, 31, 32, 33, 100, 200], 256, seed=4)
 
     async def run() -> None:

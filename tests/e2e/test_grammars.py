@@ -71,8 +71,10 @@ def test_every_answer_validates() -> None:
 
 
 def test_other_grammars_and_a_worker_that_dies() -> None:
-    """Regex, choice, EBNF in two notations and JSON objects constrain the output; the answers of a worker that is
-    killed in the midst conform all the same, and an ordinary request beside them is not touched."""
+    """Regex, choice, EBNF in two notations and JSON objects constrain the output, also after their worker is killed.
+
+    An ordinary request beside them is not affected.
+    """
     kinds = {
         "regex": v1.Grammar(regex=r"[a-c]{400}-\d{3}"),
         "choice": v1.Grammar(choice=v1.ChoiceGrammar(choices=["yes", "no", 'per"haps'])),
@@ -134,9 +136,11 @@ def hostile(number: int) -> list[tuple[str, v1.Grammar]]:
     ]
 
 
-def test_hostile_grammars_are_refused_and_their_neighbours_stream() -> None:
-    """Each is refused by the name of its field. Whoever streams beside them, with new grammars or without one, gets a
-    whole answer, nobody is turned away, and no process dies."""
+def test_hostile_grammars_are_refused_and_other_streams_continue() -> None:
+    """A hostile grammar is refused by the name of its field, and no process dies.
+
+    Streams beside it, with new grammars or without one, get a whole answer, and none is refused.
+    """
     field_of = re.compile(rb"grammar\.(regex|json_schema|ebnf)")
 
     async def main(target: str) -> None:

@@ -11,8 +11,10 @@ SILENCE_S = 1.5
 
 
 def test_an_idle_worker_stays_in_its_epoch(tmp_path: Path) -> None:
-    """The scheduler's pings count as signs of life: idle for several times the silence that it bears, a worker says
-    Hello once, and then serves in the epoch that it got."""
+    """An idle worker stays in its epoch, because the scheduler's pings count as signs of life.
+
+    It is idle for several times its limit of silence, says Hello only once, and then serves in the same epoch.
+    """
     checkpoint = make_checkpoint("LlamaForCausalLM", tmp_path / "model")
     with serve(checkpoint, f"--worker-silence-s={SILENCE_S}") as served:
         # No event to wait for: that time passes, and nothing else, is what is tested.

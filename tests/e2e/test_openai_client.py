@@ -17,7 +17,7 @@ ARITHMETIC = [{"role": "user", "content": "What is 3 + 4?"}]
 
 @pytest.fixture
 def client(demo: Served, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """The official client, which is to try nothing twice. (Its types know OpenAI's own models and options alone.)"""
+    """Return the official client, without retries; its types know only OpenAI's own models and options."""
     # No proxy of the environment stands between a test and its own server.
     monkeypatch.setenv("NO_PROXY", "*")
     with openai.OpenAI(base_url=f"http://{demo.http}/v1", api_key="none", max_retries=0) as client:

@@ -14,8 +14,10 @@ EXAMPLES = 10 * FACTOR
 
 
 def test_no_request_makes_a_server_error(tmp_path: Path) -> None:
-    """Thousands of requests drawn from the OpenAPI page, right and wrong ones: no 5xx, and every answer has a status,
-    type and form that the page names."""
+    """No request drawn from the OpenAPI page gets a 5xx, and every answer has a documented status, type and form.
+
+    Thousands of valid and invalid requests are drawn.
+    """
     with serve("demo", "--max-model-len=96", "--default-max-tokens=8") as served:
         run = subprocess.run(
             [

@@ -30,8 +30,10 @@ OUTPUT_LENGTHS = (40, 24, 60, 33, 20, 48, 30, 40, 25, 64, 31, 40, 20, 50, 24, 36
     ],
 )
 def test_greedy_tokens_are_those_of_transformers(architecture: str, block_size: int, tmp_path: Path) -> None:
-    """Mixed prompts in small chunks, with so little memory that requests are preempted: every delivered token is the
-    reference's greedy pick (near ties counted, fewer than 1 in 1,000)."""
+    """Every delivered token is the reference's greedy choice, also when requests are preempted for lack of memory.
+
+    Prompts are mixed and chunks are small. Near ties are counted; they are fewer than 1 in 1,000.
+    """
     checkpoint = make_checkpoint(architecture, tmp_path / "model")
     oracle = Oracle(checkpoint)
     # About one and a half of the largest requests fit at once.

@@ -12,9 +12,11 @@ from tests.e2e.oracle import Oracle, Tally
 
 @pytest.mark.parametrize("prefix_cache", ["radix", "hash", "off"])
 def test_shared_prefixes_give_the_same_tokens(prefix_cache: str, tmp_path: Path) -> None:
-    """Requests with a common prefix, at the same time and one after the other, deliver the oracle's tokens with the
-    cache on and off; with it on the prefix is computed once. Under `radix` also the part of it that fills no block is
-    found by those who come later."""
+    """Requests with a common prefix deliver the oracle's tokens, and with the cache on compute it once.
+
+    The requests run at the same time and one after the other. Under `radix`, later requests also find the part of the
+    prefix that fills no block.
+    """
     checkpoint = make_checkpoint("LlamaForCausalLM", tmp_path / "model")
     oracle = Oracle(checkpoint)
     prefix, *tails = draw_prompts([165, *range(3, 15)], oracle.vocab_size, seed=3)

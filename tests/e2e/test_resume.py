@@ -73,14 +73,17 @@ class Received:
 
 @pytest.fixture(scope="module")
 def served() -> Iterator[Served]:
+    """Yield a service for all tests of this file."""
     with serve("demo", "--frontends=2", "--dtype=float32") as running:
         yield running
 
 
 @pytest.mark.parametrize("options", [{}, {"n": 3}, {"stop": ["zzz", "e w"], "max_tokens": 120, "n": 2}])
 def test_a_client_that_is_killed_resumes(served: Served, options: dict[str, object]) -> None:
-    """Killed twice in mid-stream and started again, on whichever front end, it ends with exactly the tokens and the
-    text of an undisturbed run; and what has ended can be had again."""
+    """A client that is killed twice and resumes on any front end gets exactly the output of an undisturbed run.
+
+    A completed answer can be resumed again.
+    """
     request = {"prompt": PROMPT, **OPTIONS, **options}
     with Client(served.grpc) as client:
         whole = client.generate(**request).result()  # type: ignore[arg-type]
@@ -142,8 +145,8 @@ def test_the_client_goes_on_by_itself_when_a_front_end_dies(served: Served) -> N
         assert worst < 1e-3
 
 
-def test_what_cannot_be_resumed_is_said(served: Served) -> None:
-    """An unknown id, one that was not resumable, and more tokens than there are."""
+def test_an_impossible_resumption_is_refused_with_the_reason(served: Served) -> None:
+    """The id is unknown or was not resumable, or the client claims more tokens than exist."""
     with grpc.insecure_channel(served.grpc) as channel:
         stub = GenerationServiceStub(channel)
         plain = v1.GenerateRequest(request_id="plain", text=PROMPT, stop=v1.StopOptions(max_tokens=3))

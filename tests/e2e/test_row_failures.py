@@ -62,8 +62,10 @@ class Neighbours:
 
 
 def test_contradictory_constraints_end_their_own_request_only(demo: Served) -> None:
-    """A grammar that needs what the allowed tokens forbid ends its request with INVALID_ARGUMENT, which is 400 in HTTP;
-    the field and the remedy are named. Streams that share its prefix are not paused once."""
+    """A grammar that contradicts the allowed tokens ends only its own request, with INVALID_ARGUMENT (400 in HTTP).
+
+    The error names the field and the remedy. Streams that share its prefix are not preempted.
+    """
     tokenizer = Tokenizer.from_file("shared/demo_model/tokenizer.json")
     texts = {token: tokenizer.decode([token], skip_special_tokens=False) for token in range(tokenizer.get_vocab_size())}
     without_digits = [token for token, text in texts.items() if text and set(text) <= set("ab-")]
@@ -114,8 +116,10 @@ def test_contradictory_constraints_end_their_own_request_only(demo: Served) -> N
 
 
 def test_nan_ends_its_own_request_only(tmp_path: Path) -> None:
-    """A prompt that makes the model answer with NaN ends with ROW_FAILED, also at the second attempt, which shares
-    nothing; streams that share its prefix, and got their tokens in the same steps, are not paused once."""
+    """A prompt that makes the model return NaN ends with ROW_FAILED after a second attempt that shares nothing.
+
+    Streams that share its prefix, and got their tokens in the same steps, are not preempted.
+    """
     folder = make_checkpoint("LlamaForCausalLM", tmp_path / "model")
     weights = load_file(folder / "model.safetensors")
     weights["model.embed_tokens.weight"][POISON] = torch.nan

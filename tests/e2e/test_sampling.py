@@ -32,8 +32,10 @@ def request(**options: object) -> v1.GenerateOnceRequest:
 
 @pytest.mark.parametrize("prefix_cache", ["hash", "radix"])
 def test_choices_differ_are_reproducible_and_share_their_prompt(tmp_path: Path, prefix_cache: str) -> None:
-    """n choices draw different noise under one seed, the same ones in a second run; all but the first find the prompt
-    computed; log-probabilities of prompt and output are those of `transformers`, although the prompt is cached."""
+    """Choices differ under one seed, are the same in a second run, and compute their prompt once.
+
+    Log-probabilities of prompt and output are those of `transformers`, although the prompt is cached.
+    """
     checkpoint = make_checkpoint("LlamaForCausalLM", tmp_path / "model")
     oracle = Oracle(checkpoint)
     flags = ("--dtype=float32", "--block-size=8", f"--prefix-cache={prefix_cache}")

@@ -47,8 +47,7 @@ def test_every_policy_and_mode_delivers_the_oracles_tokens(flags: tuple[str, ...
 
 
 def test_scheduling_options_travel_to_the_core(tmp_path: Path) -> None:
-    """Under `edf` a request with a target goes before one without, although it came later; a target that is missed ends
-    nothing."""
+    """Under `edf`, a later request with a target runs before one without; a missed target ends nothing."""
     checkpoint = make_checkpoint("LlamaForCausalLM", tmp_path / "model")
     with serve(checkpoint, "--policy=edf", "--policy-preemption=off", "--max-num-seqs=1") as served:
         assert asyncio.run(_order_of_ends(served)) == ["wanted soon", "patient"]
@@ -66,8 +65,11 @@ def test_request_classes_come_from_a_file(tmp_path: Path) -> None:
 
 
 async def _order_of_ends(served: Served, request_class: str = "") -> list[str]:
-    """The order in which two requests end that a drained worker with one row finds waiting when it is resumed: a
-    patient one, then one that is wanted soon. A third one, which has missed its target by then, is served as well."""
+    """Return the order in which two requests end that wait for a drained worker with one row when it is resumed.
+
+    The first has no target, and the second has a near one. A third request, which has missed its target, is served as
+    well.
+    """
     ends: list[str] = []
 
     async def one(client: AsyncClient, name: str, target_s: float | None) -> None:

@@ -45,6 +45,7 @@ class Fortress:
 
 @pytest.fixture(scope="module")
 def fortress(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fortress]:
+    """Yield a service with TLS, tokens and principals."""
     folder = tmp_path_factory.mktemp("fortress")
     checkpoint = make_checkpoint("LlamaForCausalLM", folder / "model")
     ca = trustme.CA()
@@ -92,8 +93,10 @@ def test_a_certificate_says_who_calls(fortress: Fortress) -> None:
 
 
 def test_a_certificate_says_who_calls_over_http_too(fortress: Fortress) -> None:
-    """Over HTTPS the principal is that of the client's certificate; one that nobody has is let in by TLS and by nothing
-    else; without a certificate there is no connection."""
+    """Over HTTPS the principal is that of the client's certificate; without a certificate there is no connection.
+
+    A valid certificate that belongs to no principal passes TLS only.
+    """
 
     def ask(chain: bytes | None, key: bytes, folder: Path) -> int:
         context = ssl.create_default_context(cafile=str(fortress.ca))
@@ -122,8 +125,8 @@ def test_a_certificate_says_who_calls_over_http_too(fortress: Fortress) -> None:
 
 
 @pytest.mark.parametrize("kind", ["in the clear", "without a certificate", "with a false token"])
-def test_strangers_get_nothing(fortress: Fortress, kind: str) -> None:
-    """Without TLS, without a certificate, or with a token that nobody has, there is no answer but an error."""
+def test_unauthenticated_callers_get_only_an_error(fortress: Fortress, kind: str) -> None:
+    """Calls without TLS, without a certificate, or with an unknown token get an error."""
     credentials = fortress.credentials(certificate=kind == "with a false token")
     secure = None if kind == "in the clear" else credentials
     token = "false" if kind == "with a false token" else ""

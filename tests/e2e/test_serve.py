@@ -21,6 +21,7 @@ from tests.e2e.harness import DEFAULTS, QUIRE, ROOT, Served, serve
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of a small checkpoint."""
     return make_checkpoint("LlamaForCausalLM", tmp_path_factory.mktemp("checkpoint"))
 
 
@@ -46,7 +47,7 @@ def quire(
     )
 
 
-def test_the_ready_line_tells_the_truth(served: Served) -> None:
+def test_the_ready_line_is_printed_when_the_service_is_ready(served: Served) -> None:
     """When the line appears, readiness is SERVING, one process of each kind is there, and the worker has joined."""
     with grpc.insecure_channel(served.grpc) as channel:
         health = health_pb2_grpc.HealthStub(channel)
@@ -157,8 +158,10 @@ def test_a_model_that_cannot_be_served_is_the_reason_for_the_end(tmp_path: Path)
 
 
 def test_the_sample_and_ctrl_c(checkpoint: Path) -> None:
-    """What `make run` does: after the ready line a streamed answer and three ways to call the server; then Ctrl-C in
-    the terminal, which reaches the supervisor alone: exit code 0, no process and no socket left."""
+    """`make run` prints the ready line, a streamed answer and three ways to call the server, and ends on Ctrl-C.
+
+    The signal reaches the supervisor alone. The exit code is 0, and no process and no socket is left.
+    """
     with serve(checkpoint, "--show-sample", end=False) as served:
         assert served.process.stdout is not None
         shown = "".join(iter(served.process.stdout.readline, "Ctrl-C ends it.\n"))
@@ -192,7 +195,7 @@ def test_running_requests_may_end_before_the_service_does(checkpoint: Path) -> N
 
 
 def test_a_second_ctrl_c_does_not_wait(checkpoint: Path) -> None:
-    """Whoever presses Ctrl-C twice gets the terminal back, whatever the grace period is."""
+    """A second Ctrl-C ends the service at once, for any grace period."""
     with serve(checkpoint, "--grace-period-s=100000", end=False) as served, Client(served.grpc) as client:
         generation = client.generate("the", max_tokens=900, ignore_eos=True)
         next(generation)
@@ -207,8 +210,10 @@ def test_a_second_ctrl_c_does_not_wait(checkpoint: Path) -> None:
 
 
 def test_several_of_each_work_together_and_die_together(checkpoint: Path) -> None:
-    """Two workers and two front ends share one port and have joined when the ready line appears; SIGKILL of the
-    supervisor, which nobody can handle, ends all of them."""
+    """Two workers and two front ends share one port and have joined when the ready line appears.
+
+    SIGKILL of the supervisor ends all of them.
+    """
     with serve(checkpoint, "--workers=2", "--frontends=2", end=False) as served:
         assert served.metric("quire_workers") == 2
         assert served.metric("quire_frontends") == 2
@@ -229,8 +234,10 @@ def test_several_of_each_work_together_and_die_together(checkpoint: Path) -> Non
 
 
 def test_a_process_that_dies_is_replaced(checkpoint: Path) -> None:
-    """After the death of any process a new one takes its place and the service answers again; nobody else can take
-    the service's port in the meantime."""
+    """After the death of any process, a new one replaces it and the service answers again.
+
+    In the meantime no other process can take the service's port.
+    """
     with serve(checkpoint) as served:
         for deaths, role in enumerate(("scheduler", "frontend", "worker"), 1):
             dead = served.pid(role)

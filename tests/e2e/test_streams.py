@@ -16,8 +16,10 @@ STREAMS = 64
 
 
 def test_64_streams_finish_and_cancelled_ones_leave_nothing(tmp_path: Path) -> None:
-    """64 concurrent streams deliver the oracle's tokens; when half are cancelled mid-way the others are not disturbed
-    and every block comes back."""
+    """64 concurrent streams deliver the oracle's tokens, also when half of them are cancelled.
+
+    Afterwards every block is free or cached.
+    """
     checkpoint = make_checkpoint("LlamaForCausalLM", tmp_path / "model")
     oracle = Oracle(checkpoint)
     prompts = draw_prompts([5 + 3 * index for index in range(STREAMS)], oracle.vocab_size, seed=1)

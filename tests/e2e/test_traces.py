@@ -15,8 +15,10 @@ PROMPT = "the quick brown fox"
 
 
 def test_one_trace_across_three_processes_and_links_both_ways(tmp_path: Path) -> None:
-    """The client's span is the root of spans from three processes; the steps' own traces are linked with it both ways;
-    nothing of the prompt is in any span."""
+    """The client's span is the root of spans from three processes, which are linked with the traces of the steps.
+
+    The links go both ways. No span contains a part of the prompt.
+    """
     checkpoint = make_checkpoint("LlamaForCausalLM", tmp_path / "model")
     tracer = TracerProvider().get_tracer("client")
     with otlp_receiver() as receiver:

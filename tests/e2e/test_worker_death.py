@@ -45,8 +45,10 @@ def test_streams_continue_after_kill_9(tmp_path: Path) -> None:
 
 
 def test_unavailable_comes_only_after_the_configured_wait(tmp_path: Path) -> None:
-    """When no worker comes back, streams end UNAVAILABLE, but not before `worker_wait_s` has passed since its death,
-    and with what was generated delivered; the logs of the scheduler tell of both, by worker and by request."""
+    """Without a new worker, streams end UNAVAILABLE, but not before `worker_wait_s` has passed.
+
+    Their generated tokens are delivered. The scheduler's log reports both events, by worker and by request.
+    """
     checkpoint = make_checkpoint("LlamaForCausalLM", tmp_path / "model")
     (prompt,) = draw_prompts([5], 256)
     with serve(checkpoint, "--num-threads=1", f"--worker-wait-s={WAIT_S}", end=False) as served:

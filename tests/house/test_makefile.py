@@ -18,6 +18,7 @@ needs_buf = pytest.mark.skipif(not (BIN / "buf").exists(), reason="needs buf")
 
 
 def run(*command: str, folder: Path = ROOT) -> "subprocess.CompletedProcess[str]":
+    """Run a command and return its result."""
     return subprocess.run(
         command,
         cwd=folder,
@@ -30,6 +31,7 @@ def run(*command: str, folder: Path = ROOT) -> "subprocess.CompletedProcess[str]
 
 
 def git(folder: Path, *arguments: str) -> None:
+    """Run git in a folder."""
     identity = ("-c", "user.name=x", "-c", "user.email=x@example.org")
     ended = run("git", *identity, *arguments, folder=folder)
     assert ended.returncode == 0, ended.stderr

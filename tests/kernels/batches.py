@@ -23,6 +23,7 @@ class PagedBatch:
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
+        """Return the tensors of the batch."""
         return (
             self.query,
             self.k_cache,

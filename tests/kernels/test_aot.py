@@ -22,8 +22,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.mark.parametrize("case", [case for case in aot.cases() if case.in_ci], ids=lambda case: case.name)
 def test_device_path_never_reads_a_value_back(case: aot.Case) -> None:
-    """Every operation launches its kernels from shapes alone: on meta tensors, which have no values to
-    read."""
+    """Every operation launches its kernels from shapes alone: it runs on meta tensors, which have no values."""
     with record_launches() as launches:
         case.call()
 
@@ -81,7 +80,7 @@ def test_ci_specialisations_compile(tmp_path: Path) -> None:
     assert [row for row in rows if row["shared_bytes"] > aot.SHARED_BYTES[row["architecture"]]] == []
 
 
-def test_all_cases_stay_few() -> None:
+def test_at_most_40_cases_are_compiled() -> None:
     """CI compiles at most 40 cases, each once."""
     names = [case.name for case in aot.cases()]
 

@@ -22,16 +22,19 @@ pytestmark = pytest.mark.skipif(not LEVELS, reason="built without a compiler: to
 
 
 def packed(weight: torch.Tensor, bias: torch.Tensor | None = None) -> PackedLinear:
+    """Return packed weights."""
     destination = empty_weight(weight.shape[0], weight.shape[1], weight.dtype)
     destination.copy_(weight)
     return pack(destination, bias, kernels=LEVELS[0])
 
 
 def quantised(weight: torch.Tensor, bias: torch.Tensor | None = None) -> PackedLinear:
+    """Return packed weights in int8."""
     return quantise(weight, bias, kernels=LEVELS[0])
 
 
 def relative_error(got: torch.Tensor, expected: torch.Tensor) -> float:
+    """Return the relative error of a result."""
     return float((got.double() - expected).abs().amax() / expected.abs().amax())
 
 

@@ -42,8 +42,7 @@ print(kernels.__file__, is_kernels_available(), loaded.generate(prompt, **args).
 
 
 def test_transformers_works_beside_our_kernels(tmp_path: Path) -> None:
-    """With our package importable as `kernels`, transformers saves, loads and generates, and uses none of
-    it."""
+    """With our package importable as `kernels`, transformers saves, loads and generates without using it."""
     file, available, length = run(TRANSFORMERS, str(tmp_path)).splitlines()
 
     assert Path(file).parent == ROOT / "kernels"

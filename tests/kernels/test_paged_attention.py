@@ -18,12 +18,14 @@ MIXED = [(5, 5), (33, 1), (100, 40), (300, 1), (64, 64), (31, 2)]
 
 
 def reference(batch: PagedBatch, window: int | None = None, cap: float | None = None) -> torch.Tensor:
+    """Return random tensors of a batch."""
     return paged_attention_reference(
         *as_float64(batch), max_query_len=batch.max_query_len, scale=0.125, sliding_window=window, soft_cap=cap
     )
 
 
 def on_cpu(batch: PagedBatch, window: int | None = None, cap: float | None = None) -> torch.Tensor:
+    """Assert that the result equals the reference."""
     return paged_attention(
         *batch.tensors, max_query_len=batch.max_query_len, scale=0.125, sliding_window=window, soft_cap=cap
     )

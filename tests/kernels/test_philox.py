@@ -42,8 +42,7 @@ def test_published_vectors(counter: tuple[int, ...], key: tuple[int, ...], expec
 
 
 def test_words_follow_the_specification() -> None:
-    """Word of index v = lane v % 4 of the block with counter (v // 4, position, choice, 0) under the seed as
-    key."""
+    """The word of index v is lane v % 4 of the block with counter (v // 4, position, choice, 0) and the seed as key."""
     seeds = [0, -1, 0x0123456789ABCDEF, -(1 << 63)]
     positions, choices = [0, 5, 2**31 - 1, 77], [0, 1, 3, 2**31 - 1]
     words = philox.random_words(torch.tensor(seeds), torch.tensor(positions).int(), torch.tensor(choices).int(), 11)
@@ -65,7 +64,7 @@ def test_words_at_chosen_indices_are_the_same_words() -> None:
 
 
 def test_uniform_is_exact_and_never_0_or_1() -> None:
-    """u is exactly ((word >> 9) + 1/2) / 2**23 at both ends and in between, and its gumbel is finite."""
+    """The uniform number is exactly ((word >> 9) + 1/2) / 2**23 over its whole range, and its gumbel is finite."""
     words = torch.tensor([0, 511, 512, 0x80000000, MASK - 512, MASK])
     exact = [((int(word) >> 9) + 0.5) / 2**23 for word in words]
     uniform = philox.uniform_from_words(words)
@@ -79,8 +78,10 @@ def test_uniform_is_exact_and_never_0_or_1() -> None:
 
 
 def test_gumbel_is_the_nearest_float32() -> None:
-    """Logarithms in double precision leave no doubt about the float32: what is computed with twice their error on
-    either side rounds to the same one, for every u but the one nearest to 1/e."""
+    """The gumbel is the float32 nearest to the exact value, for every uniform number but the one nearest to 1/e.
+
+    Logarithms in double precision decide it: the values at twice their error on either side round to the same float32.
+    """
     u = (torch.arange(1 << 23, dtype=torch.float64) + 0.5) * 2.0**-23
     exact = -torch.log(-torch.log(u))
     error = 2 * 2.3e-16 * (1 + exact.abs())

@@ -9,6 +9,7 @@ from kernels.rotary import apply_rotary
 
 
 def angles(num_tokens: int, half: int) -> torch.Tensor:
+    """Return random angles."""
     positions = torch.arange(3, 3 + num_tokens, dtype=torch.float32)
     return positions[:, None] * 10000.0 ** -(torch.arange(half) / half)
 
@@ -27,8 +28,7 @@ def test_equals_transformers_in_float32() -> None:
 
 
 def test_partial_rotary_leaves_the_rest_alone() -> None:
-    """With rotary_dim below head_dim the first part is rotated as complex numbers are, the rest passes
-    through."""
+    """With rotary_dim below head_dim, the first part is rotated like complex numbers, and the rest does not change."""
     query, key, angle = torch.randn(5, 4, 80), torch.randn(5, 1, 80), angles(5, 16)
     rotated, _ = apply_rotary(query, key, angle.cos(), angle.sin())
     turned = torch.complex(query[..., :16], query[..., 16:32]) * torch.polar(torch.ones(()), angle)[:, None]

@@ -271,8 +271,8 @@ def test_greedy_finds_the_likeliest_token_or_none(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("vocab_size", [50, 6000])
-def test_such_rows_still_give_a_token_and_harm_no_other(vocab_size: int) -> None:
-    """Rows that cannot be sampled get some valid index, and the row beside them its own token."""
+def test_rows_without_a_valid_distribution_affect_no_other_row(vocab_size: int) -> None:
+    """Rows that cannot be sampled get some valid index, and the next row gets its own token."""
     logits = torch.randn(4, vocab_size)
     params = sampling(4, top_k=10, top_p=0.9, min_p=0.01)
     healthy = sample(logits, params)

@@ -38,6 +38,7 @@ class ScriptedServer(generation_pb2_grpc.GenerationServiceServicer, model_pb2_gr
         self.script: Script = lambda _request, _context: [delta(0, [1], "hi"), finished()]
 
     def Generate(self, request: pb.GenerateRequest, context: grpc.ServicerContext) -> Iterator[pb.GenerateResponse]:
+        """Answer with the messages of the script."""
         self._note(context)
         self.requests.append(request)
         self.asked.release()
@@ -47,31 +48,37 @@ class ScriptedServer(generation_pb2_grpc.GenerationServiceServicer, model_pb2_gr
         complete.set()
 
     def Resume(self, request: pb.ResumeRequest, context: grpc.ServicerContext) -> Iterator[pb.ResumeResponse]:
+        """Answer with the messages of the script."""
         self.resumed.append(request)
         for response in self.script(pb.GenerateRequest(request_id=request.request_id), context):
             yield pb.ResumeResponse(response=response)
 
     def Cancel(self, request: pb.CancelRequest, context: grpc.ServicerContext) -> pb.CancelResponse:
+        """Record the cancelled request."""
         self.dropped.put(request.request_id)
         return pb.CancelResponse()
 
     def GenerateBatch(
         self, requests: Iterator[pb.GenerateBatchRequest], context: grpc.ServicerContext
     ) -> Iterator[pb.GenerateBatchResponse]:
+        """Answer each request with the messages of the script."""
         for request in requests:
             for response in self.script(request.request, context):
                 yield pb.GenerateBatchResponse(key=request.key, response=response)
 
     def Tokenize(self, request: pb.TokenizeRequest, context: grpc.ServicerContext) -> pb.TokenizeResponse:
+        """Answer with one token per character, or per message of a chat."""
         self._note(context)
         ids = [ord(letter) for letter in request.text] or [len(m.content) for m in request.chat.messages]
         return pb.TokenizeResponse(token_ids=ids[1 if request.omit_special_tokens else 0 :], max_model_len=512)
 
     def Detokenize(self, request: pb.DetokenizeRequest, context: grpc.ServicerContext) -> pb.DetokenizeResponse:
+        """Answer with one character per token."""
         self._note(context)
         return pb.DetokenizeResponse(text="".join(map(chr, request.token_ids)))
 
     def GetModel(self, request: model_pb2.GetModelRequest, context: grpc.ServicerContext) -> model_pb2.GetModelResponse:
+        """Answer with the model `demo`, or NOT_FOUND for another name."""
         self._note(context)
         if request.name not in ("", "demo"):
             fail(context, grpc.StatusCode.NOT_FOUND, "no such model", reason("MODEL_NOT_FOUND"))

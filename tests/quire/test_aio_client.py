@@ -13,6 +13,7 @@ from tests.quire.scripted_server import ScriptedServer, delta, fail, finished, r
 
 @pytest.fixture
 def server() -> Iterator[ScriptedServer]:
+    """Yield a scripted server."""
     with scripted_server() as running:
         yield running
 
@@ -184,7 +185,7 @@ def test_a_batch(server: ScriptedServer) -> None:
     asyncio.run(run())
 
 
-def test_unary_calls(server: ScriptedServer) -> None:
+def test_unary_calls_return_the_answers_of_the_server(server: ScriptedServer) -> None:
     """Tokenize, detokenize and get_model give the blocking client's values."""
 
     async def run() -> None:

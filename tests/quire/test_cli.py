@@ -18,6 +18,7 @@ import grpc  # isort: skip
 
 @pytest.fixture
 def server() -> Iterator[ScriptedServer]:
+    """Yield a scripted server."""
     with scripted_server() as running:
         yield running
 

@@ -16,12 +16,14 @@ from tests.quire.scripted_server import ScriptedServer, delta, fail, finished, r
 
 @pytest.fixture
 def server() -> Iterator[ScriptedServer]:
+    """Yield a scripted server."""
     with scripted_server() as running:
         yield running
 
 
 @pytest.fixture
 def client(server: ScriptedServer) -> Iterator[Client]:
+    """Yield a client of the server."""
     with Client(server.target) as connected:
         yield connected
 

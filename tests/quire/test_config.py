@@ -93,8 +93,8 @@ def test_a_file_wins_over_defaults_only(tmp_path: Path) -> None:
         ("policy", "not valid TOML"),
     ],
 )
-def test_what_a_file_must_not_say(tmp_path: Path, content: str, complaint: str) -> None:
-    """Names, types and values are checked, and the message leads to the remedy."""
+def test_an_invalid_setting_in_the_file_is_refused(tmp_path: Path, content: str, complaint: str) -> None:
+    """Names, types and values are checked, and the message names the remedy."""
     path = tmp_path / "quire.toml"
     path.write_text(content + "\n")
 
@@ -124,8 +124,8 @@ def test_sizes(text: str, size: int) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "-5GiB", "many", "inf", "nan", "5XB"])
-def test_what_is_no_size(text: str) -> None:
-    """Negative and infinite ones included."""
+def test_an_invalid_size_is_refused(text: str) -> None:
+    """Negative and infinite sizes are refused, too."""
     with pytest.raises(ConfigError, match="not a size"):
         parse_bytes(text)
 

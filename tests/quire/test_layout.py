@@ -16,16 +16,19 @@ from shared.config import ConfigError
 
 
 def config_of(*arguments: str) -> ServeConfig:
+    """Return the configuration for command line arguments."""
     parser = OneLineParser("quire serve", description="", examples="")
     configure(parser)
     return serve_config(parser.parse(arguments))
 
 
 def children_of(*arguments: str) -> list[ChildSpec]:
+    """Return the child processes for command line arguments."""
     return plan_children(config_of(*arguments), socket_dir=Path("/run/q"), ports=Ports(5001, 8001), cores=5)
 
 
 def flags_of(child: ChildSpec) -> dict[str, str]:
+    """Return the flags of a child process."""
     return dict(flag.split("=", 1) for flag in child.argv if "=" in flag)
 
 
@@ -103,8 +106,8 @@ def test_children_run_the_supervisors_own_code() -> None:
     assert environment["QUIRE_SUPERVISOR_PID"] == "7"
 
 
-def test_what_the_user_set_wins_over_our_defaults() -> None:
-    """OpenMP's threads sleep while they wait, unless the user says otherwise."""
+def test_the_users_environment_overrides_our_defaults() -> None:
+    """OpenMP's threads sleep while they wait, unless the user sets otherwise."""
     assert child_environment({}, 7)["OMP_WAIT_POLICY"] == "PASSIVE"
     assert child_environment({"OMP_WAIT_POLICY": "ACTIVE"}, 7)["OMP_WAIT_POLICY"] == "ACTIVE"
 
@@ -135,7 +138,7 @@ def test_port_0_becomes_a_number_that_front_ends_can_share() -> None:
             stranger.bind(("127.0.0.1", ports.http))
 
 
-def test_a_listener_of_another_service_is_in_the_way_even_if_it_would_share() -> None:
+def test_a_port_of_another_service_is_refused_even_if_it_could_be_shared() -> None:
     """A second service on the same port is refused, although SO_REUSEPORT would let it in."""
     with socket.socket() as other, ExitStack() as holder:
         other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)

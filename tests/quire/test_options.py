@@ -77,8 +77,8 @@ def test_tools_travel_as_json() -> None:
     "options",
     [{"regex": "a", "ebnf": "b"}, {"json_schema": {1, 2}}, {"logit_bias": {-1: 1.0}}, {"n": -1}],
 )
-def test_what_no_field_can_hold_is_refused(options: dict[str, object]) -> None:
-    """Before anything is sent, by the field's name."""
+def test_a_value_out_of_range_is_refused_by_the_client(options: dict[str, object]) -> None:
+    """It is refused by the name of its field before anything is sent."""
     with pytest.raises(errors.InvalidRequestError):
         _requests.build_generate("text", **options)  # type: ignore[arg-type]
 

@@ -37,8 +37,11 @@ def test_it_asks_for_what_is_missing() -> None:
 
 
 def test_what_never_arrived_is_sent_again_and_what_did_is_not() -> None:
-    """Unknown to the server and nothing received: send it; the id is taken: it arrived after all; anything received and
-    unknown to the server: it is over."""
+    """A request that never arrived is sent again, and one that did arrive is not.
+
+    Unknown to the server and nothing received: send it. The id is taken: the request has arrived. Unknown to the server
+    after a message: it is over.
+    """
     state = resumption()
     assert state.failed(BROKEN, 0.0) is not None
     assert state.failed(UNKNOWN, 0.1) is not None
@@ -51,8 +54,10 @@ def test_what_never_arrived_is_sent_again_and_what_did_is_not() -> None:
 
 
 def test_waits_grow_and_end() -> None:
-    """Twice as long each time up to a bound, from the beginning after a message, and not for ever; other errors are
-    final."""
+    """Each wait is twice as long as the one before, up to a bound; a message resets it, and other errors are final.
+
+    The total time is bounded.
+    """
     state = resumption()
     waits = [state.failed(BROKEN, float(second)) for second in range(10)]
     assert waits[:4] == [0.05, 0.1, 0.2, 0.4]

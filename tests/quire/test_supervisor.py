@@ -45,10 +45,13 @@ FAILING = "import sys; print('quire worker: model: there is none', file=sys.stde
 
 
 def spec(name: str, role: Role, code: str, *arguments: object) -> ChildSpec:
+    """Return a child that runs Python code."""
     return ChildSpec(name, role, (sys.executable, "-c", code, *map(str, arguments)))
 
 
 def run(scenario: Callable[[], Coroutine[None, None, None]]) -> None:
+    """Run a scenario with a time limit."""
+
     async def bounded() -> None:
         async with asyncio.timeout(60):
             await scenario()
@@ -58,6 +61,7 @@ def run(scenario: Callable[[], Coroutine[None, None, None]]) -> None:
 
 
 def written_to(journal: Path) -> list[str]:
+    """Return the lines of the journal."""
     return journal.read_text().splitlines() if journal.exists() else []
 
 
@@ -70,6 +74,7 @@ async def lines(journal: Path, count: int) -> list[str]:
 
 
 def starts(journal: Iterable[str]) -> list[str]:
+    """Return the starts among the lines of the journal."""
     return [line for line in journal if line.startswith("start")]
 
 
@@ -180,8 +185,8 @@ def test_a_process_that_cannot_even_be_started_is_a_failure_too(tmp_path: Path) 
     run(scenario)
 
 
-def test_what_a_child_writes_is_passed_on(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """Log lines of the children appear on stderr, even a last one without its end of line; stdout stays empty."""
+def test_the_output_of_children_goes_to_stderr(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Lines of the children appear on stderr, also a last one without a line end; stdout stays empty."""
     code = "import sys; print('out'); sys.stderr.write('{\"event\": \"x\"}\\nlast words'); sys.exit(1)"
 
     async def scenario() -> None:
@@ -291,6 +296,7 @@ class Terminal(io.StringIO):
     """A stream that a person watches."""
 
     def isatty(self) -> bool:
+        """Return that the stream is a terminal."""
         return True
 
 

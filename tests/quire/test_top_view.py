@@ -39,9 +39,12 @@ WORKERS = """
 """
 
 
-def test_who_comes_and_goes_does_not_make_totals_jump() -> None:
-    """Of workers that were there both times each counts by itself: one that left takes nothing away, one that began
-    anew counts from 0, and one that has come adds nothing it may have counted long ago."""
+def test_workers_that_join_or_leave_do_not_distort_totals() -> None:
+    """Workers that leave, restart or join between two scrapes do not distort the totals.
+
+    Only workers in both scrapes count. One that left subtracts nothing, one that restarted counts from 0, and a new one
+    adds nothing.
+    """
 
     def scrape(**counts: int) -> Scrape:
         lines = [f'quire_preemptions_total{{worker="{name}"}} {count}' for name, count in counts.items()]
@@ -75,6 +78,6 @@ def test_quantiles_are_prometheus_own(counts: list[tuple[float, float]], share: 
     assert quantile(counts, share) == value
 
 
-def test_a_bar_never_overflows() -> None:
-    """Rounding two shares up does not make the whole longer."""
+def test_a_bar_has_a_constant_length() -> None:
+    """Two shares that are both rounded up do not make the bar longer."""
     assert {len(bar(held / 7, (7 - held) / 7)) for held in range(8)} == {26}

@@ -38,6 +38,7 @@ class Papers:
 
 @pytest.fixture(scope="module")
 def papers(tmp_path_factory: pytest.TempPathFactory) -> Papers:
+    """Return certificates and keys."""
     folder = tmp_path_factory.mktemp("papers")
     papers = Papers(*(folder / name for name in ("key.pem", "chain.pem", "ca.pem", "other.pem")))
     ca = trustme.CA()
@@ -136,6 +137,7 @@ class Shell:
 
 @pytest.fixture
 def shell(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Shell:
+    """Return a shell in an empty folder."""
     question = tmp_path / "question"
     question.write_text("hello\n")
     monkeypatch.setattr("sys.stdin", question.open())
@@ -166,7 +168,7 @@ def test_http_commands_at_another_http_server(command: str, status: int, body: b
         assert shell.complaint(command, target) == f"answers {status}, which is not an answer of Quire; {GIVE_HTTP}"
 
 
-def test_what_quire_answers_is_passed_on(shell: Shell) -> None:
+def test_an_error_of_the_server_is_shown(shell: Shell) -> None:
     """An error in OpenAI's form is shown in the server's own words."""
     with http_server(403, b'{"error": {"message": "Host: not allowed"}}') as target:
         assert shell.complaint("top", target) == "answers 403: Host: not allowed"
@@ -194,7 +196,7 @@ def test_without_tls_at_a_tls_port(command: str, shell: Shell, papers: Papers) -
 
 
 @pytest.mark.parametrize("command", [*HTTP_COMMANDS, "generate", "workers"])
-def test_tls_with_another_authority(command: str, shell: Shell, papers: Papers) -> None:
+def test_tls_with_another_ca_is_refused(command: str, shell: Shell, papers: Papers) -> None:
     """A certificate that the given CA has not signed is not accepted."""
     with http_server(papers=papers) if command in HTTP_COMMANDS else grpc_server_with_tls(papers) as target:
         complaint = shell.complaint(command, target, "--tls-ca", str(papers.other_ca))

@@ -52,14 +52,14 @@ def test_no_file_is_no_settings() -> None:
         ("not toml", "admission.toml"),
     ],
 )
-def test_what_is_wrong_is_named(tmp_path: Path, text: str, names: str) -> None:
-    """One line with the file, the entry and the remedy."""
+def test_an_invalid_entry_is_named(tmp_path: Path, text: str, names: str) -> None:
+    """The error is one line with the file, the entry and the remedy."""
     with pytest.raises(ConfigError, match=rf"--admission-file.*{names}") as caught:
         _load(tmp_path, text)
     assert "\n" not in str(caught.value)
 
 
-def test_a_file_that_is_not_there(tmp_path: Path) -> None:
-    """The path is in the message."""
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    """The message contains the path."""
     with pytest.raises(ConfigError, match="absent"):
         load_admission(str(tmp_path / "absent"))

@@ -144,8 +144,8 @@ def test_the_reserve_is_a_small_part_of_the_cache() -> None:
     pool.validate([])
 
 
-def test_what_is_left_of_a_run_keeps_no_memory_of_the_rest() -> None:
-    """A thousand runs of which all but the first block was forgotten take the memory of a thousand blocks."""
+def test_a_partly_evicted_run_releases_its_memory() -> None:
+    """A thousand runs with only their first block left take the memory of a thousand blocks."""
     cache = PrefixCache(1_000 * 100)
     number = 0
 

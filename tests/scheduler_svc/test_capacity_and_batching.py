@@ -83,7 +83,7 @@ def test_memory_is_used_again_soon_after_many_preemptions() -> None:
 
 
 def test_headroom_keeps_no_worker_idle() -> None:
-    """Where nothing that runs can go on, since its readers take nothing, memory is left to nobody's growth."""
+    """When no running request can continue, because its reader takes nothing, no headroom is kept."""
     cluster = _cluster(num_blocks=24)
     for stream in range(20):
         cluster.submit(stream, [stream, 1, 2], 25)
@@ -106,8 +106,8 @@ def test_policy_preemption_contradicts_guaranteed_no_evict() -> None:
     CoreConfig(capacity="guaranteed_no_evict", policy="priority")
 
 
-def test_static_batching_waits_for_all() -> None:
-    """A static batch takes nobody in until its last request has finished."""
+def test_a_static_batch_waits_for_its_last_request() -> None:
+    """A static batch admits no request until its last one has finished."""
     cluster = _cluster(batching=BatchingLimits(mode="static", max_batch_size=4, max_wait_s=1000.0))
     for stream in range(8):
         cluster.submit(stream, [stream, 1], 3 if stream % 4 else 20)
@@ -162,8 +162,8 @@ def test_dynamic_batches_end_at_their_token_limit() -> None:
     assert max(sizes) == 2
 
 
-def test_a_dynamic_batch_that_was_full_stays_closed() -> None:
-    """Once a request did not fit into a batch nobody joins it, not even a smaller one whose turn it is later."""
+def test_a_full_dynamic_batch_stays_closed() -> None:
+    """After a request did not fit into a batch, no other joins it, not even a smaller one."""
     limits = BatchingLimits(mode="dynamic", max_batch_size=8, max_wait_s=0.0, max_tokens_per_batch=20)
     cluster = _cluster(batching=limits)
     cluster.submit(0, [0] * 12, 10)
@@ -275,8 +275,8 @@ def test_a_request_may_take_every_block() -> None:
         _check_all(cluster)
 
 
-def test_a_tenants_queue_has_its_length_again_after_a_start() -> None:
-    """Who has started does not count as waiting any more, once."""
+def test_a_started_request_leaves_its_tenants_queue() -> None:
+    """A request that has started no longer counts as waiting."""
     limits = {"a": TenantLimits(max_running=1, max_queued=2)}
     cluster = _cluster(tenant_limits=limits)
     for stream in range(2):

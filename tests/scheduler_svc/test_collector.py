@@ -24,8 +24,10 @@ def kept_garbage() -> Iterator[list[object]]:
 
 @pytest.mark.parametrize("prefix_cache", ["hash", "radix"])
 def test_nothing_of_the_core_waits_for_the_collector(kept_garbage: list[object], prefix_cache: str) -> None:
-    """Requests that finish, are cancelled, refused, swapped out or left by their worker, and the workers themselves,
-    are in no circle of references once they are over."""
+    """Ended requests and lost workers are in no circle of references, so that they need no garbage collection.
+
+    The requests finish, are cancelled, refused, swapped out or left by their worker.
+    """
     cluster = Cluster(policy="priority", prefix_cache=prefix_cache, max_num_seqs=4, max_num_batched_tokens=32)
     for incarnation in range(3):
         peer = b"w/%d" % incarnation

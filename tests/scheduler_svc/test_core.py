@@ -119,7 +119,7 @@ def test_worker_death_resumes_without_gap_or_repeat() -> None:
 
 
 def test_answers_of_an_old_epoch_are_dropped() -> None:
-    """A worker that said hello again cannot deliver what its earlier self computed."""
+    """A worker that said hello again cannot deliver results of its former epoch."""
     cluster = Cluster(**SMALL)
     worker = _worker()
     cluster.join(worker)
@@ -178,8 +178,8 @@ def test_failed_row_ends_alone() -> None:
     assert survivor.tokens == expected_output(survivor.prompt, 10, set())
 
 
-def test_reader_without_credit_is_held_out_and_then_goes_on() -> None:
-    """A row stops exactly at its credit while others run, and goes on when credit comes."""
+def test_a_row_without_credit_is_held_out_until_credit_comes() -> None:
+    """A row stops exactly at its credit while others run, and continues when credit comes."""
     cluster = Cluster(**SMALL)
     cluster.join(_worker())
     slow = cluster.submit(1, [1, 2], 30, credit=4 * 7)
@@ -260,8 +260,8 @@ def test_overdue_step_gives_the_worker_up() -> None:
     assert cluster.core.stats().waiting == 1
 
 
-def test_own_stall_is_not_blamed_on_workers() -> None:
-    """When the scheduler itself stood still for longer than a step deadline, nobody is given up."""
+def test_no_worker_is_removed_because_the_scheduler_was_blocked() -> None:
+    """When the scheduler was blocked for longer than a step deadline, it removes no worker."""
     cluster = Cluster(**SMALL, step_deadline_s=20.0)
     cluster.join(_worker())
     cluster.submit(1, [1, 2], 10)
@@ -301,8 +301,8 @@ def test_lost_frontend_takes_its_requests_along() -> None:
     assert _available(cluster) == [(64, 64)]
 
 
-def test_unknown_frontend_is_told_so() -> None:
-    """A front end that the core does not know must say hello first; nothing is accepted from it before."""
+def test_an_unknown_front_end_must_say_hello() -> None:
+    """The core accepts nothing from a front end that it does not know before its hello."""
     cluster = Cluster()
     cluster.handle(ev.FrontendLost(frontend=FRONTEND))
     cluster.submit(1, [1], 2)
@@ -342,8 +342,8 @@ def test_other_model_is_refused() -> None:
     assert any(isinstance(effect, ef.WorkerRefused) for effect in cluster.handle(other))
 
 
-def test_a_worker_with_room_for_nothing_is_refused() -> None:
-    """A sequence holds a token of a prompt and one that is generated; else the worker serves nobody, yet bounds all."""
+def test_a_worker_without_room_for_a_sequence_is_refused() -> None:
+    """A sequence needs at least one prompt token and one generated token."""
     cluster = Cluster()
     cluster.join(_worker(), "a")
     hello = _worker(peer=b"w/2").hello("b")
@@ -358,8 +358,8 @@ def test_a_worker_with_room_for_nothing_is_refused() -> None:
 @pytest.mark.parametrize(
     ("field", "value"), [("architecture", "X"), ("dtype", "f"), ("vocab_size", 4), ("eos_token_ids", (3,))]
 )
-def test_a_worker_that_contradicts_the_others_is_refused(field: str, value: Any) -> None:
-    """What the fingerprint settles cannot be told in two ways: front ends check requests by it."""
+def test_a_worker_of_another_model_is_refused(field: str, value: Any) -> None:
+    """Workers with one fingerprint must agree, because front ends check requests by its values."""
     cluster = Cluster()
     cluster.join(_worker(), "a")
     hello = _worker(peer=b"w/2").hello("b")
@@ -387,7 +387,7 @@ def test_contradicting_limits_are_refused() -> None:
         CoreConfig(max_num_seqs=64, max_num_batched_tokens=32)
 
 
-def test_a_worker_hears_which_rows_are_over_also_when_nothing_else_is_to_do() -> None:
+def test_an_idle_worker_gets_a_plan_that_frees_its_rows() -> None:
     """What it keeps for a row, spans included, ends with the request, not with the next one that happens to come."""
     cluster = Cluster()
     worker = ModelWorker(b"w/1", 40, 4, 8)

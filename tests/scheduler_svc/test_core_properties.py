@@ -47,8 +47,11 @@ def test_every_interleaving_keeps_every_promise(
     in_flight: int,
     credit: int,
 ) -> None:
-    """Whatever happens in whatever order: blocks are conserved, KV is never overwritten while it is read, tokens come
-    without gap or repeat and are the model's, each request ends once; and when it calms down, everything finishes."""
+    """Any order of events keeps all promises, and afterwards everything finishes.
+
+    Blocks are conserved, and KV is never overwritten while it is read. Tokens are the model's, without gap or repeat.
+    Each request ends once.
+    """
     cluster = Cluster(
         policy=policy,
         capacity=capacity,

@@ -70,8 +70,7 @@ def test_a_burst_is_spread_over_many_workers_by_rows_left_and_memory() -> None:
 
 @pytest.mark.parametrize(("home", "other"), [("w0", "w1"), ("w1", "w0")])
 def test_a_cached_prefix_draws_requests_until_its_worker_is_busy(home: str, other: str) -> None:
-    """One request with a cached prefix goes where the prefix is, whoever is planned first; a flood of them does not all
-    go there."""
+    """One request goes to the worker with its cached prefix, whichever is planned first; many do not all go there."""
     cluster = _cluster()
     _serve_at(cluster, home, other)
     cluster.submit(1, [*PREFIX, 2], 20)
@@ -153,8 +152,8 @@ def test_the_last_worker_keeps_its_requests() -> None:
     _check_all(cluster)
 
 
-def test_what_fits_nowhere_else_is_not_moved() -> None:
-    """Draining with moving: a request that only the drained worker has room for finishes there, to its full length."""
+def test_a_drain_leaves_requests_that_fit_on_no_other_worker() -> None:
+    """A request for which only the drained worker has room finishes there, to its full length."""
     cluster = Cluster(max_num_seqs=8, max_num_batched_tokens=64)
     cluster.join(ModelWorker(b"w/0", 100, 4, 8), "w0")
     cluster.submit(1, [1, 2], 60)
@@ -167,8 +166,8 @@ def test_what_fits_nowhere_else_is_not_moved() -> None:
     _check_all(cluster)
 
 
-def test_what_fits_only_a_drained_worker_is_refused() -> None:
-    """A drained worker may never take anything again: a prompt that only it has room for does not wait for it."""
+def test_a_request_that_fits_only_a_drained_worker_is_refused() -> None:
+    """A drained worker may never be resumed, so a prompt for which only it has room does not wait."""
     cluster = Cluster(max_num_seqs=8, max_num_batched_tokens=64)
     cluster.join(ModelWorker(b"w/0", 100, 4, 8), "w0")
     cluster.join(ModelWorker(b"w/1", 5, 4, 8), "w1")

@@ -133,8 +133,11 @@ def test_no_plan_is_too_large(requests: list[tuple[int, int]]) -> None:
 
 
 def test_the_largest_plan_fits_into_a_frame() -> None:
-    """As many admissions as one plan may hold, the last one the heaviest that is legal, beside every block of the
-    largest pool being moved and every row of the largest table being named."""
+    """The largest plan fits into a frame.
+
+    It has as many admissions as possible, the last one of the largest legal size. It also moves every block of the
+    largest pool and names every row of the largest table.
+    """
     rows, blocks = np.arange(1 << 16), np.arange(1 << 21)
     heaviest = _admission(
         token_ids=np.zeros(MAX_SERVED_SEQUENCE, np.int32),
@@ -236,8 +239,8 @@ def test_a_request_that_no_frame_would_take_is_refused_at_the_door(field: str) -
     assert [event.stream for event in incoming.events if isinstance(event, ev.RequestArrived)] == [1]
 
 
-def test_what_a_request_may_come_to_weigh_counts() -> None:
-    """A short prompt with heavy parameters that may generate a long answer is weighed with all of the answer."""
+def test_the_size_of_a_request_includes_its_longest_output() -> None:
+    """A short prompt with large parameters and a long output counts with all of its output."""
     submission = link_pb2.Submission(
         stream=1, token_ids=bytes(8), num_prompt_tokens=2, max_tokens=MAX_SERVED_SEQUENCE,
         sampling=plan_pb2.SamplingParams(allowed_token_ids=bytes(9 * MIB)).SerializeToString(),
@@ -374,8 +377,10 @@ def test_frames_of_one_turn_arrive_over_one_connection(tmp_path: Path) -> None:
 def test_a_plan_that_cannot_be_sent_costs_an_epoch_and_no_request(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Should a plan be too large after all, the worker is asked to begin anew, the log names the heaviest request, and
-    the requests are planned one by one."""
+    """If a plan is too large to send, its worker begins a new epoch and the requests are planned one by one.
+
+    The log names the largest request. No request is lost.
+    """
     monkeypatch.setattr(worker_link, "PLAN_MAX_MESSAGE", 130)
     config = SchedulerConfig(frontend_address=f"ipc://{tmp_path}/f", worker_address=f"ipc://{tmp_path}/w")
     telemetry = Telemetry("test")

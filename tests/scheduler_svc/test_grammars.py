@@ -75,8 +75,10 @@ def test_a_request_waits_for_its_grammar_and_others_do_not() -> None:
 
 
 def test_an_invalid_grammar_ends_the_requests_that_wait_for_it() -> None:
-    """They end INVALID with the reason, and so does a later one, which the worker is not asked for again. A report
-    that was not asked for changes nothing."""
+    """Requests that wait for an invalid grammar end INVALID with the reason, and so does a later one.
+
+    The worker is not asked again. A report without a question has no effect.
+    """
     cluster = Cluster()
     worker = _worker()
     cluster.join(worker)
@@ -105,8 +107,10 @@ def test_an_invalid_grammar_ends_the_requests_that_wait_for_it() -> None:
 
 @pytest.mark.parametrize("failure", [_INVALID, _NO_TOKENIZER])
 def test_a_failure_of_one_worker_ends_nothing_where_the_grammar_is_compiled(failure: GrammarFailure) -> None:
-    """Whatever is at fault, requests that run with the grammar on another worker complete, and so does one that waits:
-    that worker takes it."""
+    """When one worker fails to compile a grammar, requests continue on another worker that has compiled it.
+
+    A waiting request is admitted there, too.
+    """
     cluster = Cluster(max_num_seqs=2)
     first, second = _worker(max_rows=2), _worker(b"w/2", max_rows=2)
     cluster.join(first, "w1")

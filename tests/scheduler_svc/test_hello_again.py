@@ -23,6 +23,7 @@ class OneWorker:
 
     @property
     def draining(self) -> list[bool]:
+        """Return for each worker whether it is drained."""
         return [worker.draining for worker in self.cluster.core.stats().workers]
 
     def hello(self, reason: ev.HelloReason) -> None:
@@ -37,6 +38,7 @@ class OneWorker:
         self.cluster.lose(b"w/%d" % self._incarnation)
 
     def step(self, count: int = 1) -> None:
+        """Plan and answer a number of steps."""
         for _ in range(count):
             self.cluster.plan()
             self.cluster.answer()
@@ -86,8 +88,10 @@ def test_the_successor_of_a_drained_process_serves() -> None:
 @pytest.mark.parametrize("is_lost_before", [False, True])
 @pytest.mark.parametrize("reason", SURVIVED)
 def test_a_worker_that_did_not_die_makes_no_suspects(reason: ev.HelloReason, is_lost_before: bool) -> None:
-    """A scheduler that stands still, a partition, a protocol error: nothing is held against the requests, so they go on
-    together at once."""
+    """Requests do not become suspects when the scheduler was blocked, the network failed or a message was invalid.
+
+    They continue together at once.
+    """
     one = OneWorker()
     readers = [one.cluster.submit(stream, [stream + 1, 2, 3], 40) for stream in range(4)]
     for _ in range(FATAL_STEPS + FATAL_ALONE + 1):

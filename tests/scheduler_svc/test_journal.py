@@ -1,5 +1,8 @@
-"""What the journal promises: whoever reads it after a crash at any byte knows all that clients were told, and no more
-than the writer knew; it stays within its bounds, and a disk that takes nothing ends nothing."""
+"""The promises of the journal.
+
+After a crash at any byte, its reader knows everything that clients have received, and no more than the writer knew. Its
+size is bounded. A disk that accepts no data ends no request.
+"""
 
 import os
 import random
@@ -147,8 +150,10 @@ class Written:
 
 @pytest.mark.parametrize("seed", range(2))
 def test_a_crash_at_any_byte_loses_nothing_that_a_client_has(tmp_path: Path, seed: int) -> None:
-    """Cut off at every byte, the journal says exactly what was known after the last whole commit; that is at least what
-    any client had been told by then, since clients are told after the commit."""
+    """Truncated at any byte, the journal contains exactly the state after the last complete commit.
+
+    This is at least what any client had received, because clients receive tokens after the commit.
+    """
     written = Written(tmp_path, seed=seed)
     written.commit()
     while len(written.files()[-1]) < 5000:
@@ -173,8 +178,8 @@ def test_a_crash_at_any_byte_loses_nothing_that_a_client_has(tmp_path: Path, see
 
 
 @pytest.mark.parametrize("damage", ["bit", "zeros", "garbage"])
-def test_what_follows_damage_is_left_out(tmp_path: Path, damage: str) -> None:
-    """A flipped bit, zeros or garbage at the end cost what stands there, and nothing before."""
+def test_damage_costs_only_the_data_behind_it(tmp_path: Path, damage: str) -> None:
+    """A flipped bit, zeros or garbage at the end lose the data there, and nothing before."""
     written = Written(tmp_path)
     for _ in range(30):
         written.act()
@@ -192,8 +197,10 @@ def test_what_follows_damage_is_left_out(tmp_path: Path, damage: str) -> None:
 
 
 def test_a_new_core_goes_on_where_the_last_one_was_struck(tmp_path: Path) -> None:
-    """Whatever had come of a request when the scheduler and everybody else died: resumed from the journal, its output
-    is that of an undisturbed run, across several such deaths."""
+    """Resumed from the journal after any crash, a request has the output of an undisturbed run.
+
+    This holds for all states of a request, and across several crashes.
+    """
     rng = random.Random(5)
     written = Written(tmp_path, seed=7)
     identities = [identity for identity in (written.submit(longest=60) for _ in range(12)) if identity]
@@ -249,8 +256,8 @@ def test_the_journal_stays_within_its_bounds(tmp_path: Path) -> None:
     written.journal.close()
 
 
-def test_what_does_not_fit_is_forgotten_oldest_first(tmp_path: Path) -> None:
-    """More than the journal has room for: the oldest requests are no longer covered, which is counted."""
+def test_a_full_journal_drops_the_oldest_requests(tmp_path: Path) -> None:
+    """Requests beyond the journal's size are no longer covered, which is counted."""
     written = Written(tmp_path, max_bytes=20_000)
     for _ in range(400):
         written.submit()
@@ -309,8 +316,8 @@ def test_nothing_lies_there_for_long(tmp_path: Path) -> None:
     written.journal.close()
 
 
-def test_what_is_too_old_is_not_restored(tmp_path: Path) -> None:
-    """The time between two schedulers counts: what would have been forgotten meanwhile, is."""
+def test_an_expired_log_is_not_restored(tmp_path: Path) -> None:
+    """The time between two schedulers counts towards the time for which logs are kept."""
     written = Written(tmp_path, keep_s=10.0)
     written.submit()
     written.commit()
@@ -330,8 +337,7 @@ def test_what_is_too_old_is_not_restored(tmp_path: Path) -> None:
 
 
 def test_a_disk_that_takes_nothing_ends_nothing(tmp_path: Path) -> None:
-    """Writes that fail, one of them in the midst of a frame, are counted; once the disk takes something again, the
-    journal says all that counts."""
+    """Failed writes, also within a frame, are counted; after the disk recovers, the journal is complete again."""
     written = Written(tmp_path)
     for _ in range(20):
         written.act()

@@ -40,8 +40,10 @@ def _output(log: Log | None) -> list[int]:
 
 @pytest.mark.parametrize("how", ["left", "front end lost", "taken over"])
 def test_an_interrupted_request_goes_on_from_its_log(how: str) -> None:
-    """Whether its client left, its front end died or another call came first: what was generated is kept, nothing more
-    is computed, and submitted again with it the request ends with the model's own tokens."""
+    """An interrupted request keeps its tokens, and ends with the model's own tokens after it is submitted again.
+
+    The client left, the front end died, or another call took over. In the meantime nothing is computed.
+    """
     cluster = _cluster()
     first = cluster.submit(1, PROMPT, 30, identity=b"i")
     for _ in range(9):
@@ -94,8 +96,8 @@ def test_an_id_is_taken_while_anything_is_known_of_it() -> None:
     assert _resume(cluster, b"i") is not None
 
 
-def test_what_is_ended_on_purpose_or_failed_leaves_nothing() -> None:
-    """Nothing is kept of a request that its client dropped, live or ended, nor of one that can never run."""
+def test_a_dropped_or_failed_request_leaves_no_log() -> None:
+    """No log is kept of a request that its client dropped, live or ended, or that can never run."""
     cluster = _cluster()
     live = cluster.submit(1, PROMPT, 30, identity=b"live")
     cluster.submit(2, PROMPT, 2, identity=b"ended")
@@ -202,8 +204,7 @@ def _come_and_go(cluster: Cluster, streams: range, **request: object) -> Reader:
 
 @pytest.mark.parametrize("chunk", [2, 64], ids=["left before its first token", "left after it"])
 def test_a_tenant_pays_once_for_a_request_that_goes_on(chunk: int) -> None:
-    """However often its client leaves and comes back, a request takes its prompt and each of its tokens from its
-    tenant's bucket once."""
+    """A tenant pays once for the prompt and for each token of a request, however often its client resumes it."""
     limits = {"a": TenantLimits(tokens_per_s=10.0)}
     cluster = _cluster(max_num_seqs=2, max_num_batched_tokens=chunk, tenant_limits=limits, prefix_cache="off")
     reader = _come_and_go(cluster, range(1, 9), tenant="a")
@@ -221,8 +222,10 @@ def test_a_tenant_pays_once_for_a_request_that_goes_on(chunk: int) -> None:
 
 
 def test_a_request_that_goes_on_is_served_once_in_its_tenants_account() -> None:
-    """Under `fair`, tokens that were delivered before a client came back do not count again: its tenant's next turn
-    comes before that of a tenant which got more."""
+    """Under `fair`, tokens that were delivered before a client resumes do not count again.
+
+    The next turn of its tenant comes before that of a tenant that got more.
+    """
     cluster = _cluster(policy="fair", max_num_seqs=1, max_num_batched_tokens=64)
     _come_and_go(cluster, range(1, 9), tenant="a")
     cluster.run()

@@ -110,8 +110,10 @@ def test_every_end_reason_is_on_the_wire() -> None:
 
 
 def test_every_kind_of_failure_is_on_the_wire() -> None:
-    """Each kind of the plan protocol is the core's of the same name. One that is not known, or not said by a worker of
-    the release before, is taken for the kind that needs most care."""
+    """Each kind of failure in the plan protocol maps to the core's kind of the same name.
+
+    An unknown or missing kind, as from a worker of the release before, maps to the kind that needs most care.
+    """
     names = plan_pb2.RowFailureKind.DESCRIPTOR.values_by_name
     kinds = {value.number: name.removeprefix("ROW_FAILURE_KIND_") for name, value in names.items()}
     kinds[plan_pb2.ROW_FAILURE_KIND_UNSPECIFIED] = kinds[99] = "NOT_FINITE"
@@ -212,7 +214,7 @@ def _hello(**changes: int) -> bytes:
     ],
     ids=lambda changes: next(iter(changes)),
 )
-def test_a_worker_beyond_belief_is_malformed(changes: dict[str, int]) -> None:
+def test_a_worker_with_impossible_values_is_malformed(changes: dict[str, int]) -> None:
     """Numbers that no worker has, and for which there would be no memory, are refused at the door."""
     assert isinstance(worker_link.decode(b"w", _hello())[0], ev.WorkerHello)
     with pytest.raises(MalformedFrameError):

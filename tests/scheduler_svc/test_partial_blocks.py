@@ -51,8 +51,7 @@ def _num_copied(worker: RecordingWorker) -> int:
 
 
 def test_a_prefix_is_shared_to_its_last_token() -> None:
-    """A request that leaves a served sequence in the middle of a block computes only its own tokens, and the counters
-    say so."""
+    """A request that shares a sequence up to the middle of a block computes only its own tokens."""
     cluster, worker = _cluster()
     _serve(cluster, 1, [*PREFIX, 1, 2, 3])
     before = cluster.core.stats().workers[0].counters.scheduled_tokens
@@ -65,8 +64,8 @@ def test_a_prefix_is_shared_to_its_last_token() -> None:
 
 
 @pytest.mark.parametrize(("prefix_cache", "cached"), [("radix", 42), ("hash", 40), ("off", 0)])
-def test_the_variants_differ_in_what_they_find(prefix_cache: str, cached: int) -> None:
-    """`hash` finds full blocks and `off` nothing, and neither copies."""
+def test_hash_finds_full_blocks_and_off_finds_none(prefix_cache: str, cached: int) -> None:
+    """`hash` finds full blocks and `off` finds none, and neither copies blocks."""
     cluster, worker = _cluster(prefix_cache=prefix_cache)
     _serve(cluster, 1, [*PREFIX, 1, 2, 3])
 
@@ -76,8 +75,11 @@ def test_the_variants_differ_in_what_they_find(prefix_cache: str, cached: int) -
 
 
 def test_the_longest_agreement_is_copied() -> None:
-    """Among the blocks that follow a prefix (the next of the same run, the first of several branches, the last and
-    partly filled one of a sequence that has ended) the one that agrees longest is taken."""
+    """Of the blocks that follow a prefix, the one with the longest agreement is copied.
+
+    Candidates are the next block of the same run, the first of several branches, and the partly filled last block of an
+    ended sequence.
+    """
     cluster, _ = _cluster()
     full = PREFIX[:40]
     _serve(cluster, 1, [*full, 1, 1, 2, 2, 2, 2, 2, 2, 2])
@@ -132,8 +134,7 @@ def test_fewer_tokens_than_are_worth_a_copy_are_computed() -> None:
 
 
 def test_other_salts_find_nothing_not_even_a_token() -> None:
-    """Without a full block in common a request finds parts of first blocks of its own salt only: a prompt of another
-    tenant cannot be probed token by token."""
+    """A request finds parts of first blocks only under its own salt, so that it cannot probe other prompts."""
     cluster, worker = _cluster()
     _serve(cluster, 1, PREFIX, salt=b"alice")
     _serve(cluster, 2, [9, *PREFIX[:4]], salt=b"alice")
@@ -147,8 +148,10 @@ def test_other_salts_find_nothing_not_even_a_token() -> None:
 
 
 def test_nothing_is_copied_before_a_token_proved_it() -> None:
-    """A block whose row has not sampled yet is shared as a whole but not copied from, be the step that writes it this
-    one, in flight or answered: its content is not there yet, or not known to be sound."""
+    """A block is shared but not copied while its row has not sampled a token.
+
+    The step that writes it may be this one, in flight or answered. Its content is missing or may be invalid.
+    """
     cluster, worker = _cluster(max_num_batched_tokens=64, long_prefill_token_threshold=16)
     cluster.submit(1, [*PREFIX, 1, 2, 3], 20)
     cluster.submit(2, [*PREFIX[:12], 2, 2], 20)
@@ -187,8 +190,10 @@ def test_what_a_failed_row_wrote_is_not_copied() -> None:
 
 
 def test_a_source_is_kept_until_the_copy_is_answered() -> None:
-    """What a plan copies from is handed to nobody before the plan is answered, though nobody holds it: not even in the
-    same plan, to a request that would fit then."""
+    """The source of a copy is not allocated before the plan is answered, although no request holds it.
+
+    This includes a request in the same plan that would then fit.
+    """
     cluster, worker = _cluster(num_blocks=12)
     _serve(cluster, 1, [*PREFIX[:12], 1])
     cluster.submit(2, [*PREFIX[:12], 2], 4)
@@ -234,8 +239,8 @@ def test_a_cancelled_prompt_leaves_full_blocks_only() -> None:
     assert not _num_copied(worker)
 
 
-def test_what_is_cancelled_with_its_first_token_in_flight_is_copied_from_later_only() -> None:
-    """A row that leaves before its newest token is there proves nothing yet; the answer proves what it left behind."""
+def test_blocks_of_a_cancelled_row_are_copied_only_after_its_answer() -> None:
+    """A row that leaves before its newest token arrives proves nothing; the answer proves its blocks."""
     cluster, worker = _cluster(max_num_batched_tokens=64)
     cluster.submit(1, [*PREFIX, 1], 20)
     assert cluster.plan_for(b"w/1", most=1) == 1

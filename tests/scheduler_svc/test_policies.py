@@ -47,16 +47,19 @@ class Line:
         return len(self._queue)
 
     def push(self, request: Request) -> None:
+        """Add a request to its queue."""
         self.policy.enter(request.account)
         self._queue.push(request)
 
     def take(self, cached: Callable[[Request], int] = lambda _: 0) -> Request | None:
+        """Return the next request."""
         request = self._queue.take(cached)
         if request is not None:
             self.policy.leave(request.account)
         return request
 
     def discard(self, request: Request) -> None:
+        """Remove a request."""
         request.state = RequestState.FINISHED
         self._queue.discard(request)
         self.policy.leave(request.account)
@@ -176,8 +179,10 @@ def test_fair_does_not_save_idleness_up() -> None:
 
 @pytest.mark.parametrize("returns_last", [False, True])
 def test_fair_saves_no_idleness_up_while_no_request_waits(returns_last: bool) -> None:
-    """A tenant that begins to wait while none does, is lifted to the tenant that waited last. Otherwise, the others
-    would wait until it has caught up."""
+    """A tenant that begins to wait while no other waits starts at the service of the tenant that waited last.
+
+    Otherwise the others would wait until it has caught up.
+    """
     line = Line("fair")
     for sequence in range(50):
         line.push(make_request(sequence, tenant="busy"))
@@ -212,8 +217,10 @@ def test_fair_remembers_tenants_within_a_bound(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_fair_keeps_no_queues_of_tenants_whose_requests_end_before_they_are_taken() -> None:
-    """While no worker is there, requests give up one after the other; what is kept follows those that still wait, and
-    they are served as ever."""
+    """Under `fair`, the memory for queues follows the waiting requests, also when they end before admission.
+
+    Without a worker they end one after the other; the rest is served as usual.
+    """
     line = Line("fair")
     waiting = make_request(0, tenant="patient")
     line.push(waiting)
@@ -380,7 +387,7 @@ def test_a_missed_target_preempts_no_request() -> None:
     assert late.end is not None
 
 
-def test_a_small_difference_pauses_nobody() -> None:
+def test_a_small_difference_preempts_no_request() -> None:
     """Within the threshold nothing is paused, so equals do not pause each other in turn."""
     cluster = Cluster(policy="priority", max_num_seqs=1, max_num_batched_tokens=16)
     cluster.join(ModelWorker(b"w/1", 64, 4, 8))
@@ -411,8 +418,10 @@ def test_edf_serves_what_misses_its_target(target: str, busy: bool) -> None:
 
 
 def test_edf_serves_those_first_who_can_still_meet_their_targets() -> None:
-    """A request that has missed its target goes after one that has not, though its target was the earlier one; it
-    counts as one without a target, so newer requests overtake it for a bounded time only."""
+    """Under `edf`, a request that has missed its target runs after one that has not, although its target was earlier.
+
+    It counts as one without a target, so newer requests overtake it for a bounded time only.
+    """
     cluster = Cluster(policy="edf", max_num_seqs=1, max_num_batched_tokens=16, policy_preemption="off")
     cluster.submit(1, [1, 2], 5, ttft_deadline=cluster.now - 1.0)
     cluster.submit(2, [1, 2], 5, ttft_deadline=cluster.now + 30.0)
@@ -492,8 +501,7 @@ def test_a_tenants_bucket_may_be_emptied_but_not_overdrawn() -> None:
     [TenantLimits(max_running=1), TenantLimits(tokens_per_s=2.0), TenantLimits(max_queued=1, tokens_per_s=2.0)],
 )
 def test_tenants_that_never_come_back_are_forgotten(limits: TenantLimits) -> None:
-    """What is kept follows the tenants with something here or an unfilled bucket; what one of these owes is not
-    forgiven."""
+    """The memory for tenants follows those with a request or an unfilled bucket; no debt is forgotten."""
     tenants = Tenants({"": limits})
     owing = make_request(tenant="owing", prompt=1000, attempts=1)
     tenants.arrived(owing, 0.0)
@@ -542,8 +550,10 @@ def _busy(**limits: object) -> Cluster:
 
 
 def test_a_deadline_that_cannot_be_met_is_refused_at_once() -> None:
-    """Who would still wait when it had to run hears so at once, with the reason and when to try again; who has time
-    enough, or finds nobody waiting, is let in."""
+    """A request that cannot meet its deadline is refused at once, with the reason and a retry delay.
+
+    A request with enough time, or in an empty queue, is accepted.
+    """
     cluster = _busy()
 
     hopeless = cluster.submit(1, [1, 2, 3], 50, deadline=cluster.now + 0.06)

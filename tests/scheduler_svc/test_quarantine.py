@@ -64,8 +64,8 @@ def _ends(cluster: Cluster) -> dict[int, ef.EndReason]:
     return {stream: reader.end.reason for stream, reader in cluster.readers.items() if reader.end is not None}
 
 
-def test_a_poison_request_is_rejected_by_name_and_nobody_else() -> None:
-    """Two deaths in company, two alone: the request ends with POISON, all others in full."""
+def test_only_the_poison_request_is_rejected() -> None:
+    """After two deaths in a batch and two alone, the request ends with POISON; all others end in full."""
     ward = Ward()
     for stream in range(5):
         ward.cluster.submit(stream, [stream + 1, 2, 3], 30)
@@ -98,8 +98,8 @@ def test_several_poison_requests_are_told_from_the_innocent() -> None:
     assert all(ends[stream] is ef.EndReason.LENGTH for stream in (0, 2, 4))
 
 
-def test_surviving_alone_clears() -> None:
-    """Who was in two fatal steps runs alone until it has got on, and then with the others again."""
+def test_a_suspect_that_survives_alone_is_cleared() -> None:
+    """After two fatal steps a request runs alone until it has got tokens, and then with the others again."""
     ward = Ward()
     readers = [ward.cluster.submit(stream, [stream + 1, 2, 3], 30) for stream in range(3)]
     for _ in range(FATAL_STEPS):
@@ -134,8 +134,8 @@ def test_one_death_alone_condemns_nobody() -> None:
     assert reader.tokens == expected_output([1, 2, 3], 30, set())
 
 
-def test_who_gets_on_between_deaths_is_no_suspect() -> None:
-    """Workers that die of other things, again and again, condemn nobody and make nobody run alone."""
+def test_a_request_that_gets_tokens_between_deaths_is_no_suspect() -> None:
+    """Workers that die of other causes, again and again, make no request a suspect."""
     ward = Ward()
     readers = [ward.cluster.submit(stream, [stream + 1, 2, 3], 60) for stream in range(3)]
     for _ in range(6):
@@ -151,7 +151,7 @@ def test_who_gets_on_between_deaths_is_no_suspect() -> None:
         assert reader.tokens == expected_output(reader.prompt, 60, set())
 
 
-def test_a_worker_that_says_goodbye_accuses_nobody() -> None:
+def test_a_worker_that_says_goodbye_makes_no_suspects() -> None:
     """Workers that are restarted one after the other make no suspects."""
     ward = Ward()
     reader = ward.cluster.submit(0, [1, 2, 3], 10)

@@ -1,5 +1,7 @@
-"""Requests that a core accepted and that come to the next one: they end by completion, by their client, by its
-deadline, or because no worker serves their model."""
+"""Requests that one core accepted and the next one receives.
+
+They end by completion, by their client, at their deadline, or because no worker serves their model.
+"""
 
 import dataclasses
 from collections import Counter, deque
@@ -64,8 +66,10 @@ def _pass(cluster: Cluster, seconds: float) -> None:
     ids=["queue, requests", "queue, tokens", "tenant, requests", "every tenant"],
 )
 def test_a_full_queue_does_not_refuse_what_was_accepted_before(limits: dict[str, object]) -> None:
-    """Sixteen streams, half of them without a token yet, come to a core whose queue has room for fewer: all are
-    completed with the model's tokens, and only a new request is refused until the queue is as short as it has to be."""
+    """A core completes all accepted requests of the core before it, although its queue is too short for them.
+
+    Half of the sixteen streams have no token yet. New requests are refused until the queue is short enough.
+    """
     cluster = Cluster(max_num_seqs=2, max_num_batched_tokens=64, **limits)
     for stream in range(16):
         _resubmit(cluster, stream, delivered=10 * (stream % 2), tenant="a")
@@ -115,8 +119,10 @@ def test_no_forecast_refuses_what_was_accepted_before(policy: str, delivered: in
 
 
 def test_requests_that_came_again_wait_for_a_worker_of_their_model() -> None:
-    """A new core whose first worker has another model refuses it while requests wait for theirs; they go on where they
-    were as soon as a worker of theirs is there."""
+    """While resubmitted requests wait for a worker of their model, a new core refuses workers of another model.
+
+    They continue as soon as a worker of their model has joined.
+    """
     cluster = Cluster(worker_wait_s=WAIT_S)
     for stream in range(3):
         _resubmit(cluster, stream, delivered=10, model="f")
@@ -134,8 +140,11 @@ def test_requests_that_came_again_wait_for_a_worker_of_their_model() -> None:
 
 
 def test_another_model_is_locked_out_no_longer_than_requests_wait_for_theirs() -> None:
-    """After `worker_wait_s` without a worker of their model the requests end with NO_WORKER and another model may be
-    served, although requests for the first one keep coming; these are not computed by it."""
+    """After `worker_wait_s` without a worker of their model, requests end, and another model may be served.
+
+    The reason is NO_WORKER. This holds although new requests for the first model arrive. The other model does not
+    compute them.
+    """
     cluster = Cluster(worker_wait_s=WAIT_S)
     cluster.handle(ev.TimePassed())
     begun = [_resubmit(cluster, stream, delivered=10, model="f") for stream in range(3)]
@@ -157,8 +166,11 @@ def test_another_model_is_locked_out_no_longer_than_requests_wait_for_theirs() -
 
 
 def test_a_worker_that_is_too_small_does_not_cut_short_what_a_larger_one_began() -> None:
-    """When the small worker is there first, long requests wait for the large one and are completed; without one they
-    end with NO_WORKER after `worker_wait_s`. A new request that is too long is refused at once."""
+    """A long resubmitted request waits for a large worker when a small one joins first.
+
+    Without a large worker it ends with NO_WORKER after `worker_wait_s`. A new request of this length is refused at
+    once.
+    """
     for large_comes in (True, False):
         cluster = Cluster(worker_wait_s=WAIT_S, max_num_seqs=4, max_num_batched_tokens=64)
         cluster.join(_worker(b"s/1", num_blocks=4), "small")
@@ -221,8 +233,11 @@ def test_an_embedding_that_was_accepted_waits_for_a_worker_that_makes_it() -> No
 
 
 def test_length_and_embedding_are_wanted_of_one_worker() -> None:
-    """One worker is long enough and makes no embeddings, another one makes them and is too short: neither serves a long
-    prompt's embedding. A new one is refused, one that was accepted before waits for a worker that does both."""
+    """A request for a long prompt's embedding needs one worker with both the length and the hidden states.
+
+    One worker lacks the first and another the second. A new request is refused; an accepted one waits for a worker with
+    both.
+    """
     cluster = Cluster(max_num_seqs=4, max_num_batched_tokens=64)
     cluster.join(_worker(b"s/1", num_blocks=4), "small")
     _join_without_embeddings(cluster, _worker(b"o/1"))

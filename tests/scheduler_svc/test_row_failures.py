@@ -112,11 +112,13 @@ def work(monkeypatch: pytest.MonkeyPatch) -> Work:
         (ev.FailureKind.INTERNAL, ef.EndReason.ROW_FAILED),
     ],
 )
-def test_a_failure_without_nan_touches_nobody_else(
+def test_a_failure_without_nan_ends_only_its_request(
     kind: ev.FailureKind, reason: ef.EndReason, rows: int, work: Work
 ) -> None:
-    """The request ends with the reason of its kind, the worker's words and the field it names; of all who share its
-    prefix nobody is paused, and the work does not depend on how many they are."""
+    """A failure without NaN ends its request with the reason of its kind, the worker's message and the field.
+
+    No request that shares its prefix is preempted. The cost does not depend on their number.
+    """
     cluster = _cluster(rows=rows, budget=8 * rows, num_blocks=40 * rows)
     for stream in range(rows):
         cluster.submit(stream, [*PREFIX, stream], 30)
@@ -163,8 +165,10 @@ def test_rows_that_share_what_a_failed_row_wrote_are_planned_again_in_one_pass(n
 
 
 def test_a_neighbour_that_got_a_token_in_the_same_step_goes_on() -> None:
-    """Its token was computed from the blocks that it shares, so they are sound: it stays in its row, and later requests
-    find them."""
+    """A request that got a token in the same step stays in its row, and later requests find the shared blocks.
+
+    Its token was computed from these blocks, so their KV is valid.
+    """
     cluster = _cluster()
     writer = cluster.submit(0, [*PREFIX, 1], 30)
     while not writer.tokens:
@@ -185,8 +189,10 @@ def test_a_neighbour_that_got_a_token_in_the_same_step_goes_on() -> None:
 
 
 def test_requests_that_fail_on_a_sound_prefix_end_at_once() -> None:
-    """While another request decodes with the prefix, those that fail on it have failed by themselves, however many they
-    are: they are not computed again, and the prefix stays."""
+    """Requests that fail on a valid prefix end at once, and the prefix stays in the cache.
+
+    Another request decodes with the prefix. So they have failed by themselves, however many they are.
+    """
     cluster = _cluster()
     neighbour = cluster.submit(0, [*PREFIX, 1], 30)
     while not neighbour.tokens:
@@ -206,8 +212,10 @@ def test_requests_that_fail_on_a_sound_prefix_end_at_once() -> None:
 
 
 def test_of_two_that_share_a_block_and_fail_the_writer_is_at_fault() -> None:
-    """The reader has failed by what the writer wrote: it is planned again, and so is a third one that has not failed
-    yet; only the writer ends."""
+    """When two requests share a block and both fail, only the writer ends.
+
+    The reader, and a third request that has not failed yet, are planned again.
+    """
     cluster = _cluster(budget=64, long_prefill_token_threshold=8)
     writer = cluster.submit(0, [*PREFIX, *range(16)], 5)
     _step(cluster)
@@ -228,9 +236,8 @@ def test_of_two_that_share_a_block_and_fail_the_writer_is_at_fault() -> None:
     _check_served(cluster.readers[2], preemptions=1)
 
 
-def test_what_explains_a_failure_clears_the_blocks_before_it() -> None:
-    """A writer and a reader fail together, and share a prefix that is right with each other: since the writer's own
-    blocks explain the reader's failure, the prefix stays."""
+def test_a_writers_own_blocks_that_explain_a_failure_clear_the_prefix() -> None:
+    """When the writer's own blocks explain a reader's failure, the valid prefix that both share stays in the cache."""
     cluster = _cluster(long_prefill_token_threshold=8)
     cluster.submit(0, [*PREFIX, 1], 5)
     cluster.run()
@@ -255,8 +262,10 @@ def test_what_explains_a_failure_clears_the_blocks_before_it() -> None:
 
 
 def test_a_writer_is_not_displaced_by_readers_that_fail() -> None:
-    """Two requests fail by themselves while the writer of their prefix has no token yet: its blocks leave the cache,
-    but the writer goes on; if it were at fault, it would fail itself."""
+    """A writer is not displaced when two readers of its prefix fail before it has a token.
+
+    Its blocks leave the cache. If they were invalid, the writer would fail itself.
+    """
     cluster = _cluster(long_prefill_token_threshold=8)
     neighbour = cluster.submit(3, [*PREFIX[:8], 1], 100)
     while not neighbour.tokens:
@@ -290,8 +299,10 @@ def _leave_spoilt_prefix(cluster: Cluster) -> None:
 
 
 def test_a_spoilt_block_of_a_writer_long_gone_leaves_the_cache_after_two_readers() -> None:
-    """Each reader is planned again and gets its tokens, none ends; the second failure shows that it is the block, so
-    that the third reader computes it anew and does not fail."""
+    """An invalid block whose writer is gone leaves the cache after two of its readers have failed.
+
+    Each reader is planned again and gets its tokens. The third reader computes the block again and does not fail.
+    """
     cluster = _cluster(long_prefill_token_threshold=8)
     _leave_spoilt_prefix(cluster)
     preemptions = []
@@ -306,8 +317,10 @@ def test_a_spoilt_block_of_a_writer_long_gone_leaves_the_cache_after_two_readers
 
 
 def test_readers_that_fail_in_one_step_compute_their_prefix_once() -> None:
-    """Two readers of a spoilt block show at once that it is the block: it leaves the cache, they are planned again, and
-    share what the first of them computes."""
+    """When two readers of an invalid block fail in one step, the block leaves the cache at once.
+
+    Both are planned again and share what the first of them computes.
+    """
     cluster = _cluster(long_prefill_token_threshold=8)
     _leave_spoilt_prefix(cluster)
     num_plans = len(cluster.plans)
@@ -321,8 +334,7 @@ def test_readers_that_fail_in_one_step_compute_their_prefix_once() -> None:
 
 
 def test_a_request_that_fails_by_itself_costs_the_others_nothing() -> None:
-    """It shares a prefix that is right: computed again by itself it fails again and ends, and the next request still
-    finds the prefix."""
+    """A request that fails again on its own ends, and the valid prefix that it shared stays in the cache."""
     cluster = _cluster()
     cluster.submit(0, [*PREFIX, 1], 5)
     cluster.run()
@@ -343,8 +355,10 @@ def test_a_request_that_fails_by_itself_costs_the_others_nothing() -> None:
 
 
 def test_a_writer_that_has_left_its_row_is_found_by_its_departure() -> None:
-    """The client of the writer goes while the step that fails is in flight: what the writer left in the cache is
-    invalid all the same, and who shares it is planned again."""
+    """When a failed writer's request has already left, its blocks leave the cache and their readers are planned again.
+
+    Its client cancels while the failing step is in flight.
+    """
     cluster = _cluster(budget=64, long_prefill_token_threshold=8)
     cluster.submit(0, [*PREFIX, *range(8)], 5)
     _step(cluster)
@@ -364,8 +378,7 @@ def test_a_writer_that_has_left_its_row_is_found_by_its_departure() -> None:
 
 
 def test_a_request_whose_last_step_failed_by_another_is_planned_again() -> None:
-    """A reader that has left its row, since its last step was planned, comes back if what it read makes that step
-    fail."""
+    """A reader whose last step is planned returns if invalid KV of another row makes this step fail."""
     cluster = _cluster(long_prefill_token_threshold=8)
     _leave_spoilt_prefix(cluster)
     reader = cluster.submit(1, [*PREFIX, 1], 1)
@@ -375,8 +388,10 @@ def test_a_request_whose_last_step_failed_by_another_is_planned_again() -> None:
 
 
 def test_kv_in_host_memory_of_a_request_that_failed_is_dropped() -> None:
-    """A reader of a spoilt prefix is swapped out before its first token is known to be NaN: it is computed again, and
-    not swapped in."""
+    """KV in host memory that may be invalid is dropped, and its request is computed again.
+
+    A reader of an invalid prefix is swapped out before its first token is known to be NaN.
+    """
     cluster = Cluster(max_num_seqs=1, max_num_batched_tokens=64, policy="priority", long_prefill_token_threshold=8)
     cluster.join(ModelWorker(PEER, 400, BLOCK, 1, num_host_blocks=100))
     _leave_spoilt_prefix(cluster)
@@ -391,9 +406,8 @@ def test_kv_in_host_memory_of_a_request_that_failed_is_dropped() -> None:
     assert not any(plan.swap_ins for plan in cluster.plans)
 
 
-def test_nobody_is_planned_again_for_ever() -> None:
-    """However many writers of its prefix fail, a request loses what it shares at most twice; then it computes all of it
-    itself and finishes."""
+def test_a_request_is_planned_again_at_most_twice() -> None:
+    """A request loses its shared blocks at most twice; then it computes its whole prompt itself and finishes."""
     cluster = _cluster(rows=4, budget=32, long_prefill_token_threshold=8, policy="priority")
     victim: Reader | None = None
     for attack in range(100, 140):
@@ -415,8 +429,10 @@ def test_nobody_is_planned_again_for_ever() -> None:
 
 
 def test_a_prompt_under_way_is_not_swapped_out() -> None:
-    """It may have read KV of a row that is yet to fail, and a copy in host memory would not be found then; so it is
-    computed again."""
+    """A started prompt is not swapped out but computed again.
+
+    It may have read KV of a row that fails later, and the failure would not reach the copy in host memory.
+    """
     cluster = Cluster(max_num_seqs=2, max_num_batched_tokens=3, prefix_cache="off")
     cluster.join(ModelWorker(PEER, 24, BLOCK, 2, num_host_blocks=40))
     first = cluster.submit(0, [1, 2, 3], 60)

@@ -13,8 +13,10 @@ PROMPT = 5
 
 @pytest.mark.parametrize(("max_rows", "steps"), [(1, 4000), (7, 3000), (1100, 1200)])
 def test_a_rows_tokens_are_all_there_when_its_request_leaves(max_rows: int, steps: int) -> None:
-    """Whenever a request leaves its row, its log ends with the tokens that the row got, in order, and with nothing
-    else's; rows miss steps, and are taken again by others."""
+    """Whenever a request leaves its row, its log ends with exactly the tokens of the row, in order.
+
+    Rows miss steps and are reused.
+    """
     chance = random.Random(max_rows)
     rows = RowTable(max_rows, 4, 2000)
     generated: dict[int, list[int]] = {}

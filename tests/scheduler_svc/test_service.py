@@ -254,8 +254,10 @@ def test_a_vanished_worker_is_noticed_and_replaced(stand: Stand) -> None:
 
 
 def test_a_worker_whose_process_dies_is_lost_before_its_connection_goes(stand: Stand) -> None:
-    """The process that a worker named has died while its connection stands, as it does until the kernel has freed the
-    process's memory: the worker is lost, and its request goes on elsewhere."""
+    """A worker whose process has died is lost although its connection stands, and its request continues elsewhere.
+
+    The connection stands until the kernel has freed the memory of the process.
+    """
     name = "from shared.process_watch import own_process; print(own_process(), flush=True); input()"
     with subprocess.Popen(
         [sys.executable, "-c", name], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -303,8 +305,8 @@ def test_a_front_end_that_says_goodbye_is_forgotten_at_once(stand: Stand) -> Non
     assert frontend.until("unknown").unknown
 
 
-def test_strangers_are_told_to_say_hello(stand: Stand) -> None:
-    """A peer of an earlier scheduler learns at its first frame that it must present itself again."""
+def test_an_unknown_peer_is_asked_to_say_hello(stand: Stand) -> None:
+    """A peer of an earlier scheduler learns at its first frame that it must say hello again."""
     frontend, worker = stand.frontend(), stand.worker()
     frontend.submit(1)
     assert frontend.until("unknown").unknown
@@ -313,8 +315,10 @@ def test_strangers_are_told_to_say_hello(stand: Stand) -> None:
 
 
 def test_neighbouring_versions_speak_the_newest_that_both_know(stand: Stand) -> None:
-    """A worker or front end one version behind or ahead is served in a version that it knows, and so is one from before
-    versions were negotiated."""
+    """Workers and front ends one version older or newer are served in a version that they know.
+
+    So are those from before versions were negotiated.
+    """
     ours = LINK_VERSIONS
     for oldest, newest, spoken in (
         (ours.oldest, 0, ours.oldest), (ours.oldest - 1, ours.oldest, ours.oldest), (1, 99, ours.newest),
@@ -361,8 +365,7 @@ def test_nonsense_is_dropped_and_counted(stand: Stand) -> None:
 
 
 def test_a_workers_metrics_leave_with_it(stand: Stand) -> None:
-    """Names of workers may never come back, so nothing of theirs is kept; whoever serves under a name has its series,
-    however many have had it before."""
+    """The metrics of a worker are removed when it leaves; a new worker of the same name gets its own series."""
     frontend, first, second = stand.frontend(), stand.worker(), stand.worker()
     timings = plan_pb2.StepTimings(forward_ns=2_000_000_000)
     frontend.hello()
@@ -499,8 +502,10 @@ def test_shutdown_can_end_live_requests(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("fsync", ["none", "interval", "step"])
 def test_what_a_front_end_was_told_outlives_the_scheduler(tmp_path: Path, fsync: str) -> None:
-    """A scheduler that is killed between two steps: the next one gives whoever resumes all tokens that were told to
-    anybody, and says how far it had come."""
+    """After the scheduler is killed between two steps, a resumed request has all tokens that any client received.
+
+    The next scheduler reports how far the request had come.
+    """
     flags = (f"--journal={tmp_path / 'journal'}", f"--journal-fsync={fsync}")
     first = Stand(tmp_path, *flags)
     frontend, worker = first.frontend(), first.worker()

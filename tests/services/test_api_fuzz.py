@@ -157,8 +157,10 @@ async def call_once(stack: Stack, rng: random.Random, shape: str, method: str, p
 
 
 def test_mutated_requests_do_no_harm(tmp_path: Path) -> None:
-    """Each call ends in time with a status that is somebody's answer, never INTERNAL or UNKNOWN; afterwards nothing is
-    left of them in the front end or the core, and it serves on."""
+    """Each mutated call ends in time with a defined status, never INTERNAL or UNKNOWN.
+
+    Afterwards nothing of it is left in the front end or the core, and the front end still serves.
+    """
     rng = random.Random(7)
     corpus = seeds()
     seen: dict[grpc.StatusCode, int] = {}

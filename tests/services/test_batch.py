@@ -129,7 +129,7 @@ def test_a_call_runs_so_many_requests_at_a_time(tmp_path: Path, monkeypatch: pyt
     assert most <= 3
 
 
-def test_a_write_that_outlives_its_call_fails_unheard() -> None:
+def test_a_write_after_the_end_of_its_call_fails_silently() -> None:
     """A call that is cancelled while it writes, and whose write then fails, leaves nothing for the log."""
 
     class OneDelta:

@@ -14,8 +14,10 @@ FOX = byte_level().encode("the fox ", add_special_tokens=False).ids
 
 
 def test_each_choice_is_a_request_of_its_own_and_they_end_as_one(tmp_path: Path) -> None:
-    """Choices share prompt and seed, differ in the number that keys their noise, each ends once, then comes one
-    `Finished` with the usage of all."""
+    """Choices share prompt and seed, differ in the number that keys their noise, and each ends once.
+
+    One `Finished` with the usage of all follows.
+    """
 
     async def main() -> None:
         async with running_stack(tmp_path) as stack:

@@ -121,7 +121,7 @@ def test_the_deadline_goes_to_the_core_and_ends_the_call(tmp_path: Path) -> None
     asyncio.run(main())
 
 
-def test_a_deadline_beyond_all_measure_is_served(tmp_path: Path) -> None:
+def test_a_deadline_beyond_the_largest_value_is_served(tmp_path: Path) -> None:
     """A deadline centuries ahead is far away for the core too, and nothing else."""
 
     async def main() -> None:
@@ -161,8 +161,10 @@ def test_a_submission_says_everything_the_core_must_know(tmp_path: Path) -> None
 
 
 def test_a_core_without_workers_is_asked_to_wait_for_one(tmp_path: Path) -> None:
-    """Before any worker has joined, requests are refused; once a model is known, a new core that has no worker yet gets
-    them, since it decides how long they wait. Readiness waits for the worker."""
+    """Before any worker has joined, requests are refused; once a model is known, a new core without a worker gets them.
+
+    The core decides how long they wait. Readiness waits for the worker.
+    """
 
     async def main() -> None:
         async with running_stack(tmp_path, core=None) as stack:
@@ -186,9 +188,11 @@ def test_a_core_without_workers_is_asked_to_wait_for_one(tmp_path: Path) -> None
     asyncio.run(main())
 
 
-def test_a_new_core_hears_which_requests_were_accepted_before(tmp_path: Path) -> None:
-    """A first submission is a new request; the next core hears of each that it was accepted, with a token or without
-    one, and for which model. A request that the core has refused is not submitted again."""
+def test_a_new_core_gets_live_requests_marked_as_accepted(tmp_path: Path) -> None:
+    """A first submission is a new request; the next core receives each live request marked as accepted, with its model.
+
+    This holds with and without tokens. A request that the core has refused is not submitted again.
+    """
 
     async def main() -> None:
         async with running_stack(tmp_path, core=lambda a: TestCore(a, limit=2)) as stack:
@@ -248,8 +252,8 @@ def test_a_request_that_no_core_has_seen_is_a_new_one(tmp_path: Path, monkeypatc
     asyncio.run(main())
 
 
-def test_what_never_left_the_front_end_was_not_accepted(tmp_path: Path) -> None:
-    """Submissions that the link still holds when it starts over are new to the next core."""
+def test_an_unsent_submission_is_not_marked_as_accepted(tmp_path: Path) -> None:
+    """Submissions that the link still holds at a restart are new to the next core."""
 
     async def main() -> None:
         async with running_stack(tmp_path, core=lambda a: TestCore(a, limit=0)) as stack:
@@ -343,8 +347,8 @@ def test_a_match_survives_a_lost_core(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
-def test_a_core_that_forgot_us_is_greeted_again(tmp_path: Path) -> None:
-    """After a lapsed lease the front end says hello and submits again under the same incarnation."""
+def test_a_front_end_says_hello_to_a_core_that_lost_it(tmp_path: Path) -> None:
+    """After an expired lease, the front end submits its streams again under the same incarnation."""
 
     async def main() -> None:
         async with running_stack(tmp_path, core=lambda a: TestCore(a, limit=3)) as stack:
@@ -399,7 +403,7 @@ def test_tokens_sent_again_are_ignored(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
-def test_a_core_that_is_away_makes_the_service_not_ready(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lost_core_makes_the_service_not_ready(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a word from the core readiness goes, new calls are UNAVAILABLE; with a new core all is well again."""
 
     async def main() -> None:
@@ -564,8 +568,8 @@ def test_malformed_messages_are_dropped(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
-def test_the_last_message_says_goodbye(tmp_path: Path) -> None:
-    """A front end that ends in order tells the core so, after everything else."""
+def test_a_front_end_that_shuts_down_says_goodbye(tmp_path: Path) -> None:
+    """The goodbye is its last message to the core."""
 
     async def main() -> None:
         async with running_stack(tmp_path, core=lambda a: TestCore(a, limit=1)) as stack:

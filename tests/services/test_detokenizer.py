@@ -54,8 +54,8 @@ def test_valid_text_comes_out_in_whole_characters(tokenizer: Tokenizer, text: st
 
 
 @pytest.mark.parametrize("tokenizer", [byte_level(), sentencepiece_style()], ids=["byte-level", "sentencepiece"])
-def test_words_come_out_one_by_one(tokenizer: Tokenizer) -> None:
-    """Nothing is held back when every token ends a character: each push of ASCII yields its text at once."""
+def test_tokens_that_end_a_character_are_released_at_once(tokenizer: Tokenizer) -> None:
+    """Each push of ASCII returns its text at once."""
     ids = tokenizer.encode("the quick brown fox jumps over the lazy dog", add_special_tokens=False).ids
 
     texts = pieces(tokenizer, ids, [])

@@ -32,8 +32,10 @@ def embedding_core(address: str) -> TestCore:
 
 
 def test_prompts_are_requests_that_pool(tmp_path: Path) -> None:
-    """Each input is a request with the call's pooling; vectors are scaled unless that is declined; usage is the sum; a
-    call of more inputs than are in progress at a time is answered in order."""
+    """Each input becomes a request with the call's pooling, and the vectors are scaled unless the call declines it.
+
+    Usage is the sum. A call with more inputs than may be in progress is answered in order.
+    """
 
     async def main() -> None:
         async with running_stack(tmp_path, core=embedding_core) as stack:
@@ -59,8 +61,8 @@ def test_prompts_are_requests_that_pool(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
-def test_a_router_gets_one(tmp_path: Path) -> None:
-    """In the engine protocol of vLLM's routers a prompt's vector comes with its size and the tokens it took."""
+def test_a_router_gets_an_embedding(tmp_path: Path) -> None:
+    """In the protocol of vLLM's routers, the vector of a prompt comes with its size and its token count."""
 
     async def main() -> None:
         async with running_stack(tmp_path, core=embedding_core) as stack:

@@ -188,8 +188,10 @@ def test_without_a_core_calls_are_unavailable(tmp_path: Path) -> None:
 
 
 def test_more_calls_than_the_process_may_have_are_refused(tmp_path: Path) -> None:
-    """One call too many is RESOURCE_EXHAUSTED with a pushback and never reaches the core; a place that is left is taken
-    again, and an operator is never refused."""
+    """One call too many ends with RESOURCE_EXHAUSTED and a retry delay, and never reaches the core.
+
+    A place that becomes free can be used again. An operator is never refused.
+    """
 
     async def main() -> None:
         async with running_stack(tmp_path, core=lambda a: TestCore(a, limit=1), max_concurrent_requests=2) as stack:
@@ -278,8 +280,10 @@ def test_a_name_that_is_not_served_is_not_found(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
-def test_a_fault_of_ours_is_internal_and_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An unexpected exception ends as INTERNAL with an error id; the core is told and the request id is free."""
+def test_an_unexpected_exception_is_internal_and_leaves_nothing_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It ends as INTERNAL with an error id; the core gets a cancel and the request id is free."""
 
     async def main() -> None:
         async with running_stack(tmp_path, core=lambda a: TestCore(a, limit=3)) as stack:

@@ -54,8 +54,10 @@ def fill(message: Message, data: st.DataObject, *, some: bool = False) -> None:
 
 @given(data=st.data(), has_chat_template=st.booleans())
 def test_any_request_is_valid_or_refused_by_name(data: st.DataObject, has_chat_template: bool) -> None:
-    """Validation never fails in any other way, every violation says which field and why, and what is valid is within
-    the bounds that the core and the worker rely on."""
+    """Any request is valid, or refused with the field and the reason of every violation.
+
+    A valid request is within the bounds on which the core and the worker rely.
+    """
     request = v1.GenerateRequest()
     if data.draw(st.booleans()):
         # One field away from valid gets further than all fields at once.

@@ -62,9 +62,11 @@ def test_a_text_prompt_is_tokenized_with_its_special_tokens(tmp_path: Path) -> N
     asyncio.run(main())
 
 
-def test_a_token_that_the_model_lacks_stays_at_the_door(tmp_path: Path) -> None:
-    """A tokenizer may know more tokens than the model: a prompt, a conversation or an input to embed that holds one is
-    refused by its field and never reaches a worker; a bad word of such tokens forbids nothing."""
+def test_a_token_that_the_model_lacks_is_refused_by_the_front_end(tmp_path: Path) -> None:
+    """A prompt, chat or embedding input with a token that the model lacks is refused by its field.
+
+    A tokenizer may know more tokens than the model. A bad word of such tokens has no effect.
+    """
     added = MODEL.vocab_size - 1
     model = link_pb2.ServedModel()
     model.CopyFrom(MODEL)

@@ -95,8 +95,10 @@ BAD: list[tuple[str, v1.Grammar, str]] = [
 
 
 def test_a_grammar_that_cannot_be_used_is_refused(tmp_path: Path) -> None:
-    """The field and the remedy are named, the core hears nothing of it, and the front end serves on, whatever the
-    grammar does to the library: keep it busy for minutes, or crash its process."""
+    """A grammar that cannot be used is refused with its field and the remedy, and the core never receives it.
+
+    The front end still serves, also when the grammar keeps the library busy for minutes or crashes its process.
+    """
 
     async def main() -> None:
         async with running_stack(tmp_path) as stack:
@@ -140,8 +142,8 @@ USABLE = {
 }
 
 
-def test_what_is_merely_large_is_not_refused(tmp_path: Path) -> None:
-    """Upper bounds cost nothing, and what a large schema needs is within the limits."""
+def test_a_large_grammar_within_the_limits_is_accepted(tmp_path: Path) -> None:
+    """Upper bounds cost nothing, and a large schema stays within the limits."""
     write_model(tmp_path, byte_level())
 
     async def main() -> None:
@@ -329,8 +331,10 @@ def test_a_request_that_leaves_does_not_confuse_the_next_trial(tmp_path: Path, m
     scripted(tmp_path, monkeypatch, main)
 
 
-def test_who_does_not_come_to_its_turn_may_try_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Waiting for too long is the front end's fault, not the grammar's."""
+def test_a_grammar_that_waits_too_long_for_its_trial_may_be_retried(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The error blames the front end's load, not the grammar."""
     monkeypatch.setattr("services.grammars.checker.TIMEOUT_S", 0.05)
 
     async def main(compiler: ScriptedCompiler, check: Callable[[str], "asyncio.Task[bytes]"]) -> None:
@@ -421,8 +425,8 @@ def test_a_model_without_a_tokenizer_for_grammars_refuses_them(tmp_path: Path) -
     asyncio.run(main())
 
 
-def test_what_is_remembered_of_grammars_is_bounded_in_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The one used longest ago is forgotten, and tried again when it comes back."""
+def test_the_memory_of_tried_grammars_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The grammar used longest ago is forgotten, and tried again when it returns."""
     monkeypatch.setattr("services.grammars.checker._MAX_KNOWN_BYTES", 900)
 
     async def main(compiler: ScriptedCompiler, check: Callable[[str], "asyncio.Task[bytes]"]) -> None:

@@ -104,9 +104,11 @@ def test_a_file_that_cannot_be_meant_is_refused(tmp_path: Path, content: str) ->
         Principals(str(path), anonymous_is_admin=False)
 
 
-def test_nobody_gets_in_without_a_token(tmp_path: Path) -> None:
-    """gRPC and HTTP refuse strangers before anything reaches the core; probes answer; who is known is served, under its
-    own tenant and cache scope; the operator API is for operators."""
+def test_callers_without_a_token_are_refused(tmp_path: Path) -> None:
+    """Callers without a valid token are refused by gRPC and HTTP before anything reaches the core; probes answer.
+
+    A known caller is served under its own tenant and cache scope. The operator API is for operators.
+    """
     path = _written(tmp_path, search="s3cret", operator="0p")
 
     async def main() -> None:

@@ -64,8 +64,8 @@ def test_watch_tells_when_the_service_becomes_ready(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
-def test_a_watch_whose_write_outlasts_the_stop_still_tells_of_it() -> None:
-    """A stop that comes while SERVING is being written is told before the call ends."""
+def test_a_watch_reports_a_stop_during_its_write() -> None:
+    """A stop during the write of SERVING is reported before the call ends."""
 
     class SlowContext:
         """Of a client that takes the first message only after the process was told to stop."""

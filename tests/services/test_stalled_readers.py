@@ -62,8 +62,10 @@ def gives_no_more_credit(core: TestCore) -> bool:
 def test_a_failed_stream_does_not_wait_for_its_reader(
     tmp_path: Path, reason: link_pb2.EndReason.ValueType, code: grpc.StatusCode
 ) -> None:
-    """When the core ends a stream whose client takes nothing, its call is over and its id is free at once; the client
-    learns the status whenever it reads on."""
+    """When the core ends a stream whose client does not read, the call is over and its id is free at once.
+
+    The client gets the status when it reads again.
+    """
 
     async def main() -> None:
         async with (

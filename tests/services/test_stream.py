@@ -195,8 +195,8 @@ def test_tokens_after_a_match_are_discarded() -> None:
     assert stream.keep_tokens == 1
 
 
-def test_what_only_looked_like_a_stop_string_comes_out_at_the_end() -> None:
-    """A held-back prefix of a stop string is let out, with its tokens, when the stream ends."""
+def test_a_partial_stop_string_is_released_at_the_end() -> None:
+    """A held-back prefix of a stop string is released, with its tokens, when the stream ends."""
     stream = make_stream("lost")
     ids = encode("hello")
     stream.receive(0, ids, 0.0)

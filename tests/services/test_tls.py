@@ -132,8 +132,10 @@ async def listening(folder: Path, papers: Papers, *, client_ca: bool = True) -> 
 
 
 def test_renewed_certificates_are_taken_up_by_new_connections(tmp_path: Path) -> None:
-    """After everything has been replaced, CA included, new connections of both listeners see the new certificate and
-    are held to the new CA; connections that stood before go on."""
+    """After certificates and CA are replaced, new connections use them; existing connections continue.
+
+    This holds for both listeners.
+    """
 
     async def main() -> None:
         old, new = Papers(), Papers()
@@ -161,8 +163,7 @@ def test_renewed_certificates_are_taken_up_by_new_connections(tmp_path: Path) ->
 
 
 def test_files_that_do_not_fit_together_change_nothing(tmp_path: Path) -> None:
-    """In the midst of a renewal (a certificate without its key), those before stay in force; when it is complete, the
-    new ones are taken up."""
+    """An incomplete renewal (a certificate without its key) changes nothing; a complete one takes effect."""
 
     async def main() -> None:
         old, new = Papers(), Papers()

@@ -34,8 +34,10 @@ def test_short_and_long_texts_encode_alike(tmp_path: Path) -> None:
 
 
 def test_more_text_than_may_wait_is_refused(tmp_path: Path) -> None:
-    """While a long text is in hand another one that would be too much is refused and a short one is not; a text that
-    alone is more than the bound is encoded when nothing else is in hand."""
+    """While a long text is tokenised, another one above the bound is refused and a short one is not.
+
+    A text that alone exceeds the bound is tokenised when no other is.
+    """
     tokenizer = load_tokenizer(write_model(tmp_path, byte_level()), max_bytes=1000)
     text = "the fox " * 100_000
 
@@ -51,9 +53,11 @@ def test_more_text_than_may_wait_is_refused(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
-def test_a_long_text_holds_nobody_up(tmp_path: Path) -> None:
-    """While a text of megabytes becomes tokens, and these text again, the event loop turns: it never stands still for
-    as much as half of the time that the work takes."""
+def test_a_long_text_does_not_block_the_event_loop(tmp_path: Path) -> None:
+    """While a text of megabytes is tokenised or detokenised, the event loop continues to turn.
+
+    It is never blocked for half of the time that the work takes.
+    """
     tokenizer = load_tokenizer(write_model(tmp_path, byte_level()))
     text = "the quick brown fox jumps over the lazy dog. " * 40_000
 
@@ -115,7 +119,7 @@ def test_a_model_may_have_no_template(tmp_path: Path) -> None:
     assert not load_tokenizer(write_model(tmp_path, byte_level(), chat_template=None)).has_chat_template
 
 
-def test_templates_find_what_they_are_written_for() -> None:
+def test_chat_templates_have_the_usual_functions() -> None:
     """Special tokens, tojson without HTML escapes, loop controls, generation blocks and trimmed blocks work."""
     source = (
         "{{ bos_token }}\n"

@@ -88,8 +88,10 @@ def test_an_error_marks_the_span(tmp_path: Path) -> None:
 
 
 def test_http_requests_are_named_as_http_requests_are(tmp_path: Path) -> None:
-    """Method and route name the span, the status is in it, and only a fault of the server makes it an error; it is a
-    child of the client's span all the same."""
+    """Method and route name the span of an HTTP request, and only a fault of the server makes it an error.
+
+    The span has the status, and is a child of the client's span.
+    """
 
     async def main() -> None:
         telemetry = KeptTelemetry()
@@ -119,8 +121,10 @@ def test_http_requests_are_named_as_http_requests_are(tmp_path: Path) -> None:
 
 
 def test_several_prompts_are_one_call(tmp_path: Path) -> None:
-    """One HTTP request with several prompts is one server span; each prompt has a span in it, which the core gets, and
-    of a call that is not sampled no part is."""
+    """One HTTP request with several prompts is one server span with a span for each prompt, which the core gets.
+
+    If the call is not sampled, neither is any of its parts.
+    """
 
     async def main() -> None:
         telemetry = KeptTelemetry()

@@ -272,8 +272,7 @@ def test_a_temperature_too_small_to_divide_by_is_greedy() -> None:
     ],
 )
 def test_a_least_length_leaves_a_token_to_choose(wanted: v1.GenerateRequest, token_left: bool) -> None:
-    """A least length forbids what ends the output: that nothing else is allowed is seen at the door, not in the
-    worker."""
+    """A least length whose other options allow no token is refused by the front end, not by the worker."""
     wanted.stop.min_tokens = 2
     if token_left:
         assert validate(wanted, MODEL, has_chat_template=True).output.min_tokens == 2
@@ -305,8 +304,8 @@ def test_stop_tokens_hold_the_models_own_unless_ignored() -> None:
 @pytest.mark.parametrize(
     ("prompt", "max_tokens", "expected"), [(10, None, 64), (4090, None, 6), (10, 100, 100), (4095, 1, 1)]
 )
-def test_what_fits(prompt: int, max_tokens: int | None, expected: int) -> None:
-    """The default is bounded by the room left; what is asked for and fits is granted."""
+def test_max_tokens_that_fits_is_granted(prompt: int, max_tokens: int | None, expected: int) -> None:
+    """The default is bounded by the room left, and a requested number that fits is granted."""
     assert resolve_max_tokens(prompt, max_tokens, 64, MODEL, "text") == expected
 
 
@@ -314,7 +313,7 @@ def test_what_fits(prompt: int, max_tokens: int | None, expected: int) -> None:
     ("prompt", "max_tokens", "field"),
     [(0, None, "text"), (4096, None, "text"), (4096, 1, "text"), (4000, 97, "stop.max_tokens")],
 )
-def test_what_does_not_fit_is_named(prompt: int, max_tokens: int | None, field: str) -> None:
+def test_max_tokens_that_does_not_fit_is_refused(prompt: int, max_tokens: int | None, field: str) -> None:
     """A prompt that is empty or leaves no room, and a max_tokens beyond the room, are refused."""
     with pytest.raises(InvalidRequestError) as error:
         resolve_max_tokens(prompt, max_tokens, 64, MODEL, field="text")
@@ -323,8 +322,7 @@ def test_what_does_not_fit_is_named(prompt: int, max_tokens: int | None, field: 
 
 
 def test_the_heaviest_request_fits_into_a_frame() -> None:
-    """A request with every list and text as long as the door lets them be, and all tokens that it may come to have, is
-    a part of a frame to the core, and so is what is kept of it."""
+    """The largest valid request, with all tokens that it can reach, fits into a frame, and so does its log."""
     model = link_pb2.ServedModel(block_size=1, fingerprint="f" * 64, max_model_len=MAX_SERVED_SEQUENCE)
     prompt = bytes(4 * MAX_SERVED_SEQUENCE)
     sampling = plan_pb2.SamplingParams(
@@ -375,8 +373,10 @@ def test_a_log_that_fits_into_a_frame_is_kept(resumable: bool, logprobs: int, ma
 
 
 def test_a_log_that_no_frame_takes_is_refused_with_the_remedy() -> None:
-    """A resumable request whose log-probabilities would be too many is refused by the field, and says how many fit; one
-    that cannot be resumed may have as many."""
+    """A resumable request with too many log-probabilities is refused by its field, with the number that fits.
+
+    A request that is not resumable may have as many.
+    """
     output = v1.OutputOptions(logprobs=20)
     valid = validate(request(request_id="r", resumable=True, output=output), MODEL, has_chat_template=False)
     with pytest.raises(InvalidRequestError, match="lower stop") as refused:

@@ -27,8 +27,10 @@ def request(**fields: Any) -> Any:
 
 
 def test_a_router_is_served(tmp_path: Path) -> None:
-    """Chunks and completes with tokens, reasons and counts; health, model, server and loads; what cannot be done is
-    refused by name."""
+    """A router gets chunks and final messages with tokens, reasons and counts, and health, model, server and loads.
+
+    Unsupported fields are refused by name.
+    """
 
     async def main() -> None:
         async with running_stack(tmp_path) as stack:
@@ -64,8 +66,10 @@ def test_a_router_is_served(tmp_path: Path) -> None:
 
 
 def test_a_router_gets_the_tokenizer(tmp_path: Path) -> None:
-    """Its files come as a zip archive in chunks, with a checksum on the last; on this machine they are where the
-    model's description says."""
+    """A router gets the tokenizer's files as a zip archive in chunks, with a checksum on the last one.
+
+    On this machine, the files are where the model's description says.
+    """
 
     async def main() -> None:
         async with running_stack(tmp_path) as stack:
@@ -87,7 +91,7 @@ def test_a_router_gets_the_tokenizer(tmp_path: Path) -> None:
 
 
 def test_abort_ends_a_request(tmp_path: Path) -> None:
-    """Its call ends CANCELLED and the core hears of it; an id that is not there is none of our business."""
+    """The call ends CANCELLED and the core gets the cancel; an unknown id is ignored."""
 
     async def main() -> None:
         async with running_stack(tmp_path, core=lambda address: TestCore(address, limit=20)) as stack:
@@ -103,8 +107,8 @@ def test_abort_ends_a_request(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
-def test_nobody_aborts_what_another_has_asked_for(tmp_path: Path) -> None:
-    """An id is a principal's own: named by somebody else it means nothing."""
+def test_a_principal_cannot_abort_requests_of_another(tmp_path: Path) -> None:
+    """A request id belongs to a principal; with the id of another, abort does nothing."""
     path = tmp_path / "principals.toml"
     digests = {name: hashlib.sha256(name.encode()).hexdigest() for name in "ab"}
     path.write_text("".join(f'[principals.{name}]\ntokens = ["{digest}"]\n' for name, digest in digests.items()))

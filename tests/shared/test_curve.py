@@ -59,6 +59,7 @@ class Door:
         self._allowed.refresh()
 
     def close(self) -> None:
+        """Close the sockets."""
         self.router.close()
         self._allowed.close()
         self.context.term()
@@ -66,12 +67,14 @@ class Door:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
+    """Return a folder with keys."""
     create(tmp_path)
     return tmp_path
 
 
 @pytest.fixture
 def door(folder: Path) -> Iterator[Door]:
+    """Yield a socket that accepts the listed keys."""
     door = Door(folder)
     yield door
     door.close()
@@ -83,8 +86,8 @@ def _keys(folder: Path, role: str) -> CurveKeys:
     return keys
 
 
-def test_only_who_is_listed_gets_in(door: Door, folder: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
-    """A listed worker gets in; without keys, with keys of one's own making, or with those of a front end, nobody."""
+def test_only_listed_workers_are_accepted(door: Door, folder: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """A listed worker connects; no keys, unknown keys and the keys of a front end are refused."""
     elsewhere = tmp_path_factory.mktemp("elsewhere")
     create(elsewhere)
     forged = _keys(elsewhere, WORKER)
@@ -96,8 +99,10 @@ def test_only_who_is_listed_gets_in(door: Door, folder: Path, tmp_path_factory: 
     assert not door.lets_in(_keys(folder, FRONTEND), "stranger: a front end")
 
 
-def test_a_false_scheduler_is_not_spoken_to(door: Door, folder: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
-    """A worker tells nothing to whoever does not hold the scheduler's secret key."""
+def test_a_scheduler_without_the_secret_key_gets_no_message(
+    door: Door, folder: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """A worker sends nothing to a peer that does not hold the scheduler's secret key."""
     elsewhere = tmp_path_factory.mktemp("elsewhere")
     create(elsewhere)
     (folder / WORKER / "scheduler.key").write_text((elsewhere / SCHEDULER / "own.key").read_text())
@@ -130,8 +135,7 @@ def test_keys_are_added_rotated_and_revoked_while_it_serves(door: Door, folder: 
 
 
 def test_a_list_that_cannot_be_read_stays_as_it_was(door: Door, folder: Path) -> None:
-    """While the folder of allowed keys is replaced, the scheduler serves on, for those whom it knew; then the new list
-    holds."""
+    """While the folder of allowed keys is replaced, the former keys are accepted; then the new list applies."""
     add(folder, "gpu-7", WORKER)
     keys = _keys(folder / "gpu-7", WORKER)
     door.refresh()
@@ -157,8 +161,8 @@ def test_secret_keys_are_for_their_owner_alone(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("address", ["tcp://0.0.0.0:1", "tcp://*:1", "tcp://eth0:1", "tcp://[::]:1", "0.0.0.0", "::"])
-def test_an_open_door_to_the_world_is_refused(address: str) -> None:
-    """Listening where other machines can call needs protection, or the word that it is wanted."""
+def test_an_open_address_without_keys_is_refused(address: str) -> None:
+    """An address that other machines can reach needs keys, or an explicit setting."""
     assert is_routable(address)
     with pytest.raises(ConfigError, match="--insecure"):
         check_bind("worker_address", address, protected=False, insecure=False)
@@ -167,6 +171,6 @@ def test_an_open_door_to_the_world_is_refused(address: str) -> None:
 
 
 @pytest.mark.parametrize("address", ["ipc:///tmp/x", "tcp://127.0.0.1:1", "tcp://[::1]:1", "127.0.0.1", "localhost"])
-def test_this_machine_alone_needs_no_keys(address: str) -> None:
+def test_addresses_on_this_machine_need_no_keys(address: str) -> None:
     """Loopback and Unix sockets are the default."""
     check_bind("host", address, protected=False, insecure=False)

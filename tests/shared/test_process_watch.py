@@ -16,6 +16,7 @@ _CHILD = "from shared.process_watch import own_process; print(own_process(), flu
 
 @pytest.fixture
 def child() -> Iterator["subprocess.Popen[str]"]:
+    """Yield a child process."""
     process = subprocess.Popen((sys.executable, "-c", _CHILD), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     yield process
     process.kill()

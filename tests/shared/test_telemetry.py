@@ -31,8 +31,10 @@ ENDPOINT = {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://collector:4317"}
     ],
 )
 def test_when_spans_are_exported(environ: dict[str, str], exports: bool) -> None:
-    """An endpoint turns exporting on, the exporter's name decides where it is given, disabled is disabled; what is not
-    used is not judged, and the variable for traces wins over the one for all signals."""
+    """An endpoint enables export, a given exporter name decides, and disabled means disabled.
+
+    Unused variables are not checked. The variable for traces overrides the one for all signals.
+    """
     assert exporting(environ) is exports
 
 
@@ -50,8 +52,8 @@ def test_when_spans_are_exported(environ: dict[str, str], exports: bool) -> None
         ({"OTEL_TRACES_EXPORTER": "otlp,zipkin"}, "OTEL_TRACES_EXPORTER: 'zipkin' is not supported; use otlp or none"),
     ],
 )
-def test_what_quire_does_not_have_is_named(environ: dict[str, str], line: str) -> None:
-    """Spans never go nowhere silently: what cannot be done is one line that names the variable and the remedy."""
+def test_an_unsupported_variable_is_named(environ: dict[str, str], line: str) -> None:
+    """An exporter that Quire lacks is reported in one line with the variable and the remedy."""
     with pytest.raises(ConfigError) as raised:
         exporting(environ)
 

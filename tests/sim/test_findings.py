@@ -18,8 +18,8 @@ def test_equal_ranks_under_memory_pressure() -> None:
         assert reader.tokens == expected_output(reader.prompt, 8, set())
 
 
-def test_what_was_built_on_a_failed_rows_prefix_is_not_shared() -> None:
-    """When a row fails, neither its blocks nor those that others computed on top are found by later requests."""
+def test_blocks_computed_from_a_failed_rows_prefix_are_not_shared() -> None:
+    """When a row fails, later requests find neither its blocks nor those computed from them."""
     cluster = Cluster(max_num_seqs=8, max_num_batched_tokens=8, max_plans_in_flight=2)
     worker = ModelWorker(b"w/1", 200, 4, 8)
     cluster.join(worker)
@@ -42,7 +42,7 @@ def test_what_was_built_on_a_failed_rows_prefix_is_not_shared() -> None:
 
 
 def test_a_suspect_waits_for_its_grammar() -> None:
-    """Whoever is tried alone runs, as anybody does, only where its grammar has been compiled; others run meanwhile."""
+    """A suspect that runs alone starts only after its grammar is compiled; others run in the meantime."""
     cluster = Cluster(max_num_seqs=4, max_num_batched_tokens=16)
     suspect = cluster.submit(1, [1, 2, 3], 6, grammar=b"g")
     for number in (1, 2):

@@ -47,8 +47,10 @@ class PartialBlocksMachine(RuleBasedStateMachine):
 
     @rule(root=roots, tokens=sequences)
     def admit(self, root: bytes, tokens: Tokens) -> None:
-        """A sequence shares what it can, copies the longest beginning of its next block that there is, takes the rest;
-        what it copies from is not handed out before the copy is answered."""
+        """Admit a sequence: it shares blocks, copies the longest matching beginning of the next one, and gets the rest.
+
+        The source of the copy is not allocated before the copy is answered.
+        """
         cache, shareable = self.pool.cache, len(tokens) - 1
         keys = following_keys(root, _text(tokens), BLOCK_SIZE)[: KEY_BYTES * (shareable // BLOCK_SIZE)]
         shared = cache.match(keys)

@@ -25,7 +25,7 @@ def test_a_planted_bug_is_found(bug: PlantedBug, monkeypatch: pytest.MonkeyPatch
     pytest.fail(f"{bug.plant.__doc__} Found were only {found}.")
 
 
-def test_there_are_enough_of_them() -> None:
+def test_at_least_eighty_bugs_are_planted() -> None:
     """At least eighty bugs are planted, each once."""
     assert len({bug.name for bug in BUGS}) == len(BUGS) >= 80
 

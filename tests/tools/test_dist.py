@@ -89,7 +89,7 @@ def test_the_client_imports_nothing_else(tmp_path: Path, wheels: tuple[Path, Pat
 
 
 def test_an_installed_client_is_typed(tmp_path: Path, wheels: tuple[Path, Path]) -> None:
-    """mypy finds the client's types without settings."""
+    """The client's types are found by mypy without settings."""
     client = Environment(tmp_path / "venv", [wheels[0]])
     program = tmp_path / "program.py"
     program.write_text("from quire import Client\nreveal_type(Client('a:1').generate('x'))\nClient(1)\n")

@@ -34,8 +34,7 @@ def threads_as_they_were() -> Iterator[None]:
 def test_a_part_runs_to_its_end(
     part: str, items: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """With the tiny model every item gives figures; a second call, by the command itself, finds them and does
-    nothing."""
+    """With the tiny model, every item gives figures; a second call of the command finds them and runs nothing."""
     monkeypatch.chdir(ROOT)
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
     arguments = [part, "--rehearse", "--out", str(tmp_path)]
@@ -135,7 +134,7 @@ def test_decode_counts_only_while_all_rows_decode() -> None:
         loads.decode_figures([Trace(0.0, (1, 1), (0.0, 1.0)), Trace(0.0, (1, 1), (2.0, 3.0))])
 
 
-def test_throughput_wants_every_token() -> None:
+def test_a_run_that_lost_a_token_has_no_throughput() -> None:
     """A run that lost a token has no throughput."""
     requests = [OfflineRequest((5, 6, 7), 2, ignore_eos=True)]
 

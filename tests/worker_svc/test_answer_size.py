@@ -37,8 +37,11 @@ def test_log_probabilities_of_a_long_chunk_come_in_parts() -> None:
 
 
 def test_the_largest_answer_fits_into_a_frame() -> None:
-    """Every token of the largest step with as many log-probabilities as a request may want, half of the tokens from
-    rows of their own, beside as many embeddings as a step completes."""
+    """The largest answer fits into a frame.
+
+    It has every token of the largest step with as many log-probabilities as a request may ask for. Half of the tokens
+    are from rows of their own. It also has as many embeddings as a step completes.
+    """
     num_rows = MAX_STEP_TOKENS // 2
     rows = tuple(range(num_rows))
     wanted = Wanted(None, rows, (LARGEST,) * num_rows, (MAX_LOGPROBS,) * num_rows)  # type: ignore[arg-type]

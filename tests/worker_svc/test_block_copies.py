@@ -1,5 +1,4 @@
-"""What copies on the device promise: rows go on differently in the middle of a block, with the tokens they would have
-had."""
+"""Copies on the device: rows diverge in the middle of a block and get the tokens that they would get alone."""
 
 from pathlib import Path
 
@@ -19,6 +18,7 @@ BRANCHES = [[*FIRST[:11], *OTHER[:9]], [*FIRST[:13], 1, 2, 3]]
 
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
+    """Return an engine for all tests of this file."""
     folder: Path = make_checkpoint("LlamaForCausalLM", tmp_path_factory.mktemp("llama"))
     return make_engine(folder, block_size=8, max_num_seqs=4)
 
@@ -56,8 +56,10 @@ def _first(engine: Engine) -> None:
 
 
 def test_rows_go_on_from_the_middle_of_a_copied_block(engine: Engine, expected: list[list[int]]) -> None:
-    """Two rows that copy the same block of a third compute only what differs and get their own tokens, and so does the
-    third, which goes on writing its blocks meanwhile."""
+    """Two rows that copy the same block of a third compute only their different tokens, and all get the right tokens.
+
+    The third row continues to write its blocks in the meantime.
+    """
     _first(engine)
 
     results = [

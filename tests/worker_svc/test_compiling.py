@@ -30,12 +30,14 @@ def launch_something_new() -> None:
 
 @pytest.fixture
 def router() -> Iterator["zmq.Socket[bytes]"]:
+    """Yield a router socket."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     yield bind_router(context, "tcp://127.0.0.1:0", max_message=PLAN_MAX_MESSAGE)
     context.destroy(linger=0)
 
 
 def receive(router: "zmq.Socket[bytes]") -> tuple[bytes, plan_pb2.WorkerMessage]:
+    """Return the next message with its sender."""
     assert router.poll(WAIT_MS), "the worker says nothing"
     received = receive_from(router)
     assert received is not None
@@ -43,8 +45,7 @@ def receive(router: "zmq.Socket[bytes]") -> tuple[bytes, plan_pb2.WorkerMessage]
 
 
 def test_the_scheduler_hears_of_a_compilation_in_its_epoch(router: "zmq.Socket[bytes]") -> None:
-    """A kernel compiled in an epoch is told with the time it may take; outside an epoch, and outside the block,
-    nothing is said."""
+    """A kernel compiled in an epoch is reported with its time limit; outside an epoch or the block, nothing is sent."""
     link = Link(endpoint(router), plan_pb2.Hello(worker_id="w"))
     with announce_compiling(link.send_compiling):
         link.open()

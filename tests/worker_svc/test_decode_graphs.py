@@ -25,6 +25,7 @@ SAMPLED = plan_pb2.SamplingParams(temperature=1.0, top_p=0.9, seed=1 << 60)
 
 @pytest.fixture(scope="module", params=["LlamaForCausalLM", "Qwen3ForCausalLM", "MistralForCausalLM"])
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of a small checkpoint."""
     architecture: str = request.param
     return make_checkpoint(architecture, tmp_path_factory.mktemp(architecture))
 
@@ -121,8 +122,8 @@ def test_a_new_epoch_forgets_what_was_not_sent(checkpoint: Path) -> None:
 
 
 @given(st.integers(1, 2000))
-def test_a_bucket_for_every_batch(max_rows: int) -> None:
-    """Sizes ascend from 1 and hold every batch up to 512 rows with less than half, or less than 32 lanes, idle."""
+def test_every_batch_has_a_graph_of_about_its_size(max_rows: int) -> None:
+    """Sizes ascend from 1 and fit every batch up to 512 rows; less than half, or 32 lanes, are idle."""
     sizes = buckets(max_rows)
 
     assert sizes[0] == 1

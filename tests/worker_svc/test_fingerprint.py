@@ -19,6 +19,7 @@ WEIGHTS = "model.safetensors"
 
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> Path:
+    """Return the folder of a small checkpoint."""
     return make_checkpoint("LlamaForCausalLM", tmp_path / "model")
 
 

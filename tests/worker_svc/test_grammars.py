@@ -32,11 +32,13 @@ REGEX = plan_pb2.Grammar(regex=PATTERN).SerializeToString()
 
 @pytest.fixture(scope="module")
 def engine() -> Engine:
+    """Return an engine with a tokenizer."""
     return make_engine(DEMO, dtype="float32", max_num_seqs=6)
 
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Tokenizer:
+    """Return the tokenizer."""
     return Tokenizer.from_file(str(DEMO / "tokenizer.json"))
 
 
@@ -61,8 +63,10 @@ def all_reports(store: GrammarStore) -> dict[bytes, plan_pb2.GrammarReport]:
 
 
 def test_rows_conform_beside_others_and_end_after_the_last_character(engine: Engine, tokenizer: Tokenizer) -> None:
-    """Each row with a grammar samples a whole match, then only the end of sequence, however often; a row that was
-    paused is brought to where it was; a row without a grammar has the tokens it would have had alone."""
+    """Each row with a grammar samples a whole match, then only the end of sequence.
+
+    A row that was preempted is restored. A row without a grammar has the tokens that it would have alone.
+    """
     engine.reset()
     driver = Driver(engine)
     alone = driver.generate([5, 6, 7], 24, sampling=params(9))
@@ -128,8 +132,10 @@ def test_a_grammar_that_ends_before_min_tokens_fails_the_row_there(engine: Engin
 def test_a_grammar_that_takes_too_much_work_fails_its_row_alone(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A grammar that passes the check at the door may exceed the library's limits later in the output: that is the
-    request's own failure, and it says what to do."""
+    """A grammar that exceeds the library's limits during the output fails its own row only, with the remedy.
+
+    The check in the front end cannot find this.
+    """
     limits = LLParserLimits(max_lexer_states=30, max_grammar_size=300_000, verbose_errors=False)
     engine.reset()
     driver = Driver(engine)
@@ -232,8 +238,10 @@ def test_a_worker_without_a_tokenizer_leaves_grammars_to_others(tmp_path: Path) 
 
 
 def test_the_scheduler_decides_which_grammars_are_dropped() -> None:
-    """What it names is dropped; what an earlier epoch left behind is kept as long as there is room, and what it asked
-    for in this epoch for longer than that."""
+    """The worker drops the grammars that the scheduler names, and keeps those that it asked for in this epoch longest.
+
+    Grammars of an earlier epoch are kept while there is room.
+    """
     max_rows = 2
     store = make_store(max_rows)
     texts = [plan_pb2.Grammar(regex=f"{number}").SerializeToString() for number in range(MAX_GRAMMARS + max_rows + 1)]
@@ -251,8 +259,10 @@ def test_the_scheduler_decides_which_grammars_are_dropped() -> None:
 
 @pytest.mark.parametrize("wrong", ["store", "output", "grammar"])
 def test_a_row_whose_grammar_cannot_be_used_may_sample_nothing(wrong: str) -> None:
-    """No tokenizer, an output that does not conform, or a grammar that does not compile: the row fails alone, and not
-    by its request's fault."""
+    """A row whose grammar cannot be used fails alone, and the failure does not blame the request.
+
+    There is no tokenizer, an earlier output does not conform, or the grammar does not compile.
+    """
     store = None if wrong == "store" else make_store()
     rows = GrammarRows(store, 1024)
     grammar = plan_pb2.Grammar(regex="(").SerializeToString() if wrong == "grammar" else REGEX

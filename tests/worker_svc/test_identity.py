@@ -11,8 +11,8 @@ def test_a_wanted_name_is_kept() -> None:
     assert worker_id("gpu-7", "host", 12) == "gpu-7"
 
 
-def test_without_one_it_is_host_and_process() -> None:
-    """Neither two hosts nor two processes of one host share a name."""
+def test_the_default_name_is_host_and_process() -> None:
+    """Two hosts, or two processes of one host, never share a name."""
     assert worker_id("", "host-a", 12) == "host-a-12"
     assert len({worker_id("", host, pid) for host in ("a", "b") for pid in (1, 2)}) == 4
 

@@ -10,6 +10,7 @@ from tests.worker_svc.driver import Driver, make_engine
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of a small checkpoint."""
     return make_checkpoint("Qwen3ForCausalLM", tmp_path_factory.mktemp("checkpoint"))
 
 

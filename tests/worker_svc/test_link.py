@@ -57,6 +57,7 @@ class Scheduler:
         assert send_to(self.router, self.peer, message.SerializeToString()) is SendOutcome.SENT
 
     def send_plan(self, plan: plan_pb2.Plan, *, epoch: int | None = None) -> None:
+        """Send a plan to the worker."""
         self.send(plan_pb2.SchedulerMessage(epoch=self.epoch if epoch is None else epoch, plan=plan))
 
     def welcome(self, *, silence_ms: int = 60_000) -> None:
@@ -102,12 +103,14 @@ def bound_router() -> Iterator["zmq.Socket[bytes]"]:
 
 @pytest.fixture
 def router() -> Iterator["zmq.Socket[bytes]"]:
+    """Yield a router socket."""
     with bound_router() as socket:
         yield socket
 
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of a small checkpoint."""
     return make_checkpoint("LlamaForCausalLM", tmp_path_factory.mktemp("llama"))
 
 

@@ -52,8 +52,8 @@ def test_random_weights_need_only_a_configuration(tmp_path: Path) -> None:
     assert answers[0] == answers[1]
 
 
-def test_an_end_that_the_model_lacks_is_none(tmp_path: Path) -> None:
-    """Ends of a sequence are gathered from both files; those outside the vocabulary are left out."""
+def test_end_tokens_outside_the_vocabulary_are_ignored(tmp_path: Path) -> None:
+    """End tokens are read from both files, without those outside the vocabulary."""
     folder = make_checkpoint("LlamaForCausalLM", tmp_path)
     edit_config(folder, lambda config: config.update(eos_token_id=[7, -1, VOCAB_SIZE - 1]))
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [VOCAB_SIZE, 3, 128_009]}))

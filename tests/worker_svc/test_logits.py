@@ -51,8 +51,10 @@ TOKENS = st.integers(0, VOCAB - 1)
 @settings(max_examples=examples(80), deadline=None)
 @given(data=st.data())
 def test_rules_are_those_of_transformers(data: st.DataObject) -> None:
-    """Any combination of bias, forbidden tokens, repetition penalty, bad words and least length leaves exactly the
-    logits that transformers' processors leave, in its order."""
+    """Bias, forbidden tokens, penalties, bad words and least length together give the logits of transformers.
+
+    The order of the processors is the same.
+    """
     tokens = data.draw(st.lists(TOKENS, min_size=1, max_size=12))
     num_prompt = data.draw(st.integers(1, len(tokens)))
     bias = data.draw(st.dictionaries(TOKENS, st.floats(-100, 100, width=32), max_size=4))
@@ -109,8 +111,10 @@ def test_only_allowed_tokens_are_left() -> None:
 @settings(max_examples=examples(40), deadline=None)
 @given(data=st.data())
 def test_state_does_not_depend_on_how_it_came_about(data: st.DataObject) -> None:
-    """A row that counted its tokens one by one and one that was admitted with all of them, after a pause or a move,
-    process logits alike; so they do whatever rows came and went around them."""
+    """Logits do not depend on whether a row counted its tokens one by one or was admitted with all of them.
+
+    They do not depend on other rows either.
+    """
     tokens = data.draw(st.lists(TOKENS, min_size=3, max_size=14))
     num_prompt = data.draw(st.integers(1, 2))
     split = data.draw(st.integers(num_prompt, len(tokens)))

@@ -25,6 +25,7 @@ Break = Callable[[plan_pb2.Plan], object]
 
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
+    """Return an engine for all tests of this file."""
     folder = make_checkpoint("LlamaForCausalLM", tmp_path_factory.mktemp("llama"))
     return make_engine(
         folder, max_num_seqs=MAX_ROWS, block_size=BLOCK_SIZE, max_num_batched_tokens=32, max_model_len=64
@@ -100,8 +101,8 @@ def set_columns(**columns: list[int] | bytes) -> Break:
     return change
 
 
-def test_the_good_plan_is_good(engine: Engine) -> None:
-    """What the broken plans differ from is executed."""
+def test_the_plan_that_the_others_change_is_valid(engine: Engine) -> None:
+    """The plan from which the malformed plans are made is executed."""
     prepare(engine)
 
     result = engine.handle(good_plan())

@@ -15,12 +15,14 @@ MAX_ROWS = 4
 
 @pytest.fixture(scope="module", params=ARCHITECTURES)
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of a small checkpoint."""
     architecture: str = request.param
     return make_checkpoint(architecture, tmp_path_factory.mktemp(architecture))
 
 
 @pytest.fixture(scope="module")
 def oracle(checkpoint: Path) -> Oracle:
+    """Return the reference for its tokens."""
     return Oracle(checkpoint)
 
 

@@ -31,6 +31,7 @@ def _inference() -> Iterator[None]:
 
 
 def load(folder: Path | str, **settings: Any) -> Model:
+    """Load a model."""
     return load_model(WorkerConfig(model=str(folder), device="cpu", **settings), CPU)[0]
 
 
@@ -82,8 +83,10 @@ def test_a_packed_model_computes_what_torch_does(architecture: str, level: str, 
 
 @pytest.mark.parametrize("chosen", [[], [0], [132, 0, 132, 40]])
 def test_only_the_logits_asked_for_are_computed(chosen: list[int], tmp_path: Path) -> None:
-    """Those of any tokens, in any order, none included, are what they are among all: our kernels compute a row alike in
-    every batch, products of torch may sum in another order."""
+    """The logits of any selected tokens, in any order, equal those computed for all tokens.
+
+    The CPU kernels compute a row alike in every batch; products of torch may sum in another order.
+    """
     model = load(make_checkpoint("LlamaForCausalLM", tmp_path))
     tokens = [list(range(5, 5 + length)) for length in LENGTHS]
     all_of_them = logits_of(model, tokens, torch.float32)

@@ -71,8 +71,11 @@ def test_vectors_are_the_last_hidden_states(architecture: str, kernels: str, tmp
 
 @pytest.mark.parametrize("on_accelerator", [False, True])
 def test_rows_that_pool_and_rows_that_generate_share_steps(on_accelerator: bool, tmp_path: Path) -> None:
-    """Neither notices the other: tokens are those of rows alone, vectors those of transformers, chunk by chunk, with
-    log-probabilities asked for beside them, and for a row that is used again."""
+    """Rows that pool and rows that generate share steps without an effect on each other.
+
+    Tokens are those of rows alone, and vectors those of transformers. Chunks, log-probabilities and reused rows are
+    included.
+    """
     folder = make_checkpoint("LlamaForCausalLM", tmp_path)
     states = last_hidden_states(folder, PROMPT)
     prompt = [4, 8, 15, 16, 23, 42]

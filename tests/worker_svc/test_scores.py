@@ -22,13 +22,16 @@ ROUNDING = 2e-4
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of a small checkpoint."""
     return make_checkpoint("LlamaForCausalLM", tmp_path_factory.mktemp("model"))
 
 
 @pytest.mark.parametrize("chunk", [3, 11])
 def test_logprobs_are_the_models_own(checkpoint: Path, chunk: int) -> None:
-    """Of the sampled tokens and of the prompt's, whatever the chunks, with neighbours that ask for none or fewer, and
-    untouched by the options that change what is sampled."""
+    """Log-probabilities of sampled tokens and of prompts are the model's own, for any chunks and any other rows.
+
+    The options that change sampling do not affect them.
+    """
     driver = Driver(make_engine(checkpoint, max_num_seqs=3))
     plain = driver.admit([1, 2, 3])
     fewer = driver.admit([4, 5], sampling=plan_pb2.SamplingParams(logprobs=1))
@@ -76,8 +79,10 @@ def test_logprobs_are_the_models_own(checkpoint: Path, chunk: int) -> None:
 
 
 def test_greedy_tokens_with_rules_equal_generate(checkpoint: Path) -> None:
-    """Repetition penalty, bad words, bias, forbidden tokens and a least length together, row by row in one batch, and
-    for a row that was paused half-way."""
+    """Greedy tokens with all rules together equal `generate` of transformers, also for a row that was preempted.
+
+    The rules are repetition penalty, bad words, bias, forbidden tokens and a least length, different for each row.
+    """
     model: Any = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32, attn_implementation="eager")
 
     def generate(**options: object) -> list[int]:
@@ -121,8 +126,10 @@ def test_greedy_tokens_with_rules_equal_generate(checkpoint: Path) -> None:
 
 
 def test_a_row_without_choice_fails_alone(checkpoint: Path) -> None:
-    """Options that together allow no token fail their row, and no other; the failure says so, however often it is
-    reported, and names the fields to change."""
+    """Options that together allow no token fail only their row, and the failure names the fields to change.
+
+    The failure may be reported several times.
+    """
     driver = Driver(make_engine(checkpoint, max_num_seqs=2))
     one = plan_pb2.SamplingParams(allowed_token_ids=to_column([7]), stop_token_ids=to_column([7]), min_tokens=2)
     stuck, fine = driver.admit(PROMPT, sampling=one), driver.admit(PROMPT)

@@ -100,7 +100,7 @@ def test_silence_ends_the_session_and_a_ping_prolongs_it() -> None:
     assert session.overdue(0.9) is None
 
 
-def test_a_refusal_is_for_good_and_one_line() -> None:
+def test_a_refusal_is_final_and_one_line() -> None:
     """The scheduler's reason reaches the operator as one line."""
     event = outcome(Session(0.0), frame(epoch=0, refused=plan_pb2.Refused(reason="another\nmodel")))
 

@@ -13,8 +13,10 @@ from tests.worker_svc.fake_accelerator import FakeAccelerator
 
 @pytest.mark.parametrize("accelerator", [None, FakeAccelerator()], ids=["cpu", "accelerator"])
 def test_swapped_kv_comes_back_as_it_was(tmp_path: Path, accelerator: FakeAccelerator | None) -> None:
-    """A row whose blocks were swapped out, overwritten by another row and swapped into other blocks continues with the
-    same tokens, computing only its newest one; the copies are reported as done."""
+    """A row that was swapped out and into other blocks continues with the same tokens and computes one.
+
+    Another row overwrote its blocks in the meantime. The copies are reported as done.
+    """
     folder = make_checkpoint("LlamaForCausalLM", tmp_path)
     prompt, other = ([(7 * index + start) % VOCAB_SIZE for index in range(20)] for start in (3, 5))
     expected = Driver(make_engine(folder, block_size=8)).generate(prompt, 4)
@@ -67,8 +69,11 @@ def test_swapped_kv_comes_back_as_it_was(tmp_path: Path, accelerator: FakeAccele
 
 
 def test_copies_run_beside_the_steps(tmp_path: Path) -> None:
-    """On an accelerator a swap-out waits for the steps before it; steps wait for swap-ins, and for a swap-out only if
-    they write what it reads; a plan without tokens is answered no sooner than its copies are made."""
+    """On an accelerator, copies run beside the steps and wait only where they must.
+
+    A swap-out waits for the steps before it. Steps wait for swap-ins, and for a swap-out only if they write its source.
+    A plan without tokens is answered after its copies are made.
+    """
     device = FakeAccelerator()
     folder = make_checkpoint("LlamaForCausalLM", tmp_path)
     engine = make_engine(folder, accelerator=device, block_size=8, swap_space="1MiB", decode_graphs=False)

@@ -18,6 +18,7 @@ STEP = "00-1af7651916cd43dd8448eb211c80319c-c7ad6b7169203331-01"
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of a small checkpoint."""
     return make_checkpoint("LlamaForCausalLM", tmp_path_factory.mktemp("llama"))
 
 
@@ -44,6 +45,7 @@ def linked(spans: Sequence[ReadableSpan]) -> set[int]:
 
 
 def span_ids(spans: Sequence[ReadableSpan]) -> set[int]:
+    """Return the ids of spans."""
     return {span.context.span_id for span in spans if span.context is not None}
 
 

@@ -211,6 +211,10 @@ class FalseFrontend(_InService):
 
 
 def _ask(socket: "zmq.Socket[bytes]", question: Message, is_answer: Callable[[bytes], bool] = lambda _: True) -> bytes:
+    """Return the first frame that answers; ask again every few seconds.
+
+    A frame that is too large closes the connection, and the frames behind it are lost.
+    """
     """The first frame that answers. Asks again every few seconds: a frame that is too large closes the connection, and
     what was behind it is lost."""
     end = time.monotonic() + PATIENCE_S

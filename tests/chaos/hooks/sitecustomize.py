@@ -1,10 +1,11 @@
-"""What a worker process under test does beyond its work. Python runs this file at the start of every process that has
-its folder in PYTHONPATH; nothing of it is in the product.
+"""Faults that a worker process under test can produce.
 
-* SIGUSR1 makes the main thread hang: signal handlers run there, so the loop stands still while ZeroMQ's threads live.
+Python runs this file at the start of every process that has its folder in PYTHONPATH. The product does not contain it.
+
+* SIGUSR1 blocks the main thread, because signal handlers run there. The loop stands still while ZeroMQ's threads run.
 * CHAOS_PROXIES names a folder of sockets, one per worker: the worker connects to its own instead of the scheduler's.
 * CHAOS_EAGER lets the worker say hello without a pause.
-* CHAOS_POISON is a run of tokens: a step whose batch holds it ends the process, as a fault in a kernel would.
+* CHAOS_POISON is a run of tokens: a step whose batch contains it ends the process, as a fault in a kernel would.
 """
 
 import importlib.abc

@@ -1,2 +1,1 @@
-"""Triton kernels run by Triton's interpreter; started by `tests/kernels/test_interpreted.py`, one process per
-file."""
+"""Triton kernels in Triton's interpreter; `tests/kernels/test_interpreted.py` starts one process per file."""

@@ -72,8 +72,7 @@ def test_rms_norm_of_a_view(leading: tuple[int, ...]) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("head_dim", "half"), [(64, 32), (80, 40), (80, 16)])
 def test_rotary(dtype: torch.dtype, head_dim: int, half: int) -> None:
-    """The kernel rotates as the reference, fully or partially, more heads than one program takes, from
-    views."""
+    """The kernel rotates like the reference: fully or partially, with many heads, and from views."""
     packed = torch.randn(3, 14, head_dim).to(dtype)
     query, key = packed[:, :9], packed[:, 9:12]
     angle = torch.randn(3, half)

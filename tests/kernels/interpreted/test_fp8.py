@@ -24,6 +24,7 @@ def _round_trip_kernel(x_ptr: tl.tensor, bits_ptr: tl.tensor, back_ptr: tl.tenso
 
 
 def round_trip(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Convert to fp8 and back with the kernel; return the codes and the values."""
     padded = torch.nn.functional.pad(x, (0, -len(x) % 256))
     bits, back = torch.empty(len(padded), dtype=torch.uint8), torch.empty(len(padded), dtype=torch.float16)
     _round_trip_kernel[(len(padded) // 256,)](padded, bits, back, TILE=256)
@@ -51,7 +52,7 @@ def test_borders_round_to_even() -> None:
 
 @settings(max_examples=examples(20), deadline=None)
 @given(st.integers(0, 2**31), st.floats(1e-4, 1e4))
-def test_any_values(seed: int, spread: float) -> None:
+def test_any_values_get_the_bits_of_torch(seed: int, spread: float) -> None:
     """Values of any size, too large and infinite ones included, get torch's bits."""
     x = torch.randn(300, generator=torch.Generator().manual_seed(seed)) * spread
     x[:4] = torch.tensor([torch.inf, -torch.inf, 1e30, -0.0])

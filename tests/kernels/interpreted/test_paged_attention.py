@@ -19,6 +19,8 @@ from tests.kernels.batches import PagedBatch, as_float64, paged_batch
 def assert_equals_reference(
     batch: PagedBatch, window: int | None = None, cap: float | None = None, tolerance: float = 1e-5, **known: int
 ) -> None:
+    """Assert that the kernel's result equals the reference."""
+
     def call(attend: object, tensors: tuple[torch.Tensor, ...]) -> torch.Tensor:
         assert callable(attend)
         hints = known if attend is paged_attention else {}
@@ -68,8 +70,10 @@ def test_rows_known_to_decode_are_passed_over(num_decodes: int) -> None:
 @pytest.mark.parametrize("window", [None, 1, 150])
 @pytest.mark.parametrize("num_sms", [1, 2, 132])
 def test_shares_meet_in_the_same_result(num_sms: int, window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """However many shares the lengths and the GPU ask for, the result is the same; rows with one share, rows without
-    keys and rows in prefill stand beside those with many."""
+    """The result does not depend on the number of shares.
+
+    Rows with one share, rows without keys and prefill rows are in the same batch as rows with many shares.
+    """
     monkeypatch.setattr(schedule, "num_multiprocessors", lambda _: num_sms)
     monkeypatch.setattr(launch, "_SHARES_TILE", 4)
     assert_equals_reference(paged_batch([(1300, 1), (0, 1), (3, 1), (129, 1), (200, 9)]), window)
@@ -78,8 +82,10 @@ def test_shares_meet_in_the_same_result(num_sms: int, window: int | None, monkey
 @settings(max_examples=examples(30), deadline=None)
 @given(data=st.data())
 def test_a_schedule_shares_out_every_key_once(data: st.DataObject) -> None:
-    """A row's shares follow one another and together are the keys that its window leaves; none is empty but those of
-    rows without keys; rows in prefill have none; and the grid's size is never exceeded."""
+    """The shares of a row are consecutive and together cover the keys of its window exactly once.
+
+    Only rows without keys have an empty share. Prefill rows have none. The grid's size is never exceeded.
+    """
     contexts = data.draw(st.lists(st.integers(0, 3000), min_size=1, max_size=12))
     in_decode = [data.draw(st.booleans()) or context < 2 for context in contexts]
     window = data.draw(st.none() | st.integers(1, 2000))
@@ -143,15 +149,15 @@ def test_float16() -> None:
     assert_equals_reference(paged_batch([(90, 1), (70, 30)], dtype=torch.float16), tolerance=4e-3)
 
 
-def test_cache_of_another_dtype_than_the_query() -> None:
-    """float32 queries may read a float16 cache."""
+def test_the_cache_may_have_another_dtype_than_the_query() -> None:
+    """Queries in float32 may read a cache in float16."""
     batch = paged_batch([(90, 1), (70, 30)], dtype=torch.float16)
     wide = replace(batch, query=batch.query.float() + 1e-4)
     assert_equals_reference(wide)
 
 
-def test_cache_of_eight_bits() -> None:
-    """A cache of e4m3 is read exactly: what is lost was lost on writing."""
+def test_an_fp8_cache_is_read_exactly() -> None:
+    """A cache in e4m3 is read without a further loss."""
     batch = in_eight_bits(paged_batch([(90, 1), (70, 30), (0, 1)]))
     assert_equals_reference(batch, tolerance=1e-3)  # values are up to 150
     assert_equals_reference(replace(batch, query=batch.query.half()), tolerance=1e-2)
@@ -168,9 +174,8 @@ def test_query_inside_a_packed_projection() -> None:
 
 @settings(max_examples=examples(12), deadline=None)
 @given(data=st.data())
-def test_any_shape(data: st.DataObject) -> None:
-    """Any mix of rows, head counts, head dimensions, page sizes, windows and caps gives the reference's
-    result."""
+def test_any_shape_gives_the_result_of_the_reference(data: st.DataObject) -> None:
+    """Any mix of rows, heads, head dimensions, page sizes, windows and caps gives the reference's result."""
     contexts = data.draw(st.lists(st.integers(1, 120), min_size=1, max_size=4))
     rows = [(context, data.draw(st.integers(1, context) | st.just(1))) for context in contexts]
     num_kv_heads = data.draw(st.integers(1, 2))

@@ -137,7 +137,7 @@ def test_ties_and_nan() -> None:
 
 @settings(max_examples=examples(25), deadline=None)
 @given(data=st.data())
-def test_any_parameters(data: st.DataObject) -> None:
+def test_any_parameters_give_the_tokens_of_the_reference(data: st.DataObject) -> None:
     """Any mix of parameters over any vocabulary gives the reference's tokens, with logits that are often equal too."""
     num_rows, vocab_size = data.draw(st.integers(1, 4)), data.draw(st.sampled_from([3, 40, 1024, 1500]))
     torch.manual_seed(data.draw(st.integers(0, 10_000)))

@@ -20,8 +20,10 @@ def write(path: Path, *requests: Any) -> Path:
 
 
 def test_both_forms_are_read(tmp_path: Path) -> None:
-    """OpenAI's lines name their url, simple ones are told by their prompt; a line without an id is called by its
-    number; nobody streams."""
+    """Both forms of lines are read: OpenAI's with a url, and simple ones with a prompt.
+
+    A line without an id gets its number as id. No line may stream.
+    """
     path = write(tmp_path / "in.jsonl", OPENAI, {"prompt": "x", "max_tokens": 3}, {"id": 7, "messages": [1]})
 
     assert list(read_jobs(path)) == [

@@ -86,7 +86,7 @@ async def results_of_page(stack: Stack, name: str, port: int = 0) -> dict[str, A
         await serving
 
 
-def test_a_page_elsewhere_reaches_nothing(tmp_path: Path) -> None:
+def test_a_foreign_page_reaches_nothing(tmp_path: Path) -> None:
     """Neither a form nor a script of a foreign page generates a token or reads an answer."""
 
     async def main() -> None:
@@ -117,8 +117,8 @@ def test_a_page_of_an_allowed_origin_is_served(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("name", "expected"), [("evil.example", "is not an allowed name"), ("localhost", MODEL.name)])
-def test_a_rebound_name_shows_nothing(tmp_path: Path, name: str, expected: str) -> None:
-    """A browser that takes the service for a foreign server gets nothing from it; under localhost it does."""
+def test_a_rebound_name_is_refused(tmp_path: Path, name: str, expected: str) -> None:
+    """A browser with a foreign name for the service gets nothing; with localhost it gets an answer."""
 
     async def main() -> None:
         async with running_stack(tmp_path) as stack:

@@ -61,7 +61,7 @@ def error_of(response: httpx.Response) -> tuple[int, str]:
     ],
     ids=["simple POST after rebinding", "simple POST", "POST", "form of a sandbox", "fetch metadata", "rebinding"],
 )
-def test_a_page_elsewhere_generates_nothing(tmp_path: Path, headers: dict[str, str], header: str) -> None:
+def test_a_foreign_page_generates_nothing(tmp_path: Path, headers: dict[str, str], header: str) -> None:
     """On a loopback listener its request ends with 403, and no token is computed for it."""
 
     async def main() -> None:
@@ -78,8 +78,8 @@ def test_a_page_elsewhere_generates_nothing(tmp_path: Path, headers: dict[str, s
     asyncio.run(main())
 
 
-def test_a_page_elsewhere_gets_no_permission(tmp_path: Path) -> None:
-    """Without allowed origins a preflight is refused and carries no permission."""
+def test_a_foreign_page_gets_no_permission(tmp_path: Path) -> None:
+    """Without allowed origins, a preflight is refused and carries no permission."""
 
     async def main() -> None:
         async with running_stack(tmp_path) as stack:
@@ -94,8 +94,8 @@ def test_a_page_elsewhere_gets_no_permission(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "path", ["/v1/models", "/health", "/ready", "/metrics", "/version", "/openapi.json", "/docs", "/x"]
 )
-def test_a_rebound_name_reads_nothing(tmp_path: Path, path: str) -> None:
-    """Under a foreign name every path of a loopback listener is refused; under its own it answers."""
+def test_a_rebound_name_reads_no_path(tmp_path: Path, path: str) -> None:
+    """With a foreign name, every path of a loopback listener is refused; with its own it answers."""
 
     async def main() -> None:
         async with running_stack(tmp_path) as stack:
@@ -125,8 +125,10 @@ def test_a_rebound_name_reads_nothing(tmp_path: Path, path: str) -> None:
     "path", ["/v1/completions", "/v1/chat/completions", "/v1/embeddings", "/tokenize", "/detokenize"]
 )
 def test_a_body_needs_a_json_content_type(tmp_path: Path, path: str, content_type: str, complaint: str) -> None:
-    """A browser sends other types without asking first, some without any Origin; so does curl, which is told what to
-    add."""
+    """A body without the content type of JSON is refused with the remedy.
+
+    Browsers send other types without a preflight, some of them without an Origin.
+    """
 
     async def main() -> None:
         async with running_stack(tmp_path) as stack:

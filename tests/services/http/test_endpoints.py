@@ -91,8 +91,7 @@ def test_the_head_of_a_request_is_bounded(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_an_id_that_no_header_can_hold_is_refused(tmp_path: Path) -> None:
-    """An id with a line break gets an answer that names it, where the connection used to break; one with blanks around
-    it is served."""
+    """A request id that no header can hold gets an answer that names it; one with blanks around it is accepted."""
 
     async def main() -> None:
         async with running_stack(tmp_path) as stack:
@@ -155,8 +154,10 @@ CHAT = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 8}
     ids=["chat", "chat, 3 choices", "completion", "completion, 3 choices", "echo", "2 prompts, 2 choices each"],
 )
 def test_continuous_usage_counts_up_to_the_final_usage(tmp_path: Path, path: str, fields: dict[str, Any]) -> None:
-    """With `continuous_usage_stats` every chunk counts the prompt and the tokens so far of all choices; no count ever
-    falls, the last chunk's counts are the final ones, and cached tokens are given once they are known."""
+    """With `continuous_usage_stats`, every chunk counts the prompt and the tokens so far of all choices.
+
+    No count ever falls, and the last chunk has the final counts. Cached tokens are reported once they are known.
+    """
 
     async def main() -> None:
         options = {"include_usage": True, "continuous_usage_stats": True}
@@ -430,7 +431,7 @@ def test_a_stopping_front_end_finishes_what_it_has(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
-def test_after_the_grace_period_streams_are_told(tmp_path: Path) -> None:
+def test_streams_end_with_an_error_after_the_grace_period(tmp_path: Path) -> None:
     """A stream that is not done in time ends with an error event, not with a cut connection."""
 
     async def main() -> None:
@@ -463,8 +464,8 @@ def test_the_clients_trace_goes_on_to_the_core(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
-def test_text_and_tokens(tmp_path: Path) -> None:
-    """/tokenize and /detokenize are each other's inverse; a conversation is rendered by the template."""
+def test_tokenize_and_detokenize_are_inverse(tmp_path: Path) -> None:
+    """/tokenize and /detokenize are inverse; a conversation is rendered by the template."""
 
     async def main() -> None:
         async with running_stack(tmp_path) as stack:

@@ -37,8 +37,10 @@ def offsets_of(tokenizer: Tokenizer, ids: list[int], cuts: list[int], *, echoed:
 def test_a_token_begins_behind_the_characters_completed_before_it(
     text: str, specials: list[int], cuts: list[int], echoed: str
 ) -> None:
-    """However characters are spread over tokens and tokens over messages; special ones, which are no part of the text,
-    take none of it, and an echoed prompt stands before it all."""
+    """A token's offset is the number of characters completed before it, however characters are spread over tokens.
+
+    Special tokens, which are not part of the text, take no characters. An echoed prompt comes first.
+    """
     ids = byte_level().encode(text, add_special_tokens=False).ids
     for place in specials:
         ids.insert(place, BOS)

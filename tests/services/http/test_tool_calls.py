@@ -91,8 +91,10 @@ def test_answers_that_are_json_are_calls(calls: list[tuple[str, dict[str, object
 
 
 def test_the_schema_of_forced_calls_accepts_calls_only() -> None:
-    """One schema for all functions: a call of each passes, a wrong name, wrong arguments and no call at all do not;
-    definitions of two functions do not get mixed up."""
+    """The schema of forced calls accepts a call of each function, and rejects wrong names, wrong arguments and no call.
+
+    The definitions of two functions are not mixed.
+    """
     functions = [
         FunctionDefinition(
             name=name,

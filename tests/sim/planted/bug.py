@@ -14,8 +14,11 @@ Aim = Callable[[Scenario], Scenario]
 
 @dataclass(frozen=True, slots=True)
 class PlantedBug:
-    """A bug, the names of the checks of which one must find it ("core": an assertion of the core's own), and, for bugs
-    that only a rare situation shows, what makes the drawn scenarios meet it more often."""
+    """A bug, with the checks of which one must find it.
+
+    The check "core" is an assertion of the core's own. For a bug that needs a rare situation, scenarios are adapted to
+    meet it more often.
+    """
 
     name: str
     plant: Patch

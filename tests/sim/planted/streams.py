@@ -121,5 +121,4 @@ def log_one_short(patch: pytest.MonkeyPatch) -> None:
 @bug("resume.over", aim=with_extras)
 def taken_over_and_going_on(patch: pytest.MonkeyPatch) -> None:
     """A request continues although its client has resumed it elsewhere."""
-
     wrap(patch, RequestRegistry, "resume", lambda resume, self, event, now: self.identified.answer(event))

@@ -41,8 +41,10 @@ class NoReadBack(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 @pytest.fixture
 def compiled(monkeypatch: pytest.MonkeyPatch) -> dict[str, set[tuple[object, ...]]]:
-    """What would have been compiled of each kernel: Triton's key of every launch. What the interpreter itself does with
-    tensors is none of the path's, and not watched."""
+    """Record what would be compiled of each kernel: Triton's key of every launch.
+
+    Operations of the interpreter itself on tensors are not recorded.
+    """
     found: dict[str, set[tuple[object, ...]]] = {}
     launch_of = _triton.Kernel.__getitem__
 
@@ -69,8 +71,11 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> dict[str, set[tuple[object, ...
 
 
 def specialisation(kernel: _triton.Kernel, args: tuple[Any, ...], options: dict[str, Any]) -> tuple[object, ...]:
-    """Triton's rule: types, the values of compile-time parameters, whether an integer is 1 or divisible by 16 and a
-    pointer aligned to 16 bytes, but for arguments that vary."""
+    """Return Triton's key of a launch.
+
+    It contains the types, the values of compile-time parameters, whether an integer is 1 or divisible by 16, and
+    whether a pointer is aligned to 16 bytes. Arguments that vary are left out.
+    """
     key: list[object] = [tuple(sorted(options.items()))]
     for name, value in zip(kernel.function.arg_names, args, strict=False):
         if isinstance(value, torch.Tensor):
@@ -134,9 +139,10 @@ def test_tokens_are_the_oracles(tmp_path: Path) -> None:
 
 
 def test_steps_neither_read_back_nor_compile(compiled: dict[str, set[tuple[object, ...]]], tmp_path: Path) -> None:
-    """Rows of every kind of sampling, admitted, computed in chunks, decoded by graphs, copied, swapped and left: what
-    launches a step never needs a value of the device on the host, but the tokens of rows that asked for it; and however
-    batches differ, each kernel is compiled once for each use of it."""
+    """Steps read no value back from the device except requested tokens, and compile each kernel once for each use.
+
+    Rows of every kind of sampling are admitted, computed in chunks, decoded by graphs, copied, swapped and removed.
+    """
     folder = make_checkpoint("Qwen3ForCausalLM", tmp_path)
     settings: dict[str, Any] = {"block_size": 8, "max_num_seqs": 4, "swap_space": "1MiB"}
     driver = Driver(make_engine(folder, accelerator=FakeAccelerator(), **settings))
