@@ -359,7 +359,7 @@ class SchedulerService:
                     self._forget_worker(effect.worker, "the scheduler dropped it", now)
                 case ef.WorkerEmptied():
                     log.warning(
-                        "requests wait for another worker",
+                        "worker lost; its requests wait for another worker",
                         worker=effect.worker_id,
                         reason=effect.reason,
                         request_ids=effect.request_ids,

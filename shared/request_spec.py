@@ -2,7 +2,7 @@
 
 The front end makes the specification when it has validated a request. Every later stage carries the same value: the
 core's `Request`, its kept log, and the admission to a row. A stage reads the fields that it needs, and copies none.
-Tokens, credit, deadlines and the like change between submissions, so they are not part of it.
+Tokens, credit and deadlines change between submissions, so they are not part of it.
 
 The fields have the names of those in `quire.link.v1.Submission`, which documents the wire. `sampling`, `grammar` and
 `resume_info` are opaque to the scheduler: they are encoded once by the front end, and decoded once by their reader.

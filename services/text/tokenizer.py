@@ -175,7 +175,7 @@ def _template_source(folder: Path, config: Mapping[str, Any]) -> str:
 
 
 def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
-    """Return the text of "bos_token" and the like; the files hold the text or an object with its content."""
+    """Return the texts of the fields that end in "_token"; a file has a text or an object with its content."""
     contents = {
         name: value.get("content") if isinstance(value, dict) else value
         for name, value in config.items()

@@ -300,7 +300,7 @@ def _read_log(served: Served, strike: Strike) -> None:
         at = datetime.fromisoformat(line["timestamp"]).timestamp()
         if at < strike.time:
             continue
-        if line["event"] == "requests wait for another worker" and not strike.request_ids:
+        if line["event"] == "worker lost; its requests wait for another worker" and not strike.request_ids:
             strike.request_ids = line["request_ids"]
         elif line["event"] == "worker lost" and strike.noticed is None:
             strike.noticed = at

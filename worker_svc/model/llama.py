@@ -41,7 +41,7 @@ class Window(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """Meaning of the configuration in a class of `transformers`."""
+    """Properties of a model family that its `transformers` class defines, not config.json."""
 
     architectures: tuple[str, ...]
     """Class names in config.json."""

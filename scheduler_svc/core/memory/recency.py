@@ -1,8 +1,8 @@
 """Blocks in order of last use; memory depends on the number of blocks, not on the number of uses.
 
 A request has hundreds of blocks, which are mostly used and evicted together. So blocks that were used together form one
-*group*, and an operation costs a few array operations per group that it touches. A block that is used again leaves its
-group. A group that more than half of its blocks have left is packed.
+*group*, and an operation costs a few array operations per group that it touches. A block that is used again moves to a
+new group. When more than half of a group's blocks have moved, the array of the group is compacted.
 """
 
 from collections import OrderedDict
