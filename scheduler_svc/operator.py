@@ -178,7 +178,7 @@ def _live_request(request: RequestStats, now: float) -> admin.LiveRequest:
     age.FromNanoseconds(_ago(request.arrival, now))
     return admin.LiveRequest(
         request_id=request.request_id,
-        state=request.state.name.lower(),
+        state=request.state,
         worker_id=request.worker_id,
         tenant=request.tenant,
         request_class=request.request_class,

@@ -213,9 +213,9 @@ class SchedulerService:
     def _plan(self, peer: ev.Peer) -> None:
         while True:
             now = time.monotonic()
-            plan = self._core.plan(peer, now)
+            plan, effects = self._core.plan(peer, now)
             # Spans of attempts that planning ended are closed before new ones are opened.
-            self._carry_out(self._core.take_effects(), now)
+            self._carry_out(effects, now)
             if plan is None:
                 return
             for admission in plan.admissions:

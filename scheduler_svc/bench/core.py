@@ -229,8 +229,11 @@ class _Bench:
         self._tidying = 0
         for peer in peers:
             begin = time.thread_time_ns()
-            while (plan := self._core.plan(peer, self._now + STEP_S)) is not None:
-                self._carry_out(self._core.take_effects(), outgoing)
+            while True:
+                plan, effects = self._core.plan(peer, self._now + STEP_S)
+                self._carry_out(effects, outgoing)
+                if plan is None:
+                    break
                 step, attempts = self._tracing.plan_issued(plan, self._now)
                 worker_link.encode_plan(plan, step_traceparent=step, attempt_traceparents=attempts)
                 timings.append((time.thread_time_ns() - begin, len(plan.admissions)))

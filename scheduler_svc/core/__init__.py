@@ -4,8 +4,8 @@ How it works:
 
 * `Scheduler.handle(event, now)` takes one event and returns effects. Events: a request arrived, a step was answered, a
   worker joined, time passed, … Effects: tokens for a front end, a request ended, a worker welcomed, …
-* `Scheduler.plan(worker, now)` returns the next plan for a worker, or None when there is nothing to do or it is too
-  early.
+* `Scheduler.plan(worker, now)` returns the next plan for a worker and the effects of planning. The plan is None when
+  there is nothing to do or it is too early.
 
 Time and randomness are arguments. Nothing here reads a clock, a socket or a file. The same events give the same effects
 and plans.
@@ -17,7 +17,7 @@ Read the packages in this order; each imports only those before it:
 * `requests` – one request, and what is kept of it.
 * `workers` – one worker in one epoch, and the fleet.
 * `queueing` – the waiting requests: order, quotas, placement.
-* `lifecycle` – all live requests: accepted, waiting, running, ended exactly once.
+* `lifecycle` – all live requests: the table of their states, and their end, exactly once.
 * `planning` – the next step of a worker, and what its answer means.
 * `scheduler` – the state machine itself, which routes events to the others.
 """

@@ -93,26 +93,30 @@ class Scheduler:
         self.tidy()
         self._fleet.time_passes(now)
         self._handlers[type(event)](event, now)
-        return self.take_effects()
+        return self._take_effects()
 
-    def plan(self, peer: ev.Peer, now: float) -> Plan | None:
-        """Return the next plan for a worker, or None.
+    def plan(self, peer: ev.Peer, now: float) -> tuple[Plan | None, list[Effect]]:
+        """Return the next plan for a worker, and the effects of planning to carry out before it is sent.
 
-        None means that there is nothing to do, that it is too early, or that enough plans are in flight. `take_effects`
-        returns the effects of planning, such as the end of a request that can never run. Call `tidy` after sending the
-        plan.
+        The plan is None if there is nothing to do, if it is too early, or if enough plans are in flight. Effects are,
+        for example, the end of a request that can never run. Call `tidy` after sending the plan.
         """
         self.tidy()
         worker = self._fleet.get(peer)
         if worker is None:
-            return None
+            return None, []
         due = worker.plan_due(self._config.max_plans_in_flight)
         if due is None or due > now + EARLY_S:
-            return None
-        requests, backlog = self._requests, self._requests.backlog
+            return None, []
+        backlog = self._requests.backlog
         backlog.time_passed(now)
         if not (worker.has_work or backlog.has_for(worker)):
-            return None
+            return None, []
+        return self._plan(worker, now), self._take_effects()
+
+    def _plan(self, worker: Worker, now: float) -> Plan | None:
+        """Make a plan, and apply what it means for the requests."""
+        requests, backlog = self._requests, self._requests.backlog
         outcome = Planner(
             worker,
             backlog,
@@ -124,16 +128,16 @@ class Scheduler:
             now,
         ).run()
         for refusal in outcome.refused:
-            requests.end(refusal.request, refusal.reason, now, message=refusal.message)
+            requests.refuse(refusal.request, refusal.reason, now, message=refusal.message)
         self._compile(worker, outcome.wanted)
         for request in outcome.starved:
             requests.requeue(request, now)
         for request in outcome.stranded:
             requests.strand(request, now)
         for request in outcome.preempted:
-            requests.displace(request, "preempted", f"preempted on {worker.worker_id}", now)
-        for request, row in outcome.admitted:
-            requests.admitted(request, worker, row, now)
+            requests.preempted(request, worker, now)
+        for request, admission in outcome.admitted:
+            requests.admitted(request, worker, admission, now)
         backlog.recall(worker)
         self._placement.planned(worker)
         if outcome.plan is not None:
@@ -153,8 +157,8 @@ class Scheduler:
                 self._requests.last_step_planned(worker.vacate(row))
             worker.pool.keep_reserve()
 
-    def take_effects(self) -> list[Effect]:
-        """Return the effects that planning has produced since the last call of `handle` or `take_effects`."""
+    def _take_effects(self) -> list[Effect]:
+        """Return the effects since the last call."""
         effects = self._effects.copy()
         self._effects.clear()
         return effects

@@ -210,8 +210,7 @@ class Simulation:
         for peer in peers:
             for _ in range(_MOST_PLANS):
                 self._promises.asked(epochs[peer])
-                plan = core.plan(peer, self._agenda.now)
-                effects = core.take_effects()
+                plan, effects = core.plan(peer, self._agenda.now)
                 if effects:
                     self._receive(effects)
                 if plan is None:

@@ -134,10 +134,10 @@ class Cluster:
         due = self.core.next_plan_due(self.now)
         if due is not None:
             self.now = due
-        plan = self.core.plan(peer, self.now)
+        plan, effects = self.core.plan(peer, self.now)
         if plan is not None:
             self.plans.append(plan)
-        self._receive(self.core.take_effects())
+        self._receive(effects)
         self.core.validate()
         return plan
 

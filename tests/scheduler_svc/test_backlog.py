@@ -248,7 +248,7 @@ def _calls_of_a_plan(num_workers: int, num_waiting: int, rows: int, prompt: int,
         cluster.core.handle(answers.popleft(), cluster.now)
     peer = b"w%d" % (num_workers - 1)
     with _counting() as calls:
-        plan = cluster.core.plan(peer, cluster.now + 10.0)
+        plan, _ = cluster.core.plan(peer, cluster.now + 10.0)
         taken = calls()
     assert plan is not None
     assert not plan.admissions
@@ -275,7 +275,7 @@ def test_an_admission_of_a_burst_costs_as_much_with_many_workers_as_with_a_few()
         admitted = 0
         with _counting() as calls:
             for peer in cluster.core.workers():
-                plan = cluster.core.plan(peer, cluster.now)
+                plan, _ = cluster.core.plan(peer, cluster.now)
                 admitted += 0 if plan is None else len(plan.admissions)
             taken = calls()
         assert admitted >= 8 * num_workers
@@ -296,7 +296,7 @@ def test_a_tenant_that_is_served_last_costs_no_look_at_all_others() -> None:
         admitted = taken = 0
         for _ in range(12):
             with _counting() as calls:
-                plan = cluster.core.plan(b"w", cluster.now)
+                plan, _ = cluster.core.plan(b"w", cluster.now)
                 taken += calls()
             if plan is not None:
                 admitted += len(plan.admissions)

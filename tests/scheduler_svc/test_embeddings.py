@@ -82,7 +82,7 @@ def test_an_answer_without_its_vector_ends_the_epoch() -> None:
         worker = ModelWorker(b"w/1", num_blocks=64, block_size=4, max_rows=4)
         cluster.join(worker)
         reader = embed(cluster, 1, Pooling.LAST)
-        plan = cluster.core.plan(worker.peer, cluster.now)
+        plan, _ = cluster.core.plan(worker.peer, cluster.now)
         assert plan is not None
         cluster.handle(dataclasses.replace(worker.execute(plan), embeddings=wrong))
         assert not cluster.core.workers()

@@ -194,7 +194,7 @@ def test_the_largest_answer_of_log_probabilities_and_embeddings_is_bounded_by_th
         cluster.readers[stream] = Reader(list(range(8)), 1, set())
         cluster.handle(_arrived(stream, max_tokens=1, pooling=Pooling.LAST))
     completed = []
-    while (plan := cluster.core.plan(worker.peer, cluster.now)) is not None:
+    while (plan := cluster.core.plan(worker.peer, cluster.now)[0]) is not None:
         answer = worker.execute(plan)
         vectors = [dataclasses.replace(each, values=bytes(4 * hidden_size)) for each in answer.embeddings]
         worker.answered_step = answer.step

@@ -2,7 +2,6 @@
 
 from scheduler_svc.core.interface import events as ev
 from scheduler_svc.core.requests.history import MAX_ENDED
-from scheduler_svc.core.requests.request import RequestState
 from scheduler_svc.sim.model_worker import ModelWorker
 from tests.scheduler_svc.cluster import FRONTEND, Cluster
 
@@ -39,10 +38,10 @@ def test_a_live_request_is_listed_with_what_it_has() -> None:
         cluster.answer()
     running, waiting = cluster.core.requests(10)
 
-    assert (running.request_id, running.state, running.worker_id) == ("r1", RequestState.RUNNING, "w")
+    assert (running.request_id, running.state, running.worker_id) == ("r1", "running", "w")
     assert (running.prompt_tokens, running.max_tokens) == (3, 40)
     assert running.generated_tokens == len(cluster.readers[1].tokens) > 0
-    assert (waiting.request_id, waiting.state, waiting.worker_id) == ("r2", RequestState.WAITING, "")
+    assert (waiting.request_id, waiting.state, waiting.worker_id) == ("r2", "waiting", "")
     assert len(cluster.core.requests(1)) == 1
     assert cluster.core.cancelling("r2") == [ev.RequestCancelled(frontend=FRONTEND, stream=2)]
     assert cluster.core.stories("r1")[0].live

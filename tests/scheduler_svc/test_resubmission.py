@@ -219,7 +219,7 @@ def test_an_embedding_that_was_accepted_waits_for_a_worker_that_makes_it() -> No
     cluster = Cluster()
     reader = cluster.submit(1, PROMPT, 1, pooling=Pooling.LAST, again=True, accepted=True)
     old = _join_without_embeddings(cluster, _worker(b"o/1"))
-    assert cluster.core.plan(old.peer, cluster.now) is None
+    assert cluster.core.plan(old.peer, cluster.now) == (None, [])
     cluster.handle(ev.TimePassed())
     assert reader.end is None
     cluster.handle(ev.WorkerLost(worker=old.peer, reason="gone"))

@@ -120,4 +120,4 @@ def test_plans_that_are_nearly_due_go_out_together() -> None:
 
     assert cluster.core.due_workers(due - 2 * EARLY_S) == []
     assert cluster.core.due_workers(due) == [first.peer, second.peer]
-    assert cluster.core.plan(second.peer, due) is not None
+    assert cluster.core.plan(second.peer, due)[0] is not None

@@ -106,7 +106,11 @@ def run(
         if now >= next_tick:
             next_tick = now + TICK_S
             effects += core.handle(ev.TimePassed(), now)
-        while (plan := core.plan(worker.peer, now)) is not None:
+        while True:
+            plan, found = core.plan(worker.peer, now)
+            effects += found
+            if plan is None:
+                break
             answer = worker.execute(plan)
             for admission in plan.admissions:
                 job = jobs[admission.stream]
@@ -115,7 +119,6 @@ def run(
             computed += plan.num_tokens
             count += 1
             heapq.heappush(agenda, (busy_until, count, answer))
-        effects += core.take_effects()
         live -= _note(effects, jobs, now - _START)
     return Totals(now - _START, computed)
 

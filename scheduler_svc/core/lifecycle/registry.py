@@ -1,13 +1,9 @@
 """Registry of all live requests, from arrival to end.
 
-A request is in exactly one of three places:
+The registry accepts or refuses a request, and decides which event happens to it. `states` has the table of the events,
+and the places of the requests. Every request ends in `end`, exactly once.
 
-* *waiting*: in the queue. Or beside it: *starved* while its reader has no credit, *stranded* while no worker of the
-  fleet serves its model and length;
-* *running*: in a row of a worker;
-* *ending*: its last step is planned and the answer is outstanding.
-
-Every request ends in `end`, exactly once. The registry does not choose which request runs next: see `admission`.
+The registry does not choose which request runs next: see `batch_selection`.
 """
 
 from collections.abc import Iterator
@@ -15,9 +11,11 @@ from itertools import islice
 
 from scheduler_svc.core.interface import events as ev
 from scheduler_svc.core.interface.config import CoreConfig
-from scheduler_svc.core.interface.effects import AttemptEnded, Effect, EndReason, RequestEnded
+from scheduler_svc.core.interface.effects import Effect, EndReason, RequestEnded
+from scheduler_svc.core.interface.plan import RowAdmission
 from scheduler_svc.core.interface.records import GrammarFailure
 from scheduler_svc.core.lifecycle.admission_control import AdmissionControl, TurnedAway
+from scheduler_svc.core.lifecycle.states import WAITING, RequestEvent, RequestStates
 from scheduler_svc.core.lifecycle.statistics import RequestStats, request_stats
 from scheduler_svc.core.lifecycle.timeouts import Timeouts
 from scheduler_svc.core.queueing.backlog import Backlog
@@ -58,17 +56,12 @@ class RequestRegistry:
         self._fleet = fleet
         self._effects = effects
         self._requests: dict[RequestKey, Request] = {}
-        self._running: dict[RequestKey, tuple[Worker, int]] = {}
+        self._states = RequestStates(self.backlog, self.tenants, effects)
         self.identified = IdentifiedRequests(config.resume_keep_s, config.resume_keep_bytes, effects)
         self._by_grammar: dict[bytes, dict[RequestKey, Request]] = {}
         """The live requests that have a grammar, by the key of the grammar."""
         self._doubtful_grammars: dict[bytes, None] = {}
         """Grammars of waiting requests that perhaps no worker can compile; `time_passed` checks them."""
-        self._queued_tokens = 0
-        self._starved: dict[RequestKey, Request] = {}
-        """Waiting requests whose reader has no credit."""
-        self._stranded: dict[RequestKey, Request] = {}
-        """Waiting requests that no worker of the fleet serves."""
         self._sequence = 0
         self._admission = AdmissionControl(config, self.tenants, self.forecast)
         self._timeouts = Timeouts(config, fleet, self._requests)
@@ -98,12 +91,14 @@ class RequestRegistry:
 
     def stats(self, most: int) -> list[RequestStats]:
         """Return the figures of at most `most` live requests, in order of arrival."""
-        return [request_stats(request, self._running.get(key)) for key, request in islice(self._requests.items(), most)]
+        return [
+            request_stats(request, self._states.row_of(key)) for key, request in islice(self._requests.items(), most)
+        ]
 
     @property
     def num_waiting(self) -> int:
         """Number of requests without a worker, including starved and stranded ones."""
-        return len(self.backlog) + len(self._starved) + len(self._stranded)
+        return self._states.num_waiting
 
     @property
     def models(self) -> set[str]:
@@ -136,7 +131,9 @@ class RequestRegistry:
             self._by_grammar.setdefault(request.grammar_key, {})[key] = request
         request.note(now, "arrived")
         turned_away = (
-            _DUPLICATE if is_duplicate else self._admission.refusal(request, self.num_waiting, self._queued_tokens, now)
+            _DUPLICATE
+            if is_duplicate
+            else self._admission.refusal(request, self.num_waiting, self._states.queued_tokens, now)
         )
         if identity and turned_away is None:
             # A refused request leaves its kept log unchanged, because its client may try again later.
@@ -144,7 +141,7 @@ class RequestRegistry:
         self.tenants.arrived(request, now)
         if turned_away is not None:
             reason, message, retry_ms = turned_away
-            self.end(request, reason, now, message=message, retry_ms=retry_ms)
+            self.refuse(request, reason, now, message=message, retry_ms=retry_ms)
         elif len(request.tokens) >= request.limit:
             self.end(request, EndReason.LENGTH, now)  # it comes back with no token left to generate
         else:
@@ -154,27 +151,24 @@ class RequestRegistry:
     def grant(self, request: Request, credit: int, now: float) -> None:
         """Add `credit` bytes to what the request's reader can take."""
         request.grant(credit)
-        running = self._running.get(request.key)
+        running = self._states.row_of(request.key)
         if running is not None:
             worker, row = running
             worker.rows.set_allowed(row, request.allowed)
-        elif request.key in self._starved:
-            del self._starved[request.key]
+        elif request.state is RequestState.STARVED:
             self.requeue(request, now)
 
-    def admitted(self, request: Request, worker: Worker, row: int, now: float) -> None:
-        """Note that a worker has admitted a request from the queue."""
-        self._queued_tokens -= request.queued_tokens
-        request.queued_tokens = 0
+    def admitted(self, request: Request, worker: Worker, admission: RowAdmission, now: float) -> None:
+        """Record that a plan has given the request a row."""
+        self._states.admit(request, worker, admission, now)
         self.drop_swapped(request)
-        self._running[request.key] = (worker, row)
         if request.attempts == 1:
             self._admission.admitted(request, now)
 
     def refuse_grammar(self, key: bytes, now: float) -> None:
         """End the waiting requests that have this grammar and that no worker can serve with it."""
         for request in list(self._by_grammar.get(key, {}).values()):
-            if request.state is not RequestState.WAITING or (failure := self._grammar_failure(request)) is None:
+            if request.state not in WAITING or (failure := self._grammar_failure(request)) is None:
                 continue
             reason, message, field = EndReason.NO_WORKER, f"no worker can use the grammar: {failure.reason}", ""
             if failure.is_invalid:
@@ -191,20 +185,11 @@ class RequestRegistry:
         self._doubtful_grammars |= dict.fromkeys(key for key in failed if key in self._by_grammar)
 
     def last_step_planned(self, request: Request) -> None:
-        """Note that the request has left its row and waits for its last answer only."""
-        request.state = RequestState.ENDING
-        del self._running[request.key]
+        """Record that the request has left its row and waits for its last answer only."""
+        self._states.last_step_planned(request)
 
-    def requeue(self, request: Request, now: float) -> None:
-        """Move a request from any place to the waiting ones."""
-        self._running.pop(request.key, None)
-        if request.state is not RequestState.WAITING:
-            self.tenants.paused(request, now)
-        request.state = RequestState.WAITING
-        self._queued_tokens += len(request.tokens) - request.queued_tokens
-        request.queued_tokens = len(request.tokens)
-        request.queued_since = now
-        request.overtaken = request.passed_over = request.num_assigned = 0
+    def requeue(self, request: Request, now: float, outcome: str = "") -> None:
+        """Let a request wait for a worker; `outcome` is why it has left the one that it had."""
         if self._orders_by_length:
             request.forecast_tokens = self.forecast.output_tokens(request)
         if request.total_deadline is not None or request.ttft_deadline is not None:
@@ -212,32 +197,33 @@ class RequestRegistry:
             request.must_start = self.forecast.must_start(request)
         if request.grammar_key and self._grammar_failure(request) is not None:
             self._doubtful_grammars[request.grammar_key] = None
-        if request.allowed > len(request.tokens):
-            self.backlog.push(request, now)
-        else:
-            self._starved[request.key] = request
+        self._states.wait(request, now, outcome)
+        if request.state is RequestState.STARVED:
             self._timeouts.watch_reader(request, now)
-        self.backlog.tenant_changed(request.spec.tenant, now)
 
     def strand(self, request: Request, now: float) -> None:
-        """Keep a request that no worker serves beside the queue until the fleet changes; the queue has released it."""
-        self._stranded[request.key] = request
-        request.stranded_since = now
-        request.note(now, "no worker serves it")
+        """Keep a request that no worker serves beside the queue until the fleet changes."""
+        self._states.strand(request, now)
 
     def fleet_changed(self, now: float) -> None:
         """Put stranded requests that a worker serves again into the backlog, which already knows the new fleet."""
-        for key, request in list(self._stranded.items()):
+        for request in list(self._states.stranded):
             if self.backlog.is_served(request):
-                del self._stranded[key]
                 self.requeue(request, now)
+
+    def preempted(self, request: Request, worker: Worker, now: float) -> None:
+        """Requeue a request that planning has preempted; it is not preempted again before it has a new token."""
+        request.preempted_at = request.num_generated
+        self.displace(request, "preempted", f"preempted on {worker.worker_id}", now)
 
     def displace(self, request: Request, outcome: str, note: str, now: float) -> None:
         """Requeue a request that has left its worker before its end."""
-        request.preemptions += 1
         request.note(now, note)
-        self._attempt_ended(request, outcome)
-        self.requeue(request, now)
+        self.requeue(request, now, outcome)
+
+    def refuse(self, request: Request, reason: EndReason, now: float, *, message: str = "", retry_ms: int = 0) -> None:
+        """End a request that was not accepted, or that planning took from the queue and refused."""
+        self.end(request, reason, now, message=message, retry_ms=retry_ms, event=RequestEvent.REFUSE)
 
     def end(
         self,
@@ -252,6 +238,7 @@ class RequestRegistry:
         keep: bool = True,
         embedding: bytes = b"",
         field: str = "",
+        event: RequestEvent = RequestEvent.END,
     ) -> None:
         """End a request, whatever its state; this is the only exit.
 
@@ -266,6 +253,7 @@ class RequestRegistry:
             keep: whether to keep a log of a request with an identity.
             embedding: the embedding as a float32 column.
             field: the field of the request that is wrong; "": none or its input.
+            event: the event of the table that ends it: END, or REFUSE.
         """
         assert self._requests.pop(request.key) is request
         if request.grammar_key:
@@ -273,16 +261,9 @@ class RequestRegistry:
             del with_grammar[request.key]
             if not with_grammar:
                 del self._by_grammar[request.grammar_key]
-        was = request.state
-        request.state = RequestState.FINISHED
         self.drop_swapped(request)
-        self._leave(request, was, reason)
+        self._states.end(request, event, reason.value, now)
         num_generated = request.num_generated
-        if self.policy.accounts_service and num_generated > request.accounted_tokens:
-            self.policy.served(request.account, output_tokens=num_generated - request.accounted_tokens)
-        self._queued_tokens -= request.queued_tokens
-        self.tenants.ended(request, now, was_running=was is not RequestState.WAITING)
-        self.backlog.tenant_changed(request.spec.tenant, now)
         self.ended[reason] += 1
         kept = num_generated if completion_tokens is None else completion_tokens
         what = f"ended: {reason.value}, {kept} tokens"
@@ -312,22 +293,6 @@ class RequestRegistry:
             )
         self._effects.append(ended)
 
-    def _leave(self, request: Request, was: RequestState, reason: EndReason) -> None:
-        """Remove an ending request from its place."""
-        running = self._running.pop(request.key, None)
-        if running is not None:
-            worker, row = running
-            worker.vacate(row)
-            self._attempt_ended(request, reason.value)
-        elif request.key in self._starved:
-            del self._starved[request.key]
-        elif request.key in self._stranded:
-            del self._stranded[request.key]
-        elif was is RequestState.ENDING:
-            self._attempt_ended(request, reason.value)
-        elif request in self.backlog:
-            self.backlog.discard(request)
-
     def resume(self, event: ev.ResumeAsked, now: float) -> None:
         """Answer with the kept log of a request; a live request with this identity ends for its former client."""
         live = self.identified.live(event.identity)
@@ -355,12 +320,6 @@ class RequestRegistry:
                 worker.release_swapped(request, last_step=worker.last_step)
             request.swapped = None
 
-    def _attempt_ended(self, request: Request, outcome: str) -> None:
-        if request.spec.traceparent:
-            self._effects.append(
-                AttemptEnded(frontend=request.key.frontend, stream=request.key.stream, outcome=outcome)
-            )
-
     # ---------------------------------------------------------------- time
 
     def time_passed(self, now: float) -> None:
@@ -368,25 +327,20 @@ class RequestRegistry:
         self.identified.time_passed(now)
         while self._doubtful_grammars:
             self.refuse_grammar(self._doubtful_grammars.popitem()[0], now)
-        for request, reason, message in self._timeouts.overdue(self.backlog, self._stranded.values(), now):
+        for request, reason, message in self._timeouts.overdue(self.backlog, self._states.stranded, now):
             self.end(request, reason, now, message=message)
 
     def validate(self) -> None:
-        """Check that every request is in exactly one place."""
+        """Check that every request is in the place of its state."""
         for worker in self._fleet:
             for row in worker.rows.occupied():
                 request = worker.rows.requests[row]
                 assert request is not None
-                assert self._running[request.key] == (worker, row)
+                assert self._states.row_of(request.key) == (worker, row)
         self.backlog.validate()
-        queued = [*self.backlog, *self._starved.values(), *self._stranded.values()]
-        assert len({request.key for request in queued}) == len(queued), "a request waits twice"
-        ending = [r.key for r in self._requests.values() if r.state is RequestState.ENDING]
-        live = [request.key for request in queued] + list(self._running) + ending
-        assert sorted(live) == sorted(self._requests), "a request is nowhere or in two places"
-        assert all(request.state is RequestState.WAITING for request in queued)
+        self._states.validate(self._requests)
+        waiting = [request for request in self._requests.values() if request.state in WAITING]
         for worker in self._fleet:
             worker.swap.pool.validate(
-                r.swapped.host_blocks for r in queued if r.swapped is not None and r.swapped.epoch == worker.epoch
+                r.swapped.host_blocks for r in waiting if r.swapped is not None and r.swapped.epoch == worker.epoch
             )
-        assert self._queued_tokens == sum(request.queued_tokens for request in queued)

@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 
 from scheduler_svc.core.interface.records import EndReason
-from scheduler_svc.core.requests.request import Request, RequestState
+from scheduler_svc.core.lifecycle.states import WAITING
+from scheduler_svc.core.requests.request import Request
 from scheduler_svc.core.workers.worker import Worker, WorkerCounters
 
 
@@ -34,7 +35,8 @@ class RequestStats:
     """A live request's state."""
 
     request_id: str
-    state: RequestState
+    state: str
+    """"waiting", "running" or "ending"."""
     worker_id: str
     """Worker that runs it; "" while there is none."""
     tenant: str
@@ -67,7 +69,7 @@ def request_stats(request: Request, running: tuple[Worker, int] | None) -> Reque
         num_tokens = int(worker.rows.committed[row])
     return RequestStats(
         request_id=request.spec.request_id,
-        state=request.state,
+        state="waiting" if request.state in WAITING else request.state.name.lower(),
         worker_id=running[0].worker_id if running is not None else "",
         tenant=request.spec.tenant,
         request_class=request.spec.request_class,

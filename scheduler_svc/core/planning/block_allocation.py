@@ -64,7 +64,6 @@ class BlockAllocation:
             self.swap_outs.append(copy)
         else:
             request = worker.preempt(row)
-        request.preempted_at = request.num_generated
         self.preempted.append(request)
         worker.counters.preemptions += 1
 

@@ -25,7 +25,7 @@ from scheduler_svc.core.queueing.backlog import Backlog
 from scheduler_svc.core.queueing.forecast import Forecast
 from scheduler_svc.core.queueing.placement import Placement, Room
 from scheduler_svc.core.queueing.tenants import Tenants
-from scheduler_svc.core.requests.request import Request, RequestState, as_column
+from scheduler_svc.core.requests.request import Request, as_column
 from scheduler_svc.core.workers.chunks import chunk_cost, longest_chunk
 from scheduler_svc.core.workers.rows import DECODE
 from scheduler_svc.core.workers.worker import StepInFlight, Trial, Worker
@@ -41,8 +41,8 @@ class Outcome:
     """Result of planning: the plan, if there is one, and the changes for the requests."""
 
     plan: Plan | None
-    admitted: list[tuple[Request, int]]
-    """Admitted requests with their rows."""
+    admitted: list[tuple[Request, RowAdmission]]
+    """Admitted requests, in order."""
     preempted: list[Request]
     refused: list[Refusal]
     ending: list[int]
@@ -91,7 +91,6 @@ class Planner:
         self._chunks_cost = 0
         self._vector_bytes = 0
         """Bytes of the embeddings that the step completes."""
-        self._admissions: list[RowAdmission] = []
         self._outcome = Outcome(None, [], self._allocation.preempted, [], [], [], [], [])
 
     def run(self) -> Outcome:
@@ -136,9 +135,8 @@ class Planner:
             suspect = admission.next_suspect()
             if suspect is not None:
                 placed = self._place(*suspect)
-                self._admissions.append(placed)
-                request = suspect[0]
-                worker.trial = Trial(request, placed.row, placed.generation)
+                self._outcome.admitted.append((suspect[0], placed))
+                worker.trial = Trial(suspect[0], placed.row, placed.generation)
             self._close(admission)
             return NO_INDICES
         row = worker.trial.row
@@ -220,7 +218,7 @@ class Planner:
             self._backlog.prepare(self._worker, max(0, self._max_rows - self._rows.num_running))
         admission = Admission(self._worker, self._backlog, self._placement, self._tenants, self._config, self._now)
         while self._budget and (admitted := admission.next()) is not None:
-            self._admissions.append(self._place(*admitted))
+            self._outcome.admitted.append((admitted[0], self._place(*admitted)))
         self._close(admission)
 
     def _close(self, admission: Admission) -> None:
@@ -266,23 +264,15 @@ class Planner:
             num_shared=len(room.cached),
             rank=self._policy.rank(request),
         )
-        self._outcome.admitted.append((request, row))
         self._worker.prefilling.append(row)
         self._worker.capacity.is_growing = True
         self._worker.grammars.occupied(request.grammar_key)
         self._add_chunk(row)
-        request.state = RequestState.RUNNING
-        if request.first_planned is None:
-            request.first_planned = self._now
-        request.attempts += 1
-        request.note(self._now, f"admitted to {self._worker.worker_id} row {row}")
         self._tenants.started(request, self._now)
         self._backlog.tenant_changed(request.spec.tenant, self._now)
-        if request.attempts == 1:
-            request.num_cached_prompt_tokens = min(num_cached_tokens, request.spec.num_prompt_tokens)
-            if self._policy.accounts_service and not request.num_generated:
-                uncached = request.spec.num_prompt_tokens - request.num_cached_prompt_tokens
-                self._policy.served(request.account, prompt_tokens=uncached)
+        if self._policy.accounts_service and not request.attempts and not request.num_generated:
+            uncached = max(0, request.spec.num_prompt_tokens - num_cached_tokens)
+            self._policy.served(request.account, prompt_tokens=uncached)
         self._worker.counters.prompt_tokens += len(request.tokens)
         self._worker.counters.cached_tokens += num_cached_tokens
         return RowAdmission(
@@ -294,7 +284,7 @@ class Planner:
             blocks=blocks,
             frontend=request.key.frontend,
             stream=request.key.stream,
-            attempt=request.attempts - 1,
+            attempt=request.attempts,
             queued_since=request.queued_since,
         )
 
@@ -343,7 +333,7 @@ class Planner:
             epoch=worker.epoch,
             step=worker.last_step,
             leaves=_indices(leaves),
-            admissions=tuple(self._admissions),
+            admissions=tuple(admission for _, admission in self._outcome.admitted),
             append_rows=_joined(self._allocation.appended_rows),
             append_blocks=_joined(self._allocation.appended_blocks),
             chunk_rows=_indices(self._chunk_rows),

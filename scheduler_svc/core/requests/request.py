@@ -1,8 +1,4 @@
-"""One request: its tokens, its limits and its state.
-
-    WAITING ──admitted──► RUNNING ──last step planned──► ENDING ──answered──► FINISHED
-       ▲                     │                              │
-       └──preempted, worker lost────────────────────────────┘      (any state ──► FINISHED)
+"""One request: its tokens, its limits and its state; see `lifecycle.states` for the transitions.
 
 Steps in flight may still name a request that has left its worker. Until they are answered, the request is *unsettled*.
 It is not admitted again meanwhile, because its newest tokens are not known yet.
@@ -34,12 +30,15 @@ class RequestKey(NamedTuple):
 
 
 class RequestState(enum.Enum):
-    """State of a request; see the picture in the module's docstring."""
+    """State of a request; only `lifecycle.states` changes it."""
 
-    WAITING = enum.auto()
-    RUNNING = enum.auto()
-    ENDING = enum.auto()
-    FINISHED = enum.auto()
+    ARRIVED = "not accepted yet"
+    QUEUED = "waits in the backlog"
+    STARVED = "waits until its reader has credit"
+    STRANDED = "waits until a worker of the fleet serves it"
+    RUNNING = "has a row of a worker"
+    ENDING = "waits for the answer to its last step"
+    FINISHED = "has ended"
 
 
 @dataclass(slots=True, eq=False)
@@ -90,9 +89,7 @@ class Request:
 
     None without any, or once it was missed.
     """
-    state: RequestState = RequestState.WAITING
-    queued: bool = False
-    """Whether it is in the waiting queue."""
+    state: RequestState = RequestState.ARRIVED
     queued_since: float = 0.0
     queued_tokens: int = 0
     """Tokens that count for it in the queue's token limit; 0 while it does not wait."""

@@ -1,0 +1,239 @@
+"""States of the live requests, and the transitions between them, as one table.
+
+    ARRIVED ──► QUEUED ──ADMIT──► RUNNING ──LAST_STEP──► ENDING ──END──► FINISHED
+                 │  ▲                │                     │
+                 ▼  └─────QUEUE──────┴─────────────────────┘      every state ──END──► FINISHED
+         STARVED, STRANDED
+
+`TRANSITIONS` names every transition that exists. Any other one is a bug of the core, and an assertion fails. No other
+module writes the state of a request, or the fields that change only with it.
+
+A transition has two parts. First the request leaves its place; the table names this action. Then the method of the
+event (`wait`, `strand`, `admit`, `last_step_planned`, `end`) puts it into its new place:
+
+* QUEUED: in the backlog;
+* STARVED and STRANDED: waiting beside the backlog, until the reader has credit or a worker serves the request;
+* RUNNING: in a row of a worker;
+* ENDING: without a row, until the answer to its last step arrives.
+
+This module does not decide which event happens. It reads no row and knows no end reason: see `registry`.
+"""
+
+import enum
+from collections.abc import Callable, Mapping, ValuesView
+from typing import ClassVar, NamedTuple
+
+from scheduler_svc.core.interface.effects import AttemptEnded, Effect
+from scheduler_svc.core.interface.plan import RowAdmission
+from scheduler_svc.core.queueing.backlog import Backlog
+from scheduler_svc.core.queueing.tenants import Tenants
+from scheduler_svc.core.requests.request import Request, RequestKey, RequestState
+from scheduler_svc.core.workers.worker import Worker
+
+
+class RequestEvent(enum.Enum):
+    """Events that change the state of a request."""
+
+    QUEUE = "it waits, and its reader has credit"
+    STARVE = "it waits, and its reader has no credit"
+    STRAND = "planning took it from the queue: no worker of the fleet serves it"
+    ADMIT = "planning took it from the queue and gave it a row"
+    REFUSE = "it is refused on arrival, or planning took it from the queue and refused it"
+    LAST_STEP = "its last step was planned, and it has left its row"
+    END = "it ends for any other reason"
+
+
+WAITING = frozenset((RequestState.QUEUED, RequestState.STARVED, RequestState.STRANDED))
+"""States of the requests that wait for a worker."""
+_S, _E = RequestState, RequestEvent
+_Leave = Callable[["RequestStates", Request, str], None]
+
+
+class Transition(NamedTuple):
+    """A row of the table."""
+
+    to: RequestState
+    leave: _Leave
+    """What it takes to leave the old place; its docstring stands in docs/scheduling.md."""
+
+
+class RequestStates:
+    """The places of one core's live requests; appends its effects to `effects`."""
+
+    def __init__(self, backlog: Backlog, tenants: Tenants, effects: list[Effect]) -> None:
+        self._backlog = backlog
+        self._tenants = tenants
+        self._effects = effects
+        self._running: dict[RequestKey, tuple[Worker, int]] = {}
+        self._starved: dict[RequestKey, Request] = {}
+        self._stranded: dict[RequestKey, Request] = {}
+        self.queued_tokens = 0
+        """Tokens of the waiting requests."""
+
+    @property
+    def num_waiting(self) -> int:
+        """Number of requests without a worker, including starved and stranded ones."""
+        return len(self._backlog) + len(self._starved) + len(self._stranded)
+
+    @property
+    def stranded(self) -> ValuesView[Request]:
+        """Requests that no worker of the fleet serves."""
+        return self._stranded.values()
+
+    def row_of(self, key: RequestKey) -> tuple[Worker, int] | None:
+        """Return the worker and the row of a running request, or None."""
+        return self._running.get(key)
+
+    # ---------------------------------------------------------------- events
+
+    def wait(self, request: Request, now: float, outcome: str = "") -> None:
+        """Move a request from any place to the waiting ones.
+
+        Args:
+            request: a request that has left its row, if it had one.
+            now: the time, s.
+            outcome: why its attempt ended, if it had a worker.
+        """
+        has_credit = request.allowed > len(request.tokens)
+        had_worker = request.state is RequestState.RUNNING or request.state is RequestState.ENDING
+        self._apply(request, RequestEvent.QUEUE if has_credit else RequestEvent.STARVE, outcome)
+        if had_worker:
+            request.preemptions += 1
+            self._tenants.paused(request, now)
+        num_tokens = len(request.tokens)
+        self.queued_tokens += num_tokens - request.queued_tokens
+        request.queued_tokens = num_tokens
+        request.queued_since = now
+        request.overtaken = request.passed_over = request.num_assigned = 0
+        if has_credit:
+            self._backlog.push(request, now)
+        else:
+            self._starved[request.key] = request
+        self._backlog.tenant_changed(request.spec.tenant, now)
+
+    def strand(self, request: Request, now: float) -> None:
+        """Keep a request that no worker serves beside the queue until the fleet changes."""
+        self._apply(request, RequestEvent.STRAND)
+        self._stranded[request.key] = request
+        request.stranded_since = now
+        request.note(now, "no worker serves it")
+
+    def admit(self, request: Request, worker: Worker, admission: RowAdmission, now: float) -> None:
+        """Record that a plan has given the request a row; `Tenants` counted it when the plan was made."""
+        self._apply(request, RequestEvent.ADMIT)
+        self._running[request.key] = (worker, admission.row)
+        self.queued_tokens -= request.queued_tokens
+        request.queued_tokens = 0
+        if request.first_planned is None:
+            request.first_planned = now
+        if not request.attempts:
+            request.num_cached_prompt_tokens = min(admission.num_computed_tokens, request.spec.num_prompt_tokens)
+        request.attempts += 1
+        request.note(now, f"admitted to {worker.worker_id} row {admission.row}")
+
+    def last_step_planned(self, request: Request) -> None:
+        """Record that the request has left its row and waits for its last answer only."""
+        self._apply(request, RequestEvent.LAST_STEP)
+
+    def end(self, request: Request, event: RequestEvent, outcome: str, now: float) -> None:
+        """End a request, whatever its state; `event` is REFUSE or END."""
+        had_worker = request.state is RequestState.RUNNING or request.state is RequestState.ENDING
+        self._apply(request, event, outcome)
+        self.queued_tokens -= request.queued_tokens
+        policy, num_generated = self._backlog.policy, request.num_generated
+        if policy.accounts_service and num_generated > request.accounted_tokens:
+            policy.served(request.account, output_tokens=num_generated - request.accounted_tokens)
+        self._tenants.ended(request, now, was_running=had_worker)
+        self._backlog.tenant_changed(request.spec.tenant, now)
+
+    def _apply(self, request: Request, event: RequestEvent, outcome: str = "") -> None:
+        """Write a request's new state, and let it leave its old place; the backlog drops requests that have ended."""
+        transition = self.TRANSITIONS.get((request.state, event))
+        assert transition is not None, (
+            f"request {request.spec.request_id}: {event.name} is not possible in {request.state.name}"
+        )
+        request.state = transition.to
+        transition.leave(self, request, outcome)
+
+    # ---------------------------------------------------------------- actions
+
+    def _nothing(self, request: Request, outcome: str) -> None:
+        """None."""
+
+    def _leave_backlog(self, request: Request, outcome: str) -> None:
+        """Remove it from the backlog."""
+        self._backlog.discard(request)
+
+    def _leave_starved(self, request: Request, outcome: str) -> None:
+        """Remove it from the starved requests."""
+        del self._starved[request.key]
+
+    def _leave_stranded(self, request: Request, outcome: str) -> None:
+        """Remove it from the stranded requests."""
+        del self._stranded[request.key]
+
+    def _leave_worker(self, request: Request, outcome: str) -> None:
+        """Forget its row, and end its attempt."""
+        del self._running[request.key]
+        self._end_attempt(request, outcome)
+
+    def _vacate_row(self, request: Request, outcome: str) -> None:
+        """Vacate its row, and end its attempt."""
+        worker, row = self._running.pop(request.key)
+        worker.vacate(row)
+        self._end_attempt(request, outcome)
+
+    def _forget_row(self, request: Request, outcome: str) -> None:
+        """Forget its row."""
+        del self._running[request.key]
+
+    def _end_attempt(self, request: Request, outcome: str) -> None:
+        """End its attempt."""
+        if request.spec.traceparent:
+            key = request.key
+            self._effects.append(AttemptEnded(frontend=key.frontend, stream=key.stream, outcome=outcome))
+
+    TRANSITIONS: ClassVar[Mapping[tuple[RequestState, RequestEvent], Transition]] = {
+        (_S.ARRIVED, _E.QUEUE): Transition(_S.QUEUED, _nothing),
+        (_S.ARRIVED, _E.STARVE): Transition(_S.STARVED, _nothing),
+        (_S.ARRIVED, _E.REFUSE): Transition(_S.FINISHED, _nothing),
+        (_S.ARRIVED, _E.END): Transition(_S.FINISHED, _nothing),
+        (_S.QUEUED, _E.ADMIT): Transition(_S.RUNNING, _nothing),
+        (_S.QUEUED, _E.STARVE): Transition(_S.STARVED, _nothing),
+        (_S.QUEUED, _E.STRAND): Transition(_S.STRANDED, _nothing),
+        (_S.QUEUED, _E.REFUSE): Transition(_S.FINISHED, _nothing),
+        (_S.QUEUED, _E.END): Transition(_S.FINISHED, _leave_backlog),
+        (_S.STARVED, _E.QUEUE): Transition(_S.QUEUED, _leave_starved),
+        (_S.STARVED, _E.STARVE): Transition(_S.STARVED, _leave_starved),
+        (_S.STARVED, _E.END): Transition(_S.FINISHED, _leave_starved),
+        (_S.STRANDED, _E.QUEUE): Transition(_S.QUEUED, _leave_stranded),
+        (_S.STRANDED, _E.STARVE): Transition(_S.STARVED, _leave_stranded),
+        (_S.STRANDED, _E.END): Transition(_S.FINISHED, _leave_stranded),
+        (_S.RUNNING, _E.LAST_STEP): Transition(_S.ENDING, _forget_row),
+        (_S.RUNNING, _E.QUEUE): Transition(_S.QUEUED, _leave_worker),
+        (_S.RUNNING, _E.STARVE): Transition(_S.STARVED, _leave_worker),
+        (_S.RUNNING, _E.END): Transition(_S.FINISHED, _vacate_row),
+        (_S.ENDING, _E.QUEUE): Transition(_S.QUEUED, _end_attempt),
+        (_S.ENDING, _E.STARVE): Transition(_S.STARVED, _end_attempt),
+        (_S.ENDING, _E.END): Transition(_S.FINISHED, _end_attempt),
+    }
+    """By (state, event): every transition that exists."""
+
+    # ----------------------------------------------------------------
+
+    def validate(self, live: Mapping[RequestKey, Request]) -> None:
+        """Check that every live request is in the place of its state, and in no other."""
+        places: dict[RequestState, list[RequestKey]] = {
+            RequestState.QUEUED: [request.key for request in self._backlog],
+            RequestState.STARVED: list(self._starved),
+            RequestState.STRANDED: list(self._stranded),
+            RequestState.RUNNING: list(self._running),
+        }
+        for state, keys in places.items():
+            expected = sorted(key for key, request in live.items() if request.state is state)
+            assert sorted(keys) == expected, f"{state.name}: a request is in two places, or in none"
+        states = {request.state for request in live.values()}
+        assert states.isdisjoint((RequestState.ARRIVED, RequestState.FINISHED)), "a live request has no place"
+        for (worker, row), key in zip(self._running.values(), self._running, strict=True):
+            assert worker.rows.requests[row] is live[key]
+        assert self.queued_tokens == sum(r.queued_tokens for r in live.values() if r.state in WAITING)
