@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from services.text.detokenizer import REPLACEMENT, detokenizer_factory
-from tests.services.tokenizers_for_tests import byte_level, sentencepiece_style
+from tests.services.tokenizers_for_tests import byte_level, metaspace, sentencepiece_style, word_piece
 
 TEXTS = st.text(st.characters(exclude_categories=["Cs"], exclude_characters=REPLACEMENT), max_size=60)
 EMOJI = st.text(st.sampled_from("🙂🙃😀👩\u200d👧🇩🇪aé日 "), max_size=30)
@@ -39,6 +39,30 @@ def test_byte_level_equals_the_full_decode_for_any_ids(ids: list[int], cuts: lis
     texts = pieces(tokenizer, ids, cuts, skip_special_tokens=skip)
 
     assert "".join(texts) == tokenizer.decode(ids, skip_special_tokens=skip)
+
+
+@pytest.mark.parametrize("tokenizer", [metaspace(), word_piece()], ids=["metaspace", "word-piece"])
+@given(data=st.data(), cuts=CUTS, skip=st.booleans())
+def test_vocabularies_without_byte_tokens_equal_the_full_decode_for_any_ids(
+    tokenizer: Tokenizer, data: st.DataObject, cuts: list[int], skip: bool
+) -> None:
+    """The text of a token depends on its neighbours there; the joined pieces are the full decode all the same."""
+    ids = data.draw(st.lists(st.integers(0, tokenizer.get_vocab_size() - 1), max_size=60))
+
+    texts = pieces(tokenizer, ids, cuts, skip_special_tokens=skip)
+
+    assert "".join(texts) == tokenizer.decode(ids, skip_special_tokens=skip)
+
+
+def test_a_repeated_replacement_character_is_not_held_back() -> None:
+    """A model that repeats the token U+FFFD gets text out of it: no later token can make characters of so many."""
+    tokenizer = metaspace()
+    replacement = id_of(tokenizer, REPLACEMENT)
+
+    texts = pieces(tokenizer, [replacement] * 12, [])
+
+    assert any(texts[:5])
+    assert "".join(texts) == REPLACEMENT * 12
 
 
 @pytest.mark.parametrize("tokenizer", [byte_level(), sentencepiece_style()], ids=["byte-level", "sentencepiece"])

@@ -64,6 +64,28 @@ def sentencepiece_style() -> Tokenizer:
     return tokenizer
 
 
+@cache
+def metaspace() -> Tokenizer:
+    """A BPE with ▁ for spaces and without byte tokens; U+FFFD is one of its tokens, as in Llama 2's vocabulary."""
+    tokenizer = Tokenizer(models.BPE(unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    tokenizer.decoder = decoders.Metaspace()
+    trainer = trainers.BpeTrainer(vocab_size=300, special_tokens=["<unk>", *SPECIAL], show_progress=False)
+    tokenizer.train_from_iterator([*CORPUS * 3, "\ufffd"], trainer)
+    return tokenizer
+
+
+@cache
+def word_piece() -> Tokenizer:
+    """A vocabulary of words and their continuations, like BERT's."""
+    tokenizer = Tokenizer(models.WordPiece(unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.decoder = decoders.WordPiece()
+    trainer = trainers.WordPieceTrainer(vocab_size=300, special_tokens=["<unk>", *SPECIAL], show_progress=False)
+    tokenizer.train_from_iterator(CORPUS * 3, trainer)
+    return tokenizer
+
+
 def write_model(folder: Path, tokenizer: Tokenizer, *, chat_template: str | None = CHAT_TEMPLATE) -> Path:
     """A model folder without weights, as a front end needs it."""
     folder.mkdir(parents=True, exist_ok=True)
