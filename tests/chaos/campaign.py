@@ -57,7 +57,7 @@ class Campaign:
 
 @dataclass(slots=True)
 class Strike:
-    """One fault: when and whom."""
+    """One fault: its time and its target."""
 
     fault: Fault
     worker: str
@@ -210,7 +210,7 @@ def run(campaign: Campaign, folder: Path) -> Outcome:
     checkpoint = make_checkpoint("LlamaForCausalLM", folder / "model")
     oracle = Oracle(checkpoint)
     began = time.monotonic()
-    # Whoever is left can take everybody: what is measured is how soon streams go on, not how long they queue.
+    # The remaining workers have room for all streams: the figures show the time until streams continue, not the queue.
     with service(
         checkpoint,
         f"--max-num-seqs={max(64, campaign.num_streams)}",
@@ -293,7 +293,7 @@ async def _strike(fault: Fault, name: str, pid: int, wires: Wires, *, stays: boo
 
 
 def _read_log(served: Served, strike: Strike) -> None:
-    """Finds out when the scheduler noticed a strike, whom it hit, and when the worker was back."""
+    """Find the time at which the scheduler noticed a strike, its target, and the time at which the worker was back."""
     for line in served.log_lines():
         if line.get("worker") != strike.worker or line.get("service") != "quire-scheduler":
             continue

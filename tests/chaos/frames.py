@@ -81,7 +81,7 @@ def attack(target: str, count: int, seed: int = 0) -> Outcome:
                 outcome.memory_mb.append(process.memory_info().rss / 1e6)
             outcome.seconds = time.monotonic() - begin
         except BaseException:
-            adversary.tell()
+            adversary.print_log()
             raise
         finally:
             adversary.close()

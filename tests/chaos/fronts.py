@@ -31,7 +31,7 @@ CONNECTIONS = 8
 
 
 class Blow(enum.Enum):
-    """Who is killed."""
+    """The processes that are killed."""
 
     FRONTEND = "a front end"
     FRONTENDS = "all front ends"

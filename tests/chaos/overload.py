@@ -1,4 +1,4 @@
-"""What overload costs: the same requests at the rate a service can bear, and at ten times that.
+"""The cost of overload: the same requests at a sustainable rate, and at ten times that rate.
 
     python -m tests.chaos.overload --json overload.json --plot docs/plots/overload.svg
 
@@ -36,7 +36,7 @@ OUTPUT = (192, 448)
 """Lengths are drawn evenly from here: equal ones would end, and begin, in step with each other."""
 MAX_NUM_SEQS, MAX_QUEUED_REQUESTS = 8, 8
 DEADLINE_S, TTFT_TARGET_S = 60.0, 8.0
-"""Of every request; who misses either is not served in time."""
+"""Limits for every request; one that misses either counts as not served."""
 SHARES = (0.9, 0.85, 0.8, 0.75, 0.7, 0.65, 0.6)
 """Of the throughput without pauses, tried in turn until enough meet their deadline."""
 IN_TIME = 0.99

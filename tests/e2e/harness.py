@@ -91,7 +91,7 @@ class Served:
         assert free + cached == total
 
     def processes(self) -> list[psutil.Process]:
-        """Every live process of this service, however it came to be and whoever its parent is now."""
+        """Every live process of this service, also one whose parent has died."""
         return processes_marked(self._marker)
 
     def log_lines(self) -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""The oracle: what `transformers` would have said, asked token by token after what was delivered (teacher-forced).
+"""The oracle: the choice of `transformers` for each token, given the delivered prefix (teacher-forced).
 
 Each delivered token must be the greedy pick of the reference after the delivered prefix. Where the best logits lie
 within `NEAR_TIE` of each other, floating point decides; those are counted, and the caller bounds their share.

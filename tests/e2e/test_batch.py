@@ -1,4 +1,4 @@
-"""`quire batch` against a running service: interrupted, refused, and with nobody there."""
+"""`quire batch` against a running service: interrupted, refused, and without a server."""
 
 import json
 import os

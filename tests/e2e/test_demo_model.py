@@ -1,4 +1,4 @@
-"""The embedded model through the whole served stack: it does visibly work, and as well as it is said to."""
+"""The embedded model through all processes: it reaches its published quality."""
 
 import asyncio
 import json

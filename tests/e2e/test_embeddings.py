@@ -55,7 +55,7 @@ def oracle(checkpoint: Path) -> Oracle:
 
 @pytest.fixture(scope="module")
 def served(checkpoint: Path) -> Iterator[Served]:
-    """One service for all tests that do it no harm."""
+    """Yield one service for all tests that do not disturb it."""
     with serve(checkpoint, "--dtype=float32", f"--max-num-batched-tokens={CHUNK}", "--max-num-seqs=8") as served:
         yield served
 

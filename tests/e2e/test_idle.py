@@ -1,4 +1,4 @@
-"""A service that nobody asks anything of stays as it is."""
+"""A service without requests stays as it is."""
 
 import time
 from pathlib import Path

@@ -188,7 +188,7 @@ def test_the_models_are_listed(client: Any) -> None:
 
 
 def test_errors_are_of_the_clients_classes(client: Any) -> None:
-    """A wrong value, a misspelt field, an unknown model and a passed deadline are told as OpenAI's errors."""
+    """A wrong value, a misspelt field, an unknown model and a passed deadline raise OpenAI's errors."""
     with pytest.raises(openai.BadRequestError) as wrong:
         client.chat.completions.create(model="demo", messages=ARITHMETIC, temperature=-1)
     with pytest.raises(openai.BadRequestError) as misspelt:

@@ -137,7 +137,7 @@ def test_unauthenticated_callers_get_only_an_error(fortress: Fortress, kind: str
 
 
 def test_probes_have_a_port_of_their_own(fortress: Fortress) -> None:
-    """Whoever looks after the service sees its health and figures without TLS, and nothing else there."""
+    """The port for probes serves health and metrics without TLS, and nothing else."""
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
     assert opener.open(f"{fortress.health}/ready", timeout=10).status == 200

@@ -1,4 +1,4 @@
-"""What `quire serve` promises to whoever types it: one line when it is ready, an answer, and no process left."""
+"""The promises of `quire serve`: one line when it is ready, an answer, and no process left at the end."""
 
 import json
 import os

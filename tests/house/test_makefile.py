@@ -69,7 +69,7 @@ def test_help_lists_every_target() -> None:
 @needs_git
 @needs_buf
 def test_a_broken_proto_is_found(clone: Path) -> None:
-    """A field of another type than main's is an error, committed or not; what main has is none."""
+    """A field with another type than main's is an error, committed or not; the protos of main are not."""
     git(clone, "branch", "main")
     plan = clone / "protos/quire/plan/v1/plan.proto"
     assert FIELD in plan.read_text()
@@ -96,7 +96,7 @@ def test_a_broken_proto_is_found(clone: Path) -> None:
 @needs_git
 @needs_buf
 def test_with_nothing_to_compare_with_it_says_so(clone: Path) -> None:
-    """A clone without main, or with a single commit of it, is no error but is told."""
+    """A clone without main, or with a single commit of it, gets a message instead of an error."""
     without_main = breaking(clone)
     git(clone, "branch", "-m", "main")
     single_commit = breaking(clone)

@@ -1,4 +1,4 @@
-"""Scripts run when they are run: whoever imports one, a tool or a test, starts nothing."""
+"""Scripts do nothing on import: no tool and no test starts anything before it is run."""
 
 import ast
 from pathlib import Path

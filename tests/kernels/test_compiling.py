@@ -1,4 +1,4 @@
-"""Who asks is told of each kernel before it is compiled, and of none that is compiled already."""
+"""A caller is notified of each kernel before it is compiled, and of none that is compiled already."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ pytest.importorskip("triton", reason="compiling kernels needs triton")
 
 ROOT = Path(__file__).parents[2]
 
-# Triton asks its driver for which device to compile; a device that nobody launches on need not exist.
+# Triton asks its driver for the device to compile for. The device need not exist, because nothing is launched on it.
 PROGRAM = """
 import sys, torch, triton
 from triton.backends.compiler import GPUTarget
@@ -78,7 +78,7 @@ def run(program: str, cache: Path) -> list[str]:
 
 
 def test_each_new_specialisation_is_told_once(tmp_path: Path) -> None:
-    """Only a launch that compiles is told, before it does, and only inside the block."""
+    """Only a launch that compiles is reported, before it compiles, and only inside the block."""
     assert run(NEW_TYPES, tmp_path) == [
         "again",
         "new type",

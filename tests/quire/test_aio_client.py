@@ -96,7 +96,7 @@ def test_cancel_raises_our_error_and_cancelling_the_task_asyncios(server: Script
 
 
 def test_leaving_the_block_cancels(server: ScriptedServer) -> None:
-    """Who breaks out of a generation leaves no work behind on the server."""
+    """A client that leaves a generation early leaves no work on the server."""
     server.script = _endless
 
     async def run() -> None:

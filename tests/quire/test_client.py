@@ -310,7 +310,7 @@ def test_cancel_ends_the_call_on_both_sides(server: ScriptedServer, client: Clie
 
 
 def test_leaving_the_with_block_cancels(server: ScriptedServer, client: Client) -> None:
-    """Who breaks out of a generation leaves no work behind on the server."""
+    """A client that leaves a generation early leaves no work on the server."""
     server.script = _endless
     with client.generate("text") as generation:
         next(generation)
@@ -319,7 +319,7 @@ def test_leaving_the_with_block_cancels(server: ScriptedServer, client: Client) 
 
 
 def test_dropping_a_generation_cancels(server: ScriptedServer, client: Client) -> None:
-    """Who forgets a generation leaves no work behind either."""
+    """A client that drops a generation leaves no work on the server."""
     server.script = _endless
     for _ in client.generate("text"):
         break
@@ -339,7 +339,7 @@ def test_the_timeout_is_the_calls_deadline(server: ScriptedServer, client: Clien
 
 
 def test_the_current_trace_context_travels_as_traceparent(server: ScriptedServer, client: Client) -> None:
-    """A span that is current when the call starts is named in the call's metadata; without one there is none."""
+    """The metadata of a call names the span that is current at its start; without a span it names none."""
     context = trace.SpanContext(0xABC, 0xDEF, is_remote=False, trace_flags=trace.TraceFlags(1))
     with trace.use_span(trace.NonRecordingSpan(context)):
         client.generate("text").result()

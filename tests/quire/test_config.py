@@ -103,7 +103,7 @@ def test_an_invalid_setting_in_the_file_is_refused(tmp_path: Path, content: str,
 
 
 def test_misspelt_variables_are_errors() -> None:
-    """A variable that is nearly a setting's is a mistake; others with the prefix are somebody else's business."""
+    """A variable with almost the name of a setting is an error; others with the prefix are ignored."""
     with pytest.raises(ConfigError, match="did you mean QUIRE_MAX_NUM_SEQS"):
         from_options(SchedulerConfig, argparse.Namespace(), {"QUIRE_MAX_NUM_SEQ": "5"})
     from_options(SchedulerConfig, argparse.Namespace(), {"QUIRE_TEST_RUN": "5", "QUIRE_HOME": "x"})

@@ -45,7 +45,7 @@ def test_more_workers_and_front_ends_are_numbered() -> None:
 
 
 def test_all_speak_over_private_sockets() -> None:
-    """Both ends of each link are told the same address in the service's own folder."""
+    """Both ends of each link get the same address in the service's own folder."""
     scheduler, worker, frontend = map(flags_of, children_of())
 
     assert scheduler["--worker-address"] == worker["--worker-address"] == "ipc:///run/q/workers"
@@ -126,7 +126,7 @@ def test_sockets_lie_in_a_private_folder_with_short_paths(tmp_path: Path, monkey
 
 
 def test_port_0_becomes_a_number_that_front_ends_can_share() -> None:
-    """A reserved port can be bound with SO_REUSEPORT, as often as there are front ends, and by nobody else."""
+    """A reserved port can be bound with SO_REUSEPORT by every front end, and by no other process."""
     with ExitStack() as holder:
         ports = reserve_ports(holder, "127.0.0.1", grpc_port=0, http_port=0)
         for _ in range(2):
@@ -156,7 +156,7 @@ def test_a_port_or_host_that_cannot_be_is_refused(port: int, host: str) -> None:
 
 
 def test_at_the_start_a_process_that_ends_by_itself_is_not_tried_again() -> None:
-    """It has said why; a process that a signal ended has not, and gets some more chances."""
+    """Its last line is the reason; a process that was ended by a signal gets some more attempts."""
     policy = RestartPolicy(chances_at_start=3)
     deaths = [policy.after_death(exit_code=-9, lived_s=1, deaths=n, was_ready=False) for n in (1, 2, 3)]
 

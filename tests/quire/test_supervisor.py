@@ -157,7 +157,7 @@ def test_a_dead_child_is_started_again(tmp_path: Path, capfd: pytest.CaptureFixt
 
 
 def test_a_child_that_cannot_start_is_the_services_failure(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """Before the first readiness a child's own end is final, its last line the reason, and nothing is said twice."""
+    """Before the first readiness the end of a child is final, and its last line is the only error."""
 
     async def scenario() -> None:
         supervisor = Supervisor([spec("worker-0", Role.WORKER, FAILING)], pulse_dir=tmp_path, grace_s=GRACE_S)
@@ -225,7 +225,7 @@ def test_stopping_during_the_pause_before_a_restart_starts_nothing(tmp_path: Pat
     run(scenario)
 
 
-# Beats until it is told to hang; says in the journal how often it was started.
+# It beats until it has to hang, and records its number of starts in the journal.
 HANGING = """
 import os, sys, time
 from shared.pulse import Pulse
@@ -329,5 +329,5 @@ def test_only_log_lines_are_held_back_by_their_level() -> None:
     [(0, "exit code 0"), (3, "exit code 3"), (-signal.SIGKILL, "killed by SIGKILL"), (-35, "killed by signal 35")],
 )
 def test_every_end_has_words(exit_code: int, words: str) -> None:
-    """Signals that have no name are told by their numbers, so that no child's end ends its supervisor."""
+    """Signals without a name are reported by their number, so that no child's end stops its supervisor."""
     assert how_it_ended(exit_code) == words

@@ -1,4 +1,4 @@
-"""`quire bench link`: it runs through, and its pretended device keeps time; figures are nobody's promise."""
+"""`quire bench link` runs to its end, and its simulated device keeps time; its figures are not tested."""
 
 import json
 import math
@@ -38,7 +38,7 @@ def test_the_benchmark_measures_every_case(tmp_path: Path, flags: tuple[str, ...
 
 
 def test_a_scheduler_that_ends_is_named_at_once(tmp_path: Path) -> None:
-    """Nobody waits for a process that is gone; its last words are in the error."""
+    """A process that has ended is noticed at once; its last output is in the error."""
     (tmp_path / "workers").mkdir()  # where the scheduler's socket is to be
 
     said = r"^quire_server\.cli\.main ended with status 1: quire scheduler: .*workers"

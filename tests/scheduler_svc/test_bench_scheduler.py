@@ -1,4 +1,4 @@
-"""`quire bench scheduler`: its scenarios run through; figures are nobody's promise."""
+"""The scenarios of `quire bench scheduler` run to their end; its figures are not tested."""
 
 import pytest
 

@@ -53,7 +53,7 @@ def _running_with(cluster: Cluster, worker: ModelWorker, stream: int, key: bytes
 
 
 def test_a_request_waits_for_its_grammar_and_others_do_not() -> None:
-    """The worker is asked once, whoever has no grammar or a ready one runs meanwhile, and then the request runs too."""
+    """The worker is asked once; requests without a grammar or with a compiled one run in the meantime."""
     cluster = Cluster(max_num_seqs=4, max_num_batched_tokens=16)
     worker = _worker()
     cluster.join(worker)

@@ -1,4 +1,4 @@
-"""A worker that says hello again tells why, and what holds for it and for its requests follows from that."""
+"""A worker that says hello again states the reason, which decides the fate of its requests and of its drain."""
 
 import pytest
 
@@ -44,7 +44,7 @@ class OneWorker:
             self.cluster.answer()
 
     def fatal_steps(self, stream: int) -> int:
-        """How many fatal steps are held against a request, as its story tells."""
+        """Return the number of fatal steps in the story of a request."""
         story = [
             line for _, line in self.cluster.core.story(FRONTEND, stream) if "fatal step" in line or "left" in line
         ]

@@ -1,4 +1,4 @@
-"""Stories and figures of requests, live and ended: what operators are told."""
+"""The stories and figures of live and ended requests, for operators."""
 
 from scheduler_svc.core.interface import events as ev
 from scheduler_svc.core.requests.history import MAX_ENDED
@@ -28,7 +28,7 @@ def test_a_story_is_told_from_arrival_to_end() -> None:
 
 
 def test_a_live_request_is_listed_with_what_it_has() -> None:
-    """A running request tells where it runs and how far it is; one that waits tells that it waits."""
+    """A running request is listed with its worker and progress; a waiting one is listed as waiting."""
     cluster = Cluster(max_num_seqs=1)
     cluster.join(ModelWorker(b"w/1", 64, 4, 8))
     cluster.submit(1, [1, 2, 3], 40)

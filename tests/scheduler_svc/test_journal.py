@@ -60,7 +60,7 @@ class Moment:
 
 
 class Written:
-    """A core at work whose effects a journal is told of before its clients are."""
+    """A running core whose effects reach the journal before its clients."""
 
     def __init__(self, folder: Path, *, seed: int = 0, max_bytes: int = 64 * MIB, keep_s: float = 300.0) -> None:
         self.now_ms = 1_000_000
@@ -76,7 +76,7 @@ class Written:
         self.limits: dict[bytes, int] = {}
 
     def end_turn(self) -> None:
-        """What the scheduler does before it tells anybody anything."""
+        """Commit the effects of a turn before any client receives them."""
         for effect in self.cluster.effects[self._seen :]:
             self.journal.note(effect)
         self._seen = len(self.cluster.effects)
@@ -397,7 +397,7 @@ def test_one_scheduler_at_a_time_writes_a_journal(tmp_path: Path) -> None:
 
 
 def test_with_fsync_step_front_ends_are_told_when_the_disk_has_it(tmp_path: Path) -> None:
-    """What was committed is durable only after the disk has it, which a descriptor tells; then nothing is held back."""
+    """A commit is durable only after the disk has it, which a descriptor signals; then nothing is held back."""
     journal = Journal(tmp_path, max_bytes=MIB, keep_s=1, fsync="step")
     spec = RequestSpec(request_id="r", num_prompt_tokens=1, max_tokens=1, identity=b"i")
     journal.note(ef.LogBegun(frontend=FRONTEND, stream=1, spec=spec, tokens=to_column([1]), scores=()))

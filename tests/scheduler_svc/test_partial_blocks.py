@@ -171,7 +171,7 @@ def test_nothing_is_copied_before_a_token_proved_it() -> None:
 
 
 def test_what_a_failed_row_wrote_is_not_copied() -> None:
-    """When a row fails its blocks are not copied from, and who copied what was proven before is unharmed."""
+    """The blocks of a failed row are not copied; a request that copied proven content before is not affected."""
     cluster, worker = _cluster()
     cluster.submit(0, [*PREFIX, 1], 30)
     while not cluster.readers[0].tokens:

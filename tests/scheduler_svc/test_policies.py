@@ -35,7 +35,7 @@ from tests.scheduler_svc.requests import make_request
 
 
 class Line:
-    """A queue and its policy, which is told who waits, as the backlog tells it."""
+    """A queue and its policy, which is notified of waiting requests, as by the backlog."""
 
     def __init__(
         self, name: str, weights: dict[str, float] | None = None, classes: dict[str, RequestClass] | None = None
@@ -484,7 +484,7 @@ def test_fewest_spares_those_who_would_pause_others_in_their_turn() -> None:
 
 
 def test_a_tenants_bucket_may_be_emptied_but_not_overdrawn() -> None:
-    """Whoever has spent exactly what there was may still start; the next one waits until the bucket is filled again."""
+    """A request of a tenant with an exactly empty bucket may start; the next one waits for the refill."""
     tenants = Tenants({"a": TenantLimits(tokens_per_s=1.0)})
     first, second, third = (make_request(sequence, tenant="a", attempts=1) for sequence in range(3))
     for request in (first, second, third):
@@ -571,7 +571,7 @@ def test_a_deadline_that_cannot_be_met_is_refused_at_once() -> None:
 
 
 def test_pushback_is_what_the_queue_takes() -> None:
-    """A refused client is told to come back when those before it have started."""
+    """The retry delay of a refused client is the time until the requests before it have started."""
     cluster = _busy(max_queued_requests=10)
     cluster.submit(1, [1, 2, 3], 50)
     refused = cluster.submit(2, [1, 2, 3], 50)

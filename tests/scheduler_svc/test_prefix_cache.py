@@ -1,4 +1,4 @@
-"""What prefix sharing promises: less work, the same tokens, nobody else's prompts."""
+"""The promises of prefix sharing: less work, the same tokens, and no access to prompts of others."""
 
 import numpy as np
 
@@ -105,7 +105,7 @@ def test_memory_is_taken_from_the_cache_least_recently_used_first() -> None:
 
 
 def test_other_salts_find_nothing() -> None:
-    """A request with another salt computes the same prompt as if nobody had asked it before."""
+    """A request with another salt computes the same prompt as if it were new."""
     cluster = _cluster()
     for stream, salt in enumerate([b"alice", b"bob", b"alice"]):
         cluster.submit(stream, PREFIX, 4, salt=salt)

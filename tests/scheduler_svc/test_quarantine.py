@@ -1,4 +1,4 @@
-"""Poison requests: who kills workers is found out and rejected, and nobody else is."""
+"""Poison requests: a request that kills workers is found and rejected, and no other is."""
 
 from scheduler_svc.core.interface import effects as ef
 from scheduler_svc.core.interface import events as ev

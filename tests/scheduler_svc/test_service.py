@@ -278,7 +278,7 @@ def test_a_worker_whose_process_dies_is_lost_before_its_connection_goes(stand: S
 
 
 def test_greetings_of_somebody_who_has_gone_do_no_harm(stand: Stand) -> None:
-    """Hundreds of greetings that cannot be answered any more, read in one go: the scheduler serves whoever is next."""
+    """After hundreds of hellos that can no longer be answered, read in one go, the next peer is served."""
     first = stand.worker()
     first.hello()
     first.until("welcome")
@@ -337,7 +337,7 @@ def test_neighbouring_versions_speak_the_newest_that_both_know(stand: Stand) -> 
 
 @pytest.mark.parametrize(("oldest", "newest", "behind"), [(98, 99, "scheduler"), (1, 0, "peer"), (0, 0, "peer")])
 def test_versions_too_far_apart_are_refused(stand: Stand, oldest: int, newest: int, behind: str) -> None:
-    """A peer with which there is no version in common is told both sides' versions and whom to upgrade."""
+    """A peer without a common version gets both sides' versions and the side to upgrade."""
     worker, frontend = stand.worker(), stand.frontend()
     worker.hello(oldest, newest)
     reason = worker.until("refused").refused.reason
@@ -411,7 +411,7 @@ def test_sampling_parameters_reach_the_worker_as_the_front_end_encoded_them(stan
 
 
 def test_an_operator_drains_and_resumes_a_worker(stand: Stand) -> None:
-    """Draining and resuming answer with the worker's state; a name that nobody has is not found."""
+    """Drain and resume answer with the worker's state; an unknown name is not found."""
     frontend, worker = stand.frontend(), stand.worker()
     frontend.hello()
     worker.hello()

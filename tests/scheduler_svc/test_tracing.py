@@ -59,7 +59,7 @@ def make_plan(step: int) -> Plan:
 
 
 def traced_steps(trace_steps: float, num_steps: int) -> list[int]:
-    """Which of so many steps, all with the same traced request, get a span; each is told to the worker too."""
+    """Return which of a number of steps with one traced request get a span; the worker is notified of each."""
     telemetry = KeptTelemetry()
     tracing = SchedulerTracing(telemetry, 0, trace_steps)
     told = []

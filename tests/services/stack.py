@@ -36,7 +36,7 @@ PATIENCE_S = 20.0
 
 
 class TestCore(EchoCore):
-    """An echo core that keeps what it was told and can misbehave on demand."""
+    """An echo core that records its messages and can misbehave on demand."""
 
     __test__ = False
 
@@ -70,7 +70,7 @@ class TestCore(EchoCore):
         if self.forget_frontends.is_set():
             self.forget_frontends.clear()
             self._frontends.clear()
-        # Kept before it is answered, so that whoever sees the answer sees the message too.
+        # Recorded before the answer, so that a test that sees the answer also sees the message.
         self._loop.call_soon_threadsafe(self._keep, message)
         super().handle(peer, message)
 
@@ -91,7 +91,7 @@ class TestCore(EchoCore):
         return allowance if self.limit is None else max(min(allowance, self.limit - stream.sent), 0)
 
     async def saw(self, enough: Callable[["TestCore"], bool]) -> None:
-        """Waits until what the core was told is enough."""
+        """Wait until the recorded messages are enough."""
         async with asyncio.timeout(PATIENCE_S):
             while not enough(self):
                 self._news.clear()

@@ -35,7 +35,7 @@ class FuzzCore(TestCore):
     """An echo core that knows nothing of interrupted requests."""
 
     def handle(self, peer: bytes, message: link_pb2.FrontendMessage) -> None:
-        """Who leaves to come back has left; nothing is kept."""
+        """Handle a client that detaches: its stream ends, and nothing is kept."""
         message.cancelled += message.detached
         super().handle(peer, message)
         self.messages.clear()

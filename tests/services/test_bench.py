@@ -1,4 +1,4 @@
-"""The front-end benchmark runs through and cannot hang; what it measures is nobody's promise here."""
+"""The front-end benchmark runs to its end and cannot block; its figures are not tested."""
 
 import json
 from pathlib import Path
@@ -32,7 +32,7 @@ def test_the_benchmark_measures_every_scenario(tmp_path: Path) -> None:
 
 
 def test_a_child_that_fails_is_an_error_with_its_last_words(tmp_path: Path) -> None:
-    """The end of a child is noticed at once, and says what the child said."""
+    """The end of a child is noticed at once, and the error contains its last output."""
     with Child(tmp_path, "services.bench.echo_core", "--vocab-size=none") as child, pytest.raises(ChildError) as error:
         child.line()
 
@@ -41,7 +41,7 @@ def test_a_child_that_fails_is_an_error_with_its_last_words(tmp_path: Path) -> N
 
 
 def test_a_child_that_says_nothing_is_an_error(tmp_path: Path) -> None:
-    """Nobody waits for ever for a line, and the silent child is ended."""
+    """The wait for a line has a limit, and the silent child is ended."""
     address = f"--address=ipc://{tmp_path}/core"
     with Child(tmp_path, "services.bench.echo_core", address, "--vocab-size=9") as child:
         assert child.line().startswith("listening")

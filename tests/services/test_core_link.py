@@ -1,4 +1,4 @@
-"""Losing clients, cores and messages: what is told to whom, exactly once, and what clients notice (nothing)."""
+"""Lost clients, cores and messages: each message is sent exactly once, and clients notice nothing."""
 
 import asyncio
 import functools
@@ -323,7 +323,7 @@ def test_a_stream_that_cannot_be_submitted_ends_alone(tmp_path: Path) -> None:
 
 
 def test_a_match_survives_a_lost_core(tmp_path: Path) -> None:
-    """When the core dies before it has heard of a stop match, the new one is told."""
+    """When the core dies before it gets a stop match, the new one gets it."""
 
     async def main() -> None:
         class Deaf(TestCore):

@@ -97,7 +97,7 @@ def test_what_is_not_supported_is_unimplemented(tmp_path: Path) -> None:
 
 
 def test_bytes_that_do_not_parse_are_an_invalid_argument(tmp_path: Path) -> None:
-    """Invalid UTF-8 names its field, other garbage the request; both are INVALID_ARGUMENT and harm nobody."""
+    """Invalid UTF-8 names its field, and other garbage the request; both are INVALID_ARGUMENT."""
     tokenize, get_model = "/quire.v1.GenerationService/Tokenize", "/quire.v1.ModelService/GetModel"
     broken = [
         (GENERATE, b"\x1a\x02\xff\xfe", "text"),

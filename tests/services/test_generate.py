@@ -113,7 +113,7 @@ def test_a_conversation_is_rendered_by_the_template(tmp_path: Path) -> None:
 
 
 def test_a_stop_string_ends_the_answer_before_it(tmp_path: Path) -> None:
-    """The text ends before the match, reason and usage say so, and the core is told how many tokens count."""
+    """The text ends before the match, reason and usage agree, and the core gets the number of tokens that count."""
 
     async def main() -> None:
         async with running_stack(tmp_path) as stack:
@@ -198,7 +198,7 @@ def test_detokenize_writes_what_tokenize_read(tmp_path: Path) -> None:
 
 
 def test_get_model_describes_what_the_core_serves(tmp_path: Path) -> None:
-    """Name, limits and the presence of a chat template are told."""
+    """The answer has the name, the limits and the presence of a chat template."""
 
     async def main() -> None:
         async with running_stack(tmp_path, chat_template=False) as stack:

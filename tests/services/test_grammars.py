@@ -185,7 +185,7 @@ def test_a_grammar_reaches_the_core_in_the_workers_form(tmp_path: Path) -> None:
 
 
 class ScriptedCompiler:
-    """Two real lanes to a far end that the test directs: it answers when it is let go, as it is told to."""
+    """Two real lanes to a compiler that the test controls: it answers when the test releases it."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.begun: list[tuple[str, float]] = []
@@ -264,7 +264,7 @@ def test_a_cheap_grammar_does_not_wait_for_a_costly_one(tmp_path: Path, monkeypa
 
 
 def test_costly_grammars_do_not_take_the_places_of_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only so many wait for their second trial; one more is told to come again, and cheap ones pass."""
+    """A bounded number wait for their second trial; one more gets a retry delay, and cheap ones pass."""
 
     async def main(compiler: ScriptedCompiler, check: Callable[[str], "asyncio.Task[bytes]"]) -> None:
         names = [f"costly {number}" for number in range(MAX_COSTLY + 1)]

@@ -1,4 +1,4 @@
-"""Who calls, and what they may."""
+"""Principals: how callers are identified, and their permissions."""
 
 import asyncio
 import hashlib
@@ -42,7 +42,7 @@ def _known(tmp_path: Path) -> Principals:
 
 
 def test_tokens_and_certificates_name_principals(tmp_path: Path) -> None:
-    """A known token or certificate is a principal; anything else is nobody, and no error says how near it came."""
+    """A known token or certificate names a principal; another one names none, and no error shows how similar it is."""
     principals = _known(tmp_path)
 
     assert principals.identify("Bearer s3cret").name == "search"
@@ -75,7 +75,7 @@ def test_a_principal_acts_for_its_tenants_only(tmp_path: Path) -> None:
 
 
 def test_the_file_is_read_again_when_it_changes(tmp_path: Path) -> None:
-    """A token that is taken out is nobody's from then on; a file that cannot be read changes nothing."""
+    """A removed token is invalid from then on; a file that cannot be read changes nothing."""
     principals = _known(tmp_path)
     path = _written(tmp_path, search="fresh", operator="0p")
     os.utime(path, ns=(1, 1))

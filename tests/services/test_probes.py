@@ -68,7 +68,7 @@ def test_a_watch_reports_a_stop_during_its_write() -> None:
     """A stop during the write of SERVING is reported before the call ends."""
 
     class SlowContext:
-        """Of a client that takes the first message only after the process was told to stop."""
+        """The call of a client that reads the first message only after the process was asked to stop."""
 
         def __init__(self) -> None:
             self.written: list[int] = []

@@ -240,7 +240,7 @@ def test_ids_and_text_are_complete_however_they_arrive(text: str, sizes: list[in
 
 
 def test_a_stream_ends_once() -> None:
-    """The first end counts, whatever is said later."""
+    """The first end counts; later ones are ignored."""
     stream = make_stream()
     stream.finish(LENGTH)
     stream.fail(NoWorkerError("late"))

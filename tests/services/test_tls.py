@@ -90,7 +90,7 @@ class Listeners:
         return True
 
     async def http_names(self, context: ssl.SSLContext, host: str = "localhost") -> list[str] | None:
-        """Whom HTTP takes a new connection for; None when none comes about."""
+        """Return the names that HTTP reads from the certificate of a new connection; None if it fails."""
         try:
             reader, writer = await asyncio.open_connection(host, self.http_port, ssl=context)
             return await ask(reader, writer)
@@ -99,7 +99,7 @@ class Listeners:
 
 
 async def ask(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> list[str]:
-    """Whom HTTP takes a connection for."""
+    """Return the names that HTTP reads from the certificate of a connection."""
     writer.write(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
     head = await reader.readuntil(b"\r\n\r\n")
     length = next(int(line[16:]) for line in head.split(b"\r\n") if line.lower().startswith(b"content-length: "))
@@ -180,7 +180,7 @@ def test_files_that_do_not_fit_together_change_nothing(tmp_path: Path) -> None:
 
 
 def test_files_that_cannot_be_used_are_refused_at_the_start(tmp_path: Path) -> None:
-    """A certificate with another one's key, and a CA that is none, are named."""
+    """A certificate with the key of another one, and a file without a CA, are named."""
     files = TlsFiles(str(tmp_path / "cert.pem"), str(tmp_path / "key.pem"), "")
     Papers().write(files)
     cert = (tmp_path / "cert.pem").read_bytes()

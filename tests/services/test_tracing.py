@@ -154,7 +154,7 @@ def test_several_prompts_are_one_call(tmp_path: Path) -> None:
 
 
 def test_a_prompt_that_fails_ends_the_call(tmp_path: Path) -> None:
-    """The call's span says what its client was told, and that of the prompt why."""
+    """The call's span has the error that its client got, and the prompt's span the reason."""
 
     async def main() -> None:
         telemetry = KeptTelemetry()

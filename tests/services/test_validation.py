@@ -193,7 +193,7 @@ def test_what_is_not_supported_yet_is_refused_by_name(field: str, early: v1.Gene
 
 
 def test_time_left_always_fits_the_link() -> None:
-    """Whatever the point in time, the core is told between a nanosecond and a year; 0 stands for no point alone."""
+    """At any point in time, the core gets between a nanosecond and a year; 0 means no deadline."""
     assert [left_ns(point, now=100.0) for point in (-math.inf, 0.0, 100.0)] == [1, 1, 1]
     assert left_ns(100.5, now=100.0) == 500_000_000
     assert [left_ns(point, now=100.0) for point in (1e30, math.inf)] == [MAX_TIME_S * 10**9] * 2

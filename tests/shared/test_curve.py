@@ -1,4 +1,4 @@
-"""Keys between processes: who is on the list gets in, and nobody else gets a byte in or out."""
+"""Keys between processes: only listed peers are accepted, and others neither send nor receive a byte."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -41,7 +41,7 @@ class Door:
         )
 
     def lets_in(self, keys: CurveKeys | None, name: str) -> bool:
-        """Whether somebody with these keys gets a frame through."""
+        """Return whether a peer with these keys can send a frame."""
         protect = (lambda _socket: None) if keys is None else keys.protect_client
         peer = connect_dealer(
             self.context, endpoint(self.router), identity=name.encode(), max_message=1 << 20, protect=protect

@@ -1,4 +1,4 @@
-"""Every line that a process writes to its log has one form, whoever wrote it."""
+"""Every line in the log of a process has the same form, whichever library wrote it."""
 
 import json
 import os

@@ -47,7 +47,7 @@ def test_a_dying_process_is_seen(child: "subprocess.Popen[str]", number: signal.
 
 
 def test_a_stopped_process_is_not_dying(child: "subprocess.Popen[str]") -> None:
-    """Whoever is stopped may go on."""
+    """A stopped process may continue."""
     watch = ProcessWatch.open(_name(child))
     assert watch is not None
 

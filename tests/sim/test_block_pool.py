@@ -40,7 +40,7 @@ class BlockPoolMachine(RuleBasedStateMachine):
 
     @rule(target=tables, data=st.data())
     def take(self, data: st.DataObject) -> list[int]:
-        """A table gets blocks that nobody holds and that no unanswered step names."""
+        """Give a table blocks that no table holds and no unanswered step names."""
         count = data.draw(st.integers(0, self.pool.num_available))
         blocks: list[int] = self.pool.take(count).tolist()
         held = {block for table in self.live for block in table}
@@ -55,7 +55,7 @@ class BlockPoolMachine(RuleBasedStateMachine):
 
     @rule(table=tables)
     def publish(self, table: list[int]) -> None:
-        """A table's blocks become shareable under keys that nobody else has."""
+        """Make a table's blocks shareable under unique keys."""
         if table not in self.live:
             return
         fresh = [block for block in table if block not in self.keys]
@@ -99,7 +99,7 @@ class BlockPoolMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     @precondition(lambda self: self.unshared_keys())
     def distrust(self, data: st.DataObject) -> None:
-        """Published blocks turn out to be wrong; nobody finds them any more. Those who shared them have left."""
+        """Mark published blocks as invalid: no request finds them any more, and those that shared them have left."""
         blocks = data.draw(st.lists(st.sampled_from(self.unshared_keys()), unique=True, min_size=1))
         self.pool.distrust(_column(blocks))
         for block in blocks:

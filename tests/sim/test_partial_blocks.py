@@ -150,7 +150,7 @@ class PartialBlocksMachine(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def distrust(self, data: st.DataObject) -> None:
-        """Blocks that nobody shares turn out to be wrong: nothing is shared or copied from them any more."""
+        """Mark blocks that no sequence shares as invalid: they are neither shared nor copied any more."""
         alone = [block for block in range(NUM_BLOCKS) if sum(block in s.blocks for s in self.live) <= 1]
         blocks = data.draw(st.lists(st.sampled_from(alone), unique=True)) if alone else []
         gone = [sequence for sequence in self.live if any(block in sequence.blocks for block in blocks)]

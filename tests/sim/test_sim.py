@@ -31,7 +31,7 @@ def test_fixed_seeds(seed: int) -> None:
 
 
 def test_fresh_seeds() -> None:
-    """So it is in worlds that nobody has seen before; the message names the command that shows one again."""
+    """The core keeps its promises in simulations with new seeds; a failure names the command that repeats it."""
     seeds = random.SystemRandom()
     until = time.monotonic() + FRESH_S
     while time.monotonic() < until:

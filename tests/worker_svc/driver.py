@@ -69,7 +69,7 @@ class Driver:
         self._free = [int(block) for block in self.rng.permutation(engine.limits.num_blocks)]
 
     def free_rows(self) -> list[int]:
-        """Rows that nobody occupies."""
+        """Rows that are not occupied."""
         return [row for row in range(self.engine.limits.max_rows) if row not in self.rows]
 
     def admit(

@@ -1,4 +1,4 @@
-"""An accelerator that is none: everything is computed at once on the CPU, but the host is only told late.
+"""A simulated accelerator: it computes at once on the CPU, but the host is notified late.
 
 An event has passed once the host has waited for it, or `lag` further events were recorded. A graph computes again what
 was captured, into the tensor of the capture. Everything that was asked for is noted in `log`, so that a test can tell

@@ -88,7 +88,7 @@ def test_rows_go_on_from_the_middle_of_a_copied_block(engine: Engine, expected: 
 
 
 def test_a_copy_is_made_before_its_step_writes(engine: Engine, expected: list[list[int]]) -> None:
-    """What is copied is what earlier steps have written, although the same plan gives the block to somebody else."""
+    """A copy has the content of earlier steps, although the same plan gives the source block to another row."""
     _first(engine)
 
     result = engine.handle(

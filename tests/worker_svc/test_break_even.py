@@ -51,7 +51,7 @@ def test_a_mixture_counts_the_experts_that_a_token_sees() -> None:
 
 
 def test_attention_within_windows_alone_does_not_grow() -> None:
-    """Nothing but windows has no break-even, unless they hold all that there can be; nor has what tells nothing."""
+    """A model with windows in all layers has no break-even, unless the windows hold the whole context."""
     assert break_even_context(transformers.MistralConfig(**SIZES, sliding_window=64)) == 0
     wide = transformers.MistralConfig(**SIZES, sliding_window=4096, max_position_embeddings=4096)
     assert break_even_context(wide) == break_even_context(transformers.MistralConfig(**SIZES, sliding_window=None)) > 0

@@ -183,7 +183,7 @@ def field_names(folder: Path) -> list[str]:
     with recorded_reads() as read:
         their_logits(folder)
         our_logits(folder)
-    # What the base class holds and does not let anybody set, such as a method, is no field.
+    # Attributes of the base class that cannot be set, such as methods, are not fields.
     free = {name for name in read if not hasattr(PretrainedConfig, name)}
     return sorted(name for name in {*BASE, *declared, *settable, *free} if not name.startswith("_"))
 

@@ -1,4 +1,4 @@
-"""Decode steps by captured graphs, on a device that is none: same tokens, and nothing sent that has not changed."""
+"""Decode steps as captured graphs, on a simulated device: the same tokens, and only changed values are sent."""
 
 import itertools
 from collections import Counter

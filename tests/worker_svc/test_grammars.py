@@ -43,7 +43,7 @@ def tokenizer() -> Tokenizer:
 
 
 def params(seed: int) -> plan_pb2.SamplingParams:
-    """Hot sampling, which a grammar must bear."""
+    """Return parameters with a high temperature, which must not break a grammar."""
     return plan_pb2.SamplingParams(temperature=1.5, top_p=1, seed=seed, stop_token_ids=to_column([EOS]))
 
 

@@ -1,4 +1,4 @@
-"""How a worker is called when nobody named it."""
+"""The default name of a worker."""
 
 import pytest
 

@@ -287,7 +287,7 @@ def test_a_signal_while_waiting_for_a_scheduler_is_no_failure(checkpoint: Path) 
 
 
 def test_two_workers_without_a_name_are_two_workers(checkpoint: Path) -> None:
-    """Workers that nobody named call themselves by host and process id, so that none takes another's place."""
+    """Workers without a name use host and process id, so that none takes another's place."""
     with bound_router() as router:
         processes = [start_worker(router, checkpoint) for _ in range(2)]
         hellos = [Scheduler(router, process).hello(START_MS) for process in processes]

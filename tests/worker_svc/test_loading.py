@@ -64,7 +64,7 @@ def test_end_tokens_outside_the_vocabulary_are_ignored(tmp_path: Path) -> None:
 
 
 def test_a_sharded_checkpoint_is_the_same_model(tmp_path: Path) -> None:
-    """Weights spread over several files give the same tokens, and the fingerprint tells the two apart."""
+    """Weights in several files give the same tokens; the fingerprints differ."""
     folder = make_checkpoint("LlamaForCausalLM", tmp_path / "one")
     model = transformers.AutoModelForCausalLM.from_pretrained(folder)
     model.save_pretrained(tmp_path / "many", max_shard_size="100KB")

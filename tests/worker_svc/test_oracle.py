@@ -43,7 +43,7 @@ def test_greedy_tokens_equal_generate(checkpoint: Path, oracle: Oracle, block_si
 
 
 def test_a_second_plan_may_be_launched_before_the_first_is_answered(checkpoint: Path, oracle: Oracle) -> None:
-    """Step N + 1 continues from the tokens of step N although nobody told it what they were."""
+    """Step N + 1 continues from the tokens of step N, which its plan does not contain."""
     driver = Driver(make_engine(checkpoint, max_num_seqs=2))
     prompts = [[7, 8, 9], list(range(40))]
     for prompt in prompts:

@@ -111,7 +111,7 @@ def test_rows_that_pool_and_rows_that_generate_share_steps(on_accelerator: bool,
 
 
 def test_a_vector_that_is_not_finite_fails_its_row_alone(tmp_path: Path) -> None:
-    """NaN from the model is a failure with a reason; who shares the step is served."""
+    """NaN from the model is a failure with a reason; other rows of the step are not affected."""
     folder = make_checkpoint("LlamaForCausalLM", tmp_path)
     engine = make_engine(folder)
     model: Any = engine._model

@@ -161,7 +161,7 @@ def test_a_row_may_start_from_blocks_that_hold_its_tokens_already(tmp_path: Path
 
 
 def test_a_plan_without_work_is_answered(tmp_path: Path) -> None:
-    """A step in which nobody takes part has an empty result."""
+    """A step without rows has an empty result."""
     driver = Driver(make_engine(make_checkpoint("LlamaForCausalLM", tmp_path)))
     row = driver.admit([1, 2, 3])
 

@@ -87,7 +87,7 @@ HARMLESS = {
 def test_a_fault_in_attention_over_pages_is_refused(
     architecture: str, fault: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In every family in which it is one; where it is none, the model passes."""
+    """A fault is found in every family that it affects; the models of other families pass."""
 
     def faulty(*args: Any, **kwargs: Any) -> torch.Tensor:
         given = inspect.signature(paged_attention).bind(*args, **kwargs).arguments

@@ -1,4 +1,4 @@
-"""Peers that have got in and mean harm, or are merely broken: one for each socket of `tests.chaos.frames`.
+"""Peers with valid keys that send malformed messages, one for each socket of `tests.chaos.frames`.
 
 Each starts the process that it attacks, sends batches of frames (`batch`), and between them asks whether that process
 still does its work (`check`).

@@ -27,5 +27,5 @@ class Adversary(ABC):
         """Ends everything."""
 
     @abstractmethod
-    def tell(self) -> None:
+    def print_log(self) -> None:
         """Prints what helps to understand a failure."""

@@ -1,4 +1,4 @@
-"""A core that tells a real front end nonsense."""
+"""A core that sends malformed messages to a real front end."""
 
 import asyncio
 import contextlib
@@ -49,7 +49,7 @@ class FalseCore(Adversary):
         self._target = self._process.stdout.readline().split("grpc=")[1].split()[0]
 
     def batch(self) -> int:
-        """Frames that live streams, which come and go, must bear."""
+        """Send frames while streams begin and end, which must not be disturbed."""
         asyncio.run(self._among_streams())
         return BATCH
 
@@ -74,7 +74,7 @@ class FalseCore(Adversary):
         self._stderr.close()
         self._core.kill()
 
-    def tell(self) -> None:
+    def print_log(self) -> None:
         """The end of the front end's log."""
         print("".join(self._log.read_text().splitlines(keepends=True)[-40:]), file=sys.stderr)
 
@@ -133,17 +133,17 @@ class _TalkativeCore(EchoCore):
         self._sayings.extend(payloads)
 
     def said(self) -> None:
-        """Waits until everything was sent."""
+        """Wait until everything was sent."""
         assert self._silent.wait(PATIENCE_S), "the front end takes nothing"
 
     def rename(self) -> str:
-        """From now on the true state is one that was never told: who knows it has read everything before."""
+        """Rename the model; a front end that knows the new name has read all frames before it."""
         self._num_names += 1
         self._state.model.name = f"echo-{self._num_names}"
         return self._state.model.name
 
     def state_again(self) -> None:
-        """Tells front ends the true state."""
+        """Send the true state to front ends."""
         self.say([link_pb2.CoreMessage(incarnation=self.incarnation, state=self._state).SerializeToString()])
         self.said()
 

@@ -76,7 +76,7 @@ class _InService(Adversary):
         died = [line for line in self._served.log_lines() if line["event"] == "process died"]
         assert not died, died
 
-    def tell(self) -> None:
+    def print_log(self) -> None:
         """The end of the service's log."""
         print("".join(self._served.log.read_text().splitlines(keepends=True)[-60:]), file=sys.stderr)
 
@@ -134,7 +134,7 @@ class FalseWorker(_InService):
                         socket.send(right[-1].SerializeToString())
 
     def _model(self) -> plan_pb2.ModelInfo:
-        """What the core tells front ends of the model, so that a false worker may serve beside the honest one."""
+        """Return the model as the core describes it to front ends, so that a false worker may serve it, too."""
         socket = self.connect("frontends", LINK_MAX_MESSAGE)
         hello = link_pb2.FrontendHello(protocol_version=LINK_VERSIONS.newest, frontend_id="asks", incarnation=1)
         model = link_pb2.CoreMessage.FromString(_ask(socket, link_pb2.FrontendMessage(hello=hello))).state.model
@@ -156,7 +156,7 @@ class FalseFrontend(_InService):
     def batch(self) -> int:
         """One connection's frames, of which the last is known to have been read."""
         socket = self.connect("frontends", LINK_MAX_MESSAGE)
-        # Whoever has said goodbye is a stranger, whose frames are not looked at.
+        # After its goodbye the peer is unknown, and its frames are ignored.
         frames = Frames(link_pb2.FrontendMessage, self.rng, {"goodbye": False})
         hello = link_pb2.FrontendHello(protocol_version=LINK_VERSIONS.newest, frontend_id="false", incarnation=1)
         right: list[Message] = [link_pb2.FrontendMessage(hello=hello), *self._right()]

@@ -72,7 +72,7 @@ class FalseScheduler(Adversary):
         assert code == 0, f"exit code {code}"
         self._context.destroy(linger=0)
 
-    def tell(self) -> None:
+    def print_log(self) -> None:
         """The end of the worker's log."""
         print("".join(self._log.read_text().splitlines(keepends=True)[-40:]), file=sys.stderr)
 

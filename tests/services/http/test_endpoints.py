@@ -259,7 +259,7 @@ def test_a_slow_reader_gets_no_more_than_fits(tmp_path: Path, monkeypatch: pytes
 def test_ends_have_their_status(
     tmp_path: Path, reason: link_pb2.EndReason.ValueType, status: int, code: str, retry: str | None
 ) -> None:
-    """What the core refuses or gives up is told by status, code and Retry-After, streamed or not."""
+    """The end of a refused or failed request has a status, a code and Retry-After, streamed or not."""
 
     async def main() -> None:
         async with running_stack(tmp_path) as stack:
@@ -346,7 +346,7 @@ def test_bodies_are_bounded(tmp_path: Path) -> None:
 
 
 def test_calls_of_both_protocols_share_one_bound(tmp_path: Path) -> None:
-    """With as many calls in progress as there may be, HTTP is told 429, as gRPC would be."""
+    """When the limit of calls in progress is reached, HTTP gets 429, like gRPC."""
 
     async def main() -> None:
         async with running_stack(tmp_path, core=lambda a: TestCore(a, limit=20), max_concurrent_requests=1) as stack:
@@ -486,7 +486,7 @@ def test_tokenize_and_detokenize_are_inverse(tmp_path: Path) -> None:
 
 
 def test_unknown_paths_and_methods(tmp_path: Path) -> None:
-    """What is not there is told in OpenAI's form, and the API describes itself completely."""
+    """An unknown path gets an error in OpenAI's form; the API describes itself completely."""
 
     async def main() -> None:
         async with running_stack(tmp_path, core=None) as stack:

@@ -1,4 +1,4 @@
-"""What a planted bug is, and how one is told of."""
+"""Planted bugs, and how a check reports one."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Bugs of what becomes of requests: who is blamed for a death, drains, restarts of the core, grammars."""
+"""Bugs in the fate of requests: suspects after a death, drains, restarts of the core, grammars."""
 
 import dataclasses
 from typing import Any

@@ -1,4 +1,4 @@
-"""Bugs about workers: what an answer is believed, who is given up or drained, and what becomes of its requests."""
+"""Bugs about workers: accepted answers, removed and drained workers, and the fate of their requests."""
 
 from typing import Any
 
