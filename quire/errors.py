@@ -112,7 +112,7 @@ class RequestNotFoundError(QuireError):
 
 
 class DuplicateRequestError(QuireError):
-    """A live or kept request has the same id."""
+    """A running or stored request has the same id."""
 
     reasons = frozenset({"DUPLICATE_REQUEST_ID"})
     codes = frozenset({"ALREADY_EXISTS"})

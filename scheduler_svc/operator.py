@@ -126,7 +126,7 @@ class Operator:
     def _drop(self, identities: tuple[bytes, ...], now: float) -> None:
         """End resumable requests and drop their logs, as their client asked."""
         if not any(map(self._core.knows, identities)):
-            raise RequestNotFoundError("request_id: no resumable request with this id is live or kept")
+            raise RequestNotFoundError("request_id: no resumable request with this id is running or stored")
         self._apply(ev.RequestsDropped(identities=identities), now)
 
     def _state(self) -> admin.GetSchedulerStateResponse:

@@ -88,14 +88,14 @@ class WorkerNotFoundError(QuireError):
 
 
 class DuplicateRequestError(QuireError):
-    """A live or kept request has the same id."""
+    """A running or stored request has the same id."""
 
     code = "ALREADY_EXISTS"
     reason = "DUPLICATE_REQUEST_ID"
 
 
 class RequestNotFoundError(QuireError):
-    """No live or kept request has this id."""
+    """No running or stored request has this id."""
 
     code = "NOT_FOUND"
     reason = "REQUEST_NOT_FOUND"

@@ -1,4 +1,4 @@
-"""Self-test of a level: compares small matrix products, attention and draws with torch."""
+"""Self-test of the kernels of one instruction set: small products, attention and sampling must equal those of torch."""
 
 from __future__ import annotations
 

@@ -52,7 +52,9 @@ async def fetch_resume_replies(link: CoreLink, principal: str, request_id: str) 
         if reply is None:
             raise NotReadyError("scheduler not connected; try again in a moment", retry_ms=RETRY_MS)
         if reply.not_found:
-            raise RequestNotFoundError("request_id: no resumable request with this id is live or kept; send it again")
+            raise RequestNotFoundError(
+                "request_id: no resumable request with this id is running or stored; send the request as a new one"
+            )
         if not replies:
             count = min(read_resume_info(reply).sampling.n, MAX_CHOICES)
         replies.append(reply)

@@ -146,7 +146,7 @@ class CoreLink:
         self._socket.close()
 
     def submit(self, stream: Stream) -> None:
-        """Submit a stream under a new number; without a core, after the next handshake."""
+        """Submit a stream under a new number. If no core is connected, submit it after the next handshake."""
         stream.number = next(number for number in self._numbers if number not in self._streams)
         if not self._in_handshake:
             self._outgoing.submit(stream.submission(time.monotonic()))

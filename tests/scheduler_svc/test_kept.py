@@ -75,7 +75,7 @@ def test_an_interrupted_request_goes_on_from_its_log(how: str) -> None:
 
 
 def test_an_id_is_taken_while_anything_is_known_of_it() -> None:
-    """A second request with it is a duplicate, live or kept; what says that it comes again takes over."""
+    """A second request with it is a duplicate, running or stored; what says that it comes again takes over."""
     cluster = _cluster()
     first = cluster.submit(1, PROMPT, 30, identity=b"i")
     second = cluster.submit(2, PROMPT, 30, identity=b"i")

@@ -29,7 +29,7 @@ class AccountNumbers:
         return self._accounts[number]
 
     def enter(self, account: Account) -> int:
-        """Count one more use of an account; return its number."""
+        """Count one more use of an account; return the account's number."""
         number = self._numbers.get(account)
         if number is not None:
             self._users[number] += 1

@@ -276,7 +276,7 @@ class Worker:
         return int((self.rows.length[rows] - self.rows.computed[rows]).sum()) if rows else 0
 
     def publish_blocks(self, row: int, num_computed: int) -> None:
-        """Publish the row's full blocks; the plan being made computes its tokens up to `num_computed`."""
+        """Publish the row's full blocks. The plan that is being made computes the row's tokens up to `num_computed`."""
         if not self.shares_prefixes:
             return
         request = self.rows.requests[row]
