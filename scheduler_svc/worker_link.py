@@ -165,7 +165,7 @@ def _step_done(peer: ev.Peer, epoch: int, result: plan_pb2.StepResult) -> ev.Ste
     # Nearly all results have none of these fields; checking each one would double the cost.
     parts: dict[str, Any] = {field.name: value for field, value in result.ListFields()}
     if "counts" in parts:
-        raise MalformedFrameError("counts: more than one token per row was not planned")
+        raise MalformedFrameError("counts: a plan asks for at most one token per row")
     try:
         rows, tokens = from_columns(result.rows, result.tokens)
         completed_copies = from_column(result.completed_copies).tolist() if "completed_copies" in parts else ()

@@ -138,7 +138,7 @@ def fill_chat(
 
 
 def _choose_tools(body: ChatBody) -> tuple[list[Tool], list[Tool]]:
-    """Return the tools shown to the model, and those of which it must call one."""
+    """Return the tools in the prompt, and the tools of which the model must call one."""
     tools, choice = body.tools or [], body.tool_choice
     if not tools:
         if choice not in (None, "none"):

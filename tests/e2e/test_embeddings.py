@@ -136,7 +136,7 @@ def served_name(client: Any) -> str:
     return str(client.models.list().data[0].id)
 
 
-def test_what_is_wrong_with_a_request_is_named(served: Served) -> None:
+def test_an_invalid_request_is_named(served: Served) -> None:
     """By gRPC and HTTP alike: the field as its sender wrote it, and nothing of the call is computed."""
     cases: list[tuple[dict[str, Any], str]] = [
         ({"input": []}, "input"),

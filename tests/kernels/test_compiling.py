@@ -77,7 +77,7 @@ def run(program: str, cache: Path) -> list[str]:
     return process.stdout.splitlines()
 
 
-def test_each_new_specialisation_is_told_once(tmp_path: Path) -> None:
+def test_each_new_specialisation_is_reported_once(tmp_path: Path) -> None:
     """Only a launch that compiles is reported, before it compiles, and only inside the block."""
     assert run(NEW_TYPES, tmp_path) == [
         "again",

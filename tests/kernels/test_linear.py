@@ -85,7 +85,7 @@ def test_a_row_does_not_depend_on_the_rows_beside_it(kernels: Native) -> None:
 
 
 @pytest.mark.parametrize("kernels", LEVELS, ids=lambda kernels: kernels.level_name)
-def test_what_is_not_finite_stays_in_its_row(kernels: Native) -> None:
+def test_values_that_are_not_finite_stay_in_their_row(kernels: Native) -> None:
     """A NaN or an infinity in a row's activations makes that row's results not finite, and no other's."""
     for linear in (packed(torch.randn(40, 96)), packed(torch.randn(40, 96).bfloat16()), quantised(torch.randn(40, 96))):
         x = torch.randn(4, 96)

@@ -44,7 +44,7 @@ def test_more_workers_and_front_ends_are_numbered() -> None:
     ]  # fmt: skip
 
 
-def test_all_speak_over_private_sockets() -> None:
+def test_all_links_use_private_sockets() -> None:
     """Both ends of each link get the same address in the service's own folder."""
     scheduler, worker, frontend = map(flags_of, children_of())
 

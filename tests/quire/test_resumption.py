@@ -36,7 +36,7 @@ def test_it_asks_for_what_is_missing() -> None:
     assert not state.sends_again
 
 
-def test_what_never_arrived_is_sent_again_and_what_did_is_not() -> None:
+def test_only_a_request_that_never_arrived_is_sent_again() -> None:
     """A request that never arrived is sent again, and one that did arrive is not.
 
     Unknown to the server and nothing received: send it. The id is taken: the request has arrived. Unknown to the server

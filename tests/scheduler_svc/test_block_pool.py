@@ -57,7 +57,7 @@ def test_identical_requests_leave_nothing_behind() -> None:
     assert _retained(lambda: _use(pool, blocks), 5_000) < 10_000
 
 
-def test_a_hot_prefix_does_not_hold_on_to_the_tables_of_those_who_shared_it() -> None:
+def test_a_popular_prefix_keeps_no_tables_of_ended_requests() -> None:
     """Requests that share a long prefix and have a few blocks of their own leave only these few."""
     pool = BlockPool(4_000)
     hot = _publish(pool, 1_000)

@@ -396,7 +396,7 @@ def test_one_scheduler_at_a_time_writes_a_journal(tmp_path: Path) -> None:
     Journal(tmp_path, max_bytes=MIB, keep_s=1).close()
 
 
-def test_with_fsync_step_front_ends_are_told_when_the_disk_has_it(tmp_path: Path) -> None:
+def test_with_fsync_step_front_ends_get_tokens_after_the_disk_write(tmp_path: Path) -> None:
     """A commit is durable only after the disk has it, which a descriptor signals; then nothing is held back."""
     journal = Journal(tmp_path, max_bytes=MIB, keep_s=1, fsync="step")
     spec = RequestSpec(request_id="r", num_prompt_tokens=1, max_tokens=1, identity=b"i")

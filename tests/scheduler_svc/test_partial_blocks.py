@@ -133,7 +133,7 @@ def test_fewer_tokens_than_are_worth_a_copy_are_computed() -> None:
     assert _serve(cluster, 3, [*PREFIX[:42], 7, 8]) == 42
 
 
-def test_other_salts_find_nothing_not_even_a_token() -> None:
+def test_another_salt_finds_not_even_a_token() -> None:
     """A request finds parts of first blocks only under its own salt, so that it cannot probe other prompts."""
     cluster, worker = _cluster()
     _serve(cluster, 1, PREFIX, salt=b"alice")
@@ -170,7 +170,7 @@ def test_nothing_is_copied_before_a_token_proved_it() -> None:
     assert [_cached(reader) for reader in cluster.readers.values()] == [0, 8, 8, 12]
 
 
-def test_what_a_failed_row_wrote_is_not_copied() -> None:
+def test_blocks_of_a_failed_row_are_not_copied() -> None:
     """The blocks of a failed row are not copied; a request that copied proven content before is not affected."""
     cluster, worker = _cluster()
     cluster.submit(0, [*PREFIX, 1], 30)

@@ -417,7 +417,7 @@ def test_edf_serves_what_misses_its_target(target: str, busy: bool) -> None:
     assert (late.end.reason, len(late.tokens)) == (ef.EndReason.LENGTH, 30)
 
 
-def test_edf_serves_those_first_who_can_still_meet_their_targets() -> None:
+def test_edf_admits_requests_first_that_can_meet_their_targets() -> None:
     """Under `edf`, a request that has missed its target runs after one that has not, although its target was earlier.
 
     It counts as one without a target, so newer requests overtake it for a bounded time only.

@@ -125,7 +125,7 @@ def test_off_shares_nothing() -> None:
     assert (worker.counters.cached_tokens, worker.blocks_cached) == (0, 0)
 
 
-def test_what_a_failed_row_wrote_is_never_shared() -> None:
+def test_blocks_of_a_failed_row_are_never_shared() -> None:
     """When a row fails, requests that share its blocks compute them again and later ones do not find them."""
     cluster = _cluster()
     cluster.submit(0, [*PREFIX, 1], 30)

@@ -211,7 +211,7 @@ def test_requests_that_fail_on_a_sound_prefix_end_at_once() -> None:
     assert _end(later).cached_prompt_tokens == len(PREFIX)
 
 
-def test_of_two_that_share_a_block_and_fail_the_writer_is_at_fault() -> None:
+def test_only_the_writer_of_a_shared_block_is_at_fault() -> None:
     """When two requests share a block and both fail, only the writer ends.
 
     The reader, and a third request that has not failed yet, are planned again.
@@ -298,7 +298,7 @@ def _leave_spoilt_prefix(cluster: Cluster) -> None:
     cluster.run()
 
 
-def test_a_spoilt_block_of_a_writer_long_gone_leaves_the_cache_after_two_readers() -> None:
+def test_an_invalid_block_leaves_the_cache_after_two_failed_readers() -> None:
     """An invalid block whose writer is gone leaves the cache after two of its readers have failed.
 
     Each reader is planned again and gets its tokens. The third reader computes the block again and does not fail.

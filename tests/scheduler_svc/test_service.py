@@ -214,7 +214,7 @@ def test_an_embedding_travels_from_the_worker_to_the_front_end(stand: Stand) -> 
     assert from_column(worker.until("plan").plan.leaves).tolist() == [admission.row]
 
 
-def test_the_log_level_reaches_everybody(stand: Stand) -> None:
+def test_the_log_level_reaches_every_process(stand: Stand) -> None:
     """Front ends hear it with the state, workers with their next ping, and so do those that join later."""
     frontend, worker = stand.frontend(), stand.worker()
     assert frontend.hello().state.log_level == ""
@@ -277,7 +277,7 @@ def test_a_worker_whose_process_dies_is_lost_before_its_connection_goes(stand: S
     assert from_column(admission.token_ids).tolist() == [1, 2, 3]
 
 
-def test_greetings_of_somebody_who_has_gone_do_no_harm(stand: Stand) -> None:
+def test_hellos_that_cannot_be_answered_do_no_harm(stand: Stand) -> None:
     """After hundreds of hellos that can no longer be answered, read in one go, the next peer is served."""
     first = stand.worker()
     first.hello()
@@ -501,7 +501,7 @@ def test_shutdown_can_end_live_requests(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("fsync", ["none", "interval", "step"])
-def test_what_a_front_end_was_told_outlives_the_scheduler(tmp_path: Path, fsync: str) -> None:
+def test_delivered_tokens_survive_the_scheduler(tmp_path: Path, fsync: str) -> None:
     """After the scheduler is killed between two steps, a resumed request has all tokens that any client received.
 
     The next scheduler reports how far the request had come.

@@ -45,7 +45,7 @@ def test_a_full_host_pool_falls_back_to_recompute() -> None:
     assert worker.counters.scheduled_tokens > 8 * (5 + 19)
 
 
-def test_an_urgent_request_swaps_out_whom_it_pauses() -> None:
+def test_an_urgent_request_swaps_out_its_victim() -> None:
     """Pausing for a higher priority keeps the victim's KV, and the victim finishes with the same tokens."""
     cluster = _cluster(num_blocks=40, policy="priority", max_num_seqs=2)
     for stream in range(2):

@@ -80,7 +80,7 @@ def test_wrong_fields_are_named_in_the_status(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
-def test_what_is_not_supported_is_unimplemented(tmp_path: Path) -> None:
+def test_an_unsupported_field_is_unimplemented(tmp_path: Path) -> None:
     """UNIMPLEMENTED names the field in ErrorInfo's metadata."""
 
     async def main() -> None:

@@ -184,7 +184,7 @@ def test_a_wrong_field_is_named(field: str, wrong: v1.GenerateRequest) -> None:
 
 
 @pytest.mark.parametrize(("field", "early"), UNSUPPORTED, ids=names(UNSUPPORTED))
-def test_what_is_not_supported_yet_is_refused_by_name(field: str, early: v1.GenerateRequest) -> None:
+def test_an_unsupported_option_is_refused_by_name(field: str, early: v1.GenerateRequest) -> None:
     """A field that this version does not support is never ignored."""
     with pytest.raises(UnsupportedFieldError) as error:
         validate(early, MODEL, has_chat_template=True)

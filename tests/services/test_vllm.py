@@ -26,7 +26,7 @@ def request(**fields: Any) -> Any:
     return pb.GenerateRequest(tokenized=pb.TokenizedInput(input_ids=FOX), sampling_params=sampling, **fields)
 
 
-def test_a_router_is_served(tmp_path: Path) -> None:
+def test_a_router_gets_chunks_health_and_loads(tmp_path: Path) -> None:
     """A router gets chunks and final messages with tokens, reasons and counts, and health, model, server and loads.
 
     Unsupported fields are refused by name.

@@ -29,8 +29,8 @@ def lines_of(program: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in process.stderr.splitlines()]
 
 
-def test_a_line_says_who_wrote_it_and_when() -> None:
-    """Time, level, service and process id are in every line beside what the caller says."""
+def test_a_log_line_names_its_source_and_time() -> None:
+    """Time, level, service and process id are in every line, beside the caller's fields."""
     (line,) = lines_of("get_logger().info('hello', request_id='r', step=3)")
 
     assert (line["event"], line["request_id"], line["step"]) == ("hello", "r", 3)

@@ -117,7 +117,7 @@ def test_a_row_that_failed_is_answered_as_failed_by_a_step_already_launched(pois
     assert [result.rows for result in results] == [b"", b""]
 
 
-def test_a_seeded_request_gives_the_same_tokens_in_any_company(tmp_path: Path) -> None:
+def test_a_seeded_request_gives_the_same_tokens_in_any_batch(tmp_path: Path) -> None:
     """Random tokens depend on seed, choice and position, not on row, neighbours or interruptions."""
     folder = make_checkpoint("Qwen2ForCausalLM", tmp_path)
     sampling = plan_pb2.SamplingParams(temperature=1.5, top_k=50, top_p=0.95, min_p=0.01, seed=2**63 + 5, choice=2)

@@ -169,7 +169,7 @@ class RequestStates:
         del self._starved[request.key]
 
     def _leave_stranded(self, request: Request, outcome: str) -> None:
-        """Remove it from the stranded requests."""
+        """Remove a request from the stranded ones."""
         del self._stranded[request.key]
 
     def _leave_worker(self, request: Request, outcome: str) -> None:

@@ -219,7 +219,7 @@ class Backlog:
         self._compete_again(self._assigned.release(worker))
 
     def recall_late(self, now: float) -> list[Worker]:
-        """Make requests compete again that waited too long for a plan; return the workers that made none."""
+        """End old assignments, so that their requests compete again; return the workers that made no plan."""
         late = [worker for worker, since in self._assigned_since.items() if now - since > MAX_ASSIGNED_S]
         for worker in late:
             self.recall(worker)

@@ -78,10 +78,10 @@ class Forecast:
         return self.prefill_token_s() * len(request.tokens)
 
     def recompute_steps(self, num_tokens: int, num_running: int) -> float:
-        """Return how many steps of one request's service are lost when `num_tokens` tokens are computed again.
+        """Return the cost of computing `num_tokens` tokens again, in steps of one row.
 
-        Part of a step's time does not depend on the number of rows. An empty row wastes only that part, so the lost
-        time is measured in it. Before the first measurement, a preemption counts as one step.
+        Part of a step's time does not depend on the number of rows. Only this part is lost when a row stays empty for
+        a step, so it is the unit of the cost. Before the first measurement, a preemption costs one step.
 
         Args:
             num_tokens: tokens of the preempted request.

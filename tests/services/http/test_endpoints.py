@@ -393,7 +393,7 @@ def test_one_of_several_prompts_that_fails_ends_all(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
-def test_without_a_worker_requests_are_told_to_come_back(tmp_path: Path) -> None:
+def test_without_a_worker_requests_get_a_retry_delay(tmp_path: Path) -> None:
     """Before the first worker has joined no model is listed, and requests get 503 with Retry-After."""
 
     async def main() -> None:
