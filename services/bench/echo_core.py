@@ -140,10 +140,13 @@ class EchoCore:
             answer.snapshot.request = message.snapshot_request
             answer.snapshot.families.extend(message.report.families)
         for request in message.operator_requests:
-            reply = answer.operator_replies.add(number=request.number)
-            reply.response.Pack(admin_pb2.ListWorkersResponse())  # there are no workers
+            self.operate(answer.operator_replies.add(number=request.number))
         if answer.HasField("state") or answer.ends or answer.operator_replies:
             frontend.backlog.append(answer.SerializeToString())
+
+    def operate(self, reply: link_pb2.OperatorReply) -> None:
+        """Fill in the reply to an operator: there are no workers."""
+        reply.response.Pack(admin_pb2.ListWorkersResponse())
 
     def allowance(self, stream: EchoStream) -> int:
         """Return the number of tokens that the stream gets in this step."""

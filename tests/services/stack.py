@@ -54,6 +54,8 @@ class TestCore(EchoCore):
         self.messages: list[link_pb2.FrontendMessage] = []
         self.end_at_once: link_pb2.StreamEnd | None = None
         """Every submission is answered with this end."""
+        self.operator_error: link_pb2.OperatorError | None = None
+        """Every operator call is answered with this error."""
         self.skew = 0
         """Added once to the index of the next stream's first token."""
         self.forget_frontends = threading.Event()
@@ -84,6 +86,13 @@ class TestCore(EchoCore):
         super().submit(frontend, submission, answer)
         frontend.streams[submission.stream].sent += self.skew
         self.skew = 0
+
+    def operate(self, reply: link_pb2.OperatorReply) -> None:
+        """Reports the error, if there is one."""
+        if self.operator_error is None:
+            super().operate(reply)
+        else:
+            reply.error.CopyFrom(self.operator_error)
 
     def allowance(self, stream: EchoStream) -> int:
         """Respects the limit."""

@@ -215,6 +215,31 @@ def test_more_calls_than_the_process_may_have_are_refused(tmp_path: Path) -> Non
     asyncio.run(main())
 
 
+def test_errors_of_operator_calls_keep_their_reason(tmp_path: Path) -> None:
+    """The core's reason decides code and reason, a field becomes a violation, and a wrong answer is UNIMPLEMENTED."""
+    code, report = grpc.StatusCode, link_pb2.OperatorError
+    expected = [
+        (report(reason="WORKER_NOT_FOUND", message="m"), code.NOT_FOUND, "WORKER_NOT_FOUND"),
+        (report(reason="REQUEST_NOT_FOUND", message="m"), code.NOT_FOUND, "REQUEST_NOT_FOUND"),
+        (report(reason="UNSUPPORTED_METHOD", message="m"), code.UNIMPLEMENTED, "UNSUPPORTED_METHOD"),
+        (report(reason="INVALID_REQUEST", field="level", message="m"), code.INVALID_ARGUMENT, "INVALID_REQUEST"),
+        (report(reason="OF_A_LATER_VERSION", message="m"), code.INTERNAL, "INTERNAL"),
+        (None, code.UNIMPLEMENTED, "UNSUPPORTED_METHOD"),
+    ]
+
+    async def main() -> None:
+        async with running_stack(tmp_path) as stack:
+            operator = admin_pb2_grpc.AdminServiceStub(stack.channel)
+            for error, status, reason in expected:
+                stack.core.operator_error = error
+                refusal = await refused(operator.DrainWorker(admin_pb2.DrainWorkerRequest(worker_id="w")))
+
+                assert (refusal.code, refusal.info.reason) == (status, reason)
+                assert refusal.fields == ([error.field] if error is not None and error.field else [])
+
+    asyncio.run(main())
+
+
 def test_every_end_of_the_core_has_its_status(tmp_path: Path) -> None:
     """The core's reason decides code and reason; the core's own words are the message."""
     code = grpc.StatusCode
