@@ -161,7 +161,7 @@ class Traffic:
     def _invalid(self, prompt: list[int]) -> list[int]:
         kind = self._rng.randrange(3)
         if kind == 0:
-            return []
+            return [VOCAB]
         return [*prompt, VOCAB if kind == 1 else -1]
 
     def _prompt(self, earlier: list[int] | None) -> list[int]:

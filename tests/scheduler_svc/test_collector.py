@@ -39,7 +39,7 @@ def test_nothing_of_the_core_waits_for_the_collector(kept_garbage: list[object],
             cluster.plan()
             cluster.answer()
         cluster.handle(ev.RequestCancelled(frontend=FRONTEND, stream=100 * incarnation + 9))
-        cluster.submit(100 * incarnation + 50, [], 1)
+        cluster.submit(100 * incarnation + 50, [-1], 1)
         cluster.lose(peer)
     cluster.effects.clear()
     cluster.plans.clear()

@@ -101,7 +101,7 @@ def test_a_dropped_or_failed_request_leaves_no_log() -> None:
     cluster = _cluster()
     live = cluster.submit(1, PROMPT, 30, identity=b"live")
     cluster.submit(2, PROMPT, 2, identity=b"ended")
-    cluster.submit(3, [], 2, identity=b"invalid")
+    cluster.submit(3, [-1], 2, identity=b"invalid")
     left = cluster.submit(4, PROMPT, 30, identity=b"left")
     cluster.plan()
     cluster.answer()

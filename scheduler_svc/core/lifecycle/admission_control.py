@@ -65,11 +65,6 @@ class AdmissionControl:
             num_tokens: tokens of the waiting requests.
             now: the time, s.
         """
-        if not 0 < request.spec.num_prompt_tokens <= len(request.tokens):
-            return TurnedAway(
-                EndReason.INVALID,
-                "the prompt is empty, or longer than the tokens of the request; send at least one token",
-            )
         if request.accepted:
             return None
         if not self._tenants.may_queue(request):

@@ -177,6 +177,7 @@ def to_request(event: RequestArrived, sequence: int, now: float) -> Request:
     """Make the request of an arrival; it is the `sequence`-th one."""
     spec, token_ids = event.spec, event.token_ids
     num_tokens, num_prompt = len(token_ids), spec.num_prompt_tokens
+    assert 0 < num_prompt <= num_tokens, "the front ends' codec refuses such a submission"
     allowed, remainder = divmod(event.credit, TOKEN_BYTES)
     return Request(
         key=RequestKey(event.frontend, event.stream),
