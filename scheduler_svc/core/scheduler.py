@@ -129,7 +129,8 @@ class Scheduler:
         ).run()
         for refusal in outcome.refused:
             requests.refuse(refusal.request, refusal.reason, now, message=refusal.message)
-        self._compile(worker, outcome.wanted)
+        if outcome.wanted:
+            self._compile(worker, outcome.wanted)
         for request in outcome.starved:
             requests.requeue(request, now)
         for request in outcome.stranded:

@@ -292,12 +292,14 @@ class Planner:
         worker, rows = self._worker, self._rows
         holds, releases = self._update_held(decodes)
         # Advance decode rows first: prefill rows become decode rows below.
-        rows.length[decodes] += ONE
+        length = rows.length[decodes] + ONE
+        rows.length[decodes] = length
         prefilled, pooled = self._advance_prefills()
-        sampling = decodes
+        sampling, chunk_rows = decodes, _indices(self._chunk_rows)
         if prefilled:
             sampling = np.concatenate((decodes, np.array(prefilled, np.intp)))
             sampling.sort()
+            length = rows.length[sampling]
         num_tokens = len(decodes) + sum(self._chunk_lengths)
         cost = len(decodes) + self._chunks_cost
         leaves = worker.pending_leaves
@@ -319,7 +321,7 @@ class Planner:
                 # Rows that decoded before and are not released in this step could continue in any case.
                 goes_on=bool(worker.in_flight) or len(decodes) > len(releases),
                 chunk_rows=self._chunk_rows,
-                chunk_generations=rows.generation[self._chunk_rows],
+                chunk_generations=rows.generation[chunk_rows],
                 solo=worker.trial.request if worker.trial is not None else None,
                 copy_ids=[copy.copy_id for copy in self._allocation.swap_outs + self._swap_ins],
                 allowance=worker.clock.deadline(cost),
@@ -336,7 +338,7 @@ class Planner:
             admissions=tuple(admission for _, admission in self._outcome.admitted),
             append_rows=_joined(self._allocation.appended_rows),
             append_blocks=_joined(self._allocation.appended_blocks),
-            chunk_rows=_indices(self._chunk_rows),
+            chunk_rows=chunk_rows,
             chunk_lengths=_indices(self._chunk_lengths),
             holds=holds,
             releases=releases,
@@ -348,7 +350,7 @@ class Planner:
             num_tokens=num_tokens,
             traced_rows=self._traced() if rows.traced else (),
         )
-        at_limit = rows.length[sampling] >= rows.limit[sampling]
+        at_limit = length >= rows.limit[sampling]
         self._outcome.ending += (sampling[at_limit].tolist() if any_of(at_limit) else []) + pooled
         return plan
 
