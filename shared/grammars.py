@@ -23,7 +23,6 @@ from typing import Any
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, regex_to_lark
 from llguidance.gbnf_to_lark import any_to_lark
 
-from protos.quire.plan.v1 import plan_pb2
 from shared.json_text import describe_json_error
 
 MAX_GRAMMAR = 128 << 10
@@ -126,14 +125,17 @@ def check_text(text: str) -> None:
             raise GrammarError(f"brackets nest too deeply; nest at most {MAX_DEPTH} levels")
 
 
-def compile_grammar(grammar: plan_pb2.Grammar, tokenizer: GrammarTokenizer) -> LLMatcher:
+def compile_grammar(kind: str, text: str, tokenizer: GrammarTokenizer) -> LLMatcher:
     """Return a matcher at the start of the output, with its first mask already computed.
+
+    Args:
+        kind: "json_schema", "regex" or "lark", as in plan.proto.
+        text: the grammar.
+        tokenizer: the served model's tokenizer.
 
     Raises:
         GrammarError: see the class.
     """
-    kind = grammar.WhichOneof("kind")
-    text = str(getattr(grammar, kind)) if kind else ""
     check_text(text)
     limits = _SCHEMA_LIMITS if kind == "json_schema" else _OTHER_LIMITS
     try:
@@ -184,7 +186,7 @@ def lark_of_ebnf(text: str) -> str:
         raise GrammarError(_one_line(error)) from None
 
 
-def _source(kind: str | None, text: str) -> str:
+def _source(kind: str, text: str) -> str:
     """Return the library's input; reject a grammar that requires too much."""
     match kind:
         case "json_schema":

@@ -4,21 +4,21 @@ The worker makes no decisions about requests or blocks. It receives one plan and
 
 How a plan passes through it:
 
-* `link` receives the frame and checks its place in the epoch. `loop` takes the plan and gives it to the engine.
-* `rows` checks the plan and applies its changes. `memory` makes the copies that it lists.
+* `link` receives the frame, checks its place in the epoch, and decodes it into a value. `loop` gives it to the engine.
+* `rows` checks the plan against its rows and applies the changes. `memory` makes the copies that it lists.
 * `execution` builds the batch, calls the `model`, samples as `outputs` describes, and collects the result.
-* `loop` gives the result to `link`, which sends it.
+* `loop` gives the result to `link`, which encodes and sends it.
 
 Read the packages in this order; each imports only those before it:
 
-* `interface` – values that all parts share, and the error of an invalid plan.
+* `interface` – plans, results and limits, as plain values.
 * `device` – the choice of the device, streams and events, copies to it, and state on it.
 * `model` – decoders that compute logits over the paged KV cache.
 * `memory` – the KV cache: size, tensors, copies between blocks, and host memory.
 * `outputs` – what each row asks of its output: sampling parameters, rules, grammars, log-probabilities, embeddings.
 * `rows` – the row table, which each plan updates.
 * `execution` – one step: batch, forward pass, sampling, result.
-* `link` – the connection to the scheduler.
+* `link` – the connection to the scheduler; only this package knows protobuf.
 * `loop` – passes plans from the link to the engine and results back.
 * `main` – the process: configuration, model, KV cache, signals, exit code.
 

@@ -10,13 +10,22 @@ from collections import deque
 
 from structlog.contextvars import bind_contextvars, unbind_contextvars
 
-from protos.quire.plan.v1 import plan_pb2
 from shared.logging import LEVELS, get_logger, set_level
 from shared.pulse import Pulse
 from worker_svc.execution.engine import Engine
 from worker_svc.interface.errors import PlanError
+from worker_svc.interface.grammar import GrammarFailureCause, GrammarReport, GrammarRequest
+from worker_svc.interface.plan import Plan
 from worker_svc.link.connection import Link
-from worker_svc.link.session import GrammarRequested, LogLevelWanted, Lost, PlanArrived, RefusedForGood, Welcomed
+from worker_svc.link.session import (
+    GrammarRequested,
+    HelloReason,
+    LogLevelWanted,
+    Lost,
+    PlanArrived,
+    RefusedForGood,
+    Welcomed,
+)
 
 _IDLE_POLL_MS = 50
 """Longest wait for a frame when idle, which bounds the delay to notice a signal or a timeout."""
@@ -38,7 +47,7 @@ class WorkerLoop:
         self._pulse = pulse
         self._engine = engine
         self._stop = threading.Event()
-        self._waiting: deque[tuple[plan_pb2.Plan, int]] = deque()
+        self._waiting: deque[tuple[Plan, int]] = deque()
         self._max_launched = 0
 
     def stop(self) -> None:
@@ -86,13 +95,13 @@ class WorkerLoop:
         grammars = self._engine.grammars
         return _GRAMMAR_POLL_MS if grammars is not None and grammars.pending else _IDLE_POLL_MS
 
-    def _prepare_grammar(self, request: plan_pb2.PrepareGrammar) -> None:
+    def _prepare_grammar(self, request: GrammarRequest) -> None:
         if self._engine.grammars is not None:
             self._engine.grammars.prepare(request)
         else:
             failure = "the model of this worker has no tokenizer that supports grammars"
-            cause = plan_pb2.GRAMMAR_FAILURE_CAUSE_WORKER
-            self._link.send_grammar_report(plan_pb2.GrammarReport(key=request.key, failure=failure, cause=cause))
+            report = GrammarReport(request.grammar.key, failure, GrammarFailureCause.WORKER)
+            self._link.send_grammar_report(report)
 
     def _report_grammars(self) -> None:
         if self._engine.grammars is not None:
@@ -119,11 +128,11 @@ class WorkerLoop:
                 self._pulse.served()
                 return lost
         except PlanError as error:
-            return Lost(f"invalid plan: {error}", plan_pb2.HELLO_REASON_PROTOCOL_ERROR)
+            return Lost(f"invalid plan: {error}", HelloReason.PROTOCOL_ERROR)
         except Exception as error:
             # After any error the scheduler can compute the rows again from their tokens.
             get_logger().error("step failed", exc_info=error)
-            return Lost(f"step failed: {type(error).__name__}", plan_pb2.HELLO_REASON_STEP_FAILED)
+            return Lost(f"step failed: {type(error).__name__}", HelloReason.STEP_FAILED)
         if self._engine.num_in_flight:
             time.sleep(_BUSY_WAIT_S)
         return None
@@ -136,7 +145,7 @@ class WorkerLoop:
                 lost = self._link.send_result(self._engine.collect())
             except Exception as error:
                 get_logger().error("last step before shutdown failed", exc_info=error)
-                return Lost("last step before shutdown failed", plan_pb2.HELLO_REASON_STEP_FAILED)
+                return Lost("last step before shutdown failed", HelloReason.STEP_FAILED)
             if lost is not None:
                 return lost
         return None

@@ -9,10 +9,8 @@ from types import FrameType
 import torch
 
 from kernels.native.serving import native
-from protos.quire.plan.v1 import plan_pb2
 from shared.config import ConfigError, WorkerConfig
 from shared.curve import WORKER, load_keys
-from shared.frames import PLAN_VERSIONS
 from shared.logging import configure_logging, get_logger
 from shared.process_watch import own_process
 from shared.pulse import Pulse
@@ -23,7 +21,7 @@ from worker_svc.device.compiling import announce_compiling
 from worker_svc.execution.assembly import build_engine
 from worker_svc.execution.engine import Engine
 from worker_svc.link.connection import Link
-from worker_svc.link.identity import worker_id
+from worker_svc.link.identity import Identity, worker_id
 from worker_svc.loop import RefusedError, WorkerLoop
 from worker_svc.model.loader import ModelDescription, load_model
 
@@ -77,7 +75,7 @@ def _serve(config: WorkerConfig, telemetry: Telemetry) -> None:
     model, description = load_model(config, device)
     engine = build_engine(config, model, description, device, telemetry.tracer, make_accelerator(device))
     protect = (lambda _socket: None) if keys is None else keys.protect_client
-    link = Link(config.worker_address, _hello(name, engine, description, device), protect)
+    link = Link(config.worker_address, _identity(name, engine, description, device), protect)
     pulse = Pulse()
     stop.loop = loop = WorkerLoop(link, engine, pulse)
     get_logger().info(
@@ -112,29 +110,16 @@ def _cpu_kernels(device: torch.device) -> str | None:
     return "torch" if kernels is None else kernels.level_name
 
 
-def _hello(name: str, engine: Engine, description: ModelDescription, device: torch.device) -> plan_pb2.Hello:
-    limits = engine.limits
-    return plan_pb2.Hello(
-        protocol_version=PLAN_VERSIONS.oldest,
-        newest_protocol_version=PLAN_VERSIONS.newest,
+def _identity(name: str, engine: Engine, description: ModelDescription, device: torch.device) -> Identity:
+    return Identity(
         worker_id=name,
-        model=plan_pb2.ModelInfo(
-            name=description.name,
-            architecture=description.architecture,
-            fingerprint=description.fingerprint,
-            max_model_len=description.max_model_len,
-            vocab_size=description.vocab_size,
-            dtype=description.dtype_name,
-            eos_token_ids=description.eos_token_ids,
-            hidden_size=limits.hidden_size,
-            break_even_context=description.break_even_context,
-        ),
-        block_size=limits.block_size,
-        num_blocks=limits.num_blocks,
-        num_host_blocks=limits.num_host_blocks,
-        max_rows=limits.max_rows,
-        max_tokens_per_step=limits.max_tokens_per_step,
-        num_kv_groups=limits.num_kv_groups,
+        limits=engine.limits,
+        model=description.name,
+        architecture=description.architecture,
+        fingerprint=description.fingerprint,
+        dtype=description.dtype_name,
+        eos_token_ids=description.eos_token_ids,
+        break_even_context=description.break_even_context,
         device=describe_device(device),
         pid=os.getpid(),
         process=own_process(),

@@ -139,7 +139,8 @@ def _try(grammar: v1.Grammar, tokenizer: GrammarTokenizer | GrammarError) -> tup
         if isinstance(tokenizer, GrammarError):
             raise tokenizer
         wanted = to_plan(grammar)
-        matcher = compile_grammar(wanted, tokenizer)
+        kind = wanted.WhichOneof("kind") or ""
+        matcher = compile_grammar(kind, str(getattr(wanted, kind, "")), tokenizer)
         for seed in range(_NUM_WALKS):
             _consume_random_tokens(matcher.deep_copy(), random.Random(seed))
     except GrammarError as error:

@@ -15,7 +15,6 @@ import numpy as np
 import torch
 from jsonschema import Draft202012Validator
 
-from protos.quire.plan.v1 import plan_pb2
 from shared.grammars import GrammarTokenizer, compile_grammar
 from tests.e2e.oracle import Oracle
 
@@ -58,7 +57,7 @@ def masks(oracle: Oracle, schema: dict[str, Any], tokens: list[int]) -> torch.Te
     """
     eos = oracle.eos_token_ids
     tokenizer = _tokenizer(oracle.checkpoint / "tokenizer.json", oracle.vocab_size, tuple(eos))
-    matcher = compile_grammar(plan_pb2.Grammar(json_schema=json.dumps(schema)), tokenizer)
+    matcher = compile_grammar("json_schema", json.dumps(schema), tokenizer)
     allowed = np.zeros((len(tokens) + 1, oracle.vocab_size), np.bool_)
     for index, token in enumerate([*tokens, None]):
         if matcher.is_stopped():

@@ -93,6 +93,18 @@ def test_a_folder_imports_only_what_the_architecture_page_allows(folder: str) ->
     assert against == []
 
 
+def test_only_the_link_of_a_worker_knows_protobuf() -> None:
+    """Behind the link a plan, a result and all they contain are values of `worker_svc.interface`."""
+    users = {
+        path.relative_to(ROOT / "worker_svc").parts[0]
+        for path in (ROOT / "worker_svc").rglob("*.py")
+        for name in _imported(path.read_text("utf-8"))
+        if name.startswith(("protos.", "google.protobuf"))
+    }
+
+    assert users == {"link"}
+
+
 def _imported(source: str) -> Iterator[str]:
     """Yield the dotted name of everything that a source text imports."""
     for node in ast.walk(ast.parse(source)):

@@ -4,6 +4,7 @@ Blocks are handed out in random order, so that no row's blocks are neighbours. W
 leaves) goes into the next plan exactly as asked.
 """
 
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,8 @@ from shared.config import WorkerConfig
 from worker_svc.device.accelerator import Accelerator
 from worker_svc.execution.assembly import build_engine
 from worker_svc.execution.engine import Engine
+from worker_svc.link.decoding import decode_plan
+from worker_svc.link.encoding import encode_result
 from worker_svc.model.loader import load_model
 
 CPU = torch.device("cpu")
@@ -35,6 +38,30 @@ def make_engine(
     config = WorkerConfig(model=str(folder), device="cpu", num_threads=1, **(_SETTINGS | settings))
     model, description = load_model(config, CPU)
     return build_engine(config, model, description, CPU, tracer or NoOpTracer(), accelerator)
+
+
+def launch(engine: Engine, message: plan_pb2.Plan) -> None:
+    """Decode a plan as the link does, and launch its step.
+
+    Raises:
+        PlanError: the plan violates the protocol.
+    """
+    engine.launch(decode_plan(message, engine.limits), time.time_ns())
+
+
+def collect(engine: Engine) -> plan_pb2.StepResult:
+    """Return the oldest result as the link encodes it."""
+    return encode_result(engine.collect())
+
+
+def execute(engine: Engine, message: plan_pb2.Plan) -> plan_pb2.StepResult:
+    """Execute one plan and return its result.
+
+    Raises:
+        PlanError: the plan violates the protocol.
+    """
+    launch(engine, message)
+    return collect(engine)
 
 
 @dataclass(slots=True)
@@ -144,7 +171,7 @@ class Driver:
 
     def step(self) -> dict[int, int]:
         """Sends the plan as it is; returns the token of each row that sampled."""
-        return self.take(self.engine.handle(self.finish_plan()))
+        return self.take(execute(self.engine, self.finish_plan()))
 
     def generate(self, tokens: list[int], count: int, *, sampling: plan_pb2.SamplingParams = GREEDY) -> list[int]:
         """`count` tokens after `tokens`, computed with nothing else going on but the rows there are."""

@@ -7,10 +7,15 @@ import numpy as np
 
 from protos.quire.plan.v1 import plan_pb2
 from services.streams.logprobs import read_scores
-from shared.columns import Int32Array, to_column
+from shared.columns import Int32Array
 from shared.frames import MAX_LOGPROBS, MAX_PART_BYTES, MAX_STEP_TOKENS, MAX_STEP_VECTOR_BYTES, PLAN_MAX_MESSAGE
+from tests.worker_svc.values import LIMITS
+from worker_svc.interface.arrays import NO_IDS, NO_ROWS
+from worker_svc.interface.result import RowEmbedding, Scores, StepResult, StepTimings
 from worker_svc.link.connection import Link
-from worker_svc.outputs.scores import PromptPart, Wanted, encode
+from worker_svc.link.encoding import encode_result, encode_scores
+from worker_svc.link.identity import Identity
+from worker_svc.outputs.scores import PromptPart, Wanted, sections
 
 LARGEST = (1 << 31) - 1
 
@@ -25,7 +30,7 @@ def _packed(num_lines: int) -> Int32Array:
 def test_log_probabilities_of_a_long_chunk_come_in_parts() -> None:
     """All of a chunk's tokens are there, in order, in messages that a front end's frame takes; so is what follows."""
     parts = (PromptPart(3, 1, MAX_LOGPROBS, 1, 100_000), PromptPart(4, 2, 5, 7, 10))
-    messages = list(encode(_packed(100_010), None, set(), parts))
+    messages = list(encode_scores(sections(_packed(100_010), None, set(), parts)))
 
     assert max(message.ByteSize() for message in messages) <= MAX_PART_BYTES
     found = {
@@ -47,27 +52,58 @@ def test_the_largest_answer_fits_into_a_frame() -> None:
     wanted = Wanted(None, rows, (LARGEST,) * num_rows, (MAX_LOGPROBS,) * num_rows)  # type: ignore[arg-type]
     prompt = PromptPart(num_rows, LARGEST, MAX_LOGPROBS, LARGEST - MAX_STEP_TOKENS, MAX_STEP_TOKENS - num_rows)
     alive = {(row, LARGEST) for row in rows}
-    column = to_column(np.full(num_rows, LARGEST))
-    vector = bytes(4096)
-    result = plan_pb2.StepResult(
+    vector = np.zeros(1024, np.float32)
+    result = StepResult(
         step=1 << 60,
-        rows=column,
-        tokens=column,
-        scores=encode(_packed(MAX_STEP_TOKENS), wanted, alive, (prompt,)),
-        embeddings=[
-            plan_pb2.RowEmbedding(row=row, generation=LARGEST, values=vector)
-            for row in range(MAX_STEP_VECTOR_BYTES // len(vector))
-        ],
+        rows=np.full(num_rows, LARGEST),
+        tokens=np.full(num_rows, LARGEST, np.int32),
+        timings=_timings(),
+        completed_copies=NO_IDS,
+        scores=sections(_packed(MAX_STEP_TOKENS), wanted, alive, (prompt,)),
+        embeddings=tuple(RowEmbedding(row, LARGEST, vector) for row in range(MAX_STEP_VECTOR_BYTES // vector.nbytes)),
     )
-    assert plan_pb2.WorkerMessage(epoch=1 << 63, result=result).ByteSize() <= PLAN_MAX_MESSAGE
+    message = encode_result(result)
+
+    assert (len(message.scores), len(message.embeddings)) == (
+        num_rows + -(-(MAX_STEP_TOKENS - num_rows) // 4096),
+        MAX_STEP_VECTOR_BYTES // vector.nbytes,
+    )
+    assert plan_pb2.WorkerMessage(epoch=1 << 63, result=message).ByteSize() <= PLAN_MAX_MESSAGE
 
 
 def test_an_answer_that_no_frame_takes_ends_the_session_by_name(tmp_path: Path) -> None:
     """It is not sent, so that ZeroMQ does not break the connection without a word; the reason says what is large."""
-    link = Link(f"ipc://{tmp_path}/w", plan_pb2.Hello(worker_id="w"))
+    link = Link(f"ipc://{tmp_path}/w", Identity(worker_id="w", limits=LIMITS, model="m"))
     link.open()
-    scores = [plan_pb2.RowScores(row=row, scores=bytes((20 + row) << 20)) for row in (1, 2, 3)]
-    lost = link.send_result(plan_pb2.StepResult(step=9, scores=scores))
+    num_lines = tuple((20 + row) << 17 for row in (1, 2, 3))
+    scores = Scores(
+        rows=(1, 2, 3),
+        generations=(1, 1, 1),
+        prompt_indices=(1, 1, 1),
+        counts=(0, 0, 0),
+        firsts=(0, 0, 0),
+        num_tokens=num_lines,
+        lines=np.zeros((max(num_lines), 2), np.int32),
+    )
+    lost = link.send_result(
+        StepResult(step=9, rows=NO_ROWS, tokens=NO_IDS, timings=_timings(), completed_copies=NO_IDS, scores=scores)
+    )
     link.close("the test is over")
     assert lost is not None
     assert re.search(r"result of plan 9: \d+ bytes exceed .* row 3 has \d+ bytes of", lost.reason)
+
+
+def _timings() -> StepTimings:
+    """Timings of the largest values."""
+    largest = (1 << 63) - 1
+    return StepTimings(
+        received_unix_ns=largest,
+        started_unix_ns=largest,
+        prepare_ns=largest,
+        forward_ns=largest,
+        sample_ns=largest,
+        idle_before_ns=largest,
+        num_tokens=LARGEST,
+        copied_blocks=LARGEST,
+        copy_ns=largest,
+    )

@@ -7,7 +7,7 @@ import pytest
 from protos.quire.plan.v1 import plan_pb2
 from shared.columns import from_column, to_column
 from tests.checkpoints import VOCAB_SIZE, make_checkpoint
-from tests.worker_svc.driver import Driver, make_engine
+from tests.worker_svc.driver import Driver, execute, make_engine
 from worker_svc.execution.engine import Engine
 
 FIRST = [(7 * index + 3) % VOCAB_SIZE for index in range(20)]
@@ -45,13 +45,14 @@ def _admission(row: int, generation: int, tokens: list[int], blocks: list[int], 
 def _first(engine: Engine) -> None:
     """Step 1: row 0 computes `FIRST` into blocks 1, 2 and 3."""
     engine.reset()
-    engine.handle(
+    execute(
+        engine,
         plan_pb2.Plan(
             step=1,
             admissions=[_admission(0, 1, FIRST, [1, 2, 3], 0)],
             chunk_rows=to_column([0]),
             chunk_lengths=to_column([20]),
-        )
+        ),
     )
 
 
@@ -63,7 +64,8 @@ def test_rows_go_on_from_the_middle_of_a_copied_block(engine: Engine, expected: 
     _first(engine)
 
     results = [
-        engine.handle(
+        execute(
+            engine,
             plan_pb2.Plan(
                 step=2,
                 copy_sources=to_column([2, 2]),
@@ -74,10 +76,10 @@ def test_rows_go_on_from_the_middle_of_a_copied_block(engine: Engine, expected: 
                 ],
                 chunk_rows=to_column([1, 2]),
                 chunk_lengths=to_column([9, 3]),
-            )
+            ),
         ),
-        engine.handle(plan_pb2.Plan(step=3, append_rows=to_column([2]), append_blocks=to_column([6]))),
-        engine.handle(plan_pb2.Plan(step=4)),
+        execute(engine, plan_pb2.Plan(step=3, append_rows=to_column([2]), append_blocks=to_column([6]))),
+        execute(engine, plan_pb2.Plan(step=4)),
     ]
 
     assert results[0].timings.num_tokens == 1 + 9 + 3
@@ -91,7 +93,8 @@ def test_a_copy_is_made_before_its_step_writes(engine: Engine, expected: list[li
     """A copy has the content of earlier steps, although the same plan gives the source block to another row."""
     _first(engine)
 
-    result = engine.handle(
+    result = execute(
+        engine,
         plan_pb2.Plan(
             step=2,
             leaves=to_column([0]),
@@ -100,7 +103,7 @@ def test_a_copy_is_made_before_its_step_writes(engine: Engine, expected: list[li
             admissions=[_admission(0, 2, OTHER, [1, 2, 3], 0), _admission(1, 1, BRANCHES[0], [7, 9, 8], 11)],
             chunk_rows=to_column([0, 1]),
             chunk_lengths=to_column([20, 9]),
-        )
+        ),
     )
 
     assert from_column(result.tokens).tolist() == [expected[3][0], expected[0][0]]

@@ -8,8 +8,10 @@ import zmq
 from protos.quire.plan.v1 import plan_pb2
 from shared.frames import PLAN_MAX_MESSAGE, PLAN_VERSIONS
 from shared.sockets import SendOutcome, bind_router, endpoint, receive_from, send_to
+from tests.worker_svc.values import LIMITS
 from worker_svc.device.compiling import LONGEST_COMPILE_MS, announce_compiling
 from worker_svc.link.connection import Link
+from worker_svc.link.identity import Identity
 from worker_svc.link.session import Welcomed
 
 triton = pytest.importorskip("triton", reason="without triton nothing is compiled")
@@ -46,7 +48,7 @@ def receive(router: "zmq.Socket[bytes]") -> tuple[bytes, plan_pb2.WorkerMessage]
 
 def test_the_scheduler_hears_of_a_compilation_in_its_epoch(router: "zmq.Socket[bytes]") -> None:
     """A kernel compiled in an epoch is reported with its time limit; outside an epoch or the block, nothing is sent."""
-    link = Link(endpoint(router), plan_pb2.Hello(worker_id="w"))
+    link = Link(endpoint(router), Identity(worker_id="w", limits=LIMITS, model="m"))
     with announce_compiling(link.send_compiling):
         link.open()
         launch_something_new()

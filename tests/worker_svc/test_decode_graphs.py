@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from protos.quire.plan.v1 import plan_pb2
 from tests.checkpoints import VOCAB_SIZE, make_checkpoint
 from tests.examples import examples
-from tests.worker_svc.driver import Driver, make_engine
+from tests.worker_svc.driver import Driver, collect, launch, make_engine
 from tests.worker_svc.fake_accelerator import FakeAccelerator
 from tests.worker_svc.oracle import Oracle, Verdict
 from tests.worker_svc.test_oracle import generate_all
@@ -55,15 +55,15 @@ def test_two_plans_in_flight_sample_what_one_at_a_time_does(checkpoint: Path) ->
         assert driver.engine.max_in_flight == (1 if device is None else 2)
         for length, sampling in ((3, plan_pb2.SamplingParams()), (40, SAMPLED), (7, SAMPLED)):
             driver.chunk(driver.admit(list(range(length)), sampling=sampling), length)
-        driver.engine.launch(driver.finish_plan(), 0)
+        launch(driver.engine, driver.finish_plan())
         for step in range(30):
             if step == 10:
                 driver.hold(1)
             if step == 20:
                 driver.release(1)
-            driver.engine.launch(driver.finish_plan(), 0)
-            driver.take(driver.engine.collect())
-        driver.take(driver.engine.collect())
+            launch(driver.engine, driver.finish_plan())
+            driver.take(collect(driver.engine))
+        driver.take(collect(driver.engine))
         tokens.append([driver.rows[row].tokens for row in range(3)])
 
     assert tokens[0] == tokens[1]

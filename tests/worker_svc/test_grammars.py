@@ -19,6 +19,10 @@ from shared.grammars import GrammarTokenizer, compile_grammar
 from tests.worker_svc.driver import Driver, make_engine
 from worker_svc.execution.assembly import make_grammar_store
 from worker_svc.execution.engine import Engine
+from worker_svc.interface.arrays import NO_IDS
+from worker_svc.interface.grammar import GrammarFailureCause, GrammarReport, GrammarRequest
+from worker_svc.interface.result import FailureKind
+from worker_svc.link.decoding import decode_grammar
 from worker_svc.loop import WorkerLoop
 from worker_svc.model.loader import ModelDescription
 from worker_svc.outputs.grammars import GrammarRows, GrammarStore
@@ -52,11 +56,11 @@ def make_store(max_rows: int = 1) -> GrammarStore:
     return GrammarStore(GrammarTokenizer(DEMO / "tokenizer.json", 1024, (EOS,)), (EOS,), max_rows)
 
 
-def all_reports(store: GrammarStore) -> dict[bytes, plan_pb2.GrammarReport]:
+def all_reports(store: GrammarStore) -> dict[bytes, GrammarReport]:
     """What has become of the grammars that the store was asked for, by key."""
     for thread in (store._cheap, store._costly):
         thread.submit(int).result()
-    reports: dict[bytes, plan_pb2.GrammarReport] = {}
+    reports: dict[bytes, GrammarReport] = {}
     while store.pending:
         reports |= {report.key: report for report in store.take_reports()}
     return reports
@@ -167,44 +171,44 @@ def test_grammars_are_compiled_in_a_thread_and_reported() -> None:
         b"noise": b"\xff\xff",
     }
     for key, grammar in requests.items():
-        store.prepare(plan_pb2.PrepareGrammar(key=key, grammar=grammar))
+        store.prepare(GrammarRequest(decode_grammar(key, grammar)))
     reports = all_reports(store)
 
     good = reports.pop(b"good")
-    assert (good.failure, good.cause) == ("", plan_pb2.GRAMMAR_FAILURE_CAUSE_UNSPECIFIED)
+    assert (good.failure, good.cause) == ("", None)
     for report in reports.values():
         assert report.failure
-        assert report.cause == plan_pb2.GRAMMAR_FAILURE_CAUSE_GRAMMAR
+        assert report.cause == GrammarFailureCause.GRAMMAR
 
 
 def test_a_failure_of_the_worker_is_not_the_grammars_fault(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where memory ran out, for example, another worker may compile the grammar."""
     monkeypatch.setattr("worker_svc.outputs.grammars.compile_grammar", Mock(side_effect=MemoryError))
     store = make_store()
-    store.prepare(plan_pb2.PrepareGrammar(key=b"g", grammar=REGEX))
+    store.prepare(GrammarRequest(decode_grammar(b"g", REGEX)))
 
     report = all_reports(store)[b"g"]
 
     assert report.failure == "compilation failed on this worker: MemoryError"
-    assert report.cause == plan_pb2.GRAMMAR_FAILURE_CAUSE_WORKER
+    assert report.cause == GrammarFailureCause.WORKER
 
 
 def test_a_cheap_grammar_does_not_wait_for_a_costly_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is compiled and reported while the costly one that came before it is still being compiled."""
     begun, go = threading.Event(), threading.Event()
 
-    def compile_slowly(grammar: plan_pb2.Grammar, tokenizer: GrammarTokenizer) -> LLMatcher:
-        if grammar.costly:
+    def compile_slowly(kind: str, text: str, tokenizer: GrammarTokenizer) -> LLMatcher:
+        if text == "a+":
             begun.set()
             assert go.wait(PATIENCE_S)
-        return compile_grammar(grammar, tokenizer)
+        return compile_grammar(kind, text, tokenizer)
 
     monkeypatch.setattr("worker_svc.outputs.grammars.compile_grammar", compile_slowly)
     store = make_store()
     costly = plan_pb2.Grammar(regex="a+", costly=True).SerializeToString()
-    store.prepare(plan_pb2.PrepareGrammar(key=b"costly", grammar=costly))
+    store.prepare(GrammarRequest(decode_grammar(b"costly", costly)))
     assert begun.wait(PATIENCE_S)
-    store.prepare(plan_pb2.PrepareGrammar(key=b"cheap", grammar=REGEX))
+    store.prepare(GrammarRequest(decode_grammar(b"cheap", REGEX)))
     store._cheap.submit(int).result()
 
     assert [report.key for report in store.take_reports()] == [b"cheap"]
@@ -230,10 +234,10 @@ def test_a_worker_without_a_tokenizer_leaves_grammars_to_others(tmp_path: Path) 
 
     store = make_grammar_store(description, max_rows=1)
     link = Mock()
-    WorkerLoop(link, Mock(grammars=store), Mock())._prepare_grammar(plan_pb2.PrepareGrammar(key=b"g", grammar=REGEX))
+    WorkerLoop(link, Mock(grammars=store), Mock())._prepare_grammar(GrammarRequest(decode_grammar(b"g", REGEX)))
 
     (report,) = link.send_grammar_report.call_args.args
-    assert (report.key, report.cause) == (b"g", plan_pb2.GRAMMAR_FAILURE_CAUSE_WORKER)
+    assert (report.key, report.cause) == (b"g", GrammarFailureCause.WORKER)
     assert "tokenizer" in report.failure
 
 
@@ -247,11 +251,11 @@ def test_the_scheduler_decides_which_grammars_are_dropped() -> None:
     texts = [plan_pb2.Grammar(regex=f"{number}").SerializeToString() for number in range(MAX_GRAMMARS + max_rows + 1)]
     keys = [sha256(text).digest() for text in texts]
     for key, text in zip(keys, texts, strict=True):
-        store.prepare(plan_pb2.PrepareGrammar(key=key, grammar=text))
+        store.prepare(GrammarRequest(decode_grammar(key, text)))
     all_reports(store)
-    store.prepare(plan_pb2.PrepareGrammar(key=keys[1], grammar=texts[1], drop=keys[5:7]))
+    store.prepare(GrammarRequest(decode_grammar(keys[1], texts[1]), drop=tuple(keys[5:7])))
     for name in (b"new", b"newer", b"newest"):
-        store.prepare(plan_pb2.PrepareGrammar(key=name, grammar=REGEX))
+        store.prepare(GrammarRequest(decode_grammar(name, REGEX)))
     all_reports(store)
 
     assert [number for number, key in enumerate(keys) if key not in store] == [0, 2, 5, 6]
@@ -268,12 +272,12 @@ def test_a_row_whose_grammar_cannot_be_used_may_sample_nothing(wrong: str) -> No
     grammar = plan_pb2.Grammar(regex="(").SerializeToString() if wrong == "grammar" else REGEX
     output = np.array([EOS, 900] if wrong == "output" else [], np.int32)
 
-    rows.admit(3, grammar, np.zeros(0, np.int32), output)
+    rows.admit(3, decode_grammar(sha256(grammar).digest(), grammar), NO_IDS, output)
 
     assert not rows.allowed((3,)).any()
-    failure = plan_pb2.RowFailure()
-    assert rows.explain(3, failure)
-    assert (failure.kind, failure.field) == (plan_pb2.ROW_FAILURE_KIND_INTERNAL, "")
+    failure = rows.explain(3, 7)
+    assert failure is not None
+    assert (failure.row, failure.generation, failure.kind, failure.field) == (3, 7, FailureKind.INTERNAL, "")
     assert failure.reason
     rows.note_token(3, 5)
     rows.leave(3)

@@ -16,10 +16,12 @@ from transformers.generation.logits_process import (
 from protos.quire.plan.v1 import plan_pb2
 from shared.columns import to_column
 from tests.examples import examples
+from tests.worker_svc.values import LIMITS
 from worker_svc.interface.errors import PlanError
+from worker_svc.link.decoding import decode_sampling
 from worker_svc.outputs.logits import LogitsRules
 
-VOCAB = 24
+VOCAB = LIMITS.vocab_size
 CPU = torch.device("cpu")
 
 
@@ -38,7 +40,7 @@ def processed(
 ) -> torch.Tensor:
     """What the rules make of `logits` `[vocab_size]` after these tokens."""
     rules = LogitsRules(logits.shape[0], CPU)
-    rules.admit(0, params, np.array(tokens, np.int32), num_prompt)
+    rules.admit(0, decode_sampling(params, LIMITS), np.array(tokens, np.int32), num_prompt)
     batch = rules.batch(np.array([0]))
     if batch is None:
         return logits
@@ -125,10 +127,11 @@ def test_state_does_not_depend_on_how_it_came_about(data: st.DataObject) -> None
         bad_words=[to_column(data.draw(st.lists(TOKENS, min_size=2, max_size=4)))],
     )
     logits = torch.randn(3, VOCAB)
+    decoded = decode_sampling(params, LIMITS)
     rules = LogitsRules(VOCAB, CPU)
     for row in range(3):  # neighbours, and a former user of the slot
-        rules.admit(row, params, np.array([5, 6, 7, 8], np.int32), 2)
-    rules.admit(1, params, np.array(tokens[:split], np.int32), num_prompt)
+        rules.admit(row, decoded, np.array([5, 6, 7, 8], np.int32), 2)
+    rules.admit(1, decoded, np.array(tokens[:split], np.int32), num_prompt)
     batch = rules.batch(np.array([0, 1, 2]))
     assert batch is not None
     for token in tokens[split:]:
@@ -143,7 +146,8 @@ def test_state_does_not_depend_on_how_it_came_about(data: st.DataObject) -> None
 def test_rows_without_rules_cost_nothing() -> None:
     """Neutral values make no rule, and a batch without rules has nothing to apply."""
     rules = LogitsRules(VOCAB, CPU)
-    rules.admit(0, plan_pb2.SamplingParams(repetition_penalty=1.0, min_tokens=3), np.array([1], np.int32), 1)
+    neutral = plan_pb2.SamplingParams(repetition_penalty=1.0, min_tokens=3)
+    rules.admit(0, decode_sampling(neutral, LIMITS), np.array([1], np.int32), 1)
 
     assert len(rules) == 0
     assert rules.batch(np.array([0])) is None
@@ -162,4 +166,4 @@ def test_rows_without_rules_cost_nothing() -> None:
 def test_rules_that_make_no_sense_break_the_plan(params: plan_pb2.SamplingParams) -> None:
     """They are found at admission, not in the midst of a step."""
     with pytest.raises(PlanError, match="admission"):
-        LogitsRules(VOCAB, CPU).admit(0, params, np.array([1], np.int32), 1)
+        decode_sampling(params, LIMITS)

@@ -12,7 +12,7 @@ from protos.quire.plan.v1 import plan_pb2
 from shared.columns import to_column
 from tests.checkpoints import make_checkpoint
 from tests.examples import examples
-from tests.worker_svc.driver import Driver, make_engine
+from tests.worker_svc.driver import Driver, execute, make_engine
 from worker_svc.execution.engine import Engine
 from worker_svc.interface.errors import PlanError
 
@@ -75,7 +75,7 @@ def prepare(engine: Engine) -> None:
         for row, blocks in ((0, [3, 0]), (2, [7]))
     ]
     plan = plan_pb2.Plan(step=1, admissions=admissions, chunk_rows=to_column([0]), chunk_lengths=to_column([9]))
-    engine.handle(plan)
+    execute(engine, plan)
 
 
 def set_admission(**fields: Any) -> Break:
@@ -105,7 +105,7 @@ def test_the_plan_that_the_others_change_is_valid(engine: Engine) -> None:
     """The plan from which the malformed plans are made is executed."""
     prepare(engine)
 
-    result = engine.handle(good_plan())
+    result = execute(engine, good_plan())
 
     assert result.rows == to_column([0, 1])
 
@@ -168,7 +168,7 @@ def test_a_broken_contract_is_refused_by_name(engine: Engine, answer: list[int],
         plan.chunk_lengths, reason = to_column([31, 3]), "step: 35 tokens exceed max_tokens_per_step 32"
 
     with pytest.raises(PlanError, match=reason) as raised:
-        engine.handle(plan)
+        execute(engine, plan)
 
     assert "\n" not in str(raised.value)
     engine.reset()
@@ -199,7 +199,7 @@ def test_invalid_sampling_parameters_fail_their_row_alone(engine: Engine, answer
     plan = good_plan()
     set_admission(sampling=INVALID_SAMPLING[name])(plan)
 
-    result = engine.handle(plan)
+    result = execute(engine, plan)
 
     assert result.rows == to_column([0])
     (failure,) = result.failures
@@ -242,8 +242,8 @@ def test_no_plan_does_worse_than_be_refused(engine: Engine, answer: list[int], d
     for position, value in data.draw(st.lists(st.tuples(st.integers(0, 400), st.integers(0, 255)), max_size=2)):
         wire[position % len(wire)] = value
     try:
-        engine.handle(plan_pb2.Plan.FromString(bytes(wire)))
-        engine.handle(plan_pb2.Plan(step=3))
+        execute(engine, plan_pb2.Plan.FromString(bytes(wire)))
+        execute(engine, plan_pb2.Plan(step=3))
     except (PlanError, DecodeError):
         pass
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from tests.checkpoints import ARCHITECTURES, VOCAB_SIZE, make_checkpoint
-from tests.worker_svc.driver import Driver, make_engine
+from tests.worker_svc.driver import Driver, collect, launch, make_engine
 from tests.worker_svc.oracle import Oracle, Verdict
 
 PROMPT_LENGTHS = (1, 5, 16, 33, 130, 300)
@@ -50,11 +50,11 @@ def test_a_second_plan_may_be_launched_before_the_first_is_answered(checkpoint: 
         row = driver.admit(prompt)
         driver.chunk(row, len(prompt))
 
-    driver.engine.launch(driver.finish_plan(), 0)
+    launch(driver.engine, driver.finish_plan())
     for _ in range(OUTPUT_LENGTH - 1):
-        driver.engine.launch(driver.finish_plan(), 0)
-        driver.take(driver.engine.collect())
-    driver.take(driver.engine.collect())
+        launch(driver.engine, driver.finish_plan())
+        driver.take(collect(driver.engine))
+    driver.take(collect(driver.engine))
 
     verdict = Verdict()
     for row, prompt in enumerate(prompts):

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from protos.quire.plan.v1 import plan_pb2
 from shared.columns import from_column, to_column
 from tests.checkpoints import VOCAB_SIZE, make_checkpoint
-from tests.worker_svc.driver import Driver, make_engine
+from tests.worker_svc.driver import Driver, collect, execute, launch, make_engine
 
 POISON = 99
 """A token whose embedding is not a number."""
@@ -110,8 +110,8 @@ def test_a_row_that_failed_is_answered_as_failed_by_a_step_already_launched(pois
     plans = [driver.finish_plan(), driver.finish_plan()]
 
     for plan in plans:
-        driver.engine.launch(plan, 0)
-    results = [driver.engine.collect() for _ in plans]
+        launch(driver.engine, plan)
+    results = [collect(driver.engine) for _ in plans]
 
     assert [failures(result) for result in results] == [[(row, 1)], [(row, 1)]]
     assert [result.rows for result in results] == [b"", b""]
@@ -149,10 +149,10 @@ def test_a_row_may_start_from_blocks_that_hold_its_tokens_already(tmp_path: Path
     second = plan_pb2.Admission(
         row=1, generation=1, token_ids=to_column(prompt), block_tables=[to_column([9, 2, 4, 5])], num_computed_tokens=24
     )
-    engine.handle(plan_pb2.Plan(step=1, admissions=[first], chunk_rows=to_column([0]), chunk_lengths=to_column([27])))
+    execute(engine, plan_pb2.Plan(step=1, admissions=[first], chunk_rows=to_column([0]), chunk_lengths=to_column([27])))
 
-    result = engine.handle(
-        plan_pb2.Plan(step=2, admissions=[second], chunk_rows=to_column([1]), chunk_lengths=to_column([3]))
+    result = execute(
+        engine, plan_pb2.Plan(step=2, admissions=[second], chunk_rows=to_column([1]), chunk_lengths=to_column([3]))
     )
 
     assert from_column(result.rows).tolist() == [0, 1]

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from protos.quire.plan.v1 import plan_pb2
 from shared.columns import to_column
 from shared.frames import PLAN_VERSIONS
+from tests.worker_svc.values import LIMITS
 from worker_svc.link.session import (
     WELCOME_TIMEOUT_S,
     Event,
@@ -29,14 +30,14 @@ def frame(*, epoch: int = EPOCH, **body: object) -> bytes:
 WELCOME = frame(welcome=plan_pb2.Welcome(max_in_flight=2, silence_ms=500))
 
 
-def plan(step: int, *, epoch: int = EPOCH) -> bytes:
-    """An empty plan on the wire."""
-    return frame(epoch=epoch, plan=plan_pb2.Plan(step=step))
+def plan(step: int, *, epoch: int = EPOCH, leaves: bytes = b"") -> bytes:
+    """A plan without work on the wire."""
+    return frame(epoch=epoch, plan=plan_pb2.Plan(step=step, leaves=leaves))
 
 
 def opened() -> Session:
     """A session that was welcomed at time 0."""
-    session = Session(0.0)
+    session = Session(0.0, LIMITS)
     session.receive(WELCOME, 0.0)
     return session
 
@@ -48,7 +49,7 @@ def outcome(session: Session, *frames: bytes) -> Event | None:
 
 def test_welcome_opens_the_epoch() -> None:
     """After Welcome, plans 1, 2, 3 of that epoch are taken as they are answered."""
-    session = Session(0.0)
+    session = Session(0.0, LIMITS)
 
     assert outcome(session, WELCOME) == Welcomed(EPOCH, 2, PLAN_VERSIONS.oldest)
     for step in (1, 2, 3):
@@ -64,12 +65,13 @@ def test_welcome_opens_the_epoch() -> None:
         ([plan(2)], "received plan 2, expected 1"),
         ([plan(1), plan(1)], "received plan 1, expected 2"),
         ([plan(1), plan(2), plan(3)], "received more than 2 plans in flight"),
+        ([plan(1, leaves=to_column([4]))], "invalid plan 1: leave: a row is outside [0, 4)"),
         ([WELCOME], "received a second Welcome"),
         ([frame(epoch=0, unknown=plan_pb2.Unknown())], "does not know"),
     ],
 )
 def test_a_surprise_ends_the_session(frames: list[bytes], reason: str) -> None:
-    """A gap, a repetition, too many plans, a second Welcome and Unknown are all answered by a new Hello."""
+    """A gap, a repetition, too many plans, an invalid plan, a second Welcome and Unknown lead to a new Hello."""
     event = outcome(opened(), *frames)
 
     assert isinstance(event, Lost)
@@ -89,7 +91,7 @@ def test_messages_of_another_epoch_do_nothing() -> None:
 
 def test_silence_ends_the_session_and_a_ping_prolongs_it() -> None:
     """The worker waits for Welcome for a fixed time, then for as long as Welcome says after each message."""
-    waiting = Session(10.0)
+    waiting = Session(10.0, LIMITS)
     assert waiting.overdue(10.0 + WELCOME_TIMEOUT_S) is None
     assert waiting.overdue(10.1 + WELCOME_TIMEOUT_S) == Lost("the scheduler did not answer Hello")
 
@@ -102,7 +104,7 @@ def test_silence_ends_the_session_and_a_ping_prolongs_it() -> None:
 
 def test_a_refusal_is_final_and_one_line() -> None:
     """The scheduler's reason reaches the operator as one line."""
-    event = outcome(Session(0.0), frame(epoch=0, refused=plan_pb2.Refused(reason="another\nmodel")))
+    event = outcome(Session(0.0, LIMITS), frame(epoch=0, refused=plan_pb2.Refused(reason="another\nmodel")))
 
     assert event == RefusedForGood("another model")
 
@@ -111,8 +113,8 @@ def test_the_scheduler_picks_the_version() -> None:
     """What Welcome names is spoken in its epoch; a scheduler from before such choices speaks our oldest."""
     named = frame(welcome=plan_pb2.Welcome(max_in_flight=2, silence_ms=500, protocol_version=PLAN_VERSIONS.newest))
 
-    assert outcome(Session(0.0), named) == Welcomed(EPOCH, 2, PLAN_VERSIONS.newest)
-    assert outcome(Session(0.0), WELCOME) == Welcomed(EPOCH, 2, PLAN_VERSIONS.oldest)
+    assert outcome(Session(0.0, LIMITS), named) == Welcomed(EPOCH, 2, PLAN_VERSIONS.newest)
+    assert outcome(Session(0.0, LIMITS), WELCOME) == Welcomed(EPOCH, 2, PLAN_VERSIONS.oldest)
 
 
 @pytest.mark.parametrize(
@@ -130,7 +132,7 @@ def test_the_scheduler_picks_the_version() -> None:
 )
 def test_a_malformed_frame_changes_nothing(junk: bytes) -> None:
     """It is named as such, and the session goes on as if it had not come."""
-    session = Session(0.0)
+    session = Session(0.0, LIMITS)
 
     assert isinstance(session.receive(junk, 0.0), Malformed)
     assert outcome(session, WELCOME) == Welcomed(EPOCH, 2, PLAN_VERSIONS.oldest)
@@ -140,7 +142,7 @@ def test_a_malformed_frame_changes_nothing(junk: bytes) -> None:
 def test_no_bytes_make_a_session_raise(junk: bytes) -> None:
     """Whatever a peer sends, the answer is an event."""
     opened().receive(junk, 0.0)
-    Session(0.0).receive(junk, 0.0)
+    Session(0.0, LIMITS).receive(junk, 0.0)
 
 
 @given(position=st.integers(0, 10_000), value=st.integers(0, 255), cut=st.integers(0, 10_000))

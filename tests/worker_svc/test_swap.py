@@ -7,7 +7,7 @@ import pytest
 from protos.quire.plan.v1 import plan_pb2
 from shared.columns import from_column, to_column
 from tests.checkpoints import VOCAB_SIZE, make_checkpoint
-from tests.worker_svc.driver import Driver, make_engine
+from tests.worker_svc.driver import Driver, collect, execute, launch, make_engine
 from tests.worker_svc.fake_accelerator import FakeAccelerator
 
 
@@ -28,16 +28,18 @@ def test_swapped_kv_comes_back_as_it_was(tmp_path: Path, accelerator: FakeAccele
             num_prompt_tokens=20, num_computed_tokens=computed,
         )  # fmt: skip
 
-    first = engine.handle(
+    first = execute(
+        engine,
         plan_pb2.Plan(
             step=1,
             admissions=[admission(0, 1, prompt, [1, 2, 3], 0)],
             chunk_rows=to_column([0]),
             chunk_lengths=to_column([20]),
-        )
+        ),
     )
     assert from_column(first.tokens).tolist() == expected[:1]
-    swapped = engine.handle(
+    swapped = execute(
+        engine,
         plan_pb2.Plan(
             step=2,
             leaves=to_column([0]),
@@ -47,12 +49,13 @@ def test_swapped_kv_comes_back_as_it_was(tmp_path: Path, accelerator: FakeAccele
             admissions=[admission(0, 2, other, [1, 2, 3], 0)],
             chunk_rows=to_column([0]),
             chunk_lengths=to_column([20]),
-        )
+        ),
     )
     assert from_column(swapped.completed_copies).tolist() == [11]
     assert swapped.timings.copied_blocks == 3
     tokens = [*prompt, *expected[:1]]
-    back = engine.handle(
+    back = execute(
+        engine,
         plan_pb2.Plan(
             step=3,
             leaves=to_column([0]),
@@ -62,9 +65,9 @@ def test_swapped_kv_comes_back_as_it_was(tmp_path: Path, accelerator: FakeAccele
             copy_ids=to_column([12]),
             chunk_rows=to_column([1]),
             chunk_lengths=to_column([1]),
-        )
+        ),
     )
-    later = [engine.handle(plan_pb2.Plan(step=step)) for step in (4, 5)]
+    later = [execute(engine, plan_pb2.Plan(step=step)) for step in (4, 5)]
     assert [from_column(result.tokens).tolist() for result in (back, *later)] == [[token] for token in expected[1:]]
 
 
@@ -80,7 +83,7 @@ def test_copies_run_beside_the_steps(tmp_path: Path) -> None:
 
     def waiting(plan: plan_pb2.Plan) -> list[str]:
         device.log.clear()
-        engine.launch(plan, 0)
+        launch(engine, plan)
         return ["copies" if entry.startswith("stream") else "steps" for entry in device.log if "waits" in entry]
 
     out = plan_pb2.Plan(
@@ -100,8 +103,8 @@ def test_copies_run_beside_the_steps(tmp_path: Path) -> None:
 
     assert waiting(out) == ["copies"]
     assert not engine.ready()
-    assert from_column(engine.collect().completed_copies).tolist() == [7]
+    assert from_column(collect(engine).completed_copies).tolist() == [7]
     assert waiting(back) == ["steps"]
     assert waiting(overwrites) == ["copies", "steps"]
     for copy in (8, 7):
-        assert from_column(engine.collect().completed_copies).tolist() == [copy]
+        assert from_column(collect(engine).completed_copies).tolist() == [copy]

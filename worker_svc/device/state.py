@@ -16,8 +16,7 @@ import torch
 
 from kernels.scatter import scatter_words
 from worker_svc.device.accelerator import Accelerator, Event
-
-IntArray = npt.NDArray[np.int64]
+from worker_svc.interface.arrays import IntArray
 
 _BUFFERS = 2
 _FIRST_WORDS = 4096

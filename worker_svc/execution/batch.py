@@ -12,16 +12,14 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from worker_svc.device.state import IntArray
 from worker_svc.device.upload import upload
 from worker_svc.execution.decode_graphs import DecodeLanes
+from worker_svc.interface.arrays import NO_ROWS, IntArray
 from worker_svc.interface.errors import PlanError
 from worker_svc.model.base import AttentionInputs
 from worker_svc.outputs.pooling import PooledPart
 from worker_svc.outputs.scores import PromptPart
 from worker_svc.rows.table import RowTable
-
-_NO_ROWS = np.zeros(0, np.int64)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,9 +78,11 @@ class BatchBuilder:
         The table counts the batch's tokens as computed from here on.
 
         Raises:
-            PlanError: a row lacks blocks, or there are more tokens than one step may have.
+            PlanError: a chunk does not fit its row, a row lacks blocks, or the step has too many tokens.
         """
         table = self._table
+        if len(chunk_rows):
+            table.check_chunks(chunk_rows, chunk_lengths)
         decode_rows = table.decode_rows()
         num_tokens = len(decode_rows) + (int(chunk_lengths.sum()) if len(chunk_rows) else 0)
         if num_tokens > table.limits.max_tokens_per_step:
@@ -110,7 +110,7 @@ class BatchBuilder:
         table.check_room(rows, computed + 1)
         lanes.follow(rows, computed, bucket)
         table.publish()
-        table.advance(_NO_ROWS, _NO_ROWS)
+        table.advance(NO_ROWS, NO_ROWS)
         inputs = lanes.inputs.lanes(len(rows))
         return StepBatch(
             input_ids=inputs.input_ids,
@@ -134,7 +134,7 @@ class BatchBuilder:
         table.check_room(rows, ends)
         packed = np.empty((2, len(rows)), np.int64)
         packed[0], packed[1] = positions, self._slots(rows, positions)
-        table.advance(_NO_ROWS, _NO_ROWS)
+        table.advance(NO_ROWS, NO_ROWS)
         positions_on_device, slots = upload(packed, self._device).unbind()
         context_lens = upload(ends.astype(np.int32), self._device)
         return StepBatch(
@@ -194,7 +194,7 @@ class BatchBuilder:
         logits_index_ = np.concatenate((query_start[samples + 1] - 1, predicting))
         wide = (
             positions, slots, chunk_ids, rows, logits_index_, sample_rows, targets,
-            np.concatenate(hidden_index_) if pooled else _NO_ROWS,
+            np.concatenate(hidden_index_) if pooled else NO_ROWS,
         )  # fmt: skip
         narrow = (query_start, ends, ends[samples])
         positions_, slots_, chunk_ids_, rows_, logits_index, sample_rows_, targets_, hidden_index = self._upload(
@@ -238,7 +238,7 @@ class BatchBuilder:
         table = self._table
         counts = table.sampling.prompt_logprobs[chunk_rows]
         if (counts < 0).all():
-            return (), _NO_ROWS, _NO_ROWS
+            return (), NO_ROWS, NO_ROWS
         parts, places, targets = [], [], []
         place = len(decode_rows)
         for row, length, count in zip(chunk_rows.tolist(), chunk_lengths.tolist(), counts.tolist(), strict=True):
@@ -251,7 +251,7 @@ class BatchBuilder:
                 targets.append(table.chunk_tokens(row, num_tokens + 1)[1:].astype(np.int64))
             place += length
         if not parts:
-            return (), _NO_ROWS, _NO_ROWS
+            return (), NO_ROWS, NO_ROWS
         return tuple(parts), np.concatenate(places), np.concatenate(targets)
 
     def _remember_decode_rows(self, rows: IntArray) -> None:

@@ -19,7 +19,8 @@ import torch
 from kernels.decode_inputs import DecodeInputs, prepare_decode
 from shared.logging import get_logger
 from worker_svc.device.accelerator import Accelerator, Graph
-from worker_svc.device.state import DeviceState, IntArray
+from worker_svc.device.state import DeviceState
+from worker_svc.interface.arrays import IntArray
 from worker_svc.model.base import AttentionInputs, KVCache, Model
 from worker_svc.rows.table import RowTable
 

@@ -11,12 +11,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
-from shared.columns import Int32Array
 from worker_svc.device.accelerator import Accelerator, Event
+from worker_svc.interface.arrays import FloatArray, Int32Array
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +51,7 @@ class StepOutput:
 
     tokens: Int32Array
     scores: Int32Array | None = None
-    embeddings: npt.NDArray[np.float32] | None = None
+    embeddings: FloatArray | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,7 +7,7 @@ rows are copied to the host. Sampling of the next step waits for that copy only;
 import torch
 
 from worker_svc.device.accelerator import Accelerator, Event
-from worker_svc.device.state import IntArray
+from worker_svc.interface.arrays import IntArray
 
 
 class HostTokens:

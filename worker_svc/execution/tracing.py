@@ -12,10 +12,10 @@ import numpy as np
 from opentelemetry.context import Context
 from opentelemetry.trace import Link, Span, SpanContext, Tracer, get_current_span
 
-from protos.quire.plan.v1 import plan_pb2
 from shared.telemetry import MAX_LINKS, from_traceparent
-from worker_svc.device.state import IntArray
 from worker_svc.execution.batch import StepBatch
+from worker_svc.interface.arrays import IntArray
+from worker_svc.interface.plan import Plan
 
 
 @dataclass(slots=True)
@@ -34,7 +34,7 @@ class Tracing:
         self._rows: dict[int, _TracedRow] = {}
         self._is_traced = np.zeros(max_rows, np.bool_)
 
-    def rows_admitted(self, plan: plan_pb2.Plan, now: int) -> None:
+    def rows_admitted(self, plan: Plan, now: int) -> None:
         """Start the spans of the plan's traced admissions."""
         for admission in plan.admissions:
             parent = _parent(admission.traceparent)
@@ -65,7 +65,7 @@ class Tracing:
             traced.span.end(now)
         self._is_traced[rows] = False
 
-    def begin_step(self, plan: plan_pb2.Plan, batch: StepBatch | None, now: int) -> tuple[Span, ...]:
+    def begin_step(self, plan: Plan, batch: StepBatch | None, now: int) -> tuple[Span, ...]:
         """Start the step's span and its continuations; return no span if the step is not traced."""
         parent = _parent(plan.traceparent)
         if parent is None:

@@ -15,7 +15,11 @@ from shared.frames import PLAN_MAX_MESSAGE
 from shared.ids import draw_incarnation, routing_id
 from shared.logging import get_logger
 from shared.sockets import NO_HEARTBEAT, Protect, connect_dealer
-from worker_svc.link.session import Event, Lost, Malformed, Session
+from worker_svc.interface.grammar import GrammarReport
+from worker_svc.interface.result import StepResult
+from worker_svc.link.encoding import encode_grammar_report, encode_hello, encode_result
+from worker_svc.link.identity import Identity
+from worker_svc.link.session import Event, HelloReason, Lost, Malformed, Session
 
 _HELLO_INTERVAL_S = 0.2
 """Minimum time between two Hellos, which limits the load on a scheduler that does not answer."""
@@ -25,22 +29,23 @@ _GOODBYE_LINGER_MS = 500
 class Link:
     """The connection of one worker."""
 
-    def __init__(self, address: str, hello: plan_pb2.Hello, protect: Protect = lambda _socket: None) -> None:
+    def __init__(self, address: str, identity: Identity, protect: Protect = lambda _socket: None) -> None:
         """Create a link that connects when `open` is called.
 
         Args:
             address: the scheduler's ZeroMQ address.
-            hello: the description of this worker; `open` sets its incarnation and reason.
+            identity: the description of this worker, for Hello.
             protect: sets up encryption on each new socket.
         """
         self._protect = protect
         self._address = address
-        self._hello = hello
+        self._identity = identity
+        self._incarnation = 0
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket: zmq.Socket[bytes] | None = None
         self._monitor: zmq.Socket[bytes] | None = None
         self._poller = zmq.Poller()
-        self._session = Session(0.0)
+        self._session = Session(0.0, identity.limits)
         self._said_hello = -_HELLO_INTERVAL_S
         self.malformed_frames = 0
         """Number of frames dropped because they were malformed."""
@@ -48,19 +53,18 @@ class Link:
     @property
     def incarnation(self) -> int:
         """The current incarnation."""
-        return self._hello.incarnation
+        return self._incarnation
 
-    def open(self, reason: plan_pb2.HelloReason.ValueType = plan_pb2.HELLO_REASON_STARTED) -> None:
+    def open(self, reason: HelloReason = HelloReason.STARTED) -> None:
         """Start a new incarnation: open a new socket and send Hello. Unsent and unread messages are dropped."""
         time.sleep(max(0.0, self._said_hello + _HELLO_INTERVAL_S - time.monotonic()))
         self._said_hello = time.monotonic()
         self._close_socket(linger=0)
-        self._hello.incarnation = draw_incarnation()
-        self._hello.reason = reason
+        self._incarnation = draw_incarnation()
         self._socket = connect_dealer(
             self._context,
             self._address,
-            identity=routing_id(self._hello.worker_id, self._hello.incarnation),
+            identity=routing_id(self._identity.worker_id, self._incarnation),
             max_message=PLAN_MAX_MESSAGE,
             heartbeat=NO_HEARTBEAT,
             protect=self._protect,
@@ -69,8 +73,8 @@ class Link:
         self._poller = zmq.Poller()
         for each in (self._socket, self._monitor):
             self._poller.register(each, zmq.POLLIN)
-        self._session = Session(self._said_hello)
-        self._send(plan_pb2.WorkerMessage(hello=self._hello))
+        self._session = Session(self._said_hello, self._identity.limits)
+        self._send(plan_pb2.WorkerMessage(hello=encode_hello(self._identity, self._incarnation, reason)))
 
     def receive(self, timeout_ms: int) -> Iterator[Event]:
         """Yield the events that have arrived, after waiting up to `timeout_ms` for the first frame.
@@ -99,18 +103,20 @@ class Link:
         if lost is not None:
             yield lost
 
-    def send_result(self, result: plan_pb2.StepResult) -> Lost | None:
+    def send_result(self, result: StepResult) -> Lost | None:
         """Send the result of the oldest unanswered plan; return `Lost` if it cannot be sent."""
         self._session.answered()
-        frame = plan_pb2.WorkerMessage(epoch=self._session.epoch, result=result).SerializeToString()
+        message = encode_result(result)
+        frame = plan_pb2.WorkerMessage(epoch=self._session.epoch, result=message).SerializeToString()
         if len(frame) > PLAN_MAX_MESSAGE:
-            return Lost(_too_large(result, len(frame)), plan_pb2.HELLO_REASON_STEP_FAILED)
+            return Lost(_too_large(message, len(frame)), HelloReason.STEP_FAILED)
         return None if self._send_frame(frame) else Lost("the scheduler does not read: the send queue is full")
 
-    def send_grammar_report(self, report: plan_pb2.GrammarReport) -> None:
+    def send_grammar_report(self, report: GrammarReport) -> None:
         """Send a grammar report. If it is lost, the scheduler asks again after the next Hello."""
         if self._session.epoch:
-            self._send(plan_pb2.WorkerMessage(epoch=self._session.epoch, grammar=report))
+            message = encode_grammar_report(report)
+            self._send(plan_pb2.WorkerMessage(epoch=self._session.epoch, grammar=message))
 
     def send_compiling(self, expected_ms: int) -> None:
         """Ask the scheduler for `expected_ms` more time for the running step; does nothing before Welcome."""

@@ -1,12 +1,33 @@
-"""Name of a worker, as the scheduler and the operator see it."""
+"""Identity of a worker: its name and its description, as the scheduler and the operator see them."""
 
 import hashlib
+from dataclasses import dataclass
 
 from shared.config import ConfigError
+from worker_svc.interface.limits import Limits
 
 MAX_BYTES = 64
 """Longest name that the plan protocol allows, in UTF-8."""
 _DIGEST_CHARS = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Identity:
+    """Description of a worker and its model, which Hello sends to the scheduler."""
+
+    worker_id: str
+    limits: Limits
+    model: str
+    """Name of the model in requests."""
+    architecture: str = ""
+    fingerprint: str = ""
+    dtype: str = ""
+    eos_token_ids: tuple[int, ...] = ()
+    break_even_context: int = 0
+    device: str = ""
+    pid: int = 0
+    process: str = ""
+    """The process, as `shared.process_watch` names it."""
 
 
 def worker_id(wanted: str, host: str, pid: int) -> str:

@@ -1,23 +1,38 @@
 """Worker's side of the plan protocol for one incarnation, without a socket or a clock.
 
-A session begins with a Hello and ends with the next one. It waits for Welcome, then accepts the plans of that epoch in
-order. A gap, an unexpected message, Unknown or a timeout ends the session with `Lost`. A malformed frame is dropped and
-reported as `Malformed`. Messages of another epoch are dropped, and do not count as a sign of life.
+A session begins with a Hello and ends with the next one. It waits for Welcome, then decodes the plans of that epoch in
+order. A gap, an invalid plan, an unexpected message, Unknown or a timeout ends the session with `Lost`. A malformed
+frame is dropped and reported as `Malformed`. Messages of another epoch are dropped, and do not count as a sign of life.
 
     waiting ──Welcome──► open ──Plan 1, 2, 3 …──► open
        │                  │
-       └─ timeout ────────┴─ gap, unexpected message, Unknown, timeout ──► Lost
+       └─ timeout ────────┴─ gap, invalid plan, unexpected message, Unknown, timeout ──► Lost
 """
 
+import enum
 from dataclasses import dataclass
 
 from google.protobuf.message import DecodeError
 
 from protos.quire.plan.v1 import plan_pb2
 from shared.frames import PLAN_VERSIONS
+from worker_svc.interface.errors import PlanError
+from worker_svc.interface.grammar import GrammarRequest
+from worker_svc.interface.limits import Limits
+from worker_svc.interface.plan import Plan
+from worker_svc.link.decoding import decode_grammar_request, decode_plan
 
 WELCOME_TIMEOUT_S = 2.0
 """Timeout from Hello to Welcome."""
+
+
+class HelloReason(enum.Enum):
+    """Why a worker sends Hello."""
+
+    STARTED = enum.auto()
+    SESSION_LOST = enum.auto()
+    PROTOCOL_ERROR = enum.auto()
+    STEP_FAILED = enum.auto()
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,14 +49,14 @@ class Welcomed:
 class PlanArrived:
     """The next plan of the epoch."""
 
-    plan: plan_pb2.Plan
+    plan: Plan
 
 
 @dataclass(frozen=True, slots=True)
 class GrammarRequested:
     """The scheduler asks for a grammar to be compiled."""
 
-    request: plan_pb2.PrepareGrammar
+    request: GrammarRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +72,7 @@ class Lost:
 
     reason: str
     """For the log."""
-    hello_reason: plan_pb2.HelloReason.ValueType = plan_pb2.HELLO_REASON_SESSION_LOST
+    hello_reason: HelloReason = HelloReason.SESSION_LOST
     """For the scheduler."""
 
 
@@ -81,7 +96,8 @@ Event = Welcomed | PlanArrived | GrammarRequested | LogLevelWanted | Lost | Refu
 class Session:
     """Protocol state of one incarnation. Times are seconds of any monotonic clock."""
 
-    def __init__(self, now: float) -> None:
+    def __init__(self, now: float, limits: Limits) -> None:
+        self._limits = limits
         self._heard = now
         self._silence = WELCOME_TIMEOUT_S
         self._max_in_flight = 0
@@ -126,14 +142,14 @@ class Session:
             case "plan":
                 return self._plan(message.plan)
             case "prepare_grammar":
-                return GrammarRequested(message.prepare_grammar)
+                return GrammarRequested(decode_grammar_request(message.prepare_grammar))
             case "ping" if message.ping.log_level:
                 return LogLevelWanted(message.ping.log_level)
         return None
 
     def _welcome(self, message: plan_pb2.SchedulerMessage, now: float) -> Event:
         if self.epoch:
-            return Lost("received a second Welcome", plan_pb2.HELLO_REASON_PROTOCOL_ERROR)
+            return Lost("received a second Welcome", HelloReason.PROTOCOL_ERROR)
         welcome = message.welcome
         if message.epoch == 0 or welcome.max_in_flight == 0 or welcome.silence_ms == 0:
             return Malformed("Welcome: epoch, max_in_flight or silence_ms is 0")
@@ -146,13 +162,15 @@ class Session:
         self._max_in_flight = welcome.max_in_flight
         return Welcomed(self.epoch, welcome.max_in_flight, version)
 
-    def _plan(self, plan: plan_pb2.Plan) -> Event:
-        if plan.step != self._next_step:
-            return Lost(f"received plan {plan.step}, expected {self._next_step}", plan_pb2.HELLO_REASON_PROTOCOL_ERROR)
+    def _plan(self, message: plan_pb2.Plan) -> Event:
+        if message.step != self._next_step:
+            return Lost(f"received plan {message.step}, expected {self._next_step}", HelloReason.PROTOCOL_ERROR)
         if self._unanswered >= self._max_in_flight:
-            return Lost(
-                f"received more than {self._max_in_flight} plans in flight", plan_pb2.HELLO_REASON_PROTOCOL_ERROR
-            )
+            return Lost(f"received more than {self._max_in_flight} plans in flight", HelloReason.PROTOCOL_ERROR)
+        try:
+            plan = decode_plan(message, self._limits)
+        except PlanError as error:
+            return Lost(f"invalid plan {message.step}: {error}", HelloReason.PROTOCOL_ERROR)
         self._next_step += 1
         self._unanswered += 1
         return PlanArrived(plan)

@@ -15,11 +15,10 @@ import numpy as np
 import torch
 
 from kernels.block_copy import BlockPool, copy_blocks
-from protos.quire.plan.v1 import plan_pb2
-from shared.columns import Int32Array, MalformedColumnError, from_column, from_columns
 from worker_svc.device.accelerator import Accelerator, Event
 from worker_svc.device.upload import upload
-from worker_svc.interface.errors import PlanError
+from worker_svc.interface.arrays import Int32Array
+from worker_svc.interface.plan import Plan
 from worker_svc.model.base import KVCache
 
 
@@ -47,11 +46,9 @@ class HostPool:
 
     def __init__(self, caches: Sequence[KVCache], num_host_blocks: int, accelerator: Accelerator | None = None) -> None:
         """Allocate the host blocks for the device blocks `caches`, in pinned memory if there is an accelerator."""
-        self._num_host_blocks = num_host_blocks
         self._accelerator = accelerator
         self._stream = None if accelerator is None else accelerator.stream()
         device = [tensor for pair in caches for tensor in pair]
-        self._num_blocks = len(device[0]) if device else 0
         host = []
         for tensor in device:
             shape = (num_host_blocks, *tensor.shape[1:])
@@ -63,46 +60,25 @@ class HostPool:
         self._device = BlockPool(device, self._where)
         self._host = BlockPool(host, self._where)
 
-    def swap_out(self, plan: plan_pb2.Plan) -> Copies:
-        """Start the plan's copies from the device to the host.
-
-        Raises:
-            PlanError: a column is malformed, or a block ID is invalid.
-        """
-        if not (plan.swap_out_blocks or plan.swap_out_host_blocks):
+    def swap_out(self, plan: Plan) -> Copies:
+        """Start the plan's copies from the device to the host."""
+        if plan.swap_out is None:
             return _NONE
-        blocks, host_blocks = self._columns(plan.swap_out_blocks, plan.swap_out_host_blocks)
+        blocks, host_blocks = plan.swap_out.sources, plan.swap_out.targets
         copies, ended = self._copy(self._device, blocks, self._host, host_blocks, after_steps=True)
         if self._accelerator is not None and ended is not None and np.isin(blocks, _written_blocks(plan)).any():
             self._accelerator.wait(ended)
         return copies
 
-    def swap_in(self, plan: plan_pb2.Plan) -> Copies:
-        """Start the plan's copies from the host to the device.
-
-        Raises:
-            PlanError: a column is malformed, or a block ID is invalid.
-        """
-        if not (plan.swap_in_blocks or plan.swap_in_host_blocks):
+    def swap_in(self, plan: Plan) -> Copies:
+        """Start the plan's copies from the host to the device."""
+        if plan.swap_in is None:
             return _NONE
-        blocks, host_blocks = self._columns(plan.swap_in_blocks, plan.swap_in_host_blocks)
+        host_blocks, blocks = plan.swap_in.sources, plan.swap_in.targets
         copies, ended = self._copy(self._host, host_blocks, self._device, blocks, after_steps=False)
         if self._accelerator is not None and ended is not None:
             self._accelerator.wait(ended)
         return copies
-
-    def _columns(self, device_column: bytes, host_column: bytes) -> tuple[Int32Array, Int32Array]:
-        try:
-            blocks, host_blocks = from_columns(device_column, host_column)
-        except MalformedColumnError as error:
-            raise PlanError(str(error)) from None
-        for what, column, limit in (
-            ("block", blocks, self._num_blocks),
-            ("host block", host_blocks, self._num_host_blocks),
-        ):
-            if not 0 <= column.min() <= column.max() < limit:
-                raise PlanError(f"swap: a {what} ID is outside [0, {limit})")
-        return blocks, host_blocks
 
     def _copy(
         self,
@@ -140,23 +116,9 @@ class HostPool:
         )
 
 
-def _written_blocks(plan: plan_pb2.Plan) -> Int32Array:
+def _written_blocks(plan: Plan) -> Int32Array:
     """Return the blocks that the plan may write after its swap-outs: blocks of rows and targets of copies."""
-    columns = [plan.append_blocks, plan.copy_targets, plan.swap_in_blocks]
-    columns += [column for admission in plan.admissions for column in admission.block_tables]
-    try:
-        return np.concatenate([from_column(column) for column in columns])
-    except MalformedColumnError as error:
-        raise PlanError(str(error)) from None
-
-
-def copy_ids(plan: plan_pb2.Plan) -> Int32Array:
-    """Return the IDs of all copies in a plan.
-
-    Raises:
-        PlanError: the column is malformed.
-    """
-    try:
-        return from_column(plan.copy_ids)
-    except MalformedColumnError as error:
-        raise PlanError(str(error)) from None
+    columns = [plan.append_blocks]
+    columns += [copies.targets for copies in (plan.block_copies, plan.swap_in) if copies is not None]
+    columns += [blocks for admission in plan.admissions for blocks in admission.block_tables]
+    return np.concatenate(columns)

@@ -10,21 +10,18 @@ import threading
 from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from hashlib import sha256
 
 import numpy as np
 import numpy.typing as npt
-from google.protobuf.message import DecodeError
 from llguidance import LLMatcher
 
-from protos.quire.plan.v1 import plan_pb2
-from shared.columns import Int32Array
 from shared.frames import MAX_GRAMMARS
 from shared.grammars import GrammarError, GrammarTokenizer, compile_grammar
 from shared.logging import get_logger
+from worker_svc.interface.arrays import Int32Array
+from worker_svc.interface.grammar import Grammar, GrammarFailureCause, GrammarReport, GrammarRequest
+from worker_svc.interface.result import FailureKind, RowFailure
 
-_GRAMMAR = plan_pb2.GRAMMAR_FAILURE_CAUSE_GRAMMAR
-_WORKER = plan_pb2.GRAMMAR_FAILURE_CAUSE_WORKER
 _STACK_BYTES = 16 << 20
 """Stack of a compiling thread. The front end tests each grammar with a smaller stack, so this one is sufficient."""
 
@@ -48,7 +45,7 @@ class GrammarStore:
         self._lock = threading.Lock()
         """Protects the data that the threads and the loop share; not held during compilation."""
         self._cheap, self._costly = _compiling_thread("grammar"), _compiling_thread("costly-grammar")
-        self._reports: list[plan_pb2.GrammarReport] = []
+        self._reports: list[GrammarReport] = []
         self._pending = 0
 
     def __contains__(self, key: bytes) -> bool:
@@ -61,7 +58,7 @@ class GrammarStore:
         """Whether a report is outstanding."""
         return self._pending > 0
 
-    def prepare(self, request: plan_pb2.PrepareGrammar) -> None:
+    def prepare(self, request: GrammarRequest) -> None:
         """Drop the grammars that the scheduler names, and compile the requested one in a thread.
 
         `take_reports` returns the outcome.
@@ -70,14 +67,10 @@ class GrammarStore:
             for key in request.drop:
                 self._compiled.pop(key, None)
         self._pending += 1
-        try:
-            grammar = _parsed(request.grammar)
-        except GrammarError as error:
-            self._report(request.key, str(error), _GRAMMAR)
-        else:
-            (self._costly if grammar.costly else self._cheap).submit(self._prepare, request.key, grammar)
+        grammar = request.grammar
+        (self._costly if grammar.costly else self._cheap).submit(self._prepare, grammar)
 
-    def take_reports(self) -> list[plan_pb2.GrammarReport]:
+    def take_reports(self) -> list[GrammarReport]:
         """Return the reports of grammars since the last call."""
         if not self._pending:
             return []
@@ -90,16 +83,15 @@ class GrammarStore:
         """Drop the reports that have arrived, because the epoch is over."""
         self.take_reports()
 
-    def matcher(self, serialized: bytes) -> LLMatcher:
+    def matcher(self, grammar: Grammar) -> LLMatcher:
         """Return a new matcher at the beginning of the output; compile the grammar if necessary.
 
         Raises:
             GrammarError: the grammar is invalid.
         """
-        key = sha256(serialized).digest()
-        compiled = self._find(key)
+        compiled = self._find(grammar.key)
         if compiled is None:
-            compiled = self._compile(key, _parsed(serialized))
+            compiled = self._compile(grammar)
         return compiled.deep_copy()
 
     def close(self) -> None:
@@ -115,41 +107,30 @@ class GrammarStore:
                 self._compiled.move_to_end(key)
             return compiled
 
-    def _prepare(self, key: bytes, grammar: plan_pb2.Grammar) -> None:
+    def _prepare(self, grammar: Grammar) -> None:
         try:
-            if self._find(key) is None:
-                self._compile(key, grammar)
+            if self._find(grammar.key) is None:
+                self._compile(grammar)
         except GrammarError as error:
-            self._report(key, str(error), _GRAMMAR)
+            self._report(GrammarReport(grammar.key, str(error), GrammarFailureCause.GRAMMAR))
         except Exception as error:
-            self._report(key, f"compilation failed on this worker: {str(error) or type(error).__name__}", _WORKER)
+            failure = f"compilation failed on this worker: {str(error) or type(error).__name__}"
+            self._report(GrammarReport(grammar.key, failure, GrammarFailureCause.WORKER))
         else:
-            self._report(key)
+            self._report(GrammarReport(grammar.key))
 
-    def _report(
-        self,
-        key: bytes,
-        failure: str = "",
-        cause: plan_pb2.GrammarFailureCause.ValueType = plan_pb2.GRAMMAR_FAILURE_CAUSE_UNSPECIFIED,
-    ) -> None:
+    def _report(self, report: GrammarReport) -> None:
         with self._lock:
-            self._reports.append(plan_pb2.GrammarReport(key=key, failure=failure, cause=cause))
+            self._reports.append(report)
 
-    def _compile(self, key: bytes, grammar: plan_pb2.Grammar) -> LLMatcher:
-        matcher = compile_grammar(grammar, self._tokenizer)
+    def _compile(self, grammar: Grammar) -> LLMatcher:
+        matcher = compile_grammar(grammar.kind, grammar.text, self._tokenizer)
         with self._lock:
-            self._compiled[key] = matcher
-            self._compiled.move_to_end(key)
+            self._compiled[grammar.key] = matcher
+            self._compiled.move_to_end(grammar.key)
             while len(self._compiled) > self._max_kept:
                 self._compiled.popitem(last=False)
         return matcher
-
-
-def _parsed(serialized: bytes) -> plan_pb2.Grammar:
-    try:
-        return plan_pb2.Grammar.FromString(serialized)
-    except DecodeError:
-        raise GrammarError("is not a valid Grammar message") from None
 
 
 def _compiling_thread(name: str) -> ThreadPoolExecutor:
@@ -196,19 +177,19 @@ class GrammarRows:
     def __contains__(self, row: int) -> bool:
         return row in self._rows
 
-    def admit(self, row: int, serialized: bytes, stops: Int32Array, output: Int32Array) -> None:
+    def admit(self, row: int, grammar: Grammar | None, stops: Int32Array, output: Int32Array) -> None:
         """Admit a row whose output so far is `output`.
 
         If the grammar is not usable, or the output does not match it, the row can sample no token. Other rows are not
         affected.
         """
         self._rows.pop(row, None)
-        if not serialized:
+        if grammar is None:
             return
         matcher, failure = None, "the model of this worker has no tokenizer that supports grammars"
         if self._store is not None:
             try:
-                matcher, failure = self._store.matcher(serialized), ""
+                matcher, failure = self._store.matcher(grammar), ""
             except GrammarError as error:
                 failure = f"the grammar was compiled before but fails now: {error}"
         if matcher is not None and len(output):
@@ -224,24 +205,26 @@ class GrammarRows:
         get_logger().error("sampling parameters of a row cannot be used", row=row, reason=reason)
         self._rows[row] = _RowGrammar(None, reason, frozenset(), is_invalid=True)
 
-    def explain(self, row: int, into: plan_pb2.RowFailure) -> bool:
-        """Write why the row's grammar failed into `into`; return False if it did not fail or the row has none."""
+    def explain(self, row: int, generation: int) -> RowFailure | None:
+        """Return why the row's grammar failed; None if it did not fail or the row has none."""
         grammar = self._rows.get(row)
         if grammar is None:
-            return False
+            return None
         if grammar.failure:
-            into.kind, into.reason = plan_pb2.ROW_FAILURE_KIND_INTERNAL, grammar.failure
-            if grammar.is_invalid:
-                into.kind, into.field = plan_pb2.ROW_FAILURE_KIND_NO_TOKEN_ALLOWED, "sampling"
-            return True
-        if grammar.matcher is not None and grammar.matcher.is_error():
-            into.kind, into.field = plan_pb2.ROW_FAILURE_KIND_GRAMMAR_TOO_COSTLY, "grammar"
-            into.reason = (
-                "exceeds the limit of work per token at this point of the output;"
-                " simplify it: use fewer alternatives and repetitions, or longer fixed texts"
+            kind, field = (
+                (FailureKind.NO_TOKEN_ALLOWED, "sampling") if grammar.is_invalid else (FailureKind.INTERNAL, "")
             )
-            return True
-        return False
+            return RowFailure(row=row, generation=generation, kind=kind, reason=grammar.failure, field=field)
+        if grammar.matcher is not None and grammar.matcher.is_error():
+            return RowFailure(
+                row=row,
+                generation=generation,
+                kind=FailureKind.GRAMMAR_TOO_COSTLY,
+                reason="exceeds the limit of work per token at this point of the output;"
+                " simplify it: use fewer alternatives and repetitions, or longer fixed texts",
+                field="grammar",
+            )
+        return None
 
     def leave(self, row: int) -> None:
         """Forget a row that leaves."""

@@ -15,11 +15,9 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from protos.quire.plan.v1 import plan_pb2
-from shared.columns import Int32Array, from_column, from_columns
-from worker_svc.device.state import IntArray
 from worker_svc.device.upload import upload
-from worker_svc.interface.errors import PlanError
+from worker_svc.interface.arrays import NO_IDS, Int32Array, IntArray
+from worker_svc.interface.plan import Rules, SamplingParams
 
 _FIRST_SLOTS = 4
 
@@ -105,45 +103,30 @@ class LogitsRules:
         if rules is not None and rules.bad_words:
             rules.recent = [*rules.recent, token][-rules.look_back :]
 
-    def admit(self, row: int, params: plan_pb2.SamplingParams, tokens: Int32Array, num_prompt: int) -> None:
-        """Admit a row with its prompt and the output that was generated before.
-
-        Raises:
-            PlanError: a parameter is invalid.
-        """
+    def admit(self, row: int, params: SamplingParams, tokens: Int32Array, num_prompt: int) -> None:
+        """Admit a row with its prompt and the output that was generated before."""
         self.leave(row)
-        if not _has_rules(params):
+        asked = params.rules
+        if asked is None:
             return
-        ids, values = from_columns(params.bias_token_ids, params.bias_values)
-        bias = values.view(np.float32)
-        allowed, banned = from_column(params.allowed_token_ids), from_column(params.banned_token_ids)
-        stops = from_column(params.stop_token_ids) if params.min_tokens else np.zeros(0, np.int32)
-        words = tuple(tuple(from_column(word).tolist()) for word in params.bad_words)
-        numbers = (params.repetition_penalty, params.presence_penalty, params.frequency_penalty)
-        if not (np.isfinite(numbers).all() and params.repetition_penalty >= 0 and not np.isnan(bias).any()):
-            raise PlanError("admission: a penalty is not finite, a bias is NaN, or the repetition penalty is negative")
-        for column in (ids, allowed, banned, stops, *(np.array(word, np.int32) for word in words)):
-            if len(column) and not 0 <= int(column.min()) <= int(column.max()) < self._vocab_size:
-                raise PlanError("admission: sampling has a token ID outside the vocabulary")
-        if any(len(word) < 2 for word in words):
-            raise PlanError("admission: a bad word has fewer than two tokens")
+        words = asked.bad_words
         slot = self._take_slot()
         rules = RowRules(
             slot=slot,
             num_prompt=num_prompt,
-            repetition=params.repetition_penalty or 1.0,
-            presence=params.presence_penalty,
-            frequency=params.frequency_penalty,
-            has_bias=bool(len(ids) or len(allowed) or len(banned)),
-            forbids=_forbidding(params, bias),
-            min_tokens=params.min_tokens,
-            stop_token_ids=self._upload(stops),
+            repetition=asked.repetition_penalty,
+            presence=asked.presence_penalty,
+            frequency=asked.frequency_penalty,
+            has_bias=bool(len(asked.bias_token_ids) or len(asked.allowed_token_ids) or len(asked.banned_token_ids)),
+            forbids=_forbidding(asked),
+            min_tokens=asked.min_tokens,
+            stop_token_ids=self._upload(params.stop_token_ids if asked.min_tokens else NO_IDS),
             bad_words=words,
         )
         rules.recent = tokens[max(len(tokens) - rules.look_back, 0) :].tolist() if words else []
         self._rules[row] = rules
         if rules.has_bias:
-            self._set_bias(slot, ids, bias, allowed, banned)
+            self._set_bias(slot, asked)
         if rules.penalised:
             self._count(slot, tokens, num_prompt)
 
@@ -240,14 +223,13 @@ class LogitsRules:
         self._in_prompt[slot] = False
         return slot
 
-    def _set_bias(self, slot: int, ids: Int32Array, bias: "np.ndarray[tuple[int], np.dtype[np.float32]]",
-                  allowed: Int32Array, banned: Int32Array) -> None:  # fmt: skip
+    def _set_bias(self, slot: int, rules: Rules) -> None:
         line = np.zeros(self._vocab_size, np.float32)
-        if len(allowed):
+        if len(rules.allowed_token_ids):
             line.fill(-np.inf)
-            line[allowed] = 0
-        np.add.at(line, ids, bias)
-        line[banned] = -np.inf
+            line[rules.allowed_token_ids] = 0
+        np.add.at(line, rules.bias_token_ids, rules.bias_values)
+        line[rules.banned_token_ids] = -np.inf
         self._bias[slot] = upload(line, self._device)
 
     def _count(self, slot: int, tokens: Int32Array, num_prompt: int) -> None:
@@ -260,26 +242,11 @@ class LogitsRules:
         return upload(ids.astype(np.int64), self._device)
 
 
-def _forbidding(
-    params: plan_pb2.SamplingParams, bias: "np.ndarray[tuple[int], np.dtype[np.float32]]"
-) -> tuple[str, ...]:
+def _forbidding(rules: Rules) -> tuple[str, ...]:
     names = {
-        "sampling.allowed_token_ids": bool(params.allowed_token_ids),
-        "sampling.banned_token_ids": bool(params.banned_token_ids),
-        "sampling.bad_words": bool(params.bad_words),
-        "sampling.logit_bias": bool(np.isneginf(bias).any()),
+        "sampling.allowed_token_ids": len(rules.allowed_token_ids) > 0,
+        "sampling.banned_token_ids": len(rules.banned_token_ids) > 0,
+        "sampling.bad_words": bool(rules.bad_words),
+        "sampling.logit_bias": bool(np.isneginf(rules.bias_values).any()),
     }
     return tuple(name for name, forbids in names.items() if forbids)
-
-
-def _has_rules(params: plan_pb2.SamplingParams) -> bool:
-    return bool(
-        params.repetition_penalty not in (0, 1)
-        or params.presence_penalty
-        or params.frequency_penalty
-        or params.bias_token_ids
-        or params.allowed_token_ids
-        or params.banned_token_ids
-        or params.bad_words
-        or (params.min_tokens and params.stop_token_ids)
-    )

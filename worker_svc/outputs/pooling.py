@@ -12,12 +12,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from protos.quire.plan.v1 import plan_pb2
-from worker_svc.interface.errors import PlanError
+from worker_svc.interface.arrays import FloatArray
+from worker_svc.interface.plan import Pooling
+from worker_svc.interface.result import RowEmbedding
 
 NOT_FINITE = "the model's hidden states are not finite"
-
-_LAST, _MEAN = plan_pb2.POOLING_LAST, plan_pb2.POOLING_MEAN
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,30 +35,16 @@ class PooledPart:
 class PoolingRows:
     """Pooling modes and partial sums of all rows."""
 
-    def __init__(self, max_rows: int, hidden_size: int) -> None:
-        """Create a table without rows; `hidden_size` is 0 if the model cannot return hidden states."""
-        self._hidden_size = hidden_size
+    def __init__(self, max_rows: int) -> None:
         self._modes = np.zeros(max_rows, np.int8)
         self._num_rows = 0
         self._sums: dict[int, torch.Tensor] = {}
 
-    def admit(self, row: int, admission: plan_pb2.Admission) -> None:
-        """Admit a row, which may pool.
-
-        Raises:
-            PlanError: the pooling mode is unknown or not possible for this row.
-        """
-        mode = admission.pooling
-        if not mode:
-            return
-        if mode not in (_LAST, _MEAN) or not self._hidden_size or admission.grammar:
-            raise PlanError(
-                f"admission: pooling mode {mode} is unknown, has a grammar, or the model has no hidden states"
-            )
-        if mode == _MEAN and admission.num_computed_tokens:
-            raise PlanError("admission: mean pooling needs all tokens, but some are computed already")
-        self._modes[row] = mode
-        self._num_rows += 1
+    def admit(self, row: int, mode: Pooling) -> None:
+        """Admit a row, which pools unless `mode` is NONE."""
+        if mode is not Pooling.NONE:
+            self._modes[row] = mode
+            self._num_rows += 1
 
     def leave(self, row: int) -> None:
         """Forget a row that leaves."""
@@ -98,9 +83,9 @@ class PoolingRows:
         for row, generation, first, length, end, is_done in zip(
             rows, generations, firsts, lengths, ends, finished, strict=True
         ):
-            if self._modes[row] == _MEAN:
+            if self._modes[row] == Pooling.MEAN:
                 found.append(PooledPart(row, generation, first, length, end if is_done else 0))
-            elif self._modes[row] == _LAST and is_done:
+            elif self._modes[row] == Pooling.LAST and is_done:
                 found.append(PooledPart(row, generation, first + length - 1, 1, 1))
         return tuple(found)
 
@@ -128,22 +113,21 @@ class PoolingRows:
         return torch.stack(vectors) if vectors else None
 
 
-def encode(
-    vectors: npt.NDArray[np.float32] | None, parts: Sequence[PooledPart], result: plan_pb2.StepResult
-) -> list[PooledPart]:
-    """Write the finite ones of the complete vectors `[E, hidden_size]` into the result.
+def completed(
+    vectors: FloatArray | None, parts: Sequence[PooledPart]
+) -> tuple[tuple[RowEmbedding, ...], list[PooledPart]]:
+    """Return the finite ones of the complete vectors `[E, hidden_size]`.
 
     Returns:
-        The parts whose vectors are not finite; their rows have failed.
+        The embeddings, and the parts whose vectors are not finite; their rows have failed.
     """
-    failed: list[PooledPart] = []
     if vectors is None:
-        return failed
+        return (), []
     complete = [part for part in parts if part.divisor]
+    found, failed = [], []
     for part, values in zip(complete, vectors, strict=True):
         if np.isfinite(values).all():
-            values = values.astype("<f4", copy=False)
-            result.embeddings.add(row=part.row, generation=part.generation, values=values.tobytes())
+            found.append(RowEmbedding(part.row, part.generation, values))
         else:
             failed.append(part)
-    return failed
+    return tuple(found), failed

@@ -7,16 +7,15 @@ The host's copy is used for checks and slot mappings. The device's copy is used 
 import numpy as np
 import torch
 
-from shared.columns import Int32Array
-from worker_svc.device.state import DeviceState, IntArray
+from worker_svc.device.state import DeviceState
+from worker_svc.interface.arrays import Int32Array, IntArray
 from worker_svc.interface.errors import PlanError
 
 
 class BlockTables:
     """Block tables of all rows."""
 
-    def __init__(self, max_rows: int, max_blocks_per_row: int, num_blocks: int, state: DeviceState | None) -> None:
-        self._num_blocks = num_blocks
+    def __init__(self, max_rows: int, max_blocks_per_row: int, state: DeviceState | None) -> None:
         self._state = state
         self._host = np.zeros((max_rows, max_blocks_per_row), np.int32)
         self._on_device, self._first = (
@@ -42,28 +41,38 @@ class BlockTables:
         """Replace the table of `row`.
 
         Raises:
-            PlanError: there are too many blocks, or a block ID is invalid.
+            PlanError: there are too many blocks.
         """
-        self._lengths[row] = 0
-        self.append(np.full(len(blocks), row, np.int64), blocks)
+        self._check_room(len(blocks))
+        self._host[row, : len(blocks)] = blocks
+        self._lengths[row] = len(blocks)
+        if self._state is not None:
+            self._state.change(self._first + row * self._host.shape[1] + np.arange(len(blocks)), blocks)
 
     def append(self, rows: IntArray, blocks: Int32Array) -> None:
         """Append block `blocks[i]` to the table of `rows[i]`; a row may appear more than once.
 
         Raises:
-            PlanError: there are too many blocks, or a block ID is invalid.
+            PlanError: there are too many blocks.
         """
         if len(rows) == 0:
             return
-        if int(blocks.min()) < 0 or int(blocks.max()) >= self._num_blocks:
-            raise PlanError(f"block table: a block ID is outside [0, {self._num_blocks})")
-        index = self._lengths[rows] + _occurrence(rows)
-        if int(index.max()) >= self._host.shape[1]:
-            raise PlanError(f"block table: a row exceeds {self._host.shape[1]} blocks")
+        index = self._lengths[rows]
+        ascending = bool((rows[1:] > rows[:-1]).all())
+        if not ascending:
+            index += _occurrence(rows)
+        self._check_room(int(index.max()) + 1)
         self._host[rows, index] = blocks
-        np.add.at(self._lengths, rows, 1)
+        if ascending:  # the usual case: one block per row
+            self._lengths[rows] = index + 1
+        else:
+            np.add.at(self._lengths, rows, 1)
         if self._state is not None:
             self._state.change(self._first + rows * self._host.shape[1] + index, blocks)
+
+    def _check_room(self, num_blocks: int) -> None:
+        if num_blocks > self._host.shape[1]:
+            raise PlanError(f"block table: a row exceeds {self._host.shape[1]} blocks")
 
     def clear(self) -> None:
         """Clear all tables."""

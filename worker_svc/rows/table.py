@@ -1,9 +1,9 @@
 """Row table: the state of every sequence on the worker, as arrays indexed by row.
 
-A plan lists changes. `leave` and `change` check and apply them in the protocol's order: leaves, admissions, appends,
-holds and releases. The host knows this state without waiting for the device, because the plan fixes the number of
-tokens by which a row advances. Only the last sampled token of each row is kept on the device, so that step N + 1 can
-start from step N without the host.
+A plan lists changes. `leave` and `change` check them against the rows' state, and apply them in the protocol's order:
+leaves, admissions, appends, holds and releases. The host knows this state without waiting for the device, because the
+plan fixes the number of tokens by which a row advances. Only the last sampled token of each row is kept on the device,
+so that step N + 1 can start from step N without the host.
 
 A row is free, in prefill until all its admitted tokens are computed, and then in decode, or done if it pools. A row in
 prefill is computed in the steps that have a chunk for it. A row in decode is computed in every step, unless it is held
@@ -15,20 +15,19 @@ import enum
 import numpy as np
 import numpy.typing as npt
 import torch
-from google.protobuf.message import DecodeError
 
-from protos.quire.plan.v1 import plan_pb2
-from shared.columns import Int32Array, MalformedColumnError, from_column, from_columns
-from worker_svc.device.state import DeviceState, IntArray
+from worker_svc.device.state import DeviceState
+from worker_svc.interface.arrays import NO_ROWS, Int32Array, IntArray
 from worker_svc.interface.errors import PlanError
 from worker_svc.interface.limits import Limits
+from worker_svc.interface.plan import Admission, Plan
+from worker_svc.interface.result import FailureKind, RowFailure
 from worker_svc.outputs.grammars import GrammarRows, GrammarStore
 from worker_svc.outputs.logits import LogitsRules
 from worker_svc.outputs.pooling import PoolingRows
 from worker_svc.outputs.sampling_columns import SamplingColumns
 from worker_svc.rows.block_tables import BlockTables
 
-_NO_ROWS = np.zeros(0, np.int64)
 _NO_FLAGS = np.zeros(0, np.bool_)
 
 
@@ -74,13 +73,11 @@ class RowTable:
         self._request_ids = [""] * rows
         self._membership = 0
         self._decode_rows: tuple[int, IntArray] = (-1, np.zeros(0, np.int64))
-        self.tables = tuple(
-            BlockTables(rows, limits.max_blocks_per_row, limits.num_blocks, state) for _ in range(limits.num_kv_groups)
-        )
+        self.tables = tuple(BlockTables(rows, limits.max_blocks_per_row, state) for _ in range(limits.num_kv_groups))
         self.sampling = SamplingColumns(rows)
         self.rules = LogitsRules(limits.vocab_size, device)
         self.grammars = GrammarRows(grammars, limits.vocab_size)
-        self.pooling = PoolingRows(rows, limits.hidden_size)
+        self.pooling = PoolingRows(rows)
         self.last_token = torch.zeros(rows + 1, dtype=torch.int64, device=device)
         """`[max_rows + 1] int64` on the device: the last sampled token of each row; the last element is padding."""
 
@@ -127,6 +124,11 @@ class RowTable:
         """Return the ID of the request that uses a row, or used it last."""
         return self._request_ids[row]
 
+    @property
+    def any_failed(self) -> bool:
+        """Whether a row has failed in this epoch."""
+        return self._any_failed
+
     def decode_rows(self) -> IntArray:
         """Return the rows that are computed in every step, ascending. The array is read-only."""
         if self._decode_rows[0] != self._membership:
@@ -134,60 +136,44 @@ class RowTable:
             self._decode_rows = (self._membership, np.flatnonzero(active))
         return self._decode_rows[1]
 
-    def leave(self, plan: plan_pb2.Plan) -> IntArray:
+    def leave(self, plan: Plan) -> IntArray:
         """Apply the plan's leaves, the first of its changes, and return their rows.
 
         Raises:
-            PlanError: the plan violates the protocol.
+            PlanError: a row is not in use.
         """
-        if not plan.leaves:
-            return _NO_ROWS
-        try:
-            rows = from_column(plan.leaves).astype(np.int64)
-        except MalformedColumnError as error:
-            raise PlanError(str(error)) from None
-        self._check_rows(rows, "leave")
-        self._remove(rows)
+        rows = plan.leaves
+        if len(rows):
+            self._check_used(rows, "leave")
+            self._remove(rows)
         return rows
 
-    def change(self, plan: plan_pb2.Plan) -> None:
+    def change(self, plan: Plan) -> None:
         """Apply the plan's other changes, which come after its leaves.
 
         Raises:
-            PlanError: the plan violates the protocol.
+            PlanError: a change does not fit the state of its row.
         """
-        try:
-            for admission in plan.admissions:
-                self._admit(admission)
-            if plan.append_rows or plan.append_blocks or plan.append_groups:
-                self._append(plan)
-            if plan.holds:
-                self._set_held(from_column(plan.holds), held=True)
-            if plan.releases:
-                self._set_held(from_column(plan.releases), held=False)
-        except MalformedColumnError as error:
-            raise PlanError(str(error)) from None
+        for admission in plan.admissions:
+            self._admit(admission)
+        if len(plan.append_rows):
+            self._append(plan)
+        if len(plan.holds):
+            self._set_held(plan.holds, held=True)
+        if len(plan.releases):
+            self._set_held(plan.releases, held=False)
 
-    def chunks(self, plan: plan_pb2.Plan) -> tuple[IntArray, IntArray]:
-        """Return the plan's prefill chunks: rows, ascending, and lengths in tokens. Call after `change`.
+    def check_chunks(self, rows: IntArray, lengths: IntArray) -> None:
+        """Check a plan's prefill chunks. Call after `change`.
 
         Raises:
             PlanError: a row is not in prefill, or a chunk exceeds the row's tokens.
         """
-        if not plan.chunk_rows and not plan.chunk_lengths:
-            return _NO_ROWS, _NO_ROWS
-        try:
-            columns = from_columns(plan.chunk_rows, plan.chunk_lengths)
-        except MalformedColumnError as error:
-            raise PlanError(str(error)) from None
-        rows, lengths = (column.astype(np.int64) for column in columns)
-        self._check_rows(rows, "chunk")
+        self._check_used(rows, "chunk")
         if (self._state[rows] != RowState.PREFILL).any():
             raise PlanError("chunk: a row is not in prefill")
-        if (lengths < 1).any() or (lengths > self._num_tokens[rows] - self._num_computed[rows]).any():
-            raise PlanError("chunk: its length is 0 or exceeds the remaining tokens of its row")
-        order = np.argsort(rows)
-        return rows[order], lengths[order]
+        if (lengths > self._num_tokens[rows] - self._num_computed[rows]).any():
+            raise PlanError("chunk: its length exceeds the remaining tokens of its row")
 
     def chunk_tokens(self, row: int, length: int) -> Int32Array:
         """Return the next `length` tokens of a row in prefill."""
@@ -225,20 +211,24 @@ class RowTable:
             self._membership += 1
         return finished
 
-    def explain_no_token(self, row: int) -> plan_pb2.RowFailure:
+    def explain_no_token(self, row: int) -> RowFailure:
         """Return why the row's constraints allow no token, and which field of its request to change."""
-        failure = plan_pb2.RowFailure(row=row, generation=int(self._generation[row]))
-        if self.grammars.explain(row, failure):
+        generation = int(self._generation[row])
+        failure = self.grammars.explain(row, generation)
+        if failure is not None:
             return failure
-        failure.kind = plan_pb2.ROW_FAILURE_KIND_NO_TOKEN_ALLOWED
         fields = ["grammar"] if row in self.grammars else []
         fields += self.rules.forbidding(row, int(self._num_computed[row] - self._num_prompt[row]))
-        failure.field = fields[0] if fields else "sampling"
         others = " and ".join(map(_in_words, fields[1:]))
         beside = f" together with {others}" if others else ""
         remedy = "relax one of them" if beside else "relax it"
-        failure.reason = f"allows no token at this point of the output{beside}; {remedy}"
-        return failure
+        return RowFailure(
+            row=row,
+            generation=generation,
+            kind=FailureKind.NO_TOKEN_ALLOWED,
+            reason=f"allows no token at this point of the output{beside}; {remedy}",
+            field=fields[0] if fields else "sampling",
+        )
 
     def fail(self, rows: IntArray, generations: IntArray) -> None:
         """Exclude rows from all further steps until they leave; ignores rows that another request uses by now."""
@@ -257,7 +247,7 @@ class RowTable:
     def failed_rows(self) -> IntArray:
         """Return the rows that would be in `decode_rows` if they had not failed, ascending."""
         if not self._any_failed:
-            return _NO_ROWS
+            return NO_ROWS
         return np.flatnonzero(self._failed & (self._state == RowState.DECODE) & ~self._held)
 
     def clear(self) -> IntArray:
@@ -277,14 +267,9 @@ class RowTable:
         if self._state_on_device is not None:
             self._state_on_device.publish()
 
-    def _check_rows(self, rows: npt.NDArray[np.integer], what: str) -> None:
-        """Check that the rows are in range, in use and unique."""
-        if int(rows.min()) < 0 or int(rows.max()) >= self._limits.max_rows:
-            raise PlanError(f"{what}: a row is outside [0, {self._limits.max_rows})")
+    def _check_used(self, rows: IntArray, what: str) -> None:
         if (self._state[rows] == RowState.FREE).any():
             raise PlanError(f"{what}: a row is not in use")
-        if len(rows) > 1 and len(np.unique(rows)) != len(rows):
-            raise PlanError(f"{what}: a row appears twice")
 
     def _remove(self, rows: IntArray) -> None:
         self._state[rows] = RowState.FREE
@@ -295,26 +280,12 @@ class RowTable:
             self.pooling.leave(row)
         self._membership += 1
 
-    def _admit(self, admission: plan_pb2.Admission) -> None:
-        row, limits = admission.row, self._limits
-        if row >= limits.max_rows:
-            raise PlanError(f"admission: row {row} is outside [0, {limits.max_rows})")
+    def _admit(self, admission: Admission) -> None:
+        row, tokens = admission.row, admission.token_ids
         if self._state[row] != RowState.FREE:
             raise PlanError(f"admission: row {row} is occupied")
         if admission.generation <= self._generation[row]:
             raise PlanError(f"admission: generation {admission.generation} of row {row} is not newer than its last one")
-        tokens = from_column(admission.token_ids)
-        if not 0 < len(tokens) <= limits.max_model_len:
-            raise PlanError(f"admission: the number of tokens, {len(tokens)}, is outside [1, {limits.max_model_len}]")
-        if int(tokens.min()) < 0 or int(tokens.max()) >= limits.vocab_size:
-            raise PlanError("admission: a token ID is outside the vocabulary")
-        if admission.num_prompt_tokens > len(tokens) or admission.num_computed_tokens >= len(tokens):
-            raise PlanError("admission: the prompt exceeds the tokens, or no token is left to compute")
-        if len(admission.block_tables) != len(self.tables):
-            raise PlanError(
-                f"admission: {len(admission.block_tables)} block tables do not match {len(self.tables)} KV groups"
-            )
-        self.pooling.admit(row, admission)
         self._state[row] = RowState.PREFILL
         self._generation[row] = admission.generation
         self._held[row] = self._failed[row] = False
@@ -323,45 +294,31 @@ class RowTable:
         self._num_prompt[row] = admission.num_prompt_tokens
         self._prompts[row] = tokens
         self._request_ids[row] = admission.request_id
-        for tables, column in zip(self.tables, admission.block_tables, strict=True):
-            blocks = from_column(column)
-            if len(blocks) * limits.block_size < admission.num_computed_tokens:
-                raise PlanError("admission: too few blocks for the computed tokens")
+        for tables, blocks in zip(self.tables, admission.block_tables, strict=True):
             tables.replace(row, blocks)
-        self._set_sampling(row, admission, tokens)
+        self.pooling.admit(row, admission.pooling)
+        self.sampling.set(row, admission.sampling)
+        self.rules.admit(row, admission.sampling, tokens, admission.num_prompt_tokens)
+        if admission.sampling_fault:
+            self.grammars.refuse(row, admission.sampling_fault)
+        else:
+            output = tokens[admission.num_prompt_tokens :]
+            self.grammars.admit(row, admission.grammar, admission.sampling.stop_token_ids, output)
         self._membership += 1
 
-    def _set_sampling(self, row: int, admission: plan_pb2.Admission, tokens: Int32Array) -> None:
-        """Decode and set the sampling parameters; if they are invalid, the row can sample no token.
-
-        The scheduler has not read them, so a fault in them is the front end's and concerns this row alone.
-        """
-        try:
-            params = plan_pb2.SamplingParams.FromString(admission.sampling)
-            self.sampling.set(row, params)
-            self.rules.admit(row, params, tokens, admission.num_prompt_tokens)
-            stops = from_column(params.stop_token_ids)
-        except (DecodeError, MalformedColumnError, PlanError) as error:
-            self.sampling.set(row, plan_pb2.SamplingParams())
-            self.grammars.refuse(row, f"invalid sampling parameters: {error}")
-        else:
-            self.grammars.admit(row, admission.grammar, stops, tokens[admission.num_prompt_tokens :])
-
-    def _append(self, plan: plan_pb2.Plan) -> None:
-        rows, blocks = from_columns(plan.append_rows, plan.append_blocks)
-        groups = from_columns(plan.append_rows, plan.append_groups)[1] if plan.append_groups else np.zeros_like(rows)
-        if len(rows) == 0:
+    def _append(self, plan: Plan) -> None:
+        rows, blocks, groups = plan.append_rows, plan.append_blocks, plan.append_groups
+        self._check_used(rows, "append")
+        if groups is None:
+            self.tables[0].append(rows, blocks)
             return
-        self._check_rows(np.unique(rows), "append")
-        if int(groups.min()) < 0 or int(groups.max()) >= len(self.tables):
-            raise PlanError(f"append: a KV group is outside [0, {len(self.tables)})")
         for group, tables in enumerate(self.tables):
             chosen = groups == group
-            tables.append(rows[chosen].astype(np.int64), blocks[chosen])
+            tables.append(rows[chosen], blocks[chosen])
 
-    def _set_held(self, rows: Int32Array, *, held: bool) -> None:
+    def _set_held(self, rows: IntArray, *, held: bool) -> None:
         what = "hold" if held else "release"
-        self._check_rows(rows, what)
+        self._check_used(rows, what)
         if (self._state[rows] != RowState.DECODE).any() or (self._held[rows] == held).any():
             raise PlanError(f"{what}: a row is not in decode, or is already {'held' if held else 'released'}")
         self._held[rows] = held

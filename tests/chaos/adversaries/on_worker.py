@@ -19,6 +19,7 @@ from tests.chaos.campaign import HOOKS
 from tests.chaos.mutation import Frames
 from tests.checkpoints import make_checkpoint
 from tests.e2e.harness import QUIRE, ROOT
+from worker_svc.interface.limits import Limits
 from worker_svc.link.session import Event, Lost, PlanArrived, RefusedForGood, Session, Welcomed
 
 
@@ -48,7 +49,7 @@ class FalseScheduler(Adversary):
         self._epoch = 0
         self._peer = b""
         self._answer: bytes | None = None
-        self._await_hello()
+        self._limits = self._await_hello()
 
     def batch(self) -> int:
         """Frames of many sessions."""
@@ -79,7 +80,7 @@ class FalseScheduler(Adversary):
     def _session(self) -> int:
         """One incarnation's frames."""
         self._begin_epoch()
-        shadow, sent, welcomed_well = Session(0.0), 0, False
+        shadow, sent, welcomed_well = Session(0.0, self._limits), 0, False
         frames = Frames(plan_pb2.SchedulerMessage, self._rng, {"epoch": self._epoch})
         welcome = plan_pb2.Welcome(max_in_flight=2, silence_ms=60_000)
         right: list[Message] = [plan_pb2.SchedulerMessage(epoch=self._epoch, welcome=welcome)]
@@ -158,9 +159,21 @@ class FalseScheduler(Adversary):
         self._send(plan_pb2.SchedulerMessage(unknown=plan_pb2.Unknown()).SerializeToString())
         self._await_hello()
 
-    def _await_hello(self) -> None:
-        while self._receive().WhichOneof("body") != "hello":
+    def _await_hello(self) -> Limits:
+        """Returns the worker's limits."""
+        while (message := self._receive()).WhichOneof("body") != "hello":
             pass
+        hello = message.hello
+        return Limits(
+            max_rows=hello.max_rows,
+            max_tokens_per_step=hello.max_tokens_per_step,
+            max_model_len=hello.model.max_model_len,
+            block_size=hello.block_size,
+            num_blocks=hello.num_blocks,
+            vocab_size=hello.model.vocab_size,
+            num_host_blocks=hello.num_host_blocks,
+            hidden_size=hello.model.hidden_size,
+        )
 
     def _receive(self) -> plan_pb2.WorkerMessage:
         assert self._router.poll(int(PATIENCE_S * 1000)), "the worker says nothing"

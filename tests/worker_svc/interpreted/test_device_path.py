@@ -13,10 +13,11 @@ from kernels import _triton
 from protos.quire.plan.v1 import plan_pb2
 from shared.columns import to_column
 from tests.checkpoints import VOCAB_SIZE, make_checkpoint
-from tests.worker_svc.driver import Driver, make_engine
+from tests.worker_svc.driver import Driver, collect, launch, make_engine
 from tests.worker_svc.fake_accelerator import FakeAccelerator
 from tests.worker_svc.oracle import Oracle, Verdict
 from worker_svc.execution import host_tokens
+from worker_svc.interface.plan import Plan
 
 READ_BACK = {
     "aten._local_scalar_dense", "aten.is_nonzero", "aten.equal", "aten.nonzero", "aten.masked_select",
@@ -90,11 +91,11 @@ def specialisation(kernel: _triton.Kernel, args: tuple[Any, ...], options: dict[
 @contextmanager
 def watched_launches(driver: Driver) -> Iterator[None]:
     """Within the block, launching a plan must not read anything back."""
-    launch = driver.engine.launch
+    unwatched = driver.engine.launch
 
-    def watched(plan: plan_pb2.Plan, received_unix_ns: int) -> None:
+    def watched(plan: Plan, received_unix_ns: int) -> None:
         with NoReadBack():  # type: ignore[no-untyped-call]
-            launch(plan, received_unix_ns)
+            unwatched(plan, received_unix_ns)
 
     driver.engine.launch = watched  # type: ignore[method-assign]
     yield
@@ -122,15 +123,15 @@ def test_tokens_are_the_oracles(tmp_path: Path) -> None:
     for prompt in prompts:
         rows.append(driver.admit(prompt))
         driver.chunk(rows[-1], len(prompt) // 2 + 1)
-    driver.engine.launch(driver.finish_plan(), 0)
+    launch(driver.engine, driver.finish_plan())
     for row, prompt in zip(rows, prompts, strict=True):
         driver.chunk(row, len(prompt) - len(prompt) // 2 - 1)
-        driver.engine.launch(driver.finish_plan(), 0)
-        driver.take(driver.engine.collect())
+        launch(driver.engine, driver.finish_plan())
+        driver.take(collect(driver.engine))
     for _ in range(3):
-        driver.engine.launch(driver.finish_plan(), 0)
-        driver.take(driver.engine.collect())
-    driver.take(driver.engine.collect())
+        launch(driver.engine, driver.finish_plan())
+        driver.take(collect(driver.engine))
+    driver.take(collect(driver.engine))
 
     oracle, verdict = Oracle(folder), Verdict()
     for row, prompt in zip(rows, prompts, strict=True):

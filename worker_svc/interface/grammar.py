@@ -1,0 +1,46 @@
+"""Grammars: the text of one, the scheduler's request to compile it, and the report of what became of it."""
+
+import enum
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """A grammar of a row's output."""
+
+    key: bytes
+    """SHA-256 of the grammar; two grammars with one key are the same."""
+    kind: str
+    """"json_schema", "regex" or "lark"; empty if the scheduler sent no usable grammar."""
+    text: str
+    costly: bool
+    """The front end measured a long compile time; other grammars are compiled first."""
+
+
+@dataclass(frozen=True, slots=True)
+class GrammarRequest:
+    """Request to compile a grammar; the answer is a `GrammarReport`."""
+
+    grammar: Grammar
+    drop: tuple[bytes, ...] = ()
+    """Keys of compiled grammars to drop."""
+
+
+class GrammarFailureCause(enum.Enum):
+    """What a failure to compile a grammar is due to."""
+
+    GRAMMAR = enum.auto()
+    """It is invalid or too expensive on any worker."""
+    WORKER = enum.auto()
+    """Another worker may be able to use it."""
+
+
+@dataclass(frozen=True, slots=True)
+class GrammarReport:
+    """Result of compiling a grammar."""
+
+    key: bytes
+    failure: str = ""
+    """One line; empty if the grammar is ready."""
+    cause: GrammarFailureCause | None = None
+    """None if the grammar is ready."""

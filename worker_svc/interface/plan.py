@@ -1,0 +1,118 @@
+"""Plan: one step of work for this worker, as differences from the plan before; plan.proto documents each field.
+
+The link decodes a plan once and checks everything that follows from the plan and the worker's limits: lengths, ranges,
+duplicates. What also depends on the rows' state is checked by the row table when it applies the plan.
+"""
+
+import enum
+from dataclasses import dataclass
+
+from worker_svc.interface.arrays import FloatArray, Int32Array, IntArray
+from worker_svc.interface.grammar import Grammar
+
+NO_LOGPROBS = -1
+"""The row needs no log-probabilities; 0 means that of the token alone."""
+
+
+class Pooling(enum.IntEnum):
+    """Pooling of the last hidden states of a row's tokens into one vector."""
+
+    NONE = 0
+    LAST = 1
+    MEAN = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rules:
+    """Rules that change the logits of a row: penalties, biases, allowed and forbidden tokens.
+
+    Token IDs are in the vocabulary, penalties are finite, biases are not NaN.
+    """
+
+    repetition_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+    bias_token_ids: Int32Array
+    bias_values: FloatArray
+    """As many as `bias_token_ids`."""
+    allowed_token_ids: Int32Array
+    """Empty: all."""
+    banned_token_ids: Int32Array
+    bad_words: tuple[tuple[int, ...], ...]
+    """Sequences of at least two tokens."""
+    min_tokens: int
+    """Minimum number of output tokens, before which the row's stop tokens are forbidden."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How the tokens of a row are sampled."""
+
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    typical_p: float
+    seed: int
+    """The 64 bits of the seed, as a signed number."""
+    choice: int
+    logprobs: int
+    prompt_logprobs: int
+    stop_token_ids: Int32Array
+    rules: Rules | None
+    """None: the logits stay as they are."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Admission:
+    """Admission of a row."""
+
+    row: int
+    generation: int
+    token_ids: Int32Array
+    num_prompt_tokens: int
+    num_computed_tokens: int
+    block_tables: tuple[Int32Array, ...]
+    """One per KV group."""
+    sampling: SamplingParams
+    sampling_fault: str
+    """Why the sampling parameters are invalid, so that the row can sample no token; empty if they are valid."""
+    request_id: str
+    traceparent: str
+    grammar: Grammar | None
+    pooling: Pooling
+
+
+@dataclass(frozen=True, slots=True)
+class BlockCopies:
+    """Blocks to copy, `sources[i]` to `targets[i]`; not empty."""
+
+    sources: Int32Array
+    targets: Int32Array
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """One step of work. The rows of a column are in range and distinct, except in `append_rows`."""
+
+    step: int
+    leaves: IntArray
+    admissions: tuple[Admission, ...]
+    append_rows: IntArray
+    append_blocks: Int32Array
+    append_groups: Int32Array | None
+    """None: all group 0."""
+    chunk_rows: IntArray
+    """Ascending."""
+    chunk_lengths: IntArray
+    holds: IntArray
+    releases: IntArray
+    traceparent: str
+    swap_out: BlockCopies | None
+    """From device to host, before the rest of the plan."""
+    swap_in: BlockCopies | None
+    """From host to device, before the forward pass."""
+    block_copies: BlockCopies | None
+    """On the device, before the plan writes any block."""
+    copy_ids: Int32Array
+    """IDs of the plan's swaps, which the result lists."""

@@ -1,0 +1,95 @@
+"""Result: the answer to one plan; plan.proto documents each field."""
+
+import enum
+from dataclasses import dataclass
+
+from worker_svc.interface.arrays import FloatArray, Int32Array, IntArray
+
+
+class FailureKind(enum.Enum):
+    """Kind of a row's failure."""
+
+    NOT_FINITE = enum.auto()
+    """Logits or hidden states have NaN or infinity, so the row's KV may have them too."""
+    NO_TOKEN_ALLOWED = enum.auto()
+    """The request's constraints allow no token."""
+    GRAMMAR_TOO_COSTLY = enum.auto()
+    """The request's grammar exceeds the limit of work per token."""
+    INTERNAL = enum.auto()
+    """The worker cannot continue this row; the request is not the cause."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowFailure:
+    """Failure of one row, which does not affect other rows."""
+
+    row: int
+    generation: int
+    kind: FailureKind
+    reason: str
+    """One line for the client, no prompt content."""
+    field: str = ""
+    """The field of the request to change, as generation.proto names it; empty: none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scores:
+    """Log-probabilities of a step in sections: consecutive tokens of one row.
+
+    The columns have one element per section. A steady step has a section for each row, so that one value holds all.
+    """
+
+    rows: tuple[int, ...]
+    generations: tuple[int, ...]
+    prompt_indices: tuple[int, ...]
+    """0: of the token sampled in this step. Otherwise the index in the prompt of the section's first token."""
+    counts: tuple[int, ...]
+    """Number of most likely tokens that each section includes, at most k."""
+    firsts: tuple[int, ...]
+    """First line of each section in `lines`."""
+    num_tokens: tuple[int, ...]
+    lines: Int32Array
+    """`[n, 2 + 2k]`, one line per token: its rank from 1; the k most likely tokens, most likely first; then as float32
+    its log-probability, and theirs."""
+
+
+@dataclass(frozen=True, slots=True)
+class RowEmbedding:
+    """The vector of one row."""
+
+    row: int
+    generation: int
+    values: FloatArray
+    """`[hidden_size]`, finite, not scaled."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepTimings:
+    """Measurements of one step; durations in ns, points in time as Unix ns."""
+
+    received_unix_ns: int
+    started_unix_ns: int
+    prepare_ns: int
+    forward_ns: int
+    sample_ns: int
+    idle_before_ns: int
+    num_tokens: int
+    copied_blocks: int = 0
+    copy_ns: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepResult:
+    """The answer to one plan."""
+
+    step: int
+    rows: IntArray
+    """The rows that sampled."""
+    tokens: Int32Array
+    """One per row."""
+    failures: tuple[RowFailure, ...] = ()
+    timings: StepTimings
+    completed_copies: Int32Array
+    scores: Scores | None = None
+    """None: no row needs log-probabilities."""
+    embeddings: tuple[RowEmbedding, ...] = ()

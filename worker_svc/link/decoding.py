@@ -1,0 +1,293 @@
+"""From protobuf messages of the scheduler to values of the worker, checked against the worker's limits.
+
+Behind the link nothing is checked again that is checked here. A field that violates the plan protocol raises
+`PlanError` with one line that contains no prompt content.
+"""
+
+import math
+from hashlib import sha256
+
+import numpy as np
+from google.protobuf.message import DecodeError
+
+from protos.quire.plan.v1 import plan_pb2
+from shared.columns import MalformedColumnError, from_column, from_columns
+from shared.frames import MAX_LOGPROBS
+from worker_svc.interface.arrays import NO_IDS, NO_ROWS, Int32Array, IntArray
+from worker_svc.interface.errors import PlanError
+from worker_svc.interface.grammar import Grammar, GrammarRequest
+from worker_svc.interface.limits import Limits
+from worker_svc.interface.plan import NO_LOGPROBS, Admission, BlockCopies, Plan, Pooling, Rules, SamplingParams
+
+_INT32_MAX = 0x7FFFFFFF
+
+
+def decode_plan(message: plan_pb2.Plan, limits: Limits) -> Plan:
+    """Decode a plan and check it against the worker's limits.
+
+    Raises:
+        PlanError: the plan violates the protocol.
+    """
+    try:
+        chunk_rows, chunk_lengths = _chunks(message, limits)
+        append_rows, append_blocks, append_groups = _appends(message, limits)
+        return Plan(
+            step=message.step,
+            leaves=_rows(message.leaves, "leave", limits),
+            admissions=tuple([_admission(admission, limits) for admission in message.admissions]),
+            append_rows=append_rows,
+            append_blocks=append_blocks,
+            append_groups=append_groups,
+            chunk_rows=chunk_rows,
+            chunk_lengths=chunk_lengths,
+            holds=_rows(message.holds, "hold", limits),
+            releases=_rows(message.releases, "release", limits),
+            traceparent=message.traceparent,
+            swap_out=_swap_out(message.swap_out_blocks, message.swap_out_host_blocks, limits),
+            swap_in=_swap_in(message, limits),
+            block_copies=_block_copies(message, limits),
+            copy_ids=_ids(message.copy_ids),
+        )
+    except MalformedColumnError as error:
+        raise PlanError(str(error)) from None
+
+
+def decode_grammar_request(message: plan_pb2.PrepareGrammar) -> GrammarRequest:
+    """Decode a request to compile a grammar."""
+    return GrammarRequest(decode_grammar(message.key, message.grammar), tuple(message.drop))
+
+
+def _ids(column: bytes) -> Int32Array:
+    return from_column(column) if column else NO_IDS
+
+
+def _rows(column: bytes, what: str, limits: Limits) -> IntArray:
+    """Return a column of distinct rows."""
+    if not column:
+        return NO_ROWS
+    narrow = from_column(column)
+    _check_rows(narrow, what, limits)
+    rows = narrow.astype(np.int64)
+    if len(rows) > 1 and len(np.unique(rows)) != len(rows):
+        raise PlanError(f"{what}: a row appears twice")
+    return rows
+
+
+def _outside(ids: Int32Array, limit: int) -> bool:
+    """Return whether an ID is outside [0, limit); `ids` is not empty. Negative IDs are large as unsigned numbers."""
+    return int(ids.view(np.uint32).max()) >= limit
+
+
+def _check_rows(rows: Int32Array, what: str, limits: Limits) -> None:
+    if _outside(rows, limits.max_rows):
+        raise PlanError(f"{what}: a row is outside [0, {limits.max_rows})")
+
+
+def _chunks(message: plan_pb2.Plan, limits: Limits) -> tuple[IntArray, IntArray]:
+    if not message.chunk_rows and not message.chunk_lengths:
+        return NO_ROWS, NO_ROWS
+    lengths = from_columns(message.chunk_rows, message.chunk_lengths)[1].astype(np.int64)
+    rows = _rows(message.chunk_rows, "chunk", limits)
+    if int(lengths.min()) < 1:
+        raise PlanError("chunk: its length is 0 or negative")
+    order = np.argsort(rows)
+    return rows[order], lengths[order]
+
+
+def _appends(message: plan_pb2.Plan, limits: Limits) -> tuple[IntArray, Int32Array, Int32Array | None]:
+    if not (message.append_rows or message.append_blocks or message.append_groups):
+        return NO_ROWS, NO_IDS, None
+    narrow, blocks = from_columns(message.append_rows, message.append_blocks)
+    groups = from_columns(message.append_rows, message.append_groups)[1] if message.append_groups else None
+    if not len(narrow):
+        return NO_ROWS, NO_IDS, None
+    _check_rows(narrow, "append", limits)
+    _check_blocks(blocks, limits)
+    if groups is not None and _outside(groups, limits.num_kv_groups):
+        raise PlanError(f"append: a KV group is outside [0, {limits.num_kv_groups})")
+    return narrow.astype(np.int64), blocks, groups
+
+
+def _check_blocks(blocks: Int32Array, limits: Limits) -> None:
+    if _outside(blocks, limits.num_blocks):
+        raise PlanError(f"block table: a block ID is outside [0, {limits.num_blocks})")
+
+
+def _swap_out(device: bytes, host: bytes, limits: Limits) -> BlockCopies | None:
+    """Return the copies from device to host."""
+    if not (device or host):
+        return None
+    blocks, host_blocks = from_columns(device, host)
+    for what, column, limit in (
+        ("block", blocks, limits.num_blocks),
+        ("host block", host_blocks, limits.num_host_blocks),
+    ):
+        if _outside(column, limit):
+            raise PlanError(f"swap: a {what} ID is outside [0, {limit})")
+    return BlockCopies(blocks, host_blocks)
+
+
+def _swap_in(message: plan_pb2.Plan, limits: Limits) -> BlockCopies | None:
+    """Return the copies from host to device."""
+    reverse = _swap_out(message.swap_in_blocks, message.swap_in_host_blocks, limits)
+    return None if reverse is None else BlockCopies(reverse.targets, reverse.sources)
+
+
+def _block_copies(message: plan_pb2.Plan, limits: Limits) -> BlockCopies | None:
+    if not (message.copy_sources or message.copy_targets):
+        return None
+    sources, targets = from_columns(message.copy_sources, message.copy_targets)
+    if _outside(sources, limits.num_blocks) or _outside(targets, limits.num_blocks):
+        raise PlanError(f"copy: a block ID is outside [0, {limits.num_blocks})")
+    if len(np.unique(targets)) < len(targets) or np.isin(targets, sources).any():
+        raise PlanError("copy: a target block is also the target or source of another copy")
+    return BlockCopies(sources, targets)
+
+
+def _admission(message: plan_pb2.Admission, limits: Limits) -> Admission:
+    row = message.row
+    if row >= limits.max_rows:
+        raise PlanError(f"admission: row {row} is outside [0, {limits.max_rows})")
+    tokens = from_column(message.token_ids)
+    if not 0 < len(tokens) <= limits.max_model_len:
+        raise PlanError(f"admission: the number of tokens, {len(tokens)}, is outside [1, {limits.max_model_len}]")
+    if _outside(tokens, limits.vocab_size):
+        raise PlanError("admission: a token ID is outside the vocabulary")
+    if message.num_prompt_tokens > len(tokens) or message.num_computed_tokens >= len(tokens):
+        raise PlanError("admission: the prompt exceeds the tokens, or no token is left to compute")
+    sampling, fault = _sampling(message.sampling, limits)
+    return Admission(
+        row=row,
+        generation=message.generation,
+        token_ids=tokens,
+        num_prompt_tokens=message.num_prompt_tokens,
+        num_computed_tokens=message.num_computed_tokens,
+        block_tables=_block_tables(message, limits),
+        sampling=sampling,
+        sampling_fault=fault,
+        request_id=message.request_id,
+        traceparent=message.traceparent,
+        grammar=decode_grammar(sha256(message.grammar).digest(), message.grammar) if message.grammar else None,
+        pooling=_pooling(message, limits),
+    )
+
+
+def _block_tables(message: plan_pb2.Admission, limits: Limits) -> tuple[Int32Array, ...]:
+    tables = tuple([from_column(column) for column in message.block_tables])
+    if len(tables) != limits.num_kv_groups:
+        raise PlanError(f"admission: {len(tables)} block tables do not match {limits.num_kv_groups} KV groups")
+    for blocks in tables:
+        if len(blocks) * limits.block_size < message.num_computed_tokens:
+            raise PlanError("admission: too few blocks for the computed tokens")
+        if len(blocks):
+            _check_blocks(blocks, limits)
+    return tables
+
+
+def _pooling(message: plan_pb2.Admission, limits: Limits) -> Pooling:
+    mode = int(message.pooling)
+    if not mode:
+        return Pooling.NONE
+    if mode not in (Pooling.LAST, Pooling.MEAN) or not limits.hidden_size or message.grammar:
+        raise PlanError(f"admission: pooling mode {mode} is unknown, has a grammar, or the model has no hidden states")
+    if mode == Pooling.MEAN and message.num_computed_tokens:
+        raise PlanError("admission: mean pooling needs all tokens, but some are computed already")
+    return Pooling(mode)
+
+
+def decode_grammar(key: bytes, serialized: bytes) -> Grammar:
+    """Decode a grammar; of a malformed one only the key, so that it fails where grammars are compiled."""
+    try:
+        message = plan_pb2.Grammar.FromString(serialized)
+    except DecodeError:
+        message = plan_pb2.Grammar()
+    match message.WhichOneof("kind"):
+        case "json_schema":
+            return Grammar(key, "json_schema", message.json_schema, message.costly)
+        case "regex":
+            return Grammar(key, "regex", message.regex, message.costly)
+        case "lark":
+            return Grammar(key, "lark", message.lark, message.costly)
+    return Grammar(key, "", "", costly=False)
+
+
+def _sampling(serialized: bytes, limits: Limits) -> tuple[SamplingParams, str]:
+    """Return the sampling parameters, or others with the reason why these are invalid.
+
+    The scheduler has not read them, so a fault in them is the front end's and concerns this row alone.
+    """
+    try:
+        return decode_sampling(plan_pb2.SamplingParams.FromString(serialized), limits), ""
+    except (DecodeError, MalformedColumnError, PlanError) as error:
+        return decode_sampling(plan_pb2.SamplingParams(), limits), f"invalid sampling parameters: {error}"
+
+
+def decode_sampling(params: plan_pb2.SamplingParams, limits: Limits) -> SamplingParams:
+    """Decode sampling parameters and check them.
+
+    Raises:
+        PlanError: a parameter is invalid.
+    """
+    temperature, top_k, top_p, min_p = params.temperature, params.top_k, params.top_p, params.min_p
+    typical_p, choice, seed = params.typical_p, params.choice, params.seed
+    if not (math.isfinite(temperature) and temperature >= 0):
+        raise PlanError("admission: temperature is negative or not finite")
+    if not (0 <= top_p <= 1 and 0 <= min_p <= 1 and 0 <= typical_p <= 1) or max(top_k, choice) > _INT32_MAX:
+        raise PlanError("admission: top_p, min_p, typical_p, top_k or choice is out of range")
+    logprobs = params.logprobs if params.HasField("logprobs") else NO_LOGPROBS
+    prompt_logprobs = params.prompt_logprobs if params.HasField("prompt_logprobs") else NO_LOGPROBS
+    if max(logprobs, prompt_logprobs) > MAX_LOGPROBS:
+        raise PlanError(f"admission: more than {MAX_LOGPROBS} log-probabilities per token")
+    return SamplingParams(
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        typical_p=typical_p or 1.0,
+        seed=seed - (1 << 64) if seed >> 63 else seed,
+        choice=choice,
+        logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
+        stop_token_ids=_ids(params.stop_token_ids),
+        rules=_rules(params, limits) if _has_rules(params) else None,
+    )
+
+
+def _has_rules(params: plan_pb2.SamplingParams) -> bool:
+    return bool(
+        params.repetition_penalty not in (0, 1)
+        or params.presence_penalty
+        or params.frequency_penalty
+        or params.bias_token_ids
+        or params.allowed_token_ids
+        or params.banned_token_ids
+        or params.bad_words
+        or (params.min_tokens and params.stop_token_ids)
+    )
+
+
+def _rules(params: plan_pb2.SamplingParams, limits: Limits) -> Rules:
+    ids, values = from_columns(params.bias_token_ids, params.bias_values)
+    bias = values.view(np.float32)
+    allowed, banned = _ids(params.allowed_token_ids), _ids(params.banned_token_ids)
+    stops = _ids(params.stop_token_ids) if params.min_tokens else NO_IDS
+    words = [from_column(word) for word in params.bad_words]
+    numbers = (params.repetition_penalty, params.presence_penalty, params.frequency_penalty)
+    if not (all(map(math.isfinite, numbers)) and params.repetition_penalty >= 0 and not np.isnan(bias).any()):
+        raise PlanError("admission: a penalty is not finite, a bias is NaN, or the repetition penalty is negative")
+    for column in (ids, allowed, banned, stops, *words):
+        if len(column) and _outside(column, limits.vocab_size):
+            raise PlanError("admission: sampling has a token ID outside the vocabulary")
+    if any(len(word) < 2 for word in words):
+        raise PlanError("admission: a bad word has fewer than two tokens")
+    return Rules(
+        repetition_penalty=params.repetition_penalty or 1.0,
+        presence_penalty=params.presence_penalty,
+        frequency_penalty=params.frequency_penalty,
+        bias_token_ids=ids,
+        bias_values=bias,
+        allowed_token_ids=allowed,
+        banned_token_ids=banned,
+        bad_words=tuple([tuple(word.tolist()) for word in words]),
+        min_tokens=params.min_tokens,
+    )

@@ -1,0 +1,128 @@
+"""From values of the worker to protobuf messages for the scheduler."""
+
+from collections.abc import Iterator
+
+from protos.quire.plan.v1 import plan_pb2
+from shared.columns import to_column
+from shared.frames import PLAN_VERSIONS
+from worker_svc.interface.grammar import GrammarFailureCause, GrammarReport
+from worker_svc.interface.result import FailureKind, RowEmbedding, RowFailure, Scores, StepResult, StepTimings
+from worker_svc.link.identity import Identity
+from worker_svc.link.session import HelloReason
+
+_KINDS = {kind: plan_pb2.RowFailureKind.Value(f"ROW_FAILURE_KIND_{kind.name}") for kind in FailureKind}
+_CAUSES = {
+    cause: plan_pb2.GrammarFailureCause.Value(f"GRAMMAR_FAILURE_CAUSE_{cause.name}") for cause in GrammarFailureCause
+}
+_REASONS = {reason: plan_pb2.HelloReason.Value(f"HELLO_REASON_{reason.name}") for reason in HelloReason}
+
+
+def encode_hello(identity: Identity, incarnation: int, reason: HelloReason) -> plan_pb2.Hello:
+    """Return the first message of an incarnation."""
+    limits = identity.limits
+    return plan_pb2.Hello(
+        protocol_version=PLAN_VERSIONS.oldest,
+        newest_protocol_version=PLAN_VERSIONS.newest,
+        worker_id=identity.worker_id,
+        incarnation=incarnation,
+        model=plan_pb2.ModelInfo(
+            name=identity.model,
+            architecture=identity.architecture,
+            fingerprint=identity.fingerprint,
+            max_model_len=limits.max_model_len,
+            vocab_size=limits.vocab_size,
+            dtype=identity.dtype,
+            eos_token_ids=identity.eos_token_ids,
+            hidden_size=limits.hidden_size,
+            break_even_context=identity.break_even_context,
+        ),
+        block_size=limits.block_size,
+        num_blocks=limits.num_blocks,
+        num_host_blocks=limits.num_host_blocks,
+        max_rows=limits.max_rows,
+        max_tokens_per_step=limits.max_tokens_per_step,
+        num_kv_groups=limits.num_kv_groups,
+        device=identity.device,
+        pid=identity.pid,
+        process=identity.process,
+        reason=_REASONS[reason],
+    )
+
+
+def encode_result(result: StepResult) -> plan_pb2.StepResult:
+    """Return the answer to a plan."""
+    message = plan_pb2.StepResult(
+        step=result.step,
+        rows=to_column(result.rows),
+        tokens=to_column(result.tokens),
+        timings=_timings(result.timings),
+        completed_copies=to_column(result.completed_copies),
+    )
+    if result.failures:
+        message.failures.extend(map(_failure, result.failures))
+    if result.scores is not None:
+        message.scores.extend(encode_scores(result.scores))
+    if result.embeddings:
+        message.embeddings.extend(map(_embedding, result.embeddings))
+    return message
+
+
+def encode_scores(scores: Scores) -> Iterator[plan_pb2.RowScores]:
+    """Yield a message per section; the core forwards its content to the front end without parsing."""
+    lines = scores.lines.astype("<i4", copy=False)
+    most = (lines.shape[1] - 2) // 2
+    sections = zip(
+        scores.rows,
+        scores.generations,
+        scores.prompt_indices,
+        scores.counts,
+        scores.firsts,
+        scores.num_tokens,
+        strict=True,
+    )
+    for row, generation, prompt_index, count, first, num_tokens in sections:
+        section = lines[first : first + num_tokens]
+        content = plan_pb2.TokenScores(
+            ranks=section[:, 0].tobytes(),
+            top_token_ids=section[:, 1 : 1 + count].tobytes(),
+            logprobs=section[:, 1 + most].tobytes(),
+            top_logprobs=section[:, 2 + most : 2 + most + count].tobytes(),
+        )
+        yield plan_pb2.RowScores(
+            row=row, generation=generation, prompt_index=prompt_index, scores=content.SerializeToString()
+        )
+
+
+def encode_grammar_report(report: GrammarReport) -> plan_pb2.GrammarReport:
+    """Return the report of a grammar."""
+    cause = plan_pb2.GRAMMAR_FAILURE_CAUSE_UNSPECIFIED if report.cause is None else _CAUSES[report.cause]
+    return plan_pb2.GrammarReport(key=report.key, failure=report.failure, cause=cause)
+
+
+def _failure(failure: RowFailure) -> plan_pb2.RowFailure:
+    return plan_pb2.RowFailure(
+        row=failure.row,
+        generation=failure.generation,
+        reason=failure.reason,
+        kind=_KINDS[failure.kind],
+        field=failure.field,
+    )
+
+
+def _embedding(embedding: RowEmbedding) -> plan_pb2.RowEmbedding:
+    values = embedding.values.astype("<f4", copy=False).tobytes()
+    return plan_pb2.RowEmbedding(row=embedding.row, generation=embedding.generation, values=values)
+
+
+def _timings(timings: StepTimings) -> plan_pb2.StepTimings:
+    return plan_pb2.StepTimings(
+        received_unix_ns=timings.received_unix_ns,
+        started_unix_ns=timings.started_unix_ns,
+        prepare_ns=timings.prepare_ns,
+        forward_ns=timings.forward_ns,
+        sample_ns=timings.sample_ns,
+        idle_before_ns=timings.idle_before_ns,
+        num_tokens=timings.num_tokens,
+        copied_blocks=timings.copied_blocks,
+        copy_ns=timings.copy_ns,
+    )
