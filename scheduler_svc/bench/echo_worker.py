@@ -257,10 +257,10 @@ class EchoProcess:
         for worker in workers:
             self._take_frames(worker)
         while not all(worker.epoch for worker in workers):
-            self._turn(give_up, "not every worker received Welcome")
+            self._turn(give_up, "the Welcome of every worker")
         print("joined", flush=True)
         while self._num_sampling() < begin_rows:
-            self._turn(give_up, "not every row is running")
+            self._turn(give_up, "all rows to run")
         self._turns_until(time.monotonic() + WARM_UP_S)
         print("measuring", flush=True)
         begin = time.monotonic()
@@ -296,11 +296,11 @@ class EchoProcess:
         while time.monotonic() < end:
             self._turn(end)
 
-    def _turn(self, end: float, trouble: str = "") -> None:
+    def _turn(self, end: float, awaited: str = "") -> None:
         """Sleep until a step ends, a frame arrives, or `end`; then handle the steps and frames."""
         now = time.monotonic()
-        if trouble and now > end:
-            raise EchoError(f"timeout: {trouble}")
+        if awaited and now > end:
+            raise EchoError(f"timeout: no answer while waiting for {awaited}")
         wake = min(end, self._agenda[0][0]) if self._agenda else end
         # `epoll` waits in whole milliseconds; `select` on its descriptor waits in microseconds.
         if select.select([self._poll.fileno()], [], [], max(0.0, wake - now))[0]:

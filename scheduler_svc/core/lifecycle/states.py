@@ -115,7 +115,7 @@ class RequestStates:
         self._backlog.tenant_changed(request.spec.tenant, now)
 
     def strand(self, request: Request, now: float) -> None:
-        """Keep a request that no worker serves beside the queue until the fleet changes."""
+        """Take a request that no worker can serve out of the queue until the fleet changes."""
         self._apply(request, RequestEvent.STRAND)
         self._stranded[request.key] = request
         request.stranded_since = now

@@ -64,7 +64,7 @@ class Tenants:
         return not limits.tokens_per_s or tenant.tokens >= 0
 
     def may_compete(self, name: str, now: float) -> bool:
-        """Return whether one more request of the tenant may start with enough room, beside those that compete."""
+        """Return whether the quota lets one more request of the tenant compete."""
         limits = self._limits_of(name)
         tenant = self._of(name, now)
         if limits.max_running and tenant.running + tenant.competing >= limits.max_running:
