@@ -290,10 +290,12 @@ def test_two_workers_without_a_name_are_two_workers(checkpoint: Path) -> None:
     """Workers without a name use host and process id, so that none takes another's place."""
     with bound_router() as router:
         processes = [start_worker(router, checkpoint) for _ in range(2)]
-        hellos = [Scheduler(router, process).hello(START_MS) for process in processes]
-        for process in processes:
-            process.kill()
-            process.communicate()
+        try:
+            hellos = [Scheduler(router, process).hello(START_MS) for process in processes]
+        finally:
+            for process in processes:
+                process.kill()
+                process.communicate()
 
     assert {hello.worker_id for hello in hellos} == {f"{platform.node()}-{process.pid}" for process in processes}
 
