@@ -162,10 +162,10 @@ def _select_kernel(
     vocab_size: tl.tensor,
     TILE: tl.constexpr,
 ) -> None:
-    """Find the tokens to keep of one row per program.
+    """Find the tokens that sampling may choose; each program handles one row.
 
-    The results are the smallest key to keep, the last token to keep of those with this key, and the best score. A row
-    without truncation keeps every key.
+    The results are the smallest sort key that is kept, the last token that is kept among those with exactly this key,
+    and the best score. A row without truncation keeps every key.
     """
     row = tl.program_id(0)
     temperature = tl.load(temperature_ptr + row)

@@ -69,7 +69,7 @@ def _settings(content: dict[str, Any]) -> AdmissionSettings:
     for name, table in _tables(content, "classes"):
         _check_keys(f"classes.{name}", table, {"policy", "weight"})
         if not isinstance(table.get("policy"), str):
-            raise ValueError(f"classes.{name}.policy: missing; add a policy, with the values of --policy")
+            raise ValueError(f"classes.{name}.policy: missing; add one of the policies that --policy accepts")
         weight = _number(f"classes.{name}.weight", table.get("weight", 1.0))
         settings.classes[name] = RequestClass(policy=table["policy"], weight=weight)
     return settings

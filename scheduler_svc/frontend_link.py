@@ -130,7 +130,7 @@ def arrival(peer: ev.Peer, submission: link_pb2.Submission, now: float) -> ev.Re
     if num_tokens > MAX_SERVED_SEQUENCE:
         raise UnusableSubmissionError(f"token_ids: {num_tokens} tokens exceed the limit of {MAX_SERVED_SEQUENCE}")
     if len(spec.stop_token_ids) % TOKEN_BYTES:
-        raise UnusableSubmissionError("stop_token_ids: not a column")
+        raise UnusableSubmissionError("stop_token_ids: not a packed array of 32-bit integers")
     if spec.pooling:
         if spec.pooling not in _POOLINGS:
             raise UnusableSubmissionError(f"pooling: unknown mode {spec.pooling}")

@@ -192,7 +192,7 @@ class SchedulerService:
         try:
             event, timings = worker_link.decode(peer, payload)
         except UnsupportedVersionError as error:
-            log.warning("worker refused", worker=peer.decode(errors="replace"), reason=str(error))
+            log.warning("refused a worker's connection", worker=peer.decode(errors="replace"), reason=str(error))
             self._workers.try_send(peer, worker_link.encode_refused(str(error)))
             return
         match event:

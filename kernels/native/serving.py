@@ -35,5 +35,9 @@ def native() -> Native | None:
             return levels[name]
         _log.warning("native CPU kernels: level %s failed its self-test and is not used: %s", name, reason)
     if wanted != "auto":
-        _log.warning("%s: level %r is not available on this machine; using torch; set it to auto", _VARIABLE, wanted)
+        _log.warning(
+            "%s: level %r is not available on this machine, so torch is used; set it to auto to choose the best level",
+            _VARIABLE,
+            wanted,
+        )
     return None

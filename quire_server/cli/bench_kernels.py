@@ -2,8 +2,9 @@
 
 The table compares them with the achieved copy bandwidth, the achieved rate of a matrix product, and torch's attention.
 Sizes are those of Llama-3.1-8B on a GPU. On a CPU the sizes are tiny, because the result says nothing about the GPU's
-kernels; the table is then marked as a rehearsal. "of roof" is the minimum time for the bytes and operations, by these
-two ceilings, divided by the measured time.
+kernels; the table is then marked as a rehearsal. "of roof" is the shortest possible time divided by the measured time.
+The shortest possible time follows from the bytes and operations of the kernel, and from the measured copy bandwidth and
+rate of matrix products.
 """
 
 import json

@@ -1,6 +1,6 @@
-"""gRPC: parses messages, authenticates callers, and connects each service to what does the work.
+"""gRPC: decodes requests, authenticates callers, and connects each service to the component that does its work.
 
-* `boundary` – bytes to messages, callers, and exceptions to statuses; every handler passes it.
+* `boundary` – decodes requests, authenticates callers, and turns exceptions into gRPC statuses, for every handler.
 * `batch` – many generation requests on one bidirectional call.
 * `generation`, `model`, `admin`, `health` – the services of `quire.v1`, `quire.admin.v1` and `grpc.health.v1`.
 * `vllm` – vLLM's engine protocol, so that routers can use Quire.

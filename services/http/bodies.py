@@ -104,7 +104,7 @@ def _joined(descriptions: list[str]) -> str:
 
 
 def _path(error: ErrorDetails, document: Any) -> str:
-    """Return the field's path in the document: pydantic's location without the alternatives that it tried."""
+    """Return the field's path in the document: pydantic's location of the error, without the names of union members."""
     path, here = "", document
     location = error["loc"]
     missing = len(location) - 1 if error["type"] == "missing" else -1

@@ -147,7 +147,9 @@ class Exchange:
                     if not message.get("more_body", False):
                         return bytes(chunks)
         except TimeoutError:
-            raise errors.SlowBodyError(f"body: not complete after {BODY_TIMEOUT_S:g} s; send it at once") from None
+            raise errors.SlowBodyError(
+                f"body: not complete after {BODY_TIMEOUT_S:g} s; send it without pauses"
+            ) from None
 
     def _check_content_type(self) -> None:
         given = self.headers.get("content-type", "")

@@ -89,7 +89,10 @@ class _Protocol(HttpToolsProtocol):
         self._in_head, self._head_bytes = True, 0
         self._stop_head_timer()
         self._head_timer = self.loop.call_later(
-            HEAD_TIMEOUT_S, self._refuse, 408, f"request head: not complete after {HEAD_TIMEOUT_S:g} s; send it at once"
+            HEAD_TIMEOUT_S,
+            self._refuse,
+            408,
+            f"request head: not complete after {HEAD_TIMEOUT_S:g} s; send it without pauses",
         )
 
     def on_headers_complete(self) -> None:

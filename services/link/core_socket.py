@@ -1,13 +1,14 @@
 """Socket to the scheduler core: one DEALER on the event loop, with a new incarnation for every connection.
 
 grpc.aio handles one completion per turn of the loop, be it a written message or a new call. gRPC cancels calls that
-were not accepted for 30 s. Therefore turns must be short: reading is limited in time, and credit, of which every
-written message returns some, is batched for a moment. Everything else is sent at the end of the turn in one message.
+were not accepted for 30 s. Therefore turns must be short: reading is limited in time. Each message written to a client
+returns credit to the scheduler; these returns are collected for a moment. All other data is sent in one message at the
+end of the turn.
 
 A monitor socket reports a lost connection, so that the death of a scheduler is noticed at once.
 
 The socket's file descriptor is edge-triggered. After every send, and whenever the descriptor fires, the socket is read
-until it is empty. (`zmq.asyncio` would do the same, at 25 µs a message instead of 1.)
+until it is empty. (`zmq.asyncio` would do the same, but takes 25 µs per message instead of 1 µs.)
 """
 
 import asyncio

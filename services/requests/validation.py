@@ -111,7 +111,8 @@ def validate(request: v1.GenerateRequest, model: link_pb2.ServedModel, *, has_ch
         raise InvalidRequestError(
             FieldViolation(
                 "stop.min_tokens",
-                "no token is left to sample before the output may end; allow more tokens or set min_tokens to 0",
+                "the stop tokens are forbidden until min_tokens is reached, and no other token is allowed;"
+                " allow more token ids or set min_tokens to 0",
             )
         )
     return ValidRequest(

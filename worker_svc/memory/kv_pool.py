@@ -80,7 +80,8 @@ def cuda_memory_left(device: torch.device, utilization: float, profile: Callable
     Args:
         device: the GPU.
         utilization: share of the GPU's memory for the whole worker, from 0 to 1.
-        profile: runs the largest possible step; returns the bytes of KV that it allocated, which are not counted.
+        profile: runs the largest possible step; returns the bytes of KV that it allocated for the run. They are
+            subtracted from the measured peak.
         later: bytes that the worker allocates after the KV cache.
     """
     torch.cuda.reset_peak_memory_stats(device)

@@ -122,7 +122,7 @@ class RequestStates:
         request.note(now, "no worker serves it")
 
     def admit(self, request: Request, worker: Worker, admission: RowAdmission, now: float) -> None:
-        """Record that a plan has given the request a row; `Tenants` counted it when the plan was made."""
+        """Record that a plan has given the request a row. `Tenants` has counted the request as running already."""
         self._apply(request, RequestEvent.ADMIT)
         self._running[request.key] = (worker, admission.row)
         self.queued_tokens -= request.queued_tokens

@@ -180,8 +180,8 @@ class Placement:
         """Return the least loaded other worker that has room for the request and its grammar, or None.
 
         Args:
-            worker: a worker that cannot take the request.
-            request: a request that this worker has just taken from the backlog.
+            worker: the worker to exclude; it has no room for the request, or not the grammar.
+            request: the request, which was taken from the backlog for this worker.
             assign: whether to assign the request to the other worker.
         """
         self._update()

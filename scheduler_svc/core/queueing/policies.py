@@ -325,7 +325,7 @@ def fcfs_key(request: Request) -> float:
 
 
 def priority_key(request: Request) -> float:
-    """Return the key of priority with ageing; higher priority first."""
+    """Return the sort key of the policy `priority`: higher priority first, and priority rises with the waiting time."""
     return request.arrival - request.spec.priority * AGEING_S
 
 

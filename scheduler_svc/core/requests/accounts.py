@@ -43,7 +43,7 @@ class AccountNumbers:
         return number
 
     def leave(self, number: int) -> None:
-        """Count one use less; after the last one, the number is free for another account."""
+        """Decrease the use count of a number by one. At zero, another account can get the number."""
         self._users[number] -= 1
         if not self._users[number]:
             del self._numbers[self._accounts[number]]

@@ -252,7 +252,7 @@ class RowTable:
         return bool(self.state[row] == DECODE and self.length[row] == self.committed[row])
 
     def num_generated(self, row: int) -> int:
-        """Return the tokens that the row's request has generated and delivered."""
+        """Return the number of tokens that the row's request has generated and delivered."""
         return self.committed.item(row) - self.num_prompt.item(row)
 
     def validate(self) -> None:

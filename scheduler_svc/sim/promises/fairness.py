@@ -112,7 +112,7 @@ class ServiceIsShared(Promise):
         return 2 * min(by_memory, by_rows) + _MOST_RUNS * output * self._most_rows
 
     def _waiting(self, epoch: Epoch) -> list[str]:
-        """Return the groups that have a request which waits for nothing but room."""
+        """Return the groups with at least one request that waits only for free rows or blocks."""
         found: dict[str, None] = {}
         memory = self._eligibility.memory(epoch)
         for stream in self.book.waiting:

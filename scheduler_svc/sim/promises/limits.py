@@ -48,7 +48,10 @@ class StepLimits(Promise):
 
 
 class AttentionIsCounted(Promise):
-    """A chunk costs its tokens and its attention; a single token is allowed where the budget left is smaller."""
+    """A chunk is charged for its tokens and for its attention.
+
+    One token is always allowed, even if the budget that is left is smaller than its cost.
+    """
 
     def plan_made(self, plan: Plan, epoch: Epoch) -> None:
         break_even = epoch.model.break_even_context
