@@ -289,7 +289,7 @@ class Scheduler:
                 self._quarantine.worker_died(event.worker_id)
             else:
                 for request in self._quarantine.worker_survived(event.worker_id):
-                    left = f"{request.fatal_steps} left"
+                    left = f"{request.faults.fatal_steps} left"
                     request.note(now, f"{event.worker_id} is back, so its last step was not fatal: {left}")
             self._schedule.update(worker)
             self._effects.append(
@@ -320,7 +320,7 @@ class Scheduler:
             ids = tuple(request.spec.request_id for request in left_behind)
             self._effects.append(WorkerEmptied(worker_id=worker.worker_id, reason=reason, request_ids=ids))
         for request in requests_in_flight:
-            request.note(now, f"in a fatal step: {request.fatal_steps}" + (", alone" if is_alone else ""))
+            request.note(now, f"in a fatal step: {request.faults.fatal_steps}" + (", alone" if is_alone else ""))
         for request in rejected:
             self._requests.end(request, EndReason.POISON, now, message=REJECTED)
 

@@ -27,7 +27,7 @@ from scheduler_svc.core.queueing.policies import (
 from scheduler_svc.core.queueing.service_ledger import ServiceLedger
 from scheduler_svc.core.queueing.tenants import Tenants
 from scheduler_svc.core.requests.accounts import Account, AccountNumbers
-from scheduler_svc.core.requests.request import Request, RequestState
+from scheduler_svc.core.requests.request import Request, RequestState, Wait
 from scheduler_svc.sim.model_worker import ModelWorker
 from tests.examples import examples
 from tests.scheduler_svc.cluster import Cluster
@@ -94,18 +94,18 @@ def test_priority_goes_first_until_waiting_outweighs_it() -> None:
 
 def test_sjf_prefers_short_ones_until_waiting_outweighs_it() -> None:
     """A long request is overtaken only by requests that arrive within its length's worth of time."""
-    long = make_request(1, arrival=0.0, forecast_tokens=100.0)
-    soon = make_request(2, arrival=100 * SJF_S_PER_TOKEN - 1, forecast_tokens=1.0)
-    late = make_request(3, arrival=100 * SJF_S_PER_TOKEN + 1, forecast_tokens=1.0)
+    long = make_request(1, arrival=0.0, wait=Wait(forecast_tokens=100.0))
+    soon = make_request(2, arrival=100 * SJF_S_PER_TOKEN - 1, wait=Wait(forecast_tokens=1.0))
+    late = make_request(3, arrival=100 * SJF_S_PER_TOKEN + 1, wait=Wait(forecast_tokens=1.0))
     assert _drain(_filled("sjf", long, soon, late)) == [2, 1, 3]
 
 
 def test_edf_goes_by_the_latest_start() -> None:
     """The request that must start soonest goes first; one without a deadline is patient, not last for ever."""
-    relaxed = make_request(1, latest_start=50.0)
-    urgent = make_request(2, latest_start=5.0)
+    relaxed = make_request(1, wait=Wait(latest_start=50.0))
+    urgent = make_request(2, wait=Wait(latest_start=5.0))
     none = make_request(3, arrival=0.0)
-    much_later = make_request(4, latest_start=500.0)
+    much_later = make_request(4, wait=Wait(latest_start=500.0))
     assert _drain(_filled("edf", relaxed, urgent, none, much_later)) == [2, 1, 3, 4]
 
 
@@ -257,8 +257,8 @@ def test_each_request_class_has_an_order_of_its_own() -> None:
     classes = {"urgent": RequestClass(policy="edf"), "bulk": RequestClass(policy="priority")}
     queue = Line("fcfs", classes=classes)
     for request in (
-        make_request(1, request_class="urgent", latest_start=9.0),
-        make_request(2, request_class="urgent", latest_start=5.0),
+        make_request(1, request_class="urgent", wait=Wait(latest_start=9.0)),
+        make_request(2, request_class="urgent", wait=Wait(latest_start=5.0)),
         make_request(3, request_class="bulk", priority=0),
         make_request(4, request_class="bulk", priority=5),
         make_request(5, request_class="nobody knows it"),

@@ -182,9 +182,9 @@ def test_a_withdrawn_fatal_step_does_not_count_towards_the_rejection() -> None:
     quarantine, request = Quarantine(), make_request()
     for worker_id in ("a", "b"):
         assert quarantine.worker_lost(worker_id, [request], alone=False, now=1.0) == []
-    assert request.suspect
+    assert request.faults.suspect
     assert quarantine.worker_survived("b") == [request]
-    assert not request.suspect
+    assert not request.faults.suspect
 
     for _ in range(FATAL_ALONE):
         assert quarantine.worker_lost("c", [request], alone=True, now=2.0) == []

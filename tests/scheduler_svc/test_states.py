@@ -11,7 +11,7 @@ from scheduler_svc.core.lifecycle.states import RequestEvent, RequestStates
 from scheduler_svc.core.queueing.backlog import Backlog
 from scheduler_svc.core.queueing.policies import make_policy
 from scheduler_svc.core.queueing.tenants import Tenants
-from scheduler_svc.core.requests.request import Request, RequestState
+from scheduler_svc.core.requests.request import Request, RequestState, Wait
 from scheduler_svc.sim.coverage import Coverage
 from scheduler_svc.sim.scenario import draw
 from scheduler_svc.sim.simulation import Simulation
@@ -23,8 +23,7 @@ Seen = set[tuple[RequestState, RequestEvent]]
 TABLE = RequestStates.TRANSITIONS
 OWNED = {
     "state",
-    "queued_since",
-    "queued_tokens",
+    "wait",
     "stranded_since",
     "first_planned",
     "attempts",
@@ -161,11 +160,11 @@ def test_too_little_credit_leaves_a_request_starved(seen: Seen) -> None:
 def test_a_stranded_request_may_be_starved_when_a_worker_serves_it(seen: Seen) -> None:
     """A late token has used up its credit meanwhile."""
     states, request = _states(), make_request(7)
-    states.wait(request, 1.0)
+    states.wait(request, Wait(1.0))
     states._backlog.discard(request)  # as planning does when it takes the request from the queue
     states.strand(request, 2.0)
     request.allowed = len(request.tokens)
-    states.wait(request, 3.0)
+    states.wait(request, Wait(3.0))
 
     assert request.state is RequestState.STARVED
     assert (states.num_waiting, len(states.stranded), len(states._backlog)) == (1, 0, 0)
@@ -178,7 +177,7 @@ def test_a_lost_last_step_may_leave_a_request_without_credit(seen: Seen) -> None
     states = _states()
     request = make_request(7, prompt=10, generated=2, allowed=12, state=RequestState.ENDING, traceparent="t")
     states._tenants.arrived(request, 1.0)
-    states.wait(request, 2.0, "worker lost")
+    states.wait(request, Wait(2.0), "worker lost")
 
     assert request.state is RequestState.STARVED
     assert request.preemptions == 1

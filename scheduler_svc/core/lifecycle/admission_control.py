@@ -50,7 +50,7 @@ class AdmissionControl:
 
     def admitted(self, request: Request, now: float) -> None:
         """Record the first admission of a request."""
-        if request.queued_since <= self._last_admission:
+        if request.wait.since <= self._last_admission:
             gap = now - self._last_admission
             known = self._admission_gap
             self._admission_gap = gap if known is None else known + _SMOOTHING * (gap - known)

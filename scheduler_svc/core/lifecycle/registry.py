@@ -23,7 +23,7 @@ from scheduler_svc.core.queueing.forecast import Forecast
 from scheduler_svc.core.queueing.policies import make_policy
 from scheduler_svc.core.queueing.tenants import Tenants
 from scheduler_svc.core.requests.history import History, Story
-from scheduler_svc.core.requests.request import Request, RequestKey, RequestState, to_request
+from scheduler_svc.core.requests.request import Request, RequestKey, RequestState, Wait, to_request
 from scheduler_svc.core.requests.resumable import IdentifiedRequests
 from scheduler_svc.core.workers.fleet import Fleet
 from scheduler_svc.core.workers.worker import Worker
@@ -190,14 +190,15 @@ class RequestRegistry:
 
     def requeue(self, request: Request, now: float, outcome: str = "") -> None:
         """Let a request wait for a worker; `outcome` is why it has left the one that it had."""
+        wait = Wait(now, len(request.tokens))
         if self._orders_by_length:
-            request.forecast_tokens = self.forecast.output_tokens(request)
+            wait.forecast_tokens = self.forecast.output_tokens(request)
         if request.total_deadline is not None or request.ttft_deadline is not None:
-            request.latest_start = self.forecast.latest_start(request)
-            request.must_start = self.forecast.must_start(request)
+            wait.latest_start = self.forecast.latest_start(request)
+            wait.must_start = self.forecast.must_start(request)
         if request.grammar_key and self._grammar_failure(request) is not None:
             self._doubtful_grammars[request.grammar_key] = None
-        self._states.wait(request, now, outcome)
+        self._states.wait(request, wait, outcome)
         if request.state is RequestState.STARVED:
             self._timeouts.watch_reader(request, now)
 

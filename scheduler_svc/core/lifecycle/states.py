@@ -27,7 +27,7 @@ from scheduler_svc.core.interface.effects import AttemptEnded, Effect
 from scheduler_svc.core.interface.plan import RowAdmission
 from scheduler_svc.core.queueing.backlog import Backlog
 from scheduler_svc.core.queueing.tenants import Tenants
-from scheduler_svc.core.requests.request import Request, RequestKey, RequestState
+from scheduler_svc.core.requests.request import Request, RequestKey, RequestState, Wait
 from scheduler_svc.core.workers.worker import Worker
 
 
@@ -89,25 +89,23 @@ class RequestStates:
 
     # ---------------------------------------------------------------- events
 
-    def wait(self, request: Request, now: float, outcome: str = "") -> None:
+    def wait(self, request: Request, wait: Wait, outcome: str = "") -> None:
         """Move a request from any place to the waiting ones.
 
         Args:
             request: a request that has left its row, if it had one.
-            now: the time, s.
+            wait: its wait, which begins now.
             outcome: why its attempt ended, if it had a worker.
         """
         has_credit = request.allowed > len(request.tokens)
         had_worker = request.state is RequestState.RUNNING or request.state is RequestState.ENDING
+        now = wait.since
         self._apply(request, RequestEvent.QUEUE if has_credit else RequestEvent.STARVE, outcome)
         if had_worker:
             request.preemptions += 1
             self._tenants.paused(request, now)
-        num_tokens = len(request.tokens)
-        self.queued_tokens += num_tokens - request.queued_tokens
-        request.queued_tokens = num_tokens
-        request.queued_since = now
-        request.overtaken = request.passed_over = request.num_assigned = 0
+        self.queued_tokens += wait.tokens - request.wait.tokens
+        request.wait = wait
         if has_credit:
             self._backlog.push(request, now)
         else:
@@ -125,8 +123,8 @@ class RequestStates:
         """Record that a plan has given the request a row. `Tenants` has counted the request as running already."""
         self._apply(request, RequestEvent.ADMIT)
         self._running[request.key] = (worker, admission.row)
-        self.queued_tokens -= request.queued_tokens
-        request.queued_tokens = 0
+        self.queued_tokens -= request.wait.tokens
+        request.wait.tokens = 0
         if request.first_planned is None:
             request.first_planned = now
         if not request.attempts:
@@ -142,7 +140,7 @@ class RequestStates:
         """End a request, whatever its state; `event` is REFUSE or END."""
         had_worker = request.state is RequestState.RUNNING or request.state is RequestState.ENDING
         self._apply(request, event, outcome)
-        self.queued_tokens -= request.queued_tokens
+        self.queued_tokens -= request.wait.tokens
         policy, num_generated = self._backlog.policy, request.num_generated
         if policy.accounts_service and num_generated > request.accounted_tokens:
             policy.served(request.account, output_tokens=num_generated - request.accounted_tokens)
@@ -164,11 +162,11 @@ class RequestStates:
         """None."""
 
     def _leave_backlog(self, request: Request, outcome: str) -> None:
-        """Remove it from the backlog."""
+        """Remove a request from the backlog."""
         self._backlog.discard(request)
 
     def _leave_starved(self, request: Request, outcome: str) -> None:
-        """Remove it from the starved requests."""
+        """Remove a request from the starved ones."""
         del self._starved[request.key]
 
     def _leave_stranded(self, request: Request, outcome: str) -> None:
@@ -239,4 +237,4 @@ class RequestStates:
         assert states.isdisjoint((RequestState.ARRIVED, RequestState.FINISHED)), "a live request has no place"
         for (worker, row), key in zip(self._running.values(), self._running, strict=True):
             assert worker.rows.requests[row] is live[key]
-        assert self.queued_tokens == sum(r.queued_tokens for r in live.values() if r.state in WAITING)
+        assert self.queued_tokens == sum(r.wait.tokens for r in live.values() if r.state in WAITING)

@@ -118,7 +118,7 @@ class Admission:
             if request is None:
                 gate.close()
                 return None
-            if request.suspect:
+            if request.faults.suspect:
                 self._backlog.put_back(request)  # it became one while it waited
                 continue
             if _requeue_if_late(request, self._backlog, self._now):
@@ -152,7 +152,7 @@ class Admission:
             request = self._backlog.take_suspect()
             if request is None:
                 return None
-            if not request.suspect:
+            if not request.faults.suspect:
                 self._backlog.put_back(request)
                 continue
             if not self._is_eligible(request):
@@ -209,7 +209,7 @@ class Admission:
 
     def _is_at_bound(self) -> bool:
         """Return whether a skipped request must not be overtaken once more."""
-        return bool(self._overtakable) and any(each.overtaken >= MAX_OVERTAKEN for each in self._overtakable)
+        return bool(self._overtakable) and any(each.wait.overtaken >= MAX_OVERTAKEN for each in self._overtakable)
 
     def _is_eligible(self, request: Request) -> bool:
         """Return whether a request may start if there is room; if not, move it to its proper place."""
@@ -242,7 +242,7 @@ class Admission:
     def _await_grammar(self, request: Request) -> None:
         """Hold a request for its grammar, or assign it to another worker that has the grammar and room."""
         other = None
-        if self._placement is not None and request.num_assigned < MAX_ASSIGNED and not request.suspect:
+        if self._placement is not None and request.wait.num_assigned < MAX_ASSIGNED and not request.faults.suspect:
             other = self._placement.with_room(self._worker, request)
         if other is not None:
             self._backlog.assign(request, other, self._now)
@@ -264,7 +264,7 @@ class Admission:
         if room is None:
             self._overtakable.append(request)
             return None
-        if self._placement is not None and request.num_assigned < MAX_ASSIGNED and not self._is_assigned:
+        if self._placement is not None and request.wait.num_assigned < MAX_ASSIGNED and not self._is_assigned:
             other = self._placement.better_than(worker, self._load, request, worker.num_cached(match))
             if other is not None:
                 self._backlog.assign(request, other, self._now)
@@ -279,7 +279,7 @@ class Admission:
             suspect = self._backlog.take_suspect()
             if suspect is None:
                 return
-            if not suspect.suspect:
+            if not suspect.faults.suspect:
                 self._backlog.put_back(suspect)  # it was cleared while it waited
                 continue
             if not self._is_eligible(suspect):
@@ -305,7 +305,7 @@ class Admission:
     def _overtake(self) -> None:
         """Count one more admission for all requests that may be overtaken."""
         for request in self._overtakable:
-            request.overtaken += 1
+            request.wait.overtaken += 1
 
     def _refusal(self, request: Request, *, is_served: bool) -> Refusal | None:
         """Return why a request can never run, or not in time.
@@ -325,12 +325,12 @@ class Admission:
         if not is_served:
             return Refusal(request, EndReason.INVALID, self._not_served(request))
         # A worker without other work tries anyway: the forecast may be wrong.
-        if request.must_start is None or self._now <= request.must_start or not worker.rows.num_running:
+        if request.wait.must_start is None or self._now <= request.wait.must_start or not worker.rows.num_running:
             return None
         return Refusal(
             request,
             EndReason.DEADLINE,
-            f"the deadline cannot be met: the forecast is {self._now - request.must_start:.2f} s beyond it;"
+            f"the deadline cannot be met: the forecast is {self._now - request.wait.must_start:.2f} s beyond it;"
             " allow more time or ask for less",
         )
 
@@ -360,9 +360,9 @@ def _requeue_if_late(request: Request, backlog: Backlog, now: float) -> bool:
 
     It then counts as a request without a target, so others may overtake it.
     """
-    if request.latest_start is None or now <= request.latest_start:
+    if request.wait.latest_start is None or now <= request.wait.latest_start:
         return False
-    request.latest_start = None
+    request.wait.latest_start = None
     backlog.put_back(request)
     return True
 

@@ -285,7 +285,7 @@ class Planner:
             frontend=request.key.frontend,
             stream=request.key.stream,
             attempt=request.attempts,
-            queued_since=request.queued_since,
+            queued_since=request.wait.since,
         )
 
     def _issue(self, decodes: IndexArray) -> Plan:

@@ -121,8 +121,8 @@ def judge(worker: Worker, failed: Sequence[FailedRequest], healthy: IndexArray) 
 
 def lost_prefix(request: Request, *, alone: bool) -> None:
     """Record that a request lost shared KV; with `alone`, it shares nothing from now on."""
-    request.lost_prefixes += 1
-    if alone or request.lost_prefixes >= MAX_LOST_PREFIXES:
+    request.faults.lost_prefixes += 1
+    if alone or request.faults.lost_prefixes >= MAX_LOST_PREFIXES:
         request.computes_whole_prompt = True
 
 

@@ -270,7 +270,7 @@ class Backlog:
         """Let a request wait for the next plan of a worker."""
         del self._competing[request]
         self._assigned_since.setdefault(worker, now)
-        request.num_assigned += 1
+        request.wait.num_assigned += 1
         self._assigned.add(worker, request)
 
     def next_grammar(self, worker: Worker) -> Request | None:
@@ -357,7 +357,7 @@ class Backlog:
     def _place(self, request: Request) -> None:
         """Put a request into the queue in which it competes."""
         queue: WaitingQueue
-        if request.suspect:
+        if request.faults.suspect:
             queue = self._suspects
         else:
             able = tuple(kind for kind in self._kinds if kind.serves(request)) if len(self._kinds) > 1 else ()

@@ -304,12 +304,12 @@ class LongestPrefixQueue(WaitingQueue):
             self._window.append(following)
         if not self._window:
             return None
-        if self._window[0].passed_over >= self.MAX_PASSED:
+        if self._window[0].wait.passed_over >= self.MAX_PASSED:
             chosen = 0
         else:
             chosen = max(range(len(self._window)), key=lambda index: (cached(self._window[index]), -index))
         for request in self._window[:chosen]:
-            request.passed_over += 1
+            request.wait.passed_over += 1
         return self._window.pop(chosen)
 
     def discard(self, request: Request) -> None:
@@ -331,14 +331,14 @@ def priority_key(request: Request) -> float:
 
 def sjf_key(request: Request) -> float:
     """Return the key of shortest job first with ageing; tokens that are already generated do not count."""
-    return request.arrival + SJF_S_PER_TOKEN * max(0.0, request.forecast_tokens - request.num_generated)
+    return request.arrival + SJF_S_PER_TOKEN * max(0.0, request.wait.forecast_tokens - request.num_generated)
 
 
 def edf_key(request: Request) -> float:
     """Return the key of least laxity first: the latest start that still meets the deadline."""
-    if request.latest_start is None:
+    if request.wait.latest_start is None:
         return request.arrival + EDF_SLACK_S
-    return request.latest_start
+    return request.wait.latest_start
 
 
 _KEYS = {"fcfs": fcfs_key, "priority": priority_key, "sjf": sjf_key, "edf": edf_key}

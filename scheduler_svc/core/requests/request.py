@@ -45,6 +45,43 @@ class RequestState(enum.Enum):
 
 
 @dataclass(slots=True, eq=False)
+class Wait:
+    """One wait of a request for a worker; a new one begins whenever the request is queued again."""
+
+    since: float = 0.0
+    tokens: int = 0
+    """Tokens that count for it in the queue's token limit; 0 once it has a row."""
+    forecast_tokens: float = 0.0
+    """Forecast of all tokens that the request generates."""
+    must_start: float | None = None
+    """Latest start that meets the client's deadline, by forecast."""
+    latest_start: float | None = None
+    """Latest start that meets the request's deadlines and targets, by forecast; None without any, or once missed."""
+    overtaken: int = 0
+    """Number of admissions that overtook the request while it did not fit."""
+    passed_over: int = 0
+    """Number of admissions that a longest-prefix order preferred to the request."""
+    num_assigned: int = 0
+    """Number of times that it was assigned to a worker whose next plan did not take it."""
+
+
+@dataclass(slots=True, eq=False)
+class Faults:
+    """Faults in which a request took part; see `quarantine` and `row_failures`."""
+
+    fatal_steps: int = 0
+    """Number of steps with this request during which a worker died."""
+    fatal_alone: int = 0
+    """Those of them that held no other request."""
+    fatal_at: int = 0
+    """Generated tokens at the last fatal step."""
+    suspect: bool = False
+    """Whether the request must run alone until it is cleared."""
+    lost_prefixes: int = 0
+    """Number of times that KV of other requests, which it shared, was found to be invalid."""
+
+
+@dataclass(slots=True, eq=False)
 class Request:
     """A request from arrival to end; times in seconds of the core's clock."""
 
@@ -77,31 +114,14 @@ class Request:
     """SHA-256 of its grammar; empty: none."""
     computes_whole_prompt: bool = False
     """Whether its prompt must not be taken from the prefix cache."""
-    lost_prefixes: int = 0
-    """Number of times that KV of other requests, which it shared, was found to be invalid; see `row_failures`."""
     ttft_deadline: float | None = None
     """Time by which the first token is wanted."""
     total_deadline: float | None = None
     """Time by which the last token is wanted: the client's deadline or its target, whichever comes first."""
-    forecast_tokens: float = 0.0
-    """Forecast of all tokens that it generates, made when it was queued."""
-    must_start: float | None = None
-    """Latest start that meets the client's deadline, by the forecast made when it was queued."""
-    latest_start: float | None = None
-    """Latest start that meets its deadlines and targets, by the forecast made when it was queued.
-
-    None without any, or once it was missed.
-    """
     state: RequestState = RequestState.ARRIVED
-    queued_since: float = 0.0
-    queued_tokens: int = 0
-    """Tokens that count for it in the queue's token limit; 0 while it does not wait."""
-    overtaken: int = 0
-    """Number of admissions that overtook it while it did not fit."""
-    passed_over: int = 0
-    """Number of admissions that a longest-prefix order preferred to it."""
-    num_assigned: int = 0
-    """Number of times that it was assigned to a worker whose next plan did not take it."""
+    wait: Wait = field(default_factory=Wait)
+    """Its present wait, or the last one."""
+    faults: Faults = field(default_factory=Faults)
     prefix_waits: int = 0
     """Number of times that it began to wait for a block of its prefix that another request computes."""
     num_cached_prompt_tokens: int = 0
@@ -123,14 +143,6 @@ class Request:
     """Generated tokens when it was last preempted; it is not preempted again before it has more."""
     swapped: SwappedKV | None = None
     """Its KV in a worker's host memory, while it waits after a swap-out."""
-    fatal_steps: int = 0
-    """Number of steps with this request during which a worker died; see `quarantine`."""
-    fatal_alone: int = 0
-    """Those of them that held no other request."""
-    fatal_at: int = 0
-    """Generated tokens at the last fatal step."""
-    suspect: bool = False
-    """Whether it must run alone until it is cleared."""
     unsettled: bool = False
     """Whether steps in flight still name a row that it has left."""
     credit_remainder: int = 0

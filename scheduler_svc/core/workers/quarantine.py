@@ -39,26 +39,28 @@ def record_fatal_step(request: Request, *, alone: bool) -> bool:
     Returns:
         True if the request must be rejected.
     """
-    if request.num_generated - request.fatal_at >= PROVEN_BY:
-        request.fatal_steps = request.fatal_alone = 0
-    request.fatal_steps += 1
-    request.fatal_alone += alone
-    request.fatal_at = request.num_generated
-    request.suspect = request.fatal_steps >= FATAL_STEPS
-    return request.fatal_alone >= FATAL_ALONE and request.fatal_steps >= FATAL_STEPS + FATAL_ALONE
+    faults = request.faults
+    if request.num_generated - faults.fatal_at >= PROVEN_BY:
+        faults.fatal_steps = faults.fatal_alone = 0
+    faults.fatal_steps += 1
+    faults.fatal_alone += alone
+    faults.fatal_at = request.num_generated
+    faults.suspect = faults.fatal_steps >= FATAL_STEPS
+    return faults.fatal_alone >= FATAL_ALONE and faults.fatal_steps >= FATAL_STEPS + FATAL_ALONE
 
 
 def withdraw_fatal_step(request: Request, *, alone: bool) -> None:
     """Remove the request's last fatal step from its count, because the worker did not die."""
-    request.fatal_steps = max(0, request.fatal_steps - 1)
-    request.fatal_alone = max(0, request.fatal_alone - alone)
-    request.suspect = request.fatal_steps >= FATAL_STEPS
+    faults = request.faults
+    faults.fatal_steps = max(0, faults.fatal_steps - 1)
+    faults.fatal_alone = max(0, faults.fatal_alone - alone)
+    faults.suspect = faults.fatal_steps >= FATAL_STEPS
 
 
 def clear_suspect(request: Request) -> None:
     """Clear a request that has survived alone."""
-    request.suspect = False
-    request.fatal_steps = request.fatal_alone = 0
+    request.faults.suspect = False
+    request.faults.fatal_steps = request.faults.fatal_alone = 0
 
 
 class Quarantine:

@@ -374,7 +374,7 @@ class Worker:
             return
         if not self._is_present(trial):
             self.trial = None
-        elif rows.num_generated(trial.row) - trial.request.fatal_at >= PROBATION:
+        elif rows.num_generated(trial.row) - trial.request.faults.fatal_at >= PROBATION:
             self.end_trial()
 
     def suspend_trial(self) -> None:

@@ -130,7 +130,7 @@ def suspects_run_in_company(patch: pytest.MonkeyPatch) -> None:
 
     def unsuspected(record_fatal_step: Any, request: Request, *, alone: bool) -> bool:
         condemned: bool = record_fatal_step(request, alone=alone)
-        request.suspect = False
+        request.faults.suspect = False
         return condemned
 
     original = quarantine.record_fatal_step
@@ -143,7 +143,7 @@ def condemned_in_company(patch: pytest.MonkeyPatch) -> None:
     original = quarantine.record_fatal_step
 
     def rejects(request: Any, *, alone: bool) -> bool:
-        return original(request, alone=alone) or request.fatal_steps >= quarantine.FATAL_STEPS
+        return original(request, alone=alone) or request.faults.fatal_steps >= quarantine.FATAL_STEPS
 
     patch.setattr(quarantine, "record_fatal_step", rejects)
 

@@ -190,7 +190,7 @@ def generated_tokens_forgotten(patch: pytest.MonkeyPatch) -> None:
     """Under `sjf`, tokens that are generated already still count as expected."""
 
     def whole(request: Request) -> float:
-        return request.arrival + policies.SJF_S_PER_TOKEN * request.forecast_tokens
+        return request.arrival + policies.SJF_S_PER_TOKEN * request.wait.forecast_tokens
 
     patch.setitem(policies._KEYS, "sjf", whole)
 
