@@ -25,7 +25,9 @@ from kernels.native.structures import STORE_FLOAT
 from worker_svc.device.choice import set_threads
 
 _WEIGHTS = 24
-_FEWEST_TURNS = 7
+_FEWEST_TURNS = 5
+_CALLS = 4
+"""Calls in a turn; the first is not counted, because the threads of the one before may still wait for work."""
 _FLAGS = ("avx2", "fma", "avx512f", "avx512_bf16", "avx512_vnni", "amx_tile", "amx_bf16", "amx_int8")
 
 Product = Callable[[int], object]
@@ -124,16 +126,20 @@ def _in_turn(products: list[Product], seconds: float) -> list[list[float]]:
     """Return the microseconds of each product in each turn."""
     times: list[list[float]] = [[] for _ in products]
     end, turn = time.perf_counter() + seconds, 0
-    while turn < _FEWEST_TURNS + 1 or time.perf_counter() < end:
+    while turn < _FEWEST_TURNS or time.perf_counter() < end:
         for place, product in enumerate(products):
             # Levels share the weights: each starts elsewhere, so that it does not find what another has just read.
-            number = (turn + place * _WEIGHTS // len(products)) % _WEIGHTS
-            began = time.perf_counter()
-            product(number)
-            if turn > 0:  # the first turn is not counted
-                times[place].append((time.perf_counter() - began) * 1e6)
+            first = turn * _CALLS + place * _WEIGHTS // len(products)
+            calls = [_microseconds(product, (first + call) % _WEIGHTS) for call in range(_CALLS)]
+            times[place].append(statistics.median(calls[1:]))
         turn += 1
     return times
+
+
+def _microseconds(product: Product, number: int) -> float:
+    began = time.perf_counter()
+    product(number)
+    return (time.perf_counter() - began) * 1e6
 
 
 def _print_line(rows: int, kiloflop: float, times: list[list[float]]) -> None:

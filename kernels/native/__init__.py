@@ -9,9 +9,9 @@
     src/        the C++: `format.h` (memory layout), `levels.h` (functions per instruction set) and `decoder.h` (the
                 model), to be read in that order
 
-The library is built when Quire is installed (`setup.py`), if there is a compiler. Four *levels* are built from the same
-templates: `avx2`, `avx512` (with BF16 and VNNI), `amx` (`avx512` with products over bf16 and int8 weights in tile
-registers), and `portable`, which is plain C++ for tests. The best level that the processor supports and that passes a
-self-test is used. The environment variable ``QUIRE_CPU_KERNELS`` forces a
-level, or ``off``.
+The library is built when Quire is installed (`setup.py`), if there is a compiler. Four *levels* are built from the
+same templates: `avx2`, `avx512` (with BF16 and VNNI), `amx`, and `portable`, which is plain C++ for tests. `amx` is
+`avx512`, but tile registers compute products over bf16 and int8 weights and the attention of chunks. The best level
+that the processor supports and that passes a self-test is used. The environment variable ``QUIRE_CPU_KERNELS`` forces
+a level, or ``off``.
 """

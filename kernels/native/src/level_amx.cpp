@@ -1,4 +1,5 @@
-// AMX: the tile registers multiply bf16 and int8 weights; everything else is AVX-512.
+// AMX: the tile registers compute products over bf16 and int8 weights and the attention of chunks over a bf16 cache.
+// Everything else is AVX-512.
 #if QUIRE_X86_LEVELS
 #include "simd_avx512.h"
 #include "tiles.h"
@@ -9,13 +10,16 @@ namespace quire {
 namespace {
 
 #include "linear_tiles.inc"
+#include "attention_tiles.inc"
 
 constexpr Kernels with_tiles() {
   Kernels kernels = kTable;
   kernels.level = kAmx;
   kernels.max_tile_rows = 2 * kTileRows;
+  kernels.chunk_bytes = 1 << 20;  // these processors have second-level caches of 2 MiB
   kernels.linear = linear_by_tiles;
   kernels.to_activations = to_activation_lines;
+  kernels.attend_chunk = attend_chunk_by_tiles;
   return kernels;
 }
 

@@ -1,8 +1,8 @@
 // Table of the kernels that exist once per instruction set ("level").
 //
-// All levels are compiled from the same templates (kernels.inc) over a small set of vector operations (simd_*.h). The AMX
-// level replaces the product (linear_tiles.inc). Rows
-// of floats are contiguous, and their length is a multiple of 16 unless documented otherwise.
+// All levels are compiled from the same templates (kernels.inc) over a small set of vector operations (simd_*.h). The
+// AMX level replaces products (linear_tiles.inc, attention_tiles.inc). Rows of floats are contiguous, and their length is
+// a multiple of 16 unless documented otherwise.
 #pragma once
 
 #include "format.h"
