@@ -1,4 +1,6 @@
-"""Tensor operations of the worker: each has a Triton kernel, a CPU path and a plain torch reference.
+"""Tensor operations of the worker: most have a Triton kernel, a CPU path and a plain torch reference.
+
+`linear` and `decoder` are for CPUs only. The modules from `bench` on are tools, not operations.
 
 One module is one operation (attention, the largest, is a package). Its public function dispatches on the device of its
 arguments: CUDA tensors go to the Triton kernel, all others to the CPU path. The function named ``*_reference`` defines
@@ -13,7 +15,7 @@ it. A reference that the self-test of `native` also needs has its own module (``
     fp8               conversion of KV to and from fp8 e4m3
     activation        SiLU-gated product of the MLP
     philox            the counter-based random numbers that sampling draws from
-    sampling          temperature, top-k, top-p, min-p and the draw of tokens
+    sampling          temperature, top-k, top-p, min-p, typical-p and the draw of tokens
     block_copy        copies of whole blocks: on the device, or between device and host
     scatter           writes scattered words of a state tensor on the device
     decode_inputs     the inputs of a decode step, computed on the device

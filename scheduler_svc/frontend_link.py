@@ -1,8 +1,8 @@
 """Codec of the frames between the scheduler and front ends: bytes to events, effects to bytes.
 
-`Outgoing` collects the messages of one turn for a front end, and encodes them in as few frames as possible. Invalid
-submissions are rejected here with INVALID. The other requests of the frame are not affected, and the core receives only
-valid requests.
+`Outgoing` collects the messages of one turn for a front end, and encodes them in as few frames as possible. Malformed
+submissions are rejected here with INVALID. The other requests of the frame are not affected. The core receives only
+well-formed requests and checks them against its limits and the model.
 """
 
 from collections.abc import Iterable

@@ -1,6 +1,6 @@
 """Maps errors to google.rpc.Status with ErrorInfo, BadRequest and RetryInfo, and the core's end reasons to errors.
 
-No other module knows either mapping.
+Both mappings are only here. `grpc.boundary` applies the first one to every call; `http.errors` maps errors to HTTP.
 """
 
 import grpc

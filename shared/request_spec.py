@@ -1,7 +1,8 @@
 """Request specification: all properties of a request that do not change from validation to its end.
 
-The front end makes the specification when it has validated a request. Every later stage carries the same value: the
-core's `Request`, its kept log, and the admission to a row. A stage reads the fields that it needs, and copies none.
+The front end makes the specification (`services.calls.generation` and `embeddings`) when it has validated a request. It
+travels in `quire.link.v1.Submission`. Every later stage carries the same value: the core's `Request`, its kept log, and
+the admission to a row. A stage reads the fields that it needs, and copies none.
 Tokens, credit and deadlines change between submissions, so they are not part of it.
 
 The fields have the names of those in `quire.link.v1.Submission`, which documents the wire. `sampling`, `grammar` and

@@ -3,8 +3,8 @@
 `Scheduler` only routes. Each event goes to the module that owns the state:
 
 * `registry` owns the requests and `fleet` owns the workers;
-* `frontends` delivers tokens to front ends;
-* `planner` decides what a step holds, and `commit` applies its answer.
+* `delivery` distributes tokens to front ends;
+* `planner` decides what a step holds, and `results` applies its answer.
 
 Nothing here reads a clock or a socket. The caller passes the time in and carries the effects out.
 """

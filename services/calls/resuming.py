@@ -2,7 +2,7 @@
 
 The core keeps a log of each resumable request: tokens, log-probabilities, finish reason. A front end that resumes a
 request restores its streams from the log, skips what the client already has, and submits unfinished streams again. The
-random noise of a token depends only on its position, so the output equals that of an uninterrupted run.
+random noise of a token depends only on seed, choice and position, so the output equals that of an uninterrupted run.
 """
 
 from collections.abc import Callable

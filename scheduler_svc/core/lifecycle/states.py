@@ -5,6 +5,9 @@
                  ▼  └─────QUEUE──────┴─────────────────────┘      every state ──END──► FINISHED
          STARVED, STRANDED
 
+A running request returns to QUEUED when it is preempted, its row failed, or its worker was lost. A STARVED or STRANDED
+one returns when its reader grants credit, or when a worker serves it.
+
 `TRANSITIONS` names every transition that exists. Any other one is a bug of the core, and an assertion fails. No other
 module writes the state of a request, or the fields that change only with it.
 

@@ -1,12 +1,12 @@
-"""KV blocks of one worker: their holders, and when a block may be used again.
+"""KV blocks of one worker: their holders, and when a block may be used again. The KV itself is in the worker.
 
 A block is in exactly one of four states:
 
 * *free*;
 * *held* by block tables, with a reference count;
-* *retired*: no table holds it any more, but a plan in flight may still read or write it. To callers it counts as held.
-  (Freeing too early is the classic bug of asynchronous scheduling.)
-* *cached*: no table holds it and no plan names it, but its KV is in the prefix cache. When no free block is left, the
+* *retired*: no table holds it any more, but a plan in flight may still read or write it. The public count of held
+  blocks includes retired ones. (Freeing too early is the classic bug of asynchronous scheduling.)
+* *cached*: only the prefix cache refers to it. (A held block may be in the cache too.) When no free block is left, the
   least recently used cached block is taken. `keep_reserve` evicts what the next plan may need, while no worker waits
   for a plan.
 

@@ -1,4 +1,6 @@
-"""Admission: which waiting requests a worker takes now, and which rows it preempts for an urgent one.
+"""Batch selection: which waiting requests get a row in the plan being made, and when an urgent one preempts a row.
+
+`admission_control` decides earlier which requests may wait; `victims` chooses the rows to preempt.
 
 Smaller requests may overtake a request that lacks memory. At most `MAX_OVERTAKEN` of them do so over its whole wait;
 after that, no request is admitted before it. So a large request does not block the others forever, and they do not

@@ -9,7 +9,11 @@ A step has one token budget (Sarathi-Serve, OSDI 2024), spent in this order:
 There are no phases: chunks of one prompt and decodes of other rows share a step.
 
 A decode row is *held out* of a step when its reader's credit is used up, or when it needs a block and none is free
-(`growth`). Holding out is not a failure: the row continues later.
+(`block_allocation`). Holding out is not a failure: the row continues later.
+
+The planner changes only the rows and blocks of its worker, and takes requests from the backlog. It writes no state of a
+request (see `states`) and applies no answer (see `results`). It may assign a request to another worker, which considers
+it in its own next plan (see `placement`).
 """
 
 from dataclasses import dataclass

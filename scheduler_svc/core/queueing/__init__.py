@@ -2,6 +2,6 @@
 
 * `policies` – the orders of admission; `service_ledger` – the service that each tenant has had, for `fair`.
 * `tenants` – quotas of tenants; `forecast` – what a request will probably cost.
-* `backlog` – owns all waiting requests; `holding` – those that cannot start until something happens.
+* `backlog` – owns the queued requests, which have credit; `holding` – those of them that wait for an event.
 * `placement` – finds the worker that would serve a request at the least cost.
 """

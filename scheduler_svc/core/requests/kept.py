@@ -1,8 +1,9 @@
 """Kept logs of requests whose clients may come back: tokens and ends, bounded in time and bytes.
 
 A request with an *identity* leaves its log here when it ends, or when its client is lost. Nothing is computed for an
-absent client. A client that resumes submits the request again with the tokens of the log. The prefix cache and the
-noise, which depends on the position alone, make the request continue as if it had not been interrupted.
+absent client. A client that resumes submits the request again with the tokens of the log. The random
+noise depends only on seed, choice and position, so the request continues as if it had not been interrupted. The prefix
+cache saves most of the computation.
 
 A log stays until one of these events:
 

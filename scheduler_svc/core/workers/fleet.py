@@ -4,8 +4,8 @@ One model is served at a time, so every worker must have the same model fingerpr
 Without a worker, live requests decide: a worker must have the model of one of them. After `worker_wait_s` without a
 worker, the next one decides, whatever requests still wait.
 
-So requests that outlive a restart of the core are not lost because a worker of another model connects first. Each of
-them excludes another model only while it waits.
+After a restart of the core, a worker of another model may connect first. The waiting requests then exclude it, and are
+not lost. Each of them excludes another model only while it waits. The requests of a lost worker return to the queue.
 
 An epoch is the time from one worker's Hello to its loss. Epochs count up from the scheduler's random incarnation, so no
 message of an earlier scheduler or connection counts as a present one.

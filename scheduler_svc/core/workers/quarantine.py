@@ -1,12 +1,13 @@
-"""Quarantine: find the request that kills workers, by running suspects alone, and reject only that one.
+"""Quarantine: finds the request that kills workers by running suspects alone, and ends only that one, with POISON.
 
 A request that crashes a kernel would take down one worker after the other, because the requests of a lost worker
 continue elsewhere. A step during which a worker dies is *fatal* for every request in it. A request in two fatal steps
 becomes a *suspect* and gets a trial: it runs in steps that hold no other request. If it survives its prompt and one
 decode alone, it is cleared.
 
-A death in such a step may still be a coincidence in a fleet that loses workers every minute. Two in a row are not. Only
-then is the request rejected: after `FATAL_STEPS` fatal steps with others and `FATAL_ALONE` alone.
+A death in such a step may still be a coincidence in a fleet that loses workers every minute. Two deaths in succession
+are taken as proof. Only then is the request rejected: after `FATAL_STEPS` fatal steps with others and `FATAL_ALONE`
+alone.
 
 A worker that reconnects because it lost the scheduler did not die. The fatal step is then withdrawn from its requests.
 Before that, a lost connection does not show whether the worker died or the network was partitioned.
