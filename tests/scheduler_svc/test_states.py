@@ -121,14 +121,16 @@ RARE = {
     (RequestState.ENDING, RequestEvent.STARVE),
 }
 """Transitions that simulations hardly make; each has a test below."""
-SEEDS = (0, 1, 3, 10, 12)
-"""Simulations that make all others."""
+MOST_SIMULATIONS = 60
+"""Number of simulations that must make all others; some fifteen usually do."""
 
 
 def test_simulations_make_every_transition_that_is_not_rare(seen: Seen) -> None:
     """No transition stands in the table that nothing exercises."""
-    for seed in SEEDS:
+    for seed in range(MOST_SIMULATIONS):
         Simulation(draw(seed), Coverage()).run(1000)
+        if seen >= set(TABLE) - RARE:
+            break
 
     assert set(TABLE) - seen - RARE == set()
 
