@@ -6,7 +6,7 @@ and `allowed/frontends` are the public keys that the scheduler accepts at its tw
 process that knows the scheduler's public key could connect, so encryption requires it. The list is reloaded when it
 changes, so keys can be added, rotated and revoked during operation.
 
-`quire keys` creates these folders. In a folder with one folder per role, each process uses its own.
+`quire keys` creates these folders. If a folder has one subfolder per role, each process uses the subfolder of its role.
 """
 
 import ipaddress
@@ -87,7 +87,7 @@ class AllowList:
         self._folders = {domain: keys.folder / ALLOWED / domain for domain in DOMAINS.values()}
         for folder in self._folders.values():
             if not folder.is_dir():
-                raise ConfigError(f"keys: {folder} does not exist; create it with quire keys create")
+                raise ConfigError(f"keys: {folder} does not exist; run `quire keys create` to create it")
         self._authenticator = ThreadAuthenticator(context)
         self._authenticator.start()
         self._seen: dict[str, tuple[tuple[str, int], ...]] = {}

@@ -14,10 +14,10 @@ class Watchdog:
     """Watchdog of one child."""
 
     def __init__(self, path: Path, patience_s: float) -> None:
-        """Remove the pulse of an earlier child.
+        """Delete the pulse file of an earlier child process.
 
         Args:
-            path: file that the process touches.
+            path: the pulse file, which the child process touches regularly.
             patience_s: maximum time without a pulse, seconds; 0: no limit.
         """
         self._path = path

@@ -36,7 +36,7 @@ def value_of(tokens: Iterable[int]) -> int:
 
 
 def embedding_of(values: list[int], pooling: Pooling) -> bytes:
-    """Return the embedding of a sequence, one element, from the values after each of its tokens."""
+    """Return the embedding of a sequence, a vector of one element; `values` holds the state after each token."""
     element = values[-1] if pooling is Pooling.LAST else sum(values) % 1_000_003
     return np.array([element], "<f4").tobytes()
 

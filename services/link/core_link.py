@@ -345,7 +345,7 @@ class CoreLink:
             self._socket.flush_soon()
             return
         get_logger().error(
-            "tokens missing in a stream; submitting it again",
+            "tokens are missing in a stream; submitting its request again",
             request_id=stream.request.spec.request_id,
             stream=stream.number,
         )

@@ -154,7 +154,7 @@ def _admission(message: plan_pb2.Admission, limits: Limits) -> Admission:
     if _outside(tokens, limits.vocab_size):
         raise PlanError("admission: a token ID is outside the vocabulary")
     if message.num_prompt_tokens > len(tokens) or message.num_computed_tokens >= len(tokens):
-        raise PlanError("admission: the prompt exceeds the tokens, or no token is left to compute")
+        raise PlanError("admission: the prompt is longer than the tokens sent, or all tokens are computed already")
     sampling, fault = _sampling(message.sampling, limits)
     return Admission(
         row=row,

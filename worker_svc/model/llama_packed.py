@@ -1,6 +1,7 @@
 """The Llama family on a CPU: weights packed for the kernels of `kernels.native`, and one call per step.
 
-This module checks whether the kernels support a model, and packs its weights. Otherwise `llama` computes with torch.
+This module checks whether the kernels support a model. If they do, it packs the model's weights; if not, `llama`
+computes with torch.
 """
 
 import torch

@@ -2,8 +2,8 @@
 
 A grammar is compiled once (`GrammarStore`), outside of the steps. Each row with the grammar gets a copy of the compiled
 matcher, which replays the output so far. A request that was preempted, or moved here from another worker, thus
-continues where it was. A matcher reads each sampled token before the next mask (`HostTokens`), and no token after the
-one that ended the row.
+continues where it was. A matcher reads each sampled token before it gives the next mask (`HostTokens`). It reads no
+token after the one that ends the row.
 """
 
 import threading

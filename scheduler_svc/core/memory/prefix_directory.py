@@ -1,7 +1,7 @@
 """Prefix directory: which workers have the beginning of a prompt in their prefix caches.
 
-Each worker's cache writes the keys of its first blocks here. So the workers with a first block are found without a
-search of all workers.
+Each worker's cache registers the key of the first block of every prompt that it holds. So the workers that hold the
+first block of a prompt are found without a search of all workers.
 """
 
 from collections.abc import Iterable

@@ -28,7 +28,7 @@ class _Mean:
 
 
 class Forecast:
-    """Learned means of steps and requests; all times in seconds."""
+    """Running averages of step times and of lengths, learned from finished steps and requests; times in s."""
 
     def __init__(self) -> None:
         self._lengths: dict[tuple[str, int], _Mean] = {}

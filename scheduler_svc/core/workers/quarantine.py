@@ -65,7 +65,7 @@ def clear_suspect(request: Request) -> None:
 
 
 class Quarantine:
-    """The fatal steps of lost workers that may be withdrawn, because the worker may come back."""
+    """Fatal steps of lost workers. They are withdrawn from their requests if the worker comes back."""
 
     def __init__(self) -> None:
         """Start without lost workers."""

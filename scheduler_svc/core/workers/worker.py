@@ -310,7 +310,7 @@ class Worker:
             self.rows.published[row] = num_blocks
 
     def _prove(self, request: Request, blocks: IndexArray, num_tokens: int) -> None:
-        """Mark the blocks of a request's first tokens as proven: a finite token was sampled from their KV."""
+        """Mark the blocks of a request's first tokens as proven: the logits computed from their KV were finite."""
         if self.pool.cache.partial is not None:
             text = request.tokens[:num_tokens].tobytes()
             self.pool.cache.prove(self._root_key(request), self._keys(request), text, blocks)
