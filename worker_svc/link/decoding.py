@@ -153,8 +153,10 @@ def _admission(message: plan_pb2.Admission, limits: Limits) -> Admission:
         raise PlanError(f"admission: the number of tokens, {len(tokens)}, is outside [1, {limits.max_model_len}]")
     if _outside(tokens, limits.vocab_size):
         raise PlanError("admission: a token ID is outside the vocabulary")
-    if message.num_prompt_tokens > len(tokens) or message.num_computed_tokens >= len(tokens):
-        raise PlanError("admission: the prompt is longer than the tokens sent, or all tokens are computed already")
+    if message.num_prompt_tokens > len(tokens):
+        raise PlanError("admission: the prompt is longer than the tokens sent")
+    if message.num_computed_tokens >= len(tokens):
+        raise PlanError("admission: all tokens are computed already; at least one must be left")
     sampling, fault = _sampling(message.sampling, limits)
     return Admission(
         row=row,
