@@ -277,7 +277,7 @@ def test_a_least_length_leaves_a_token_to_choose(wanted: v1.GenerateRequest, tok
     if token_left:
         assert validate(wanted, MODEL, has_chat_template=True).output.min_tokens == 2
         return
-    with pytest.raises(InvalidRequestError, match="no token is left to sample"):
+    with pytest.raises(InvalidRequestError, match="no other token is allowed"):
         validate(wanted, MODEL, has_chat_template=True)
 
 

@@ -38,7 +38,7 @@ def _with_quota(**limits: Any) -> Any:
 # ---------------------------------------------------------------- service
 
 
-@bug("fair.bound", aim=_FAIR)
+@bug("fair.bound", aim=both(_FAIR, with_overload))
 def service_not_counted(patch: pytest.MonkeyPatch) -> None:
     """The service of one tenant is not counted."""
 
