@@ -7,6 +7,7 @@ from scheduler_svc.sim.promises.base import Promise, Watched
 from scheduler_svc.sim.sites import Epoch
 from scheduler_svc.sim.stream import Stream
 from scheduler_svc.sim.violation import ViolationError
+from shared.request_spec import Pooling
 
 
 class DrainsMoveWhatHasRoom(Promise):
@@ -37,7 +38,11 @@ class DrainsMoveWhatHasRoom(Promise):
         if epoch is None or stream.row is None:
             return False
         row = epoch.model.rows.get(stream.row[0])
-        return row is not None and row.generation == stream.row[1] and len(row.tokens) < stream.longest
+        if row is None or row.generation != stream.row[1]:
+            return False
+        if stream.demand.pooling is not Pooling.NONE:
+            return row.computed < row.num_prompt
+        return len(row.tokens) < stream.longest
 
     def after(self, event: ev.Event, effects: list[ef.Effect]) -> None:
         if not isinstance(event, ev.DrainRequested):
