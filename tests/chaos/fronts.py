@@ -2,8 +2,9 @@
 
     python -m tests.chaos.fronts --json fronts.json
 
-Two workers, two front ends, a journal. As soon as every live stream has got on since the last blow, the next one falls:
-a front end, all of them, the scheduler, or scheduler and front ends at once. Each stream is checked token by token.
+The service has two workers, two front ends and a journal. Once every live stream has received a token since the last
+kill, the campaign kills a front end, all of them, the scheduler, or scheduler and front ends at once. It checks each
+stream token by token.
 """
 
 import asyncio
@@ -30,7 +31,7 @@ from tests.e2e.oracle import Oracle, Tally
 CONNECTIONS = 8
 
 
-class Blow(enum.Enum):
+class Kill(enum.Enum):
     """The processes that are killed."""
 
     FRONTEND = "a front end"
@@ -41,10 +42,10 @@ class Blow(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Campaign:
-    """How hard and how long."""
+    """Size and duration of a campaign."""
 
     num_streams: int
-    blows_of_each_kind: int
+    kills_of_each_kind: int
     max_tokens: int
     fsync: str = "none"
     pause_s: float = 1.0
@@ -52,10 +53,10 @@ class Campaign:
 
 
 @dataclass(slots=True)
-class Struck:
-    """One blow."""
+class KillRecord:
+    """One kill, and the streams that were live."""
 
-    blow: Blow
+    kill: Kill
     time: float
     """By `time.time()`."""
     live: list[Streamed] = field(default_factory=list)
@@ -64,9 +65,9 @@ class Struck:
 
 @dataclass(slots=True)
 class Outcome:
-    """What a campaign came to."""
+    """Result of a campaign."""
 
-    struck: list[Struck]
+    records: list[KillRecord]
     streams: list[Streamed]
     tally: Tally
     seconds: float
@@ -77,21 +78,21 @@ class Outcome:
         The pause of a stream is its longest gap between two messages, from the last message before a kill until the
         next kill. It is computed for each stream that ran at the kill.
         """
-        pauses: dict[Blow, list[float]] = {blow: [] for blow in Blow}
-        for struck, following in zip_longest(self.struck, self.struck[1:]):
+        pauses: dict[Kill, list[float]] = {kill: [] for kill in Kill}
+        for record, following in zip_longest(self.records, self.records[1:]):
             until = following.time if following is not None else math.inf
-            for streamed in struck.live:
-                gaps = [b - a for a, b in pairwise(streamed.times) if b > struck.time and a < until]
-                pauses[struck.blow].append(max(gaps, default=0.0))
+            for streamed in record.live:
+                gaps = [b - a for a, b in pairwise(streamed.times) if b > record.time and a < until]
+                pauses[record.kill].append(max(gaps, default=0.0))
         return {
-            "blows": len(self.struck),
+            "kills": len(self.records),
             "streams": len(self.streams),
             "tokens": sum(len(streamed.tokens) for streamed in self.streams),
             "tokens_compared": self.tally.tokens,
             "near_ties": self.tally.near_ties,
             "failed": sum(streamed.error is not None for streamed in self.streams),
             "seconds": round(self.seconds, 1),
-            "pause_s": {blow.value: quantiles(values) for blow, values in pauses.items()},
+            "pause_s": {kill.value: quantiles(values) for kill, values in pauses.items()},
         }
 
 
@@ -118,50 +119,50 @@ def run(campaign: Campaign, folder: Path) -> Outcome:
             resumable=True,
             connections=CONNECTIONS,
         )
-        struck = asyncio.run(_strike_under_load(campaign, served, load))
+        records = asyncio.run(_kill_under_load(campaign, served, load))
         served.wait_until_empty()
         assert served.metric("quire_journal_failures_total") == 0
     tally = Tally()
     for streamed in load.done:
         check(oracle, streamed, tally)
     assert tally.near_ties * 1000 < tally.tokens, tally
-    return Outcome(struck, load.done, tally, time.monotonic() - began)
+    return Outcome(records, load.done, tally, time.monotonic() - began)
 
 
-async def _strike_under_load(campaign: Campaign, served: Served, load: Load) -> list[Struck]:
+async def _kill_under_load(campaign: Campaign, served: Served, load: Load) -> list[KillRecord]:
     rng = random.Random(campaign.seed)
-    blows = [blow for blow in Blow for _ in range(campaign.blows_of_each_kind)]
-    rng.shuffle(blows)
+    kills = [kill for kill in Kill for _ in range(campaign.kills_of_each_kind)]
+    rng.shuffle(kills)
     streaming = asyncio.create_task(load.run())
-    struck: list[Struck] = []
+    records: list[KillRecord] = []
     try:
         await asyncio.wait_for(load.flows.wait(), PATIENCE_S)
-        for blow in blows:
-            await _until_all_get_on(load, struck[-1].time if struck else time.time())
+        for kill in kills:
+            await _until_all_get_on(load, records[-1].time if records else time.time())
             await asyncio.wait({streaming}, timeout=campaign.pause_s)
             if streaming.done():
                 break
-            struck.append(Struck(blow, time.time(), [each for each in load.live.values() if each.tokens]))
-            for pid in _victims(blow, served, rng):
+            records.append(KillRecord(kill, time.time(), [each for each in load.live.values() if each.tokens]))
+            for pid in _victims(kill, served, rng):
                 os.kill(pid, signal.SIGKILL)
-        await _until_all_get_on(load, struck[-1].time)
+        await _until_all_get_on(load, records[-1].time)
     finally:
         load.stop()
         await streaming
-    return struck
+    return records
 
 
-def _victims(blow: Blow, served: Served, rng: random.Random) -> list[int]:
+def _victims(kill: Kill, served: Served, rng: random.Random) -> list[int]:
     frontends = [child.pid for child in served.children("frontend")]
     scheduler = [child.pid for child in served.children("scheduler")]
-    match blow:
-        case Blow.FRONTEND:
+    match kill:
+        case Kill.FRONTEND:
             return [rng.choice(frontends)]
-        case Blow.FRONTENDS:
+        case Kill.FRONTENDS:
             return frontends
-        case Blow.SCHEDULER:
+        case Kill.SCHEDULER:
             return scheduler
-        case Blow.BOTH:
+        case Kill.BOTH:
             return scheduler + frontends
 
 
@@ -178,14 +179,14 @@ def main() -> int:
     """Runs one campaign; prints and writes its figures."""
     parser = command.parser("tests.chaos.fronts", __doc__)
     parser.add_argument("--streams", type=int, default=100)
-    parser.add_argument("--blows-of-each-kind", type=int, default=8)
+    parser.add_argument("--kills-of-each-kind", type=int, default=8)
     parser.add_argument("--max-tokens", type=int, default=300)
     parser.add_argument("--fsync", default="none")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     campaign = Campaign(
         num_streams=options.streams,
-        blows_of_each_kind=options.blows_of_each_kind,
+        kills_of_each_kind=options.kills_of_each_kind,
         max_tokens=options.max_tokens,
         fsync=options.fsync,
         seed=options.seed,

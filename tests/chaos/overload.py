@@ -2,9 +2,9 @@
 
     python -m tests.chaos.overload --json overload.json --plot docs/plots/overload.svg
 
-1x is the highest of a few rates at which 99 % of the requests meet their deadline. At 10x most must be refused; what
-counts is that those that are let in are served as well as before. Requests come independently of each other and of
-what became of earlier ones (a Poisson process, the same one in every run); a refused one is not sent again.
+1x is the highest of a few rates at which 99 % of the requests meet their deadline. At 10x most requests must be
+refused, and the accepted ones must be served as well as at 1x. Requests arrive as a Poisson process, which is the
+same in every run and does not depend on the outcome of earlier requests. A refused request is not sent again.
 """
 
 import asyncio

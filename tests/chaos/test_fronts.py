@@ -8,7 +8,7 @@ from pathlib import Path
 
 from quire import AsyncClient
 from quire.aio import AsyncGeneration
-from tests.chaos.fronts import Blow, Campaign, run
+from tests.chaos.fronts import Campaign, Kill, run
 from tests.e2e.harness import Served, serve
 
 OPTIONS = {"max_tokens": 300, "temperature": 1.0, "ignore_eos": True, "logprobs": 1}
@@ -19,11 +19,11 @@ def test_kills_of_every_kind_lose_and_repeat_nothing(tmp_path: Path) -> None:
 
     One front end, all front ends, the scheduler, and scheduler and front ends at once are killed under load.
     """
-    outcome = run(Campaign(num_streams=12, blows_of_each_kind=1, max_tokens=150, fsync="step", pause_s=0.3), tmp_path)
+    outcome = run(Campaign(num_streams=12, kills_of_each_kind=1, max_tokens=150, fsync="step", pause_s=0.3), tmp_path)
 
     print(outcome.figures())
-    assert len(outcome.struck) == len(Blow)
-    assert all(struck.live for struck in outcome.struck)
+    assert len(outcome.records) == len(Kill)
+    assert all(record.live for record in outcome.records)
 
 
 def test_a_service_that_is_killed_altogether_goes_on_where_it_was(tmp_path: Path) -> None:
