@@ -28,6 +28,7 @@ from scheduler_svc.core.interface.effects import (
 )
 from scheduler_svc.core.interface.errors import ProtocolViolationError
 from scheduler_svc.core.interface.plan import Plan
+from scheduler_svc.core.interface.records import Note, NoteKind
 from scheduler_svc.core.lifecycle.registry import RequestRegistry
 from scheduler_svc.core.lifecycle.statistics import RequestStats, SchedulerStats, worker_stats
 from scheduler_svc.core.planning.batch_selection import grammars_to_compile
@@ -36,7 +37,7 @@ from scheduler_svc.core.planning.planner import Planner
 from scheduler_svc.core.planning.results import Settled, settle
 from scheduler_svc.core.planning.row_failures import END_REASONS, FailedRequest, judge, lost_prefix
 from scheduler_svc.core.queueing.placement import Placement
-from scheduler_svc.core.requests.history import Story
+from scheduler_svc.core.requests.history import Story, story_of
 from scheduler_svc.core.requests.request import Request, RequestState
 from scheduler_svc.core.workers.fleet import Fleet
 from scheduler_svc.core.workers.plan_schedule import PlanSchedule
@@ -51,15 +52,16 @@ class Scheduler:
     Args:
         config: limits and policies.
         incarnation: a random 64-bit number that no earlier core had.
+        notes: receives every note of every request's history, in order; the caller empties it. None: not wanted.
     """
 
-    def __init__(self, config: CoreConfig, incarnation: int) -> None:
+    def __init__(self, config: CoreConfig, incarnation: int, notes: list[Note] | None = None) -> None:
         self._config = config
         self._effects: list[Effect] = []
         self._frontends = Frontends(self._effects)
         self._fleet = Fleet(config, incarnation)
         self._announced = self._fleet.service()
-        self._requests = RequestRegistry(config, self._fleet, self._effects)
+        self._requests = RequestRegistry(config, self._fleet, self._effects, notes)
         self._placement = Placement(self._requests.backlog, self._fleet.directory, config.max_num_seqs)
         self._schedule = PlanSchedule(config.max_plans_in_flight)
         self._quarantine = Quarantine()
@@ -135,11 +137,11 @@ class Scheduler:
             requests.requeue(request, now)
         for request in outcome.stranded:
             requests.strand(request, now)
-        for request in outcome.preempted:
-            requests.preempted(request, worker, now)
+        for request, by in outcome.preempted:
+            requests.preempted(request, by, worker, now)
         for request, admission in outcome.admitted:
             requests.admitted(request, worker, admission, now)
-        backlog.recall(worker)
+        backlog.recall(worker, now)
         self._placement.planned(worker)
         if outcome.plan is not None:
             self._schedule.update(worker)
@@ -196,7 +198,7 @@ class Scheduler:
     def story(self, frontend: ev.Peer, stream: int) -> list[tuple[float, str]]:
         """Return the history of a live request, as (time, text)."""
         request = self._requests.get(frontend, stream)
-        return list(request.story) if request is not None else []
+        return story_of(request, live=True).events if request is not None else []
 
     def stories(self, request_id: str) -> list[Story]:
         """Return the histories of all requests with this id, live or ended recently."""
@@ -290,7 +292,8 @@ class Scheduler:
             else:
                 for request in self._quarantine.worker_survived(event.worker_id):
                     left = f"{request.faults.fatal_steps} left"
-                    request.note(now, f"{event.worker_id} is back, so its last step was not fatal: {left}")
+                    back = f"{event.worker_id} is back, so its last step was not fatal: {left}"
+                    request.note(now, NoteKind.FAULT, back)
             self._schedule.update(worker)
             self._effects.append(
                 WorkerWelcomed(worker=event.worker, epoch=worker.epoch, protocol_version=worker.protocol_version)
@@ -320,7 +323,8 @@ class Scheduler:
             ids = tuple(request.spec.request_id for request in left_behind)
             self._effects.append(WorkerEmptied(worker_id=worker.worker_id, reason=reason, request_ids=ids))
         for request in requests_in_flight:
-            request.note(now, f"in a fatal step: {request.faults.fatal_steps}" + (", alone" if is_alone else ""))
+            line = f"in a fatal step: {request.faults.fatal_steps}" + (", alone" if is_alone else "")
+            request.note(now, NoteKind.FAULT, line)
         for request in rejected:
             self._requests.end(request, EndReason.POISON, now, message=REJECTED)
 
@@ -354,7 +358,7 @@ class Scheduler:
         worker = self._known(event)
         if worker is None or not worker.grammars.reported(event.key, event.failure):
             return
-        self._requests.backlog.grammar_reported(event.key)
+        self._requests.backlog.grammar_reported(event.key, now)
         if event.failure is not None:
             self._requests.refuse_grammar(event.key, now)
         if not worker.draining:
@@ -452,7 +456,7 @@ class Scheduler:
         elif request.state is RequestState.ENDING:
             self._requests.displace(request, "prefix failed", note, now)
         else:
-            request.note(now, note)
+            request.note(now, NoteKind.FAULT, note)
             self._requests.drop_swapped(request)
 
     def _known(self, event: ev.StepDone | ev.WorkerCompiling | ev.GrammarReported) -> Worker | None:
@@ -471,7 +475,7 @@ class Scheduler:
     def _fleet_changed(self, now: float) -> None:
         """Tell front ends about a changed service, and update the set of workers that take requests."""
         workers = [worker for worker in self._fleet if not worker.draining]
-        self._requests.backlog.fleet_changed(workers)
+        self._requests.backlog.fleet_changed(workers, now)
         self._placement.set_fleet(workers)
         # Stranded requests may have a worker now.
         self._requests.fleet_changed(now)

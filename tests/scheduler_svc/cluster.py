@@ -9,6 +9,7 @@ from scheduler_svc.core.interface import effects as ef
 from scheduler_svc.core.interface import events as ev
 from scheduler_svc.core.interface.config import CoreConfig
 from scheduler_svc.core.interface.plan import Plan
+from scheduler_svc.core.interface.records import Note
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.sim.model_worker import ModelWorker
 from shared.columns import to_column
@@ -32,7 +33,10 @@ class Cluster:
     """Drives one scheduler; every method takes one step of virtual time."""
 
     def __init__(self, **limits: object) -> None:
-        self.core = Scheduler(CoreConfig(**limits), incarnation=1 << 40)  # type: ignore[arg-type]
+        self.notes: list[Note] = []
+        """Notes of all requests, in order."""
+        config = CoreConfig(**limits)  # type: ignore[arg-type]
+        self.core = Scheduler(config, incarnation=1 << 40, notes=self.notes)
         self.now = 100.0
         self.readers: dict[int, Reader] = {}
         self.workers: dict[bytes, ModelWorker] = {}

@@ -1,4 +1,4 @@
-"""Records of a request outside the core: its arrival, its end, and the log that is kept in between.
+"""Records of a request outside the core: its arrival, its end, its notes, and the log that is kept in between.
 
 Events bring these records in and effects carry them out, so they form a module below both. Both modules export them
 again.
@@ -87,6 +87,78 @@ class RequestEnded:
     """For EMBEDDED: a float32 column, `[hidden_size]`."""
     field: str = ""
     """For INVALID: the field of the request that is wrong, as generation.proto names it; empty: its input."""
+
+
+class WaitReason(enum.Enum):
+    """What a waiting request waits for; a member's value completes the sentence "it waits for"."""
+
+    TURN = "its turn"
+    """Others rank before it, or no plan has been made since it began to wait."""
+    MEMORY = "memory"
+    ROWS = "a free row"
+    TENANT_LIMIT = "its tenant's limit of running requests"
+    TENANT_RATE = "its tenant's token rate"
+    GRAMMAR = "the compilation of its grammar"
+    PREFIX = "a prefix that another request computes"
+    CREDIT = "its reader, which takes no more output"
+    BATCH = "a batch to open"
+    ANSWER = "the answer to its last step"
+    ELSEWHERE = "the next plan of another worker"
+    ALONE = "a step of its own"
+    """Workers died while they computed it, so it shares no step until it is cleared."""
+    NO_WORKER = "a worker that can serve it"
+
+    # Each member is one object; the hash of its name, which `Enum` uses, takes five times as long.
+    __hash__ = object.__hash__
+
+
+class NoteKind(enum.Enum):
+    """What a note of a request's history tells."""
+
+    ARRIVED = "arrived"
+    WAITS = "waits"
+    """It waits for another reason than before; the text is a `WaitReason`."""
+    ADMITTED = "admitted"
+    FIRST_TOKEN = "first token"
+    HELD = "held out"
+    """Its row is held out of steps; the text is the `WaitReason`. It ends with its next step."""
+    PREEMPTED = "preempted"
+    """It has left its row; its KV will be computed again."""
+    SWAPPED = "swapped"
+    """It has left its row; its KV is in the worker's host memory."""
+    MOVED = "moved"
+    LOST = "worker lost"
+    PREFIX_FAILED = "prefix failed"
+    FAULT = "fault"
+    ENDED = "ended"
+
+    __hash__ = object.__hash__
+
+
+@dataclass(slots=True, kw_only=True)
+class Note:
+    """One line of a request's history."""
+
+    frontend: Peer
+    stream: int
+    time: float
+    """Core time, s."""
+    kind: NoteKind
+    text: str
+    """The line for operators; for WAITS and HELD the value of a `WaitReason`."""
+    by: tuple[Peer, int] | None = None
+    """For PREEMPTED and SWAPPED: (front end, stream) of the request that needed the room."""
+
+    @property
+    def line(self) -> str:
+        """The note as a line of the history."""
+        match self.kind:
+            case NoteKind.WAITS:
+                return f"waits for {self.text}"
+            case NoteKind.HELD:
+                return f"held out of steps: waits for {self.text}"
+            case _:
+                return self.text
 
 
 _OVERHEAD = 512

@@ -13,7 +13,7 @@ from scheduler_svc.core.interface import events as ev
 from scheduler_svc.core.interface.config import CoreConfig
 from scheduler_svc.core.interface.effects import Effect, EndReason, RequestEnded
 from scheduler_svc.core.interface.plan import RowAdmission
-from scheduler_svc.core.interface.records import GrammarFailure
+from scheduler_svc.core.interface.records import GrammarFailure, Note, NoteKind
 from scheduler_svc.core.lifecycle.admission_control import AdmissionControl, TurnedAway
 from scheduler_svc.core.lifecycle.states import WAITING, RequestEvent, RequestStates
 from scheduler_svc.core.lifecycle.statistics import RequestStats, request_stats
@@ -22,7 +22,7 @@ from scheduler_svc.core.queueing.backlog import Backlog
 from scheduler_svc.core.queueing.forecast import Forecast
 from scheduler_svc.core.queueing.policies import make_policy
 from scheduler_svc.core.queueing.tenants import Tenants
-from scheduler_svc.core.requests.history import History, Story
+from scheduler_svc.core.requests.history import History, Story, story_of
 from scheduler_svc.core.requests.request import Request, RequestKey, RequestState, Wait, to_request
 from scheduler_svc.core.requests.resumable import IdentifiedRequests
 from scheduler_svc.core.workers.fleet import Fleet
@@ -43,7 +43,9 @@ _DUPLICATE = TurnedAway(EndReason.DUPLICATE, "request_id: in use by a live or re
 class RequestRegistry:
     """The live requests of one core; appends its effects to `effects`."""
 
-    def __init__(self, config: CoreConfig, fleet: Fleet, effects: list[Effect]) -> None:
+    def __init__(
+        self, config: CoreConfig, fleet: Fleet, effects: list[Effect], notes: list[Note] | None = None
+    ) -> None:
         self.policy = make_policy(config.policy, config.tenant_weights, config.classes)
         self._orders_by_length = "sjf" in {config.policy, *(each.policy for each in config.classes.values())}
         self.forecast = Forecast()
@@ -55,6 +57,7 @@ class RequestRegistry:
         self._config = config
         self._fleet = fleet
         self._effects = effects
+        self._notes = notes
         self._requests: dict[RequestKey, Request] = {}
         self._states = RequestStates(self.backlog, self.tenants, effects)
         self.identified = IdentifiedRequests(config.resume_keep_s, config.resume_keep_bytes, effects)
@@ -86,7 +89,7 @@ class RequestRegistry:
 
     def stories(self, request_id: str) -> list[Story]:
         """Return the histories of the requests with this id, including requests that ended recently."""
-        live = [Story(request_id, True, list(request.story)) for request in self.find(request_id)]
+        live = [story_of(request, live=True) for request in self.find(request_id)]
         return self.history.stories(request_id) + live
 
     def stats(self, most: int) -> list[RequestStats]:
@@ -125,11 +128,11 @@ class RequestRegistry:
                     message="request cancelled: another call continues it; read the rest of the answer there",
                 )
         self._sequence += 1
-        request = to_request(event, self._sequence, now)
+        request = to_request(event, self._sequence, now, self._notes)
         self._requests[key] = request
         if request.grammar_key:
             self._by_grammar.setdefault(request.grammar_key, {})[key] = request
-        request.note(now, "arrived")
+        request.note(now, NoteKind.ARRIVED, "arrived")
         turned_away = (
             _DUPLICATE
             if is_duplicate
@@ -212,14 +215,23 @@ class RequestRegistry:
             if self.backlog.is_served(request):
                 self.requeue(request, now)
 
-    def preempted(self, request: Request, worker: Worker, now: float) -> None:
-        """Requeue a request that planning has preempted; it is not preempted again before it has a new token."""
+    def preempted(self, request: Request, by: Request, worker: Worker, now: float) -> None:
+        """Requeue a request that planning has preempted for another one, or for itself because it ranks last.
+
+        It is not preempted again before it has a new token.
+        """
         request.preempted_at = request.num_generated
-        self.displace(request, "preempted", f"preempted on {worker.worker_id}", now)
+        kind, remedy = NoteKind.PREEMPTED, "its KV will be computed again"
+        if request.swapped is not None:
+            kind, remedy = NoteKind.SWAPPED, f"{len(request.swapped.host_blocks)} blocks swapped out"
+        whose = f"by {by.spec.request_id}" if by is not request else "because it is out of memory and ranks last"
+        text = f"preempted on {worker.worker_id} {whose}; {remedy}"
+        request.note(now, kind, text, by=by.key)
+        self.requeue(request, now, "preempted")
 
     def displace(self, request: Request, outcome: str, note: str, now: float) -> None:
-        """Requeue a request that has left its worker before its end."""
-        request.note(now, note)
+        """Requeue a request that has left its worker before its end; `outcome` is a value of `NoteKind`."""
+        request.note(now, NoteKind(outcome), note)
         self.requeue(request, now, outcome)
 
     def refuse(self, request: Request, reason: EndReason, now: float, *, message: str = "", retry_ms: int = 0) -> None:
@@ -268,7 +280,7 @@ class RequestRegistry:
         self.ended[reason] += 1
         kept = num_generated if completion_tokens is None else completion_tokens
         what = f"ended: {reason.value}, {kept} tokens"
-        request.note(now, f"{what} ({message})" if message else what)
+        request.note(now, NoteKind.ENDED, f"{what} ({message})" if message else what)
         self.history.keep(request)
         if reason in _NATURAL_ENDS:
             self.forecast.request_finished(request)

@@ -28,6 +28,7 @@ from typing import ClassVar, NamedTuple
 
 from scheduler_svc.core.interface.effects import AttemptEnded, Effect
 from scheduler_svc.core.interface.plan import RowAdmission
+from scheduler_svc.core.interface.records import NoteKind, WaitReason
 from scheduler_svc.core.queueing.backlog import Backlog
 from scheduler_svc.core.queueing.tenants import Tenants
 from scheduler_svc.core.requests.request import Request, RequestKey, RequestState, Wait
@@ -113,6 +114,7 @@ class RequestStates:
             self._backlog.push(request, now)
         else:
             self._starved[request.key] = request
+            request.waits_for(WaitReason.CREDIT, now)
         self._backlog.tenant_changed(request.spec.tenant, now)
 
     def strand(self, request: Request, now: float) -> None:
@@ -120,7 +122,7 @@ class RequestStates:
         self._apply(request, RequestEvent.STRAND)
         self._stranded[request.key] = request
         request.stranded_since = now
-        request.note(now, "no worker serves it")
+        request.waits_for(WaitReason.NO_WORKER, now)
 
     def admit(self, request: Request, worker: Worker, admission: RowAdmission, now: float) -> None:
         """Record that a plan has given the request a row. `Tenants` has counted the request as running already."""
@@ -133,7 +135,7 @@ class RequestStates:
         if not request.attempts:
             request.num_cached_prompt_tokens = min(admission.num_computed_tokens, request.spec.num_prompt_tokens)
         request.attempts += 1
-        request.note(now, f"admitted to {worker.worker_id} row {admission.row}")
+        request.note(now, NoteKind.ADMITTED, f"admitted to {worker.worker_id} row {admission.row}")
 
     def last_step_planned(self, request: Request) -> None:
         """Record that the request has left its row and waits for its last answer only."""

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from scheduler_svc.core.interface.config import PREEMPTIVE_POLICIES, CoreConfig
-from scheduler_svc.core.interface.records import EndReason
+from scheduler_svc.core.interface.records import EndReason, WaitReason
 from scheduler_svc.core.planning.victims import Candidates, choose_victims
 from scheduler_svc.core.queueing.backlog import Backlog, waits_for_prefix
 from scheduler_svc.core.queueing.placement import DECODE_COST, MAX_ASSIGNED, Placement, Room, find_room
@@ -112,6 +112,8 @@ class Admission:
                 now=self._now,
                 num_assigned=self._backlog.num_assigned(self._worker),
             ):
+                if (first := self._backlog.first()) is not None:
+                    first.waits_for(WaitReason.BATCH, self._now)
                 return None
             if not self._looked_for_suspects:
                 self._look_for_suspects()
@@ -129,9 +131,11 @@ class Admission:
             if not self._is_eligible(request):
                 continue
             if not gate.admits(len(request.tokens), num_running=self._worker.rows.num_running, now=self._now):
+                request.waits_for(WaitReason.BATCH, self._now)
                 self._looked_past.append(request)
                 return None
             if self._worker.rows.num_running >= self._max_running:
+                request.waits_for(WaitReason.ROWS, self._now)
                 self._looked_past.append(request)
                 return None
             room = self._room(request)
@@ -233,6 +237,7 @@ class Admission:
         if not self._tenants.may_run(request, self._now):
             self._backlog.hold_for_tenant(request, self._now)
         elif request.unsettled or not can_serve:
+            request.waits_for(WaitReason.ANSWER if request.unsettled else WaitReason.ELSEWHERE, self._now)
             self._looked_past.append(request)
         elif not self._worker.grammars.is_ready(request.grammar_key):
             self._await_grammar(request)
@@ -249,6 +254,7 @@ class Admission:
         if other is not None:
             self._backlog.assign(request, other, self._now)
         else:
+            request.waits_for(WaitReason.GRAMMAR, self._now)
             self._backlog.hold_for_grammar(request)
 
     def _room(self, request: Request) -> Room | None:
@@ -259,11 +265,13 @@ class Admission:
         worker = self._worker
         match = worker.match(request)
         if waits_for_prefix(worker, request, match):
+            request.waits_for(WaitReason.PREFIX, self._now)
             self._backlog.hold_for_prefix(request, worker, match.next_key)
             self._num_looked_past += 1
             return None
         room = find_room(worker, request, match)
         if room is None:
+            request.waits_for(WaitReason.MEMORY, self._now)
             self._overtakable.append(request)
             return None
         if self._placement is not None and request.wait.num_assigned < MAX_ASSIGNED and not self._is_assigned:
@@ -286,6 +294,7 @@ class Admission:
                 continue
             if not self._is_eligible(suspect):
                 continue
+            suspect.waits_for(WaitReason.ALONE, self._now)
             self._overtakable.append(suspect)
             if not self._worker.trial_due and self._suspect_room(suspect) is not None:
                 self._worker.trial_due = True
@@ -379,20 +388,20 @@ def admission_bytes(request: Request, block_size: int) -> int:
 
 def victims_for_urgent(
     worker: Worker, backlog: Backlog, placement: Placement | None, tenants: Tenants, config: CoreConfig, now: float
-) -> list[int]:
-    """Choose the rows to preempt so that the next waiting request fits; empty if too few rank far enough behind it."""
+) -> tuple[Request | None, list[int]]:
+    """Return the next waiting request and the rows to preempt so that it fits; none if too few rank far behind it."""
     preempts = config.policy_preemption != "off" and config.capacity != "guaranteed_no_evict"
     if not preempts or worker.draining or not backlog.num_ready or backlog.num_assigned(worker):
-        return []
+        return None, []
     policies = {config.policy, *(each.policy for each in config.classes.values())}
     if policies.isdisjoint(PREEMPTIVE_POLICIES):
-        return []
+        return None, []
     request = backlog.take(worker, worker.cached_tokens)
     if request is None or _requeue_if_late(request, backlog, now):
-        return []
+        return None, []
     backlog.put_back(request)
     if config.policy_of(request.spec.request_class) not in PREEMPTIVE_POLICIES:
-        return []
+        return None, []
     rows, pool = worker.rows, worker.pool
     need_row = rows.num_running >= min(config.max_num_seqs, rows.max_rows)
     num_blocks = -(-len(request.tokens) // rows.block_size)
@@ -400,9 +409,9 @@ def victims_for_urgent(
     need_blocks = max(0, num_blocks + worker.capacity.reserve(rows) - pool.num_available - pool.num_retired)
     may_run = worker.grammars.is_ready(request.grammar_key) and tenants.may_run(request, now)
     if request.unsettled or not (need_row or need_blocks) or not may_run:
-        return []
+        return None, []
     if placement is not None and placement.with_room(worker, request, assign=False) is not None:
-        return []
+        return None, []
     behind = backlog.policy.rank(request) + config.preempt_threshold
     has_progress = rows.committed - rows.num_prompt > rows.preempted_at
     may_pause = np.flatnonzero((rows.state == DECODE) & (rows.rank > behind) & has_progress)
@@ -414,7 +423,7 @@ def victims_for_urgent(
             if other is not None
         ]
         may_pause = may_pause[np.array(same, np.bool_)]
-    return choose_victims(
+    return request, choose_victims(
         Candidates(
             rows=may_pause,
             ranks=rows.rank[may_pause],

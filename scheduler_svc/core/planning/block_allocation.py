@@ -4,6 +4,8 @@ If blocks are only waiting for an answer, rows wait for them. If none are coming
 policy is preempted. It releases its blocks, keeps its tokens and its place in the queue, and continues later.
 """
 
+from typing import NamedTuple
+
 import numpy as np
 
 from scheduler_svc.core.interface.arrays import IndexArray, where
@@ -12,6 +14,14 @@ from scheduler_svc.core.queueing.forecast import Forecast
 from scheduler_svc.core.requests.request import Request
 from scheduler_svc.core.workers.rows import DECODE, FREE
 from scheduler_svc.core.workers.worker import Worker
+
+
+class Preemption(NamedTuple):
+    """A request that has left its row, and the one that needed its row or blocks."""
+
+    request: Request
+    by: Request
+    """Running out of memory, a request may be preempted for itself."""
 
 
 class BlockAllocation:
@@ -26,7 +36,7 @@ class BlockAllocation:
         self.appended_blocks: list[IndexArray] = []
         """One block for each of the rows."""
         self.swap_outs: list[BlockCopy] = []
-        self.preempted: list[Request] = []
+        self.preempted: list[Preemption] = []
         self.out_of_memory = False
         """Whether a row needed a block when none was free and none was about to become free."""
 
@@ -49,8 +59,8 @@ class BlockAllocation:
             if self._rows.state[row] == DECODE and self._make_room_for(row):
                 self.append(rows[index : index + 1])
 
-    def preempt(self, row: int) -> None:
-        """Preempt a row; move its KV to the host if that is cheaper than computing it again."""
+    def preempt(self, row: int, by: Request) -> None:
+        """Preempt a row for a request; move its KV to the host if that is cheaper than computing it again."""
         worker, rows = self._worker, self._rows
         num_computed = rows.num_computed(row)
         num_blocks = -(-num_computed // rows.block_size)
@@ -64,7 +74,7 @@ class BlockAllocation:
             self.swap_outs.append(copy)
         else:
             request = worker.preempt(row)
-        self.preempted.append(request)
+        self.preempted.append(Preemption(request, by))
         worker.counters.preemptions += 1
 
     def _make_room_for(self, row: int) -> bool:
@@ -82,7 +92,9 @@ class BlockAllocation:
                 return False
             cost = self._forecast.recompute_steps(self._rows.num_computed(victim), self._rows.num_running)
             self._worker.capacity.preempted(cost)
-            self.preempt(victim)
+            needy = self._rows.requests[row]
+            assert needy is not None
+            self.preempt(victim, needy)
             if victim == row:
                 return False
         return True

@@ -23,8 +23,9 @@ import numpy as np
 from scheduler_svc.core.interface.arrays import NO_INDICES, ONE, IndexArray, any_of, where
 from scheduler_svc.core.interface.config import CoreConfig
 from scheduler_svc.core.interface.plan import BlockCopy, Plan, RowAdmission
+from scheduler_svc.core.interface.records import NoteKind, WaitReason
 from scheduler_svc.core.planning.batch_selection import Admission, Refusal, victims_for_urgent
-from scheduler_svc.core.planning.block_allocation import BlockAllocation
+from scheduler_svc.core.planning.block_allocation import BlockAllocation, Preemption
 from scheduler_svc.core.queueing.backlog import Backlog
 from scheduler_svc.core.queueing.forecast import Forecast
 from scheduler_svc.core.queueing.placement import Placement, Room
@@ -47,7 +48,7 @@ class Outcome:
     plan: Plan | None
     admitted: list[tuple[Request, RowAdmission]]
     """Admitted requests, in order."""
-    preempted: list[Request]
+    preempted: list[Preemption]
     refused: list[Refusal]
     ending: list[int]
     """Rows whose last step was planned; `Scheduler.tidy` vacates them after the plan was sent."""
@@ -105,14 +106,20 @@ class Planner:
             return self._outcome  # a trial step holds no other request, even after its own request has left
         if (worker.trial is not None or worker.trial_due) and (worker.in_flight or self._try_suspect()):
             return self._outcome
-        for row in victims_for_urgent(worker, self._backlog, self._placement, self._tenants, self._config, self._now):
-            self._allocation.preempt(row)
+        urgent, victims = victims_for_urgent(
+            worker, self._backlog, self._placement, self._tenants, self._config, self._now
+        )
+        for row in victims:
+            assert urgent is not None
+            self._allocation.preempt(row, urgent)
         decodes = self._schedule_decodes()
         self._budget -= len(decodes)
         self._schedule_prefills()
         if not self._allocation.out_of_memory:
             worker.capacity.is_growing = bool(len(decodes) or self._chunk_rows or worker.in_flight)
             self._admit()
+        elif (first := self._backlog.first()) is not None:
+            first.waits_for(WaitReason.MEMORY, self._now)
         # A worker without further work still needs a plan that names the rows which have ended.
         idle_leaves = self._worker.pending_leaves and not self._worker.in_flight
         if len(decodes) or self._chunk_rows or self._allocation.swap_outs or idle_leaves:
@@ -168,16 +175,28 @@ class Planner:
         starved = any_of(without_credit)
         if starved:
             self._worker.starves = True
+            self._note_held(candidates[without_credit], WaitReason.CREDIT)
             without_block &= ~without_credit
         if any_of(without_block):
             needy = candidates[without_block]
             if len(needy) > self._pool.num_available:
                 self._allocation.append_by_rank(needy)
-                has_block = (rows.state[candidates] == DECODE) & (length <= rows.capacity[candidates])
+                decodes = rows.state[candidates] == DECODE
+                has_block = decodes & (length <= rows.capacity[candidates])
+                self._note_held(candidates[decodes & ~has_block & ~without_credit], WaitReason.MEMORY)
                 active: IndexArray = candidates[has_block & ~without_credit]
                 return active
             self._allocation.append(needy)
         return candidates[~without_credit] if starved else candidates
+
+    def _note_held(self, held: IndexArray, reason: WaitReason) -> None:
+        """Note why rows are held out, once per row until it gets what it lacks."""
+        new = held[~self._rows.hold_noted[held]]
+        for row in new.tolist():
+            request = self._rows.requests[row]
+            assert request is not None
+            request.note(self._now, NoteKind.HELD, reason.value)
+        self._rows.hold_noted[new] = True
 
     def _schedule_prefills(self) -> None:
         rows = self._rows
@@ -219,7 +238,7 @@ class Planner:
             return
         self._account_service()
         if not self._worker.draining:
-            self._backlog.prepare(self._worker, max(0, self._max_rows - self._rows.num_running))
+            self._backlog.prepare(self._worker, max(0, self._max_rows - self._rows.num_running), self._now)
         admission = Admission(self._worker, self._backlog, self._placement, self._tenants, self._config, self._now)
         while self._budget and (admitted := admission.next()) is not None:
             self._outcome.admitted.append((admitted[0], self._place(*admitted)))

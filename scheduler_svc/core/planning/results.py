@@ -12,6 +12,7 @@ import numpy as np
 from scheduler_svc.core.interface.arrays import IndexArray, Int32Array, any_of
 from scheduler_svc.core.interface.errors import ProtocolViolationError
 from scheduler_svc.core.interface.events import FailedRow, StepDone
+from scheduler_svc.core.interface.records import NoteKind
 from scheduler_svc.core.planning.row_failures import FailedRequest
 from scheduler_svc.core.requests.request import Request, RequestState
 from scheduler_svc.core.workers.rows import FREE
@@ -96,7 +97,7 @@ def settle(worker: Worker, event: StepDone, now: float) -> Settled:
         if request is None:
             continue
         if worker.rows.num_generated(row) == 1:
-            request.note(now, "first token")
+            request.note(now, NoteKind.FIRST_TOKEN, "first token")
         if request.spec.traceparent:
             settled.prefilled.append(request)
     _settle_departures(worker, record.step)
@@ -141,7 +142,7 @@ def _settle_late(worker: Worker, request: Request, token: int, settled: Settled,
         return
     index = request.num_generated
     if not index:
-        request.note(now, "first token")
+        request.note(now, NoteKind.FIRST_TOKEN, "first token")
     settled.late.append((request, index, token))
     request.tokens.append(token)
     worker.counters.generated_tokens += 1

@@ -22,6 +22,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from itertools import chain, islice
 
+from scheduler_svc.core.interface.records import WaitReason
 from scheduler_svc.core.queueing.holding import Holding
 from scheduler_svc.core.queueing.policies import KeyedQueue, Policy, WaitingQueue
 from scheduler_svc.core.queueing.tenants import Tenants
@@ -136,6 +137,8 @@ class Backlog:
         self._num_requests += 1
         if self._tenants.may_run(request, now):
             self._enter(request)
+            if not self._kinds:
+                request.waits_for(WaitReason.NO_WORKER, now)
         else:
             self._hold_for_tenant(request, now)
 
@@ -166,6 +169,7 @@ class Backlog:
         while self._over_quota.count(tenant) and self._tenants.may_compete(tenant, now):
             request = self._over_quota.take(tenant)
             assert request is not None
+            request.waits_for(WaitReason.TURN, now)
             self._enter(request)
         self._await_refill(tenant, now)
 
@@ -201,27 +205,31 @@ class Backlog:
         """Put back a request that was taken; it keeps its place."""
         self._place(request)
 
-    def prepare(self, worker: Worker, num_free_rows: int) -> None:
+    def first(self) -> Request | None:
+        """Return the first request of the common queue without taking it; None if its order depends on the worker."""
+        return self._common.first() if isinstance(self._common, KeyedQueue) else None
+
+    def prepare(self, worker: Worker, num_free_rows: int, now: float) -> None:
         """Make held requests compete whose grammar or prefix the worker now has."""
         for key in list(islice(self._for_grammar.keys(), _MAX_KEYS)):
             # Release only as many as the worker can take: a worker without the grammar would hold them again.
             if worker.grammars.is_ready(key):
-                self._compete_again(islice(self._for_grammar.release(key), num_free_rows))
+                self._compete_again(islice(self._for_grammar.release(key), num_free_rows), now)
         waited = self._prefixes.get(worker)
         for key in list(waited) if waited else ():
             if not worker.pool.cache.is_pending(key):
-                self._prefix_advanced(worker, key)
+                self._prefix_advanced(worker, key, now)
 
-    def recall(self, worker: Worker) -> None:
+    def recall(self, worker: Worker, now: float) -> None:
         """Make requests compete again that were assigned to a worker and that its plan did not take."""
         if self._assigned_since.pop(worker, None) is not None:
-            self._compete_again(self._assigned.release(worker))
+            self._compete_again(self._assigned.release(worker), now)
 
     def recall_late(self, now: float) -> list[Worker]:
         """End old assignments, so that their requests compete again; return the workers that made no plan."""
         late = [worker for worker, since in self._assigned_since.items() if now - since > MAX_ASSIGNED_S]
         for worker in late:
-            self.recall(worker)
+            self.recall(worker, now)
         return late
 
     def take_suspect(self) -> Request | None:
@@ -271,6 +279,7 @@ class Backlog:
         del self._competing[request]
         self._assigned_since.setdefault(worker, now)
         request.wait.num_assigned += 1
+        request.waits_for(WaitReason.ELSEWHERE, now)
         self._assigned.add(worker, request)
 
     def next_grammar(self, worker: Worker) -> Request | None:
@@ -283,32 +292,35 @@ class Backlog:
 
     # ---------------------------------------------------------------- workers
 
-    def fleet_changed(self, workers: Iterable[Worker]) -> None:
+    def fleet_changed(self, workers: Iterable[Worker], now: float) -> None:
         """Sort the requests again by the workers that can serve them.
 
         Args:
             workers: the workers that take requests.
+            now: the time, s.
         """
         present = dict.fromkeys(workers)
         for worker in list(dict.fromkeys(chain(self._prefixes, self._assigned.keys()))):
             if worker not in present:
-                self._worker_left(worker)
+                self._worker_left(worker, now)
         # Ask another worker for the grammars that a lost worker was compiling.
         self._compiling = {key: worker for key, worker in self._compiling.items() if worker in present}
         for key in list(self._for_grammar.keys()):
-            self._compete_again(self._for_grammar.release(key))
+            self._compete_again(self._for_grammar.release(key), now)
         kinds = tuple(sorted({worker.kind for worker in present}))
         if kinds != self._kinds:
             self._kinds = kinds
             self._common, self._restricted = self.policy.make_queue(), {}
+            reason = WaitReason.TURN if kinds else WaitReason.NO_WORKER
             for request, queue in list(self._competing.items()):
+                request.waits_for(reason, now)
                 if queue is not self._suspects:
                     self._place(request)
 
-    def grammar_reported(self, key: bytes) -> None:
+    def grammar_reported(self, key: bytes, now: float) -> None:
         """Make the requests compete that wait for this grammar: a worker has compiled it, or cannot."""
         self._compiling.pop(key, None)
-        self._compete_again(self._for_grammar.release(key))
+        self._compete_again(self._for_grammar.release(key), now)
 
     def validate(self) -> None:
         """Check that every request is in one place, and that the queues hold exactly the competing ones."""
@@ -328,6 +340,8 @@ class Backlog:
         return key not in self._compiling and not worker.grammars.is_known(key)
 
     def _hold_for_tenant(self, request: Request, now: float) -> None:
+        over_rate = self._tenants.refilled_at(request.spec.tenant, now) is not None
+        request.waits_for(WaitReason.TENANT_RATE if over_rate else WaitReason.TENANT_LIMIT, now)
         self._over_quota.add(request.spec.tenant, request)
         self._await_refill(request.spec.tenant, now)
 
@@ -350,8 +364,9 @@ class Backlog:
             self.policy.leave(request.account)
         self._tenants.competes(request.spec.tenant, -1)
 
-    def _compete_again(self, requests: Iterable[Request]) -> None:
+    def _compete_again(self, requests: Iterable[Request], now: float) -> None:
         for request in requests:
+            request.waits_for(WaitReason.TURN, now)
             self._place(request)
 
     def _place(self, request: Request) -> None:
@@ -384,7 +399,7 @@ class Backlog:
                 queue.push(request)
         return chosen
 
-    def _prefix_advanced(self, worker: Worker, key: BlockKey) -> None:
+    def _prefix_advanced(self, worker: Worker, key: BlockKey, now: float) -> None:
         """Release the first request that waits for this block, which was computed or was given up.
 
         That request looks up the prefix for all others that wait for it.
@@ -400,12 +415,13 @@ class Backlog:
             return
         for request in self._for_prefix.release((worker, key)):
             request.prefix_waits = first.prefix_waits
+            request.waits_for(WaitReason.TURN, now)
             self._place(request)
 
-    def _worker_left(self, worker: Worker) -> None:
-        self.recall(worker)
+    def _worker_left(self, worker: Worker, now: float) -> None:
+        self.recall(worker, now)
         for key in self._prefixes.pop(worker, ()):
-            self._compete_again(self._for_prefix.release((worker, key)))
+            self._compete_again(self._for_prefix.release((worker, key)), now)
 
 
 class _GrammarTurns:

@@ -18,6 +18,11 @@ class Story(NamedTuple):
     """(time on the core's clock, text)."""
 
 
+def story_of(request: Request, *, live: bool) -> Story:
+    """Return the history of a request."""
+    return Story(request.spec.request_id, live, [(note.time, note.line) for note in request.story])
+
+
 class History:
     """Bounded store of the histories of ended requests."""
 
@@ -26,7 +31,7 @@ class History:
 
     def keep(self, request: Request) -> None:
         """Store the history of a request that has ended."""
-        self._ended.append(Story(request.spec.request_id, False, request.story))
+        self._ended.append(story_of(request, live=False))
 
     def stories(self, request_id: str) -> list[Story]:
         """Return the histories with this id, oldest first; a client may reuse an id, and several choices share one."""

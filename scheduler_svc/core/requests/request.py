@@ -13,13 +13,15 @@ from typing import NamedTuple
 import numpy as np
 
 from scheduler_svc.core.interface.arrays import Int32Array
-from scheduler_svc.core.interface.records import Peer, RequestArrived
+from scheduler_svc.core.interface.records import Note, NoteKind, Peer, RequestArrived, WaitReason
 from scheduler_svc.core.memory.swapping import SwappedKV
 from scheduler_svc.core.requests.accounts import Account
 from shared.frames import TOKEN_BYTES
 from shared.request_spec import Pooling, RequestSpec
 
 _STORY_LENGTH = 64
+_MAX_REASONS = 16
+"""Maximum number of noted reasons of one wait: two workers that hold a request for two reasons add one per plan."""
 
 
 class RequestKey(NamedTuple):
@@ -63,6 +65,10 @@ class Wait:
     """Number of admissions that a longest-prefix order preferred to the request."""
     num_assigned: int = 0
     """Number of times that it was assigned to a worker whose next plan did not take it."""
+    reason: WaitReason = WaitReason.TURN
+    """What it waits for, as the last decision about it found."""
+    num_reasons: int = 0
+    """Number of noted changes of the reason."""
 
 
 @dataclass(slots=True, eq=False)
@@ -146,8 +152,10 @@ class Request:
     unsettled: bool = False
     """Whether steps in flight still name a row that it has left."""
     credit_remainder: int = 0
-    story: list[tuple[float, str]] = field(default_factory=list)
-    """(time, text) of its history; bounded."""
+    story: list[Note] = field(default_factory=list)
+    """Its history; bounded."""
+    notes: list[Note] | None = None
+    """Receives the notes of all requests for a recorder, unbounded; None: nobody reads them."""
 
     @property
     def num_generated(self) -> int:
@@ -182,14 +190,26 @@ class Request:
         self.allowed += tokens
         self.starved_since = None
 
-    def note(self, now: float, what: str) -> None:
+    def note(self, now: float, kind: NoteKind, text: str, *, by: "RequestKey | None" = None) -> None:
         """Add a line to the request's history."""
+        frontend, stream = self.key
+        note = Note(frontend=frontend, stream=stream, time=now, kind=kind, text=text, by=by)
         if len(self.story) < _STORY_LENGTH:
-            self.story.append((now, what))
+            self.story.append(note)
+        if self.notes is not None:
+            self.notes.append(note)
+
+    def waits_for(self, reason: WaitReason, now: float) -> None:
+        """Record what the request waits for; a note is added only when that has changed."""
+        wait = self.wait
+        if wait.reason is not reason and wait.num_reasons < _MAX_REASONS:
+            wait.reason = reason
+            wait.num_reasons += 1
+            self.note(now, NoteKind.WAITS, reason.value)
 
 
-def to_request(event: RequestArrived, sequence: int, now: float) -> Request:
-    """Make the request of an arrival; it is the `sequence`-th one."""
+def to_request(event: RequestArrived, sequence: int, now: float, notes: list[Note] | None = None) -> Request:
+    """Make the request of an arrival; it is the `sequence`-th one, and its notes are added to `notes`."""
     spec, token_ids = event.spec, event.token_ids
     num_tokens, num_prompt = len(token_ids), spec.num_prompt_tokens
     assert 0 < num_prompt <= num_tokens, "the front ends' codec refuses such a submission"
@@ -215,6 +235,7 @@ def to_request(event: RequestArrived, sequence: int, now: float) -> Request:
         sequence=sequence,
         highest_token=_highest(token_ids),
         keys={event.block_size: event.block_keys} if event.block_keys else {},
+        notes=notes,
     )
 
 

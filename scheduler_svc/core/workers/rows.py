@@ -61,6 +61,8 @@ class RowTable:
         self.allowed = np.zeros(max_rows, np.int32)
         self.capacity = np.zeros(max_rows, np.int32)
         self.held = np.zeros(max_rows, np.bool_)
+        self.hold_noted = np.zeros(max_rows, np.bool_)
+        """Rows whose request has a note that it is held out, and has got neither credit nor a block since."""
         self.num_prompt = np.zeros(max_rows, np.int32)
         self.stream = np.zeros(max_rows, np.int32)
         self.frontend = np.zeros(max_rows, np.int32)
@@ -166,7 +168,7 @@ class RowTable:
         self.requests[row] = None
         self._num_blocks[row] = 0
         self.state[row] = FREE
-        self.held[row] = False
+        self.held[row] = self.hold_noted[row] = False
         self.traced.discard(row)
         self._many_stops.pop(row, None)
         self._free.append(row)
@@ -178,6 +180,7 @@ class RowTable:
     def set_allowed(self, row: int, allowed: int) -> None:
         """Set the maximum number of tokens, prompt included, that the reader's credit allows."""
         self.allowed[row] = min(allowed, _INT32_MAX)
+        self.hold_noted[row] = False
 
     def start_decoding(self, row: int) -> None:
         """Start decoding a row whose prompt is planned up to its end; its first token is in flight."""
@@ -196,6 +199,7 @@ class RowTable:
         self._num_blocks[rows] = num_blocks + _ONE_BLOCK
         self.capacity[rows] += self._block
         self.num_table_blocks += len(rows)
+        self.hold_noted[rows] = False
 
     def commit(self, rows: IndexArray, tokens: Int32Array) -> Int32Array:
         """Append one token to each row; the rows are distinct.

@@ -238,8 +238,8 @@ def grammar_failed_by_one(patch: pytest.MonkeyPatch) -> None:
 @bug("work.waiting", "finish", aim=both(with_extras, with_limits(num_workers=1, **CONTINUOUS)))
 def held_for_grammar_for_ever(patch: pytest.MonkeyPatch) -> None:
     """A request that waits for a grammar is not released when the grammar has been compiled."""
-    patch.setattr(Backlog, "grammar_reported", lambda self, key: None)
-    patch.setattr(Backlog, "prepare", lambda self, worker, num_free_rows: None)
+    patch.setattr(Backlog, "grammar_reported", lambda self, key, now: None)
+    patch.setattr(Backlog, "prepare", lambda self, worker, num_free_rows, now: None)
 
 
 # ---------------------------------------------------------------- waiting for one worker
@@ -248,7 +248,7 @@ def held_for_grammar_for_ever(patch: pytest.MonkeyPatch) -> None:
 @bug("finish", "work.waiting", aim=_LOSSES)
 def assigned_for_ever(patch: pytest.MonkeyPatch) -> None:
     """A request that the worker it is assigned to did not take stays assigned to it."""
-    patch.setattr(Backlog, "recall", lambda self, worker: None)
+    patch.setattr(Backlog, "recall", lambda self, worker, now: None)
 
 
 @bug(
@@ -263,4 +263,4 @@ def assigned_for_ever(patch: pytest.MonkeyPatch) -> None:
 )
 def prefix_awaited_for_ever(patch: pytest.MonkeyPatch) -> None:
     """A request that waits for its prefix is not released when the prefix has been computed."""
-    patch.setattr(Backlog, "_prefix_advanced", lambda self, worker, key: None)
+    patch.setattr(Backlog, "_prefix_advanced", lambda self, worker, key, now: None)
