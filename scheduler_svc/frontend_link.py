@@ -59,6 +59,8 @@ class Incoming:
     report: link_pb2.MetricReport | None
     snapshot_request: int
     operator_requests: list[link_pb2.OperatorRequest] = field(default_factory=list)
+    request_reports: list[link_pb2.RequestReport] = field(default_factory=list)
+    """What the front end measured of finished calls."""
     goodbye: bool = False
     """Whether this is the last frame of a front end that shuts down."""
 
@@ -108,6 +110,7 @@ def _incoming(peer: ev.Peer, message: link_pb2.FrontendMessage, now: float) -> I
         for stream, credit in zip(streams.tolist(), credits.tolist(), strict=True):
             events.append(ev.CreditGranted(frontend=peer, stream=stream, credit=credit))
     incoming.operator_requests.extend(parts.get("operator_requests", ()))
+    incoming.request_reports.extend(parts.get("request_reports", ()))
     incoming.goodbye = "goodbye" in parts
     return incoming
 

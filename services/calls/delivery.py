@@ -8,7 +8,7 @@ disconnects, all end.
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 from opentelemetry.trace import Span
@@ -57,7 +57,10 @@ class Delivery:
                     stream.on_end = partial(self._limit, patience, streams)
                 await begin()
                 await self._pass_on(choices, wakeup, patience, send)
-                await send(choices.finished(span))
+                finished = choices.finished(span)
+                written = time.monotonic()
+                await send(finished)
+                choices.watches[-1].client_s += time.monotonic() - written
         except TimeoutError:
             raise failure_of(streams) or StalledReaderError(
                 "the client read no data for too long; read the stream without long pauses"
@@ -66,7 +69,8 @@ class Delivery:
             is_gone = False
             raise
         finally:
-            for stream in streams:
+            for stream, watch in zip(streams, choices.watches, strict=True):
+                services.link.report_call(watch.report(stream, time.monotonic()))
                 services.link.release(stream, keep=keep and is_gone)
                 services.metrics.generation_tokens.inc(stream.num_sent)
                 services.metrics.merged_tokens.inc(stream.merged_tokens)
@@ -93,11 +97,15 @@ class Delivery:
         while live:
             idle = True
             for stream in live:
+                began, is_over = time.monotonic(), stream.over
                 batch = stream.take()
                 if batch is None:
                     continue
                 idle = False
-                await send(self._response(stream, batch))
+                response = self._response(stream, batch)
+                written = time.monotonic()
+                await send(response)
+                choices.watches[stream.request.choice].sent(began, written, time.monotonic(), is_over=is_over)
                 if stream.over:
                     self._limit(patience, streams)
                 stream.taken()
@@ -142,6 +150,42 @@ class Delivery:
         return response
 
 
+@dataclass(slots=True)
+class Watch:
+    """Time that a stream's output spent at the front end, s; see `quire.link.v1.RequestReport`."""
+
+    detokenise_s: float = 0.0
+    client_s: float = 0.0
+    client_before_s: float = 0.0
+
+    def sent(self, began: float, written: float, sent: float, *, is_over: bool) -> None:
+        """Count a message: taking and encoding it began, it was written, and it has left."""
+        if is_over:
+            self.detokenise_s += written - began
+            self.client_s += sent - written
+        else:
+            self.client_before_s += sent - written
+
+    def report(self, stream: Stream, now: float) -> link_pb2.RequestReport:
+        """Return the report of a stream whose call ends now."""
+        request, submitted = stream.request, stream.submitted_at or now
+        return link_pb2.RequestReport(
+            stream=stream.number,
+            submitted_us=_microseconds(submitted - request.arrival),
+            tokenise_us=_microseconds(request.tokenise_s),
+            grammar_us=_microseconds(request.grammar_s),
+            ended_us=_microseconds(stream.ended_at - submitted) if stream.ended_at else 0,
+            finished_us=_microseconds(now - submitted),
+            detokenise_us=_microseconds(self.detokenise_s),
+            client_us=_microseconds(self.client_s),
+            client_before_us=_microseconds(self.client_before_s),
+        )
+
+
+def _microseconds(seconds: float) -> int:
+    return max(0, round(seconds * 1e6))
+
+
 @dataclass(frozen=True, slots=True)
 class Choices:
     """The streams of one request, and the messages about their ends."""
@@ -150,6 +194,11 @@ class Choices:
     """The streams, by choice index."""
     model: str
     request_id: str
+    watches: list[Watch] = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Start one watch per stream."""
+        object.__setattr__(self, "watches", [Watch() for _ in self.streams])
 
     def choice_finished(self, stream: Stream) -> v1.ChoiceFinished:
         """Return the message for a choice that ended successfully."""

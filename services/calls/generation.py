@@ -6,6 +6,7 @@ A request with n > 1 becomes n requests to the core with the same prompt. They s
 each draws its own random noise.
 """
 
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
@@ -98,13 +99,15 @@ class Generator:
 
     async def _run(self, accepted: _Accepted, send: Send, prompt_counted: Callable[[int], None] | None) -> None:
         services, valid, model = self._services, accepted.valid, accepted.model
+        began = time.monotonic()
         prompt = await self._prompts.encode(accepted.request, model, accepted.form)
+        tokenise_s = time.monotonic() - began
         if valid.truncate_prompt_tokens is not None:
             prompt = prompt[-valid.truncate_prompt_tokens :]
         if prompt_counted is not None:
             prompt_counted(len(prompt))
         wakeup = Wakeup()
-        first = await self._first_choice(accepted, prompt)
+        first = await self._first_choice(accepted, prompt, tokenise_s)
         streams = [
             Stream(
                 first if choice == 0 else _for_choice(first, choice, valid, accepted.caller),
@@ -131,7 +134,7 @@ class Generator:
         choices = Choices(streams, model.name, valid.request_id)
         await self._delivery.serve(choices, wakeup, accepted.span, send, begin, keep=valid.resumable)
 
-    async def _first_choice(self, accepted: _Accepted, prompt: Sequence[int]) -> StreamRequest:
+    async def _first_choice(self, accepted: _Accepted, prompt: Sequence[int], tokenise_s: float) -> StreamRequest:
         """Return the request to the core for the first choice; the others differ in few fields.
 
         Raises:
@@ -157,8 +160,10 @@ class Generator:
             traceparent=to_traceparent(span),
         )
         spec = schedule(spec, request.scheduling, CURRENT.get())
+        began = time.monotonic()
         if request.HasField("grammar"):
             spec = spec._replace(grammar=await services.grammars.check(request.grammar, model))
+        grammar_s = time.monotonic() - began
         check_log_size(valid, spec)
         return StreamRequest(
             spec=spec,
@@ -169,6 +174,8 @@ class Generator:
             due=due_times(request.scheduling, arrival=caller.arrival, deadline=caller.deadline),
             block_keys=block_keys(model, spec.cache_scope, column),
             block_size=model.block_size,
+            tokenise_s=tokenise_s,
+            grammar_s=grammar_s,
         )
 
     async def resume(

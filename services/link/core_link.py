@@ -174,6 +174,12 @@ class CoreLink:
             self._outgoing.credit(stream.number, due)
             self._socket.flush_delayed()
 
+    def report_call(self, report: link_pb2.RequestReport) -> None:
+        """Report a finished call to the core, with the next messages; under load, some reports are dropped."""
+        if report.stream and not self._in_handshake:
+            self._outgoing.report_call(report)
+            self._socket.flush_delayed()
+
     async def snapshot(self, timeout_s: float) -> Families | None:
         """Return the metrics of the whole service, or None on timeout."""
         if self._in_handshake:
@@ -182,7 +188,9 @@ class CoreLink:
         self._outgoing.report(self._report(), snapshot_request=number)
         return await self._answer(self._snapshots, number, timeout_s)
 
-    async def operate(self, request: link_pb2.OperatorRequest) -> link_pb2.OperatorReply:
+    async def operate(
+        self, request: link_pb2.OperatorRequest, timeout_s: float = OPERATOR_TIMEOUT_S
+    ) -> link_pb2.OperatorReply:
         """Send an operator request and return the reply.
 
         Raises:
@@ -193,7 +201,7 @@ class CoreLink:
         if not self._in_handshake:
             request.number = next(self._question_numbers)
             self._outgoing.operate(request)
-            reply = await self._answer(self._replies, request.number, OPERATOR_TIMEOUT_S)
+            reply = await self._answer(self._replies, request.number, timeout_s)
         if reply is None:
             raise NotReadyError("scheduler did not answer in time; try again in a moment", retry_ms=RETRY_MS)
         if reply.HasField("error"):
@@ -280,6 +288,7 @@ class CoreLink:
         for end in message.ends:
             stream = self._streams.get(end.stream)
             if stream is not None:
+                stream.ended_at = now
                 stream.finish(end)
         self._take_answers(message)
 

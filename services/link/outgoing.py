@@ -9,6 +9,8 @@ from shared.packing import Packer, check_part, in_parts
 
 _MATCH_BYTES = 16
 """Maximum size of a stop match in a message, bytes."""
+_MAX_REPORTED_CALLS = 1024
+"""Maximum number of finished calls that are reported in one turn."""
 
 
 class Outgoing:
@@ -23,6 +25,7 @@ class Outgoing:
         "_matches",
         "_operator_requests",
         "_report",
+        "_reported_calls",
         "_resume_questions",
         "_snapshot_request",
         "_submissions",
@@ -42,6 +45,7 @@ class Outgoing:
         self._matches: dict[int, int] = {}
         self._credit: dict[int, int] = {}
         self._report: link_pb2.MetricReport | None = None
+        self._reported_calls: list[link_pb2.RequestReport] = []
         self._snapshot_request = 0
         self._operator_requests: list[link_pb2.OperatorRequest] = []
         self._goodbye = False
@@ -96,6 +100,11 @@ class Outgoing:
         self._report = report
         self._snapshot_request = snapshot_request or self._snapshot_request
 
+    def report_call(self, report: link_pb2.RequestReport) -> None:
+        """Add the report of a finished call, unless very many wait already."""
+        if len(self._reported_calls) < _MAX_REPORTED_CALLS:
+            self._reported_calls.append(report)
+
     def operate(self, request: link_pb2.OperatorRequest) -> None:
         """Add an operator request."""
         self._operator_requests.append(request)
@@ -123,6 +132,8 @@ class Outgoing:
             message.credit_bytes = to_column([self._credit[stream] for stream in streams])
         if self._report is not None:
             packer.message_for(self._report.ByteSize(), "metrics").report.CopyFrom(self._report)
+        for report in self._reported_calls:
+            packer.message_for(report.ByteSize(), "report of a call").request_reports.append(report)
         for request in self._operator_requests:
             packer.message_for(request.ByteSize(), "operator request").operator_requests.append(request)
         last = packer.messages[-1]

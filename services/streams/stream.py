@@ -49,6 +49,10 @@ class StreamRequest:
     block_keys: bytes = field(default=b"", repr=False)
     """Keys of the prompt's full blocks of `block_size` tokens, joined; may be empty."""
     block_size: int = 0
+    tokenise_s: float = 0.0
+    """Time that tokenising took, seconds."""
+    grammar_s: float = 0.0
+    """Time that the check of its grammar took, seconds."""
     resumed: bool = False
     """Whether it resumes a kept request, which a core may know before the first submission."""
 
@@ -73,8 +77,8 @@ class Stream:
 
     __slots__ = (
         "_credit_portion", "_credit_returned", "_detokenizer", "_finder", "_flushed", "_held", "_outbox", "_skip_text",
-        "_skip_tokens", "_text_length", "_wake", "_writing", "end", "error", "first_token_at", "number", "on_end",
-        "over", "prompt_scores", "request", "scores", "submitted",
+        "_skip_tokens", "_text_length", "_wake", "_writing", "end", "ended_at", "error", "first_token_at", "number",
+        "on_end", "over", "prompt_scores", "request", "scores", "submitted", "submitted_at",
     )  # fmt: skip
 
     def __init__(self, request: StreamRequest, detokenizer: Detokenizer, wake: Callable[[], None]) -> None:
@@ -83,6 +87,10 @@ class Stream:
         """Number of the stream on the link, new at each submission."""
         self.submitted = False
         """Whether it was submitted and not refused, so that a core may have accepted it."""
+        self.submitted_at = 0.0
+        """Time of the last submission, monotonic seconds; 0: none."""
+        self.ended_at = 0.0
+        """Time at which the end that the core sent arrived, monotonic seconds; 0: it has not."""
         self.first_token_at: float | None = None
         self.end: link_pb2.StreamEnd | None = None
         """The end that the core sent, or None."""
@@ -147,6 +155,7 @@ class Stream:
         outbox = self._outbox
         waiting = outbox.released - outbox.taken + self._writing
         self._credit_returned = len(outbox.tokens) - waiting
+        self.submitted_at = now
         submission = link_pb2.Submission(
             stream=self.number,
             token_ids=request.prompt + to_column(outbox.tokens),

@@ -329,6 +329,70 @@ class GetStoryResponse(_message.Message):
 Global___GetStoryResponse: _TypeAlias = GetStoryResponse  # noqa: Y015
 
 @_typing.final
+class ExplainRequest(_message.Message):
+    """What to explain."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    SLOWEST_FIELD_NUMBER: _builtins.int
+    STEP_FIELD_NUMBER: _builtins.int
+    SINCE_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    """ID of a request."""
+    slowest: _builtins.int
+    """The slowest requests, at most this many (100)."""
+    step: _builtins.str
+    """A step, as "WORKER:NUMBER"."""
+    @_builtins.property
+    def since(self) -> _duration_pb2.Duration:
+        """For `slowest`: requests that ended within this time before now. Not set: ten minutes."""
+
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+        slowest: _builtins.int = ...,
+        step: _builtins.str = ...,
+        since: _duration_pb2.Duration | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["request_id", b"request_id", "since", b"since", "slowest", b"slowest", "step", b"step", "what", b"what"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["request_id", b"request_id", "since", b"since", "slowest", b"slowest", "step", b"step", "what", b"what"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_what: _TypeAlias = _typing.Literal["request_id", "slowest", "step"]  # noqa: Y015
+    _WhichOneofArgType_what: _TypeAlias = _typing.Literal["what", b"what"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_what) -> _WhichOneofReturnType_what | None: ...
+
+Global___ExplainRequest: _TypeAlias = ExplainRequest  # noqa: Y015
+
+@_typing.final
+class ExplainResponse(_message.Message):
+    """The explanation."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TEXT_FIELD_NUMBER: _builtins.int
+    JSON_FIELD_NUMBER: _builtins.int
+    text: _builtins.str
+    """A page of text."""
+    json: _builtins.str
+    """The same as one JSON object."""
+    def __init__(
+        self,
+        *,
+        text: _builtins.str = ...,
+        json: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["json", b"json", "text", b"text"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ExplainResponse: _TypeAlias = ExplainResponse  # noqa: Y015
+
+@_typing.final
 class GetSchedulerStateRequest(_message.Message):
     """Asks for the scheduler's state."""
 

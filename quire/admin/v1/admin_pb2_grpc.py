@@ -65,6 +65,11 @@ class AdminServiceStub(object):
                 request_serializer=quire_dot_admin_dot_v1_dot_admin__pb2.GetStoryRequest.SerializeToString,
                 response_deserializer=quire_dot_admin_dot_v1_dot_admin__pb2.GetStoryResponse.FromString,
                 _registered_method=True)
+        self.Explain = channel.unary_unary(
+                '/quire.admin.v1.AdminService/Explain',
+                request_serializer=quire_dot_admin_dot_v1_dot_admin__pb2.ExplainRequest.SerializeToString,
+                response_deserializer=quire_dot_admin_dot_v1_dot_admin__pb2.ExplainResponse.FromString,
+                _registered_method=True)
         self.GetSchedulerState = channel.unary_unary(
                 '/quire.admin.v1.AdminService/GetSchedulerState',
                 request_serializer=quire_dot_admin_dot_v1_dot_admin__pb2.GetSchedulerStateRequest.SerializeToString,
@@ -125,6 +130,14 @@ class AdminServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Explain(self, request, context):
+        """Explains why requests took as long as they did, from the scheduler's record: one request, the slowest ones, or a
+        step. NOT_FOUND if the record has no such request; FAILED_PRECONDITION if the scheduler keeps no record.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetSchedulerState(self, request, context):
         """Returns the numbers of running, waiting and ended requests.
         """
@@ -172,6 +185,11 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.GetStory,
                     request_deserializer=quire_dot_admin_dot_v1_dot_admin__pb2.GetStoryRequest.FromString,
                     response_serializer=quire_dot_admin_dot_v1_dot_admin__pb2.GetStoryResponse.SerializeToString,
+            ),
+            'Explain': grpc.unary_unary_rpc_method_handler(
+                    servicer.Explain,
+                    request_deserializer=quire_dot_admin_dot_v1_dot_admin__pb2.ExplainRequest.FromString,
+                    response_serializer=quire_dot_admin_dot_v1_dot_admin__pb2.ExplainResponse.SerializeToString,
             ),
             'GetSchedulerState': grpc.unary_unary_rpc_method_handler(
                     servicer.GetSchedulerState,
@@ -347,6 +365,33 @@ class AdminService(object):
             '/quire.admin.v1.AdminService/GetStory',
             quire_dot_admin_dot_v1_dot_admin__pb2.GetStoryRequest.SerializeToString,
             quire_dot_admin_dot_v1_dot_admin__pb2.GetStoryResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Explain(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/quire.admin.v1.AdminService/Explain',
+            quire_dot_admin_dot_v1_dot_admin__pb2.ExplainRequest.SerializeToString,
+            quire_dot_admin_dot_v1_dot_admin__pb2.ExplainResponse.FromString,
             options,
             channel_credentials,
             insecure,

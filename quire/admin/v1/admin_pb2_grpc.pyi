@@ -49,6 +49,10 @@ class AdminServiceStub:
     """Returns the history of the requests with an ID: where each waited, ran, was preempted, and how it ended. Some
     thousand ended requests are kept. NOT_FOUND if there are none.
     """
+    Explain: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ExplainRequest, _admin_pb2.ExplainResponse]
+    """Explains why requests took as long as they did, from the scheduler's record: one request, the slowest ones, or a
+    step. NOT_FOUND if the record has no such request; FAILED_PRECONDITION if the scheduler keeps no record.
+    """
     GetSchedulerState: _grpc.UnaryUnaryMultiCallable[_admin_pb2.GetSchedulerStateRequest, _admin_pb2.GetSchedulerStateResponse]
     """Returns the numbers of running, waiting and ended requests."""
     SetLogLevel: _grpc.UnaryUnaryMultiCallable[_admin_pb2.SetLogLevelRequest, _admin_pb2.SetLogLevelResponse]
@@ -76,6 +80,10 @@ class AdminServiceAsyncStub(AdminServiceStub):
     GetStory: _aio.UnaryUnaryMultiCallable[_admin_pb2.GetStoryRequest, _admin_pb2.GetStoryResponse]  # type: ignore[assignment]
     """Returns the history of the requests with an ID: where each waited, ran, was preempted, and how it ended. Some
     thousand ended requests are kept. NOT_FOUND if there are none.
+    """
+    Explain: _aio.UnaryUnaryMultiCallable[_admin_pb2.ExplainRequest, _admin_pb2.ExplainResponse]  # type: ignore[assignment]
+    """Explains why requests took as long as they did, from the scheduler's record: one request, the slowest ones, or a
+    step. NOT_FOUND if the record has no such request; FAILED_PRECONDITION if the scheduler keeps no record.
     """
     GetSchedulerState: _aio.UnaryUnaryMultiCallable[_admin_pb2.GetSchedulerStateRequest, _admin_pb2.GetSchedulerStateResponse]  # type: ignore[assignment]
     """Returns the numbers of running, waiting and ended requests."""
@@ -137,6 +145,16 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_admin_pb2.GetStoryResponse, _abc.Awaitable[_admin_pb2.GetStoryResponse]]:
         """Returns the history of the requests with an ID: where each waited, ran, was preempted, and how it ended. Some
         thousand ended requests are kept. NOT_FOUND if there are none.
+        """
+
+    @_abc_1.abstractmethod
+    def Explain(
+        self,
+        request: _admin_pb2.ExplainRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.ExplainResponse, _abc.Awaitable[_admin_pb2.ExplainResponse]]:
+        """Explains why requests took as long as they did, from the scheduler's record: one request, the slowest ones, or a
+        step. NOT_FOUND if the record has no such request; FAILED_PRECONDITION if the scheduler keeps no record.
         """
 
     @_abc_1.abstractmethod

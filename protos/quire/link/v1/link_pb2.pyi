@@ -126,6 +126,7 @@ class FrontendMessage(_message.Message):
     RESUME_QUESTIONS_FIELD_NUMBER: _builtins.int
     DETACHED_FIELD_NUMBER: _builtins.int
     GOODBYE_FIELD_NUMBER: _builtins.int
+    REQUEST_REPORTS_FIELD_NUMBER: _builtins.int
     cancelled: _builtins.bytes
     """Column of streams whose client disconnected or whose deadline has passed."""
     credit_streams: _builtins.bytes
@@ -162,6 +163,10 @@ class FrontendMessage(_message.Message):
     def resume_questions(self) -> _containers.RepeatedCompositeFieldContainer[Global___ResumeQuestion]:
         """Requests that clients want to resume."""
 
+    @_builtins.property
+    def request_reports(self) -> _containers.RepeatedCompositeFieldContainer[Global___RequestReport]:
+        """What only the front end knows of finished calls, for the scheduler's record. Some may be left out under load."""
+
     def __init__(
         self,
         *,
@@ -177,14 +182,71 @@ class FrontendMessage(_message.Message):
         resume_questions: _abc.Iterable[Global___ResumeQuestion] | None = ...,
         detached: _builtins.bytes = ...,
         goodbye: _builtins.bool = ...,
+        request_reports: _abc.Iterable[Global___RequestReport] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["hello", b"hello", "report", b"report"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cancelled", b"cancelled", "credit_bytes", b"credit_bytes", "credit_streams", b"credit_streams", "detached", b"detached", "goodbye", b"goodbye", "hello", b"hello", "operator_requests", b"operator_requests", "report", b"report", "resume_questions", b"resume_questions", "snapshot_request", b"snapshot_request", "stop_matches", b"stop_matches", "submissions", b"submissions"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cancelled", b"cancelled", "credit_bytes", b"credit_bytes", "credit_streams", b"credit_streams", "detached", b"detached", "goodbye", b"goodbye", "hello", b"hello", "operator_requests", b"operator_requests", "report", b"report", "request_reports", b"request_reports", "resume_questions", b"resume_questions", "snapshot_request", b"snapshot_request", "stop_matches", b"stop_matches", "submissions", b"submissions"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___FrontendMessage: _TypeAlias = FrontendMessage  # noqa: Y015
+
+@_typing.final
+class RequestReport(_message.Message):
+    """Durations of one finished call, on the front end's clock. The core knows when it received the submission and when it
+    sent the end, so the two clocks are aligned by this round trip.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STREAM_FIELD_NUMBER: _builtins.int
+    SUBMITTED_US_FIELD_NUMBER: _builtins.int
+    TOKENISE_US_FIELD_NUMBER: _builtins.int
+    GRAMMAR_US_FIELD_NUMBER: _builtins.int
+    ENDED_US_FIELD_NUMBER: _builtins.int
+    FINISHED_US_FIELD_NUMBER: _builtins.int
+    DETOKENISE_US_FIELD_NUMBER: _builtins.int
+    CLIENT_US_FIELD_NUMBER: _builtins.int
+    CLIENT_BEFORE_US_FIELD_NUMBER: _builtins.int
+    stream: _builtins.int
+    """The stream, as it was submitted last."""
+    submitted_us: _builtins.int
+    """From the arrival of the call to the submission, microseconds."""
+    tokenise_us: _builtins.int
+    """Of that: tokenising, microseconds."""
+    grammar_us: _builtins.int
+    """Of that: the check of the grammar, microseconds."""
+    ended_us: _builtins.int
+    """From the submission to the end of the stream, microseconds. 0: the core has sent no end."""
+    finished_us: _builtins.int
+    """From the submission to the end of the call, microseconds."""
+    detokenise_us: _builtins.int
+    """After the end of the stream: detokenising and encoding, microseconds."""
+    client_us: _builtins.int
+    """After the end of the stream: waiting until the client takes messages, microseconds."""
+    client_before_us: _builtins.int
+    """The same before the end of the stream. It delays only messages, unless the stream's credit runs out."""
+    def __init__(
+        self,
+        *,
+        stream: _builtins.int = ...,
+        submitted_us: _builtins.int = ...,
+        tokenise_us: _builtins.int = ...,
+        grammar_us: _builtins.int = ...,
+        ended_us: _builtins.int = ...,
+        finished_us: _builtins.int = ...,
+        detokenise_us: _builtins.int = ...,
+        client_us: _builtins.int = ...,
+        client_before_us: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["client_before_us", b"client_before_us", "client_us", b"client_us", "detokenise_us", b"detokenise_us", "ended_us", b"ended_us", "finished_us", b"finished_us", "grammar_us", b"grammar_us", "stream", b"stream", "submitted_us", b"submitted_us", "tokenise_us", b"tokenise_us"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RequestReport: _TypeAlias = RequestReport  # noqa: Y015
 
 @_typing.final
 class FrontendHello(_message.Message):
