@@ -2,9 +2,9 @@
 
 Triton compiles a kernel for the types of its arguments and the values of its compile-time parameters, normally at the
 first launch. Here each case calls an operation's public function with meta tensors, and `record_launches` records the
-launches. Each launch is compiled to a cubin for an architecture, and its registers, spilled bytes and shared memory are
-reported. A kernel that does not compile, or that spills, is thus found on any machine. The compiled launches are the
-real ones, because they come from the public functions.
+launches. Each launch is compiled to a cubin for an architecture, and its figures are reported (`kernels.machine_code`).
+A kernel that does not compile, or that spills, is thus found on any machine. The compiled launches are the real ones,
+because they come from the public functions.
 
     python -m kernels.aot                 the cases of CI
     python -m kernels.aot --all           every case (half an hour on two cores)
@@ -18,10 +18,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
-import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -36,6 +33,7 @@ from kernels.activation import silu_mul
 from kernels.block_copy import BlockPool, copy_blocks
 from kernels.decode_inputs import DecodeInputs, prepare_decode
 from kernels.kv_cache import write_kv
+from kernels.machine_code import copies_ahead, loop_instructions, resource_usage
 from kernels.norm import rms_norm
 from kernels.paged_attention import paged_attention
 from kernels.qkv import rotate_and_cache
@@ -82,6 +80,10 @@ class Compiled:
     spill_bytes: int  # per thread; local memory, which these kernels use only for spills
     shared_bytes: int  # per program
     num_warps: int
+    copies_ahead: int | None
+    """Groups of copies that may be unfinished when a pipelined loop continues; None without such a loop."""
+    loop_instructions: tuple[int, ...]
+    """Instructions of each innermost loop that copies into shared memory."""
 
 
 def cases() -> list[Case]:
@@ -266,7 +268,7 @@ def _compile(case: str, launch: Launch, source: Any, options: dict[str, Any], ar
     from triton.backends.compiler import GPUTarget
 
     binary = triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=options)
-    registers, spill_bytes = _resource_usage(binary.asm["cubin"])
+    registers, spill_bytes = resource_usage(binary.asm["cubin"])
     return Compiled(
         case=case,
         kernel=launch.kernel.name,
@@ -275,21 +277,9 @@ def _compile(case: str, launch: Launch, source: Any, options: dict[str, Any], ar
         spill_bytes=spill_bytes,
         shared_bytes=binary.metadata.shared,
         num_warps=binary.metadata.num_warps,
+        copies_ahead=copies_ahead(binary.asm["ttgir"]),
+        loop_instructions=loop_instructions(binary.asm["cubin"]),
     )
-
-
-def _resource_usage(cubin: bytes) -> tuple[int, int]:
-    """Return registers and bytes of local memory per thread, as read from a cubin by the tool of triton."""
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        command = [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
-        listing = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-    usage = re.search(r"REG:(\d+) STACK:(\d+) .*?LOCAL:(\d+)", listing)
-    if usage is None:
-        raise RuntimeError(f"cuobjdump: no resource usage in its output: {listing!r}")
-    registers, stack, local = map(int, usage.groups())
-    return registers, stack + local
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -300,16 +290,20 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
 
     rows = []
-    print(f"{'sm':>3} {'regs':>5} {'spill B':>8} {'shared B':>9} {'warps':>6}  kernel")
+    print(f"{'sm':>3} {'regs':>5} {'spill B':>8} {'shared B':>9} {'warps':>6} {'ahead':>6} {'in loops':>12}  kernel")
     for row in compile_cases(case for case in cases() if options.all or case.in_ci):
         rows.append(row)
         print(
             f"{row.architecture:>3} {row.registers:>5} {row.spill_bytes:>8} {row.shared_bytes:>9} {row.num_warps:>6}"
-            f"  {row.kernel} ({row.case})",
+            f" {'' if row.copies_ahead is None else row.copies_ahead:>6}"
+            f" {' '.join(map(str, row.loop_instructions)):>12}  {row.kernel} ({row.case})",
             flush=True,
         )
     if options.json:
-        options.json.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
+        lines = ",\n".join(json.dumps(asdict(row)) for row in rows)
+        command = " ".join(["python -m kernels.aot", *["--all"] * options.all, "--json FILE"])
+        head = json.dumps({"command": command, "triton": triton.__version__})
+        options.json.write_text(f'{head[:-1]}, "kernels": [\n{lines}\n]}}\n')
     too_large = [row for row in rows if row.shared_bytes > SHARED_BYTES[row.architecture]]
     for row in too_large:
         print(f"{row.kernel} ({row.case}) cannot be launched: sm_{row.architecture} has too little shared memory")

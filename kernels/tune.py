@@ -41,11 +41,11 @@ def candidates(key: Key) -> Iterator[Tuning]:
     """
     yield default_tuning(key)
     if key.kernel == "decode":
-        tries = [Tuning(16, *rest) for rest in product((32, 64, 128), (4, 8), (3, 5))]
+        tries = [Tuning(16, *rest) for rest in product((32, 64, 128), (4, 8), (3, 4))]
     else:
         tries = [
             Tuning(rows, keys, warps, stages)
-            for (rows, warps), keys, stages in product(((64, 4), (128, 8)), (32, 64, 128), (2, 3))
+            for (rows, warps), keys, stages in product(((64, 4), (128, 8)), (32, 64, 128), (2, 3, 4))
         ]
     for tuning in tries:
         if tuning != default_tuning(key):

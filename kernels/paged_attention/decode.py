@@ -10,7 +10,7 @@ result directly; a second kernel combines the partial results of other rows (Fla
 from __future__ import annotations
 
 from kernels._triton import kernel_with, tl
-from kernels.paged_attention.tiles import accumulate, gather_tile, score_tile
+from kernels.paged_attention.tiles import accumulate, gather_tile, load_block_ids, score_factor, score_tile
 
 
 @kernel_with(varying=("query_start_ptr", "table_stride"))
@@ -67,12 +67,13 @@ def decode_kernel(
     acc = tl.zeros((BLOCK_M, DIM_TILE), tl.float32)
     row_max = tl.full((BLOCK_M,), -float("inf"), tl.float32)
     row_sum = tl.zeros((BLOCK_M,), tl.float32)
+    block = load_block_ids(table_ptr, begin + tl.arange(0, BLOCK_N), end, BLOCK_SIZE)
     for first in range(begin, end, BLOCK_N):
         position = first + tl.arange(0, BLOCK_N)
         inside = position < end
         keys = gather_tile(
             k_cache_ptr,
-            table_ptr,
+            block,
             position,
             inside,
             kv_head,
@@ -81,13 +82,14 @@ def decode_kernel(
             BLOCK_SIZE,
             HEAD_DIM,
             DIM_TILE,
+            True,
             NATIVE_FP8,
         )
         scores = score_tile(query, keys, scale, soft_cap, CAPPED)
         scores = tl.where(inside[None, :], scores, -float("inf"))
         values = gather_tile(
             v_cache_ptr,
-            table_ptr,
+            block,
             position,
             inside,
             kv_head,
@@ -96,9 +98,13 @@ def decode_kernel(
             BLOCK_SIZE,
             HEAD_DIM,
             DIM_TILE,
+            True,
             NATIVE_FP8,
         )
-        acc, row_max, row_sum = accumulate(scores, values.to(query.dtype), acc, row_max, row_sum)
+        acc, row_max, row_sum = accumulate(
+            scores, score_factor(scale, CAPPED), values.to(query.dtype), acc, row_max, row_sum
+        )
+        block = load_block_ids(table_ptr, position + BLOCK_N, end, BLOCK_SIZE)
 
     # A row without keys (padding of a graph) has one empty share, which writes zeros.
     out = acc / tl.where(row_sum > 0, row_sum, 1.0)[:, None]

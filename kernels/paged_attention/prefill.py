@@ -10,7 +10,7 @@ depends only on T and R. A program finds its row by binary search.
 from __future__ import annotations
 
 from kernels._triton import jit, kernel_with, tl
-from kernels.paged_attention.tiles import accumulate, gather_tile, score_tile
+from kernels.paged_attention.tiles import accumulate, gather_tile, load_block_ids, score_factor, score_tile
 
 
 @kernel_with(varying=("query_start_ptr", "context_lens_ptr", "first_row", "num_rows", "table_stride"))
@@ -88,12 +88,14 @@ def prefill_kernel(
     acc = tl.zeros((BLOCK_M, DIM_TILE), tl.float32)
     row_max = tl.full((BLOCK_M,), -float("inf"), tl.float32)
     row_sum = tl.zeros((BLOCK_M,), tl.float32)
+    block = load_block_ids(table_ptr, begin * BLOCK_N + tl.arange(0, BLOCK_N), high, BLOCK_SIZE)
     for key_tile in range(begin, seen_by_all):
-        acc, row_max, row_sum = _attend_tile(
+        acc, row_max, row_sum, block = _attend_tile(
             query,
             k_cache_ptr,
             v_cache_ptr,
             table_ptr,
+            block,
             key_tile * BLOCK_N + tl.arange(0, BLOCK_N),
             high,
             query_position,
@@ -115,11 +117,12 @@ def prefill_kernel(
             NATIVE_FP8,
         )
     for key_tile in range(seen_by_all, tl.cdiv(high, BLOCK_N)):
-        acc, row_max, row_sum = _attend_tile(
+        acc, row_max, row_sum, block = _attend_tile(
             query,
             k_cache_ptr,
             v_cache_ptr,
             table_ptr,
+            block,
             key_tile * BLOCK_N + tl.arange(0, BLOCK_N),
             high,
             query_position,
@@ -152,6 +155,7 @@ def _attend_tile(
     k_cache_ptr: tl.tensor,
     v_cache_ptr: tl.tensor,
     table_ptr: tl.tensor,
+    block: tl.tensor,
     position: tl.tensor,
     high: tl.tensor,
     query_position: tl.tensor,
@@ -176,7 +180,7 @@ def _attend_tile(
     inside = position < high
     keys = gather_tile(
         k_cache_ptr,
-        table_ptr,
+        block,
         position,
         inside,
         kv_head,
@@ -185,6 +189,7 @@ def _attend_tile(
         BLOCK_SIZE,
         HEAD_DIM,
         DIM_TILE,
+        MASKED,
         NATIVE_FP8,
     )
     scores = score_tile(query, keys, scale, soft_cap, CAPPED)
@@ -196,7 +201,7 @@ def _attend_tile(
         scores = tl.where(visible, scores, -float("inf"))
     values = gather_tile(
         v_cache_ptr,
-        table_ptr,
+        block,
         position,
         inside,
         kv_head,
@@ -205,6 +210,11 @@ def _attend_tile(
         BLOCK_SIZE,
         HEAD_DIM,
         DIM_TILE,
+        MASKED,
         NATIVE_FP8,
     )
-    return accumulate(scores, values.to(query.dtype), acc, row_max, row_sum)
+    acc, row_max, row_sum = accumulate(
+        scores, score_factor(scale, CAPPED), values.to(query.dtype), acc, row_max, row_sum
+    )
+    block = load_block_ids(table_ptr, position + position.shape[0], high, BLOCK_SIZE)
+    return acc, row_max, row_sum, block

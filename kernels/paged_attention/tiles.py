@@ -9,9 +9,15 @@ from kernels.fp8 import float_from_fp8
 
 
 @jit
+def load_block_ids(table_ptr: tl.tensor, position: tl.tensor, end: tl.tensor, BLOCK_SIZE: tl.constexpr) -> tl.tensor:
+    """Return the block IDs of some positions of one row; 0 from ``end`` on."""
+    return tl.load(table_ptr + position // BLOCK_SIZE, mask=position < end, other=0)
+
+
+@jit
 def gather_tile(
     cache_ptr: tl.tensor,
-    table_ptr: tl.tensor,
+    block: tl.tensor,
     position: tl.tensor,
     inside: tl.tensor,
     kv_head: tl.tensor,
@@ -20,44 +26,53 @@ def gather_tile(
     BLOCK_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     DIM_TILE: tl.constexpr,
+    MASKED: tl.constexpr,
     NATIVE_FP8: tl.constexpr,
 ) -> tl.tensor:
-    """Return the keys or values at some positions of one row, ``[positions, DIM_TILE]``; zeros outside the row.
+    """Return the keys or values at some positions of one row, ``[positions, DIM_TILE]``.
 
-    Elements of an fp8 cache are returned as float16.
+    MASKED: some positions are outside the row, and get zeros. Elements of an fp8 cache are returned as float16.
     """
-    block = tl.load(table_ptr + position // BLOCK_SIZE, mask=inside, other=0).to(tl.int64)
-    offset = ((block * NUM_KV_HEADS + kv_head) * BLOCK_SIZE + position % BLOCK_SIZE) * HEAD_DIM
-    mask = inside[:, None]
-    if HEAD_DIM != DIM_TILE:
-        mask = mask & (dim < HEAD_DIM)[None, :]
-    if cache_ptr.dtype.element_ty == tl.uint8:
-        bits = tl.load(cache_ptr + offset[:, None] + dim[None, :], mask=mask, other=0)
-        tile = float_from_fp8(bits, NATIVE_FP8)
+    offset = ((block.to(tl.int64) * NUM_KV_HEADS + kv_head) * BLOCK_SIZE + position % BLOCK_SIZE) * HEAD_DIM
+    place = cache_ptr + offset[:, None] + dim[None, :]
+    if MASKED or HEAD_DIM != DIM_TILE:
+        mask = (dim < HEAD_DIM)[None, :]
+        if MASKED:
+            mask = mask & inside[:, None]
+        tile = tl.load(place, mask=mask, other=0)
     else:
-        tile = tl.load(cache_ptr + offset[:, None] + dim[None, :], mask=mask, other=0.0)
-    return tile
+        tile = tl.load(place)
+    return float_from_fp8(tile, NATIVE_FP8) if cache_ptr.dtype.element_ty == tl.uint8 else tile
 
 
 @jit
 def score_tile(
     query: tl.tensor, keys: tl.tensor, scale: tl.tensor, soft_cap: tl.tensor, CAPPED: tl.constexpr
 ) -> tl.tensor:
-    """Return logits times log2(e), because the softmax uses exp2."""
-    scores = tl.dot(query, tl.trans(keys.to(query.dtype)), input_precision="ieee") * scale
+    """Return scores, to be multiplied by `score_factor` in `accumulate`."""
+    scores = tl.dot(query, tl.trans(keys.to(query.dtype)), input_precision="ieee")
     if CAPPED:
-        scores = soft_cap * (1.0 - 2.0 / (1.0 + tl.exp(2.0 * scores / soft_cap)))
-    return scores * 1.4426950408889634
+        scores = soft_cap * (1.0 - 2.0 / (1.0 + tl.exp(2.0 * scale * scores / soft_cap)))
+    return scores
+
+
+@jit
+def score_factor(scale: tl.tensor, CAPPED: tl.constexpr) -> tl.tensor:
+    """Return the factor from scores to logits times log2(e), because the softmax uses exp2; it is positive."""
+    return 1.4426950408889634 if CAPPED else scale * 1.4426950408889634
 
 
 @jit
 def accumulate(
-    scores: tl.tensor, values: tl.tensor, acc: tl.tensor, row_max: tl.tensor, row_sum: tl.tensor
+    scores: tl.tensor, factor: tl.tensor, values: tl.tensor, acc: tl.tensor, row_max: tl.tensor, row_sum: tl.tensor
 ) -> tl.tuple:
-    """Update the online softmax with these keys; return the new acc, row_max and row_sum."""
-    new_max = tl.maximum(row_max, tl.max(scores, 1))
+    """Update the online softmax with these keys; return the new acc, row_max and row_sum.
+
+    The maximum is found before the multiplication, so that one FFMA scales a score and subtracts the maximum.
+    """
+    new_max = tl.maximum(row_max, tl.max(scores, 1) * factor)
     base = tl.where(new_max == -float("inf"), 0.0, new_max)  # no key is visible so far
-    probs = tl.exp2(scores - base[:, None])
+    probs = tl.exp2(scores * factor - base[:, None])
     shrink = tl.exp2(row_max - base)
     acc = tl.dot(probs.to(values.dtype), values, acc * shrink[:, None], input_precision="ieee")
     return acc, new_max, row_sum * shrink + tl.sum(probs, 1)

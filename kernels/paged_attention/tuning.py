@@ -50,25 +50,25 @@ def tuning_for(key: Key, group_size: int) -> Tuning:
 def default_tuning(key: Key) -> Tuning:
     """Return the launch options for an entry without a measurement.
 
-    They follow from the compiler's figures for registers and shared memory. Rules: no spills, and 16-byte copies
-    into shared memory, from which the matrix units read. Decode is limited by memory bandwidth. It therefore keeps
-    two tiles of keys and of values in flight, in at least three programs per multiprocessor. This needs five
-    stages, because two stages are used by the look-up in the block table. Prefill reads each key once per tile of
-    queries; on Hopper, where the L2 cache limits the matrix units, a tile has 128 rows in two warp groups. Float32
-    does not use matrix units and needs more registers, hence small tiles.
+    They follow from the compiler's figures for registers and shared memory. Rules: no spills, 16-byte copies into
+    shared memory, from which the matrix units read, and three stages, so that the copies of one tile of keys and
+    values are in flight while another tile is computed. Decode is limited by memory bandwidth. It therefore runs in
+    at least three programs per multiprocessor. Prefill reads each key once per tile of queries; on Hopper, where the
+    L2 cache limits the matrix units, a tile has 128 rows in two warp groups. Float32 does not use matrix units and
+    needs more registers, hence small tiles.
     """
     wide = key.kv_bytes > 2
     if key.kernel == "decode":
         # tl.dot needs at least 16 rows. Idle rows of a smaller group cost nothing, because decode waits for memory.
         largest = 64 if key.dim_tile <= 128 else 32
-        return Tuning(16, (32 if key.dim_tile <= 64 else 16) if wide else largest, 4, 5)
+        return Tuning(16, (32 if key.dim_tile <= 64 else 16) if wide else largest, 4, 3)
     if wide:
-        return Tuning(32, 16, 4 if key.dim_tile <= 64 else 8, 2)
+        return Tuning(32, 16, 4 if key.dim_tile <= 64 else 8, 3)
     if key.dim_tile <= 64:
-        return Tuning(64, 64, 4, 3 if key.architecture >= 90 else 2)
+        return Tuning(64, 64, 4, 3)
     if key.architecture >= 90:
         return Tuning(128, 64 if key.dim_tile <= 128 else 32, 8, 3)
-    return Tuning(64, 32, 4, 3) if key.dim_tile <= 128 else Tuning(64, 32, 8, 2)
+    return Tuning(64, 32, 4 if key.dim_tile <= 128 else 8, 3)
 
 
 @cache
