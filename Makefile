@@ -26,7 +26,7 @@ PROTOC_VENV := build/protoc
 PROTOC_STAMP := $(PROTOC_VENV)/.$(subst ==,-,$(firstword $(PROTOC_TOOLS)))-$(subst ==,-,$(lastword $(PROTOC_TOOLS)))
 PUBLIC_PROTOS := $(patsubst protos/%,%,$(wildcard protos/quire/v1/*.proto protos/quire/admin/v1/*.proto))
 INTERNAL_PROTOS := $(patsubst protos/%,%,$(wildcard protos/quire/plan/v1/*.proto protos/quire/link/v1/*.proto \
-  protos/quire/journal/v1/*.proto))
+  protos/quire/journal/v1/*.proto protos/quire/record/v1/*.proto))
 # Frames of every link, requests, and what is cut from text: whatever comes in from outside.
 FUZZED := tests/worker_svc/test_session.py tests/worker_svc/test_malformed_plans.py tests/scheduler_svc/test_links.py \
   tests/services/test_api_fuzz.py tests/services/test_fuzz.py tests/services/test_stop_strings.py tests/services/test_detokenizer.py

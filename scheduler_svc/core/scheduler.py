@@ -9,7 +9,8 @@
 Nothing here reads a clock or a socket. The caller passes the time in and carries the effects out.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import ClassVar
 
 from scheduler_svc.core.interface import events as ev
 from scheduler_svc.core.interface.config import CoreConfig
@@ -31,6 +32,7 @@ from scheduler_svc.core.interface.plan import Plan
 from scheduler_svc.core.interface.records import Note, NoteKind
 from scheduler_svc.core.lifecycle.registry import RequestRegistry
 from scheduler_svc.core.lifecycle.statistics import RequestStats, SchedulerStats, worker_stats
+from scheduler_svc.core.memory.token_facts import TokenFacts
 from scheduler_svc.core.planning.batch_selection import grammars_to_compile
 from scheduler_svc.core.planning.delivery import Frontends
 from scheduler_svc.core.planning.planner import Planner
@@ -52,14 +54,21 @@ class Scheduler:
     Args:
         config: limits and policies.
         incarnation: a random 64-bit number that no earlier core had.
+        facts: gets everything that decisions learn from token ids; None: it is computed and used as it is.
         notes: receives every note of every request's history, in order; the caller empties it. None: not wanted.
     """
 
-    def __init__(self, config: CoreConfig, incarnation: int, notes: list[Note] | None = None) -> None:
+    def __init__(
+        self,
+        config: CoreConfig,
+        incarnation: int,
+        facts: TokenFacts | None = None,
+        notes: list[Note] | None = None,
+    ) -> None:
         self._config = config
         self._effects: list[Effect] = []
         self._frontends = Frontends(self._effects)
-        self._fleet = Fleet(config, incarnation)
+        self._fleet = Fleet(config, incarnation, facts if facts is not None else TokenFacts())
         self._announced = self._fleet.service()
         self._requests = RequestRegistry(config, self._fleet, self._effects, notes)
         self._placement = Placement(self._requests.backlog, self._fleet.directory, config.max_num_seqs)
@@ -67,26 +76,6 @@ class Scheduler:
         self._quarantine = Quarantine()
         self._untidy: list[tuple[Worker, list[int]]] = []
         """Workers that got a plan since the last call of `tidy`, with the rows whose requests end with that plan."""
-        self._handlers: dict[type, Callable[..., None]] = {
-            ev.FrontendJoined: self._frontend_joined,
-            ev.FrontendLost: self._frontend_lost,
-            ev.RequestArrived: self._request_arrived,
-            ev.RequestCancelled: self._request_cancelled,
-            ev.ResumeAsked: self._resume_asked,
-            ev.RequestsDropped: self._requests_dropped,
-            ev.LogsRestored: self._logs_restored,
-            ev.StopMatched: self._stop_matched,
-            ev.CreditGranted: self._credit_granted,
-            ev.WorkerHello: self._worker_hello,
-            ev.WorkerLost: self._worker_lost,
-            ev.DrainRequested: self._drain_requested,
-            ev.ResumeRequested: self._resume_requested,
-            ev.WorkerCompiling: self._worker_compiling,
-            ev.GrammarReported: self._grammar_reported,
-            ev.StepDone: self._step_done,
-            ev.TimePassed: self._time_passed,
-            ev.ShutdownRequested: self._shutdown_requested,
-        }
 
     # ---------------------------------------------------------------- the two entry points
 
@@ -94,7 +83,7 @@ class Scheduler:
         """Apply one event and return the effects to carry out, in order."""
         self.tidy()
         self._fleet.time_passes(now)
-        self._handlers[type(event)](event, now)
+        self._HANDLERS[type(event)](self, event, now)
         return self._take_effects()
 
     def plan(self, peer: ev.Peer, now: float) -> tuple[Plan | None, list[Effect]]:
@@ -510,3 +499,24 @@ class Scheduler:
             self._requests.end(
                 request, EndReason.SHUTDOWN, now, message="the service is shutting down; try again later"
             )
+
+    _HANDLERS: ClassVar[Mapping[type, Callable[..., None]]] = {
+        ev.FrontendJoined: _frontend_joined,
+        ev.FrontendLost: _frontend_lost,
+        ev.RequestArrived: _request_arrived,
+        ev.RequestCancelled: _request_cancelled,
+        ev.ResumeAsked: _resume_asked,
+        ev.RequestsDropped: _requests_dropped,
+        ev.LogsRestored: _logs_restored,
+        ev.StopMatched: _stop_matched,
+        ev.CreditGranted: _credit_granted,
+        ev.WorkerHello: _worker_hello,
+        ev.WorkerLost: _worker_lost,
+        ev.DrainRequested: _drain_requested,
+        ev.ResumeRequested: _resume_requested,
+        ev.WorkerCompiling: _worker_compiling,
+        ev.GrammarReported: _grammar_reported,
+        ev.StepDone: _step_done,
+        ev.TimePassed: _time_passed,
+        ev.ShutdownRequested: _shutdown_requested,
+    }

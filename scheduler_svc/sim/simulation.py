@@ -13,6 +13,7 @@ from typing import Any
 
 from scheduler_svc.core.interface import effects as ef
 from scheduler_svc.core.interface import events as ev
+from scheduler_svc.core.interface.config import CoreConfig
 from scheduler_svc.core.interface.plan import Plan
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.workers.fleet import OWN_STALL_S
@@ -74,10 +75,18 @@ class Simulation:
         scenario: the scenario.
         coverage: the counts to update.
         log: called with every event, effect and plan, with its time.
+        make_core: makes a core from its configuration and incarnation.
     """
 
-    def __init__(self, scenario: Scenario, coverage: Coverage, log: Log | None = None) -> None:
+    def __init__(
+        self,
+        scenario: Scenario,
+        coverage: Coverage,
+        log: Log | None = None,
+        make_core: Callable[[CoreConfig, int], Scheduler] = Scheduler,
+    ) -> None:
         coverage.scenario(scenario.config)
+        self._make_core = make_core
         self._scenario = scenario
         self._log = log
         self._agenda = Agenda(now=1000.0)
@@ -86,7 +95,7 @@ class Simulation:
         self._cluster = Cluster(self._world)
         self._clients = Clients(self._world, self._stream_began, self._stream_ended)
         self._returns = Returns(self._world, self._clients)
-        self._core = Scheduler(scenario.config, rng.getrandbits(63))
+        self._core = make_core(scenario.config, rng.getrandbits(63))
         self._promises = self._watch()
         self._next_tick = self._agenda.now
         self._last_time = self._agenda.now
@@ -297,7 +306,7 @@ class Simulation:
 
     def _restart_core(self) -> None:
         self._core.validate()
-        self._core = Scheduler(self._scenario.config, self._world.rng.getrandbits(63))
+        self._core = self._make_core(self._scenario.config, self._world.rng.getrandbits(63))
         self._promises = self._watch()
         self._cluster.core_died()
         self._returns.core_died()

@@ -21,6 +21,7 @@ import numpy as np
 from scheduler_svc.core.interface.arrays import NO_INDICES, IndexArray, any_of
 from scheduler_svc.core.memory.partial_blocks import PartialBlocks, PartialMatch, num_common
 from scheduler_svc.core.memory.prefix_directory import PrefixDirectory
+from scheduler_svc.core.memory.token_facts import TokenFacts
 from shared.frames import TOKEN_BYTES
 from shared.prefix_keys import KEY_BYTES, BlockKey
 
@@ -62,6 +63,7 @@ class PrefixCache:
         partial: PartialBlocks | None = None,
         directory: PrefixDirectory | None = None,
         epoch: int = 0,
+        facts: TokenFacts | None = None,
     ) -> None:
         """Make an empty cache.
 
@@ -70,7 +72,9 @@ class PrefixCache:
             partial: index of parts of blocks; None: only full blocks are shared.
             directory: gets the keys of first blocks, under `epoch`.
             epoch: the worker's epoch.
+            facts: gets every partial match.
         """
+        self._facts = facts if facts is not None else TokenFacts()
         self._directory = directory
         self._epoch = epoch
         self.partial = partial
@@ -205,6 +209,9 @@ class PrefixCache:
         return self._match_partial(root, keys, num_found, tokens) if self.partial is not None else None
 
     def _match_partial(self, root: BlockKey, keys: bytes, number: int, tokens: bytes) -> PartialMatch | None:
+        return self._facts.partial(self._find_partial(root, keys, number, tokens))
+
+    def _find_partial(self, root: BlockKey, keys: bytes, number: int, tokens: bytes) -> PartialMatch | None:
         assert self.partial is not None
         match = self.partial.find(_key_before(root, keys, number), tokens)
         node, offset, depth, _ = self._walk(keys[: KEY_BYTES * number])

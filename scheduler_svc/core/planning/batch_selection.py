@@ -325,8 +325,9 @@ class Admission:
         """
         worker = self._worker
         vocab_size = worker.model.vocab_size
-        if request.highest_token >= vocab_size:
-            found = next(token for token in request.tokens if not 0 <= token < vocab_size)
+        if worker.facts.holds(request.highest_token >= vocab_size):
+            # A replay does not have the tokens.
+            found = next((token for token in request.tokens if not 0 <= token < vocab_size), -1)
             message = (
                 f"token id {found} is outside the vocabulary [0, {vocab_size}); use the tokenizer of the served model"
             )

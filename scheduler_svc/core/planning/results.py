@@ -63,7 +63,7 @@ def settle(worker: Worker, event: StepDone, now: float) -> Settled:
     if not _are_same(answered, event.rows) or len(event.tokens) != len(event.rows):
         raise ProtocolViolationError(f"answer to step {event.step}: its rows are not those of the plan")
     # As unsigned numbers, negative ids are large, so one comparison checks both bounds.
-    if any_of(event.tokens.view(np.uint32) >= worker.model.vocab_size):
+    if worker.facts.holds(any_of(event.tokens.view(np.uint32) >= worker.model.vocab_size)):
         raise ProtocolViolationError(f"answer to step {event.step}: a sampled token is outside the vocabulary")
 
     _check_embeddings(worker, record, event)
@@ -125,7 +125,7 @@ def _settle_rows(
         answered, tokens = answered[alive], tokens[alive]
     settled = Settled(answered, tokens, rows.commit(answered, tokens))
     worker.counters.generated_tokens += len(tokens)
-    for position in rows.stopped(answered, tokens).tolist():
+    for position in worker.facts.stopped(rows.stopped(answered, tokens)).tolist():
         request = rows.requests[int(answered[position])]
         assert request is not None
         settled.stopped.append((request, int(tokens[position])))
@@ -146,7 +146,7 @@ def _settle_late(worker: Worker, request: Request, token: int, settled: Settled,
     settled.late.append((request, index, token))
     request.tokens.append(token)
     worker.counters.generated_tokens += 1
-    if token in request.stop_token_ids:
+    if worker.facts.holds(token in request.stop_token_ids):
         settled.stopped.append((request, token))
     elif len(request.tokens) >= request.limit:
         settled.at_limit.append(request)

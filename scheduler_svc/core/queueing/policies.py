@@ -27,6 +27,7 @@ import bisect
 import heapq
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 from scheduler_svc.core.interface.config import RequestClass
 from scheduler_svc.core.queueing.service_ledger import ServiceLedger
@@ -177,12 +178,16 @@ class FairPolicy(Policy):
     OUTPUT_WEIGHT = 2.0
 
     def __init__(
-        self, group_of: Callable[[Account], str], weights: Mapping[str, float], within: Callable[[str], Policy]
+        self, group_of: Callable[[Account], str], weights: Mapping[str, float], policies: Mapping[str, Policy]
     ) -> None:
-        """Group accounts by `group_of`; `within` returns the policy of the requests of one group."""
+        """Group accounts by `group_of`; `policies` order the requests of one group, "" those of the others."""
         self.ledger = ServiceLedger(weights)
         self.group_of = group_of
-        self.within = within
+        self._policies = policies
+
+    def within(self, group: str) -> Policy:
+        """Return the policy of the requests of one group."""
+        return self._policies.get(group) or self._policies[""]
 
     def make_queue(self) -> WaitingQueue:
         return FairQueue(self)
@@ -341,6 +346,20 @@ def edf_key(request: Request) -> float:
     return request.wait.latest_start
 
 
+@dataclass(frozen=True, slots=True)
+class _KnownClass:
+    """Returns the class of an account, or "" if it is none of the configured ones."""
+
+    names: frozenset[str]
+
+    def __call__(self, account: Account) -> str:
+        return account.request_class if account.request_class in self.names else ""
+
+
+def _tenant(account: Account) -> str:
+    return account.tenant
+
+
 _KEYS = {"fcfs": fcfs_key, "priority": priority_key, "sjf": sjf_key, "edf": edf_key}
 
 
@@ -356,14 +375,9 @@ def make_policy(name: str, tenant_weights: Mapping[str, float], classes: Mapping
         weights = {name: each.weight for name, each in classes.items()}
         policies = {"": make_policy(name, tenant_weights, {})}
         policies |= {name: make_policy(each.policy, tenant_weights, {}) for name, each in classes.items()}
-        return FairPolicy(
-            lambda account: account.request_class if account.request_class in classes else "",
-            weights,
-            policies.__getitem__,
-        )
+        return FairPolicy(_KnownClass(frozenset(classes)), weights, policies)
     if name == "fair":
-        by_arrival = KeyedPolicy(fcfs_key)
-        return FairPolicy(lambda account: account.tenant, tenant_weights, lambda _: by_arrival)
+        return FairPolicy(_tenant, tenant_weights, {"": KeyedPolicy(fcfs_key)})
     if name == "lpm":
         return LongestPrefixPolicy()
     return KeyedPolicy(_KEYS[name])

@@ -22,6 +22,7 @@ from scheduler_svc.core.memory.partial_blocks import PartialBlocks
 from scheduler_svc.core.memory.prefix_cache import PrefixCache
 from scheduler_svc.core.memory.prefix_directory import PrefixDirectory
 from scheduler_svc.core.memory.swapping import SwapSpace
+from scheduler_svc.core.memory.token_facts import TokenFacts
 from scheduler_svc.core.requests.request import Request, RequestState
 from scheduler_svc.core.workers.batching import BatchGate
 from scheduler_svc.core.workers.capacity import Capacity
@@ -52,8 +53,9 @@ class Service:
 class Fleet:
     """All workers with a valid epoch."""
 
-    def __init__(self, config: CoreConfig, incarnation: int) -> None:
+    def __init__(self, config: CoreConfig, incarnation: int, facts: TokenFacts) -> None:
         self._config = config
+        self._facts = facts
         self._next_epoch = incarnation
         self._workers: dict[ev.Peer, Worker] = {}
         self._drained: dict[str, None] = {}
@@ -159,7 +161,7 @@ class Fleet:
             max_tokens_per_step=hello.max_tokens_per_step,
             max_model_len=max_model_len,
             rows=RowTable(hello.max_rows, hello.block_size, -(-max_model_len // hello.block_size)),
-            pool=BlockPool(num_blocks, PrefixCache(num_blocks, partial, self.directory, self._next_epoch)),
+            pool=BlockPool(num_blocks, PrefixCache(num_blocks, partial, self.directory, self._next_epoch, self._facts)),
             clock=StepClock(config.step_deadline_s),
             capacity=Capacity(config.capacity, num_blocks),
             gate=BatchGate(config.batching),
@@ -168,6 +170,7 @@ class Fleet:
             protocol_version=hello.protocol_version,
             device=hello.device,
             pid=hello.pid,
+            facts=self._facts,
         )
         was_drained = hello.worker_id in self._drained
         self._drained.pop(hello.worker_id, None)

@@ -16,6 +16,7 @@ from scheduler_svc.core.interface.records import Peer
 from scheduler_svc.core.memory.block_pool import BlockPool
 from scheduler_svc.core.memory.partial_blocks import PartialMatch
 from scheduler_svc.core.memory.swapping import SwappedKV, SwapSpace
+from scheduler_svc.core.memory.token_facts import TokenFacts
 from scheduler_svc.core.requests.request import Request, RequestState
 from scheduler_svc.core.workers.batching import BatchGate
 from scheduler_svc.core.workers.capacity import Capacity
@@ -23,7 +24,7 @@ from scheduler_svc.core.workers.grammars import Grammars
 from scheduler_svc.core.workers.quarantine import PROBATION, clear_suspect
 from scheduler_svc.core.workers.rows import PREFILL, RowTable
 from scheduler_svc.core.workers.step_clock import StepClock
-from shared.prefix_keys import KEY_BYTES, BlockKey, following_keys, root_key
+from shared.prefix_keys import KEY_BYTES, BlockKey, root_key
 
 
 @dataclass(slots=True)
@@ -154,6 +155,7 @@ class Worker:
     device: str
     pid: int
     """Device and process id as the worker reported them; for operators only."""
+    facts: TokenFacts
     in_flight: deque[StepInFlight] = field(default_factory=deque)
     departed: dict[tuple[int, int], Departure] = field(default_factory=dict)
     prefilling: list[int] = field(default_factory=list)
@@ -326,7 +328,7 @@ class Worker:
         num_keys = len(keys) // KEY_BYTES
         if len(request.tokens) // block_size > num_keys:
             root = keys[-KEY_BYTES:] or self._root_key(request)
-            keys += following_keys(root, request.tokens[num_keys * block_size :].tobytes(), block_size)
+            keys += self.facts.following_keys(root, request.tokens[num_keys * block_size :].tobytes(), block_size)
             request.keys[block_size] = keys
         return keys
 

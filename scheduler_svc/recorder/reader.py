@@ -1,0 +1,65 @@
+"""Reader: the segments of a record as values."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from protos.quire.record.v1 import record_pb2 as pb
+from scheduler_svc.recorder.decoding import Decoder, Opening
+from scheduler_svc.recorder.segments import FORMAT_VERSION, SegmentReader, UnreadableRecordError, paths
+from scheduler_svc.recorder.values import Entry
+
+
+@dataclass(slots=True)
+class Segment:
+    """One segment; iterate over it for its entries."""
+
+    path: Path
+    opening: Opening
+    snapshot: bytes = b""
+    """The core's state at the opening; empty: the core was new, or the snapshot is missing or not complete."""
+    left_out: int = 0
+    """After iteration: bytes at the end of the file that are not a complete frame."""
+
+    def __iter__(self) -> Iterator[Entry]:
+        """Yield the entries in order."""
+        reader, decoder = SegmentReader(self.path), Decoder()
+        for batch in reader.batches():
+            if batch.HasField("opening"):
+                decoder.opening(batch)
+            yield from decoder.entries(batch)
+        self.left_out = reader.left_out
+
+
+def read(place: Path) -> list[Segment]:
+    """Return the segments of a folder, oldest first, or the segment of a file; empty ones are left out.
+
+    Raises:
+        UnreadableRecordError: a file is not a record, or of a newer version.
+        OSError: a file cannot be read.
+    """
+    return [segment for path in paths(place) if (segment := _open(path)) is not None]
+
+
+def _open(path: Path) -> Segment | None:
+    segment: Segment | None = None
+    parts: list[bytes] = []
+    is_complete = False
+    for batch in SegmentReader(path).batches():
+        if segment is None:
+            segment = Segment(path, _opening(path, batch))
+            if segment.opening.fresh:
+                return segment
+        parts.append(batch.snapshot)
+        is_complete |= batch.snapshot_complete
+        if is_complete:
+            break
+    if segment is not None and is_complete:
+        segment.snapshot = b"".join(parts)
+    return segment
+
+
+def _opening(path: Path, batch: pb.Batch) -> Opening:
+    if batch.opening.version > FORMAT_VERSION:
+        raise UnreadableRecordError(f"{path}: written by a newer release; use that release to read it")
+    return Decoder().opening(batch)

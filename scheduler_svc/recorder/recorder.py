@@ -1,0 +1,293 @@
+"""Recorder: the thread that writes the tape of a core into the ring of segments.
+
+The loop only appends to the tape. The thread wakes a few times per second, encodes what is there, and writes one frame,
+so a killed process loses less than a second. When a segment is full, the loop forks a process that has the core's state
+as of one moment and writes it at its leisure; the thread copies it into the new segment. A fork takes milliseconds.
+
+Trouble never reaches the service. While the disk refuses writes, calls are encoded and discarded, and a new segment is
+tried every minute. If the thread falls too far behind, recording ends until the next start.
+"""
+
+import contextlib
+import dataclasses
+import fcntl
+import gc
+import json
+import os
+import select
+import signal
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from protos.quire.record.v1 import record_pb2 as pb
+from scheduler_svc.core.interface.config import CoreConfig
+from scheduler_svc.core.interface.records import Peer
+from scheduler_svc.core.scheduler import Scheduler
+from scheduler_svc.recorder.code import code_hash
+from scheduler_svc.recorder.encoding import Encoder
+from scheduler_svc.recorder.segments import FORMAT_VERSION, Ring, SegmentWriter
+from scheduler_svc.recorder.snapshot import dump
+from scheduler_svc.recorder.tags import Tagger
+from scheduler_svc.recorder.tape import Cut, Item, Reported, Tape
+from scheduler_svc.recorder.values import FrontendReported
+from shared.logging import get_logger
+
+INTERVAL_S = 0.2
+"""Time between two frames."""
+_SNAPSHOT_INTERVAL_S = 0.02
+"""The same while a snapshot is being copied."""
+_RETRY_S = 60.0
+_MAX_BEHIND = 200_000
+"""Items on the tape from which on the thread is too slow."""
+_BATCH_ITEMS = 2_000
+"""Most items in one frame, which bounds the time for which the thread keeps the interpreter's lock."""
+_PIPE_BYTES = 1 << 20
+_SNAPSHOT_S = 120
+"""Longest time that a snapshot may take."""
+
+log = get_logger()
+
+
+@dataclass(slots=True)
+class RecorderStats:
+    """Figures of a recorder for metrics."""
+
+    writes: bool = True
+    """Whether calls reach the disk."""
+    num_bytes: int = 0
+    """Bytes of all segments."""
+    entries: int = 0
+    """Entries written."""
+    failures: int = 0
+    """Writes that failed, and times that the thread fell behind."""
+    snapshots: int = 0
+    """Snapshots begun."""
+    longest_fork_s: float = 0.0
+    """Longest time for which a snapshot has stopped the loop."""
+
+
+class Recorder:
+    """Recorder of one core."""
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        max_bytes: int,
+        config: CoreConfig,
+        incarnation: int,
+        release: str,
+        with_tokens: bool = False,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Lock the folder and start the thread.
+
+        Args:
+            folder: where the segments are.
+            max_bytes: bound of all segments together.
+            config: configuration of the core.
+            incarnation: incarnation of the core.
+            release: version of the scheduler.
+            with_tokens: whether token ids are recorded.
+            clock: the core's clock.
+
+        Raises:
+            RecordInUseError: another process records into the folder.
+            OSError: the folder cannot be used.
+        """
+        self.tape = Tape()
+        self.stats = RecorderStats()
+        self._ring = Ring(folder, max_bytes)
+        self._tagger = Tagger()
+        self._with_tokens = with_tokens
+        self._encoder = Encoder(self._tagger, with_tokens=with_tokens)
+        self._config = json.dumps(dataclasses.asdict(config))
+        self._incarnation, self._release = incarnation, release
+        self._unix_offset_ns = time.time_ns() - round(clock() * 1e9)
+        self._writer: SegmentWriter | None = None
+        self._retry_at = 0.0
+        self._wants_cut = False
+        self._snapshot_pid, self._snapshot_pipe = 0, -1
+        self._ending = threading.Event()
+        self.tape.cut(clock())
+        self._is_fresh = True
+        self._thread = threading.Thread(target=self._run, name="recorder", daemon=True)
+        self._thread.start()
+
+    # ---------------------------------------------------------------- the loop's side
+
+    def turn(self, core: Scheduler, now: float) -> None:
+        """Begin a segment if one is due; call once per turn of the loop, between calls of the core."""
+        if self.tape.is_off:
+            return
+        if len(self.tape.items) > _MAX_BEHIND:
+            self.tape.is_off = True
+            self._failed("it cannot keep up with the service", "off until the next start")
+        elif self._wants_cut:
+            self._wants_cut = False
+            self._cut(core, now)
+
+    def reported(self, frontend: Peer, report: bytes, now: float) -> None:
+        """Record a front end's report, unread."""
+        self.tape.append(Reported(FrontendReported(frontend=frontend, report=report), now))
+
+    def close(self) -> None:
+        """Write what is left and stop the thread."""
+        self._ending.set()
+        self._thread.join(timeout=5.0)
+        if not self._thread.is_alive():
+            self._ring.close()
+
+    def _cut(self, core: Scheduler, now: float) -> None:
+        began = time.perf_counter()
+        core.tidy()
+        reading, writing = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        try:
+            pid = os.fork()
+        except OSError as error:
+            log.warning("flight recorder: no snapshot; this segment cannot be replayed", error=str(error))
+            os.close(reading)
+            os.close(writing)
+            self.tape.cut(now)
+            return
+        if not pid:
+            _write_snapshot(writing, core, self._tagger, with_tokens=self._with_tokens)
+        os.close(writing)
+        self.stats.snapshots += 1
+        self.stats.longest_fork_s = max(self.stats.longest_fork_s, time.perf_counter() - began)
+        self.tape.cut(now, pid, reading)
+
+    # ---------------------------------------------------------------- the thread's side
+
+    def _run(self) -> None:
+        try:
+            is_last = False
+            while not is_last:
+                copies = self._snapshot_pipe >= 0
+                is_last = self._ending.wait(_SNAPSHOT_INTERVAL_S if copies else INTERVAL_S)
+                self._round()
+        except Exception as error:
+            self.tape.is_off = True
+            self._failed(repr(error), "off until the next start; please report this")
+        finally:
+            self._forget_snapshot()
+            self.tape.items.clear()
+            if self._writer is not None:
+                self._writer.close()
+
+    def _round(self) -> None:
+        tape = self.tape.items
+        while tape:
+            items: list[Item] = []
+            cut: Cut | None = None
+            while tape and len(items) < _BATCH_ITEMS:
+                item = tape.popleft()
+                if isinstance(item, Cut):
+                    cut = item
+                    break
+                items.append(item)
+            if items:
+                self._encoder.encode(items)
+                self._write(self._encoder.take())
+            if cut is not None:
+                self._begin(cut)
+        if self._snapshot_pipe >= 0:
+            self._copy_snapshot()
+        if self._writer is None and time.monotonic() > self._retry_at:
+            self._retry_at = time.monotonic() + _RETRY_S
+            self._wants_cut = True
+        elif self._writer is not None and self._writer.size > self._ring.segment_bytes and self._snapshot_pipe < 0:
+            self._wants_cut = True
+
+    def _begin(self, cut: Cut) -> None:
+        self._forget_snapshot()
+        self._snapshot_pid, self._snapshot_pipe = cut.pid, cut.pipe
+        self._retry_at = time.monotonic() + _RETRY_S
+        # The opening names peers, which are in the same batch.
+        opening = self._encoder.begin(cut.now)
+        batch = self._encoder.take()
+        opening.version, opening.release, opening.code = FORMAT_VERSION, self._release, code_hash()
+        opening.config, opening.incarnation = self._config, self._incarnation
+        opening.unix_ns, opening.fresh = self._unix_offset_ns + opening.core_ns, self._is_fresh
+        self._is_fresh = False
+        batch.opening.CopyFrom(opening)
+        try:
+            self._writer = self._ring.begin(self._writer)
+        except OSError as error:
+            self._writer = None
+            self._failed(str(error), "another segment is tried every minute")
+            return
+        if not self.stats.writes:
+            self.stats.writes = True
+            log.info("flight recorder: recording again")
+        self._write(batch)
+
+    def _write(self, batch: pb.Batch) -> None:
+        if self._writer is None:
+            return
+        try:
+            self._writer.write(batch)
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                self._writer.close()
+            self._writer = None
+            self._failed(str(error), "another segment is tried every minute")
+            return
+        self.stats.entries += len(batch.entries)
+        self.stats.num_bytes = self._ring.num_bytes + self._writer.size
+
+    def _failed(self, reason: str, then: str) -> None:
+        self.stats.failures += 1
+        if self.stats.writes:
+            self.stats.writes = False
+            log.warning("flight recorder: not recording; the service goes on", reason=reason, then=then)
+
+    def _copy_snapshot(self) -> None:
+        """Copy what the snapshot's process has written into the segment."""
+        while select.select([self._snapshot_pipe], [], [], 0)[0]:
+            part = os.read(self._snapshot_pipe, _PIPE_BYTES)
+            if part:
+                self._write(pb.Batch(snapshot=part))
+                continue
+            _, status = os.waitpid(self._snapshot_pid, 0)
+            os.close(self._snapshot_pipe)
+            self._snapshot_pid, self._snapshot_pipe = 0, -1
+            if status == 0:
+                self._write(pb.Batch(snapshot_complete=True))
+            else:
+                log.warning("flight recorder: the snapshot failed; this segment cannot be replayed", status=status)
+            return
+
+    def _forget_snapshot(self) -> None:
+        """End the process of a snapshot that is not needed any more."""
+        if self._snapshot_pipe >= 0:
+            os.close(self._snapshot_pipe)
+            with contextlib.suppress(ProcessLookupError, ChildProcessError):
+                os.kill(self._snapshot_pid, signal.SIGKILL)
+                os.waitpid(self._snapshot_pid, 0)
+            self._snapshot_pid, self._snapshot_pipe = 0, -1
+
+
+def _write_snapshot(pipe: int, core: Scheduler, tagger: Tagger, *, with_tokens: bool) -> None:
+    """Write the core's state into a pipe and exit; runs in a forked process."""
+    status = 1
+    try:
+        gc.disable()
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGALRM):
+            signal.signal(number, signal.SIG_DFL)
+        signal.alarm(_SNAPSHOT_S)
+        # Sockets, and the locks of folders, belong to the parent.
+        os.closerange(3, pipe)
+        os.closerange(pipe + 1, os.sysconf("SC_OPEN_MAX") if os.sysconf("SC_OPEN_MAX") < 1 << 20 else 1 << 20)
+        os.nice(10)
+        fcntl.fcntl(pipe, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
+        os.set_blocking(pipe, True)
+        data = memoryview(dump(core, tagger, with_tokens=with_tokens))
+        while data:
+            data = data[os.write(pipe, data) :]
+        status = 0
+    finally:
+        os._exit(status)

@@ -1,0 +1,166 @@
+"""Segments: files of checksummed frames, and the ring of them in a folder.
+
+The payloads of one segment are one compressed stream, so a damaged frame ends what can be read of its segment. The
+frames after it could not be understood anyway: their values are differences to earlier ones.
+"""
+
+import errno
+import fcntl
+import os
+import struct
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from google.protobuf.message import DecodeError
+
+from protos.quire.record.v1 import record_pb2 as pb
+
+FORMAT_VERSION = 1
+SUFFIX = ".record"
+_HEADER = b"QUIREF\x00\x01"
+"""File header; its last byte is the version of the frame format."""
+_FRAME = struct.Struct("<II")
+_LOCK = "lock"
+_LEVEL = 1
+_MAX_BATCH = 1 << 28
+"""Largest batch that a reader decompresses, bytes."""
+
+
+class RecordInUseError(OSError):
+    """Another process records into the folder."""
+
+
+class UnreadableRecordError(ValueError):
+    """A file is not a record, or of a newer version."""
+
+
+class SegmentWriter:
+    """Writer of one file.
+
+    Raises:
+        OSError: the file exists or cannot be written.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.size = 0
+        self._stream = zlib.compressobj(_LEVEL)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        self._descriptor = os.open(path, flags, 0o600)
+        try:
+            self._append(_HEADER)
+        except OSError:
+            self.close()
+            raise
+
+    def write(self, batch: pb.Batch) -> None:
+        """Append a batch.
+
+        Raises:
+            OSError: it was not written as a whole; the segment must not be continued.
+        """
+        payload = self._stream.compress(batch.SerializeToString()) + self._stream.flush(zlib.Z_SYNC_FLUSH)
+        self._append(_FRAME.pack(len(payload), zlib.crc32(payload)) + payload)
+
+    def close(self) -> None:
+        """Close the file."""
+        os.close(self._descriptor)
+
+    def _append(self, data: bytes) -> None:
+        if os.write(self._descriptor, data) != len(data):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        self.size += len(data)
+
+
+@dataclass(slots=True)
+class SegmentReader:
+    """Reader of one file."""
+
+    path: Path
+    left_out: int = 0
+    """After `batches` has ended: bytes at the end of the file that are no complete frame."""
+
+    def batches(self) -> Iterator[pb.Batch]:
+        """Yield the batches up to the first incomplete or damaged frame.
+
+        Raises:
+            UnreadableRecordError: the file is not a record, or of a newer version.
+        """
+        data = self.path.read_bytes()
+        if data[: len(_HEADER) - 1] != _HEADER[:-1]:
+            raise UnreadableRecordError(f"{self.path}: not a flight record; give a file that ends in {SUFFIX}")
+        if data[: len(_HEADER)] != _HEADER:
+            raise UnreadableRecordError(f"{self.path}: written by a newer release; use that release to read it")
+        stream, position = zlib.decompressobj(), len(_HEADER)
+        while position + _FRAME.size <= len(data):
+            length, checksum = _FRAME.unpack_from(data, position)
+            begin = position + _FRAME.size
+            payload = data[begin : begin + length]
+            if not length or len(payload) < length or zlib.crc32(payload) != checksum:
+                break
+            try:
+                batch = pb.Batch.FromString(stream.decompress(payload, _MAX_BATCH))
+            except (DecodeError, zlib.error):
+                break
+            position = begin + length
+            yield batch
+        self.left_out = len(data) - position
+
+
+class Ring:
+    """Folder of segments, bounded in bytes; locked by one process.
+
+    Raises:
+        RecordInUseError: another process has the lock.
+        OSError: the folder cannot be created or written.
+    """
+
+    def __init__(self, folder: Path, max_bytes: int) -> None:
+        self._folder = folder
+        self._max_bytes = max_bytes
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        folder.chmod(0o700)
+        self._lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            os.close(self._lock)
+            raise RecordInUseError(errno.EWOULDBLOCK, "another scheduler records into this folder") from None
+        self._sizes = {path: path.stat().st_size for path in paths(folder)}
+        self._current: Path | None = None
+
+    @property
+    def segment_bytes(self) -> int:
+        """Size from which on a new segment begins: the ring holds at least eight."""
+        return self._max_bytes // 8
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all segments, without the one being written."""
+        return sum(self._sizes.values())
+
+    def begin(self, previous: SegmentWriter | None) -> SegmentWriter:
+        """Close the previous segment and create the next; delete the oldest ones so that the ring stays bounded."""
+        if previous is not None and self._current is not None:
+            previous.close()
+            self._sizes[self._current] = previous.size
+        while self._sizes and self.num_bytes + 2 * self.segment_bytes > self._max_bytes:
+            oldest = next(iter(self._sizes))
+            oldest.unlink(missing_ok=True)
+            del self._sizes[oldest]
+        newest = max((int(path.name.removesuffix(SUFFIX)) for path in paths(self._folder)), default=0)
+        self._current = self._folder / f"{newest + 1:012d}{SUFFIX}"
+        return SegmentWriter(self._current)
+
+    def close(self) -> None:
+        """Release the lock."""
+        os.close(self._lock)
+
+
+def paths(place: Path) -> list[Path]:
+    """Return the segments of a folder, oldest first; or the given file."""
+    if not place.is_dir():
+        return [place]
+    found = (path for path in place.glob(f"*{SUFFIX}") if path.name.removesuffix(SUFFIX).isdecimal())
+    return sorted(found, key=lambda path: int(path.name.removesuffix(SUFFIX)))

@@ -1,0 +1,72 @@
+"""Tags: keyed hashes that stand in a record for block keys, identities, cache scopes and grammars.
+
+Equal values have equal tags, and nothing else can be learnt from a tag without the key. The key is drawn when the
+scheduler starts, is never written, and dies with the process. A replay uses the tags, padded with zeros, in place of
+the values.
+"""
+
+import hashlib
+import os
+from collections import OrderedDict
+
+from shared.prefix_keys import KEY_BYTES
+
+TAG_BYTES = 6
+"""Size of a tag. Only tags of blocks after one common prefix are compared, so a collision is very unlikely."""
+_MAX_GRAMMARS = 1 << 14
+
+
+class Tagger:
+    """Makes the tags of one scheduler process."""
+
+    def __init__(self, key: bytes | None = None) -> None:
+        self._hash = hashlib.blake2b(digest_size=TAG_BYTES, key=key if key is not None else os.urandom(32))
+        self._grammar_sizes: OrderedDict[bytes, int] = OrderedDict()
+        """By SHA-256, the key of a grammar in the core: its size. The newest ones."""
+
+    def tag(self, value: bytes) -> bytes:
+        """Return the tag of a value; empty for an empty value."""
+        if not value:
+            return b""
+        hasher = self._hash.copy()
+        hasher.update(value)
+        return hasher.digest()
+
+    def tag_padded(self, value: bytes) -> bytes:
+        """Return the tag of a value, cut or padded to the length of the value."""
+        return fit(self.tag(value), len(value))
+
+    def tag_keys(self, keys: bytes) -> bytes:
+        """Return the joined tags of joined block keys."""
+        return b"".join([self.tag(keys[start : start + KEY_BYTES]) for start in range(0, len(keys), KEY_BYTES)])
+
+    def grammar_tag(self, grammar: bytes) -> bytes:
+        """Return the tag of a grammar, which is that of its key; empty for none."""
+        if not grammar:
+            return b""
+        key = hashlib.sha256(grammar).digest()
+        self._grammar_sizes[key] = len(grammar)
+        self._grammar_sizes.move_to_end(key)
+        if len(self._grammar_sizes) > _MAX_GRAMMARS:
+            self._grammar_sizes.popitem(last=False)
+        return self.tag(key)
+
+    def grammar_key(self, key: bytes) -> bytes:
+        """Return the key that a replay's core computes for the grammar with a key."""
+        size = self._grammar_sizes.get(key)
+        return b"" if not key else fit(self.tag(key), KEY_BYTES) if size is None else replay_key(self.tag(key), size)
+
+
+def replay_key(tag: bytes, size: int) -> bytes:
+    """Return the key that a replay's core computes for a grammar of `size` bytes."""
+    return hashlib.sha256(fit(tag, size)).digest()
+
+
+def fit(tag: bytes, size: int) -> bytes:
+    """Return a tag, padded with zeros or cut to `size` bytes."""
+    return tag[:size].ljust(size, b"\0")
+
+
+def to_keys(tags: bytes) -> bytes:
+    """Return joined tags as joined block keys."""
+    return b"".join([fit(tags[start : start + TAG_BYTES], KEY_BYTES) for start in range(0, len(tags), TAG_BYTES)])

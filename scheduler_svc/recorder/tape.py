@@ -1,0 +1,197 @@
+"""Tape: the calls of a core in order, with all that it learnt from token ids.
+
+`RecordedScheduler` is the core with a tape. Recording only appends references: events, plans and effects are never
+changed, so they can be encoded later, in another thread.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from protos.quire.plan.v1 import plan_pb2
+from scheduler_svc.core.interface.arrays import IndexArray
+from scheduler_svc.core.interface.config import CoreConfig
+from scheduler_svc.core.interface.effects import Effect
+from scheduler_svc.core.interface.events import Event
+from scheduler_svc.core.interface.plan import Plan
+from scheduler_svc.core.interface.records import Note, Peer
+from scheduler_svc.core.memory.partial_blocks import PartialMatch
+from scheduler_svc.core.memory.token_facts import TokenFacts
+from scheduler_svc.core.scheduler import Scheduler
+from scheduler_svc.recorder.values import Facts, FrontendReported
+from shared.prefix_keys import BlockKey
+
+
+class Handled(NamedTuple):
+    """A call of `handle`."""
+
+    event: Event
+    now: float
+    effects: list[Effect]
+    facts: Facts | None
+    timings: plan_pb2.StepTimings | None
+    notes: Sequence[Note]
+    """New lines of requests' histories."""
+
+
+class Planned(NamedTuple):
+    """A call of `plan`."""
+
+    peer: Peer
+    now: float
+    plan: Plan | None
+    effects: list[Effect]
+    facts: Facts | None
+    notes: Sequence[Note]
+
+
+class Reported(NamedTuple):
+    """A front end's report."""
+
+    report: FrontendReported
+    now: float
+
+
+class Stray(NamedTuple):
+    """Facts outside of a call: the core has tidied up to answer a question about its state."""
+
+    facts: Facts
+    now: float
+
+
+class Cut(NamedTuple):
+    """A new segment begins here."""
+
+    now: float
+    pid: int
+    """Process that writes the core's state; 0: there is none."""
+    pipe: int
+    """File descriptor from which to read the state; -1: there is none."""
+
+
+Item = Handled | Planned | Reported | Stray
+
+
+class FactsTaken(TokenFacts):
+    """Token facts that are also noted."""
+
+    def __init__(self) -> None:
+        self._keys: list[bytes] = []
+        self._partial: list[PartialMatch | None] = []
+        self._stopped: list[int] = []
+        self._held: list[int] = []
+        self._num_false = 0
+        self._any = False
+
+    def following_keys(self, parent: BlockKey, tokens: bytes, block_size: int) -> bytes:
+        """See the base class."""
+        keys = super().following_keys(parent, tokens, block_size)
+        self._keys.append(keys)
+        self._any = True
+        return keys
+
+    def partial(self, match: PartialMatch | None) -> PartialMatch | None:
+        """See the base class."""
+        self._partial.append(match)
+        self._any = True
+        return match
+
+    def stopped(self, positions: IndexArray) -> IndexArray:
+        """See the base class."""
+        if len(positions):
+            self._stopped += positions.tolist()
+            self._any = True
+        return positions
+
+    def holds(self, condition: bool) -> bool:
+        """See the base class."""
+        if condition:
+            self._held.append(self._num_false)
+            self._num_false = 0
+            self._any = True
+        else:
+            self._num_false += 1
+        return condition
+
+    def take(self) -> Facts | None:
+        """Return the facts since the last call; None if there are none."""
+        if not self._any:
+            return None
+        facts = Facts(b"".join(self._keys), self._partial, self._stopped, self._held)
+        self._keys, self._partial, self._stopped, self._held, self._any = [], [], [], [], False
+        return facts
+
+    def cut(self) -> None:
+        """Begin to count anew, because a segment is read alone."""
+        self._num_false = 0
+
+
+class Tape:
+    """The calls of one core that are not written yet."""
+
+    def __init__(self) -> None:
+        self.facts = FactsTaken()
+        self.notes: list[Note] = []
+        # Appending and popping are atomic, so another thread may take the items.
+        self.items: deque[Item | Cut] = deque()
+        self.timings: plan_pb2.StepTimings | None = None
+        """Timings of the step whose answer the core gets next."""
+        self.is_off = False
+        """Whether nothing is recorded any more."""
+
+    def append(self, item: Item) -> None:
+        """Append a call or a report."""
+        if not self.is_off:
+            self.items.append(item)
+
+    def handled(self, event: Event, now: float, effects: list[Effect]) -> None:
+        """Append a call of `handle`."""
+        self.append(Handled(event, now, effects, self.facts.take(), self.timings, self._take_notes()))
+        self.timings = None
+
+    def planned(self, peer: Peer, now: float, plan: Plan | None, effects: list[Effect]) -> None:
+        """Append a call of `plan`."""
+        self.append(Planned(peer, now, plan, effects, self.facts.take(), self._take_notes()))
+
+    def _take_notes(self) -> Sequence[Note]:
+        if not self.notes:
+            return ()
+        notes = self.notes.copy()
+        self.notes.clear()
+        return notes
+
+    def cut(self, now: float, pid: int = 0, pipe: int = -1) -> None:
+        """Begin a segment."""
+        stray = self.facts.take()
+        if stray is not None:
+            self.append(Stray(stray, now))
+        self.facts.cut()
+        if not self.is_off:
+            self.items.append(Cut(now, pid, pipe))
+
+
+class RecordedScheduler(Scheduler):
+    """The core with a tape of its calls. A call that fails is on the tape as well."""
+
+    def __init__(self, config: CoreConfig, incarnation: int, tape: Tape) -> None:
+        super().__init__(config, incarnation, tape.facts, tape.notes)
+        self._tape = tape
+
+    def handle(self, event: Event, now: float) -> list[Effect]:
+        """See the base class."""
+        effects: list[Effect] = []
+        try:
+            effects = super().handle(event, now)
+        finally:
+            self._tape.handled(event, now, effects)
+        return effects
+
+    def plan(self, peer: Peer, now: float) -> tuple[Plan | None, list[Effect]]:
+        """See the base class."""
+        plan: Plan | None = None
+        effects: list[Effect] = []
+        try:
+            plan, effects = super().plan(peer, now)
+        finally:
+            self._tape.planned(peer, now, plan, effects)
+        return plan, effects
