@@ -5,29 +5,32 @@ over workers must therefore be sums of rates (`sum(rate(...))`), not rates of su
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
-
-from prometheus_client import CollectorRegistry, Histogram
+from dataclasses import dataclass, field
 
 from protos.quire.link.v1 import link_pb2
 from protos.quire.plan.v1 import plan_pb2
+from scheduler_svc.core.interface.plan import Plan
 from scheduler_svc.core.lifecycle.statistics import SchedulerStats, WorkerStats
 from scheduler_svc.journal.journal import Journal
-from shared.metrics import collect_families
-
-_TURN_BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.1, 0.2, 0.5, 1, 5)
-_STEP_BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10)
+from shared import metric_names as names
+from shared.metrics import Distribution, Registry, make_family
 
 
 @dataclass(slots=True)
 class _WorkerTimes:
     """Sums of one worker's step timings."""
 
-    step_seconds: Histogram
+    step: Distribution
+    idle: Distribution
+    link: Distribution
     prepare_ns: int = 0
     forward_ns: int = 0
     sample_ns: int = 0
     idle_ns: int = 0
+    sent: dict[int, float] = field(default_factory=dict)
+    """When the plans in flight were sent, by step."""
+    answered: float = 0.0
+    """When the newest answer arrived."""
 
     def phases(self) -> tuple[tuple[str, int], ...]:
         """Return the sum of each phase, in ns."""
@@ -42,137 +45,157 @@ class _WorkerTimes:
 class SchedulerMetrics:
     """Metrics that the core does not have, and the export of all metrics as families."""
 
-    def __init__(self) -> None:
+    def __init__(self, spans_dropped: Callable[[], int] = lambda: 0) -> None:
         self.malformed_frames = 0
-        self._registry = CollectorRegistry()
-        self._step_seconds = Histogram(
-            "quire_step_seconds",
-            "Time a worker spent on one step",
-            ("worker",),
-            buckets=_STEP_BUCKETS,
-            registry=self._registry,
-        )
-        self._turn_seconds = Histogram(
-            "quire_scheduler_turn_seconds",
-            "Time of one turn of the scheduler's loop, without its sleep",
-            buckets=_TURN_BUCKETS,
-            registry=self._registry,
-        )
+        self.model = ""
+        """Name of the served model; "" before a worker has joined."""
+        registry = self._registry = Registry()
+        self._step = registry.histogram(names.STEP)
+        self._idle = registry.histogram(names.DEVICE_IDLE)
+        self._link = registry.histogram(names.LINK)
+        self._turn = registry.histogram(names.TURN).labels()
+        self._plan = registry.histogram(names.PLAN).labels()
+        self._iteration = registry.histogram(names.VLLM_ITERATION_TOKENS)
+        registry.computed(names.SPANS_DROPPED, spans_dropped, "scheduler")
         self._times: dict[str, _WorkerTimes] = {}
         """Timings by worker ID."""
 
     def observe_turn(self, seconds: float) -> None:
         """Count a turn of the loop with its duration."""
-        self._turn_seconds.observe(seconds)
+        self._turn.observe(seconds)
 
-    def observe_step(self, worker_id: str, timings: plan_pb2.StepTimings) -> None:
-        """Add a worker's timings of one step."""
-        times = self._times.get(worker_id)
-        if times is None:
-            times = self._times[worker_id] = _WorkerTimes(self._step_seconds.labels(worker_id))
+    def plan_sent(self, worker_id: str, plan: Plan, began: float, now: float) -> None:
+        """Count a plan that was made and sent from `began` to `now`."""
+        self._plan.observe(now - began)
+        self._iteration.labels(self.model, worker_id).observe(plan.num_tokens)
+        self._of(worker_id).sent[plan.step] = now
+
+    def observe_step(self, worker_id: str, step: int, timings: plan_pb2.StepTimings, now: float) -> None:
+        """Add a worker's timings of one step, whose answer arrived at `now`."""
+        times = self._of(worker_id)
         prepare, forward, sample = timings.prepare_ns, timings.forward_ns, timings.sample_ns
-        times.step_seconds.observe((prepare + forward + sample) / 1e9)
+        seconds = (prepare + forward + sample) / 1e9
+        times.step.observe(seconds)
+        times.idle.observe(timings.idle_before_ns / 1e9)
         times.prepare_ns += prepare
         times.forward_ns += forward
         times.sample_ns += sample
         times.idle_ns += timings.idle_before_ns
+        sent = times.sent.pop(step, None)
+        if sent is not None:
+            times.link.observe(max(now - max(sent, times.answered) - seconds, 0.0))
+        times.answered = now
 
     def forget_worker(self, worker_id: str) -> None:
         """Drop the series of a worker that has left, because every new worker may have a new name."""
         if self._times.pop(worker_id, None) is not None:
-            self._step_seconds.remove(worker_id)
+            for each in (self._step, self._idle, self._link):
+                each.forget("worker", worker_id)
+            self._iteration.forget("engine", worker_id)
 
     def families(self, stats: SchedulerStats, journal: Journal | None = None) -> list[link_pb2.MetricFamily]:
         """Return the current values of all metrics."""
-        families = [
-            _family("quire_requests_running", "gauge", "Requests that hold a row", [({}, stats.running)]),
-            _family("quire_requests_waiting", "gauge", "Requests in the waiting queue", [({}, stats.waiting)]),
-            _family("quire_frontends", "gauge", "Connected front ends", [({}, stats.frontends)]),
-            _family("quire_workers", "gauge", "Usable workers", [({}, len(stats.workers))]),
-            _family(
-                "quire_requests_ended",
-                "counter",
-                "Requests that ended, by reason",
-                [({"reason": reason.value}, count) for reason, count in stats.ended.items()],
-            ),
-            _family("quire_malformed_frames", "counter", "Frames dropped as malformed", [({}, self.malformed_frames)]),
-            _family(
-                "quire_worker_seconds",
-                "counter",
-                "Where the workers' time went",
-                [
-                    ({"worker": worker_id, "phase": phase}, total_ns / 1e9)
-                    for worker_id, times in self._times.items()
-                    for phase, total_ns in times.phases()
-                ],
-            ),
+        model = self.model
+        ended = [((reason.value,), count) for reason, count in stats.ended.items()]
+        phases = [
+            ((worker_id, phase), total_ns / 1e9)
+            for worker_id, times in self._times.items()
+            for phase, total_ns in times.phases()
         ]
-        if journal is not None:
-            families += _journal_families(journal)
-        return families + _worker_families(stats.workers) + collect_families(self._registry)
+        families = [
+            make_family(names.VLLM_RUNNING, [((model,), stats.running)]),
+            make_family(names.VLLM_WAITING, [((model,), stats.waiting)]),
+            make_family(names.QUEUE, [((reason,), count) for reason, count in stats.waiting_by_reason.items()]),
+            make_family(names.FRONTENDS, [((), stats.frontends)]),
+            make_family(names.WORKERS, [((), len(stats.workers))]),
+            make_family(names.REQUESTS_ENDED, ended),
+            make_family(names.MALFORMED_FRAMES, [((), self.malformed_frames)]),
+            make_family(names.WORKER_TIME, phases),
+            *_worker_families(stats.workers, model),
+            *self._registry.families(),
+        ]
+        if stats.workers:
+            total = sum(worker.blocks_total for worker in stats.workers)
+            held = sum(worker.blocks_held for worker in stats.workers)
+            families += [
+                make_family(names.VLLM_KV_USAGE, [((model,), held / total if total else 0.0)]),
+                make_family(names.VLLM_CACHE_CONFIG, [((model, str(stats.block_size), str(total)), 1)]),
+            ]
+        return families if journal is None else families + _journal_families(journal)
+
+    def _of(self, worker_id: str) -> _WorkerTimes:
+        times = self._times.get(worker_id)
+        if times is None:
+            times = self._times[worker_id] = _WorkerTimes(
+                self._step.labels(worker_id), self._idle.labels(worker_id), self._link.labels(worker_id)
+            )
+        return times
 
 
 def _journal_families(journal: Journal) -> list[link_pb2.MetricFamily]:
     stats = journal.stats
-    figures: tuple[tuple[str, str, str, float], ...] = (
-        ("quire_journal_bytes", "gauge", "Bytes of the journal's segments on disk", journal.num_bytes),
-        ("quire_journal_requests", "gauge", "Requests in the journal", len(journal)),
-        ("quire_journal_writes", "gauge", "1 while the journal can be written, else 0", journal.covers),
-        ("quire_journal_commits", "counter", "Turns of the scheduler loop that the journal recorded", stats.commits),
-        ("quire_journal_failures", "counter", "Writes to the journal that failed", stats.failures),
-        ("quire_journal_forgotten", "counter", "Requests dropped from the journal because it is full", stats.forgotten),
+    figures = (
+        (names.JOURNAL_SIZE, journal.num_bytes),
+        (names.JOURNAL_REQUESTS, len(journal)),
+        (names.JOURNAL_WRITES, journal.covers),
+        (names.JOURNAL_COMMITS, stats.commits),
+        (names.JOURNAL_FAILURES, stats.failures),
+        (names.JOURNAL_FORGOTTEN, stats.forgotten),
     )
-    return [_family(name, kind, help_text, [({}, value)]) for name, kind, help_text, value in figures]
+    return [make_family(metric, [((), value)]) for metric, value in figures]
 
 
-def _worker_families(workers: list[WorkerStats]) -> list[link_pb2.MetricFamily]:
-    blocks: list[tuple[dict[str, str], float]] = []
+def _worker_families(workers: list[WorkerStats], model: str) -> list[link_pb2.MetricFamily]:
+    families: list[link_pb2.MetricFamily] = []
+    single: tuple[tuple[names.Metric, Callable[[WorkerStats], int]], ...] = (
+        (names.BATCH_ROWS, lambda w: w.rows_running),
+        (names.BATCH_TOKENS, lambda w: w.last_step_tokens),
+        (names.PLANS_IN_FLIGHT, lambda w: w.plans_in_flight),
+        (names.STEPS, lambda w: w.counters.steps),
+        (names.SAMPLED_TOKENS, lambda w: w.counters.generated_tokens),
+        (names.DISCARDED_TOKENS, lambda w: w.counters.discarded_tokens),
+        (names.HOST_BLOCKS, lambda w: w.host_blocks_total),
+        (names.HOST_BLOCKS_HELD, lambda w: w.host_blocks_held),
+        (names.SWAPPED_OUT, lambda w: w.swapped_out_blocks),
+        (names.SWAPPED_IN, lambda w: w.swapped_in_blocks),
+    )
+    for metric, value in single:
+        families.append(make_family(metric, [((worker.worker_id,), value(worker)) for worker in workers]))
     for worker in workers:
-        for state, count in (
-            ("free", worker.blocks_free),
-            ("cached", worker.blocks_cached),
-            ("held", worker.blocks_held),
-            ("total", worker.blocks_total),
+        name, counters = worker.worker_id, worker.counters
+        engine = (model, name)
+        for metric, values in (
+            (
+                names.KV_BLOCKS,
+                {
+                    (name, "free"): worker.blocks_free,
+                    (name, "cached"): worker.blocks_cached,
+                    (name, "held"): worker.blocks_held,
+                    (name, "total"): worker.blocks_total,
+                },
+            ),
+            (
+                names.SCHEDULED_TOKENS,
+                {
+                    (name, "prefill"): counters.scheduled_tokens - counters.decode_rows,
+                    (name, "decode"): counters.decode_rows,
+                },
+            ),
+            (names.SCHEDULED_ROWS, {(name, "prefill"): counters.chunks, (name, "decode"): counters.decode_rows}),
+            (
+                names.PREFIX_HIT_TOKENS,
+                {(name, "device"): counters.cached_tokens, (name, "host"): counters.restored_tokens},
+            ),
+            (
+                names.PREEMPTIONS,
+                {
+                    (name, "recompute"): counters.preemptions - counters.swapped,
+                    (name, "swap"): counters.swapped,
+                },
+            ),
+            (names.VLLM_PREFIX_QUERIES, {engine: counters.prompt_tokens}),
+            (names.VLLM_PREFIX_HITS, {engine: counters.cached_tokens}),
+            (names.VLLM_PREEMPTIONS, {engine: counters.preemptions}),
         ):
-            blocks.append(({"worker": worker.worker_id, "state": state}, count))
-    families = [_family("quire_kv_blocks", "gauge", "KV blocks per worker and state", blocks)]
-    per_worker: tuple[tuple[str, str, str, Callable[[WorkerStats], int]], ...] = (
-        ("quire_batch_rows", "gauge", "Rows in use", lambda w: w.rows_running),
-        ("quire_batch_tokens", "gauge", "Tokens of the newest step", lambda w: w.last_step_tokens),
-        ("quire_plans_in_flight", "gauge", "Plans sent and not answered", lambda w: w.plans_in_flight),
-        ("quire_steps", "counter", "Steps planned", lambda w: w.counters.steps),
-        ("quire_scheduled_tokens", "counter", "Tokens planned", lambda w: w.counters.scheduled_tokens),
-        ("quire_admitted_tokens", "counter", "Tokens of admitted sequences", lambda w: w.counters.prompt_tokens),
-        (
-            "quire_prefix_cache_hit_tokens",
-            "counter",
-            "Admitted tokens whose KV was in the prefix cache",
-            lambda w: w.counters.cached_tokens,
-        ),
-        ("quire_sampled_tokens", "counter", "Tokens sampled and delivered", lambda w: w.counters.generated_tokens),
-        (
-            "quire_discarded_tokens",
-            "counter",
-            "Sampled tokens that were discarded",
-            lambda w: w.counters.discarded_tokens,
-        ),
-        ("quire_host_blocks", "gauge", "Host KV blocks for swapping", lambda w: w.host_blocks_total),
-        ("quire_host_blocks_held", "gauge", "Host KV blocks in use", lambda w: w.host_blocks_held),
-        ("quire_swapped_out_blocks", "counter", "Blocks copied to the host", lambda w: w.swapped_out_blocks),
-        ("quire_swapped_in_blocks", "counter", "Blocks copied back", lambda w: w.swapped_in_blocks),
-        ("quire_preemptions", "counter", "Requests preempted, for memory or by rank", lambda w: w.counters.preemptions),
-    )
-    for name, kind, help_text, value in per_worker:
-        samples = [({"worker": worker.worker_id}, float(value(worker))) for worker in workers]
-        families.append(_family(name, kind, help_text, samples))
+            families.append(make_family(metric, values.items()))
     return families
-
-
-def _family(name: str, kind: str, help_text: str, samples: list[tuple[dict[str, str], float]]) -> link_pb2.MetricFamily:
-    sample_name = name + "_total" if kind == "counter" else name
-    return link_pb2.MetricFamily(
-        name=name,
-        help=help_text,
-        type=kind,
-        samples=[link_pb2.MetricSample(name=sample_name, labels=labels, value=value) for labels, value in samples],
-    )

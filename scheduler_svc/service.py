@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 import zmq
 
+from protos.quire.link.v1 import link_pb2
 from scheduler_svc import frontend_link, worker_link
 from scheduler_svc.admission_file import NO_SETTINGS, AdmissionSettings
 from scheduler_svc.assembly import open_journal, protector, to_core_config
@@ -64,7 +65,8 @@ class SchedulerService:
     ) -> None:
         self._config = config
         self._core = Scheduler(to_core_config(config, admission), incarnation)
-        self._metrics = SchedulerMetrics()
+        self._telemetry = telemetry
+        self._metrics = SchedulerMetrics(lambda: telemetry.spans_dropped)
         self._tracing = SchedulerTracing(telemetry, time.time_ns() - time.monotonic_ns(), config.trace_steps)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         keys = load_keys(config.keys, SCHEDULER)
@@ -207,7 +209,7 @@ class SchedulerService:
                 self._tracing.step_answered(peer, event.epoch, event.step, now)
                 worker_id = self._workers.worker_id(peer)
                 if worker_id is not None and timings is not None:
-                    self._metrics.observe_step(worker_id, timings)
+                    self._metrics.observe_step(worker_id, event.step, timings, now)
         self._apply(event, now)
 
     def _plan(self, peer: ev.Peer) -> None:
@@ -237,6 +239,9 @@ class SchedulerService:
                 self._gone[peer] = str(error)
                 return
             is_sent = self._send_to_worker(peer, frame, now)
+            worker_id = self._workers.worker_id(peer)
+            if is_sent and worker_id is not None:
+                self._metrics.plan_sent(worker_id, plan, now, time.monotonic())
             self._core.tidy()
             if not is_sent:
                 return
@@ -289,7 +294,7 @@ class SchedulerService:
         if incoming.report is not None:
             self._frontends.set_report(peer, incoming.report)
         if incoming.snapshot_request:
-            families = [*self._metrics.families(self._core.stats(), self._journal), *self._frontends.families()]
+            families = [*self._families(), *self._frontends.families()]
             self._frontends.outgoing(peer).set_snapshot(incoming.snapshot_request, families)
 
         for request in incoming.operator_requests:
@@ -297,6 +302,10 @@ class SchedulerService:
             self._frontends.outgoing(peer).add_reply(reply)
         if incoming.goodbye:
             self._lose_frontend(peer, "goodbye", now, orderly=True)
+
+    def _families(self) -> list[link_pb2.MetricFamily]:
+        """Return the metrics of this process."""
+        return self._metrics.families(self._core.stats(), self._journal)
 
     def _apply(self, event: ev.Event, now: float) -> None:
         self._carry_out(self._core.handle(event, now), now)
@@ -325,6 +334,7 @@ class SchedulerService:
         if self._allowed is not None:
             self._allowed.refresh()
         self._apply(ev.TimePassed(), now)
+        self._telemetry.push_metrics(self._families)
 
     def _carry_out(self, effects: list[ef.Effect], now: float) -> None:
         journal = self._journal
@@ -343,6 +353,7 @@ class SchedulerService:
                     self._frontends.outgoing(effect.frontend).add_end(effect)
                 case ef.ServiceChanged():
                     log.info("service state", ready=effect.ready, max_model_len=effect.max_model_len)
+                    self._metrics.model = "" if effect.model is None else effect.model.name
                     for outgoing in self._frontends.everyone():
                         outgoing.set_state(effect, self._log_level)
                     if journal is not None and effect.model is not None:

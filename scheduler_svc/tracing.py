@@ -1,9 +1,10 @@
 """Spans of the scheduler: waits and attempts of each traced request, and a trace per step with such a request.
 
-Request trace (the client's): a `queue` span per wait and an `attempt` span per placement on a worker, with `prefill`
-and `decode` as children. The scheduler records attempts, because a worker that dies does not export its spans.
+Request trace (the client's): a `quire.queue` span per wait and a `quire.attempt` span per placement on a worker, with
+`quire.prefill` and `quire.decode` as children. The scheduler records attempts, because a worker that dies does not
+export its spans.
 
-Step trace (its own trace): `scheduler.step` from plan to answer; the worker continues its traceparent. Steps and
+Step trace (its own trace): `quire.step` from plan to answer; the worker continues its traceparent. Steps and
 attempts link to each other. A span has at most 128 links; further links go to continuation spans. Steps are most of
 all spans, so only a share of the steps with a traced request gets a span (`trace_steps`).
 """
@@ -16,6 +17,7 @@ from opentelemetry.trace import Link, Span, SpanContext
 
 from scheduler_svc.core.interface.plan import Plan, RowAdmission
 from scheduler_svc.core.interface.records import Peer
+from shared import span_names
 from shared.telemetry import MAX_LINKS, Telemetry, from_traceparent, to_traceparent
 
 StreamKey = tuple[Peer, int]
@@ -68,7 +70,7 @@ class SchedulerTracing:
         contexts = [attempt.span.get_span_context() for attempt in attempts]
         chunks = list(_chunks(contexts))
         span = self._step_tracer.start_span(
-            "scheduler.step",
+            span_names.STEP,
             context=trace.set_span_in_context(trace.INVALID_SPAN),
             start_time=self._unix_ns(now),
             links=chunks[0],
@@ -106,7 +108,7 @@ class SchedulerTracing:
             return
         attempt.phase.end(self._unix_ns(now))
         attempt.phase = self._tracer.start_span(
-            "decode", context=trace.set_span_in_context(attempt.span), start_time=self._unix_ns(now)
+            span_names.DECODE, context=trace.set_span_in_context(attempt.span), start_time=self._unix_ns(now)
         )
 
     def attempt_ended(self, key: StreamKey, outcome: str, now: float) -> None:
@@ -124,10 +126,12 @@ class SchedulerTracing:
 
     def _open_attempt(self, admission: RowAdmission, now: float) -> str:
         parent = from_traceparent(admission.spec.traceparent)
-        queue = self._tracer.start_span("queue", context=parent, start_time=self._unix_ns(admission.queued_since))
+        queue = self._tracer.start_span(
+            span_names.QUEUE, context=parent, start_time=self._unix_ns(admission.queued_since)
+        )
         queue.end(self._unix_ns(now))
         span = self._tracer.start_span(
-            "attempt",
+            span_names.ATTEMPT,
             context=parent,
             start_time=self._unix_ns(now),
             attributes={
@@ -137,7 +141,7 @@ class SchedulerTracing:
             },
         )
         phase = self._tracer.start_span(
-            "prefill", context=trace.set_span_in_context(span), start_time=self._unix_ns(now)
+            span_names.PREFILL, context=trace.set_span_in_context(span), start_time=self._unix_ns(now)
         )
         self._attempts[admission.frontend, admission.stream] = _Attempt(span, phase)
         return to_traceparent(span)
@@ -153,7 +157,7 @@ class SchedulerTracing:
     def _continue(self, span: Span, chunks: Sequence[list[Link]], now: float) -> None:
         for links in chunks:
             self._tracer.start_span(
-                "links", context=trace.set_span_in_context(span), start_time=self._unix_ns(now), links=links
+                span_names.LINKS, context=trace.set_span_in_context(span), start_time=self._unix_ns(now), links=links
             ).end(self._unix_ns(now))
 
     def _unix_ns(self, now: float) -> int:

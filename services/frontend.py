@@ -68,7 +68,9 @@ class Frontend:
         self._telemetry = telemetry
         self._tokenizer = tokenizer
         self._health = HealthServicer()
-        self._metrics = FrontendMetrics(config.frontend_id, lambda: self.link.malformed_messages)
+        self._metrics = FrontendMetrics(
+            config.frontend_id, lambda: self.link.malformed_messages, lambda: telemetry.spans_dropped
+        )
         keys = load_keys(config.keys, FRONTEND)
         self.link = CoreLink(
             config.frontend_address,
@@ -152,16 +154,20 @@ class Frontend:
         await asyncio.gather(*self._serving)
         await self.close()
 
+    def push_metrics(self) -> None:
+        """Export the metrics if they are due."""
+        self._telemetry.push_metrics(self._metrics.own_families)
+
     async def close(self) -> None:
         """Close the link, the tokenizer, the grammar checker and the tracer."""
         await self.link.close()
         self._tokenizer.close()
         await self._grammars.close()
-        await asyncio.to_thread(self._telemetry.shutdown)
+        await asyncio.to_thread(self._telemetry.shutdown, self._metrics.own_families())
 
     def _make_grpc_server(self, services: Services, calls: CallsInProgress, principals: Principals) -> aio.Server:
         server = aio.server(
-            interceptors=[Boundary(self._metrics.count_outcome, calls, principals)],
+            interceptors=[Boundary(self._metrics.rpc_ended, calls, principals)],
             options=[
                 ("grpc.so_reuseport", 1),
                 # Detects a client whose machine has died before its reader counts as stalled.
@@ -220,16 +226,17 @@ async def _serve(config: FrontendConfig, tokenizer: TextTokenizer) -> None:
     with contextlib.suppress(BrokenPipeError):
         print(f"listening grpc={_address(config.host, grpc_port)} http={_address(config.host, http_port)}", flush=True)
     get_logger().info("listening", frontend_id=config.frontend_id, grpc_port=grpc_port, http_port=http_port)
-    beating = asyncio.create_task(_beat(Pulse()))
+    beating = asyncio.create_task(_beat(Pulse(), frontend))
     await stopping.wait()
     get_logger().info("stopping")
     await frontend.stop()
     beating.cancel()
 
 
-async def _beat(pulse: Pulse) -> None:
+async def _beat(pulse: Pulse, frontend: Frontend) -> None:
     while True:
         pulse.beat()
+        frontend.push_metrics()
         await asyncio.sleep(_BEAT_EVERY_S)
 
 

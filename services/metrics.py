@@ -1,94 +1,179 @@
-"""Metrics of the front end. Help texts document names and labels.
+"""Metrics of the front end; `shared.metric_names` documents names and labels."""
 
-Latencies are observed for every message, too often for prometheus_client's histogram with its lock (1.5 µs). The event
-loop is the only writer, so a histogram without a lock suffices.
-"""
-
-from bisect import bisect_left
-from collections.abc import Callable, Iterable, Sequence
-
-from prometheus_client import CollectorRegistry, Counter, Gauge
-from prometheus_client.core import HistogramMetricFamily
-from prometheus_client.registry import Collector
+from collections.abc import Callable
+from dataclasses import dataclass
 
 from protos.quire.link.v1 import link_pb2
-from shared.metrics import collect_families
+from shared import metric_names as names
+from shared.metrics import Distribution, Histogram, Registry, SpanRef
 
-_FIRST_TOKEN_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
-_GAP_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2.5, 10)
-_DURATION_BUCKETS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 60, 120, 300)
+MAX_TENANTS = 100
+"""Maximum number of tenants with series of their own, because clients may choose their tenants' names."""
+OTHER_TENANTS = "(other)"
+"""Label of all further tenants together."""
+PROVIDER = "quire"
+"""Value of `gen_ai.provider.name`."""
 
 
-class LoopHistogram(Collector):
-    """Histogram with a single writer thread."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Output:
+    """What one ended output of a request was; times in seconds."""
 
-    def __init__(self, name: str, help_text: str, bounds: Sequence[float], registry: CollectorRegistry) -> None:
-        self._name, self._help = name, help_text
-        self._bounds = tuple(bounds)
-        self._counts = [0] * (len(bounds) + 1)
-        self._sum = 0.0
-        registry.register(self)
+    model: str
+    operation: str
+    tenant: str
+    reason: str
+    """"stop", "length", "abort" or "error"."""
+    prompt_tokens: int
+    output_tokens: int
+    elapsed: float
+    """Time from arrival to the end."""
+    first: float | None
+    """Time from arrival until the first token was written to the client; None: there was none."""
+    last: float | None
+    """Time from arrival until the last token was written."""
+    queued: float
+    """Time in the queue."""
+    first_target: float | None = None
+    """Target for the first token, counted from arrival; None: the request has none."""
+    total_target: float | None = None
+    """Target for the last token."""
+    span: SpanRef | None = None
 
-    def observe(self, value: float, count: int = 1) -> None:
-        """Add one value, `count` times."""
-        self._counts[bisect_left(self._bounds, value)] += count
-        self._sum += value * count
 
-    def collect(self) -> Iterable[HistogramMetricFamily]:
-        """Yield the cumulative buckets, in Prometheus's form."""
-        family = HistogramMetricFamily(self._name, self._help)
-        total, buckets = 0, []
-        for bound, count in zip((*self._bounds, float("inf")), self._counts, strict=True):
-            total += count
-            buckets.append(("+Inf" if bound == float("inf") else f"{bound:g}", float(total)))
-        family.add_metric([], buckets, self._sum)
-        yield family
+class ModelLatencies:
+    """The latencies of one model and operation that every message or request observes, with their labels resolved."""
+
+    def __init__(self, metrics: "FrontendMetrics", operation: str, model: str) -> None:
+        gen_ai = (operation, PROVIDER, model)
+        self.token_gap: Distribution = metrics.token_gap.labels(model)
+        """Time between two tokens of an output."""
+        self._first_token = (
+            metrics.of(names.TIME_TO_FIRST_TOKEN).labels(*gen_ai),
+            metrics.of(names.VLLM_TIME_TO_FIRST_TOKEN).labels(model),
+        )
+
+    def first_token(self, seconds: float, span: SpanRef | None) -> None:
+        """Add a time to the first token."""
+        for each in self._first_token:
+            each.observe(seconds, span=span)
 
 
 class FrontendMetrics:
     """Metrics registry of one front-end process."""
 
-    def __init__(self, frontend_id: str, malformed_messages: Callable[[], int]) -> None:
+    def __init__(
+        self, frontend_id: str, malformed_messages: Callable[[], int], spans_dropped: Callable[[], int] = lambda: 0
+    ) -> None:
         self._frontend_id = frontend_id
-        registry = self._registry = CollectorRegistry()
-        self._requests = Counter(
-            "quire_requests", "Finished RPCs, by method and gRPC status code", ["method", "code"], registry=registry
-        )
-        self.first_token = LoopHistogram(
-            "quire_time_to_first_token_seconds",
-            "Time from arrival to the first token, seconds",
-            _FIRST_TOKEN_BUCKETS,
-            registry,
-        )
-        self.token_gap = LoopHistogram(
-            "quire_inter_token_latency_seconds",
-            "Time between two output tokens of one stream, seconds; 0 between tokens of one message",
-            _GAP_BUCKETS,
-            registry,
-        )
-        self.duration = LoopHistogram(
-            "quire_request_duration_seconds",
-            "Time from arrival to the last message, seconds",
-            _DURATION_BUCKETS,
-            registry,
-        )
-        self.prompt_tokens = Counter("quire_prompt_tokens", "Tokens of submitted prompts", registry=registry)
-        self.generation_tokens = Counter("quire_generation_tokens", "Tokens sent to clients", registry=registry)
-        self.merged_tokens = Counter(
-            "quire_merged_tokens", "Tokens that shared a message because the client read slowly", registry=registry
-        )
-        self.live_streams = Gauge("quire_live_streams", "Generate calls in progress", registry=registry)
-        malformed = Gauge(
-            "quire_malformed_link_messages",
-            "Malformed messages of the scheduler core that were dropped",
-            registry=registry,
-        )
-        malformed.set_function(malformed_messages)
+        registry = self._registry = Registry()
+        self._histograms: dict[str, Histogram] = {}
+        self._latencies: dict[tuple[str, str], ModelLatencies] = {}
+        self._tenants: set[str] = set()
+        self.token_gap = self.of(names.VLLM_INTER_TOKEN_LATENCY)
+        for metric in names.ALL:
+            if metric.source == "frontend" and metric.kind is names.Kind.HISTOGRAM:
+                self.of(metric)
+        self.prompt_tokens = registry.values(names.VLLM_PROMPT_TOKENS)
+        self.generation_tokens = registry.values(names.VLLM_GENERATION_TOKENS)
+        self.merged_tokens = registry.values(names.MERGED_TOKENS)
+        self.live_streams = registry.values(names.LIVE_STREAMS)
+        self._success = registry.values(names.VLLM_REQUEST_SUCCESS)
+        self._targets = registry.values(names.REQUEST_TARGETS)
+        self._tenant_requests = registry.values(names.TENANT_REQUESTS)
+        self._tenant_tokens = registry.values(names.TENANT_TOKENS)
+        self._tenant_queue = registry.values(names.TENANT_QUEUE)
+        registry.computed(names.MALFORMED_LINK_MESSAGES, malformed_messages)
+        registry.computed(names.SPANS_DROPPED, spans_dropped, "frontend")
 
-    def count_outcome(self, method: str, code: str) -> None:
-        """Count one finished RPC."""
-        self._requests.labels(method, code).inc()
+    def of(self, metric: names.Metric) -> Histogram:
+        """Return the histogram of a definition."""
+        found = self._histograms.get(metric.name)
+        if found is None:
+            found = self._histograms[metric.name] = self._registry.histogram(metric)
+        return found
+
+    def latencies(self, operation: str, model: str) -> ModelLatencies:
+        """Return the latencies of a model and operation."""
+        found = self._latencies.get((operation, model))
+        if found is None:
+            found = self._latencies[operation, model] = ModelLatencies(self, operation, model)
+        return found
+
+    def rpc_ended(self, method: str, code: str, error_type: str, seconds: float) -> None:
+        """Count one gRPC call; `method` is "package.Service/Method"."""
+        self.of(names.RPC_DURATION).labels("grpc", method, code, error_type).observe(seconds)
+
+    def http_ended(self, route: str, method: str, scheme: str, status: int, error_type: str, seconds: float) -> None:
+        """Count one HTTP request; `status` is 0 if the client left before there was one."""
+        labels = (method, route, str(status) if status else "", scheme, error_type)
+        self.of(names.HTTP_DURATION).labels(*labels).observe(seconds)
+
+    def request_ended(self, operation: str, model: str, error_type: str, seconds: float, span: SpanRef | None) -> None:
+        """Count one request for a model, whatever its protocol."""
+        labels = (operation, PROVIDER, model, error_type)
+        self.of(names.REQUEST_DURATION).labels(*labels).observe(seconds, span=span)
+
+    def output_ended(self, output: Output) -> None:
+        """Count one output of a request."""
+        model, span = output.model, output.span
+        self._success.add(1, model, output.reason)
+        self._count_targets(output)
+        tenant = self._tenant(output.tenant)
+        self._tenant_requests.add(1, tenant, output.reason)
+        self._tenant_tokens.add(output.prompt_tokens, tenant, "prompt")
+        self._tenant_tokens.add(output.output_tokens, tenant, "output")
+        self._tenant_queue.add(output.queued, tenant)
+        if output.reason not in ("stop", "length"):
+            return
+        lengths = (
+            (names.VLLM_REQUEST_PROMPT_TOKENS, output.prompt_tokens),
+            (names.VLLM_REQUEST_GENERATION_TOKENS, output.output_tokens),
+        )
+        for metric, count in lengths:
+            self.of(metric).labels(model).observe(count)
+        times = [
+            (names.VLLM_E2E, output.elapsed),
+            (names.VLLM_QUEUE_TIME, output.queued),
+            (names.VLLM_INFERENCE_TIME, output.elapsed - output.queued),
+        ]
+        if output.first is not None and output.last is not None:
+            decode = output.last - output.first
+            times += [(names.VLLM_PREFILL_TIME, output.first - output.queued), (names.VLLM_DECODE_TIME, decode)]
+            if output.output_tokens > 1:
+                each = decode / (output.output_tokens - 1)
+                times.append((names.VLLM_TIME_PER_OUTPUT_TOKEN, each))
+                gen_ai = (output.operation, PROVIDER, model)
+                self.of(names.TIME_PER_OUTPUT_TOKEN).labels(*gen_ai).observe(each, span=span)
+        for metric, seconds in times:
+            self.of(metric).labels(model).observe(max(seconds, 0.0), span=span)
 
     def families(self) -> list[link_pb2.MetricFamily]:
         """Return the current values, labelled with the front end's name."""
-        return collect_families(self._registry, frontend=self._frontend_id)
+        return self._registry.families(frontend=self._frontend_id)
+
+    def own_families(self) -> list[link_pb2.MetricFamily]:
+        """Return the current values without the front end's name, which the resource of an OTLP export has."""
+        return self._registry.families()
+
+    def _count_targets(self, output: Output) -> None:
+        """Count which targets were met; a target of a client that left before its time counts as neither."""
+        ended = output.reason in ("stop", "length")
+        for name, target, reached in (
+            ("first_token", output.first_target, output.first),
+            ("total", output.total_target, output.elapsed if ended else None),
+        ):
+            if target is None:
+                continue
+            if reached is not None:
+                self._targets.add(1, name, "met" if reached <= target else "missed")
+            elif output.reason == "error" or output.elapsed > target:
+                self._targets.add(1, name, "missed")
+
+    def _tenant(self, name: str) -> str:
+        """Return the label of a tenant."""
+        if name not in self._tenants:
+            if len(self._tenants) >= MAX_TENANTS:
+                return OTHER_TENANTS
+            self._tenants.add(name)
+        return name or "(none)"

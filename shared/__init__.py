@@ -5,6 +5,7 @@
 * `frames`, `columns`, `packing`, `versions`: what both ends of a protocol must agree on besides its messages
 * `grammars`, `prefix_keys`: computations that two kinds of processes must do alike
 * `errors`: every error that a client may see; `json_text`: descriptions of JSON errors
-* `logging`, `telemetry`, `metrics`: logs, traces and metrics of processes; `cpu_time`: CPU time of another process
+* `logging`, `telemetry`, `metrics`, `otlp_metrics`: logs, traces and metrics of processes, and their export
+* `metric_names`, `span_names`: every metric, span and attribute; `cpu_time`: CPU time of another process
 * `pulse`, `process_watch`: detection of hanging and dying processes
 """

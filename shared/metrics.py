@@ -1,52 +1,225 @@
-"""Prometheus metrics across processes: one registry per process, merged into one exposition per service.
+"""Metrics across processes: one registry per process, merged into one exposition per service.
 
 A service consists of several processes behind one port, and a scrape must show all of them, whichever process answers.
 Therefore each process reports its registry as `MetricFamily` messages, and the answering process merges them with
 `render_families`.
+
+Values are observed for every message, too often for a client library with locks (1.5 µs). Each value has one writer,
+the event loop of its process, so no lock is needed.
 """
 
-from collections.abc import Iterable
+import time
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import NamedTuple
 
+from opentelemetry.trace import Span
 from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.core import Metric
+from prometheus_client.core import Metric as PrometheusMetric
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
+from prometheus_client.openmetrics import exposition as openmetrics
 from prometheus_client.registry import Collector
+from prometheus_client.samples import Exemplar
 
 from protos.quire.link.v1 import link_pb2
+from shared.metric_names import Kind, Metric
 
-CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-
-
-def collect_families(registry: CollectorRegistry, **labels: str) -> list[link_pb2.MetricFamily]:
-    """Return the registry's current values, with the given labels added to each sample."""
-    return [
-        link_pb2.MetricFamily(
-            name=metric.name,
-            help=metric.documentation,
-            type=metric.type,
-            samples=[
-                link_pb2.MetricSample(name=sample.name, labels={**sample.labels, **labels}, value=sample.value)
-                for sample in metric.samples
-                if not sample.name.endswith("_created")
-            ],
-        )
-        for metric in registry.collect()
-    ]
+LabelValues = tuple[str, ...]
 
 
-def render_families(families: Iterable[link_pb2.MetricFamily]) -> bytes:
-    """Return the text exposition of families from any number of processes, merged by name."""
+class SpanRef(NamedTuple):
+    """A sampled span to which an exemplar leads."""
+
+    trace_id: bytes
+    span_id: bytes
+
+
+def span_ref(span: Span) -> SpanRef | None:
+    """Return the reference of a span; None if it is not sampled."""
+    context = span.get_span_context()
+    if not (context.is_valid and context.trace_flags.sampled):
+        return None
+    return SpanRef(context.trace_id.to_bytes(16, "big"), context.span_id.to_bytes(8, "big"))
+
+
+class Values:
+    """Values of a counter or gauge by their labels."""
+
+    def __init__(self, metric: Metric) -> None:
+        self.metric = metric
+        self._values: dict[LabelValues, float] = {} if metric.labels else {(): 0.0}
+
+    def add(self, amount: float = 1.0, *labels: str) -> None:
+        """Add to the value with these labels."""
+        self._values[labels] = self._values.get(labels, 0.0) + amount
+
+    def set(self, value: float, *labels: str) -> None:
+        """Replace the value with these labels."""
+        self._values[labels] = value
+
+    def family(self) -> link_pb2.MetricFamily:
+        """Return the present values."""
+        return make_family(self.metric, self._values.items())
+
+
+class Histogram:
+    """Histogram by labels; a bucket keeps its newest observation in a sampled trace as its exemplar."""
+
+    def __init__(self, metric: Metric) -> None:
+        self.metric = metric
+        self._series: dict[LabelValues, Distribution] = {}
+        if not metric.labels:
+            self.labels()
+
+    def labels(self, *labels: str) -> "Distribution":
+        """Return the distribution with these labels."""
+        series = self._series.get(labels)
+        if series is None:
+            series = self._series[labels] = Distribution(self.metric.bounds)
+        return series
+
+    def forget(self, label: str, value: str) -> None:
+        """Drop the distributions with this value of a label."""
+        index = self.metric.labels.index(label)
+        self._series = {key: series for key, series in self._series.items() if key[index] != value}
+
+    def family(self) -> link_pb2.MetricFamily:
+        """Return the present values: cumulative buckets, sum and count."""
+        metric = self.metric
+        name = metric.prometheus_name
+        family = _empty_family(metric)
+        for values, series in self._series.items():
+            labels = label_set(metric, values)
+            for le, count, exemplar in series.cumulative():
+                sample = family.samples.add(name=f"{name}_bucket", labels={**labels, "le": le}, value=count)
+                if exemplar is not None:
+                    sample.exemplar.CopyFrom(exemplar)
+            family.samples.add(name=f"{name}_count", labels=labels, value=series.count)
+            family.samples.add(name=f"{name}_sum", labels=labels, value=series.sum)
+        return family
+
+
+class Distribution:
+    """Counts of one series of a histogram."""
+
+    __slots__ = ("_bounds", "_counts", "_exemplars", "sum")
+
+    def __init__(self, bounds: tuple[float, ...]) -> None:
+        self._bounds = bounds
+        self._counts = [0] * (len(bounds) + 1)
+        self._exemplars: dict[int, tuple[float, int, SpanRef]] = {}
+        self.sum = 0.0
+
+    @property
+    def count(self) -> int:
+        """Number of observations."""
+        return sum(self._counts)
+
+    def observe(self, value: float, count: int = 1, span: SpanRef | None = None) -> None:
+        """Add one value, `count` times; `span` is the sampled span in which it was observed."""
+        index = bisect_left(self._bounds, value)
+        self._counts[index] += count
+        self.sum += value * count
+        if span is not None:
+            self._exemplars[index] = (value, time.time_ns(), span)
+
+    def cumulative(self) -> Iterator[tuple[str, int, link_pb2.Exemplar | None]]:
+        """Yield the buckets: upper bound, number of values up to it, exemplar."""
+        total = 0
+        for index, count in enumerate(self._counts):
+            total += count
+            found = self._exemplars.get(index)
+            exemplar = None
+            if found is not None:
+                value, unix_ns, span = found
+                exemplar = link_pb2.Exemplar(value=value, unix_ns=unix_ns, trace_id=span.trace_id, span_id=span.span_id)
+            yield f"{self._bounds[index]:g}" if index < len(self._bounds) else "+Inf", total, exemplar
+
+
+class Registry:
+    """The metrics of one process."""
+
+    def __init__(self) -> None:
+        self._all: list[Values | Histogram] = []
+        self._computed: list[tuple[Metric, Callable[[], float], LabelValues]] = []
+
+    def values(self, metric: Metric) -> Values:
+        """Return the values of a new counter or gauge."""
+        made = Values(metric)
+        self._all.append(made)
+        return made
+
+    def histogram(self, metric: Metric) -> Histogram:
+        """Return a new histogram."""
+        made = Histogram(metric)
+        self._all.append(made)
+        return made
+
+    def computed(self, metric: Metric, value: Callable[[], float], *labels: str) -> None:
+        """Add a counter or gauge whose value is read when it is reported."""
+        self._computed.append((metric, value, labels))
+
+    def families(self, **labels: str) -> list[link_pb2.MetricFamily]:
+        """Return the present values of all metrics, with the given labels added to each sample."""
+        families = [each.family() for each in self._all]
+        families += [make_family(metric, [(values, read())]) for metric, read, values in self._computed]
+        for family in families if labels else ():
+            for sample in family.samples:
+                sample.labels.update(labels)
+        return families
+
+
+def make_family(metric: Metric, values: Iterable[tuple[LabelValues, float]]) -> link_pb2.MetricFamily:
+    """Return a counter or gauge with values by their labels."""
+    family = _empty_family(metric)
+    name = metric.prometheus_name + ("_total" if metric.kind is Kind.COUNTER else "")
+    for labels, value in values:
+        family.samples.add(name=name, labels=label_set(metric, labels), value=value)
+    return family
+
+
+def label_set(metric: Metric, values: LabelValues) -> dict[str, str]:
+    """Return the labels in Prometheus's form; empty ones are left out."""
+    return {name.replace(".", "_"): value for name, value in zip(metric.labels, values, strict=True) if value}
+
+
+def render_families(families: Iterable[link_pb2.MetricFamily], accept: str = "") -> tuple[bytes, str]:
+    """Return the exposition of families from any number of processes, merged by name, and its content type.
+
+    Args:
+        families: the families.
+        accept: the Accept header. A reader that takes OpenMetrics also gets the exemplars.
+    """
     registry = CollectorRegistry()
     registry.register(_Families(families))
-    return generate_latest(registry)
+    if "application/openmetrics-text" in accept:
+        # All names are valid without UTF-8. The other escapings would replace the colon of `vllm:` names.
+        text: bytes = openmetrics.generate_latest(registry, openmetrics.ALLOWUTF8)  # type: ignore[no-untyped-call]
+        return text, openmetrics.CONTENT_TYPE_LATEST
+    return generate_latest(registry), CONTENT_TYPE_PLAIN_0_0_4
 
 
 class _Families(Collector):
     def __init__(self, families: Iterable[link_pb2.MetricFamily]) -> None:
-        self._metrics: dict[str, Metric] = {}
+        self._metrics: dict[str, PrometheusMetric] = {}
         for family in families:
-            metric = self._metrics.setdefault(family.name, Metric(family.name, family.help, family.type))
+            metric = self._metrics.setdefault(
+                family.name, PrometheusMetric(family.name, family.help, family.type, family.unit)
+            )
             for sample in family.samples:
-                metric.add_sample(sample.name, dict(sample.labels), sample.value)
+                exemplar = _exemplar(sample.exemplar) if sample.HasField("exemplar") else None
+                metric.add_sample(sample.name, dict(sample.labels), sample.value, exemplar=exemplar)
 
-    def collect(self) -> Iterable[Metric]:
+    def collect(self) -> Iterable[PrometheusMetric]:
         return self._metrics.values()
+
+
+def _exemplar(exemplar: link_pb2.Exemplar) -> Exemplar:
+    ids: Mapping[str, str] = {"trace_id": exemplar.trace_id.hex(), "span_id": exemplar.span_id.hex()}
+    return Exemplar(dict(ids), exemplar.value, exemplar.unix_ns / 1e9)
+
+
+def _empty_family(metric: Metric) -> link_pb2.MetricFamily:
+    return link_pb2.MetricFamily(
+        name=metric.prometheus_name, help=metric.help, type=metric.kind.value, unit=metric.prometheus_unit
+    )

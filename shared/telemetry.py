@@ -1,7 +1,8 @@
 """OpenTelemetry setup of every process: one tracer provider, W3C trace context, export in the background.
 
 Spans are exported by OTLP/gRPC from a background thread if an `OTEL_EXPORTER_OTLP_*ENDPOINT` is set or
-`OTEL_TRACES_EXPORTER=otlp`. The SDK itself reads sampling, batch sizes, resource attributes and the rest from the
+`OTEL_TRACES_EXPORTER=otlp`, metrics likewise (`OTEL_METRICS_EXPORTER`). A collector that is down or slow costs only
+spans, which are counted. The SDK itself reads sampling, batch sizes, resource attributes and the rest from the
 `OTEL_*` variables, which override the process's own attributes. An unsupported exporter or protocol is an error at the
 start. Without an endpoint the provider samples nothing, so that spans cost almost nothing.
 
@@ -10,27 +11,40 @@ passed on beyond the front end.
 """
 
 import os
-from collections.abc import Mapping
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
 
 from opentelemetry import context as otel_context
 from opentelemetry import trace
 from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
 from opentelemetry.sdk.resources import OTELResourceDetector, Resource
-from opentelemetry.sdk.trace import TracerProvider
-from opentelemetry.sdk.trace.export import BatchSpanProcessor
+from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
 from opentelemetry.sdk.trace.sampling import ALWAYS_OFF, ALWAYS_ON
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from shared.config import ConfigError
+from shared.otlp_metrics import Families, MetricsPush
 
 MAX_LINKS = 128
 """Maximum number of links of a span; the SDK drops further ones silently."""
+SHUTDOWN_S = 5.0
+"""Maximum time that the end of a process waits for the collector, seconds."""
+
+_QUEUE_SIZE = 2048
+"""Default of `OTEL_BSP_MAX_QUEUE_SIZE`: spans that may wait for their export."""
 
 _PROPAGATOR = TraceContextTextMapPropagator()
 
 
 class Telemetry:
-    """Tracer of one process; `shutdown` exports pending spans."""
+    """Tracer of one process, and the export of its spans and metrics."""
+
+    _pushed_as: Resource | None = None
+    """Resource of the metrics; None: they are not exported."""
+    _push: MetricsPush | None = None
+    _processor: "_CountingProcessor | None" = None
 
     def __init__(self, service: str) -> None:
         """Read the environment.
@@ -45,39 +59,116 @@ class Telemetry:
         resource = resource.merge(OTELResourceDetector().detect())  # the arguments of `create` override the environment
         self.exports = exporting()
         """Whether spans are exported."""
-        self._processor = BatchSpanProcessor(OTLPSpanExporter()) if self.exports else None
-        if self._processor is None:
-            provider = always = TracerProvider(resource=resource, sampler=ALWAYS_OFF)
-        else:
+        if self.exports:
+            self._processor = _CountingProcessor(int(os.environ.get("OTEL_BSP_MAX_QUEUE_SIZE", _QUEUE_SIZE)))
             provider = TracerProvider(resource=resource)
             always = TracerProvider(resource=resource, sampler=ALWAYS_ON)
             for each in (provider, always):
                 each.add_span_processor(self._processor)
+        else:
+            provider = always = TracerProvider(resource=resource, sampler=ALWAYS_OFF)
         self.tracer = provider.get_tracer("quire")
         self.forced_tracer = always.get_tracer("quire")
         """Tracer without sampling, for root spans that exist only because a sampled request needs them."""
+        if exporting(signal="METRICS"):
+            self._pushed_as = resource
+
+    @property
+    def spans_dropped(self) -> int:
+        """Number of spans that were lost because the collector was down or slow."""
+        return 0 if self._processor is None else self._processor.dropped
+
+    def push_metrics(self, families: Callable[[], Families]) -> None:
+        """Export the metrics if they are due; call it about once a second."""
+        if self._push is None and self._pushed_as is not None:
+            interval_s = float(os.environ.get("OTEL_METRIC_EXPORT_INTERVAL", 60_000)) / 1000
+            self._push = MetricsPush(self._pushed_as, interval_s)
+        if self._push is not None:
+            self._push.tick(families)
+
+    def shutdown(self, families: Families | None = None) -> None:
+        """Export pending spans and the last metrics; give up after `SHUTDOWN_S`, because a service must end."""
+        ending = []
+        if self._processor is not None:
+            ending.append(threading.Thread(target=self._processor.shutdown, daemon=True))
+        if self._push is not None:
+            ending.append(threading.Thread(target=self._push.shutdown, args=(families or [], SHUTDOWN_S), daemon=True))
+        deadline = time.monotonic() + SHUTDOWN_S
+        for thread in ending:
+            thread.start()
+        for thread in ending:
+            thread.join(max(deadline - time.monotonic(), 0.0))
+
+
+class _CountingProcessor(BatchSpanProcessor):
+    """Exports spans in the background, and counts those that are lost."""
+
+    def __init__(self, max_queue_size: int) -> None:
+        self._exporter = _CountingExporter()
+        super().__init__(self._exporter, max_queue_size=max_queue_size)
+        self._max_waiting = max_queue_size
+        self._taken = 0
+        self._refused = 0
+
+    @property
+    def dropped(self) -> int:
+        """Number of lost spans."""
+        return self._refused + self._exporter.failed
+
+    def on_end(self, span: ReadableSpan) -> None:
+        """Queue a sampled span; drop it if the queue is full."""
+        if span.context is None or not span.context.trace_flags.sampled:
+            return
+        # One place is left free: the exporter counts a batch after it has taken it.
+        if self._taken - self._exporter.handled >= self._max_waiting - 1:
+            self._refused += 1
+            return
+        self._taken += 1
+        super().on_end(span)
+
+
+class _CountingExporter(SpanExporter):
+    """Exports by OTLP, and counts the spans of failed exports."""
+
+    def __init__(self) -> None:
+        self._inner = OTLPSpanExporter()
+        self.handled = 0
+        """Number of spans whose export was tried."""
+        self.failed = 0
+        """Number of those that were lost."""
+
+    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+        """Export a batch."""
+        result = SpanExportResult.FAILURE
+        try:
+            result = self._inner.export(spans)
+        finally:
+            self.handled += len(spans)
+            if result is not SpanExportResult.SUCCESS:
+                self.failed += len(spans)
+        return result
 
     def shutdown(self) -> None:
-        """Export pending spans, within the exporter's own timeout."""
-        if self._processor is not None:
-            self._processor.shutdown()  # type: ignore[no-untyped-call]
+        """Close the connection."""
+        self._inner.shutdown()
 
 
-def exporting(environ: Mapping[str, str] = os.environ) -> bool:
-    """Return whether the environment enables the export of spans.
+def exporting(environ: Mapping[str, str] = os.environ, signal: str = "TRACES") -> bool:
+    """Return whether the environment enables the export of a signal, TRACES or METRICS.
 
     Raises:
         ConfigError: the exporter or the protocol is not supported.
     """
     if environ.get("OTEL_SDK_DISABLED", "").strip().lower() == "true":
         return False
-    exporters = {name.strip() for name in environ.get("OTEL_TRACES_EXPORTER", "").split(",")} - {""}
+    setting = f"OTEL_{signal}_EXPORTER"
+    exporters = {name.strip() for name in environ.get(setting, "").split(",")} - {""}
     if unknown := exporters - {"otlp", "none"}:
-        raise ConfigError(f"OTEL_TRACES_EXPORTER: {min(unknown)!r} is not supported; use otlp or none")
-    endpoints = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
+        raise ConfigError(f"{setting}: {min(unknown)!r} is not supported; use otlp or none")
+    endpoints = (f"OTEL_EXPORTER_OTLP_{signal}_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
     if "otlp" not in exporters and (exporters or not any(environ.get(name) for name in endpoints)):
         return False
-    for name in ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL"):
+    for name in (f"OTEL_EXPORTER_OTLP_{signal}_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL"):
         if protocol := environ.get(name, "").strip():
             if protocol != "grpc":
                 raise ConfigError(f"{name}: {protocol!r} is not supported; use grpc (port 4317 of the collector)")

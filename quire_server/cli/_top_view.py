@@ -71,9 +71,9 @@ def render(before: Scrape, now: Scrape, seconds: float, address: str) -> list[st
         p50, p99 = (quantile(counts, share) for share in (0.5, 0.99))
         return "-" if p50 is None or p99 is None else f"{1000 * p50:.0f} / {1000 * p99:.0f} ms"
 
-    running, waiting = now.sum("quire_requests_running"), now.sum("quire_requests_waiting")
+    running, waiting = now.sum("vllm:num_requests_running"), now.sum("vllm:num_requests_waiting")
     streams = now.sum("quire_live_streams")
-    output, prompt = rate("quire_generation_tokens_total"), rate("quire_prompt_tokens_total")
+    output, prompt = rate("vllm:generation_tokens_total"), rate("vllm:prompt_tokens_total")
     cached_prompt = rate("quire_prefix_cache_hit_tokens_total")
     ended, preempted = rate("quire_requests_ended_total"), rate("quire_preemptions_total")
     lines = [
@@ -82,8 +82,8 @@ def render(before: Scrape, now: Scrape, seconds: float, address: str) -> list[st
         f"requests   {running:>8.0f} running   {waiting:>8.0f} waiting   {streams:>8.0f} streams",
         f"tokens/s   {output:>8.0f} output    {prompt:>8.0f} prompt    {cached_prompt:>8.0f} from the prefix cache",
         f"ended/s    {ended:>8.1f}           {preempted:>8.1f} preemptions/s",
-        f"TTFT       {times('quire_time_to_first_token_seconds')}  (p50 / p99)",
-        f"ITL        {times('quire_inter_token_latency_seconds')}  (p50 / p99)",
+        f"TTFT       {times('gen_ai_server_time_to_first_token_seconds')}  (p50 / p99)",
+        f"ITL        {times('vllm:inter_token_latency_seconds')}  (p50 / p99)",
         "",
         f"{'worker':<16} {'KV held, cached':<{_BAR + 2}}  used   rows  steps/s  tokens/s  busy",
     ]

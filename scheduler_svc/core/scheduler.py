@@ -177,8 +177,10 @@ class Scheduler:
         """Return the figures for metrics."""
         self.tidy()
         return SchedulerStats(
+            block_size=self._announced.block_size,
             running=sum(worker.rows.num_running for worker in self._fleet),
             waiting=self._requests.num_waiting,
+            waiting_by_reason=self._requests.waiting_by_reason,
             frontends=len(self._frontends),
             ended=dict(self._requests.ended),
             workers=[worker_stats(worker) for worker in self._fleet],

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from opentelemetry.trace import Tracer
+from opentelemetry.trace import Span, Tracer
 
 from protos.quire.link.v1 import link_pb2
 from services.access.principals import CURRENT
@@ -20,6 +20,7 @@ from services.text.tokenizer import TextTokenizer
 from shared.config import FrontendConfig
 from shared.errors import DuplicateRequestError, NotReadyError, QuireError
 from shared.logging import get_logger
+from shared.metrics import span_ref
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,21 +121,25 @@ class LiveRequests:
 
 
 @contextmanager
-def record_outcome(metrics: FrontendMetrics, caller: Caller, request_id: str) -> Iterator[None]:
+def record_outcome(
+    metrics: FrontendMetrics, caller: Caller, request_id: str, span: Span, *, operation: str, model: str
+) -> Iterator[None]:
     """Measure and log how a request ends."""
-    outcome = ""
+    outcome = error_type = ""
     try:
         yield
         outcome = "OK"
     except QuireError as error:
-        outcome = error.code
+        outcome, error_type = error.code, error.reason
         raise
     except Exception:
-        outcome = "INTERNAL"
+        outcome = error_type = "INTERNAL"
         raise
     finally:
         elapsed = time.monotonic() - caller.arrival
-        metrics.duration.observe(elapsed)
+        if not outcome:
+            error_type = caller.cancel_code()
+        metrics.request_ended(operation, model, error_type, elapsed, span_ref(span))
         get_logger().info(
             "request ended",
             request_id=request_id,

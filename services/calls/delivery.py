@@ -19,10 +19,12 @@ from services.calls.context import Services
 from services.calls.tracing import describe_answer
 from services.calls.wakeup import Wakeup
 from services.errors import error_of, finish_reason
+from services.metrics import Output
 from services.streams.logprobs import token_logprobs
 from services.streams.outbox import Batch
 from services.streams.stream import Stream
 from shared.errors import QuireError, StalledReaderError
+from shared.metrics import SpanRef, span_ref
 
 FINAL_WRITE_TIMEOUT_S = 1.0
 """Time that a reader gets for the messages before an error, seconds."""
@@ -48,7 +50,8 @@ class Delivery:
     ) -> None:
         """Call `begin` to submit the streams, then deliver their output; `keep`: the client may resume later."""
         services, streams = self._services, choices.streams
-        is_gone = True
+        is_gone, is_complete = True, False
+        reference = span_ref(span)
         try:
             # gRPC waits for ever for a client that does not read. While a stream is live, the core handles that: it
             # notices that no credit returns. Output that is left at the end has limited time.
@@ -56,11 +59,12 @@ class Delivery:
                 for stream in streams:
                     stream.on_end = partial(self._limit, patience, streams)
                 await begin()
-                await self._pass_on(choices, wakeup, patience, send)
+                await self._pass_on(choices, wakeup, patience, send, reference)
                 finished = choices.finished(span)
                 written = time.monotonic()
                 await send(finished)
                 choices.watches[-1].client_s += time.monotonic() - written
+                is_complete = True
         except TimeoutError:
             raise failure_of(streams) or StalledReaderError(
                 "the client read no data for too long; read the stream without long pauses"
@@ -72,8 +76,10 @@ class Delivery:
             for stream, watch in zip(streams, choices.watches, strict=True):
                 services.link.report_call(watch.report(stream, time.monotonic()))
                 services.link.release(stream, keep=keep and is_gone)
-                services.metrics.generation_tokens.inc(stream.num_sent)
-                services.metrics.merged_tokens.inc(stream.merged_tokens)
+                services.metrics.generation_tokens.add(stream.num_sent, choices.model)
+                services.metrics.merged_tokens.add(stream.merged_tokens)
+                reason = choices.reason(stream) if is_complete else "abort" if is_gone else "error"
+                services.metrics.output_ended(choices.output(stream, reason, reference))
 
     def _limit(self, patience: asyncio.Timeout, streams: list[Stream]) -> None:
         """Limit the time that the reader of an ended request has for its next message."""
@@ -84,16 +90,18 @@ class Delivery:
         if seconds > 0:
             patience.reschedule(asyncio.get_running_loop().time() + seconds)
 
-    async def _pass_on(self, choices: "Choices", wakeup: Wakeup, patience: asyncio.Timeout, send: Send) -> None:
+    async def _pass_on(
+        self, choices: "Choices", wakeup: Wakeup, patience: asyncio.Timeout, send: Send, span: SpanRef | None
+    ) -> None:
         """Write the output of the streams until all have ended, one message at a time.
 
         Raises:
             QuireError: a stream ended with an error.
         """
-        link, metrics = self._services.link, self._services.metrics
-        streams = choices.streams
+        link = self._services.link
+        latencies = self._services.metrics.latencies(choices.operation, choices.model)
+        gaps, streams = latencies.token_gap, choices.streams
         live = list(streams)
-        last = [0.0] * len(streams)
         while live:
             idle = True
             for stream in live:
@@ -105,21 +113,23 @@ class Delivery:
                 response = self._response(stream, batch)
                 written = time.monotonic()
                 await send(response)
-                choices.watches[stream.request.choice].sent(began, written, time.monotonic(), is_over=is_over)
+                watch, now = choices.watches[stream.request.choice], time.monotonic()
+                watch.sent(began, written, now, is_over=is_over)
                 if stream.over:
                     self._limit(patience, streams)
                 stream.taken()
                 link.give_credit(stream)
                 if not batch.token_ids:
                     continue
-                now, choice = time.monotonic(), stream.request.choice
-                if last[choice]:
-                    metrics.token_gap.observe(now - last[choice])
-                elif stream.first_token_at is not None:
-                    metrics.first_token.observe(stream.first_token_at - stream.request.arrival)
-                last[choice] = now
+                if watch.last:
+                    gaps.observe(now - watch.last, span=span)
+                else:
+                    watch.first = now
+                    latencies.first_token(now - stream.request.arrival, span)
+                watch.last = now
                 if len(batch.token_ids) > 1:
-                    metrics.token_gap.observe(0.0, len(batch.token_ids) - 1)
+                    # The reader gets the tokens of one message at the same time.
+                    gaps.observe(0.0, len(batch.token_ids) - 1)
             if not idle:
                 continue
             ended = [stream for stream in live if stream.over]
@@ -152,11 +162,15 @@ class Delivery:
 
 @dataclass(slots=True)
 class Watch:
-    """Time that a stream's output spent at the front end, s; see `quire.link.v1.RequestReport`."""
+    """When output left, and the time that it spent at the front end, s; see `quire.link.v1.RequestReport`."""
 
     detokenise_s: float = 0.0
     client_s: float = 0.0
     client_before_s: float = 0.0
+    first: float = 0.0
+    """When the first token was written, monotonic time; 0: none was."""
+    last: float = 0.0
+    """When the last token was written."""
 
     def sent(self, began: float, written: float, sent: float, *, is_over: bool) -> None:
         """Count a message: taking and encoding it began, it was written, and it has left."""
@@ -194,11 +208,37 @@ class Choices:
     """The streams, by choice index."""
     model: str
     request_id: str
+    operation: str
+    """`gen_ai.operation.name`."""
     watches: list[Watch] = field(init=False)
 
     def __post_init__(self) -> None:
         """Start one watch per stream."""
         object.__setattr__(self, "watches", [Watch() for _ in self.streams])
+
+    def reason(self, stream: Stream) -> str:
+        """Return why a stream of a successful request ended: "stop" or "length"."""
+        return _reason_name(self.choice_finished(stream).reason)
+
+    def output(self, stream: Stream, reason: str, span: SpanRef | None) -> Output:
+        """Return the figures of an ended stream."""
+        request, watch = stream.request, self.watches[stream.request.choice]
+        arrival, due = request.arrival, request.due
+        return Output(
+            model=self.model,
+            operation=self.operation,
+            tenant=request.spec.tenant,
+            reason=reason,
+            prompt_tokens=request.spec.num_prompt_tokens,
+            output_tokens=stream.num_sent,
+            elapsed=time.monotonic() - arrival,
+            first=watch.first - arrival if watch.first else None,
+            last=watch.last - arrival if watch.last else None,
+            queued=0.0 if stream.end is None else stream.end.queued_ns / 1e9,
+            first_target=None if due.first_token is None else due.first_token - arrival,
+            total_target=None if due.last_token is None else due.last_token - arrival,
+            span=span,
+        )
 
     def choice_finished(self, stream: Stream) -> v1.ChoiceFinished:
         """Return the message for a choice that ended successfully."""
@@ -243,14 +283,12 @@ class Choices:
         if firsts:
             finished.timings.first_token.FromNanoseconds(int((min(firsts) - request.arrival) * 1e9))
         finished.timings.total.FromNanoseconds(int((time.monotonic() - request.arrival) * 1e9))
-        describe_answer(
-            span,
-            finish_reasons=[v1.FinishReason.Name(c.reason).removeprefix("FINISH_REASON_").lower() for c in ended],
-            output_tokens=usage.completion_tokens,
-            cached_tokens=usage.cached_prompt_tokens,
-            preemptions=usage.preemptions,
-        )
+        describe_answer(span, finished, [_reason_name(choice.reason) for choice in ended])
         return response
+
+
+def _reason_name(reason: v1.FinishReason.ValueType) -> str:
+    return v1.FinishReason.Name(reason).removeprefix("FINISH_REASON_").lower()
 
 
 def failure_of(streams: Sequence[Stream]) -> QuireError | None:

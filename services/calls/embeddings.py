@@ -68,7 +68,7 @@ class Embedder:
             request_id = request.request_id or draw_request_id()
             with (
                 self._live.track(caller.principal, request_id),
-                record_outcome(services.metrics, caller, request_id),
+                record_outcome(services.metrics, caller, request_id, span, operation="embeddings", model=model.name),
             ):
                 prompts = await self._encode(request, model)
                 num_tokens = sum(map(len, prompts))
@@ -76,7 +76,7 @@ class Embedder:
                     span, request_id, model=model.name, num_tokens=num_tokens, dimensions=model.hidden_size
                 )
                 services.check_connected()
-                services.metrics.prompt_tokens.inc(num_tokens)
+                services.metrics.prompt_tokens.add(num_tokens, model.name)
                 ends = await self._compute(self._requests(request, request_id, prompts, caller, to_traceparent(span)))
             response = v1.EmbedResponse(model=model.name, request_id=request_id)
             response.usage.prompt_tokens = num_tokens

@@ -26,7 +26,7 @@ from services.calls.resuming import (
     resume_info,
     skip_known,
 )
-from services.calls.tracing import describe_request, request_span
+from services.calls.tracing import describe_request, operation_name, request_span
 from services.calls.wakeup import Wakeup
 from services.requests.prompts import Prompts
 from services.requests.scheduling import block_keys, due_times, schedule
@@ -91,7 +91,14 @@ class Generator:
             valid = validate(request, model, has_chat_template=self._services.tokenizer.has_chat_template)
             with (
                 self._live.track(caller.principal, valid.request_id),
-                record_outcome(self._services.metrics, caller, valid.request_id),
+                record_outcome(
+                    self._services.metrics,
+                    caller,
+                    valid.request_id,
+                    span,
+                    operation=operation_name(request),
+                    model=model.name,
+                ),
             ):
                 if begun is not None:
                     await begun(valid.request_id)
@@ -116,7 +123,7 @@ class Generator:
             )
             for choice in range(valid.num_choices)
         ]
-        services.metrics.prompt_tokens.inc(len(prompt))
+        services.metrics.prompt_tokens.add(len(prompt), model.name)
         get_logger().debug(
             "request submitted",
             request_id=valid.request_id,
@@ -131,7 +138,7 @@ class Generator:
             if valid.echo or valid.prompt_logprobs:
                 await self._send_prompt(valid, prompt, streams[0], wakeup, send)
 
-        choices = Choices(streams, model.name, valid.request_id)
+        choices = Choices(streams, model.name, valid.request_id, operation_name(accepted.request))
         await self._delivery.serve(choices, wakeup, accepted.span, send, begin, keep=valid.resumable)
 
     async def _first_choice(self, accepted: _Accepted, prompt: Sequence[int], tokenise_s: float) -> StreamRequest:
@@ -143,7 +150,9 @@ class Generator:
         services, request, valid, model = self._services, accepted.request, accepted.valid, accepted.model
         caller, span, form = accepted.caller, accepted.span, accepted.form
         max_tokens = resolve_max_tokens(len(prompt), valid.max_tokens, services.config.default_max_tokens, model, form)
-        describe_request(span, valid, chat=form == "chat", prompt_tokens=len(prompt), max_tokens=max_tokens)
+        describe_request(
+            span, valid, operation=operation_name(request), prompt_tokens=len(prompt), max_tokens=max_tokens
+        )
         services.check_connected()
         column = to_column(prompt)
         await self._prompts.add_bad_words(valid, model)
@@ -224,7 +233,7 @@ class Generator:
                         if not stream.over:
                             services.link.submit(stream)
 
-                choices = Choices(streams, model.name, request.request_id)
+                choices = Choices(streams, model.name, request.request_id, operation_name(info))
                 await self._delivery.serve(choices, wakeup, span, send, begin, keep=True)
 
     async def cancel(self, request_id: str, principal: str) -> None:

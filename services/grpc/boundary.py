@@ -54,11 +54,13 @@ class MalformedRequest:
 class Boundary(aio.ServerInterceptor):
     """Server interceptor that wraps every handler of Quire's own services."""
 
-    def __init__(self, on_outcome: Callable[[str, str], None], calls: CallsInProgress, principals: Principals) -> None:
+    def __init__(
+        self, on_outcome: Callable[[str, str, str, float], None], calls: CallsInProgress, principals: Principals
+    ) -> None:
         """Create the interceptor.
 
         Args:
-            on_outcome: called with the method and status code of each finished RPC.
+            on_outcome: called with method, status code, type of error and seconds of each finished RPC.
             calls: limits the number of concurrent calls.
             principals: authenticates callers.
         """
@@ -109,7 +111,7 @@ class Boundary(aio.ServerInterceptor):
         limited = not method.startswith(ADMIN_METHODS)
 
         async def guarded(request: Message | MalformedRequest, context: Context) -> object:
-            code, failure = "", None
+            code, failure, began = "", None, time.monotonic()
             try:
                 with self._calls.track(limited=limited):
                     self._identify(method, context)
@@ -128,7 +130,9 @@ class Boundary(aio.ServerInterceptor):
                 failure = InternalError(draw_error_id())
                 get_logger().error("handler failed", method=name, error_id=failure.error_id, exc_info=unexpected)
             finally:
-                self._on_outcome(name, code or (failure.code if failure else cancel_code(context)))
+                code = code or (failure.code if failure else cancel_code(context))
+                error_type = failure.reason if failure else code if code != "OK" else ""
+                self._on_outcome(method.removeprefix("/"), code, error_type, time.monotonic() - began)
             # The call is over, but gRPC keeps it until its client has read what comes before the status, and with it
             # the request.
             if isinstance(request, Message):

@@ -145,7 +145,10 @@ class VllmEngine:
             for sample in family.samples:
                 name = sample.name + (f":{sample.labels['state']}" if "state" in sample.labels else "")
                 totals[name] = totals.get(name, 0.0) + sample.value
-        running, waiting = int(totals.get("quire_requests_running", 0)), int(totals.get("quire_requests_waiting", 0))
+        running, waiting = (
+            int(totals.get("vllm:num_requests_running", 0)),
+            int(totals.get("vllm:num_requests_waiting", 0)),
+        )
         blocks = totals.get("quire_kv_blocks:total", 0.0)
         held = totals.get("quire_kv_blocks:held", 0.0)
         model = self._services.link.model

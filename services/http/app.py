@@ -49,7 +49,7 @@ def make_api(
     own_families: Callable[[], Families],
 ) -> HttpApi:
     """Return the application of one front-end process."""
-    endpoints = Endpoints(calls, services.metrics.count_outcome, principals)
+    endpoints = Endpoints(calls, services.metrics.http_ended, principals)
     generation = GenerationEndpoints(services, generator, style_of(services.tokenizer.chat_template_source))
     embedding = EmbeddingEndpoint(services, embedder)
     text = TextEndpoints(services, texts)

@@ -58,8 +58,8 @@ class Exchange:
     def __init__(self, scope: Scope, receive: Receive, send: Send, *, route: str = "") -> None:
         """Create the exchange; `route` is the configured path with names of parameters."""
         self.path: str = scope["path"]
-        self._scheme: str = scope.get("scheme", "http")
-        self._method: str = scope.get("method", "")
+        self.scheme: str = scope.get("scheme", "http")
+        self.method: str = scope.get("method", "")
         self._route = route
         self.params: Mapping[str, str] = scope.get("path_params", {})
         self.headers = Headers(scope=scope)
@@ -88,13 +88,13 @@ class Exchange:
     def _operation(self) -> Operation:
         """Return the span name and attributes, by OpenTelemetry's conventions for HTTP."""
         attributes = {
-            "http.request.method": self._method,
+            "http.request.method": self.method,
             "http.route": self._route,
             "url.path": self.path,
-            "url.scheme": self._scheme,
+            "url.scheme": self.scheme,
         }
         return Operation(
-            name=f"{self._method} {self._route}",
+            name=f"{self.method} {self._route}",
             attributes=attributes,
             status_key="http.response.status_code",
             status_of=errors.status_of,
@@ -230,17 +230,18 @@ class Exchange:
 
 
 Handler = Callable[[Exchange], Awaitable[None]]
+OnOutcome = Callable[[str, str, str, int, str, float], None]
 
 
 class Endpoints:
     """Shared state of the endpoints of one process; wraps a handler as an ASGI application."""
 
-    def __init__(self, calls: CallsInProgress, on_outcome: Callable[[str, str], None], principals: Principals) -> None:
+    def __init__(self, calls: CallsInProgress, on_outcome: OnOutcome, principals: Principals) -> None:
         """Create the endpoints.
 
         Args:
             calls: limits the number of concurrent calls.
-            on_outcome: called with the path and gRPC code of each finished call.
+            on_outcome: called with route, method, scheme, status, type of error and seconds of each finished call.
             principals: authenticates callers.
         """
         self._principals = principals
@@ -284,7 +285,7 @@ class Endpoints:
 
     async def _outcome(self, name: str, handler: Handler, exchange: Exchange) -> QuireError | None:
         """Return the error of the handler, or None."""
-        code, failure = _CANCELLED, None
+        status, error_type, failure = 0, _CANCELLED, None
         try:
             with self._calls.track():
                 if self._stopping:
@@ -294,7 +295,7 @@ class Endpoints:
                 exchange.read_deadline()
                 async with asyncio.timeout_at(_loop_time(exchange.deadline)):
                     await handler(exchange)
-            code = "OK"
+            status, error_type = 200, ""
         except ClientGoneError:
             raise
         except QuireError as error:
@@ -309,7 +310,10 @@ class Endpoints:
             failure = InternalError(draw_error_id())
             get_logger().error("handler failed", method=name, error_id=failure.error_id, exc_info=unexpected)
         finally:
-            self._on_outcome(name, failure.code if failure else code)
+            if failure is not None:
+                status, error_type = errors.status_of(failure), failure.reason
+            seconds = time.monotonic() - exchange.arrival
+            self._on_outcome(name, exchange.method, exchange.scheme, status, error_type, seconds)
         return failure
 
 

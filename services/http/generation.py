@@ -20,6 +20,7 @@ from services.http.prompts import Prepared, prepare_chat, prepare_completion, pr
 from services.http.schema import ChatBody, CompletionBody, SamplingBody, StreamOptions
 from services.http.tool_calls import ForcedCalls, parser_of
 from services.http.whole_answer import WholeAnswer
+from shared import span_names
 from shared.errors import FieldViolation, InvalidRequestError, QuireError, StalledReaderError
 
 
@@ -109,7 +110,7 @@ class GenerationEndpoints:
             await self._generate(caller, prepared[0], partial(write, 0), partial(answer.count_prompt, 0))
         else:
             with request_span(self._services.tracer, caller.traceparent, caller.operation):
-                part = replace(caller, operation=part_of(caller.operation, "prompt"))
+                part = replace(caller, operation=part_of(caller.operation, span_names.PROMPT))
                 await self._generate_all(
                     [
                         self._generate(part, each, partial(write, number), partial(answer.count_prompt, number))

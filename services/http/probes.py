@@ -1,7 +1,8 @@
 """Probes and metrics: `/health`, `/ready`, `/metrics`, `/version`.
 
 `/metrics` shows the whole scheduler service on every front end, because the core merges the metrics of all processes.
-If the core does not answer, the front end shows only its own.
+If the core does not answer, the front end shows only its own. A reader that accepts OpenMetrics gets it, with
+exemplars; others get Prometheus's text.
 """
 
 from collections.abc import Awaitable, Callable
@@ -12,7 +13,7 @@ from starlette.routing import Route
 
 from protos.quire.link.v1 import link_pb2
 from quire import __version__
-from shared.metrics import CONTENT_TYPE, render_families
+from shared.metrics import render_families
 
 SNAPSHOT_TIMEOUT_S = 1.0
 
@@ -35,10 +36,11 @@ def probe_routes(
             return PlainTextResponse("ready\n")
         return PlainTextResponse("not ready\n", status_code=503)
 
-    async def metrics(_request: Request) -> Response:
+    async def metrics(request: Request) -> Response:
         families = await snapshot(SNAPSHOT_TIMEOUT_S)
-        body = render_families(own_families() if families is None else families)
-        return Response(body, headers={"content-type": CONTENT_TYPE})
+        accept = request.headers.get("accept", "")
+        body, content_type = render_families(own_families() if families is None else families, accept)
+        return Response(body, headers={"content-type": content_type, "vary": "Accept"})
 
     async def version(_request: Request) -> Response:
         return JSONResponse({"version": __version__})

@@ -10,6 +10,7 @@ from services.requests.validation import ValidRequest
 from services.text.chat import template_input
 from services.text.chat_template import ChatTemplateError
 from services.text.tokenizer import TextTokenizer
+from shared import span_names
 from shared.columns import from_column, to_column
 from shared.errors import FieldViolation, InvalidRequestError
 
@@ -29,7 +30,7 @@ class Prompts:
         Raises:
             InvalidRequestError: the chat template rejects it, or the model lacks one of its tokens.
         """
-        with self._tracer.start_as_current_span("tokenize", record_exception=False) as span:
+        with self._tracer.start_as_current_span(span_names.TOKENIZE, record_exception=False) as span:
             match request.WhichOneof("input"):
                 case "text":
                     prompt: Sequence[int] = await self._tokenizer.encode(request.text)

@@ -61,7 +61,7 @@ def test_the_scheduler_comes_back_under_load(stage: Stage, number: signal.Signal
         joined = served.count_logged("worker joined")
         os.kill(served.pid("scheduler"), number)
         await _until(lambda: served.count_logged("worker joined") >= joined + 2)
-        await _until(lambda: served.metric("quire_requests_running") > 0)
+        await _until(lambda: served.metric("vllm:num_requests_running") > 0)
 
     _under_load(stage, restart)
 
@@ -109,7 +109,7 @@ async def _restart_with_a_full_queue(served: Served) -> list[Streamed]:
             streamed.error = error
 
     def counts(running: int, waiting: int) -> bool:
-        found = served.metric("quire_requests_running"), served.metric("quire_requests_waiting")
+        found = served.metric("vllm:num_requests_running"), served.metric("vllm:num_requests_waiting")
         return found == (running, waiting)
 
     async with AsyncClient(served.grpc) as client, asyncio.TaskGroup() as tasks:
@@ -131,8 +131,8 @@ def test_a_blocked_scheduler_removes_no_worker(stage: Stage) -> None:
         os.kill(pid, signal.SIGSTOP)
         await asyncio.sleep(2.0)
         os.kill(pid, signal.SIGCONT)
-        tokens = served.metric("quire_generation_tokens_total")
-        await _until(lambda: served.metric("quire_generation_tokens_total") > tokens)
+        tokens = served.metric("vllm:generation_tokens_total")
+        await _until(lambda: served.metric("vllm:generation_tokens_total") > tokens)
         assert _lost(served)[before:] in ([], ["its connection was closed"])
 
     _under_load(stage, stall)

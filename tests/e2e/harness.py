@@ -125,7 +125,7 @@ def _sum(metrics: str, name: str, **labels: str) -> float:
 
 def _is_empty(metrics: str, ended: Mapping[str, int]) -> bool:
     busy = _sum(metrics, "quire_kv_blocks", state="held")
-    busy += _sum(metrics, "quire_requests_running") + _sum(metrics, "quire_requests_waiting")
+    busy += _sum(metrics, "vllm:num_requests_running") + _sum(metrics, "vllm:num_requests_waiting")
     return not busy and all(
         _sum(metrics, "quire_requests_ended_total", reason=reason) == count for reason, count in ended.items()
     )

@@ -85,7 +85,7 @@ async def _order_of_ends(served: Served, request_class: str = "") -> list[str]:
         async with asyncio.TaskGroup() as tasks:
             for number, (name, target_s) in enumerate((("patient", None), ("wanted soon", 40.0), ("late", 1e-9)), 1):
                 tasks.create_task(one(client, name, target_s))
-                while await asyncio.to_thread(served.metric, "quire_requests_waiting") < number:
+                while await asyncio.to_thread(served.metric, "vllm:num_requests_waiting") < number:
                     pass  # every look lets the request go on
             await admin.ResumeWorker(admin_pb2.ResumeWorkerRequest(worker_id=worker.worker_id))
     ends.remove("late")

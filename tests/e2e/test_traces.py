@@ -10,7 +10,7 @@ from tests.checkpoints import make_checkpoint
 from tests.e2e.harness import serve
 from tests.e2e.otlp_receiver import ReceivedSpan, otlp_receiver
 
-REQUEST_SPANS = {"queue", "attempt", "prefill", "decode", "worker.row"}
+REQUEST_SPANS = {"quire.queue", "quire.attempt", "quire.prefill", "quire.decode", "quire.worker.row"}
 PROMPT = "the quick brown fox"
 
 
@@ -31,7 +31,7 @@ def test_one_trace_across_three_processes_and_links_both_ways(tmp_path: Path) ->
 
             def complete(spans: list[ReceivedSpan]) -> bool:
                 mine = {span.name for span in spans if span.span.trace_id == trace_id}
-                steps = [span for span in spans if span.name in ("scheduler.step", "worker.step")]
+                steps = [span for span in spans if span.name in ("quire.step", "quire.worker.step")]
                 return mine >= REQUEST_SPANS and len(steps) >= 16 and any("Generate" in name for name in mine)
 
             spans = receiver.wait_for(complete)
@@ -40,15 +40,15 @@ def test_one_trace_across_three_processes_and_links_both_ways(tmp_path: Path) ->
     _assert_one_tree(request, context.span_id.to_bytes(8, "big"))
 
     by_id = {span.span.span_id: span for span in spans}
-    (attempt,) = (span for span in request if span.name == "attempt")
-    (row,) = (span for span in request if span.name == "worker.row")
-    steps = [span for span in spans if span.name == "scheduler.step"]
-    worker_steps = [span for span in spans if span.name == "worker.step"]
+    (attempt,) = (span for span in request if span.name == "quire.attempt")
+    (row,) = (span for span in request if span.name == "quire.worker.row")
+    steps = [span for span in spans if span.name == "quire.step"]
+    worker_steps = [span for span in spans if span.name == "quire.worker.step"]
     assert len(steps) == len(worker_steps) == 8, "eight tokens are eight steps"
     assert attempt.linked == {step.span.span_id for step in steps}
     assert all(attempt.span.span_id in step.linked for step in steps)
     assert row.linked == {step.span.span_id for step in worker_steps}
-    assert all(by_id[step.span.parent_span_id].name == "scheduler.step" for step in worker_steps)
+    assert all(by_id[step.span.parent_span_id].name == "quire.step" for step in worker_steps)
     assert all(step.span.trace_id != trace_id for step in steps), "a step's trace is its own"
     assert PROMPT not in str(spans)
 

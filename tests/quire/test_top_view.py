@@ -5,19 +5,19 @@ import pytest
 from quire_server.cli._top_view import Scrape, bar, parse, quantile, render
 
 TEXT = """
-# TYPE quire_requests_running gauge
-quire_requests_running 3
-# TYPE quire_generation_tokens counter
-quire_generation_tokens_total{{frontend="a"}} {a}
-quire_generation_tokens_total{{frontend="b"}} 10
+# TYPE vllm:num_requests_running gauge
+vllm:num_requests_running 3
+# TYPE vllm:generation_tokens counter
+vllm:generation_tokens_total{{frontend="a"}} {a}
+vllm:generation_tokens_total{{frontend="b"}} 10
 # TYPE quire_kv_blocks gauge
 quire_kv_blocks{{state="held",worker="w0"}} 50
 quire_kv_blocks{{state="cached",worker="w0"}} 25
 quire_kv_blocks{{state="total",worker="w0"}} 100
-# TYPE quire_time_to_first_token_seconds histogram
-quire_time_to_first_token_seconds_bucket{{le="0.1"}} {fast}
-quire_time_to_first_token_seconds_bucket{{le="1"}} {all}
-quire_time_to_first_token_seconds_bucket{{le="+Inf"}} {all}
+# TYPE gen_ai_server_time_to_first_token_seconds histogram
+gen_ai_server_time_to_first_token_seconds_bucket{{le="0.1"}} {fast}
+gen_ai_server_time_to_first_token_seconds_bucket{{le="1"}} {all}
+gen_ai_server_time_to_first_token_seconds_bucket{{le="+Inf"}} {all}
 """
 
 

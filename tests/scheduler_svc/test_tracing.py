@@ -68,7 +68,7 @@ def traced_steps(trace_steps: float, num_steps: int) -> list[int]:
         tracing.step_answered(b"worker", 7, step, step + 0.5)
         if traceparent:
             told.append(step)
-    spans = [span for span in telemetry.exporter.get_finished_spans() if span.name == "scheduler.step"]
+    spans = [span for span in telemetry.exporter.get_finished_spans() if span.name == "quire.step"]
     assert [span.attributes["quire.step"] for span in spans if span.attributes] == told
     return told
 

@@ -9,11 +9,16 @@ import pytest
 from grpc import aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from opentelemetry.trace import format_span_id
+from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
 from protos.quire.link.v1 import link_pb2
+from quire_server.cli._top_view import parse
 from services.grpc.boundary import Context
 from services.grpc.health import HealthServicer
+from services.metrics import MAX_TENANTS, FrontendMetrics, Output
 from tests.services.stack import TestCore, running_stack, tokens_request
+from tests.services.test_tracing import TRACE_ID, TRACEPARENT, KeptTelemetry
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
@@ -145,13 +150,21 @@ def test_metrics_are_the_whole_services(tmp_path: Path) -> None:
 
             assert response.headers["content-type"].startswith("text/plain; version=0.0.4")
             assert 'quire_kv_blocks{state="free"} 7.0' in lines
-            assert 'quire_requests_total{code="OK",frontend="frontend-0",method="Generate"} 1.0' in lines
-            assert 'quire_prompt_tokens_total{frontend="frontend-0"} 3.0' in lines
-            assert 'quire_generation_tokens_total{frontend="frontend-0"} 5.0' in lines
+            assert 'vllm:prompt_tokens_total{frontend="frontend-0",model_name="echo"} 3.0' in lines
+            assert 'vllm:generation_tokens_total{frontend="frontend-0",model_name="echo"} 5.0' in lines
             assert 'quire_live_streams{frontend="frontend-0"} 0.0' in lines
-            assert 'quire_time_to_first_token_seconds_count{frontend="frontend-0"} 1.0' in lines
-            assert 'quire_inter_token_latency_seconds_count{frontend="frontend-0"} 4.0' in lines
-            assert 'quire_request_duration_seconds_bucket{frontend="frontend-0",le="+Inf"} 1.0' in lines
+            assert 'vllm:inter_token_latency_seconds_count{frontend="frontend-0",model_name="echo"} 4.0' in lines
+            scrape = parse(response.text)
+            gen_ai = {
+                "gen_ai_operation_name": "text_completion",
+                "gen_ai_provider_name": "quire",
+                "gen_ai_request_model": "echo",
+            }
+            call = {"rpc_system_name": "grpc", "rpc_method": "quire.v1.GenerationService/Generate"}
+            assert scrape.sum("gen_ai_server_time_to_first_token_seconds_count", **gen_ai) == 1
+            assert scrape.sum("gen_ai_server_time_per_output_token_seconds_count", **gen_ai) == 1
+            assert scrape.sum("gen_ai_server_request_duration_seconds_bucket", le="+Inf", **gen_ai) == 1
+            assert scrape.sum("rpc_server_call_duration_seconds_count", rpc_response_status_code="OK", **call) == 1
 
     asyncio.run(main())
 
@@ -163,15 +176,103 @@ def test_the_inter_token_latency_counts_every_token(tmp_path: Path) -> None:
         async with running_stack(tmp_path, core=lambda a: TestCore(a, tokens_per_step=3)) as stack:
             deltas, _ = await stack.generate(tokens_request(1, 2, 3, max_tokens=9))
             lines = (await stack.http.get("/metrics")).text.splitlines()
-            name = "quire_inter_token_latency_seconds"
+            name = "vllm:inter_token_latency_seconds"
             messages = sum(1 for delta in deltas if delta.token_ids)
 
             assert messages <= 3
-            assert f'{name}_count{{frontend="frontend-0"}} 8.0' in lines
+            assert f'{name}_count{{frontend="frontend-0",model_name="echo"}} 8.0' in lines
             in_first_bucket = next(line for line in lines if line.startswith(f"{name}_bucket") and 'le="0.001"' in line)
             assert float(in_first_bucket.split()[-1]) >= 9 - messages
 
     asyncio.run(main())
+
+
+def test_a_bucket_of_a_sampled_request_leads_to_its_trace(tmp_path: Path) -> None:
+    """A reader that accepts OpenMetrics gets an exemplar with the trace of the request; others get none.
+
+    The exemplar names a span that was exported.
+    """
+
+    async def main() -> None:
+        telemetry = KeptTelemetry()
+        accept = {"accept": "application/openmetrics-text;version=1.0.0,text/plain;version=0.0.4;q=0.5"}
+        async with running_stack(tmp_path, telemetry=telemetry) as stack:
+            request = tokens_request(1, max_tokens=3)
+            async for _ in stack.generation.Generate(request, metadata=(TRACEPARENT,)):
+                pass
+            found = await stack.http.get("/metrics", headers=accept)
+            plain = await stack.http.get("/metrics")
+
+            assert found.headers["content-type"].startswith("application/openmetrics-text")
+            assert found.text.endswith("# EOF\n")
+            assert "trace_id" not in plain.text
+            span = telemetry.spans()["quire.v1.GenerationService/Generate"]
+            parsed = text_string_to_metric_families(found.text)  # type: ignore[no-untyped-call]
+            families = {each.name: each for each in parsed}
+            for name in (
+                "gen_ai_server_request_duration_seconds",
+                "gen_ai_server_time_to_first_token_seconds",
+                "gen_ai_server_time_per_output_token_seconds",
+            ):
+                exemplars = [each.exemplar for each in families[name].samples if each.exemplar is not None]
+                assert exemplars, name
+                assert exemplars[0].labels == {
+                    "trace_id": TRACE_ID,
+                    "span_id": format_span_id(span.context.span_id),
+                }
+
+    asyncio.run(main())
+
+
+def test_goodput_counts_each_request_against_its_own_targets(tmp_path: Path) -> None:
+    """A target that was reached in time is met, a later one is missed, and a request without targets counts as neither.
+
+    The tokens count for the request's tenant.
+    """
+
+    async def main() -> None:
+        async with running_stack(tmp_path) as stack:
+            for seconds in (3600, 1e-6, None):
+                request = tokens_request(1, 2, max_tokens=4)
+                request.scheduling.tenant = "search"
+                if seconds is not None:
+                    request.scheduling.ttft_target.FromNanoseconds(int(seconds * 1e9))
+                    request.scheduling.total_time_target.FromNanoseconds(int(seconds * 1e9))
+                await stack.generate(request)
+            scrape = parse((await stack.http.get("/metrics")).text)
+
+            for target in ("first_token", "total"):
+                assert scrape.sum("quire_request_targets_total", target=target, outcome="met") == 1
+                assert scrape.sum("quire_request_targets_total", target=target, outcome="missed") == 1
+            assert scrape.sum("quire_tenant_tokens_total", tenant="search", kind="output") == 12
+            assert scrape.sum("quire_tenant_requests_total", tenant="search", finished_reason="length") == 3
+
+    asyncio.run(main())
+
+
+def test_tenants_beyond_the_limit_share_a_series() -> None:
+    """Clients that invent tenants cannot make more than a bounded number of series; no token is lost from the sum."""
+    metrics = FrontendMetrics("f", lambda: 0)
+    for number in range(MAX_TENANTS + 50):
+        metrics.output_ended(
+            Output(
+                model="m",
+                operation="chat",
+                tenant=f"t{number}",
+                reason="stop",
+                prompt_tokens=1,
+                output_tokens=2,
+                elapsed=1.0,
+                first=0.1,
+                last=0.2,
+                queued=0.0,
+            )
+        )
+    (family,) = [each for each in metrics.families() if each.name == "quire_tenant_tokens"]
+    by_tenant = {sample.labels["tenant"] for sample in family.samples}
+
+    assert len(by_tenant) == MAX_TENANTS + 1
+    assert sum(sample.value for sample in family.samples) == 3 * (MAX_TENANTS + 50)
 
 
 def test_metrics_without_a_core_are_the_front_ends_own(tmp_path: Path) -> None:

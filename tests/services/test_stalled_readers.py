@@ -21,6 +21,8 @@ LONG = link_pb2.ServedModel()
 LONG.CopyFrom(MODEL)
 LONG.max_model_len = 1 << 24
 
+RPC_CALLS = "rpc_server_call_duration_seconds_count"
+
 
 @pytest.fixture(autouse=True)
 def frequent_reports(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -75,7 +77,7 @@ def test_a_failed_stream_does_not_wait_for_its_reader(
             await stack.core.saw(gives_no_more_credit)
             end = link_pb2.StreamEnd(stream=stack.core.submissions[0].stream, reason=reason)
             stack.core.say(link_pb2.CoreMessage(incarnation=stack.core.incarnation, ends=[end]).SerializeToString())
-            await stack.core.saw(lambda core: core.reported("quire_requests_total", code=code.name) == 1)
+            await stack.core.saw(lambda core: core.reported(RPC_CALLS, rpc_response_status_code=code.name) == 1)
             await stack.generate(tokens_request(5, max_tokens=2, request_id="slow"))
             refusal = await read_to_the_end(call)
 
@@ -98,7 +100,7 @@ def test_a_complete_answer_does_not_wait_for_its_reader(tmp_path: Path) -> None:
             ) as stack,
             stalled_call(stack, 1 << 20) as call,
         ):
-            await stack.core.saw(lambda core: core.reported("quire_requests_total", code="ABORTED") == 1)
+            await stack.core.saw(lambda core: core.reported(RPC_CALLS, rpc_response_status_code="ABORTED") == 1)
             refusal = await read_to_the_end(call)
 
             assert stack.core.reported("quire_live_streams") == 0

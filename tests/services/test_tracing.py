@@ -12,6 +12,8 @@ from opentelemetry.trace import SpanKind, StatusCode, format_span_id, format_tra
 
 from protos.quire.link.v1 import link_pb2
 from quire.v1 import generation_pb2 as v1
+from services.calls import tracing
+from shared.otlp_metrics import Families
 from shared.telemetry import Telemetry
 from tests.services.stack import TestCore, running_stack, tokens_request
 from tests.services.tokenizers_for_tests import byte_level
@@ -30,7 +32,7 @@ class KeptTelemetry(Telemetry):
         self._provider.add_span_processor(SimpleSpanProcessor(self.exporter))
         self.tracer = self._provider.get_tracer("test")
 
-    def shutdown(self) -> None:
+    def shutdown(self, families: Families | None = None) -> None:
         """Nothing is pending."""
 
     def spans(self) -> dict[str, ReadableSpan]:
@@ -38,8 +40,9 @@ class KeptTelemetry(Telemetry):
         return {span.name: span for span in self.exporter.get_finished_spans()}
 
 
-def test_the_clients_trace_goes_on_to_the_core(tmp_path: Path) -> None:
+def test_the_clients_trace_goes_on_to_the_core(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The server span is a child of the client's, tokenising a child of it, and the core gets the server span."""
+    monkeypatch.setattr(tracing, "OPT_INS", {"gen_ai_latest_experimental"})
 
     async def main() -> None:
         telemetry = KeptTelemetry()
@@ -50,7 +53,7 @@ def test_the_clients_trace_goes_on_to_the_core(tmp_path: Path) -> None:
             submission = stack.core.submissions[0]
         spans = telemetry.spans()
 
-        server, tokenize = spans["quire.v1.GenerationService/Generate"], spans["tokenize"]
+        server, tokenize = spans["quire.v1.GenerationService/Generate"], spans["quire.tokenize"]
         assert server.kind is SpanKind.SERVER
         assert server.parent is not None
         assert tokenize.parent is not None
@@ -59,6 +62,9 @@ def test_the_clients_trace_goes_on_to_the_core(tmp_path: Path) -> None:
         assert tokenize.parent.span_id == server.context.span_id
         assert submission.traceparent == f"00-{TRACE_ID}-{format_span_id(server.context.span_id)}-01"
         attributes = dict(server.attributes or {})
+        assert attributes["rpc.system.name"] == "grpc"
+        assert attributes["rpc.method"] == "quire.v1.GenerationService/Generate"
+        assert attributes["rpc.response.status_code"] == "OK"
         assert attributes["gen_ai.request.model"] == "echo"
         assert attributes["gen_ai.request.max_tokens"] == 5
         assert attributes["gen_ai.usage.input_tokens"] == submission.num_prompt_tokens
@@ -70,19 +76,51 @@ def test_the_clients_trace_goes_on_to_the_core(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
-def test_an_error_marks_the_span(tmp_path: Path) -> None:
-    """The span of a refused call carries the reason."""
+@pytest.mark.parametrize(
+    ("end", "reason", "code", "status"),
+    [
+        (link_pb2.END_REASON_QUEUE_FULL, "QUEUE_FULL", "RESOURCE_EXHAUSTED", StatusCode.UNSET),
+        (link_pb2.END_REASON_ROW_FAILED, "ROW_FAILED", "INTERNAL", StatusCode.ERROR),
+    ],
+)
+def test_an_error_marks_the_span(
+    end: link_pb2.EndReason.ValueType, reason: str, code: str, status: StatusCode, tmp_path: Path
+) -> None:
+    """The span of a failed call has reason and status code; only a fault of the server makes it an error."""
 
     async def main() -> None:
         telemetry = KeptTelemetry()
         async with running_stack(tmp_path, telemetry=telemetry) as stack:
-            stack.core.end_at_once = link_pb2.StreamEnd(reason=link_pb2.END_REASON_QUEUE_FULL)
+            stack.core.end_at_once = link_pb2.StreamEnd(reason=end)
             with pytest.raises(aio.AioRpcError):
                 await stack.generate(tokens_request(1))
         server = telemetry.spans()["quire.v1.GenerationService/Generate"]
+        attributes = dict(server.attributes or {})
 
-        assert server.status.status_code is StatusCode.ERROR
-        assert dict(server.attributes or {})["error.type"] == "QUEUE_FULL"
+        assert server.status.status_code is status
+        assert attributes["error.type"] == reason
+        assert attributes["rpc.response.status_code"] == code
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("opted", [set(), {"rpc/dup"}])
+def test_attributes_of_unstable_conventions_are_opt_in(
+    opted: set[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without the opt-in a span has no `gen_ai.*`; `rpc/dup` adds the earlier names to the new ones."""
+    monkeypatch.setattr(tracing, "OPT_INS", opted)
+
+    async def main() -> None:
+        telemetry = KeptTelemetry()
+        async with running_stack(tmp_path, telemetry=telemetry) as stack:
+            await stack.generate(tokens_request(1, max_tokens=2))
+        attributes = dict(telemetry.spans()["quire.v1.GenerationService/Generate"].attributes or {})
+
+        assert not [name for name in attributes if name.startswith("gen_ai.")]
+        assert attributes["rpc.response.status_code"] == "OK"
+        assert attributes.get("rpc.grpc.status_code") == (0 if opted else None)
+        assert attributes.get("rpc.service") == ("quire.v1.GenerationService" if opted else None)
 
     asyncio.run(main())
 
@@ -136,7 +174,7 @@ def test_several_prompts_are_one_call(tmp_path: Path) -> None:
             unsampled = {"traceparent": TRACEPARENT[1].removesuffix("1") + "0"}
             await stack.http.post("/v1/completions", json=body, headers=unsampled)
         servers = [span for span in spans if span.kind is SpanKind.SERVER]
-        prompts = [span for span in spans if span.name == "prompt"]
+        prompts = [span for span in spans if span.name == "quire.prompt"]
 
         assert answer.status_code == 200
         assert [(span.name, format_span_id(span.parent.span_id)) for span in servers if span.parent] == [
@@ -162,7 +200,7 @@ def test_a_prompt_that_fails_ends_the_call(tmp_path: Path) -> None:
             stack.core.end_at_once = link_pb2.StreamEnd(reason=link_pb2.END_REASON_ROW_FAILED)
             answer = await stack.http.post("/v1/completions", json={"prompt": ["the fox", "the dog"]})
         spans = telemetry.spans()
-        call, prompt = (dict(spans[name].attributes or {}) for name in ("POST /v1/completions", "prompt"))
+        call, prompt = (dict(spans[name].attributes or {}) for name in ("POST /v1/completions", "quire.prompt"))
 
         assert answer.status_code == call["http.response.status_code"] == 500
         assert call["error.type"] == "ROW_FAILED"

@@ -63,7 +63,7 @@ def test_steps_and_rows_are_linked_both_ways(checkpoint: Path) -> None:
     driver.leave(row)
     driver.step()
 
-    (row_span,), steps = traced.spans("worker.row"), traced.spans("worker.step")
+    (row_span,), steps = traced.spans("quire.worker.row"), traced.spans("quire.worker.step")
     assert row_span.parent is not None
     assert f"{row_span.parent.span_id:016x}" == "b7ad6b7169203331"
     assert row_span.attributes == {
@@ -92,7 +92,7 @@ def test_links_beyond_the_limit_go_to_continuations(checkpoint: Path) -> None:
     driver.step()
     driver.engine.reset()
 
-    steps, rows = traced.spans("worker.step"), traced.spans("worker.row")
+    steps, rows = traced.spans("quire.worker.step"), traced.spans("quire.worker.row")
     assert [len(step.links) for step in steps] == [MAX_LINKS, 5]
     assert linked(steps) == span_ids(rows)
     assert len(rows) == MAX_LINKS + 5
@@ -108,7 +108,7 @@ def test_a_row_keeps_its_first_links(checkpoint: Path) -> None:
         driver.step()
     driver.engine.reset()
 
-    (row,) = traced.spans("worker.row")
+    (row,) = traced.spans("quire.worker.row")
     assert (len(row.links), row.dropped_links) == (MAX_LINKS, 0)
 
 
@@ -122,8 +122,8 @@ def test_the_end_of_an_epoch_ends_every_span(checkpoint: Path) -> None:
 
     driver.engine.reset()
 
-    assert len(traced.spans("worker.row")) == 1
-    assert traced.spans("worker.step") == []
+    assert len(traced.spans("quire.worker.row")) == 1
+    assert traced.spans("quire.worker.step") == []
 
 
 def test_a_malformed_traceparent_is_no_trace(checkpoint: Path) -> None:
@@ -136,4 +136,4 @@ def test_a_malformed_traceparent_is_no_trace(checkpoint: Path) -> None:
 
     assert set(driver.step()) == {row}
     driver.engine.reset()
-    assert traced.spans("worker.row") == traced.spans("worker.step") == []
+    assert traced.spans("quire.worker.row") == traced.spans("quire.worker.step") == []

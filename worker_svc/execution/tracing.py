@@ -12,6 +12,7 @@ import numpy as np
 from opentelemetry.context import Context
 from opentelemetry.trace import Link, Span, SpanContext, Tracer, get_current_span
 
+from shared import span_names
 from shared.telemetry import MAX_LINKS, from_traceparent
 from worker_svc.execution.batch import StepBatch
 from worker_svc.interface.arrays import IntArray
@@ -41,7 +42,7 @@ class Tracing:
             if parent is None:
                 continue
             span = self._tracer.start_span(
-                "worker.row",
+                span_names.WORKER_ROW,
                 parent,
                 attributes={
                     "quire.request_id": admission.request_id,
@@ -81,7 +82,7 @@ class Tracing:
         for start in range(0, max(len(traced), 1), MAX_LINKS):
             linked = traced[start : start + MAX_LINKS]
             span = self._tracer.start_span(
-                "worker.step",
+                span_names.WORKER_STEP,
                 parent,
                 attributes=attributes | ({"quire.continuation": start // MAX_LINKS} if start else {}),
                 links=[Link(row.span.get_span_context()) for row in linked],

@@ -104,6 +104,11 @@ class RequestRegistry:
         return self._states.num_waiting
 
     @property
+    def waiting_by_reason(self) -> dict[str, int]:
+        """Number of waiting requests by what they wait for."""
+        return self._states.waiting_by_reason
+
+    @property
     def models(self) -> set[str]:
         """Fingerprints of the models of live requests; "" for requests that name no model."""
         return {request.spec.model for request in self._requests.values()}

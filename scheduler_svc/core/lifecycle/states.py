@@ -83,6 +83,11 @@ class RequestStates:
         return len(self._backlog) + len(self._starved) + len(self._stranded)
 
     @property
+    def waiting_by_reason(self) -> dict[str, int]:
+        """Number of requests without a worker by what they wait for."""
+        return {**self._backlog.by_reason, "credit": len(self._starved), "worker": len(self._stranded)}
+
+    @property
     def stranded(self) -> ValuesView[Request]:
         """Requests that no worker of the fleet serves."""
         return self._stranded.values()

@@ -54,8 +54,12 @@ class RequestStats:
 class SchedulerStats:
     """The core's state for metrics."""
 
+    block_size: int
+    """Tokens of a KV block; 0 before a worker has joined."""
     running: int
     waiting: int
+    waiting_by_reason: dict[str, int]
+    """Waiting requests by what they wait for."""
     frontends: int
     ended: dict[EndReason, int]
     workers: list[WorkerStats]

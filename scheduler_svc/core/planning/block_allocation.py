@@ -72,6 +72,7 @@ class BlockAllocation:
         if may_swap and worker.swap.is_cheaper(num_blocks=num_blocks, recompute_s=recompute_s):
             request, copy = worker.swap_out(row)
             self.swap_outs.append(copy)
+            worker.counters.swapped += 1
         else:
             request = worker.preempt(row)
         self.preempted.append(Preemption(request, by))

@@ -298,6 +298,7 @@ class Planner:
             self._policy.served(request.account, prompt_tokens=uncached)
         self._worker.counters.prompt_tokens += len(request.tokens)
         self._worker.counters.cached_tokens += num_cached_tokens
+        self._worker.counters.restored_tokens += num_computed - num_cached_tokens
         return RowAdmission(
             row=row,
             generation=self._rows.generation.item(row),
@@ -353,6 +354,8 @@ class Planner:
         worker.counters.steps += 1
         worker.capacity.step_planned()
         worker.counters.scheduled_tokens += num_tokens
+        worker.counters.decode_rows += len(decodes)
+        worker.counters.chunks += len(self._chunk_rows)
         plan = Plan(
             worker=worker.peer,
             epoch=worker.epoch,

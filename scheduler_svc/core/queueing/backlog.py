@@ -89,6 +89,17 @@ class Backlog:
         return chain(self._competing, *self._holdings())
 
     @property
+    def by_reason(self) -> dict[str, int]:
+        """Number of requests by what they wait for."""
+        return {
+            "room": len(self._competing),
+            "tenant_limit": len(self._over_quota),
+            "grammar": len(self._for_grammar),
+            "prefix": len(self._for_prefix),
+            "assigned_worker": len(self._assigned),
+        }
+
+    @property
     def num_ready(self) -> int:
         """Number of requests that may start as soon as there is room."""
         return len(self._competing) + len(self._assigned)

@@ -106,13 +106,21 @@ class WorkerCounters:
 
     steps: int = 0
     scheduled_tokens: int = 0
+    decode_rows: int = 0
+    """Rows that decoded, summed over the steps; each is one of `scheduled_tokens`."""
+    chunks: int = 0
+    """Rows with a chunk of their prompt, summed over the steps."""
     prompt_tokens: int = 0
     """Tokens of admitted sequences, including tokens generated before."""
     cached_tokens: int = 0
     """Those of `prompt_tokens` whose KV was in the prefix cache."""
+    restored_tokens: int = 0
+    """Those of `prompt_tokens` whose KV was copied back from the host."""
     generated_tokens: int = 0
     discarded_tokens: int = 0
     preemptions: int = 0
+    swapped: int = 0
+    """Those of `preemptions` whose KV was copied to the host."""
 
 
 class Kind(NamedTuple):

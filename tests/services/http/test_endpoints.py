@@ -207,7 +207,9 @@ def test_a_client_that_leaves_cancels_its_request(tmp_path: Path, stream: bool) 
             await stack.core.saw(lambda core: bool(core.submissions))
             waiting.cancel()
             await stack.core.saw(has_cancelled)
-            await stack.core.saw(lambda core: core.reported("quire_requests_total", code="CANCELLED") == 1)
+            await stack.core.saw(
+                lambda core: core.reported("http_server_request_duration_seconds_count", error_type="CANCELLED") == 1
+            )
 
             assert stack.core.reported("quire_live_streams") == 0
 
@@ -235,7 +237,11 @@ def test_a_slow_reader_gets_no_more_than_fits(tmp_path: Path, monkeypatch: pytes
             await stack.core.saw(gives_no_more_credit)
             end = link_pb2.StreamEnd(stream=stack.core.submissions[0].stream, reason=link_pb2.END_REASON_STALLED)
             stack.core.say(link_pb2.CoreMessage(incarnation=stack.core.incarnation, ends=[end]).SerializeToString())
-            await stack.core.saw(lambda core: core.reported("quire_requests_total", code="ABORTED") == 1)
+            await stack.core.saw(
+                lambda core: (
+                    core.reported("http_server_request_duration_seconds_count", error_type="STALLED_READER") == 1
+                )
+            )
             with pytest.raises(asyncio.IncompleteReadError) as cut:
                 await reader.readexactly(1 << 30)
 

@@ -970,12 +970,15 @@ class MetricFamily(_message.Message):
     HELP_FIELD_NUMBER: _builtins.int
     TYPE_FIELD_NUMBER: _builtins.int
     SAMPLES_FIELD_NUMBER: _builtins.int
+    UNIT_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Name without suffix."""
     help: _builtins.str
     """Help text."""
     type: _builtins.str
     """"counter", "gauge" or "histogram"."""
+    unit: _builtins.str
+    """Unit, for example "seconds"; empty: none."""
     @_builtins.property
     def samples(self) -> _containers.RepeatedCompositeFieldContainer[Global___MetricSample]:
         """The samples."""
@@ -987,10 +990,11 @@ class MetricFamily(_message.Message):
         help: _builtins.str = ...,
         type: _builtins.str = ...,
         samples: _abc.Iterable[Global___MetricSample] | None = ...,
+        unit: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["help", b"help", "name", b"name", "samples", b"samples", "type", b"type"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["help", b"help", "name", b"name", "samples", b"samples", "type", b"type", "unit", b"unit"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1025,6 +1029,7 @@ class MetricSample(_message.Message):
     NAME_FIELD_NUMBER: _builtins.int
     LABELS_FIELD_NUMBER: _builtins.int
     VALUE_FIELD_NUMBER: _builtins.int
+    EXEMPLAR_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Name with suffix (_bucket, _sum, _count, _total)."""
     value: _builtins.float
@@ -1033,17 +1038,56 @@ class MetricSample(_message.Message):
     def labels(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
         """Label names and values."""
 
+    @_builtins.property
+    def exemplar(self) -> Global___Exemplar:
+        """A recent observation of a histogram bucket; absent: none was in a sampled trace."""
+
     def __init__(
         self,
         *,
         name: _builtins.str = ...,
         labels: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
         value: _builtins.float = ...,
+        exemplar: Global___Exemplar | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["exemplar", b"exemplar"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["labels", b"labels", "name", b"name", "value", b"value"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["exemplar", b"exemplar", "labels", b"labels", "name", b"name", "value", b"value"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___MetricSample: _TypeAlias = MetricSample  # noqa: Y015
+
+@_typing.final
+class Exemplar(_message.Message):
+    """An observation and the span in which it was made."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    VALUE_FIELD_NUMBER: _builtins.int
+    UNIX_NS_FIELD_NUMBER: _builtins.int
+    TRACE_ID_FIELD_NUMBER: _builtins.int
+    SPAN_ID_FIELD_NUMBER: _builtins.int
+    value: _builtins.float
+    """The observed value."""
+    unix_ns: _builtins.int
+    """Time of the observation, Unix nanoseconds."""
+    trace_id: _builtins.bytes
+    """ID of the trace, 16 bytes."""
+    span_id: _builtins.bytes
+    """ID of the span, 8 bytes."""
+    def __init__(
+        self,
+        *,
+        value: _builtins.float = ...,
+        unix_ns: _builtins.int = ...,
+        trace_id: _builtins.bytes = ...,
+        span_id: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["span_id", b"span_id", "trace_id", b"trace_id", "unix_ns", b"unix_ns", "value", b"value"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Exemplar: _TypeAlias = Exemplar  # noqa: Y015

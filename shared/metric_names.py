@@ -1,0 +1,356 @@
+"""Every metric of Quire: name, kind, labels, unit and bucket bounds; docs/metrics.md is made from this module.
+
+Names with dots are OpenTelemetry's; `/metrics` shows them in Prometheus's form (`rpc.server.call.duration` in seconds
+is `rpc_server_call_duration_seconds`). Names under `quire.` are Quire's own. Names under `vllm:` are those that the
+endpoint pickers of Kubernetes and dashboards for vLLM read. They exist on `/metrics` only.
+
+Labels have dots as well, which `/metrics` shows as underscores. Every metric of a front end also has the label
+`frontend` there.
+"""
+
+import enum
+from dataclasses import dataclass
+
+
+class Kind(enum.Enum):
+    """Kind of a metric, as Prometheus calls it."""
+
+    COUNTER = "counter"
+    GAUGE = "gauge"
+    HISTOGRAM = "histogram"
+
+
+_UNITS = {"s": "seconds", "By": "bytes"}
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """Definition of a metric."""
+
+    name: str
+    kind: Kind
+    help: str
+    labels: tuple[str, ...] = ()
+    unit: str = ""
+    """Unit in UCUM's form: "s", "By" or "{token}"."""
+    bounds: tuple[float, ...] = ()
+    """Upper bounds of a histogram's buckets, without infinity."""
+    source: str = "scheduler"
+    """Process that measures it: "frontend" or "scheduler"."""
+
+    @property
+    def prometheus_name(self) -> str:
+        """Name on `/metrics`, without the suffix of a counter's or a histogram's samples."""
+        if self.is_foreign:
+            return self.name
+        name, suffix = self.name.replace(".", "_"), self.prometheus_unit
+        return name if not suffix or name.endswith(suffix) else f"{name}_{suffix}"
+
+    @property
+    def prometheus_unit(self) -> str:
+        """Unit on `/metrics`; empty where the name does not contain it."""
+        return "" if self.is_foreign else _UNITS.get(self.unit, "")
+
+    @property
+    def is_foreign(self) -> bool:
+        """Whether the name is one that readers of another server's metrics expect; it is not exported by OTLP."""
+        return ":" in self.name
+
+
+GEN_AI = ("gen_ai.operation.name", "gen_ai.provider.name", "gen_ai.request.model")
+_FRONTEND = "frontend"
+_C, _G, _H = Kind.COUNTER, Kind.GAUGE, Kind.HISTOGRAM
+
+# OpenTelemetry's names, with the bucket bounds of its conventions.
+
+_CALL_BOUNDS = (0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10)
+_FIRST_TOKEN_BOUNDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10)
+_PER_TOKEN_BOUNDS = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5)
+
+REQUEST_DURATION = Metric(
+    "gen_ai.server.request.duration",
+    _H,
+    "Time from a request's arrival to its end",
+    (*GEN_AI, "error.type"),
+    "s",
+    (0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12, 10.24, 20.48, 40.96, 81.92),
+    _FRONTEND,
+)
+TIME_TO_FIRST_TOKEN = Metric(
+    "gen_ai.server.time_to_first_token",
+    _H,
+    "Time from a request's arrival until its first token was written to the client",
+    GEN_AI,
+    "s",
+    _FIRST_TOKEN_BOUNDS,
+    _FRONTEND,
+)
+TIME_PER_OUTPUT_TOKEN = Metric(
+    "gen_ai.server.time_per_output_token",
+    _H,
+    "Mean time per token after the first, one value for each output that ended without an error",
+    GEN_AI,
+    "s",
+    _PER_TOKEN_BOUNDS,
+    _FRONTEND,
+)
+RPC_DURATION = Metric(
+    "rpc.server.call.duration",
+    _H,
+    "Duration of the gRPC calls",
+    ("rpc.system.name", "rpc.method", "rpc.response.status_code", "error.type"),
+    "s",
+    _CALL_BOUNDS,
+    _FRONTEND,
+)
+HTTP_DURATION = Metric(
+    "http.server.request.duration",
+    _H,
+    "Duration of the HTTP requests, until the end of a streamed answer",
+    ("http.request.method", "http.route", "http.response.status_code", "url.scheme", "error.type"),
+    "s",
+    _CALL_BOUNDS,
+    _FRONTEND,
+)
+
+# Names of vLLM.
+
+_MODEL = ("model_name",)
+_ENGINE = ("model_name", "engine")
+_VLLM_LATENCY_BOUNDS = (
+    0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680,
+)  # fmt: skip
+_LENGTH_BOUNDS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000, 200000)
+
+VLLM_RUNNING = Metric("vllm:num_requests_running", _G, "Requests that hold a row of a batch", _MODEL)
+VLLM_WAITING = Metric("vllm:num_requests_waiting", _G, "Requests in the waiting queue", _MODEL)
+VLLM_KV_USAGE = Metric(
+    "vllm:kv_cache_usage_perc", _G, "Share of the KV blocks that requests hold, from 0 to 1, over all workers", _MODEL
+)
+VLLM_CACHE_CONFIG = Metric(
+    "vllm:cache_config_info",
+    _G,
+    "Always 1; the labels have the block size in tokens and the KV blocks of all workers",
+    ("model_name", "block_size", "num_gpu_blocks"),
+)
+VLLM_PREFIX_QUERIES = Metric(
+    "vllm:prefix_cache_queries", _C, "Tokens of admitted sequences, for which the prefix cache was asked", _ENGINE
+)
+VLLM_PREFIX_HITS = Metric("vllm:prefix_cache_hits", _C, "Those whose KV was in the prefix cache", _ENGINE)
+VLLM_PREEMPTIONS = Metric("vllm:num_preemptions", _C, "Requests preempted, for memory or by rank", _ENGINE)
+VLLM_ITERATION_TOKENS = Metric(
+    "vllm:iteration_tokens_total",
+    _H,
+    "Tokens of a step",
+    _ENGINE,
+    bounds=(1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384),
+)
+VLLM_PROMPT_TOKENS = Metric(
+    "vllm:prompt_tokens", _C, "Tokens of submitted prompts", _MODEL, "{token}", source=_FRONTEND
+)
+VLLM_GENERATION_TOKENS = Metric(
+    "vllm:generation_tokens", _C, "Tokens written to clients", _MODEL, "{token}", source=_FRONTEND
+)
+VLLM_REQUEST_SUCCESS = Metric(
+    "vllm:request_success",
+    _C,
+    "Ended outputs by reason: stop, length, abort (the client has left) or error",
+    ("model_name", "finished_reason"),
+    source=_FRONTEND,
+)
+VLLM_TIME_TO_FIRST_TOKEN = Metric(
+    "vllm:time_to_first_token_seconds",
+    _H,
+    TIME_TO_FIRST_TOKEN.help,
+    _MODEL,
+    "s",
+    (*_FIRST_TOKEN_BOUNDS, 20, 40, 80, 160, 640, 2560),
+    _FRONTEND,
+)
+VLLM_INTER_TOKEN_LATENCY = Metric(
+    "vllm:inter_token_latency_seconds",
+    _H,
+    "Time between two tokens of an output as its reader gets them: 0 between the tokens of one message",
+    _MODEL,
+    "s",
+    (0.001, 0.0025, 0.005, *_PER_TOKEN_BOUNDS, 5, 7.5, 10, 20, 40, 80),
+    _FRONTEND,
+)
+VLLM_TIME_PER_OUTPUT_TOKEN = Metric(
+    "vllm:request_time_per_output_token_seconds",
+    _H,
+    TIME_PER_OUTPUT_TOKEN.help,
+    _MODEL,
+    "s",
+    (*_PER_TOKEN_BOUNDS, 5, 7.5, 10, 20, 40, 80),
+    _FRONTEND,
+)
+VLLM_E2E = Metric(
+    "vllm:e2e_request_latency_seconds",
+    _H,
+    "Time from arrival to the last token, for outputs that ended without an error",
+    _MODEL,
+    "s",
+    _VLLM_LATENCY_BOUNDS,
+    _FRONTEND,
+)
+VLLM_QUEUE_TIME = Metric(
+    "vllm:request_queue_time_seconds",
+    _H,
+    "Time from arrival at the scheduler to the first step",
+    _MODEL,
+    "s",
+    _VLLM_LATENCY_BOUNDS,
+    _FRONTEND,
+)
+VLLM_PREFILL_TIME = Metric(
+    "vllm:request_prefill_time_seconds",
+    _H,
+    "Time to the first token without the time in the queue; includes tokenising and the links",
+    _MODEL,
+    "s",
+    _VLLM_LATENCY_BOUNDS,
+    _FRONTEND,
+)
+VLLM_DECODE_TIME = Metric(
+    "vllm:request_decode_time_seconds",
+    _H,
+    "Time from the first to the last token",
+    _MODEL,
+    "s",
+    _VLLM_LATENCY_BOUNDS,
+    _FRONTEND,
+)
+VLLM_INFERENCE_TIME = Metric(
+    "vllm:request_inference_time_seconds",
+    _H,
+    "Time from arrival to the last token without the time in the queue",
+    _MODEL,
+    "s",
+    _VLLM_LATENCY_BOUNDS,
+    _FRONTEND,
+)
+VLLM_REQUEST_PROMPT_TOKENS = Metric(
+    "vllm:request_prompt_tokens", _H, "Prompt tokens of a request", _MODEL, "{token}", _LENGTH_BOUNDS, _FRONTEND
+)
+VLLM_REQUEST_GENERATION_TOKENS = Metric(
+    "vllm:request_generation_tokens",
+    _H,
+    "Generated tokens of an output",
+    _MODEL,
+    "{token}",
+    _LENGTH_BOUNDS,
+    _FRONTEND,
+)
+
+# Quire's own: front end.
+
+LIVE_STREAMS = Metric("quire.live_streams", _G, "Calls in progress", source=_FRONTEND)
+MERGED_TOKENS = Metric(
+    "quire.merged_tokens",
+    _C,
+    "Tokens that shared a message because the client read slowly",
+    unit="{token}",
+    source=_FRONTEND,
+)
+MALFORMED_LINK_MESSAGES = Metric(
+    "quire.malformed_link_messages", _G, "Malformed messages of the scheduler that were dropped", source=_FRONTEND
+)
+REQUEST_TARGETS = Metric(
+    "quire.request_targets",
+    _C,
+    "Targets of requests by kind (first_token, total) and outcome (met, missed); goodput is the rate of met ones",
+    ("target", "outcome"),
+    source=_FRONTEND,
+)
+TENANT_REQUESTS = Metric(
+    "quire.tenant.requests", _C, "Ended outputs by tenant and reason", ("tenant", "finished_reason"), source=_FRONTEND
+)
+TENANT_TOKENS = Metric(
+    "quire.tenant.tokens", _C, "Tokens by tenant: prompt or output", ("tenant", "kind"), "{token}", source=_FRONTEND
+)
+TENANT_QUEUE = Metric(
+    "quire.tenant.queue_time", _C, "Time that a tenant's requests waited", ("tenant",), "s", source=_FRONTEND
+)
+SPANS_DROPPED = Metric(
+    "quire.spans_dropped",
+    _C,
+    "Spans lost because the collector was down or slow, by process",
+    ("process",),
+    "{span}",
+    source="both",
+)
+
+# Quire's own: scheduler.
+
+_WORKER = ("worker",)
+_TURN_BOUNDS = (0.001, 0.002, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.1, 0.2, 0.5, 1, 5)
+_STEP_BOUNDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10)
+_FINE_BOUNDS = (0.00005, 0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5, 1)
+
+QUEUE = Metric(
+    "quire.queue.requests",
+    _G,
+    "Waiting requests by what they wait for: room, tenant_limit, grammar, prefix, assigned_worker, credit, worker",
+    ("reason",),
+)
+FRONTENDS = Metric("quire.frontends", _G, "Connected front ends")
+WORKERS = Metric("quire.workers", _G, "Usable workers")
+REQUESTS_ENDED = Metric("quire.requests_ended", _C, "Requests to the scheduler that ended, by reason", ("reason",))
+MALFORMED_FRAMES = Metric("quire.malformed_frames", _C, "Frames dropped as malformed")
+TURN = Metric(
+    "quire.scheduler.turn", _H, "Time of one turn of the scheduler's loop, without its sleep", (), "s", _TURN_BOUNDS
+)
+PLAN = Metric("quire.plan", _H, "Time to make, encode and send one plan", (), "s", _FINE_BOUNDS)
+LINK = Metric(
+    "quire.link",
+    _H,
+    "Time of a step outside its worker: from the plan sent, or the answer before it if later, to its answer, less the"
+    " worker's own time",
+    _WORKER,
+    "s",
+    _FINE_BOUNDS,
+)
+STEP = Metric("quire.step", _H, "Time a worker spent on one step", _WORKER, "s", _STEP_BOUNDS)
+DEVICE_IDLE = Metric("quire.device_idle", _H, "Idle time of the device before a step", _WORKER, "s", _FINE_BOUNDS)
+WORKER_TIME = Metric(
+    "quire.worker",
+    _C,
+    "Where the workers' time went: prepare, forward, sample, idle",
+    ("worker", "phase"),
+    "s",
+)
+KV_BLOCKS = Metric(
+    "quire.kv_blocks", _G, "KV blocks by worker and state: free, cached, held, total", ("worker", "state")
+)
+BATCH_ROWS = Metric("quire.batch_rows", _G, "Rows in use", _WORKER)
+BATCH_TOKENS = Metric("quire.batch_tokens", _G, "Tokens of the newest step", _WORKER)
+PLANS_IN_FLIGHT = Metric("quire.plans_in_flight", _G, "Plans sent and not answered", _WORKER)
+STEPS = Metric("quire.steps", _C, "Steps planned", _WORKER)
+SCHEDULED_TOKENS = Metric(
+    "quire.scheduled_tokens", _C, "Tokens planned, by kind: prefill or decode", ("worker", "kind"), "{token}"
+)
+SCHEDULED_ROWS = Metric("quire.scheduled_rows", _C, "Rows planned, by kind: prefill or decode", ("worker", "kind"))
+PREFIX_HIT_TOKENS = Metric(
+    "quire.prefix_cache_hit_tokens",
+    _C,
+    "Tokens of admitted sequences whose KV existed, by tier: device (the prefix cache) or host (swapped out before)",
+    ("worker", "tier"),
+    "{token}",
+)
+SAMPLED_TOKENS = Metric("quire.sampled_tokens", _C, "Tokens sampled and delivered", _WORKER, "{token}")
+DISCARDED_TOKENS = Metric("quire.discarded_tokens", _C, "Sampled tokens that were discarded", _WORKER, "{token}")
+PREEMPTIONS = Metric("quire.preemptions", _C, "Requests preempted, by remedy: recompute or swap", ("worker", "remedy"))
+HOST_BLOCKS = Metric("quire.host_blocks", _G, "Host KV blocks for swapping", _WORKER)
+HOST_BLOCKS_HELD = Metric("quire.host_blocks_held", _G, "Host KV blocks in use", _WORKER)
+SWAPPED_OUT = Metric("quire.swapped_out_blocks", _C, "Blocks copied to the host", _WORKER)
+SWAPPED_IN = Metric("quire.swapped_in_blocks", _C, "Blocks copied back", _WORKER)
+JOURNAL_SIZE = Metric("quire.journal_bytes", _G, "Bytes of the journal's segments on disk", unit="By")
+JOURNAL_REQUESTS = Metric("quire.journal_requests", _G, "Requests in the journal")
+JOURNAL_WRITES = Metric("quire.journal_writes", _G, "1 while the journal can be written, else 0")
+JOURNAL_COMMITS = Metric("quire.journal_commits", _C, "Turns of the scheduler's loop that the journal recorded")
+JOURNAL_FAILURES = Metric("quire.journal_failures", _C, "Writes to the journal that failed")
+JOURNAL_FORGOTTEN = Metric("quire.journal_forgotten", _C, "Requests dropped from the journal because it is full")
+
+ALL = tuple(each for each in list(globals().values()) if isinstance(each, Metric))
+"""All metrics, in the order of this module."""

@@ -1,0 +1,64 @@
+"""docs/metrics.md holds every metric, span and attribute."""
+
+import ast
+import re
+from collections.abc import Iterator
+
+import pytest
+
+from shared import metric_names, span_names
+from shared.metric_names import Metric
+from tools.reference import PAGE, ROOT, page
+
+FOLDERS = ("services", "scheduler_svc", "worker_svc", "shared")
+_ATTRIBUTE = re.compile(r"(?:quire|gen_ai|rpc|http|url|error)\.[a-z0-9_.]+")
+_ASGI = {"http.response.start", "http.response.body", "http.disconnect"}
+"""Types of ASGI's messages, which look like attributes."""
+
+
+def test_the_page_is_up_to_date() -> None:
+    """A definition that changes appears on the page: run `python -m tools.reference`."""
+    assert PAGE.read_text("utf-8") == page()
+
+
+def test_every_span_has_a_defined_name() -> None:
+    """Code starts spans only under names of `shared.span_names`, or under the name of its operation."""
+    unnamed = [
+        f"{path}:{call.lineno}"
+        for path, tree in _modules()
+        for call in ast.walk(tree)
+        if isinstance(call, ast.Call)
+        and isinstance(call.func, ast.Attribute)
+        and call.func.attr in ("start_span", "start_as_current_span")
+        and not ast.unparse(call.args[0]).startswith(("span_names.", "operation.name"))
+    ]
+
+    assert unnamed == []
+
+
+def test_every_attribute_is_defined_and_set() -> None:
+    """The modules that set attributes of spans use the defined ones, all of them and no others."""
+    used: set[str] = set()
+    for path, tree in _modules():
+        if path.endswith("tracing.py") or path == "services/http/endpoint.py":
+            texts = {each.value for each in ast.walk(tree) if isinstance(each, ast.Constant)}
+            used |= {text for text in texts if isinstance(text, str) and _ATTRIBUTE.fullmatch(text)}
+    defined = span_names.ATTRIBUTES.keys() | span_names.OPT_IN_ATTRIBUTES.keys()
+
+    assert used - _ASGI == defined
+    assert {name for info in span_names.SPANS.values() for name in info.attributes} == span_names.ATTRIBUTES.keys()
+
+
+@pytest.mark.parametrize("constant", [name for name, value in vars(metric_names).items() if isinstance(value, Metric)])
+def test_every_metric_is_used(constant: str) -> None:
+    """A definition that no process uses is not on the page."""
+    sources = "".join((ROOT / folder / "metrics.py").read_text("utf-8") for folder in ("services", "scheduler_svc"))
+
+    assert f"names.{constant}" in sources
+
+
+def _modules() -> Iterator[tuple[str, ast.Module]]:
+    for folder in FOLDERS:
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            if not path.name.startswith("span_names"):
+                yield path.relative_to(ROOT).as_posix(), ast.parse(path.read_text("utf-8"))
