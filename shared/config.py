@@ -202,7 +202,7 @@ class WorkerConfig(_Checked):
     max_model_len: int = _option(
         0, "maximum length of a sequence, prompt and output; 0: the model's own limit", least=0, most=1 << 30
     )
-    decode_graphs: bool = _option(True, "capture decode steps as CUDA graphs at start (GPU only)")
+    cuda_graphs: bool = _option(True, "capture steps as CUDA graphs at start (GPU only)")
     num_threads: int = _option(0, "CPU threads for torch; 0: all cores", least=0, most=4096)
 
 

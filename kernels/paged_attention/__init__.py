@@ -62,8 +62,9 @@ def paged_attention(
     """Compute causal attention of every query over its row's keys (shapes and rules: see the package).
 
     ``max_query_len`` is the longest chunk in the batch, known to the host; 1 means that every row is in decode.
-    ``min_query_len`` above 1 means that no row is in decode. The first ``num_leading_decodes`` rows are in decode, and
-    the prefill kernel skips them. ``sliding_window`` is the number of visible positions including the query's own.
+    ``min_query_len`` above 1 means that no row is in decode. The first ``num_leading_decodes`` rows have at most one
+    token, and the prefill kernel skips them. ``sliding_window`` is the number of visible positions including the
+    query's own.
     ``schedule`` is the result of `schedule_decode` for this batch and window; None: it is computed here.
     """
     if runs_on_triton(query):

@@ -59,7 +59,7 @@ def paged_attention_triton(
         tuning = tuning_for(Key("prefill", sm, dim_tile, kv_bytes), group_size)
         queries = tuning.block_m // group_size
         # An upper bound, with one partial tile per row; leading decode rows are left out.
-        num_tiles = num_tokens // queries + num_rows - num_leading_decodes // queries - num_leading_decodes
+        num_tiles = num_tokens // queries + num_rows - num_leading_decodes
         prefill_kernel[(num_tiles, num_kv_heads)](
             *caches_and_tables,
             context_lens,

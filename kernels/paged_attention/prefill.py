@@ -44,11 +44,12 @@ def prefill_kernel(
     """Compute per program BLOCK_M // GROUP_SIZE consecutive queries of one row, with all query heads of one KV head.
 
     Row r owns the tiles from ``query_start[r] // QUERIES + r`` on. It may own more than it needs; programs of unused
-    tiles return at once. The rows before ``first_row`` have one token each and no tiles.
+    tiles return at once. The rows before ``first_row`` have at most one token each and no tiles.
     """
     QUERIES: tl.constexpr = BLOCK_M // GROUP_SIZE  # noqa: N806
     # The last tiles of a row see the most keys, so they start first; otherwise they would run alone at the end.
-    tile = first_row // QUERIES + first_row + tl.num_programs(0) - 1 - tl.program_id(0)
+    first_tile = tl.load(query_start_ptr + first_row) // QUERIES + first_row
+    tile = first_tile + tl.num_programs(0) - 1 - tl.program_id(0)
     kv_head = tl.program_id(1)
     row, beyond = first_row, num_rows
     while beyond - row > 1:

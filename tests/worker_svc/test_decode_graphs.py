@@ -95,11 +95,11 @@ def test_a_steady_step_is_one_replay(checkpoint: Path) -> None:
 
 
 def test_graphs_can_be_done_without(checkpoint: Path) -> None:
-    """`decode_graphs` off: nothing is captured, steps are enqueued kernel by kernel, tokens stay the same."""
+    """`cuda_graphs` off: nothing is captured, steps are enqueued kernel by kernel, tokens stay the same."""
     answers = []
     for graphs in (True, False):
         device = FakeAccelerator()
-        driver = Driver(make_engine(checkpoint, accelerator=device, decode_graphs=graphs))
+        driver = Driver(make_engine(checkpoint, accelerator=device, cuda_graphs=graphs))
         answers.append(driver.generate([5, 6, 7], 12))
         assert any(entry.startswith("capture") for entry in device.log) == graphs
 

@@ -230,6 +230,7 @@ def test_a_worker_without_a_tokenizer_leaves_grammars_to_others(tmp_path: Path) 
         kv_dtype=torch.float32,
         eos_token_ids=(EOS,),
         break_even_context=0,
+        weights_per_layer=0,
     )
 
     store = make_grammar_store(description, max_rows=1)

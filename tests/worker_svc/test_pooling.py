@@ -81,7 +81,7 @@ def test_rows_that_pool_and_rows_that_generate_share_steps(on_accelerator: bool,
     prompt = [4, 8, 15, 16, 23, 42]
     alone = Driver(make_engine(folder)).generate(prompt, 12)
     accelerator = FakeAccelerator() if on_accelerator else None
-    driver = Driver(make_engine(folder, accelerator=accelerator, decode_graphs=False))
+    driver = Driver(make_engine(folder, accelerator=accelerator, cuda_graphs=False))
     scored = plan_pb2.SamplingParams(logprobs=1, prompt_logprobs=1)
     first, second = driver.admit(prompt), driver.admit(prompt, sampling=scored)
     last, mean = admit_pooled(driver, PROMPT, LAST), admit_pooled(driver, PROMPT, MEAN)

@@ -79,7 +79,7 @@ def test_copies_run_beside_the_steps(tmp_path: Path) -> None:
     """
     device = FakeAccelerator()
     folder = make_checkpoint("LlamaForCausalLM", tmp_path)
-    engine = make_engine(folder, accelerator=device, block_size=8, swap_space="1MiB", decode_graphs=False)
+    engine = make_engine(folder, accelerator=device, block_size=8, swap_space="1MiB", cuda_graphs=False)
 
     def waiting(plan: plan_pb2.Plan) -> list[str]:
         device.log.clear()

@@ -12,6 +12,7 @@ from kernels import bench
 from quire_server.bench.offline import OfflineRequest
 from quire_server.serve.supervisor import ServeError
 from tools.gpu import checks, loads, shapes
+from tools.gpu import steps as engine_steps
 from tools.gpu.results import Figures, Results
 from tools.gpu.serving import Served, with_service
 from tools.gpu.smoke import smoke
@@ -30,6 +31,7 @@ class Scale:
     """Seconds after which a check begins no other round."""
     rows: int
     tokens_per_step: int
+    steps: tuple[engine_steps.Case, ...]
     decode: tuple[tuple[int, int, int], ...]
     """(rows, context, output tokens)."""
     prefill: tuple[int, ...]
@@ -51,6 +53,11 @@ FULL = Scale(
     check_s=45.0,
     rows=256,
     tokens_per_step=8192,
+    steps=(
+        *(engine_steps.Case(rows, 128, 0, 64) for rows in (1, 64, 256)),
+        *(engine_steps.Case(8, 128, prompt, 40) for prompt in (24, 120)),
+        *(engine_steps.Case(64, 128, prompt, 40) for prompt in (192, 448, 960, 1984)),
+    ),
     decode=((1, 1024, 256), (8, 1024, 256), (64, 1024, 256), (256, 1024, 192)),
     prefill=(2048, 8192),
     nano_vllm=(256, 100, 1024),
@@ -63,6 +70,7 @@ REHEARSAL = Scale(
     check_s=10.0,
     rows=4,
     tokens_per_step=64,
+    steps=(engine_steps.Case(2, 5, 0, 4), engine_steps.Case(2, 5, 20, 4)),
     decode=((1, 20, 12), (4, 20, 400)),  # enough for all four to meet, however busy the machine
     prefill=(100,),
     nano_vllm=(6, 5, 20),
@@ -104,6 +112,35 @@ def kernels(context: Context) -> None:
     limit_s = context.scale.check_s
     for name, check in checks.checks(context.device, context.scale.check_rounds, limit_s):
         context.results.run(name, check, limit_s)
+
+
+def steps(context: Context) -> None:
+    """Measure steps of the engine alone, with and without captured graphs."""
+    for shape in context.scale.models:
+        model = f"{shape.name}: model"
+        try:
+            with (
+                context.results.patience(model, 30.0),
+                engine_steps.loaded(
+                    shapes.make_folder(shape, WORK),
+                    context.device,
+                    rows=context.scale.rows + 2,
+                    tokens_per_step=context.scale.tokens_per_step,
+                    max_model_len=context.scale.longest(),
+                    utilization=0.6,
+                ) as loaded,
+            ):
+                for graphs in (True, False):
+                    _steps(context, f"{shape.name}, {'graphs' if graphs else 'no graphs'}", loaded, graphs=graphs)
+        except torch.OutOfMemoryError as error:  # the next shape may do better
+            context.results.fail(model, error)
+
+
+def _steps(context: Context, name: str, loaded: engine_steps.Loaded, *, graphs: bool) -> None:
+    engine, start = loaded.engine(graphs=graphs)
+    context.results.run(f"{name}: start", lambda: start)
+    for case in context.scale.steps:
+        context.results.run(f"{name}: {case.name}", engine_steps.Steps(engine, case).run, 5.0)
 
 
 def decode(context: Context) -> None:
@@ -174,6 +211,7 @@ def peers(context: Context) -> None:
 
 PARTS: dict[str, Callable[[Context], None]] = {
     "kernels": kernels,
+    "steps": steps,
     "decode": decode,
     "workloads": workloads,
     "peers": peers,

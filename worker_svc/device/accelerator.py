@@ -5,8 +5,8 @@ is plain Python, and the tests run it with a fake accelerator. The interface fol
 current stream, and an event marks a point in a stream.
 """
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Protocol
 
 import torch
@@ -77,12 +77,15 @@ class Accelerator(Protocol):
         ...
 
     def capture(self, compute: Callable[[], torch.Tensor]) -> tuple[Graph, torch.Tensor]:
-        """Capture the work that `compute` enqueues.
+        """Capture the work that `compute` enqueues; its result must be contiguous.
 
-        All graphs share one memory pool, so a result is valid until any graph of this device is replayed.
+        All graphs share one memory pool, so a result is valid until any graph of this device is captured or replayed.
 
         Returns:
             The graph, and the tensor that each replay writes its result to.
+
+        Raises:
+            RuntimeError: `compute` does what a capture does not allow, or the memory does not suffice.
         """
         ...
 
@@ -165,16 +168,18 @@ class CudaAccelerator:
         """See `Accelerator.capture`.
 
         Runs `compute` once before the capture. On first use libraries allocate workspaces and Triton compiles, and
-        neither is allowed during a capture.
+        neither is allowed during a capture. This run also fails if `compute` waits for the device, which would leave a
+        capture unfinished.
         """
         self.synchronize()
-        with torch.cuda.stream(self._capturing):
+        with torch.cuda.stream(self._capturing), _waiting_fails():
             compute()
         self.synchronize()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._capturing):
+        # `torch.cuda.graph` alone would stay on its stream if the capture fails.
+        with torch.cuda.stream(self._capturing), torch.cuda.graph(graph, pool=self._pool, stream=self._capturing):
             result = compute()
-        return graph, result
+        return graph, _borrowed(result)
 
     def synchronize(self) -> None:
         """See `Accelerator.synchronize`."""
@@ -184,6 +189,34 @@ class CudaAccelerator:
 def make_accelerator(device: torch.device) -> CudaAccelerator | None:
     """Return the accelerator of `device`; None for a CPU, which computes in the caller's thread."""
     return CudaAccelerator(device) if device.type == "cuda" else None
+
+
+@contextmanager
+def _waiting_fails() -> Iterator[None]:
+    """Make operations that wait for the device raise RuntimeError within the context."""
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
+
+
+class _Memory:
+    """Memory of a tensor, which the tensor may release."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        size = tensor.numel() * tensor.element_size()
+        place = (tensor.data_ptr(), False)
+        self.__cuda_array_interface__ = {"version": 3, "typestr": "|u1", "shape": (size,), "data": place}
+
+
+def _borrowed(result: torch.Tensor) -> torch.Tensor:
+    """Return a tensor over the memory of a contiguous `result` that does not keep this memory allocated.
+
+    The next capture can then use the memory. Otherwise every graph would keep logits of its own.
+    """
+    return torch.as_tensor(_Memory(result), device=result.device).view(result.dtype).view(result.shape)
 
 
 def _cuda(event: Event) -> "torch.cuda.Event":

@@ -11,23 +11,14 @@ from shared.logging import get_logger
 from worker_svc.device.accelerator import Accelerator
 from worker_svc.execution.decode_graphs import buckets
 from worker_svc.execution.engine import Engine
+from worker_svc.execution.mixed_graphs import mixed_sizes
+from worker_svc.execution.step_sizes import default_tokens, gpu_of, largest_captured
 from worker_svc.interface.limits import Limits
-from worker_svc.memory.kv_pool import allocate, block_bytes, count_blocks, cuda_memory_left
+from worker_svc.memory.kv_pool import allocate, block_bytes, count_blocks, cuda_memory_for_kv
 from worker_svc.memory.profiling import run_largest_step
 from worker_svc.model.base import Model
 from worker_svc.model.loader import ModelDescription
 from worker_svc.outputs.grammars import GrammarStore
-
-_LOGIT_BYTES = 4
-"""Upper bound of the bytes of one logit; every decode graph keeps the logits of all its lanes."""
-_TOKENS_PER_STEP = {"cpu": 128, "cuda": 512}
-"""Default token budget of a step by type of device: enough for matrix products at full speed. On a CPU a token takes a
-millisecond or more, and each token of a prompt delays the rows in decode."""
-
-
-def tokens_per_step(device: torch.device, max_rows: int) -> int:
-    """Return the default limit of tokens per step; at least half of them are available to prefill."""
-    return max(_TOKENS_PER_STEP[device.type], 2 * max_rows)
 
 
 def build_engine(
@@ -51,18 +42,28 @@ def build_engine(
     Raises:
         ConfigError: a size is invalid, or the memory does not hold a single block.
     """
+    gpu = gpu_of(device)
+    num_layers = len(model.kv_shapes)
+    num_weights = description.weights_per_layer * num_layers
+    max_tokens = config.max_num_batched_tokens or default_tokens(gpu, num_weights, config.max_num_seqs)
     limits = Limits(
         max_rows=config.max_num_seqs,
-        max_tokens_per_step=config.max_num_batched_tokens or tokens_per_step(device, config.max_num_seqs),
+        max_tokens_per_step=max_tokens,
         max_model_len=description.max_model_len,
         block_size=config.block_size,
         num_blocks=0,
         vocab_size=description.vocab_size,
         hidden_size=model.hidden_size,
     )
+    decode: tuple[int, ...] = ()
+    mixed: tuple[int, ...] = ()
+    if config.cuda_graphs and accelerator is not None:
+        decode = buckets(limits.max_rows)
+        if model.capturable:
+            mixed = mixed_sizes(largest_captured(gpu, num_weights, num_layers, max_tokens))
     setting = "kv_cache_memory" if device.type == "cpu" else "gpu_memory_utilization"
     num_blocks = count_blocks(
-        _memory_for_kv(config, model, limits, description.kv_dtype, device),
+        _memory_for_kv(config, model, limits, description.kv_dtype, device, decode, mixed),
         block_bytes(model.kv_shapes, limits.block_size, description.kv_dtype),
         limits.max_rows * limits.max_blocks_per_row,
         setting,
@@ -79,7 +80,8 @@ def build_engine(
         tracer,
         grammars=make_grammar_store(description, limits.max_rows),
         accelerator=accelerator,
-        decode_graphs=config.decode_graphs and model.capturable,
+        decode_sizes=decode,
+        mixed_sizes=mixed,
     )
 
 
@@ -97,13 +99,23 @@ def make_grammar_store(description: ModelDescription, max_rows: int) -> GrammarS
     return GrammarStore(tokenizer, description.eos_token_ids, max_rows)
 
 
-def _memory_for_kv(config: WorkerConfig, model: Model, limits: Limits, dtype: torch.dtype, device: torch.device) -> int:
+def _memory_for_kv(
+    config: WorkerConfig,
+    model: Model,
+    limits: Limits,
+    dtype: torch.dtype,
+    device: torch.device,
+    decode: tuple[int, ...],
+    mixed: tuple[int, ...],
+) -> int:
+    """Return the bytes for KV; `decode` and `mixed` are the sizes of the graphs."""
     if device.type == "cpu":
         return parse_bytes(config.kv_cache_memory)
-    lanes = sum(buckets(limits.max_rows)) if config.decode_graphs and model.capturable else 0
-    return cuda_memory_left(
+    captured = dataclasses.replace(limits, max_tokens_per_step=max(*decode, *mixed, 1))
+    return cuda_memory_for_kv(
         device,
         config.gpu_memory_utilization,
         lambda: run_largest_step(model, limits, dtype, device),
-        lanes * limits.vocab_size * _LOGIT_BYTES,
+        (lambda: run_largest_step(model, captured, dtype, device)) if decode else None,
+        len(decode) + len(mixed),
     )

@@ -5,9 +5,11 @@ which every row decodes is therefore captured once per *bucket* (a number of lan
 then enqueued with one call. A graph reads its inputs from tensors at fixed addresses (`DecodeLanes`). Its first kernel
 computes these inputs on the device, so that a graph fits every step of its bucket.
 
-Steps with a prefill chunk, or with more rows than the largest bucket, launch their kernels one by one; they take long
-enough to hide the launches. All graphs share one memory pool. The sampler is not captured, because its work depends on
-the rows of the step.
+Steps with more rows than the largest bucket launch their kernels one by one; `mixed_graphs` has the steps with prefill
+chunks. All graphs share one memory pool. The sampler is not captured, because its work depends on the rows of the step.
+
+A decoder of `transformers` may do what no capture allows, such as reading a value back to the host, or may capture a
+value that changes from step to step. A trial after the capture compares the smallest graph with the model itself.
 """
 
 from collections.abc import Sequence
@@ -25,6 +27,9 @@ from worker_svc.model.base import AttentionInputs, KVCache, Model
 from worker_svc.rows.table import RowTable
 
 _MOST_LANES = 512
+_TRIAL_TOKENS = 3
+_TRIAL_TOLERANCE = 0.01
+"""Largest difference of two logits in a trial, relative to the largest logit. The same kernels run on both sides."""
 _DENSE_UNTIL = 32
 """Buckets are powers of two up to this size, and multiples of it beyond."""
 
@@ -117,6 +122,14 @@ class DecodeLanes:
         )
         return inputs
 
+    def pretend(self, token: int) -> None:
+        """Set the first lane to row 0 as if it had `token` computed tokens, the last of them `token`; for a trial."""
+        self._rows[0], self._computed[0], self._table.last_token[0] = 0, token, token
+
+    def forget(self) -> None:
+        """Undo `pretend`."""
+        self._rows[0], self._computed[0], self._table.last_token[0] = -1, 0, 0
+
     def attention(self, lanes: int) -> AttentionInputs:
         """Return the attention inputs of the first `lanes` lanes."""
         inputs = self.inputs
@@ -140,9 +153,16 @@ class DecodeGraphs:
         self._graphs: dict[int, tuple[Graph, torch.Tensor]] = {}
 
     def capture(self) -> None:
-        """Capture all graphs with empty lanes, the largest first, because the others then fit into its memory."""
+        """Capture all graphs with empty lanes, the largest first, because the others then fit into its memory.
+
+        Raises:
+            RuntimeError: the device refuses a capture, or the graph of a model that may be incapable of capture
+                computes other logits than the model.
+        """
         for bucket in reversed(self._lanes.sizes):
             self._graphs[bucket] = self._accelerator.capture(partial(self._compute, bucket))
+        if not self._model.capturable:
+            self._try()
         get_logger().info("decode graphs captured", buckets=list(self._lanes.sizes))
 
     def forward(self, bucket: int, num_rows: int) -> torch.Tensor:
@@ -154,6 +174,21 @@ class DecodeGraphs:
         graph, logits = self._graphs[bucket]
         graph.replay()
         return logits[:num_rows]
+
+    def _try(self) -> None:
+        """Compare the smallest graph with the model, for tokens and positions that the capture has not seen.
+
+        This writes KV of row 0 into block 0, which no row reads before it has written its own.
+        """
+        bucket = self._lanes.sizes[0]
+        for token in range(1, _TRIAL_TOKENS + 1):
+            self._lanes.pretend(token)
+            expected = self._compute(bucket).clone()
+            self._lanes.pretend(token)
+            difference = (self.forward(bucket, 1) - expected[:1]).abs().max()
+            self._lanes.forget()
+            if not difference <= _TRIAL_TOLERANCE * expected[:1].abs().max():
+                raise RuntimeError(f"the graph computes other logits than the model (token {token})")
 
     def _compute(self, bucket: int) -> torch.Tensor:
         inputs = self._lanes.compute_inputs(bucket)

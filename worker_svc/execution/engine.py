@@ -6,7 +6,7 @@ asynchronous device several steps can be launched before the first is collected;
 
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -17,7 +17,7 @@ from shared.logging import get_logger
 from worker_svc.device.accelerator import Accelerator
 from worker_svc.device.state import DeviceState
 from worker_svc.execution.batch import BatchBuilder, StepBatch
-from worker_svc.execution.decode_graphs import DecodeGraphs, DecodeLanes, buckets
+from worker_svc.execution.decode_graphs import DecodeGraphs, DecodeLanes
 from worker_svc.execution.executor import (
     Computed,
     DeviceTimes,
@@ -27,6 +27,7 @@ from worker_svc.execution.executor import (
     StepOutput,
     make_executor,
 )
+from worker_svc.execution.mixed_graphs import MixedGraphs
 from worker_svc.execution.sampler import NOT_FINITE, NOTHING_ALLOWED, Sampler
 from worker_svc.execution.tracing import Tracing
 from worker_svc.interface.arrays import NO_IDS, NO_ROWS, Int32Array, IntArray
@@ -76,10 +77,11 @@ class Engine:
         tracer: Tracer,
         *,
         accelerator: Accelerator | None = None,
-        decode_graphs: bool = False,
+        decode_sizes: Sequence[int] = (),
+        mixed_sizes: Sequence[int] = (),
         grammars: GrammarStore | None = None,
     ) -> None:
-        """Create an engine, and capture its decode graphs if `decode_graphs` is set.
+        """Create an engine, and capture its graphs.
 
         Args:
             model: the decoder.
@@ -89,13 +91,13 @@ class Engine:
             tracer: creates the spans of steps and rows.
             accelerator: the accelerator of `device`; None on a CPU.
             grammars: the compiled grammars; None: grammars are not supported.
-            decode_graphs: capture decode steps; needs an accelerator and a model that can be captured.
+            decode_sizes: numbers of rows to capture decode steps for, ascending; none without an accelerator.
+            mixed_sizes: numbers of tokens to capture steps with chunks for, ascending; none without an accelerator.
         """
         self._accelerator = accelerator
-        sizes = buckets(limits.max_rows) if accelerator is not None and decode_graphs else ()
         state = None
         if accelerator is not None:
-            lane_words = DecodeLanes.state_words(sizes) if sizes else 0
+            lane_words = DecodeLanes.state_words(decode_sizes) if decode_sizes else 0
             state = DeviceState(accelerator, RowTable.state_words(limits) + lane_words)
         self._model = model
         self._caches = caches
@@ -105,13 +107,20 @@ class Engine:
         self._rows = RowTable(limits, device, state, grammars)
         self.grammars = grammars
         """The compiled grammars; None: grammars are not supported."""
-        self._graphs: DecodeGraphs | None = None
+        self._decode_graphs: DecodeGraphs | None = None
+        self._mixed_graphs: MixedGraphs | None = None
         lanes = None
-        if accelerator is not None and state is not None and sizes:
-            lanes = DecodeLanes(self._rows, state, sizes)
-            self._graphs = DecodeGraphs(accelerator, lanes, model, caches)
-            with torch.inference_mode():
-                self._graphs.capture()
+        if accelerator is not None and state is not None and decode_sizes:
+            lanes = DecodeLanes(self._rows, state, decode_sizes)
+            decode_graphs = DecodeGraphs(accelerator, lanes, model, caches)
+            if _captured("decode steps", decode_graphs.capture):
+                self._decode_graphs = decode_graphs
+            else:
+                lanes = None
+        if accelerator is not None and self._decode_graphs is not None and mixed_sizes:
+            mixed_graphs = MixedGraphs(accelerator, limits, model, caches, mixed_sizes)
+            if _captured("steps with chunks", mixed_graphs.capture):
+                self._mixed_graphs = mixed_graphs
         self._batches = BatchBuilder(self._rows, device, lanes)
         self._sampler = Sampler(self._rows, device, accelerator)
         self._executor = make_executor(accelerator)
@@ -285,8 +294,10 @@ class Engine:
         return self._executor.submit(lambda: self._forward(batch), lambda computed: self._sample(computed, batch))
 
     def _forward(self, batch: StepBatch) -> Computed:
-        if batch.bucket and self._graphs is not None:
-            return Computed(self._graphs.forward(batch.bucket, len(batch.rows)))
+        if batch.bucket and self._decode_graphs is not None:
+            return Computed(self._decode_graphs.forward(batch.bucket, len(batch.rows)))
+        if self._mixed_graphs is not None and (logits := self._mixed_graphs.forward(batch)) is not None:
+            return Computed(logits)
         model, inputs = self._model, (batch.input_ids, batch.positions, batch.attention, self._caches)
         if batch.hidden_index is None or batch.logits_index is None:
             return Computed(model.forward(*inputs, batch.logits_index))
@@ -297,6 +308,17 @@ class Engine:
         if computed.hidden is None:
             return sampled
         return replace(sampled, embeddings=self._rows.pooling.pool(computed.hidden, batch.pooled_parts))
+
+
+def _captured(steps: str, capture: Callable[[], None]) -> bool:
+    """Capture graphs, and return whether it succeeded; if not, the log has the reason."""
+    try:
+        with torch.inference_mode():
+            capture()
+    except Exception as error:  # the device, a library or the model refuses; such steps run without graphs
+        get_logger().warning(f"{steps} are not captured as graphs", reason=f"{type(error).__name__}: {error}")
+        return False
+    return True
 
 
 def _not_finite(row: int, generation: int, reason: str) -> RowFailure:

@@ -15,6 +15,9 @@ from kernels.linear import advise_huge_pages
 from shared.config import ConfigError
 from worker_svc.model.base import KVCache, KVShape
 
+_GRAPH_BYTES = 2 << 20
+"""Upper bound of what a graph takes besides its tensors: its kernel launches and their arguments."""
+
 
 def block_bytes(shapes: Sequence[KVShape], block_size: int, dtype: torch.dtype) -> int:
     """Return the bytes of one block over all layers."""
@@ -74,21 +77,77 @@ def _zeros(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> t
     return tensor.zero_()
 
 
-def cuda_memory_left(device: torch.device, utilization: float, profile: Callable[[], int], later: int) -> int:
-    """Return the bytes of a GPU that remain for KV if the worker uses the share `utilization` of its memory.
+def share_for_kv(
+    *, total: int, utilization: float, available: int, available_after: int, peak: int, graphs: int, device: str
+) -> int:
+    """Return the bytes of a GPU that remain for KV if a worker uses the share `utilization` of its memory.
+
+    The share is that of one worker: other processes do not reduce it, but must leave it free.
+
+    Args:
+        total: bytes of the GPU.
+        utilization: share of the GPU's memory for the whole worker, from 0 to 1.
+        available: bytes that are free or that torch holds in this process, before the largest step is computed.
+        available_after: the same afterwards; libraries have loaded their kernels meanwhile.
+        peak: most bytes of tensors in this process, weights included, besides KV.
+        graphs: bytes that graphs take after the KV cache is allocated.
+        device: name of the GPU in messages.
+
+    Raises:
+        ConfigError: less is available than the share.
+    """
+    share = int(total * utilization)
+    if available < share:
+        raise ConfigError(
+            f"gpu_memory_utilization: {utilization:g} of {device} are {share:,} bytes, but other processes leave"
+            f" {available:,}; lower it, for example to {available / total * 0.95:.2f}, or stop them (workers that share"
+            " a GPU need shares that add up to less than 1)"
+        )
+    return share - peak - graphs - max(0, available - available_after)
+
+
+def cuda_memory_for_kv(
+    device: torch.device,
+    utilization: float,
+    largest_step: Callable[[], int],
+    captured_step: Callable[[], int] | None,
+    num_graphs: int,
+) -> int:
+    """Measure what steps and graphs need on a GPU, and return `share_for_kv`.
 
     Args:
         device: the GPU.
-        utilization: share of the GPU's memory for the whole worker, from 0 to 1.
-        profile: runs the largest possible step; returns the bytes of KV that it allocated for the run. They are
-            subtracted from the measured peak.
-        later: bytes that the worker allocates after the KV cache.
+        utilization: see `share_for_kv`.
+        largest_step: runs the largest possible step; returns the bytes of KV that it allocated for the run.
+        captured_step: the same for the largest step that is captured as a graph; None: no graphs.
+        num_graphs: number of graphs.
     """
-    torch.cuda.reset_peak_memory_stats(device)
-    profiled_kv = profile()
-    torch.cuda.synchronize(device)
-    peak = torch.cuda.max_memory_allocated(device) - profiled_kv
+    available, total = _available(device), torch.cuda.mem_get_info(device)[1]
+    weights = torch.cuda.memory_allocated(device)
+    step = _peak(device, largest_step)
+    # All graphs share one pool of memory, so its size is that of the largest.
+    graphs = 0 if captured_step is None else _peak(device, captured_step) + num_graphs * _GRAPH_BYTES
     torch.cuda.empty_cache()
-    free, total = torch.cuda.mem_get_info(device)
-    elsewhere = total - free - torch.cuda.memory_reserved(device)  # other processes and the CUDA context
-    return int(total * utilization) - elsewhere - peak - later
+    return share_for_kv(
+        total=total,
+        utilization=utilization,
+        available=available,
+        available_after=_available(device),
+        peak=weights + step,
+        graphs=graphs,
+        device=str(device),
+    )
+
+
+def _available(device: torch.device) -> int:
+    return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
+
+
+def _peak(device: torch.device, run: Callable[[], int]) -> int:
+    """Return the most bytes of tensors that `run` had at a time, besides the bytes of KV that it returns."""
+    torch.cuda.synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    kv = run()
+    torch.cuda.synchronize(device)
+    return torch.cuda.max_memory_allocated(device) - before - kv

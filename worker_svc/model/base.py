@@ -42,7 +42,7 @@ class AttentionInputs:
     min_query_len: int = 1
     """Fewest tokens of one row in this step; 1 if not known."""
     num_leading_decodes: int = 0
-    """Number of rows at the front with one token each; not used if `max_query_len` is 1."""
+    """Number of rows at the front with at most one token each; not used if `max_query_len` is 1."""
 
     def schedule(self, sliding_window: int | None, num_kv_heads: int) -> DecodeSchedule | None:
         """Return the split of decode rows' keys among GPU programs, for all layers with these parameters.
@@ -66,7 +66,7 @@ class Model(Protocol):
 
     @property
     def capturable(self) -> bool:
-        """Whether a decode step can be captured in a CUDA graph.
+        """Whether any step can be captured in a CUDA graph; if not, a trial shows whether a decode step can.
 
         Then `forward` only enqueues work, which depends only on the shapes of its arguments.
         """

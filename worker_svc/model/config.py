@@ -89,18 +89,34 @@ def break_even_context(config: PretrainedConfig) -> int:
     """
     text = text_config(config)
     share = _full_attention_share(text)
-    hidden, heads = _size(text, "hidden_size"), _size(text, "num_attention_heads")
-    if not hidden or not heads or not share:
+    weights = weights_per_layer(config)
+    if not weights or not share:
         return 0
-    head_dim = _size(text, "head_dim") or hidden // heads
-    kv_heads = _size(text, "num_key_value_heads") or heads
+    # Two operations per weight; four per element of a head and token of the context: a score's and a value's.
+    return max(1, int(2 * weights / (4 * _heads_size(text) * share)))
+
+
+def weights_per_layer(config: PretrainedConfig) -> int:
+    """Return the number of weights in one layer's matrix products of a token, with a gated MLP.
+
+    Of a mixture, only the experts of one token count. 0: config.json lacks the sizes.
+    """
+    text = text_config(config)
+    hidden, heads = _size(text, "hidden_size"), _size(text, "num_attention_heads")
+    if not hidden or not heads:
+        return 0
+    kv_size = _heads_size(text) // heads * (_size(text, "num_key_value_heads") or heads)
     inner = _size(text, "intermediate_size") or 4 * hidden
     if experts := _size(text, "num_experts_per_tok"):
         inner = experts * (_size(text, "moe_intermediate_size") or inner)
         inner += _size(text, "shared_expert_intermediate_size")
-    weights = 2 * hidden * head_dim * (heads + kv_heads) + 3 * hidden * inner
-    # Two operations per weight; four per element of a head and token of the context: a score's and a value's.
-    return max(1, int(2 * weights / (4 * heads * head_dim * share)))
+    return 2 * hidden * (_heads_size(text) + kv_size) + 3 * hidden * inner
+
+
+def _heads_size(text: PretrainedConfig) -> int:
+    """Return the number of elements of all query heads of a token."""
+    hidden, heads = _size(text, "hidden_size"), _size(text, "num_attention_heads")
+    return heads * (_size(text, "head_dim") or hidden // heads)
 
 
 def _full_attention_share(text: PretrainedConfig) -> float:

@@ -50,7 +50,7 @@ class TransformersModel:
 
     @property
     def capturable(self) -> bool:
-        """Return False, because decoders of `transformers` may not support capture."""
+        """Return False, because only a trial shows whether a decoder of `transformers` supports capture."""
         return False
 
     def forward(

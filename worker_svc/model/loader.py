@@ -30,6 +30,8 @@ class ModelDescription:
     eos_token_ids: tuple[int, ...]
     break_even_context: int
     """Context length in tokens at which a token's attention costs as much as its matrix products; 0: unknown."""
+    weights_per_layer: int
+    """Weights in one layer's matrix products of a token; 0: unknown."""
     folder: Path
     """The checkpoint."""
 
@@ -68,6 +70,7 @@ def load_model(config: WorkerConfig, device: torch.device) -> tuple[Model, Model
         kv_dtype=kv_dtype,
         eos_token_ids=model_config.eos_token_ids(folder, hf_config),
         break_even_context=model_config.break_even_context(hf_config),
+        weights_per_layer=model_config.weights_per_layer(hf_config),
         folder=folder,
     )
     model = build_model(

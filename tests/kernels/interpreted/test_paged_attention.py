@@ -67,6 +67,21 @@ def test_rows_known_to_decode_are_passed_over(num_decodes: int) -> None:
     assert_equals_reference(paged_batch(chunks), min_query_len=9)
 
 
+def test_a_captured_batch_is_padded_at_both_ends() -> None:
+    """Rows without tokens come first, tokens of no row come last; where the rows in decode end is not known."""
+    rows = [(20, 1), (33, 1), (40, 1), (70, 33), (9, 9), (130, 65)]
+    batch = paged_batch([(0, 0)] * 3 + rows)
+    beyond = torch.full((9, *batch.query.shape[1:]), torch.nan)
+    padded = replace(batch, query=torch.cat((batch.query, beyond)), max_query_len=len(batch.query) + 9)
+
+    expected = paged_attention_reference(*as_float64(batch), max_query_len=batch.max_query_len, scale=0.125)
+    for known in (0, 4):
+        ours = paged_attention(
+            *padded.tensors, max_query_len=padded.max_query_len, scale=0.125, num_leading_decodes=known
+        )
+        torch.testing.assert_close(ours[: len(batch.query)].double(), expected, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("window", [None, 1, 150])
 @pytest.mark.parametrize("num_sms", [1, 2, 132])
 def test_shares_meet_in_the_same_result(num_sms: int, window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -116,7 +116,9 @@ SAMPLINGS = (
 def test_tokens_are_the_oracles(tmp_path: Path) -> None:
     """Chunks, mixed steps and captured decode, two plans in flight, over kernels as they are written for a GPU."""
     folder = make_checkpoint("MistralForCausalLM", tmp_path)
-    engine = make_engine(folder, accelerator=FakeAccelerator(), block_size=8, max_num_seqs=2)
+    device = FakeAccelerator()
+    engine = make_engine(folder, accelerator=device, block_size=8, max_num_seqs=2, max_num_batched_tokens=32)
+    device.log.clear()
     driver = Driver(engine)
     prompts = [list(range(10, 29)), [7, 8, 9]]
     rows = []
@@ -133,6 +135,7 @@ def test_tokens_are_the_oracles(tmp_path: Path) -> None:
         driver.take(collect(driver.engine))
     driver.take(collect(driver.engine))
 
+    assert len([entry for entry in device.log if entry.startswith("replay")]) == 6, "every step is a graph"
     oracle, verdict = Oracle(folder), Verdict()
     for row, prompt in zip(rows, prompts, strict=True):
         oracle.judge(prompt, driver.rows[row].tokens[len(prompt) :], verdict)
@@ -145,7 +148,7 @@ def test_steps_neither_read_back_nor_compile(compiled: dict[str, set[tuple[objec
     Rows of every kind of sampling are admitted, computed in chunks, decoded by graphs, copied, swapped and removed.
     """
     folder = make_checkpoint("Qwen3ForCausalLM", tmp_path)
-    settings: dict[str, Any] = {"block_size": 8, "max_num_seqs": 4, "swap_space": "1MiB"}
+    settings: dict[str, Any] = {"block_size": 8, "max_num_seqs": 4, "swap_space": "1MiB", "max_num_batched_tokens": 32}
     driver = Driver(make_engine(folder, accelerator=FakeAccelerator(), **settings))
     with watched_launches(driver):
         for index, sampling in enumerate(SAMPLINGS):

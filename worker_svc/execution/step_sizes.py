@@ -1,0 +1,103 @@
+"""Sizes of steps that suit a device and a model: the defaults of the limits, and the largest step to capture.
+
+All functions are pure. Estimates of speed need to be right within a factor of two only.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+_ROWS = {"cpu": 64, "cuda": 256}
+_TOKENS = {"cpu": 128, "cuda": 2048}
+"""Default token budget of a step by type of device: enough for matrix products at full speed. On a CPU a token takes a
+millisecond or more, and each token of a prompt delays the rows in decode. A fast GPU has more."""
+_MOST_TOKENS = 8192
+_MEMORY_PER_TOKEN = 8 << 20
+"""Bytes of a GPU's memory per token of a step; the activations of a token take a hundredth of it."""
+_MEMORY_PER_ROW = 64 << 20
+_LONGEST_STEP_S = 0.5
+"""How long the products of a step may take: rows in decode wait for as long."""
+_CLOCK_HZ = 1.6e9
+_EFFICIENCY = 0.6
+"""Share of the peak that whole steps reach; measured on an H100 at 2,048 and 8,192 tokens."""
+_FLOP_PER_CLOCK = ((100, 8192), (90, 4096), (86, 1024), (80, 2048))
+"""Least compute capability, and the operations of dense 16-bit products per multiprocessor and clock."""
+_OLDER_FLOP_PER_CLOCK = 1024
+_LAUNCHES_S = 0.3e-3
+"""Time of the host to launch the kernels of one layer one by one."""
+_LEAST_CAPTURED, _MOST_CAPTURED = 256, 2048
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gpu:
+    """Properties of a GPU."""
+
+    total_memory: int
+    """Bytes."""
+    multiprocessors: int
+    capability: int
+    """Compute capability, 90 for 9.0."""
+
+    @property
+    def flop_per_s(self) -> float:
+        """Estimate of the operations per second of the matrix products of a step."""
+        known = (flop for least, flop in _FLOP_PER_CLOCK if self.capability >= least)
+        return _EFFICIENCY * self.multiprocessors * _CLOCK_HZ * next(known, _OLDER_FLOP_PER_CLOCK)
+
+
+def gpu_of(device: torch.device) -> Gpu | None:
+    """Return the properties of `device`; None for a CPU."""
+    if device.type != "cuda":
+        return None
+    found = torch.cuda.get_device_properties(device)
+    return Gpu(
+        total_memory=found.total_memory,
+        multiprocessors=found.multi_processor_count,
+        capability=10 * found.major + found.minor,
+    )
+
+
+def default_rows(gpu: Gpu | None) -> int:
+    """Return the default limit of running requests; None: on a CPU."""
+    if gpu is None:
+        return _ROWS["cpu"]
+    return min(_ROWS["cuda"], max(_ROWS["cpu"], _power_of_2(gpu.total_memory / _MEMORY_PER_ROW)))
+
+
+def default_tokens(gpu: Gpu | None, num_weights: int, max_rows: int) -> int:
+    """Return the default limit of tokens per step; at least half of them are available to prefill.
+
+    Args:
+        gpu: the GPU; None: a CPU.
+        num_weights: weights in the matrix products of a token, without the head; 0: unknown.
+        max_rows: the limit of running requests.
+    """
+    if gpu is None:
+        return max(_TOKENS["cpu"], 2 * max_rows)
+    in_time = _LONGEST_STEP_S * gpu.flop_per_s / (2 * num_weights) if num_weights else _TOKENS["cuda"]
+    fitting = _power_of_2(min(in_time, gpu.total_memory / _MEMORY_PER_TOKEN))
+    return max(min(_MOST_TOKENS, max(_TOKENS["cuda"], fitting)), 2 * max_rows)
+
+
+def largest_captured(gpu: Gpu | None, num_weights: int, num_layers: int, max_tokens: int) -> int:
+    """Return the number of tokens up to which a step with chunks is captured as a graph.
+
+    In a larger step the device computes longer than the host needs to launch the kernels one by one. A graph would save
+    nothing, but compute the padding.
+
+    Args:
+        gpu: the GPU; None: a stand-in on a CPU.
+        num_weights: as in `default_tokens`.
+        num_layers: number of layers.
+        max_tokens: the limit of tokens per step.
+    """
+    hidden = _LEAST_CAPTURED
+    if gpu is not None and num_weights:
+        hidden = int(_LAUNCHES_S * num_layers * gpu.flop_per_s / (2 * num_weights))
+    rounded = -(-max(_LEAST_CAPTURED, min(hidden, _MOST_CAPTURED)) // 64) * 64
+    return min(rounded, max_tokens)
+
+
+def _power_of_2(most: float) -> int:
+    """Return the largest power of two up to `most`, at least 1."""
+    return 1 << max(int(most).bit_length() - 1, 0)
