@@ -78,7 +78,7 @@ dist: setup ## build the wheels of the client and of the server into dist/
 test-levels: setup ## the tests that compute, by every set of instructions that the processor has (an hour)
 	@exec $(BIN)/python -m tests.levels $(ARGS)
 
-cpu-levels: setup ## speed of every set of instructions that the processor has, beside oneDNN (two minutes)
+cpu-levels: setup ## speed of every set of instructions that the processor has, beside oneDNN (three minutes)
 	@exec $(BIN)/python -m tools.cpu_levels $(ARGS)
 
 # An independent tool, in a venv of its own: it brings torch and much else along.

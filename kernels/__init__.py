@@ -19,7 +19,7 @@ it. A reference that the self-test of `native` also needs has its own module (``
     block_copy        copies of whole blocks: on the device, or between device and host
     scatter           writes scattered words of a state tensor on the device
     decode_inputs     the inputs of a decode step, computed on the device
-    linear            matrix products over weights packed for a CPU, also int8
+    linear            matrix products over weights packed for a CPU, also int8 and int4
     decoder           all layers of a Llama-type decoder on a CPU, in one call
     native            the optional C++ library of CPU kernels
     bench             measures the kernels against the limits of the device

@@ -1,14 +1,18 @@
-"""``y = x Wᵀ + b`` on a CPU over weights packed once: float32, bfloat16 or int8.
+"""``y = x Wᵀ + b`` on a CPU over weights packed once: float32, bfloat16, int8 or int4.
 
 Packed weights consist of blocks of 16 outputs (`kernels/native/src/format.h`). float32 and bfloat16 are packed *in
 place*, so that the model is not in memory twice: `empty_weight` allocates a weight with room for the padding, the
-checkpoint is read into it, and `pack` converts it. `quantise` makes a separate int8 copy.
+checkpoint is read into it, and `pack` converts it. `quantise` and `quantise_int4` make a separate copy.
 
 With int8 the weights of an output share a scale, ``max |w| / 127``, and so do the activations of a row, at run time.
 The integer product is exact. `quantised_linear_reference` defines it in plain torch.
 
-The sum over the inputs is computed in float32 (int32 for int8), in the order of the inputs. The result of a row
-therefore does not depend on the other rows of the batch.
+With int4 the weights of an output share a scale and a zero point in each group of 64 inputs: ``w = (q - zero) * scale``
+with q and zero from 0 to 15, and a scale in bfloat16. So a weight takes 4.5 bits. The activations are those of int8.
+The integer product of a group is exact, and `dequantised` returns the weights.
+
+The sum over the inputs (or groups) is computed in float32 (int32 for int8), in their order. The result of a row
+therefore does not depend on the other rows of the batch. Results of int4 are equal at every level.
 """
 
 from __future__ import annotations
@@ -20,9 +24,12 @@ from dataclasses import dataclass
 import torch
 
 from kernels.native.library import Native
-from kernels.native.structures import BFLOAT16, FLOAT32, FORMATS, INT8, STORE_BFLOAT16, STORE_FLOAT, CLinear
+from kernels.native.structures import BFLOAT16, FLOAT32, FORMATS, INT4, INT8, STORE_BFLOAT16, STORE_FLOAT, CLinear
 
 _BLOCK = 16
+_GROUP = 64
+_GROUP_BYTES = 9 * 64
+"""Of 16 outputs: one line of scales and zero points, and eight of weights."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +113,34 @@ def quantise(weight: torch.Tensor, bias: torch.Tensor | None = None, *, kernels:
     return _packed(INT8, outputs, inputs, packed, bias, scales, sums)
 
 
+def quantise_int4(
+    weight: torch.Tensor, bias: torch.Tensor | None = None, *, symmetric: bool = False, kernels: Native
+) -> PackedLinear:
+    """Return an int4 copy of a weight ``[outputs, inputs]`` (float32 or bfloat16).
+
+    The values of a group lie between its smallest and its largest weight (and zero). If `symmetric`, the zero point is
+    always 8, which is less accurate.
+    """
+    outputs, inputs = weight.shape
+    packed = torch.empty(-(-outputs // _BLOCK) * -(-inputs // _GROUP) * _GROUP_BYTES, dtype=torch.uint8)
+    advise_huge_pages(packed)
+    kernels.library.quire_quantise_int4(
+        FORMATS[weight.dtype], weight.data_ptr(), weight.stride(0), outputs, inputs, symmetric, packed.data_ptr()
+    )
+    return _packed(INT4, outputs, inputs, packed, bias)
+
+
+def dequantised(linear: PackedLinear) -> torch.Tensor:
+    """Return the weights ``[outputs, inputs]`` that the result of `quantise_int4` stands for, in float32."""
+    groups = linear.tensors[0].view(-1, -(-linear.inputs // _GROUP), 9, 64)
+    header = groups[:, :, 0].contiguous().view(torch.bfloat16).float()  # [blocks, groups, 32]
+    scales, zeros = header[..., None, None, :_BLOCK, None], header[..., None, None, _BLOCK:, None]
+    lines = groups[:, :, 1:].reshape(*groups.shape[:2], 8, _BLOCK, 4)
+    values = torch.stack((lines & 15, lines >> 4), 3).float()  # [blocks, groups, 8, 2, 16, 4]
+    weights: torch.Tensor = (values - zeros) * scales
+    return weights.permute(0, 4, 1, 2, 3, 5).reshape(len(groups) * _BLOCK, -1)[: linear.outputs, : linear.inputs]
+
+
 def _packed(
     num_format: int,
     outputs: int,
@@ -115,7 +150,7 @@ def _packed(
     scales: torch.Tensor | None = None,
     sums: torch.Tensor | None = None,
 ) -> PackedLinear:
-    assert num_format in (FLOAT32, BFLOAT16, INT8)
+    assert num_format in (FLOAT32, BFLOAT16, INT8, INT4)
     wide_bias = None if bias is None else bias.float().contiguous()
     kept = (weight, wide_bias, scales, sums)
     structure = CLinear(

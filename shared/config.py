@@ -174,7 +174,9 @@ class WorkerConfig(_Checked):
         "auto", "data type of weights and KV cache", choices=("auto", "float32", "bfloat16", "float16")
     )
     quantization: str = _option(
-        "none", "weight quantization: none, or int8 (Llama and Qwen family on a CPU)", choices=("none", "int8")
+        "none",
+        "weight quantization at load: none, int8, or int4 in groups of 64 inputs (Llama and Qwen family on a CPU)",
+        choices=("none", "int8", "int4"),
     )
     load_format: str = _option(
         "auto", "'auto' loads the weights, 'random' initialises them randomly", choices=("auto", "random")

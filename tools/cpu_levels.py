@@ -1,10 +1,14 @@
 """Speed of every level of the CPU kernels that this processor has, beside oneDNN: `make cpu-levels`.
 
 `python -m tools.cpu_levels [--rows 1,16,128] [--inputs 1024] [--outputs 4096] [--seconds 3]` measures products over
-packed weights. All levels and oneDNN (packed products of torch) compute in turn, each with the next of many weights. So
-a weight comes from memory, and other work on the machine slows all alike. The output is the median of each, and the
-median ratio of oneDNN's time to the time of the best level in the same turn. The levels start from float32 activations,
-and oneDNN from activations that are converted already.
+packed weights. All levels and a peer compute in turn, each with the next of many weights. The peer is oneDNN (packed
+products of torch), and torch's own product for int4 weights with bf16 activations. So a weight comes from memory, and
+other work on the machine slows all alike. The output is the median of each, and the median ratio of the peer's time to
+the time of the best level in the same turn. The levels start from float32 activations, and the peer from activations
+that are converted already.
+
+The last column is for one row, which waits for memory: the time that all threads take to read the bytes of a weight and
+do nothing else, divided by the time of the best level. Above 1, the product reads faster than that plain loop.
 """
 
 from __future__ import annotations
@@ -18,7 +22,7 @@ from pathlib import Path
 
 import torch
 
-from kernels.linear import PackedLinear, empty_weight, pack, quantise
+from kernels.linear import PackedLinear, empty_weight, pack, quantise, quantise_int4
 from kernels.native.library import Native, native_levels
 from kernels.native.selftest import failure
 from kernels.native.structures import STORE_FLOAT
@@ -49,17 +53,21 @@ def main() -> None:
     if not levels:
         raise SystemExit("cpu-levels: no level of the CPU kernels serves here; install Quire where there is a compiler")
     print(f"{_processor()}, {options.num_threads or len(os.sched_getaffinity(0))} threads")
-    for name, own, peer in (("bf16", _bf16, _onednn_bf16), ("int8", _int8, _onednn_int8)):
+    for name, own, peer_name, peer in (
+        ("bf16", _bf16, "oneDNN", _onednn_bf16),
+        ("int8", _int8, "oneDNN", _onednn_int8),
+        ("int4", _int4, "torch", _torch_int4),
+    ):
         weights = [torch.randn(options.outputs, options.inputs).bfloat16() for _ in range(_WEIGHTS)]
         packed, beside = own(weights, levels[0]), peer(weights)
         print(f"\n{name}: {options.inputs} inputs, {options.outputs} outputs, {_WEIGHTS} weights; µs (GFLOP/s)")
-        names = [*(level.level_name for level in levels), "oneDNN", "ratio"]
+        names = [*(level.level_name for level in levels), peer_name, "ratio", "of read"]
         print("rows  " + "".join(f"{each:>18}" for each in names))
         for rows in map(int, options.rows.split(",")):
             x = torch.randn(rows, options.inputs)
             products = [_by_level(packed, level, x) for level in levels]
-            times = _in_turn([*products, beside(x)], options.seconds)
-            _print_line(rows, 2e-3 * rows * options.inputs * options.outputs, times)
+            times = _in_turn([*products, beside(x), _read(packed, levels[0])], options.seconds)
+            _print_line(rows, 2e-3 * rows * options.inputs * options.outputs, packed[0].tensors[0].nbytes, times)
 
 
 def _serving_levels() -> list[Native]:
@@ -85,6 +93,15 @@ def _bf16(weights: list[torch.Tensor], kernels: Native) -> list[PackedLinear]:
 
 def _int8(weights: list[torch.Tensor], kernels: Native) -> list[PackedLinear]:
     return [quantise(weight, kernels=kernels) for weight in weights]
+
+
+def _int4(weights: list[torch.Tensor], kernels: Native) -> list[PackedLinear]:
+    return [quantise_int4(weight, kernels=kernels) for weight in weights]
+
+
+def _read(packed: list[PackedLinear], kernels: Native) -> Product:
+    bytes_of = [(linear.tensors[0].data_ptr(), linear.tensors[0].nbytes) for linear in packed]
+    return lambda i: kernels.library.quire_read(*bytes_of[i])
 
 
 def _by_level(packed: list[PackedLinear], kernels: Native, x: torch.Tensor) -> Product:
@@ -122,6 +139,24 @@ def _onednn_int8(weights: list[torch.Tensor]) -> Callable[[torch.Tensor], Produc
     return product
 
 
+def _torch_int4(weights: list[torch.Tensor]) -> Callable[[torch.Tensor], Product]:
+    group = 64
+    packed = []
+    for weight in weights:
+        groups = weight.float().view(len(weight), -1, group)
+        scales = groups.abs().amax(-1) / 7
+        values = (groups / scales[..., None]).round().int() + 8
+        both = torch.stack((scales, torch.zeros_like(scales)), -1).transpose(0, 1).contiguous().bfloat16()
+        packed.append((torch.ops.aten._convert_weight_to_int4pack_for_cpu(values.flatten(1), 1), both))
+
+    def product(x: torch.Tensor) -> Product:
+        narrow = x.bfloat16()
+        multiply = torch.ops.aten._weight_int4pack_mm_for_cpu
+        return lambda i: multiply(narrow, packed[i][0], group, packed[i][1])
+
+    return product
+
+
 def _in_turn(products: list[Product], seconds: float) -> list[list[float]]:
     """Return the microseconds of each product in each turn."""
     times: list[list[float]] = [[] for _ in products]
@@ -142,12 +177,20 @@ def _microseconds(product: Product, number: int) -> float:
     return (time.perf_counter() - began) * 1e6
 
 
-def _print_line(rows: int, kiloflop: float, times: list[list[float]]) -> None:
-    medians = [statistics.median(each) for each in times]
-    best = min(range(len(times) - 1), key=lambda place: medians[place])
-    ratio = statistics.median(peer / own for own, peer in zip(times[best], times[-1], strict=True))
-    cells = [f"{median:,.0f} ({kiloflop / median:,.0f})" for median in medians]
-    print(f"{rows:>4}  " + "".join(f"{cell:>18}" for cell in (*cells, f"{ratio:.2f}")), flush=True)
+def _print_line(rows: int, kiloflop: float, weight_bytes: int, times: list[list[float]]) -> None:
+    """Print one line; `times` are those of the levels, of the peer, and of reading a weight."""
+    *levels, peer, read = times
+    best = min(levels, key=statistics.median)
+    cells = [f"{statistics.median(each):,.0f} ({kiloflop / statistics.median(each):,.0f})" for each in (*levels, peer)]
+    cells.append(f"{_median_ratio(peer, best):.2f}")
+    if rows == 1:
+        read_speed = weight_bytes / statistics.median(read) / 1e3
+        cells.append(f"{_median_ratio(read, best):.2f} of {read_speed:.1f} GB/s")
+    print(f"{rows:>4}  " + "".join(f"{cell:>18}" for cell in cells), flush=True)
+
+
+def _median_ratio(first: list[float], second: list[float]) -> float:
+    return statistics.median(one / other for one, other in zip(first, second, strict=True))
 
 
 if __name__ == "__main__":

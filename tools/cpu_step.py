@@ -1,6 +1,6 @@
 """Measure the phases of one step on a CPU.
 
-`python -m tools.cpu_step --model FOLDER --rows 16 --context 200 [--quantization int8]` loads the model as a worker
+`python -m tools.cpu_step --model FOLDER --rows 16 --context 200 [--quantization int4]` loads the model as a worker
 does. It computes decode steps in this process, each with this number of rows and of keys per row. With `--chunk 128`,
 each row has that many new tokens, the last of its keys. It prints the median time of a step, the time of each phase,
 and the share of the step that the phases account for.

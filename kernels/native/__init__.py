@@ -11,7 +11,7 @@
 
 The library is built when Quire is installed (`setup.py`), if there is a compiler. Four *levels* are built from the
 same templates: `avx2`, `avx512` (with BF16 and VNNI), `amx`, and `portable`, which is plain C++ for tests. `amx` is
-`avx512`, but tile registers compute products over bf16 and int8 weights and the attention of chunks. The best level
-that the processor supports and that passes a self-test is used. The environment variable ``QUIRE_CPU_KERNELS`` forces
-a level, or ``off``.
+`avx512`, but tile registers compute products over bf16, int8 and int4 weights and the attention of chunks. The best
+level that the processor supports and that passes a self-test is used. The environment variable ``QUIRE_CPU_KERNELS``
+forces a level, or ``off``.
 """

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from ctypes import CDLL, POINTER, byref, c_int, c_int64, c_void_p
+from ctypes import CDLL, POINTER, byref, c_int, c_int64, c_uint64, c_void_p
 from functools import cache
 from pathlib import Path
 
@@ -11,7 +11,7 @@ import torch
 
 from kernels.native.structures import CAttention, CDecoder, CLinear, CSampling, CStep
 
-ABI = 3
+ABI = 4
 """Required result of the library's `quire_abi`."""
 LEVELS = {"portable": 0, "avx2": 1, "avx512": 2, "amx": 3}
 _log = logging.getLogger(__name__)
@@ -39,9 +39,7 @@ class Native:
 
     def work_bytes(self, num_format: int, rows: int, inputs: int) -> int:
         """Return the bytes of working memory that `linear` needs."""
-        activation = self.library.quire_activation_bytes(self.level, num_format)
-        padded = -(-inputs // 16) * 16
-        return int(rows * (-(-padded * activation // 64) * 64 + 64 + 4))
+        return int(rows * (self.library.quire_activation_stride(self.level, num_format, inputs) + 4))
 
     def sample(self, sampling: CSampling) -> None:
         """Call `quire_sample`."""
@@ -92,8 +90,10 @@ def declare(library: CDLL) -> None:
         "quire_set_num_threads": [c_int],
         "quire_pack_in_place": [c_int, c_void_p, c_int64, c_int64],
         "quire_quantise": [c_int, c_void_p, c_int64, c_int64, c_int64, c_void_p, c_void_p, c_void_p],
-        "quire_activation_bytes": [c_int, c_int],
+        "quire_quantise_int4": [c_int, c_void_p, c_int64, c_int64, c_int64, c_int, c_void_p],
+        "quire_activation_stride": [c_int, c_int, c_int64],
         "quire_linear": [c_int, POINTER(CLinear), c_void_p, c_int64, c_void_p, c_void_p, c_int64, c_int],
+        "quire_read": [c_void_p, c_int64],
         "quire_attention": [c_int, POINTER(CAttention)],
         "quire_argmax": [c_int, c_void_p, c_int64, c_int64, c_int64, c_void_p],
         "quire_sample": [c_int, POINTER(CSampling)],
@@ -104,4 +104,5 @@ def declare(library: CDLL) -> None:
         function.argtypes = argtypes
         function.restype = None
     library.quire_levels.restype = c_int
-    library.quire_activation_bytes.restype = c_int64
+    library.quire_activation_stride.restype = c_int64
+    library.quire_read.restype = c_uint64

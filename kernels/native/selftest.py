@@ -6,10 +6,12 @@ import torch
 
 from kernels.linear import (
     PackedLinear,
+    dequantised,
     empty_weight,
     linear_reference,
     pack,
     quantise,
+    quantise_int4,
     quantised_linear_reference,
 )
 from kernels.native.attention import paged_attention_native
@@ -20,8 +22,8 @@ from kernels.sampling_reference import SamplingTensors, sample_reference
 
 _ROWS = (*range(1, 14), 17, 27)
 """Numbers of rows: every tile height of any level, alone and combined."""
-_TOLERANCE = {"float32": 1e-5, "bfloat16": 1e-2, "int8": 2e-2}
-"""Largest error relative to the largest result; bfloat16 also rounds activations, int8 may round halves differently."""
+_TOLERANCE = {"float32": 1e-5, "bfloat16": 1e-2, "int8": 2e-2, "int4": 2e-2}
+"""Largest error relative to the largest result; bfloat16 also rounds activations, as int8 and int4 do to 8 bits."""
 _ATTENTION = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
 """Largest error by type of KV; with bfloat16, chunks may round queries and attention weights."""
 
@@ -30,10 +32,12 @@ def failure(kernels: Native) -> str | None:
     """Return the first failure of the level; None if it passes."""
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(85, 72, generator=generator)
+    int4 = quantise_int4(weight, kernels=kernels)
     for name, linear, exact, reference in (
         ("float32", _packed(kernels, weight), weight, linear_reference),
         ("bfloat16", _packed(kernels, weight.bfloat16()), weight.bfloat16(), linear_reference),
         ("int8", quantise(weight, kernels=kernels), weight, quantised_linear_reference),
+        ("int4", int4, dequantised(int4), linear_reference),
     ):
         for rows in _ROWS:
             x = torch.randn(rows, 72, generator=generator)

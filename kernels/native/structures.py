@@ -6,7 +6,7 @@ from ctypes import Structure, c_float, c_int32, c_int64, c_void_p
 
 import torch
 
-FLOAT32, BFLOAT16, INT8 = 0, 1, 2
+FLOAT32, BFLOAT16, INT8, INT4 = 0, 1, 2, 3
 STORE_FLOAT, ADD_FLOAT, STORE_BFLOAT16 = 0, 1, 2
 
 FORMATS = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16}

@@ -77,6 +77,18 @@ inline void dot_bytes(Tile& sum, const Tile& x, const Tile& w) {
     }
 }
 
+// TDPBSSD: the same for signed bytes of both.
+inline void dot_signed_bytes(Tile& sum, const Tile& x, const Tile& w) {
+  require_fit(sum, x, w);
+  for (int row = 0; row < sum.rows; ++row)
+    for (int n = 0; n < sum.row_bytes / 4; ++n) {
+      std::uint32_t total = sum.get<std::uint32_t>(row, n);
+      for (int k = 0; k < x.row_bytes; ++k)
+        total += static_cast<std::uint32_t>(x.get<std::int8_t>(row, k) * w.get<std::int8_t>(k / 4, 4 * n + k % 4));
+      sum.set(row, n, total);
+    }
+}
+
 }  // namespace amx_model
 
 namespace quire {
@@ -121,6 +133,10 @@ inline void dot_tiles_bf16() {
 template <int Sum, int X, int W>
 inline void dot_tiles_bytes() {
   amx_model::dot_bytes(amx_model::configured(Sum), amx_model::configured(X), amx_model::configured(W));
+}
+template <int Sum, int X, int W>
+inline void dot_tiles_signed_bytes() {
+  amx_model::dot_signed_bytes(amx_model::configured(Sum), amx_model::configured(X), amx_model::configured(W));
 }
 
 }  // namespace

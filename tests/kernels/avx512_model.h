@@ -247,6 +247,28 @@ inline std::uint16_t model_not_less(__m512 x, __m512 y) {
 #define _mm512_srli_epi64(x, by) model_shift_long(x, 0, by)
 #define _mm512_slli_epi64(x, by) model_shift_long(x, by, 0)
 #define _mm512_xor_si512(x, y) avx512_model::ints([&](int i) { return (x).lane[i] ^ (y).lane[i]; })
+#define _mm512_and_si512(x, y) avx512_model::ints([&](int i) { return (x).lane[i] & (y).lane[i]; })
+// The lower halves of the products.
+inline __m512i model_mul(__m512i x, __m512i y) {
+  return avx512_model::ints([&](int i) {
+    return static_cast<std::int32_t>(static_cast<std::uint32_t>(x.lane[i]) * static_cast<std::uint32_t>(y.lane[i]));
+  });
+}
+#define _mm512_mullo_epi32(x, y) model_mul(x, y)
+inline __m512i model_sub_bytes(__m512i x, __m512i y) {
+  std::uint8_t a[64], b[64];
+  std::memcpy(a, &x, sizeof a);
+  std::memcpy(b, &y, sizeof b);
+  for (int i = 0; i < 64; ++i) a[i] = static_cast<std::uint8_t>(a[i] - b[i]);
+  return avx512_model::read<__m512i>(a);
+}
+#define _mm512_sub_epi8(x, y) model_sub_bytes(x, y)
+// An aligned store faults on any other address.
+inline void model_store(void* p, __m512i x) {
+  if (reinterpret_cast<std::uintptr_t>(p) % 64 != 0) __builtin_trap();
+  std::memcpy(p, &x, sizeof x);
+}
+#define _mm512_store_si512(p, x) model_store(p, x)
 #define _mm512_or_si512(x, y) avx512_model::ints([&](int i) { return (x).lane[i] | (y).lane[i]; })
 #define _mm512_mask_blend_epi32(mask, x, y) model_blend(mask, x, y)
 #define _mm512_unpacklo_epi64(x, y) avx512_model::unpack(x, y, 0)

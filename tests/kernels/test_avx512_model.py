@@ -24,7 +24,7 @@ from kernels.native.serving import native
 from kernels.paged_attention import paged_attention_reference
 from tests.kernels.batches import as_float64, paged_batch
 from tests.kernels.rounding import assert_drawn
-from tests.kernels.test_linear import packed, quantised, relative_error
+from tests.kernels.test_linear import LEVELS, packed, quantised, quantised_int4, relative_error
 from tests.kernels.test_sampling import sampling
 
 COMPILER = shutil.which("g++")
@@ -76,13 +76,14 @@ def test_every_tile_gives_the_product(modelled: library.Native) -> None:
     generator = torch.Generator().manual_seed(3)
     weight = torch.randn(150, 70, generator=generator)
     x = torch.randn(67, 70, generator=generator)
-    bf16, int8 = packed(weight.bfloat16()), quantised(weight)
+    bf16, int8, int4 = packed(weight.bfloat16()), quantised(weight), quantised_int4(weight)
     expected = linear_reference(x.bfloat16().double(), weight.bfloat16())
     expected_int8 = quantised_linear_reference(x.double(), weight)
 
     for rows in (*range(1, 28), 32, 33, 48, 67):
         assert relative_error(bf16(x[:rows], modelled), expected[:rows]) < 1e-5, rows
         assert relative_error(int8(x[:rows], modelled), expected_int8[:rows]) < 2e-2, rows
+        assert torch.equal(int4(x[:rows], modelled), int4(x[:rows], LEVELS[0])), rows
 
 
 def test_draws_are_those_of_the_reference(modelled: library.Native) -> None:

@@ -9,10 +9,12 @@ from hypothesis import strategies as st
 
 from kernels.linear import (
     PackedLinear,
+    dequantised,
     empty_weight,
     linear_reference,
     pack,
     quantise,
+    quantise_int4,
     quantised_linear_reference,
 )
 from kernels.native.library import Native, native_levels
@@ -31,6 +33,11 @@ def packed(weight: torch.Tensor, bias: torch.Tensor | None = None) -> PackedLine
 def quantised(weight: torch.Tensor, bias: torch.Tensor | None = None) -> PackedLinear:
     """Return packed weights in int8."""
     return quantise(weight, bias, kernels=LEVELS[0])
+
+
+def quantised_int4(weight: torch.Tensor, bias: torch.Tensor | None = None, *, symmetric: bool = False) -> PackedLinear:
+    """Return packed weights in int4."""
+    return quantise_int4(weight, bias, symmetric=symmetric, kernels=LEVELS[0])
 
 
 def relative_error(got: torch.Tensor, expected: torch.Tensor) -> float:
@@ -73,6 +80,53 @@ def test_int8_products_equal_the_reference_for_any_shape(data: st.DataObject) ->
     assert relative_error(got, quantised_linear_reference(x.double(), weight, bias)) < 2e-2
 
 
+@given(data=st.data())
+def test_int4_products_equal_the_reference_for_any_shape(data: st.DataObject) -> None:
+    """Dequantised weights times rounded activations in float64; every level gives the same bits."""
+    rows, inputs, outputs = (data.draw(st.integers(1, most), label="size") for most in (40, 200, 200))
+    generator = torch.Generator().manual_seed(data.draw(st.integers(0, 1000), label="seed"))
+    weight, x = torch.randn(outputs, inputs, generator=generator), torch.randn(rows, inputs, generator=generator)
+    bias = torch.randn(outputs, generator=generator) if data.draw(st.booleans(), label="bias") else None
+    linear = quantised_int4(weight, bias, symmetric=data.draw(st.booleans(), label="symmetric"))
+
+    first, *others = (linear(x, kernels) for kernels in LEVELS)
+
+    assert all(torch.equal(first, other) for other in others)
+    top = x.abs().amax(-1, keepdim=True)
+    rounded = (x * (127 / top)).round() * (top / 127)
+    exact = linear_reference(rounded.double(), dequantised(linear), bias)
+    size = linear_reference(rounded.double().abs(), dequantised(linear).abs(), None if bias is None else bias.abs())
+    assert bool(((first.double() - exact).abs() <= 1e-5 * size).all())
+
+
+@given(data=st.data())
+def test_int4_weights_are_the_nearest_of_their_group(data: st.DataObject) -> None:
+    """A weight moves by half a step of its group at most. A step is a fifteenth of the group's range (with zero).
+
+    The bound is a little larger, because a scale in bfloat16 may be smaller than the range requires.
+    """
+    inputs, outputs = data.draw(st.integers(1, 200), label="inputs"), data.draw(st.integers(1, 40), label="outputs")
+    generator = torch.Generator().manual_seed(data.draw(st.integers(0, 1000), label="seed"))
+    weight = torch.randn(outputs, inputs, generator=generator) + data.draw(st.sampled_from([0.0, 3.0, -0.5]))
+    weight[0] = 0.0
+
+    got = dequantised(quantised_int4(weight))
+
+    groups = torch.nn.functional.pad(weight, (0, -inputs % 64)).view(outputs, -1, 64)
+    step = (groups.amax(-1).clamp(min=0) - groups.amin(-1).clamp(max=0)) / 15
+    bound = step.repeat_interleave(64, 1)[:, :inputs] * (0.5 + 15 / 256)
+    assert bool(((got - weight).abs() <= bound).all())
+
+
+def test_int4_zero_points_keep_more_of_the_weights() -> None:
+    """Zero points of each group are nearer to normal weights than symmetric ones."""
+    weight = torch.randn(64, 512, generator=torch.Generator().manual_seed(5))
+    errors = [float((dequantised(quantised_int4(weight, symmetric=each)) - weight).norm()) for each in (False, True)]
+
+    assert errors[0] < errors[1]
+    assert errors[0] < 0.1 * float(weight.norm())
+
+
 @pytest.mark.parametrize("kernels", LEVELS, ids=lambda kernels: kernels.level_name)
 def test_a_row_does_not_depend_on_the_rows_beside_it(kernels: Native) -> None:
     """Bit for bit the same alone and in any batch."""
@@ -80,6 +134,7 @@ def test_a_row_does_not_depend_on_the_rows_beside_it(kernels: Native) -> None:
         packed(torch.randn(120, 96)),
         packed(torch.randn(120, 96).bfloat16()),
         quantised(torch.randn(50, 96)),
+        quantised_int4(torch.randn(50, 96)),
     ):
         x = torch.randn(33, 96)
         together = linear(x, kernels)
@@ -90,7 +145,12 @@ def test_a_row_does_not_depend_on_the_rows_beside_it(kernels: Native) -> None:
 @pytest.mark.parametrize("kernels", LEVELS, ids=lambda kernels: kernels.level_name)
 def test_values_that_are_not_finite_stay_in_their_row(kernels: Native) -> None:
     """A NaN or an infinity in a row's activations makes that row's results not finite, and no other's."""
-    for linear in (packed(torch.randn(40, 96)), packed(torch.randn(40, 96).bfloat16()), quantised(torch.randn(40, 96))):
+    for linear in (
+        packed(torch.randn(40, 96)),
+        packed(torch.randn(40, 96).bfloat16()),
+        quantised(torch.randn(40, 96)),
+        quantised_int4(torch.randn(40, 96)),
+    ):
         x = torch.randn(4, 96)
         x[1, 3], x[2, 95] = torch.nan, torch.inf
         finite = linear(x, kernels).isfinite().all(1)

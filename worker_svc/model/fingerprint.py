@@ -41,7 +41,7 @@ def fingerprint(
         dtype: type of weights and activations.
         kv_dtype: type of the KV cache; None: `dtype`.
         with_weights: whether the weights are read from the checkpoint; False if they are drawn at random.
-        quantization: quantization of the weights at load: "none" or "int8".
+        quantization: quantization of the weights at load: "none", "int8" or "int4".
 
     Raises:
         ConfigError: there are no weights, or a file is not a safetensors file.

@@ -36,7 +36,7 @@ def choose_kernels(
     """Return the native CPU kernels if they support this model; None: torch computes it.
 
     Raises:
-        ConfigError: `quantization` is int8, which needs these kernels, and they do not support the model.
+        ConfigError: `quantization` needs these kernels, and they do not support the model.
     """
     if device.type == "cpu":
         reason = why_unsupported(shape_of(config), dtype, kv_dtype)
@@ -63,13 +63,16 @@ def pack(
     sin: torch.Tensor,
     quantization: str,
 ) -> PackedDecoder:
-    """Pack all weights: in place, or as int8.
+    """Pack all weights: in place, or quantised.
 
-    `layers` is emptied layer by layer, so that int8 weights need little extra memory.
+    `layers` is emptied layer by layer, so that quantised weights need little extra memory. With int4 the LM head, which
+    may also be the embedding, has int8 weights: it affects the answers most.
     """
 
-    def convert(linear: Linear) -> PackedLinear:
-        if quantization == "int8":
+    def convert(linear: Linear, kind: str = quantization) -> PackedLinear:
+        if kind == "int4":
+            return packed_linear.quantise_int4(linear.weight, linear.bias, kernels=kernels)
+        if kind == "int8":
             return packed_linear.quantise(linear.weight, linear.bias, kernels=kernels)
         return packed_linear.pack(linear.weight, linear.bias, kernels=kernels)
 
@@ -97,7 +100,7 @@ def pack(
         packed,
         embedding=embedding,
         final_norm=final_norm,
-        head=convert(Linear(head, None)),
+        head=convert(Linear(head, None), "int8" if quantization == "int4" else quantization),
         cos=cos,
         sin=sin,
     )

@@ -49,7 +49,7 @@ def build_model(
         dtype: type of weights and activations.
         device: the device of the model.
         num_positions: length of the longest sequence in tokens.
-        quantization: quantization of the weights: "none" or "int8".
+        quantization: quantization of the weights: "none", "int8" or "int4".
         kv_dtype: type of the KV cache; None: `dtype`.
 
     Raises:

@@ -1,6 +1,7 @@
 // C functions of the library, called through ctypes, which releases the GIL. They do not throw and do not return memory
 // that the caller must free. `level` is one of quire_levels().
 #include <algorithm>
+#include <atomic>
 
 #if defined(__x86_64__) && defined(__linux__)
 #include <cpuid.h>
@@ -22,7 +23,7 @@ namespace {
 using namespace quire;
 
 // Version of the ABI: increased with every change of a structure or function, together with ABI in library.py.
-constexpr int kAbi = 3;
+constexpr int kAbi = 4;
 
 const Kernels* kernels_of(int level) {
   switch (level) {
@@ -87,15 +88,22 @@ QUIRE_API void quire_quantise(int format, const void* weight, int64_t stride, in
   quantise(format, weight, stride, outputs, inputs, packed, scales, sums);
 }
 
-QUIRE_API int64_t quire_activation_bytes(int level, int format) { return kernels_of(level)->activation_bytes[format]; }
+QUIRE_API void quire_quantise_int4(int format, const void* weight, int64_t stride, int64_t outputs, int64_t inputs,
+                                   int symmetric, uint8_t* packed) {
+  quantise_int4(format, weight, stride, outputs, inputs, symmetric != 0, packed);
+}
 
-// x [rows][inputs] float32, contiguous; work: activation_bytes * round_up(inputs, 16) + 64 bytes a row, then one float a
-// row; out as `store` says.
+QUIRE_API int64_t quire_activation_stride(int level, int format, int64_t inputs) {
+  return activation_stride(*kernels_of(level), format, inputs);
+}
+
+// x [rows][inputs] float32, contiguous; work: quire_activation_stride bytes a row, then one float a row; out as `store`
+// says.
 QUIRE_API void quire_linear(int level, const Linear* linear, const float* x, int64_t rows, void* work, void* out,
                             int64_t out_stride, int store) {
   const Kernels& kernels = *kernels_of(level);
   const int64_t padded = round_up(linear->inputs, 16);
-  const int64_t stride = round_up(padded * kernels.activation_bytes[linear->format], kLine) + kLine;
+  const int64_t stride = activation_stride(kernels, linear->format, linear->inputs);
   char* const activations = static_cast<char*>(work);
   float* const scales = reinterpret_cast<float*>(activations + rows * stride);
   parallel_chunks(rows, 4096 / padded, [&](int64_t begin, int64_t end) {
@@ -104,6 +112,23 @@ QUIRE_API void quire_linear(int level, const Linear* linear, const float* x, int
                              activations + row * stride, scales + row);
   });
   multiply(kernels, {linear, activations, stride, scales, out, out_stride, store, 0, rows, 0, 0});
+}
+
+// Reads memory with all threads, to measure how fast that is; returns a sum of the words. bytes: a multiple of 64.
+QUIRE_API uint64_t quire_read(const uint64_t* words, int64_t bytes) {
+  constexpr int64_t kPart = 1 << 17, kStreams = 4;
+  const int64_t lines = bytes / kLine;
+  std::atomic<uint64_t> total{0};
+  parallel_chunks(lines, kPart / kLine, [&](int64_t begin, int64_t end) {
+    const int64_t per_stream = (end - begin) / kStreams;
+    const uint64_t* const first = words + begin * 8;
+    uint64_t sums[8] = {};
+    for (int64_t line = 0; line < per_stream; ++line)
+      for (int64_t stream = 0; stream < kStreams; ++stream)
+        for (int i = 0; i < 8; ++i) sums[i] += first[(stream * per_stream + line) * 8 + i];
+    for (const uint64_t sum : sums) total += sum;
+  });
+  return total;
 }
 
 QUIRE_API void quire_attention(int level, const Attention* attention) {

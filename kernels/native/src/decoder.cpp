@@ -150,7 +150,7 @@ class Run {
   template <class Make>
   void activate(const Linear& linear, int64_t rows, int64_t cost, const Make& make) {
     const int64_t padded = round_up(linear.inputs, 16);
-    stride_ = round_up(padded * k_.activation_bytes[linear.format], kLine) + kLine;  // spreads rows over cache sets
+    stride_ = activation_stride(k_, linear.format, linear.inputs);
     char* const out = space_.activations.of<char>(rows * stride_);
     float* const scales = space_.scales.of<float>(rows);
     parallel_chunks(rows, kGrain / cost, [&](int64_t begin, int64_t end) {

@@ -5,11 +5,16 @@
 //     float32  [outputs / 16][inputs    ][16]       16 outputs x 1 input
 //     bf16     [outputs / 16][inputs / 2][16][2]    16 outputs x 2 inputs
 //     int8     [outputs / 16][inputs / 4][16][4]    16 outputs x 4 inputs
+//     int4     [outputs / 16][inputs / 64][1 + 8][16][4]
 //
 // padded with zeros to whole lines. A block is contiguous, so that a matrix-vector product streams whole blocks from
 // memory, without a horizontal sum at the end. A tile of rows uses each loaded line for all its rows. This is the
 // operand order of vdpbf16ps and vpdpbusd; without these instructions shifts widen the lanes. A block has the size of
 // its 16 rows, so that float32 and bf16 are packed in place.
+//
+// int4: 64 inputs are a group, in which each output has a scale and a zero point. The first line of a group has the 16
+// scales, then the 16 zero points, both in bf16. Each of the eight lines after it has two lines of int8: byte [o][k] of
+// line i has the unsigned weight of input 8 i + k in its lower half, and that of input 8 i + 4 + k in its upper half.
 #pragma once
 
 #include <cstdint>
@@ -24,19 +29,24 @@ using std::uint16_t;
 using std::uint32_t;
 using std::uint8_t;
 
-enum Format : int { kFloat32 = 0, kBFloat16 = 1, kInt8 = 2 };
+enum Format : int { kFloat32 = 0, kBFloat16 = 1, kInt8 = 2, kInt4 = 3 };
 
 constexpr int64_t kBlock = 16;  // outputs of a block, and lanes of a vector
 constexpr int64_t kLine = 64;   // bytes
+constexpr int64_t kGroup = 64;  // int4: inputs of a group
+constexpr int64_t kGroupLines = 9;
 
 constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 constexpr int64_t round_up(int64_t a, int64_t b) { return ceil_div(a, b) * b; }
 
 constexpr int64_t element_bytes(int format) { return format == kFloat32 ? 4 : format == kBFloat16 ? 2 : 1; }
 constexpr int64_t inputs_per_step(int format) { return 4 / element_bytes(format); }
-constexpr int64_t num_steps(int format, int64_t inputs) { return ceil_div(inputs, inputs_per_step(format)); }
+// Lines of one block of weights.
+constexpr int64_t num_lines(int format, int64_t inputs) {
+  return format == kInt4 ? ceil_div(inputs, kGroup) * kGroupLines : ceil_div(inputs, inputs_per_step(format));
+}
 
-// One linear layer. y = x W^T + bias; int8: W[o][i] = q[o][i] * scales[o].
+// One linear layer. y = x W^T + bias; int8: W[o][i] = q[o][i] * scales[o]; int4: (q[o][i] - zero) * scale of the group.
 struct Linear {
   int32_t format;
   int32_t pad;

@@ -18,7 +18,7 @@ struct LinearTask {
   const Linear* linear;
   const void* x;        // activations in the level's format, rows `x_stride` bytes apart, padded with zeros to whole steps
   int64_t x_stride;
-  const float* x_scales;  // int8: one per row
+  const float* x_scales;  // int8 and int4: one per row
   void* out;
   int64_t out_stride;  // elements
   int store;
@@ -68,11 +68,11 @@ struct Weighing {
 struct Kernels {
   int level;
   // Bytes of one activation of `linear`, by the format of the weights.
-  int activation_bytes[3];
+  int activation_bytes[4];
   int max_tile_rows;
   int64_t chunk_bytes;  // of activations per pass over the weights, which stay in the L2 cache
   void (*linear)(const LinearTask&);
-  // Converts n floats to activations, with zeros after them up to `padded`; int8 also sets *scale.
+  // Converts n floats to activations, with zeros after them up to `padded`; int8 and int4 also set *scale.
   void (*to_activations)(int format, const float* x, int64_t n, int64_t padded, void* out, float* scale);
   void (*rms_norm)(const float* x, const float* weight, float eps, int64_t n, float* out);
   // out[i] = silu(gate_up[i]) * gate_up[n + i]; n need not be a multiple of 16.

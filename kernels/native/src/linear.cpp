@@ -41,7 +41,44 @@ void pack_blocks(T* weight, int64_t outputs, int64_t inputs) {
   });
 }
 
+uint16_t narrow(float x) {  // to nearest, ties to even; finite
+  uint32_t bits;
+  std::memcpy(&bits, &x, sizeof bits);
+  return static_cast<uint16_t>((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+
+// Quantises `count` weights of one group and output; `to` is the place of the output in the first line of the group.
+void quantise_group(const float* weight, int64_t count, bool symmetric, int64_t lane, uint8_t* group) {
+  float low = 0.0f, high = 0.0f;
+  for (int64_t i = 0; i < count; ++i) low = std::min(low, weight[i]), high = std::max(high, weight[i]);
+  const uint16_t rounded = narrow(symmetric ? (high > -low ? high : low) / -8.0f : (high - low) / 15.0f);
+  const float scale = widen(rounded), inverse = scale != 0.0f ? 1.0f / scale : 0.0f;
+  const long zero_point = symmetric ? 8 : std::clamp(std::lrintf(-low * inverse), 0L, 15L);
+  uint16_t header[2] = {rounded, narrow(static_cast<float>(zero_point))};
+  std::memcpy(group + 2 * lane, header, 2);
+  std::memcpy(group + 2 * (kBlock + lane), header + 1, 2);
+  for (int64_t i = 0; i < count; ++i) {
+    const long value = std::clamp(std::lrintf(weight[i] * inverse) + zero_point, 0L, 15L);
+    group[(1 + i / 8) * kLine + 4 * lane + i % 4] |= static_cast<uint8_t>(value << (i / 4 % 2 * 4));
+  }
+}
+
+float int4_weight(const Linear& linear, int64_t output, int64_t input) {
+  const int64_t lane = output % kBlock, i = input % kGroup;
+  const uint8_t* const group = static_cast<const uint8_t*>(linear.packed) +
+                               output / kBlock * num_lines(kInt4, linear.inputs) * kLine +
+                               input / kGroup * kGroupLines * kLine;
+  const int value = group[(1 + i / 8) * kLine + 4 * lane + i % 4] >> (i / 4 % 2 * 4) & 15;
+  return (static_cast<float>(value) - element(kBFloat16, group, kBlock + lane)) * element(kBFloat16, group, lane);
+}
+
 }  // namespace
+
+int64_t activation_stride(const Kernels& kernels, int format, int64_t inputs) {
+  const int64_t bytes = format == kInt4 ? ceil_div(inputs, kGroup) * (kGroup + static_cast<int64_t>(sizeof(float)))
+                                        : round_up(inputs, 16) * kernels.activation_bytes[format];
+  return round_up(bytes, kLine) + kLine;  // the additional line spreads rows over cache sets
+}
 
 void multiply(const Kernels& kernels, const LinearTask& whole) {
   const Linear& linear = *whole.linear;
@@ -52,7 +89,7 @@ void multiply(const Kernels& kernels, const LinearTask& whole) {
   const int64_t num_chunks = ceil_div(rows, in_cache), chunk = ceil_div(ceil_div(rows, num_chunks), tall) * tall;
   // Enough tasks, so that a core with other work does not delay the others.
   const int64_t num_blocks = ceil_div(linear.outputs, kBlock);
-  const int64_t block_bytes = num_steps(linear.format, linear.inputs) * kLine;
+  const int64_t block_bytes = num_lines(linear.format, linear.inputs) * kLine;
   const int64_t wanted = num_threads() == 1 ? 1 : 8 * num_threads();
   const int64_t smallest = std::max<int64_t>(4, kTaskBytes / block_bytes);
   const int64_t per_task = round_up(std::max(smallest, ceil_div(num_blocks, wanted)), 4);
@@ -76,11 +113,11 @@ void pack_in_place(int format, void* weight, int64_t outputs, int64_t inputs) {
 
 void quantise(int format, const void* weight, int64_t stride, int64_t outputs, int64_t inputs, int8_t* packed,
               float* scales, int32_t* sums) {
-  const int64_t steps = num_steps(kInt8, inputs);
+  const int64_t lines = num_lines(kInt8, inputs);
   parallel_chunks(ceil_div(outputs, kBlock), 8, [=](int64_t begin, int64_t end) {
     for (int64_t block = begin; block < end; ++block) {
-      int8_t* const to = packed + block * steps * kLine;
-      std::memset(to, 0, steps * kLine);
+      int8_t* const to = packed + block * lines * kLine;
+      std::memset(to, 0, lines * kLine);
       for (int64_t lane = 0; lane < kBlock; ++lane) {
         const int64_t output = block * kBlock + lane;
         scales[output] = 0.0f;
@@ -101,14 +138,34 @@ void quantise(int format, const void* weight, int64_t stride, int64_t outputs, i
   });
 }
 
+void quantise_int4(int format, const void* weight, int64_t stride, int64_t outputs, int64_t inputs, bool symmetric,
+                   uint8_t* packed) {
+  const int64_t block_bytes = num_lines(kInt4, inputs) * kLine;
+  parallel_chunks(ceil_div(outputs, kBlock), 8, [=](int64_t begin, int64_t end) {
+    for (int64_t block = begin; block < end; ++block) {
+      uint8_t* const to = packed + block * block_bytes;
+      std::memset(to, 0, block_bytes);
+      for (int64_t lane = 0; lane < std::min(kBlock, outputs - block * kBlock); ++lane)
+        for (int64_t first = 0; first < inputs; first += kGroup) {
+          const int64_t count = std::min(kGroup, inputs - first), at = (block * kBlock + lane) * stride + first;
+          float weights[kGroup];
+          for (int64_t i = 0; i < count; ++i) weights[i] = element(format, weight, at + i);
+          quantise_group(weights, count, symmetric, lane, to + first / kGroup * kGroupLines * kLine);
+        }
+    }
+  });
+}
+
 void unpack_row(const Linear& linear, int64_t output, float* out) {
   const int64_t per = inputs_per_step(linear.format), bytes = element_bytes(linear.format);
   const char* const block = static_cast<const char*>(linear.packed) +
-                            output / kBlock * num_steps(linear.format, linear.inputs) * kLine +
+                            output / kBlock * num_lines(linear.format, linear.inputs) * kLine +
                             output % kBlock * per * bytes;
   for (int64_t i = 0; i < linear.inputs; ++i) {
     const char* const at = block + i / per * kLine;
-    if (linear.format == kInt8)
+    if (linear.format == kInt4)
+      out[i] = int4_weight(linear, output, i);
+    else if (linear.format == kInt8)
       out[i] = static_cast<float>(reinterpret_cast<const int8_t*>(at)[i % per]) * linear.scales[output];
     else
       out[i] = element(linear.format, at, i % per);

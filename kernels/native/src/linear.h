@@ -5,6 +5,9 @@
 
 namespace quire {
 
+// Bytes from one row of activations to the next.
+int64_t activation_stride(const Kernels& kernels, int format, int64_t inputs);
+
 // Computes all of `whole`: rows 0 .. last_row; its block range is ignored.
 void multiply(const Kernels& kernels, const LinearTask& whole);
 
@@ -16,6 +19,11 @@ void pack_in_place(int format, void* weight, int64_t outputs, int64_t inputs);
 // / 127.
 void quantise(int format, const void* weight, int64_t stride, int64_t outputs, int64_t inputs, int8_t* packed,
               float* scales, int32_t* sums);
+
+// The same to int4, by groups: q = round(w / scale) + zero point. The scale of a group is its range divided by 15; if
+// `symmetric`, the zero point is 8, and the largest |w| becomes 0.
+void quantise_int4(int format, const void* weight, int64_t stride, int64_t outputs, int64_t inputs, bool symmetric,
+                   uint8_t* packed);
 
 // Unpacks the weights of one output to float32.
 void unpack_row(const Linear& linear, int64_t output, float* out);

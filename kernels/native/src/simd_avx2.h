@@ -41,6 +41,13 @@ inline void store(uint16_t* p, V x) {
   const __m256i packed = _mm256_packus_epi32(round_bf16(x.a), round_bf16(x.b));
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm256_permute4x64_epi64(packed, 0xd8));
 }
+// Rounds to the nearest integers, which fit into a byte.
+inline void store(int8_t* p, V x) {
+  const __m256i words = _mm256_packs_epi32(_mm256_cvtps_epi32(x.a), _mm256_cvtps_epi32(x.b));  // 0-3 8-11 4-7 12-15
+  const __m256i bytes = _mm256_packs_epi16(words, words);
+  const __m256i in_order = _mm256_permutevar8x32_epi32(bytes, _mm256_setr_epi32(0, 4, 1, 5, 0, 4, 1, 5));
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_castsi256_si128(in_order));
+}
 inline V add(V x, V y) { return {_mm256_add_ps(x.a, y.a), _mm256_add_ps(x.b, y.b)}; }
 inline V sub(V x, V y) { return {_mm256_sub_ps(x.a, y.a), _mm256_sub_ps(x.b, y.b)}; }
 inline V mul(V x, V y) { return {_mm256_mul_ps(x.a, y.a), _mm256_mul_ps(x.b, y.b)}; }
@@ -50,6 +57,7 @@ inline V fma(V x, V y, V z) { return {_mm256_fmadd_ps(x.a, y.a, z.a), _mm256_fma
 // Returns the larger; y if either is NaN.
 inline V max(V x, V y) { return {_mm256_max_ps(x.a, y.a), _mm256_max_ps(x.b, y.b)}; }
 inline V min(V x, V y) { return {_mm256_min_ps(x.a, y.a), _mm256_min_ps(x.b, y.b)}; }
+inline V fused(V x, V y, V z) { return fma(x, y, z); }  // rounds once, at every level
 inline V abs(V x) {
   const __m256 mask = _mm256_castsi256_ps(_mm256_set1_epi32(0x7fffffff));
   return {_mm256_and_ps(x.a, mask), _mm256_and_ps(x.b, mask)};
@@ -161,6 +169,7 @@ inline __m256 broadcast(const float* p) {
 }
 
 struct Float32Step {
+  static constexpr bool kGrouped = false;
   using Sum = V;
   using Weight = V;
   using Input = __m256;
@@ -190,8 +199,44 @@ struct BFloat16Step : Float32Step {
   static Input input(const Element* x, int half) { return broadcast(x + half); }
 };
 
+// Activations are signed bytes. vpmaddubsw multiplies them with unsigned weights, and adds pairs in 16 bits: room for
+// the products of four lines.
+struct Int4Step {
+  struct Sum {
+    __m256i a, b;
+  };
+  using Weight = Sum;
+  using Input = __m256i;
+  using Element = int8_t;
+  static constexpr bool kGrouped = true;
+  static constexpr int kParts = 2;  // of the lines of a group, each with sums of its own
+  static constexpr int kHalves = 2;
+  static constexpr int kInputs = 8;
+  static Sum zero_sum() { return {_mm256_setzero_si256(), _mm256_setzero_si256()}; }
+  static Weight weight(const char* line, int half) {
+    const auto nibbles = [half](const char* p) {
+      const __m256i x = _mm256_load_si256(reinterpret_cast<const __m256i*>(p));
+      return _mm256_and_si256(half == 0 ? x : _mm256_srli_epi16(x, 4), _mm256_set1_epi8(15));
+    };
+    return {nibbles(line), nibbles(line + 32)};
+  }
+  static Input input(const Element* x, int half) {
+    return _mm256_castps_si256(broadcast(reinterpret_cast<const float*>(x + 4 * half)));
+  }
+  static Sum dot(Sum sum, Input x, Weight w) {
+    sum = {_mm256_add_epi16(sum.a, _mm256_maddubs_epi16(w.a, x)), _mm256_add_epi16(sum.b, _mm256_maddubs_epi16(w.b, x))};
+    __asm__("" : "+x"(sum.a), "+x"(sum.b));  // as for int8
+    return sum;
+  }
+  static V to_float(Sum sum) {
+    const auto wide = [](__m256i x) { return _mm256_cvtepi32_ps(_mm256_madd_epi16(x, _mm256_set1_epi16(1))); };
+    return {wide(sum.a), wide(sum.b)};
+  }
+};
+
 // Activations are 16 bits wide, four inputs in the order 0, 2, 1, 3: vpmaddwd takes the even, then the odd ones.
 struct Int8Step {
+  static constexpr bool kGrouped = false;
   struct Sum {
     __m256i a, b;
   };

@@ -29,11 +29,15 @@ inline void store(uint16_t* p, V x) {
   const __m256bh rounded = _mm512_cvtneps_pbh(x);
   std::memcpy(p, &rounded, sizeof rounded);
 }
+inline void store(int8_t* p, V x) {
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(x)));
+}
 inline V add(V x, V y) { return _mm512_add_ps(x, y); }
 inline V sub(V x, V y) { return _mm512_sub_ps(x, y); }
 inline V mul(V x, V y) { return _mm512_mul_ps(x, y); }
 inline V div(V x, V y) { return _mm512_div_ps(x, y); }
 inline V fma(V x, V y, V z) { return _mm512_fmadd_ps(x, y, z); }
+inline V fused(V x, V y, V z) { return fma(x, y, z); }
 inline V max(V x, V y) { return _mm512_max_ps(x, y); }
 inline V min(V x, V y) { return _mm512_min_ps(x, y); }
 inline V abs(V x) { return _mm512_abs_ps(x); }
@@ -85,6 +89,7 @@ inline void prefetch_near(const char* p) { _mm_prefetch(p, _MM_HINT_T0); }
 inline void prefetch_far(const char* p) { _mm_prefetch(p, _MM_HINT_T1); }
 
 struct Float32Step {
+  static constexpr bool kGrouped = false;
   using Sum = V;
   using Weight = V;
   using Input = V;
@@ -111,6 +116,7 @@ inline __m512i dot_bytes(__m512i sum, __m512i x, __m512i w) {
 #endif
 
 struct BFloat16Step {
+  static constexpr bool kGrouped = false;
   using Sum = V;
   using Weight = __m512bh;
   using Input = __m512bh;
@@ -131,6 +137,7 @@ struct BFloat16Step {
 // vpdpbusd multiplies unsigned activations by signed weights. 128 is added to each activation, and 128 times the sum of
 // the weights is subtracted at the end.
 struct Int8Step {
+  static constexpr bool kGrouped = false;
   using Sum = __m512i;
   using Weight = __m512i;
   using Input = __m512i;
@@ -153,6 +160,42 @@ struct Int8Step {
     _mm_storeu_si128(reinterpret_cast<__m128i*>(out), bytes);
   }
 };
+
+// Here the weights are the unsigned operand of vpdpbusd, and the activations are signed.
+struct Int4Step {
+  using Sum = __m512i;
+  using Weight = __m512i;
+  using Input = __m512i;
+  using Element = int8_t;
+  static constexpr bool kGrouped = true;
+  static constexpr int kParts = 1;
+  static constexpr int kHalves = 2;
+  static constexpr int kInputs = 8;
+  static Sum zero_sum() { return _mm512_setzero_si512(); }
+  static Weight weight(const char* line, int half) {
+    const __m512i x = _mm512_load_si512(line);
+    return _mm512_and_si512(half == 0 ? x : _mm512_srli_epi32(x, 4), _mm512_set1_epi32(0x0f0f0f0f));
+  }
+  static Input input(const Element* x, int half) {
+    int32_t four;
+    std::memcpy(&four, x + 4 * half, sizeof four);
+    return _mm512_set1_epi32(four);
+  }
+  static Sum dot(Sum sum, Input x, Weight w) { return dot_bytes(sum, w, x); }
+  static V to_float(Sum sum) { return _mm512_cvtepi32_ps(sum); }
+};
+
+inline V int_to_float(const int32_t* p) { return _mm512_cvtepi32_ps(_mm512_load_si512(p)); }
+
+// Unpacks one group of a block of int4 weights to 16 lines of int8, without the zero points.
+inline void unpack_group(const char* group, char* out) {
+  const __m512i ints = _mm512_cvtps_epi32(load(reinterpret_cast<const uint16_t*>(group) + kBlock));
+  const __m512i zero_points = _mm512_mullo_epi32(ints, _mm512_set1_epi32(0x01010101));
+  for (int line = 0; line < kGroupLines - 1; ++line)
+    for (int half = 0; half < 2; ++half)
+      _mm512_store_si512(out + (2 * line + half) * kLine,
+                         _mm512_sub_epi8(Int4Step::weight(group + (1 + line) * kLine, half), zero_points));
+}
 
 // 32 registers, up to 24 of them for sums. Tasks are multiples of four blocks, and thus also of two.
 constexpr bool kFewRegisters = false;

@@ -43,11 +43,17 @@ inline V load(const uint16_t* p) { return each([=](int i) { return widen1(p[i]);
 inline void store(uint16_t* p, V x) {
   for (int i = 0; i < 16; ++i) p[i] = narrow1(x.lane[i]);
 }
+inline void store(int8_t* p, V x) {
+  for (int i = 0; i < 16; ++i) p[i] = static_cast<int8_t>(std::nearbyintf(x.lane[i]));
+}
 inline V add(V x, V y) { return each([&](int i) { return x.lane[i] + y.lane[i]; }); }
 inline V sub(V x, V y) { return each([&](int i) { return x.lane[i] - y.lane[i]; }); }
 inline V mul(V x, V y) { return each([&](int i) { return x.lane[i] * y.lane[i]; }); }
 inline V div(V x, V y) { return each([&](int i) { return x.lane[i] / y.lane[i]; }); }
 inline V fma(V x, V y, V z) { return each([&](int i) { return x.lane[i] * y.lane[i] + z.lane[i]; }); }
+inline V fused(V x, V y, V z) {
+  return each([&](int i) { return std::fma(x.lane[i], y.lane[i], z.lane[i]); });
+}
 inline V max(V x, V y) { return each([&](int i) { return x.lane[i] > y.lane[i] ? x.lane[i] : y.lane[i]; }); }
 inline V min(V x, V y) { return each([&](int i) { return x.lane[i] < y.lane[i] ? x.lane[i] : y.lane[i]; }); }
 inline V abs(V x) { return each([&](int i) { return std::fabs(x.lane[i]); }); }
@@ -121,6 +127,7 @@ inline void prefetch_near(const char*) {}
 inline void prefetch_far(const char*) {}
 
 struct Float32Step {
+  static constexpr bool kGrouped = false;
   using Sum = V;
   using Weight = V;
   using Input = float;
@@ -135,6 +142,7 @@ struct Float32Step {
 };
 
 struct BFloat16Step {
+  static constexpr bool kGrouped = false;
   struct Weight {
     uint16_t pair[16][2];
   };
@@ -161,6 +169,7 @@ struct BFloat16Step {
 };
 
 struct Int8Step {
+  static constexpr bool kGrouped = false;
   struct Sum {
     int32_t lane[16];
   };
@@ -189,6 +198,28 @@ struct Int8Step {
   static V to_float(Sum sum) { return each([&](int i) { return static_cast<float>(sum.lane[i]); }); }
   static void quantise(const float* x, float inverse, Element* out) {
     for (int i = 0; i < 16; ++i) out[i] = static_cast<uint8_t>(static_cast<int>(std::nearbyintf(x[i] * inverse)) + kOffset);
+  }
+};
+
+struct Int4Step : Int8Step {
+  static constexpr bool kGrouped = true;
+  static constexpr int kParts = 2;
+  static constexpr int kHalves = 2;
+  static constexpr int kInputs = 8;
+  using Element = int8_t;
+  struct Input {
+    int8_t four[4];
+  };
+  static Weight weight(const char* line, int half) {
+    Weight w;
+    for (int i = 0; i < 64; ++i) w.four[i / 4][i % 4] = static_cast<int8_t>(static_cast<uint8_t>(line[i]) >> 4 * half & 15);
+    return w;
+  }
+  static Input input(const Element* x, int half) { return {{x[4 * half], x[4 * half + 1], x[4 * half + 2], x[4 * half + 3]}}; }
+  static Sum dot(Sum sum, Input x, Weight w) {
+    for (int i = 0; i < 16; ++i)
+      for (int k = 0; k < 4; ++k) sum.lane[i] += x.four[k] * w.four[i][k];
+    return sum;
   }
 };
 

@@ -44,6 +44,11 @@ template <int Sum, int X, int W>
 inline void dot_tiles_bytes() {
   __asm__ volatile("tdpbusd %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(Sum), "i"(X), "i"(W));
 }
+// The same for signed bytes of both.
+template <int Sum, int X, int W>
+inline void dot_tiles_signed_bytes() {
+  __asm__ volatile("tdpbssd %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(Sum), "i"(X), "i"(W));
+}
 
 #endif
 
