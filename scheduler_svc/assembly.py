@@ -11,6 +11,8 @@ from shared.sockets import Protect
 
 _NO_BUDGET = 1 << 24
 """Token budget without a limit: larger than any worker's own limit, which then applies."""
+_ALL_ROWS = 1 << 16
+"""Limit of running requests that no worker exceeds; its own limit then applies."""
 
 
 def to_core_config(config: SchedulerConfig, admission: AdmissionSettings) -> CoreConfig:
@@ -19,6 +21,7 @@ def to_core_config(config: SchedulerConfig, admission: AdmissionSettings) -> Cor
     Raises:
         InvalidLimitsError: limits contradict each other.
     """
+    max_tokens = config.max_num_batched_tokens or _NO_BUDGET
     return CoreConfig(
         policy=config.policy,
         classes=admission.classes,
@@ -36,8 +39,8 @@ def to_core_config(config: SchedulerConfig, admission: AdmissionSettings) -> Cor
         policy_preemption=config.policy_preemption,
         preempt_threshold=config.preempt_threshold,
         victim_rule=config.victim_rule,
-        max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=config.max_num_batched_tokens or _NO_BUDGET,
+        max_num_seqs=config.max_num_seqs or min(_ALL_ROWS, max_tokens),
+        max_num_batched_tokens=max_tokens,
         long_prefill_token_threshold=config.long_prefill_token_threshold,
         max_tokens_in_paged_kv_cache=config.max_tokens_in_paged_kv_cache,
         max_queued_requests=config.max_queued_requests,

@@ -89,11 +89,13 @@ class SchedulerConfig(_Checked):
     victim_rule: str = _option(
         "fewest", "which running request to preempt", choices=("fewest", "youngest", "lowest_priority")
     )
-    max_num_seqs: int = _option(64, "maximum number of running requests per worker", least=1, most=1 << 16)
+    max_num_seqs: int = _option(
+        0, "maximum number of running requests per worker; 0: the worker's own limit", least=0, most=1 << 16
+    )
     max_num_batched_tokens: int = _option(
         0,
         "token budget of a worker's step, in which the later tokens of a long prompt count more; 0: by its device"
-        " (GPU 512, CPU 128) and max_num_seqs",
+        " (GPU 2,048 to 8,192, CPU 128) and max_num_seqs",
         least=0,
         most=MAX_STEP_TOKENS,
     )
@@ -194,10 +196,15 @@ class WorkerConfig(_Checked):
     gpu_memory_utilization: float = _option(
         0.9, "fraction of the GPU's memory that the worker may use", least=0.01, most=1
     )
-    max_num_seqs: int = _option(64, "maximum number of running requests (rows of the batch)", least=1, most=1 << 16)
+    max_num_seqs: int = _option(
+        0,
+        "maximum number of running requests (rows of the batch); 0: by the device (GPU up to 256, CPU 64)",
+        least=0,
+        most=1 << 16,
+    )
     max_num_batched_tokens: int = _option(
         0,
-        "maximum number of tokens per step; 0: by the device (GPU 512, CPU 128) and max_num_seqs",
+        "maximum number of tokens per step; 0: by the device (GPU 2,048 to 8,192, CPU 128) and max_num_seqs",
         least=0,
         most=MAX_STEP_TOKENS,
     )

@@ -87,7 +87,7 @@ def test_a_file_wins_over_defaults_only(tmp_path: Path) -> None:
         ("max-num-seqs = 5", "did you mean max_num_seqs"),
         ("colour = 5", "quire config"),
         ('max_num_seqs = "5"', "is not of type int"),
-        ("max_num_seqs = 0", "at least 1"),
+        ("max_num_seqs = -1", "at least 0"),
         ("policy = 'lifo'", "give one of fcfs"),
         ("[scheduler]", "unknown setting 'scheduler'"),
         ("policy", "not valid TOML"),

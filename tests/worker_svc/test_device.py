@@ -3,7 +3,7 @@
 import pytest
 
 from shared.config import ConfigError
-from worker_svc.device.choice import name_device
+from worker_svc.device.choice import check_allocator, name_device
 
 
 @pytest.mark.parametrize(
@@ -38,3 +38,10 @@ def test_a_device_that_is_not_there_is_refused(wanted: str, num_gpus: int, why: 
     """The line says what there is instead."""
     with pytest.raises(ConfigError, match=why):
         name_device(wanted, num_gpus)
+
+
+def test_another_allocator_is_refused() -> None:
+    """Replays would read memory that it has given to others."""
+    check_allocator("native")
+    with pytest.raises(ConfigError, match="PYTORCH_ALLOC_CONF: the allocator cudaMallocAsync is not supported"):
+        check_allocator("cudaMallocAsync")

@@ -13,12 +13,26 @@ def choose_device(wanted: str) -> torch.device:
     """Return the device that the setting names, and make a GPU the current device.
 
     Raises:
-        ConfigError: the setting is invalid or the device does not exist.
+        ConfigError: the setting is invalid, the device does not exist, or torch's allocator is not supported.
     """
     device = torch.device(name_device(wanted, torch.cuda.device_count() if torch.cuda.is_available() else 0))
     if device.type == "cuda":
         torch.cuda.set_device(device)
+        check_allocator(torch.cuda.get_allocator_backend())
     return device
+
+
+def check_allocator(backend: str) -> None:
+    """Check torch's allocator of GPU memory: graphs use memory that it keeps after they are captured.
+
+    Raises:
+        ConfigError: it is not the native one.
+    """
+    if backend != "native":
+        raise ConfigError(
+            f"PYTORCH_ALLOC_CONF: the allocator {backend} is not supported, because it releases the memory of captured"
+            " graphs; remove backend from this variable and from PYTORCH_CUDA_ALLOC_CONF"
+        )
 
 
 def name_device(wanted: str, num_gpus: int) -> str:

@@ -6,13 +6,14 @@ import torch
 from opentelemetry.trace import Tracer
 
 from shared.config import WorkerConfig, parse_bytes
+from shared.frames import MAX_STEP_TOKENS
 from shared.grammars import GrammarError, GrammarTokenizer
 from shared.logging import get_logger
 from worker_svc.device.accelerator import Accelerator
 from worker_svc.execution.decode_graphs import buckets
 from worker_svc.execution.engine import Engine
 from worker_svc.execution.mixed_graphs import mixed_sizes
-from worker_svc.execution.step_sizes import default_tokens, gpu_of, largest_captured
+from worker_svc.execution.step_sizes import default_rows, default_tokens, gpu_of, largest_captured
 from worker_svc.interface.limits import Limits
 from worker_svc.memory.kv_pool import allocate, block_bytes, count_blocks, cuda_memory_for_kv
 from worker_svc.memory.profiling import run_largest_step
@@ -45,9 +46,11 @@ def build_engine(
     gpu = gpu_of(device)
     num_layers = len(model.kv_shapes)
     num_weights = description.weights_per_layer * num_layers
-    max_tokens = config.max_num_batched_tokens or default_tokens(gpu, num_weights, config.max_num_seqs)
+    # A step holds every running request, so a small limit of tokens lowers the default of rows.
+    max_rows = config.max_num_seqs or min(default_rows(gpu), config.max_num_batched_tokens or MAX_STEP_TOKENS)
+    max_tokens = config.max_num_batched_tokens or default_tokens(gpu, num_weights, max_rows)
     limits = Limits(
-        max_rows=config.max_num_seqs,
+        max_rows=max_rows,
         max_tokens_per_step=max_tokens,
         max_model_len=description.max_model_len,
         block_size=config.block_size,
