@@ -18,6 +18,7 @@ from shared.errors import (
     InvalidRequestError,
     NotReadyError,
     NoWorkerError,
+    OverloadedError,
     PoisonRequestError,
     QueueFullError,
     QuireError,
@@ -44,7 +45,7 @@ _FINISH_REASONS: dict[link_pb2.EndReason.ValueType, generation_pb2.FinishReason.
 
 
 _OPERATOR_ERRORS: dict[str, type[QuireError]] = {
-    each.reason: each for each in (RequestNotFoundError, UnsupportedMethodError, WorkerNotFoundError)
+    each.reason: each for each in (OverloadedError, RequestNotFoundError, UnsupportedMethodError, WorkerNotFoundError)
 }
 
 

@@ -48,6 +48,7 @@ COMMANDS = (
     Command("top", "quire_server.cli.top", "show live statistics of a running service"),
     Command("config", "quire_server.cli.config", "print the effective settings and the source of each"),
     Command("requests", "quire_server.cli.requests", "list live requests, show the events of one, or cancel one"),
+    Command("explain", "quire_server.cli.explain", "explain why a request was slow, or list the slowest ones"),
     Command("workers", "quire_server.cli.workers", "list the workers of a running service"),
     Command("keys", "quire_server.cli.keys", "create, rotate and revoke the keys between processes"),
     Command("drain", "quire_server.cli.drain", "drain a worker, or resume it"),

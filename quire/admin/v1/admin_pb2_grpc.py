@@ -132,7 +132,7 @@ class AdminServiceServicer(object):
 
     def Explain(self, request, context):
         """Explains why requests took as long as they did, from the scheduler's record: one request, the slowest ones, or a
-        step. NOT_FOUND if the record has no such request; FAILED_PRECONDITION if the scheduler keeps no record.
+        step. NOT_FOUND if the record has no such request; UNIMPLEMENTED if the scheduler keeps no record.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -51,7 +51,7 @@ class AdminServiceStub:
     """
     Explain: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ExplainRequest, _admin_pb2.ExplainResponse]
     """Explains why requests took as long as they did, from the scheduler's record: one request, the slowest ones, or a
-    step. NOT_FOUND if the record has no such request; FAILED_PRECONDITION if the scheduler keeps no record.
+    step. NOT_FOUND if the record has no such request; UNIMPLEMENTED if the scheduler keeps no record.
     """
     GetSchedulerState: _grpc.UnaryUnaryMultiCallable[_admin_pb2.GetSchedulerStateRequest, _admin_pb2.GetSchedulerStateResponse]
     """Returns the numbers of running, waiting and ended requests."""
@@ -83,7 +83,7 @@ class AdminServiceAsyncStub(AdminServiceStub):
     """
     Explain: _aio.UnaryUnaryMultiCallable[_admin_pb2.ExplainRequest, _admin_pb2.ExplainResponse]  # type: ignore[assignment]
     """Explains why requests took as long as they did, from the scheduler's record: one request, the slowest ones, or a
-    step. NOT_FOUND if the record has no such request; FAILED_PRECONDITION if the scheduler keeps no record.
+    step. NOT_FOUND if the record has no such request; UNIMPLEMENTED if the scheduler keeps no record.
     """
     GetSchedulerState: _aio.UnaryUnaryMultiCallable[_admin_pb2.GetSchedulerStateRequest, _admin_pb2.GetSchedulerStateResponse]  # type: ignore[assignment]
     """Returns the numbers of running, waiting and ended requests."""
@@ -154,7 +154,7 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.ExplainResponse, _abc.Awaitable[_admin_pb2.ExplainResponse]]:
         """Explains why requests took as long as they did, from the scheduler's record: one request, the slowest ones, or a
-        step. NOT_FOUND if the record has no such request; FAILED_PRECONDITION if the scheduler keeps no record.
+        step. NOT_FOUND if the record has no such request; UNIMPLEMENTED if the scheduler keeps no record.
         """
 
     @_abc_1.abstractmethod

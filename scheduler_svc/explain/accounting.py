@@ -1,0 +1,411 @@
+"""Division of a request's life into causes.
+
+The life is walked once from its beginning to its end. Each moment is charged to exactly one cause, so the durations sum
+to the end-to-end time by construction. Four kinds of time follow each other:
+
+* at the front end before the submission: tokenising, the check of a grammar, the rest;
+* waiting: charged to the reason that the core noted, or to what threw the request out of its row before;
+* in a row: charged step by step, see `_Walk.step`;
+* after the end: the way to the front end, detokenising, the client.
+
+What follows a preemption, a move or the loss of a worker is charged to it until the request decodes again. That is the
+wait, and the computation of tokens that had been computed before.
+
+The forward pass of a step that also holds chunks of other prompts is divided. A decoding request would have needed the
+usual time of a step without prompts; the rest is charged to the other prompts. A request in prefill is charged in
+proportion to the tokens. The time beyond `SLOW` times the usual one is charged to the worker.
+"""
+
+import enum
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from scheduler_svc.core.interface.records import Note, NoteKind, WaitReason
+from scheduler_svc.explain.facts import Life, Step, StreamKey
+
+SLOW = 2.0
+"""Multiple of the usual time of a step from which on the worker is the cause of the rest."""
+MAX_NEIGHBOURS = 8
+"""Neighbours that are named in the worst step and for each cause."""
+
+
+class CauseKind(enum.Enum):
+    """Causes, in the order of a request's life; the value is the name in texts and JSON."""
+
+    FRONT_END = "front end"
+    TOKENISING = "tokenising"
+    GRAMMAR_CHECK = "checking the grammar"
+    QUEUE = "waiting for its turn"
+    MEMORY = "waiting for memory"
+    ROWS = "waiting for a free row"
+    TENANT = "waiting for its tenant's limit"
+    GRAMMAR = "waiting for its grammar's compilation"
+    PREFIX = "waiting for a prefix that another request computes"
+    BATCH = "waiting for a batch"
+    PLACEMENT = "waiting for another worker's plan"
+    ALONE = "waiting for a step of its own"
+    NO_WORKER = "waiting for a worker"
+    STEP_BEFORE = "waiting for the step before"
+    OWN_PREFILL = "own prefill"
+    COLD_PREFIX = "own prefill of a prefix that was known before"
+    OTHER_PROMPTS = "other prompts' chunks in its steps"
+    OWN_DECODE = "own decode"
+    SLOW_WORKER = "slow worker"
+    SAMPLING = "sampling"
+    COPIES = "block copies in its steps"
+    PREEMPTED = "preempted"
+    SWAPPED = "swapped out"
+    WORKER_LOST = "worker lost"
+    MOVED = "moved to another worker"
+    PREFIX_FAILED = "shared prefix failed"
+    HELD_CREDIT = "held out: its reader took no output"
+    HELD_MEMORY = "held out: no free block"
+    LINK = "link and scheduler"
+    DETOKENISING = "detokenising"
+    CLIENT = "the client's own slowness"
+
+
+_OF_REASON = {
+    WaitReason.TURN: CauseKind.QUEUE,
+    WaitReason.MEMORY: CauseKind.MEMORY,
+    WaitReason.ROWS: CauseKind.ROWS,
+    WaitReason.TENANT_LIMIT: CauseKind.TENANT,
+    WaitReason.TENANT_RATE: CauseKind.TENANT,
+    WaitReason.GRAMMAR: CauseKind.GRAMMAR,
+    WaitReason.PREFIX: CauseKind.PREFIX,
+    WaitReason.CREDIT: CauseKind.HELD_CREDIT,
+    WaitReason.BATCH: CauseKind.BATCH,
+    WaitReason.ANSWER: CauseKind.STEP_BEFORE,
+    WaitReason.ELSEWHERE: CauseKind.PLACEMENT,
+    WaitReason.ALONE: CauseKind.ALONE,
+    WaitReason.NO_WORKER: CauseKind.NO_WORKER,
+}
+_OF_DEPARTURE = {
+    NoteKind.PREEMPTED: CauseKind.PREEMPTED,
+    NoteKind.SWAPPED: CauseKind.SWAPPED,
+    NoteKind.LOST: CauseKind.WORKER_LOST,
+    NoteKind.MOVED: CauseKind.MOVED,
+    NoteKind.PREFIX_FAILED: CauseKind.PREFIX_FAILED,
+}
+_BLOCKED_BY_OTHERS = frozenset((CauseKind.QUEUE, CauseKind.ROWS, CauseKind.MEMORY, CauseKind.BATCH, CauseKind.TENANT))
+"""Waits that the requests which were admitted meanwhile explain."""
+
+
+@dataclass(slots=True)
+class Cause:
+    """One cause with its share of the time."""
+
+    kind: CauseKind
+    seconds: float = 0.0
+    details: list[str] = field(default_factory=list)
+    """What the core noted about it."""
+    by: "Counter[StreamKey]" = field(default_factory=Counter)
+    """Requests that took part, with a weight: tokens of their prompts, or 1."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorstStep:
+    """The step for whose answer the request waited longest."""
+
+    step: Step
+    seconds: float
+    """Time from the answer before it to its own."""
+    neighbours: tuple[tuple[StreamKey, int], ...]
+    """The other requests of the step with their tokens, most tokens first."""
+    num_neighbours: int
+
+
+@dataclass(frozen=True, slots=True)
+class Account:
+    """The explanation of one life."""
+
+    life: Life
+    causes: tuple[Cause, ...]
+    """Largest first."""
+    total_s: float
+    worst: WorstStep | None
+    error_s: float | None
+    """Bound of the error of dividing the link's time between its directions; None without a front end's report."""
+
+
+def account(life: Life) -> Account:
+    """Divide a request's life into causes."""
+    walk = _Walk(life)
+    walk.front_end()
+    walk.core()
+    total = walk.after_end()
+    causes = sorted((each for each in walk.causes.values() if each.seconds > 0), key=lambda each: -each.seconds)
+    return Account(life, tuple(causes), total, walk.worst, walk.error_s)
+
+
+class _Walk:
+    """One walk through a life; `_at` is the moment up to which all time is charged."""
+
+    def __init__(self, life: Life) -> None:
+        self._life = life
+        self._key = life.key
+        self._at = life.notes[0].time
+        self.causes: dict[CauseKind, Cause] = {}
+        self.worst: WorstStep | None = None
+        self.error_s: float | None = None
+        self._total = 0.0
+        self._steps = list(life.steps)
+        self._next = 0
+        """Index of the first step that was answered after `_at`."""
+        self._departure: Note | None = None
+        """What threw it out of its row last, until it decodes again."""
+        self._held: Note | None = None
+        """Why it is held out of steps, until its next step."""
+        self._has_decoded = False
+        self._num_computed = life.num_cached_tokens
+
+    # ---------------------------------------------------------------- front end
+
+    def front_end(self) -> None:
+        """Charge the time before the submission."""
+        report = self._life.report
+        if report is None:
+            return
+        rest = report.submitted_s
+        for kind, seconds in (
+            (CauseKind.TOKENISING, report.tokenise_s),
+            (CauseKind.GRAMMAR_CHECK, report.grammar_s),
+        ):
+            part = min(max(seconds, 0.0), rest)
+            self._charge(kind, part)
+            rest -= part
+        self._charge(CauseKind.FRONT_END, rest)
+
+    def after_end(self) -> float:
+        """Charge the time that the core does not see, and return the end-to-end time."""
+        report, life = self._life.report, self._life
+        if report is None or life.until is not None:
+            return self._total
+        in_core = self._at - life.notes[0].time
+        link = max(0.0, report.ended_s - in_core)
+        self.error_s = link / 2
+        self._charge(CauseKind.LINK, link)
+        rest = max(0.0, report.finished_s - max(report.ended_s, in_core))
+        for kind, seconds in ((CauseKind.CLIENT, report.client_s), (CauseKind.DETOKENISING, report.detokenise_s)):
+            part = min(max(seconds, 0.0), rest)
+            self._charge(kind, part)
+            rest -= part
+        self._charge(CauseKind.FRONT_END, rest)
+        return self._total
+
+    # ---------------------------------------------------------------- core
+
+    def core(self) -> None:
+        """Charge the time from the arrival at the core to the end, or to the present."""
+        life = self._life
+        reason, in_row = WaitReason.TURN, False
+        for note in life.notes[1:]:
+            if in_row:
+                self._run_until(note.time, lost=note if note.kind is NoteKind.LOST else None)
+            else:
+                self._wait_until(note.time, reason)
+            match note.kind:
+                case NoteKind.WAITS:
+                    reason = WaitReason(note.text)
+                case NoteKind.HELD:
+                    self._held = note
+                case NoteKind.ADMITTED:
+                    in_row = True
+                    self._skip_steps()
+                case kind if kind in _OF_DEPARTURE:
+                    reason, in_row = WaitReason.TURN, False
+                    self._departure, self._held = note, None
+        if life.until is not None:
+            if in_row:
+                self._run_until(life.until, lost=None)
+            else:
+                self._wait_until(life.until, reason)
+
+    def _wait_until(self, end: float, reason: WaitReason) -> None:
+        if self._departure is not None and reason is not WaitReason.CREDIT:
+            self._charge_departure(end - self._at)
+        else:
+            kind = _OF_REASON[reason]
+            by = self._life.went_first if kind in _BLOCKED_BY_OTHERS else ()
+            self._charge(kind, end - self._at, reason.value, by)
+        self._at = max(self._at, end)
+
+    def _skip_steps(self) -> None:
+        """Skip steps that were answered before the request was admitted."""
+        while self._next < len(self._steps) and self._steps[self._next].answered <= self._at:
+            self._next += 1
+
+    def _run_until(self, end: float, *, lost: Note | None) -> None:
+        """Charge time in a row; with `lost`, the worker was found to be lost at the end of it."""
+        steps = self._steps
+        others: list[Step] = []
+        while self._next < len(steps) and steps[self._next].answered <= end:
+            step = steps[self._next]
+            self._next += 1
+            if step.holds(self._key):
+                self._step(step, others)
+                others = []
+            else:
+                others.append(step)
+        if lost is not None:
+            self._charge(CauseKind.WORKER_LOST, end - self._at, lost.text)
+            self._at = max(self._at, end)
+        else:
+            # Steps that are answered later may already occupy the worker.
+            self._gap(end, others + [step for step in steps[self._next :] if step.planned < end])
+
+    def _step(self, step: Step, others: list[Step]) -> None:
+        """Charge the time up to the answer of a step with the request."""
+        before = self._at
+        begin, finish = _execution(step)
+        begin = min(max(begin, self._at), step.answered)
+        self._gap(begin, others)
+        self._held = None
+        finish = min(max(finish, begin), step.answered)
+        busy = step.busy_s
+        # The worker may have begun before the last answer came: only the rest of the step delays the request.
+        share = (finish - begin) / busy if busy > 0 else 0.0
+        is_chunk = self._key in step.chunks
+        if not is_chunk:
+            self._departure, self._has_decoded = None, True
+        if busy > 0:
+            self._charge(CauseKind.COPIES, step.copy_s * share)
+            self._charge(CauseKind.SAMPLING, step.sample_s * share)
+            self._forward(step, share, prepare=step.prepare_s)
+        else:
+            self._forward(step, 0.0, prepare=0.0, whole=finish - begin)
+        self._at = finish
+        self._charge(CauseKind.LINK, step.answered - finish)
+        self._at = step.answered
+        seconds = step.answered - before
+        if self.worst is None or seconds > self.worst.seconds:
+            self.worst = _worst(step, seconds, self._key)
+        self._num_computed += step.chunks.get(self._key, 0)
+
+    def _forward(self, step: Step, share: float, *, prepare: float, whole: float = 0.0) -> None:
+        """Divide a forward pass; `whole` is its time if the worker sent no timings."""
+        seconds = (step.forward_s + prepare) * share if share else whole
+        usual = self._life.usual.forward_s(step) if self._life.usual is not None else None
+        full = step.forward_s + prepare
+        if usual is not None and full > SLOW * usual > 0:
+            excess = seconds * (full - usual) / full
+            times = f"a step of {step.num_tokens} tokens on {step.worker_id} usually takes {usual * 1e3:.1f} ms"
+            self._charge(CauseKind.SLOW_WORKER, excess, times)
+            seconds -= excess
+            full = usual
+        others = {key: tokens for key, tokens in step.chunks.items() if key != self._key}
+        theirs = 0.0
+        if others:
+            theirs = seconds * self._share_of_others(step, sum(others.values()), full)
+            self._charge(CauseKind.OTHER_PROMPTS, theirs, by=others)
+        own = seconds - theirs
+        if self._departure is not None:
+            self._charge_departure(own)
+        elif self._key not in step.chunks:
+            self._charge(CauseKind.OWN_DECODE, own)
+        else:
+            self._charge_prefill(own, step.chunks[self._key])
+
+    def _share_of_others(self, step: Step, num_tokens: int, full: float) -> float:
+        """Return the share of a forward pass that other prompts take."""
+        if self._key in step.chunks or self._life.usual is None:
+            return num_tokens / step.num_tokens
+        without = self._life.usual.decode_s(len(step.decodes))
+        if without is None or full <= 0:
+            return num_tokens / step.num_tokens
+        return max(0.0, 1.0 - without / full)
+
+    def _charge_prefill(self, seconds: float, num_tokens: int) -> None:
+        """Charge own prefill; tokens that an earlier request had as well count as a cold prefix."""
+        life = self._life
+        known = min(max(life.known_tokens - self._num_computed, 0), num_tokens)
+        cold = seconds * known / num_tokens
+        if cold:
+            by = (life.known_by,) if life.known_by is not None else ()
+            self._charge(CauseKind.COLD_PREFIX, cold, by=by)
+        self._charge(CauseKind.OWN_PREFILL, seconds - cold)
+
+    def _gap(self, end: float, others: list[Step]) -> None:
+        """Charge the time up to `end`, in which no step computed the request: `others` are the worker's other steps."""
+        if end <= self._at:
+            return
+        if self._held is not None and self._held.time < end:
+            since = max(self._at, self._held.time)
+            self._charge_busy(since, others)
+            kind = _HELD.get(self._held.text, CauseKind.HELD_MEMORY)
+            self._charge(kind, end - since, self._held.text)
+        else:
+            self._charge_busy(end, others)
+            if self._departure is not None:
+                self._charge_departure(end - self._at)
+            else:
+                self._charge(CauseKind.LINK, end - self._at)
+        self._at = end
+
+    def _charge_busy(self, end: float, others: list[Step]) -> None:
+        """Charge the time in which the worker was busy with other steps, as far as it lies before `end`."""
+        for step in others:
+            begin, finish = _execution(step)
+            self._charge_idle(min(begin, end))
+            seconds = min(finish, end) - self._at
+            if seconds <= 0:
+                continue
+            if self._departure is not None:
+                self._charge_departure(seconds)
+            elif step.chunks:
+                self._charge(CauseKind.OTHER_PROMPTS, seconds, by=step.chunks)
+            else:
+                self._charge(CauseKind.STEP_BEFORE, seconds, by=tuple(step.decodes)[:MAX_NEIGHBOURS])
+            self._at = min(finish, end)
+        if self._held is not None:
+            self._charge_idle(end)
+
+    def _charge_idle(self, end: float) -> None:
+        if end > self._at:
+            self._charge(CauseKind.LINK, end - self._at)
+            self._at = end
+
+    # ----------------------------------------------------------------
+
+    def _charge_departure(self, seconds: float) -> None:
+        note = self._departure
+        assert note is not None
+        by = () if note.by is None else (StreamKey(*note.by),)
+        self._charge(_OF_DEPARTURE[note.kind], seconds, note.text, by)
+
+    def _charge(
+        self,
+        kind: CauseKind,
+        seconds: float,
+        detail: str = "",
+        by: Mapping[StreamKey, int] | Iterable[StreamKey] = (),
+    ) -> None:
+        if seconds <= 0:
+            return
+        cause = self.causes.get(kind)
+        if cause is None:
+            cause = self.causes[kind] = Cause(kind)
+        cause.seconds += seconds
+        self._total += seconds
+        if detail and detail not in cause.details and len(cause.details) < MAX_NEIGHBOURS:
+            cause.details.append(detail)
+        cause.by.update(by)
+
+
+_HELD = {WaitReason.CREDIT.value: CauseKind.HELD_CREDIT, WaitReason.MEMORY.value: CauseKind.HELD_MEMORY}
+
+
+def _execution(step: Step) -> tuple[float, float]:
+    """Return when the worker began and finished a step, within what the core saw."""
+    if step.started is None:
+        return step.planned, step.answered
+    begin = min(max(step.started, step.planned), step.answered)
+    return begin, min(begin + step.busy_s, step.answered)
+
+
+def _worst(step: Step, seconds: float, key: StreamKey) -> WorstStep:
+    tokens = dict.fromkeys(step.decodes, 1) | dict(step.chunks)
+    tokens.pop(key, None)
+    most = sorted(tokens.items(), key=lambda each: -each[1])
+    return WorstStep(step, seconds, tuple(most[:MAX_NEIGHBOURS]), len(most))

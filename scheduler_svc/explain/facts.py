@@ -1,0 +1,152 @@
+"""What is known of one request's life; the input of `accounting`.
+
+All times are seconds of the core's clock, unless a name says otherwise. A front end states durations only, measured
+from its submission of the request, so its clock need not agree with the core's. A worker's clock is translated with the
+bounds that each step gives: no step begins before its plan was sent, or ends after its answer came.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from scheduler_svc.core.interface.records import Note, Peer
+
+
+class StreamKey(NamedTuple):
+    """Identifier of a request in a record: its front end and the stream there."""
+
+    frontend: Peer
+    stream: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """One step of a worker and what it computed."""
+
+    worker_id: str
+    number: int
+    planned: float
+    """When its plan was made."""
+    answered: float
+    """When its answer came."""
+    started: float | None = None
+    """When the worker began with it; None if the worker sent no timings."""
+    prepare_s: float = 0.0
+    forward_s: float = 0.0
+    sample_s: float = 0.0
+    copy_s: float = 0.0
+    idle_s: float = 0.0
+    """How long the device had been idle before it."""
+    decodes: frozenset[StreamKey] = frozenset()
+    """Requests that got one token without a chunk."""
+    chunks: Mapping[StreamKey, int] = field(default_factory=dict)
+    """Tokens of the prompts that it computed."""
+    swapped_blocks: int = 0
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that it computed."""
+        return len(self.decodes) + sum(self.chunks.values())
+
+    @property
+    def busy_s(self) -> float:
+        """Time for which the worker was busy with it."""
+        return self.prepare_s + self.copy_s + self.forward_s + self.sample_s
+
+    def holds(self, key: StreamKey) -> bool:
+        """Return whether the step computed a token of the request."""
+        return key in self.decodes or key in self.chunks
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """What only the front end knows of a call; durations on its own clock, s."""
+
+    submitted_s: float = 0.0
+    """From the call's arrival to the submission."""
+    tokenise_s: float = 0.0
+    grammar_s: float = 0.0
+    """Validation of the grammar."""
+    ended_s: float = 0.0
+    """From the submission to the end that the core sent."""
+    finished_s: float = 0.0
+    """From the submission to the last message that left to the client."""
+    detokenise_s: float = 0.0
+    """Detokenising after the end."""
+    client_s: float = 0.0
+    """Waiting for the client to read, after the end."""
+    client_before_s: float = 0.0
+    """Waiting for the client to read before the end; it delays only messages, unless the credit runs out."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Life:
+    """One request from its arrival at the core to its end."""
+
+    key: StreamKey
+    request_id: str
+    tenant: str = ""
+    priority: int = 0
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
+    """Prompt tokens that its first attempt found in the prefix cache."""
+    num_generated: int = 0
+    notes: tuple[Note, ...]
+    """Its history in order; the first is ARRIVED, the last ENDED unless it is live."""
+    steps: tuple[Step, ...] = ()
+    """All steps of its workers while it was there, in order of their answers, with those that do not hold it."""
+    report: Report | None = None
+    until: float | None = None
+    """The present, for a live request; None: it has ended."""
+    went_first: tuple[StreamKey, ...] = ()
+    """Requests that were admitted while it waited, in order."""
+    known_tokens: int = 0
+    """Leading prompt tokens that an earlier request had as well, whether they were still cached or not."""
+    known_by: StreamKey | None = None
+    """That earlier request."""
+    names: Mapping[StreamKey, str] = field(default_factory=dict)
+    """Request ids of the other requests that are named."""
+    usual: "Usual | None" = None
+
+    def name(self, key: StreamKey) -> str:
+        """Return the id of a request."""
+        return self.request_id if key == self.key else self.names.get(key, f"stream {key.stream}")
+
+
+class Usual:
+    """How long steps usually take: per size class, the median of the fastest worker that has computed enough of them.
+
+    A worker that is slow in all of its steps is found by comparison with the others; one that is slow for a while, also
+    by comparison with itself.
+    """
+
+    MIN_STEPS = 8
+    """Steps of a size class from which on a worker's median counts."""
+
+    def __init__(self, steps: Iterable[Step]) -> None:
+        samples: dict[tuple[int, int], dict[str, list[float]]] = {}
+        for step in steps:
+            if step.started is not None and step.num_tokens:
+                samples.setdefault(_size(step), {}).setdefault(step.worker_id, []).append(step.forward_s)
+        self._medians: dict[tuple[int, int], float] = {}
+        for size, workers in samples.items():
+            medians = [_median(found) for found in workers.values() if len(found) >= self.MIN_STEPS]
+            if medians:
+                self._medians[size] = min(medians)
+
+    def forward_s(self, step: Step) -> float | None:
+        """Return how long the forward pass of such a step usually takes; None if too few are known."""
+        return self._medians.get(_size(step))
+
+    def decode_s(self, num_decodes: int) -> float | None:
+        """Return how long a step of so many decode rows and no prompt usually takes; None if too few are known."""
+        return self._medians.get((0, num_decodes.bit_length()))
+
+
+def _size(step: Step) -> tuple[int, int]:
+    """Return the size class: powers of two of the prompt tokens and of the decode rows."""
+    return sum(step.chunks.values()).bit_length(), len(step.decodes).bit_length()
+
+
+def _median(values: list[float]) -> float:
+    return sorted(values)[len(values) // 2]

@@ -1,0 +1,426 @@
+"""From a record to the lives of requests.
+
+The entries of a record are read once, in order. Of the steps, only those are kept that were planned while a wanted
+request was live, so the memory depends on the wanted requests and not on the size of the record.
+
+Who decodes in a step is not recorded. It follows from the plans: a request decodes once its prompt is computed, until
+its row leaves, in all steps in which the row is not held out.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from protos.quire.link.v1 import link_pb2
+from scheduler_svc.core.interface import events as ev
+from scheduler_svc.core.interface.records import Note, NoteKind, Peer, RequestEnded
+from scheduler_svc.explain.facts import Life, Report, Step, StreamKey, Usual
+from scheduler_svc.recorder.decoding import Opening, WorkerAtStart
+from scheduler_svc.recorder.reader import Segment
+from scheduler_svc.recorder.values import Entry, FrontendReported, PlanAsked, PlanDigest, Timings
+from shared.prefix_keys import KEY_BYTES
+
+_MAX_WENT_FIRST = 256
+_MAX_ALIKE = 4
+"""Newest requests with the same first block that are compared for a common prefix."""
+_MAX_SAMPLES = 20_000
+"""Steps that tell how long a step usually takes; more are thinned out."""
+_DRIFT = 2e-5
+"""How much two machines' clocks may drift apart, s per s."""
+
+
+class _Clock:
+    """Alignment of a worker's clock with the core's: bounds of the difference, made narrower by every step."""
+
+    def __init__(self) -> None:
+        self._lowest, self._highest = -float("inf"), float("inf")
+        self._at = 0.0
+
+    def learn(self, planned: float, answered: float, received: float, finished: float) -> None:
+        """Learn from a step: its plan was not received before it was made, and it was not answered before its end."""
+        slack = _DRIFT * max(0.0, answered - self._at)
+        self._at = answered
+        self._lowest = max(self._lowest - slack, finished - answered)
+        self._highest = min(self._highest + slack, received - planned)
+        if self._lowest > self._highest:  # a clock was set: start over
+            self._lowest, self._highest = finished - answered, received - planned
+
+    def to_core(self, time: float) -> float:
+        """Translate a time of the worker's clock."""
+        return time - (self._lowest + self._highest) / 2
+
+    @property
+    def error_s(self) -> float:
+        """Bound of the error."""
+        return max(0.0, (self._highest - self._lowest) / 2)
+
+
+@dataclass(slots=True)
+class _Row:
+    key: StreamKey
+    prefill_left: int
+    held: bool = False
+
+
+@dataclass(slots=True)
+class _Worker:
+    worker_id: str
+    rows: dict[int, _Row] = field(default_factory=dict)
+    plans: dict[int, tuple[float, frozenset[StreamKey], dict[StreamKey, int], int]] = field(default_factory=dict)
+    """Plans without an answer, by step: time, decoding requests, chunks, swapped blocks."""
+    clock: _Clock = field(default_factory=_Clock)
+    decodes: frozenset[StreamKey] | None = None
+    """Requests that decode in the next plan; None: the rows have changed."""
+
+
+@dataclass(slots=True)
+class _Request:
+    arrived: ev.RequestArrived
+    notes: list[Note]
+    steps: list[Step] = field(default_factory=list)
+    end: RequestEnded | None = None
+    report: Report | None = None
+    workers: set[str] = field(default_factory=set)
+    num_cached: int = -1
+    went_first: list[StreamKey] = field(default_factory=list)
+    known_tokens: int = 0
+    known_by: StreamKey | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """A request that has ended, in few words; for a list of the slowest ones."""
+
+    key: StreamKey
+    request_id: str
+    seconds: float
+    """From the call's arrival, if its front end has reported, to its end."""
+    ended_at: float
+    """Wall clock, s."""
+    reason: str
+
+
+@dataclass(slots=True)
+class Findings:
+    """What a pass over a record has found."""
+
+    lives: list[Life] = field(default_factory=list)
+    """The wanted requests, in order of arrival."""
+    ended: list[Ended] = field(default_factory=list)
+    steps: list[Step] = field(default_factory=list)
+    """The wanted steps."""
+    names: dict[StreamKey, str] = field(default_factory=dict)
+    first_time: float = 0.0
+    """Core time of the beginning."""
+    last_wall: float = 0.0
+    """Wall clock of the last entry, s."""
+    clock_error_s: float = 0.0
+    """Largest bound of the error of a worker's clock."""
+
+
+Wanted = Callable[[StreamKey, str], bool]
+"""Returns whether a request, given its key and its id, is wanted."""
+
+
+def study(
+    segments: Iterable[Segment],
+    *,
+    wanted: Wanted = lambda _key, _request_id: False,
+    wanted_step: tuple[str, int] | None = None,
+) -> Findings:
+    """Read a record and return what is wanted of it."""
+    return _Pass(wanted, wanted_step).run((segment.opening, segment) for segment in segments)
+
+
+def study_entries(parts: Iterable[tuple[Opening, Iterable[Entry]]], wanted: Wanted) -> Findings:
+    """Do as `study` does, for parts of a record that are in memory."""
+    return _Pass(wanted, None).run(parts)
+
+
+class _Pass:
+    """One pass over a record."""
+
+    def __init__(self, wanted: Wanted, wanted_step: tuple[str, int] | None) -> None:
+        self._wanted = wanted
+        self._wanted_step = wanted_step
+        self._found = Findings()
+        self._workers: dict[Peer, _Worker] = {}
+        self._live: dict[StreamKey, _Request] = {}
+        """Requests that are live, or whose report has not come."""
+        self._watched: dict[StreamKey, _Request] = {}
+        """The wanted ones of them that have not ended."""
+        self._told: list[tuple[StreamKey, _Request]] = []
+        """All wanted ones."""
+        self._alike: dict[bytes, list[tuple[bytes, StreamKey]]] = {}
+        self._samples: list[Step] = []
+        self._num_steps = 0
+        self._incarnation = self._next_index = -1
+        self._now = self._to_wall = 0.0
+        self._handlers: dict[type, Callable[..., None]] = {
+            ev.RequestArrived: self._arrived,
+            Note: self._noted,
+            PlanAsked: self._planned,
+            RequestEnded: self._ended,
+            FrontendReported: self._reported,
+            ev.WorkerHello: self._hello,
+            ev.WorkerLost: self._lost,
+        }
+
+    def run(self, parts: Iterable[tuple[Opening, Iterable[Entry]]]) -> Findings:
+        """Read all parts."""
+        for opening, entries in parts:
+            if opening.incarnation != self._incarnation or opening.first_index != self._next_index:
+                self._open(opening)
+            for entry in entries:
+                self._now, self._next_index = entry.time, entry.index + 1
+                if isinstance(entry.what, ev.StepDone):
+                    self._answered(entry.what, entry.timings)
+                elif (handler := self._handlers.get(type(entry.what))) is not None:
+                    handler(entry.what)
+        found = self._found
+        found.last_wall = self._now + self._to_wall
+        found.clock_error_s = max((worker.clock.error_s for worker in self._workers.values()), default=0.0)
+        if found.clock_error_s == float("inf"):
+            found.clock_error_s = 0.0
+        usual = Usual(self._samples)
+        found.lives = [self._life(key, request, usual) for key, request in self._told]
+        return found
+
+    def _open(self, opening: Opening) -> None:
+        """Begin with a core's state, because there is nothing before it."""
+        self._incarnation, self._next_index = opening.incarnation, opening.first_index
+        self._now = opening.core_time
+        self._to_wall = opening.unix_ns / 1e9 - opening.core_time
+        self._found.first_time = self._found.first_time or opening.core_time
+        self._workers.clear()
+        self._live.clear()
+        self._watched.clear()
+        for event, arrival in opening.live:
+            self._begin(event, arrival)
+        for state in opening.workers:
+            self._take_over(state)
+
+    def _take_over(self, state: WorkerAtStart) -> None:
+        worker = self._workers[state.hello.worker] = _Worker(state.hello.worker_id)
+        for row in state.rows:
+            key = StreamKey(row.frontend, row.stream)
+            worker.rows[row.row] = _Row(key, row.prefill_left, row.held)
+            request = self._live.get(key)
+            if request is not None:
+                request.workers.add(worker.worker_id)
+                request.notes.append(_note(key, self._now, NoteKind.ADMITTED, f"in a row of {worker.worker_id}"))
+
+    # ---------------------------------------------------------------- requests
+
+    def _arrived(self, event: ev.RequestArrived) -> None:
+        self._begin(event, self._now)
+
+    def _begin(self, event: ev.RequestArrived, arrival: float) -> None:
+        key = StreamKey(event.frontend, event.stream)
+        known = self._live.get(key)
+        if known is not None and known.end is None:
+            return  # submitted twice: the core keeps the first one
+        request_id = event.spec.request_id
+        self._found.names[key] = request_id
+        request = self._live[key] = _Request(event, [_note(key, arrival, NoteKind.ARRIVED, "arrived")])
+        same = self._alike.setdefault(event.block_keys[:KEY_BYTES], []) if event.block_keys else []
+        if self._wanted(key, request_id):
+            self._watched[key] = request
+            self._told.append((key, request))
+            # The last token is always computed, because its logits are needed.
+            most = (event.spec.num_prompt_tokens - 1) // event.block_size if same else 0
+            for keys, other in same:
+                common = event.block_size * min(most, _common_blocks(keys, event.block_keys))
+                if common > request.known_tokens:
+                    request.known_tokens, request.known_by = common, other
+        if event.block_keys:
+            same.append((event.block_keys, key))
+            del same[:-_MAX_ALIKE]
+
+    def _noted(self, note: Note) -> None:
+        request = self._live.get(StreamKey(note.frontend, note.stream))
+        if request is None or note.kind is NoteKind.ARRIVED:
+            return
+        if request.notes[-1].kind is not NoteKind.ENDED:
+            request.notes.append(note)
+        elif note.kind is NoteKind.ENDED:
+            request.notes[-1] = note
+
+    def _ended(self, end: RequestEnded) -> None:
+        key = StreamKey(end.frontend, end.stream)
+        request = self._live.get(key)
+        if request is None or request.end is not None:
+            return
+        request.end = end
+        if request.notes[-1].kind is not NoteKind.ENDED:
+            request.notes.append(_note(key, self._now, NoteKind.ENDED, f"ended: {end.reason.value}"))
+        self._watched.pop(key, None)
+        seconds = self._now - request.notes[0].time
+        request_id = request.arrived.spec.request_id
+        self._found.ended.append(Ended(key, request_id, seconds, self._now + self._to_wall, end.reason.value))
+
+    def _reported(self, reported: FrontendReported) -> None:
+        message = link_pb2.RequestReport.FromString(reported.report)
+        request = self._live.pop(StreamKey(reported.frontend, message.stream), None)
+        if request is None:
+            return
+        request.report = _report(message)
+        if request.end is None:
+            return  # the client has left; the core has not heard of it yet
+        ended = self._found.ended
+        for index in range(len(ended) - 1, max(-1, len(ended) - 1000), -1):
+            if ended[index].key == StreamKey(reported.frontend, message.stream):
+                old = ended[index]
+                seconds = request.report.submitted_s + request.report.finished_s
+                ended[index] = Ended(old.key, old.request_id, seconds, old.ended_at, old.reason)
+                break
+
+    # ---------------------------------------------------------------- workers
+
+    def _hello(self, hello: ev.WorkerHello) -> None:
+        self._workers[hello.worker] = _Worker(hello.worker_id)
+
+    def _lost(self, lost: ev.WorkerLost) -> None:
+        self._workers.pop(lost.worker, None)
+
+    def _planned(self, asked: PlanAsked) -> None:
+        plan, worker = asked.plan, self._workers.get(asked.worker)
+        if plan is None or worker is None:
+            return
+        rows = worker.rows
+        changed = bool(plan.leaves or plan.admissions or plan.holds or plan.releases)
+        for row in plan.leaves:
+            rows.pop(row, None)
+        for admission in plan.admissions:
+            key = StreamKey(admission.frontend, admission.stream)
+            rows[admission.row] = _Row(key, admission.num_tokens - admission.num_computed_tokens)
+            self._admitted(key, worker, admission.num_computed_tokens, is_first=not admission.attempt)
+        for row in plan.holds:
+            rows[row].held = True
+        for row in plan.releases:
+            rows[row].held = False
+        if changed or worker.decodes is None:
+            worker.decodes = frozenset(row.key for row in rows.values() if not row.prefill_left and not row.held)
+        decodes, chunks = worker.decodes, self._chunks(worker, plan)
+        copies = plan.swap_outs + plan.swap_ins
+        swapped = sum(len(copy.sources) for copy in copies)
+        worker.plans[plan.step] = self._now, decodes, chunks, swapped
+
+    def _chunks(self, worker: _Worker, plan: PlanDigest) -> dict[StreamKey, int]:
+        chunks = {}
+        for number, length in zip(plan.chunk_rows, plan.chunk_lengths, strict=True):
+            row = worker.rows.get(number)
+            if row is None:
+                continue
+            chunks[row.key] = length
+            row.prefill_left = max(0, row.prefill_left - length)
+            if not row.prefill_left:
+                worker.decodes = None
+        return chunks
+
+    def _admitted(self, key: StreamKey, worker: _Worker, num_computed: int, *, is_first: bool) -> None:
+        request = self._live.get(key)
+        if request is None:
+            return
+        request.workers.add(worker.worker_id)
+        if request.num_cached < 0:
+            request.num_cached = num_computed
+        if is_first:
+            for other in self._watched.values():
+                if other.num_cached < 0 and other is not request and len(other.went_first) < _MAX_WENT_FIRST:
+                    other.went_first.append(key)
+
+    def _answered(self, done: ev.StepDone, timings: Timings | None) -> None:
+        worker = self._workers.get(done.worker)
+        plan = worker.plans.pop(done.step, None) if worker is not None else None
+        if worker is None or plan is None:
+            return
+        planned, decodes, chunks, swapped = plan
+        started = None
+        if timings is not None:
+            busy = (timings.forward_us + timings.sample_us) / 1e6
+            began = timings.started_unix_us / 1e6
+            worker.clock.learn(planned, self._now, timings.received_unix_us / 1e6, began + busy)
+            started = worker.clock.to_core(began - timings.prepare_us / 1e6 - done.copy_s)
+        self._num_steps += 1
+        is_sample = self._num_steps % (1 + self._num_steps // _MAX_SAMPLES) == 0
+        is_wanted = self._wanted_step == (worker.worker_id, done.step)
+        if not (is_sample or is_wanted or self._watched):
+            return
+        step = Step(
+            worker_id=worker.worker_id,
+            number=done.step,
+            planned=planned,
+            answered=self._now,
+            started=started,
+            prepare_s=timings.prepare_us / 1e6 if timings is not None else 0.0,
+            forward_s=timings.forward_us / 1e6 if timings is not None else 0.0,
+            sample_s=timings.sample_us / 1e6 if timings is not None else 0.0,
+            copy_s=done.copy_s,
+            idle_s=done.idle_s,
+            decodes=decodes,
+            chunks=chunks,
+            swapped_blocks=swapped,
+        )
+        if is_sample:
+            self._samples.append(step)
+        if is_wanted:
+            self._found.steps.append(step)
+        for request in self._watched.values():
+            if worker.worker_id in request.workers:
+                request.steps.append(step)
+
+    # ----------------------------------------------------------------
+
+    def _life(self, key: StreamKey, request: _Request, usual: Usual) -> Life:
+        spec, end = request.arrived.spec, request.end
+        return Life(
+            key=key,
+            request_id=spec.request_id,
+            tenant=spec.tenant,
+            priority=spec.priority,
+            num_prompt_tokens=spec.num_prompt_tokens,
+            num_cached_tokens=max(0, request.num_cached),
+            num_generated=end.completion_tokens if end is not None else 0,
+            notes=tuple(request.notes),
+            steps=tuple(request.steps),
+            report=request.report,
+            until=None if end is not None else self._now,
+            went_first=tuple(request.went_first),
+            known_tokens=min(request.known_tokens, spec.num_prompt_tokens),
+            known_by=request.known_by,
+            names=self._found.names,
+            usual=usual,
+        )
+
+
+def _note(key: StreamKey, time: float, kind: NoteKind, text: str) -> Note:
+    return Note(frontend=key.frontend, stream=key.stream, time=time, kind=kind, text=text)
+
+
+def _report(message: link_pb2.RequestReport) -> Report:
+    return Report(
+        submitted_s=message.submitted_us / 1e6,
+        tokenise_s=message.tokenise_us / 1e6,
+        grammar_s=message.grammar_us / 1e6,
+        ended_s=message.ended_us / 1e6,
+        finished_s=message.finished_us / 1e6,
+        detokenise_s=message.detokenise_us / 1e6,
+        client_s=message.client_us / 1e6,
+        client_before_s=message.client_before_us / 1e6,
+    )
+
+
+def _common_blocks(first: bytes, second: bytes) -> int:
+    """Return the number of leading block keys that two requests share."""
+    count = 0
+    for at in range(0, min(len(first), len(second)), KEY_BYTES):
+        if first[at : at + KEY_BYTES] != second[at : at + KEY_BYTES]:
+            break
+        count += 1
+    return count
+
+
+def slowest(found: Findings, most: int, since_s: float) -> list[Ended]:
+    """Return the slowest requests that ended within `since_s` before the end of the record, slowest first."""
+    ended = [each for each in found.ended if each.ended_at >= found.last_wall - since_s]
+    return sorted(ended, key=lambda each: -each.seconds)[:most]
