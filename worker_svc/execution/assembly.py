@@ -114,7 +114,7 @@ def _memory_for_kv(
     """Return the bytes for KV; `decode` and `mixed` are the sizes of the graphs."""
     if device.type == "cpu":
         return parse_bytes(config.kv_cache_memory)
-    captured = dataclasses.replace(limits, max_tokens_per_step=max(*decode, *mixed, 1))
+    captured = dataclasses.replace(limits, max_tokens_per_step=max((1, *decode, *mixed)))
     return cuda_memory_for_kv(
         device,
         config.gpu_memory_utilization,
