@@ -119,6 +119,8 @@ def cases() -> list[Case]:
     found.append(Case("qkv 16+8 heads of 128, page 16, norms", partial(_qkv, 16, True), True))
     found.append(Case("silu_mul 14336", _silu_mul, True))
     found.append(Case("sample 128256", _sample, True))
+    found.append(Case("sample 128256, no truncation", partial(_sample, any_truncation=False), True))
+    found.append(Case("sample 128256, greedy", partial(_sample, any_random=False), True))
     found.append(Case("copy_blocks", _copy_blocks, True))
     found.append(Case("scatter_words", _scatter_words, True))
     found.append(Case("prepare_decode, page 16", _prepare_decode, True))
@@ -183,7 +185,7 @@ def _silu_mul() -> None:
     silu_mul(_meta(32, 2 * 14336))
 
 
-def _sample() -> None:
+def _sample(any_random: bool = True, any_truncation: bool = True) -> None:
     floats = _meta(32, dtype=torch.float32)
     ints = _meta(32, dtype=torch.int32)
     params = SamplingTensors(
@@ -194,8 +196,8 @@ def _sample() -> None:
         seed=_meta(32, dtype=torch.int64),
         choice=ints,
         position=ints,
-        any_random=True,
-        any_truncation=True,
+        any_random=any_random,
+        any_truncation=any_truncation,
     )
     sample(_meta(32, 128256), params)
 

@@ -23,7 +23,8 @@ worker fails these rows alone, after the step.
 On a CPU the kernels of `kernels.native` implement all of this except typical-p. They do not sort the vocabulary, and
 compute noise only for tokens that may win. Their draws equal those of `sample_reference`, except for a token so close
 to the cut of top-p that the order of summation decides. On CUDA, `kernels.sampling_triton` selects and draws without a
-sort and without host synchronisation; only typical-p sorts.
+sort and without host synchronisation; only typical-p sorts. There too the same logits give the same token in every
+batch.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from kernels.native.sampling import argmax_native, sample_native
 from kernels.native.serving import native
 from kernels.philox import gumbel_from_words, random_words_at
 from kernels.sampling_reference import SamplingTensors, process_logits_reference, sample_reference
-from kernels.sampling_triton import draw_triton, sample_triton
+from kernels.sampling_triton import draw_triton, greedy_triton, sample_triton
 
 __all__ = [
     "SamplingTensors",
@@ -64,11 +65,7 @@ def sample(logits: torch.Tensor, params: SamplingTensors) -> torch.Tensor:
     """
     if not params.any_random:
         return _argmax(logits)
-    if runs_on_triton(logits):
-        if params.typical_p is not None:
-            return draw_triton(process_logits_reference(logits, params), params)
-        return sample_triton(logits, params)
-    return _sample_cpu(logits, params).clamp_(min=0)
+    return sample_checked(logits, params).clamp_(min=0)
 
 
 def sample_checked(logits: torch.Tensor, params: SamplingTensors) -> torch.Tensor:
@@ -76,12 +73,17 @@ def sample_checked(logits: torch.Tensor, params: SamplingTensors) -> torch.Tenso
     if not params.any_random:
         return greedy(logits)
     if runs_on_triton(logits):
-        return sample(logits, params).masked_fill(nonfinite_rows(logits), -1)
+        if params.typical_p is None:
+            return sample_triton(logits, params)
+        drawn = draw_triton(process_logits_reference(logits, params), params, scaled=True)
+        return drawn.masked_fill(nonfinite_rows(logits), -1)
     return _sample_cpu(logits, params)
 
 
 def greedy(logits: torch.Tensor) -> torch.Tensor:
     """Return the most likely token of each row, ``[num_rows]`` int64; -1 for the rows of `nonfinite_rows`."""
+    if runs_on_triton(logits):
+        return greedy_triton(logits)
     kernels = _kernels_for(logits)
     if kernels is not None:
         return argmax_native(logits, kernels)
@@ -90,6 +92,8 @@ def greedy(logits: torch.Tensor) -> torch.Tensor:
 
 def nonfinite_rows(logits: torch.Tensor) -> torch.Tensor:
     """Return ``[num_rows]`` bool: whether a row has a NaN or +inf, or only -inf, so that it cannot be sampled."""
+    if runs_on_triton(logits):
+        return greedy_triton(logits) < 0
     kernels = _kernels_for(logits)
     if kernels is not None:
         return argmax_native(logits, kernels) < 0
@@ -99,6 +103,8 @@ def nonfinite_rows(logits: torch.Tensor) -> torch.Tensor:
 
 def _argmax(logits: torch.Tensor) -> torch.Tensor:
     """Return the index of each row's largest logit; any index for a row without one."""
+    if runs_on_triton(logits):
+        return greedy_triton(logits).clamp_(min=0)
     kernels = _kernels_for(logits)
     return logits.argmax(dim=-1) if kernels is None else argmax_native(logits, kernels).clamp_(min=0)
 

@@ -54,8 +54,8 @@ def smoke(device: torch.device, dtype: torch.dtype, sizes: Sizes) -> Iterator[tu
         ("prefill_kernel", partial(attention, [(600, 300), (90, 90), (40, 1)])),
         ("prefill_kernel over fp8", partial(attention, [(600, 300), (90, 90)], fp8=True)),
         ("attention with window and cap", partial(attention, [(600, 300), (400, 1)], window=100, cap=30.0)),
-        ("select_kernel, draw_tiles_kernel", partial(_sampling, at, True)),
-        ("draw_rows_kernel", partial(_sampling, at, False)),
+        ("maxima_kernel, pivots_kernel, gather_kernel, select_kernel", partial(_sampling, at, True)),
+        ("draw_tiles_kernel, draw_rows_kernel", partial(_sampling, at, False)),
         ("copy_blocks_kernel", partial(_copy, at, pinned=False)),
     ]
     if device.type == "cuda":

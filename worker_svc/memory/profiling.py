@@ -50,7 +50,9 @@ def run_largest_step(model: Model, limits: Limits, dtype: torch.dtype, device: t
     ones = torch.ones(num_samples, dtype=torch.int32, device=device)
     shares = torch.full((num_samples,), 0.5, device=device)
     # Every way of sampling, so that its kernels are compiled before the first request: rows with rules have float32.
-    for scores, truncated in product((logits, logits[:1].float()), (True, False)):
+    for scores, (random, truncated) in product(
+        (logits, logits[:1].float()), ((True, True), (True, False), (False, False))
+    ):
         rows = len(scores)
         sample(
             scores,
@@ -62,7 +64,7 @@ def run_largest_step(model: Model, limits: Limits, dtype: torch.dtype, device: t
                 seed=ones[:rows].long(),
                 choice=ones[:rows],
                 position=ones[:rows],
-                any_random=True,
+                any_random=random,
                 any_truncation=truncated,
             ),
         )

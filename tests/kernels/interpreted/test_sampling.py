@@ -4,13 +4,16 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
+from unittest.mock import patch
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kernels import sampling_triton
 from kernels._triton import kernel, tl
 from kernels.philox import (
     gumbel_from_words,
@@ -20,9 +23,17 @@ from kernels.philox import (
     uniform_from_words,
     uniform_tile,
 )
-from kernels.sampling import SamplingTensors, process_logits_reference, sample, sample_reference
+from kernels.sampling import (
+    SamplingTensors,
+    greedy,
+    nonfinite_rows,
+    process_logits_reference,
+    sample,
+    sample_checked,
+    sample_reference,
+)
 from tests.examples import examples
-from tests.kernels.rounding import assert_drawn
+from tests.kernels.rounding import assert_drawn, possible_scores
 from tests.kernels.test_philox import KNOWN_ANSWERS
 
 
@@ -135,7 +146,7 @@ def test_ties_and_nan() -> None:
     assert ((tokens >= 0) & (tokens < 2100)).all()
 
 
-@settings(max_examples=examples(25), deadline=None)
+@settings(max_examples=examples(15), deadline=None)
 @given(data=st.data())
 def test_any_parameters_give_the_tokens_of_the_reference(data: st.DataObject) -> None:
     """Any mix of parameters over any vocabulary gives the reference's tokens, with logits that are often equal too."""
@@ -192,3 +203,91 @@ def test_top_p_cuts_between_equal_logits() -> None:
     assert 400 < highest[1] < 650
     assert 400 < highest[2] < 650, "with equal logits top-k removes nothing"
     assert highest[3] > 1000
+
+
+@settings(max_examples=examples(6), deadline=None)
+@given(data=st.data())
+def test_every_path_of_the_selection_keeps_what_the_reference_keeps(data: st.DataObject) -> None:
+    """Small and large k, one interval and a divided one, few candidates and too many: the reference's tokens."""
+    # Tiny tiles, so that a vocabulary of some hundred tokens takes every path.
+    with patch.multiple(sampling_triton, TILE=16, TILES_PER_PROGRAM=2, CANDIDATES=32):
+        vocab_size = data.draw(st.sampled_from([15, 130]))
+        torch.manual_seed(data.draw(st.integers(0, 10_000)))
+        logits = torch.randn(2, vocab_size) * data.draw(st.sampled_from([0.0, 0.02, 0.5, 3.0, 30.0]))
+        if data.draw(st.booleans()):
+            logits = (logits * 4).round() / 4
+        if data.draw(st.booleans()):
+            logits[:, torch.rand(vocab_size) < 0.8] = -torch.inf
+            logits[:, 7] = 0.0
+
+        def column(*values: float) -> torch.Tensor:
+            return torch.tensor([data.draw(st.sampled_from(values)) for _ in range(2)])
+
+        params = SamplingTensors(
+            temperature=column(0.0, 0.2, 1.0, 3.0).float(),
+            top_k=column(0, 0, 1, 5, 40, 100, 1000).int(),
+            top_p=column(1.0, 1.0, 0.999, 0.9, 0.5, 0.0).float(),
+            min_p=column(0.0, 0.0, 0.1).float(),
+            seed=column(1, -5, 1 << 40).long(),
+            choice=column(0, 3).int(),
+            position=column(7, 99_999).int(),
+            any_random=True,
+            any_truncation=True,
+        )
+
+        assert_drawn(sample(logits, params), logits, params, noise_error=1e-5)
+        assert_kept(logits, params)
+
+
+def assert_kept(logits: torch.Tensor, params: SamplingTensors) -> None:
+    """Top-k and top-p keep the reference's tokens, of all that the noise could let win."""
+    _, _, rows = sampling_triton.select_triton(logits, params)
+    drawable = replace(params, min_p=torch.full_like(params.min_p, math.exp(-19.5)))
+    scores = logits / torch.where(params.temperature > 0, params.temperature, 1.0).unsqueeze(1) + 0.0
+    bits = scores.view(torch.int32).long() & 0xFFFFFFFF
+    keys = torch.where(bits >= 1 << 31, bits ^ 0xFFFFFFFF, bits | 1 << 31)
+    threshold, last = rows[:, 1].long().unsqueeze(1) & 0xFFFFFFFF, rows[:, 2].unsqueeze(1)
+    kept = (keys > threshold) | ((keys == threshold) & (torch.arange(logits.shape[1]) <= last))
+    kept &= scores - scores.amax(1, keepdim=True) >= -19.5
+    kept |= (params.temperature <= 0).unsqueeze(1)  # all of the scores stay
+
+    possible = [scores.isfinite() for scores in possible_scores(logits, drawable)]
+    possible = [each | (params.temperature <= 0).unsqueeze(1) for each in possible]
+    assert torch.stack([(kept == each).all(1) for each in possible]).any(0).all()
+
+
+@pytest.mark.parametrize("typical_p", [None, 0.9])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("top_k", [0, 3, 2000])
+def test_rows_that_cannot_be_sampled_get_no_token(typical_p: float | None, temperature: float, top_k: int) -> None:
+    """A NaN, +inf or nothing but -inf gives -1, alone in its row, whatever the other parameters are."""
+    logits = torch.randn(5, 2100)
+    logits[0, 2099], logits[1, 9], logits[2] = torch.nan, torch.inf, -torch.inf
+    logits[3, :2000] = -torch.inf
+    zeros = torch.zeros(5, dtype=torch.int32)
+    params = SamplingTensors(
+        temperature=torch.full((5,), temperature),
+        top_k=zeros + top_k,
+        top_p=torch.full((5,), 0.9 if top_k else 1.0),
+        min_p=torch.zeros(5),
+        seed=zeros.long(),
+        choice=zeros,
+        position=zeros,
+        any_random=temperature > 0,
+        any_truncation=top_k > 0,
+        typical_p=None if typical_p is None else torch.full((5,), typical_p),
+    )
+    tokens = sample_checked(logits, params)
+
+    assert tokens[:3].tolist() == [-1, -1, -1]
+    assert tokens[3] >= 2000
+    assert 0 <= tokens[4] < 2100
+    assert nonfinite_rows(logits).tolist() == [True, True, True, False, False]
+
+
+def test_greedy_takes_the_first_of_the_largest() -> None:
+    """Without noise one pass over the logits finds the largest, in 16 bits too."""
+    logits = torch.randn(4, 5000).half()
+    logits[1, [1025, 4999]] = 9.0
+
+    assert greedy(logits).tolist() == logits.argmax(1).tolist()
