@@ -41,6 +41,7 @@ def to_core_config(config: SchedulerConfig, admission: AdmissionSettings) -> Cor
         victim_rule=config.victim_rule,
         max_num_seqs=config.max_num_seqs or min(_ALL_ROWS, max_tokens),
         max_num_batched_tokens=max_tokens,
+        itl_target_s=config.itl_target_ms / 1000,
         long_prefill_token_threshold=config.long_prefill_token_threshold,
         max_tokens_in_paged_kv_cache=config.max_tokens_in_paged_kv_cache,
         max_queued_requests=config.max_queued_requests,

@@ -94,10 +94,16 @@ class SchedulerConfig(_Checked):
     )
     max_num_batched_tokens: int = _option(
         0,
-        "token budget of a worker's step, in which the later tokens of a long prompt count more; 0: by its device"
-        " (GPU 2,048 to 8,192, CPU 128) and max_num_seqs",
+        "token budget of a worker's step, in which the later tokens of a long prompt count more; 0: the worker's limit",
         least=0,
         most=MAX_STEP_TOKENS,
+    )
+    itl_target_ms: float = _option(
+        500.0,
+        "longest time between two tokens of a running request that the prompts of others may cause; chunks of prompts "
+        "are made as long as the measured speed allows; 0: always the whole token budget",
+        unit="ms",
+        least=0,
     )
     long_prefill_token_threshold: int = _option(
         0, "maximum number of prompt tokens of one request per step; 0: the whole token budget", least=0
@@ -204,7 +210,7 @@ class WorkerConfig(_Checked):
     )
     max_num_batched_tokens: int = _option(
         0,
-        "maximum number of tokens per step; 0: by the device (GPU 2,048 to 8,192, CPU 128) and max_num_seqs",
+        "maximum number of tokens per step; 0: by the device (GPU 2,048 to 8,192, CPU 512) and max_num_seqs",
         least=0,
         most=MAX_STEP_TOKENS,
     )

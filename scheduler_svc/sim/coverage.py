@@ -25,6 +25,7 @@ class Limit(enum.Enum):
     TOKENS = "max_num_batched_tokens reached"
     CHUNK = "long_prefill_token_threshold reached"
     ATTENTION = "a token of a prompt whose attention costs more than the budget left"
+    TARGET = "a prompt gets a shorter chunk because of the step's target"
     QUEUE = "queue full"
     IN_FLIGHT = "max_plans_in_flight reached"
     MEMORY = "preempted"

@@ -130,7 +130,7 @@ def draw(seed: int, *, faults: bool = True) -> Scenario:
         faults=_with_poison(draw_rates(rng, step), seed) if faults else FaultRates((), 0.0, (), 0.0, {}),
         check_every=rng.choice((32, 64, 128)),
     )
-    return _with_room(scenario, context)
+    return _with_target(_with_room(scenario, context))
 
 
 def draw_size(rng: random.Random, config: CoreConfig, context: int) -> WorkerSize:
@@ -238,6 +238,19 @@ def _with_room(scenario: Scenario, context: int) -> Scenario:
         ),
         workers=(replace(size, num_blocks=num_blocks, max_model_len=4096),),
         traffic=replace(traffic, gap_s=traffic.gap_s / 4, credit_tokens=0, giants=0.0, traced=1.0),
+    )
+
+
+def _with_target(scenario: Scenario) -> Scenario:
+    """Set a target for the time between two tokens in one of four worlds; in half of them prompts are expensive."""
+    rng = random.Random(f"target of {scenario.seed}")
+    if rng.random() < 0.75:
+        return scenario
+    pace = scenario.pace
+    if rng.random() < 0.5:
+        pace = replace(pace, step=pace.step / 10, per_token=pace.step / 10)
+    return replace(
+        scenario, pace=pace, config=replace(scenario.config, itl_target_s=pace.step * rng.choice((0.5, 3.0, 30.0)))
     )
 
 

@@ -151,7 +151,7 @@ def test_a_worker_presents_itself_and_answers_plans(scheduler: Scheduler, checkp
         "tested",
         scheduler.process.pid,
     )
-    assert (hello.block_size, hello.max_rows, hello.max_tokens_per_step, hello.num_kv_groups) == (16, 4, 128, 1)
+    assert (hello.block_size, hello.max_rows, hello.max_tokens_per_step, hello.num_kv_groups) == (16, 4, 512, 1)
     assert (hello.model.architecture, hello.model.vocab_size, hello.model.dtype) == ("LlamaForCausalLM", 384, "float32")
     assert (hello.model.max_model_len, list(hello.model.eos_token_ids)) == (1024, [2])
     assert hello.model.break_even_context == break_even_context(read_config(checkpoint)) > 0

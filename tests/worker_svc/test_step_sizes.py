@@ -17,7 +17,7 @@ SMALL, LARGE, HUGE = (28, 15_700_000), (32, 218_000_000), (64, 480_000_000)
 @pytest.mark.parametrize(
     ("gpu", "model", "rows", "tokens", "captured"),
     [
-        (None, SMALL, 64, 128, 128),
+        (None, SMALL, 64, 512, 256),
         (H100, SMALL, 256, 8192, 2048),
         (H100, LARGE, 256, 8192, 384),
         (H100, HUGE, 256, 4096, 256),
@@ -42,7 +42,7 @@ def test_limits_follow_the_device_and_the_model(
 def test_half_of_the_tokens_are_left_to_prompts() -> None:
     """A larger limit of rows raises the default of tokens."""
     assert default_tokens(H100, 7_000_000_000, 5000) == 10_000
-    assert default_tokens(None, 0, 100) == 200
+    assert default_tokens(None, 0, 1000) == 2000
 
 
 def memory(available: int, utilization: float) -> int:

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import torch
 
 _ROWS = {"cpu": 64, "cuda": 256}
-_TOKENS = {"cpu": 128, "cuda": 2048}
-"""Default token budget of a step by type of device: enough for matrix products at full speed. On a CPU a token takes a
-millisecond or more, and each token of a prompt delays the rows in decode. A fast GPU has more."""
+_TOKENS = {"cpu": 512, "cuda": 2048}
+"""Default limit of tokens per step by type of device: enough for matrix products at full speed. A fast GPU has more.
+The scheduler makes steps shorter than that while rows in decode would wait too long (`core/workers/step_budget.py`)."""
 _MOST_TOKENS = 8192
 _MEMORY_PER_TOKEN = 8 << 20
 """Bytes of a GPU's memory per token of a step; the activations of a token take a hundredth of it."""

@@ -63,6 +63,8 @@ class CoreConfig:
     victim_rule: str = "fewest"
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 512
+    itl_target_s: float = 0.0
+    """Longest time between two tokens of a running request that the prompts of others may cause; 0: no target."""
     max_queued_requests: int = 4096
     max_queued_tokens: int = 1 << 24
     long_prefill_token_threshold: int = 0

@@ -3,7 +3,8 @@
 A step has one token budget (Sarathi-Serve, OSDI 2024), spent in this order:
 
 * Every decode row that can continue gets one token.
-* Prompts under way get chunks (`chunks`), in order of arrival.
+* Prompts under way get chunks (`chunks`), in order of arrival. Chunks take less than the rest of the budget if the step
+  would exceed its target time (`step_budget`).
 * Waiting requests are admitted while rows, blocks and budget last (iteration-level batching, Orca, OSDI 2022).
 
 There are no phases: chunks of one prompt and decodes of other rows share a step.
@@ -113,7 +114,7 @@ class Planner:
             assert urgent is not None
             self._allocation.preempt(row, urgent)
         decodes = self._schedule_decodes()
-        self._budget -= len(decodes)
+        self._spend_decodes(len(decodes))
         self._schedule_prefills()
         if not self._allocation.out_of_memory:
             worker.capacity.is_growing = bool(len(decodes) or self._chunk_rows or worker.in_flight)
@@ -140,6 +141,7 @@ class Planner:
         """Continue the suspect's trial, or admit the next suspect; return the decode rows of the step."""
         worker, rows = self._worker, self._rows
         worker.trial_due = False
+        self._spend_decodes(0)
         if worker.trial is None:
             self._account_service()
             admission = Admission(worker, self._backlog, self._placement, self._tenants, self._config, self._now)
@@ -197,6 +199,13 @@ class Planner:
             assert request is not None
             request.note(self._now, NoteKind.HELD, reason.value)
         self._rows.hold_noted[new] = True
+
+    def _spend_decodes(self, num_decodes: int) -> None:
+        """Take the tokens of decode rows from the budget, and limit the rest to what the step's target allows."""
+        self._budget -= num_decodes
+        for_chunks = self._worker.step_budget.for_chunks(decodes=num_decodes > 0)
+        if for_chunks is not None and for_chunks < self._budget:
+            self._budget = for_chunks
 
     def _schedule_prefills(self) -> None:
         rows = self._rows
@@ -339,6 +348,7 @@ class Planner:
                 pooled=[(row, int(rows.generation[row])) for row in pooled],
                 num_tokens=num_tokens,
                 num_prefill_tokens=num_tokens - len(decodes),
+                chunks_cost=self._chunks_cost,
                 cost=cost,
                 started=self._now,
                 successor_due=self._now + worker.clock.lead(cost),

@@ -73,6 +73,9 @@ def settle(worker: Worker, event: StepDone, now: float) -> Settled:
     worker.in_flight.popleft()
     worker.answered_step = record.step
     worker.clock.observe(record.cost, now - record.started)
+    worker.step_budget.measured(
+        now - record.started, decodes=record.cost > record.chunks_cost, chunks=record.chunks_cost
+    )
     if record.goes_on:
         worker.clock.idled(record.cost, event.idle_s)
     if worker.in_flight:

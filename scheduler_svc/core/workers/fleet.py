@@ -27,6 +27,7 @@ from scheduler_svc.core.requests.request import Request, RequestState
 from scheduler_svc.core.workers.batching import BatchGate
 from scheduler_svc.core.workers.capacity import Capacity
 from scheduler_svc.core.workers.rows import RowTable
+from scheduler_svc.core.workers.step_budget import StepBudget
 from scheduler_svc.core.workers.step_clock import StepClock
 from scheduler_svc.core.workers.worker import Worker
 from shared.frames import MAX_SERVED_SEQUENCE
@@ -163,6 +164,7 @@ class Fleet:
             rows=RowTable(hello.max_rows, hello.block_size, -(-max_model_len // hello.block_size)),
             pool=BlockPool(num_blocks, PrefixCache(num_blocks, partial, self.directory, self._next_epoch, self._facts)),
             clock=StepClock(config.step_deadline_s),
+            step_budget=StepBudget(config.itl_target_s),
             capacity=Capacity(config.capacity, num_blocks),
             gate=BatchGate(config.batching),
             shares_prefixes=config.prefix_cache != "off",

@@ -23,6 +23,7 @@ from scheduler_svc.core.workers.capacity import Capacity
 from scheduler_svc.core.workers.grammars import Grammars
 from scheduler_svc.core.workers.quarantine import PROBATION, clear_suspect
 from scheduler_svc.core.workers.rows import PREFILL, RowTable
+from scheduler_svc.core.workers.step_budget import StepBudget
 from scheduler_svc.core.workers.step_clock import StepClock
 from shared.prefix_keys import KEY_BYTES, BlockKey, root_key
 
@@ -42,6 +43,8 @@ class StepInFlight:
     """(row, generation) of embeddings that this step completes; their requests have left the rows."""
     num_tokens: int
     num_prefill_tokens: int
+    chunks_cost: int
+    """Tokens of the budget that the step's chunks take."""
     cost: int
     """Tokens of the budget that the step takes; the clock learns durations per cost."""
     started: float
@@ -154,6 +157,7 @@ class Worker:
     rows: RowTable
     pool: BlockPool
     clock: StepClock
+    step_budget: StepBudget
     capacity: Capacity
     gate: BatchGate
     shares_prefixes: bool

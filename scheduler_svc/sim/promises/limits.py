@@ -1,12 +1,20 @@
 """Limits of a step: rows, tokens, plans in flight, chunks of prompts."""
 
 from scheduler_svc.core.interface.plan import Plan
+from scheduler_svc.core.workers.step_budget import FIRST_CHUNKS
 from scheduler_svc.sim.coverage import Limit
 from scheduler_svc.sim.model_worker import ModelWorker
 from scheduler_svc.sim.promises.base import Promise, Watched
 from scheduler_svc.sim.promises.blame import Suspects
 from scheduler_svc.sim.sites import Epoch
 from scheduler_svc.sim.violation import ViolationError
+
+_LARGE_CHUNK = FIRST_CHUNKS // 2
+"""Prompt tokens of a step from which the core learns the speed of a worker, whatever it knew before."""
+_LARGE_CHUNKS = 4
+"""Number of such steps after which it must know the speed."""
+_UNCERTAINTY = 8
+"""Factor by which a step may exceed its target: durations are random by three times, and faults delay answers."""
 
 
 class StepLimits(Promise):
@@ -66,6 +74,38 @@ class AttentionIsCounted(Promise):
                 self.seen(Limit.ATTENTION)
                 if length > 1:
                     raise ViolationError("limit.attention", f"chunk of {length} for row {index}")
+
+
+class TargetIsKept(Promise):
+    """Chunks do not make a step with decode rows much longer than its target, once the worker's speed is known.
+
+    Steps without chunks may take longer than the target. Then chunks may double the time.
+    """
+
+    def __init__(self, watched: Watched) -> None:
+        super().__init__(watched)
+        self._plans: dict[Epoch, int] = {}
+        """Plans since the last of the large chunks from which the speed was learned; negative: large chunks to come."""
+
+    def plan_made(self, plan: Plan, epoch: Epoch) -> None:
+        target_s = self.config.itl_target_s
+        if not target_s:
+            return
+        count = self._plans.get(epoch, -_LARGE_CHUNKS)
+        num_prefill = plan.num_tokens - plan.num_decodes
+        self._plans[epoch] = count + 1 if count >= 0 or num_prefill >= _LARGE_CHUNK else count
+        if not plan.num_decodes or num_prefill < 2:
+            return
+        if num_prefill < most_tokens_of(self, epoch.model) - plan.num_decodes:
+            row = epoch.model.rows[plan.chunk_rows[-1]]
+            if row.computed < row.num_admitted:
+                self.seen(Limit.TARGET)
+        pace = self.world.scenario.pace
+        decode_s = pace.step + pace.per_token * plan.num_decodes + 2 * pace.latency + pace.turn
+        expected_s = pace.step + pace.per_token * plan.num_tokens
+        if count > self.config.max_plans_in_flight and expected_s > _UNCERTAINTY * max(target_s, 2 * decode_s):
+            what = f"{num_prefill} prompt tokens make step {plan.step} {expected_s / target_s:.0f} times its target"
+            raise ViolationError("limit.target", what)
 
 
 class PromptsInOrder(Promise):

@@ -21,7 +21,7 @@ from scheduler_svc.sim.promises.eligible import Eligibility
 from scheduler_svc.sim.promises.ends import EndsAreJustified
 from scheduler_svc.sim.promises.evictions import LeastRecentlyUsedGoFirst
 from scheduler_svc.sim.promises.fairness import ServiceIsShared
-from scheduler_svc.sim.promises.limits import AttentionIsCounted, PromptsInOrder, StepLimits
+from scheduler_svc.sim.promises.limits import AttentionIsCounted, PromptsInOrder, StepLimits, TargetIsKept
 from scheduler_svc.sim.promises.order import AdmissionOrder
 from scheduler_svc.sim.promises.passing import PassedOverSeldom, TargetsGoFirst
 from scheduler_svc.sim.promises.queues import QueueLimits
@@ -48,6 +48,7 @@ class Promises:
             self._ends,
             StepLimits(watched),
             AttentionIsCounted(watched),
+            TargetIsKept(watched),
             RowsLeave(watched),
             AdmissionsAreSound(watched),
             PrefixesAreShared(watched),

@@ -63,8 +63,8 @@ class WorkConservation(Promise):
     def plan_made(self, plan: Plan, epoch: Epoch) -> None:
         if plan.num_tokens >= most_tokens_of(self, epoch.model) or not self.book.waiting:
             self._chances.pop(epoch, None)
-        elif epoch.model.break_even_context and len(plan.chunk_rows):
-            self._chances.pop(epoch, None)  # attention may have taken what is left
+        elif (epoch.model.break_even_context or self.config.itl_target_s) and len(plan.chunk_rows):
+            self._chances.pop(epoch, None)  # attention or the target may have taken what is left
         else:
             self._look(epoch, len(plan.admissions))
 

@@ -111,3 +111,28 @@ def with_overload(scenario: Scenario) -> Scenario:
         scored=0.0,
     )
     return dataclasses.replace(scenario, traffic=traffic)
+
+
+def with_long_prompts(scenario: Scenario) -> Scenario:
+    """Prompts of several steps arrive beside decode rows; a prompt token takes as long as a decode step."""
+    config = dataclasses.replace(
+        scenario.config,
+        **CONTINUOUS,
+        max_num_seqs=4,
+        max_num_batched_tokens=300,
+        long_prefill_token_threshold=0,
+        max_queued_tokens=1 << 24,
+        max_tokens_in_paged_kv_cache=0,
+        itl_target_s=10 * scenario.pace.step,
+        step_deadline_s=5.0,
+    )
+    size = dataclasses.replace(
+        scenario.workers[0], block_size=16, num_blocks=200, max_rows=4, max_tokens_per_step=300, max_model_len=800,
+        break_even_context=0,
+    )  # fmt: skip
+    traffic = dataclasses.replace(
+        scenario.traffic, longest_prompt=500, longest_output=60, context=700, most_live=6, alphabet=900, families=0,
+        giants=0.0, credit_tokens=0, deadlines=0.0, embeds=0.0, traced=1.0,
+    )  # fmt: skip
+    pace = dataclasses.replace(scenario.pace, per_token=scenario.pace.step)
+    return dataclasses.replace(scenario, config=config, workers=(size,), traffic=traffic, pace=pace)
