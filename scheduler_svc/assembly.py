@@ -1,12 +1,16 @@
 """Construction of the parts of the service from the configuration."""
 
+import os
 from pathlib import Path
 
+from quire import __version__
 from scheduler_svc.admission_file import AdmissionSettings
 from scheduler_svc.core.interface.config import BatchingLimits, CoreConfig
 from scheduler_svc.journal.journal import Journal
+from scheduler_svc.recorder.recorder import Recorder
 from shared.config import ConfigError, SchedulerConfig
 from shared.curve import DOMAINS, CurveKeys
+from shared.logging import get_logger
 from shared.sockets import Protect
 
 _NO_BUDGET = 1 << 24
@@ -77,6 +81,28 @@ def open_journal(config: SchedulerConfig) -> Journal | None:
         )
     except OSError as error:
         raise ConfigError(f"journal (--journal): {error}; use a folder that only this scheduler writes to") from None
+
+
+def open_recorder(config: SchedulerConfig, core: CoreConfig, incarnation: int) -> Recorder | None:
+    """Start the flight recorder; return None if it is off, or if its folder cannot be used, which is logged."""
+    if config.record_dir in ("", "off"):
+        return None
+    folder = Path(config.record_dir)
+    if config.record_dir == "auto":
+        folder = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "quire" / "record"
+    try:
+        return Recorder(
+            folder,
+            max_bytes=config.record_bytes,
+            config=core,
+            incarnation=incarnation,
+            release=__version__,
+            with_tokens=config.record_tokens,
+        )
+    except (OSError, RuntimeError) as error:
+        then = "use another --record-dir, or 'off'"
+        get_logger().warning("flight recorder: not recording", folder=str(folder), reason=str(error), then=then)
+        return None
 
 
 def protector(keys: CurveKeys | None, role: str) -> Protect:

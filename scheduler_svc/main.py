@@ -6,6 +6,7 @@ import sys
 import zmq
 
 from scheduler_svc.admission_file import load_admission
+from scheduler_svc.assembly import open_recorder, to_core_config
 from scheduler_svc.collector import tune_collector
 from scheduler_svc.core.interface.errors import InvalidLimitsError
 from scheduler_svc.service import SchedulerService
@@ -21,7 +22,9 @@ def run(config: SchedulerConfig) -> int:
     telemetry = Telemetry("quire-scheduler")
     try:
         admission = load_admission(config.admission_file)
-        service = SchedulerService(config, telemetry, draw_incarnation(), admission)
+        incarnation = draw_incarnation()
+        recorder = open_recorder(config, to_core_config(config, admission), incarnation)
+        service = SchedulerService(config, telemetry, incarnation, admission, recorder)
     except (ConfigError, InvalidLimitsError, zmq.ZMQError) as error:
         print(f"quire scheduler: {error}", file=sys.stderr)
         return 1

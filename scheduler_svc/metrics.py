@@ -12,6 +12,7 @@ from protos.quire.plan.v1 import plan_pb2
 from scheduler_svc.core.interface.plan import Plan
 from scheduler_svc.core.lifecycle.statistics import SchedulerStats, WorkerStats
 from scheduler_svc.journal.journal import Journal
+from scheduler_svc.recorder.recorder import RecorderStats
 from shared import metric_names as names
 from shared.metrics import Distribution, Registry, make_family
 
@@ -93,7 +94,9 @@ class SchedulerMetrics:
                 each.forget("worker", worker_id)
             self._iteration.forget("engine", worker_id)
 
-    def families(self, stats: SchedulerStats, journal: Journal | None = None) -> list[link_pb2.MetricFamily]:
+    def families(
+        self, stats: SchedulerStats, journal: Journal | None = None, recorder: RecorderStats | None = None
+    ) -> list[link_pb2.MetricFamily]:
         """Return the current values of all metrics."""
         model = self.model
         ended = [((reason.value,), count) for reason, count in stats.ended.items()]
@@ -121,7 +124,11 @@ class SchedulerMetrics:
                 make_family(names.VLLM_KV_USAGE, [((model,), held / total if total else 0.0)]),
                 make_family(names.VLLM_CACHE_CONFIG, [((model, str(stats.block_size), str(total)), 1)]),
             ]
-        return families if journal is None else families + _journal_families(journal)
+        if journal is not None:
+            families += _journal_families(journal)
+        if recorder is not None:
+            families += _recorder_families(recorder)
+        return families
 
     def _of(self, worker_id: str) -> _WorkerTimes:
         times = self._times.get(worker_id)
@@ -141,6 +148,18 @@ def _journal_families(journal: Journal) -> list[link_pb2.MetricFamily]:
         (names.JOURNAL_COMMITS, stats.commits),
         (names.JOURNAL_FAILURES, stats.failures),
         (names.JOURNAL_FORGOTTEN, stats.forgotten),
+    )
+    return [make_family(metric, [((), value)]) for metric, value in figures]
+
+
+def _recorder_families(stats: RecorderStats) -> list[link_pb2.MetricFamily]:
+    figures = (
+        (names.RECORD_SIZE, stats.num_bytes),
+        (names.RECORD_WRITES, stats.writes),
+        (names.RECORD_ENTRIES, stats.entries),
+        (names.RECORD_FAILURES, stats.failures),
+        (names.RECORD_SNAPSHOTS, stats.snapshots),
+        (names.RECORD_LONGEST_FORK, stats.longest_fork_s),
     )
     return [make_family(metric, [((), value)]) for metric, value in figures]
 

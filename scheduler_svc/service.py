@@ -22,6 +22,8 @@ from scheduler_svc.frontend_hub import FrontendHub
 from scheduler_svc.journal.journal import Journal
 from scheduler_svc.metrics import SchedulerMetrics
 from scheduler_svc.operator import Operator
+from scheduler_svc.recorder.recorder import Recorder
+from scheduler_svc.recorder.tape import RecordedScheduler
 from scheduler_svc.tracing import SchedulerTracing
 from scheduler_svc.worker_hub import LOOK_INTERVAL_S, PING_INTERVAL_S, WorkerHub
 from shared.config import SchedulerConfig
@@ -62,9 +64,16 @@ class SchedulerService:
         telemetry: Telemetry,
         incarnation: int,
         admission: AdmissionSettings = NO_SETTINGS,
+        recorder: Recorder | None = None,
     ) -> None:
         self._config = config
-        self._core = Scheduler(to_core_config(config, admission), incarnation)
+        core_config = to_core_config(config, admission)
+        self._recorder = recorder
+        self._core = (
+            Scheduler(core_config, incarnation)
+            if recorder is None
+            else RecordedScheduler(core_config, incarnation, recorder.tape)
+        )
         self._telemetry = telemetry
         self._metrics = SchedulerMetrics(lambda: telemetry.spans_dropped)
         self._tracing = SchedulerTracing(telemetry, time.time_ns() - time.monotonic_ns(), config.trace_steps)
@@ -117,6 +126,8 @@ class SchedulerService:
             self._apply(ev.ShutdownRequested(), now)
         if self._journal is not None:
             self._journal.close()
+        if self._recorder is not None:
+            self._recorder.close()
         # Computed tokens are still sent to their clients.
         self._frontends.drain(SHUTDOWN_FLUSH_S)
 
@@ -143,6 +154,8 @@ class SchedulerService:
 
     def _turn(self) -> bool:
         """Run one turn; return whether the next turn must follow at once."""
+        if self._recorder is not None:
+            self._recorder.turn(self._core, time.monotonic())
         more = self._take_in(self._workers.socket, self._worker_frame)
         self._lose_gone(time.monotonic())
         more |= self._take_in(self._frontends.socket, self._frontend_frame)
@@ -210,6 +223,8 @@ class SchedulerService:
                 worker_id = self._workers.worker_id(peer)
                 if worker_id is not None and timings is not None:
                     self._metrics.observe_step(worker_id, event.step, timings, now)
+                if self._recorder is not None:
+                    self._recorder.tape.timings = timings
         self._apply(event, now)
 
     def _plan(self, peer: ev.Peer) -> None:
@@ -284,6 +299,9 @@ class SchedulerService:
             return
         for event in incoming.events:
             self._apply(event, now)
+        if self._recorder is not None:
+            for measured in incoming.request_reports:
+                self._recorder.reported(peer, measured.SerializeToString(), now)
         for refusal in incoming.refused:
             self._metrics.malformed_frames += 1
             log.warning("invalid submission refused", request_id=refusal.request_id, error=refusal.message)
@@ -305,7 +323,7 @@ class SchedulerService:
 
     def _families(self) -> list[link_pb2.MetricFamily]:
         """Return the metrics of this process."""
-        return self._metrics.families(self._core.stats(), self._journal)
+        return self._metrics.families(self._core.stats(), self._journal, self._recorder and self._recorder.stats)
 
     def _apply(self, event: ev.Event, now: float) -> None:
         self._carry_out(self._core.handle(event, now), now)

@@ -158,6 +158,15 @@ class SchedulerConfig(_Checked):
     journal_fsync_interval_s: float = _option(
         0.1, "time between two syncs with journal_fsync = interval", unit="s", least=0.001, most=60
     )
+    record_dir: str = _option(
+        "auto",
+        "folder of the flight recorder, which records every decision, without text and token ids; 'auto': quire/record "
+        "in $XDG_STATE_HOME (~/.local/state), 'off': no record",
+    )
+    record_bytes: int = _option(
+        256 << 20, "maximum size of the flight record; the oldest part is deleted first", unit="bytes", least=8 << 20
+    )
+    record_tokens: bool = _option(False, "also record token ids, so that the record contains prompts and outputs")
     frontend_lease_s: float = _option(
         10.0, "a front end that is silent for this long is considered lost", unit="s", least=3
     )

@@ -351,6 +351,14 @@ JOURNAL_WRITES = Metric("quire.journal_writes", _G, "1 while the journal can be 
 JOURNAL_COMMITS = Metric("quire.journal_commits", _C, "Turns of the scheduler's loop that the journal recorded")
 JOURNAL_FAILURES = Metric("quire.journal_failures", _C, "Writes to the journal that failed")
 JOURNAL_FORGOTTEN = Metric("quire.journal_forgotten", _C, "Requests dropped from the journal because it is full")
+RECORD_SIZE = Metric("quire.record_bytes", _G, "Bytes of the flight record on disk", unit="By")
+RECORD_WRITES = Metric("quire.record_writes", _G, "1 while the flight record can be written, else 0")
+RECORD_ENTRIES = Metric("quire.record_entries", _C, "Entries written to the flight record")
+RECORD_FAILURES = Metric("quire.record_failures", _C, "Times that the flight recorder stopped recording")
+RECORD_SNAPSHOTS = Metric("quire.record_snapshots", _C, "Snapshots of the scheduler's state for the flight record")
+RECORD_LONGEST_FORK = Metric(
+    "quire.record_longest_fork", _G, "Longest time for which a snapshot stopped the scheduler's loop", unit="s"
+)
 
 ALL = tuple(each for each in list(globals().values()) if isinstance(each, Metric))
 """All metrics, in the order of this module."""

@@ -58,6 +58,8 @@ COMMANDS = (
     Command("bench scheduler", "quire_server.cli.bench_scheduler", "measure the scheduler's CPU time per step"),
     Command("bench link", "quire_server.cli.bench_link", "measure how long workers wait for plans"),
     Command("bench frontend", "quire_server.cli.bench_frontend", "measure the front end alone"),
+    Command("record", "quire_server.cli.record", "list, show and export the scheduler's flight record"),
+    Command("replay", "quire_server.cli.replay", "run the scheduler over a flight record and compare its plans"),
     Command("sim", "quire_server.cli.sim", "simulate the scheduler with faults and check its invariants"),
 )
 

@@ -261,7 +261,7 @@ class Decoder:
                 )
                 for each in message.admissions
             ],
-            append_rows=list(message.append_rows),
+            append_rows=from_column(message.append_rows).tolist(),
             append_blocks=_sums(message.append_blocks),
             chunk_rows=list(message.chunk_rows),
             chunk_lengths=lengths,
@@ -416,8 +416,8 @@ def _facts(entry: pb.Entry) -> Facts | None:
     return Facts(entry.keys, matches, list(entry.stopped), list(entry.held))
 
 
-def _sums(differences: Any) -> list[int]:
-    found: list[int] = np.cumsum(differences, dtype=np.int64).tolist() if len(differences) else []
+def _sums(differences: bytes) -> list[int]:
+    found: list[int] = np.cumsum(from_column(differences), dtype=np.int64).tolist()
     return found
 
 

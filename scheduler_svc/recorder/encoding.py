@@ -205,8 +205,8 @@ class Encoder:
                 admission.generation, admission.frontend, admission.stream, num_tokens - admission.num_computed_tokens
             )
         if len(plan.append_rows):
-            message.append_rows.extend(plan.append_rows.tolist())
-            message.append_blocks.extend(_differences(plan.append_blocks))
+            message.append_rows = to_column(plan.append_rows)
+            message.append_blocks = _differences(plan.append_blocks)
         if len(plan.chunk_rows):
             chunk_rows, lengths = plan.chunk_rows.tolist(), plan.chunk_lengths.tolist()
             message.chunk_rows.extend(chunk_rows)
@@ -225,8 +225,8 @@ class Encoder:
         if plan.swap_ins:
             _add_copies(message.swap_ins, plan.swap_ins)
         if len(plan.copy_sources):
-            message.copy_sources.extend(_differences(plan.copy_sources))
-            message.copy_targets.extend(_differences(plan.copy_targets))
+            message.copy_sources = _differences(plan.copy_sources)
+            message.copy_targets = _differences(plan.copy_targets)
 
     # ---------------------------------------------------------------- events
 
@@ -429,13 +429,11 @@ def _add_timings(message: pb.Timings, worker: _WorkerState, timings: plan_pb2.St
     message.sample_us, message.num_tokens = timings.sample_ns // 1000, timings.num_tokens
 
 
-def _differences(values: IndexArray) -> list[int]:
-    """Return the first value, and the difference of every other one to the value before it."""
-    if len(values) < 2:
-        single: list[int] = values.tolist()
-        return single
-    found: list[int] = np.diff(values, prepend=0).tolist()
-    return found
+def _differences(values: IndexArray) -> bytes:
+    """Return the column of the first value, and of the difference of every other one to the value before it."""
+    column = values.astype(np.int32)
+    column[1:] -= column[:-1].copy()
+    return column.tobytes()
 
 
 def _add_copies(into: Any, copies: Sequence[BlockCopy]) -> None:

@@ -110,6 +110,8 @@ class Recorder:
         self._writer: SegmentWriter | None = None
         self._retry_at = 0.0
         self._wants_cut = False
+        self._full_at = self._ring.segment_bytes
+        """Size of the segment at which the next begins; a snapshot does not count."""
         self._snapshot_pid, self._snapshot_pipe = 0, -1
         self._ending = threading.Event()
         self.tape.cut(clock())
@@ -199,12 +201,13 @@ class Recorder:
         if self._writer is None and time.monotonic() > self._retry_at:
             self._retry_at = time.monotonic() + _RETRY_S
             self._wants_cut = True
-        elif self._writer is not None and self._writer.size > self._ring.segment_bytes and self._snapshot_pipe < 0:
+        elif self._writer is not None and self._writer.size > self._full_at and self._snapshot_pipe < 0:
             self._wants_cut = True
 
     def _begin(self, cut: Cut) -> None:
         self._forget_snapshot()
         self._snapshot_pid, self._snapshot_pipe = cut.pid, cut.pipe
+        self._full_at = self._ring.segment_bytes
         self._retry_at = time.monotonic() + _RETRY_S
         # The opening names peers, which are in the same batch.
         opening = self._encoder.begin(cut.now)
@@ -218,6 +221,7 @@ class Recorder:
             self._writer = self._ring.begin(self._writer)
         except OSError as error:
             self._writer = None
+            self._forget_snapshot()
             self._failed(str(error), "another segment is tried every minute")
             return
         if not self.stats.writes:
@@ -236,6 +240,7 @@ class Recorder:
             self._writer = None
             self._failed(str(error), "another segment is tried every minute")
             return
+        self._ring.make_room(self._writer.size)
         self.stats.entries += len(batch.entries)
         self.stats.num_bytes = self._ring.num_bytes + self._writer.size
 
@@ -251,6 +256,7 @@ class Recorder:
             part = os.read(self._snapshot_pipe, _PIPE_BYTES)
             if part:
                 self._write(pb.Batch(snapshot=part))
+                self._full_at += len(part)
                 continue
             _, status = os.waitpid(self._snapshot_pid, 0)
             os.close(self._snapshot_pipe)

@@ -145,13 +145,17 @@ class Ring:
         if previous is not None and self._current is not None:
             previous.close()
             self._sizes[self._current] = previous.size
-        while self._sizes and self.num_bytes + 2 * self.segment_bytes > self._max_bytes:
-            oldest = next(iter(self._sizes))
-            oldest.unlink(missing_ok=True)
-            del self._sizes[oldest]
+        self.make_room(2 * self.segment_bytes)
         newest = max((int(path.name.removesuffix(SUFFIX)) for path in paths(self._folder)), default=0)
         self._current = self._folder / f"{newest + 1:012d}{SUFFIX}"
         return SegmentWriter(self._current)
+
+    def make_room(self, num_bytes: int) -> None:
+        """Delete the oldest segments until so many bytes have room beside the closed ones."""
+        while self._sizes and self.num_bytes + num_bytes > self._max_bytes:
+            oldest = next(iter(self._sizes))
+            oldest.unlink(missing_ok=True)
+            del self._sizes[oldest]
 
     def close(self) -> None:
         """Release the lock."""

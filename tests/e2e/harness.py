@@ -152,7 +152,14 @@ def serve(
                 arguments,
                 cwd=ROOT,
                 # A killed supervisor leaves its folder of sockets behind; here it goes with ours.
-                env={**os.environ, **DEFAULTS, "TMPDIR": folder, **(environ or {}), _MARKER: marker},
+                env={
+                    **os.environ,
+                    **DEFAULTS,
+                    "TMPDIR": folder,
+                    "XDG_STATE_HOME": folder,
+                    **(environ or {}),
+                    _MARKER: marker,
+                },
                 stdout=subprocess.PIPE,
                 stderr=stderr,
                 text=True,

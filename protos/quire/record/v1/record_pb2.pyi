@@ -415,7 +415,9 @@ Global___Entry: _TypeAlias = Entry  # noqa: Y015
 
 @_typing.final
 class Plan(_message.Message):
-    """A plan; columns as in quire.plan.v1.Plan. Blocks are differences to the value before in the same field."""
+    """A plan; columns as in quire.plan.v1.Plan. Fields of bytes are columns, packed little-endian int32 values; those of blocks
+    hold the first block, and the difference of every other one to the block before it.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -441,6 +443,14 @@ class Plan(_message.Message):
     """Differences to 1 more than the worker's last step."""
     decodes_change: _builtins.int
     """Number of decode rows, as difference to the worker's last plan."""
+    append_rows: _builtins.bytes
+    """Rows that get a block, and the blocks."""
+    append_blocks: _builtins.bytes
+    """See append_rows."""
+    copy_sources: _builtins.bytes
+    """Copies on the device."""
+    copy_targets: _builtins.bytes
+    """See copy_sources."""
     epoch: _builtins.int
     """The epoch, if it differs from the one that the worker was welcomed with."""
     @_builtins.property
@@ -450,14 +460,6 @@ class Plan(_message.Message):
     @_builtins.property
     def admissions(self) -> _containers.RepeatedCompositeFieldContainer[Global___Admission]:
         """Admissions."""
-
-    @_builtins.property
-    def append_rows(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Rows that get a block, and the blocks."""
-
-    @_builtins.property
-    def append_blocks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """See append_rows."""
 
     @_builtins.property
     def chunk_rows(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -483,14 +485,6 @@ class Plan(_message.Message):
     def swap_ins(self) -> _containers.RepeatedCompositeFieldContainer[Global___BlockCopy]:
         """See swap_outs."""
 
-    @_builtins.property
-    def copy_sources(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Copies on the device."""
-
-    @_builtins.property
-    def copy_targets(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """See copy_sources."""
-
     def __init__(
         self,
         *,
@@ -499,16 +493,16 @@ class Plan(_message.Message):
         decodes_change: _builtins.int = ...,
         leaves: _abc.Iterable[_builtins.int] | None = ...,
         admissions: _abc.Iterable[Global___Admission] | None = ...,
-        append_rows: _abc.Iterable[_builtins.int] | None = ...,
-        append_blocks: _abc.Iterable[_builtins.int] | None = ...,
+        append_rows: _builtins.bytes = ...,
+        append_blocks: _builtins.bytes = ...,
         chunk_rows: _abc.Iterable[_builtins.int] | None = ...,
         chunk_lengths: _abc.Iterable[_builtins.int] | None = ...,
         holds: _abc.Iterable[_builtins.int] | None = ...,
         releases: _abc.Iterable[_builtins.int] | None = ...,
         swap_outs: _abc.Iterable[Global___BlockCopy] | None = ...,
         swap_ins: _abc.Iterable[Global___BlockCopy] | None = ...,
-        copy_sources: _abc.Iterable[_builtins.int] | None = ...,
-        copy_targets: _abc.Iterable[_builtins.int] | None = ...,
+        copy_sources: _builtins.bytes = ...,
+        copy_targets: _builtins.bytes = ...,
         epoch: _builtins.int | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_epoch", b"_epoch", "epoch", b"epoch"]  # noqa: Y015
@@ -549,10 +543,8 @@ class Admission(_message.Message):
     """See num_tokens."""
     attempt: _builtins.int
     """Earlier attempts."""
-    @_builtins.property
-    def blocks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Block table, as differences."""
-
+    blocks: _builtins.bytes
+    """Block table, as a column of differences."""
     def __init__(
         self,
         *,
@@ -563,7 +555,7 @@ class Admission(_message.Message):
         num_tokens: _builtins.int = ...,
         num_computed: _builtins.int = ...,
         attempt: _builtins.int = ...,
-        blocks: _abc.Iterable[_builtins.int] | None = ...,
+        blocks: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
@@ -584,20 +576,16 @@ class BlockCopy(_message.Message):
     TARGETS_FIELD_NUMBER: _builtins.int
     copy_id: _builtins.int
     """Number of the copy."""
-    @_builtins.property
-    def sources(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Blocks, as differences."""
-
-    @_builtins.property
-    def targets(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """See sources."""
-
+    sources: _builtins.bytes
+    """Blocks, as a column of differences."""
+    targets: _builtins.bytes
+    """See sources."""
     def __init__(
         self,
         *,
         copy_id: _builtins.int = ...,
-        sources: _abc.Iterable[_builtins.int] | None = ...,
-        targets: _abc.Iterable[_builtins.int] | None = ...,
+        sources: _builtins.bytes = ...,
+        targets: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
