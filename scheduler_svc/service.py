@@ -323,7 +323,8 @@ class SchedulerService:
 
     def _families(self) -> list[link_pb2.MetricFamily]:
         """Return the metrics of this process."""
-        return self._metrics.families(self._core.stats(), self._journal, self._recorder and self._recorder.stats)
+        record = None if self._recorder is None else self._recorder.stats
+        return self._metrics.families(self._core.stats(), self._journal, record)
 
     def _apply(self, event: ev.Event, now: float) -> None:
         self._carry_out(self._core.handle(event, now), now)
