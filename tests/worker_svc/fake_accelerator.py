@@ -114,6 +114,10 @@ class FakeAccelerator:
         """See `Accelerator.pinned`."""
         return torch.empty(shape, dtype=dtype)
 
+    def pinned_exactly(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """See `Accelerator.pinned_exactly`."""
+        return torch.zeros(shape, dtype=dtype)
+
     def capture(self, compute: Callable[[], torch.Tensor]) -> tuple[Graph, torch.Tensor]:
         """See `Accelerator.capture`."""
         result = compute().clone()

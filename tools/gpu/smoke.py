@@ -245,7 +245,7 @@ def _copy(at: At, *, pinned: bool) -> float:
     there, back = (torch.tensor(columns, device=at.device) for columns in ([[1, 4], [7, 9]], [[7, 9], [11, 12]]))
     accelerator = make_accelerator(at.device)
     if pinned and accelerator is not None:
-        host = BlockPool([accelerator.pinned(tuple(x.shape), x.dtype).zero_() for x in tensors], at.device)
+        host = BlockPool([accelerator.pinned_exactly(tuple(x.shape), x.dtype) for x in tensors], at.device)
         stream, ready, done = accelerator.stream(), accelerator.event(), accelerator.event()
         ready.record()
         stream.wait(ready)

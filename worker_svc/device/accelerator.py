@@ -5,11 +5,16 @@ is plain Python, and the tests run it with a fake accelerator. The interface fol
 current stream, and an event marks a point in a stream.
 """
 
+import math
+import mmap
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Protocol
 
 import torch
+
+from shared.logging import get_logger
 
 
 class Event(Protocol):
@@ -74,6 +79,10 @@ class Accelerator(Protocol):
 
     def pinned(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """Allocate pinned host memory, which the device can copy from and to asynchronously."""
+        ...
+
+    def pinned_exactly(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """Allocate pinned host memory of exactly this size, filled with zeros; for large blocks that are kept."""
         ...
 
     def capture(self, compute: Callable[[], torch.Tensor]) -> tuple[Graph, torch.Tensor]:
@@ -163,6 +172,22 @@ class CudaAccelerator:
     def pinned(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """See `Accelerator.pinned`."""
         return torch.empty(shape, dtype=dtype, pin_memory=True)
+
+    def pinned_exactly(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """See `Accelerator.pinned_exactly`; torch's own pinned memory is rounded up to a power of two."""
+        size = math.prod(shape) * dtype.itemsize
+        if not size:
+            return torch.zeros(shape, dtype=dtype)
+        memory = mmap.mmap(-1, size)
+        tensor = torch.frombuffer(memory, dtype=dtype).view(shape)
+        address, runtime = tensor.data_ptr(), torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        error = int(runtime.cudaHostRegister(address, size, 0))
+        if error:
+            get_logger().warning("host memory not registered; using torch's pinned memory", cuda_error=error)
+            return torch.zeros(shape, dtype=dtype, pin_memory=True)
+        # The tensor keeps the mapping. At exit the process ends the registration with its memory.
+        weakref.finalize(memory, runtime.cudaHostUnregister, address).atexit = False
+        return tensor
 
     def capture(self, compute: Callable[[], torch.Tensor]) -> tuple[Graph, torch.Tensor]:
         """See `Accelerator.capture`.

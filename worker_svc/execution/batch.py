@@ -98,8 +98,6 @@ class BatchBuilder:
             else:
                 return self._captured(self._lanes, decode_rows, bucket)
         table.publish()
-        if self._membership != table.membership:
-            self._remember_decode_rows(decode_rows)
         if len(chunk_rows) == 0:
             return self._decode_only(decode_rows)
         return self._mixed(decode_rows, chunk_rows, chunk_lengths)
@@ -129,6 +127,8 @@ class BatchBuilder:
 
     def _decode_only(self, rows: IntArray) -> StepBatch:
         table = self._table
+        if self._membership != table.membership:
+            self._remember_decode_rows(rows)
         positions = table.num_computed[rows]
         ends = positions + 1
         table.check_room(rows, ends)
@@ -202,7 +202,7 @@ class BatchBuilder:
         )
         query_start_, context_lens, sample_positions = self._upload(narrow, np.int32)
         return StepBatch(
-            input_ids=torch.cat((table.last_token.index_select(0, self._rows_on_device), chunk_ids_)),
+            input_ids=torch.cat((table.last_token.index_select(0, rows_[:num_decodes]), chunk_ids_)),
             positions=positions_,
             attention=AttentionInputs(
                 slot_mapping=slots_,

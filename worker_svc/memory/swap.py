@@ -55,7 +55,7 @@ class HostPool:
             if accelerator is None:
                 host.append(torch.zeros(shape, dtype=tensor.dtype))
             else:
-                host.append(accelerator.pinned(shape, tensor.dtype).zero_())
+                host.append(accelerator.pinned_exactly(shape, tensor.dtype))
         self._where = torch.device("cpu") if accelerator is None else accelerator.device
         self._device = BlockPool(device, self._where)
         self._host = BlockPool(host, self._where)
