@@ -32,7 +32,7 @@ FUZZED := tests/worker_svc/test_session.py tests/worker_svc/test_malformed_plans
   tests/services/test_api_fuzz.py tests/services/test_fuzz.py tests/services/test_stop_strings.py tests/services/test_detokenizer.py
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run node-packages dist test test-all test-levels cpu-levels gpu gpu-wheels load-test router-test chaos frames overload sim mutants plots fuzz schemas kernels-all lint format protos protos-check protos-breaking model clean
+.PHONY: help setup run node-packages dist test test-all test-levels cpu-levels gpu gpu-wheels load-test router-test chaos frames overload sim mutants plots dashboards fuzz schemas kernels-all lint format protos protos-check protos-breaking model clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sort | awk -F ':.*## ' '{printf "  make %-16s %s\n", $$1, $$2}'
@@ -149,6 +149,12 @@ mutants: setup ## change the scheduler core in 240 small ways; checks must notic
 
 plots: setup ## draw the plots of docs/scheduling.md anew (two minutes)
 	@exec $(BIN)/python -m tools.plots
+
+# The library that makes the dashboards has an environment of its own: nothing else needs it.
+dashboards: ## make deploy/grafana and deploy/prometheus anew, from tools/dashboards.py
+	@$(PYTHON) -m venv build/grafana
+	@build/grafana/bin/pip install --quiet --disable-pip-version-check grafana-foundation-sdk
+	@build/grafana/bin/python -m tools.dashboards
 
 lint: setup ## ruff, codespell, mypy --strict, buf lint, buf breaking, generated stubs up to date
 	$(BIN)/ruff format --check .

@@ -69,10 +69,11 @@ class Served:
         """The sum over all samples of a metric that carry these labels; 0 when there are none."""
         return _sum(self.metrics(), name, **labels)
 
-    def metrics(self) -> str:
-        """The text of /metrics."""
+    def metrics(self, accept: str = "text/plain") -> str:
+        """The text of /metrics, in a format that the reader accepts."""
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-        with opener.open(f"http://{self.http}/metrics", timeout=30) as response:
+        request = urllib.request.Request(f"http://{self.http}/metrics", headers={"Accept": accept})
+        with opener.open(request, timeout=30) as response:
             text: str = response.read().decode()
         return text
 

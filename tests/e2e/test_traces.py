@@ -1,9 +1,12 @@
 """Traces across processes, as a real OTLP receiver sees them."""
 
+import socket
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from opentelemetry import trace
 from opentelemetry.sdk.trace import TracerProvider
+from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
 from quire import Client
 from tests.checkpoints import make_checkpoint
@@ -70,6 +73,82 @@ def test_untraced_requests_make_no_spans_elsewhere(tmp_path: Path) -> None:
     traces = {int.from_bytes(span.span.trace_id, "big") for span in spans}
     assert 7 not in traces
     assert 8 in traces
+
+
+def test_an_exemplar_leads_to_the_step_and_its_neighbours(tmp_path: Path) -> None:
+    """From a bucket of a latency to the request's trace, from there to a step, and from the step to its neighbours.
+
+    Every hop uses only what the hop before gave: ids in the exemplar, and links of spans.
+    """
+    checkpoint = make_checkpoint("LlamaForCausalLM", tmp_path / "model")
+    parents = [
+        trace.NonRecordingSpan(
+            trace.SpanContext(trace_id=each, span_id=9, is_remote=False, trace_flags=trace.TraceFlags(1))
+        )
+        for each in (21, 22)
+    ]
+    with otlp_receiver() as receiver:
+        environ = {"OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": receiver.endpoint, "OTEL_BSP_SCHEDULE_DELAY": "200"}
+        with serve(checkpoint, "--num-threads=1", environ=environ) as served, Client(served.grpc) as client:
+            with ThreadPoolExecutor(2) as together:
+
+                def generate(parent: trace.Span) -> None:
+                    with trace.use_span(parent):
+                        client.generate(PROMPT, max_tokens=40, temperature=0, ignore_eos=True).result()
+
+                list(together.map(generate, parents))
+            page = served.metrics(accept="application/openmetrics-text;version=1.0.0")
+            spans = receiver.wait_for(
+                lambda spans: (
+                    sum(span.name == "quire.attempt" for span in spans) == 2
+                    and {21, 22} <= {_trace_id(span) for span in spans if "Generate" in span.name}
+                )
+            )
+    # The bucket leads to the trace of a request, and to the span of its call.
+    families = {each.name: each for each in text_string_to_metric_families(page)}  # type: ignore[no-untyped-call]
+    buckets = families["gen_ai_server_time_to_first_token_seconds"].samples
+    exemplar = next(each.exemplar for each in buckets if each.exemplar is not None)
+    by_id = {span.span.span_id: span for span in spans}
+    call = by_id[bytes.fromhex(exemplar.labels["span_id"])]
+    assert call.name == "quire.v1.GenerationService/Generate"
+    assert _trace_id(call) == int(exemplar.labels["trace_id"], 16)
+    # The call leads to its attempt, and this to the steps in which it ran.
+    (attempt,) = [
+        span for span in spans if span.name == "quire.attempt" and span.span.parent_span_id == call.span.span_id
+    ]
+    steps = [by_id[link] for link in attempt.linked]
+    assert {step.name for step in steps} == {"quire.step"}
+    # A step leads to the attempts of all requests in it; one of them is the neighbour's.
+    neighbours = {by_id[link].span.trace_id for step in steps for link in step.linked}
+    assert {int.from_bytes(each, "big") for each in neighbours} == {21, 22}
+
+
+def test_a_collector_that_is_down_costs_only_spans(tmp_path: Path) -> None:
+    """Requests are served and the service ends in time although no collector listens; the lost spans are counted."""
+    checkpoint = make_checkpoint("LlamaForCausalLM", tmp_path / "model")
+    with socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))
+        environ = {
+            "OTEL_EXPORTER_OTLP_ENDPOINT": f"http://127.0.0.1:{nobody.getsockname()[1]}",
+            "OTEL_EXPORTER_OTLP_TIMEOUT": "1",
+            "OTEL_BSP_MAX_QUEUE_SIZE": "8",
+            "OTEL_BSP_MAX_EXPORT_BATCH_SIZE": "4",
+            "OTEL_BSP_SCHEDULE_DELAY": "100",
+            "OTEL_TRACES_SAMPLER": "always_on",
+        }
+        with serve(checkpoint, "--num-threads=1", environ=environ) as served, Client(served.grpc) as client:
+            for _ in range(10):
+                answer = client.generate(PROMPT, max_tokens=4, temperature=0, ignore_eos=True).result()
+                assert len(answer.token_ids) == 4
+            while not (
+                served.metric("quire_spans_dropped_total", process="frontend")
+                and served.metric("quire_spans_dropped_total", process="scheduler")
+            ):
+                client.generate(PROMPT, max_tokens=4, ignore_eos=True).result()
+
+
+def _trace_id(span: ReceivedSpan) -> int:
+    return int.from_bytes(span.span.trace_id, "big")
 
 
 def _assert_one_tree(spans: list[ReceivedSpan], root: bytes) -> None:

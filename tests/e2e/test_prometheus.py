@@ -1,0 +1,213 @@
+"""A real Prometheus scrapes a live service: every panel's query, vLLM's names and the exemplars return data."""
+
+import contextlib
+import json
+import math
+import shutil
+import socket
+import subprocess
+import threading
+import time
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from opentelemetry import trace
+
+from quire import Client, SchedulingOptions
+from shared import metric_names
+from tests.checkpoints import make_checkpoint
+from tests.e2e.harness import PATIENCE_S, Served, serve
+from tools.dashboards import BOARDS, INTERVAL, RULES
+
+PROMETHEUS = shutil.which("prometheus")
+pytestmark = pytest.mark.skipif(PROMETHEUS is None, reason="prometheus is not installed (Debian package prometheus)")
+
+VLLM_DASHBOARD = (
+    'sum(rate(vllm:request_success_total{job=~"quire", model_name=~".+", instance=~".+"}[15s]))',
+    'sum(rate(vllm:prompt_tokens_total{model_name=~".+"}[15s]))',
+    'sum(rate(vllm:generation_tokens_total{model_name=~".+"}[15s]))',
+    'histogram_quantile(0.95, sum by (le) (rate(vllm:time_to_first_token_seconds_bucket{model_name=~".+"}[15s])))',
+    'histogram_quantile(0.95, sum by (le) (rate(vllm:inter_token_latency_seconds_bucket{model_name=~".+"}[15s])))',
+    'histogram_quantile(0.95, sum by (le) (rate(vllm:e2e_request_latency_seconds_bucket{model_name=~".+"}[15s])))',
+    'sum by (finished_reason) (rate(vllm:request_success_total{model_name=~".+"}[15s]))',
+    'sum(rate(vllm:prefix_cache_hits_total{model_name=~".+"}[15s]))'
+    ' / sum(rate(vllm:prefix_cache_queries_total{model_name=~".+"}[15s]))',
+    'count(vllm:num_requests_running{model_name=~".+"})',
+    'avg(vllm:kv_cache_usage_perc{model_name=~".+"})',
+)
+"""The forms in which vLLM's dashboards read its metrics."""
+
+
+@pytest.fixture(scope="module")
+def loaded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Served, "Prometheus"]]:
+    """A service under load that a Prometheus scrapes; every request is traced, but no collector takes the spans."""
+    folder = tmp_path_factory.mktemp("prometheus")
+    checkpoint = make_checkpoint("LlamaForCausalLM", folder / "model")
+    # Nothing listens there: a collector that is down must not matter.
+    environ = {"OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": f"http://127.0.0.1:{_free_port()}"}
+    flags = ("--num-threads=1", f"--journal={folder / 'journal'}")
+    with serve(checkpoint, *flags, environ=environ) as served, _load(served), Prometheus(folder, served.http) as found:
+        yield served, found
+
+
+@pytest.mark.parametrize("board", BOARDS, ids=lambda board: board.name)
+def test_every_panel_shows_data(board: Any, loaded: tuple[Served, "Prometheus"]) -> None:
+    """Each query of a dashboard returns numbers while the service is under load."""
+    _, prometheus = loaded
+    for panel in board.panels:
+        for query in panel.queries:
+            prometheus.wait_for_data(query.expr.replace(INTERVAL, "15s"))
+
+
+def test_dashboards_for_vllm_show_data(loaded: tuple[Served, "Prometheus"]) -> None:
+    """The expressions of vLLM's dashboards return data, and endpoint pickers find one series of what they read."""
+    _, prometheus = loaded
+    for expr in VLLM_DASHBOARD:
+        prometheus.wait_for_data(expr)
+    for metric in metric_names.ALL:
+        if metric.is_foreign:
+            suffix = {"counter": "_total", "gauge": "", "histogram": "_count"}[metric.kind.value]
+            found = prometheus.wait_for_data(f"{metric.name}{suffix}")
+            assert all(each["metric"]["model_name"] for each in found)
+    for name in ("num_requests_waiting", "num_requests_running", "kv_cache_usage_perc", "cache_config_info"):
+        assert len(prometheus.query(f"vllm:{name}")) == 1
+    (config,) = prometheus.query("vllm:cache_config_info")
+    assert int(config["metric"]["block_size"]) > 0
+    assert int(config["metric"]["num_gpu_blocks"]) > 0
+
+
+def test_prometheus_keeps_exemplars(loaded: tuple[Served, "Prometheus"]) -> None:
+    """A bucket of the time to the first token leads to a trace."""
+    _, prometheus = loaded
+    query = "gen_ai_server_time_to_first_token_seconds_bucket"
+    found = prometheus.until(lambda: prometheus.get("query_exemplars", query=query, start="0", end=str(time.time())))
+
+    assert {len(each["labels"]["trace_id"]) for series in found for each in series["exemplars"]} == {32}
+
+
+class Prometheus:
+    """A Prometheus that scrapes a service every half second."""
+
+    def __init__(self, folder: Path, target: str) -> None:
+        self._folder = folder
+        self._port = _free_port()
+        # Rules are evaluated more often than in production, so that the test need not wait.
+        rules = (
+            RULES.read_text("utf-8").replace("interval: 30s", "interval: 1s").replace("interval: 15s", "interval: 1s")
+        )
+        (folder / "rules.yaml").write_text(rules)
+        config = {
+            "global": {"scrape_interval": "500ms", "scrape_timeout": "500ms"},
+            "rule_files": [str(folder / "rules.yaml")],
+            "scrape_configs": [{"job_name": "quire", "static_configs": [{"targets": [target]}]}],
+        }
+        (folder / "prometheus.json").write_text(json.dumps(config))
+        self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+
+    def __enter__(self) -> "Prometheus":
+        assert PROMETHEUS is not None
+        self._process = subprocess.Popen(
+            (
+                PROMETHEUS,
+                f"--config.file={self._folder / 'prometheus.json'}",
+                f"--storage.tsdb.path={self._folder / 'data'}",
+                f"--web.listen-address=127.0.0.1:{self._port}",
+                "--enable-feature=exemplar-storage",
+            ),
+            stdout=subprocess.DEVNULL,
+            stderr=(self._folder / "prometheus.log").open("w"),
+        )
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.terminate()
+        self._process.wait(60)
+
+    def get(self, path: str, **parameters: str) -> Any:
+        """Return the data of an API call; None while Prometheus does not answer."""
+        url = f"http://127.0.0.1:{self._port}/api/v1/{path}?{urllib.parse.urlencode(parameters)}"
+        try:
+            with self._opener.open(url, timeout=30) as response:
+                return json.load(response)["data"]
+        except ConnectionError:
+            return None
+        except urllib.error.HTTPError as error:
+            pytest.fail(f"{parameters}: {error.read().decode()}")
+        except urllib.error.URLError:
+            return None
+
+    def query(self, expr: str) -> list[dict[str, Any]]:
+        """Return the series of an instant query."""
+        data = self.get("query", query=expr)
+        return [] if data is None else list(data["result"])
+
+    def wait_for_data(self, expr: str) -> list[dict[str, Any]]:
+        """Return the series of a query as soon as one has a number."""
+
+        def with_number() -> list[dict[str, Any]]:
+            return [each for each in self.query(expr) if not math.isnan(float(each["value"][1]))]
+
+        found: list[dict[str, Any]] = self.until(with_number, expr)
+        return found
+
+    def until(self, read: Callable[[], Any], what: str = "") -> Any:
+        """Return what `read` returns as soon as it is not empty."""
+        end = time.monotonic() + PATIENCE_S
+        while not (found := read()):
+            assert self._process.poll() is None, (self._folder / "prometheus.log").read_text()
+            assert time.monotonic() < end, f"no data after {PATIENCE_S} s: {what}"
+            time.sleep(0.2)
+        return found
+
+
+@contextlib.contextmanager
+def _load(served: Served) -> Iterator[None]:
+    """Requests of all kinds in the background: streams, targets, tenants, HTTP, and some that fail."""
+    stopping = threading.Event()
+
+    def run() -> None:
+        parent = trace.NonRecordingSpan(
+            trace.SpanContext(trace_id=77, span_id=9, is_remote=False, trace_flags=trace.TraceFlags(1))
+        )
+        number = 0
+        with Client(served.grpc) as client, trace.use_span(parent):
+            while not stopping.is_set():
+                number += 1
+                scheduling = SchedulingOptions(
+                    tenant=f"team-{number % 3}", ttft_target_s=(5.0, 1e-6)[number % 2], total_time_target_s=60.0
+                )
+                prompt = "the quick brown fox jumps over the lazy dog " * 4 + str(number % 5)
+                for _ in client.generate(prompt, max_tokens=12, ignore_eos=True, scheduling=scheduling):
+                    pass
+                # The client leaves after the first token.
+                with client.generate(prompt, max_tokens=100, ignore_eos=True) as left:
+                    next(iter(left))
+                _post(served)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        yield
+    finally:
+        stopping.set()
+        thread.join(PATIENCE_S)
+
+
+def _post(served: Served) -> None:
+    body = json.dumps({"prompt": "the fox", "max_tokens": 3}).encode()
+    request = urllib.request.Request(
+        f"http://{served.http}/v1/completions", body, {"Content-Type": "application/json"}, method="POST"
+    )
+    with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=60) as response:
+        response.read()
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

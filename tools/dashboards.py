@@ -1,0 +1,448 @@
+"""Write the Grafana dashboards in deploy/grafana and Prometheus's rules in deploy/prometheus.
+
+    python -m tools.dashboards           write all files
+    python -m tools.dashboards --check   fail if a file is out of date
+
+The dashboards need the package grafana-foundation-sdk, which is not among the development dependencies. `make
+dashboards` installs it into an environment of its own.
+"""
+
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+GRAFANA = ROOT / "deploy" / "grafana"
+RULES = ROOT / "deploy" / "prometheus" / "quire-rules.yaml"
+INTERVAL = "$__rate_interval"
+"""Grafana's variable for the range of a rate."""
+
+
+@dataclass(frozen=True, slots=True)
+class Query:
+    """A query of a panel and the legend of its series."""
+
+    expr: str
+    legend: str = ""
+    exemplars: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Panel:
+    """A panel of a dashboard."""
+
+    title: str
+    unit: str
+    queries: tuple[Query, ...]
+    description: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Board:
+    """A dashboard."""
+
+    name: str
+    title: str
+    panels: tuple[Panel, ...]
+
+
+def _rate(metric: str, by: str = "", labels: str = "") -> str:
+    selector = f"{metric}{{{labels}}}" if labels else metric
+    return f"sum{f' by ({by})' if by else ''} (rate({selector}[{INTERVAL}]))"
+
+
+def _rates(title: str, unit: str, metric: str, by: str, labels: str = "", description: str = "") -> Panel:
+    legend = " ".join(f"{{{{{label.strip()}}}}}" for label in by.split(","))
+    return Panel(title, unit, (Query(_rate(metric, by, labels), legend),), description)
+
+
+def _values(title: str, unit: str, metric: str, by: str = "", description: str = "") -> Panel:
+    legend = " ".join(f"{{{{{label.strip()}}}}}" for label in by.split(",")) if by else title
+    return Panel(title, unit, (Query(f"sum{f' by ({by})' if by else ''} ({metric})", legend),), description)
+
+
+def _quantiles(title: str, metric: str, by: str = "", unit: str = "s", description: str = "") -> Panel:
+    """Return a panel with p50, p95 and p99 of a histogram; a point of it leads to a trace."""
+    group = f"le, {by}" if by else "le"
+    legend = f" {{{{{by}}}}}" if by else ""
+    return Panel(
+        title,
+        unit,
+        tuple(
+            Query(f"histogram_quantile({share}, {_rate(f'{metric}_bucket', group)})", f"p{name}{legend}", share == 0.99)
+            for share, name in ((0.5, "50"), (0.95, "95"), (0.99, "99"))
+        ),
+        description,
+    )
+
+
+_TTFT = _quantiles(
+    "Time to first token",
+    "gen_ai_server_time_to_first_token_seconds",
+    description="A diamond is a sampled request; its link leads to its trace.",
+)
+_ITL = _quantiles(
+    "Inter-token latency", "vllm:inter_token_latency_seconds", description="Per token, as clients see it."
+)
+_QUEUE = _values("Waiting requests by reason", "short", "quire_queue_requests", "reason")
+_ERRORS = _rates(
+    "Failed requests by reason", "reqps", "gen_ai_server_request_duration_seconds_count", "error_type", 'error_type!=""'
+)
+_KV = Panel(
+    "KV cache",
+    "percentunit",
+    (
+        Query(
+            'sum by (worker, state) (quire_kv_blocks{state=~"held|cached"})'
+            ' / on (worker) group_left sum by (worker) (quire_kv_blocks{state="total"})',
+            "{{worker}} {{state}}",
+        ),
+    ),
+    "Held by requests, and kept only by the prefix cache.",
+)
+_PREEMPTIONS = _rates("Preemptions by remedy", "ops", "quire_preemptions_total", "remedy")
+
+BOARDS = (
+    Board(
+        "service",
+        "Quire: service",
+        (
+            _rates("Requests", "reqps", "gen_ai_server_request_duration_seconds_count", "gen_ai_operation_name"),
+            _ERRORS,
+            _TTFT,
+            _ITL,
+            _quantiles("Request duration", "gen_ai_server_request_duration_seconds"),
+            _quantiles("Mean time per output token of a request", "gen_ai_server_time_per_output_token_seconds"),
+            Panel(
+                "Tokens",
+                "short",
+                (
+                    Query(_rate("vllm:prompt_tokens_total"), "prompt"),
+                    Query(_rate("vllm:generation_tokens_total"), "output"),
+                ),
+            ),
+            Panel(
+                "Requests running and waiting",
+                "short",
+                (
+                    Query("sum (vllm:num_requests_running)", "running"),
+                    Query("sum (vllm:num_requests_waiting)", "waiting"),
+                ),
+            ),
+            _rates("Targets of requests", "reqps", "quire_request_targets_total", "target, outcome"),
+            Panel(
+                "Error budget",
+                "percentunit",
+                (Query("quire:slo_errors:ratio_rate1h", "{{slo}}"),),
+                "Share of bad events in the last hour. The objectives are in docs/observability.md.",
+            ),
+            _rates(
+                "gRPC calls by status", "reqps", "rpc_server_call_duration_seconds_count", "rpc_response_status_code"
+            ),
+            _rates(
+                "HTTP requests by status",
+                "reqps",
+                "http_server_request_duration_seconds_count",
+                "http_response_status_code",
+            ),
+            _rates("Tokens merged for slow readers", "short", "quire_merged_tokens_total", "frontend"),
+            _rates("Lost spans", "short", "quire_spans_dropped_total", "process"),
+        ),
+    ),
+    Board(
+        "scheduler",
+        "Quire: scheduler",
+        (
+            _QUEUE,
+            _rates("Ended requests by reason", "reqps", "quire_requests_ended_total", "reason"),
+            _quantiles("Time in the queue", "vllm:request_queue_time_seconds"),
+            _quantiles("Time to make and send a plan", "quire_plan_seconds"),
+            _quantiles("Turn of the loop", "quire_scheduler_turn_seconds"),
+            _quantiles("Link: step time outside the worker", "quire_link_seconds", "worker"),
+            _rates("Composition of steps: tokens", "short", "quire_scheduled_tokens_total", "kind"),
+            _rates("Composition of steps: rows", "short", "quire_scheduled_rows_total", "kind"),
+            _quantiles("Tokens of a step", "vllm:iteration_tokens_total", unit="short"),
+            _PREEMPTIONS,
+            Panel(
+                "Prefix cache: share of tokens found",
+                "percentunit",
+                (
+                    Query(
+                        f"{_rate('quire_prefix_cache_hit_tokens_total', 'tier')}"
+                        f" / ignoring (tier) group_left {_rate('vllm:prefix_cache_queries_total')}",
+                        "{{tier}}",
+                    ),
+                ),
+            ),
+            _rates("Discarded tokens", "short", "quire_discarded_tokens_total", "worker"),
+            _rates("Malformed frames", "short", "quire_malformed_frames_total", "job"),
+            _values("Front ends", "short", "quire_frontends"),
+            _values("Workers", "short", "quire_workers"),
+        ),
+    ),
+    Board(
+        "worker",
+        "Quire: workers",
+        (
+            _quantiles("Step", "quire_step_seconds", "worker"),
+            _quantiles("Idle time of the device before a step", "quire_device_idle_seconds", "worker"),
+            _rates("Where the time goes", "percentunit", "quire_worker_seconds_total", "worker, phase"),
+            _rates("Steps", "ops", "quire_steps_total", "worker"),
+            _rates("Sampled tokens", "short", "quire_sampled_tokens_total", "worker"),
+            _values("Rows in use", "short", "quire_batch_rows", "worker"),
+            _values("Tokens of the newest step", "short", "quire_batch_tokens", "worker"),
+            _values("Plans in flight", "short", "quire_plans_in_flight", "worker"),
+            _KV,
+            _values("Host blocks in use", "short", "quire_host_blocks_held", "worker"),
+            Panel(
+                "Blocks copied",
+                "short",
+                (
+                    Query(_rate("quire_swapped_out_blocks_total", "worker"), "{{worker}} to the host"),
+                    Query(_rate("quire_swapped_in_blocks_total", "worker"), "{{worker}} back"),
+                ),
+            ),
+        ),
+    ),
+    Board(
+        "tenant",
+        "Quire: tenants",
+        (
+            _rates("Output tokens", "short", "quire_tenant_tokens_total", "tenant", 'kind="output"'),
+            _rates("Prompt tokens", "short", "quire_tenant_tokens_total", "tenant", 'kind="prompt"'),
+            _rates("Ended outputs by reason", "reqps", "quire_tenant_requests_total", "tenant, finished_reason"),
+            Panel(
+                "Mean time in the queue",
+                "s",
+                (
+                    Query(
+                        f"{_rate('quire_tenant_queue_time_seconds_total', 'tenant')}"
+                        f" / {_rate('quire_tenant_requests_total', 'tenant')}",
+                        "{{tenant}}",
+                    ),
+                ),
+            ),
+            Panel(
+                "Share of the service",
+                "percentunit",
+                (
+                    Query(
+                        f"{_rate('quire_tenant_tokens_total', 'tenant')}"
+                        f" / ignoring (tenant) group_left {_rate('quire_tenant_tokens_total')}",
+                        "{{tenant}}",
+                    ),
+                ),
+                "Prompt and output tokens.",
+            ),
+        ),
+    ),
+    Board(
+        "incident",
+        "Quire: incident",
+        (
+            _TTFT,
+            _ITL,
+            _QUEUE,
+            _ERRORS,
+            _KV,
+            _PREEMPTIONS,
+            _quantiles("Step", "quire_step_seconds", "worker"),
+            _quantiles("Idle time of the device before a step", "quire_device_idle_seconds", "worker"),
+            _values("Workers", "short", "quire_workers"),
+            Panel(
+                "Firing alerts",
+                "short",
+                (Query('count (ALERTS{alertname=~"Quire.*", alertstate="firing"}) or vector(0)', "alerts"),),
+            ),
+        ),
+    ),
+)
+
+OBJECTIVES = {"availability": 0.999, "ttft": 0.99, "itl": 0.99}
+"""Share of events that must be good: calls without a fault of the server, first tokens and tokens in time."""
+TTFT_LIMIT_S = "2.5"
+"""A first token is in time within these seconds: a bound of the histogram's buckets."""
+ITL_LIMIT_S = "0.2"
+"""A further token is in time within these seconds."""
+BURNS = (
+    ("14.4", "1h", "5m", "page"),
+    ("6", "6h", "30m", "page"),
+    ("3", "1d", "2h", "ticket"),
+    ("1", "3d", "6h", "ticket"),
+)
+"""Alerts on the burn rate: factor, long window, short window, severity."""
+
+_BAD_RPC = "UNKNOWN|DEADLINE_EXCEEDED|RESOURCE_EXHAUSTED|INTERNAL|UNAVAILABLE|DATA_LOSS"
+
+
+def _bad_share(slo: str, window: str) -> str:
+    """Return the share of bad events within a window; no data without events."""
+
+    def total(metric: str, labels: str = "") -> str:
+        return f"sum(rate({metric}{{{labels}}}[{window}]))"
+
+    if slo == "availability":
+        rpc, http = "rpc_server_call_duration_seconds_count", "http_server_request_duration_seconds_count"
+        bad_rpc = total(rpc, f'rpc_response_status_code=~"{_BAD_RPC}"')
+        bad_http = total(http, 'http_response_status_code=~"5..|429"')
+        bad = f"(({bad_rpc} or vector(0)) + ({bad_http} or vector(0)))"
+        return f"{bad} / (({total(rpc)} or vector(0)) + ({total(http)} or vector(0)) > 0)"
+    metric, limit = {
+        "ttft": ("gen_ai_server_time_to_first_token_seconds", TTFT_LIMIT_S),
+        "itl": ("vllm:inter_token_latency_seconds", ITL_LIMIT_S),
+    }[slo]
+    good = total(f"{metric}_bucket", f'le="{limit}"')
+    return f"1 - {good} / ({total(f'{metric}_count')} > 0)"
+
+
+def rules() -> dict[str, Any]:
+    """Return the recording rules and alerts, in Prometheus's form."""
+    windows = ("5m", "30m", "1h", "2h", "6h", "1d", "3d")
+    recorded = [
+        {"record": f"quire:slo_errors:ratio_rate{window}", "expr": _bad_share(slo, window), "labels": {"slo": slo}}
+        for slo in OBJECTIVES
+        for window in windows
+    ]
+    names = {"availability": "QuireAvailabilityBurn", "ttft": "QuireFirstTokenBurn", "itl": "QuireInterTokenBurn"}
+    burning = [
+        {
+            "alert": names[slo],
+            "expr": " and ".join(
+                f'quire:slo_errors:ratio_rate{window}{{slo="{slo}"}} > {factor} * {round(1 - objective, 6)}'
+                for window in (long, short)
+            ),
+            "labels": {"severity": severity, "burn": factor},
+            "annotations": {
+                "summary": f"The error budget of {slo} burns at {factor} times its rate over {long} and {short}",
+                "runbook": "docs/observability.md",
+            },
+        }
+        for slo, objective in OBJECTIVES.items()
+        for factor, long, short, severity in BURNS
+    ]
+    causes = [
+        {
+            "alert": name,
+            "expr": expr,
+            "for": wait,
+            "labels": {"severity": severity},
+            "annotations": {"summary": summary, "runbook": "docs/observability.md"},
+        }
+        for name, expr, wait, severity, summary in (
+            ("QuireDown", 'up{job="quire"} == 0', "1m", "page", "A front end does not answer"),
+            ("QuireNoWorker", "quire_workers == 0", "30s", "page", "No worker is connected; requests wait"),
+            (
+                "QuireOverloaded",
+                'sum(rate(gen_ai_server_request_duration_seconds_count{error_type=~"QUEUE_FULL|OVERLOADED"}[1m])) > 0',
+                "1m",
+                "ticket",
+                "Requests are refused because the waiting queue is full",
+            ),
+            (
+                "QuireStalledReaders",
+                'sum(rate(gen_ai_server_request_duration_seconds_count{error_type="STALLED_READER"}[5m])) > 0',
+                "0s",
+                "ticket",
+                "Requests end because their clients do not read",
+            ),
+            (
+                "QuireKvCacheFull",
+                'max(vllm:kv_cache_usage_perc) > 0.95 and on () sum(quire_queue_requests{reason="room"}) > 0',
+                "1m",
+                "ticket",
+                "Requests wait because running ones hold the KV cache",
+            ),
+            (
+                "QuireSpansDropped",
+                "sum by (process) (rate(quire_spans_dropped_total[5m])) > 0",
+                "5m",
+                "ticket",
+                "Spans are lost because the collector is down or slow",
+            ),
+            (
+                "QuireJournalFailed",
+                "quire_journal_writes == 0",
+                "30s",
+                "page",
+                "The journal cannot be written; see its disk",
+            ),
+        )
+    ]
+    return {
+        "groups": [
+            {"name": "quire-slo", "interval": "30s", "rules": recorded},
+            {"name": "quire-burn", "interval": "30s", "rules": burning},
+            {"name": "quire-causes", "interval": "15s", "rules": causes},
+        ]
+    }
+
+
+def rules_text() -> str:
+    """Return the rule file."""
+    lines = ["# Made by `python -m tools.dashboards`: recording rules and alerts of Quire.", "groups:"]
+    for group in rules()["groups"]:
+        lines += [f"  - name: {group['name']}", f"    interval: {group['interval']}", "    rules:"]
+        for rule in group["rules"]:
+            lines += [f"      {'-' if number == 0 else ' '} {line}" for number, line in enumerate(_rule_lines(rule))]
+    return "\n".join(lines) + "\n"
+
+
+def _rule_lines(rule: dict[str, Any]) -> Iterator[str]:
+    for key, value in rule.items():
+        if isinstance(value, dict):
+            yield f"{key}:"
+            yield from (f"  {name}: {json.dumps(text)}" for name, text in value.items())
+        else:
+            yield f"{key}: {json.dumps(value) if key == 'expr' else value}"
+
+
+def board_text(board: Board) -> str:
+    """Return a dashboard as Grafana's JSON."""
+    from grafana_foundation_sdk.builders import dashboard, prometheus, timeseries
+    from grafana_foundation_sdk.cog.encoder import JSONEncoder
+    from grafana_foundation_sdk.models.dashboard import DataSourceRef
+
+    source = DataSourceRef(type_val="prometheus", uid="${datasource}")
+    made = (
+        dashboard.Dashboard(board.title)
+        .uid(f"quire-{board.name}")
+        .tags(["quire"])
+        .refresh("10s")
+        .time("now-30m", "now")
+        .with_variable(dashboard.DatasourceVariable("datasource").label("Data source").type("prometheus"))
+    )
+    for each in board.panels:
+        panel = timeseries.Panel().title(each.title).unit(each.unit).datasource(source).height(8).span(12).min(0)
+        if each.description:
+            panel = panel.description(each.description)
+        for number, query in enumerate(each.queries):
+            panel = panel.with_target(
+                prometheus.Dataquery()
+                .expr(query.expr)
+                .legend_format(query.legend)
+                .exemplar(query.exemplars)
+                .ref_id(chr(ord("A") + number))
+            )
+        made = made.with_panel(panel)
+    return str(JSONEncoder(sort_keys=True, indent=2).encode(made.build())) + "\n"
+
+
+def main() -> int:
+    """Write the files, or check them; return the exit code."""
+    files = {RULES: rules_text()} | {GRAFANA / f"{board.name}.json": board_text(board) for board in BOARDS}
+    stale = [path for path, text in files.items() if not path.exists() or path.read_text("utf-8") != text]
+    if "--check" in sys.argv[1:]:
+        for path in stale:
+            print(f"{path.relative_to(ROOT)}: out of date; run make dashboards", file=sys.stderr)
+        return bool(stale)
+    for path in stale:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(files[path], "utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
