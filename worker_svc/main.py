@@ -16,7 +16,7 @@ from shared.process_watch import own_process
 from shared.pulse import Pulse
 from shared.telemetry import Telemetry
 from worker_svc.device.accelerator import make_accelerator
-from worker_svc.device.choice import choose_device, describe_device, set_threads
+from worker_svc.device.choice import alone_on, choose_device, describe_device, set_threads
 from worker_svc.device.compiling import announce_compiling
 from worker_svc.execution.assembly import build_engine
 from worker_svc.execution.engine import Engine
@@ -72,8 +72,9 @@ def _serve(config: WorkerConfig, telemetry: Telemetry) -> None:
     keys = load_keys(config.keys, WORKER)
     set_threads(config.num_threads)
     device = choose_device(config.device)
-    model, description = load_model(config, device)
-    engine = build_engine(config, model, description, device, telemetry.tracer, make_accelerator(device))
+    with alone_on(device):
+        model, description = load_model(config, device)
+        engine = build_engine(config, model, description, device, telemetry.tracer, make_accelerator(device))
     protect = (lambda _socket: None) if keys is None else keys.protect_client
     link = Link(config.worker_address, _identity(name, engine, description, device), protect)
     pulse = Pulse()
