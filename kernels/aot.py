@@ -46,7 +46,7 @@ SHARED_BYTES = {80: 163 * 1024, 90: 227 * 1024}
 """Limit of shared memory per program in bytes, by architecture."""
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-HEAD_DIMS = (64, 80, 96, 128, 256)
+HEAD_DIMS = (64, 80, 96, 128, 256, 512)
 GROUP_SIZES = (1, 4, 8)
 BLOCK_SIZES = (8, 16, 32, 128)
 
@@ -95,12 +95,14 @@ def cases() -> list[Case]:
     found = []
     for dtype, head_dim, group_size, block_size in product(DTYPES, HEAD_DIMS, GROUP_SIZES, BLOCK_SIZES):
         name = f"{_TYPE_NAMES[dtype]}, head_dim {head_dim}, group {group_size}, page {block_size}"
-        in_ci = dtype is torch.bfloat16 and head_dim in (64, 128, 256) and (group_size, block_size) == (4, 16)
+        in_ci = dtype is torch.bfloat16 and head_dim in (64, 128, 256, 512) and (group_size, block_size) == (4, 16)
         in_ci = in_ci or (dtype is torch.float32 and (head_dim, group_size, block_size) == (128, 4, 16))
         call = partial(_attention, head_dim, group_size, block_size, dtype=dtype)
         found.append(Case(f"attention {name}", call, in_ci))
     gemma = partial(_attention, 256, 2, 16, sliding_window=4096, soft_cap=50.0)
     found.append(Case("attention head_dim 256, group 2, page 16, window, cap", gemma, True))
+    few = partial(_attention, 128, 4, 16, num_tokens=100)
+    found.append(Case("attention bf16, head_dim 128, group 4, page 16, few tokens", few, True))
     for head_dim in HEAD_DIMS:
         call = partial(_attention, head_dim, 4, 16, kv_dtype=torch.uint8)
         found.append(
@@ -136,6 +138,7 @@ def _attention(
     group_size: int,
     block_size: int,
     *,
+    num_tokens: int = 512,
     dtype: torch.dtype = torch.bfloat16,
     kv_dtype: torch.dtype | None = None,
     sliding_window: int | None = None,
@@ -143,13 +146,13 @@ def _attention(
 ) -> None:
     cache = _meta(1024, 8, block_size, head_dim, dtype=kv_dtype or dtype)
     paged_attention(
-        _meta(512, 8 * group_size, head_dim, dtype=dtype),
+        _meta(num_tokens, 8 * group_size, head_dim, dtype=dtype),
         cache,
         cache,
         _meta(4, 4096 // block_size, dtype=torch.int32),
         _meta(5, dtype=torch.int32),
         _meta(4, dtype=torch.int32),
-        max_query_len=509,
+        max_query_len=num_tokens - 3,
         scale=head_dim**-0.5,
         sliding_window=sliding_window,
         soft_cap=soft_cap,

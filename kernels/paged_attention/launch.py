@@ -9,14 +9,30 @@ from __future__ import annotations
 
 import torch
 
-from kernels._triton import architecture, next_power_of_2
+from kernels._triton import architecture, next_power_of_2, num_multiprocessors
 from kernels.fp8 import native_fp8
-from kernels.paged_attention.decode import combine_shares_kernel, decode_kernel
-from kernels.paged_attention.prefill import prefill_kernel
+from kernels.paged_attention.decode import decode_kernel
+from kernels.paged_attention.prefill import combine_parts_kernel, prefill_kernel
 from kernels.paged_attention.schedule import DecodeSchedule, schedule_decode
 from kernels.paged_attention.tuning import Key, tuning_for
 
-_SHARES_TILE = 32  # shares per iteration of the combining kernel
+_SHARES_TILE = 16  # shares that are combined at once, if they have no more elements than this:
+_COMBINED_ELEMENTS = 4096
+_MOST_PARTS = 16
+_MIN_PART = 1024  # keys; below this, combining costs more than parallelism gains
+
+
+def parts_of_keys(num_programs: int, num_multiprocessors: int, longest: int) -> int:
+    """Return into how many parts prefill divides the keys of each tile; ``longest`` is the longest context or more.
+
+    A multiprocessor runs one program at a time. The number of parts makes the time of all of them shortest.
+    """
+
+    def relative_time(parts: int) -> float:
+        waves = -(-num_programs * parts // num_multiprocessors)
+        return waves / parts * (1 + 0.05 * (parts - 1))
+
+    return min(range(1, max(1, min(_MOST_PARTS, longest // _MIN_PART)) + 1), key=relative_time)
 
 
 def paged_attention_triton(
@@ -40,7 +56,6 @@ def paged_attention_triton(
     group_size, dim_tile = num_heads // num_kv_heads, next_power_of_2(head_dim)
     sm, kv_bytes = architecture(query), 4 if query.dtype == torch.float32 else k_cache.dtype.itemsize
     out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
-    caches_and_tables = (query, k_cache, v_cache, block_tables, query_start)
     strides = (query.stride(0), query.stride(1), block_tables.stride(0))
     # An integer would be a different type, and compile another kernel.
     scale, cap = float(scale), float(soft_cap or 0.0)
@@ -58,13 +73,27 @@ def paged_attention_triton(
         num_rows = context_lens.shape[0]
         tuning = tuning_for(Key("prefill", sm, dim_tile, kv_bytes), group_size)
         queries = tuning.block_m // group_size
+        num_chunks = num_rows - num_leading_decodes
         # An upper bound, with one partial tile per row; leading decode rows are left out.
-        num_tiles = num_tokens // queries + num_rows - num_leading_decodes
-        prefill_kernel[(num_tiles, num_kv_heads)](
-            *caches_and_tables,
+        num_tiles = num_tokens // queries + num_chunks if num_chunks > 1 else -(-num_tokens // queries)
+        num_parts = parts_of_keys(
+            num_tiles * num_kv_heads, num_multiprocessors(query), block_tables.shape[1] * block_size
+        )
+        split = (num_parts, num_tokens) if num_parts > 1 else (0, 0)
+        partial = torch.empty(*split, num_heads, head_dim, dtype=torch.float32, device=query.device)
+        lse = torch.empty(*split, num_heads, dtype=torch.float32, device=query.device)
+        prefill_kernel[(num_tiles, num_kv_heads, num_parts)](
+            query,
+            k_cache,
+            v_cache,
+            block_tables,
+            query_start,
             context_lens,
             out,
+            partial,
+            lse,
             num_leading_decodes,
+            num_tokens,
             num_rows,
             *strides,
             scale,
@@ -77,6 +106,18 @@ def paged_attention_triton(
             num_warps=tuning.num_warps,
             num_stages=tuning.num_stages,
         )
+        if num_parts > 1:
+            combine_parts_kernel[(num_tokens, num_heads)](
+                partial,
+                lse,
+                out,
+                num_tokens,
+                num_parts,
+                NUM_HEADS=num_heads,
+                HEAD_DIM=head_dim,
+                DIM_TILE=dim_tile,
+                PARTS_TILE=_MOST_PARTS,
+            )
     if min_query_len > 1:
         return out
 
@@ -87,9 +128,15 @@ def paged_attention_triton(
     max_shares, fields = schedule.shares.shape
     partial = torch.empty(max_shares, num_heads, head_dim, dtype=torch.float32, device=query.device)
     lse = torch.empty(max_shares, num_heads, dtype=torch.float32, device=query.device)
-    decode_kernel[(num_kv_heads, max_shares)](
-        *caches_and_tables,
+    group_tile = next_power_of_2(group_size)
+    decode_kernel[(num_kv_heads, schedule.programs.shape[0] - 1)](
+        query,
+        k_cache,
+        v_cache,
+        block_tables,
         schedule.shares,
+        schedule.programs,
+        schedule.finished,
         out,
         partial,
         lse,
@@ -98,20 +145,11 @@ def paged_attention_triton(
         cap,
         **specialisation,
         FIELDS=fields,
+        GROUP_TILE=group_tile,
+        SHARES_TILE=max(1, min(_SHARES_TILE, _COMBINED_ELEMENTS // (group_tile * dim_tile))),
         BLOCK_M=tuning.block_m,
         BLOCK_N=tuning.block_n,
         num_warps=tuning.num_warps,
         num_stages=tuning.num_stages,
-    )
-    combine_shares_kernel[(num_heads, schedule.rows.shape[0])](
-        partial,
-        lse,
-        query_start,
-        schedule.rows,
-        out,
-        NUM_HEADS=num_heads,
-        HEAD_DIM=head_dim,
-        DIM_TILE=dim_tile,
-        SHARES_TILE=_SHARES_TILE,
     )
     return out

@@ -2,7 +2,8 @@
 
 The query heads of a KV head are packed into one tile, so that a key is read once for all of them. The softmax is
 computed online over the keys (FlashAttention-2; Dao, 2023). Tiles are numbered through the flat batch, so that the grid
-depends only on T and R. A program finds its row by binary search.
+depends only on T and R. A program finds its row by binary search. Where these programs are too few for the GPU, as for
+a short chunk of a long prompt, several programs divide the keys of a tile, and another kernel combines their results.
 """
 
 # ruff: noqa: N803 - compile-time parameters of kernels are upper case, as everywhere in Triton
@@ -10,10 +11,10 @@ depends only on T and R. A program finds its row by binary search.
 from __future__ import annotations
 
 from kernels._triton import jit, kernel_with, tl
-from kernels.paged_attention.tiles import accumulate, gather_tile, load_block_ids, score_factor, score_tile
+from kernels.paged_attention.tiles import accumulate, as_factor, gather_tile, load_block_ids, score_factor, score_tile
 
 
-@kernel_with(varying=("query_start_ptr", "context_lens_ptr", "first_row", "num_rows", "table_stride"))
+@kernel_with(varying=("query_start_ptr", "context_lens_ptr", "first_row", "num_tokens", "num_rows", "table_stride"))
 def prefill_kernel(
     query_ptr: tl.tensor,
     k_cache_ptr: tl.tensor,
@@ -22,7 +23,10 @@ def prefill_kernel(
     query_start_ptr: tl.tensor,
     context_lens_ptr: tl.tensor,
     out_ptr: tl.tensor,
+    partial_ptr: tl.tensor,
+    lse_ptr: tl.tensor,
     first_row: tl.tensor,
+    num_tokens: tl.tensor,
     num_rows: tl.tensor,
     query_token_stride: tl.tensor,
     query_head_stride: tl.tensor,
@@ -45,6 +49,10 @@ def prefill_kernel(
 
     Row r owns the tiles from ``query_start[r] // QUERIES + r`` on. It may own more than it needs; programs of unused
     tiles return at once. The rows before ``first_row`` have at most one token each and no tiles.
+
+    With a third axis of the grid, its programs divide the keys of a tile in equal parts. Then each part's result goes
+    to ``partial`` ``[parts, T, num_heads, head_dim]`` float32, and the log2 of its sum of exponentials to ``lse``
+    ``[parts, T, num_heads]``; a part without keys has minus infinity there.
     """
     QUERIES: tl.constexpr = BLOCK_M // GROUP_SIZE  # noqa: N806
     # The last tiles of a row see the most keys, so they start first; otherwise they would run alone at the end.
@@ -74,7 +82,7 @@ def prefill_kernel(
     query_mask = in_tile[:, None] & (dim < HEAD_DIM)[None, :]
     token = (start + query_index).to(tl.int64)
     query_place = query_ptr + token[:, None] * query_token_stride + head[:, None] * query_head_stride + dim[None, :]
-    query = tl.load(query_place, mask=query_mask, other=0.0)
+    query = as_factor(tl.load(query_place, mask=query_mask, other=0.0), k_cache_ptr.dtype.element_ty)
 
     # Keys before the first query are visible to the whole tile, except at the end of a window; only others need a mask.
     first_position = context - query_len + first_query
@@ -84,6 +92,12 @@ def prefill_kernel(
     if WINDOWED:
         begin = tl.maximum(first_position - sliding_window + 1, 0) // BLOCK_N
         seen_by_all = begin
+
+    key_tiles = tl.cdiv(high, BLOCK_N)
+    part_size = tl.cdiv(key_tiles - begin, tl.num_programs(2))
+    begin += tl.program_id(2) * part_size
+    key_tiles = tl.minimum(begin + part_size, key_tiles)
+    seen_by_all = tl.maximum(begin, tl.minimum(seen_by_all, key_tiles))
 
     table_ptr = block_tables_ptr + tl.cast(row, tl.int64) * table_stride
     acc = tl.zeros((BLOCK_M, DIM_TILE), tl.float32)
@@ -117,7 +131,7 @@ def prefill_kernel(
             CAPPED,
             NATIVE_FP8,
         )
-    for key_tile in range(seen_by_all, tl.cdiv(high, BLOCK_N)):
+    for key_tile in range(seen_by_all, key_tiles):
         acc, row_max, row_sum, block = _attend_tile(
             query,
             k_cache_ptr,
@@ -146,8 +160,43 @@ def prefill_kernel(
         )
 
     out = acc / tl.where(row_sum > 0, row_sum, 1.0)[:, None]
-    place = out_ptr + (token[:, None] * (NUM_KV_HEADS * GROUP_SIZE) + head[:, None]) * HEAD_DIM + dim[None, :]
-    tl.store(place, out.to(out_ptr.dtype.element_ty), mask=query_mask)
+    place = token * (NUM_KV_HEADS * GROUP_SIZE) + head
+    if tl.num_programs(2) > 1:
+        place += tl.cast(tl.program_id(2), tl.int64) * num_tokens * (NUM_KV_HEADS * GROUP_SIZE)
+        tl.store(lse_ptr + place, row_max + tl.log2(row_sum), mask=in_tile)
+        tl.store(partial_ptr + place[:, None] * HEAD_DIM + dim[None, :], out, mask=query_mask)
+    else:
+        tl.store(out_ptr + place[:, None] * HEAD_DIM + dim[None, :], out.to(out_ptr.dtype.element_ty), mask=query_mask)
+
+
+@kernel_with(varying=("num_tokens", "num_parts"))
+def combine_parts_kernel(
+    partial_ptr: tl.tensor,
+    lse_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    num_tokens: tl.tensor,
+    num_parts: tl.tensor,
+    NUM_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    DIM_TILE: tl.constexpr,
+    PARTS_TILE: tl.constexpr,
+) -> None:
+    """Combine per program the parts of one head of one token, weighted by their sums of exponentials.
+
+    Tokens of rows in decode get arbitrary values, because their rows are computed later.
+    """
+    token = tl.program_id(0)
+    head = tl.program_id(1)
+    part = tl.arange(0, PARTS_TILE)
+    dim = tl.arange(0, DIM_TILE)
+    place = (part.to(tl.int64) * num_tokens + token) * NUM_HEADS + head
+    lse = tl.load(lse_ptr + place, mask=part < num_parts, other=-float("inf"))
+    weight = tl.exp2(lse - tl.max(lse, 0))
+    mask = (weight > 0)[:, None] & (dim < HEAD_DIM)[None, :]
+    partial = tl.load(partial_ptr + place[:, None] * HEAD_DIM + dim[None, :], mask=mask, other=0.0)
+    out = tl.sum(partial * weight[:, None], 0) / tl.sum(weight, 0)
+    to = out_ptr + (tl.cast(token, tl.int64) * NUM_HEADS + head) * HEAD_DIM + dim
+    tl.store(to, out.to(out_ptr.dtype.element_ty), mask=dim < HEAD_DIM)
 
 
 @jit
@@ -214,8 +263,6 @@ def _attend_tile(
         MASKED,
         NATIVE_FP8,
     )
-    acc, row_max, row_sum = accumulate(
-        scores, score_factor(scale, CAPPED), values.to(query.dtype), acc, row_max, row_sum
-    )
+    acc, row_max, row_sum = accumulate(scores, score_factor(scale, CAPPED), query, values, acc, row_max, row_sum)
     block = load_block_ids(table_ptr, position + position.shape[0], high, BLOCK_SIZE)
     return acc, row_max, row_sum, block

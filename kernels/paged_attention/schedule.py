@@ -1,10 +1,9 @@
-"""Decode schedule: splits the keys of each row into shares, on the device, from the lengths of a batch.
+"""Decode schedule: splits the keys of all rows in equal parts, on the device, from the lengths of a batch.
 
-A long row must be read by many programs in parallel, a short row by one. The split depends on all lengths, which only
-the device knows in a captured graph. A small kernel therefore computes a *schedule*, which the attention of every layer
-uses. A *share* is a range of one row's keys; program n of the attention computes share n. The size of shares is chosen
-to give the GPU enough programs. All shares of a row have the same size, and there are at most ``R + wanted`` shares, so
-that few programs of the grid are idle.
+The attention runs as many programs as the GPU runs at once, and each reads the same number of keys. The split depends
+on all lengths, which only the device knows in a captured graph. A small kernel therefore computes a *schedule*, which
+the attention of every layer uses. The keys of all rows are placed one behind the other, and cut into equal parts, one
+per program. A *share* is the range of one row's keys in one part; a program computes consecutive shares.
 
 One schedule serves all layers with the same window and number of KV heads.
 """
@@ -17,25 +16,28 @@ from dataclasses import dataclass
 
 import torch
 
-from kernels._triton import kernel_with, num_multiprocessors, runs_on_triton, tl
+from kernels._triton import jit, kernel_with, num_multiprocessors, runs_on_triton, tl
 
-_PROGRAMS_PER_SM = 4  # with a share; more than run at once, to shorten the tail
-_UNIT = 64  # keys; a share is a number of units
+_PROGRAMS_PER_SM = 2  # fastest on an H100 (1, 8 and 64 rows at 1,024 tokens); all of them run at once
+_UNIT = 64  # keys; a program reads a number of units
 _MIN_UNITS = 2  # below this, combining shares costs more than parallelism gains
 _ROWS_TILE = 256
-_FIELDS = 4
+_FIELDS = 8
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeSchedule:
     """Shares of one batch.
 
-    shares: ``[R + wanted, 4]`` int32: row (-1: unused), first key, end of the keys, number of shares of the row.
-    rows: ``[R, 2]`` int32: first share and number of shares of the row; 0 shares for a row that is not in decode.
+    shares: ``[R + P, 8]`` int32: row, first key, end of the keys, first share of the row, number of shares of the row,
+        token; two fields are unused.
+    programs: ``[P + 1]`` int32: program p computes the shares ``programs[p]`` .. ``programs[p + 1]``.
+    finished: ``[R, num_kv_heads]`` int32: zeros; counts finished shares while attention runs.
     """
 
     shares: torch.Tensor
-    rows: torch.Tensor
+    programs: torch.Tensor
+    finished: torch.Tensor
 
 
 def schedule_decode(
@@ -52,20 +54,23 @@ def schedule_decode(
     if not runs_on_triton(context_lens):
         return None
     num_rows, device = context_lens.shape[0], context_lens.device
-    wanted = -(-_PROGRAMS_PER_SM * num_multiprocessors(context_lens) // num_kv_heads)
+    num_programs = max(1, _PROGRAMS_PER_SM * num_multiprocessors(context_lens) // num_kv_heads)
     schedule = DecodeSchedule(
-        shares=torch.empty(num_rows + wanted, _FIELDS, dtype=torch.int32, device=device),
-        rows=torch.empty(num_rows, 2, dtype=torch.int32, device=device),
+        shares=torch.empty(num_rows + num_programs, _FIELDS, dtype=torch.int32, device=device),
+        programs=torch.empty(num_programs + 1, dtype=torch.int32, device=device),
+        finished=torch.empty(num_rows, num_kv_heads, dtype=torch.int32, device=device),
     )
     _schedule_kernel[(1,)](
         query_start,
         context_lens,
         schedule.shares,
-        schedule.rows,
+        schedule.programs,
+        schedule.finished,
         num_rows,
-        wanted,
+        num_programs,
         sliding_window or 0,
         WINDOWED=sliding_window is not None,
+        NUM_KV_HEADS=num_kv_heads,
         UNIT=_UNIT,
         MIN_UNITS=_MIN_UNITS,
         ROWS_TILE=_ROWS_TILE,
@@ -74,61 +79,82 @@ def schedule_decode(
     return schedule
 
 
-@kernel_with(varying=("query_start_ptr", "context_lens_ptr", "num_rows", "wanted"))
+@kernel_with(varying=("query_start_ptr", "context_lens_ptr", "num_rows", "num_programs"))
 def _schedule_kernel(
     query_start_ptr: tl.tensor,
     context_lens_ptr: tl.tensor,
     shares_ptr: tl.tensor,
-    rows_ptr: tl.tensor,
+    programs_ptr: tl.tensor,
+    finished_ptr: tl.tensor,
     num_rows: tl.tensor,
-    wanted: tl.tensor,
+    num_programs: tl.tensor,
     sliding_window: tl.tensor,
     WINDOWED: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
     UNIT: tl.constexpr,
     MIN_UNITS: tl.constexpr,
     ROWS_TILE: tl.constexpr,
     FIELDS: tl.constexpr,
 ) -> None:
-    """Compute the whole schedule in one program: the sum of all keys first, then every row's shares."""
+    """Compute the whole schedule in one program: the number of all units first, then every row's shares."""
     total = tl.cast(0, tl.int32)
     for first_row in range(0, num_rows, ROWS_TILE):
         row = first_row + tl.arange(0, ROWS_TILE)
-        inside = row < num_rows
-        start = tl.load(query_start_ptr + row, mask=inside, other=0)
-        in_decode = inside & (tl.load(query_start_ptr + row + 1, mask=inside, other=0) - start == 1)
-        keys = tl.load(context_lens_ptr + row, mask=in_decode, other=0)
-        if WINDOWED:
-            keys = tl.minimum(keys, sliding_window)
-        total += tl.sum(tl.cdiv(keys, UNIT), 0)
-    most_units = tl.maximum(tl.cdiv(total, wanted), MIN_UNITS)
+        _, _, _, units = _units_of_rows(
+            query_start_ptr, context_lens_ptr, row, num_rows, sliding_window, WINDOWED, UNIT
+        )
+        total += tl.sum(units, 0)
+    size = tl.maximum(tl.cdiv(total, num_programs), MIN_UNITS)  # units of a program
 
-    used = tl.cast(0, tl.int32)
+    used_units = tl.cast(0, tl.int32)
+    used_shares = tl.cast(0, tl.int32)
     for first_row in range(0, num_rows, ROWS_TILE):
         row = first_row + tl.arange(0, ROWS_TILE)
-        inside = row < num_rows
-        start = tl.load(query_start_ptr + row, mask=inside, other=0)
-        in_decode = inside & (tl.load(query_start_ptr + row + 1, mask=inside, other=0) - start == 1)
-        end = tl.load(context_lens_ptr + row, mask=in_decode, other=0)
-        begin = end * 0
-        if WINDOWED:
-            begin = tl.maximum(end - sliding_window, 0)
-        units = tl.cdiv(end - begin, UNIT)
-        count = tl.where(in_decode, tl.maximum(tl.cdiv(units, most_units), 1), 0)
-        size = tl.cdiv(units, tl.maximum(count, 1)) * UNIT  # equal for all shares of a row
-        # Rounding up may leave the last shares without a key.
-        count = tl.where(in_decode, tl.maximum(tl.cdiv(end - begin, tl.maximum(size, 1)), 1), 0)
-        first = used + tl.cumsum(count, 0) - count
-        tl.store(rows_ptr + row * 2, first, mask=inside)
-        tl.store(rows_ptr + row * 2 + 1, count, mask=inside)
-        for share in range(tl.max(count, 0)):
-            there = share < count
-            place = shares_ptr + (first + share) * FIELDS
-            low = begin + share * size
+        token, low, end, units = _units_of_rows(
+            query_start_ptr, context_lens_ptr, row, num_rows, sliding_window, WINDOWED, UNIT
+        )
+        first_unit = used_units + tl.cumsum(units, 0) - units
+        first_program = first_unit // size
+        count = tl.where(units > 0, (first_unit + units - 1) // size - first_program + 1, 0)
+        first_share = used_shares + tl.cumsum(count, 0) - count
+        for index in range(tl.max(count, 0)):
+            there = index < count
+            program = first_program + index
+            unit = tl.maximum(program * size, first_unit)
+            begin = low + (unit - first_unit) * UNIT
+            place = shares_ptr + (first_share + index) * FIELDS
             tl.store(place, row, mask=there)
-            tl.store(place + 1, low, mask=there)
-            tl.store(place + 2, tl.minimum(low + size, end), mask=there)
-            tl.store(place + 3, count, mask=there)
-        used += tl.sum(count, 0)
-    for first_share in range(used, num_rows + wanted, ROWS_TILE):
-        share = first_share + tl.arange(0, ROWS_TILE)
-        tl.store(shares_ptr + share * FIELDS, -1, mask=share < num_rows + wanted)
+            tl.store(place + 1, begin, mask=there)
+            tl.store(place + 2, tl.minimum(low + ((program + 1) * size - first_unit) * UNIT, end), mask=there)
+            tl.store(place + 3, first_share, mask=there)
+            tl.store(place + 4, count, mask=there)
+            tl.store(place + 5, token, mask=there)
+            tl.store(programs_ptr + program, first_share + index, mask=there & (unit == program * size))
+        for kv_head in range(NUM_KV_HEADS):
+            tl.store(finished_ptr + row * NUM_KV_HEADS + kv_head, 0, mask=row < num_rows)
+        used_units += tl.sum(units, 0)
+        used_shares += tl.sum(count, 0)
+    for first_program in range(tl.cdiv(total, size), num_programs + 1, ROWS_TILE):  # those without a share
+        program = first_program + tl.arange(0, ROWS_TILE)
+        tl.store(programs_ptr + program, used_shares, mask=program <= num_programs)
+
+
+@jit
+def _units_of_rows(
+    query_start_ptr: tl.tensor,
+    context_lens_ptr: tl.tensor,
+    row: tl.tensor,
+    num_rows: tl.tensor,
+    sliding_window: tl.tensor,
+    WINDOWED: tl.constexpr,
+    UNIT: tl.constexpr,
+) -> tl.tuple:
+    """Return token, first key, end of the keys, and number of units of some rows; no units if not in decode."""
+    inside = row < num_rows
+    token = tl.load(query_start_ptr + row, mask=inside, other=0)
+    in_decode = inside & (tl.load(query_start_ptr + row + 1, mask=inside, other=0) - token == 1)
+    end = tl.load(context_lens_ptr + row, mask=in_decode, other=0)
+    low = end * 0
+    if WINDOWED:
+        low = tl.maximum(end - sliding_window, 0)
+    return token, low, end, tl.where(in_decode, tl.maximum(tl.cdiv(end - low, UNIT), 1), 0)

@@ -46,6 +46,15 @@ def gather_tile(
 
 
 @jit
+def as_factor(query: tl.tensor, CACHE_TYPE: tl.constexpr) -> tl.tensor:
+    """Return queries in the type of the products with keys of a cache.
+
+    Over fp8 this is float16 instead of bfloat16, because GPUs convert e4m3 to float16 in one instruction.
+    """
+    return query.to(tl.float16) if CACHE_TYPE == tl.uint8 and query.dtype == tl.bfloat16 else query  # noqa: SIM300
+
+
+@jit
 def score_tile(
     query: tl.tensor, keys: tl.tensor, scale: tl.tensor, soft_cap: tl.tensor, CAPPED: tl.constexpr
 ) -> tl.tensor:
@@ -64,15 +73,24 @@ def score_factor(scale: tl.tensor, CAPPED: tl.constexpr) -> tl.tensor:
 
 @jit
 def accumulate(
-    scores: tl.tensor, factor: tl.tensor, values: tl.tensor, acc: tl.tensor, row_max: tl.tensor, row_sum: tl.tensor
+    scores: tl.tensor,
+    factor: tl.tensor,
+    query: tl.tensor,
+    values: tl.tensor,
+    acc: tl.tensor,
+    row_max: tl.tensor,
+    row_sum: tl.tensor,
 ) -> tl.tuple:
     """Update the online softmax with these keys; return the new acc, row_max and row_sum.
 
     The maximum is found before the multiplication, so that one FFMA scales a score and subtracts the maximum.
+    ``row_sum`` and ``acc`` have a common factor: with float16 values, 256 keeps small probabilities from underflow.
     """
+    values = values.to(query.dtype)
+    spare: tl.constexpr = 8.0 if values.dtype == tl.float16 else 0.0
     new_max = tl.maximum(row_max, tl.max(scores, 1) * factor)
     base = tl.where(new_max == -float("inf"), 0.0, new_max)  # no key is visible so far
-    probs = tl.exp2(scores * factor - base[:, None])
+    probs = tl.exp2(scores * factor - (base - spare)[:, None])
     shrink = tl.exp2(row_max - base)
     acc = tl.dot(probs.to(values.dtype), values, acc * shrink[:, None], input_precision="ieee")
     return acc, new_max, row_sum * shrink + tl.sum(probs, 1)

@@ -53,15 +53,17 @@ def default_tuning(key: Key) -> Tuning:
     They follow from the compiler's figures for registers and shared memory. Rules: no spills, 16-byte copies into
     shared memory, from which the matrix units read, and three stages, so that the copies of one tile of keys and
     values are in flight while another tile is computed. Decode is limited by memory bandwidth. It therefore runs in
-    at least three programs per multiprocessor. Prefill reads each key once per tile of queries; on Hopper, where the
+    two programs per multiprocessor or more. Prefill reads each key once per tile of queries; on Hopper, where the
     L2 cache limits the matrix units, a tile has 128 rows in two warp groups. Float32 does not use matrix units and
     needs more registers, hence small tiles.
     """
     wide = key.kv_bytes > 2
     if key.kernel == "decode":
         # tl.dot needs at least 16 rows. Idle rows of a smaller group cost nothing, because decode waits for memory.
-        largest = 64 if key.dim_tile <= 128 else 32
+        largest = 64 if key.dim_tile <= 128 else 32 if key.dim_tile <= 256 else 16
         return Tuning(16, (32 if key.dim_tile <= 64 else 16) if wide else largest, 4, 3)
+    if key.dim_tile > 256:
+        return Tuning(16, 16, 8, 2) if wide else Tuning(32, 16, 8, 3)
     if wide:
         return Tuning(32, 16, 4 if key.dim_tile <= 64 else 8, 3)
     if key.dim_tile <= 64:

@@ -96,7 +96,7 @@ def test_ci_specialisations_compile(tmp_path: Path) -> None:
         "prefill_kernel",
         "decode_kernel",
         "schedule_kernel",
-        "combine_shares_kernel",
+        "combine_parts_kernel",
         "copy_blocks_kernel",
         "rms_norm_kernel",
         "rotary_kernel",

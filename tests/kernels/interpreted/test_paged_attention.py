@@ -94,6 +94,28 @@ def test_shares_meet_in_the_same_result(num_sms: int, window: int | None, monkey
     assert_equals_reference(paged_batch([(1300, 1), (0, 1), (3, 1), (129, 1), (200, 9)]), window)
 
 
+@pytest.mark.parametrize(("window", "cap"), [(None, None), (100, None), (None, 5.0)])
+@pytest.mark.parametrize("num_decodes", [0, 3])
+def test_parts_of_a_chunks_keys_meet_in_the_same_result(
+    num_decodes: int, window: int | None, cap: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The result does not depend on the number of programs that divide the keys of a chunk."""
+    monkeypatch.setattr(launch, "parts_of_keys", lambda *_: 5)
+    rows = [(50, 1)] * num_decodes + [(500, 33), (20, 1), (40, 40), (300, 2)]
+    assert_equals_reference(paged_batch(rows), window, cap, num_leading_decodes=num_decodes)
+    assert_equals_reference(paged_batch([(600, 70)]), window, cap, min_query_len=70)
+
+
+def test_few_long_chunks_are_divided_and_many_are_not() -> None:
+    """Few programs divide their keys until every multiprocessor has work; a full GPU and short contexts do not."""
+    assert launch.parts_of_keys(32, 132, 100_000) == 4
+    assert launch.parts_of_keys(1, 132, 1 << 20) > 4
+    assert launch.parts_of_keys(100, 132, 1500) == 1
+    assert launch.parts_of_keys(32, 132, 1500) == 1
+    assert launch.parts_of_keys(132, 132, 100_000) == 1
+    assert launch.parts_of_keys(2048, 132, 100_000) == 1
+
+
 @settings(max_examples=examples(30), deadline=None)
 @given(data=st.data())
 def test_a_schedule_shares_out_every_key_once(data: st.DataObject) -> None:
@@ -113,37 +135,41 @@ def test_a_schedule_shares_out_every_key_once(data: st.DataObject) -> None:
         sliding_window=window,
     )
     assert made is not None
-    shares, next_share = made.shares.tolist(), 0
+    shares, programs, next_share = made.shares.tolist(), made.programs.tolist(), 0
 
     for row, context in enumerate(contexts):
-        first, count = made.rows[row].tolist()
-        assert first == next_share
-        assert (count > 0) == in_decode[row]
-        own = shares[first : first + count]
-        assert all(share[0] == row and share[3] == count for share in own)
+        own = [share for share in shares[next_share : programs[-1]] if share[0] == row]
+        assert own == shares[next_share : next_share + len(own)]
+        assert bool(own) == in_decode[row]
+        token = int(lengths[:row].sum())
+        assert all(share[3:6] == [next_share, len(own), token] for share in own)
         if own:
             assert own[0][1] == max(context - (window or context), 0)
             assert own[-1][2] == context
             assert all(before[2] == after[1] for before, after in pairwise(own))
-            assert count == 1 or all(end > begin for _, begin, end, _ in own)
-        next_share += count
-    assert all(share[0] == -1 for share in shares[next_share:])
+            assert len(own) == 1 or all(end > begin for _, begin, end, *_ in own)
+        next_share += len(own)
+    assert programs[0] == 0
+    assert programs[-1] == next_share <= len(shares)
+    assert all(before <= after for before, after in pairwise(programs))
+    assert not made.finished.any()
 
 
-def test_long_rows_are_read_by_many_programs_and_large_batches_by_few_each() -> None:
-    """One long row gets a share for every program that the GPU runs; rows that are many enough get one each."""
+def test_every_program_reads_the_same_number_of_keys() -> None:
+    """The longest share of work is that of an equal division, in units of 64 keys."""
 
-    def counts(contexts: list[int]) -> list[int]:
+    def most_keys(contexts: list[int]) -> int:
         starts = torch.arange(len(contexts) + 1, dtype=torch.int32)
         made = schedule.schedule_decode(starts, torch.tensor(contexts, dtype=torch.int32), num_kv_heads=8)
         assert made is not None
-        return made.rows[:, 1].tolist()
+        assert made.programs.shape == (34,)  # two for each of 132 multiprocessors, divided by the KV heads
+        keys = [end - begin for _, begin, end, *_ in made.shares.tolist()]
+        return max(int(sum(keys[first:beyond])) for first, beyond in pairwise(made.programs.tolist()))
 
-    assert counts([1024]) == [8]
-    assert 60 <= counts([131072])[0] <= 66
-    assert counts([1024] * 300) == [1] * 300  # more rows than a tile of them
-    assert counts([8192] * 8) == [8] * 8
-    assert counts([100] * 63 + [60000])[-1] >= 50
+    assert most_keys([1024]) == 2 * 64
+    assert most_keys([131072]) == 63 * 64
+    assert most_keys([1024] * 300) == 146 * 64  # more rows than a tile of them
+    assert most_keys([100] * 63 + [60000]) == 33 * 64
 
 
 @pytest.mark.parametrize("group_size", [1, 3, 8, 20])
