@@ -18,6 +18,7 @@ from scheduler_svc.assembly import open_journal, protector, to_core_config
 from scheduler_svc.core.interface import effects as ef
 from scheduler_svc.core.interface import events as ev
 from scheduler_svc.core.scheduler import Scheduler
+from scheduler_svc.explain.live import LiveExplanations
 from scheduler_svc.frontend_hub import FrontendHub
 from scheduler_svc.journal.journal import Journal
 from scheduler_svc.metrics import SchedulerMetrics
@@ -91,6 +92,7 @@ class SchedulerService:
             protect=protector(keys, FRONTEND),
         )
         self._operator = Operator(self._core, apply=self._apply, set_log_level=self._set_log_level)
+        self._explanations = LiveExplanations(recorder.folder if recorder is not None else None)
         self._journal = open_journal(config)
         self._pulse = Pulse()
         self._ticked_at = self._looked_at = -math.inf
@@ -133,6 +135,7 @@ class SchedulerService:
 
     def close(self) -> None:
         """Close the sockets."""
+        self._explanations.close()
         self._workers.close()
         # Frames that were just flushed are still being sent.
         self._frontends.socket.close(linger=SHUTDOWN_LINGER_MS)
@@ -316,8 +319,10 @@ class SchedulerService:
             self._frontends.outgoing(peer).set_snapshot(incoming.snapshot_request, families)
 
         for request in incoming.operator_requests:
-            reply = self._operator.reply(request, now)
-            self._frontends.outgoing(peer).add_reply(reply)
+            asks = LiveExplanations.asked(request)
+            reply = self._explanations.ask(peer, request) if asks else self._operator.reply(request, now)
+            if reply is not None:
+                self._frontends.outgoing(peer).add_reply(reply)
         if incoming.goodbye:
             self._lose_frontend(peer, "goodbye", now, orderly=True)
 
@@ -350,6 +355,8 @@ class SchedulerService:
         for peer in self._frontends.expired(now):
             self._lose_frontend(peer, "its lease expired", now)
         self._gone |= dict.fromkeys(self._workers.ping(now), "its connection was closed")
+        for peer, reply in self._explanations.replies(now):
+            self._frontends.outgoing(peer).add_reply(reply)
         if self._allowed is not None:
             self._allowed.refresh()
         self._apply(ev.TimePassed(), now)

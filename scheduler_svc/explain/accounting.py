@@ -13,7 +13,7 @@ wait, and the computation of tokens that had been computed before.
 
 The forward pass of a step that also holds chunks of other prompts is divided. A decoding request would have needed the
 usual time of a step without prompts; the rest is charged to the other prompts. A request in prefill is charged in
-proportion to the tokens. The time beyond `SLOW` times the usual one is charged to the worker.
+proportion to the tokens. If a step took more than `SLOW` times the usual time, the excess is charged to the worker.
 """
 
 import enum
@@ -26,6 +26,8 @@ from scheduler_svc.explain.facts import Life, Step, StreamKey
 
 SLOW = 2.0
 """Multiple of the usual time of a step from which on the worker is the cause of the rest."""
+_LAG_S = 0.01
+"""Time from a plan to the beginning of its step that is not yet late, however short the step."""
 MAX_NEIGHBOURS = 8
 """Neighbours that are named in the worst step and for each cause."""
 
@@ -260,7 +262,7 @@ class _Walk:
         before = self._at
         begin, finish = _execution(step)
         begin = min(max(begin, self._at), step.answered)
-        self._gap(begin, others)
+        self._gap(begin, others, step)
         self._held = None
         finish = min(max(finish, begin), step.answered)
         busy = step.busy_s
@@ -271,10 +273,11 @@ class _Walk:
             self._departure, self._has_decoded = None, True
         if busy > 0:
             self._charge(CauseKind.COPIES, step.copy_s * share)
-            self._charge(CauseKind.SAMPLING, step.sample_s * share)
-            self._forward(step, share, prepare=step.prepare_s)
+            usual = self._charge_excess(step, share)
+            self._charge(CauseKind.SAMPLING, step.sample_s * share * usual)
+            self._forward(step, (step.forward_s + step.prepare_s) * share * usual)
         else:
-            self._forward(step, 0.0, prepare=0.0, whole=finish - begin)
+            self._forward(step, finish - begin)
         self._at = finish
         self._charge(CauseKind.LINK, step.answered - finish)
         self._at = step.answered
@@ -283,21 +286,22 @@ class _Walk:
             self.worst = _worst(step, seconds, self._key)
         self._num_computed += step.chunks.get(self._key, 0)
 
-    def _forward(self, step: Step, share: float, *, prepare: float, whole: float = 0.0) -> None:
-        """Divide a forward pass; `whole` is its time if the worker sent no timings."""
-        seconds = (step.forward_s + prepare) * share if share else whole
-        usual = self._life.usual.forward_s(step) if self._life.usual is not None else None
-        full = step.forward_s + prepare
-        if usual is not None and full > SLOW * usual > 0:
-            excess = seconds * (full - usual) / full
-            times = f"a step of {step.num_tokens} tokens on {step.worker_id} usually takes {usual * 1e3:.1f} ms"
-            self._charge(CauseKind.SLOW_WORKER, excess, times)
-            seconds -= excess
-            full = usual
+    def _charge_excess(self, step: Step, share: float) -> float:
+        """Charge the time that a step took beyond the usual; return the usual part of its time, 0 to 1."""
+        usual = self._life.usual.step_s(step) if self._life.usual is not None else None
+        if usual is None or step.computing_s <= SLOW * usual:
+            return 1.0
+        part = usual / step.computing_s
+        times = f"a step of {step.num_tokens} tokens on {step.worker_id} usually takes {usual * 1e3:.1f} ms"
+        self._charge(CauseKind.SLOW_WORKER, step.computing_s * share * (1.0 - part), times)
+        return part
+
+    def _forward(self, step: Step, seconds: float) -> None:
+        """Divide the time of a forward pass."""
         others = {key: tokens for key, tokens in step.chunks.items() if key != self._key}
         theirs = 0.0
         if others:
-            theirs = seconds * self._share_of_others(step, sum(others.values()), full)
+            theirs = seconds * self._share_of_others(step, sum(others.values()))
             self._charge(CauseKind.OTHER_PROMPTS, theirs, by=others)
         own = seconds - theirs
         if self._departure is not None:
@@ -307,14 +311,14 @@ class _Walk:
         else:
             self._charge_prefill(own, step.chunks[self._key])
 
-    def _share_of_others(self, step: Step, num_tokens: int, full: float) -> float:
+    def _share_of_others(self, step: Step, num_tokens: int) -> float:
         """Return the share of a forward pass that other prompts take."""
-        if self._key in step.chunks or self._life.usual is None:
+        without = None
+        if self._key not in step.chunks and self._life.usual is not None:
+            without = self._life.usual.decode_s(len(step.decodes))
+        if without is None or step.computing_s <= 0:
             return num_tokens / step.num_tokens
-        without = self._life.usual.decode_s(len(step.decodes))
-        if without is None or full <= 0:
-            return num_tokens / step.num_tokens
-        return max(0.0, 1.0 - without / full)
+        return max(0.0, 1.0 - without / step.computing_s)
 
     def _charge_prefill(self, seconds: float, num_tokens: int) -> None:
         """Charge own prefill; tokens that an earlier request had as well count as a cold prefix."""
@@ -326,8 +330,14 @@ class _Walk:
             self._charge(CauseKind.COLD_PREFIX, cold, by=by)
         self._charge(CauseKind.OWN_PREFILL, seconds - cold)
 
-    def _gap(self, end: float, others: list[Step]) -> None:
-        """Charge the time up to `end`, in which no step computed the request: `others` are the worker's other steps."""
+    def _gap(self, end: float, others: list[Step], before: Step | None = None) -> None:
+        """Charge the time up to `end`, in which no step computed the request.
+
+        Args:
+            end: the end of the gap.
+            others: the worker's other steps.
+            before: the step with the request that begins at `end`. A worker that was free and began late was slow.
+        """
         if end <= self._at:
             return
         if self._held is not None and self._held.time < end:
@@ -340,8 +350,17 @@ class _Walk:
             if self._departure is not None:
                 self._charge_departure(end - self._at)
             else:
-                self._charge(CauseKind.LINK, end - self._at)
+                self._charge_lag(end - self._at, before)
         self._at = end
+
+    def _charge_lag(self, seconds: float, step: Step | None) -> None:
+        """Charge the time from a plan to the beginning of its step."""
+        usual = self._life.usual.step_s(step) if self._life.usual is not None and step is not None else None
+        if step is not None and usual is not None and seconds > SLOW * max(usual, _LAG_S):
+            late = f"{step.worker_id} began late with a step"
+            self._charge(CauseKind.SLOW_WORKER, seconds - max(usual, _LAG_S), late)
+            seconds = max(usual, _LAG_S)
+        self._charge(CauseKind.LINK, seconds)
 
     def _charge_busy(self, end: float, others: list[Step]) -> None:
         """Charge the time in which the worker was busy with other steps, as far as it lies before `end`."""

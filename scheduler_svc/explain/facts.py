@@ -49,9 +49,14 @@ class Step:
         return len(self.decodes) + sum(self.chunks.values())
 
     @property
+    def computing_s(self) -> float:
+        """Time for which the worker was busy with it, without block copies."""
+        return self.prepare_s + self.forward_s + self.sample_s
+
+    @property
     def busy_s(self) -> float:
         """Time for which the worker was busy with it."""
-        return self.prepare_s + self.copy_s + self.forward_s + self.sample_s
+        return self.computing_s + self.copy_s
 
     def holds(self, key: StreamKey) -> bool:
         """Return whether the step computed a token of the request."""
@@ -127,15 +132,15 @@ class Usual:
         samples: dict[tuple[int, int], dict[str, list[float]]] = {}
         for step in steps:
             if step.started is not None and step.num_tokens:
-                samples.setdefault(_size(step), {}).setdefault(step.worker_id, []).append(step.forward_s)
+                samples.setdefault(_size(step), {}).setdefault(step.worker_id, []).append(step.computing_s)
         self._medians: dict[tuple[int, int], float] = {}
         for size, workers in samples.items():
             medians = [_median(found) for found in workers.values() if len(found) >= self.MIN_STEPS]
             if medians:
                 self._medians[size] = min(medians)
 
-    def forward_s(self, step: Step) -> float | None:
-        """Return how long the forward pass of such a step usually takes; None if too few are known."""
+    def step_s(self, step: Step) -> float | None:
+        """Return how long such a step usually takes, without block copies; None if too few are known."""
         return self._medians.get(_size(step))
 
     def decode_s(self, num_decodes: int) -> float | None:

@@ -45,9 +45,9 @@ class _Process:
 class LiveExplanations:
     """The questions about one record; one at a time is answered."""
 
-    def __init__(self, record_dir: str) -> None:
-        """Create without questions; an empty `record_dir` means that there is no record."""
-        self._record_dir = record_dir
+    def __init__(self, folder: Path | None) -> None:
+        """Create without questions; `folder` is where the record is, or None if there is none."""
+        self._folder = folder
         self._waiting: deque[_Question] = deque()
         self._process: _Process | None = None
 
@@ -60,7 +60,7 @@ class LiveExplanations:
         """Take a question; return a reply only if it is refused."""
         try:
             check(admin.ExplainRequest.FromString(request.call.value))
-            if not self._record_dir:
+            if self._folder is None:
                 raise UnsupportedMethodError("explain: the scheduler keeps no record; start it with --record-dir")
             if len(self._waiting) >= _MAX_WAITING:
                 raise OverloadedError("explain: too many explanations are asked for at once; try again later")
@@ -90,7 +90,7 @@ class LiveExplanations:
 
     def _start(self, question: _Question, now: float) -> _Process:
         output = tempfile.TemporaryFile()  # noqa: SIM115
-        command = [sys.executable, "-m", "scheduler_svc.explain.live", self._record_dir]
+        command = [sys.executable, "-m", "scheduler_svc.explain.live", str(self._folder)]
         command.append(base64.b64encode(question.payload).decode())
         child = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output)
         return _Process(question, child, output, now + _MAX_S)

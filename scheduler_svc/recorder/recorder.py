@@ -100,6 +100,7 @@ class Recorder:
         """
         self.tape = Tape()
         self.stats = RecorderStats()
+        self.folder = folder
         self._ring = Ring(folder, max_bytes)
         self._tagger = Tagger()
         self._with_tokens = with_tokens

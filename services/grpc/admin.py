@@ -10,9 +10,11 @@ from grpc import aio
 from protos.quire.link.v1 import link_pb2
 from quire.admin.v1 import admin_pb2
 from services.grpc.boundary import Context
-from services.link.core_link import CoreLink
+from services.link.core_link import OPERATOR_TIMEOUT_S, CoreLink
 from shared.errors import UnsupportedMethodError
 
+_SLOW = {"ExplainRequest": 60.0}
+"""Calls that read the scheduler's record, with the time to wait for their answers, s."""
 SERVICE = admin_pb2.DESCRIPTOR.services_by_name["AdminService"]
 
 
@@ -31,7 +33,8 @@ def _forward(link: CoreLink, response_type: type[Message]) -> Callable[[Message,
     async def handler(request: Message, context: Context) -> Message:
         order = link_pb2.OperatorRequest()
         order.call.Pack(request)
-        reply, response = await link.operate(order), response_type()
+        timeout_s = _SLOW.get(type(request).__name__, OPERATOR_TIMEOUT_S)
+        reply, response = await link.operate(order, timeout_s), response_type()
         if not reply.response.Unpack(response):
             raise UnsupportedMethodError("scheduler: does not know this call; upgrade it to the front end's version")
         return response

@@ -205,7 +205,7 @@ _PLANTED = {
     CauseKind.STEP_BEFORE: _running(
         *_steps(0.0, 1, forward_s=2.0, decodes=frozenset({OTHER})), *_steps(2.0, 20, first=5)
     ),
-    CauseKind.SAMPLING: _running(*_steps(0.0, 20, forward_s=0.05, sample_s=0.04)),
+    CauseKind.SAMPLING: _running(*_steps(0.0, 20, forward_s=0.05, sample_s=0.09), usual=None),
     CauseKind.HELD_CREDIT: _held(WaitReason.CREDIT),
     CauseKind.HELD_MEMORY: _held(WaitReason.MEMORY),
     CauseKind.TOKENISING: _reported(submitted_s=1.0, tokenise_s=0.9),
