@@ -40,6 +40,7 @@ from kernels.qkv import rotate_and_cache
 from kernels.rotary import apply_rotary
 from kernels.sampling import SamplingTensors, sample
 from kernels.scatter import scatter_words
+from kernels.token_masks import mask_tokens
 
 ARCHITECTURES = (80, 90)
 SHARED_BYTES = {80: 163 * 1024, 90: 227 * 1024}
@@ -123,6 +124,7 @@ def cases() -> list[Case]:
     found.append(Case("sample 128256", _sample, True))
     found.append(Case("sample 128256, no truncation", partial(_sample, any_truncation=False), True))
     found.append(Case("sample 128256, greedy", partial(_sample, any_random=False), True))
+    found.append(Case("mask_tokens 128256", _mask_tokens, True))
     found.append(Case("copy_blocks", _copy_blocks, True))
     found.append(Case("scatter_words", _scatter_words, True))
     found.append(Case("prepare_decode, page 16", _prepare_decode, True))
@@ -203,6 +205,11 @@ def _sample(any_random: bool = True, any_truncation: bool = True) -> None:
         any_truncation=any_truncation,
     )
     sample(_meta(32, 128256), params)
+
+
+def _mask_tokens() -> None:
+    places, lines = _meta(2, 3, dtype=torch.int64)
+    mask_tokens(_meta(32, 128256), places, _meta(64, 4008, dtype=torch.int32), lines)
 
 
 def _copy_blocks() -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from unittest.mock import Mock
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 from llguidance import LLMatcher, LLParserLimits
@@ -25,6 +26,7 @@ from worker_svc.interface.result import FailureKind
 from worker_svc.link.decoding import decode_grammar
 from worker_svc.loop import WorkerLoop
 from worker_svc.model.loader import ModelDescription
+from worker_svc.outputs import grammars
 from worker_svc.outputs.grammars import GrammarRows, GrammarStore
 
 DEMO = Path("shared/demo_model")
@@ -262,6 +264,45 @@ def test_the_scheduler_decides_which_grammars_are_dropped() -> None:
     assert [number for number, key in enumerate(keys) if key not in store] == [0, 2, 5, 6]
 
 
+def test_only_masks_that_changed_are_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mask is sent when it differs from the row's last one, and each row's logits obey its own."""
+    sent: list[tuple[int, ...]] = []
+
+    def upload(array: npt.NDArray[np.generic], device: torch.device) -> torch.Tensor:
+        sent.append(array.shape)
+        return torch.from_numpy(array).to(device)
+
+    monkeypatch.setattr(grammars, "upload", upload)
+    vocab_size = 1024
+    rows = GrammarRows(make_store(), vocab_size, 4, torch.device("cpu"))
+    text = plan_pb2.Grammar(regex=r"[ab]{3}c").SerializeToString()
+    for row in (3, 1):
+        rows.admit(row, decode_grammar(sha256(text).digest(), text), NO_IDS, NO_IDS)
+    places = torch.tensor([0, 2])
+    found = []
+    a = int(np.flatnonzero(as_bools(rows.allowed(3)))[0])
+    for tokens in ((), (3,), (), (3, 1)):
+        sent.clear()
+        for row in tokens:
+            rows.note_token(row, a)
+        logits = torch.zeros(3, vocab_size)
+        rows.mask(logits, (3, 1), torch.tensor([3, 1]), places)
+        found.append([shape for shape in sent if len(shape) == 2])
+        for place, row in zip(places.tolist(), (3, 1), strict=True):
+            assert torch.equal(logits[place].isfinite(), torch.from_numpy(as_bools(rows.allowed(row)))[:vocab_size])
+        assert logits[1].isfinite().all()
+
+    assert found[0] == [(2, vocab_size // 32)]
+    assert found[2] == []
+    assert len(found[1]) <= 1
+    assert len(found[3]) == 1
+
+
+def as_bools(mask: npt.NDArray[np.int32]) -> npt.NDArray[np.bool_]:
+    """The bits of a mask, one per token."""
+    return np.unpackbits(mask.view(np.uint8), bitorder="little").astype(np.bool_)
+
+
 @pytest.mark.parametrize("wrong", ["store", "output", "grammar"])
 def test_a_row_whose_grammar_cannot_be_used_may_sample_nothing(wrong: str) -> None:
     """A row whose grammar cannot be used fails alone, and the failure does not blame the request.
@@ -269,13 +310,13 @@ def test_a_row_whose_grammar_cannot_be_used_may_sample_nothing(wrong: str) -> No
     There is no tokenizer, an earlier output does not conform, or the grammar does not compile.
     """
     store = None if wrong == "store" else make_store()
-    rows = GrammarRows(store, 1024)
+    rows = GrammarRows(store, 1024, 4, torch.device("cpu"))
     grammar = plan_pb2.Grammar(regex="(").SerializeToString() if wrong == "grammar" else REGEX
     output = np.array([EOS, 900] if wrong == "output" else [], np.int32)
 
     rows.admit(3, decode_grammar(sha256(grammar).digest(), grammar), NO_IDS, output)
 
-    assert not rows.allowed((3,)).any()
+    assert not rows.allowed(3).any()
     failure = rows.explain(3, 7)
     assert failure is not None
     assert (failure.row, failure.generation, failure.kind, failure.field) == (3, 7, FailureKind.INTERNAL, "")

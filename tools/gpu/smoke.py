@@ -21,6 +21,7 @@ from kernels.paged_attention import paged_attention, paged_attention_reference, 
 from kernels.qkv import rotate_and_cache
 from kernels.sampling import SamplingTensors, sample, sample_reference
 from kernels.scatter import scatter_words
+from kernels.token_masks import mask_tokens, mask_tokens_reference
 from tools.gpu.results import Figures
 from worker_svc.device.accelerator import make_accelerator
 
@@ -57,6 +58,7 @@ def smoke(device: torch.device, dtype: torch.dtype, sizes: Sizes) -> Iterator[tu
         ("attention with window and cap", partial(attention, [(600, 300), (400, 1)], window=100, cap=30.0)),
         ("maxima_kernel, pivots_kernel, gather_kernel, select_kernel", partial(_sampling, at, True)),
         ("draw_tiles_kernel, draw_rows_kernel", partial(_sampling, at, False)),
+        ("mask_tokens_kernel", partial(_mask, at)),
         ("copy_blocks_kernel", partial(_copy, at, pinned=False)),
     ]
     if device.type == "cuda":
@@ -212,6 +214,18 @@ def _sampling(at: At, truncated: bool) -> float:
     differing = float((sample(logits, params) != sample_reference(logits, params)).float().mean())
     assert differing <= 1 / rows, f"{differing:.0%} of the draws differ"
     return differing
+
+
+def _mask(at: At) -> float:
+    vocab_size = at.sizes.vocab_size
+    masks = torch.randint(-(2**31), 2**31, (5, -(-vocab_size // 32)), device=at.device, dtype=torch.int32)
+    places, lines = torch.tensor([[6, 0, 3], [1, 4, 0]], device=at.device)
+    ours = torch.randn(7, vocab_size, device=at.device, dtype=at.dtype)
+    expected = ours.clone()
+    mask_tokens(ours, places, masks, lines)
+    mask_tokens_reference(expected, places, masks, lines)
+    assert torch.equal(ours, expected)
+    return 0.0
 
 
 def _scatter(device: torch.device) -> float:

@@ -36,6 +36,8 @@ class _Gathered:
     """Rows with a grammar."""
     grammar_index: torch.Tensor
     """`[G] int64`: the places of `grammar_rows` in the batch."""
+    grammar_lines: torch.Tensor
+    """`[G] int64`: `grammar_rows` on the device."""
     restricted: torch.Tensor | None
     """`[R] int64`: the places of rows with rules or a grammar, which may allow no token; None: no such row."""
     wanted: Wanted | None
@@ -103,16 +105,14 @@ class Sampler:
         return outcome.to(torch.int32)
 
     def _restrict(self, logits: torch.Tensor, gathered: _Gathered, batch: StepBatch) -> torch.Tensor:
-        """Return the float32 logits after rules and grammars."""
+        """Return the logits after rules and grammars, in float32 if there are rules; may change `logits`."""
         rules = gathered.rules
-        changed = None if rules is None else self._table.rules.apply(logits, rules, batch.positions_on_host)
-        logits = logits.to(torch.float32)
-        if rules is not None and changed is not None:
+        if rules is not None:
+            changed = self._table.rules.apply(logits, rules, batch.positions_on_host)
+            logits = logits.to(torch.float32)
             logits[rules.index] = changed
         if gathered.grammar_rows:
-            allowed = upload(self._table.grammars.allowed(gathered.grammar_rows), self._device)
-            places = gathered.grammar_index
-            logits[places] = logits[places].masked_fill(~allowed, -torch.inf)
+            self._table.grammars.mask(logits, gathered.grammar_rows, gathered.grammar_lines, gathered.grammar_index)
         return logits
 
     def _scores(
@@ -165,7 +165,9 @@ class Sampler:
         rules = self._table.rules.batch(rows)
         grammars = self._table.grammars
         grammar_places = [place for place, row in enumerate(rows.tolist()) if row in grammars] if len(grammars) else []
-        grammar_index = upload(np.array(grammar_places, np.int64), self._device)
+        grammar_rows = rows[grammar_places]
+        grammar_columns = np.stack((np.array(grammar_places, np.int64), grammar_rows)).astype(np.int64)
+        grammar_index, grammar_lines = upload(grammar_columns, self._device)
         restricted = torch.cat([grammar_index] if rules is None else [rules.index, grammar_index])
         return _Gathered(
             SamplingTensors(
@@ -181,8 +183,9 @@ class Sampler:
                 typical_p=upload(columns.typical_p[rows], self._device) if typical.any() else None,
             ),
             rules,
-            tuple(rows[grammar_places].tolist()),
+            tuple(grammar_rows.tolist()),
             grammar_index,
+            grammar_lines,
             restricted if len(restricted) else None,
             self._wanted(batch),
             restricted.numel() > 0 and any(map(self._table.needs_host_tokens, rows.tolist())),

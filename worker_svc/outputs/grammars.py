@@ -12,12 +12,14 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
+import torch
 from llguidance import LLMatcher
 
+from kernels.token_masks import mask_tokens
 from shared.frames import MAX_GRAMMARS
 from shared.grammars import GrammarError, GrammarTokenizer, compile_grammar
 from shared.logging import get_logger
+from worker_svc.device.upload import upload
 from worker_svc.interface.arrays import Int32Array
 from worker_svc.interface.grammar import Grammar, GrammarFailureCause, GrammarReport, GrammarRequest
 from worker_svc.interface.result import FailureKind, RowFailure
@@ -165,11 +167,13 @@ class _RowGrammar:
 class GrammarRows:
     """Grammars of all rows of one worker."""
 
-    def __init__(self, store: GrammarStore | None, vocab_size: int) -> None:
+    def __init__(self, store: GrammarStore | None, vocab_size: int, max_rows: int, device: torch.device) -> None:
         """Create a table without rows; `store` is None if the model has no tokenizer that supports grammars."""
         self._store = store
-        self._vocab_size = vocab_size
         self._rows: dict[int, _RowGrammar] = {}
+        # The mask of each row: one bit per token, and the device's copy.
+        self._sent = np.zeros((max_rows, -(-vocab_size // 32)), np.int32)
+        self._masks = torch.zeros(self._sent.shape, dtype=torch.int32, device=device)
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -240,18 +244,40 @@ class GrammarRows:
         else:
             grammar.matcher.consume_token(token)
 
-    def allowed(self, rows: tuple[int, ...]) -> npt.NDArray[np.bool_]:
-        """Return the mask `[R, vocab_size]` of allowed tokens; all False for a row whose grammar failed."""
-        masks = np.zeros((len(rows), self._vocab_size), np.bool_)
-        for line, row in enumerate(rows):
-            grammar = self._rows[row]
-            matcher = grammar.matcher
-            if matcher is None or self._store is None:
-                continue
-            if grammar.over or (matcher.is_stopped() and not matcher.is_error()):
-                masks[line, list(self._store.eos_token_ids)] = True
-                continue
-            bits = np.frombuffer(matcher.compute_bitmask(), np.uint8)
-            if not matcher.is_error():
-                masks[line] = np.unpackbits(bits, count=self._vocab_size, bitorder="little")
-        return masks
+    def mask(self, logits: torch.Tensor, rows: tuple[int, ...], lines: torch.Tensor, places: torch.Tensor) -> None:
+        """Set the logits of tokens that the grammars forbid to -inf, in place.
+
+        Only masks that changed since the row's last step are sent to the device.
+
+        Args:
+            logits: `[S, vocab_size]`.
+            rows: the rows with a grammar.
+            lines: `[R] int64`: `rows` on the device.
+            places: `[R] int64`: their places in `logits`, on the device.
+        """
+        changed = []
+        for row in rows:
+            allowed = self.allowed(row)
+            if not np.array_equal(allowed, self._sent[row]):
+                self._sent[row] = allowed
+                changed.append(row)
+        if changed:
+            device = self._masks.device
+            self._masks.index_copy_(0, upload(np.array(changed), device), upload(self._sent[changed], device))
+        mask_tokens(logits, places, self._masks, lines)
+
+    def allowed(self, row: int) -> Int32Array:
+        """Return the mask of allowed tokens, one bit per token from the lowest on; 0 for a row whose grammar failed."""
+        grammar, store = self._rows[row], self._store
+        mask = np.zeros(self._sent.shape[1], np.int32)
+        if grammar.matcher is None or store is None:
+            return mask
+        octets = mask.view(np.uint8)
+        if grammar.over or (grammar.matcher.is_stopped() and not grammar.matcher.is_error()):
+            for token in store.eos_token_ids:
+                octets[token // 8] |= 1 << token % 8
+            return mask
+        bits = np.frombuffer(grammar.matcher.compute_bitmask(), np.uint8)[: octets.size]
+        if not grammar.matcher.is_error():
+            octets[: bits.size] = bits
+        return mask

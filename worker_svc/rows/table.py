@@ -76,7 +76,7 @@ class RowTable:
         self.tables = tuple(BlockTables(rows, limits.max_blocks_per_row, state) for _ in range(limits.num_kv_groups))
         self.sampling = SamplingColumns(rows)
         self.rules = LogitsRules(limits.vocab_size, device)
-        self.grammars = GrammarRows(grammars, limits.vocab_size)
+        self.grammars = GrammarRows(grammars, limits.vocab_size, rows, device)
         self.pooling = PoolingRows(rows)
         self.last_token = torch.zeros(rows + 1, dtype=torch.int64, device=device)
         """`[max_rows + 1] int64` on the device: the last sampled token of each row; the last element is padding."""

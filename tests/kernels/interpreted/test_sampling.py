@@ -242,18 +242,19 @@ def test_every_path_of_the_selection_keeps_what_the_reference_keeps(data: st.Dat
 def assert_kept(logits: torch.Tensor, params: SamplingTensors) -> None:
     """Top-k and top-p keep the reference's tokens, of all that the noise could let win."""
     _, _, rows = sampling_triton.select_triton(logits, params)
-    drawable = replace(params, min_p=torch.full_like(params.min_p, math.exp(-19.5)))
+    drawable = replace(params, min_p=torch.full_like(params.min_p, math.exp(-19.47)))
     scores = logits / torch.where(params.temperature > 0, params.temperature, 1.0).unsqueeze(1) + 0.0
     bits = scores.view(torch.int32).long() & 0xFFFFFFFF
     keys = torch.where(bits >= 1 << 31, bits ^ 0xFFFFFFFF, bits | 1 << 31)
     threshold, last = rows[:, 1].long().unsqueeze(1) & 0xFFFFFFFF, rows[:, 2].unsqueeze(1)
     kept = (keys > threshold) | ((keys == threshold) & (torch.arange(logits.shape[1]) <= last))
-    kept &= scores - scores.amax(1, keepdim=True) >= -19.5
-    kept |= (params.temperature <= 0).unsqueeze(1)  # all of the scores stay
-
-    possible = [scores.isfinite() for scores in possible_scores(logits, drawable)]
-    possible = [each | (params.temperature <= 0).unsqueeze(1) for each in possible]
-    assert torch.stack([(kept == each).all(1) for each in possible]).any(0).all()
+    kept &= scores - scores.amax(1, keepdim=True) >= -19.47
+    # Rounding of a sum may move the border by a few tokens.
+    greedy_rows = (params.temperature <= 0).unsqueeze(1)
+    kept |= greedy_rows
+    _, more, fewer = (scores.isfinite() | greedy_rows for scores in possible_scores(logits, drawable))
+    assert (kept >= fewer).all()
+    assert (kept <= more).all()
 
 
 @pytest.mark.parametrize("typical_p", [None, 0.9])
