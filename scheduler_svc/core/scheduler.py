@@ -94,16 +94,22 @@ class Scheduler:
         """
         self.tidy()
         worker = self._fleet.get(peer)
-        if worker is None:
-            return None, []
-        due = worker.plan_due(self._config.max_plans_in_flight)
-        if due is None or due > now + EARLY_S:
+        if worker is None or not self._is_due(worker, now):
             return None, []
         backlog = self._requests.backlog
         backlog.time_passed(now)
         if not (worker.has_work or backlog.has_for(worker)):
             return None, []
         return self._plan(worker, now), self._take_effects()
+
+    def is_due(self, peer: ev.Peer, now: float) -> bool:
+        """Return whether a call of `plan` could have an effect."""
+        worker = self._fleet.get(peer)
+        return worker is not None and self._is_due(worker, now)
+
+    def _is_due(self, worker: Worker, now: float) -> bool:
+        due = worker.plan_due(self._config.max_plans_in_flight)
+        return due is not None and due <= now + EARLY_S
 
     def _plan(self, worker: Worker, now: float) -> Plan | None:
         """Make a plan, and apply what it means for the requests."""

@@ -93,10 +93,8 @@ class Encoder:
         for item in items:
             if isinstance(item, Planned):
                 self._planned(item)
-                effects = item.effects
             elif isinstance(item, Handled):
                 self._handled(item)
-                effects = item.effects
             elif isinstance(item, Reported):
                 entry = self._entry(item.now)
                 entry.report.frontend, entry.report.report = self._peer(item.report.frontend), item.report.report
@@ -106,7 +104,10 @@ class Encoder:
                 continue
             for note in item.notes:
                 self._note(note)
-            for effect in effects:
+            for effect in item.effects:
+                kind = type(effect)
+                if kind is ef.TokensReady:
+                    continue
                 if isinstance(effect, RequestEnded):
                     self._live.pop((effect.frontend, effect.stream), None)
                     self._ended(self._entry(item.now).ended, effect)
@@ -432,7 +433,7 @@ def _add_timings(message: pb.Timings, worker: _WorkerState, timings: plan_pb2.St
 def _differences(values: IndexArray) -> bytes:
     """Return the column of the first value, and of the difference of every other one to the value before it."""
     column = values.astype(np.int32)
-    column[1:] -= column[:-1].copy()
+    column[1:] -= values[:-1]
     return column.tobytes()
 
 

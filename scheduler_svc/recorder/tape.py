@@ -188,6 +188,10 @@ class RecordedScheduler(Scheduler):
 
     def plan(self, peer: Peer, now: float) -> tuple[Plan | None, list[Effect]]:
         """See the base class."""
+        if not self.is_due(peer, now):
+            # Nothing to record. The next call would tidy up.
+            self.tidy()
+            return None, []
         plan: Plan | None = None
         effects: list[Effect] = []
         try:

@@ -1,14 +1,16 @@
 """Flight recorder: replays are bit for bit, damage is found, and no text is on the disk."""
 
 import dataclasses
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from scheduler_svc.recorder.reader import read
+from scheduler_svc.recorder.reader import Segment, read
 from scheduler_svc.recorder.replay import entries, replay
-from scheduler_svc.recorder.values import PlanAsked
+from scheduler_svc.recorder.values import Entry, PlanAsked
 from tests.scheduler_svc.recording import record
+from tests.scheduler_svc.replay_many import record_steps
 
 SEEDS = [7, 9, 10, 12]
 """Radix cache, grammars, kept requests, restarts of the core, several workers, swapping."""
@@ -31,7 +33,7 @@ def test_a_replay_makes_every_plan_again(seed: int, with_tokens: bool, tmp_path:
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_replay_can_start_at_any_segment(seed: int, tmp_path: Path) -> None:
     """Each segment alone replays from its snapshot; together they hold every plan."""
-    result, _ = record(tmp_path, seed, 600, cut_every=400)
+    result, _ = record(tmp_path, seed, 600, cut_every=200)
 
     outcomes = [replay([segment]) for segment in read(tmp_path)]
 
@@ -45,30 +47,52 @@ def test_a_planted_difference_is_found_and_named(tmp_path: Path) -> None:
     record(tmp_path, 7, 600)
     (segment, *_) = read(tmp_path)
     found = list(segment)
-    planned = [each for each in found if isinstance(each.what, PlanAsked) and each.what.plan is not None]
-    changed = next(each for each in planned[10:] if each.what.plan.chunk_lengths)  # type: ignore[union-attr]
-    plan = changed.what.plan  # type: ignore[union-attr]
-    changed.what = PlanAsked(
-        worker=plan.worker,  # type: ignore[union-attr]
-        plan=dataclasses.replace(plan, chunk_lengths=[each + 1 for each in plan.chunk_lengths]),  # type: ignore[union-attr,type-var]
-    )
+    plans = [
+        (each, each.what.plan) for each in found if isinstance(each.what, PlanAsked) and each.what.plan is not None
+    ]
+    changed, plan = next((entry, plan) for entry, plan in plans[10:] if plan.chunk_lengths)
+    longer = [each + 1 for each in plan.chunk_lengths]
+    changed.what = PlanAsked(worker=plan.worker, plan=dataclasses.replace(plan, chunk_lengths=longer))
 
-    outcome = replay([_Given(segment, found)])  # type: ignore[list-item]
+    outcome = replay([_Given(segment.path, segment.opening, found=found)])
 
     assert outcome.difference is not None
     assert outcome.difference.index == changed.index
     assert "chunk_lengths: recorded" in outcome.difference.what
 
 
-class _Given:
+@dataclasses.dataclass(slots=True)
+class _Given(Segment):
     """A segment with other entries."""
 
-    def __init__(self, segment, found) -> None:  # type: ignore[no-untyped-def]
-        self.opening, self.snapshot, self.left_out = segment.opening, segment.snapshot, 0
-        self._found = found
+    found: list[Entry] = dataclasses.field(default_factory=list)
 
-    def __iter__(self):  # type: ignore[no-untyped-def]
-        return iter(self._found)
+    def __iter__(self) -> Iterator[Entry]:
+        return iter(self.found)
+
+
+@pytest.mark.release
+def test_a_million_steps_replay(tmp_path: Path) -> None:
+    """A record of a million steps, with lost workers and preemptions, replays bit for bit."""
+    steps = record_steps(tmp_path, 1_000_000)
+
+    outcome = replay(read(tmp_path))
+
+    assert outcome.difference is None
+    assert outcome.steps >= steps >= 1_000_000
+
+
+@pytest.mark.release
+@pytest.mark.parametrize("seed", range(100, 120))
+def test_chaos_runs_replay(seed: int, tmp_path: Path) -> None:
+    """Longer simulated runs with faults replay bit for bit."""
+    result, _ = record(tmp_path, seed, 5000, cut_every=5000)
+
+    outcome = replay(read(tmp_path))
+
+    assert result.failure is None
+    assert outcome.difference is None
+    assert outcome.plans == result.num_plans
 
 
 def test_a_damaged_segment_ends_at_the_damage(tmp_path: Path) -> None:

@@ -1,0 +1,47 @@
+"""The flight record of a whole service: complete, without text, and replayed bit for bit."""
+
+import json
+import re
+import subprocess
+from pathlib import Path
+
+from scheduler_svc.core.interface import events as ev
+from scheduler_svc.recorder.reader import read
+from scheduler_svc.recorder.replay import entries, replay
+from tests.e2e.harness import QUIRE, serve
+
+
+def test_a_service_records_itself_without_text(tmp_path: Path) -> None:
+    """`quire serve` records by default; the record replays, has the workers' timings, and holds no token ids."""
+    folder = tmp_path / "quire" / "record"
+    prompts = [f"Once upon a time there were {count} foxes" for count in range(6)]
+    with serve("demo", environ={"XDG_STATE_HOME": str(tmp_path)}) as served:
+        for prompt in prompts:
+            command = [*QUIRE, "generate", prompt, "--max-tokens=12", f"--target={served.grpc}"]
+            subprocess.run(command, check=True, capture_output=True, timeout=120)
+        listed = subprocess.run(
+            [*QUIRE, "record", "ls", str(folder)], check=True, capture_output=True, text=True, timeout=120
+        )
+        assert "replay can start here: yes" in listed.stdout
+        assert served.metric("quire_record_writes") == 1
+
+    found = list(entries(read(folder)))
+    arrivals = [entry.what for entry in found if isinstance(entry.what, ev.RequestArrived)]
+    answers = [entry for entry in found if isinstance(entry.what, ev.StepDone)]
+    outcome = replay(read(folder))
+    replayed = subprocess.run([*QUIRE, "replay", str(folder)], capture_output=True, text=True, timeout=120)
+    exported = subprocess.run(
+        [*QUIRE, "record", "export", str(folder)], check=True, capture_output=True, text=True, timeout=120
+    )
+
+    assert outcome.difference is None
+    assert replayed.returncode == 0
+    assert re.match(r"equal: \d+ entries", replayed.stdout)
+    assert len(arrivals) == outcome.ends == len(prompts)
+    assert not any(arrival.token_ids.any() or arrival.spec.sampling.strip(b"\0") for arrival in arrivals)
+    assert not any(entry.what.tokens.any() for entry in answers if isinstance(entry.what, ev.StepDone))
+    # A plan that only names rows that have ended computes nothing.
+    timings = [entry.timings for entry in answers]
+    assert all(each is not None and (each.forward_us > 0 or not each.num_tokens) for each in timings)
+    assert any(each is not None and each.num_tokens for each in timings)
+    assert len([json.loads(line) for line in exported.stdout.splitlines()]) == len(found)

@@ -1,0 +1,159 @@
+"""Records a million steps of three small workers, and chaos runs of the simulator, and replays all of them.
+
+Run with `python -m tests.scheduler_svc.replay_many [--steps N] [--seeds N]`; part of `make test-all`. The workers have
+little memory, so that requests are preempted and swapped, and one of them dies now and then.
+"""
+
+import argparse
+import random
+import sys
+import tempfile
+from collections import deque
+from pathlib import Path
+
+import numpy as np
+
+from scheduler_svc.core.interface import effects as ef
+from scheduler_svc.core.interface import events as ev
+from scheduler_svc.core.interface.config import CoreConfig
+from scheduler_svc.core.interface.plan import Plan
+from scheduler_svc.recorder.reader import read
+from scheduler_svc.recorder.replay import Outcome, replay
+from shared.request_spec import RequestSpec
+from tests.scheduler_svc.recording import Recording, record
+
+_FRONTEND = b"frontend/1"
+_MODEL = ev.ModelFacts(
+    name="m", architecture="x", fingerprint="f", max_model_len=512, vocab_size=100, dtype="bf16", eos_token_ids=(2,)
+)
+_ROWS = 4
+
+
+class _Worker:
+    """A worker that answers at once with random tokens."""
+
+    def __init__(self, rng: random.Random) -> None:
+        self._rng = rng
+        self.epoch = 0
+        self._left: dict[int, int] = {}
+        self._held: set[int] = set()
+
+    def answer(self, plan: Plan) -> ev.StepDone:
+        for row in plan.leaves.tolist():
+            self._left.pop(row, None)
+            self._held.discard(row)
+        for admission in plan.admissions:
+            self._left[admission.row] = len(admission.token_ids) - admission.num_computed_tokens
+        decoding = {row for row, left in self._left.items() if not left}
+        self._held = (self._held | set(plan.holds.tolist())) - set(plan.releases.tolist())
+        for row, length in zip(plan.chunk_rows.tolist(), plan.chunk_lengths.tolist(), strict=True):
+            self._left[row] -= length
+            if not self._left[row]:
+                decoding.add(row)
+        rows = np.array(sorted(decoding - self._held), np.int32)
+        tokens = np.array([self._rng.randrange(100) for _ in range(len(rows))], np.int32)
+        copies = [copy.copy_id for copy in (*plan.swap_outs, *plan.swap_ins)]
+        return ev.StepDone(
+            worker=plan.worker, epoch=plan.epoch, step=plan.step, rows=rows, tokens=tokens, completed_copies=copies
+        )
+
+
+def record_steps(folder: Path, num_steps: int, seed: int = 1) -> int:
+    """Record at least `num_steps` answered steps; return their number."""
+    rng = random.Random(seed)
+    recording = Recording(folder, cut_every=500_000)
+    config = CoreConfig(max_num_seqs=_ROWS, max_num_batched_tokens=64, prefix_cache="radix", policy="priority")
+    core = recording.make_core(config, 1 << 40)
+    core.handle(ev.FrontendJoined(frontend=_FRONTEND), 1.0)
+    now, stream, steps, incarnation = 1.0, 0, 0, 0
+    workers: dict[bytes, _Worker] = {}
+    answers: deque[ev.StepDone] = deque()
+    live = 0
+
+    def carry_out(effects: list[ef.Effect]) -> None:
+        nonlocal live
+        for effect in effects:
+            if isinstance(effect, ef.RequestEnded):
+                live -= 1
+            elif isinstance(effect, ef.WorkerUnknown):
+                raise AssertionError(f"{effect.worker!r} is not known any more")
+
+    while steps < num_steps:
+        now += 0.004
+        while len(workers) < 3:
+            incarnation += 1
+            peer = b"w/%d" % incarnation
+            workers[peer] = _Worker(rng)
+            hello = ev.WorkerHello(
+                worker=peer, worker_id=f"w{incarnation}", model=_MODEL, block_size=4, num_blocks=150, max_rows=_ROWS,
+                max_tokens_per_step=64, num_host_blocks=40,
+            )  # fmt: skip
+            carry_out(core.handle(hello, now))
+        # Most of the time there is no queue; a tenth of the time requests wait and are preempted.
+        while live < (12 if steps // 1000 % 10 == 0 else 4):
+            live += 1
+            stream += 1
+            family = rng.randrange(6)
+            prompt = [*(family + at % 7 for at in range(rng.randrange(2, 24))), rng.randrange(100)]
+            arrived = ev.RequestArrived(
+                frontend=_FRONTEND,
+                stream=stream,
+                spec=RequestSpec(
+                    f"r{stream}",
+                    len(prompt),
+                    rng.randrange(1, 200),
+                    stop_token_ids=b"\x02\0\0\0" if rng.random() < 0.2 else b"",
+                    priority=rng.randrange(4),
+                ),
+                token_ids=np.array(prompt, np.int32),
+                credit=1 << 20,
+            )
+            carry_out(core.handle(arrived, now))
+        if rng.random() < 1e-4:
+            lost = rng.choice(list(workers))
+            del workers[lost]
+            answers = deque(each for each in answers if each.worker != lost)
+            carry_out(core.handle(ev.WorkerLost(worker=lost, reason="killed"), now))
+        if answers:
+            steps += 1
+            carry_out(core.handle(answers.popleft(), now))
+        else:
+            carry_out(core.handle(ev.TimePassed(), now))
+        for peer in core.due_workers(now):
+            while True:
+                plan, effects = core.plan(peer, now)
+                carry_out(effects)
+                if plan is None:
+                    break
+                answers.append(workers[peer].answer(plan))
+    recording.finish()
+    return steps
+
+
+def main() -> int:
+    """Record and replay; return the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--steps", type=int, default=1_000_000, help="steps of the long run (default: 1000000)")
+    parser.add_argument("--seeds", type=int, default=20, help="chaos runs of the simulator (default: 20)")
+    options = parser.parse_args()
+    good = True
+    with tempfile.TemporaryDirectory() as folder:
+        record_steps(Path(folder), options.steps)
+        size = sum(path.stat().st_size for path in Path(folder).iterdir())
+        good &= _report(f"long run, {size} bytes", replay(read(Path(folder))))
+    for seed in range(1, options.seeds + 1):
+        with tempfile.TemporaryDirectory() as folder:
+            result, _ = record(Path(folder), seed, 3000)
+            outcome = replay(read(Path(folder)))
+            good &= _report(f"seed {seed}", outcome) and result.failure is None and outcome.plans == result.num_plans
+    return 0 if good else 1
+
+
+def _report(what: str, outcome: Outcome) -> bool:
+    state = "equal" if outcome.difference is None else f"DIFFERS: {outcome.difference}"
+    print(f"{what}: {outcome.steps} steps, {outcome.plans} plans, {outcome.ends} ends, {state}", flush=True)
+    return outcome.difference is None
+
+
+if __name__ == "__main__":
+    sys.exit(main())
