@@ -17,7 +17,7 @@ import random
 import statistics
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 
 import numpy as np
@@ -117,11 +117,18 @@ class _Worker:
         return plan_pb2.WorkerMessage(epoch=plan.epoch, result=result).SerializeToString()
 
 
-class _Bench:
+class Bench:
     """One core, and workers with `rows` rows each."""
 
     def __init__(
-        self, rows: int, policy: str, telemetry: Telemetry, *, workers: int = 1, tenants: int = NUM_TENANTS
+        self,
+        rows: int,
+        policy: str,
+        telemetry: Telemetry,
+        *,
+        workers: int = 1,
+        tenants: int = NUM_TENANTS,
+        make_core: Callable[[CoreConfig, int], Scheduler] = Scheduler,
     ) -> None:
         config = CoreConfig(
             policy=policy,
@@ -132,7 +139,7 @@ class _Bench:
             max_queued_tokens=1 << 40,
         )
         self.tenants = tenants
-        self._core = Scheduler(config, incarnation=1 << 40)
+        self._core = make_core(config, 1 << 40)
         self._tracing = SchedulerTracing(telemetry, 0)
         self._workers = {b"worker/%d" % number: _Worker(rows) for number in range(workers)}
         self._answers: deque[tuple[bytes, bytes]] = deque()
@@ -260,7 +267,7 @@ class _Bench:
 
 def bench_steady(rows: int, steps: int, telemetry: Telemetry) -> CoreResult:
     """Measure steps in which all rows decode; no request arrives or ends."""
-    bench = _Bench(rows, "fcfs", telemetry)
+    bench = Bench(rows, "fcfs", telemetry)
     for _ in range(rows):
         bench.submit(bench.submission(max_tokens=1 << 16), Outgoing())
     turns = list(bench.steps(rows // 4 + 200 + steps, _arrivals(bench, rows, 0)))[-steps:]
@@ -271,7 +278,7 @@ def bench_churn(
     rows: int, steps: int, telemetry: Telemetry, *, policy: str = "fcfs", queued: int = 0, tenants: int = NUM_TENANTS
 ) -> CoreResult:
     """Measure steps in which `CHURN` requests end and arrive, with `queued` more waiting all the time."""
-    bench = _Bench(rows, policy, telemetry, tenants=tenants)
+    bench = Bench(rows, policy, telemetry, tenants=tenants)
     lifetime = max(2, rows // CHURN)
     admission: list[float] = []
     if queued:
@@ -295,7 +302,7 @@ def bench_burst(
     bursts: int, telemetry: Telemetry, *, workers: int = BURST_WORKERS, requests: int = BURST_REQUESTS
 ) -> CoreResult:
     """Measure bursts of `requests` requests that arrive at idle workers, until all of them have ended."""
-    bench = _Bench(BURST_ROWS, "fcfs", telemetry, workers=workers)
+    bench = Bench(BURST_ROWS, "fcfs", telemetry, workers=workers)
     admission: list[float] = []
     turns: list[_Turn] = []
     for burst in range(1 + bursts):
@@ -310,7 +317,7 @@ def bench_burst(
     return _result("burst", BURST_ROWS, requests, "fcfs", turns, admission, workers=workers)
 
 
-def _arrivals(bench: _Bench, rows: int, count: int) -> Iterator[list[bytes]]:
+def _arrivals(bench: Bench, rows: int, count: int) -> Iterator[list[bytes]]:
     """Yield the frames that arrive in each step."""
     while True:
         yield [bench.submission(max(2, rows // CHURN)) for _ in range(count)]

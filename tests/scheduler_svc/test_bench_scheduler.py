@@ -3,6 +3,7 @@
 import pytest
 
 from scheduler_svc.bench.core import CoreResult, as_json, bench_burst, bench_churn, median_of
+from scheduler_svc.bench.recorder import measure
 from shared.telemetry import Telemetry
 
 
@@ -47,3 +48,11 @@ def test_the_json_keeps_its_fields(telemetry: Telemetry) -> None:
     assert rows[0].keys() >= {
         "scenario", "rows", "queued", "policy", "plan_us_p50", "commit_us_p50", "total_us_p50", "total_us_p99",
     }  # fmt: skip
+
+
+@pytest.mark.parametrize("churn", [False, True])
+def test_the_recorder_is_measured_beside_the_same_steps_without_it(churn: bool) -> None:
+    """The recorder's benchmark gives the cost of a step on both sides, and the bytes that a step takes on disk."""
+    off, on, thread, size = measure(4, 16, churn=churn)
+
+    assert min(off, on, thread, size) > 0
