@@ -21,7 +21,7 @@ import torch
 
 from kernels.linear import PackedLinear
 from kernels.native.library import Native
-from kernels.native.structures import FORMATS, CDecoder, CLayer, CLinear, CStep
+from kernels.native.structures import FORMATS, KV_FORMATS, CDecoder, CLayer, CLinear, CStep
 
 PHASES = ("embed", "norm", "qkv", "rotate", "attend", "output", "gate_up", "activate", "down", "head")
 """Phases of a step for the time measurement, in the order of `decoder.h`."""
@@ -59,9 +59,9 @@ class DecoderShape:
 
 def why_unsupported(shape: DecoderShape, dtype: torch.dtype, kv_dtype: torch.dtype) -> str | None:
     """Return why the kernels do not support a decoder; None if they do."""
-    for what, given in (("weights", dtype), ("KV", kv_dtype)):
-        if given not in FORMATS:
-            known = ", ".join(_name(each) for each in FORMATS)
+    for what, given, formats in (("weights", dtype, FORMATS), ("KV", kv_dtype, KV_FORMATS)):
+        if given not in formats:
+            known = ", ".join(_name(each) for each in formats)
             return f"they support {what} of type {known}, not {_name(given)}"
     # All vectors have 16 elements.
     for what, size in (("hidden_size", shape.hidden_size), ("head_dim", shape.head_dim)):
@@ -140,7 +140,8 @@ class PackedDecoder:
         """Run one step of T tokens of R rows (`kernels.paged_attention` documents the tensors).
 
         token_ids, positions, slot_mapping: ``[T]`` int64, contiguous.
-        caches: keys and values per layer, ``[num_blocks, num_kv_heads, block_size, head_dim]``, float32 or bfloat16.
+        caches: keys and values per layer, ``[num_blocks, num_kv_heads, block_size, head_dim]``, float32 or bfloat16,
+            or an int8 cache of `kernels.kv_int8`.
         kept_index: ``[K]`` int64, tokens to return logits or hidden states for; None: every token.
         num_logits: number of tokens at the front of ``kept_index`` to return logits for.
 
@@ -188,7 +189,7 @@ class PackedDecoder:
     def _cache_pointers(self, caches: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> tuple[int, int]:
         if self._caches is None or self._caches[0] is not caches:
             first = caches[0][0]
-            self._structure.cache_format = FORMATS[first.dtype]
+            self._structure.cache_format = KV_FORMATS[first.dtype]
             self._structure.block_size = first.shape[2]
             keys = (c_void_p * len(caches))(*(key.data_ptr() for key, _ in caches))
             values = (c_void_p * len(caches))(*(value.data_ptr() for _, value in caches))

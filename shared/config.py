@@ -205,8 +205,9 @@ class WorkerConfig(_Checked):
     )
     kv_cache_dtype: str = _option(
         "auto",
-        "data type of the KV cache; 'auto': that of the weights, 'fp8': e4m3, half the memory of 16 bits",
-        choices=("auto", "fp8"),
+        "data type of the KV cache; 'auto': that of the weights, 'fp8': e4m3, half the memory of 16 bits,"
+        " 'int8': with a scale per token and head (Llama and Qwen family on a CPU)",
+        choices=("auto", "fp8", "int8"),
     )
     gpu_memory_utilization: float = _option(
         0.9, "fraction of the GPU's memory that the worker may use", least=0.01, most=1

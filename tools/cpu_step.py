@@ -1,9 +1,9 @@
 """Measure the phases of one step on a CPU.
 
-`python -m tools.cpu_step --model FOLDER --rows 16 --context 200 [--quantization int4]` loads the model as a worker
-does. It computes decode steps in this process, each with this number of rows and of keys per row. With `--chunk 128`,
-each row has that many new tokens, the last of its keys. It prints the median time of a step, the time of each phase,
-and the share of the step that the phases account for.
+`python -m tools.cpu_step --model FOLDER --rows 16 --context 200 [--quantization int4] [--kv-cache-dtype int8]` loads
+the model as a worker does. It computes decode steps in this process, each with this number of rows and of keys per row.
+With `--chunk 128`, each row has that many new tokens, the last of its keys. It prints the median time of a step, the
+time of each phase, and the share of the step that the phases account for.
 """
 
 import argparse
@@ -34,9 +34,12 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--num-threads", type=int, default=0)
     parser.add_argument("--quantization", default="none")
+    parser.add_argument("--kv-cache-dtype", default="auto")
     options = parser.parse_args()
     set_threads(options.num_threads)
-    config = WorkerConfig(model=options.model, device="cpu", quantization=options.quantization)
+    config = WorkerConfig(
+        model=options.model, device="cpu", quantization=options.quantization, kv_cache_dtype=options.kv_cache_dtype
+    )
     model, description = load_model(config, _CPU)
     if not isinstance(model, LlamaModel) or (decoder := model.packed) is None:
         raise SystemExit("the CPU kernels do not serve this model here")

@@ -5,14 +5,14 @@ from __future__ import annotations
 import torch
 
 from kernels.native.library import Native
-from kernels.native.structures import FORMATS, CAttention
+from kernels.native.structures import KV_FORMATS, CAttention
 
 
 def is_supported(query: torch.Tensor, k_cache: torch.Tensor) -> bool:
     """Return whether the kernels support these types and sizes."""
     return (
         query.dtype in (torch.float32, torch.bfloat16)
-        and k_cache.dtype in FORMATS
+        and k_cache.dtype in KV_FORMATS
         and query.shape[2] % 16 == 0
         and k_cache.is_contiguous()
         and not query.is_meta
@@ -45,7 +45,7 @@ def paged_attention_native(
             out_stride=num_heads * head_dim,
             k_cache=k_cache.data_ptr(),
             v_cache=v_cache.data_ptr(),
-            cache_format=FORMATS[k_cache.dtype],
+            cache_format=KV_FORMATS[k_cache.dtype],
             num_heads=num_heads,
             num_kv_heads=k_cache.shape[1],
             head_dim=head_dim,

@@ -10,6 +10,7 @@ FLOAT32, BFLOAT16, INT8, INT4 = 0, 1, 2, 3
 STORE_FLOAT, ADD_FLOAT, STORE_BFLOAT16 = 0, 1, 2
 
 FORMATS = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16}
+KV_FORMATS = {**FORMATS, torch.int8: INT8}
 
 
 class CLinear(Structure):

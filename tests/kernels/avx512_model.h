@@ -304,6 +304,13 @@ inline void static_assert_nearest() {
 #define _mm512_cvtepi32_ps(x) model_to_float(x)
 #define _mm512_cvtps_epi32(x) model_rounded(x)
 #define _mm512_cvtepi32_epi8(x) avx512_model::low_bytes(x)
+// VPMOVSXBD: sixteen signed bytes to 32 bits.
+inline __m512i model_widen_bytes(__m128i x) {
+  std::int8_t bytes[16];
+  std::memcpy(bytes, &x, sizeof bytes);
+  return avx512_model::ints([&](int i) { return bytes[i]; });
+}
+#define _mm512_cvtepi8_epi32(x) model_widen_bytes(x)
 #define _mm512_castsi256_si512(x) avx512_model::wider(x)
 #define _mm512_maskz_permutexvar_epi16(mask, index, x) avx512_model::permuted_words(mask, index, x)
 #define _mm512_cvtneps_pbh(x) avx512_model::narrow(x)

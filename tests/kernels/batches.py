@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 import torch
+
+from kernels.kv_int8 import from_int8, to_int8
 
 
 @dataclass(frozen=True)
@@ -44,11 +46,16 @@ def paged_batch(
     dtype: torch.dtype = torch.float32,
     seed: int = 0,
 ) -> PagedBatch:
-    """A batch of rows given as (context, query length), on scattered pages.
+    """A batch of rows given as (context, query length), on scattered pages; int8: queries in float32.
 
     Every place of the cache that no row owns holds NaN, and block tables point far outside beyond a row's
     last page: an implementation that reads what it must not fails.
     """
+    if dtype == torch.int8:
+        batch = paged_batch(
+            rows, num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, block_size=block_size, seed=seed
+        )
+        return replace(batch, k_cache=to_int8(batch.k_cache), v_cache=to_int8(batch.v_cache))
     generator = torch.Generator().manual_seed(seed)
     max_pages = max(-(-context // block_size) for context, _ in rows) + 1
     num_blocks = len(rows) * max_pages + 1
@@ -83,5 +90,11 @@ def paged_batch(
 
 def as_float64(batch: PagedBatch) -> tuple[torch.Tensor, ...]:
     """The batch's tensors with query and cache widened: for a reference without rounding of its own."""
-    caches = (cache if cache.dtype == torch.uint8 else cache.double() for cache in (batch.k_cache, batch.v_cache))
+    caches = (_wide(cache) for cache in (batch.k_cache, batch.v_cache))
     return (batch.query.double(), *caches, *batch.tensors[3:])
+
+
+def _wide(cache: torch.Tensor) -> torch.Tensor:
+    if cache.dtype == torch.int8:
+        return from_int8(cache).double()
+    return cache if cache.dtype == torch.uint8 else cache.double()

@@ -96,7 +96,7 @@ def test_draws_are_those_of_the_reference(modelled: library.Native) -> None:
             assert_drawn(sample_native(logits, params, modelled), logits, params)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
 @pytest.mark.parametrize(("window", "cap"), [(None, None), (20, None), (None, 30.0)])
 def test_attention_equals_the_reference(
     modelled: library.Native, dtype: torch.dtype, window: int | None, cap: float | None
@@ -107,7 +107,7 @@ def test_attention_equals_the_reference(
     expected = paged_attention_reference(
         *as_float64(batch), max_query_len=batch.max_query_len, scale=0.125, sliding_window=window, soft_cap=cap
     )
-    tolerance = 1e-5 if dtype == torch.float32 else 4 * torch.finfo(dtype).eps
+    tolerance = 1e-5 if dtype == torch.float32 else 4 * torch.finfo(torch.bfloat16).eps
 
     got = paged_attention_native(*batch.tensors, kernels=modelled, scale=0.125, sliding_window=window, soft_cap=cap)
 

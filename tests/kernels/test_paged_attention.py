@@ -60,7 +60,7 @@ def test_every_level_of_the_cpu_kernels_equals_the_reference(data: st.DataObject
     contexts = data.draw(st.lists(st.integers(1, 400), min_size=1, max_size=4))
     rows = [(context, data.draw(st.integers(1, context) | st.just(1))) for context in contexts]
     num_kv_heads = data.draw(st.integers(1, 3))
-    dtype = data.draw(st.sampled_from([torch.float32, torch.bfloat16]))
+    dtype = data.draw(st.sampled_from([torch.float32, torch.bfloat16, torch.int8]))
     batch = paged_batch(
         rows,
         num_heads=num_kv_heads * data.draw(st.integers(1, 7)),
@@ -71,7 +71,7 @@ def test_every_level_of_the_cpu_kernels_equals_the_reference(data: st.DataObject
         seed=data.draw(st.integers(0, 1000)),
     )
     window, cap = data.draw(st.none() | st.integers(1, 300)), data.draw(st.sampled_from([None, 30.0]))
-    tolerance = 1e-5 if dtype == torch.float32 else 4 * torch.finfo(dtype).eps
+    tolerance = 1e-5 if dtype == torch.float32 else 4 * torch.finfo(torch.bfloat16).eps
 
     kernels = data.draw(st.sampled_from(levels))
     out = paged_attention_native(*batch.tensors, kernels=kernels, scale=0.125, sliding_window=window, soft_cap=cap)

@@ -4,8 +4,13 @@ from pathlib import Path
 
 import pytest
 
+from kernels.native.serving import native
+from protos.quire.plan.v1 import plan_pb2
+from shared.columns import from_column, to_column
 from tests.checkpoints import make_checkpoint
-from tests.worker_svc.driver import Driver, make_engine
+from tests.worker_svc.driver import Driver, execute, make_engine
+
+INT8 = pytest.param("int8", marks=pytest.mark.skipif(native() is None, reason="needs the native CPU kernels"))
 
 
 @pytest.fixture(scope="module")
@@ -24,12 +29,63 @@ def test_eight_bits_hold_four_times_as_many_blocks_as_thirty_two(checkpoint: Pat
     assert narrow in range(4 * wide, 4 * wide + 4)
 
 
-def test_tokens_do_not_depend_on_chunks(checkpoint: Path) -> None:
+@pytest.mark.skipif(native() is None, reason="needs the native CPU kernels")
+def test_int8_counts_the_scales_of_each_token_and_head(checkpoint: Path) -> None:
+    """Heads of 32 elements take 32 bytes and a scale of 4, instead of 128 bytes in float32."""
+    wide, narrow = (
+        make_engine(checkpoint, kv_cache_dtype=kind, kv_cache_memory="1MiB", max_num_seqs=1024).limits.num_blocks
+        for kind in ("auto", "int8")
+    )
+
+    assert narrow in range(128 * wide // 36, 128 * (wide + 1) // 36 + 1)
+
+
+@pytest.mark.skipif(native() is None, reason="needs the native CPU kernels")
+def test_int8_blocks_are_shared_and_copied_whole(checkpoint: Path) -> None:
+    """A row that shares full blocks, and gets a copy of the last one, continues as the row that wrote them."""
+    prompt = list(range(1, 21))
+    expected = Driver(make_engine(checkpoint, kv_cache_dtype="int8", block_size=8)).generate(prompt, 4)
+    engine = make_engine(checkpoint, kv_cache_dtype="int8", block_size=8, max_num_seqs=2)
+
+    def admission(row: int, tokens: list[int], blocks: list[int], computed: int) -> plan_pb2.Admission:
+        return plan_pb2.Admission(
+            row=row, generation=row + 1, token_ids=to_column(tokens), block_tables=[to_column(blocks)],
+            num_prompt_tokens=20, num_computed_tokens=computed,
+        )  # fmt: skip
+
+    results = [
+        execute(engine, plan)
+        for plan in (
+            plan_pb2.Plan(
+                step=1,
+                admissions=[admission(0, prompt, [1, 2, 3], 0)],
+                chunk_rows=to_column([0]),
+                chunk_lengths=to_column([20]),
+            ),
+            plan_pb2.Plan(
+                step=2,
+                leaves=to_column([0]),
+                copy_sources=to_column([3]),
+                copy_targets=to_column([6]),
+                admissions=[admission(1, [*prompt, expected[0]], [1, 2, 6], 20)],
+                chunk_rows=to_column([1]),
+                chunk_lengths=to_column([1]),
+            ),
+            plan_pb2.Plan(step=3),
+            plan_pb2.Plan(step=4),
+        )
+    ]
+
+    assert [from_column(result.tokens).tolist() for result in results] == [[token] for token in expected]
+
+
+@pytest.mark.parametrize("kind", ["fp8", INT8])
+def test_tokens_do_not_depend_on_chunks(checkpoint: Path, kind: str) -> None:
     """A prompt computed at once and in pieces gives the same tokens: what is read back is what later tokens see too."""
     prompt = list(range(1, 60))
     answers = []
     for pieces in ([59], [20, 1, 38]):
-        driver = Driver(make_engine(checkpoint, kv_cache_dtype="fp8"))
+        driver = Driver(make_engine(checkpoint, kv_cache_dtype=kind))
         row = driver.admit(prompt)
         for piece in pieces:
             driver.chunk(row, piece)

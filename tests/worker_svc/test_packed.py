@@ -1,4 +1,4 @@
-"""Models packed for the CPU kernels compute what torch computes; int8 and int4 weights cost little."""
+"""Models packed for the CPU kernels compute what torch computes; int8 and int4 weights and int8 KV cost little."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +13,10 @@ from shared.config import ConfigError, WorkerConfig
 from tests.checkpoints import VOCAB_SIZE, make_checkpoint
 from tests.cpu_kernels import cpu_kernels
 from tests.worker_svc.driver import CPU, Driver, make_engine
+from worker_svc.memory.kv_pool import allocate
 from worker_svc.model.base import AttentionInputs, Model
+from worker_svc.model.config import read_config
+from worker_svc.model.llama_packed import choose_kernels
 from worker_svc.model.loader import load_model
 
 LEVELS = [kernels.level_name for kernels in native_levels()]
@@ -45,13 +48,7 @@ def logits_of(
     tables = first[:, None] + torch.arange(int(blocks.max())).minimum(blocks[:, None] - 1)
     positions = torch.cat([torch.arange(len(row)) for row in tokens])
     starts = torch.cat((torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)))
-    caches = tuple(
-        (
-            torch.zeros(int(blocks.sum()), shape.num_kv_heads, BLOCK_SIZE, shape.head_dim, dtype=dtype),
-            torch.zeros(int(blocks.sum()), shape.num_kv_heads, BLOCK_SIZE, shape.head_dim, dtype=dtype),
-        )
-        for shape in model.kv_shapes
-    )
+    caches = allocate(model.kv_shapes, int(blocks.sum()), BLOCK_SIZE, dtype, CPU, "test")
     attention = AttentionInputs(
         slot_mapping=first.repeat_interleave(lengths) * BLOCK_SIZE + positions,
         block_tables=tables.int(),
@@ -121,6 +118,22 @@ def test_quantised_weights_keep_the_embedded_models_answers(
     assert abs(float(lost.mean())) < most_lost, "nats per token"
 
 
+@pytest.mark.parametrize("level", LEVELS)
+def test_int8_kv_keeps_the_embedded_models_answers(level: str) -> None:
+    """On a trained model's own text, chunks over an int8 cache choose the same tokens, and the text stays as likely."""
+    prompts = [[1, 40 + row, 50, 60] for row in range(6)]
+    with cpu_kernels(level):
+        driver = Driver(make_engine("demo"))  # type: ignore[arg-type]
+        texts = [prompt + driver.generate(prompt, 40) for prompt in prompts]
+        exact, rounded = (
+            logits_of(load("demo"), texts, dtype).log_softmax(-1) for dtype in (torch.float32, torch.int8)
+        )
+    divergence = (exact.exp() * (exact - rounded)).sum(-1)
+
+    assert float((exact.argmax(-1) == rounded.argmax(-1)).double().mean()) > 0.97
+    assert float(divergence.mean()) < 1e-3, "nats per token"
+
+
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
 def test_quantised_weights_serve(quantization: str, tmp_path: Path) -> None:
     """An engine with quantised weights generates, prompts in chunks included, the same as it does alone."""
@@ -138,7 +151,7 @@ def test_quantised_weights_serve(quantization: str, tmp_path: Path) -> None:
     [
         ("GPT2LMHeadModel", {}, {}, "is not supported for GPT2LMHeadModel"),
         ("LlamaForCausalLM", {}, {"dtype": "float16"}, "weights of type float32, bfloat16, not float16"),
-        ("LlamaForCausalLM", {}, {"kv_cache_dtype": "fp8"}, "KV of type float32, bfloat16, not fp8"),
+        ("LlamaForCausalLM", {}, {"kv_cache_dtype": "fp8"}, "KV of type float32, bfloat16, int8, not fp8"),
         ("LlamaForCausalLM", {"head_dim": 24}, {}, "head_dim to be a multiple of 16, not 24"),
     ],
 )
@@ -148,6 +161,28 @@ def test_quantization_is_refused_where_it_is_not_to_be_had(
     """Other models, and types and sizes that the CPU kernels do not know, are refused by the setting's name and why."""
     with pytest.raises(ConfigError, match=f"quantization: {quantization} .*{reason}"):
         load(make_checkpoint(architecture, tmp_path, **sizes), quantization=quantization, **settings)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "level", "reason"),
+    [
+        ("GPT2LMHeadModel", "auto", "is not supported for GPT2LMHeadModel"),
+        ("LlamaForCausalLM", "off", "needs the native CPU kernels.*QUIRE_CPU_KERNELS"),
+    ],
+)
+def test_int8_kv_is_refused_where_it_is_not_to_be_had(
+    architecture: str, level: str, reason: str, tmp_path: Path
+) -> None:
+    """Other models, and processes without the CPU kernels, are refused by the setting's name and why."""
+    with cpu_kernels(level), pytest.raises(ConfigError, match=f"kv_cache_dtype: int8 {reason}"):
+        load(make_checkpoint(architecture, tmp_path), kv_cache_dtype="int8")
+
+
+def test_int8_kv_is_refused_on_a_gpu(tmp_path: Path) -> None:
+    """The message names the device."""
+    config = read_config(make_checkpoint("LlamaForCausalLM", tmp_path))
+    with pytest.raises(ConfigError, match=r"kv_cache_dtype: int8 .*the device is cuda; use auto or fp8"):
+        choose_kernels(config, torch.bfloat16, torch.int8, torch.device("cuda"), "none")
 
 
 def test_torch_computes_where_the_kernels_are_off(tmp_path: Path) -> None:

@@ -4,23 +4,32 @@ from pathlib import Path
 
 import pytest
 
+from kernels.native.serving import native
 from protos.quire.plan.v1 import plan_pb2
 from shared.columns import from_column, to_column
 from tests.checkpoints import VOCAB_SIZE, make_checkpoint
 from tests.worker_svc.driver import Driver, collect, execute, launch, make_engine
 from tests.worker_svc.fake_accelerator import FakeAccelerator
 
+INT8 = pytest.mark.skipif(native() is None, reason="needs the native CPU kernels")
 
-@pytest.mark.parametrize("accelerator", [None, FakeAccelerator()], ids=["cpu", "accelerator"])
-def test_swapped_kv_comes_back_as_it_was(tmp_path: Path, accelerator: FakeAccelerator | None) -> None:
+
+@pytest.mark.parametrize(
+    ("accelerator", "kind"),
+    [(None, "auto"), (FakeAccelerator(), "auto"), pytest.param(None, "int8", marks=INT8)],
+    ids=["cpu", "accelerator", "int8"],
+)
+def test_swapped_kv_comes_back_as_it_was(tmp_path: Path, accelerator: FakeAccelerator | None, kind: str) -> None:
     """A row that was swapped out and into other blocks continues with the same tokens and computes one.
 
     Another row overwrote its blocks in the meantime. The copies are reported as done.
     """
     folder = make_checkpoint("LlamaForCausalLM", tmp_path)
     prompt, other = ([(7 * index + start) % VOCAB_SIZE for index in range(20)] for start in (3, 5))
-    expected = Driver(make_engine(folder, block_size=8)).generate(prompt, 4)
-    engine = make_engine(folder, accelerator=accelerator, block_size=8, max_num_seqs=2, swap_space="1MiB")
+    expected = Driver(make_engine(folder, block_size=8, kv_cache_dtype=kind)).generate(prompt, 4)
+    engine = make_engine(
+        folder, accelerator=accelerator, block_size=8, max_num_seqs=2, swap_space="1MiB", kv_cache_dtype=kind
+    )
 
     def admission(row: int, generation: int, tokens: list[int], blocks: list[int], computed: int) -> plan_pb2.Admission:
         return plan_pb2.Admission(

@@ -4,6 +4,7 @@ One block holds `block_size` tokens of one row in every layer:
 
     bytes of a block = sum over layers of 2 (key and value) x KV heads x head_dim x block_size x bytes per element
 
+An int8 cache also has a scale for each token and head (`kernels.kv_int8`).
 With grouped-query attention a model has fewer KV heads than query heads.
 """
 
@@ -11,6 +12,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from kernels.kv_int8 import cached_size
 from kernels.linear import advise_huge_pages
 from shared.config import ConfigError
 from worker_svc.model.base import KVCache, KVShape
@@ -21,7 +23,7 @@ _GRAPH_BYTES = 2 << 20
 
 def block_bytes(shapes: Sequence[KVShape], block_size: int, dtype: torch.dtype) -> int:
     """Return the bytes of one block over all layers."""
-    per_token = sum(2 * shape.num_kv_heads * shape.head_dim for shape in shapes)
+    per_token = sum(2 * shape.num_kv_heads * cached_size(shape.head_dim, dtype) for shape in shapes)
     return per_token * block_size * dtype.itemsize
 
 
@@ -50,7 +52,8 @@ def allocate(
 ) -> tuple[KVCache, ...]:
     """Allocate the keys and values of each layer, each `[num_blocks, num_kv_heads, block_size, head_dim]`.
 
-    The tensors are filled with zeros, so that the memory is committed now.
+    An int8 cache has four more bytes in the last dimension. The tensors are filled with zeros, so that the memory is
+    committed now.
 
     Raises:
         ConfigError: there is not enough memory; the message names `setting`.
@@ -62,7 +65,9 @@ def allocate(
                     _zeros(size, dtype, device),
                     _zeros(size, dtype, device),
                 )
-                for size in ((num_blocks, shape.num_kv_heads, block_size, shape.head_dim) for shape in shapes)
+                for size in (
+                    (num_blocks, shape.num_kv_heads, block_size, cached_size(shape.head_dim, dtype)) for shape in shapes
+                )
             )
     except (RuntimeError, MemoryError):
         size = num_blocks * block_bytes(shapes, block_size, dtype)

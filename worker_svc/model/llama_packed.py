@@ -36,19 +36,25 @@ def choose_kernels(
     """Return the native CPU kernels if they support this model; None: torch computes it.
 
     Raises:
-        ConfigError: `quantization` needs these kernels, and they do not support the model.
+        ConfigError: `quantization` or an int8 KV cache needs these kernels, and they do not support the model.
     """
     if device.type == "cpu":
         reason = why_unsupported(shape_of(config), dtype, kv_dtype)
     else:
         reason = f"the device is {device.type}"
     kernels = native() if reason is None else None
-    if quantization != "none" and kernels is None:
-        reason = reason or "they are not built, failed their self-test (see the log), or are off (QUIRE_CPU_KERNELS)"
+    if kernels is not None:
+        return kernels
+    reason = reason or "they are not built, failed their self-test (see the log), or are off (QUIRE_CPU_KERNELS)"
+    if quantization != "none":
         raise ConfigError(
             f"quantization: {quantization} needs the native CPU kernels, which are not available: {reason}; use none"
         )
-    return kernels
+    if kv_dtype == torch.int8:
+        raise ConfigError(
+            f"kv_cache_dtype: int8 needs the native CPU kernels, which are not available: {reason}; use auto or fp8"
+        )
+    return None
 
 
 def pack(

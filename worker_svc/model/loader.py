@@ -26,7 +26,7 @@ class ModelDescription:
     vocab_size: int
     dtype: torch.dtype
     kv_dtype: torch.dtype
-    """Type of the KV cache; uint8 stands for fp8 e4m3, see `kernels.fp8`."""
+    """Type of the KV cache; uint8 stands for fp8 e4m3, see `kernels.fp8`, and int8 for `kernels.kv_int8`."""
     eos_token_ids: tuple[int, ...]
     break_even_context: int
     """Context length in tokens at which a token's attention costs as much as its matrix products; 0: unknown."""
@@ -57,7 +57,7 @@ def load_model(config: WorkerConfig, device: torch.device) -> tuple[Model, Model
     if config.max_model_len > limit:
         raise ConfigError(f"max_model_len: {config.max_model_len} exceeds the model's {limit} positions; lower it")
     dtype = model_config.choose_dtype(hf_config, config.dtype, device)
-    kv_dtype = torch.uint8 if config.kv_cache_dtype == "fp8" else dtype
+    kv_dtype = {"fp8": torch.uint8, "int8": torch.int8}.get(config.kv_cache_dtype, dtype)
     description = ModelDescription(
         name=config.served_model_name or served_name(config.model),
         architecture=architecture,

@@ -60,6 +60,8 @@ def build_model(
 
         if quantization != "none":
             raise ConfigError(f"quantization: {quantization} is not supported for {architecture}; use none")
+        if kv_dtype == torch.int8:
+            raise ConfigError(f"kv_cache_dtype: int8 is not supported for {architecture}; use auto or fp8")
         return hf.load(
             architecture,
             config,

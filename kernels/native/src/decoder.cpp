@@ -192,6 +192,15 @@ class Run {
 
   void rotate_and_write(const Layer& layer, int64_t index, float* qkv, int64_t stride) {
     const int64_t head_dim = d_.head_dim, token_bytes = head_dim * element_bytes(d_.cache_format);
+    const int64_t head_bytes = kv_head_bytes(d_.cache_format, head_dim, d_.block_size);
+    const auto write = [=](const float* x, char* head, int64_t offset) {
+      char* const to = head + offset * token_bytes;
+      if (d_.cache_format == kInt8)
+        k_.store_int8(x, head_dim, reinterpret_cast<int8_t*>(to),
+                      reinterpret_cast<float*>(head + d_.block_size * token_bytes) + offset);
+      else
+        k_.store(d_.cache_format, x, head_dim, to);
+    };
     char* const k_cache = static_cast<char*>(const_cast<void*>(s_.k_caches[index]));
     char* const v_cache = static_cast<char*>(const_cast<void*>(s_.v_caches[index]));
     parallel_chunks(s_.num_tokens, kGrain / stride, [&](int64_t begin, int64_t end) {
@@ -210,9 +219,9 @@ class Run {
         const float* const values = keys + d_.num_kv_heads * head_dim;
         const int64_t block = slot / d_.block_size, offset = slot % d_.block_size;
         for (int64_t i = 0; i < d_.num_kv_heads; ++i) {
-          const int64_t at = ((block * d_.num_kv_heads + i) * d_.block_size + offset) * token_bytes;
-          k_.store(d_.cache_format, keys + i * head_dim, head_dim, k_cache + at);
-          k_.store(d_.cache_format, values + i * head_dim, head_dim, v_cache + at);
+          const int64_t at = (block * d_.num_kv_heads + i) * head_bytes;
+          write(keys + i * head_dim, k_cache + at, offset);
+          write(values + i * head_dim, v_cache + at, offset);
         }
       }
     });

@@ -40,6 +40,13 @@ constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 constexpr int64_t round_up(int64_t a, int64_t b) { return ceil_div(a, b) * b; }
 
 constexpr int64_t element_bytes(int format) { return format == kFloat32 ? 4 : format == kBFloat16 ? 2 : 1; }
+
+// KV cache [blocks][kv_heads][block_size][head_dim]. int8: each head of a block has [block_size][head_dim] bytes, then
+// [block_size] scales in float32; an element is its byte times the scale of its token.
+constexpr int64_t kv_head_bytes(int format, int64_t head_dim, int64_t block_size) {
+  return block_size * (head_dim * element_bytes(format) + (format == kInt8 ? static_cast<int64_t>(sizeof(float)) : 0));
+}
+
 constexpr int64_t inputs_per_step(int format) { return 4 / element_bytes(format); }
 // Lines of one block of weights.
 constexpr int64_t num_lines(int format, int64_t inputs) {

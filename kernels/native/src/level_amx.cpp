@@ -1,4 +1,4 @@
-// AMX: the tile registers compute products over bf16, int8 and int4 weights, and the attention of chunks over a bf16 cache.
+// AMX: the tile registers compute products over bf16, int8 and int4 weights, and the attention of chunks over a bf16 or int8 cache.
 // Everything else is AVX-512.
 #if QUIRE_X86_LEVELS
 #include "simd_avx512.h"

@@ -28,6 +28,12 @@ inline __m256 widen8(const uint16_t* p) {
       _mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))), 16));
 }
 inline V load(const uint16_t* p) { return {widen8(p), widen8(p + 8)}; }
+inline V load(const int8_t* p) {
+  const auto eight = [](const int8_t* q) {
+    return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(q))));
+  };
+  return {eight(p), eight(p + 8)};
+}
 // Rounds to nearest, ties to even; NaN stays NaN.
 inline __m256i round_bf16(__m256 x) {
   const __m256i bits = _mm256_castps_si256(x);

@@ -25,6 +25,9 @@ inline V load(const uint16_t* p) {
   const __m512i words = _mm512_castsi256_si512(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
   return _mm512_castsi512_ps(_mm512_maskz_permutexvar_epi16(0xaaaaaaaau, place, words));
 }
+inline V load(const int8_t* p) {
+  return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
+}
 inline void store(uint16_t* p, V x) {
   const __m256bh rounded = _mm512_cvtneps_pbh(x);
   std::memcpy(p, &rounded, sizeof rounded);

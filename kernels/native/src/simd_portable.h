@@ -40,6 +40,9 @@ inline V set1(float x) { return each([=](int) { return x; }); }
 inline V load(const float* p) { return each([=](int i) { return p[i]; }); }
 inline void store(float* p, V x) { std::memcpy(p, x.lane, sizeof x.lane); }
 inline V load(const uint16_t* p) { return each([=](int i) { return widen1(p[i]); }); }
+inline V load(const int8_t* p) {
+  return each([&](int i) { return static_cast<float>(p[i]); });
+}
 inline void store(uint16_t* p, V x) {
   for (int i = 0; i < 16; ++i) p[i] = narrow1(x.lane[i]);
 }
