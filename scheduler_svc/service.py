@@ -40,7 +40,7 @@ RECEIVING_S = 0.004
 """Longest time to read frames of one socket before the other socket and planning."""
 PLANNING_S = 0.008
 """Longest time to make plans before the sockets are read again; the current plan is completed."""
-IDLE_INTERVAL_S = 0.25
+IDLE_INTERVAL_S = 0.5
 """Interval of pings and of polls of the worker processes while no request is live."""
 SHUTDOWN_FLUSH_S = 1.0
 SHUTDOWN_LINGER_MS = 500

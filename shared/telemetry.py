@@ -14,10 +14,10 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from opentelemetry import context as otel_context
 from opentelemetry import trace
-from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
 from opentelemetry.sdk.resources import OTELResourceDetector, Resource
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
@@ -25,7 +25,9 @@ from opentelemetry.sdk.trace.sampling import ALWAYS_OFF, ALWAYS_ON
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from shared.config import ConfigError
-from shared.otlp_metrics import Families, MetricsPush
+
+if TYPE_CHECKING:
+    from shared.otlp_metrics import Families, MetricsPush
 
 MAX_LINKS = 128
 """Maximum number of links of a span; the SDK drops further ones silently."""
@@ -43,7 +45,7 @@ class Telemetry:
 
     _pushed_as: Resource | None = None
     """Resource of the metrics; None: they are not exported."""
-    _push: MetricsPush | None = None
+    _push: "MetricsPush | None" = None
     _processor: "_CountingProcessor | None" = None
 
     def __init__(self, service: str) -> None:
@@ -78,15 +80,17 @@ class Telemetry:
         """Number of spans that were lost because the collector was down or slow."""
         return 0 if self._processor is None else self._processor.dropped
 
-    def push_metrics(self, families: Callable[[], Families]) -> None:
+    def push_metrics(self, families: "Callable[[], Families]") -> None:
         """Export the metrics if they are due; call it about once a second."""
         if self._push is None and self._pushed_as is not None:
             interval_s = float(os.environ.get("OTEL_METRIC_EXPORT_INTERVAL", 60_000)) / 1000
+            from shared.otlp_metrics import MetricsPush
+
             self._push = MetricsPush(self._pushed_as, interval_s)
         if self._push is not None:
             self._push.tick(families)
 
-    def shutdown(self, families: Families | None = None) -> None:
+    def shutdown(self, families: "Families | None" = None) -> None:
         """Export pending spans and the last metrics; give up after `SHUTDOWN_S`, because a service must end."""
         ending = []
         if self._processor is not None:
@@ -131,6 +135,9 @@ class _CountingExporter(SpanExporter):
     """Exports by OTLP, and counts the spans of failed exports."""
 
     def __init__(self) -> None:
+        # Imported only when spans are exported: the import takes a fifth of a second of CPU time in every process.
+        from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
+
         self._inner = OTLPSpanExporter()
         self.handled = 0
         """Number of spans whose export was tried."""

@@ -27,7 +27,7 @@ from worker_svc.link.session import (
     Welcomed,
 )
 
-_IDLE_POLL_MS = 50
+_IDLE_POLL_MS = 250
 """Longest wait for a frame when idle, which bounds the delay to notice a signal or a timeout."""
 _GRAMMAR_POLL_MS = 1
 """The same while a grammar is being compiled, which bounds the delay of its report."""
