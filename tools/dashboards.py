@@ -179,6 +179,8 @@ BOARDS = (
             ),
             _rates("Discarded tokens", "short", "quire_discarded_tokens_total", "worker"),
             _rates("Malformed frames", "short", "quire_malformed_frames_total", "job"),
+            _values("Flight record", "bytes", "quire_record_bytes"),
+            _rates("Entries of the flight record", "ops", "quire_record_entries_total", "job"),
             _values("Front ends", "short", "quire_frontends"),
             _values("Workers", "short", "quire_workers"),
         ),
@@ -368,6 +370,13 @@ def rules() -> dict[str, Any]:
                 "30s",
                 "page",
                 "The journal cannot be written; see its disk",
+            ),
+            (
+                "QuireRecordFailed",
+                "quire_record_writes == 0",
+                "30s",
+                "ticket",
+                "The flight record cannot be written; see its disk",
             ),
         )
     ]

@@ -3,7 +3,10 @@
 import contextlib
 import json
 import math
+import os
+import re
 import shutil
+import signal
 import socket
 import subprocess
 import threading
@@ -12,13 +15,15 @@ import urllib.error
 import urllib.parse
 import urllib.request
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from opentelemetry import trace
 
-from quire import Client, SchedulingOptions
+from quire import Client, SchedulingOptions, errors
 from shared import metric_names
 from tests.checkpoints import make_checkpoint
 from tests.e2e.harness import PATIENCE_S, Served, serve
@@ -50,7 +55,7 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Served, "
     checkpoint = make_checkpoint("LlamaForCausalLM", folder / "model")
     # Nothing listens there: a collector that is down must not matter.
     environ = {"OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": f"http://127.0.0.1:{_free_port()}"}
-    flags = ("--num-threads=1", f"--journal={folder / 'journal'}")
+    flags = ("--num-threads=1", f"--journal={folder / 'journal'}", f"--record-dir={folder / 'record'}")
     with serve(checkpoint, *flags, environ=environ) as served, _load(served), Prometheus(folder, served.http) as found:
         yield served, found
 
@@ -90,6 +95,62 @@ def test_prometheus_keeps_exemplars(loaded: tuple[Served, "Prometheus"]) -> None
     assert {len(each["labels"]["trace_id"]) for series in found for each in series["exemplars"]} == {32}
 
 
+def _kill_worker(served: Served) -> None:
+    os.kill(served.pid("worker"), signal.SIGKILL)
+
+
+def _ask_too_much(served: Served) -> None:
+    def generate(_: int) -> None:
+        with contextlib.suppress(errors.QuireError), Client(served.grpc) as client:
+            client.generate("the quick brown fox", max_tokens=200, ignore_eos=True).result()
+
+    with ThreadPoolExecutor(12) as together:
+        list(together.map(generate, range(12)))
+
+
+def _fill_disk(served: Served) -> None:
+    """Files of the scheduler can grow no further, as on a full disk."""
+    psutil.Process(served.pid("scheduler")).rlimit(psutil.RLIMIT_FSIZE, (32 << 10, 32 << 10))
+    _ask_too_much(served)
+
+
+@pytest.mark.parametrize(
+    ("alert", "flags", "fault"),
+    [
+        ("QuireNoWorker", (), _kill_worker),
+        ("QuireOverloaded", ("--max-num-seqs=1", "--max-queued-requests=2"), _ask_too_much),
+        ("QuireKvCacheFull", ("--max-tokens-in-paged-kv-cache=512",), _ask_too_much),
+        ("QuireRecordFailed", (), _fill_disk),
+    ],
+)
+def test_a_fault_fires_its_alert(
+    alert: str, flags: tuple[str, ...], fault: Callable[[Served], None], tmp_path: Path
+) -> None:
+    """A real fault of a live service fires the alert that names it, which did not fire before."""
+    checkpoint = make_checkpoint("LlamaForCausalLM", tmp_path / "model")
+    firing = f'ALERTS{{alertname="{alert}", alertstate="firing"}}'
+    flags = (*flags, f"--record-dir={tmp_path / 'record'}")
+    with serve(checkpoint, "--num-threads=1", *flags) as served, Prometheus(tmp_path, served.http) as prometheus:
+        prometheus.wait_for_data("quire_workers > 0")
+        assert prometheus.query(firing) == []
+        fired = threading.Event()
+        faults = threading.Thread(target=_repeat_until, args=(fired, lambda: fault(served)))
+        faults.start()
+        try:
+            prometheus.until(lambda: prometheus.query(firing), firing)
+        finally:
+            fired.set()
+            faults.join(PATIENCE_S)
+        prometheus.wait_for_data("quire_workers > 0")
+
+
+def _repeat_until(done: threading.Event, act: Callable[[], None]) -> None:
+    act()
+    while not done.wait(1.0):
+        with contextlib.suppress(ValueError, ProcessLookupError):  # no worker to kill at this moment
+            act()
+
+
 class Prometheus:
     """A Prometheus that scrapes a service every half second."""
 
@@ -97,9 +158,8 @@ class Prometheus:
         self._folder = folder
         self._port = _free_port()
         # Rules are evaluated more often than in production, so that the test need not wait.
-        rules = (
-            RULES.read_text("utf-8").replace("interval: 30s", "interval: 1s").replace("interval: 15s", "interval: 1s")
-        )
+        rules = re.sub(r"interval: \d+s", "interval: 1s", RULES.read_text("utf-8"))
+        rules = re.sub(r"for: \d+[sm]", "for: 0s", rules)
         (folder / "rules.yaml").write_text(rules)
         config = {
             "global": {"scrape_interval": "500ms", "scrape_timeout": "500ms"},
@@ -137,6 +197,8 @@ class Prometheus:
         except ConnectionError:
             return None
         except urllib.error.HTTPError as error:
+            if error.code == 503:  # it is still starting
+                return None
             pytest.fail(f"{parameters}: {error.read().decode()}")
         except urllib.error.URLError:
             return None

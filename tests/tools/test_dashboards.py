@@ -114,6 +114,7 @@ def test_burn_alerts_end_with_the_burn(slo: str, tmp_path: Path) -> None:
             {'quire_spans_dropped_total{process="frontend"}': "5x20"},
             {"process": "frontend"},
         ),
+        ("QuireRecordFailed", {"quire_record_writes": "0x20"}, {"quire_record_writes": "1x20"}, {}),
         ("QuireJournalFailed", {"quire_journal_writes": "0x20"}, {"quire_journal_writes": "1x20"}, {}),
     ],
 )
