@@ -5,9 +5,11 @@
     python -m kernels.tune --budget-s 500 --table FILE
                                           start no entry after 500 s; write the table to another file
 
-For each kernel, head dimension and type of KV, every candidate is timed on a few batches, and the one with the shortest
-total time wins. A candidate that does not compile, or needs too much shared memory, is skipped. The table is written
-after every entry, so that the run can be stopped and restarted at any time.
+For each kernel, head dimension and type of KV, every candidate is timed on a few batches. The one with the smallest
+sum of times relative to the default wins, so that short batches count as much as long ones. A candidate that does not
+compile, or needs too much shared memory, is skipped. The table is written after every entry, so that the run can be
+stopped and restarted at any time. An entry takes about a minute, most of it to compile; bf16 with head dimension 128
+comes first.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import product
+from operator import truediv
 from pathlib import Path
 
 import torch
@@ -25,12 +28,14 @@ import torch
 from kernels._triton import architecture
 from kernels.bench import median_seconds
 from kernels.fp8 import quantize
-from kernels.paged_attention import paged_attention
+from kernels.paged_attention import paged_attention, schedule_decode
 from kernels.paged_attention.tuning import TABLE, Key, Tuning, default_tuning, read_table, tried, write_table
 
 _HEADS, _KV_HEADS, _BLOCK_SIZE = 32, 8, 16
-_DECODE = ((1, 8192), (64, 1024), (16, 8192))
-_PREFILL = (512, 4096)
+_DECODE = ((1, 1024), (8, 1024), (64, 1024), (32, 8192))
+"""(rows, context) of the batches for decode."""
+_PREFILL = ((512, 512), (2048, 2048), (8192, 8192), (65536, 128))
+"""(context, tokens of the chunk) of the batches for prefill."""
 
 
 def candidates(key: Key) -> Iterator[Tuning]:
@@ -41,11 +46,12 @@ def candidates(key: Key) -> Iterator[Tuning]:
     """
     yield default_tuning(key)
     if key.kernel == "decode":
-        tries = [Tuning(16, *rest) for rest in product((32, 64, 128), (4, 8), (3, 4))]
+        tries = [Tuning(16, *rest) for rest in product((32, 64), (2, 4), (3, 4, 5))]
+        tries += [Tuning(16, 128, warps, 3) for warps in (4, 8)]
     else:
         tries = [
             Tuning(rows, keys, warps, stages)
-            for (rows, warps), keys, stages in product(((64, 4), (128, 8)), (32, 64, 128), (2, 3, 4))
+            for (rows, warps), keys, stages in product(((64, 4), (128, 8)), (32, 64, 128), (3, 4))
         ]
     for tuning in tries:
         if tuning != default_tuning(key):
@@ -62,28 +68,32 @@ def keys(sm: int) -> list[Key]:
 
 def batches(key: Key, device: torch.device) -> list[Callable[[], torch.Tensor]]:
     """Return the calls to time for an entry."""
-    kv_dtype = torch.uint8 if key.kv_bytes == 1 else torch.bfloat16
-    shapes = _DECODE if key.kernel == "decode" else tuple((1, tokens) for tokens in _PREFILL)
     calls: list[Callable[[], torch.Tensor]] = []
-    for rows, context in shapes:
+    shapes = _DECODE if key.kernel == "decode" else tuple((1, *shape) for shape in _PREFILL)
+    for rows, context, *chunk in shapes:
         pages = rows * context // _BLOCK_SIZE
         drawn = torch.randn(2, pages, _KV_HEADS, _BLOCK_SIZE, key.dim_tile, device=device, dtype=torch.bfloat16)
-        caches = quantize(drawn) if kv_dtype == torch.uint8 else drawn
+        caches = quantize(drawn) if key.kv_bytes == 1 else drawn
         tables = torch.randperm(pages, device=device).view(rows, -1).int()
-        length = 1 if key.kernel == "decode" else context
+        length = chunk[0] if chunk else 1
         query = torch.randn(rows * length, _HEADS, key.dim_tile, device=device, dtype=torch.bfloat16)
         starts = torch.arange(rows + 1, device=device).int() * length
         contexts = torch.full((rows,), context, device=device).int()
+        schedule = None if chunk else schedule_decode(starts, contexts, num_kv_heads=_KV_HEADS)
         given = (query, caches[0], caches[1], tables, starts, contexts)
-        calls.append(
-            partial(paged_attention, *given, min_query_len=length, max_query_len=length, scale=key.dim_tile**-0.5)
-        )
+        known = partial(paged_attention, *given, min_query_len=length, max_query_len=length, schedule=schedule)
+        calls.append(partial(known, scale=key.dim_tile**-0.5))
     return calls
 
 
-def seconds(calls: list[Callable[[], torch.Tensor]], device: torch.device) -> float:
-    """Return the total time of the calls."""
-    return sum(median_seconds(call, device, budget_s=0.05) for call in calls)
+def seconds(calls: list[Callable[[], torch.Tensor]], device: torch.device) -> list[float]:
+    """Return the time of each call."""
+    return [median_seconds(call, device, budget_s=0.05) for call in calls]
+
+
+def relative(times: list[float], base: list[float]) -> float:
+    """Return the mean of some times, each relative to its base."""
+    return sum(map(truediv, times, base)) / len(base)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -104,7 +114,7 @@ def main(arguments: list[str] | None = None) -> int:
         for key in keys(architecture(torch.empty(0, device=device))):
             if (key in table and not options.again) or time.monotonic() > deadline:
                 continue
-            calls, times = batches(key, device), dict[Tuning, float]()
+            calls, times = batches(key, device), dict[Tuning, list[float]]()
             for tuning in candidates(key):
                 tried[key] = tuning
                 try:
@@ -115,10 +125,10 @@ def main(arguments: list[str] | None = None) -> int:
             if not times:
                 print(f"{key}: no configuration could be launched", flush=True)
                 continue
-            table[key] = min(times, key=lambda tuning: times[tuning])
+            base = next(iter(times.values()))  # the default's, if it could be launched
+            table[key] = min(times, key=lambda tuning: relative(times[tuning], base))
             write_table(table, options.table)
-            gain = times[default_tuning(key)] / times[table[key]] if default_tuning(key) in times else 0.0
-            print(f"{key}: {table[key]}, {gain:.2f} x the default", flush=True)
+            print(f"{key}: {table[key]}, {relative(times[table[key]], base):.3f} of the default's time", flush=True)
     return 0
 
 
