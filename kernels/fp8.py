@@ -68,29 +68,46 @@ def fp8_from_float(x: tl.tensor, NATIVE: tl.constexpr) -> tl.tensor:
 def float_from_fp8(bits: tl.tensor, NATIVE: tl.constexpr) -> tl.tensor:
     """Device function of `dequantize`, with float16 results."""
     if NATIVE:
-        # One instruction per two elements. Written as a conversion, it would be moved behind the copy from shared
-        # memory, which would then read single bytes.
-        value = tl.inline_asm_elementwise(
-            """
-            {
-                .reg .b16 low, high;
-                mov.b32 {low, high}, $2;
-                cvt.rn.f16x2.e4m3x2 $0, low;
-                cvt.rn.f16x2.e4m3x2 $1, high;
-            }
-            """,
-            "=r,=r,r",
-            [bits],
-            dtype=tl.float16,
-            is_pure=True,
-            pack=4,
-        )
+        value = bits.to(tl.float8e4nv, bitcast=True).to(tl.float16)
     else:
         wide = bits.to(tl.uint16)
         half = ((wide & 0x80) << 8) | ((wide & 0x7F) << 7)  # float16's exponent is biased by 15: 2^8 too small
         value = half.to(tl.float16, bitcast=True) * 256.0
         value = tl.where((wide & 0x7F) == 0x7F, float("nan"), value).to(tl.float16)
     return value
+
+
+@jit
+def floats_from_fp8_pairs(pairs: tl.tensor, NATIVE: tl.constexpr) -> tl.tuple:
+    """Return the low and the high elements of pairs (uint16) as float16.
+
+    Matrix units read 16-bit elements from shared memory in one instruction, but single bytes one by one. So a kernel
+    reads pairs, and converts them in registers with one instruction per two elements.
+    """
+    if NATIVE:
+        low, high = tl.inline_asm_elementwise(
+            """
+            {
+                .reg .b32 bytes;
+                .reg .b16 two, rest;
+                prmt.b32 bytes, $2, $2, 0x0020;
+                mov.b32 {two, rest}, bytes;
+                cvt.rn.f16x2.e4m3x2 $0, two;
+                prmt.b32 bytes, $2, $2, 0x0031;
+                mov.b32 {two, rest}, bytes;
+                cvt.rn.f16x2.e4m3x2 $1, two;
+            }
+            """,
+            "=&r,=&r,r",
+            [pairs],
+            dtype=(tl.float16, tl.float16),
+            is_pure=True,
+            pack=2,
+        )
+    else:
+        low = float_from_fp8((pairs & 0xFF).to(tl.uint8), False)
+        high = float_from_fp8((pairs >> 8).to(tl.uint8), False)
+    return low, high
 
 
 @jit

@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import product
+from math import fsum
 from operator import truediv
 from pathlib import Path
 
@@ -93,7 +94,7 @@ def seconds(calls: list[Callable[[], torch.Tensor]], device: torch.device) -> li
 
 def relative(times: list[float], base: list[float]) -> float:
     """Return the mean of some times, each relative to its base."""
-    return sum(map(truediv, times, base)) / len(base)
+    return fsum(map(truediv, times, base)) / len(base)
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -58,8 +58,9 @@ def decode_kernel(
     lane = tl.arange(0, BLOCK_M)
     head = kv_head * GROUP_SIZE + lane
     in_group = lane < GROUP_SIZE
-    dim = tl.arange(0, DIM_TILE)
-    query_mask = in_group[:, None] & (dim < HEAD_DIM)[None, :]
+    PAIR: tl.constexpr = 2 if k_cache_ptr.dtype.element_ty == tl.uint16 else 1  # noqa: N806
+    dim = tl.arange(0, DIM_TILE // PAIR)
+    query_mask = in_group[:, None] & (dim < HEAD_DIM // PAIR)[None, :]
     for share in range(first_share, beyond):
         record = shares_ptr + share * FIELDS
         row = tl.load(record)
@@ -69,10 +70,14 @@ def decode_kernel(
         num_shares = tl.load(record + 4)
         token = tl.load(record + 5).to(tl.int64)
 
-        query_place = query_ptr + token * query_token_stride + head[:, None] * query_head_stride + dim[None, :]
+        query_place = query_ptr + token * query_token_stride + head[:, None] * query_head_stride + dim[None, :] * PAIR
         query = as_factor(tl.load(query_place, mask=query_mask, other=0.0), k_cache_ptr.dtype.element_ty)
+        query_odd = query
+        if PAIR == 2:
+            query_odd = as_factor(tl.load(query_place + 1, mask=query_mask, other=0.0), k_cache_ptr.dtype.element_ty)
         table_ptr = block_tables_ptr + row.to(tl.int64) * table_stride
-        acc = tl.zeros((BLOCK_M, DIM_TILE), tl.float32)
+        acc = tl.zeros((BLOCK_M, DIM_TILE // PAIR), tl.float32)
+        acc_odd = acc
         row_max = tl.full((BLOCK_M,), -float("inf"), tl.float32)
         row_sum = tl.zeros((BLOCK_M,), tl.float32)
         block = load_block_ids(table_ptr, begin + tl.arange(0, BLOCK_N), end, BLOCK_SIZE)
@@ -88,12 +93,11 @@ def decode_kernel(
                 dim,
                 NUM_KV_HEADS,
                 BLOCK_SIZE,
-                HEAD_DIM,
-                DIM_TILE,
+                HEAD_DIM // PAIR,
+                DIM_TILE // PAIR,
                 True,
-                NATIVE_FP8,
             )
-            scores = score_tile(query, keys, scale, soft_cap, CAPPED)
+            scores = score_tile(query, query_odd, keys, scale, soft_cap, CAPPED, NATIVE_FP8)
             scores = tl.where(inside[None, :], scores, -float("inf"))
             values = gather_tile(
                 v_cache_ptr,
@@ -104,25 +108,29 @@ def decode_kernel(
                 dim,
                 NUM_KV_HEADS,
                 BLOCK_SIZE,
-                HEAD_DIM,
-                DIM_TILE,
+                HEAD_DIM // PAIR,
+                DIM_TILE // PAIR,
                 True,
-                NATIVE_FP8,
             )
-            acc, row_max, row_sum = accumulate(
-                scores, score_factor(scale, CAPPED), query, values, acc, row_max, row_sum
+            acc, acc_odd, row_max, row_sum = accumulate(
+                scores, score_factor(scale, CAPPED), query, values, acc, acc_odd, row_max, row_sum, NATIVE_FP8
             )
             block = load_block_ids(table_ptr, position + BLOCK_N, end, BLOCK_SIZE)
 
         # A row without keys (padding of a graph) has one empty share, which writes zeros.
-        out = acc / tl.where(row_sum > 0, row_sum, 1.0)[:, None]
+        divisor = tl.where(row_sum > 0, row_sum, 1.0)[:, None]
         if num_shares == 1:
-            place = out_ptr + (token * NUM_KV_HEADS * GROUP_SIZE + head)[:, None] * HEAD_DIM + dim[None, :]
-            tl.store(place, out.to(out_ptr.dtype.element_ty), mask=query_mask)
+            place = out_ptr + (token * NUM_KV_HEADS * GROUP_SIZE + head)[:, None] * HEAD_DIM + dim[None, :] * PAIR
+            tl.store(place, (acc / divisor).to(out_ptr.dtype.element_ty), mask=query_mask)
+            if PAIR == 2:
+                tl.store(place + 1, (acc_odd / divisor).to(out_ptr.dtype.element_ty), mask=query_mask)
         else:
             partial_row = tl.cast(share, tl.int64) * NUM_KV_HEADS * GROUP_SIZE + head
             tl.store(lse_ptr + partial_row, row_max + tl.log2(row_sum), mask=in_group)
-            tl.store(partial_ptr + partial_row[:, None] * HEAD_DIM + dim[None, :], out, mask=query_mask)
+            partial_place = partial_ptr + partial_row[:, None] * HEAD_DIM + dim[None, :] * PAIR
+            tl.store(partial_place, acc / divisor, mask=query_mask)
+            if PAIR == 2:
+                tl.store(partial_place + 1, acc_odd / divisor, mask=query_mask)
             tl.debug_barrier()  # all threads have written before one of them says so
             counter = finished_ptr + row * NUM_KV_HEADS + kv_head
             if tl.atomic_add(counter, 1, sem="acq_rel") == num_shares - 1:

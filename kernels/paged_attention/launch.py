@@ -55,6 +55,8 @@ def paged_attention_triton(
     num_kv_heads, block_size = k_cache.shape[1:3]
     group_size, dim_tile = num_heads // num_kv_heads, next_power_of_2(head_dim)
     sm, kv_bytes = architecture(query), 4 if query.dtype == torch.float32 else k_cache.dtype.itemsize
+    if k_cache.dtype == torch.uint8:  # fp8, read in pairs
+        k_cache, v_cache = k_cache.view(torch.uint16), v_cache.view(torch.uint16)
     out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     strides = (query.stride(0), query.stride(1), block_tables.stride(0))
     # An integer would be a different type, and compile another kernel.

@@ -78,11 +78,17 @@ def prefill_kernel(
     head = kv_head * GROUP_SIZE + lane % GROUP_SIZE
     in_tile = (lane < QUERIES * GROUP_SIZE) & (query_index < query_len)
     query_position = context - query_len + query_index
-    dim = tl.arange(0, DIM_TILE)
-    query_mask = in_tile[:, None] & (dim < HEAD_DIM)[None, :]
+    PAIR: tl.constexpr = 2 if k_cache_ptr.dtype.element_ty == tl.uint16 else 1  # noqa: N806
+    dim = tl.arange(0, DIM_TILE // PAIR)
+    query_mask = in_tile[:, None] & (dim < HEAD_DIM // PAIR)[None, :]
     token = (start + query_index).to(tl.int64)
-    query_place = query_ptr + token[:, None] * query_token_stride + head[:, None] * query_head_stride + dim[None, :]
+    query_place = (
+        query_ptr + token[:, None] * query_token_stride + head[:, None] * query_head_stride + dim[None, :] * PAIR
+    )
     query = as_factor(tl.load(query_place, mask=query_mask, other=0.0), k_cache_ptr.dtype.element_ty)
+    query_odd = query
+    if PAIR == 2:
+        query_odd = as_factor(tl.load(query_place + 1, mask=query_mask, other=0.0), k_cache_ptr.dtype.element_ty)
 
     # Keys before the first query are visible to the whole tile, except at the end of a window; only others need a mask.
     first_position = context - query_len + first_query
@@ -100,13 +106,15 @@ def prefill_kernel(
     seen_by_all = tl.maximum(begin, tl.minimum(seen_by_all, key_tiles))
 
     table_ptr = block_tables_ptr + tl.cast(row, tl.int64) * table_stride
-    acc = tl.zeros((BLOCK_M, DIM_TILE), tl.float32)
+    acc = tl.zeros((BLOCK_M, DIM_TILE // PAIR), tl.float32)
+    acc_odd = acc
     row_max = tl.full((BLOCK_M,), -float("inf"), tl.float32)
     row_sum = tl.zeros((BLOCK_M,), tl.float32)
     block = load_block_ids(table_ptr, begin * BLOCK_N + tl.arange(0, BLOCK_N), high, BLOCK_SIZE)
     for key_tile in range(begin, seen_by_all):
-        acc, row_max, row_sum, block = _attend_tile(
+        acc, acc_odd, row_max, row_sum, block = _attend_tile(
             query,
+            query_odd,
             k_cache_ptr,
             v_cache_ptr,
             table_ptr,
@@ -117,6 +125,7 @@ def prefill_kernel(
             kv_head,
             dim,
             acc,
+            acc_odd,
             row_max,
             row_sum,
             scale,
@@ -124,16 +133,17 @@ def prefill_kernel(
             soft_cap,
             NUM_KV_HEADS,
             BLOCK_SIZE,
-            HEAD_DIM,
-            DIM_TILE,
+            HEAD_DIM // PAIR,
+            DIM_TILE // PAIR,
             False,
             WINDOWED,
             CAPPED,
             NATIVE_FP8,
         )
     for key_tile in range(seen_by_all, key_tiles):
-        acc, row_max, row_sum, block = _attend_tile(
+        acc, acc_odd, row_max, row_sum, block = _attend_tile(
             query,
+            query_odd,
             k_cache_ptr,
             v_cache_ptr,
             table_ptr,
@@ -144,6 +154,7 @@ def prefill_kernel(
             kv_head,
             dim,
             acc,
+            acc_odd,
             row_max,
             row_sum,
             scale,
@@ -151,22 +162,28 @@ def prefill_kernel(
             soft_cap,
             NUM_KV_HEADS,
             BLOCK_SIZE,
-            HEAD_DIM,
-            DIM_TILE,
+            HEAD_DIM // PAIR,
+            DIM_TILE // PAIR,
             True,
             WINDOWED,
             CAPPED,
             NATIVE_FP8,
         )
 
-    out = acc / tl.where(row_sum > 0, row_sum, 1.0)[:, None]
+    divisor = tl.where(row_sum > 0, row_sum, 1.0)[:, None]
     place = token * (NUM_KV_HEADS * GROUP_SIZE) + head
     if tl.num_programs(2) > 1:
         place += tl.cast(tl.program_id(2), tl.int64) * num_tokens * (NUM_KV_HEADS * GROUP_SIZE)
         tl.store(lse_ptr + place, row_max + tl.log2(row_sum), mask=in_tile)
-        tl.store(partial_ptr + place[:, None] * HEAD_DIM + dim[None, :], out, mask=query_mask)
+        partial_place = partial_ptr + place[:, None] * HEAD_DIM + dim[None, :] * PAIR
+        tl.store(partial_place, acc / divisor, mask=query_mask)
+        if PAIR == 2:
+            tl.store(partial_place + 1, acc_odd / divisor, mask=query_mask)
     else:
-        tl.store(out_ptr + place[:, None] * HEAD_DIM + dim[None, :], out.to(out_ptr.dtype.element_ty), mask=query_mask)
+        out_place = out_ptr + place[:, None] * HEAD_DIM + dim[None, :] * PAIR
+        tl.store(out_place, (acc / divisor).to(out_ptr.dtype.element_ty), mask=query_mask)
+        if PAIR == 2:
+            tl.store(out_place + 1, (acc_odd / divisor).to(out_ptr.dtype.element_ty), mask=query_mask)
 
 
 @kernel_with(varying=("num_tokens", "num_parts"))
@@ -202,6 +219,7 @@ def combine_parts_kernel(
 @jit
 def _attend_tile(
     query: tl.tensor,
+    query_odd: tl.tensor,
     k_cache_ptr: tl.tensor,
     v_cache_ptr: tl.tensor,
     table_ptr: tl.tensor,
@@ -212,6 +230,7 @@ def _attend_tile(
     kv_head: tl.tensor,
     dim: tl.tensor,
     acc: tl.tensor,
+    acc_odd: tl.tensor,
     row_max: tl.tensor,
     row_sum: tl.tensor,
     scale: tl.tensor,
@@ -240,9 +259,8 @@ def _attend_tile(
         HEAD_DIM,
         DIM_TILE,
         MASKED,
-        NATIVE_FP8,
     )
-    scores = score_tile(query, keys, scale, soft_cap, CAPPED)
+    scores = score_tile(query, query_odd, keys, scale, soft_cap, CAPPED, NATIVE_FP8)
     if MASKED:
         distance = query_position[:, None] - position[None, :]
         visible = distance >= 0
@@ -261,8 +279,9 @@ def _attend_tile(
         HEAD_DIM,
         DIM_TILE,
         MASKED,
-        NATIVE_FP8,
     )
-    acc, row_max, row_sum = accumulate(scores, score_factor(scale, CAPPED), query, values, acc, row_max, row_sum)
+    acc, acc_odd, row_max, row_sum = accumulate(
+        scores, score_factor(scale, CAPPED), query, values, acc, acc_odd, row_max, row_sum, NATIVE_FP8
+    )
     block = load_block_ids(table_ptr, position + position.shape[0], high, BLOCK_SIZE)
-    return acc, row_max, row_sum, block
+    return acc, acc_odd, row_max, row_sum, block

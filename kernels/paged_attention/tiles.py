@@ -1,11 +1,15 @@
-"""Operations of both attention kernels on a tile of keys: gather it, score it, update the online softmax."""
+"""Operations of both attention kernels on a tile of keys: gather it, score it, update the online softmax.
+
+An fp8 cache is read as pairs of elements (uint16). The low elements of all pairs are one operand of a product, and the
+high elements are another: queries and results have the even dimensions in one tensor, and the odd ones in a second.
+"""
 
 # ruff: noqa: N803 - compile-time parameters of kernels are upper case, as everywhere in Triton
 
 from __future__ import annotations
 
 from kernels._triton import jit, tl
-from kernels.fp8 import float_from_fp8
+from kernels.fp8 import floats_from_fp8_pairs
 
 
 @jit
@@ -27,11 +31,10 @@ def gather_tile(
     HEAD_DIM: tl.constexpr,
     DIM_TILE: tl.constexpr,
     MASKED: tl.constexpr,
-    NATIVE_FP8: tl.constexpr,
 ) -> tl.tensor:
-    """Return the keys or values at some positions of one row, ``[positions, DIM_TILE]``.
+    """Return the keys or values at some positions of one row, ``[positions, DIM_TILE]``, as they are in the cache.
 
-    MASKED: some positions are outside the row, and get zeros. Elements of an fp8 cache are returned as float16.
+    MASKED: some positions are outside the row, and get zeros.
     """
     offset = ((block.to(tl.int64) * NUM_KV_HEADS + kv_head) * BLOCK_SIZE + position % BLOCK_SIZE) * HEAD_DIM
     place = cache_ptr + offset[:, None] + dim[None, :]
@@ -42,7 +45,7 @@ def gather_tile(
         tile = tl.load(place, mask=mask, other=0)
     else:
         tile = tl.load(place)
-    return float_from_fp8(tile, NATIVE_FP8) if cache_ptr.dtype.element_ty == tl.uint8 else tile
+    return tile
 
 
 @jit
@@ -51,15 +54,26 @@ def as_factor(query: tl.tensor, CACHE_TYPE: tl.constexpr) -> tl.tensor:
 
     Over fp8 this is float16 instead of bfloat16, because GPUs convert e4m3 to float16 in one instruction.
     """
-    return query.to(tl.float16) if CACHE_TYPE == tl.uint8 and query.dtype == tl.bfloat16 else query  # noqa: SIM300
+    return query.to(tl.float16) if CACHE_TYPE == tl.uint16 and query.dtype == tl.bfloat16 else query  # noqa: SIM300
 
 
 @jit
 def score_tile(
-    query: tl.tensor, keys: tl.tensor, scale: tl.tensor, soft_cap: tl.tensor, CAPPED: tl.constexpr
+    query: tl.tensor,
+    query_odd: tl.tensor,
+    keys: tl.tensor,
+    scale: tl.tensor,
+    soft_cap: tl.tensor,
+    CAPPED: tl.constexpr,
+    NATIVE_FP8: tl.constexpr,
 ) -> tl.tensor:
-    """Return scores, to be multiplied by `score_factor` in `accumulate`."""
-    scores = tl.dot(query, tl.trans(keys.to(query.dtype)), input_precision="ieee")
+    """Return scores, to be multiplied by `score_factor` in `accumulate`; ``query_odd`` is for an fp8 cache."""
+    if keys.dtype == tl.uint16:
+        even, odd = floats_from_fp8_pairs(keys, NATIVE_FP8)
+        scores = tl.dot(query, tl.trans(even.to(query.dtype)), input_precision="ieee")
+        scores = tl.dot(query_odd, tl.trans(odd.to(query.dtype)), scores, input_precision="ieee")
+    else:
+        scores = tl.dot(query, tl.trans(keys.to(query.dtype)), input_precision="ieee")
     if CAPPED:
         scores = soft_cap * (1.0 - 2.0 / (1.0 + tl.exp(2.0 * scale * scores / soft_cap)))
     return scores
@@ -78,19 +92,27 @@ def accumulate(
     query: tl.tensor,
     values: tl.tensor,
     acc: tl.tensor,
+    acc_odd: tl.tensor,
     row_max: tl.tensor,
     row_sum: tl.tensor,
+    NATIVE_FP8: tl.constexpr,
 ) -> tl.tuple:
-    """Update the online softmax with these keys; return the new acc, row_max and row_sum.
+    """Update the online softmax with these keys; return the new acc, acc_odd, row_max and row_sum.
 
     The maximum is found before the multiplication, so that one FFMA scales a score and subtracts the maximum.
     ``row_sum`` and ``acc`` have a common factor: with float16 values, 256 keeps small probabilities from underflow.
     """
-    values = values.to(query.dtype)
-    spare: tl.constexpr = 8.0 if values.dtype == tl.float16 else 0.0
+    spare: tl.constexpr = 8.0 if query.dtype == tl.float16 else 0.0
     new_max = tl.maximum(row_max, tl.max(scores, 1) * factor)
     base = tl.where(new_max == -float("inf"), 0.0, new_max)  # no key is visible so far
     probs = tl.exp2(scores * factor - (base - spare)[:, None])
     shrink = tl.exp2(row_max - base)
-    acc = tl.dot(probs.to(values.dtype), values, acc * shrink[:, None], input_precision="ieee")
-    return acc, new_max, row_sum * shrink + tl.sum(probs, 1)
+    weights = probs.to(query.dtype)
+    acc = acc * shrink[:, None]
+    if values.dtype == tl.uint16:
+        even, odd = floats_from_fp8_pairs(values, NATIVE_FP8)
+        acc = tl.dot(weights, even.to(query.dtype), acc, input_precision="ieee")
+        acc_odd = tl.dot(weights, odd.to(query.dtype), acc_odd * shrink[:, None], input_precision="ieee")
+    else:
+        acc = tl.dot(weights, values.to(query.dtype), acc, input_precision="ieee")
+    return acc, acc_odd, new_max, row_sum * shrink + tl.sum(probs, 1)

@@ -66,6 +66,9 @@ def default_tuning(key: Key) -> Tuning:
         return Tuning(16, 16, 8, 2) if wide else Tuning(32, 16, 8, 3)
     if wide:
         return Tuning(32, 16, 4 if key.dim_tile <= 64 else 8, 3)
+    if key.kv_bytes == 1 and (key.architecture < 89 or key.dim_tile > 128):  # the conversion needs registers
+        rows = 32 if key.architecture < 89 and key.dim_tile > 64 else 64
+        return Tuning(rows, 32, 4 if key.dim_tile <= 128 else 8, 3)
     if key.dim_tile <= 64:
         return Tuning(64, 64, 4, 3)
     if key.architecture >= 90:
