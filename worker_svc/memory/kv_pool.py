@@ -103,10 +103,11 @@ def share_for_kv(
     """
     share = int(total * utilization)
     if available < share:
+        fitting = int(95 * available / total) / 100
         raise ConfigError(
             f"gpu_memory_utilization: {utilization:g} of {device} are {share:,} bytes, but other processes leave"
-            f" {available:,}; lower it, for example to {available / total * 0.95:.2f}, or stop them (workers that share"
-            " a GPU need shares that add up to less than 1)"
+            f" {available:,}; lower it, for example to {fitting:.2f}, or stop them (workers that share a GPU need"
+            " shares that add up to less than 1)"
         )
     return share - peak - graphs - max(0, available - available_after)
 
