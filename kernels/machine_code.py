@@ -32,10 +32,10 @@ def resource_usage(cubin: bytes) -> tuple[int, int]:
 def copies_ahead(ttgir: str) -> int | None:
     """Return how many groups of copies may be unfinished when a pipelined loop continues; None without such a loop.
 
-    0 means that each iteration waits for all its loads, so that memory and arithmetic do not overlap. A loop counts
-    with its most patient wait, and a kernel with its worst loop. ``ttgir`` is the compiler's text.
+    0 means that each iteration waits for all its loads, so that memory and arithmetic do not overlap. An innermost
+    loop counts with its most patient wait, and a kernel with its worst loop. ``ttgir`` is the compiler's text.
     """
-    open_loops: list[list[int]] = []
+    open_loops: list[list[int] | None] = []  # waits of each open loop; None: there is a loop in it
     regions: list[bool] = []  # of each open region, whether it is a loop
     found: list[int] = []
     for line in ttgir.splitlines():
@@ -43,7 +43,9 @@ def copies_ahead(ttgir: str) -> int | None:
         if text.startswith("}") and regions and regions.pop():
             waits = open_loops.pop()
             found += [max(waits)] if waits else []
-        if (wait := re.search(r"async_wait.*\bnum = (\d+)", text)) and open_loops:
+            open_loops = [None] * len(open_loops)
+        wait = re.search(r"async_wait.*\bnum = (\d+)", text)
+        if wait and open_loops and open_loops[-1] is not None:
             open_loops[-1].append(int(wait[1]))
         if text.endswith("{"):
             regions.append("scf.for" in text)

@@ -63,10 +63,11 @@ def test_recording_ends_with_its_block() -> None:
 
 
 def test_only_waits_within_loops_count() -> None:
-    """A loop that waits for all its copies has none ahead; waits before and after it do not matter."""
+    """A loop that waits for all its copies has none ahead; waits before and after it do not matter, also in a loop."""
     assert machine_code.copies_ahead(PIPELINED) == 2
     assert machine_code.copies_ahead(PIPELINED.replace("num = 2", "num = 0")) == 0
     assert machine_code.copies_ahead(PIPELINED + PIPELINED.replace("num = 2", "num = 1")) == 1
+    assert machine_code.copies_ahead("scf.for %i = %c0 to %n {\n" + PIPELINED + "}") == 2
     assert machine_code.copies_ahead("  %a = ttg.async_wait %t {num = 1 : i32}") is None
 
 
