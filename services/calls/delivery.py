@@ -105,7 +105,7 @@ class Delivery:
         while live:
             idle = True
             for stream in live:
-                began, is_over = time.monotonic(), stream.over
+                began = time.monotonic()
                 batch = stream.take()
                 if batch is None:
                     continue
@@ -114,7 +114,7 @@ class Delivery:
                 written = time.monotonic()
                 await send(response)
                 watch, now = choices.watches[stream.request.choice], time.monotonic()
-                watch.sent(began, written, now, is_over=is_over)
+                watch.sent(began, written, now, stream.ended_at)
                 if stream.over:
                     self._limit(patience, streams)
                 stream.taken()
@@ -172,13 +172,17 @@ class Watch:
     last: float = 0.0
     """When the last token was written."""
 
-    def sent(self, began: float, written: float, sent: float, *, is_over: bool) -> None:
-        """Count a message: taking and encoding it began, it was written, and it has left."""
-        if is_over:
-            self.detokenise_s += written - began
-            self.client_s += sent - written
-        else:
+    def sent(self, began: float, written: float, sent: float, ended_at: float) -> None:
+        """Count a message: taking and encoding it began, it was written, and it has left.
+
+        `ended_at` is when the core's end of the stream arrived, 0 if it has not. The message may have waited then.
+        """
+        if not ended_at:
             self.client_before_s += sent - written
+            return
+        self.detokenise_s += max(0.0, written - max(began, ended_at))
+        self.client_s += max(0.0, sent - max(written, ended_at))
+        self.client_before_s += max(0.0, min(sent, ended_at) - written)
 
     def report(self, stream: Stream, now: float) -> link_pb2.RequestReport:
         """Return the report of a stream whose call ends now."""

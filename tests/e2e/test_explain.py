@@ -14,8 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from grpc import aio
 
 from quire import AsyncClient, SchedulingOptions
+from quire.v1 import generation_pb2 as v1
+from quire.v1 import generation_pb2_grpc
 from tests.checkpoints import make_checkpoint
 from tests.e2e.harness import DEFAULTS, QUIRE, ROOT, Served, serve
 
@@ -127,6 +130,23 @@ async def _cold_prefix(scene: Scene) -> None:
     await scene.run(VICTIM, prompt, 1)
 
 
+async def _stalled_reader(scene: Scene) -> None:
+    """Read one message, and nothing for a while; gRPC takes in 64 KiB meanwhile, so the messages are large."""
+    async with aio.insecure_channel(scene.served.grpc, options=[("grpc.http2.bdp_probe", 0)]) as channel:
+        call = generation_pb2_grpc.GenerationServiceStub(channel).Generate(
+            v1.GenerateRequest(
+                token_ids=v1.TokenIds(ids=scene.prompt(8)),
+                request_id=VICTIM,
+                stop=v1.StopOptions(max_tokens=400, ignore_eos=True),
+                output=v1.OutputOptions(logprobs=20),
+            )
+        )
+        await call.read()
+        await asyncio.sleep(15)
+        while await call.read() is not aio.EOF:
+            pass
+
+
 async def _grammar(scene: Scene) -> None:
     words = ["".join(scene.rng.choices("abcdefghij", k=12)) for _ in range(400)]
     choices = "|".join(words)
@@ -143,6 +163,7 @@ _PLANTS: dict[str, tuple[Plant, set[str]]] = {
     "a neighbour's long prompt": (_long_prompt, {"other prompts' chunks in its steps"}),
     "preemption by priority": (_preemption, {"preempted"}),
     "a slow worker": (_slow_worker, {"slow worker"}),
+    "a stalled reader": (_stalled_reader, {"held out: its reader took no output", "the client's own slowness"}),
     "a killed worker": (_worker_killed, {"worker lost"}),
     "a cold prefix": (_cold_prefix, {"own prefill of a prefix that was known before"}),
 }
