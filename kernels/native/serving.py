@@ -11,6 +11,8 @@ import logging
 import os
 from functools import cache
 
+from torch.utils._python_dispatch import _disable_current_modes
+
 from kernels.native.library import Native, native_levels
 from kernels.native.selftest import failure
 
@@ -30,7 +32,8 @@ def native() -> Native | None:
     for name in names:
         if name not in levels:
             continue
-        reason = failure(levels[name])
+        with _disable_current_modes():  # the first call may come from a trial that changes the types of operations
+            reason = failure(levels[name])
         if reason is None:
             return levels[name]
         _log.warning("native CPU kernels: level %s failed its self-test and is not used: %s", name, reason)

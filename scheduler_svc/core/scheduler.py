@@ -9,7 +9,7 @@
 Nothing here reads a clock or a socket. The caller passes the time in and carries the effects out.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import ClassVar
 
 from scheduler_svc.core.interface import events as ev
@@ -83,7 +83,7 @@ class Scheduler:
         """Apply one event and return the effects to carry out, in order."""
         self.tidy()
         self._fleet.time_passes(now)
-        self._HANDLERS[type(event)](self, event, now)
+        getattr(self, self._HANDLERS[type(event)])(event, now)
         return self._take_effects()
 
     def plan(self, peer: ev.Peer, now: float) -> tuple[Plan | None, list[Effect]]:
@@ -508,23 +508,24 @@ class Scheduler:
                 request, EndReason.SHUTDOWN, now, message="the service is shutting down; try again later"
             )
 
-    _HANDLERS: ClassVar[Mapping[type, Callable[..., None]]] = {
-        ev.FrontendJoined: _frontend_joined,
-        ev.FrontendLost: _frontend_lost,
-        ev.RequestArrived: _request_arrived,
-        ev.RequestCancelled: _request_cancelled,
-        ev.ResumeAsked: _resume_asked,
-        ev.RequestsDropped: _requests_dropped,
-        ev.LogsRestored: _logs_restored,
-        ev.StopMatched: _stop_matched,
-        ev.CreditGranted: _credit_granted,
-        ev.WorkerHello: _worker_hello,
-        ev.WorkerLost: _worker_lost,
-        ev.DrainRequested: _drain_requested,
-        ev.ResumeRequested: _resume_requested,
-        ev.WorkerCompiling: _worker_compiling,
-        ev.GrammarReported: _grammar_reported,
-        ev.StepDone: _step_done,
-        ev.TimePassed: _time_passed,
-        ev.ShutdownRequested: _shutdown_requested,
+    _HANDLERS: ClassVar[Mapping[type, str]] = {
+        ev.FrontendJoined: "_frontend_joined",
+        ev.FrontendLost: "_frontend_lost",
+        ev.RequestArrived: "_request_arrived",
+        ev.RequestCancelled: "_request_cancelled",
+        ev.ResumeAsked: "_resume_asked",
+        ev.RequestsDropped: "_requests_dropped",
+        ev.LogsRestored: "_logs_restored",
+        ev.StopMatched: "_stop_matched",
+        ev.CreditGranted: "_credit_granted",
+        ev.WorkerHello: "_worker_hello",
+        ev.WorkerLost: "_worker_lost",
+        ev.DrainRequested: "_drain_requested",
+        ev.ResumeRequested: "_resume_requested",
+        ev.WorkerCompiling: "_worker_compiling",
+        ev.GrammarReported: "_grammar_reported",
+        ev.StepDone: "_step_done",
+        ev.TimePassed: "_time_passed",
+        ev.ShutdownRequested: "_shutdown_requested",
     }
+    """Names of the methods, which keeps a core free of references to functions: its snapshot is plain data."""

@@ -24,7 +24,7 @@ from tests.e2e.harness import DEFAULTS, QUIRE, ROOT, Served, serve
 
 VICTIM = "victim"
 _ADMISSION = "[tenants.small]\nmax_running = 1\n"
-_FLAGS = ("--policy=priority", "--max-num-seqs=3", "--max-num-batched-tokens=512", "--resume-keep-s=0")
+_FLAGS = ("--policy=priority", "--max-num-seqs=3", "--max-num-batched-tokens=2048", "--resume-keep-s=0")
 
 
 @dataclass(slots=True)
@@ -91,11 +91,12 @@ async def _full_queue(scene: Scene) -> None:
         await scene.run(VICTIM, scene.prompt(8), 4)
 
 
-async def _long_prompt(scene: Scene) -> None:
-    async with scene.beside(scene.run(VICTIM, scene.prompt(8), 60)):
-        await scene.until("vllm:num_requests_running", 1)
-        for index in range(12):
-            await scene.run(f"neighbour-{index}", scene.prompt(900), 1)
+async def _long_prompts(scene: Scene) -> None:
+    """Let the victim decode while prompts pass through the other rows, so that each of its steps has chunks of them."""
+    many = [asyncio.ensure_future(scene.run(f"neighbour-{index}", scene.prompt(900), 1)) for index in range(120)]
+    async with scene.beside(*many):
+        await asyncio.wait(many, return_when=asyncio.FIRST_COMPLETED)
+        await scene.run(VICTIM, scene.prompt(8), 20, priority=50)
 
 
 async def _preemption(scene: Scene) -> None:
@@ -160,7 +161,7 @@ async def _grammar(scene: Scene) -> None:
 _PLANTS: dict[str, tuple[Plant, set[str]]] = {
     "a tenant's limit": (_tenant_limit, {"waiting for its tenant's limit"}),
     "a full queue": (_full_queue, {"waiting for its turn", "waiting for a free row"}),
-    "a neighbour's long prompt": (_long_prompt, {"other prompts' chunks in its steps"}),
+    "neighbours with long prompts": (_long_prompts, {"other prompts' chunks in its steps"}),
     "preemption by priority": (_preemption, {"preempted"}),
     "a slow worker": (_slow_worker, {"slow worker"}),
     "a stalled reader": (_stalled_reader, {"held out: its reader took no output", "the client's own slowness"}),
@@ -229,7 +230,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         running.wait()
 
 
-_BRIEF = {"a tenant's limit", "a neighbour's long prompt", "a cold prefix"}
+_BRIEF = {"a tenant's limit", "neighbours with long prompts", "a cold prefix"}
 """Causes that are planted in the default suite as well; the others take longer."""
 
 

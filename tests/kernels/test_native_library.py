@@ -13,6 +13,7 @@ import pytest
 from kernels.native.library import native_levels
 from kernels.native.serving import native
 from tests.cpu_kernels import cpu_kernels
+from worker_svc.model.hf_trial import InFloat32
 
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.skipif(
@@ -38,6 +39,14 @@ def test_the_best_level_passes_its_self_test_and_serves() -> None:
         serving = native()
 
     assert (serving.level_name if serving is not None else "portable") == best
+
+
+def test_the_self_test_does_not_depend_on_its_caller() -> None:
+    """A trial that computes in float32 asks for the kernels first; the self-test still sees its own types."""
+    with cpu_kernels("auto"), InFloat32():  # type: ignore[no-untyped-call]
+        serving = native()
+
+    assert (serving.level_name if serving is not None else "portable") == native_levels()[-1].level_name
 
 
 def test_a_process_chooses_once() -> None:

@@ -39,7 +39,7 @@ def distance(decoder: PreTrainedModel, model: Model, device: torch.device) -> fl
     """
     vocab_size = text_config(decoder.config).vocab_size
     tokens = torch.arange(1, 2 * _TOKENS + 1, device=device).remainder(vocab_size).view(2, _TOKENS)
-    with _InFloat32():  # type: ignore[no-untyped-call]
+    with InFloat32():  # type: ignore[no-untyped-call]
         paged = _paged_logits(model, tokens, device)
         decoder.set_attn_implementation("eager")
         own = decoder(input_ids=tokens, use_cache=False).logits[:, -1]
@@ -78,7 +78,7 @@ def _paged_logits(model: Model, tokens: torch.Tensor, device: torch.device) -> t
     return logits
 
 
-class _InFloat32(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class InFloat32(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Context in which operations convert 16-bit inputs to float32 and return float32 instead of 16 bits."""
 
     def __torch_dispatch__(

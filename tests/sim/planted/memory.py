@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from scheduler_svc.core.memory import token_facts
 from scheduler_svc.core.memory.block_pool import BlockPool
 from scheduler_svc.core.memory.partial_blocks import PartialBlocks
 from scheduler_svc.core.memory.prefix_cache import PrefixCache
@@ -94,7 +95,7 @@ def key_without_parent(patch: pytest.MonkeyPatch) -> None:
         starts = range(0, len(token_bytes) - width + 1, width)
         return b"".join(sha256(token_bytes[start : start + width]).digest() for start in starts)
 
-    patch.setattr(worker, "following_keys", following)
+    patch.setattr(token_facts, "following_keys", following)
 
 
 @bug("kv.prefix", "prefix.salt", "core")
