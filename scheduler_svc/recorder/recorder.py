@@ -183,11 +183,14 @@ class Recorder:
 
     def _round(self) -> None:
         tape = self.tape.items
-        while tape:
+        # What comes meanwhile is for the next round, so that a busy loop cannot keep a segment open.
+        pending = len(tape)
+        while pending:
             items: list[Item] = []
             cut: Cut | None = None
-            while tape and len(items) < _BATCH_ITEMS:
+            while pending and len(items) < _BATCH_ITEMS:
                 item = tape.popleft()
+                pending -= 1
                 if isinstance(item, Cut):
                     cut = item
                     break
