@@ -1,11 +1,13 @@
 """Launch of paged attention on a GPU: choice of kernels and tiles for a batch.
 
 The launches depend only on values that the host knows, so that they can be captured in a graph. The grid of prefill
-depends on T and R, and the grid of decode on R and the GPU. The device computes how the keys are split among the
-programs of the decode grid.
+depends on T, R, the number of leading decode rows and the width of the block tables; the grid of decode on the number
+of KV heads and the GPU. The device computes how the keys are split among the programs of the decode grid.
 """
 
 from __future__ import annotations
+
+from functools import lru_cache
 
 import torch
 
@@ -22,6 +24,7 @@ _MOST_PARTS = 16
 _MIN_PART = 1024  # keys; below this, combining costs more than parallelism gains
 
 
+@lru_cache(maxsize=1024)  # every layer of a step asks for the same
 def parts_of_keys(num_programs: int, num_multiprocessors: int, longest: int) -> int:
     """Return into how many parts prefill divides the keys of each tile; ``longest`` is the longest context or more.
 

@@ -49,7 +49,8 @@ def schedule_decode(
 ) -> DecodeSchedule | None:
     """Return the schedule of a batch (query_start, context_lens: see the package); None if no kernel needs one.
 
-    Rows with one token get shares; a row without keys (padding of a graph) gets one empty share.
+    Rows with one token get shares. A row with one token but no keys (an empty lane of a decode graph) gets one empty
+    share. Rows with no token (padding of a mixed graph) get none.
     """
     if not runs_on_triton(context_lens):
         return None

@@ -15,6 +15,10 @@ from pathlib import Path
 from kernels._triton import next_power_of_2
 
 TABLE = Path(__file__).with_name("tuning.json")
+_LARGE_SHARED_MEMORY = (90, 100, 103)
+"""Architectures with 227 KiB of shared memory per program."""
+_SMALL_SHARED_MEMORY = (86, 89)
+"""Architectures with 99 KiB, as all from 120 on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +47,13 @@ tried: dict[Key, Tuning] = {}
 
 def tuning_for(key: Key, group_size: int) -> Tuning:
     """Return the table's entry or the default, with a tile that holds a whole group of query heads."""
-    found = tried.get(key) or read_table().get(key) or default_tuning(key)
+    found = tried.get(key) or _known(key)
     return Tuning(max(found.block_m, next_power_of_2(group_size)), found.block_n, found.num_warps, found.num_stages)
+
+
+@cache  # asked for by every layer
+def _known(key: Key) -> Tuning:
+    return read_table().get(key) or default_tuning(key)
 
 
 def default_tuning(key: Key) -> Tuning:
@@ -54,14 +63,17 @@ def default_tuning(key: Key) -> Tuning:
     shared memory, from which the matrix units read, and three stages, so that the copies of one tile of keys and
     values are in flight while another tile is computed. Decode is limited by memory bandwidth. It therefore runs in
     two programs per multiprocessor or more. Prefill reads each key once per tile of queries; on Hopper, where the
-    L2 cache limits the matrix units, a tile has 128 rows in two warp groups. Float32 does not use matrix units and
-    needs more registers, hence small tiles.
+    L2 cache limits the matrix units, a tile has 128 rows in two warp groups. Blackwell data-centre GPUs have as much
+    shared memory and get the same tile. With 99 KiB of it, large heads leave room for two stages only. Float32 does
+    not use matrix units and needs more registers, hence small tiles.
     """
     wide = key.kv_bytes > 2
+    small = key.architecture in _SMALL_SHARED_MEMORY or key.architecture >= 120
     if key.kernel == "decode":
         # tl.dot needs at least 16 rows. Idle rows of a smaller group cost nothing, because decode waits for memory.
         largest = 64 if key.dim_tile <= 128 else 32 if key.dim_tile <= 256 else 16
-        return Tuning(16, (32 if key.dim_tile <= 64 else 16) if wide else largest, 4, 3)
+        keys = (32 if key.dim_tile <= 64 else 16) if wide else largest
+        return Tuning(16, keys, 4, 2 if small and wide and key.dim_tile > 256 else 3)
     if key.dim_tile > 256:
         return Tuning(16, 16, 8, 2) if wide else Tuning(32, 16, 8, 3)
     if wide:
@@ -71,9 +83,9 @@ def default_tuning(key: Key) -> Tuning:
         return Tuning(rows, 32, 4 if key.dim_tile <= 128 else 8, 3)
     if key.dim_tile <= 64:
         return Tuning(64, 64, 4, 3)
-    if key.architecture >= 90:
+    if key.architecture in _LARGE_SHARED_MEMORY:
         return Tuning(128, 64 if key.dim_tile <= 128 else 32, 8, 3)
-    return Tuning(64, 32, 4 if key.dim_tile <= 128 else 8, 3)
+    return Tuning(64, 32, 4 if key.dim_tile <= 128 else 8, 2 if small and key.dim_tile > 128 else 3)
 
 
 @cache

@@ -9,6 +9,7 @@ from worker_svc.memory.kv_pool import share_for_kv
 H100 = Gpu(total_memory=79 << 30, multiprocessors=132, capability=90)
 A100 = Gpu(total_memory=39 << 30, multiprocessors=108, capability=80)
 L4 = Gpu(total_memory=22 << 30, multiprocessors=58, capability=89)
+RTX_5090 = Gpu(total_memory=31 << 30, multiprocessors=170, capability=120)
 T4 = Gpu(total_memory=15 << 30, multiprocessors=40, capability=75)
 SMALL, LARGE, HUGE = (28, 15_700_000), (32, 218_000_000), (64, 480_000_000)
 """Layers and weights per layer of Qwen3 0.6B, Llama 8B and Qwen3 32B."""
@@ -24,9 +25,10 @@ SMALL, LARGE, HUGE = (28, 15_700_000), (32, 218_000_000), (64, 480_000_000)
         (H100, (32, 0), 256, 2048, 256),
         (A100, LARGE, 256, 4096, 256),
         (L4, LARGE, 256, 2048, 256),
+        (RTX_5090, LARGE, 256, 2048, 256),
         (T4, SMALL, 128, 2048, 576),
     ],
-    ids=["CPU", "0.6B", "8B", "32B", "unknown model", "A100", "L4", "T4"],
+    ids=["CPU", "0.6B", "8B", "32B", "unknown model", "A100", "L4", "RTX 5090", "T4"],
 )
 def test_limits_follow_the_device_and_the_model(
     gpu: Gpu | None, model: tuple[int, int], rows: int, tokens: int, captured: int

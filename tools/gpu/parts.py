@@ -117,23 +117,28 @@ def kernels(context: Context) -> None:
 def steps(context: Context) -> None:
     """Measure steps of the engine alone, with and without captured graphs."""
     for shape in context.scale.models:
-        model = f"{shape.name}: model"
-        try:
-            with (
-                context.results.patience(model, 30.0),
-                engine_steps.loaded(
-                    shapes.make_folder(shape, WORK),
-                    context.device,
-                    rows=context.scale.rows + 2,
-                    tokens_per_step=context.scale.tokens_per_step,
-                    max_model_len=context.scale.longest(),
-                    utilization=0.6,
-                ) as loaded,
-            ):
-                for graphs in (True, False):
-                    _steps(context, f"{shape.name}, {'graphs' if graphs else 'no graphs'}", loaded, graphs=graphs)
-        except torch.OutOfMemoryError as error:  # the next shape may do better
-            context.results.fail(model, error)
+        _steps_of_shape(context, shape)
+
+
+def _steps_of_shape(context: Context, shape: shapes.Shape) -> None:
+    """Measure the steps of one model; a function of its own, so that no variable keeps the model afterwards."""
+    model = f"{shape.name}: model"
+    try:
+        with (
+            context.results.patience(model, 30.0),
+            engine_steps.loaded(
+                shapes.make_folder(shape, WORK),
+                context.device,
+                rows=context.scale.rows + 2,
+                tokens_per_step=context.scale.tokens_per_step,
+                max_model_len=context.scale.longest(),
+                utilization=0.6,
+            ) as loaded,
+        ):
+            for graphs in (True, False):
+                _steps(context, f"{shape.name}, {'graphs' if graphs else 'no graphs'}", loaded, graphs=graphs)
+    except torch.OutOfMemoryError as error:  # the next shape may do better
+        context.results.fail(model, error)
 
 
 def _steps(context: Context, name: str, loaded: engine_steps.Loaded, *, graphs: bool) -> None:

@@ -52,7 +52,13 @@ class Case:
 def loaded(
     folder: Path, device: torch.device, *, rows: int, tokens_per_step: int, max_model_len: int, utilization: float
 ) -> Iterator["Loaded"]:
-    """Load a model with random weights; release its memory at the end."""
+    """Load a model with random weights, after releasing what is left of another one.
+
+    The caller must not keep a reference to the model or to an engine: each of them holds GPU memory.
+    """
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
     config = WorkerConfig(
         model=str(folder),
         device=str(device),
@@ -63,8 +69,6 @@ def loaded(
         gpu_memory_utilization=utilization,
     )
     yield Loaded(config, *load_model(config, device), device)
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
 
 
 @dataclass(frozen=True, slots=True)

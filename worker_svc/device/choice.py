@@ -12,6 +12,7 @@ import torch
 
 from kernels.native.library import set_num_threads as native_threads
 from shared.config import ConfigError
+from shared.logging import get_logger
 
 
 def choose_device(wanted: str) -> torch.device:
@@ -46,7 +47,11 @@ def locked(path: Path) -> Iterator[None]:
     """Hold the lock of a file, which is created if it does not exist; the lock ends with the process at the latest."""
     file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
-        fcntl.flock(file, fcntl.LOCK_EX)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            get_logger().info("waiting for another worker that starts on this GPU", lock=str(path))
+            fcntl.flock(file, fcntl.LOCK_EX)
         yield
     finally:
         os.close(file)

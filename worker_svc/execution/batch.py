@@ -2,8 +2,8 @@
 
 Decode rows come first, ascending, with one token each. Rows with a prefill chunk follow, ascending. The host uploads
 positions, slots and lengths together. The input tokens of decode rows are read from `last_token` on the device, where
-the previous step wrote them. For a step of a captured graph nothing is uploaded: the device computes the graph's input
-tensors from its lanes.
+the previous step wrote them. For a captured step in which every row decodes, nothing is uploaded: the device computes
+the graph's inputs from its lanes. For a captured step with chunks, `mixed_graphs` copies the tensors of the batch.
 """
 
 from dataclasses import dataclass
@@ -55,7 +55,7 @@ class StepBatch:
     num_tokens: int
     num_prefill_tokens: int
     bucket: int = 0
-    """Bucket of the captured graph that computes this step, which also writes the tensors; 0: no graph."""
+    """Bucket of the captured decode step, which also writes the tensors; 0: not a captured decode step."""
 
 
 class BatchBuilder:

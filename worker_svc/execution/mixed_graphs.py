@@ -2,8 +2,9 @@
 
 The host needs milliseconds to launch the kernels of such a step one by one. A step with few tokens, or of a small
 model, is faster than that on the device. Steps up to a number of tokens are therefore captured whole, once per *size*
-(a number of tokens to which the batch is padded), and then enqueued with one call. The launches of attention depend on
-the number of tokens and rows only (`kernels.paged_attention.launch`), so attention is captured, too.
+(a number of tokens to which the batch is padded), and then enqueued with one call. The launches of attention depend
+only on sizes that are fixed per graph (tokens, rows, rows with chunks, width of the block tables), so attention is
+captured, too.
 
 Unlike `decode_graphs`, the host sends the inputs of each step: they are copied into tensors at fixed addresses. Rows of
 padding have no tokens and come first, so that the rows with chunks are the last ones. Tokens of padding come last and
@@ -128,7 +129,8 @@ class MixedGraphs:
     def _send(self, shape: _Shape, batch: StepBatch, logits_index: torch.Tensor) -> None:
         """Copy the inputs of a step into the tensors of the graphs.
 
-        Token ids and positions of padding are those of an earlier step. Entries of rows of padding are written again.
+        Padding keeps token ids and positions of an earlier step: its tokens belong to no row and are not written to the
+        KV cache. Row entries of padding are set to zero, because an earlier step may have used these rows.
         """
         inputs, given = self._inputs, batch.attention
         num_tokens, num_rows, num_samples = batch.num_tokens, len(batch.rows), len(batch.sample_rows)

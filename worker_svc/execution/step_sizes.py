@@ -9,18 +9,20 @@ import torch
 
 _ROWS = {"cpu": 64, "cuda": 256}
 _TOKENS = {"cpu": 512, "cuda": 2048}
-"""Default limit of tokens per step by type of device: enough for matrix products at full speed. A fast GPU has more.
-The scheduler makes steps shorter than that while rows in decode would wait too long (`core/workers/step_budget.py`)."""
+"""Default limit of tokens per step, by type of device. Matrix products reach full speed with so many; `default_tokens`
+raises it for a fast GPU. The scheduler plans shorter steps where rows in decode would wait too long
+(`scheduler_svc/core/workers/step_budget.py`)."""
 _MOST_TOKENS = 8192
 _MEMORY_PER_TOKEN = 8 << 20
-"""Bytes of a GPU's memory per token of a step; the activations of a token take a hundredth of it."""
+"""A GPU gets one token per step for each 8 MiB of its memory. The activations of a token take about a hundredth of
+that."""
 _MEMORY_PER_ROW = 64 << 20
 _LONGEST_STEP_S = 0.5
-"""How long the products of a step may take: rows in decode wait for as long."""
+"""Limit of the time of a step's matrix products: rows in decode wait that long if nothing shortens the step."""
 _CLOCK_HZ = 1.6e9
 _EFFICIENCY = 0.6
 """Share of the peak that whole steps reach; measured on an H100 at 2,048 and 8,192 tokens."""
-_FLOP_PER_CLOCK = ((100, 8192), (90, 4096), (86, 1024), (80, 2048))
+_FLOP_PER_CLOCK = ((120, 1024), (100, 8192), (90, 4096), (86, 1024), (80, 2048))
 """Least compute capability, and the operations of dense 16-bit products per multiprocessor and clock."""
 _OLDER_FLOP_PER_CLOCK = 1024
 _LAUNCHES_S = 0.45e-3
