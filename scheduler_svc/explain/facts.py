@@ -121,8 +121,8 @@ class Life:
 class Usual:
     """How long steps usually take: per size class, the median of the fastest worker that has computed enough of them.
 
-    A worker that is slow in all of its steps is found by comparison with the others; one that is slow for a while, also
-    by comparison with itself.
+    Comparison with other workers finds a worker that is always slow. Comparison with its own other steps finds one that
+    is slow for a while.
     """
 
     MIN_STEPS = 8

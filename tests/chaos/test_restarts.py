@@ -71,7 +71,8 @@ def test_a_restart_loses_nothing_that_was_accepted(tmp_path: Path) -> None:
 
     The queue is full, and a tenant is at its limits. Some requests have delivered tokens, and others still wait.
     """
-    checkpoint = make_checkpoint("LlamaForCausalLM", tmp_path / "model")
+    # Streams so long that none ends while the queue fills.
+    checkpoint = make_checkpoint("LlamaForCausalLM", tmp_path / "model", max_position_embeddings=2048)
     oracle, limits = Oracle(checkpoint), tmp_path / "admission.toml"
     limits.write_text("[tenants.small]\nmax_running = 1\nmax_queued = 2\n", encoding="utf-8")
     flags = ("--dtype=float32", "--max-num-seqs=3", "--max-queued-requests=6", f"--admission-file={limits}")
@@ -90,7 +91,7 @@ async def _restart_with_a_full_queue(served: Served) -> list[Streamed]:
 
     One running and two waiting streams belong to a tenant that may have no more.
     """
-    streams = [Streamed(f"r{number}", [20 + number, 30], 400, None) for number in range(9)]
+    streams = [Streamed(f"r{number}", [20 + number, 30], 2000, None) for number in range(9)]
 
     async def one(client: AsyncClient, streamed: Streamed, tenant: str) -> None:
         options = SchedulingOptions(tenant=tenant)

@@ -150,7 +150,7 @@ def _available(device: torch.device) -> int:
 
 
 def _peak(device: torch.device, run: Callable[[], int]) -> int:
-    """Return the most bytes of tensors that `run` had at a time, besides the bytes of KV that it returns."""
+    """Return the peak bytes of tensors during `run`, without the bytes of the KV that it returns."""
     torch.cuda.synchronize(device)
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)

@@ -34,7 +34,7 @@ class RequestKey(NamedTuple):
 class RequestState(enum.Enum):
     """State of a request; only `lifecycle.states` changes it."""
 
-    ARRIVED = "not accepted yet"
+    ARRIVED = "is not accepted yet"
     QUEUED = "waits in the backlog"
     STARVED = "waits until its reader has credit"
     STRANDED = "waits until a worker of the fleet serves it"
