@@ -25,11 +25,11 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from quire import AsyncClient, SchedulingOptions
 from quire.errors import QueueFullError, QuireError
+from quire_server.bench.svg import Series, lines
 from tests.chaos import command
 from tests.chaos.campaign import quantiles
 from tests.checkpoints import make_checkpoint
 from tests.e2e.harness import Served, serve
-from tools.plots.svg import Series, lines
 
 PROMPT = 64
 OUTPUT = (192, 448)

@@ -9,10 +9,10 @@ from xml.etree import ElementTree
 
 import pytest
 
+from quire_server.bench.svg import Series, bars, lines
 from scheduler_svc.core.interface.config import CoreConfig
 from tools.mutation.mutators import mutant, mutations
 from tools.plots.claims import CLAIMS
-from tools.plots.svg import Series, bars, lines
 from tools.plots.world import STEP_S, Job, run
 
 SOURCE = '''

@@ -1,1 +1,1 @@
-"""The plots of docs/scheduling.md: workloads (`claims`) that the core runs in virtual time (`world`), drawn (`svg`)."""
+"""The plots of docs/scheduling.md: workloads (`claims`) that the core runs in virtual time (`world`)."""

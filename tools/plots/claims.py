@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from quire_server.bench.svg import Series, bars, lines
 from scheduler_svc.core.interface.config import CAPACITY_MODES, PREFIX_CACHES, VICTIM_RULES, BatchingLimits, CoreConfig
 from scheduler_svc.core.queueing.policies import AGEING_S, FairPolicy
-from tools.plots.svg import Series, bars, lines
 from tools.plots.world import STEP_S, Job, Totals, run
 
 LOADS = (2.0, 4.0, 6.0, 8.0, 10.0, 12.0)

@@ -1,10 +1,11 @@
-"""Two kinds of charts as SVG text: lines over numbers, and bars over names."""
+"""Charts as SVG text: lines over numbers, bars over names, and strips over time. Pure; no external assets."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 _WIDTH, _HEIGHT = 520, 260
 _LEFT, _RIGHT, _TOP, _BOTTOM = 62, 14, 40, 46
+_STRIPS_HEIGHT = 460
 _COLOURS = ("#0b6e99", "#d9730d", "#448361", "#9065b0")
 _GREY = "#777777"
 
@@ -21,8 +22,8 @@ class Series:
 
 def lines(title: str, x_title: str, y_title: str, series: Sequence[Series]) -> str:
     """Return a chart of lines; both axes begin at zero."""
-    right = max(x for each in series for x, _ in each.points)
-    top = 1.08 * max(y for each in series for _, y in each.points)
+    right = max((x for each in series for x, _ in each.points), default=0.0) or 1.0
+    top = 1.08 * max((y for each in series for _, y in each.points), default=0.0) or 1.0
     parts = [*_frame(title, x_title, y_title, top)]
     for number in range(6):
         value = right * number / 5
@@ -53,6 +54,36 @@ def bars(title: str, y_title: str, groups: Sequence[str], series: Sequence[tuple
             parts.append(_text(left + (_x(width) - _x(0)) / 2 - 1, _y(value / top) - 4, _number(value), "middle"))
         parts += _legend(index, len(series), name, _COLOURS[index])
     return _svg(parts)
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """A part of a strip: one phase of a request."""
+
+    begin: float
+    end: float
+    kind: int
+    """Index of its name among the kinds of the chart."""
+
+
+def strips(title: str, x_title: str, kinds: Sequence[str], rows: Sequence[Sequence[Segment]]) -> str:
+    """Return a Gantt chart: one strip per row, from top to bottom."""
+    right = max((each.end for row in rows for each in row), default=0.0) or 1.0
+    step = min(14.0, (_STRIPS_HEIGHT - _TOP - _BOTTOM) / max(len(rows), 1))
+    height = _TOP + _BOTTOM + step * len(rows)
+    parts = [_text(_LEFT, 16, title, "start", ' font-weight="bold"'), _text(_x(0.5), height - 10, x_title, "middle")]
+    for number in range(6):
+        value = right * number / 5
+        parts.append(_text(_x(value / right), height - _BOTTOM + 16, _number(value), "middle"))
+    for index, row in enumerate(rows):
+        y = _TOP + index * step
+        for each in row:
+            left, width = _x(each.begin / right), max(_x(each.end / right) - _x(each.begin / right), 0.3)
+            box = f'x="{left:.1f}" y="{y:.2f}" width="{width:.1f}" height="{0.85 * step:.2f}"'
+            parts.append(f'<rect {box} fill="{_COLOURS[each.kind]}"/>')
+    for index, kind in enumerate(kinds):
+        parts += _legend(index, len(kinds), kind, _COLOURS[index])
+    return _svg(parts, height)
 
 
 def _x(share: float) -> float:
@@ -89,7 +120,7 @@ def _legend(index: int, count: int, name: str, colour: str) -> list[str]:
     return [f'<rect x="{x:.1f}" y="25" width="10" height="4" fill="{colour}"/>', _text(x + 14, 31, name, "start")]
 
 
-def _svg(parts: Sequence[str]) -> str:
+def _svg(parts: Sequence[str], height: float = _HEIGHT) -> str:
     style = 'font-family="sans-serif" font-size="11" fill="#333333"'
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" width="{_WIDTH}" height="{_HEIGHT}" {style}>'
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" width="{_WIDTH}" height="{height:.0f}" {style}>'
     return "\n".join([head, '<rect width="100%" height="100%" fill="white"/>', *parts, "</svg>", ""])

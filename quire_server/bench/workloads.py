@@ -1,0 +1,269 @@
+"""Workloads: what the requests of a benchmark ask for. Pure and seeded.
+
+A workload is a numbered list of sessions. A session has one or more turns; the prompt of a turn is everything said
+before in its session and the turn's own new part. A single request is a session with one turn. Session number i is a
+function of the seed and of i only, so that several processes can each make their share.
+
+New parts of prompts are units in [0, UNITS). `prompts` converts a unit into one token id or one word.
+"""
+
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+import numpy as np
+
+from shared.config import ConfigError
+from shared.json_text import describe_json_error
+
+_T = TypeVar("_T")
+
+UNITS = 1 << 16
+"""Number of different units."""
+
+_SESSION, _PREFIX, _TRAITS, _MIX = range(4)
+"""First numbers of seeds, so that random streams of different purposes differ."""
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One request of a session."""
+
+    prompt: tuple[int, ...]
+    """New units after what was said before."""
+    output_tokens: int
+    """Maximum number of generated tokens."""
+    pause_s: float = 0.0
+    """Time from the end of the turn before to the intended start of this one, such as that of a tool, seconds."""
+    text: str = ""
+    """New text in place of units, of a file of prompts."""
+
+
+@dataclass(frozen=True, slots=True)
+class Session:
+    """The turns of one conversation, in order."""
+
+    turns: tuple[Turn, ...]
+
+
+class Workload(Protocol):
+    """Numbered sessions."""
+
+    def session(self, index: int) -> Session | None:
+        """Return one session; None after the last one of a finite workload."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lengths:
+    """A distribution of lengths in tokens."""
+
+    low: int = 0
+    high: int = 0
+    """Bounds of a uniform distribution; equal bounds give a fixed length. Unused if `mean` is set."""
+    mean: float = 0.0
+    cv: float = 0.0
+    """Mean and coefficient of variation of a log-normal distribution."""
+
+    @classmethod
+    def fixed(cls, tokens: int) -> "Lengths":
+        """Return the distribution of one length."""
+        return cls(tokens, tokens)
+
+    @classmethod
+    def log_normal(cls, *, mean: float, median: float) -> "Lengths":
+        """Return the log-normal distribution of this mean and median."""
+        return cls(mean=mean, cv=math.sqrt((mean / median) ** 2 - 1))
+
+    @classmethod
+    def parse(cls, text: str) -> "Lengths":
+        """Parse "128", "64-512" (uniform) or "lognormal:MEAN:CV".
+
+        Raises:
+            ValueError: the text has none of these forms.
+        """
+        kind, *numbers = text.split(":")
+        if kind == "lognormal" and len(numbers) == 2:
+            mean, cv = (float(number) for number in numbers)
+            if not (mean >= 1 and cv > 0):
+                raise ValueError(text)
+            return cls(mean=mean, cv=cv)
+        low, _, high = text.partition("-")
+        lengths = cls(int(low), int(high or low))
+        if not 1 <= lengths.low <= lengths.high:
+            raise ValueError(text)
+        return lengths
+
+    def draw(self, rng: np.random.Generator) -> int:
+        """Return one length, at least 1."""
+        if not self.mean:
+            return int(rng.integers(self.low, self.high + 1)) if self.high > self.low else self.low
+        sigma = math.sqrt(math.log(1 + self.cv**2))
+        return max(1, round(float(rng.lognormal(math.log(self.mean) - sigma**2 / 2, sigma))))
+
+
+_ONE = Lengths.fixed(1)
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """Sessions of random prompts with given distributions of lengths.
+
+    Prompts may share prefixes: the first turn begins with one of `prefixes` fixed prefixes. Its length is
+    `prefix_tokens`, in addition to the input length, or the share `prefix_share` of the input length.
+    """
+
+    inputs: Lengths
+    """New prompt tokens of a turn."""
+    outputs: Lengths
+    """Generated tokens of a turn."""
+    seed: int = 0
+    turns: Lengths = _ONE
+    """Turns of a session."""
+    pause_s: float = 0.0
+    """Mean pause between turns, seconds; exponentially distributed."""
+    prefixes: int = 1
+    """Number of different shared prefixes."""
+    prefix_tokens: int = 0
+    prefix_share: float = 0.0
+
+    def session(self, index: int) -> Session:
+        """Return one session."""
+        rng = np.random.default_rng([self.seed, _SESSION, index])
+        turns = []
+        for number in range(self.turns.draw(rng)):
+            length, output = self.inputs.draw(rng), self.outputs.draw(rng)
+            prefix: tuple[int, ...] = ()
+            if number == 0 and (self.prefix_tokens or self.prefix_share):
+                shared = self.prefix_tokens or round(self.prefix_share * length)
+                length -= 0 if self.prefix_tokens else shared
+                # A generator of its own for each prefix: a shorter draw is the beginning of a longer one.
+                prefix = _units(np.random.default_rng([self.seed, _PREFIX, int(rng.integers(self.prefixes))]), shared)
+            pause = float(rng.exponential(self.pause_s)) if number and self.pause_s else 0.0
+            turns.append(Turn(prefix + _units(rng, length), output, pause))
+        return Session(tuple(turns))
+
+
+@dataclass(frozen=True, slots=True)
+class Mixed:
+    """A share of the sessions from one workload, the others from another: long prompts among short ones."""
+
+    usual: Workload
+    other: Workload
+    other_share: float
+    """Probability that a session comes from `other`."""
+    seed: int = 0
+
+    def session(self, index: int) -> Session | None:
+        """Return one session."""
+        is_other = np.random.default_rng([self.seed, _MIX, index]).random() < self.other_share
+        return (self.other if is_other else self.usual).session(index)
+
+
+@dataclass(frozen=True, slots=True)
+class Listed:
+    """A finite list of sessions, such as those of a file."""
+
+    sessions: tuple[Session, ...]
+
+    def session(self, index: int) -> Session | None:
+        """Return one session."""
+        return self.sessions[index] if index < len(self.sessions) else None
+
+
+@dataclass(frozen=True, slots=True)
+class Traits:
+    """Properties of a session's requests besides their lengths."""
+
+    tenant: str = ""
+    priority: int = 0
+    cancel_at: float | None = None
+    """Share of the output after which the client cancels the session's first turn; None: it does not."""
+
+
+@dataclass(frozen=True, slots=True)
+class TraitMix:
+    """Distribution of the traits."""
+
+    tenants: Mapping[str, float] = field(default_factory=dict)
+    """Weight of each tenant; empty: no tenant."""
+    priorities: Mapping[int, float] = field(default_factory=dict)
+    """Weight of each priority; empty: priority 0."""
+    cancel_ratio: float = 0.0
+    """Probability that a session is cancelled."""
+    seed: int = 0
+
+    def draw(self, index: int) -> Traits:
+        """Return the traits of one session."""
+        rng = np.random.default_rng([self.seed, _TRAITS, index])
+        tenant_at, priority_at, cancelled, cancel_at = rng.random(4).tolist()
+        return Traits(
+            _weighted(self.tenants, tenant_at, ""),
+            _weighted(self.priorities, priority_at, 0),
+            cancel_at if cancelled < self.cancel_ratio else None,
+        )
+
+
+def ideal_hit_share(prompts: Iterable[Sequence[int]], block_tokens: int = 16) -> float:
+    """Return the share of prompt tokens that a prefix cache without limit would have found, in whole blocks."""
+    known: set[int] = set()
+    total = found = 0
+    for prompt in prompts:
+        total += len(prompt)
+        key = 0
+        for end in range(block_tokens, len(prompt) + 1, block_tokens):
+            key = hash((key, *prompt[end - block_tokens : end]))
+            if key in known:
+                found += block_tokens
+            known.add(key)
+    return found / total if total else 0.0
+
+
+def read_prompts(path: Path, default_output_tokens: int) -> Listed:
+    """Read a file of prompts: one JSON object per line with "prompt" or "prompt_token_ids", and maybe "max_tokens".
+
+    Raises:
+        ConfigError: the file cannot be read, or a line is invalid; the message names the line.
+    """
+    try:
+        lines = path.read_text("utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: cannot be read ({error}); give a file of JSON lines in UTF-8") from None
+    sessions = [
+        Session((_prompt(line, f"{path}, line {number}", default_output_tokens),))
+        for number, line in enumerate(lines, 1)
+        if line.strip()
+    ]
+    if not sessions:
+        raise ConfigError(f"{path}: contains no prompt; write one JSON object per line")
+    return Listed(tuple(sessions))
+
+
+def _prompt(line: str, where: str, default_output_tokens: int) -> Turn:
+    try:
+        values: Any = json.loads(line)
+    except ValueError as error:
+        raise ConfigError(f"{where}: {describe_json_error(error)}") from None
+    if not isinstance(values, dict) or not ("prompt" in values) ^ ("prompt_token_ids" in values):
+        raise ConfigError(f"{where}: invalid; write an object with either prompt or prompt_token_ids")
+    try:
+        tokens = tuple(int(token) for token in values.get("prompt_token_ids", ()))
+        return Turn(tokens, int(values.get("max_tokens", default_output_tokens)), text=str(values.get("prompt", "")))
+    except (TypeError, ValueError):
+        raise ConfigError(f"{where}: a field has the wrong type; max_tokens is a number, ids are a list") from None
+
+
+def _units(rng: np.random.Generator, count: int) -> tuple[int, ...]:
+    return tuple(rng.integers(0, UNITS, count).tolist())
+
+
+def _weighted(weights: Mapping[_T, float], at: float, default: _T) -> _T:
+    """Return the value at this position in [0, 1) of the cumulated weights."""
+    left = at * sum(weights.values())
+    for value, weight in weights.items():
+        left -= weight
+        if left < 0:
+            return value
+    return default
