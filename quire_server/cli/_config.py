@@ -6,7 +6,7 @@ from typing import Any
 from quire_server.cli._parser import OneLineParser
 from shared.config import WorkerConfig, add_options
 
-_DTYPE_ALIASES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+DTYPE_ALIASES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
 
 def add_config_flags(parser: OneLineParser, *configs: type[Any]) -> None:
@@ -18,7 +18,7 @@ def add_config_flags(parser: OneLineParser, *configs: type[Any]) -> None:
     dtype = next(field for field in dataclasses.fields(WorkerConfig) if field.name == "dtype")
     parser.add_argument(
         "--dtype",
-        type=lambda word: _DTYPE_ALIASES.get(word, word),
+        type=lambda word: DTYPE_ALIASES.get(word, word),
         choices=dtype.metadata["choices"],
         default=None,
         help=f"{dtype.metadata['help']}; bf16, fp16 and fp32 are accepted as well (default: {dtype.default})",

@@ -50,6 +50,7 @@ COMMANDS = (
     Command("requests", "quire_server.cli.requests", "list live requests, show the events of one, or cancel one"),
     Command("explain", "quire_server.cli.explain", "explain why a request was slow, or list the slowest ones"),
     Command("workers", "quire_server.cli.workers", "list the workers of a running service"),
+    Command("capacity", "quire_server.cli.capacity", "compute how many requests a card holds"),
     Command("keys", "quire_server.cli.keys", "create, rotate and revoke the keys between processes"),
     Command("drain", "quire_server.cli.drain", "drain a worker, or resume it"),
     Command("log-level", "quire_server.cli.log_level", "change the log level of a running service"),

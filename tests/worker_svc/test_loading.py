@@ -9,11 +9,12 @@ import torch
 import transformers
 
 from shared.config import WorkerConfig
+from shared.kv_sizes import count_blocks
 from tests.checkpoints import SLIDING_WINDOW, VOCAB_SIZE, edit_config, make_checkpoint
 from tests.worker_svc.driver import CPU, Driver, make_engine
 from tests.worker_svc.oracle import Oracle, Verdict
 from worker_svc.interface.limits import Limits
-from worker_svc.memory.kv_pool import block_bytes, count_blocks
+from worker_svc.memory.kv_pool import block_bytes
 from worker_svc.memory.profiling import run_largest_step
 from worker_svc.model.base import KVShape
 from worker_svc.model.loader import load_model

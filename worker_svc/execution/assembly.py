@@ -8,6 +8,7 @@ from opentelemetry.trace import Tracer
 from shared.config import WorkerConfig, parse_bytes
 from shared.frames import MAX_STEP_TOKENS
 from shared.grammars import GrammarError, GrammarTokenizer
+from shared.kv_sizes import count_blocks
 from shared.logging import get_logger
 from worker_svc.device.accelerator import Accelerator
 from worker_svc.execution.decode_graphs import buckets
@@ -15,7 +16,7 @@ from worker_svc.execution.engine import Engine
 from worker_svc.execution.mixed_graphs import mixed_sizes
 from worker_svc.execution.step_sizes import default_rows, default_tokens, gpu_of, largest_captured
 from worker_svc.interface.limits import Limits
-from worker_svc.memory.kv_pool import allocate, block_bytes, count_blocks, cuda_memory_for_kv
+from worker_svc.memory.kv_pool import allocate, block_bytes, cuda_memory_for_kv
 from worker_svc.memory.profiling import run_largest_step
 from worker_svc.model.base import Model
 from worker_svc.model.loader import ModelDescription

@@ -1,11 +1,7 @@
 """KV blocks: how many fit into memory, and their tensors.
 
-One block holds `block_size` tokens of one row in every layer:
-
-    bytes of a block = sum over layers of 2 (key and value) x KV heads x head_dim x block_size x bytes per element
-
-An int8 cache also has a scale for each token and head (`kernels.kv_int8`).
-With grouped-query attention a model has fewer KV heads than query heads.
+One block holds `block_size` tokens of one row in every layer. `shared.kv_sizes` has the formula of its bytes. An int8
+cache also has a scale for each token and head (`kernels.kv_int8`).
 """
 
 from collections.abc import Callable, Sequence
@@ -15,6 +11,7 @@ import torch
 from kernels.kv_int8 import cached_size
 from kernels.linear import advise_huge_pages
 from shared.config import ConfigError
+from shared.kv_sizes import kv_bytes_per_token
 from worker_svc.model.base import KVCache, KVShape
 
 _GRAPH_BYTES = 2 << 20
@@ -22,24 +19,9 @@ _GRAPH_BYTES = 2 << 20
 
 
 def block_bytes(shapes: Sequence[KVShape], block_size: int, dtype: torch.dtype) -> int:
-    """Return the bytes of one block over all layers."""
-    per_token = sum(2 * shape.num_kv_heads * cached_size(shape.head_dim, dtype) for shape in shapes)
-    return per_token * block_size * dtype.itemsize
-
-
-def count_blocks(memory: int, bytes_per_block: int, most_usable: int, setting: str) -> int:
-    """Return the number of blocks to allocate: as many as fit into `memory` bytes, at most `most_usable`.
-
-    Raises:
-        ConfigError: no block fits; the message names `setting`.
-    """
-    fitting = memory // bytes_per_block
-    if fitting < 1:
-        raise ConfigError(
-            f"{setting}: {max(memory, 0):,} bytes remain for the KV cache, but one block needs {bytes_per_block:,};"
-            " raise it"
-        )
-    return min(fitting, most_usable)
+    """Return the bytes of one block over all layers; uint8 stands for fp8."""
+    kv_type = "fp8" if dtype == torch.uint8 else str(dtype).removeprefix("torch.")
+    return block_size * kv_bytes_per_token(((shape.num_kv_heads, shape.head_dim) for shape in shapes), kv_type)
 
 
 def allocate(

@@ -1,0 +1,322 @@
+"""Capacity: bytes of a model's weights and KV, and the number of requests that a card holds.
+
+The module computes from numbers and reads no file. Bytes of KV come from `shared.kv_sizes`, as in a worker. Bytes of
+weights come from the sizes in config.json (Llama family and its mixtures of experts), or from a number of parameters.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from shared.config import ConfigError
+from shared.kv_sizes import KV_ELEMENTS, count_blocks, kv_bytes_per_token
+from worker_svc.interface.limits import Limits
+
+_FAMILIES = ("llama", "mistral", "ministral", "qwen2", "qwen3", "mixtral", "qwen2_moe", "qwen3_moe")
+"""Values of `model_type` whose weights `_num_weights` counts."""
+_ALIASES = {
+    "num_hidden_layers": ("n_layer", "num_layers"),
+    "num_attention_heads": ("n_head",),
+    "hidden_size": ("n_embd",),
+    "max_position_embeddings": ("n_positions",),
+    "intermediate_size": ("n_inner",),
+}
+"""Names of the same sizes in older classes."""
+_UNKNOWN_STEP = 1 << 30
+"""Bytes of a step's activations where the sizes for an estimate are missing."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSizes:
+    """Sizes of a decoder; 0 where unknown."""
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    num_heads: int = 0
+    """Query heads. They affect weights, not KV."""
+    hidden_size: int = 0
+    intermediate_size: int = 0
+    """Inner size of the MLP, or of one expert."""
+    vocab_size: int = 0
+    max_positions: int = 0
+    num_experts: int = 1
+    shared_intermediate_size: int = 0
+    """Inner size of the expert that computes every token."""
+    tied: bool = False
+    """Whether the embedding is also the LM head."""
+    dtype: str = "bfloat16"
+    num_parameters: int = 0
+    """Number of weights, if it is known from elsewhere; 0: from the sizes above."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Serving:
+    """Settings of a worker that affect its memory."""
+
+    kv_type: str
+    """One of `shared.kv_sizes.KV_ELEMENTS`."""
+    quantization: str = "none"
+    """Type of the weights: none, int8 or int4."""
+    block_size: int = 16
+    max_model_len: int = 0
+    """Longest sequence in tokens; 0: the model's positions."""
+    max_rows: int = 256
+    max_tokens_per_step: int = 8192
+    tensor_parallel_size: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Memory:
+    """Use of the memory of one card, in bytes."""
+
+    weights: int
+    step: int
+    kv: int
+    num_blocks: int
+    """Blocks of KV. With tensor parallelism a block holds one card's share of the heads."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Concurrency:
+    """Number of requests of one length that fit."""
+
+    context: int
+    """Tokens of a request, prompt and output."""
+    blocks_per_request: int
+    """Blocks of a complete request, besides those of the shared prefix."""
+    kv_bytes_per_request: int
+    """Bytes of these blocks on all cards."""
+    complete: int
+    """Requests that fit at their full lengths; `guaranteed_no_evict` admits as many if no prefix is shared."""
+    average: int
+    """Requests that fit when each has generated half of its output: the mean under `max_utilization`."""
+    reserved: int
+    """Requests that fit if each reserves the longest sequence, without paging; 0: the longest sequence is unknown."""
+
+
+def sizes_from_config(config: Mapping[str, Any]) -> ModelSizes:
+    """Return the sizes in config.json.
+
+    Raises:
+        ConfigError: the file lacks a size, or attention stores something else than keys and values per head.
+    """
+    text = config.get("text_config") or config
+    if text.get("kv_lora_rank"):
+        raise ConfigError("model: multi-head latent attention (kv_lora_rank) is not supported; use another model")
+
+    def size(name: str, default: int | None = None) -> int:
+        for each in (name, *_ALIASES.get(name, ())):
+            if isinstance(text.get(each), int):
+                return int(text[each])
+        if default is None:
+            raise ConfigError(f"model: config.json has no {name}; give the sizes with --params")
+        return default
+
+    heads, hidden = size("num_attention_heads"), size("hidden_size")
+    experts = size("num_local_experts", size("num_experts", 1))
+    inner = size("intermediate_size", 4 * hidden)
+    dtype = text.get("dtype") or text.get("torch_dtype") or config.get("dtype") or config.get("torch_dtype")
+    return ModelSizes(
+        num_layers=size("num_hidden_layers"),
+        num_kv_heads=size("num_key_value_heads", heads),
+        head_dim=size("head_dim", hidden // heads),
+        num_heads=heads,
+        hidden_size=hidden,
+        intermediate_size=size("moe_intermediate_size", inner) if experts > 1 else inner,
+        vocab_size=size("vocab_size"),
+        max_positions=size("max_position_embeddings", 0),
+        num_experts=experts,
+        shared_intermediate_size=size("shared_expert_intermediate_size", 0),
+        tied=bool(text.get("tie_word_embeddings", False)),
+        dtype=dtype if dtype in ("float32", "bfloat16", "float16") else "float32",
+    )
+
+
+def counts_weights_of(config: Mapping[str, Any]) -> bool:
+    """Return whether `weights_bytes` can compute the weights of the model from its sizes."""
+    return (config.get("text_config") or config).get("model_type") in _FAMILIES
+
+
+def sizes_from_params(text: str) -> ModelSizes:
+    """Return the sizes in a text such as "layers=32,kv_heads=8,head_dim=128,parameters=8e9".
+
+    Raises:
+        ConfigError: a name is unknown, a value is not a number, or one of the three sizes of KV is missing.
+    """
+    values: dict[str, int] = {}
+    for part in text.split(","):
+        name, _, value = part.strip().partition("=")
+        if name not in _PARAMS:
+            raise ConfigError(f"--params: unknown size {name!r}; use {', '.join(_PARAMS)}")
+        try:
+            values[_PARAMS[name]] = int(float(value))
+        except (ValueError, OverflowError):
+            raise ConfigError(f"--params: {name}: {value!r} is not a number; write {name}=NUMBER") from None
+        if values[_PARAMS[name]] < 1:
+            raise ConfigError(f"--params: {name}: {value} is too small; give at least 1")
+    heads, hidden = values.get("num_heads", 0), values.get("hidden_size", 0)
+    if heads and hidden:
+        values.setdefault("head_dim", hidden // heads)
+    values.setdefault("num_kv_heads", heads)
+    for name, field in _PARAMS.items():
+        if field in ("num_layers", "num_kv_heads", "head_dim") and not values.get(field):
+            raise ConfigError(f"--params: {name} is missing; add {name}=NUMBER")
+    return ModelSizes(**values)  # type: ignore[arg-type]
+
+
+_PARAMS = {
+    "layers": "num_layers",
+    "kv_heads": "num_kv_heads",
+    "head_dim": "head_dim",
+    "heads": "num_heads",
+    "hidden": "hidden_size",
+    "intermediate": "intermediate_size",
+    "vocab": "vocab_size",
+    "positions": "max_positions",
+    "experts": "num_experts",
+    "parameters": "num_parameters",
+}
+"""Names in `--params` and the fields that they set."""
+
+
+def kv_bytes(sizes: ModelSizes, kv_type: str, tensor_parallel_size: int = 1) -> int:
+    """Return the bytes of one token's KV on one card. A card holds at least one KV head of each layer."""
+    heads = -(-sizes.num_kv_heads // tensor_parallel_size)
+    return kv_bytes_per_token([(heads, sizes.head_dim)] * sizes.num_layers, kv_type)
+
+
+def kv_formula(sizes: ModelSizes, kv_type: str) -> str:
+    """Return the formula of a token's KV with the numbers of this model."""
+    element, scale = KV_ELEMENTS[kv_type]
+    per_head = f"({sizes.head_dim} head_dim x {element} byte + {scale} bytes of scale)" if scale else (
+        f"{sizes.head_dim} head_dim x {element} byte{'s' if element > 1 else ''}"
+    )  # fmt: skip
+    return f"2 (key and value) x {sizes.num_layers} layers x {sizes.num_kv_heads} KV heads x {per_head}"
+
+
+def weights_bytes(sizes: ModelSizes, quantization: str, num_positions: int) -> int:
+    """Return the bytes of the weights, with the tables of the rotary embedding.
+
+    Args:
+        sizes: the model.
+        quantization: "none", "int8" or "int4". Norms and an embedding apart from the head keep the model's type; with
+            int4 the head has int8.
+        num_positions: longest sequence, which sets the size of the tables.
+
+    Raises:
+        ConfigError: sizes are missing.
+    """
+    element = KV_ELEMENTS[sizes.dtype][0]
+    if sizes.num_parameters:
+        per_weight = {"none": float(element), "int8": 1.0, "int4": 4.5 / 8}[quantization]
+        return int(sizes.num_parameters * per_weight)
+    if not (sizes.num_heads and sizes.hidden_size and sizes.intermediate_size and sizes.vocab_size):
+        raise ConfigError(
+            "--params: the weights are not known; add parameters=NUMBER, or hidden, heads, intermediate and vocab"
+        )
+    hidden, inner = sizes.hidden_size, sizes.intermediate_size
+    query, kv = sizes.num_heads * sizes.head_dim, sizes.num_kv_heads * sizes.head_dim
+
+    def product(outputs: int, inputs: int, kind: str = quantization) -> int:
+        if kind == "none":
+            return outputs * inputs * element
+        rows = -(-outputs // 16) * 16
+        if kind == "int8":
+            return rows * (-(-inputs // 4) * 4 + 8)  # a scale and a sum per output
+        return rows * -(-inputs // 64) * 36  # 64 weights of 4 bits, a scale and a zero point of 2 bytes each
+
+    experts = sizes.num_experts * (product(2 * inner, hidden) + product(hidden, inner))
+    if sizes.num_experts > 1:
+        experts += sizes.num_experts * hidden * element
+    shared = sizes.shared_intermediate_size
+    experts += product(2 * shared, hidden) + product(hidden, shared) if shared else 0
+    layer = product(query + 2 * kv, hidden) + product(hidden, query) + experts + 2 * hidden * element
+    head = product(sizes.vocab_size, hidden, "int8" if quantization == "int4" else quantization)
+    embedding = 0 if sizes.tied else sizes.vocab_size * hidden * element
+    tables = num_positions * sizes.head_dim * 4
+    return sizes.num_layers * layer + head + embedding + hidden * element + tables
+
+
+def step_bytes(sizes: ModelSizes, serving: Serving) -> int:
+    """Estimate the bytes of the largest step's activations, logits and sampling on one card.
+
+    A worker on a GPU measures them at start.
+    """
+    if not (sizes.hidden_size and sizes.intermediate_size and sizes.vocab_size):
+        return _UNKNOWN_STEP
+    element = KV_ELEMENTS[sizes.dtype][0]
+    inner = 3 * sizes.intermediate_size // serving.tensor_parallel_size
+    activations = serving.max_tokens_per_step * (inner + 4 * sizes.hidden_size) * element
+    return activations + serving.max_rows * sizes.vocab_size * (element + 12)
+
+
+def fit(card_bytes: int, sizes: ModelSizes, serving: Serving, weights: int, step: int) -> Memory:
+    """Return the use of a card's memory.
+
+    Args:
+        card_bytes: bytes that the worker may use for everything.
+        sizes: the model.
+        serving: settings of the worker.
+        weights: bytes of the weights of the whole model.
+        step: bytes for the activations of a step, on one card.
+
+    Raises:
+        ConfigError: no block of KV fits.
+    """
+    own = -(-weights // serving.tensor_parallel_size)
+    kv = card_bytes - own - step
+    block = serving.block_size * kv_bytes(sizes, serving.kv_type, serving.tensor_parallel_size)
+    longest = serving.max_model_len or sizes.max_positions or 1 << 30
+    limits = Limits(
+        max_rows=serving.max_rows,
+        max_tokens_per_step=serving.max_tokens_per_step,
+        max_model_len=longest,
+        block_size=serving.block_size,
+        num_blocks=0,
+        vocab_size=sizes.vocab_size,
+    )
+    setting = f"memory: weights take {own:,} bytes and a step {step:,}"
+    num_blocks = count_blocks(kv, block, limits.max_rows * limits.max_blocks_per_row, setting)
+    return Memory(weights=own, step=step, kv=kv, num_blocks=num_blocks)
+
+
+def concurrency(
+    memory: Memory, sizes: ModelSizes, serving: Serving, *, context: int, output: int, shared_prefix: int
+) -> Concurrency:
+    """Return the number of requests that fit.
+
+    Args:
+        memory: the result of `fit`.
+        sizes: the model.
+        serving: settings of the worker.
+        context: tokens of each request, prompt and output.
+        output: tokens of each request that are generated.
+        shared_prefix: first tokens of the prompt that all requests share. Only full blocks are shared.
+    """
+    longest = serving.max_model_len or sizes.max_positions
+    if longest and context > longest:
+        raise ConfigError(f"--context: {context} exceeds the model's {longest} positions; lower it")
+    if not 0 <= output <= context:
+        raise ConfigError(f"--output: {output} exceeds the context of {context} tokens; lower it")
+    if not 0 <= shared_prefix <= context - output:
+        raise ConfigError(f"--shared-prefix: {shared_prefix} exceeds the prompt of {context - output} tokens; lower it")
+    shared = shared_prefix // serving.block_size
+
+    def blocks(tokens: int) -> int:
+        return -(-tokens // serving.block_size) - shared
+
+    def requests(each: int) -> int:
+        # A request whose whole context is shared still takes a block: its last token is computed.
+        return max(0, (memory.num_blocks - shared) // max(1, each))
+
+    whole = kv_bytes(sizes, serving.kv_type, serving.tensor_parallel_size) * serving.tensor_parallel_size
+    reserved = memory.num_blocks // -(-longest // serving.block_size) if longest else 0
+    return Concurrency(
+        context=context,
+        blocks_per_request=blocks(context),
+        kv_bytes_per_request=blocks(context) * serving.block_size * whole,
+        complete=requests(blocks(context)),
+        average=requests(blocks(context - output + -(-output // 2))),
+        reserved=reserved,
+    )

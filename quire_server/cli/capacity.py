@@ -1,0 +1,219 @@
+"""Computes how many requests a card holds: bytes of weights, bytes of KV, and requests at given lengths.
+
+The model is 'demo', the folder of a checkpoint, a config.json, or sizes (--params). No weights are needed and no model
+is loaded. --params takes NAME=NUMBER, separated by commas: layers, kv_heads and head_dim, then parameters (number of
+weights), or hidden, heads, intermediate and vocab; positions and experts are optional.
+
+A worker measures the memory of a step at its start; this command estimates it. --tensor-parallel-size divides weights
+and KV heads by formula; Quire itself runs a model on one GPU.
+"""
+
+import dataclasses
+import json
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from quire_server.cli._config import DTYPE_ALIASES
+from quire_server.cli._errors import CommandError
+from quire_server.cli._parser import Namespace, OneLineParser
+
+if TYPE_CHECKING:
+    from quire_server.capacity import Concurrency, Memory, ModelSizes, Serving
+
+EXAMPLES = """
+  quire capacity --model ~/models/my-model --gpu-memory 80GB
+  quire capacity --model config.json --gpu-memory 24GB --context 4096 --output 512 --shared-prefix 1000
+  quire capacity --params layers=80,kv_heads=8,head_dim=128,parameters=70.6e9 --gpu-memory 80GB --tensor-parallel-size 4
+  quire capacity --model demo --kv-cache-memory 512MiB --json capacity.json
+"""
+
+
+def configure(parser: OneLineParser) -> None:
+    """Add the flags."""
+    add = parser.add_argument
+    add("--model", default="demo", help="'demo', a checkpoint folder, a config.json, or a hub id (default: demo)")
+    add("--params", metavar="NAME=NUMBER,…", help="sizes of the model in place of --model")
+    add("--gpu-memory", metavar="SIZE", help="memory of one card, for example 80GB or 24GiB")
+    add(
+        "--gpu-memory-utilization", type=float, default=0.9, metavar="SHARE", help="share for the worker (default: 0.9)"
+    )
+    add("--step-memory", metavar="SIZE", help="memory of a step's activations (default: an estimate)")
+    add("--kv-cache-memory", metavar="SIZE", help="memory for KV alone, as on a CPU, in place of --gpu-memory")
+    add("--context", metavar="N,…", help="tokens of a request, prompt and output (default: 2048,4096,32768)")
+    add("--output", type=int, default=256, metavar="N", help="tokens of a request that are generated (default: 256)")
+    add("--shared-prefix", type=int, default=0, metavar="N", help="first tokens that all requests share (default: 0)")
+    add("--dtype", type=lambda word: DTYPE_ALIASES.get(word, word), choices=("auto", "float32", "bfloat16", "float16"),
+        default="auto", help="type of weights and KV (default: as in config.json)")  # fmt: skip
+    add("--quantization", choices=("none", "int8", "int4"), default="none", help="weights (Quire: on CPUs only)")
+    add("--kv-cache-dtype", choices=("auto", "fp8", "int8"), default="auto", help="KV; auto: as the weights")
+    add("--block-size", type=int, default=16, metavar="N", help="tokens per KV block (default: 16)")
+    add("--max-num-seqs", type=int, metavar="N", help="running requests (default: 256, with --kv-cache-memory 64)")
+    add("--max-num-batched-tokens", type=int, default=8192, metavar="N", help="tokens per step (default: 8192)")
+    add("--max-model-len", type=int, default=0, metavar="N", help="longest sequence (default: the model's positions)")
+    add("--tensor-parallel-size", type=int, default=1, metavar="N", help="number of cards that share the model")
+    add("--json", type=Path, metavar="FILE", help="also write the result to this file")
+
+
+def run(options: Namespace) -> int:
+    """Compute and print."""
+    from quire_server.capacity import Serving, concurrency, fit, kv_bytes, kv_formula, step_bytes, weights_bytes
+    from shared.config import parse_bytes
+
+    options.max_num_seqs = options.max_num_seqs or (256 if options.kv_cache_memory is None else 64)
+    for name in ("block_size", "max_num_seqs", "max_num_batched_tokens", "tensor_parallel_size"):
+        if getattr(options, name) < 1:
+            raise CommandError(f"--{name.replace('_', '-')}: {getattr(options, name)} is too small; give at least 1")
+    sizes = _model(options)
+    if options.dtype != "auto":
+        sizes = dataclasses.replace(sizes, dtype=options.dtype)
+    serving = Serving(
+        kv_type=sizes.dtype if options.kv_cache_dtype == "auto" else options.kv_cache_dtype,
+        quantization=options.quantization,
+        block_size=options.block_size,
+        max_model_len=options.max_model_len,
+        max_rows=options.max_num_seqs,
+        max_tokens_per_step=options.max_num_batched_tokens,
+        tensor_parallel_size=options.tensor_parallel_size,
+    )
+    if sizes.num_heads % serving.tensor_parallel_size:
+        raise CommandError(
+            f"--tensor-parallel-size: {serving.tensor_parallel_size} does not divide the {sizes.num_heads} query heads;"
+            " give a divisor"
+        )
+    longest = serving.max_model_len or sizes.max_positions
+    weights = weights_bytes(sizes, serving.quantization, longest)
+    step = step_bytes(sizes, serving) if options.step_memory is None else parse_bytes(options.step_memory)
+    if options.kv_cache_memory is not None:
+        memory = fit(parse_bytes(options.kv_cache_memory), sizes, serving, weights=0, step=0)
+    elif options.gpu_memory is not None:
+        usable = int(parse_bytes(options.gpu_memory) * options.gpu_memory_utilization)
+        memory = fit(usable, sizes, serving, weights=weights, step=step)
+    else:
+        raise CommandError("--gpu-memory is missing; give for example --gpu-memory 80GB, or --kv-cache-memory on a CPU")
+    rows = [
+        concurrency(memory, sizes, serving, context=context, output=options.output, shared_prefix=options.shared_prefix)
+        for context in _contexts(options, longest)
+    ]
+    result = {
+        "model": options.params or options.model,
+        "weights_bytes": weights,
+        "kv_bytes_per_token": kv_bytes(sizes, serving.kv_type),
+        "kv_formula": kv_formula(sizes, serving.kv_type),
+        "per_card": dataclasses.asdict(memory),
+        "max_concurrent": {str(row.context): row.complete for row in rows},
+        "lengths": [dataclasses.asdict(row) for row in rows],
+    }
+    if options.json is not None:
+        options.json.write_text(json.dumps(result, indent=2) + "\n")
+    print(_page(sizes, serving, memory, rows, options))
+    return 0
+
+
+def _model(options: Namespace) -> "ModelSizes":
+    from quire_server.capacity import counts_weights_of, sizes_from_config, sizes_from_params
+    from shared.model_path import resolve_model
+
+    if options.params is not None:
+        return sizes_from_params(options.params)
+    path = Path(options.model).expanduser()
+    if not path.is_file():
+        path = resolve_model(options.model, weights=False) / "config.json"
+    try:
+        config = json.loads(path.read_text())
+    except ValueError:
+        raise CommandError(f"--model: {path} is not JSON; give a config.json") from None
+    if not isinstance(config, dict):
+        raise CommandError(f"--model: {path} is not a JSON object; give a config.json")
+    sizes = sizes_from_config(config)
+    if counts_weights_of(config):
+        return sizes
+    num_weights = sum(_num_weights(file) for file in sorted(path.parent.glob("model*.safetensors")))
+    if not num_weights:
+        raise CommandError(
+            f"--model: the weights of model_type {config.get('model_type')} cannot be counted from config.json alone;"
+            " give a folder with model.safetensors, or the sizes with --params"
+        )
+    return dataclasses.replace(sizes, num_parameters=num_weights)
+
+
+def _num_weights(file: Path) -> int:
+    """Return the number of elements in a safetensors file: eight bytes of length, then a JSON header."""
+    with file.open("rb") as opened:
+        header = json.loads(opened.read(int.from_bytes(opened.read(8), "little")))
+    return sum(math.prod(tensor["shape"]) for name, tensor in header.items() if name != "__metadata__")
+
+
+def _contexts(options: Namespace, longest: int) -> list[int]:
+    if options.context is None:
+        return [context for context in (2048, 4096, 32768) if not longest or context <= longest] or [longest]
+    try:
+        return [int(word) for word in options.context.split(",")]
+    except ValueError:
+        raise CommandError(f"--context: {options.context!r} is not a list of numbers; write 2048,4096") from None
+
+
+def _page(
+    sizes: "ModelSizes", serving: "Serving", memory: "Memory", rows: "list[Concurrency]", options: Namespace
+) -> str:
+    """Return the result in plain words."""
+    from quire_server.capacity import kv_bytes, kv_formula
+
+    per_token = kv_bytes(sizes, serving.kv_type)
+    cards = serving.tensor_parallel_size
+    lines = [f"KV per token   {size_text(per_token)} = {kv_formula(sizes, serving.kv_type)}"]
+    if sizes.num_heads > sizes.num_kv_heads:
+        factor = sizes.num_heads / sizes.num_kv_heads
+        lines.append(
+            f"               The {sizes.num_heads} query heads do not count: with them it would be {factor:g} times as"
+            " much."
+        )
+    if options.kv_cache_memory is None:
+        where = f"Each of {cards} cards" if cards > 1 else "The card"
+        lines += [
+            f"Weights        {size_text(memory.weights)}",
+            f"Step           {size_text(memory.step)} estimated for activations; a worker measures it at its start",
+            f"KV cache       {size_text(memory.kv)} remain of {options.gpu_memory} x"
+            f" {options.gpu_memory_utilization:g}",
+            "",
+            f"{where} holds {memory.num_blocks:,} blocks of {serving.block_size} tokens:"
+            f" {memory.num_blocks * serving.block_size:,} tokens.",
+        ]
+    else:
+        tokens = memory.num_blocks * serving.block_size
+        lines += [f"KV cache       {memory.num_blocks:,} blocks of {serving.block_size} tokens: {tokens:,} tokens"]
+    shared = options.shared_prefix // serving.block_size * serving.block_size
+    if shared:
+        lines.append(f"All requests share the blocks of their first {shared:,} tokens.")
+    table = "{:>9} {:>14} {:>16} {:>18} {:>20}".format
+    lines += [
+        "",
+        table("", "KV of one", "requests at", "requests with", "requests if each"),
+        table("context", "request", "full length", "half their output", "reserves the longest"),
+    ]
+    lines += [
+        table(
+            f"{row.context:,}",
+            size_text(row.kv_bytes_per_request),
+            f"{row.complete:,}",
+            f"{row.average:,}",
+            f"{row.reserved:,}" if row.reserved or sizes.max_positions else "-",
+        )
+        for row in rows
+    ]
+    if max(row.average for row in rows) > serving.max_rows:
+        lines += ["", f"A worker runs at most {serving.max_rows} requests at once; --max-num-seqs changes that."]
+    if serving.quantization != "none":
+        lines += ["", f"Quire quantises weights ({serving.quantization}) on CPUs only; for a GPU this is a formula."]
+    if cards > 1:
+        lines += ["", "Quire runs a model on one GPU; the figures for several cards are a formula."]
+    return "\n".join(lines)
+
+
+def size_text(size: int) -> str:
+    """Return bytes in decimal and binary units, such as "1.34 GB (1.25 GiB)"."""
+    for exponent, unit in ((3, "GB"), (2, "MB"), (1, "kB")):
+        if size >= 1000**exponent:
+            binary = unit[0].upper() + "iB"
+            return f"{size / 1000**exponent:.2f} {unit} ({size / 1024**exponent:.2f} {binary})"
+    return f"{size} bytes"

@@ -1,0 +1,41 @@
+"""Sizes of the KV cache: bytes of a token, and the number of blocks that fit.
+
+A token stores a key and a value in every layer:
+
+    bytes per token = sum over layers of 2 (key, value) x KV heads x (head_dim x bytes per element + bytes of a scale)
+
+With grouped-query attention a model has fewer KV heads than query heads. The number of query heads has no effect.
+"""
+
+from collections.abc import Iterable
+
+from shared.config import ConfigError
+
+KV_ELEMENTS = {"float32": (4, 0), "bfloat16": (2, 0), "float16": (2, 0), "fp8": (1, 0), "int8": (1, 4)}
+"""Bytes of one element, and of the scale of one token and head, by the type of the cache."""
+
+
+def kv_bytes_per_token(layers: Iterable[tuple[int, int]], kv_type: str) -> int:
+    """Return the bytes of a token's keys and values.
+
+    Args:
+        layers: number of KV heads and head_dim of each layer.
+        kv_type: one of `KV_ELEMENTS`.
+    """
+    element, scale = KV_ELEMENTS[kv_type]
+    return sum(2 * num_kv_heads * (head_dim * element + scale) for num_kv_heads, head_dim in layers)
+
+
+def count_blocks(memory: int, bytes_per_block: int, most_usable: int, setting: str) -> int:
+    """Return the number of blocks to allocate: as many as fit into `memory` bytes, at most `most_usable`.
+
+    Raises:
+        ConfigError: no block fits; the message names `setting`.
+    """
+    fitting = memory // bytes_per_block
+    if fitting < 1:
+        raise ConfigError(
+            f"{setting}: {max(memory, 0):,} bytes remain for the KV cache, but one block needs {bytes_per_block:,};"
+            " raise it"
+        )
+    return min(fitting, most_usable)

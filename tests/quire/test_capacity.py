@@ -1,0 +1,83 @@
+"""`quire capacity`: the tables of docs/capacity.md, errors, and no torch."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from quire_server.cli.main import main
+
+PAGE = (Path(__file__).resolve().parents[2] / "docs" / "capacity.md").read_text("utf-8")
+_MODELS = dict(re.findall(r"^\| (\d+B.*?) \| `(layers=\S+)` \|$", PAGE, re.MULTILINE))
+_ROWS = re.findall(r"^\| (\d+B.*?) \| `(|--.*?)` \| (.*) \| (.*) \| (.*) \|$", PAGE, re.MULTILINE)
+
+
+def _max_concurrent(tmp_path: Path, *flags: str) -> dict[str, int]:
+    out = tmp_path / "capacity.json"
+    assert main(["capacity", *flags, "--json", str(out)]) == 0
+    return dict(json.loads(out.read_text())["max_concurrent"])
+
+
+def test_the_table_of_the_page_is_what_the_command_computes(tmp_path: Path) -> None:
+    """Every figure of the table of models, cards and lengths is that of the command with the flags in the row."""
+    computed = []
+    for model, flags, *_ in _ROWS:
+        found = _max_concurrent(tmp_path, "--gpu-memory=80GB", f"--params={_MODELS[model]}", *flags.split())
+        cells = [f"{found[length]:,}" if length in found else "-" for length in ("2048", "4096", "32768")]
+        computed.append((model, flags, *cells))
+
+    assert len(computed) == 8
+    assert computed == _ROWS
+
+
+def test_a_card_of_80_gb_and_a_model_of_40_gb(tmp_path: Path) -> None:
+    """The page's first exercise: 80 layers, 8 KV heads of 128 elements, 16 bits."""
+    command = re.search(r"^\$ quire capacity (.*)$", PAGE, re.MULTILINE)
+    assert command is not None
+
+    assert _max_concurrent(tmp_path, *command[1].split()) == {"2048": 46, "4096": 23}
+
+
+def test_the_claim_of_40_gb(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """A 70B model with 8 KV heads has 320 KiB per token, so 32 requests of 4,096 tokens fill 40 GiB."""
+    found = _max_concurrent(
+        tmp_path, f"--params={_MODELS['70B (Llama 3.1)']}", "--kv-cache-memory=40GiB", "--context=4096"
+    )
+
+    assert found == {"4096": 32}
+    assert "320.00 KiB" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--params", "layers=2,head_dim=64"], "kv_heads is missing"),
+        (["--params", "layers=2,kv_heads=2,head_dim=64", "--gpu-memory", "80GB"], "the weights are not known"),
+        (["--params", "layer=2"], "unknown size 'layer'"),
+        (["--model", "demo"], "--gpu-memory is missing"),
+        (["--model", "demo", "--gpu-memory", "1MB"], "weights take"),
+        (["--model", "demo", "--gpu-memory", "1GB", "--context", "4096"], "exceeds the model's 2048 positions"),
+        (["--model", "demo", "--gpu-memory", "1GB", "--tensor-parallel-size", "3"], "does not divide"),
+    ],
+)
+def test_what_is_wrong_is_said_in_one_line(flags: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """A missing or impossible size is named."""
+    assert main(["capacity", *flags]) == 1
+
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+
+
+def test_no_torch_is_imported() -> None:
+    """The command runs where only front ends are installed."""
+    code = (
+        "import sys; from quire_server.cli.main import main;"
+        "assert main(['capacity', '--gpu-memory', '80GB']) == 0;"
+        "assert not {'torch', 'transformers'} & set(sys.modules), 'torch was imported'"
+    )
+
+    subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)

@@ -1,0 +1,86 @@
+"""`quire capacity` against what a worker allocates."""
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from quire_server.cli.main import main
+from shared.config import WorkerConfig
+from shared.model_path import resolve_model
+from tests.checkpoints import make_checkpoint
+from tests.worker_svc.driver import CPU, make_engine
+from worker_svc.model.loader import load_model
+
+
+def _tensors(value: Any, seen: set[int]) -> Iterator[torch.Tensor]:
+    """Every tensor that an object reaches."""
+    if id(value) in seen or isinstance(value, type):
+        return
+    seen.add(id(value))
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, dict):
+        for each in value.values():
+            yield from _tensors(each, seen)
+    elif isinstance(value, list | tuple):
+        for each in value:
+            yield from _tensors(each, seen)
+    elif type(value).__module__.startswith(("worker_svc", "kernels", "torch.nn", "transformers")):
+        names = list(getattr(value, "__dict__", ())) + list(getattr(type(value), "__slots__", ()))
+        for name in names:
+            yield from _tensors(getattr(value, name, None), seen)
+
+
+def _bytes_of(value: object) -> int:
+    """Bytes of all distinct storages that an object reaches."""
+    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in _tensors(value, set())}
+    return sum(storage.nbytes() for storage in storages.values())
+
+
+def _capacity(tmp_path: Path, folder: Path, *flags: str) -> dict[str, Any]:
+    out = tmp_path / "capacity.json"
+    command = ["capacity", "--model", str(folder), "--kv-cache-memory", "6MiB", "--json", str(out), *flags]
+    assert main(command) == 0
+    return dict(json.loads(out.read_text()))
+
+
+@pytest.mark.parametrize(
+    ("model", "settings"),
+    [
+        ("demo", {}),
+        ("demo", {"quantization": "int8", "kv_cache_dtype": "int8"}),
+        ("demo", {"quantization": "int4", "dtype": "bfloat16"}),
+        ("LlamaForCausalLM", {"dtype": "bfloat16", "block_size": 32}),
+        ("Qwen2ForCausalLM", {"kv_cache_dtype": "fp8", "max_model_len": 300}),
+        ("Gemma2ForCausalLM", {}),
+        ("GPT2LMHeadModel", {}),
+    ],
+)
+def test_the_formulas_are_what_a_worker_allocates(model: str, settings: dict[str, Any], tmp_path: Path) -> None:
+    """Blocks are equal, and bytes of weights and of the KV cache are within 3 %, for each kind of weights and KV."""
+    folder = resolve_model("demo", weights=True) if model == "demo" else make_checkpoint(model, tmp_path / "model")
+    flags = [f"--{name.replace('_', '-')}={value}" for name, value in settings.items()]
+
+    predicted = _capacity(tmp_path, folder, "--context=64", "--output=8", *flags)
+
+    engine = make_engine(folder, kv_cache_memory="6MiB", **settings)
+    weights = _bytes_of(load_model(WorkerConfig(model=str(folder), device="cpu", **settings), CPU)[0])
+    cache = engine.limits.num_blocks * engine.limits.block_size * predicted["kv_bytes_per_token"]
+    assert predicted["per_card"]["num_blocks"] == engine.limits.num_blocks
+    assert predicted["weights_bytes"] == pytest.approx(weights, rel=0.03)
+    assert _bytes_of(vars(engine)["_caches"]) == pytest.approx(cache, rel=0.03)
+
+
+def test_config_json_alone_is_enough(tmp_path: Path) -> None:
+    """The weights of a Llama are counted without its weights."""
+    folder = make_checkpoint("LlamaForCausalLM", tmp_path / "model")
+    shutil.copy(folder / "config.json", tmp_path / "config.json")
+
+    assert _capacity(tmp_path, tmp_path / "config.json", "--context=64", "--output=8") == _capacity(
+        tmp_path, folder, "--context=64", "--output=8"
+    ) | {"model": str(tmp_path / "config.json")}
