@@ -9,15 +9,19 @@ import datetime
 import enum
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from quire_server.cli._errors import CommandError
 from quire_server.cli._parser import Namespace, OneLineParser
+
+if TYPE_CHECKING:
+    from scheduler_svc.recorder.reader import Segment
 
 EXAMPLES = """
   quire record ls ~/.local/state/quire/record
   quire record show ~/.local/state/quire/record --last 50
   quire record export ~/.local/state/quire/record --json > record.jsonl
+  quire record export ~/.local/state/quire/record --perfetto timeline.pftrace --last 500000
 """
 
 
@@ -26,7 +30,9 @@ def configure(parser: OneLineParser) -> None:
     parser.add_argument("action", choices=("ls", "show", "export"), help="list segments, show or export entries")
     parser.add_argument("place", type=Path, metavar="FILE_OR_FOLDER", help="segment, or folder of segments")
     parser.add_argument("--last", type=int, metavar="N", help="only the last N entries (show: default 20)")
-    parser.add_argument("--json", action="store_true", help="export as JSON lines, the default")
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument("--json", action="store_true", help="export as JSON lines, the default")
+    form.add_argument("--perfetto", type=Path, metavar="FILE", help="export a timeline for ui.perfetto.dev")
 
 
 def run(options: Namespace) -> int:
@@ -36,6 +42,8 @@ def run(options: Namespace) -> int:
     from scheduler_svc.recorder.reader import read
     from scheduler_svc.recorder.segments import UnreadableRecordError
 
+    if options.perfetto is not None and options.action != "export":
+        raise CommandError(f"--perfetto: {options.action} writes no timeline; use quire record export")
     try:
         segments = read(options.place)
     except (UnreadableRecordError, FileNotFoundError) as error:
@@ -54,11 +62,31 @@ def run(options: Namespace) -> int:
                 f"  replay can start here: {can}{damage}"
             )
         return 0
+    if options.perfetto is not None:
+        _export_timeline(segments, options)
+        return 0
     last = options.last or (20 if options.action == "show" else None)
     lines = (_line(segment, entry, short=options.action == "show") for segment in segments for entry in segment)
     for line in lines if last is None else deque(lines, maxlen=last):
         print(line)
     return 0
+
+
+def _export_timeline(segments: "list[Segment]", options: Namespace) -> None:
+    from scheduler_svc.recorder.timeline import export
+
+    skip = 0
+    if options.last is not None:
+        skip = max(0, sum(1 for segment in segments for _ in segment) - options.last)
+    try:
+        with options.perfetto.open("wb") as file:
+            counts = export(segments, file, skip=skip)
+    except OSError as error:
+        raise CommandError(f"{error.filename or options.perfetto}: {error.strerror}") from None
+    print(
+        f"{options.perfetto}: {counts.steps} steps, {counts.admissions} admissions, {counts.requests} arrivals,"
+        f" {counts.num_bytes} bytes; open it at https://ui.perfetto.dev"
+    )
 
 
 def _line(segment: Any, entry: Any, *, short: bool) -> str:

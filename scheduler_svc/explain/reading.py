@@ -17,6 +17,7 @@ from scheduler_svc.explain.facts import Life, Report, Step, StreamKey, Usual
 from scheduler_svc.recorder.decoding import Opening, WorkerAtStart
 from scheduler_svc.recorder.reader import Segment
 from scheduler_svc.recorder.values import Entry, FrontendReported, PlanAsked, PlanDigest, Timings
+from scheduler_svc.recorder.worker_clock import WorkerClock
 from shared.prefix_keys import KEY_BYTES
 
 _MAX_WENT_FIRST = 256
@@ -24,34 +25,6 @@ _MAX_ALIKE = 4
 """Newest requests with the same first block that are compared for a common prefix."""
 _MAX_SAMPLES = 20_000
 """Steps that tell how long a step usually takes; more are thinned out."""
-_DRIFT = 2e-5
-"""How much two machines' clocks may drift apart, s per s."""
-
-
-class _Clock:
-    """Alignment of a worker's clock with the core's: bounds of the difference, made narrower by every step."""
-
-    def __init__(self) -> None:
-        self._lowest, self._highest = -float("inf"), float("inf")
-        self._at = 0.0
-
-    def learn(self, planned: float, answered: float, received: float, finished: float) -> None:
-        """Learn from a step: its plan was not received before it was made, and it was not answered before its end."""
-        slack = _DRIFT * max(0.0, answered - self._at)
-        self._at = answered
-        self._lowest = max(self._lowest - slack, finished - answered)
-        self._highest = min(self._highest + slack, received - planned)
-        if self._lowest > self._highest:  # a clock was set: start over
-            self._lowest, self._highest = finished - answered, received - planned
-
-    def to_core(self, time: float) -> float:
-        """Translate a time of the worker's clock."""
-        return time - (self._lowest + self._highest) / 2
-
-    @property
-    def error_s(self) -> float:
-        """Bound of the error."""
-        return max(0.0, (self._highest - self._lowest) / 2)
 
 
 @dataclass(slots=True)
@@ -67,7 +40,7 @@ class _Worker:
     rows: dict[int, _Row] = field(default_factory=dict)
     plans: dict[int, tuple[float, frozenset[StreamKey], dict[StreamKey, int], int]] = field(default_factory=dict)
     """Plans without an answer, by step: time, decoding requests, chunks, swapped blocks."""
-    clock: _Clock = field(default_factory=_Clock)
+    clock: WorkerClock = field(default_factory=WorkerClock)
     decodes: frozenset[StreamKey] | None = None
     """Requests that decode in the next plan; None: the rows have changed."""
 

@@ -10,4 +10,6 @@ full or slow disk ends the recording, never the service.
 * `segments`: files of checksummed frames; the ring of them.
 * `snapshot`: the core's state as a tree of plain values, so that a replay can start at any segment.
 * `recorder`: the thread; `replay`: the core run over a record.
+* `timeline`: a record as a trace of Perfetto; `perfetto`: the writer of such a trace.
+* `worker_clock`: alignment of a worker's clock with the core's.
 """

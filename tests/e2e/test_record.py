@@ -3,16 +3,19 @@
 import json
 import re
 import subprocess
+import time
 from pathlib import Path
 
 from scheduler_svc.core.interface import events as ev
 from scheduler_svc.recorder.reader import read
 from scheduler_svc.recorder.replay import entries, replay
 from tests.e2e.harness import QUIRE, serve
+from tests.scheduler_svc.test_timeline import Timeline
 
 
 def test_a_service_records_itself_without_text(tmp_path: Path) -> None:
     """`quire serve` records by default; the record replays, has the workers' timings, and holds no token ids."""
+    began = time.time()
     folder = tmp_path / "quire" / "record"
     prompts = [f"Once upon a time there were {count} foxes" for count in range(6)]
     with serve("demo", environ={"XDG_STATE_HOME": str(tmp_path)}) as served:
@@ -33,6 +36,11 @@ def test_a_service_records_itself_without_text(tmp_path: Path) -> None:
     exported = subprocess.run(
         [*QUIRE, "record", "export", str(folder)], check=True, capture_output=True, text=True, timeout=120
     )
+    file = tmp_path / "timeline.pftrace"
+    drawn = subprocess.run(
+        [*QUIRE, "record", "export", str(folder), "--perfetto", str(file)], check=True, capture_output=True, timeout=120
+    )
+    timeline = Timeline.parse(file.read_bytes())
 
     assert outcome.difference is None
     assert replayed.returncode == 0
@@ -44,4 +52,11 @@ def test_a_service_records_itself_without_text(tmp_path: Path) -> None:
     timings = [entry.timings for entry in answers]
     assert all(each is not None and (each.forward_us > 0 or not each.num_tokens) for each in timings)
     assert any(each is not None and each.num_tokens for each in timings)
+    assert drawn.stdout
+    assert sum(not each.depth for _, each in timeline.rows()) == len(prompts)
+    computed = [step for _, step in timeline.steps() if step.name != "no tokens"]
+    assert all(step.arguments["forward_us"] and step.end > step.start for step in computed)
+    assert sum(int(step.arguments["rows"]) for step in computed) == sum(len(step.flows) for step in computed)
+    ((shown, _), *_) = timeline.wall_clock
+    assert began < shown / 1e9 < time.time()
     assert len([json.loads(line) for line in exported.stdout.splitlines()]) == len(found)
