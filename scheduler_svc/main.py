@@ -19,8 +19,8 @@ from shared.telemetry import Telemetry
 def run(config: SchedulerConfig) -> int:
     """Run the scheduler until SIGTERM or SIGINT; return the exit code."""
     configure_logging("quire-scheduler")
-    telemetry = Telemetry("quire-scheduler")
     try:
+        telemetry = Telemetry("quire-scheduler")
         admission = load_admission(config.admission_file)
         incarnation = draw_incarnation()
         recorder = open_recorder(config, to_core_config(config, admission), incarnation)
@@ -35,6 +35,7 @@ def run(config: SchedulerConfig) -> int:
     try:
         service.run()
     finally:
+        families = service.metric_families()
         service.close()
-        telemetry.shutdown()
+        telemetry.shutdown(families)
     return 0

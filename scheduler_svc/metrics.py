@@ -165,7 +165,7 @@ def _recorder_families(stats: RecorderStats) -> list[link_pb2.MetricFamily]:
 
 
 def _worker_families(workers: list[WorkerStats], model: str) -> list[link_pb2.MetricFamily]:
-    families: list[link_pb2.MetricFamily] = []
+    """Return one family for each metric, with the values of all workers."""
     single: tuple[tuple[names.Metric, Callable[[WorkerStats], int]], ...] = (
         (names.BATCH_ROWS, lambda w: w.rows_running),
         (names.BATCH_TOKENS, lambda w: w.last_step_tokens),
@@ -178,43 +178,43 @@ def _worker_families(workers: list[WorkerStats], model: str) -> list[link_pb2.Me
         (names.SWAPPED_OUT, lambda w: w.swapped_out_blocks),
         (names.SWAPPED_IN, lambda w: w.swapped_in_blocks),
     )
-    for metric, value in single:
-        families.append(make_family(metric, [((worker.worker_id,), value(worker)) for worker in workers]))
-    for worker in workers:
-        name, counters = worker.worker_id, worker.counters
-        engine = (model, name)
-        for metric, values in (
-            (
-                names.KV_BLOCKS,
-                {
-                    (name, "free"): worker.blocks_free,
-                    (name, "cached"): worker.blocks_cached,
-                    (name, "held"): worker.blocks_held,
-                    (name, "total"): worker.blocks_total,
-                },
-            ),
-            (
-                names.SCHEDULED_TOKENS,
-                {
-                    (name, "prefill"): counters.scheduled_tokens - counters.decode_rows,
-                    (name, "decode"): counters.decode_rows,
-                },
-            ),
-            (names.SCHEDULED_ROWS, {(name, "prefill"): counters.chunks, (name, "decode"): counters.decode_rows}),
-            (
-                names.PREFIX_HIT_TOKENS,
-                {(name, "device"): counters.cached_tokens, (name, "host"): counters.restored_tokens},
-            ),
-            (
-                names.PREEMPTIONS,
-                {
-                    (name, "recompute"): counters.preemptions - counters.swapped,
-                    (name, "swap"): counters.swapped,
-                },
-            ),
-            (names.VLLM_PREFIX_QUERIES, {engine: counters.prompt_tokens}),
-            (names.VLLM_PREFIX_HITS, {engine: counters.cached_tokens}),
-            (names.VLLM_PREEMPTIONS, {engine: counters.preemptions}),
-        ):
-            families.append(make_family(metric, values.items()))
-    return families
+    multiple: tuple[tuple[names.Metric, Callable[[WorkerStats], dict[str, int]]], ...] = (
+        (
+            names.KV_BLOCKS,
+            lambda w: {
+                "free": w.blocks_free,
+                "cached": w.blocks_cached,
+                "held": w.blocks_held,
+                "total": w.blocks_total,
+            },
+        ),
+        (
+            names.SCHEDULED_TOKENS,
+            lambda w: {
+                "prefill": w.counters.scheduled_tokens - w.counters.decode_rows,
+                "decode": w.counters.decode_rows,
+            },
+        ),
+        (names.SCHEDULED_ROWS, lambda w: {"prefill": w.counters.chunks, "decode": w.counters.decode_rows}),
+        (
+            names.PREFIX_HIT_TOKENS,
+            lambda w: {"device": w.counters.cached_tokens, "host": w.counters.restored_tokens},
+        ),
+        (
+            names.PREEMPTIONS,
+            lambda w: {"recompute": w.counters.preemptions - w.counters.swapped, "swap": w.counters.swapped},
+        ),
+    )
+    engine: tuple[tuple[names.Metric, Callable[[WorkerStats], int]], ...] = (
+        (names.VLLM_PREFIX_QUERIES, lambda w: w.counters.prompt_tokens),
+        (names.VLLM_PREFIX_HITS, lambda w: w.counters.cached_tokens),
+        (names.VLLM_PREEMPTIONS, lambda w: w.counters.preemptions),
+    )
+    return [
+        *(make_family(metric, [((w.worker_id,), value(w)) for w in workers]) for metric, value in single),
+        *(
+            make_family(metric, [((w.worker_id, kind), each) for w in workers for kind, each in values(w).items()])
+            for metric, values in multiple
+        ),
+        *(make_family(metric, [((model, w.worker_id), value(w)) for w in workers]) for metric, value in engine),
+    ]

@@ -133,6 +133,11 @@ class SchedulerService:
         # Computed tokens are still sent to their clients.
         self._frontends.drain(SHUTDOWN_FLUSH_S)
 
+    def metric_families(self) -> list[link_pb2.MetricFamily]:
+        """Return the metrics of this process."""
+        record = None if self._recorder is None else self._recorder.stats
+        return self._metrics.families(self._core.stats(), self._journal, record)
+
     def close(self) -> None:
         """Close the sockets."""
         self._explanations.close()
@@ -315,7 +320,7 @@ class SchedulerService:
         if incoming.report is not None:
             self._frontends.set_report(peer, incoming.report)
         if incoming.snapshot_request:
-            families = [*self._families(), *self._frontends.families()]
+            families = [*self.metric_families(), *self._frontends.families()]
             self._frontends.outgoing(peer).set_snapshot(incoming.snapshot_request, families)
 
         for request in incoming.operator_requests:
@@ -325,11 +330,6 @@ class SchedulerService:
                 self._frontends.outgoing(peer).add_reply(reply)
         if incoming.goodbye:
             self._lose_frontend(peer, "goodbye", now, orderly=True)
-
-    def _families(self) -> list[link_pb2.MetricFamily]:
-        """Return the metrics of this process."""
-        record = None if self._recorder is None else self._recorder.stats
-        return self._metrics.families(self._core.stats(), self._journal, record)
 
     def _apply(self, event: ev.Event, now: float) -> None:
         self._carry_out(self._core.handle(event, now), now)
@@ -360,7 +360,7 @@ class SchedulerService:
         if self._allowed is not None:
             self._allowed.refresh()
         self._apply(ev.TimePassed(), now)
-        self._telemetry.push_metrics(self._families)
+        self._telemetry.push_metrics(self.metric_families)
 
     def _carry_out(self, effects: list[ef.Effect], now: float) -> None:
         journal = self._journal

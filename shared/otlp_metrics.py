@@ -28,6 +28,7 @@ from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 
 from protos.quire.link.v1 import link_pb2
 from shared import metric_names
+from shared.logging import get_logger
 from shared.metric_names import Kind
 
 _BY_NAME = {each.prometheus_name: each for each in metric_names.ALL if not each.is_foreign}
@@ -67,8 +68,15 @@ class MetricsPush:
         self._thread.join(max(deadline - time.monotonic(), 0.001))
 
     def _send(self) -> None:
+        is_logged = False
         while (data := self._waiting.get()) is not None:
-            self._exporter.export(data)
+            try:
+                self._exporter.export(data)
+            except Exception as error:
+                # The next export has all of what this one did not send.
+                if not is_logged:
+                    get_logger().error("an export of metrics failed; further ones are not logged", error=repr(error))
+                is_logged = True
 
 
 def to_otlp(families: Iterable[link_pb2.MetricFamily], resource: Resource, start_ns: int, now_ns: int) -> MetricsData:

@@ -25,6 +25,7 @@ from opentelemetry.sdk.trace.sampling import ALWAYS_OFF, ALWAYS_ON
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from shared.config import ConfigError
+from shared.logging import get_logger
 
 if TYPE_CHECKING:
     from shared.otlp_metrics import Families, MetricsPush
@@ -36,6 +37,12 @@ SHUTDOWN_S = 5.0
 
 _QUEUE_SIZE = 2048
 """Default of `OTEL_BSP_MAX_QUEUE_SIZE`: spans that may wait for their export."""
+_BATCH_SIZE = 512
+"""Default of `OTEL_BSP_MAX_EXPORT_BATCH_SIZE`: spans of one export."""
+_DELAY_MS = 5_000
+"""Default of `OTEL_BSP_SCHEDULE_DELAY`: time between two exports of spans, ms."""
+_PUSH_INTERVAL_MS = 60_000
+"""Default of `OTEL_METRIC_EXPORT_INTERVAL`: time between two exports of the metrics, ms."""
 
 _PROPAGATOR = TraceContextTextMapPropagator()
 
@@ -45,6 +52,7 @@ class Telemetry:
 
     _pushed_as: Resource | None = None
     """Resource of the metrics; None: they are not exported."""
+    _push_interval_s = 0.0
     _push: "MetricsPush | None" = None
     _processor: "_CountingProcessor | None" = None
 
@@ -55,14 +63,14 @@ class Telemetry:
             service: `service.name`, unless the environment sets another one.
 
         Raises:
-            ConfigError: the environment sets an unsupported exporter or protocol.
+            ConfigError: the environment sets an unsupported exporter or protocol, or a number that is not valid.
         """
         resource = Resource.create({"service.name": service, "process.pid": os.getpid()})
         resource = resource.merge(OTELResourceDetector().detect())  # the arguments of `create` override the environment
         self.exports = exporting()
         """Whether spans are exported."""
         if self.exports:
-            self._processor = _CountingProcessor(int(os.environ.get("OTEL_BSP_MAX_QUEUE_SIZE", _QUEUE_SIZE)))
+            self._processor = _CountingProcessor()
             provider = TracerProvider(resource=resource)
             always = TracerProvider(resource=resource, sampler=ALWAYS_ON)
             for each in (provider, always):
@@ -73,6 +81,7 @@ class Telemetry:
         self.forced_tracer = always.get_tracer("quire")
         """Tracer without sampling, for root spans that exist only because a sampled request needs them."""
         if exporting(signal="METRICS"):
+            self._push_interval_s = _number("OTEL_METRIC_EXPORT_INTERVAL", _PUSH_INTERVAL_MS) / 1000
             self._pushed_as = resource
 
     @property
@@ -81,12 +90,18 @@ class Telemetry:
         return 0 if self._processor is None else self._processor.dropped
 
     def push_metrics(self, families: "Callable[[], Families]") -> None:
-        """Export the metrics if they are due; call it about once a second."""
-        if self._push is None and self._pushed_as is not None:
-            interval_s = float(os.environ.get("OTEL_METRIC_EXPORT_INTERVAL", 60_000)) / 1000
-            from shared.otlp_metrics import MetricsPush
+        """Export the metrics if they are due; call it about once a second.
 
-            self._push = MetricsPush(self._pushed_as, interval_s)
+        If the exporter cannot be created, that is logged and no metrics are exported.
+        """
+        if self._push is None and self._pushed_as is not None:
+            try:
+                from shared.otlp_metrics import MetricsPush
+
+                self._push = MetricsPush(self._pushed_as, self._push_interval_s)
+            except Exception as error:
+                self._pushed_as = None
+                get_logger().error("metrics are not exported; check the variables OTEL_*", error=repr(error))
         if self._push is not None:
             self._push.tick(families)
 
@@ -107,10 +122,20 @@ class Telemetry:
 class _CountingProcessor(BatchSpanProcessor):
     """Exports spans in the background, and counts those that are lost."""
 
-    def __init__(self, max_queue_size: int) -> None:
+    def __init__(self) -> None:
+        self._max_waiting = _number("OTEL_BSP_MAX_QUEUE_SIZE", _QUEUE_SIZE)
+        batch_size, delay_ms = (
+            _number("OTEL_BSP_MAX_EXPORT_BATCH_SIZE", _BATCH_SIZE),
+            _number("OTEL_BSP_SCHEDULE_DELAY", _DELAY_MS),
+        )
         self._exporter = _CountingExporter()
-        super().__init__(self._exporter, max_queue_size=max_queue_size)
-        self._max_waiting = max_queue_size
+        super().__init__(
+            self._exporter,
+            # One place more than is used: the exporter counts a batch after it has taken it.
+            max_queue_size=self._max_waiting + 1,
+            schedule_delay_millis=delay_ms,
+            max_export_batch_size=min(batch_size, self._max_waiting),
+        )
         self._taken = 0
         self._refused = 0
 
@@ -123,8 +148,7 @@ class _CountingProcessor(BatchSpanProcessor):
         """Queue a sampled span; drop it if the queue is full."""
         if span.context is None or not span.context.trace_flags.sampled:
             return
-        # One place is left free: the exporter counts a batch after it has taken it.
-        if self._taken - self._exporter.handled >= self._max_waiting - 1:
+        if self._taken - self._exporter.handled >= self._max_waiting:
             self._refused += 1
             return
         self._taken += 1
@@ -138,7 +162,10 @@ class _CountingExporter(SpanExporter):
         # Imported only when spans are exported: the import takes a fifth of a second of CPU time in every process.
         from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
 
-        self._inner = OTLPSpanExporter()
+        try:
+            self._inner = OTLPSpanExporter()
+        except Exception as error:
+            raise ConfigError(f"OTEL_EXPORTER_OTLP_*: {error!r}; correct the variables of the exporter") from error
         self.handled = 0
         """Number of spans whose export was tried."""
         self.failed = 0
@@ -181,6 +208,20 @@ def exporting(environ: Mapping[str, str] = os.environ, signal: str = "TRACES") -
                 raise ConfigError(f"{name}: {protocol!r} is not supported; use grpc (port 4317 of the collector)")
             break  # the first of the two decides
     return True
+
+
+def _number(name: str, default: int) -> int:
+    """Return the value of an environment variable, or the default if it is empty.
+
+    Raises:
+        ConfigError: the value is not a positive number.
+    """
+    text = os.environ.get(name, "").strip()
+    if not text:
+        return default
+    if not (text.isdecimal() and int(text) > 0):
+        raise ConfigError(f"{name}: {text!r} is not a positive number; set a whole number, such as {default}")
+    return int(text)
 
 
 def to_traceparent(span: trace.Span) -> str:

@@ -34,9 +34,12 @@ def run(config: WorkerConfig) -> int:
         scheduler refuses this worker.
     """
     configure_logging("quire-worker")
-    telemetry = Telemetry("quire-worker")
     try:
-        _serve(config, telemetry)
+        telemetry = Telemetry("quire-worker")
+        try:
+            _serve(config, telemetry)
+        finally:
+            telemetry.shutdown()
     except (ConfigError, RefusedError) as error:
         kind = "refused by the scheduler: " if isinstance(error, RefusedError) else ""
         print(f"quire worker: {kind}{error}", file=sys.stderr)
@@ -47,8 +50,6 @@ def run(config: WorkerConfig) -> int:
             file=sys.stderr,
         )
         return 1
-    finally:
-        telemetry.shutdown()
     return 0
 
 

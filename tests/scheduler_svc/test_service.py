@@ -1,5 +1,6 @@
 """Promises of the scheduler process, with real sockets and peers that speak the protocols by hand."""
 
+import os
 import signal
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from quire.admin.v1 import admin_pb2
 from shared.columns import from_column, to_column
 from shared.frames import LINK_MAX_MESSAGE, LINK_VERSIONS, PLAN_MAX_MESSAGE, PLAN_VERSIONS
 from shared.sockets import connect_dealer
+from tests.shared.test_metrics import metrics_receiver
 
 WAIT_MS = 20_000
 
@@ -68,12 +70,16 @@ class FrontendPeer(Peer):
             if message.HasField("state") or message.refused:
                 return message
 
-    def metrics(self) -> list[link_pb2.MetricSample]:
-        """All samples of the service, as of now."""
+    def families(self) -> list[link_pb2.MetricFamily]:
+        """The metrics of the service, as of now."""
         self.send(link_pb2.FrontendMessage(snapshot_request=9))
         while (snapshot := link_pb2.CoreMessage.FromString(self.receive()).snapshot).request != 9:
             pass
-        return [sample for family in snapshot.families for sample in family.samples]
+        return list(snapshot.families)
+
+    def metrics(self) -> list[link_pb2.MetricSample]:
+        """All samples of the service, as of now."""
+        return [sample for family in self.families() for sample in family.samples]
 
     def submit(self, stream: int, identity: bytes = b"", *, pooling: int = 0) -> None:
         """Submits a request of three tokens: one with an identity is resumable, one with `pooling` for an embedding."""
@@ -192,6 +198,48 @@ def test_a_request_runs_from_submission_to_end(stand: Stand) -> None:
     assert delivered == [11, 12, 13, 14]
     ends = message.ends or frontend.until("ends").ends
     assert [(end.stream, end.reason) for end in ends] == [(7, link_pb2.END_REASON_LENGTH)]
+
+
+def test_the_metrics_have_one_family_each(stand: Stand) -> None:
+    """However many workers there are, a metric is one family with the samples of all."""
+    frontend = stand.frontend()
+    frontend.hello()
+    for name in ("one", "two"):
+        worker = stand.worker()
+        worker.hello(worker_id=name)
+        worker.until("welcome")
+    families = frontend.families()
+
+    found = [family.name for family in families]
+    assert len(set(found)) == len(found)
+    (blocks,) = [family for family in families if family.name == "quire_kv_blocks"]
+    assert {sample.labels["worker"] for sample in blocks.samples} == {"one", "two"}
+
+
+def test_the_last_metrics_are_exported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At its end, a scheduler exports metrics that are not due yet."""
+    with metrics_receiver() as (endpoint, received):
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_METRICS_ENDPOINT", endpoint)
+        stand = Stand(tmp_path)
+        stand.frontend().hello()
+        stand.close()
+        exported = received.get(timeout=30)
+
+    (frontends,) = [each for each in exported if each.name == "quire.frontends"]
+    assert [point.as_double for point in frontends.gauge.data_points] == [1]
+
+
+def test_a_wrong_variable_is_reported_in_one_line(tmp_path: Path) -> None:
+    """The scheduler does not start with a number that OpenTelemetry's variables do not permit."""
+    failed = subprocess.run(
+        [sys.executable, "-m", "quire_server.cli.main", "scheduler", f"--frontend-address=ipc://{tmp_path}/f",
+         f"--worker-address=ipc://{tmp_path}/w"],
+        env={**os.environ, "OTEL_METRICS_EXPORTER": "otlp", "OTEL_METRIC_EXPORT_INTERVAL": "5s"},
+        capture_output=True, timeout=60, check=False,
+    )  # fmt: skip
+
+    assert failed.returncode == 1
+    assert failed.stderr.decode().startswith("quire scheduler: OTEL_METRIC_EXPORT_INTERVAL: '5s' is not a positive")
 
 
 def test_an_embedding_travels_from_the_worker_to_the_front_end(stand: Stand) -> None:

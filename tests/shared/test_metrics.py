@@ -1,18 +1,23 @@
 """Metrics: exact buckets of the conventions, exposition in both formats, and the same values by OTLP."""
 
-from collections.abc import Iterator
+import itertools
+import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from queue import Queue
+from contextlib import contextmanager, suppress
+from queue import Empty, Queue
+from typing import Any
 
 import grpc
 import pytest
+from opentelemetry.exporter.otlp.proto.grpc.metric_exporter import OTLPMetricExporter
 from opentelemetry.proto.collector.metrics.v1 import metrics_service_pb2, metrics_service_pb2_grpc
 from opentelemetry.proto.metrics.v1 import metrics_pb2
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
 from shared import metric_names as names
 from shared.metrics import Registry, SpanRef, render_families
+from shared.otlp_metrics import Families
 from shared.telemetry import Telemetry
 
 SPAN = SpanRef(bytes(range(16)), bytes(range(8)))
@@ -70,13 +75,12 @@ def test_both_formats_show_the_same_values() -> None:
 
 def test_metrics_are_pushed_by_otlp(monkeypatch: pytest.MonkeyPatch) -> None:
     """A collector gets OpenTelemetry's names, units and attributes, with exemplars, and no name of another server."""
-    with _metrics_receiver() as (endpoint, received):
+    with metrics_receiver() as (endpoint, received):
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_METRICS_ENDPOINT", endpoint)
-        monkeypatch.setenv("OTEL_METRIC_EXPORT_INTERVAL", "0")
+        monkeypatch.setenv("OTEL_METRIC_EXPORT_INTERVAL", "1")
         telemetry = Telemetry("quire-test")
         registry = _registry()
-        telemetry.push_metrics(registry.families)
-        found = received.get(timeout=30)
+        found = _pushed(telemetry, registry.families, received)
         telemetry.shutdown(registry.families())
     by_name = {each.name: each for each in found}
 
@@ -95,6 +99,58 @@ def test_metrics_are_pushed_by_otlp(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [each.trace_id for each in point.exemplars] == [SPAN.trace_id]
     assert by_name["quire.merged_tokens"].sum.is_monotonic
     assert by_name["quire.workers"].gauge.data_points[0].as_double == 2
+
+
+def test_an_exporter_that_cannot_be_created_is_reported_once(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The process goes on without the export of its metrics."""
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_METRICS_ENDPOINT", "http://127.0.0.1:4317")
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_METRICS_COMPRESSION", "zip")
+    telemetry = Telemetry("quire-test")
+    for _ in range(3):
+        telemetry.push_metrics(list)
+    telemetry.shutdown()
+
+    printed = capsys.readouterr()
+    assert (printed.out + printed.err).count("metrics are not exported") == 1
+
+
+def test_an_export_that_fails_is_followed_by_the_next(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An exception of the exporter ends neither the process nor the export of its metrics, and is logged once."""
+    export, calls = OTLPMetricExporter.export, itertools.count()
+
+    def fail_twice(*arguments: Any) -> Any:
+        if next(calls) < 2:
+            raise RuntimeError("planted")
+        return export(*arguments)
+
+    with metrics_receiver() as (endpoint, received):
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_METRICS_ENDPOINT", endpoint)
+        monkeypatch.setenv("OTEL_METRIC_EXPORT_INTERVAL", "1")
+        monkeypatch.setattr(OTLPMetricExporter, "export", fail_twice)
+        telemetry = Telemetry("quire-test")
+        registry = _registry()
+        found = _pushed(telemetry, registry.families, received)
+        telemetry.shutdown()
+
+    assert "quire.workers" in {each.name for each in found}
+    printed = capsys.readouterr()
+    assert (printed.out + printed.err).count("an export of metrics failed") == 1
+
+
+def _pushed(
+    telemetry: Telemetry, families: Callable[[], Families], received: "Queue[list[metrics_pb2.Metric]]"
+) -> list[metrics_pb2.Metric]:
+    """The first metrics that a process exports whose loop calls `push_metrics` often."""
+    end = time.monotonic() + 30
+    while time.monotonic() < end:
+        telemetry.push_metrics(families)
+        with suppress(Empty):
+            return received.get(timeout=0.01)
+    raise TimeoutError("no metrics came")
 
 
 def _registry() -> Registry:
@@ -125,7 +181,8 @@ class _Receiver(metrics_service_pb2_grpc.MetricsServiceServicer):
 
 
 @contextmanager
-def _metrics_receiver() -> Iterator[tuple[str, "Queue[list[metrics_pb2.Metric]]"]]:
+def metrics_receiver() -> Iterator[tuple[str, "Queue[list[metrics_pb2.Metric]]"]]:
+    """A collector of metrics: its endpoint, and the metrics of each export."""
     received: Queue[list[metrics_pb2.Metric]] = Queue()
     server = grpc.server(ThreadPoolExecutor(2))
     add = metrics_service_pb2_grpc.add_MetricsServiceServicer_to_server

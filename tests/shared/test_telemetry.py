@@ -61,6 +61,51 @@ def test_an_unsupported_variable_is_named(environ: dict[str, str], line: str) ->
 
 
 @pytest.mark.parametrize(
+    "name",
+    [
+        "OTEL_METRIC_EXPORT_INTERVAL",
+        "OTEL_BSP_MAX_QUEUE_SIZE",
+        "OTEL_BSP_MAX_EXPORT_BATCH_SIZE",
+        "OTEL_BSP_SCHEDULE_DELAY",
+    ],
+)
+def test_a_number_that_is_not_valid_is_an_error_at_the_start(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such a number ends no process later; an empty value means the default, and an unused one is not checked."""
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:4317")
+    for text in ("5s", "0", "-1", "nan"):
+        monkeypatch.setenv(name, text)
+        with pytest.raises(ConfigError, match=f"^{name}: '{text}' is not a positive number; set a whole number"):
+            Telemetry("quire-test")
+
+    monkeypatch.setenv("OTEL_SDK_DISABLED", "true")
+    Telemetry("quire-test").shutdown()
+    monkeypatch.delenv("OTEL_SDK_DISABLED")
+    monkeypatch.setenv(name, "")
+    Telemetry("quire-test").shutdown()
+
+
+def test_a_queue_may_be_smaller_than_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A queue of one span takes one span."""
+    with otlp_receiver() as receiver:
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", receiver.endpoint)
+        monkeypatch.setenv("OTEL_BSP_MAX_QUEUE_SIZE", "1")
+        telemetry = Telemetry("quire-test")
+        telemetry.tracer.start_span("one").end()
+        telemetry.shutdown()
+        receiver.wait_for(lambda spans: [span.name for span in spans] == ["one"])
+
+    assert telemetry.spans_dropped == 0
+
+
+def test_a_wrong_variable_of_the_exporter_is_an_error_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is reported in one line."""
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:4317")
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_COMPRESSION", "zip")
+    with pytest.raises(ConfigError, match=r"^OTEL_EXPORTER_OTLP_\*: .*; correct the variables of the exporter$"):
+        Telemetry("quire-test")
+
+
+@pytest.mark.parametrize(
     ("environ", "service", "attributes"),
     [
         ({}, "quire-test", {}),
