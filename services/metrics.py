@@ -74,7 +74,7 @@ class FrontendMetrics:
         for metric in names.ALL:
             if metric.source == "frontend" and metric.kind is names.Kind.HISTOGRAM:
                 self.of(metric)
-        self.prompt_tokens = registry.values(names.VLLM_PROMPT_TOKENS)
+        self._prompt_tokens = registry.values(names.VLLM_PROMPT_TOKENS)
         self.generation_tokens = registry.values(names.VLLM_GENERATION_TOKENS)
         self.merged_tokens = registry.values(names.MERGED_TOKENS)
         self.live_streams = registry.values(names.LIVE_STREAMS)
@@ -114,6 +114,11 @@ class FrontendMetrics:
         labels = (operation, PROVIDER, model, error_type)
         self.of(names.REQUEST_DURATION).labels(*labels).observe(seconds, span=span)
 
+    def prompt_submitted(self, model: str, tenant: str, count: int) -> None:
+        """Count the prompt tokens of one call, whatever its number of choices."""
+        self._prompt_tokens.add(count, model)
+        self._tenant_tokens.add(count, self._tenant(tenant), "prompt")
+
     def output_ended(self, output: Output) -> None:
         """Count one output of a request."""
         model, span = output.model, output.span
@@ -121,7 +126,6 @@ class FrontendMetrics:
         self._count_targets(output)
         tenant = self._tenant(output.tenant)
         self._tenant_requests.add(1, tenant, output.reason)
-        self._tenant_tokens.add(output.prompt_tokens, tenant, "prompt")
         self._tenant_tokens.add(output.output_tokens, tenant, "output")
         self._tenant_queue.add(output.queued, tenant)
         if output.reason not in ("stop", "length"):

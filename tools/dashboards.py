@@ -277,6 +277,8 @@ BURNS = (
 )
 """Alerts on the burn rate: factor, long window, short window, severity."""
 
+_CLIENT_CALLS = 'rpc_method!~"quire[.]admin[.].*"'
+"""Selects the gRPC calls of clients; the calls of operators are no part of the objective."""
 _BAD_RPC = "UNKNOWN|DEADLINE_EXCEEDED|RESOURCE_EXHAUSTED|INTERNAL|UNAVAILABLE|DATA_LOSS"
 
 
@@ -288,10 +290,10 @@ def _bad_share(slo: str, window: str) -> str:
 
     if slo == "availability":
         rpc, http = "rpc_server_call_duration_seconds_count", "http_server_request_duration_seconds_count"
-        bad_rpc = total(rpc, f'rpc_response_status_code=~"{_BAD_RPC}"')
+        bad_rpc = total(rpc, f'{_CLIENT_CALLS}, rpc_response_status_code=~"{_BAD_RPC}"')
         bad_http = total(http, 'http_response_status_code=~"5..|429"')
         bad = f"(({bad_rpc} or vector(0)) + ({bad_http} or vector(0)))"
-        return f"{bad} / (({total(rpc)} or vector(0)) + ({total(http)} or vector(0)) > 0)"
+        return f"{bad} / (({total(rpc, _CLIENT_CALLS)} or vector(0)) + ({total(http)} or vector(0)) > 0)"
     metric, limit = {
         "ttft": ("gen_ai_server_time_to_first_token_seconds", TTFT_LIMIT_S),
         "itl": ("vllm:inter_token_latency_seconds", ITL_LIMIT_S),

@@ -50,7 +50,7 @@ class Delivery:
     ) -> None:
         """Call `begin` to submit the streams, then deliver their output; `keep`: the client may resume later."""
         services, streams = self._services, choices.streams
-        is_gone, is_complete = True, False
+        is_gone, is_complete, is_error = True, False, False
         reference = span_ref(span)
         try:
             # gRPC waits for ever for a client that does not read. While a stream is live, the core handles that: it
@@ -66,11 +66,15 @@ class Delivery:
                 choices.watches[-1].client_s += time.monotonic() - written
                 is_complete = True
         except TimeoutError:
+            is_error = True
             raise failure_of(streams) or StalledReaderError(
                 "the client read no data for too long; read the stream without long pauses"
             ) from None
         except QuireError:
-            is_gone = False
+            is_gone, is_error = False, True
+            raise
+        except Exception:
+            is_error = True
             raise
         finally:
             for stream, watch in zip(streams, choices.watches, strict=True):
@@ -78,7 +82,7 @@ class Delivery:
                 services.link.release(stream, keep=keep and is_gone)
                 services.metrics.generation_tokens.add(stream.num_sent, choices.model)
                 services.metrics.merged_tokens.add(stream.merged_tokens)
-                reason = choices.reason(stream) if is_complete else "abort" if is_gone else "error"
+                reason = choices.reason(stream) if is_complete else "error" if is_error else "abort"
                 services.metrics.output_ended(choices.output(stream, reason, reference))
 
     def _limit(self, patience: asyncio.Timeout, streams: list[Stream]) -> None:
@@ -283,7 +287,7 @@ class Choices:
         usage.cached_prompt_tokens = ends[0].cached_prompt_tokens
         usage.preemptions = sum(end.preemptions for end in ends)
         finished.timings.queued.FromNanoseconds(ends[0].queued_ns)
-        firsts = [stream.first_token_at for stream in self.streams if stream.first_token_at is not None]
+        firsts = [watch.first for watch in self.watches if watch.first]
         if firsts:
             finished.timings.first_token.FromNanoseconds(int((min(firsts) - request.arrival) * 1e9))
         finished.timings.total.FromNanoseconds(int((time.monotonic() - request.arrival) * 1e9))

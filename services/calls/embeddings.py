@@ -76,8 +76,9 @@ class Embedder:
                     span, request_id, model=model.name, num_tokens=num_tokens, dimensions=model.hidden_size
                 )
                 services.check_connected()
-                services.metrics.prompt_tokens.add(num_tokens, model.name)
-                ends = await self._compute(self._requests(request, request_id, prompts, caller, to_traceparent(span)))
+                spec = _spec(request, request_id, model, to_traceparent(span))
+                services.metrics.prompt_submitted(model.name, spec.tenant, num_tokens)
+                ends = await self._compute(self._requests(request, spec, prompts, caller))
             response = v1.EmbedResponse(model=model.name, request_id=request_id)
             response.usage.prompt_tokens = num_tokens
             response.usage.cached_prompt_tokens = sum(end.cached_prompt_tokens for end in ends)
@@ -105,21 +106,11 @@ class Embedder:
         return prompts
 
     def _requests(
-        self, request: v1.EmbedRequest, request_id: str, prompts: Sequence[Sequence[int]], caller: Caller, parent: str
+        self, request: v1.EmbedRequest, spec: RequestSpec, prompts: Sequence[Sequence[int]], caller: Caller
     ) -> Iterator[StreamRequest]:
-        """Yield the request to the core for each prompt, lazily."""
+        """Yield the request to the core for each prompt, lazily; `spec` is for no prompt yet."""
         model = self._services.served_model()
         due = due_times(request.scheduling, arrival=caller.arrival, deadline=caller.deadline)
-        pooling = Pooling.MEAN if request.pooling == v1.POOLING_MEAN else Pooling.LAST
-        spec = RequestSpec(
-            request_id=request_id,
-            num_prompt_tokens=0,
-            max_tokens=1,
-            pooling=pooling,
-            model=model.fingerprint,
-            traceparent=parent,
-        )
-        spec = schedule(spec, request.scheduling, CURRENT.get())
         for prompt in prompts:
             column = to_column(prompt)
             yield StreamRequest(
@@ -128,7 +119,7 @@ class Embedder:
                 credit=self._services.config.stream_credit,
                 arrival=caller.arrival,
                 due=due,
-                block_keys=b"" if pooling is Pooling.MEAN else block_keys(model, spec.cache_scope, column),
+                block_keys=b"" if spec.pooling == Pooling.MEAN else block_keys(model, spec.cache_scope, column),
                 block_size=model.block_size,
             )
 
@@ -158,6 +149,23 @@ class Embedder:
         finally:
             for stream in live:
                 link.release(stream)
+
+
+def _spec(request: v1.EmbedRequest, request_id: str, model: link_pb2.ServedModel, parent: str) -> RequestSpec:
+    """Return what the prompts of a call have in common.
+
+    Raises:
+        PermissionDeniedError: the caller may not use the tenant or the cache scope.
+    """
+    spec = RequestSpec(
+        request_id=request_id,
+        num_prompt_tokens=0,
+        max_tokens=1,
+        pooling=Pooling.MEAN if request.pooling == v1.POOLING_MEAN else Pooling.LAST,
+        model=model.fingerprint,
+        traceparent=parent,
+    )
+    return schedule(spec, request.scheduling, CURRENT.get())
 
 
 def _violations(request: v1.EmbedRequest, model: link_pb2.ServedModel) -> Violations:

@@ -123,7 +123,7 @@ class Generator:
             )
             for choice in range(valid.num_choices)
         ]
-        services.metrics.prompt_tokens.add(len(prompt), model.name)
+        services.metrics.prompt_submitted(model.name, first.spec.tenant, len(prompt))
         get_logger().debug(
             "request submitted",
             request_id=valid.request_id,

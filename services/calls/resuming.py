@@ -98,7 +98,7 @@ def restore_stream(
     for scores in reply.scores:
         stream.receive_scores(scores.first_index, False, read_scores(scores.scores))
     if output:
-        stream.receive(0, output, arrival)
+        stream.receive(0, output)
     if reply.HasField("end"):
         stream.finish(reply.end)
     return stream

@@ -284,7 +284,7 @@ class CoreLink:
         elif message.incarnation != self._core:
             return  # from an old core, or from one that has not answered the current hello yet
         self._take_scores(message)
-        self._take_tokens(message, now)
+        self._take_tokens(message)
         for end in message.ends:
             stream = self._streams.get(end.stream)
             if stream is not None:
@@ -301,13 +301,13 @@ class CoreLink:
                 except Exception as error:
                     self._fail(stream, error)
 
-    def _take_tokens(self, message: link_pb2.CoreMessage, now: float) -> None:
+    def _take_tokens(self, message: link_pb2.CoreMessage) -> None:
         for number, first_index, token_ids in tokens_by_stream(message) if message.streams else ():
             stream = self._streams.get(number)
             if stream is None:
                 continue
             try:
-                received = stream.receive(first_index, token_ids, now)
+                received = stream.receive(first_index, token_ids)
                 if received is not Received.TAKEN:
                     self._react(stream, received)
                 elif stream.request.output.stop_strings:

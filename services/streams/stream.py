@@ -77,8 +77,8 @@ class Stream:
 
     __slots__ = (
         "_credit_portion", "_credit_returned", "_detokenizer", "_finder", "_flushed", "_held", "_outbox", "_skip_text",
-        "_skip_tokens", "_text_length", "_wake", "_writing", "end", "ended_at", "error", "first_token_at", "number",
-        "on_end", "over", "prompt_scores", "request", "scores", "submitted", "submitted_at",
+        "_skip_tokens", "_text_length", "_wake", "_writing", "end", "ended_at", "error", "number", "on_end", "over",
+        "prompt_scores", "request", "scores", "submitted", "submitted_at",
     )  # fmt: skip
 
     def __init__(self, request: StreamRequest, detokenizer: Detokenizer, wake: Callable[[], None]) -> None:
@@ -91,7 +91,6 @@ class Stream:
         """Time of the last submission, monotonic seconds; 0: none."""
         self.ended_at = 0.0
         """Time at which the end that the core sent arrived, monotonic seconds; 0: it has not."""
-        self.first_token_at: float | None = None
         self.end: link_pb2.StreamEnd | None = None
         """The end that the core sent, or None."""
         self.error: QuireError | None = None
@@ -172,7 +171,7 @@ class Stream:
         self.submitted = True
         return submission
 
-    def receive(self, first_index: int, token_ids: list[int], now: float) -> Received:
+    def receive(self, first_index: int, token_ids: list[int]) -> Received:
         """Add tokens from the core; `first_index` is the index of the first one."""
         finder = self._finder
         if self.over or (finder is not None and finder.match is not None):
@@ -185,8 +184,6 @@ class Stream:
             token_ids = token_ids[known - first_index :]
         if not token_ids:
             return Received.TAKEN
-        if self.first_token_at is None:
-            self.first_token_at = now
         if finder is None:
             outbox.tokens.extend(token_ids)
             outbox.released = len(outbox.tokens)

@@ -14,6 +14,7 @@ from smg_grpc_proto import vllm_engine_pb2_grpc as pb_grpc
 from protos.quire.link.v1 import link_pb2
 from protos.quire.plan.v1 import plan_pb2
 from quire.v1 import generation_pb2 as v1
+from quire_server.cli._top_view import parse
 from services.calls.embeddings import MAX_IN_PROGRESS
 from shared.columns import from_column
 from tests.services.stack import MODEL, TestCore, running_stack
@@ -57,6 +58,22 @@ def test_prompts_are_requests_that_pool(tmp_path: Path) -> None:
         }
         assert submissions[-1].pooling == plan_pb2.POOLING_MEAN
         assert from_column(submissions[-1].token_ids).tolist() == [2, 3]
+
+    asyncio.run(main())
+
+
+def test_the_prompts_of_an_embedding_count_for_its_tenant(tmp_path: Path) -> None:
+    """A tenant's prompt tokens are those of all its calls, whatever they ask for."""
+
+    async def main() -> None:
+        async with running_stack(tmp_path, core=embedding_core) as stack:
+            request = v1.EmbedRequest(inputs=[v1.EmbedInput(token_ids=v1.TokenIds(ids=[1, 2, 3]))] * 2)
+            request.scheduling.tenant = "search"
+            await stack.generation.Embed(request)
+            scrape = parse((await stack.http.get("/metrics")).text)
+
+            assert scrape.sum("quire_tenant_tokens_total", tenant="search", kind="prompt") == 6
+            assert scrape.sum("vllm:prompt_tokens_total") == 6
 
     asyncio.run(main())
 

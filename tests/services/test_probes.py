@@ -13,7 +13,9 @@ from opentelemetry.trace import format_span_id
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
 from protos.quire.link.v1 import link_pb2
+from quire.v1 import generation_pb2 as v1
 from quire_server.cli._top_view import parse
+from services.calls.delivery import Delivery
 from services.grpc.boundary import Context
 from services.grpc.health import HealthServicer
 from services.metrics import MAX_TENANTS, FrontendMetrics, Output
@@ -250,10 +252,80 @@ def test_goodput_counts_each_request_against_its_own_targets(tmp_path: Path) -> 
     asyncio.run(main())
 
 
+def test_the_tokens_of_a_prompt_count_once(tmp_path: Path) -> None:
+    """The choices of a request share its prompt, so the tenant's tokens and the model's are the same sum."""
+
+    async def main() -> None:
+        async with running_stack(tmp_path) as stack:
+            request = tokens_request(1, 2, 3, max_tokens=4)
+            request.scheduling.tenant = "search"
+            request.sampling.n = 8
+            await stack.generation.GenerateOnce(v1.GenerateOnceRequest(request=request))
+            scrape = parse((await stack.http.get("/metrics")).text)
+
+            assert scrape.sum("quire_tenant_tokens_total", tenant="search", kind="prompt") == 3
+            assert scrape.sum("quire_tenant_tokens_total", tenant="search", kind="output") == 8 * 4
+            assert scrape.sum("vllm:prompt_tokens_total") == 3
+
+    asyncio.run(main())
+
+
+def test_a_fault_of_the_server_counts_as_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An output that an unexpected exception ended is an error, and not one whose client has left."""
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("planted")
+
+    async def main() -> None:
+        async with running_stack(tmp_path) as stack:
+            monkeypatch.setattr(Delivery, "_response", fail)
+            with pytest.raises(aio.AioRpcError):
+                await stack.generate(tokens_request(1, 2, 3, max_tokens=4))
+            scrape = parse((await stack.http.get("/metrics")).text)
+
+            assert scrape.sum("vllm:request_success_total", finished_reason="error") == 1
+            assert scrape.sum("vllm:request_success_total", finished_reason="abort") == 0
+
+    asyncio.run(main())
+
+
+def test_a_client_that_leaves_counts_as_an_abort(tmp_path: Path) -> None:
+    """An output whose client cancels the call is no error."""
+
+    async def main() -> None:
+        async with running_stack(tmp_path, core=lambda a: TestCore(a, limit=5)) as stack:
+            call = stack.generation.Generate(tokens_request(1, 2, 3, max_tokens=4000))
+            await call.read()
+            call.cancel()
+            await stack.core.saw(lambda core: bool(core.cancelled))
+            scrape = parse((await stack.http.get("/metrics")).text)
+
+            assert scrape.sum("vllm:request_success_total", finished_reason="abort") == 1
+            assert scrape.sum("vllm:request_success_total", finished_reason="error") == 0
+
+    asyncio.run(main())
+
+
+def test_the_time_to_the_first_token_is_the_same_everywhere(tmp_path: Path) -> None:
+    """The answer's timings and the histogram both end when the first token was written."""
+
+    async def main() -> None:
+        async with running_stack(tmp_path) as stack:
+            _, finished = await stack.generate(tokens_request(1, 2, 3, max_tokens=4))
+            scrape = parse((await stack.http.get("/metrics")).text)
+
+            seconds = finished.timings.first_token.ToNanoseconds() / 1e9
+            counted = scrape.sum("gen_ai_server_time_to_first_token_seconds_sum")
+            assert seconds == pytest.approx(counted, abs=2e-9)
+
+    asyncio.run(main())
+
+
 def test_tenants_beyond_the_limit_share_a_series() -> None:
     """Clients that invent tenants cannot make more than a bounded number of series; no token is lost from the sum."""
     metrics = FrontendMetrics("f", lambda: 0)
     for number in range(MAX_TENANTS + 50):
+        metrics.prompt_submitted("m", f"t{number}", 1)
         metrics.output_ended(
             Output(
                 model="m",

@@ -72,7 +72,7 @@ def test_a_prompt_reader_gets_every_token_in_a_batch_of_its_own() -> None:
     stream = make_stream()
     batches = []
     for index, token_id in enumerate(encode("hello")):
-        assert stream.receive(index, [token_id], 0.0) is Received.TAKEN
+        assert stream.receive(index, [token_id]) is Received.TAKEN
         batches += drain(stream)
 
     assert [batch.text for batch in batches] == list("hello")
@@ -83,9 +83,9 @@ def test_tokens_that_are_known_are_ignored() -> None:
     """After a core was lost, tokens that come a second time change nothing, even half of a batch."""
     stream = make_stream()
     a, b, c, d = encode("abcd")
-    stream.receive(0, [a, b], 0.0)
-    stream.receive(0, [a, b], 0.0)
-    stream.receive(1, [b, c, d], 0.0)
+    stream.receive(0, [a, b])
+    stream.receive(0, [a, b])
+    stream.receive(1, [b, c, d])
 
     assert text_and_ids(drain(stream)) == ("abcd", [a, b, c, d])
 
@@ -93,16 +93,16 @@ def test_tokens_that_are_known_are_ignored() -> None:
 def test_a_gap_is_noticed() -> None:
     """Tokens beyond the next index are not taken."""
     stream = make_stream()
-    stream.receive(0, encode("a"), 0.0)
+    stream.receive(0, encode("a"))
 
-    assert stream.receive(2, encode("c"), 0.0) is Received.GAP
+    assert stream.receive(2, encode("c")) is Received.GAP
     assert stream.num_generated == 1
 
 
 def test_a_submission_after_a_loss_holds_what_was_generated() -> None:
     """Prompt and generated tokens go to the new core; the prompt's length stays."""
     stream = make_stream(prompt=(7, 8, 9))
-    stream.receive(0, [40, 41], 0.0)
+    stream.receive(0, [40, 41])
     drain(stream)
 
     submission = stream.submission(0.0)
@@ -115,7 +115,7 @@ def test_a_submission_after_a_loss_holds_what_was_generated() -> None:
 def test_a_submission_after_a_loss_leaves_room_for_what_still_waits() -> None:
     """Credit starts afresh, less the tokens that the reader has not taken."""
     stream = make_stream(credit=40)
-    stream.receive(0, encode("abc"), 0.0)
+    stream.receive(0, encode("abc"))
 
     assert stream.submission(0.0).credit == 40 - 3 * 4
 
@@ -133,7 +133,7 @@ def test_the_time_left_to_the_deadline_shrinks() -> None:
 def test_credit_returns_when_the_reader_took_the_tokens() -> None:
     """Nothing is returned for what waits or is being written; a quarter of the credit is one portion."""
     stream = make_stream(credit=32)
-    stream.receive(0, encode("abcd"), 0.0)
+    stream.receive(0, encode("abcd"))
     waiting = stream.credit_due()
     stream.take()
     writing = stream.credit_due()
@@ -158,7 +158,7 @@ def test_tokens_held_never_exceed_the_credit(
     for count, reads in steps:
         count = min(count, credit // 4)
         credit -= 4 * count
-        stream.receive(sent, [letter] * count, 0.0)
+        stream.receive(sent, [letter] * count)
         sent += count
         if reads:
             drain(stream)
@@ -174,7 +174,7 @@ def test_a_stop_string_over_several_tokens_is_cut_out() -> None:
     """The text ends before the match, tokens of the match are not sent, and the core learns how many count."""
     stream = make_stream("lo w")
     ids = encode("hello world")
-    outcomes = [stream.receive(index, [token_id], 0.0) for index, token_id in enumerate(ids[:7])]
+    outcomes = [stream.receive(index, [token_id]) for index, token_id in enumerate(ids[:7])]
     stream.finish(link_pb2.StreamEnd(reason=link_pb2.END_REASON_STOP_STRING))
 
     assert outcomes == [Received.TAKEN] * 6 + [Received.MATCHED]
@@ -187,8 +187,8 @@ def test_tokens_after_a_match_are_discarded() -> None:
     """What the core sampled before it heard of the match changes nothing."""
     stream = make_stream("b")
     ids = encode("abcd")
-    stream.receive(0, ids[:3], 0.0)
-    stream.receive(3, ids[3:], 0.0)
+    stream.receive(0, ids[:3])
+    stream.receive(3, ids[3:])
     stream.finish(LENGTH)
 
     assert text_and_ids(drain(stream)) == ("a", ids[:1])
@@ -199,7 +199,7 @@ def test_a_partial_stop_string_is_released_at_the_end() -> None:
     """A held-back prefix of a stop string is released, with its tokens, when the stream ends."""
     stream = make_stream("lost")
     ids = encode("hello")
-    stream.receive(0, ids, 0.0)
+    stream.receive(0, ids)
     before = text_and_ids(drain(stream))
     stream.finish(LENGTH)
     after = drain(stream)
@@ -214,7 +214,7 @@ def test_a_stop_string_may_be_completed_by_the_last_character() -> None:
     stream = make_stream("\ufffd")
     lead = byte_level().token_to_id("æ")
     assert lead is not None
-    stream.receive(0, [*encode("a"), lead], 0.0)
+    stream.receive(0, [*encode("a"), lead])
     stream.finish(LENGTH)
 
     assert text_and_ids(drain(stream)) == ("a", encode("a"))
@@ -229,7 +229,7 @@ def test_ids_and_text_are_complete_however_they_arrive(text: str, sizes: list[in
     position, batches, chunk = 0, [], iter(sizes)
     while position < len(ids):
         size = next(chunk, 1)
-        stream.receive(position, ids[position : position + size], 0.0)
+        stream.receive(position, ids[position : position + size])
         position += size
         if size % 2:
             batches += drain(stream)
