@@ -100,8 +100,8 @@ class SchedulerConfig(_Checked):
     )
     itl_target_ms: float = _option(
         500.0,
-        "longest time between two tokens of a running request that the prompts of others may cause; chunks of prompts "
-        "are made as long as the measured speed allows; 0: always the whole token budget",
+        "target time of a step that has decode rows: chunks of prompts are made so short that the step takes at most "
+        "this long, or twice a step without chunks; 0: no target",
         unit="ms",
         least=0,
     )

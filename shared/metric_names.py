@@ -136,7 +136,9 @@ VLLM_CACHE_CONFIG = Metric(
 VLLM_PREFIX_QUERIES = Metric(
     "vllm:prefix_cache_queries", _C, "Tokens of admitted sequences, for which the prefix cache was asked", _ENGINE
 )
-VLLM_PREFIX_HITS = Metric("vllm:prefix_cache_hits", _C, "Those whose KV was in the prefix cache", _ENGINE)
+VLLM_PREFIX_HITS = Metric(
+    "vllm:prefix_cache_hits", _C, "Tokens of admitted sequences whose KV was in the prefix cache", _ENGINE
+)
 VLLM_PREEMPTIONS = Metric("vllm:num_preemptions", _C, "Requests preempted, for memory or by rank", _ENGINE)
 VLLM_ITERATION_TOKENS = Metric(
     "vllm:iteration_tokens_total",
@@ -305,8 +307,8 @@ PLAN = Metric("quire.plan", _H, "Time to make, encode and send one plan", (), "s
 LINK = Metric(
     "quire.link",
     _H,
-    "Time of a step outside its worker: from the plan sent, or the answer before it if later, to its answer, less the"
-    " worker's own time",
+    "Time from the later of sending the plan and receiving the answer before it, until its answer arrives; the worker's"
+    " own time is subtracted",
     _WORKER,
     "s",
     _FINE_BOUNDS,

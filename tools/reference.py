@@ -31,8 +31,9 @@ NO_COUNTERPART = {
 _HEAD = """# Metrics, spans and attributes
 
 `/metrics` of any front end shows the metrics of the whole service. A reader that accepts OpenMetrics gets exemplars,
-which lead from a bucket of a latency to the trace of a request in it. With `OTEL_EXPORTER_OTLP_ENDPOINT`, each process
-also exports its own metrics by OTLP under OpenTelemetry's names, every `OTEL_METRIC_EXPORT_INTERVAL` milliseconds.
+which lead from a bucket of a latency to the trace of a request in it. With `OTEL_EXPORTER_OTLP_ENDPOINT`, each front
+end and the scheduler also export their own metrics by OTLP, except the names under `vllm:`, every
+`OTEL_METRIC_EXPORT_INTERVAL` milliseconds.
 
 Series with the name of a worker exist while the worker is connected. Sum the rates over workers, not the values. Every
 metric of a front end has the label `frontend` on `/metrics`. At most 100 tenants have series of their own; the others

@@ -10,6 +10,7 @@ asserts that the exit code is 0 and that no process of the service is left, rest
 import json
 import os
 import re
+import socket
 import subprocess
 import sys
 import tempfile
@@ -17,7 +18,7 @@ import time
 import urllib.request
 import uuid
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -188,6 +189,15 @@ def serve(
             process.wait(END_S)
             assert process.stdout is not None
             process.stdout.close()
+
+
+def free_ports(count: int) -> list[int]:
+    """Different TCP ports of 127.0.0.1 that are free now."""
+    with ExitStack() as held:
+        probes = [held.enter_context(socket.socket()) for _ in range(count)]
+        for probe in probes:
+            probe.bind(("127.0.0.1", 0))
+        return [int(probe.getsockname()[1]) for probe in probes]
 
 
 def processes_marked(marker: str) -> list[psutil.Process]:

@@ -11,7 +11,6 @@ import asyncio
 import contextlib
 import json
 import os
-import socket
 import subprocess
 import sys
 import tempfile
@@ -23,7 +22,7 @@ from typing import Any
 import httpx
 from openai import AsyncOpenAI, OpenAI
 
-from tests.e2e.harness import Served, serve
+from tests.e2e.harness import Served, free_ports, serve
 
 NUM_REQUESTS = 200
 _START_S = 60
@@ -39,7 +38,7 @@ _SCHEMA = {
 @contextlib.contextmanager
 def routed(smg: str, services: list[Served], folder: Path) -> Iterator[str]:
     """A running router before these services; yields its address as clients of OpenAI want it."""
-    port, metrics_port = _free_port(), _free_port()
+    port, metrics_port = free_ports(2)
     command = [
         str(Path(smg).resolve()), "launch", "--worker-urls", *[f"grpc://{each.grpc}" for each in services],
         "--host", "127.0.0.1", "--port", str(port),
@@ -142,12 +141,6 @@ def _await_models(address: str, process: "subprocess.Popen[bytes]") -> None:
                     return
             time.sleep(0.2)
     raise TimeoutError("the router is not ready")
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 if __name__ == "__main__":

@@ -200,11 +200,10 @@ def _explained(served: Served) -> Any:
 def _check(served: Served, name: str, plant: Plant, expected: set[str], *, seed: int) -> None:
     """Plants a cause, and asserts that the explanation sums up and names it first."""
 
-    async def main() -> float:
+    async def main() -> None:
         async with AsyncClient(served.grpc) as client:
             scene = Scene(served, client, random.Random(seed))
             await plant(scene)
-        return 0.0
 
     asyncio.run(main())
     found = _explained(served)

@@ -7,7 +7,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import threading
 import time
@@ -26,7 +25,7 @@ from opentelemetry import trace
 from quire import Client, SchedulingOptions, errors
 from shared import metric_names
 from tests.checkpoints import make_checkpoint
-from tests.e2e.harness import PATIENCE_S, Served, serve
+from tests.e2e.harness import PATIENCE_S, Served, free_ports, serve
 from tools.dashboards import BOARDS, INTERVAL, RULES
 
 PROMETHEUS = shutil.which("prometheus")
@@ -54,7 +53,7 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Served, "
     folder = tmp_path_factory.mktemp("prometheus")
     checkpoint = make_checkpoint("LlamaForCausalLM", folder / "model")
     # Nothing listens there: a collector that is down must not matter.
-    environ = {"OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": f"http://127.0.0.1:{_free_port()}"}
+    environ = {"OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": f"http://127.0.0.1:{free_ports(1)[0]}"}
     flags = ("--num-threads=1", f"--journal={folder / 'journal'}", f"--record-dir={folder / 'record'}")
     with serve(checkpoint, *flags, environ=environ) as served, _load(served), Prometheus(folder, served.http) as found:
         yield served, found
@@ -156,7 +155,7 @@ class Prometheus:
 
     def __init__(self, folder: Path, target: str) -> None:
         self._folder = folder
-        self._port = _free_port()
+        (self._port,) = free_ports(1)
         # Rules are evaluated more often than in production, so that the test need not wait.
         rules = re.sub(r"interval: \d+s", "interval: 1s", RULES.read_text("utf-8"))
         rules = re.sub(r"for: \d+[sm]", "for: 0s", rules)
@@ -267,9 +266,3 @@ def _post(served: Served) -> None:
     )
     with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=60) as response:
         response.read()
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

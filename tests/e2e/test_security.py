@@ -3,7 +3,6 @@
 import hashlib
 import json
 import os
-import socket
 import ssl
 import subprocess
 import tempfile
@@ -20,7 +19,7 @@ import trustme
 from quire import Client
 from quire.errors import QuireError
 from tests.checkpoints import make_checkpoint
-from tests.e2e.harness import DEFAULTS, QUIRE, ROOT, Served, serve
+from tests.e2e.harness import DEFAULTS, QUIRE, ROOT, Served, free_ports, serve
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +58,7 @@ def fortress(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fortress]:
         f'[principals.token]\ntokens = ["{hashlib.sha256(b"t0ken").hexdigest()}"]\nadmin = true\n'
     )
     subprocess.run([*QUIRE, "keys", "create", str(folder / "keys")], cwd=ROOT, check=True)
-    worker_port, frontend_port, health_port = _free_ports(3)
+    worker_port, frontend_port, health_port = free_ports(3)
     with serve(
         checkpoint,
         f"--keys={folder / 'keys'}",
@@ -163,13 +162,3 @@ def test_an_open_address_is_refused(tmp_path: Path) -> None:
 
 def _chain(certificate: trustme.LeafCert) -> bytes:
     return b"".join(pem.bytes() for pem in certificate.cert_chain_pems)
-
-
-def _free_ports(count: int) -> list[int]:
-    held = [socket.socket() for _ in range(count)]
-    for each in held:
-        each.bind(("127.0.0.1", 0))
-    ports = [int(each.getsockname()[1]) for each in held]
-    for each in held:
-        each.close()
-    return ports

@@ -1,4 +1,4 @@
-"""A process that records until it is killed; prints every call that it has made."""
+"""A process that records until it is killed, a minute at most; prints every call that it has made."""
 
 import sys
 import time
@@ -11,7 +11,7 @@ from scheduler_svc.recorder.tape import RecordedScheduler
 
 recorder = Recorder(Path(sys.argv[1]), max_bytes=8 << 20, config=CoreConfig(), incarnation=1, release="test")
 core = RecordedScheduler(CoreConfig(), 1, recorder.tape)
-while True:
+for _ in range(30_000):
     now = time.monotonic()
     recorder.turn(core, now)
     core.handle(ev.TimePassed(), now)

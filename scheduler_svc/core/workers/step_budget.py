@@ -31,7 +31,7 @@ class StepBudget:
         """Start without measurements.
 
         Args:
-            itl_target_s: longest time between two tokens of a decode row that a chunk may cause; 0: no target.
+            itl_target_s: target time of a step with decode rows, seconds; 0: no target.
         """
         self._target_s = itl_target_s
         self._decode_s = 0.0

@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import socket
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ from starlette.datastructures import Headers
 from services.http.cross_origin import CrossOriginPolicy, cross_origin_policy
 from shared.config import ConfigError, FrontendConfig
 from shared.errors import PermissionDeniedError
+from tests.e2e.harness import free_ports
 from tests.services.stack import Stack, running_stack
 
 EVIL, APP = "http://evil.example", "https://app.example.org"
@@ -213,7 +213,7 @@ def test_the_port_for_probes_checks_as_well(tmp_path: Path) -> None:
     """Metrics cannot be read under a foreign name there, either."""
 
     async def main() -> None:
-        port = _free_port()
+        (port,) = free_ports(1)
         async with running_stack(tmp_path, health_port=port) as stack:
             url = f"http://127.0.0.1:{port}/metrics"
             assert (await stack.http.get(url)).status_code == 200
@@ -306,9 +306,3 @@ def test_entries_that_would_never_match_are_refused(settings: dict[str, Any], co
         policy(**settings)
 
     assert complaint in str(error.value)
-
-
-def _free_port() -> int:
-    with socket.socket() as held:
-        held.bind(("127.0.0.1", 0))
-        return int(held.getsockname()[1])

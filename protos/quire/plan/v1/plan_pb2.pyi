@@ -691,7 +691,7 @@ class Plan(_message.Message):
     releases: _builtins.bytes
     """Column of held rows that are computed again from this step on."""
     traceparent: _builtins.str
-    """W3C traceparent of the scheduler.step span when this step is traced, else empty."""
+    """W3C traceparent of the quire.step span when this step is traced, else empty."""
     swap_out_blocks: _builtins.bytes
     """Columns of blocks copied from device to host, in KV group 0, before the rest of this plan changes them."""
     swap_out_host_blocks: _builtins.bytes
