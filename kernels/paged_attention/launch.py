@@ -1,8 +1,11 @@
 """Launch of paged attention on a GPU: choice of kernels and tiles for a batch.
 
-The launches depend only on values that the host knows, so that they can be captured in a graph. The grid of prefill
-depends on T, R, the number of leading decode rows and the width of the block tables; the grid of decode on the number
-of KV heads and the GPU. The device computes how the keys are split among the programs of the decode grid.
+The launches depend only on values that the host knows. They can therefore be captured in a graph:
+
+* The grid of prefill depends on the numbers of tokens, rows and leading decode rows, and on the width of the block
+  tables.
+* The grid of decode depends on the number of KV heads and on the GPU. The device splits the keys among its programs
+  (`schedule`).
 """
 
 from __future__ import annotations
@@ -18,17 +21,26 @@ from kernels.paged_attention.prefill import combine_parts_kernel, prefill_kernel
 from kernels.paged_attention.schedule import DecodeSchedule, schedule_decode
 from kernels.paged_attention.tuning import Key, tuning_for
 
-_SHARES_TILE = 16  # shares that are combined at once, if they have no more elements than this:
+_SHARES_TILE = 16
+"""Maximum number of shares that decode combines at a time."""
 _COMBINED_ELEMENTS = 4096
+"""Maximum number of elements of these shares."""
 _MOST_PARTS = 16
-_MIN_PART = 1024  # keys; below this, combining costs more than parallelism gains
+"""Maximum number of parts into which prefill divides the keys."""
+_MIN_PART = 1024
+"""Minimum number of keys of a part; below this, combining costs more than parallelism gains."""
 
 
-@lru_cache(maxsize=1024)  # every layer of a step asks for the same
+@lru_cache(maxsize=1024)  # all layers of a step call it with the same arguments
 def parts_of_keys(num_programs: int, num_multiprocessors: int, longest: int) -> int:
-    """Return into how many parts prefill divides the keys of each tile; ``longest`` is the longest context or more.
+    """Return the number of parts into which prefill divides the keys of each tile of queries.
 
-    A multiprocessor runs one program at a time. The number of parts makes the time of all of them shortest.
+    The result minimises the estimated time of a launch in which each multiprocessor runs one program at a time.
+
+    Args:
+        num_programs: programs of the launch without a division.
+        num_multiprocessors: multiprocessors of the GPU.
+        longest: upper bound of the context lengths in tokens.
     """
 
     def relative_time(parts: int) -> float:
@@ -62,7 +74,7 @@ def paged_attention_triton(
         k_cache, v_cache = k_cache.view(torch.uint16), v_cache.view(torch.uint16)
     out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     strides = (query.stride(0), query.stride(1), block_tables.stride(0))
-    # An integer would be a different type, and compile another kernel.
+    # Always floats: Triton would compile another kernel for an integer.
     scale, cap = float(scale), float(soft_cap or 0.0)
     specialisation = {
         "NUM_KV_HEADS": num_kv_heads,
@@ -79,7 +91,7 @@ def paged_attention_triton(
         tuning = tuning_for(Key("prefill", sm, dim_tile, kv_bytes), group_size)
         queries = tuning.block_m // group_size
         num_chunks = num_rows - num_leading_decodes
-        # An upper bound, with one partial tile per row; leading decode rows are left out.
+        # An upper bound: each row with a chunk may have one partial tile. Leading decode rows have none.
         num_tiles = num_tokens // queries + num_chunks if num_chunks > 1 else -(-num_tokens // queries)
         num_parts = parts_of_keys(
             num_tiles * num_kv_heads, num_multiprocessors(query), block_tables.shape[1] * block_size

@@ -1,11 +1,11 @@
-"""Decode schedule: splits the keys of all rows in equal parts, on the device, from the lengths of a batch.
+"""Decode schedule: splits the keys of a batch into equal parts, one per program of the attention kernel.
 
-The attention runs as many programs as the GPU runs at once, and each reads the same number of keys. The split depends
-on all lengths, which only the device knows in a captured graph. A small kernel therefore computes a *schedule*, which
-the attention of every layer uses. The keys of all rows are placed one behind the other, and cut into equal parts, one
-per program. A *share* is the range of one row's keys in one part; a program computes consecutive shares.
+The attention launches as many programs as the GPU runs at a time, and each program reads the same number of keys. The
+split depends on the lengths of all rows, which only the device knows in a captured graph. A small kernel therefore
+computes a *schedule* on the device. It concatenates the keys of all rows and cuts them into equal parts. A *share* is
+the range of one row's keys in one part. A program computes consecutive shares.
 
-One schedule serves all layers with the same window and number of KV heads.
+All layers with the same window and number of KV heads use one schedule.
 """
 
 # ruff: noqa: N803 - compile-time parameters of kernels are upper case, as everywhere in Triton
@@ -18,11 +18,16 @@ import torch
 
 from kernels._triton import jit, kernel_with, num_multiprocessors, runs_on_triton, tl
 
-_PROGRAMS_PER_SM = 2  # fastest on an H100 (1, 8 and 64 rows at 1,024 tokens); all of them run at once
-_UNIT = 64  # keys; a program reads a number of units
-_MIN_UNITS = 2  # below this, combining shares costs more than parallelism gains
+_PROGRAMS_PER_SM = 2
+"""Programs per multiprocessor, which all run at a time; fastest on an H100 (1, 8 and 64 rows of 1,024 tokens)."""
+_UNIT = 64
+"""Keys of a unit; a share begins at a unit of its row."""
+_MIN_UNITS = 2
+"""Minimum number of units of a program; below this, combining shares costs more than parallelism gains."""
 _ROWS_TILE = 256
+"""Rows that the schedule kernel reads at a time."""
 _FIELDS = 8
+"""Integers of a share; a power of two."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +102,7 @@ def _schedule_kernel(
     ROWS_TILE: tl.constexpr,
     FIELDS: tl.constexpr,
 ) -> None:
-    """Compute the whole schedule in one program: the number of all units first, then every row's shares."""
+    """Compute the whole schedule in one program: first the total number of units, then the shares of each row."""
     total = tl.cast(0, tl.int32)
     for first_row in range(0, num_rows, ROWS_TILE):
         row = first_row + tl.arange(0, ROWS_TILE)
@@ -135,7 +140,7 @@ def _schedule_kernel(
             tl.store(finished_ptr + row * NUM_KV_HEADS + kv_head, 0, mask=row < num_rows)
         used_units += tl.sum(units, 0)
         used_shares += tl.sum(count, 0)
-    for first_program in range(tl.cdiv(total, size), num_programs + 1, ROWS_TILE):  # those without a share
+    for first_program in range(tl.cdiv(total, size), num_programs + 1, ROWS_TILE):  # programs without a share
         program = first_program + tl.arange(0, ROWS_TILE)
         tl.store(programs_ptr + program, used_shares, mask=program <= num_programs)
 
@@ -150,7 +155,7 @@ def _units_of_rows(
     WINDOWED: tl.constexpr,
     UNIT: tl.constexpr,
 ) -> tl.tuple:
-    """Return token, first key, end of the keys, and number of units of some rows; no units if not in decode."""
+    """Return token, first key, end of the keys, and number of units of some rows; 0 units for a row not in decode."""
     inside = row < num_rows
     token = tl.load(query_start_ptr + row, mask=inside, other=0)
     in_decode = inside & (tl.load(query_start_ptr + row + 1, mask=inside, other=0) - token == 1)

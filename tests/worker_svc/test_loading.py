@@ -13,9 +13,7 @@ from shared.kv_sizes import count_blocks
 from tests.checkpoints import SLIDING_WINDOW, VOCAB_SIZE, edit_config, make_checkpoint
 from tests.worker_svc.driver import CPU, Driver, make_engine
 from tests.worker_svc.oracle import Oracle, Verdict
-from worker_svc.interface.limits import Limits
 from worker_svc.memory.kv_pool import block_bytes
-from worker_svc.memory.profiling import run_largest_step
 from worker_svc.model.base import KVShape
 from worker_svc.model.loader import load_model
 
@@ -27,20 +25,6 @@ def test_the_kv_formula_counts_kv_heads() -> None:
     assert block_bytes(shapes, 16, torch.bfloat16) == 16 * 128 * 1024
     assert count_blocks(10 * 2**30, 2**21, 10**9, "setting") == 5120
     assert count_blocks(10 * 2**30, 2**21, 100, "setting") == 100
-
-
-@pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "GPT2LMHeadModel"])
-def test_the_largest_step_can_be_run_before_there_is_a_pool(architecture: str, tmp_path: Path) -> None:
-    """Profiling computes a full budget of tokens, cut into sequences of the longest length, and counts its KV."""
-    config = WorkerConfig(model=str(make_checkpoint(architecture, tmp_path)), max_model_len=60)
-    model, description = load_model(config, CPU)
-    limits = Limits(
-        max_rows=4, max_tokens_per_step=150, max_model_len=60, block_size=16, num_blocks=0, vocab_size=VOCAB_SIZE
-    )
-
-    taken = run_largest_step(model, limits, description.dtype, CPU)
-
-    assert taken == (4 + 4 + 2) * block_bytes(model.kv_shapes, 16, torch.float32)
 
 
 def test_random_weights_need_only_a_configuration(tmp_path: Path) -> None:

@@ -14,10 +14,10 @@ from worker_svc.device.accelerator import Accelerator
 from worker_svc.execution.decode_graphs import buckets
 from worker_svc.execution.engine import Engine
 from worker_svc.execution.mixed_graphs import mixed_sizes
+from worker_svc.execution.profiling import run_captured_step, run_largest_step
 from worker_svc.execution.step_sizes import default_rows, default_tokens, gpu_of, largest_captured
 from worker_svc.interface.limits import Limits
 from worker_svc.memory.kv_pool import allocate, block_bytes, cuda_memory_for_kv
-from worker_svc.memory.profiling import run_largest_step
 from worker_svc.model.base import Model
 from worker_svc.model.loader import ModelDescription
 from worker_svc.outputs.grammars import GrammarStore
@@ -120,6 +120,6 @@ def _memory_for_kv(
         device,
         config.gpu_memory_utilization,
         lambda: run_largest_step(model, limits, dtype, device),
-        (lambda: run_largest_step(model, captured, dtype, device)) if decode else None,
+        (lambda: run_captured_step(model, captured, dtype, device)) if decode else None,
         len(decode) + len(mixed),
     )

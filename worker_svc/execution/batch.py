@@ -1,9 +1,11 @@
 """Flat batch of one step, built from the row table.
 
 Decode rows come first, ascending, with one token each. Rows with a prefill chunk follow, ascending. The host uploads
-positions, slots and lengths together. The input tokens of decode rows are read from `last_token` on the device, where
-the previous step wrote them. For a captured step in which every row decodes, nothing is uploaded: the device computes
-the graph's inputs from its lanes. For a captured step with chunks, `mixed_graphs` copies the tensors of the batch.
+positions, slots and lengths. The input tokens of decode rows are read from `last_token` on the device, where the
+previous step wrote them.
+
+For a captured decode step the host uploads nothing: the device computes the inputs from its lanes (`decode_graphs`).
+For a captured step with chunks, `mixed_graphs` copies the tensors of the batch.
 """
 
 from dataclasses import dataclass
@@ -55,7 +57,7 @@ class StepBatch:
     num_tokens: int
     num_prefill_tokens: int
     bucket: int = 0
-    """Bucket of the captured decode step, which also writes the tensors; 0: not a captured decode step."""
+    """Bucket of the graph of a decode step, which also computes the tensors above; 0: no decode graph."""
 
 
 class BatchBuilder:
@@ -73,9 +75,9 @@ class BatchBuilder:
         self._query_start = torch.zeros(1, dtype=torch.int32, device=device)
 
     def build(self, chunk_rows: IntArray, chunk_lengths: IntArray) -> StepBatch | None:
-        """Build the batch of all decode rows and these chunks; return None if there is nothing to compute.
+        """Build the batch of all decode rows and the given chunks; return None if there is nothing to compute.
 
-        The table counts the batch's tokens as computed from here on.
+        The row table then counts the tokens of the batch as computed.
 
         Raises:
             PlanError: a chunk does not fit its row, a row lacks blocks, or the step has too many tokens.
@@ -230,7 +232,7 @@ class BatchBuilder:
     def _prompt_parts(
         self, decode_rows: IntArray, chunk_rows: IntArray, chunk_lengths: IntArray
     ) -> tuple[tuple[PromptPart, ...], IntArray, IntArray]:
-        """Return the prompt tokens of the chunks that need log-probabilities. Call before the table advances.
+        """Return the prompt tokens of the chunks that need log-probabilities; call this before `RowTable.advance`.
 
         Returns:
             The parts, the places in the batch of the tokens that predict them, and the prompt tokens.

@@ -1,14 +1,14 @@
 """Steps with chunks of prompts as captured CUDA graphs.
 
-The host needs milliseconds to launch the kernels of such a step one by one. A step with few tokens, or of a small
-model, is faster than that on the device. Steps up to a number of tokens are therefore captured whole, once per *size*
-(a number of tokens to which the batch is padded), and then enqueued with one call. The launches of attention depend
-only on sizes that are fixed per graph (tokens, rows, rows with chunks, width of the block tables), so attention is
-captured, too.
+The host needs milliseconds to launch the kernels of such a step one by one. With few tokens or a small model, the
+device computes the step in less time. Steps up to a number of tokens (`step_sizes.largest_captured`) are therefore
+captured whole. There is one graph per *size*, the number of tokens to which a batch is padded. Attention is captured,
+too, because its launches depend only on sizes that are fixed per graph: tokens, rows, rows with chunks, and the width
+of the block tables.
 
-Unlike `decode_graphs`, the host sends the inputs of each step: they are copied into tensors at fixed addresses. Rows of
-padding have no tokens and come first, so that the rows with chunks are the last ones. Tokens of padding come last and
-belong to no row. Other steps launch their kernels one by one: larger ones, and those with many chunks, embeddings or
+Unlike in `decode_graphs`, the host sends the inputs of each step. They are copied into tensors at fixed addresses.
+Padding rows have no tokens and come first, so that the rows with chunks are the last ones. Padding tokens come last
+and belong to no row. Some steps are not captured: larger ones, and steps with many chunks, embeddings or
 log-probabilities of prompts.
 """
 
@@ -25,16 +25,19 @@ from worker_svc.interface.limits import Limits
 from worker_svc.model.base import AttentionInputs, KVCache, Model
 
 _SMALLEST = 32
+"""Tokens of the smallest graph."""
 _DOUBLED_UNTIL = 128
+"""Sizes double up to this one."""
 _TOKENS_PER_CHUNK = 32
+"""A graph holds one chunk per this number of tokens, but at least `_LEAST_CHUNKS`."""
 _LEAST_CHUNKS = 8
 
 
 def mixed_sizes(most: int) -> tuple[int, ...]:
     """Return the numbers of tokens to capture graphs for, ascending: 32, 64, 128, 192, ..., 512, 640, ..., `most`.
 
-    Padding below 256 tokens is cheap, because a step reads all weights anyway. A larger step has at most 127 tokens of
-    padding.
+    Padding of a step below 256 tokens is cheap, because the step reads all weights anyway. A larger step
+    has at most 127 padding tokens.
     """
     sizes: list[int] = []
     size = _SMALLEST
@@ -106,16 +109,16 @@ class MixedGraphs:
         )
 
     def capture(self) -> None:
-        """Capture all graphs without rows, the largest first, because the others then fit into its memory."""
+        """Capture all graphs, on an empty batch. The largest is first, because the others then fit into its memory."""
         for shape in reversed(self._shapes):
             self._graphs.insert(0, _Captured(shape, *self._accelerator.capture(partial(self._compute, shape))))
         get_logger().info("graphs of steps with chunks captured", sizes=[shape.num_tokens for shape in self._shapes])
 
     def forward(self, batch: StepBatch) -> torch.Tensor | None:
-        """Enqueue a step, if a graph computes it.
+        """Enqueue a step if a graph fits it.
 
         Returns:
-            Logits `[S, vocab_size]` of the sampling rows, valid until the next call; None: no graph computes the step.
+            Logits `[S, vocab_size]` of the sampling rows, valid until the next call; None: no graph fits the step.
         """
         captured = next((each for each in self._graphs if each.shape.num_tokens >= batch.num_tokens), None)
         if captured is None or batch.logits_index is None or batch.prompt_parts or batch.pooled_parts:
@@ -129,8 +132,8 @@ class MixedGraphs:
     def _send(self, shape: _Shape, batch: StepBatch, logits_index: torch.Tensor) -> None:
         """Copy the inputs of a step into the tensors of the graphs.
 
-        Padding keeps token ids and positions of an earlier step: its tokens belong to no row and are not written to the
-        KV cache. Row entries of padding are set to zero, because an earlier step may have used these rows.
+        Padding tokens keep the IDs and positions of an earlier step, because they belong to no row and are not written
+        to the KV cache. Entries of padding rows are set to zero, because an earlier step may have used these rows.
         """
         inputs, given = self._inputs, batch.attention
         num_tokens, num_rows, num_samples = batch.num_tokens, len(batch.rows), len(batch.sample_rows)

@@ -1,6 +1,6 @@
-"""Sizes of steps that suit a device and a model: the defaults of the limits, and the largest step to capture.
+"""Step sizes for a device and a model: default limits of rows and tokens, and the largest step to capture.
 
-All functions are pure. Estimates of speed need to be right within a factor of two only.
+All functions are pure. Their estimates of speed may be wrong by a factor of two.
 """
 
 from dataclasses import dataclass
@@ -8,26 +8,31 @@ from dataclasses import dataclass
 import torch
 
 _ROWS = {"cpu": 64, "cuda": 256}
+"""Default limit of running requests by type of device; lower on a GPU with little memory."""
 _TOKENS = {"cpu": 512, "cuda": 2048}
-"""Default limit of tokens per step, by type of device. Matrix products reach full speed with so many; `default_tokens`
-raises it for a fast GPU. The scheduler plans shorter steps where rows in decode would wait too long
+"""Smallest default limit of tokens per step by type of device. Matrix products with this many tokens reach full speed.
+The scheduler plans shorter steps if rows in decode would wait too long
 (`scheduler_svc/core/workers/step_budget.py`)."""
 _MOST_TOKENS = 8192
+"""Largest default limit of tokens per step on a GPU."""
 _MEMORY_PER_TOKEN = 8 << 20
-"""A GPU gets one token per step for each 8 MiB of its memory. The activations of a token take about a hundredth of
-that."""
+"""Bytes of GPU memory per token of the limit. The activations of a token take about a hundredth of them."""
 _MEMORY_PER_ROW = 64 << 20
+"""Bytes of GPU memory per running request of the limit."""
 _LONGEST_STEP_S = 0.5
-"""Limit of the time of a step's matrix products: rows in decode wait that long if nothing shortens the step."""
+"""Limit of the estimated time of a step's matrix products, which rows in decode wait for."""
 _CLOCK_HZ = 1.6e9
+"""Clock of a GPU under load, roughly."""
 _EFFICIENCY = 0.6
 """Share of the peak that whole steps reach; measured on an H100 at 2,048 and 8,192 tokens."""
 _FLOP_PER_CLOCK = ((120, 1024), (100, 8192), (90, 4096), (86, 1024), (80, 2048))
-"""Least compute capability, and the operations of dense 16-bit products per multiprocessor and clock."""
+"""Lowest compute capability, and floating-point operations of 16-bit products per multiprocessor and clock."""
 _OLDER_FLOP_PER_CLOCK = 1024
+"""The same for all lower compute capabilities."""
 _LAUNCHES_S = 0.45e-3
-"""Time of the host to launch the kernels of one layer one by one; 0.35 to 0.55 ms were measured beside an H100."""
+"""Time in which the host launches the kernels of one layer one by one; 0.35 to 0.55 ms on the host of an H100."""
 _LEAST_CAPTURED, _MOST_CAPTURED = 256, 2048
+"""Bounds of the largest captured step in tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +72,7 @@ def default_rows(gpu: Gpu | None) -> int:
 
 
 def default_tokens(gpu: Gpu | None, num_weights: int, max_rows: int) -> int:
-    """Return the default limit of tokens per step; at least half of them are available to prefill.
+    """Return the default limit of tokens per step; at least half of it is available to prefill.
 
     Args:
         gpu: the GPU; None: a CPU.
@@ -84,8 +89,8 @@ def default_tokens(gpu: Gpu | None, num_weights: int, max_rows: int) -> int:
 def largest_captured(gpu: Gpu | None, num_weights: int, num_layers: int, max_tokens: int) -> int:
     """Return the number of tokens up to which a step with chunks is captured as a graph.
 
-    In a larger step the device computes longer than the host needs to launch the kernels one by one. A graph would save
-    nothing, but compute the padding.
+    For a larger step, the host launches the kernels one by one faster than the device computes them. A graph would save
+    no time, and the device would also compute padding.
 
     Args:
         gpu: the GPU; None: a stand-in on a CPU.
@@ -93,10 +98,10 @@ def largest_captured(gpu: Gpu | None, num_weights: int, num_layers: int, max_tok
         num_layers: number of layers.
         max_tokens: the limit of tokens per step.
     """
-    hidden = _LEAST_CAPTURED
+    break_even = _LEAST_CAPTURED
     if gpu is not None and num_weights:
-        hidden = int(_LAUNCHES_S * num_layers * gpu.flop_per_s / (2 * num_weights))
-    rounded = -(-max(_LEAST_CAPTURED, min(hidden, _MOST_CAPTURED)) // 64) * 64
+        break_even = int(_LAUNCHES_S * num_layers * gpu.flop_per_s / (2 * num_weights))
+    rounded = -(-max(_LEAST_CAPTURED, min(break_even, _MOST_CAPTURED)) // 64) * 64
     return min(rounded, max_tokens)
 
 

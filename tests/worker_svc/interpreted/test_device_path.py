@@ -12,12 +12,15 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from kernels import _triton
 from protos.quire.plan.v1 import plan_pb2
 from shared.columns import to_column
-from tests.checkpoints import VOCAB_SIZE, make_checkpoint
-from tests.worker_svc.driver import Driver, collect, launch, make_engine
+from shared.config import WorkerConfig
+from tests.checkpoints import VOCAB_SIZE, edit_config, make_checkpoint
+from tests.worker_svc.driver import CPU, Driver, collect, launch, make_engine
 from tests.worker_svc.fake_accelerator import FakeAccelerator
 from tests.worker_svc.oracle import Oracle, Verdict
 from worker_svc.execution import host_tokens
+from worker_svc.execution.profiling import run_largest_step
 from worker_svc.interface.plan import Plan
+from worker_svc.model.loader import load_model
 
 READ_BACK = {
     "aten._local_scalar_dense", "aten.is_nonzero", "aten.equal", "aten.nonzero", "aten.masked_select",
@@ -178,3 +181,32 @@ def test_steps_neither_read_back_nor_compile(compiled: dict[str, set[tuple[objec
     assert {"prefill_kernel", "decode_kernel", "schedule_kernel", "select_kernel", "copy_blocks_kernel"} <= set(
         compiled
     )
+
+
+def test_the_memory_profile_compiles_rare_kernels(compiled: dict[str, set[tuple[object, ...]]], tmp_path: Path) -> None:
+    """The profile compiles all kernels for grammars, rules, typical-p and short chunks of long contexts.
+
+    The engine captures no graphs here, so that only the profile can have compiled these kernels.
+    """
+    folder = make_checkpoint("Qwen3ForCausalLM", tmp_path)
+    edit_config(folder, lambda config: config.update(max_position_embeddings=2048))
+    settings: dict[str, Any] = {"block_size": 8, "max_num_seqs": 4, "max_num_batched_tokens": 32, "dtype": "bfloat16"}
+    engine = make_engine(folder, **settings)
+    model, description = load_model(WorkerConfig(model=str(folder), device="cpu", dtype="bfloat16"), CPU)
+    compiled.clear()
+    run_largest_step(model, engine.limits, description.dtype, CPU)
+    at_start = {name: set(keys) for name, keys in compiled.items()}
+    compiled.clear()
+
+    driver = Driver(engine)
+    rules = plan_pb2.SamplingParams(temperature=1.0, seed=1, presence_penalty=0.5)
+    for index, sampling in enumerate((SAMPLINGS[0], rules, SAMPLINGS[3])):
+        row = driver.admit([1, 2, 3], sampling=sampling)
+        if index < 2:
+            driver.plan.admissions[-1].grammar = plan_pb2.Grammar(regex="[ab]{6}").SerializeToString()
+        driver.chunk(row, 3)
+        driver.step()
+    assert not driver.last_result.failures
+    assert {"mask_tokens_kernel", "combine_parts_kernel"} <= set(at_start)
+    late = {name: keys - at_start.get(name, set()) for name, keys in compiled.items()}
+    assert {name: keys for name, keys in late.items() if keys} == {}
