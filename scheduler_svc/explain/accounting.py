@@ -8,8 +8,8 @@ to the end-to-end time by construction. Four kinds of time follow each other:
 * in a row: charged step by step, see `_Walk.step`;
 * after the end: the way to the front end, detokenising, the client.
 
-What follows a preemption, a move or the loss of a worker is charged to it until the request decodes again. That is the
-wait, and the computation of tokens that had been computed before.
+What follows a preemption, a move, or the loss of a worker or scheduler is charged to it until the request decodes
+again. That is the wait, and the computation of tokens that had been computed before.
 
 The forward pass of a step that also holds chunks of other prompts is divided. A decoding request would have needed the
 usual time of a step without prompts; the rest is charged to the other prompts. A request in prefill is charged in
@@ -59,6 +59,7 @@ class CauseKind(enum.Enum):
     PREEMPTED = "preempted"
     SWAPPED = "swapped out"
     WORKER_LOST = "worker lost"
+    SCHEDULER_LOST = "scheduler restarted"
     MOVED = "moved to another worker"
     PREFIX_FAILED = "shared prefix failed"
     HELD_CREDIT = "held out: its reader took no output"
@@ -87,6 +88,7 @@ _OF_DEPARTURE = {
     NoteKind.PREEMPTED: CauseKind.PREEMPTED,
     NoteKind.SWAPPED: CauseKind.SWAPPED,
     NoteKind.LOST: CauseKind.WORKER_LOST,
+    NoteKind.SCHEDULER_LOST: CauseKind.SCHEDULER_LOST,
     NoteKind.MOVED: CauseKind.MOVED,
     NoteKind.PREFIX_FAILED: CauseKind.PREFIX_FAILED,
 }
@@ -173,6 +175,7 @@ class _Walk:
         for kind, seconds in (
             (CauseKind.TOKENISING, report.tokenise_s),
             (CauseKind.GRAMMAR_CHECK, report.grammar_s),
+            (CauseKind.SCHEDULER_LOST, report.no_scheduler_s),
         ):
             part = min(max(seconds, 0.0), rest)
             self._charge(kind, part)
@@ -212,6 +215,8 @@ class _Walk:
                     reason = WaitReason(note.text)
                 case NoteKind.HELD:
                     self._held = note
+                case NoteKind.ARRIVED:
+                    reason, self._departure = WaitReason.TURN, None
                 case NoteKind.ADMITTED:
                     in_row = True
                     self._skip_steps()

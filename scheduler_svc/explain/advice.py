@@ -57,6 +57,7 @@ _ADVICE: dict[CauseKind, str] = {
         " same priority"
     ),
     CauseKind.WORKER_LOST: "its worker was lost: see why that process ended; spare workers shorten the wait",
+    CauseKind.SCHEDULER_LOST: "the scheduler ended and was started again: see its log for the reason",
     CauseKind.MOVED: "its worker was drained with --move: drain without it, so that requests finish where they are",
     CauseKind.PREFIX_FAILED: "a row whose KV it shared failed; see the worker's log",
     CauseKind.HELD_CREDIT: "its client read too slowly: read the stream without pauses, or raise --stream-credit",

@@ -69,6 +69,8 @@ class Report:
 
     submitted_s: float = 0.0
     """From the call's arrival to the submission."""
+    no_scheduler_s: float = 0.0
+    """The part of it in which no scheduler served, because one had ended and the next had not started."""
     tokenise_s: float = 0.0
     grammar_s: float = 0.0
     """Validation of the grammar."""

@@ -3,12 +3,14 @@
 The entries of a record are read once, in order. Of the steps, only those are kept that were planned while a wanted
 request was live, so the memory depends on the wanted requests and not on the size of the record.
 
+A request that a restarted scheduler has taken over has one life. All times are those of the first scheduler's clock.
+
 Who decodes in a step is not recorded. It follows from the plans: a request decodes once its prompt is computed, until
 its row leaves, in all steps in which the row is not held out.
 """
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from protos.quire.link.v1 import link_pb2
 from scheduler_svc.core.interface import events as ev
@@ -57,6 +59,10 @@ class _Request:
     went_first: list[StreamKey] = field(default_factory=list)
     known_tokens: int = 0
     known_by: StreamKey | None = None
+    cut_at: float | None = None
+    """When the record of its scheduler ended, unless another one has taken it over."""
+    taken_over_s: float = 0.0
+    """From the first arrival to the arrival at the newest scheduler."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +134,14 @@ class _Pass:
         self._num_steps = 0
         self._incarnation = self._next_index = -1
         self._now = self._to_wall = 0.0
+        self._away = (0.0, 0.0)
+        """Time in which no scheduler served: from the end of the former record to the beginning of this one."""
+        self._offset = 0.0
+        """From the clock of the present scheduler to that of the first one."""
+        self._cut_off: dict[tuple[str, int], tuple[StreamKey, _Request]] = {}
+        """Wanted requests that were live when their scheduler ended, by id and stream."""
+        self._first_keys: dict[StreamKey, StreamKey] = {}
+        """Keys of requests that were taken over: the key at their first scheduler."""
         self._handlers: dict[type, Callable[..., None]] = {
             ev.RequestArrived: self._arrived,
             Note: self._noted,
@@ -144,7 +158,7 @@ class _Pass:
             if opening.incarnation != self._incarnation or opening.first_index != self._next_index:
                 self._open(opening)
             for entry in entries:
-                self._now, self._next_index = entry.time, entry.index + 1
+                self._now, self._next_index = entry.time + self._offset, entry.index + 1
                 if isinstance(entry.what, ev.StepDone):
                     self._answered(entry.what, entry.timings)
                 elif (handler := self._handlers.get(type(entry.what))) is not None:
@@ -160,22 +174,31 @@ class _Pass:
 
     def _open(self, opening: Opening) -> None:
         """Begin with a core's state, because there is nothing before it."""
+        to_wall = opening.unix_ns / 1e9 - opening.core_time
+        if self._incarnation < 0:
+            self._to_wall = to_wall
+        for key, request in self._watched.items():
+            request.cut_at = self._now
+            if opening.incarnation != self._incarnation:
+                self._cut_off[request.arrived.spec.request_id, key.stream] = key, request
+        if opening.incarnation != self._incarnation:
+            self._offset = to_wall - self._to_wall
+            self._away = (self._now, opening.core_time + self._offset) if self._incarnation >= 0 else (0.0, 0.0)
         self._incarnation, self._next_index = opening.incarnation, opening.first_index
-        self._now = opening.core_time
-        self._to_wall = opening.unix_ns / 1e9 - opening.core_time
-        self._found.first_time = self._found.first_time or opening.core_time
+        self._now = opening.core_time + self._offset
+        self._found.first_time = self._found.first_time or self._now
         self._workers.clear()
         self._live.clear()
         self._watched.clear()
         for event, arrival in opening.live:
-            self._begin(event, arrival)
+            self._begin(event, arrival + self._offset)
         for state in opening.workers:
             self._take_over(state)
 
     def _take_over(self, state: WorkerAtStart) -> None:
         worker = self._workers[state.hello.worker] = _Worker(state.hello.worker_id)
         for row in state.rows:
-            key = StreamKey(row.frontend, row.stream)
+            key = self._key(row.frontend, row.stream)
             worker.rows[row.row] = _Row(key, row.prefill_left, row.held)
             request = self._live.get(key)
             if request is not None:
@@ -188,11 +211,13 @@ class _Pass:
         self._begin(event, self._now)
 
     def _begin(self, event: ev.RequestArrived, arrival: float) -> None:
-        key = StreamKey(event.frontend, event.stream)
+        key = self._key(event.frontend, event.stream)
         known = self._live.get(key)
         if known is not None and known.end is None:
             return  # submitted twice: the core keeps the first one
         request_id = event.spec.request_id
+        if self._take_over_request(key, event, arrival):
+            return
         self._found.names[key] = request_id
         request = self._live[key] = _Request(event, [_note(key, arrival, NoteKind.ARRIVED, "arrived")])
         same = self._alike.setdefault(event.block_keys[:KEY_BYTES], []) if event.block_keys else []
@@ -209,17 +234,37 @@ class _Pass:
             same.append((event.block_keys, key))
             del same[:-_MAX_ALIKE]
 
+    def _take_over_request(self, key: StreamKey, event: ev.RequestArrived, arrival: float) -> bool:
+        """Return whether an arrival continues a request of the scheduler before; if so, go on with its life."""
+        first_key, request = self._cut_off.pop((event.spec.request_id, key.stream), (key, None))
+        if request is None or request.cut_at is None:
+            return False
+        text = "its scheduler ended; the next one took it over"
+        request.notes.append(_note(first_key, request.cut_at, NoteKind.SCHEDULER_LOST, text))
+        if not _is_in_row(request.notes):
+            request.notes.append(_note(first_key, arrival, NoteKind.ARRIVED, "arrived again"))
+        request.cut_at, request.taken_over_s = None, max(0.0, arrival - request.notes[0].time)
+        self._first_keys[key] = first_key
+        self._live[first_key] = self._watched[first_key] = request
+        return True
+
+    def _key(self, frontend: Peer, stream: int) -> StreamKey:
+        key = StreamKey(frontend, stream)
+        return self._first_keys.get(key, key)
+
     def _noted(self, note: Note) -> None:
-        request = self._live.get(StreamKey(note.frontend, note.stream))
+        request = self._live.get(self._key(note.frontend, note.stream))
         if request is None or note.kind is NoteKind.ARRIVED:
             return
+        if self._offset:
+            note = replace(note, time=note.time + self._offset)
         if request.notes[-1].kind is not NoteKind.ENDED:
             request.notes.append(note)
         elif note.kind is NoteKind.ENDED:
             request.notes[-1] = note
 
     def _ended(self, end: RequestEnded) -> None:
-        key = StreamKey(end.frontend, end.stream)
+        key = self._key(end.frontend, end.stream)
         request = self._live.get(key)
         if request is None or request.end is not None:
             return
@@ -227,25 +272,47 @@ class _Pass:
         if request.notes[-1].kind is not NoteKind.ENDED:
             request.notes.append(_note(key, self._now, NoteKind.ENDED, f"ended: {end.reason.value}"))
         self._watched.pop(key, None)
+        if request.report is not None:
+            del self._live[key]
         seconds = self._now - request.notes[0].time
         request_id = request.arrived.spec.request_id
         self._found.ended.append(Ended(key, request_id, seconds, self._now + self._to_wall, end.reason.value))
 
     def _reported(self, reported: FrontendReported) -> None:
         message = link_pb2.RequestReport.FromString(reported.report)
-        request = self._live.pop(StreamKey(reported.frontend, message.stream), None)
+        key = self._key(reported.frontend, message.stream)
+        request = self._live.get(key)
         if request is None:
             return
-        request.report = _report(message)
+        request.report = self._report(message, request)
         if request.end is None:
             return  # the client has left; the core has not heard of it yet
+        del self._live[key]
         ended = self._found.ended
         for index in range(len(ended) - 1, max(-1, len(ended) - 1000), -1):
-            if ended[index].key == StreamKey(reported.frontend, message.stream):
+            if ended[index].key == key:
                 old = ended[index]
                 seconds = request.report.submitted_s + request.report.finished_s
                 ended[index] = Ended(old.key, old.request_id, seconds, old.ended_at, old.reason)
                 break
+
+    def _report(self, message: link_pb2.RequestReport, request: _Request) -> Report:
+        """Return a report with times from the first submission; the front end counts from the last one."""
+        before = request.taken_over_s
+        submitted_s, arrival = max(0.0, message.submitted_us / 1e6 - before), request.notes[0].time
+        ended, back = self._away
+        came = arrival - submitted_s
+        return Report(
+            submitted_s=submitted_s,
+            no_scheduler_s=arrival - max(ended, came) if came < back <= arrival else 0.0,
+            tokenise_s=message.tokenise_us / 1e6,
+            grammar_s=message.grammar_us / 1e6,
+            ended_s=message.ended_us / 1e6 + before if message.ended_us else 0.0,
+            finished_s=message.finished_us / 1e6 + before,
+            detokenise_s=message.detokenise_us / 1e6,
+            client_s=message.client_us / 1e6,
+            client_before_s=message.client_before_us / 1e6,
+        )
 
     # ---------------------------------------------------------------- workers
 
@@ -264,7 +331,7 @@ class _Pass:
         for row in plan.leaves:
             rows.pop(row, None)
         for admission in plan.admissions:
-            key = StreamKey(admission.frontend, admission.stream)
+            key = self._key(admission.frontend, admission.stream)
             rows[admission.row] = _Row(key, admission.num_tokens - admission.num_computed_tokens)
             self._admitted(key, worker, admission.num_computed_tokens, is_first=not admission.attempt)
         for row in plan.holds:
@@ -357,7 +424,7 @@ class _Pass:
             notes=tuple(request.notes),
             steps=tuple(request.steps),
             report=request.report,
-            until=None if end is not None else self._now,
+            until=None if end is not None else self._now if request.cut_at is None else request.cut_at,
             went_first=tuple(request.went_first),
             known_tokens=min(request.known_tokens, spec.num_prompt_tokens),
             known_by=request.known_by,
@@ -370,17 +437,10 @@ def _note(key: StreamKey, time: float, kind: NoteKind, text: str) -> Note:
     return Note(frontend=key.frontend, stream=key.stream, time=time, kind=kind, text=text)
 
 
-def _report(message: link_pb2.RequestReport) -> Report:
-    return Report(
-        submitted_s=message.submitted_us / 1e6,
-        tokenise_s=message.tokenise_us / 1e6,
-        grammar_s=message.grammar_us / 1e6,
-        ended_s=message.ended_us / 1e6,
-        finished_s=message.finished_us / 1e6,
-        detokenise_s=message.detokenise_us / 1e6,
-        client_s=message.client_us / 1e6,
-        client_before_s=message.client_before_us / 1e6,
-    )
+def _is_in_row(notes: list[Note]) -> bool:
+    """Return whether a request is in a row after these notes."""
+    last = next(note.kind for note in reversed(notes) if note.kind is not NoteKind.FAULT)
+    return last in (NoteKind.ADMITTED, NoteKind.FIRST_TOKEN, NoteKind.HELD)
 
 
 def _common_blocks(first: bytes, second: bytes) -> int:

@@ -35,13 +35,13 @@ class Recording:
         self._writer: SegmentWriter
         self.num_bytes = 0
 
-    def make_core(self, config: CoreConfig, incarnation: int) -> Scheduler:
-        """Make a core whose calls are written from now on."""
+    def make_core(self, config: CoreConfig, incarnation: int, now: float = 0.0) -> Scheduler:
+        """Make a core whose calls are written from `now` on."""
         self.finish()
         self._tape = Tape()
         self._config, self._incarnation = config, incarnation
         self._encoder = Encoder(self._tagger, with_tokens=self._with_tokens)
-        self._begin(0.0, b"")
+        self._begin(now, b"")
         return _Cutting(config, incarnation, self._tape, self._cut)
 
     def _cut(self, core: Scheduler, now: float) -> None:
@@ -68,6 +68,7 @@ class Recording:
         opening = self._encoder.begin(now)
         batch = self._encoder.take()
         opening.version, opening.code, opening.fresh = FORMAT_VERSION, code_hash(), not snapshot
+        opening.unix_ns = opening.core_ns
         opening.config, opening.incarnation = json.dumps(dataclasses.asdict(self._config)), self._incarnation
         batch.opening.CopyFrom(opening)
         batch.snapshot, batch.snapshot_complete = snapshot, bool(snapshot)

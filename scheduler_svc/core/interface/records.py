@@ -131,6 +131,8 @@ class NoteKind(enum.Enum):
     PREFIX_FAILED = "prefix failed"
     FAULT = "fault"
     ENDED = "ended"
+    SCHEDULER_LOST = "scheduler lost"
+    """Its scheduler has ended and the next one took it over; only a reader of records makes this note."""
 
     __hash__ = object.__hash__
 

@@ -16,7 +16,7 @@ from scheduler_svc.core.interface.config import CoreConfig, TenantLimits
 from scheduler_svc.core.interface.plan import Plan
 from scheduler_svc.explain.accounting import CauseKind, account
 from scheduler_svc.explain.answers import answer
-from scheduler_svc.explain.facts import StreamKey
+from scheduler_svc.explain.facts import Life, StreamKey
 from scheduler_svc.explain.reading import Findings, study
 from scheduler_svc.recorder.reader import read
 from scheduler_svc.recorder.tape import Reported, Tape
@@ -39,7 +39,9 @@ class _Recorded(Cluster):
         super().__init__(**limits)
         self._recording = Recording(folder)
         self._folder = folder
-        self.core = self._recording.make_core(CoreConfig(**limits), 1 << 40)  # type: ignore[arg-type]
+        self._config = CoreConfig(**limits)  # type: ignore[arg-type]
+        self._frontend = FRONTEND
+        self.core = self._recording.make_core(self._config, 1 << 40)
         self.handle(ev.FrontendJoined(frontend=FRONTEND))
         self.made: list[tuple[Plan, float]] = []
 
@@ -47,7 +49,7 @@ class _Recorded(Cluster):
         """Computes the block keys of requests, as a front end does."""
         if isinstance(event, ev.RequestArrived):
             keys = following_keys(root_key("f", b""), event.token_ids.tobytes(), 4)
-            event = dataclasses.replace(event, block_keys=keys, block_size=4 if keys else 0)
+            event = dataclasses.replace(event, block_keys=keys, block_size=4 if keys else 0, frontend=self._frontend)
         return super().handle(event)
 
     @property
@@ -56,6 +58,12 @@ class _Recorded(Cluster):
         tape = self._recording._tape
         assert tape is not None
         return tape
+
+    def restart(self) -> None:
+        """The scheduler dies, and the next one starts; the front end comes back under another name."""
+        self.core = self._recording.make_core(self._config, 2 << 40, self.now)
+        self._frontend = b"front/2"
+        self.handle(ev.FrontendJoined(frontend=self._frontend))
 
     def turn(self) -> None:
         """Plans, lets the step take its time, and answers it with timings."""
@@ -78,7 +86,8 @@ class _Recorded(Cluster):
     def report(self, stream: int, **durations: int) -> None:
         """The front end reports a call."""
         report = link_pb2.RequestReport(stream=stream, **durations)
-        self.tape.append(Reported(FrontendReported(frontend=FRONTEND, report=report.SerializeToString()), self.now))
+        found = FrontendReported(frontend=self._frontend, report=report.SerializeToString())
+        self.tape.append(Reported(found, self.now))
 
     def study(self, *names: str) -> Findings:
         """Reads what is wanted of the record."""
@@ -94,6 +103,10 @@ def _cluster(folder: Path, *, num_host_blocks: int = 0, max_rows: int = 8, **lim
 
 def _first(found: Findings) -> CauseKind:
     (life,) = found.lives
+    return _first_of(life)
+
+
+def _first_of(life: Life) -> CauseKind:
     return account(life).causes[0].kind
 
 
@@ -211,6 +224,59 @@ def test_the_front_ends_report_completes_the_time(tmp_path: Path) -> None:
     assert found.total_s == pytest.approx(3.005)
     assert sum(cause.seconds for cause in found.causes) == pytest.approx(3.005)
     assert found.causes[0].kind is CauseKind.CLIENT
+
+
+def test_a_request_has_one_life_across_a_restart_of_the_scheduler(tmp_path: Path) -> None:
+    """A request that the next scheduler takes over is explained as a whole; the restart is the first cause."""
+    cluster = _cluster(tmp_path)
+    first = cluster.submit(1, [1, 2, 3], 12)
+    began = cluster.now
+    for _ in range(4):
+        cluster.turn()
+    cluster.restart()
+    cluster.now += 3.0
+    cluster.submit(1, [1, 2, 3], 12, delivered=tuple(first.tokens), accepted=True)
+    again = cluster.now
+    cluster.join(ModelWorker(b"w/2", 64, 4, 8))
+    cluster.finish()
+    whole_s = cluster.now - began
+    submitted_us, left_us = round((again - began) * 1e6), round((cluster.now - again) * 1e6)
+    cluster.report(1, submitted_us=submitted_us + 2_000, ended_us=left_us + 1_000, finished_us=left_us + 5_000)
+    (life,) = cluster.study("r1").lives
+    found = account(life)
+
+    assert found.causes[0].kind is CauseKind.SCHEDULER_LOST
+    assert found.causes[0].seconds > 3.0
+    assert CauseKind.OWN_DECODE in [cause.kind for cause in found.causes]
+    assert life.until is None
+    assert found.total_s == pytest.approx(whole_s + 0.007, abs=1e-3)
+
+
+def test_a_wait_goes_on_after_a_restart_of_the_scheduler(tmp_path: Path) -> None:
+    """Of a request that only waited, the restart is charged until the next scheduler has it, and the wait follows."""
+    cluster = _cluster(tmp_path, max_num_seqs=1)
+    cluster.submit(1, [1, 2, 3], 100)
+    cluster.submit(2, [1, 2, 3], 4)
+    cluster.turn()
+    cluster.restart()
+    cluster.now += 1.0
+    cluster.join(ModelWorker(b"w/2", 64, 4, 8))
+    cluster.submit(1, [1, 2, 3], 100)
+    cluster.submit(2, [1, 2, 3], 4)
+    arrived_s = cluster.now
+    cluster.submit(3, [1, 2, 3], 4)
+    cluster.finish()
+    # The front end had the third request for two seconds, half of them after the first scheduler had ended.
+    left_us = round((cluster.now - arrived_s) * 1e6)
+    cluster.report(3, submitted_us=2_000_000, tokenise_us=300_000, ended_us=left_us, finished_us=left_us)
+    waiting, new = cluster.study("r2", "r3").lives
+    seconds = {cause.kind: cause.seconds for cause in account(waiting).causes}
+
+    assert _first_of(waiting) is CauseKind.ROWS
+    assert seconds[CauseKind.SCHEDULER_LOST] == pytest.approx(1.0, abs=0.1)
+    seconds = {cause.kind: cause.seconds for cause in account(new).causes}
+    assert seconds[CauseKind.SCHEDULER_LOST] == pytest.approx(1.0, abs=0.1)
+    assert seconds[CauseKind.FRONT_END] == pytest.approx(0.7, abs=0.1)
 
 
 def test_the_slowest_requests_and_a_step_are_shown(tmp_path: Path) -> None:

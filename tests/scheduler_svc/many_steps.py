@@ -1,13 +1,9 @@
-"""Records a million steps of three small workers, and chaos runs of the simulator, and replays all of them.
+"""A record of many steps of three small workers, for replays.
 
-Run with `python -m tests.scheduler_svc.replay_many [--steps N] [--seeds N]`; part of `make test-all`. The workers have
-little memory, so that requests are preempted and swapped, and one of them dies now and then.
+The workers have little memory, so that requests are preempted and swapped, and one of them dies now and then.
 """
 
-import argparse
 import random
-import sys
-import tempfile
 from collections import deque
 from pathlib import Path
 
@@ -17,10 +13,8 @@ from scheduler_svc.core.interface import effects as ef
 from scheduler_svc.core.interface import events as ev
 from scheduler_svc.core.interface.config import CoreConfig
 from scheduler_svc.core.interface.plan import Plan
-from scheduler_svc.recorder.reader import read
-from scheduler_svc.recorder.replay import Outcome, replay
 from shared.request_spec import RequestSpec
-from tests.scheduler_svc.recording import Recording, record
+from tests.scheduler_svc.recording import Recording
 
 _FRONTEND = b"frontend/1"
 _MODEL = ev.ModelFacts(
@@ -128,32 +122,3 @@ def record_steps(folder: Path, num_steps: int, seed: int = 1) -> int:
                 answers.append(workers[peer].answer(plan))
     recording.finish()
     return steps
-
-
-def main() -> int:
-    """Record and replay; return the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=1_000_000, help="steps of the long run (default: 1000000)")
-    parser.add_argument("--seeds", type=int, default=20, help="chaos runs of the simulator (default: 20)")
-    options = parser.parse_args()
-    good = True
-    with tempfile.TemporaryDirectory() as folder:
-        record_steps(Path(folder), options.steps)
-        size = sum(path.stat().st_size for path in Path(folder).iterdir())
-        good &= _report(f"long run, {size} bytes", replay(read(Path(folder))))
-    for seed in range(1, options.seeds + 1):
-        with tempfile.TemporaryDirectory() as folder:
-            result, _ = record(Path(folder), seed, 3000)
-            outcome = replay(read(Path(folder)))
-            good &= _report(f"seed {seed}", outcome) and result.failure is None and outcome.plans == result.num_plans
-    return 0 if good else 1
-
-
-def _report(what: str, outcome: Outcome) -> bool:
-    state = "equal" if outcome.difference is None else f"DIFFERS: {outcome.difference}"
-    print(f"{what}: {outcome.steps} steps, {outcome.plans} plans, {outcome.ends} ends, {state}", flush=True)
-    return outcome.difference is None
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,0 +1,229 @@
+"""Planted causes of slowness: each one makes one request of a running service slow for a known reason.
+
+Lengths, numbers of neighbours, tenants and pauses are drawn from the scene's generator. A plant must not depend on the
+speed of the machine, so it waits for first tokens and metrics and makes the neighbours long.
+"""
+
+import asyncio
+import os
+import random
+import signal
+import time
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, field
+
+from grpc import aio
+
+from quire import AsyncClient, SchedulingOptions
+from quire.v1 import generation_pb2 as v1
+from quire.v1 import generation_pb2_grpc
+from tests.e2e.harness import PATIENCE_S, Served
+
+ADMISSION = """
+[tenants.single]
+max_running = 1
+[tenants.pair]
+max_running = 2
+[tenants.metered]
+tokens_per_s = 300.0
+"""
+FLAGS = ("--policy=priority", "--max-num-seqs=3", "--max-num-batched-tokens=2048", "--resume-keep-s=0")
+MAX_LENGTH = 4096
+"""Longest sequence of the model that the plants need."""
+
+
+@dataclass(slots=True)
+class Scene:
+    """A running service, a client of it, and the request that is made slow."""
+
+    served: Served
+    client: AsyncClient
+    rng: random.Random
+    victim: str
+    """Id of the request."""
+    drawn: dict[str, object] = field(default_factory=dict)
+    """What the plant has drawn, for messages."""
+
+    def draw(self, what: str, low: int, high: int) -> int:
+        """Draw a number from `low` to `high`, and remember it."""
+        number = self.rng.randint(low, high)
+        self.drawn[what] = number
+        return number
+
+    def prompt(self, length: int) -> list[int]:
+        """Draw a prompt that no other request has."""
+        return [self.rng.randrange(16, 300) for _ in range(length)]
+
+    async def run(
+        self,
+        name: str,
+        prompt: list[int],
+        max_tokens: int,
+        *,
+        priority: int = 0,
+        tenant: str = "",
+        began: asyncio.Event | None = None,
+    ) -> None:
+        """Run a request to its end; `began` is set at its first token."""
+        stream = self.client.generate(
+            token_ids=prompt,
+            max_tokens=max_tokens,
+            ignore_eos=True,
+            request_id=name,
+            scheduling=SchedulingOptions(priority=priority, tenant=tenant),
+        )
+        async for _ in stream:
+            if began is not None:
+                began.set()
+
+    async def start(
+        self, name: str, prompt: list[int], max_tokens: int, *, priority: int = 0, tenant: str = ""
+    ) -> "asyncio.Task[None]":
+        """Start a request and wait for its first token; return its task."""
+        began = asyncio.Event()
+        task = asyncio.ensure_future(self.run(name, prompt, max_tokens, priority=priority, tenant=tenant, began=began))
+        await asyncio.wait_for(began.wait(), PATIENCE_S)
+        return task
+
+    async def until(self, metric: str, count: float) -> None:
+        """Wait until a metric of the service has at least this value."""
+        end = time.monotonic() + PATIENCE_S
+        while await asyncio.to_thread(self.served.metric, metric) < count:
+            assert time.monotonic() < end, f"{metric} has not reached {count}"
+
+
+Plant = Callable[[Scene], Coroutine[None, None, None]]
+
+
+async def _tenant_limit(scene: Scene) -> None:
+    tenant = scene.drawn["tenant"] = scene.rng.choice(("single", "pair", "metered"))
+    if tenant == "metered":
+        # More than the burst of ten seconds' worth: the tenant is in debt afterwards.
+        await scene.run("spent", scene.prompt(scene.draw("prompt", 3300, 3900)), 4, tenant="metered")
+        await scene.run(scene.victim, scene.prompt(scene.draw("victim's prompt", 4, 16)), 4, tenant="metered")
+        return
+    length = scene.draw("neighbour's tokens", 400, 700)
+    many = [
+        await scene.start(f"long-{index}", scene.prompt(8), length, tenant=tenant)
+        for index in range(1 if tenant == "single" else 2)
+    ]
+    await scene.run(scene.victim, scene.prompt(scene.draw("victim's prompt", 4, 16)), 4, tenant=tenant)
+    await asyncio.gather(*many)
+
+
+async def _full_queue(scene: Scene) -> None:
+    count, length = scene.draw("neighbours", 12, 18), scene.draw("neighbours' tokens", 200, 300)
+    many = [asyncio.ensure_future(scene.run(f"early-{index}", scene.prompt(8), length)) for index in range(count)]
+    await scene.until("vllm:num_requests_waiting", count - 6)
+    await scene.run(scene.victim, scene.prompt(8), scene.draw("victim's tokens", 2, 8))
+    await asyncio.gather(*many)
+
+
+async def _long_prompts(scene: Scene) -> None:
+    """Let the victim decode while prompts pass through the other rows, so that each of its steps has chunks of them."""
+    count, length = scene.draw("neighbours", 100, 140), scene.draw("neighbours' prompts", 700, 1000)
+    many = [asyncio.ensure_future(scene.run(f"neighbour-{index}", scene.prompt(length), 1)) for index in range(count)]
+    await asyncio.wait(many, return_when=asyncio.FIRST_COMPLETED)
+    await scene.run(scene.victim, scene.prompt(8), scene.draw("victim's tokens", 12, 20), priority=50)
+    await asyncio.gather(*many)
+
+
+async def _preemption(scene: Scene) -> None:
+    victim = await scene.start(scene.victim, scene.prompt(8), scene.draw("victim's tokens", 150, 250), priority=-5)
+    count, length = scene.draw("urgent ones", 3, 5), scene.draw("their tokens", 500, 800)
+    await asyncio.gather(
+        *(scene.run(f"urgent-{index}", scene.prompt(8), length, priority=50) for index in range(count))
+    )
+    await victim
+
+
+async def _slow_worker(scene: Scene) -> None:
+    """Stop the worker again and again until the victim has ended."""
+    await scene.run("usual", scene.prompt(8), 100)
+    worker, pause_ms = scene.served.pid("worker"), scene.draw("pause, ms", 60, 120)
+    victim = await scene.start(scene.victim, scene.prompt(8), scene.draw("victim's tokens", 60, 100))
+    for _ in range(1000):
+        if victim.done():
+            break
+        os.kill(worker, signal.SIGSTOP)
+        await asyncio.sleep(pause_ms / 1e3)
+        os.kill(worker, signal.SIGCONT)
+        await asyncio.sleep(0.005)
+    await victim
+
+
+async def _worker_killed(scene: Scene) -> None:
+    victim = await scene.start(scene.victim, scene.prompt(8), scene.draw("victim's tokens", 150, 300))
+    os.kill(scene.served.pid("worker"), signal.SIGKILL)
+    await victim
+
+
+async def _cold_prefix(scene: Scene) -> None:
+    """Lose a cached prompt with its worker; other prompts warm the new worker up before the same prompt comes again."""
+    length = scene.draw("prompt", 2500, 4000)
+    prompt = scene.prompt(length)
+    await scene.run("first", prompt, 1)
+    os.kill(scene.served.pid("worker"), signal.SIGKILL)
+    for index in range(2):
+        await scene.run(f"between-{index}", scene.prompt(length), 1)
+    await scene.run(scene.victim, prompt, 1)
+
+
+async def _stalled_reader(scene: Scene) -> None:
+    """Read one message, and nothing for a while; gRPC takes in 64 KiB meanwhile, so the messages are large."""
+    async with aio.insecure_channel(scene.served.grpc, options=[("grpc.http2.bdp_probe", 0)]) as channel:
+        call = generation_pb2_grpc.GenerationServiceStub(channel).Generate(
+            v1.GenerateRequest(
+                token_ids=v1.TokenIds(ids=scene.prompt(8)),
+                request_id=scene.victim,
+                stop=v1.StopOptions(max_tokens=scene.draw("victim's tokens", 350, 500), ignore_eos=True),
+                output=v1.OutputOptions(logprobs=20),
+            )
+        )
+        await call.read()
+        # This is the plant itself: a reader that does not read.
+        await asyncio.sleep(scene.draw("pause, s", 8, 15))
+        while await call.read() is not aio.EOF:
+            pass
+
+
+async def _grammar(scene: Scene) -> None:
+    count = scene.draw("words", 350, 450)
+    words = ["".join(scene.rng.choices("abcdefghij", k=12)) for _ in range(count)]
+    stream = scene.client.generate(
+        token_ids=scene.prompt(8),
+        max_tokens=4,
+        request_id=scene.victim,
+        regex=f"(({'|'.join(words)}) ){{1,40}}",
+    )
+    async for _ in stream:
+        pass
+
+
+@dataclass(frozen=True, slots=True)
+class Planted:
+    """A cause, how it is planted, and the names that `quire explain` has for it."""
+
+    plant: Plant
+    names: frozenset[str]
+    swaps: bool = False
+    """Whether the service needs swap space."""
+
+
+CAUSES: dict[str, Planted] = {
+    "a tenant's limit": Planted(_tenant_limit, frozenset({"waiting for its tenant's limit"})),
+    "a full queue": Planted(_full_queue, frozenset({"waiting for its turn", "waiting for a free row"})),
+    "neighbours with long prompts": Planted(_long_prompts, frozenset({"other prompts' chunks in its steps"})),
+    "preemption by priority": Planted(_preemption, frozenset({"preempted"})),
+    "a swap": Planted(_preemption, frozenset({"swapped out"}), swaps=True),
+    "a slow worker": Planted(_slow_worker, frozenset({"slow worker"})),
+    "a stalled reader": Planted(
+        _stalled_reader, frozenset({"held out: its reader took no output", "the client's own slowness"})
+    ),
+    "a killed worker": Planted(_worker_killed, frozenset({"worker lost"})),
+    "a grammar's compilation": Planted(
+        _grammar, frozenset({"waiting for its grammar's compilation", "checking the grammar"})
+    ),
+    "a cold prefix": Planted(_cold_prefix, frozenset({"own prefill of a prefix that was known before"})),
+}
+"""The ten causes."""
