@@ -8,6 +8,7 @@ within the grace period, then cancel them → send the last cancellations to the
 import asyncio
 import contextlib
 import gc
+import os
 import signal
 import socket
 import sys
@@ -19,7 +20,7 @@ from grpc_reflection.v1alpha import reflection
 
 from quire.v1 import generation_pb2, generation_pb2_grpc, model_pb2, model_pb2_grpc
 from services.access.call_limit import CallsInProgress
-from services.access.principals import Principals
+from services.access.principals import Principals, read_api_keys
 from services.access.tls import server_tls
 from services.calls.context import LiveRequests, Services
 from services.calls.embeddings import Embedder
@@ -42,6 +43,7 @@ from services.requests.prompts import Prompts
 from services.requests.validation import MAX_TEXT
 from services.text.tokenizer import TextTokenizer, load_tokenizer
 from shared.config import ConfigError, FrontendConfig
+from shared.config_sources import API_KEY_VARIABLE
 from shared.curve import FRONTEND, check_bind, is_routable, load_keys
 from shared.logging import configure_logging, get_logger
 from shared.model_path import resolve_model
@@ -82,7 +84,11 @@ class Frontend:
         self._grammars = GrammarChecker(resolve_model(config.model, weights=False) / "tokenizer.json")
         self._tls = server_tls(config)
         check_bind("host", config.host, protected=self._tls is not None, insecure=config.insecure)
-        principals = Principals(config.principals, anonymous_is_admin=not is_routable(config.host))
+        principals = Principals(
+            config.principals,
+            api_keys=read_api_keys(os.environ.get(API_KEY_VARIABLE, ""), config.api_key_file),
+            anonymous_is_admin=not is_routable(config.host),
+        )
         services = Services(config, self.link, tokenizer, self._grammars, self._metrics, telemetry.tracer)
         prompts = Prompts(tokenizer, telemetry.tracer)
         self._live = LiveRequests(self._metrics)

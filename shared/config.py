@@ -272,6 +272,7 @@ class FrontendConfig(_Checked):
         "", "PEM file with the CA of client certificates; clients without a certificate are rejected"
     )
     principals: str = _option("", "TOML file with the principals: their tokens, certificates and permissions")
+    api_key_file: str = _option("", "file with API keys, one per line: accept only callers with one as bearer token")
     health_port: int = _option(
         -1, "separate port for /health, /ready and /metrics, without TLS; -1: none", least=-1, most=65535
     )

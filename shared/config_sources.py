@@ -20,7 +20,12 @@ from shared.config import ConfigError, FrontendConfig, SchedulerConfig, ServiceC
 CONFIG_VARIABLE = "QUIRE_CONFIG"
 """Variable that names the file if `--config` does not."""
 
-OTHER_VARIABLES = frozenset({CONFIG_VARIABLE, "QUIRE_LOG_FORMAT", "QUIRE_CPU_KERNELS", "QUIRE_TOKEN", "QUIRE_TARGET"})
+API_KEY_VARIABLE = "QUIRE_API_KEY"
+"""Variable with the API keys that a front end accepts, separated by commas. Process lists would show a flag."""
+
+OTHER_VARIABLES = frozenset(
+    {CONFIG_VARIABLE, API_KEY_VARIABLE, "QUIRE_LOG_FORMAT", "QUIRE_CPU_KERNELS", "QUIRE_TOKEN", "QUIRE_TARGET"}
+)
 """Variables that Quire reads and that are not settings."""
 
 _PREFIX = "QUIRE_"

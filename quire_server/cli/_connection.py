@@ -125,17 +125,34 @@ def token() -> str:
 def _grpc_target(text: str) -> str:
     """Check and return the address; gRPC also accepts dns:///HOST:PORT or unix:PATH."""
     if text.startswith(("http://", "https://")):
-        raise argparse.ArgumentTypeError(f"{text!r} is a URL; give HOST:PORT")
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is the address of HTTP; this command uses gRPC: give HOST:PORT of the gRPC port"
+        )
+    text = text.removeprefix("grpc://")
+    # gRPC itself reduces a port modulo 65,536.
+    if ":" in text and not text.startswith(("unix", "xds:", "passthrough:")) and not _is_address(text.split("/")[-1]):
+        raise argparse.ArgumentTypeError(f"{text!r} is not HOST:PORT with a port from 1 to 65535")
     return text
 
 
 def _http_target(text: str) -> str:
-    """Check and return the address."""
+    """Check and return the address; a URL with nothing behind the port is accepted as well."""
+    if text.startswith("https://"):
+        raise argparse.ArgumentTypeError(f"{text!r}: give HOST:PORT, and the CA of TLS with --tls-ca")
+    if text.startswith("grpc://"):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is the address of gRPC; this command uses HTTP: give HOST:PORT of the HTTP port"
+        )
+    text = text.removeprefix("http://").removesuffix("/")
+    if not _is_address(text):
+        raise argparse.ArgumentTypeError(f"{text!r} is not HOST:PORT with a port from 1 to 65535")
+    return text
+
+
+def _is_address(text: str) -> bool:
+    """Return whether the text is HOST:PORT."""
     try:
         parts = urlsplit(f"//{text}")
-        valid = bool(parts.hostname) and parts.port is not None and parts.netloc == text and "@" not in text
-    except ValueError:  # the port is not a number, or a bracket is missing
-        valid = False
-    if not valid:
-        raise argparse.ArgumentTypeError(f"{text!r} is not HOST:PORT")
-    return text
+        return bool(parts.hostname) and bool(parts.port) and parts.netloc == text and "@" not in text
+    except ValueError:  # the port is not a number or too large, or a bracket is missing
+        return False

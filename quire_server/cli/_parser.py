@@ -3,7 +3,7 @@
 import argparse
 import difflib
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NoReturn
 
 Namespace = argparse.Namespace
@@ -13,6 +13,8 @@ class OneLineParser(argparse.ArgumentParser):
     """A parser whose errors are one line on stderr and exit code 2."""
 
     def __init__(self, prog: str, *, description: str, examples: str) -> None:
+        self.remedies: Mapping[str, str] = {}
+        """By a flag that does not exist but that users of other servers type: what to do instead."""
         super().__init__(
             prog,
             description=description.strip(),
@@ -30,7 +32,7 @@ class OneLineParser(argparse.ArgumentParser):
         if unknown:
             word = unknown[0].split("=")[0]
             flags = [flag for flag in self._option_string_actions if flag.startswith("--")]
-            hint = suggest(word, flags) if word.startswith("-") else ""
+            hint = self.remedies.get(word) or (suggest(word, flags) if word.startswith("-") else "")
             self.error(f"{unknown[0]}: unknown argument" + (f"; {hint}" if hint else ""))
         return options
 

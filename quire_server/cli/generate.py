@@ -1,7 +1,7 @@
 """Generates from a prompt on a running server and streams the text to stdout.
 
-The prompt is continued as it is; with --chat it is sent as a user message through the model's chat template. "-" reads
-it from stdin. Ctrl-C cancels the request on the server.
+The prompt is continued as it is; with --chat it is sent as a user message through the model's chat template. Without a
+prompt, or with "-", it is read from stdin. Ctrl-C cancels the request on the server.
 """
 
 import json
@@ -11,12 +11,13 @@ from dataclasses import asdict
 from quire.client import Client, Generation
 from quire.types import Completion, GenerateOptions, SchedulingOptions
 from quire_server.cli._connection import add_target, credentials, token
+from quire_server.cli._errors import CommandError
 from quire_server.cli._parser import Namespace, OneLineParser
 
 EXAMPLES = """
   quire generate "Once upon a time" --max-tokens 64
   quire generate --chat "What is 3 + 4?" --temperature 0 --target 127.0.0.1:50051
-  quire generate - --json < prompt.txt
+  quire generate --json < prompt.txt
 """
 
 _SAMPLING = ("temperature", "top_k", "top_p", "min_p", "seed")
@@ -30,7 +31,7 @@ _SCHEDULING = (
 def configure(parser: OneLineParser) -> None:
     """Add the flags."""
     add = parser.add_argument
-    add("prompt", help="text of the prompt; - reads it from stdin")
+    add("prompt", nargs="?", help="text of the prompt; without it, or with -, it is read from stdin")
     add_target(parser)
     add("--chat", action="store_true", help="send the text as a user message through the chat template")
     add("--model", metavar="NAME", help="name of the model (default: the served model)")
@@ -86,7 +87,11 @@ def configure(parser: OneLineParser) -> None:
 
 def run(options: Namespace) -> int:
     """Send the request; raise `quire.errors.QuireError` when it fails."""
-    prompt = sys.stdin.read() if options.prompt == "-" else options.prompt
+    prompt = options.prompt
+    if prompt is None and sys.stdin.isatty():
+        raise CommandError("prompt: missing; give the text, or - to read it from stdin")
+    if prompt in (None, "-"):
+        prompt = sys.stdin.read()
     given: GenerateOptions = {  # type: ignore[assignment]  # argparse is not typed
         name: value for name in _FORWARDED_OPTIONS if (value := getattr(options, name)) is not None
     }

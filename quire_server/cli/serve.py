@@ -7,14 +7,16 @@ TOML file (--config), where the name is max_num_seqs. `quire config` prints the 
 """
 
 import asyncio
+import os
 import signal
 from typing import TYPE_CHECKING
 
 from quire_server.cli._config import add_config_flags
+from quire_server.cli._other_servers import REMEDIES
 from quire_server.cli._parser import Namespace, OneLineParser
 from quire_server.serve.layout import ServeConfig
-from shared.config import FrontendConfig, SchedulerConfig, ServiceConfig, WorkerConfig
-from shared.config_sources import ConfigSources
+from shared.config import ConfigError, FrontendConfig, SchedulerConfig, ServiceConfig, WorkerConfig
+from shared.config_sources import API_KEY_VARIABLE, ConfigSources
 from shared.logging import configure_logging
 
 if TYPE_CHECKING:
@@ -22,15 +24,26 @@ if TYPE_CHECKING:
 
 EXAMPLES = """
   quire serve                                                  the embedded model
-  quire serve --model ~/models/my-model --dtype bf16           a local Hugging Face checkpoint
+  quire serve ~/models/my-model --dtype bf16                   a local Hugging Face checkpoint
   quire serve --config quire.toml --max-num-seqs 128           settings from a file, one of them from a flag
   quire serve --workers 2 --frontends 2 --grpc-port 0          two workers, two front ends, any free port
+  QUIRE_API_KEY=secret quire serve --port 8080                 only callers that know the key; HTTP on port 8080
 """
 
 
 def configure(parser: OneLineParser) -> None:
-    """Add the process counts and the settings of all processes."""
+    """Add the model, the process counts and the settings of all processes."""
+    parser.remedies = REMEDIES
+    parser.add_argument("served", nargs="?", metavar="MODEL", help="the same as --model MODEL")
     add_serve_flags(parser)
+    parser.add_argument("--port", dest="http_port", type=int, metavar="INT", help="the same as --http-port INT")
+    parser.add_argument(
+        "--api-key",
+        action="append",
+        metavar="KEY",
+        help="accept only callers with this bearer token; may be repeated. Process lists show it: prefer the variable"
+        f" {API_KEY_VARIABLE} (keys separated by commas) or --api-key-file",
+    )
     parser.add_argument(
         "--show-sample", action="store_true", help="when ready, print a sample answer and how to call the server"
     )
@@ -64,6 +77,14 @@ def run(options: Namespace) -> int:
     # Imported late, here and below, so that `quire serve --help` does not import grpc.
     from quire_server.serve.service import fetch_model
 
+    if options.served is not None:
+        if options.model is not None:
+            raise ConfigError(f"model: given twice, as {options.served!r} and with --model; give one")
+        options.model = options.served
+    if options.api_key:
+        # The front ends inherit the variable; a flag of theirs would be visible to every user of the machine.
+        given = os.environ.get(API_KEY_VARIABLE)
+        os.environ[API_KEY_VARIABLE] = ",".join([*options.api_key, *([given] if given else [])])
     config = serve_config(options)
     configure_logging("quire-supervisor")
     fetch_model(config)
@@ -115,5 +136,5 @@ async def _serve_until_signal(service: "Service", *, show_sample: bool) -> None:
     if show_sample:
         from quire_server.serve.sample import show_sample as show
 
-        await show(addresses)
+        await show(addresses, os.environ.get(API_KEY_VARIABLE, "").partition(",")[0])
     await asyncio.Event().wait()

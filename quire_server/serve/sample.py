@@ -8,10 +8,15 @@ PROMPT = "Once upon a time"
 _MAX_TOKENS = 80
 
 
-async def show_sample(addresses: Addresses) -> None:
-    """Send one prompt through gRPC, print the answer as it streams, then print how to call the server."""
+async def show_sample(addresses: Addresses, token: str) -> None:
+    """Send one prompt through gRPC, print the answer as it streams, then print how to call the server.
+
+    Args:
+        addresses: where the service listens.
+        token: bearer token of the call; empty: none.
+    """
     print(f"\n  {PROMPT}", end="", flush=True)
-    async with AsyncClient(addresses.grpc) as client:
+    async with AsyncClient(addresses.grpc, token=token) as client:
         try:
             generation = client.generate(PROMPT, max_tokens=_MAX_TOKENS, temperature=0.7, seed=1)
             async for delta in generation:

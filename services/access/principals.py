@@ -12,6 +12,9 @@ random. `quire keys token` generates a token.
 
 The file is read again when it changes; if that fails, the previous principals stay valid. Without a file every caller
 is `anonymous`: it may act for every tenant, and it is an operator if only this machine can connect.
+
+API keys are the short form: who sends one as bearer token has the permissions of `anonymous`, and no other caller is
+served. File and keys may be used together.
 """
 
 import hashlib
@@ -19,13 +22,14 @@ import hmac
 import os
 import time
 import tomllib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from shared.config import ConfigError
+from shared.config_sources import API_KEY_VARIABLE
 from shared.errors import PermissionDeniedError, UnauthenticatedError
 from shared.logging import get_logger
 
@@ -90,6 +94,38 @@ CURRENT: ContextVar[Principal] = ContextVar("principal", default=_ANONYMOUS)
 """Principal of the call that the current task serves; set by the boundary before any other work."""
 
 
+def read_api_keys(variable: str, path: str) -> list[str]:
+    """Return the API keys of the variable and of the file.
+
+    Args:
+        variable: keys separated by commas; may be empty.
+        path: file with one key per line; empty: none.
+
+    Raises:
+        ConfigError: the file cannot be read or contains no key, or a key is not a possible bearer token.
+    """
+    keys = {f"{API_KEY_VARIABLE}, key {number}": key for number, key in enumerate(_words(variable.split(",")), 1)}
+    if path:
+        try:
+            lines = Path(path).read_text(encoding="utf-8").splitlines()
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"api_key_file: {path} cannot be read ({error})") from None
+        found = {f"api_key_file: {path}, key {number}": key for number, key in enumerate(_words(lines), 1)}
+        if not found:
+            raise ConfigError(f"api_key_file: {path} contains no key; write one per line")
+        keys |= found
+    for where, key in keys.items():
+        if len(key) > MAX_TOKEN_BYTES or not key.isascii() or not key.isprintable() or " " in key:
+            raise ConfigError(
+                f"{where}: not a bearer token; use up to {MAX_TOKEN_BYTES} visible ASCII characters without blanks"
+            )
+    return list(keys.values())
+
+
+def _words(texts: Iterable[str]) -> list[str]:
+    return [text.strip() for text in texts if text.strip()]
+
+
 @dataclass(frozen=True, slots=True)
 class _Known:
     """Content of the file."""
@@ -101,14 +137,20 @@ class _Known:
 class Principals:
     """Authenticates callers."""
 
-    def __init__(self, path: str, *, anonymous_is_admin: bool) -> None:
+    def __init__(self, path: str, *, api_keys: Sequence[str] = (), anonymous_is_admin: bool) -> None:
         """Read the file, if there is one.
+
+        Args:
+            path: the file; empty: none.
+            api_keys: the API keys that are accepted.
+            anonymous_is_admin: whether a caller that the file does not name may use the operator API.
 
         Raises:
             ConfigError: the file is invalid; the message names the entry.
         """
         self._path = Path(path) if path else None
         self._anonymous = Principal(ANONYMOUS_NAME, is_admin=anonymous_is_admin)
+        self._api_keys = [hashlib.sha256(key.encode()).digest() for key in api_keys]
         self._mtime = 0
         self._next_check = 0.0
         self._known = _Known()
@@ -126,7 +168,7 @@ class Principals:
         Raises:
             UnauthenticatedError: credentials are missing or unknown.
         """
-        if self._path is None:
+        if self._path is None and not self._api_keys:
             return self._anonymous
         self._refresh()
         if authorization:
@@ -146,6 +188,9 @@ class Principals:
         digest = hashlib.sha256(encoded).digest()
         found = None
         # Compare with all digests in constant time, so that the duration reveals nothing about them.
+        for known in self._api_keys:
+            if hmac.compare_digest(known, digest):
+                found = self._anonymous
         for known, principal in self._known.by_digest:
             if hmac.compare_digest(known, digest):
                 found = principal

@@ -6,6 +6,8 @@ import signal
 import socket
 import subprocess
 import threading
+import urllib.error
+import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -178,6 +180,26 @@ def test_the_sample_and_ctrl_c(checkpoint: Path) -> None:
         assert served.wait() == 0
         assert served.process.stdout.read().strip() == ""
         assert not sockets.exists()
+
+
+def test_only_callers_with_an_api_key_are_served(checkpoint: Path, tmp_path: Path) -> None:
+    """Keys come from flag, variable and file, over gRPC and HTTP; no process but `quire serve` itself shows one."""
+    keys = tmp_path / "keys"
+    keys.write_text("from-file\n")
+    flags = ("--api-key=from-flag", f"--api-key-file={keys}")
+    with serve(checkpoint, *flags, environ={"QUIRE_API_KEY": "from-variable"}) as served:
+        for key in ("from-flag", "from-variable", "from-file"):
+            with Client(served.grpc, token=key) as client:
+                assert client.generate("the", max_tokens=2).result().finished is not None
+        for key in ("", "wrong"):
+            with Client(served.grpc, token=key) as client, pytest.raises(errors.UnauthenticatedError):
+                client.generate("the", max_tokens=2).result()
+        with pytest.raises(urllib.error.HTTPError, match="401"):
+            urllib.request.urlopen(f"http://{served.http}/v1/models", timeout=30)
+        shown = [
+            word for process in served.processes() if process.pid != served.process.pid for word in process.cmdline()
+        ]
+        assert not any("from-flag" in word or "from-variable" in word for word in shown)
 
 
 def test_running_requests_may_end_before_the_service_does(checkpoint: Path) -> None:

@@ -8,6 +8,8 @@ from collections.abc import Iterator
 
 import pytest
 
+from quire_server.cli import serve
+from quire_server.cli._other_servers import REMEDIES
 from quire_server.cli._parser import OneLineParser
 from quire_server.cli.main import COMMANDS
 from tests.e2e.harness import QUIRE, ROOT
@@ -40,6 +42,22 @@ def quire(*arguments: str, **environ: str) -> "subprocess.CompletedProcess[bytes
             ["serve", "--max-num-seq", "3"],
             2,
             "quire serve: --max-num-seq: unknown argument; did you mean '--max-num-seqs'?; see quire serve --help",
+        ),
+        (
+            ["serve", "-tp", "2"],
+            2,
+            "quire serve: -tp: unknown argument; a worker uses one GPU; start more workers with --workers;"
+            " see quire serve --help",
+        ),
+        (
+            ["serve", "demo", "--model", "other"],
+            1,
+            "quire serve: model: given twice, as 'demo' and with --model; give one",
+        ),
+        (
+            ["serve", "--port", "99999"],
+            1,
+            "quire serve: http_port (--http-port): 99999 is too large; give at most 65535",
         ),
         (["serve", "--workers", "0"], 1, "quire serve: workers (--workers): 0 is too small; give at least 1"),
         (
@@ -258,3 +276,13 @@ def test_ctrl_c_is_130(server: ScriptedServer) -> None:
         assert command.wait(60) == 130
         assert command.stderr.read() == b""
     assert server.cancelled.wait(30)
+
+
+def test_other_servers_flags_are_none_of_ours_and_the_remedies_name_ours() -> None:
+    """Each flag in the list is unknown to `quire serve`, and each flag that a remedy names exists."""
+    parser = OneLineParser("quire serve", description="", examples="")
+    serve.configure(parser)
+    flags = set(parser._option_string_actions)
+
+    assert flags & set(REMEDIES) == set()
+    assert {word.strip(".,;") for text in REMEDIES.values() for word in text.split() if word[:2] == "--"} <= flags

@@ -1,6 +1,7 @@
 """Commands that are given the address of something else: one line that says what is there and what to do."""
 
 import http.server
+import importlib
 import os
 import socket
 import ssl
@@ -16,6 +17,7 @@ import grpc
 import pytest
 import trustme
 
+from quire_server.cli._parser import OneLineParser
 from quire_server.cli.main import main
 from tests.e2e.harness import QUIRE, ROOT
 from tests.quire.scripted_server import scripted_server
@@ -239,10 +241,21 @@ def test_tls_at_a_port_without(command: str, papers: Papers) -> None:
 @pytest.mark.parametrize(
     ("command", "target", "complaint"),
     [
-        ("top", "localhost", "'localhost' is not HOST:PORT"),
-        ("top", "http://127.0.0.1:8000", "'http://127.0.0.1:8000' is not HOST:PORT"),
-        ("batch", "127.0.0.1:http", "'127.0.0.1:http' is not HOST:PORT"),
-        ("workers", "http://127.0.0.1:50051", "'http://127.0.0.1:50051' is a URL; give HOST:PORT"),
+        ("top", "localhost", "'localhost' is not HOST:PORT with a port from 1 to 65535"),
+        ("top", "https://127.0.0.1:8000", "'https://127.0.0.1:8000': give HOST:PORT, and the CA of TLS with --tls-ca"),
+        (
+            "top",
+            "grpc://127.0.0.1:50051",
+            "'grpc://127.0.0.1:50051' is the address of gRPC; this command uses HTTP: give HOST:PORT of the HTTP port",
+        ),
+        ("batch", "127.0.0.1:http", "'127.0.0.1:http' is not HOST:PORT with a port from 1 to 65535"),
+        (
+            "workers",
+            "http://127.0.0.1:8000",
+            "'http://127.0.0.1:8000' is the address of HTTP; this command uses gRPC: give HOST:PORT of the gRPC port",
+        ),
+        ("workers", "127.0.0.1:99999", "'127.0.0.1:99999' is not HOST:PORT with a port from 1 to 65535"),
+        ("workers", "dns:///localhost:0", "'dns:///localhost:0' is not HOST:PORT with a port from 1 to 65535"),
     ],
 )
 def test_an_address_of_the_wrong_form(
@@ -254,3 +267,22 @@ def test_an_address_of_the_wrong_form(
 
     assert ended.value.code == 2
     assert capsys.readouterr().err == f"quire {command}: argument --target: {complaint}; see quire {command} --help\n"
+
+
+@pytest.mark.parametrize(
+    ("command", "given", "target"),
+    [
+        ("top", "http://127.0.0.1:8000/", "127.0.0.1:8000"),
+        ("top", "[::1]:8000", "[::1]:8000"),
+        ("workers", "grpc://127.0.0.1:50051", "127.0.0.1:50051"),
+        ("workers", "dns:///localhost:50051", "dns:///localhost:50051"),
+        ("workers", "unix:/run/quire.sock", "unix:/run/quire.sock"),
+        ("workers", "localhost", "localhost"),
+    ],
+)
+def test_a_url_of_the_right_protocol_is_an_address(command: str, given: str, target: str) -> None:
+    """The scheme is accepted where it names the protocol that the command uses."""
+    parser = OneLineParser(command, description="", examples="")
+    importlib.import_module(f"quire_server.cli.{command}").configure(parser)
+
+    assert parser.parse(["--target", given]).target == target

@@ -10,7 +10,7 @@ import pytest
 
 from quire.admin.v1 import admin_pb2, admin_pb2_grpc
 from quire.v1 import generation_pb2 as v1
-from services.access.principals import Principals
+from services.access.principals import Principals, read_api_keys
 from shared.config import ConfigError
 from shared.errors import PermissionDeniedError, UnauthenticatedError
 from tests.services.stack import Stack, running_stack, tokens_request
@@ -53,6 +53,37 @@ def test_tokens_and_certificates_name_principals(tmp_path: Path) -> None:
             principals.identify(wrong, ["other"])
     with pytest.raises(UnauthenticatedError):
         principals.identify("Bearer wrong", ["search.example.org"])
+
+
+@pytest.mark.parametrize("is_admin", [True, False])
+def test_an_api_key_gives_the_permissions_of_an_anonymous_caller(tmp_path: Path, is_admin: bool) -> None:
+    """With keys, a caller without one is refused; principals of a file are served beside."""
+    path = _written(tmp_path, search="s3cret", operator="0p")
+    principals = Principals(str(path), api_keys=["first", "second"], anonymous_is_admin=is_admin)
+    keys_only = Principals("", api_keys=["first"], anonymous_is_admin=is_admin)
+
+    for known in (principals.identify("Bearer second"), keys_only.identify("Bearer first")):
+        assert (known.name, known.is_admin, known.tenant("any")) == ("anonymous", is_admin, "any")
+    assert principals.identify("Bearer s3cret").name == "search"
+    for caller in ("", "Bearer s3cret", "Bearer second", "first"):
+        with pytest.raises(UnauthenticatedError):
+            keys_only.identify(caller)
+
+
+def test_api_keys_come_from_the_variable_and_the_file(tmp_path: Path) -> None:
+    """Blanks and empty lines around keys do not count; a mistake is named, the key is not shown."""
+    path = tmp_path / "keys"
+    path.write_text("third\n\n  fourth \n")
+
+    assert read_api_keys("first, second,", str(path)) == ["first", "second", "third", "fourth"]
+    assert read_api_keys("", "") == []
+    with pytest.raises(ConfigError, match=r"^QUIRE_API_KEY, key 2: not a bearer token; [^b]*"):
+        read_api_keys("a,b b", "")
+    path.write_text("\n")
+    with pytest.raises(ConfigError, match="contains no key"):
+        read_api_keys("", str(path))
+    with pytest.raises(ConfigError, match="cannot be read"):
+        read_api_keys("", str(tmp_path / "none"))
 
 
 def test_a_principal_acts_for_its_tenants_only(tmp_path: Path) -> None:
@@ -162,3 +193,20 @@ async def _admin_code(stack: Stack, metadata: tuple[tuple[str, str], ...]) -> gr
     except grpc.aio.AioRpcError as error:
         return error.code()
     return grpc.StatusCode.OK
+
+
+def test_the_documented_file_means_what_the_page_says(tmp_path: Path) -> None:
+    """The example in SECURITY.md is a valid file, and the token it names identifies the first principal."""
+    page = (Path(__file__).resolve().parents[2] / "SECURITY.md").read_text(encoding="utf-8")
+    path = tmp_path / "principals.toml"
+    path.write_text(page.partition("```toml\n")[2].partition("```")[0])
+
+    search = Principals(str(path), anonymous_is_admin=False).identify("Bearer secret")
+
+    assert (search.name, search.tenants, search.cache_scopes, search.is_admin) == (
+        "search",
+        ("search", "batch"),
+        ("team",),
+        False,
+    )
+    assert Principals(str(path), anonymous_is_admin=False).identify("", ["search.example.org"]) == search

@@ -67,12 +67,17 @@ def build_engine(
             mixed = mixed_sizes(largest_captured(gpu, num_weights, num_layers, max_tokens))
     setting = "kv_cache_memory" if device.type == "cpu" else "gpu_memory_utilization"
     bytes_per_block = block_bytes(model.kv_shapes, limits.block_size, description.kv_dtype)
-    num_blocks = count_blocks(
-        _memory_for_kv(config, model, limits, description.kv_dtype, device, decode, mixed),
-        bytes_per_block,
-        limits.max_rows * limits.max_blocks_per_row,
-        setting,
-    )
+    memory = _memory_for_kv(config, model, limits, description.kv_dtype, device, decode, mixed)
+    num_blocks = count_blocks(memory, bytes_per_block, limits.max_rows * limits.max_blocks_per_row, setting)
+    if num_blocks < memory // bytes_per_block:
+        get_logger().info(
+            "KV cache smaller than its memory allows: more blocks than all rows at full length can use are not needed",
+            setting=setting,
+            allowed_bytes=memory,
+            used_bytes=num_blocks * bytes_per_block,
+            rows=limits.max_rows,
+            max_model_len=limits.max_model_len,
+        )
     num_host_blocks = parse_bytes(config.swap_space) // bytes_per_block
     limits = dataclasses.replace(limits, num_blocks=num_blocks, num_host_blocks=num_host_blocks)
     caches = allocate(model.kv_shapes, num_blocks, limits.block_size, description.kv_dtype, device, setting)
