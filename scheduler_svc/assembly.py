@@ -13,9 +13,9 @@ from shared.curve import DOMAINS, CurveKeys
 from shared.logging import get_logger
 from shared.sockets import Protect
 
-_NO_BUDGET = 1 << 24
+NO_BUDGET = 1 << 24
 """Token budget without a limit: larger than any worker's own limit, which then applies."""
-_ALL_ROWS = 1 << 16
+ALL_ROWS = 1 << 16
 """Limit of running requests that no worker exceeds; its own limit then applies."""
 
 
@@ -25,7 +25,7 @@ def to_core_config(config: SchedulerConfig, admission: AdmissionSettings) -> Cor
     Raises:
         InvalidLimitsError: limits contradict each other.
     """
-    max_tokens = config.max_num_batched_tokens or _NO_BUDGET
+    max_tokens = config.max_num_batched_tokens or NO_BUDGET
     return CoreConfig(
         policy=config.policy,
         classes=admission.classes,
@@ -43,7 +43,7 @@ def to_core_config(config: SchedulerConfig, admission: AdmissionSettings) -> Cor
         policy_preemption=config.policy_preemption,
         preempt_threshold=config.preempt_threshold,
         victim_rule=config.victim_rule,
-        max_num_seqs=config.max_num_seqs or min(_ALL_ROWS, max_tokens),
+        max_num_seqs=config.max_num_seqs or min(ALL_ROWS, max_tokens),
         max_num_batched_tokens=max_tokens,
         itl_target_s=config.itl_target_ms / 1000,
         long_prefill_token_threshold=config.long_prefill_token_threshold,

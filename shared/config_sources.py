@@ -105,6 +105,15 @@ def from_options(
     return ConfigSources(options, environ).make(config)
 
 
+def parse_setting(config: type[Any], name: str, text: str) -> Any:
+    """Return the value of one setting of a configuration in a text, with the type of the setting.
+
+    Raises:
+        ConfigError: the text is not of that type, or not one of the setting's choices.
+    """
+    return _parse(name, text, next(option for option in dataclasses.fields(config) if option.name == name))
+
+
 @cache
 def all_settings() -> frozenset[str]:
     """Return the names of the settings of every process."""

@@ -1,9 +1,14 @@
-"""Runs the scheduler over a flight record and compares every plan with the recorded one.
+"""Runs the scheduler over a flight record and compares every plan with the recorded one, or asks what would have been.
 
 With the release that recorded, every plan is equal bit for bit. The first one that differs is named, with what differs.
 Of a folder, the replay begins at the first segment of a new scheduler or with a complete snapshot.
+
+With --what-if, --set or --workers, the recorded requests are simulated with other settings. The table shows the figures
+of the record, of a simulation with the same settings, and of one with the changed settings. The names and values of
+--set are those of the scheduler's flags.
 """
 
+import json
 from pathlib import Path
 
 from quire_server.cli._errors import CommandError
@@ -12,6 +17,8 @@ from quire_server.cli._parser import Namespace, OneLineParser
 EXAMPLES = """
   quire replay ~/.local/state/quire/record
   quire replay incident.record --to 120000
+  quire replay incident.record --what-if
+  quire replay incident.record --set max_num_seqs=128 --set policy=sjf --workers 4
 """
 
 
@@ -19,10 +26,51 @@ def configure(parser: OneLineParser) -> None:
     """Add the flags."""
     parser.add_argument("place", type=Path, metavar="FILE_OR_FOLDER", help="segment, or folder of segments")
     parser.add_argument("--to", type=int, metavar="ENTRY", help="stop after the entry with this number")
+    parser.add_argument("--what-if", action="store_true", help="simulate the record with the settings that it has")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="NAME=VALUE", help="simulate with this setting; repeatable"
+    )
+    parser.add_argument("--workers", type=int, metavar="N", help="simulate with N workers, at most 1000")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the scatter of step times (default: 0)")
+    parser.add_argument("--json", action="store_true", help="print the simulation's figures as one JSON object")
 
 
 def run(options: Namespace) -> int:
-    """Run the replay; 1 if a plan differs."""
+    """Run the replay or the simulation; 1 if a plan differs."""
+    if options.what_if or options.set or options.workers is not None:
+        return _what_if(options)
+    if options.json:
+        raise CommandError("json: only simulations print JSON; add --what-if, --set or --workers")
+    return _replay(options)
+
+
+def _what_if(options: Namespace) -> int:
+    from scheduler_svc.recorder.replay import ReplayError
+    from scheduler_svc.recorder.segments import UnreadableRecordError
+    from scheduler_svc.whatif.answer import compare
+    from scheduler_svc.whatif.arrivals import WhatIfError
+    from scheduler_svc.whatif.page import as_json, as_text
+    from scheduler_svc.whatif.simulate import SimulationError
+    from scheduler_svc.whatif.step_times import StepTimesError
+
+    if options.to is not None:
+        raise CommandError("to: a simulation serves the whole record; remove --to")
+    try:
+        found = compare(options.place, options.set, workers=options.workers, seed=options.seed)
+    except (
+        UnreadableRecordError,
+        ReplayError,
+        WhatIfError,
+        StepTimesError,
+        SimulationError,
+        FileNotFoundError,
+    ) as error:
+        raise CommandError(str(error)) from None
+    print(json.dumps(as_json(found), indent=2) if options.json else as_text(found))
+    return 0
+
+
+def _replay(options: Namespace) -> int:
     from scheduler_svc.recorder.code import code_hash
     from scheduler_svc.recorder.reader import read
     from scheduler_svc.recorder.replay import ReplayError, replay

@@ -1,0 +1,200 @@
+"""Figures of a run: throughput, latencies, occupancy.
+
+The same code computes them for a record and for a simulation, so that the two can be compared. All times are those of
+the scheduler: a request begins when it arrives there, and a token counts when its step is answered.
+"""
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from scheduler_svc.core.interface.records import EndReason
+
+Numbers = npt.NDArray[np.int64]
+_SHORTEST_S = 1e-6
+_GROWTH = 1.005
+"""Ratio of two neighbouring bounds of the histogram: the error of a quantile is at most half a percent."""
+_NUM_BINS = 5000
+"""Enough for gaps of up to 60,000 s."""
+NATURAL_ENDS = frozenset({EndReason.STOP, EndReason.STOP_STRING, EndReason.LENGTH, EndReason.EMBEDDED})
+"""The request was served completely."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Latency:
+    """Distribution of one latency, seconds; all 0 without a sample."""
+
+    mean: float = 0.0
+    p50: float = 0.0
+    p90: float = 0.0
+    p99: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Figures:
+    """Figures of one run."""
+
+    requests: int
+    """Requests that were served completely."""
+    others: dict[str, int]
+    """Requests that ended otherwise, by reason."""
+    duration_s: float
+    """From the first arrival to the last end."""
+    requests_per_s: float
+    output_tokens_per_s: float
+    ttft: Latency
+    """From the arrival to the first token."""
+    itl: Latency
+    """Between two tokens of a request."""
+    e2e: Latency
+    """From the arrival to the end, of requests that were served completely."""
+    steps: int
+    rows_per_step: float
+    """Mean number of rows that a step computes something for."""
+    busy_share: float
+    """Share of the time for which a worker computes, mean over the workers."""
+    preemptions: int
+    prefix_hit_rate: float
+    """Share of the prompt tokens that were in the prefix cache."""
+
+
+class Timeline:
+    """What happened to each request of a run; their numbers are 0, 1, 2, and so on."""
+
+    def __init__(self) -> None:
+        self._arrived = np.zeros(64)
+        self._first = np.zeros(64)
+        self._last = np.zeros(64)
+        """Time of the newest token; 0: there is none."""
+        self._num_prompt = np.zeros(64, np.int64)
+        self._live = np.zeros(64, np.bool_)
+        self._left_out = np.zeros(64, np.bool_)
+        self._gaps = np.zeros(_NUM_BINS, np.int64)
+        self._gap_sum = 0.0
+        self._e2e: list[float] = []
+        self._others: Counter[str] = Counter()
+        self._num_ended = self._num_outputs = self._num_cached = self._num_prompts = self._preemptions = 0
+        self._begin = self._end = 0.0
+        self._steps = self._rows = 0
+        self._busy_s = 0.0
+        self.num_requests = 0
+
+    def arrived(self, at: float, num_prompt: int, *, left_out: bool = False) -> int:
+        """Record an arrival; return the number of the request.
+
+        With `left_out` it is in no figure, for example because it had arrived before the record began.
+        """
+        number = self.num_requests
+        self.num_requests += 1
+        if number == len(self._live):
+            for name in ("_arrived", "_first", "_last", "_num_prompt", "_live", "_left_out"):
+                old = getattr(self, name)
+                setattr(self, name, np.concatenate([old, np.zeros_like(old)]))
+        self._arrived[number] = at
+        self._num_prompt[number] = num_prompt
+        self._live[number] = True
+        self._left_out[number] = left_out
+        if not left_out:
+            self._begin = self._begin or at
+        return number
+
+    def tokens(self, numbers: Numbers, at: float) -> None:
+        """Record one token for each of the requests; requests that have ended are left out."""
+        numbers = numbers[self._live[numbers]]
+        last = self._last[numbers]
+        is_first = last == 0
+        self._first[numbers[is_first]] = at
+        self._last[numbers] = at
+        counted = ~(is_first | self._left_out[numbers])
+        gaps = at - last[counted]
+        if len(gaps):
+            self._gap_sum += float(gaps.sum())
+            np.add.at(self._gaps, _bins(gaps), 1)
+
+    def ended(self, number: int, at: float, reason: EndReason, *, outputs: int, cached: int, preemptions: int) -> None:
+        """Record an end."""
+        self._live[number] = False
+        if self._left_out[number]:
+            return
+        self._end = max(self._end, at)
+        self._num_outputs += outputs
+        self._preemptions += preemptions
+        if self._last[number] or reason in NATURAL_ENDS:
+            self._num_cached += cached
+            self._num_prompts += int(self._num_prompt[number])
+        if reason in NATURAL_ENDS:
+            self._num_ended += 1
+            self._e2e.append(at - float(self._arrived[number]))
+        else:
+            self._others[reason.value] += 1
+
+    def step(self, num_rows: int, seconds: float) -> None:
+        """Record an answered step that took a worker this long."""
+        self._steps += 1
+        self._rows += num_rows
+        self._busy_s += seconds
+
+    def is_live(self, number: int) -> bool:
+        """Return whether the request has not ended."""
+        return bool(self._live[number])
+
+    def age(self, number: int, at: float) -> float:
+        """Return how long ago the request arrived, s."""
+        return at - float(self._arrived[number])
+
+    def figures(self, num_workers: int) -> Figures:
+        """Return the figures.
+
+        Args:
+            num_workers: number of workers over which the busy time is divided.
+        """
+        count = self.num_requests
+        shown = (self._first[:count] > 0) & ~self._left_out[:count]
+        ttft = self._first[:count][shown] - self._arrived[:count][shown]
+        duration = max(self._end - self._begin, 1e-9)
+        return Figures(
+            requests=self._num_ended,
+            others=dict(sorted(self._others.items())),
+            duration_s=duration,
+            requests_per_s=self._num_ended / duration,
+            output_tokens_per_s=self._num_outputs / duration,
+            ttft=latency(ttft.tolist()),
+            itl=_of_histogram(self._gaps, self._gap_sum),
+            e2e=latency(self._e2e),
+            steps=self._steps,
+            rows_per_step=self._rows / max(1, self._steps),
+            busy_share=min(1.0, self._busy_s / duration / max(1, num_workers)),
+            preemptions=self._preemptions,
+            prefix_hit_rate=self._num_cached / max(1, self._num_prompts),
+        )
+
+
+def latency(samples: Iterable[float]) -> Latency:
+    """Return the distribution of samples, s."""
+    values = np.fromiter(samples, np.float64)
+    if not len(values):
+        return Latency()
+    p50, p90, p99 = np.percentile(values, (50, 90, 99)).tolist()
+    return Latency(mean=float(values.mean()), p50=p50, p90=p90, p99=p99)
+
+
+def _bins(values: npt.NDArray[np.float64]) -> Numbers:
+    logs = np.log(np.maximum(values, _SHORTEST_S) / _SHORTEST_S) / np.log(_GROWTH)
+    found: Numbers = np.minimum(logs.astype(np.int64), _NUM_BINS - 1)
+    return found
+
+
+def _of_histogram(counts: Numbers, total: float) -> Latency:
+    number = int(counts.sum())
+    if not number:
+        return Latency()
+    sums = np.cumsum(counts)
+
+    def quantile(share: float) -> float:
+        at = int(np.searchsorted(sums, share * (number - 1), side="right"))
+        return float(_SHORTEST_S * _GROWTH ** (at + 0.5))
+
+    return Latency(mean=total / number, p50=quantile(0.5), p90=quantile(0.9), p99=quantile(0.99))

@@ -1,0 +1,133 @@
+"""Rows of a worker: which of them compute what in a step, derived from plans as a worker does it.
+
+Both a record and a simulation go through this class, so that the model of step times sees the same features.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from scheduler_svc.core.interface.arrays import BoolArray, IndexArray
+from scheduler_svc.whatif.figures import Numbers
+
+FREE = -1
+
+
+class Shape(NamedTuple):
+    """What a step computes."""
+
+    decodes: int
+    """Rows that decode; each is one token."""
+    prefill: int
+    """Tokens of prompts."""
+    context: int
+    """Tokens whose KV the decode rows read, summed over the rows."""
+    prefill_context: int
+    """Tokens whose KV the prompt tokens read, summed over the tokens."""
+    copied_blocks: int = 0
+    """Blocks that are swapped between device and host."""
+
+
+class Admitted(NamedTuple):
+    """A request that gets a row."""
+
+    row: int
+    generation: int
+    request: int
+    """Number of the request in its run."""
+    num_tokens: int
+    num_computed: int
+    samples: bool
+    """Whether its last chunk gives a token; an embedding does not."""
+
+
+class Work(NamedTuple):
+    """A step of a worker."""
+
+    shape: Shape
+    rows: IndexArray
+    """Rows that sample, ascending."""
+    requests: Numbers
+    """Numbers of their requests."""
+    lengths: Numbers
+    """Tokens of these sequences, with the one that is sampled."""
+    pooled: list[tuple[int, int]]
+    """(row, generation) of the embeddings that the step completes, ascending."""
+    num_rows: int
+    """Rows that the step computes something for."""
+
+
+class Rows:
+    """The rows of one worker."""
+
+    def __init__(self, size: int) -> None:
+        self._request: Numbers = np.full(size, FREE, np.int64)
+        self._generation: Numbers = np.zeros(size, np.int64)
+        self._length: Numbers = np.zeros(size, np.int64)
+        """Tokens whose KV is computed."""
+        self._left: Numbers = np.zeros(size, np.int64)
+        """Tokens to compute before the row decodes."""
+        self._held: BoolArray = np.zeros(size, np.bool_)
+        self._samples: BoolArray = np.ones(size, np.bool_)
+
+    def leave(self, rows: Sequence[int] | IndexArray) -> None:
+        """Free rows."""
+        if len(rows):
+            self._request[rows] = FREE
+
+    def admit(self, admissions: Iterable[Admitted]) -> None:
+        """Give rows to requests."""
+        for each in admissions:
+            row = each.row
+            self._request[row] = each.request
+            self._generation[row] = each.generation
+            self._length[row] = each.num_computed
+            self._left[row] = each.num_tokens - each.num_computed
+            self._held[row] = False
+            self._samples[row] = each.samples
+
+    def hold(self, holds: Sequence[int] | IndexArray, releases: Sequence[int] | IndexArray) -> None:
+        """Hold rows out of steps from now on, and release others."""
+        if len(holds):
+            self._held[holds] = True
+        if len(releases):
+            self._held[releases] = False
+
+    def compute(
+        self, chunk_rows: Sequence[int] | IndexArray, chunk_lengths: Sequence[int] | IndexArray, copied_blocks: int = 0
+    ) -> Work:
+        """Compute a step with these chunks; all other rows decode unless they are held."""
+        decodes = (self._request != FREE) & (self._left == 0) & ~self._held & self._samples
+        self._length += decodes
+        prefill = prefill_context = 0
+        num_decodes, context = int(decodes.sum()), int(self._length[decodes].sum())
+        samples = decodes
+        pooled: list[tuple[int, int]] = []
+        if len(chunk_rows):
+            samples = decodes.copy()
+            for row, length in zip(_list(chunk_rows), _list(chunk_lengths), strict=True):
+                start = int(self._length[row])
+                prefill += length
+                prefill_context += length * start + length * (length + 1) // 2
+                self._length[row] = start + length
+                self._left[row] -= length
+                if self._left[row] <= 0:
+                    self._left[row] = 0
+                    if self._samples[row]:
+                        samples[row] = True
+                    else:
+                        pooled.append((row, int(self._generation[row])))
+        rows = np.flatnonzero(samples)
+        shape = Shape(num_decodes, prefill, context, prefill_context, copied_blocks)
+        return Work(
+            shape, rows, self._request[rows], self._length[rows] + 1, sorted(pooled), num_decodes + len(chunk_rows)
+        )
+
+
+def _list(values: Sequence[int] | npt.NDArray[np.intp]) -> Sequence[int]:
+    if isinstance(values, np.ndarray):
+        found: list[int] = values.tolist()
+        return found
+    return values

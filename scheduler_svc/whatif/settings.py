@@ -1,0 +1,102 @@
+"""Changed settings: `name=value` as given on the command line, applied to the configuration of a record.
+
+The names and values are those of the scheduler's flags. Limits that a worker has as well (`max_num_seqs`,
+`max_num_batched_tokens`) are changed for both, as `quire serve` does.
+"""
+
+import dataclasses
+import difflib
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from scheduler_svc.admission_file import AdmissionSettings
+from scheduler_svc.assembly import ALL_ROWS, NO_BUDGET, to_core_config
+from scheduler_svc.core.interface import events as ev
+from scheduler_svc.core.interface.config import CoreConfig
+from shared.config import ConfigError, SchedulerConfig
+from shared.config_sources import parse_setting
+
+_OF_WORKERS = {"max_num_seqs": "max_rows", "max_num_batched_tokens": "max_tokens_per_step"}
+"""Settings that are also limits of a worker, with the name in its hello."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Changed:
+    """A configuration with changed settings."""
+
+    config: CoreConfig
+    of_workers: dict[str, int]
+    """Changed values of each worker's hello."""
+
+    def apply(self, hello: ev.WorkerHello) -> ev.WorkerHello:
+        """Return the hello of a worker with the changed limits."""
+        values = dict(self.of_workers)
+        rows = values.get("max_rows", hello.max_rows)
+        # A worker's own budget is at least its rows.
+        tokens = values.get("max_tokens_per_step", hello.max_tokens_per_step)
+        return dataclasses.replace(hello, max_rows=rows, max_tokens_per_step=max(tokens, rows))
+
+
+def change(recorded: CoreConfig, settings: Sequence[str]) -> Changed:
+    """Return a configuration with settings of the form `name=value` changed.
+
+    Raises:
+        ConfigError: a name is unknown, a value is invalid, or settings contradict each other.
+    """
+    values = to_settings(recorded)
+    of_workers: dict[str, int] = {}
+    for each in settings:
+        name, separator, text = each.partition("=")
+        name = name.strip().replace("-", "_")
+        if not separator:
+            raise ConfigError(f"set: {each!r} has no value; give NAME=VALUE, for example max_num_seqs=128")
+        if name not in values:
+            raise ConfigError(f"set: {name!r} {_why_not(name)}{_hint(name, values)}")
+        values[name] = parse_setting(SchedulerConfig, name, text.strip())
+        if name in _OF_WORKERS and values[name]:
+            of_workers[_OF_WORKERS[name]] = values[name]
+    admission = AdmissionSettings(
+        classes=recorded.classes, tenant_limits=recorded.tenant_limits, tenant_weights=recorded.tenant_weights
+    )
+    return Changed(to_core_config(dataclasses.replace(SchedulerConfig(), **values), admission), of_workers)
+
+
+def to_settings(config: CoreConfig) -> dict[str, Any]:
+    """Return the scheduler's settings that a core's configuration was made from; the inverse of `to_core_config`."""
+    batching = config.batching
+    return {
+        "policy": config.policy,
+        "batching": batching.mode,
+        "max_batch_size": batching.max_batch_size,
+        "max_wait_ms": batching.max_wait_s * 1000,
+        "max_tokens_per_batch": batching.max_tokens_per_batch,
+        "scheduler_delay_factor": batching.delay_factor,
+        "capacity": config.capacity,
+        "prefix_cache": config.prefix_cache,
+        "policy_preemption": config.policy_preemption,
+        "preempt_threshold": config.preempt_threshold,
+        "victim_rule": config.victim_rule,
+        "max_num_seqs": 0 if config.max_num_seqs >= ALL_ROWS else config.max_num_seqs,
+        "max_num_batched_tokens": 0 if config.max_num_batched_tokens >= NO_BUDGET else config.max_num_batched_tokens,
+        "itl_target_ms": config.itl_target_s * 1000,
+        "long_prefill_token_threshold": config.long_prefill_token_threshold,
+        "max_tokens_in_paged_kv_cache": config.max_tokens_in_paged_kv_cache,
+        "max_queued_requests": config.max_queued_requests,
+        "max_queued_tokens": config.max_queued_tokens,
+        "max_plans_in_flight": config.max_plans_in_flight,
+        "worker_wait_s": config.worker_wait_s,
+        "step_deadline_s": config.step_deadline_s,
+        "stall_timeout_s": config.stall_timeout_s,
+        "resume_keep_s": config.resume_keep_s,
+        "resume_keep_bytes": config.resume_keep_bytes,
+    }
+
+
+def _why_not(name: str) -> str:
+    known = {option.name for option in dataclasses.fields(SchedulerConfig)}
+    return "does not change what the scheduler decides" if name in known else "is no setting of the scheduler"
+
+
+def _hint(name: str, known: Iterable[str]) -> str:
+    close = difflib.get_close_matches(name, list(known), n=1)
+    return f"; did you mean {close[0]}?" if close else f"; give one of {', '.join(sorted(known))}"

@@ -1,0 +1,137 @@
+"""Records of runs whose workers take exactly as long as a formula says; an event loop that is not the simulation's."""
+
+import random
+from collections import deque
+from pathlib import Path
+
+import numpy as np
+
+from scheduler_svc.core.interface import effects as ef
+from scheduler_svc.core.interface import events as ev
+from scheduler_svc.core.interface.config import CoreConfig
+from scheduler_svc.core.interface.plan import Plan
+from shared.columns import to_column
+from shared.prefix_keys import following_keys, root_key
+from shared.request_spec import RequestSpec
+from tests.scheduler_svc.recording import Recording
+
+_FRONTEND = b"frontend/1"
+_MODEL = ev.ModelFacts(
+    name="m", architecture="x", fingerprint="f", max_model_len=512, vocab_size=1000, dtype="bf16", eos_token_ids=(2,)
+)
+_BLOCK_SIZE = 4
+_STEP_S, _DECODE_S, _PREFILL_S, _LINK_S = 0.004, 0.0003, 0.0001, 0.0005
+_STOP = 7
+_TICK_S = 0.05
+
+
+class _Worker:
+    """A worker with an inbox: it computes one plan after the other."""
+
+    def __init__(self, peer: bytes) -> None:
+        self.peer = peer
+        self.inbox: deque[tuple[float, Plan]] = deque()
+        self.left: dict[int, int] = {}
+        self.generated: dict[int, int] = {}
+        self.outputs: dict[int, int] = {}
+        self.free_at = 0.0
+
+    def begins_at(self) -> float:
+        return max(self.free_at, self.inbox[0][0] + _LINK_S / 2) if self.inbox else float("inf")
+
+    def step(self, outputs: dict[int, int]) -> tuple[float, ev.StepDone]:
+        """Compute the oldest plan; return when its answer arrives, and the answer."""
+        begin = self.begins_at()
+        _, plan = self.inbox.popleft()
+        for row in plan.leaves.tolist():
+            del self.left[row]
+        for each in plan.admissions:
+            self.left[each.row] = len(each.token_ids) - each.num_computed_tokens
+            self.generated[each.row] = len(each.token_ids) - each.spec.num_prompt_tokens
+            self.outputs[each.row] = outputs[each.stream]
+        samples = [row for row, left in self.left.items() if not left]
+        seconds = _STEP_S + _DECODE_S * len(samples) + _PREFILL_S * int(plan.chunk_lengths.sum())
+        for row, length in zip(plan.chunk_rows.tolist(), plan.chunk_lengths.tolist(), strict=True):
+            self.left[row] -= length
+            if not self.left[row]:
+                samples.append(row)
+        tokens = []
+        for row in sorted(samples):
+            self.generated[row] += 1
+            tokens.append(_STOP if self.generated[row] == self.outputs[row] else 100 + self.generated[row] % 50)
+        self.free_at = begin + seconds
+        answer = ev.StepDone(
+            worker=self.peer,
+            epoch=plan.epoch,
+            step=plan.step,
+            rows=np.array(sorted(samples), np.int32),
+            tokens=np.array(tokens, np.int32),
+        )
+        return self.free_at + _LINK_S / 2, answer
+
+
+def record_run(folder: Path, config: CoreConfig, *, num_workers: int, num_requests: int, seed: int = 3) -> None:
+    """Record a run until every request has ended; about as many requests arrive as one worker can serve."""
+    rng = random.Random(seed)
+    recording = Recording(folder)
+    core = recording.make_core(config, 1 << 40)
+    arrivals, outputs = _arrivals(rng, num_requests)
+    workers = [_Worker(b"w/%d" % number) for number in range(num_workers)]
+    answers: list[tuple[float, ev.StepDone]] = []
+    now, tick, num_ended = 1.0, 1.0, 0
+    core.handle(ev.FrontendJoined(frontend=_FRONTEND), now)
+    for number, worker in enumerate(workers):
+        hello = ev.WorkerHello(
+            worker=worker.peer, worker_id=f"w{number}", model=_MODEL, block_size=_BLOCK_SIZE, num_blocks=400,
+            max_rows=8, max_tokens_per_step=64,
+        )  # fmt: skip
+        core.handle(hello, now)
+    while num_ended < num_requests:
+        for worker in workers:
+            # A plan may come while an earlier one is computed.
+            while worker.inbox:
+                answers.append(worker.step(outputs))
+        answers.sort(key=lambda each: each[0])
+        times = [answers[0][0] if answers else 1e9, arrivals[0][0] if arrivals else 1e9, tick + _TICK_S]
+        due = core.next_plan_due(now)
+        now = max(now, min([*times, 1e9 if due is None else due]))
+        effects: list[ef.Effect] = []
+        while answers and answers[0][0] <= now:
+            effects += core.handle(answers.pop(0)[1], now)
+        while arrivals and arrivals[0][0] <= now:
+            effects += core.handle(arrivals.popleft()[1], now)
+        if now >= tick + _TICK_S:
+            tick = now
+            effects += core.handle(ev.TimePassed(), now)
+        for peer in core.due_workers(now):
+            while True:
+                plan, found = core.plan(peer, now)
+                effects += found
+                if plan is None:
+                    break
+                next(each for each in workers if each.peer == peer).inbox.append((now, plan))
+        num_ended += sum(isinstance(effect, ef.RequestEnded) for effect in effects)
+    recording.finish()
+
+
+def _arrivals(rng: random.Random, number: int) -> tuple[deque[tuple[float, ev.RequestArrived]], dict[int, int]]:
+    """Return the requests with their times, and how many tokens each generates."""
+    families = [[rng.randrange(10, 1000) for _ in range(24)] for _ in range(3)]
+    time = 2.0
+    found: deque[tuple[float, ev.RequestArrived]] = deque()
+    outputs: dict[int, int] = {}
+    for stream in range(number):
+        time += rng.expovariate(30.0)
+        prompt = (rng.choice(families) if rng.random() < 0.5 else []) + [
+            rng.randrange(10, 1000) for _ in range(rng.randrange(2, 60))
+        ]
+        outputs[stream] = rng.randrange(2, 60)
+        column = np.array(prompt, np.int32)
+        keys = following_keys(root_key(_MODEL.fingerprint, b""), to_column(column), _BLOCK_SIZE)
+        spec = RequestSpec(f"r{stream}", len(prompt), 80, stop_token_ids=to_column(np.array([_STOP], np.int32)))
+        arrived = ev.RequestArrived(
+            frontend=_FRONTEND, stream=stream, spec=spec, token_ids=column, credit=1 << 20, block_keys=keys,
+            block_size=_BLOCK_SIZE,
+        )  # fmt: skip
+        found.append((time, arrived))
+    return found, outputs

@@ -1,0 +1,105 @@
+"""Step times: known coefficients are found again, and the model is read as it was written."""
+
+import random
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from scheduler_svc.whatif.rows import Shape
+from scheduler_svc.whatif.step_times import (
+    Sample,
+    StepTimesError,
+    from_json,
+    learn,
+    non_negative_least_squares,
+)
+
+LINK_S = 0.0004
+
+
+def _known(shape: Shape) -> float:
+    return 0.002 + 50e-6 * shape.decodes + 20e-6 * shape.prefill + 4e-9 * shape.context + 1e-9 * shape.prefill_context
+
+
+def _samples(seconds: Callable[[Shape], float], scatter: float = 0.0, number: int = 2000) -> list[Sample]:
+    """Return steps of one worker; a third of them were planned while it was idle."""
+    rng = random.Random(5)
+    now, found = 10.0, []
+    for _ in range(number):
+        decodes = rng.randrange(1, 64)
+        prefill = rng.choice((0, 0, rng.randrange(1, 512)))
+        shape = Shape(decodes, prefill, decodes * rng.randrange(20, 2000), prefill * rng.randrange(1, 2000))
+        previous = now
+        idle = rng.random() < 0.3
+        planned = now + rng.uniform(0.001, 0.1) if idle else now - 0.001
+        link = LINK_S if idle else 0.0
+        now = max(previous, planned) + link + seconds(shape) * (1 + scatter * rng.uniform(-1, 1))
+        found.append(Sample(shape, planned=planned, previous=previous, answered=now))
+    return found
+
+
+def test_known_coefficients_are_found() -> None:
+    """Without scatter, the model predicts each step and the link as they were made."""
+    times = learn(_samples(_known))
+
+    assert times.link_s == pytest.approx(LINK_S, rel=0.01)
+    assert times.constant_s == pytest.approx(0.002, rel=0.01)
+    assert times.decode_s == pytest.approx(50e-6, rel=0.01)
+    assert times.prefill_s == pytest.approx(20e-6, rel=0.01)
+    assert times.context_s == pytest.approx(4e-9, rel=0.01)
+    assert times.prefill_context_s == pytest.approx(1e-9, rel=0.01)
+    assert times.fit is not None
+    assert times.fit.p90_error < 0.01
+
+
+def test_scatter_does_not_shift_the_mean() -> None:
+    """With steps that scatter by half, the sum of all steps is right, and the scatter is part of the model."""
+    times = learn(_samples(_known, scatter=0.5))
+
+    shape = Shape(30, 0, 30_000, 0)
+    assert times.seconds(shape) == pytest.approx(_known(shape), rel=0.05)
+    assert times.fit is not None
+    assert abs(times.fit.total_error) < 0.01
+    shares = [times.scattered(shape, (number + 0.5) / 1000) / times.seconds(shape) for number in range(1000)]
+    assert np.mean(shares) == pytest.approx(1.0, abs=0.01)
+    assert shares[0] == pytest.approx(0.5, abs=0.1)
+    assert shares[-1] == pytest.approx(1.5, abs=0.1)
+
+
+def test_a_jump_between_sizes_is_learned() -> None:
+    """Steps of more than 31 rows take twice as long; the model says so for both sizes."""
+    times = learn(_samples(lambda shape: _known(shape) * (2 if shape.decodes > 31 else 1)))
+
+    for shape in (Shape(24, 0, 20_000, 0), Shape(48, 0, 40_000, 0)):
+        assert times.seconds(shape) == pytest.approx(_known(shape) * (2 if shape.decodes > 31 else 1), rel=0.15)
+
+
+def test_no_coefficient_is_negative() -> None:
+    """A feature that would need a negative coefficient gets none, and the others describe the target best."""
+    rng = np.random.default_rng(1)
+    design = rng.uniform(0, 1, (200, 3))
+    target = design @ np.array([2.0, -1.0, 0.5])
+
+    found = non_negative_least_squares(design, target)
+
+    assert found[1] == 0
+    # Nothing else that is allowed is nearer to the target.
+    without = np.linalg.lstsq(design[:, [0, 2]], target, rcond=None)[0]
+    assert found[[0, 2]] == pytest.approx(without)
+
+
+def test_a_model_is_read_as_it_was_written() -> None:
+    """The JSON holds the whole model; another text is refused with the remedy."""
+    times = learn(_samples(_known, scatter=0.2))
+
+    assert from_json(times.to_json()) == times
+    for text in ("", "{}", "[1]", '{"version": 7}', times.to_json().replace("spreads", "spread")):
+        with pytest.raises(StepTimesError, match="--learn-step-times"):
+            from_json(text)
+
+
+def test_too_few_steps_are_refused() -> None:
+    """Without enough steps there is no model, and the message says how many there are."""
+    with pytest.raises(StepTimesError, match="3 answered steps"):
+        learn(_samples(_known)[:3])
