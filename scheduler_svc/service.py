@@ -128,10 +128,10 @@ class SchedulerService:
             self._apply(ev.ShutdownRequested(), now)
         if self._journal is not None:
             self._journal.close()
+        # Computed tokens are still sent to their clients, before the record's end is written.
+        self._frontends.drain(SHUTDOWN_FLUSH_S)
         if self._recorder is not None:
             self._recorder.close()
-        # Computed tokens are still sent to their clients.
-        self._frontends.drain(SHUTDOWN_FLUSH_S)
 
     def metric_families(self) -> list[link_pb2.MetricFamily]:
         """Return the metrics of this process."""
@@ -309,7 +309,7 @@ class SchedulerService:
             self._apply(event, now)
         if self._recorder is not None:
             for measured in incoming.request_reports:
-                self._recorder.reported(peer, measured.SerializeToString(), now)
+                self._recorder.reported(peer, measured, now)
         for refusal in incoming.refused:
             self._metrics.malformed_frames += 1
             log.warning("invalid submission refused", request_id=refusal.request_id, error=refusal.message)
@@ -325,7 +325,7 @@ class SchedulerService:
 
         for request in incoming.operator_requests:
             asks = LiveExplanations.asked(request)
-            reply = self._explanations.ask(peer, request) if asks else self._operator.reply(request, now)
+            reply = self._explanations.ask(peer, request, now) if asks else self._operator.reply(request, now)
             if reply is not None:
                 self._frontends.outgoing(peer).add_reply(reply)
         if incoming.goodbye:

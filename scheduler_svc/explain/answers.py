@@ -84,8 +84,9 @@ def _of_request(request_id: str, segments: list[Segment]) -> Answer:
 
 
 def _of_slowest(most: int, since_s: float, segments: list[Segment]) -> Answer:
-    newest = max((segment.path.stat().st_mtime for segment in segments), default=0.0)
-    recent = [segment for segment in segments if segment.path.stat().st_mtime >= newest - since_s]
+    times = [_written_at(segment) for segment in segments]
+    newest = max(times, default=0.0)
+    recent = [segment for segment, time in zip(segments, times, strict=True) if time >= newest - since_s]
     chosen = slowest(study(recent), most, since_s)
     wanted = {(each.key, each.request_id) for each in chosen}
     found = study(recent, wanted=lambda key, name: (key, name) in wanted)
@@ -104,6 +105,14 @@ def _of_slowest(most: int, since_s: float, segments: list[Segment]) -> Answer:
         values.append({"ended_unix_s": each.ended_at, "end": each.reason, **as_json(explained)})
     lines.append("`quire explain REQUEST` explains one of them.")
     return Answer("\n".join(lines) + "\n", {"slowest": values})
+
+
+def _written_at(segment: Segment) -> float:
+    """Return when a segment was last written; 0 if the recorder has deleted it meanwhile."""
+    try:
+        return segment.path.stat().st_mtime
+    except FileNotFoundError:
+        return 0.0
 
 
 def _of_step(name: str, segments: list[Segment]) -> Answer:

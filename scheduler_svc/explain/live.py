@@ -20,11 +20,16 @@ from protos.quire.link.v1 import link_pb2
 from quire.admin.v1 import admin_pb2 as admin
 from scheduler_svc.core.interface.records import Peer
 from scheduler_svc.explain.answers import answer, check
+from scheduler_svc.recorder.segments import UnreadableRecordError
 from shared.errors import FieldViolation, InvalidRequestError, OverloadedError, QuireError, UnsupportedMethodError
 
 _MAX_WAITING = 8
 _MAX_S = 55.0
-"""Longest time for an explanation, s; a little less than the front end waits for it."""
+"""Longest time from a question to its reply, s; a little less than the front end waits for it."""
+
+_FAILED = (
+    "explain: reading the record took too long or failed; see the scheduler's log, or read the files with --record-dir"
+)
 
 
 @dataclass(slots=True)
@@ -32,6 +37,7 @@ class _Question:
     peer: Peer
     number: int
     payload: bytes
+    ends_at: float
 
 
 @dataclass(slots=True)
@@ -39,7 +45,7 @@ class _Process:
     question: _Question
     child: "subprocess.Popen[bytes]"
     output: IO[bytes]
-    ends_at: float
+    is_killed: bool = False
 
 
 class LiveExplanations:
@@ -56,7 +62,7 @@ class LiveExplanations:
         """Return whether an operator asks for an explanation."""
         return request.HasField("call") and request.call.Is(admin.ExplainRequest.DESCRIPTOR)
 
-    def ask(self, peer: Peer, request: link_pb2.OperatorRequest) -> link_pb2.OperatorReply | None:
+    def ask(self, peer: Peer, request: link_pb2.OperatorRequest, now: float) -> link_pb2.OperatorReply | None:
         """Take a question; return a reply only if it is refused."""
         try:
             check(admin.ExplainRequest.FromString(request.call.value))
@@ -68,18 +74,25 @@ class LiveExplanations:
             return _refused(request.number, InvalidRequestError(FieldViolation("request", "not a valid message")))
         except QuireError as error:
             return _refused(request.number, error)
-        self._waiting.append(_Question(peer, request.number, request.call.value))
+        self._waiting.append(_Question(peer, request.number, request.call.value, now + _MAX_S))
         return None
 
     def replies(self, now: float) -> list[tuple[Peer, link_pb2.OperatorReply]]:
         """Return the replies that have become ready, and begin with the next question."""
         found = []
         process = self._process
-        if process is not None and (process.child.poll() is not None or now > process.ends_at):
+        if process is not None and process.child.poll() is not None:
             found.append((process.question.peer, _reply(process)))
             self._process = None
+        elif process is not None and now > process.question.ends_at and not process.is_killed:
+            # It may take a while to end, for example while it waits for the disk; the loop does not wait for it.
+            process.child.kill()
+            process.is_killed = True
+        while self._waiting and now > self._waiting[0].ends_at:
+            question = self._waiting.popleft()
+            found.append((question.peer, _refused(question.number, OverloadedError(_FAILED))))
         if self._process is None and self._waiting:
-            self._process = self._start(self._waiting.popleft(), now)
+            self._process = self._start(self._waiting.popleft())
         return found
 
     def close(self) -> None:
@@ -88,30 +101,24 @@ class LiveExplanations:
             self._process.child.kill()
             self._process.child.wait()
 
-    def _start(self, question: _Question, now: float) -> _Process:
+    def _start(self, question: _Question) -> _Process:
         output = tempfile.TemporaryFile()  # noqa: SIM115
         command = [sys.executable, "-m", "scheduler_svc.explain.live", str(self._folder)]
         command.append(base64.b64encode(question.payload).decode())
         child = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output)
-        return _Process(question, child, output, now + _MAX_S)
+        return _Process(question, child, output)
 
 
 def _reply(process: _Process) -> link_pb2.OperatorReply:
-    """Return what a process has written; an error if it has not ended in time, or has failed."""
-    process.child.kill()
-    status = process.child.wait()
+    """Return what a process that has ended has written; an error if it was killed or has failed."""
     process.output.seek(0)
     written = process.output.read()
     process.output.close()
     reply = link_pb2.OperatorReply()
-    if status == 0:
+    if process.child.returncode == 0:
         reply.ParseFromString(written)
     else:
-        error = OverloadedError(
-            "explain: reading the record took too long or failed; see the scheduler's log, or read the files with"
-            " --record-dir"
-        )
-        reply = _refused(0, error)
+        reply = _refused(0, OverloadedError(_FAILED))
     reply.number = process.question.number
     return reply
 
@@ -134,6 +141,8 @@ def main() -> int:
         reply.response.Pack(answer(admin.ExplainRequest.FromString(payload), place).message())
     except QuireError as error:
         reply = _refused(0, error)
+    except (OSError, UnreadableRecordError) as error:
+        reply = _refused(0, OverloadedError(f"explain: the record cannot be read: {error}"))
     sys.stdout.buffer.write(reply.SerializeToString())
     return 0
 

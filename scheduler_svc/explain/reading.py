@@ -334,10 +334,10 @@ class _Pass:
             key = self._key(admission.frontend, admission.stream)
             rows[admission.row] = _Row(key, admission.num_tokens - admission.num_computed_tokens)
             self._admitted(key, worker, admission.num_computed_tokens, is_first=not admission.attempt)
-        for row in plan.holds:
-            rows[row].held = True
-        for row in plan.releases:
-            rows[row].held = False
+        for column, held in ((plan.holds, True), (plan.releases, False)):
+            for row in column:
+                if row in rows:
+                    rows[row].held = held
         if changed or worker.decodes is None:
             worker.decodes = frozenset(row.key for row in rows.values() if not row.prefill_left and not row.held)
         decodes, chunks = worker.decodes, self._chunks(worker, plan)

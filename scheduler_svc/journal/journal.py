@@ -234,7 +234,7 @@ class Journal:
         if batch is not None:
             self._book.apply(batch, self._newest)
             self.stats.commits += 1
-            self._write(frame(batch))
+            self._write(frame(batch.SerializeToString()))
         if self._descriptor is None:
             self._try_again()
         else:
@@ -291,7 +291,7 @@ class Journal:
         batch, data = journal_pb2.Batch(fresh=True, unix_ms=self._clock_ms()), b""
         if fresh:
             batch.entries.extend(entry.record() for entry in self._book)
-            data = frame(batch)
+            data = frame(batch.SerializeToString())
             try:
                 append(descriptor, data)
             except OSError:
@@ -378,7 +378,7 @@ class Journal:
             size += entry.size
         if batch.entries:
             self._book.apply(batch, self._newest)
-            self._write(frame(batch))
+            self._write(frame(batch.SerializeToString()))
 
     def _forget(self, oldest: int, now_ms: int) -> None:
         """Drop the entries of the oldest segment."""
@@ -388,7 +388,7 @@ class Journal:
             log.warning("journal: full; its oldest requests were dropped from it", requests=len(numbers))
             batch = journal_pb2.Batch(unix_ms=now_ms, dropped=to_column(numbers))
             self._book.apply(batch, self._newest)
-            self._write(frame(batch))
+            self._write(frame(batch.SerializeToString()))
 
 
 def _as_restored(book: Book) -> Book:

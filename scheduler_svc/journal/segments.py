@@ -9,6 +9,7 @@ import fcntl
 import os
 import struct
 import zlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -39,10 +40,20 @@ class Segment:
     """Bytes at the end of the file that are not a complete frame."""
 
 
-def frame(batch: journal_pb2.Batch) -> bytes:
-    """Return a batch as a frame."""
-    payload = batch.SerializeToString()
+def frame(payload: bytes) -> bytes:
+    """Return a payload as a frame: its length, its checksum, and the payload."""
     return _FRAME.pack(len(payload), zlib.crc32(payload)) + payload
+
+
+def frames(data: bytes, position: int) -> Iterator[tuple[bytes, int]]:
+    """Yield the payloads of frames, each with the position after it, up to the first incomplete or damaged frame."""
+    while position + _FRAME.size <= len(data):
+        length, checksum = _FRAME.unpack_from(data, position)
+        payload = data[position + _FRAME.size : position + _FRAME.size + length]
+        if not length or len(payload) < length or zlib.crc32(payload) != checksum:
+            return
+        position += _FRAME.size + length
+        yield payload, position
 
 
 def read_segment(data: bytes, number: int = 0) -> Segment:
@@ -51,17 +62,12 @@ def read_segment(data: bytes, number: int = 0) -> Segment:
     position = 0
     if data[: len(_HEADER)] == _HEADER:
         position = len(_HEADER)
-        while position + _FRAME.size <= len(data):
-            length, checksum = _FRAME.unpack_from(data, position)
-            begin = position + _FRAME.size
-            payload = data[begin : begin + length]
-            if not length or len(payload) < length or zlib.crc32(payload) != checksum:
-                break
+        for payload, end in frames(data, position):
             try:
                 batches.append(journal_pb2.Batch.FromString(payload))
             except DecodeError:
                 break
-            position = begin + length
+            position = end
     return Segment(number, batches, len(data), len(data) - position)
 
 

@@ -58,7 +58,8 @@ class Encoder:
         self._batch = pb.Batch()
         self._peers: dict[Peer, int] = {}
         self._workers: dict[Peer, _WorkerState] = {}
-        self._live: dict[tuple[Peer, int], tuple[ev.RequestArrived, float]] = {}
+        self._live: dict[tuple[Peer, int], pb.RequestArrived] = {}
+        """Arrivals of live requests, without what only the core keeps: tokens and block keys."""
         self._ns = 0
         self.num_entries = 0
         """Entries since the core began."""
@@ -69,8 +70,10 @@ class Encoder:
         self._ns = round(now * NS)
         self._workers = {peer: worker for peer, worker in self._workers.items() if not worker.is_gone}
         opening = pb.Opening(core_ns=self._ns, has_tokens=self._with_tokens, num_entries=self.num_entries)
-        for event, arrival in self._live.values():
-            self._arrived(opening.live.add(arrival=arrival), event, live=True)
+        for (frontend, _), arrived in self._live.items():
+            live = opening.live.add()
+            live.CopyFrom(arrived)
+            live.frontend = self._peer(frontend)
         for peer, worker in self._workers.items():
             worker.answered_rows, worker.num_decodes, worker.received_us = _NO_ROWS, 0, 0
             state = opening.workers.add(
@@ -97,7 +100,7 @@ class Encoder:
                 self._handled(item)
             elif isinstance(item, Reported):
                 entry = self._entry(item.now)
-                entry.report.frontend, entry.report.report = self._peer(item.report.frontend), item.report.report
+                entry.report.frontend, entry.report.report = self._peer(item.frontend), item.report.SerializeToString()
                 continue
             else:
                 self._facts(self._entry(item.now), item.facts)
@@ -111,6 +114,9 @@ class Encoder:
                 if isinstance(effect, RequestEnded):
                     self._live.pop((effect.frontend, effect.stream), None)
                     self._ended(self._entry(item.now).ended, effect)
+                elif isinstance(effect, ef.FrontendUnknown):
+                    if isinstance(item, Handled) and isinstance(item.event, ev.RequestArrived):
+                        self._live.pop((item.event.frontend, item.event.stream), None)
                 elif isinstance(effect, ef.WorkerWelcomed):
                     self._workers[effect.worker].epoch = effect.epoch
                     entry = self._entry(item.now)
@@ -245,8 +251,7 @@ class Encoder:
         elif kind is ev.TimePassed:
             entry.time_passed = True
         elif kind is ev.RequestArrived:
-            self._live[event.frontend, event.stream] = (event, item.now)  # type: ignore[union-attr,assignment]
-            self._arrived(entry.arrived, event)  # type: ignore[arg-type]
+            self._arrived(entry.arrived, event, item.now)  # type: ignore[arg-type]
         else:
             self._other(entry, event)
 
@@ -360,7 +365,7 @@ class Encoder:
         del values["worker"]
         message.worker, message.worker_id, message.values = self._peer(peer), event.worker_id, json.dumps(values)
 
-    def _arrived(self, message: pb.RequestArrived, event: ev.RequestArrived, *, live: bool = False) -> None:
+    def _arrived(self, message: pb.RequestArrived, event: ev.RequestArrived, now: float) -> None:
         message.frontend, message.stream = self._peer(event.frontend), event.stream
         self._spec(message.spec, event.spec)
         num_tokens = len(event.token_ids)
@@ -373,8 +378,11 @@ class Encoder:
             message.ttft_deadline = event.ttft_deadline
         if event.total_deadline is not None:
             message.total_deadline = event.total_deadline
-        if live:
-            return
+        key = (event.frontend, event.stream)
+        if key not in self._live:  # of a request that is submitted twice, the core keeps the first
+            live = self._live[key] = pb.RequestArrived()
+            live.CopyFrom(message)
+            live.arrival = now
         if self._with_tokens:
             message.tokens = to_column(event.token_ids)
         if event.block_keys:

@@ -18,27 +18,47 @@ class Segment:
     opening: Opening
     snapshot: bytes = b""
     """The core's state at the opening; empty: the core was new, or the snapshot is missing or not complete."""
+    may_vanish: bool = False
+    """Whether a recorder may delete the file meanwhile; then it has no entries."""
     left_out: int = 0
     """After iteration: bytes at the end of the file that are not a complete frame."""
 
     def __iter__(self) -> Iterator[Entry]:
         """Yield the entries in order."""
         reader, decoder = SegmentReader(self.path), Decoder()
-        for batch in reader.batches():
-            if batch.HasField("opening"):
-                decoder.opening(batch)
-            yield from decoder.entries(batch)
+        try:
+            for batch in reader.batches():
+                if batch.HasField("opening"):
+                    decoder.opening(batch)
+                yield from decoder.entries(batch)
+        except FileNotFoundError:
+            if not self.may_vanish:
+                raise
         self.left_out = reader.left_out
 
 
 def read(place: Path) -> list[Segment]:
     """Return the segments of a folder, oldest first, or the segment of a file; empty ones are left out.
 
+    The recorder of a folder may delete a segment meanwhile; it is left out as well.
+
     Raises:
         UnreadableRecordError: a file is not a record, or of a newer version.
         OSError: a file cannot be read.
     """
-    return [segment for path in paths(place) if (segment := _open(path)) is not None]
+    found = []
+    may_vanish = place.is_dir()
+    for path in paths(place):
+        try:
+            segment = _open(path)
+        except FileNotFoundError:
+            if not may_vanish:
+                raise
+            continue
+        if segment is not None:
+            segment.may_vanish = may_vanish
+            found.append(segment)
+    return found
 
 
 def _open(path: Path) -> Segment | None:

@@ -2,7 +2,8 @@
 
 The loop only appends to the tape. The thread wakes a few times per second, encodes what is there, and writes one frame,
 so a killed process loses less than a second. When a segment is full, the loop forks a process that has the core's state
-as of one moment and writes it at its leisure; the thread copies it into the new segment. A fork takes milliseconds.
+as of one moment and writes it at its leisure; the thread copies it into the new segment. A fork takes tens of
+milliseconds, or more if the state is large; see docs/recorder.md.
 
 Trouble never reaches the service. While the disk refuses writes, calls are encoded and discarded, and a new segment is
 tried every minute. If the thread falls too far behind, recording ends until the next start.
@@ -22,6 +23,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from protos.quire.link.v1 import link_pb2
 from protos.quire.record.v1 import record_pb2 as pb
 from scheduler_svc.core.interface.config import CoreConfig
 from scheduler_svc.core.interface.records import Peer
@@ -32,7 +34,6 @@ from scheduler_svc.recorder.segments import FORMAT_VERSION, Ring, SegmentWriter
 from scheduler_svc.recorder.snapshot import dump
 from scheduler_svc.recorder.tags import Tagger
 from scheduler_svc.recorder.tape import Cut, Item, Reported, Tape
-from scheduler_svc.recorder.values import FrontendReported
 from shared.logging import get_logger
 
 INTERVAL_S = 0.2
@@ -43,7 +44,7 @@ _RETRY_S = 60.0
 _MAX_BEHIND = 200_000
 """Items on the tape from which on the thread is too slow."""
 _BATCH_ITEMS = 2_000
-"""Most items in one frame, which bounds the time for which the thread keeps the interpreter's lock."""
+"""Most items in one frame: bounds the size of a frame and of one serialisation."""
 _PIPE_BYTES = 1 << 20
 _SNAPSHOT_S = 120
 """Longest time that a snapshot may take."""
@@ -111,6 +112,8 @@ class Recorder:
         self._writer: SegmentWriter | None = None
         self._retry_at = 0.0
         self._wants_cut = False
+        self._cut_asked = True
+        """Whether a segment is due that has not begun; only the thread uses it."""
         self._full_at = self._ring.segment_bytes
         """Size of the segment at which the next begins; a snapshot does not count."""
         self._snapshot_pid, self._snapshot_pipe = 0, -1
@@ -133,9 +136,9 @@ class Recorder:
             self._wants_cut = False
             self._cut(core, now)
 
-    def reported(self, frontend: Peer, report: bytes, now: float) -> None:
-        """Record a front end's report, unread."""
-        self.tape.append(Reported(FrontendReported(frontend=frontend, report=report), now))
+    def reported(self, frontend: Peer, report: link_pb2.RequestReport, now: float) -> None:
+        """Record a front end's report."""
+        self.tape.append(Reported(frontend, report, now))
 
     def close(self) -> None:
         """Write what is left and stop the thread."""
@@ -202,13 +205,15 @@ class Recorder:
                 self._begin(cut)
         if self._snapshot_pipe >= 0:
             self._copy_snapshot()
-        if self._writer is None and time.monotonic() > self._retry_at:
-            self._retry_at = time.monotonic() + _RETRY_S
-            self._wants_cut = True
-        elif self._writer is not None and self._writer.size > self._full_at and self._snapshot_pipe < 0:
-            self._wants_cut = True
+        if self._writer is None:
+            is_due = time.monotonic() > self._retry_at
+        else:
+            is_due = self._writer.size > self._full_at and self._snapshot_pipe < 0
+        if is_due and not self._cut_asked:
+            self._cut_asked = self._wants_cut = True
 
     def _begin(self, cut: Cut) -> None:
+        self._cut_asked = False
         self._forget_snapshot()
         self._snapshot_pid, self._snapshot_pipe = cut.pid, cut.pipe
         self._full_at = self._ring.segment_bytes
@@ -228,7 +233,7 @@ class Recorder:
             self._forget_snapshot()
             self._failed(str(error), "another segment is tried every minute")
             return
-        if not self.stats.writes:
+        if not self.stats.writes and not self.tape.is_off:
             self.stats.writes = True
             log.info("flight recorder: recording again")
         self._write(batch)
@@ -238,13 +243,13 @@ class Recorder:
             return
         try:
             self._writer.write(batch)
+            self._ring.make_room(self._writer.size)
         except OSError as error:
             with contextlib.suppress(OSError):
                 self._writer.close()
             self._writer = None
             self._failed(str(error), "another segment is tried every minute")
             return
-        self._ring.make_room(self._writer.size)
         self.stats.entries += len(batch.entries)
         self.stats.num_bytes = self._ring.num_bytes + self._writer.size
 

@@ -7,7 +7,6 @@ frames after it could not be understood anyway: their values are differences to 
 import errno
 import fcntl
 import os
-import struct
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,12 +15,12 @@ from pathlib import Path
 from google.protobuf.message import DecodeError
 
 from protos.quire.record.v1 import record_pb2 as pb
+from scheduler_svc.journal.segments import append, frame, frames
 
 FORMAT_VERSION = 1
 SUFFIX = ".record"
 _HEADER = b"QUIREF\x00\x01"
 """File header; its last byte is the version of the frame format."""
-_FRAME = struct.Struct("<II")
 _LOCK = "lock"
 _LEVEL = 1
 _MAX_BATCH = 1 << 28
@@ -52,6 +51,7 @@ class SegmentWriter:
             self._append(_HEADER)
         except OSError:
             self.close()
+            path.unlink(missing_ok=True)
             raise
 
     def write(self, batch: pb.Batch) -> None:
@@ -61,15 +61,14 @@ class SegmentWriter:
             OSError: it was not written as a whole; the segment must not be continued.
         """
         payload = self._stream.compress(batch.SerializeToString()) + self._stream.flush(zlib.Z_SYNC_FLUSH)
-        self._append(_FRAME.pack(len(payload), zlib.crc32(payload)) + payload)
+        self._append(frame(payload))
 
     def close(self) -> None:
         """Close the file."""
         os.close(self._descriptor)
 
     def _append(self, data: bytes) -> None:
-        if os.write(self._descriptor, data) != len(data):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        append(self._descriptor, data)
         self.size += len(data)
 
 
@@ -88,22 +87,21 @@ class SegmentReader:
             UnreadableRecordError: the file is not a record, or of a newer version.
         """
         data = self.path.read_bytes()
+        if len(data) < len(_HEADER) and _HEADER.startswith(data):
+            # Its writer was killed, or the disk was full.
+            self.left_out = len(data)
+            return
         if data[: len(_HEADER) - 1] != _HEADER[:-1]:
             raise UnreadableRecordError(f"{self.path}: not a flight record; give a file that ends in {SUFFIX}")
         if data[: len(_HEADER)] != _HEADER:
             raise UnreadableRecordError(f"{self.path}: written by a newer release; use that release to read it")
         stream, position = zlib.decompressobj(), len(_HEADER)
-        while position + _FRAME.size <= len(data):
-            length, checksum = _FRAME.unpack_from(data, position)
-            begin = position + _FRAME.size
-            payload = data[begin : begin + length]
-            if not length or len(payload) < length or zlib.crc32(payload) != checksum:
-                break
+        for payload, end in frames(data, position):
             try:
                 batch = pb.Batch.FromString(stream.decompress(payload, _MAX_BATCH))
             except (DecodeError, zlib.error):
                 break
-            position = begin + length
+            position = end
             yield batch
         self.left_out = len(data) - position
 
@@ -142,9 +140,11 @@ class Ring:
 
     def begin(self, previous: SegmentWriter | None) -> SegmentWriter:
         """Close the previous segment and create the next; delete the oldest ones so that the ring stays bounded."""
-        if previous is not None and self._current is not None:
+        if previous is not None:
             previous.close()
-            self._sizes[self._current] = previous.size
+        if self._current is not None and self._current.exists():
+            # Also a segment whose last write failed needs its room.
+            self._sizes[self._current] = self._current.stat().st_size
         self.make_room(2 * self.segment_bytes)
         newest = max((int(path.name.removesuffix(SUFFIX)) for path in paths(self._folder)), default=0)
         self._current = self._folder / f"{newest + 1:012d}{SUFFIX}"

@@ -94,6 +94,10 @@ class _Writer:
 
     def write(self, core: Scheduler) -> list[Any]:
         nodes = []
+        if not self._with_tokens:
+            # The thread may not have seen the newest arrivals, and the tag of a grammar's key needs its size.
+            for spec in _specs(core):
+                self._tagger.grammar_tag(spec.grammar)
         self._value(core, ("", ""))
         position = 0
         while position < len(self._found):
@@ -195,6 +199,13 @@ class _Writer:
             identity=self._tagger.tag_padded(spec.identity),
             resume_info=bytes(len(spec.resume_info)),
         )
+
+
+def _specs(core: Scheduler) -> list[RequestSpec]:
+    """Return the specs of all live requests and kept logs."""
+    requests = core._requests
+    logs = requests.identified._kept._logs.values()
+    return [request.spec for request in requests] + [log.spec for _, log in logs]
 
 
 def _plain(value: Any) -> Any:

@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from protos.quire.link.v1 import link_pb2
 from protos.quire.plan.v1 import plan_pb2
 from scheduler_svc.core.interface.arrays import IndexArray
 from scheduler_svc.core.interface.config import CoreConfig
@@ -18,7 +19,7 @@ from scheduler_svc.core.interface.records import Note, Peer
 from scheduler_svc.core.memory.partial_blocks import PartialMatch
 from scheduler_svc.core.memory.token_facts import TokenFacts
 from scheduler_svc.core.scheduler import Scheduler
-from scheduler_svc.recorder.values import Facts, FrontendReported
+from scheduler_svc.recorder.values import Facts
 from shared.prefix_keys import BlockKey
 
 
@@ -48,7 +49,8 @@ class Planned(NamedTuple):
 class Reported(NamedTuple):
     """A front end's report."""
 
-    report: FrontendReported
+    frontend: Peer
+    report: link_pb2.RequestReport
     now: float
 
 

@@ -1,15 +1,28 @@
 """Flight recorder: replays are bit for bit, damage is found, and no text is on the disk."""
 
 import dataclasses
+import hashlib
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from scheduler_svc.core.interface import events as ev
+from scheduler_svc.core.interface.config import CoreConfig
+from scheduler_svc.recorder.encoding import Encoder
 from scheduler_svc.recorder.reader import Segment, read
-from scheduler_svc.recorder.replay import entries, replay
+from scheduler_svc.recorder.replay import RecordedFacts, entries, replay
+from scheduler_svc.recorder.segments import UnreadableRecordError
+from scheduler_svc.recorder.snapshot import dump, load
+from scheduler_svc.recorder.tags import Tagger
+from scheduler_svc.recorder.tape import Cut, RecordedScheduler, Tape
 from scheduler_svc.recorder.values import Entry, PlanAsked
+from scheduler_svc.sim.model_worker import ModelWorker
+from scheduler_svc.sim.oracle import grammar_key
+from shared.request_spec import RequestSpec
+from tests.scheduler_svc.cluster import FRONTEND, Cluster
 from tests.scheduler_svc.many_steps import record_steps
 from tests.scheduler_svc.recording import record
 
@@ -137,3 +150,93 @@ def test_a_record_holds_no_tokens_unless_it_should(tmp_path: Path) -> None:
 
     assert tokens("with") > 10
     assert tokens("without") == 0
+
+
+def test_a_segment_without_a_whole_header_is_left_out(tmp_path: Path) -> None:
+    """A folder is readable if a segment in it ends within its header; a file of something else is not a record."""
+    record(tmp_path, 7, 100)
+    (segment,) = read(tmp_path)
+    header = segment.path.read_bytes()[:8]
+    (tmp_path / "000000000002.record").write_bytes(b"")
+    (tmp_path / "000000000003.record").write_bytes(header[:5])
+
+    assert [each.path for each in read(tmp_path)] == [segment.path]
+    (tmp_path / "note").write_bytes(b"text")
+    with pytest.raises(UnreadableRecordError):
+        read(tmp_path / "note")
+
+
+def test_a_segment_that_is_deleted_while_it_is_read_is_skipped(tmp_path: Path) -> None:
+    """The ring may delete segments of its folder at any time; a file that was named must be there."""
+    record(tmp_path, 7, 600, cut_every=200)
+    found, (named,) = read(tmp_path), read(tmp_path / "000000000001.record")
+    whole = [len(list(segment)) for segment in found]
+    found[0].path.unlink()
+
+    assert len(list(entries(found))) == sum(whole[1:])
+    with pytest.raises(FileNotFoundError):
+        list(named)
+
+
+def test_a_snapshot_has_the_keys_of_grammars_that_have_just_arrived(tmp_path: Path) -> None:
+    """The key of a grammar fits its tag in a snapshot also if the recorder's thread has not seen the grammar.
+
+    This holds for a live request, and for a kept log whose grammar a worker has compiled.
+    """
+    cluster = Cluster()
+    worker = ModelWorker(b"w/1", 64, 4, 8)
+    cluster.join(worker)
+    cluster.submit(1, [1, 2, 3], 50, grammar=b"kept grammar", identity=b"i")
+    cluster.plan()
+    cluster.handle(ev.GrammarReported(worker=worker.peer, epoch=worker.epoch, key=grammar_key(b"kept grammar")))
+    cluster.handle(ev.RequestCancelled(frontend=FRONTEND, stream=1, keep=True))
+    cluster.submit(2, [1, 2, 3], 50, grammar=b"live grammar")
+
+    core = load(dump(cluster.core, Tagger(), with_tokens=False), RecordedFacts())
+
+    (live,) = core._requests
+    ((_, log),) = core._requests.identified._kept._logs.values()
+    (loaded,) = core._fleet
+    assert live.grammar_key == hashlib.sha256(live.spec.grammar).digest()
+    assert loaded.grammars.is_ready(hashlib.sha256(log.spec.grammar).digest())
+
+
+def test_the_encoder_keeps_what_a_segment_begins_with(tmp_path: Path) -> None:
+    """A segment opens with the requests that the core has, as first submitted, and without tokens and block keys."""
+    tape = Tape()
+    core = RecordedScheduler(CoreConfig(), 1, tape)
+    encoder = Encoder(Tagger(), with_tokens=True)
+
+    def arrive(frontend: bytes, stream: int, request_id: str, now: float) -> None:
+        spec = RequestSpec(request_id, num_prompt_tokens=5, max_tokens=9)
+        tokens = np.arange(6, dtype=np.int32)
+        core.handle(
+            ev.RequestArrived(
+                frontend=frontend,
+                stream=stream,
+                spec=spec,
+                token_ids=tokens,
+                credit=1 << 20,
+                block_keys=bytes(64),
+                block_size=4,
+            ),
+            now,
+        )
+
+    arrive(b"stranger", 1, "unknown", 1.0)
+    core.handle(ev.FrontendJoined(frontend=FRONTEND), 2.0)
+    arrive(FRONTEND, 2, "first", 3.0)
+    arrive(FRONTEND, 2, "second", 4.0)
+    encoder.encode([item for item in tape.items if not isinstance(item, Cut)])
+    written = encoder.take()
+    opening = encoder.begin(5.0)
+    peers = encoder.take().peers
+
+    (live,) = opening.live
+    assert (peers[live.frontend], live.stream, live.spec.request_id, live.arrival) == (FRONTEND, 2, "first", 3.0)
+    assert live.num_tokens == 6
+    assert not live.tokens
+    assert not live.block_keys
+    arrivals = [entry.arrived for entry in written.entries if entry.WhichOneof("what") == "arrived"]
+    assert [each.spec.request_id for each in arrivals] == ["unknown", "first", "second"]
+    assert all(each.tokens and each.block_keys and not each.arrival for each in arrivals)

@@ -5,12 +5,15 @@ import itertools
 import os
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import zmq
 
+from protos.quire.record.v1 import record_pb2
 from scheduler_svc.core.interface.config import CoreConfig
 from scheduler_svc.core.interface.effects import Effect
 from scheduler_svc.core.interface.events import Event, TimePassed
@@ -19,11 +22,16 @@ from scheduler_svc.recorder import recorder as recorder_module
 from scheduler_svc.recorder.reader import read
 from scheduler_svc.recorder.recorder import Recorder
 from scheduler_svc.recorder.replay import entries, replay
-from scheduler_svc.recorder.segments import RecordInUseError, SegmentWriter, paths
-from scheduler_svc.recorder.tape import RecordedScheduler, Tape
+from scheduler_svc.recorder.segments import RecordInUseError, Ring, SegmentWriter, paths
+from scheduler_svc.recorder.tape import Cut, RecordedScheduler, Tape
+from scheduler_svc.service import SchedulerService
 from scheduler_svc.sim.coverage import Coverage
 from scheduler_svc.sim.scenario import draw
 from scheduler_svc.sim.simulation import Simulation
+from shared.config import SchedulerConfig
+from shared.frames import LINK_MAX_MESSAGE
+from shared.telemetry import Telemetry
+from tests.scheduler_svc.test_service import FrontendPeer
 
 PATIENCE_S = 60.0
 
@@ -106,11 +114,8 @@ def test_a_full_disk_stops_the_recording_and_not_the_core(tmp_path: Path, monkey
 
     _until(lambda: turn() and recorder.stats.entries > 0)
 
-    def full(_writer: SegmentWriter, _data: bytes) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
     with monkeypatch.context() as patch:
-        patch.setattr(SegmentWriter, "_append", full)
+        patch.setattr(SegmentWriter, "_append", _full)
         _until(lambda: turn() and not recorder.stats.writes)
     _until(lambda: turn() and recorder.stats.writes)
     before = recorder.stats.entries
@@ -142,3 +147,133 @@ def test_a_killed_scheduler_loses_less_than_a_second(tmp_path: Path) -> None:
     recorded = [entry.time for entry in entries(read(folder))]
     assert max(made) - recorded[-1] < 1
     assert replay(read(folder)).difference is None
+
+
+def test_a_segment_with_a_failed_write_counts_in_the_ring(tmp_path: Path) -> None:
+    """The ring stays within its bound also if segments end with a failed write, after which they have no writer."""
+    max_bytes = 1 << 16
+    ring = Ring(tmp_path, max_bytes)
+    for _ in range(30):
+        writer = ring.begin(None)
+        while writer.size < ring.segment_bytes:
+            writer.write(record_pb2.Batch(snapshot=os.urandom(1 << 10)))
+        writer.close()
+    ring.begin(None).close()
+    ring.close()
+
+    assert sum(path.stat().st_size for path in paths(tmp_path)) <= max_bytes
+
+
+def test_a_failed_header_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A segment whose header cannot be written is deleted, and one of another writer stays."""
+    with monkeypatch.context() as patch:
+        patch.setattr(SegmentWriter, "_append", _full)
+        with pytest.raises(OSError, match=os.strerror(errno.ENOSPC)):
+            SegmentWriter(tmp_path / "1.record")
+    SegmentWriter(tmp_path / "2.record").close()
+    with pytest.raises(FileExistsError):
+        SegmentWriter(tmp_path / "2.record")
+
+    assert [path.name for path in paths(tmp_path)] == ["2.record"]
+
+
+def _full(_writer: SegmentWriter, _data: bytes) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+@pytest.fixture
+def resting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Recorder]:
+    """A recorder whose thread waits until its end; tests run its rounds."""
+    monkeypatch.setattr(recorder_module, "INTERVAL_S", 3600.0)
+    recorder = _recorder(tmp_path)
+    yield recorder
+    recorder.close()
+
+
+def test_a_segment_that_cannot_be_deleted_does_not_end_the_recording(
+    resting: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If the ring cannot make room, this segment ends, and another one is tried later."""
+
+    def refuse(_ring: Ring, _num_bytes: int) -> None:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+    core = RecordedScheduler(CoreConfig(), 1, resting.tape)
+    resting._round()
+    core.handle(TimePassed(), 1.0)
+    with monkeypatch.context() as patch:
+        patch.setattr(Ring, "make_room", refuse)
+        resting._round()
+    assert not resting.stats.writes
+    resting._retry_at = 0.0
+    resting._round()
+    resting.turn(core, 2.0)
+    resting._round()
+
+    assert resting.stats.writes
+
+
+def test_a_segment_is_asked_for_once(resting: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A segment that the loop begins while the thread is in a long round is not asked for again in that round."""
+    core = RecordedScheduler(CoreConfig(), 1, resting.tape)
+    resting._round()
+    resting._full_at = 0
+    core.handle(TimePassed(), 1.0)
+    resting._round()
+    core.handle(TimePassed(), 2.0)
+    write = SegmentWriter.write
+
+    def write_long(writer: SegmentWriter, batch: record_pb2.Batch) -> None:
+        resting.turn(core, 3.0)
+        write(writer, batch)
+
+    monkeypatch.setattr(SegmentWriter, "write", write_long)
+    resting._round()
+    resting.turn(core, 4.0)
+
+    assert sum(isinstance(item, Cut) for item in resting.tape.items) == 1
+
+
+def test_a_recorder_that_is_off_does_not_claim_to_record(resting: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After it fell too far behind, a segment that is still on the tape does not count as recording again."""
+    core = RecordedScheduler(CoreConfig(), 1, resting.tape)
+    monkeypatch.setattr(recorder_module, "_MAX_BEHIND", 0)
+    resting.turn(core, 1.0)
+    resting._round()
+
+    assert not resting.stats.writes
+
+
+def test_clients_do_not_wait_for_the_end_of_the_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At a shutdown, the last messages reach the front ends before the recorder writes what is left."""
+    config = SchedulerConfig(
+        frontend_address=f"ipc://{tmp_path}/f", worker_address=f"ipc://{tmp_path}/w", on_stop="end"
+    )
+    telemetry = Telemetry("test")
+    recorder = _recorder(tmp_path / "record")
+    service = SchedulerService(config, telemetry, 1, recorder=recorder)
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    frontend = FrontendPeer(context, config.frontend_address, "f/1", LINK_MAX_MESSAGE)
+    ended: list[int] = []
+    close = Recorder.close
+
+    def close_late(closing: Recorder) -> None:
+        ended.append(len(frontend.until("ends").ends))
+        close(closing)
+
+    monkeypatch.setattr(Recorder, "close", close_late)
+    thread = threading.Thread(target=service.run)
+    thread.start()
+    try:
+        frontend.hello()
+        frontend.submit(1)
+        frontend.metrics()  # by then the submission is there
+    finally:
+        service.stop()
+        thread.join()
+        frontend.close()
+        service.close()
+        telemetry.shutdown()
+        context.term()
+
+    assert ended == [1]

@@ -20,7 +20,6 @@ from scheduler_svc.explain.facts import Life, StreamKey
 from scheduler_svc.explain.reading import Findings, study
 from scheduler_svc.recorder.reader import read
 from scheduler_svc.recorder.tape import Reported, Tape
-from scheduler_svc.recorder.values import FrontendReported
 from scheduler_svc.sim.model_worker import ModelWorker
 from shared.errors import InvalidRequestError, RequestNotFoundError
 from shared.prefix_keys import following_keys, root_key
@@ -86,8 +85,7 @@ class _Recorded(Cluster):
     def report(self, stream: int, **durations: int) -> None:
         """The front end reports a call."""
         report = link_pb2.RequestReport(stream=stream, **durations)
-        found = FrontendReported(frontend=self._frontend, report=report.SerializeToString())
-        self.tape.append(Reported(found, self.now))
+        self.tape.append(Reported(self._frontend, report, self.now))
 
     def study(self, *names: str) -> Findings:
         """Reads what is wanted of the record."""
