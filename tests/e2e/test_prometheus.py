@@ -18,11 +18,14 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import grpc
 import psutil
 import pytest
 from opentelemetry import trace
 
 from quire import Client, SchedulingOptions, errors
+from quire.v1 import generation_pb2 as v1
+from quire.v1 import generation_pb2_grpc
 from shared import metric_names
 from tests.checkpoints import make_checkpoint
 from tests.e2e.harness import PATIENCE_S, Served, free_ports, serve
@@ -113,11 +116,36 @@ def _fill_disk(served: Served) -> None:
     _ask_too_much(served)
 
 
+def _stall(served: Served) -> None:
+    """A client takes one message, and then none until its request ends for that reason.
+
+    gRPC takes in 64 KiB for it, so the messages are large.
+    """
+
+    def ended() -> float:
+        return served.metric("gen_ai_server_request_duration_seconds_count", error_type="STALLED_READER")
+
+    before, end = ended(), time.monotonic() + PATIENCE_S
+    with grpc.insecure_channel(served.grpc, options=[("grpc.http2.bdp_probe", 0)]) as channel:
+        call = generation_pb2_grpc.GenerationServiceStub(channel).Generate(
+            v1.GenerateRequest(
+                text="the quick brown fox",
+                stop=v1.StopOptions(max_tokens=900, ignore_eos=True),
+                output=v1.OutputOptions(logprobs=20),
+            )
+        )
+        next(call)
+        while ended() == before:
+            assert time.monotonic() < end, f"no stalled reader after {PATIENCE_S} s"
+            time.sleep(0.2)
+
+
 @pytest.mark.parametrize(
     ("alert", "flags", "fault"),
     [
         ("QuireNoWorker", (), _kill_worker),
         ("QuireOverloaded", ("--max-num-seqs=1", "--max-queued-requests=2"), _ask_too_much),
+        ("QuireStalledReaders", ("--stall-timeout-s=0.5", "--stream-credit=4096"), _stall),
         ("QuireKvCacheFull", ("--max-tokens-in-paged-kv-cache=512",), _ask_too_much),
         ("QuireRecordFailed", (), _fill_disk),
     ],
