@@ -47,6 +47,7 @@ __all__ = [
     "Kernel",
     "Launch",
     "architecture",
+    "constant",
     "jit",
     "kernel",
     "kernel_with",
@@ -125,6 +126,11 @@ def jit(function: Callable[..., Any]) -> Callable[..., Any]:
     """Make ``function`` a device function, callable from kernels only."""
     compiled: Callable[..., Any] = triton.jit(function) if HAVE_TRITON else function
     return compiled
+
+
+def constant(value: float) -> Any:
+    """Make a number a global constant that kernels may use."""
+    return tl.constexpr(value) if HAVE_TRITON else value
 
 
 def runs_on_triton(tensor: torch.Tensor) -> bool:

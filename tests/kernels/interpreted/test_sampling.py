@@ -13,7 +13,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kernels import sampling_triton
 from kernels._triton import kernel, tl
 from kernels.philox import (
     gumbel_from_words,
@@ -32,6 +31,7 @@ from kernels.sampling import (
     sample_checked,
     sample_reference,
 )
+from kernels.sampling_triton import launch
 from tests.examples import examples
 from tests.kernels.rounding import assert_drawn, possible_scores
 from tests.kernels.test_philox import KNOWN_ANSWERS
@@ -210,7 +210,7 @@ def test_top_p_cuts_between_equal_logits() -> None:
 def test_every_path_of_the_selection_keeps_what_the_reference_keeps(data: st.DataObject) -> None:
     """Small and large k, one interval and a divided one, few candidates and too many: the reference's tokens."""
     # Tiny tiles, so that a vocabulary of some hundred tokens takes every path.
-    with patch.multiple(sampling_triton, TILE=16, TILES_PER_PROGRAM=2, CANDIDATES=32):
+    with patch.multiple(launch, TILE=16, TILES_PER_PROGRAM=2, CANDIDATES=32):
         vocab_size = data.draw(st.sampled_from([15, 130]))
         torch.manual_seed(data.draw(st.integers(0, 10_000)))
         logits = torch.randn(2, vocab_size) * data.draw(st.sampled_from([0.0, 0.02, 0.5, 3.0, 30.0]))
@@ -241,7 +241,7 @@ def test_every_path_of_the_selection_keeps_what_the_reference_keeps(data: st.Dat
 
 def assert_kept(logits: torch.Tensor, params: SamplingTensors) -> None:
     """Top-k and top-p keep the reference's tokens, of all that the noise could let win."""
-    _, _, rows = sampling_triton.select_triton(logits, params)
+    _, _, rows = launch.select_triton(logits, params)
     drawable = replace(params, min_p=torch.full_like(params.min_p, math.exp(-19.47)))
     scores = logits / torch.where(params.temperature > 0, params.temperature, 1.0).unsqueeze(1) + 0.0
     bits = scores.view(torch.int32).long() & 0xFFFFFFFF

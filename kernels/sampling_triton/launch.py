@@ -1,0 +1,135 @@
+"""Launches of the sampling kernels; the package documents their order."""
+
+from __future__ import annotations
+
+import torch
+
+from kernels._triton import next_power_of_2
+from kernels.sampling_reference import SamplingTensors
+from kernels.sampling_triton.candidates import NUM_FIELDS, NUM_PIVOTS, gather_kernel, pivots_kernel
+from kernels.sampling_triton.draw import draw_rows_kernel, draw_tiles_kernel
+from kernels.sampling_triton.scores import maxima_kernel
+from kernels.sampling_triton.threshold import select_kernel
+
+TILE = 1024
+"""Tokens of a tile."""
+TILES_PER_PROGRAM = 4
+CANDIDATES = 8192
+"""Largest number of candidates that a row stores; with more equal or nearly equal scores, its program reads the row."""
+
+
+def sample_triton(logits: torch.Tensor, params: SamplingTensors) -> torch.Tensor:
+    """Compute `sample_checked` of CUDA tensors without reading a value back; ignores ``typical_p``."""
+    if not params.any_random:
+        return greedy_triton(logits)
+    if not params.any_truncation:
+        return draw_triton(logits, params)
+    maxima, tokens, rows = select_triton(logits, params)
+    return _draw(logits, params, maxima, tokens, rows, scaled=False)
+
+
+def select_triton(logits: torch.Tensor, params: SamplingTensors) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Find the tokens that top-k and top-p keep.
+
+    Returns:
+        The largest logit of each tile and its token, ``[num_rows, num_tiles]`` float32 and int32; and ``[num_rows, 4]``
+        int32: the number of candidates, the smallest key that is kept (as unsigned), the last token that is kept among
+        those with this key, and a value of the kernels. Tokens that are never drawn may be kept or not.
+    """
+    num_rows, vocab_size = logits.shape
+    maxima, tokens = _per_tile(logits)
+    num_tiles = maxima.shape[1]
+    num_chunks = -(-num_tiles // TILES_PER_PROGRAM)
+    # Of each row and round: the pivots, and per chunk the mass and the number of tokens at or above each of them.
+    sums = torch.empty(num_rows, 2, 1 + 2 * num_chunks, NUM_PIVOTS, dtype=torch.float32, device=logits.device)
+    rows = torch.empty(num_rows, NUM_FIELDS, dtype=torch.int32, device=logits.device)
+    candidates = torch.empty(num_rows, CANDIDATES, dtype=torch.int32, device=logits.device)
+    _find_maxima(logits, maxima, tokens)
+    columns = (logits, params.temperature, params.top_k, params.top_p, maxima, sums, rows)
+    sizes = (logits.stride(0), vocab_size, num_tiles, num_chunks)
+    most = {
+        "TILE": TILE,
+        "MOST_TILES": next_power_of_2(num_tiles),
+        "MOST_CHUNKS": next_power_of_2(num_chunks),
+        "CAPACITY": CANDIDATES,
+    }
+    grid = (num_rows, num_chunks)
+    for round_ in (0, 1):
+        pivots_kernel[grid](*columns, *sizes, ROUND=round_, CHUNK=TILE * TILES_PER_PROGRAM, **most)
+    gather_kernel[grid](*columns, candidates, *sizes, TILES=TILES_PER_PROGRAM, **most)
+    select_kernel[(num_rows,)](*columns, candidates, *sizes, **most, num_warps=8)
+    return maxima, tokens, rows
+
+
+def greedy_triton(logits: torch.Tensor) -> torch.Tensor:
+    """Compute `greedy` of CUDA tensors: the token of the largest logit, -1 for a row that cannot be sampled."""
+    maxima, tokens = _per_tile(logits)
+    _find_maxima(logits, maxima, tokens)
+    return _best_tile(maxima, maxima, tokens)
+
+
+def draw_triton(logits: torch.Tensor, params: SamplingTensors, *, scaled: bool = False) -> torch.Tensor:
+    """Draw without filters; if ``scaled``, from processed float32 scores, without temperature."""
+    maxima, tokens = _per_tile(logits)
+    return _draw(logits, params, maxima, tokens, None, scaled=scaled)
+
+
+def _per_tile(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Allocate a float32 and an int32 for each tile of each row."""
+    shape = (logits.shape[0], -(-logits.shape[1] // TILE))
+    return (
+        torch.empty(shape, dtype=torch.float32, device=logits.device),
+        torch.empty(shape, dtype=torch.int32, device=logits.device),
+    )
+
+
+def _find_maxima(logits: torch.Tensor, maxima: torch.Tensor, tokens: torch.Tensor) -> None:
+    num_rows, num_tiles = maxima.shape
+    maxima_kernel[(num_rows, -(-num_tiles // TILES_PER_PROGRAM))](
+        logits, maxima, tokens, logits.stride(0), logits.shape[1], num_tiles, TILE=TILE, TILES=TILES_PER_PROGRAM
+    )
+
+
+def _draw(
+    logits: torch.Tensor,
+    params: SamplingTensors,
+    maxima: torch.Tensor,
+    tokens: torch.Tensor,
+    rows: torch.Tensor | None,
+    *,
+    scaled: bool,
+) -> torch.Tensor:
+    """Draw a token per row.
+
+    With ``rows``, the filters' results, ``maxima`` and ``tokens`` are those of `maxima_kernel`. Without, this writes
+    them.
+    """
+    num_rows, vocab_size = logits.shape
+    num_tiles = maxima.shape[1]
+    sums = torch.empty_like(maxima)
+    draw_tiles_kernel[(num_rows, num_tiles)](
+        logits,
+        params.temperature,
+        params.min_p,
+        params.seed,
+        params.choice,
+        params.position,
+        rows,
+        maxima,
+        sums,
+        tokens,
+        logits.stride(0),
+        vocab_size,
+        num_tiles,
+        SCALED=scaled,
+        TILE=TILE,
+        MOST_TILES=next_power_of_2(num_tiles),
+    )
+    return _best_tile(maxima, sums, tokens)
+
+
+def _best_tile(maxima: torch.Tensor, sums: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    num_rows, num_tiles = maxima.shape
+    found = torch.empty(num_rows, dtype=torch.int64, device=maxima.device)
+    draw_rows_kernel[(num_rows,)](maxima, sums, tokens, found, num_tiles, MOST_TILES=next_power_of_2(num_tiles))
+    return found
