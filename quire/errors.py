@@ -65,6 +65,13 @@ class InvalidRequestError(QuireError):
     codes = frozenset({"INVALID_ARGUMENT", "OUT_OF_RANGE", "FAILED_PRECONDITION"})
 
 
+class ContextLengthError(InvalidRequestError):
+    """Prompt and requested output do not fit into the model's context: shorten the prompt or lower `max_tokens`."""
+
+    reasons = frozenset({"CONTEXT_LENGTH_EXCEEDED"})
+    codes = frozenset()
+
+
 class UnsupportedFieldError(QuireError):
     """The server knows a field but does not support it."""
 
@@ -161,6 +168,7 @@ class ServerError(QuireError):
 
 _CLASSES = (
     InvalidRequestError,
+    ContextLengthError,
     UnsupportedFieldError,
     UnauthenticatedError,
     PermissionDeniedError,

@@ -41,6 +41,12 @@ class InvalidRequestError(QuireError):
         self.violations = violations
 
 
+class ContextLengthError(InvalidRequestError):
+    """Prompt and requested output do not fit into the model's context; clients shorten the prompt and try again."""
+
+    reason = "CONTEXT_LENGTH_EXCEEDED"
+
+
 class UnsupportedFieldError(QuireError):
     """The request sets a field that this version does not support yet."""
 

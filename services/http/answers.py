@@ -9,10 +9,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NotRequired, TypedDict
 
+from quire import __version__
 from quire.v1 import generation_pb2 as v1
 from services.http.logprobs import Logprobs, TextOffsets, prompt_logprobs
 from services.http.schema import StreamOptions
 from services.http.tool_calls import AnswerParser, CallArguments, CallBegun, Content, Piece
+
+SYSTEM_FINGERPRINT = f"quire-{__version__}"
+"""Tells clients that results may differ after an upgrade, also with the same seed."""
 
 Json = dict[str, Any]
 """An object of the answer, as `openapi` describes it."""
@@ -129,7 +133,13 @@ class Answer:
         return {**self._head(), "choices": [], "usage": self.usage()}
 
     def _head(self) -> Json:
-        return {"id": self.id, "object": self.object, "created": self.created, "model": self.model}
+        return {
+            "id": self.id,
+            "object": self.object,
+            "created": self.created,
+            "model": self.model,
+            "system_fingerprint": SYSTEM_FINGERPRINT,
+        }
 
     def _chunk(self, choice: Json) -> Json:
         chunk = {**self._head(), "choices": [choice]}

@@ -42,6 +42,7 @@ _VALUES = {
     "string_pattern_mismatch": "must match {pattern}",
     "string_too_long": "must have at most {max_length} characters",
     "string_too_short": "must have at least {min_length} characters",
+    "unsupported_part": "parts of type {kind!r} are not supported, because the server reads text only; send text parts",
 }
 """Messages for a missing value, or one that is out of range."""
 

@@ -157,6 +157,11 @@ class Exchange:
         if media_type != "application/json":
             what = f"{given[:100]!r} is not supported" if given else "missing"
             raise errors.ContentTypeError(f"Content-Type: {what}; send 'Content-Type: application/json'")
+        encoding = self.headers.get("content-encoding", "identity").strip().lower()
+        if encoding not in ("", "identity"):
+            raise errors.ContentTypeError(
+                f"Content-Encoding: {encoding[:100]!r} is not supported; send the body without compression"
+            )
 
     async def run_until_disconnect(self, work: Awaitable[None]) -> None:
         """Run `work`; cancel it when the client disconnects. Call it after the body has been read.

@@ -58,7 +58,7 @@ class TooLargeError(QuireError):
 
 
 class ContentTypeError(QuireError):
-    """The Content-Type is not application/json."""
+    """The Content-Type is not application/json, or the body is compressed."""
 
     code = "INVALID_ARGUMENT"
     reason = "UNSUPPORTED_MEDIA_TYPE"
@@ -98,7 +98,7 @@ def headers_of(error: QuireError) -> dict[str, str]:
 def with_http_names(error: QuireError, name: Callable[[str], str]) -> QuireError:
     """Return the error with HTTP field names; `name` maps a field's path in the proto."""
     if isinstance(error, InvalidRequestError):
-        return InvalidRequestError(*(FieldViolation(name(v.field), v.description) for v in error.violations))
+        return type(error)(*(FieldViolation(name(v.field), v.description) for v in error.violations))
     if isinstance(error, UnsupportedFieldError):
         return UnsupportedFieldError(name(error.field))
     return error

@@ -55,7 +55,7 @@ _CHOICE = {
     "logprobs": _NULLABLE_OBJECT,
 }
 _MODEL = _object({"id": _STRING, "object": {"const": "model"}, "created": _INT, "owned_by": _STRING})
-_HEAD = {"id": _STRING, "created": _INT, "model": _STRING}
+_HEAD = {"id": _STRING, "created": _INT, "model": _STRING, "system_fingerprint": _STRING}
 _ANSWERS: dict[str, dict[str, Any]] = {
     "Completion": _object(
         {

@@ -73,6 +73,12 @@ def prepare_chat(body: ChatBody, request_id: str, *, style: str) -> Prepared:
     fill_chat(request.chat, body.messages, shown, _variables(body))
     request.chat.omit_generation_prompt = not body.add_generation_prompt or body.continue_final_message
     request.chat.continue_final_message = body.continue_final_message
+    if None not in (body.max_tokens, body.max_completion_tokens) and body.max_tokens != body.max_completion_tokens:
+        raise InvalidRequestError(
+            FieldViolation(
+                "max_tokens", "differs from max_completion_tokens; give one of them (max_tokens is the old name)"
+            )
+        )
     max_tokens_field = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
     max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     if max_tokens is not None:
@@ -121,8 +127,18 @@ def prepare_chat(body: ChatBody, request_id: str, *, style: str) -> Prepared:
 def fill_chat(
     chat: v1.ChatInput, messages: Iterable[Message], tools: Sequence[Tool], variables: JsonObject | None
 ) -> None:
-    """Write the messages, tools and template variables into `chat`."""
-    for message in messages:
+    """Write the messages, tools and template variables into `chat`.
+
+    Raises:
+        InvalidRequestError: a message has neither content nor tool calls.
+    """
+    for number, message in enumerate(messages):
+        if message.content is None and not message.tool_calls:
+            raise InvalidRequestError(
+                FieldViolation(
+                    f"messages[{number}].content", "missing; give a text (only a message with tool_calls needs none)"
+                )
+            )
         turn = chat.messages.add()
         # Templates know OpenAI's role developer as system.
         turn.role = "system" if message.role == "developer" else message.role

@@ -9,6 +9,7 @@ nothing here.
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, model_validator
+from pydantic_core import PydanticCustomError
 
 from services.calls.embeddings import MAX_INPUTS
 from services.text.chat import MAX_MESSAGES
@@ -77,6 +78,13 @@ class TextPart(Body):
 
     type: Literal["text"]
     text: str
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_media(cls, data: Any) -> Any:
+        if isinstance(data, dict) and isinstance(kind := data.get("type"), str) and kind != "text":
+            raise PydanticCustomError("unsupported_part", "{kind}", {"kind": kind[:64]})
+        return data
 
 
 class Message(Body):
@@ -176,7 +184,7 @@ class SamplingBody(QueuedBody):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     logit_bias: dict[Annotated[str, Field(pattern=r"^[0-9]{1,9}$")], float] | None = None
-    allowed_token_ids: list[TokenId] | None = None
+    allowed_token_ids: list[TokenId] | None = Field(default=None, min_length=1)
     banned_token_ids: list[TokenId] | None = None
     bad_words: list[str] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None

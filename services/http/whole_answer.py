@@ -1,6 +1,6 @@
 """Answer of a request that does not stream: the sum of the chunks of the streamed form, so both forms agree."""
 
-from services.http.answers import Answer, Json
+from services.http.answers import SYSTEM_FINGERPRINT, Answer, Json
 
 
 class WholeAnswer:
@@ -36,6 +36,7 @@ class WholeAnswer:
             "object": "chat.completion" if answer.chat else "text_completion",
             "created": answer.created,
             "model": answer.model,
+            "system_fingerprint": SYSTEM_FINGERPRINT,
             "choices": [_message_choice(choice) if answer.chat else choice for choice in choices],
             "usage": answer.usage(),
         }

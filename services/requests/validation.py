@@ -16,7 +16,7 @@ from services.requests.output import OutputRules, output_rules
 from services.requests.scheduling import check_scheduling
 from services.text.chat import check_chat
 from shared.columns import to_column
-from shared.errors import FieldViolation, InvalidRequestError, UnsupportedFieldError
+from shared.errors import ContextLengthError, FieldViolation, InvalidRequestError, UnsupportedFieldError
 from shared.frames import MAX_LOGPROBS, MAX_PART_BYTES, MAX_SERVED_SEQUENCE, TOKEN_BYTES
 from shared.ids import draw_request_id, draw_seed
 from shared.request_spec import RequestSpec
@@ -150,19 +150,20 @@ def resolve_max_tokens(
     if num_prompt_tokens == 0:
         raise InvalidRequestError(FieldViolation(field, "the prompt is empty; give at least one token"))
     if room < 1:
-        raise InvalidRequestError(
+        raise ContextLengthError(
             FieldViolation(
                 field,
-                f"{num_prompt_tokens} tokens leave no room for output; give at most {model.max_model_len - 1}",
+                f"{num_prompt_tokens} tokens leave no room for output in the maximum context length of"
+                f" {model.max_model_len}; give at most {model.max_model_len - 1}",
             )
         )
     if max_tokens is None:
         return min(default, room)
     if max_tokens > room:
-        raise InvalidRequestError(
+        raise ContextLengthError(
             FieldViolation(
                 "stop.max_tokens",
-                f"{max_tokens} with a prompt of {num_prompt_tokens} tokens exceeds the context of"
+                f"{max_tokens} with a prompt of {num_prompt_tokens} tokens exceeds the maximum context length of"
                 f" {model.max_model_len}; give at most {room}",
             )
         )

@@ -25,6 +25,7 @@ def subclasses(base: type[ErrorT]) -> Iterator[type[ErrorT]]:
 SERVER_ERRORS = {error.reason: error for error in subclasses(shared.errors.QuireError)}
 CLASS_OF_REASON = {
     "CANCELLED": errors.CancelledError,
+    "CONTEXT_LENGTH_EXCEEDED": errors.ContextLengthError,
     "DEADLINE": errors.DeadlineError,
     "DUPLICATE_REQUEST_ID": errors.DuplicateRequestError,
     "INTERNAL": errors.ServerError,

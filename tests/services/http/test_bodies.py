@@ -151,6 +151,17 @@ def test_a_call_that_must_be_made_is_a_grammar() -> None:
         ({"stop": [1]}, "stop[0]: must be a string"),
         ({"stop": {}}, "stop: must be a string or a list"),
         ({"guided_json": 3}, "guided_json: must be an object or a string"),
+        ({"allowed_token_ids": []}, "allowed_token_ids: must not be empty"),
+        ({"max_tokens": 3, "max_completion_tokens": 4},
+         "max_tokens: differs from max_completion_tokens; give one of them (max_tokens is the old name)"),
+        ({"messages": [{"role": "user"}]},
+         "messages[0].content: missing; give a text (only a message with tool_calls needs none)"),
+        ({"messages": [{"role": "user", "content": "a"}, {"role": "user", "content": None, "tool_calls": []}]},
+         "messages[1].content: missing; give a text (only a message with tool_calls needs none)"),
+        ({"messages": [{"role": "user", "content": [
+            {"type": "text", "text": "a"}, {"type": "image_url", "image_url": {"url": "data:"}}]}]},
+         "messages[0].content[1]: parts of type 'image_url' are not supported, because the server reads text only;"
+         " send text parts"),
         ({"tool_choice": {}},
          "tool_choice.type: missing; it is required; tool_choice.function: missing; it is required"),
         ({"tool_choice": "any"}, "tool_choice: must be 'none', 'auto' or 'required' or an object"),
@@ -163,7 +174,8 @@ def test_a_call_that_must_be_made_is_a_grammar() -> None:
         ({"messages": [{"content": "x"}]}, "messages[0].role: missing; it is required"),
         ({"messages": [{"role": "", "content": "x"}]}, "messages[0].role: must not be empty"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "text": ""}]}]},
-         "messages[0].content[0].type: must be 'text'"),
+         "messages[0].content[0]: parts of type 'image_url' are not supported, because the server reads text only;"
+         " send text parts"),
         ({"messages": [{"role": "user", "contents": "x"}]}, "messages[0].contents: unknown field; remove it"),
         ({"top_logprobs": 3}, "top_logprobs: requires logprobs; set logprobs to true"),
         ({"tool_choice": "auto"}, "tool_choice: requires tools; add tools or set tool_choice to 'none'"),

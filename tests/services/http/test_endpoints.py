@@ -1,6 +1,7 @@
 """HTTP exchanges with a real front end: errors, clients that leave or do not read, deadlines, shutdown."""
 
 import asyncio
+import gzip
 import json
 import socket
 from collections.abc import AsyncIterator
@@ -347,6 +348,42 @@ def test_bodies_are_bounded(tmp_path: Path) -> None:
                 assert response.status_code == 413
                 assert response.json()["error"]["code"] == "request_too_large"
             assert (await stack.http.post("/v1/completions", json=body(5))).status_code == 200
+
+    asyncio.run(main())
+
+
+def test_a_compressed_body_is_refused(tmp_path: Path) -> None:
+    """The answer is 415 and names the header; a body whose header names no compression is read."""
+
+    async def main() -> None:
+        async with running_stack(tmp_path) as stack:
+            content = gzip.compress(json.dumps(body(5)).encode())
+            response = await stack.http.post(
+                "/v1/completions", content=content, headers={**JSON, "content-encoding": "gzip"}
+            )
+            assert response.status_code == 415
+            assert response.json()["error"]["message"].startswith("Content-Encoding: 'gzip' is not supported;")
+            plain = {**JSON, "content-encoding": "identity"}
+            response = await stack.http.post("/v1/completions", json=body(5), headers=plain)
+            assert response.status_code == 200
+
+    asyncio.run(main())
+
+
+def test_what_does_not_fit_into_the_context_has_openais_code(tmp_path: Path) -> None:
+    """Clients that shorten their prompts look for the code and for `maximum context length` in the message."""
+
+    async def main() -> None:
+        async with running_stack(tmp_path) as stack:
+            longest = MODEL.max_model_len
+            for request in (body(*[5] * longest), body(5, max_tokens=longest - 1), body(5, 6, max_tokens=longest - 1)):
+                response = await stack.http.post("/v1/completions", json=request)
+                fits = len(request["prompt"]) + request["max_tokens"] <= longest
+                assert response.status_code == (200 if fits else 400)
+                if not fits:
+                    error = response.json()["error"]
+                    assert error["code"] == "context_length_exceeded"
+                    assert "maximum context length" in error["message"]
 
     asyncio.run(main())
 
