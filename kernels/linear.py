@@ -30,6 +30,8 @@ _BLOCK = 16
 _GROUP = 64
 _GROUP_BYTES = 9 * 64
 """Of 16 outputs: one line of scales and zero points, and eight of weights."""
+_SYMMETRIC = 0
+"""Argument of the library: groups have zero points."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,19 +115,17 @@ def quantise(weight: torch.Tensor, bias: torch.Tensor | None = None, *, kernels:
     return _packed(INT8, outputs, inputs, packed, bias, scales, sums)
 
 
-def quantise_int4(
-    weight: torch.Tensor, bias: torch.Tensor | None = None, *, symmetric: bool = False, kernels: Native
-) -> PackedLinear:
+def quantise_int4(weight: torch.Tensor, bias: torch.Tensor | None = None, *, kernels: Native) -> PackedLinear:
     """Return an int4 copy of a weight ``[outputs, inputs]`` (float32 or bfloat16).
 
-    The values of a group lie between its smallest and its largest weight (and zero). If `symmetric`, the zero point is
-    always 8, which is less accurate.
+    Each group has a zero point, so that its values lie between its smallest and its largest weight (and zero). The
+    library could also fix the zero point at 8 (symmetric), which takes as much memory and is less accurate.
     """
     outputs, inputs = weight.shape
     packed = torch.empty(-(-outputs // _BLOCK) * -(-inputs // _GROUP) * _GROUP_BYTES, dtype=torch.uint8)
     advise_huge_pages(packed)
     kernels.library.quire_quantise_int4(
-        FORMATS[weight.dtype], weight.data_ptr(), weight.stride(0), outputs, inputs, symmetric, packed.data_ptr()
+        FORMATS[weight.dtype], weight.data_ptr(), weight.stride(0), outputs, inputs, _SYMMETRIC, packed.data_ptr()
     )
     return _packed(INT4, outputs, inputs, packed, bias)
 

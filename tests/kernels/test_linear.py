@@ -35,9 +35,9 @@ def quantised(weight: torch.Tensor, bias: torch.Tensor | None = None) -> PackedL
     return quantise(weight, bias, kernels=LEVELS[0])
 
 
-def quantised_int4(weight: torch.Tensor, bias: torch.Tensor | None = None, *, symmetric: bool = False) -> PackedLinear:
+def quantised_int4(weight: torch.Tensor, bias: torch.Tensor | None = None) -> PackedLinear:
     """Return packed weights in int4."""
-    return quantise_int4(weight, bias, symmetric=symmetric, kernels=LEVELS[0])
+    return quantise_int4(weight, bias, kernels=LEVELS[0])
 
 
 def relative_error(got: torch.Tensor, expected: torch.Tensor) -> float:
@@ -87,7 +87,7 @@ def test_int4_products_equal_the_reference_for_any_shape(data: st.DataObject) ->
     generator = torch.Generator().manual_seed(data.draw(st.integers(0, 1000), label="seed"))
     weight, x = torch.randn(outputs, inputs, generator=generator), torch.randn(rows, inputs, generator=generator)
     bias = torch.randn(outputs, generator=generator) if data.draw(st.booleans(), label="bias") else None
-    linear = quantised_int4(weight, bias, symmetric=data.draw(st.booleans(), label="symmetric"))
+    linear = quantised_int4(weight, bias)
 
     first, *others = (linear(x, kernels) for kernels in LEVELS)
 
@@ -119,12 +119,16 @@ def test_int4_weights_are_the_nearest_of_their_group(data: st.DataObject) -> Non
 
 
 def test_int4_zero_points_keep_more_of_the_weights() -> None:
-    """Zero points of each group are nearer to normal weights than symmetric ones."""
+    """Groups with a zero point are nearer to normal weights than groups with the zero point 8."""
     weight = torch.randn(64, 512, generator=torch.Generator().manual_seed(5))
-    errors = [float((dequantised(quantised_int4(weight, symmetric=each)) - weight).norm()) for each in (False, True)]
+    groups = weight.view(64, -1, 64)
+    scale = groups.abs().amax(-1, keepdim=True) / 8
+    symmetric = (groups / scale).round().clamp(-8, 7) * scale
 
-    assert errors[0] < errors[1]
-    assert errors[0] < 0.1 * float(weight.norm())
+    error = float((dequantised(quantised_int4(weight)) - weight).norm())
+
+    assert error < float((symmetric - groups).norm())
+    assert error < 0.1 * float(weight.norm())
 
 
 @pytest.mark.parametrize("kernels", LEVELS, ids=lambda kernels: kernels.level_name)
