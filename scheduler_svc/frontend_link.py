@@ -61,6 +61,8 @@ class Incoming:
     operator_requests: list[link_pb2.OperatorRequest] = field(default_factory=list)
     request_reports: list[link_pb2.RequestReport] = field(default_factory=list)
     """What the front end measured of finished calls."""
+    traced: list[link_pb2.TracedStream] = field(default_factory=list)
+    """Ended streams whose spans the front end wants."""
     goodbye: bool = False
     """Whether this is the last frame of a front end that shuts down."""
 
@@ -111,6 +113,7 @@ def _incoming(peer: ev.Peer, message: link_pb2.FrontendMessage, now: float) -> I
             events.append(ev.CreditGranted(frontend=peer, stream=stream, credit=credit))
     incoming.operator_requests.extend(parts.get("operator_requests", ()))
     incoming.request_reports.extend(parts.get("request_reports", ()))
+    incoming.traced.extend(parts.get("traced", ()))
     incoming.goodbye = "goodbye" in parts
     return incoming
 

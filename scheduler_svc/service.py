@@ -310,6 +310,10 @@ class SchedulerService:
         if self._recorder is not None:
             for measured in incoming.request_reports:
                 self._recorder.reported(peer, measured, now)
+        for traced in incoming.traced:
+            story = self._core.story(peer, traced.stream)
+            if story is not None:
+                self._tracing.rebuild(story, traced.traceparent, now)
         for refusal in incoming.refused:
             self._metrics.malformed_frames += 1
             log.warning("invalid submission refused", request_id=refusal.request_id, error=refusal.message)

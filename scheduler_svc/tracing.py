@@ -7,16 +7,20 @@ export its spans.
 Step trace (its own trace): `quire.step` from plan to answer; the worker continues its traceparent. Steps and
 attempts link to each other. A span has at most 128 links; further links go to continuation spans. Steps are most of
 all spans, so only a share of the steps with a traced request gets a span (`trace_steps`).
+
+The spans of a request that was not sampled can be made after its end, from its history (`rebuild`). They have no steps.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from opentelemetry import trace
+from opentelemetry.context import Context
 from opentelemetry.trace import Link, Span, SpanContext
 
 from scheduler_svc.core.interface.plan import Plan, RowAdmission
-from scheduler_svc.core.interface.records import Peer
+from scheduler_svc.core.interface.records import Note, NoteKind, Peer
+from scheduler_svc.core.requests.history import Story
 from shared import span_names
 from shared.telemetry import MAX_LINKS, Telemetry, from_traceparent, to_traceparent
 
@@ -24,6 +28,62 @@ StreamKey = tuple[Peer, int]
 
 _ROUNDING = 1e-9
 """Tolerance for sums of shares: ten times 0.1 must reach 1."""
+
+
+_OUTCOMES = {
+    NoteKind.PREEMPTED: "preempted",
+    NoteKind.SWAPPED: "preempted",
+    NoteKind.MOVED: "moved",
+    NoteKind.LOST: "worker lost",
+    NoteKind.PREFIX_FAILED: "prefix failed",
+}
+
+
+@dataclass(slots=True)
+class Placement:
+    """A wait of a request and the attempt that followed, in times of the core."""
+
+    queued: float
+    admitted: float | None = None
+    """End of the wait; None: it ended while it waited."""
+    prefilled: float | None = None
+    """Time of the request's first token; None: it was not in this attempt."""
+    has_prefill: bool = True
+    """Whether the attempt began before the request's first token; the history has no end of later prefills."""
+    ended: float = 0.0
+    outcome: str = ""
+
+
+def placements(notes: Iterable[Note], outcome: str, now: float) -> list[Placement]:
+    """Return the waits and attempts of a request.
+
+    Args:
+        notes: its history.
+        outcome: its end reason.
+        now: the time, which ends what the history does not end.
+    """
+    found: list[Placement] = []
+    is_open = has_token = False
+    for note in notes:
+        kind = note.kind
+        if kind is NoteKind.ARRIVED:
+            found.append(Placement(note.time))
+            is_open = True
+        elif not is_open:
+            continue
+        elif kind is NoteKind.ADMITTED:
+            found[-1].admitted, found[-1].has_prefill = note.time, not has_token
+        elif kind is NoteKind.FIRST_TOKEN:
+            found[-1].prefilled, has_token = note.time, True
+        elif kind in _OUTCOMES:
+            found[-1].ended, found[-1].outcome = note.time, _OUTCOMES[kind]
+            found.append(Placement(note.time))
+        elif kind is NoteKind.ENDED:
+            found[-1].ended, found[-1].outcome = note.time, outcome
+            is_open = False
+    if is_open:
+        found[-1].ended, found[-1].outcome = now, outcome
+    return found
 
 
 @dataclass(slots=True)
@@ -49,7 +109,7 @@ class SchedulerTracing:
         self._step_share = 1.0
         self._exports = telemetry.exports
         self._tracer = telemetry.tracer
-        self._step_tracer = telemetry.forced_tracer
+        self._forced_tracer = telemetry.forced_tracer
         self._offset = clock_offset_ns
         self._attempts: dict[StreamKey, _Attempt] = {}
         self._steps: dict[tuple[Peer, int, int], Span] = {}
@@ -69,7 +129,7 @@ class SchedulerTracing:
             return "", traceparents
         contexts = [attempt.span.get_span_context() for attempt in attempts]
         chunks = list(_chunks(contexts))
-        span = self._step_tracer.start_span(
+        span = self._forced_tracer.start_span(
             span_names.STEP,
             context=trace.set_span_in_context(trace.INVALID_SPAN),
             start_time=self._unix_ns(now),
@@ -123,6 +183,35 @@ class SchedulerTracing:
             attempt.span.add_link(link.context)
         self._continue(attempt.span, chunks[1:], now)
         attempt.span.end(self._unix_ns(now))
+
+    def rebuild(self, story: Story, traceparent: str, now: float) -> None:
+        """Make the spans of a request from its history, below the span with this traceparent."""
+        if not self._exports:
+            return
+        parent = from_traceparent(traceparent)
+        for number, each in enumerate(placements(story.notes, story.outcome, now)):
+            self._made(span_names.QUEUE, parent, each.queued, each.ended if each.admitted is None else each.admitted)
+            if each.admitted is None:
+                continue
+            span = self._forced_tracer.start_span(
+                span_names.ATTEMPT,
+                context=parent,
+                start_time=self._unix_ns(each.admitted),
+                attributes={
+                    "quire.request_id": story.request_id,
+                    "quire.attempt": number,
+                    "quire.outcome": each.outcome,
+                },
+            )
+            below = trace.set_span_in_context(span)
+            if each.has_prefill:
+                self._made(span_names.PREFILL, below, each.admitted, each.prefilled or each.ended)
+            if each.prefilled is not None:
+                self._made(span_names.DECODE, below, each.prefilled, each.ended)
+            span.end(self._unix_ns(each.ended))
+
+    def _made(self, name: str, parent: Context, began: float, ended: float) -> None:
+        self._forced_tracer.start_span(name, context=parent, start_time=self._unix_ns(began)).end(self._unix_ns(ended))
 
     def _open_attempt(self, admission: RowAdmission, now: float) -> str:
         parent = from_traceparent(admission.spec.traceparent)

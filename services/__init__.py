@@ -3,6 +3,7 @@
 Read the packages in this order; each imports only those before it:
 
 * `errors` – from an error to the status that a client sees; `metrics` – what the process counts.
+* `tail` – which calls are traced although they were not sampled.
 * `access` – who calls, and how many calls at a time: principals, TLS, the limit of concurrent calls.
 * `text` – text and conversations to token ids, and token ids to text.
 * `grammars` – compiles new grammars on trial, in a process that may die.

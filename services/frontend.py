@@ -41,6 +41,7 @@ from services.link.core_link import CoreLink
 from services.metrics import FrontendMetrics
 from services.requests.prompts import Prompts
 from services.requests.validation import MAX_TEXT
+from services.tail import TailTracing
 from services.text.tokenizer import TextTokenizer, load_tokenizer
 from shared.config import ConfigError, FrontendConfig
 from shared.config_sources import API_KEY_VARIABLE
@@ -89,7 +90,8 @@ class Frontend:
             api_keys=read_api_keys(os.environ.get(API_KEY_VARIABLE, ""), config.api_key_file),
             anonymous_is_admin=not is_routable(config.host),
         )
-        services = Services(config, self.link, tokenizer, self._grammars, self._metrics, telemetry.tracer)
+        tail = TailTracing(telemetry.forced_tracer, self.link.trace) if telemetry.traces_tail else None
+        services = Services(config, self.link, tokenizer, self._grammars, self._metrics, telemetry.tracer, tail)
         prompts = Prompts(tokenizer, telemetry.tracer)
         self._live = LiveRequests(self._metrics)
         self._generator = Generator(services, prompts, self._live)

@@ -1,6 +1,6 @@
 """Metrics of the front end; `shared.metric_names` documents names and labels."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from protos.quire.link.v1 import link_pb2
@@ -39,6 +39,27 @@ class Output:
     total_target: float | None = None
     """Target for the last token."""
     span: SpanRef | None = None
+
+    @property
+    def per_token(self) -> float | None:
+        """Mean time per token after the first; None if there was none."""
+        if self.first is None or self.last is None or self.output_tokens < 2:
+            return None
+        return (self.last - self.first) / (self.output_tokens - 1)
+
+    def targets(self) -> Iterator[tuple[str, bool]]:
+        """Yield each target and whether it was met, except those of a client that left before their time."""
+        ended = self.reason in ("stop", "length")
+        for name, target, reached in (
+            ("first_token", self.first_target, self.first),
+            ("total", self.total_target, self.elapsed if ended else None),
+        ):
+            if target is None:
+                continue
+            if reached is not None:
+                yield name, reached <= target
+            elif self.reason == "error" or self.elapsed > target:
+                yield name, False
 
 
 class ModelLatencies:
@@ -123,7 +144,8 @@ class FrontendMetrics:
         """Count one output of a request."""
         model, span = output.model, output.span
         self._success.add(1, model, output.reason)
-        self._count_targets(output)
+        for name, is_met in output.targets():
+            self._targets.add(1, name, "met" if is_met else "missed")
         tenant = self._tenant(output.tenant)
         self._tenant_requests.add(1, tenant, output.reason)
         self._tenant_tokens.add(output.output_tokens, tenant, "output")
@@ -144,11 +166,10 @@ class FrontendMetrics:
         if output.first is not None and output.last is not None:
             decode = output.last - output.first
             times += [(names.VLLM_PREFILL_TIME, output.first - output.queued), (names.VLLM_DECODE_TIME, decode)]
-            if output.output_tokens > 1:
-                each = decode / (output.output_tokens - 1)
-                times.append((names.VLLM_TIME_PER_OUTPUT_TOKEN, each))
-                gen_ai = (output.operation, PROVIDER, model)
-                self.of(names.TIME_PER_OUTPUT_TOKEN).labels(*gen_ai).observe(each, span=span)
+        if (each := output.per_token) is not None:
+            times.append((names.VLLM_TIME_PER_OUTPUT_TOKEN, each))
+            gen_ai = (output.operation, PROVIDER, model)
+            self.of(names.TIME_PER_OUTPUT_TOKEN).labels(*gen_ai).observe(each, span=span)
         for metric, seconds in times:
             self.of(metric).labels(model).observe(max(seconds, 0.0), span=span)
 
@@ -159,20 +180,6 @@ class FrontendMetrics:
     def own_families(self) -> list[link_pb2.MetricFamily]:
         """Return the current values without the front end's name, which the resource of an OTLP export has."""
         return self._registry.families()
-
-    def _count_targets(self, output: Output) -> None:
-        """Count which targets were met; a target of a client that left before its time counts as neither."""
-        ended = output.reason in ("stop", "length")
-        for name, target, reached in (
-            ("first_token", output.first_target, output.first),
-            ("total", output.total_target, output.elapsed if ended else None),
-        ):
-            if target is None:
-                continue
-            if reached is not None:
-                self._targets.add(1, name, "met" if reached <= target else "missed")
-            elif output.reason == "error" or output.elapsed > target:
-                self._targets.add(1, name, "missed")
 
     def _tenant(self, name: str) -> str:
         """Return the label of a tenant."""

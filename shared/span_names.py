@@ -28,7 +28,7 @@ class SpanInfo:
     attributes: tuple[str, ...] = ()
 
 
-_CALL = ("error.type", "quire.request_id", "quire.preemptions")
+_CALL = ("error.type", "quire.request_id", "quire.preemptions", "quire.tail")
 SPANS = {
     "{rpc.method}": SpanInfo(
         "front end",
@@ -87,6 +87,7 @@ ATTRIBUTES = {
     "url.scheme": "http or https",
     "quire.request_id": "id of the request",
     "quire.preemptions": "times that the request was preempted",
+    "quire.tail": "why a call was exported that was not sampled: failed, target (it missed one of its own), slow",
     "quire.attempt": "number of the attempt, from 0",
     "quire.tokens": "tokens of the sequence (attempt) or of the step",
     "quire.outcome": "why the attempt ended: finished, preempted, moved, worker lost, prefix failed or an end reason",

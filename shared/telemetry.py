@@ -50,6 +50,8 @@ _PROPAGATOR = TraceContextTextMapPropagator()
 class Telemetry:
     """Tracer of one process, and the export of its spans and metrics."""
 
+    exports = False
+    """Whether spans are exported."""
     _pushed_as: Resource | None = None
     """Resource of the metrics; None: they are not exported."""
     _push_interval_s = 0.0
@@ -68,7 +70,6 @@ class Telemetry:
         resource = Resource.create({"service.name": service, "process.pid": os.getpid()})
         resource = resource.merge(OTELResourceDetector().detect())  # the arguments of `create` override the environment
         self.exports = exporting()
-        """Whether spans are exported."""
         if self.exports:
             self._processor = _CountingProcessor()
             provider = TracerProvider(resource=resource)
@@ -79,10 +80,15 @@ class Telemetry:
             provider = always = TracerProvider(resource=resource, sampler=ALWAYS_OFF)
         self.tracer = provider.get_tracer("quire")
         self.forced_tracer = always.get_tracer("quire")
-        """Tracer without sampling, for root spans that exist only because a sampled request needs them."""
+        """Tracer without sampling, for spans that were chosen in another way."""
         if exporting(signal="METRICS"):
             self._push_interval_s = _number("OTEL_METRIC_EXPORT_INTERVAL", _PUSH_INTERVAL_MS) / 1000
             self._pushed_as = resource
+
+    @property
+    def traces_tail(self) -> bool:
+        """Whether slow and failed requests are traced although they were not sampled."""
+        return self.exports and os.environ.get("OTEL_TRACES_SAMPLER", "").strip().lower() != "always_off"
 
     @property
     def spans_dropped(self) -> int:

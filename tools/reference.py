@@ -69,8 +69,9 @@ def page() -> str:
         "\n## Spans\n\n"
         "The client's `traceparent` decides whether a request is traced. A request without one is traced by the\n"
         "ratio `OTEL_TRACES_SAMPLER_ARG` if `OTEL_TRACES_SAMPLER=parentbased_traceidratio`. `--trace-steps` sets the\n"
-        "share of the steps with traced requests that get spans. The names under `quire.` are a proposal: the\n"
-        "conventions have no spans below the call.\n\n",
+        "share of the steps with traced requests that get spans. A slow or failed request that was not sampled is\n"
+        "traced after its end: its spans have no links and no `quire.tokens`, and workers add none. The names under\n"
+        "`quire.` are a proposal: the conventions have no spans below the call.\n\n",
         _table(
             ("span", "process", "parent", "meaning", "attributes"),
             [

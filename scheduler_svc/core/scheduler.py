@@ -39,7 +39,7 @@ from scheduler_svc.core.planning.planner import Planner
 from scheduler_svc.core.planning.results import Settled, settle
 from scheduler_svc.core.planning.row_failures import END_REASONS, FailedRequest, judge, lost_prefix
 from scheduler_svc.core.queueing.placement import Placement
-from scheduler_svc.core.requests.history import Story, story_of
+from scheduler_svc.core.requests.history import Story
 from scheduler_svc.core.requests.request import Request, RequestState
 from scheduler_svc.core.workers.fleet import Fleet
 from scheduler_svc.core.workers.plan_schedule import PlanSchedule
@@ -192,10 +192,9 @@ class Scheduler:
             workers=[worker_stats(worker) for worker in self._fleet],
         )
 
-    def story(self, frontend: ev.Peer, stream: int) -> list[tuple[float, str]]:
-        """Return the history of a live request, as (time, text)."""
-        request = self._requests.get(frontend, stream)
-        return story_of(request, live=True).events if request is not None else []
+    def story(self, frontend: ev.Peer, stream: int) -> Story | None:
+        """Return the history of a stream's request, live or ended recently; None: it is not known."""
+        return self._requests.story(frontend, stream)
 
     def stories(self, request_id: str) -> list[Story]:
         """Return the histories of all requests with this id, live or ended recently."""

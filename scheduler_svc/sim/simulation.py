@@ -360,7 +360,8 @@ class Simulation:
         name = error.stream if isinstance(error, ViolationError) else None
         story = []
         if name is not None:
-            story = self._core.story(name.frontend, name.stream)
+            found = self._core.story(name.frontend, name.stream)
+            story = [] if found is None else found.events
             stream = self._clients.find(name)
             if stream is not None and stream.end is not None:
                 story.append((stream.last_move, f"last heard of by its client; ended {stream.end.name}"))

@@ -16,6 +16,7 @@ from services.errors import RETRY_MS
 from services.grammars.checker import GrammarChecker
 from services.link.core_link import CoreLink
 from services.metrics import FrontendMetrics
+from services.tail import TailTracing
 from services.text.tokenizer import TextTokenizer
 from shared.config import FrontendConfig
 from shared.errors import DuplicateRequestError, NotReadyError, QuireError
@@ -33,6 +34,8 @@ class Services:
     grammars: GrammarChecker
     metrics: FrontendMetrics
     tracer: Tracer
+    tail: TailTracing | None
+    """The tail rule; None: calls that are not sampled make no spans."""
 
     def served_model(self) -> link_pb2.ServedModel:
         """Return the served model.

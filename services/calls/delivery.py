@@ -23,6 +23,7 @@ from services.metrics import Output
 from services.streams.logprobs import token_logprobs
 from services.streams.outbox import Batch
 from services.streams.stream import Stream
+from services.tail import note_stream
 from shared.errors import QuireError, StalledReaderError
 from shared.metrics import SpanRef, span_ref
 
@@ -83,7 +84,9 @@ class Delivery:
                 services.metrics.generation_tokens.add(stream.num_sent, choices.model)
                 services.metrics.merged_tokens.add(stream.merged_tokens)
                 reason = choices.reason(stream) if is_complete else "error" if is_error else "abort"
-                services.metrics.output_ended(choices.output(stream, reason, reference))
+                output = choices.output(stream, reason, reference)
+                services.metrics.output_ended(output)
+                note_stream(span, stream.number, output)
 
     def _limit(self, patience: asyncio.Timeout, streams: list[Stream]) -> None:
         """Limit the time that the reader of an ended request has for its next message."""

@@ -10,6 +10,7 @@ from functools import partial
 
 import numpy as np
 import numpy.typing as npt
+from opentelemetry.trace import Span
 
 from protos.quire.link.v1 import link_pb2
 from quire.v1 import generation_pb2 as v1
@@ -30,6 +31,7 @@ from services.requests.validation import (
     resolve_max_tokens,
 )
 from services.streams.stream import Stream, StreamRequest
+from services.tail import note_stream
 from shared.columns import to_column
 from shared.errors import FieldViolation, InvalidRequestError, UnsupportedMethodError
 from shared.ids import draw_request_id
@@ -58,7 +60,7 @@ class Embedder:
             QuireError: an input is invalid or failed.
         """
         services = self._services
-        with request_span(services.tracer, caller.traceparent, caller.operation) as span:
+        with request_span(services.tracer, caller.traceparent, caller.operation, services.tail) as span:
             model = services.served_model()
             if not model.hidden_size:
                 raise UnsupportedMethodError(_NOT_SUPPORTED)
@@ -78,7 +80,7 @@ class Embedder:
                 services.check_connected()
                 spec = _spec(request, request_id, model, to_traceparent(span))
                 services.metrics.prompt_submitted(model.name, spec.tenant, num_tokens)
-                ends = await self._compute(self._requests(request, spec, prompts, caller))
+                ends = await self._compute(self._requests(request, spec, prompts, caller), span)
             response = v1.EmbedResponse(model=model.name, request_id=request_id)
             response.usage.prompt_tokens = num_tokens
             response.usage.cached_prompt_tokens = sum(end.cached_prompt_tokens for end in ends)
@@ -123,7 +125,7 @@ class Embedder:
                 block_size=model.block_size,
             )
 
-    async def _compute(self, requests: Iterator[StreamRequest]) -> list[link_pb2.StreamEnd]:
+    async def _compute(self, requests: Iterator[StreamRequest], span: Span) -> list[link_pb2.StreamEnd]:
         """Run the requests; return how each ended, with its vector.
 
         Raises:
@@ -139,6 +141,7 @@ class Embedder:
                     streams.append(Stream(request, detokenizer(), wakeup.ring))
                     live.append(streams[-1])
                     link.submit(streams[-1])
+                    note_stream(span, streams[-1].number)
                 if not live:
                     return [_checked_end(stream) for stream in streams]
                 await wakeup.rung()

@@ -86,7 +86,7 @@ class Generator:
         Raises:
             QuireError: the request is invalid or failed; messages sent before remain valid.
         """
-        with request_span(self._services.tracer, caller.traceparent, caller.operation) as span:
+        with request_span(self._services.tracer, caller.traceparent, caller.operation, self._services.tail) as span:
             model = self._services.served_model()
             valid = validate(request, model, has_chat_template=self._services.tokenizer.has_chat_template)
             with (
@@ -198,7 +198,7 @@ class Generator:
         services = self._services
         if not request.request_id:
             raise InvalidRequestError(FieldViolation("request_id", "missing; give the id of the request"))
-        with request_span(services.tracer, caller.traceparent, caller.operation) as span:
+        with request_span(services.tracer, caller.traceparent, caller.operation, services.tail) as span:
             model = services.served_model()
             wakeup = Wakeup()
             kept = await fetch_resume_replies(services.link, caller.principal, request.request_id)

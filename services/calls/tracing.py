@@ -6,7 +6,8 @@ attributes `gen_ai.*`. They are experimental, so they are not set by default.
 
 The span is a child of the client's W3C traceparent. Its own traceparent goes to the core with the request, so that one
 trace leads from the client to the steps on the device. A call with several requests to the core has one server span
-with a child span for each. Prompts and outputs are never recorded.
+with a child span for each. Prompts and outputs are never recorded. `services.tail` may still export a call that
+was not sampled.
 """
 
 import os
@@ -22,6 +23,7 @@ from protos.quire.plan.v1 import plan_pb2
 from quire.v1 import generation_pb2 as v1
 from services.metrics import PROVIDER
 from services.requests.validation import ValidRequest
+from services.tail import TailTracing
 from shared.errors import QuireError
 from shared.telemetry import from_traceparent
 
@@ -73,14 +75,26 @@ def part_of(operation: Operation, name: str) -> Operation:
 
 
 @contextmanager
-def request_span(tracer: Tracer, traceparent: str, operation: Operation) -> Iterator[Span]:
-    """Start the span of one request and make it current. An error is recorded by its reason."""
+def request_span(
+    tracer: Tracer, traceparent: str, operation: Operation, tail: TailTracing | None = None
+) -> Iterator[Span]:
+    """Start the span of one request and make it current. An error is recorded by its reason.
+
+    Args:
+        tracer: the tracer.
+        traceparent: the client's W3C traceparent; may be empty.
+        operation: name and attributes of the span.
+        tail: the tail rule for a request that is not sampled; None: there is none.
+    """
     span = tracer.start_span(
         operation.name,
         context=from_traceparent(traceparent) if operation.kind is SpanKind.SERVER else None,
         kind=operation.kind,
         attributes=operation.attributes,
     )
+    if tail is not None and not span.is_recording():
+        context = span.get_span_context()
+        span = tail.begin(context, operation.name, operation.kind, operation.attributes, traceparent)
     try:
         # The text of an unexpected exception may contain anything, so it is not recorded.
         with trace.use_span(span, record_exception=False, set_status_on_exception=False):

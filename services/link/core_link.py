@@ -180,6 +180,12 @@ class CoreLink:
             self._outgoing.report_call(report)
             self._socket.flush_delayed()
 
+    def trace(self, number: int, traceparent: str) -> None:
+        """Ask the core for the spans of an ended stream, below the span with this traceparent."""
+        if not self._in_handshake:
+            self._outgoing.trace(number, traceparent)
+            self._socket.flush_delayed()
+
     async def snapshot(self, timeout_s: float) -> Families | None:
         """Return the metrics of the whole service, or None on timeout."""
         if self._in_handshake:

@@ -29,6 +29,7 @@ class Outgoing:
         "_resume_questions",
         "_snapshot_request",
         "_submissions",
+        "_traced",
     )  # fmt: skip
 
     def __init__(self) -> None:
@@ -46,6 +47,7 @@ class Outgoing:
         self._credit: dict[int, int] = {}
         self._report: link_pb2.MetricReport | None = None
         self._reported_calls: list[link_pb2.RequestReport] = []
+        self._traced: list[link_pb2.TracedStream] = []
         self._snapshot_request = 0
         self._operator_requests: list[link_pb2.OperatorRequest] = []
         self._goodbye = False
@@ -105,6 +107,10 @@ class Outgoing:
         if len(self._reported_calls) < _MAX_REPORTED_CALLS:
             self._reported_calls.append(report)
 
+    def trace(self, stream: int, traceparent: str) -> None:
+        """Add the request for the spans of an ended stream."""
+        self._traced.append(link_pb2.TracedStream(stream=stream, traceparent=traceparent))
+
     def operate(self, request: link_pb2.OperatorRequest) -> None:
         """Add an operator request."""
         self._operator_requests.append(request)
@@ -134,6 +140,8 @@ class Outgoing:
             packer.message_for(self._report.ByteSize(), "metrics").report.CopyFrom(self._report)
         for report in self._reported_calls:
             packer.message_for(report.ByteSize(), "report of a call").request_reports.append(report)
+        for traced in self._traced:
+            packer.message_for(traced.ByteSize(), "traced stream").traced.append(traced)
         for request in self._operator_requests:
             packer.message_for(request.ByteSize(), "operator request").operator_requests.append(request)
         last = packer.messages[-1]

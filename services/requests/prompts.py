@@ -7,6 +7,7 @@ from opentelemetry.trace import Tracer
 from protos.quire.link.v1 import link_pb2
 from quire.v1 import generation_pb2 as v1
 from services.requests.validation import ValidRequest
+from services.tail import part_span
 from services.text.chat import template_input
 from services.text.chat_template import ChatTemplateError
 from services.text.tokenizer import TextTokenizer
@@ -30,7 +31,7 @@ class Prompts:
         Raises:
             InvalidRequestError: the chat template rejects it, or the model lacks one of its tokens.
         """
-        with self._tracer.start_as_current_span(span_names.TOKENIZE, record_exception=False) as span:
+        with part_span(self._tracer, span_names.TOKENIZE) as span:
             match request.WhichOneof("input"):
                 case "text":
                     prompt: Sequence[int] = await self._tokenizer.encode(request.text)

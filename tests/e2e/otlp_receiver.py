@@ -27,6 +27,11 @@ class ReceivedSpan:
         return self.span.name
 
     @property
+    def attributes(self) -> dict[str, str]:
+        """Its attributes that are text."""
+        return {entry.key: entry.value.string_value for entry in self.span.attributes}
+
+    @property
     def linked(self) -> set[bytes]:
         """Ids of the spans that this one links to."""
         return {link.span_id for link in self.span.links}

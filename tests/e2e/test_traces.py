@@ -8,11 +8,12 @@ from opentelemetry import trace
 from opentelemetry.sdk.trace import TracerProvider
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
-from quire import Client
+from quire import Client, SchedulingOptions
 from tests.checkpoints import make_checkpoint
 from tests.e2e.harness import serve
 from tests.e2e.otlp_receiver import ReceivedSpan, otlp_receiver
 
+GENERATE = "quire.v1.GenerationService/Generate"
 REQUEST_SPANS = {"quire.queue", "quire.attempt", "quire.prefill", "quire.decode", "quire.worker.row"}
 PROMPT = "the quick brown fox"
 
@@ -75,6 +76,44 @@ def test_untraced_requests_make_no_spans_elsewhere(tmp_path: Path) -> None:
     assert 8 in traces
 
 
+def test_a_request_that_missed_its_target_is_traced_although_it_was_not_sampled(tmp_path: Path) -> None:
+    """Its spans come from the front end and the scheduler, in one tree and in order; a request in time has none."""
+    checkpoint = make_checkpoint("LlamaForCausalLM", tmp_path / "model")
+    with otlp_receiver() as receiver:
+        environ = {
+            "OTEL_EXPORTER_OTLP_ENDPOINT": receiver.endpoint,
+            "OTEL_BSP_SCHEDULE_DELAY": "200",
+            "OTEL_TRACES_SAMPLER": "parentbased_always_off",
+        }
+        with serve(checkpoint, "--num-threads=1", environ=environ) as served, Client(served.grpc) as client:
+            client.generate("a", max_tokens=2, ignore_eos=True, request_id="in-time").result()
+            late = SchedulingOptions(ttft_target_s=1e-6)
+            client.generate(PROMPT, max_tokens=4, ignore_eos=True, request_id="late", scheduling=late).result()
+            spans = receiver.wait_for(lambda spans: {"quire.decode", GENERATE} <= {span.name for span in spans})
+    by_name = {span.name: span for span in spans}
+    call, attempt = by_name[GENERATE], by_name["quire.attempt"]
+
+    assert len(by_name) == len(spans)
+    assert set(by_name) == {GENERATE, "quire.tokenize", "quire.queue", "quire.attempt", "quire.prefill", "quire.decode"}
+    assert len({span.span.trace_id for span in spans}) == 1
+    assert len({span.pid for span in spans}) == 2
+    for name, parent in (
+        ("quire.tokenize", call),
+        ("quire.queue", call),
+        ("quire.attempt", call),
+        ("quire.prefill", attempt),
+        ("quire.decode", attempt),
+    ):
+        assert by_name[name].span.parent_span_id == parent.span.span_id, name
+    assert not call.span.parent_span_id
+    assert call.attributes["quire.tail"] == "target"
+    assert call.attributes["quire.request_id"] == attempt.attributes["quire.request_id"] == "late"
+    assert attempt.attributes["quire.outcome"] == "length"
+    phases = [by_name[name].span for name in ("quire.tokenize", "quire.queue", "quire.prefill", "quire.decode")]
+    assert [each.start_time_unix_nano for each in phases] == sorted(each.start_time_unix_nano for each in phases)
+    assert all(each.end_time_unix_nano <= call.span.end_time_unix_nano for each in phases[:3])
+
+
 def test_an_exemplar_leads_to_the_step_and_its_neighbours(tmp_path: Path) -> None:
     """From a bucket of a latency to the request's trace, from there to a step, and from the step to its neighbours.
 
@@ -110,7 +149,7 @@ def test_an_exemplar_leads_to_the_step_and_its_neighbours(tmp_path: Path) -> Non
     exemplar = next(each.exemplar for each in buckets if each.exemplar is not None)
     by_id = {span.span.span_id: span for span in spans}
     call = by_id[bytes.fromhex(exemplar.labels["span_id"])]
-    assert call.name == "quire.v1.GenerationService/Generate"
+    assert call.name == GENERATE
     assert _trace_id(call) == int(exemplar.labels["trace_id"], 16)
     # The call leads to its attempt, and this to the steps in which it ran.
     (attempt,) = [
@@ -145,6 +184,32 @@ def test_a_collector_that_is_down_costs_only_spans(tmp_path: Path) -> None:
                 and served.metric("quire_spans_dropped_total", process="scheduler")
             ):
                 client.generate(PROMPT, max_tokens=4, ignore_eos=True).result()
+
+
+def test_a_collector_that_hangs_costs_only_spans(tmp_path: Path) -> None:
+    """Requests are served although a collector takes connections and never answers; the lost spans are counted.
+
+    The service ends, with success and in the harness' time, while an export would wait for an hour.
+    """
+    checkpoint = make_checkpoint("LlamaForCausalLM", tmp_path / "model")
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen(64)  # the kernel accepts; nothing reads
+        environ = {
+            "OTEL_EXPORTER_OTLP_ENDPOINT": f"http://127.0.0.1:{silent.getsockname()[1]}",
+            "OTEL_EXPORTER_OTLP_TIMEOUT": "3600",
+            "OTEL_METRIC_EXPORT_INTERVAL": "100",
+            "OTEL_BSP_MAX_QUEUE_SIZE": "8",
+            "OTEL_BSP_SCHEDULE_DELAY": "100",
+            "OTEL_TRACES_SAMPLER": "always_on",
+        }
+        with serve(checkpoint, "--num-threads=1", environ=environ) as served, Client(served.grpc) as client:
+            while not (
+                served.metric("quire_spans_dropped_total", process="frontend")
+                and served.metric("quire_spans_dropped_total", process="scheduler")
+            ):
+                answer = client.generate(PROMPT, max_tokens=4, temperature=0, ignore_eos=True).result()
+                assert len(answer.token_ids) == 4
 
 
 def _trace_id(span: ReceivedSpan) -> int:

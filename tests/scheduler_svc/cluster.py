@@ -161,6 +161,11 @@ class Cluster:
                 return
         raise AssertionError("the cluster does not come to rest")
 
+    def story(self, stream: int) -> list[str]:
+        """The lines of a request's history."""
+        story = self.core.story(FRONTEND, stream)
+        return [] if story is None else [line for _, line in story.events]
+
     def lose(self, peer: bytes) -> None:
         """A worker dies with whatever it had in flight."""
         self.answers[peer].clear()

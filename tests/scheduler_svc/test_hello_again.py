@@ -45,9 +45,7 @@ class OneWorker:
 
     def fatal_steps(self, stream: int) -> int:
         """Return the number of fatal steps in the story of a request."""
-        story = [
-            line for _, line in self.cluster.core.story(FRONTEND, stream) if "fatal step" in line or "left" in line
-        ]
+        story = [line for line in self.cluster.story(stream) if "fatal step" in line or "left" in line]
         return int(story[-1].split(": ")[-1].split()[0].rstrip(",")) if story else 0
 
 
@@ -183,7 +181,7 @@ def test_a_request_that_is_in_no_step_in_flight_is_not_blamed() -> None:
     cluster.plan()
     cluster.lose(b"w/1")
 
-    stories = {stream: [line for _, line in cluster.core.story(FRONTEND, stream)] for stream in (1, 2)}
+    stories = {stream: cluster.story(stream) for stream in (1, 2)}
     assert any("preempted" in line for line in stories[1])
     assert not any("fatal step" in line for line in stories[1])
     assert any("fatal step" in line for line in stories[2])

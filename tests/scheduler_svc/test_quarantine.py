@@ -5,7 +5,7 @@ from scheduler_svc.core.interface import events as ev
 from scheduler_svc.core.workers.quarantine import FATAL_ALONE, FATAL_STEPS, PROVEN_BY, Quarantine
 from scheduler_svc.sim.model_worker import ModelWorker
 from scheduler_svc.sim.oracle import expected_output
-from tests.scheduler_svc.cluster import FRONTEND, Cluster
+from tests.scheduler_svc.cluster import Cluster
 from tests.scheduler_svc.requests import make_request
 
 POISON = 666
@@ -200,4 +200,4 @@ def test_a_wrong_answer_blames_no_request() -> None:
     wrong = cluster.answers[b"w/1"].popleft()
     wrong.step += 1
     cluster.handle(wrong)
-    assert [what for _, what in cluster.core.story(FRONTEND, 1) if "fatal" in what] == []
+    assert [what for what in cluster.story(1) if "fatal" in what] == []

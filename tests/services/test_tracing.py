@@ -8,7 +8,8 @@ from grpc import aio
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
-from opentelemetry.trace import SpanKind, StatusCode, format_span_id, format_trace_id
+from opentelemetry.sdk.trace.sampling import ALWAYS_ON
+from opentelemetry.trace import SpanKind, StatusCode, Tracer, format_span_id, format_trace_id
 
 from protos.quire.link.v1 import link_pb2
 from quire.v1 import generation_pb2 as v1
@@ -28,9 +29,12 @@ class KeptTelemetry(Telemetry):
 
     def __init__(self) -> None:
         self.exporter = InMemorySpanExporter()
-        self._provider = TracerProvider()
-        self._provider.add_span_processor(SimpleSpanProcessor(self.exporter))
-        self.tracer = self._provider.get_tracer("test")
+        self.tracer = self._tracer(TracerProvider())
+        self.forced_tracer = self._tracer(TracerProvider(sampler=ALWAYS_ON))
+
+    def _tracer(self, provider: TracerProvider) -> Tracer:
+        provider.add_span_processor(SimpleSpanProcessor(self.exporter))
+        return provider.get_tracer("test")
 
     def shutdown(self, families: Families | None = None) -> None:
         """Nothing is pending."""

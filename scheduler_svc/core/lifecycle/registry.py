@@ -87,9 +87,15 @@ class RequestRegistry:
         """
         return [request for request in self._requests.values() if request.spec.request_id == request_id]
 
+    def story(self, frontend: ev.Peer, stream: int) -> Story | None:
+        """Return the history of a stream's request, live or ended recently."""
+        key = RequestKey(frontend, stream)
+        request = self._requests.get(key)
+        return self.history.get(key) if request is None else story_of(request)
+
     def stories(self, request_id: str) -> list[Story]:
         """Return the histories of the requests with this id, including requests that ended recently."""
-        live = [story_of(request, live=True) for request in self.find(request_id)]
+        live = [story_of(request) for request in self.find(request_id)]
         return self.history.stories(request_id) + live
 
     def stats(self, most: int) -> list[RequestStats]:
@@ -286,7 +292,7 @@ class RequestRegistry:
         kept = num_generated if completion_tokens is None else completion_tokens
         what = f"ended: {reason.value}, {kept} tokens"
         request.note(now, NoteKind.ENDED, f"{what} ({message})" if message else what)
-        self.history.keep(request)
+        self.history.keep(request, reason.value)
         if reason in _NATURAL_ENDS:
             self.forecast.request_finished(request)
         ended = RequestEnded(

@@ -1,38 +1,57 @@
 """Histories of ended requests: the newest ones are kept, so that an operator can see why a request took long."""
 
-from collections import deque
 from typing import NamedTuple
 
-from scheduler_svc.core.requests.request import Request
+from scheduler_svc.core.interface.records import Note
+from scheduler_svc.core.requests.request import Request, RequestKey
 
 MAX_ENDED = 1024
 """Number of histories that are kept; each has at most as many lines as a live request's."""
 
 
 class Story(NamedTuple):
-    """Events of one request, oldest first."""
+    """History of one request."""
 
     request_id: str
-    live: bool
-    events: list[tuple[float, str]]
-    """(time on the core's clock, text)."""
+    notes: list[Note]
+    """What happened, oldest first; bounded."""
+    outcome: str = ""
+    """The end reason; "": it is live."""
+
+    @property
+    def live(self) -> bool:
+        """Whether the request has not ended."""
+        return not self.outcome
+
+    @property
+    def events(self) -> list[tuple[float, str]]:
+        """Return (time on the core's clock, text) of each note."""
+        return [(note.time, note.line) for note in self.notes]
 
 
-def story_of(request: Request, *, live: bool) -> Story:
-    """Return the history of a request."""
-    return Story(request.spec.request_id, live, [(note.time, note.line) for note in request.story])
+def story_of(request: Request, outcome: str = "") -> Story:
+    """Return the history of a request, which is live if there is no `outcome`."""
+    return Story(request.spec.request_id, request.story, outcome)
 
 
 class History:
     """Bounded store of the histories of ended requests."""
 
     def __init__(self) -> None:
-        self._ended: deque[Story] = deque(maxlen=MAX_ENDED)
+        self._ended: dict[RequestKey, Story] = {}
 
-    def keep(self, request: Request) -> None:
-        """Store the history of a request that has ended."""
-        self._ended.append(story_of(request, live=False))
+    def keep(self, request: Request, outcome: str) -> None:
+        """Store the history of a request that has ended with this reason."""
+        ended = self._ended
+        ended.pop(request.key, None)  # the same stream may be submitted again; the newest is the last
+        ended[request.key] = story_of(request, outcome)
+        if len(ended) > MAX_ENDED:
+            del ended[next(iter(ended))]
+
+    def get(self, key: RequestKey) -> Story | None:
+        """Return the history of an ended request, or None."""
+        return self._ended.get(key)
 
     def stories(self, request_id: str) -> list[Story]:
         """Return the histories with this id, oldest first; a client may reuse an id, and several choices share one."""
-        return [story for story in self._ended if story.request_id == request_id]
+        return [story for story in self._ended.values() if story.request_id == request_id]

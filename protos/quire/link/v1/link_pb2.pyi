@@ -127,6 +127,7 @@ class FrontendMessage(_message.Message):
     DETACHED_FIELD_NUMBER: _builtins.int
     GOODBYE_FIELD_NUMBER: _builtins.int
     REQUEST_REPORTS_FIELD_NUMBER: _builtins.int
+    TRACED_FIELD_NUMBER: _builtins.int
     cancelled: _builtins.bytes
     """Column of streams whose client disconnected or whose deadline has passed."""
     credit_streams: _builtins.bytes
@@ -167,6 +168,10 @@ class FrontendMessage(_message.Message):
     def request_reports(self) -> _containers.RepeatedCompositeFieldContainer[Global___RequestReport]:
         """What only the front end knows of finished calls, for the scheduler's record. Some may be left out under load."""
 
+    @_builtins.property
+    def traced(self) -> _containers.RepeatedCompositeFieldContainer[Global___TracedStream]:
+        """Ended streams whose spans are wanted although their requests were not sampled."""
+
     def __init__(
         self,
         *,
@@ -183,14 +188,41 @@ class FrontendMessage(_message.Message):
         detached: _builtins.bytes = ...,
         goodbye: _builtins.bool = ...,
         request_reports: _abc.Iterable[Global___RequestReport] | None = ...,
+        traced: _abc.Iterable[Global___TracedStream] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["hello", b"hello", "report", b"report"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cancelled", b"cancelled", "credit_bytes", b"credit_bytes", "credit_streams", b"credit_streams", "detached", b"detached", "goodbye", b"goodbye", "hello", b"hello", "operator_requests", b"operator_requests", "report", b"report", "request_reports", b"request_reports", "resume_questions", b"resume_questions", "snapshot_request", b"snapshot_request", "stop_matches", b"stop_matches", "submissions", b"submissions"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cancelled", b"cancelled", "credit_bytes", b"credit_bytes", "credit_streams", b"credit_streams", "detached", b"detached", "goodbye", b"goodbye", "hello", b"hello", "operator_requests", b"operator_requests", "report", b"report", "request_reports", b"request_reports", "resume_questions", b"resume_questions", "snapshot_request", b"snapshot_request", "stop_matches", b"stop_matches", "submissions", b"submissions", "traced", b"traced"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___FrontendMessage: _TypeAlias = FrontendMessage  # noqa: Y015
+
+@_typing.final
+class TracedStream(_message.Message):
+    """A request for the spans of an ended stream, made from its history."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STREAM_FIELD_NUMBER: _builtins.int
+    TRACEPARENT_FIELD_NUMBER: _builtins.int
+    stream: _builtins.int
+    """The stream, as it was submitted last."""
+    traceparent: _builtins.str
+    """W3C traceparent of the call's span, which is the parent of the stream's spans."""
+    def __init__(
+        self,
+        *,
+        stream: _builtins.int = ...,
+        traceparent: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["stream", b"stream", "traceparent", b"traceparent"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TracedStream: _TypeAlias = TracedStream  # noqa: Y015
 
 @_typing.final
 class RequestReport(_message.Message):

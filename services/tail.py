@@ -1,0 +1,215 @@
+"""Tail rule: traces of slow and failed calls that head sampling did not choose.
+
+A `TailSpan` stands for the span of such a call. It only keeps values. At the end of the call, `TailRule` decides; if it
+takes the call, the spans are made as of their times. The scheduler is asked to do the same for the call's streams, from
+the histories that it keeps of ended requests. A fast call costs a few small objects.
+
+The rule takes a call if
+
+* it failed by a fault of the server;
+* it missed a target of its own;
+* its time to the first token, or its mean time per further token, was above the 99th percentile of recent calls.
+
+The rate of taken calls is limited, because most calls may fail during an incident.
+"""
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+
+from opentelemetry import trace
+from opentelemetry.trace import NonRecordingSpan, Span, SpanContext, SpanKind, Status, StatusCode, Tracer
+from opentelemetry.util.types import AttributeValue
+
+from services.metrics import Output
+from shared.telemetry import from_traceparent, to_traceparent
+
+WINDOW = 1000
+"""Number of recent values from which a percentile is taken."""
+MIN_VALUES = 100
+"""Number of values from which on there is a percentile."""
+RENEW_EVERY = 50
+"""Number of values after which the percentile is computed again."""
+PER_S = 5.0
+"""Calls taken per second in the long run, for each front end."""
+BURST = 10
+"""Calls taken at once."""
+MAX_STREAMS = 4
+"""Number of streams of a call whose spans are rebuilt."""
+MAX_PARTS = 32
+"""Number of child spans that are kept for a call."""
+
+
+class Recent:
+    """Percentile 99 of recent values, renewed now and then."""
+
+    def __init__(self) -> None:
+        self._values: deque[float] = deque(maxlen=WINDOW)
+        self._num_new = 0
+        self._limit = float("inf")
+
+    def exceeds(self, value: float) -> bool:
+        """Return whether a value is above the percentile of those before it, and add it."""
+        is_above = value > self._limit
+        self._values.append(value)
+        self._num_new += 1
+        if self._num_new >= RENEW_EVERY and len(self._values) >= MIN_VALUES:
+            self._num_new = 0
+            self._limit = sorted(self._values)[len(self._values) * 99 // 100]
+        return is_above
+
+
+class TailRule:
+    """Decides which calls are taken; without I/O and clocks."""
+
+    def __init__(self) -> None:
+        self._first, self._further = Recent(), Recent()
+        self._room = float(BURST)
+        self._refilled_at = 0.0
+
+    def reason(self, outputs: Iterable[Output], *, is_failed: bool, now: float) -> str:
+        """Return why a call is taken: "failed", "target" or "slow"; "": it is not.
+
+        Args:
+            outputs: the outputs of the call.
+            is_failed: whether it failed by a fault of the server.
+            now: the time, s.
+        """
+        is_slow = has_missed = False
+        for output in outputs:
+            for recent, seconds in ((self._first, output.first), (self._further, output.per_token)):
+                is_slow |= seconds is not None and recent.exceeds(seconds)
+            has_missed |= any(not is_met for _, is_met in output.targets())
+        reason = "failed" if is_failed else "target" if has_missed else "slow" if is_slow else ""
+        if not reason:
+            return ""
+        self._room = min(BURST, self._room + PER_S * max(0.0, now - self._refilled_at))
+        self._refilled_at = now
+        if self._room < 1:
+            return ""
+        self._room -= 1
+        return reason
+
+
+class TailSpan(NonRecordingSpan):
+    """Span of a call that is exported only if the tail rule takes the call."""
+
+    def __init__(
+        self,
+        context: SpanContext,
+        tracing: "TailTracing",
+        name: str,
+        kind: SpanKind,
+        attributes: Mapping[str, AttributeValue],
+        traceparent: str,
+    ) -> None:
+        """Begin now; `traceparent` is the client's."""
+        super().__init__(context)
+        self._tracing = tracing
+        self.name, self.kind, self.traceparent = name, kind, traceparent
+        self.began_ns = time.time_ns()
+        self.attributes: dict[str, AttributeValue] = dict(attributes)
+        self.status: Status | None = None
+        self.parts: list[tuple[str, int, int]] = []
+        """Child spans: name, begin and end, Unix ns."""
+        self.streams: list[int] = []
+        """Numbers of the call's streams on the link."""
+        self.outputs: list[Output] = []
+
+    def is_recording(self) -> bool:
+        """Return True, because attributes are kept."""
+        return True
+
+    def set_attribute(self, key: str, value: AttributeValue) -> None:
+        """Keep an attribute."""
+        self.attributes[key] = value
+
+    def set_attributes(self, attributes: Mapping[str, AttributeValue]) -> None:
+        """Keep attributes."""
+        self.attributes.update(attributes)
+
+    def set_status(self, status: Status | StatusCode, description: str | None = None) -> None:
+        """Keep the status."""
+        self.status = status if isinstance(status, Status) else Status(status, description)
+
+    def end(self, end_time: int | None = None) -> None:
+        """Export the call if the rule takes it."""
+        self._tracing.ended(self, end_time or time.time_ns())
+
+
+class TailTracing:
+    """The tail rule with what it needs of a front end."""
+
+    def __init__(self, tracer: Tracer, report: Callable[[int, str], None]) -> None:
+        """Start with no recent calls.
+
+        Args:
+            tracer: tracer without sampling.
+            report: asks the scheduler for the spans of a stream, given its number and the traceparent of its call.
+        """
+        self._tracer = tracer
+        self._report = report
+        self._rule = TailRule()
+
+    def begin(
+        self,
+        context: SpanContext,
+        name: str,
+        kind: SpanKind,
+        attributes: Mapping[str, AttributeValue],
+        traceparent: str,
+    ) -> TailSpan:
+        """Return the span of a call that was not sampled; `context` is its context."""
+        return TailSpan(context, self, name, kind, attributes, traceparent)
+
+    def ended(self, call: TailSpan, ended_ns: int) -> None:
+        """Export a call that has ended, if the rule takes it."""
+        status = call.status
+        # A client that has left is no fault of the server.
+        is_failed = (
+            status is not None
+            and status.status_code is StatusCode.ERROR
+            and call.attributes.get("error.type") != "CANCELLED"
+        )
+        reason = self._rule.reason(call.outputs, is_failed=is_failed, now=time.monotonic())
+        if not reason:
+            return
+        root = self._tracer.start_span(
+            call.name,
+            context=from_traceparent(call.traceparent),
+            kind=call.kind,
+            attributes=call.attributes | {"quire.tail": reason},
+            start_time=call.began_ns,
+        )
+        if status is not None:
+            root.set_status(status)
+        below = trace.set_span_in_context(root)
+        for name, began_ns, part_ended_ns in call.parts:
+            self._tracer.start_span(name, context=below, start_time=began_ns).end(part_ended_ns)
+        traceparent = to_traceparent(root)
+        for number in call.streams[:MAX_STREAMS]:
+            self._report(number, traceparent)
+        root.end(ended_ns)
+
+
+@contextmanager
+def part_span(tracer: Tracer, name: str) -> Iterator[Span]:
+    """Start a child of the current span; a `TailSpan` keeps its times."""
+    parent = trace.get_current_span()
+    began_ns = time.time_ns()
+    try:
+        with tracer.start_as_current_span(name, record_exception=False) as span:
+            yield span
+    finally:
+        if isinstance(parent, TailSpan) and len(parent.parts) < MAX_PARTS:
+            parent.parts.append((name, began_ns, time.time_ns()))
+
+
+def note_stream(span: Span, number: int, output: Output | None = None) -> None:
+    """Keep a stream of a call, whose number is 0 if it was not submitted, and what became of it; for the tail rule."""
+    if isinstance(span, TailSpan):
+        if number:
+            span.streams.append(number)
+        if output is not None:
+            span.outputs.append(output)
