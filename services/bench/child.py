@@ -1,10 +1,12 @@
-"""Child processes of `quire bench frontend`, which communicate in lines; every wait has a timeout."""
+"""Child processes of the benchmarks here, which communicate in lines; every wait has a timeout."""
 
 import os
 import queue
 import subprocess
 import sys
 import threading
+from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 
@@ -24,8 +26,8 @@ class ChildError(RuntimeError):
 class Child:
     """A child process that ends with the `with` block."""
 
-    def __init__(self, folder: Path, module: str, *arguments: str) -> None:
-        """Run `python -m module`; write its log into `folder`."""
+    def __init__(self, folder: Path, module: str, *arguments: str, environ: Mapping[str, str] | None = None) -> None:
+        """Run `python -m module`, with `environ` added to the environment; write its log into `folder`."""
         root = str(Path(__file__).parents[2])
         path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
         self._name = " ".join([module, *(each for each in arguments if not each.startswith("-"))])
@@ -37,7 +39,7 @@ class Child:
                 stdout=subprocess.PIPE,
                 stderr=log,
                 text=True,
-                env={**os.environ, "PYTHONPATH": path},
+                env={**os.environ, "PYTHONPATH": path, **(environ or {})},
             )
         self._lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         """Lines that it has printed; None after the end of its output."""
@@ -77,6 +79,17 @@ class Child:
     def cpu_seconds(self) -> float:
         """Return the CPU time so far of all threads, seconds."""
         return cpu_seconds(self._child.pid)
+
+    def tree_cpu_seconds(self) -> float:
+        """Return the CPU time so far of the process and of the live processes that it has started, seconds."""
+        total, pids = 0.0, [self._child.pid]
+        while pids:
+            pid = pids.pop()
+            with suppress(OSError):  # it has just ended
+                total += cpu_seconds(pid)
+                for task in Path(f"/proc/{pid}/task").iterdir():
+                    pids += map(int, (task / "children").read_text().split())
+        return total
 
     def resident_bytes(self) -> int:
         """Return the resident memory, bytes."""
