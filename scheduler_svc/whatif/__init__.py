@@ -9,7 +9,7 @@ The modules, in this order:
 * `rows` – which rows of a worker compute what in a step;
 * `load` – the requests and workers of a run, as values; `arrivals` – reads them from a record;
 * `step_times` – the model of step times, learned by regression;
-* `settings` – the changed settings;
+* `saved` – settings, workers and step times as a file; `settings` – the changed settings;
 * `simulate` – the event loop over the core;
 * `page` – the comparison as text and as JSON; `answer` – the whole question of `quire replay --set`.
 

@@ -2,56 +2,110 @@
 
 import dataclasses
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from scheduler_svc.core.interface.errors import InvalidLimitsError
 from scheduler_svc.recorder.reader import read
 from scheduler_svc.whatif.arrivals import read_load
-from scheduler_svc.whatif.load import Member, most_members
+from scheduler_svc.whatif.figures import Figures
+from scheduler_svc.whatif.load import Arrival, Member, most_members
 from scheduler_svc.whatif.page import Comparison
+from scheduler_svc.whatif.saved import Service, from_json, to_json
 from scheduler_svc.whatif.settings import Changed, change
 from scheduler_svc.whatif.simulate import simulate
-from scheduler_svc.whatif.step_times import learn
+from scheduler_svc.whatif.step_times import StepTimesError, learn
 from shared.config import ConfigError
 
 MOST_WORKERS = 1000
 
 
-def compare(place: Path, settings: Sequence[str], *, workers: int | None = None, seed: int = 0) -> Comparison:
-    """Simulate a record with its own settings and with changed ones.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """Requests, what serves them, and how they were served."""
+
+    arrivals: Sequence[Arrival]
+    service: Service
+    recorded: Figures | None = None
+    """None: the requests are those of a trace."""
+    notes: tuple[str, ...] = ()
+
+
+def from_record(place: Path, step_times: Path | None = None) -> Case:
+    """Return the case in a record.
 
     Args:
         place: segment, or folder of segments.
+        step_times: file with step times to use instead of those of the record.
+
+    Raises:
+        ValueError: a file cannot be read or simulated; subclasses say why.
+        OSError: a file cannot be read.
+    """
+    recorded = read_load(read(place))
+    load = recorded.load
+    times = learn(recorded.samples) if step_times is None else read_service(step_times).times
+    skipped = recorded.skipped_parts
+    return Case(
+        arrivals=load.arrivals,
+        service=Service(config=load.config, members=load.members, times=times),
+        recorded=recorded.figures,
+        notes=(f"note: {skipped} parts of the record are not used: other runs, or before a gap",) if skipped else (),
+    )
+
+
+def read_service(path: Path) -> Service:
+    """Return the service in a file that `save` wrote.
+
+    Raises:
+        StepTimesError: the file is something else.
+        OSError: the file cannot be read.
+    """
+    try:
+        return from_json(path.read_text(encoding="utf-8"))
+    except UnicodeDecodeError:
+        raise StepTimesError(f"{path}: not a file of step times; write one with --learn-step-times") from None
+
+
+def save(service: Service, path: Path) -> None:
+    """Write a service into a file.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    path.write_text(to_json(service) + "\n", encoding="utf-8")
+
+
+def compare(case: Case, settings: Sequence[str], *, workers: int | None = None, seed: int = 0) -> Comparison:
+    """Simulate a case with its own settings and with changed ones.
+
+    Args:
+        case: the requests and the service.
         settings: changes of the form `name=value`.
-        workers: number of workers; None: those of the record, joining and leaving as they did.
+        workers: number of workers; None: those of the case, joining and leaving as they did.
         seed: seed of the scatter of step times.
 
     Raises:
         ConfigError: a setting is invalid.
-        ValueError: the record cannot be read or simulated; subclasses say why.
-        OSError: a file cannot be read.
+        SimulationError: the case cannot be served with these settings.
     """
     if workers is not None and not 1 <= workers <= MOST_WORKERS:
         raise ConfigError(f"workers: {workers} is out of range; give 1 to {MOST_WORKERS}")
-    recorded = read_load(read(place))
-    load = recorded.load
+    service = case.service
     try:
-        changed = change(load.config, settings)
+        changed = change(service.config, settings)
     except InvalidLimitsError as error:
         raise ConfigError(f"set: {error}") from None
-    times = learn(recorded.samples)
-    as_recorded = simulate(load.arrivals, load.members, load.config, times, seed=seed)
-    members = fleet(load.members, workers, changed)
+    members = fleet(service.members, workers, changed)
     is_changed = bool(settings) or workers is not None
-    skipped = recorded.skipped_parts
     return Comparison(
         changes=list(settings),
-        workers=(most_members(load.members), most_members(members)),
-        recorded=recorded.figures,
-        simulated=as_recorded,
-        changed=simulate(load.arrivals, members, changed.config, times, seed=seed) if is_changed else None,
-        times=times,
-        notes=[f"note: {skipped} parts of the record are not used: other runs, or before a gap"] if skipped else [],
+        workers=(most_members(service.members), most_members(members)),
+        recorded=case.recorded,
+        simulated=simulate(case.arrivals, service.members, service.config, service.times, seed=seed),
+        changed=simulate(case.arrivals, members, changed.config, service.times, seed=seed) if is_changed else None,
+        times=service.times,
+        notes=case.notes,
     )
 
 

@@ -1,6 +1,7 @@
 """Load: the requests and workers of a run, as values that a simulation serves."""
 
-from collections.abc import Iterable
+import hashlib
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from scheduler_svc.core.interface import events as ev
@@ -73,3 +74,32 @@ def most_members(members: Iterable[Member]) -> int:
         present += change
         most = max(most, present)
     return most
+
+
+def traced(
+    at: float, num_prompt: int, num_outputs: int, parts: Sequence[int] = (), *, part_tokens: int = 0, block_size: int
+) -> Arrival:
+    """Return a request of a trace, which knows only lengths.
+
+    Args:
+        at: arrival since the beginning of the load, s.
+        num_prompt: tokens of its prompt.
+        num_outputs: tokens that it generates.
+        parts: names of the parts of its prompt, `part_tokens` each; equal names stand for equal tokens.
+        part_tokens: tokens of a part.
+        block_size: tokens per block of the workers' KV cache.
+    """
+    keys, key = [], b""
+    for end in range(block_size, min(num_prompt, len(parts) * part_tokens) + 1, block_size):
+        names = parts[(end - block_size) // part_tokens : (end - 1) // part_tokens + 1]
+        key = hashlib.sha256(key + repr(tuple(names)).encode()).digest()
+        keys.append(key)
+    return Arrival(
+        at=at,
+        spec=RequestSpec(f"trace at {at:.6f}", num_prompt, num_outputs),
+        num_tokens=num_prompt,
+        num_outputs=num_outputs,
+        end=EndReason.LENGTH,
+        keys=b"".join(keys),
+        block_size=block_size,
+    )

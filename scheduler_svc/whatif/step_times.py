@@ -120,9 +120,10 @@ class StepTimes:
             + self.block_copy_s * shape.copied_blocks
         )
 
-    def to_json(self) -> str:
-        """Return the model as JSON."""
-        return json.dumps({"version": _VERSION, **asdict(self), "largest": list(self.largest)}, indent=2)
+
+def to_json(times: StepTimes) -> str:
+    """Return the model as JSON."""
+    return json.dumps({"version": _VERSION, **asdict(times), "largest": list(times.largest)}, indent=2)
 
 
 def from_json(text: str) -> StepTimes:

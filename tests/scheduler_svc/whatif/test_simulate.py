@@ -1,6 +1,9 @@
 """What-if replay: the simulation of a record reproduces it, and serves every request once."""
 
 import dataclasses
+import json
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,13 +16,13 @@ from scheduler_svc.core.memory.token_facts import TokenFacts
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.recorder.reader import read
 from scheduler_svc.sim.scenario import draw
-from scheduler_svc.whatif.answer import compare
+from scheduler_svc.whatif.answer import compare, from_record, read_service, save
 from scheduler_svc.whatif.arrivals import WhatIfError, read_load
 from scheduler_svc.whatif.load import Arrival, Member
 from scheduler_svc.whatif.page import as_json, as_text
 from scheduler_svc.whatif.rows import Shape
 from scheduler_svc.whatif.simulate import Simulated, SimulationError, simulate
-from scheduler_svc.whatif.step_times import StepTimes
+from scheduler_svc.whatif.step_times import StepTimes, StepTimesError
 from shared.config import ConfigError
 from shared.prefix_keys import KEY_BYTES
 from shared.request_spec import Pooling, RequestSpec
@@ -84,7 +87,7 @@ def test_a_record_is_reproduced_with_its_own_settings(config: CoreConfig, worker
     """Of a run with deterministic workers, throughput is within 5 % and the mean TTFT within 10 %."""
     record_run(tmp_path, config, num_workers=workers, num_requests=250)
 
-    found = compare(tmp_path, [])
+    found = compare(from_record(tmp_path), [])
 
     assert found.recorded is not None
     recorded, simulated = found.recorded, found.simulated.figures
@@ -104,7 +107,7 @@ def test_a_change_is_predicted(tmp_path: Path) -> None:
     record_run(tmp_path / "after", replace(before, max_num_seqs=4, policy="sjf"), num_workers=2, num_requests=250)
     measured = read_load(read(tmp_path / "after")).figures
 
-    found = compare(tmp_path / "before", ["max_num_seqs=4", "policy=sjf"], workers=2)
+    found = compare(from_record(tmp_path / "before"), ["max_num_seqs=4", "policy=sjf"], workers=2)
 
     assert found.recorded is not None
     assert found.changed is not None
@@ -124,7 +127,7 @@ def test_a_run_of_the_simulator_is_reproduced(seed: int, tmp_path: Path) -> None
     result, _ = record_scenario(tmp_path, scenario, 3000)
     assert result.failure is None
 
-    found = compare(tmp_path, [])
+    found = compare(from_record(tmp_path), [])
 
     assert found.recorded is not None
     recorded, simulated = found.recorded, found.simulated.figures
@@ -228,7 +231,7 @@ def test_the_page_names_changes_and_caveats(tmp_path: Path) -> None:
     """The table has the record, its simulation and the change, with their errors; JSON has the same figures."""
     record_run(tmp_path, CoreConfig(max_num_seqs=8, max_num_batched_tokens=64), num_workers=1, num_requests=30)
 
-    found = compare(tmp_path, ["policy=sjf"], workers=3)
+    found = compare(from_record(tmp_path), ["policy=sjf"], workers=3)
     text, values = as_text(found), as_json(found)
 
     assert "recorded   simulated       error     changed      change" in text
@@ -236,10 +239,49 @@ def test_the_page_names_changes_and_caveats(tmp_path: Path) -> None:
     assert "steps per second of one core" in text
     assert values["workers"] == {"recorded": 1, "changed": 3}
     with pytest.raises(ConfigError, match="give 1 to 1000"):
-        compare(tmp_path, [], workers=1001)
+        compare(from_record(tmp_path), [], workers=1001)
 
 
 def test_a_record_without_requests_is_an_error(tmp_path: Path) -> None:
     """A record of an unused service cannot be simulated, and the message says what to do."""
     with pytest.raises(WhatIfError, match="record the service while it is used"):
         read_load(read(tmp_path))
+
+
+def test_step_times_of_a_record_serve_a_trace(tmp_path: Path) -> None:
+    """The file that --learn-step-times writes is enough to simulate a trace, whose prompts share blocks."""
+    (tmp_path / "record").mkdir()
+    config = CoreConfig(max_num_seqs=8, max_num_batched_tokens=64)
+    record_run(tmp_path / "record", config, num_workers=1, num_requests=30)
+    case = from_record(tmp_path / "record")
+    file, trace = tmp_path / "service.json", tmp_path / "trace.jsonl"
+    lines = [
+        {"timestamp": 1000 * number, "input_length": 450, "output_length": 20, "hash_ids": [7 + number // 4]}
+        for number in range(8)
+    ]
+    trace.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+    save(case.service, file)
+    found = _replay_command(trace, "--step-times", str(file), "--workers", "1", "--json")
+
+    assert read_service(file).times == case.service.times
+    assert read_service(file).config == case.service.config
+    values = json.loads(found)
+    assert values["recorded"] is None
+    assert values["changed"]["requests"] == 8
+    # Two of eight prompts are new. The last token of a prompt is computed always.
+    assert values["changed"]["prefix_hit_rate"] == pytest.approx(6 / 8, abs=0.01)
+
+
+def _replay_command(*arguments: object) -> str:
+    command = [sys.executable, "-m", "quire_server.cli.main", "replay", *map(str, arguments)]
+    return subprocess.run(command, check=True, capture_output=True, text=True, timeout=120).stdout
+
+
+def test_a_service_file_of_another_kind_is_refused(tmp_path: Path) -> None:
+    """A file that is not one of step times is refused with the remedy."""
+    file = tmp_path / "other.json"
+    for text in (b"{}", b"[]", b"no JSON", b"\xff\xfe\x00"):
+        file.write_bytes(text)
+        with pytest.raises(StepTimesError, match="--learn-step-times"):
+            read_service(file)

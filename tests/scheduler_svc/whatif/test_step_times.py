@@ -13,6 +13,7 @@ from scheduler_svc.whatif.step_times import (
     from_json,
     learn,
     non_negative_least_squares,
+    to_json,
 )
 
 LINK_S = 0.0004
@@ -93,8 +94,8 @@ def test_a_model_is_read_as_it_was_written() -> None:
     """The JSON holds the whole model; another text is refused with the remedy."""
     times = learn(_samples(_known, scatter=0.2))
 
-    assert from_json(times.to_json()) == times
-    for text in ("", "{}", "[1]", '{"version": 7}', times.to_json().replace("spreads", "spread")):
+    assert from_json(to_json(times)) == times
+    for text in ("", "{}", "[1]", '{"version": 7}', to_json(times).replace("spreads", "spread")):
         with pytest.raises(StepTimesError, match="--learn-step-times"):
             from_json(text)
 
