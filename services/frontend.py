@@ -158,7 +158,7 @@ class Frontend:
             await asyncio.wait_for(self._live.idle.wait(), _FINAL_CANCEL_TIMEOUT_S)
         for server in (self._http, self._probes):
             if server is not None:
-                server.should_exit = True
+                server.stop()
         await asyncio.gather(*self._serving)
         await self.close()
 

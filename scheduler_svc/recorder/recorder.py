@@ -1,6 +1,6 @@
 """Recorder: the thread that writes the tape of a core into the ring of segments.
 
-The loop only appends to the tape. The thread wakes a few times per second, encodes what is there, and writes one frame,
+The loop only appends to the tape. The thread wakes twice per second, encodes what is there, and writes one frame,
 so a killed process loses less than a second. When a segment is full, the loop forks a process that has the core's state
 as of one moment and writes it at its leisure; the thread copies it into the new segment. A fork takes tens of
 milliseconds, or more if the state is large; see docs/recorder.md.
@@ -36,7 +36,7 @@ from scheduler_svc.recorder.tags import Tagger
 from scheduler_svc.recorder.tape import Cut, Item, Reported, Tape
 from shared.logging import get_logger
 
-INTERVAL_S = 0.2
+INTERVAL_S = 0.5
 """Time between two frames."""
 _SNAPSHOT_INTERVAL_S = 0.02
 """The same while a snapshot is being copied."""

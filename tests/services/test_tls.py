@@ -126,7 +126,7 @@ async def listening(folder: Path, papers: Papers, *, client_ca: bool = True) -> 
     await server.start()
     serving = asyncio.create_task(http.serve([listener]))
     yield Listeners(files, grpc_port, int(listener.getsockname()[1]), folder)
-    http.should_exit = True
+    http.stop()
     await serving
     await server.stop(0)
 

@@ -82,7 +82,7 @@ async def results_of_page(stack: Stack, name: str, port: int = 0) -> dict[str, A
         async with chromium(f"http://{name}:{listener.getsockname()[1]}/"), asyncio.timeout(BROWSER_S):
             return await results
     finally:
-        server.should_exit = True
+        server.stop()
         await serving
 
 
