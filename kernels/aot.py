@@ -33,7 +33,7 @@ from kernels.activation import silu_mul
 from kernels.block_copy import BlockPool, copy_blocks
 from kernels.decode_inputs import DecodeInputs, prepare_decode
 from kernels.kv_cache import write_kv
-from kernels.machine_code import copies_ahead, loop_instructions, resource_usage
+from kernels.machine_code import copies_ahead, disassemble, loop_instructions, num_instructions, resource_usage
 from kernels.norm import rms_norm
 from kernels.paged_attention import paged_attention
 from kernels.qkv import rotate_and_cache
@@ -86,6 +86,8 @@ class Compiled:
     """Groups of copies that may be unfinished when a pipelined loop continues; None without such a loop."""
     loop_instructions: tuple[int, ...]
     """Instructions of each innermost loop that copies into shared memory."""
+    instructions: int
+    """Instructions of the whole kernel, each counted once."""
 
 
 def cases() -> list[Case]:
@@ -282,6 +284,7 @@ def _compile(case: str, launch: Launch, source: Any, options: dict[str, Any], ar
 
     binary = triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=options)
     registers, spill_bytes = resource_usage(binary.asm["cubin"])
+    listing = disassemble(binary.asm["cubin"])
     return Compiled(
         case=case,
         kernel=launch.kernel.name,
@@ -291,7 +294,8 @@ def _compile(case: str, launch: Launch, source: Any, options: dict[str, Any], ar
         shared_bytes=binary.metadata.shared,
         num_warps=binary.metadata.num_warps,
         copies_ahead=copies_ahead(binary.asm["ttgir"]),
-        loop_instructions=loop_instructions(binary.asm["cubin"]),
+        loop_instructions=loop_instructions(listing),
+        instructions=num_instructions(listing),
     )
 
 
@@ -303,13 +307,16 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
 
     rows = []
-    print(f"{'sm':>3} {'regs':>5} {'spill B':>8} {'shared B':>9} {'warps':>6} {'ahead':>6} {'in loops':>12}  kernel")
+    print(
+        f"{'sm':>3} {'regs':>5} {'spill B':>8} {'shared B':>9} {'warps':>6} {'ahead':>6} {'in loops':>12} {'in all':>6}"
+        "  kernel"
+    )
     for row in compile_cases(case for case in cases() if options.all or case.in_ci):
         rows.append(row)
         print(
             f"{row.architecture:>3} {row.registers:>5} {row.spill_bytes:>8} {row.shared_bytes:>9} {row.num_warps:>6}"
             f" {'' if row.copies_ahead is None else row.copies_ahead:>6}"
-            f" {' '.join(map(str, row.loop_instructions)):>12}  {row.kernel} ({row.case})",
+            f" {' '.join(map(str, row.loop_instructions)):>12} {row.instructions:>6}  {row.kernel} ({row.case})",
             flush=True,
         )
     if options.json:

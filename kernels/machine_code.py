@@ -1,4 +1,4 @@
-"""Figures of a compiled kernel: registers, spills, copies in flight, and instructions of its loops.
+"""Figures of a compiled kernel: registers, spills, copies in flight, and instructions, in all and of its loops.
 
 They are read from the compiler's output, so that a test without a GPU can find a kernel that spills, that waits for
 each load, or that executes more instructions per tile than before.
@@ -54,16 +54,20 @@ def copies_ahead(ttgir: str) -> int | None:
     return min(found, default=None)
 
 
-def loop_instructions(cubin: bytes) -> tuple[int, ...]:
+def disassemble(cubin: bytes) -> str:
+    """Return the listing of a cubin, as printed by the tool of triton."""
+    return _run(triton.knobs.nvidia.nvdisasm.path, "-c", cubin)
+
+
+def num_instructions(listing: str) -> int:
+    """Return the number of instructions of a kernel, without the padding after it."""
+    instructions, _ = _instructions(listing)
+    return sum(not instruction.startswith("NOP") for instruction in instructions)
+
+
+def loop_instructions(listing: str) -> tuple[int, ...]:
     """Return the instructions of each innermost loop that copies into shared memory, in ascending order."""
-    listing = _run(triton.knobs.nvidia.nvdisasm.path, "-c", cubin)
-    instructions: list[str] = []
-    labels: dict[str, int] = {}
-    for line in listing.splitlines():
-        if label := _LABEL.match(line):
-            labels[label[1]] = len(instructions)
-        elif found := _INSTRUCTION.search(line):
-            instructions.append(found[1])
+    instructions, labels = _instructions(listing)
     loops = []
     for last, instruction in enumerate(instructions):
         branch = _BRANCH.search(instruction)
@@ -71,6 +75,18 @@ def loop_instructions(cubin: bytes) -> tuple[int, ...]:
             loops.append(range(labels[branch[1]], last + 1))
     innermost = [loop for loop in loops if not any(loop[0] <= other[0] and other[-1] < loop[-1] for other in loops)]
     return tuple(sorted(len(loop) for loop in innermost if any(_COPY in instructions[index] for index in loop)))
+
+
+def _instructions(listing: str) -> tuple[list[str], dict[str, int]]:
+    """Return the instructions in order, and the index of the instruction after each label."""
+    instructions: list[str] = []
+    labels: dict[str, int] = {}
+    for line in listing.splitlines():
+        if label := _LABEL.match(line):
+            labels[label[1]] = len(instructions)
+        elif found := _INSTRUCTION.search(line):
+            instructions.append(found[1])
+    return instructions, labels
 
 
 def _run(tool: str, option: str, cubin: bytes) -> str:

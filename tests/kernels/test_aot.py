@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -14,18 +15,27 @@ import torch
 from kernels import aot, machine_code
 from kernels._triton import record_launches
 from kernels.activation import silu_mul
+from kernels.paged_attention.tuning import Key, tuning_for
+from kernels.sampling_triton.launch import TILE, TILES_PER_PROGRAM
 
 pytest.importorskip("triton", reason="compiling kernels needs triton")
 
 ROOT = Path(__file__).parents[2]
 
-MOST_INSTRUCTIONS = {
-    ("prefill_kernel", 80): 780,
-    ("prefill_kernel", 90): 660,
-    ("decode_kernel", 80): 540,
-    ("decode_kernel", 90): 560,
+MOST_PER_SCORE = {("prefill", 80): 49, ("prefill", 90): 18, ("decode", 80): 67, ("decode", 90): 84}
+"""Ceilings of the instructions of all threads per query and key of a tile, for bf16 and head dimension 128; a seventh
+above those of Triton 3.9 with the tiles of the tuning table."""
+
+TOKENS_PER_PROGRAM = {
+    "maxima_kernel": TILE * TILES_PER_PROGRAM,
+    "pivots_kernel": TILE * TILES_PER_PROGRAM,
+    "gather_kernel": TILE,
+    "draw_tiles_kernel": TILE,
 }
-"""Ceilings of the instructions per tile of keys for bf16, head dimension 128; a seventh above those of Triton 3.9."""
+"""Tokens of the vocabulary for which each instruction of a sampling kernel runs once."""
+
+MOST_PER_TOKEN = {"maxima_kernel": 14, "pivots_kernel": 190, "gather_kernel": 160, "draw_tiles_kernel": 177}
+"""Ceilings of the instructions of all threads per token of the vocabulary; a seventh above those of Triton 3.9."""
 
 PIPELINED = """
   %a = ttg.async_wait %t {num = 1 : i32}
@@ -39,6 +49,19 @@ PIPELINED = """
     scf.yield %d : i32
   }
   %e = ttg.async_wait {num = 0 : i32}
+"""
+
+
+LISTING = """
+        /*0000*/                   LDC R1, c[0x0][0x28] ;
+.L_x_0:
+        /*0010*/                   LDGSTS.E.128 [R4], desc[UR4][R2.64] ;
+        /*0020*/              @P0  BRA `(.L_x_0) ;
+        /*0030*/                   EXIT ;
+.L_x_1:
+        /*0040*/                   BRA `(.L_x_1);
+        /*0050*/                   NOP;
+        /*0060*/                   NOP;
 """
 
 
@@ -71,11 +94,18 @@ def test_only_waits_within_loops_count() -> None:
     assert machine_code.copies_ahead("  %a = ttg.async_wait %t {num = 1 : i32}") is None
 
 
+def test_instructions_are_counted_without_padding() -> None:
+    """A kernel's instructions are counted without the padding after it; a loop counts if it copies."""
+    assert machine_code.num_instructions(LISTING) == 5
+    assert machine_code.loop_instructions(LISTING) == (2,)
+
+
 @pytest.mark.release
 def test_ci_specialisations_compile(tmp_path: Path) -> None:
     """The CI cases compile for sm_80 and sm_90, fit in shared memory, and spill no register.
 
-    The attention kernels load ahead of their arithmetic, and need no more instructions per tile than before.
+    The attention kernels load ahead of their arithmetic, and need no more instructions per score than before. The
+    sampling kernels need no more instructions per token of the vocabulary than before.
     """
     report = tmp_path / "aot.json"
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
@@ -120,9 +150,18 @@ def test_ci_specialisations_compile(tmp_path: Path) -> None:
     attention = [row for row in rows if row["kernel"] in ("prefill_kernel", "decode_kernel")]
     assert [row for row in attention if not row["copies_ahead"]] == []  # loads overlap arithmetic
     counted = [row for row in attention if row["case"] == "attention bf16, head_dim 128, group 4, page 16"]
-    assert len(counted) == len(MOST_INSTRUCTIONS)
+    assert len(counted) == len(MOST_PER_SCORE)
     for row in counted:
-        assert max(row["loop_instructions"]) <= MOST_INSTRUCTIONS[row["kernel"], row["architecture"]], row
+        name, architecture = row["kernel"].removesuffix("_kernel"), row["architecture"]
+        tile = tuning_for(Key(name, architecture, 128, 2), 4)
+        per_score = max(row["loop_instructions"]) * 32 * row["num_warps"] / (tile.block_m * tile.block_n)
+        assert per_score <= MOST_PER_SCORE[name, architecture], row
+
+    sampling = [row for row in rows if row["kernel"] in TOKENS_PER_PROGRAM]
+    assert {(row["kernel"], row["architecture"]) for row in sampling} == set(product(TOKENS_PER_PROGRAM, (80, 90)))
+    for row in sampling:
+        per_token = row["instructions"] * 32 * row["num_warps"] / TOKENS_PER_PROGRAM[row["kernel"]]
+        assert per_token <= MOST_PER_TOKEN[row["kernel"]], row
 
 
 def test_at_most_40_cases_are_compiled() -> None:
