@@ -5,7 +5,7 @@
 
 Each wheel is built from a tree of its own under build/dist. The client's holds the package `quire` and nothing else.
 The server's holds `quire_server`, with all other packages in its folder `_packages` (see `quire_server.entry`).
-Simulation, benchmarks, ahead-of-time compilation and tuning are for developers and left out.
+Simulation, benchmarks of parts, ahead-of-time compilation and tuning are for developers and left out.
 """
 
 import argparse
@@ -27,8 +27,12 @@ LEFT_OUT = (
     "kernels/aot.py",
     "kernels/bench.py",
     "kernels/tune.py",
-    "quire_server/bench",
-    "quire_server/cli/bench_*.py",
+    "quire_server/bench/offline.py",
+    "quire_server/cli/bench_frontend.py",
+    "quire_server/cli/bench_kernels.py",
+    "quire_server/cli/bench_link.py",
+    "quire_server/cli/bench_offline.py",
+    "quire_server/cli/bench_scheduler.py",
     "quire_server/cli/sim.py",
     "scheduler_svc/bench",
     "scheduler_svc/sim",

@@ -6,7 +6,7 @@ Percentiles are exact: they are computed from all values, with linear interpolat
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 
 import numpy as np
@@ -167,6 +167,10 @@ class Figures:
             late=Spread.of(each.late_s for each in counted),
             good=sum(slo.is_kept(each) for each in done),
         )
+
+    def over(self, wall_s: float) -> "Figures":
+        """Return the same figures with another duration, such as that of several runs."""
+        return replace(self, wall_s=wall_s)
 
     @property
     def failed(self) -> int:

@@ -96,6 +96,11 @@ class Lengths:
             raise ValueError(text)
         return lengths
 
+    def __str__(self) -> str:
+        if self.mean:
+            return f"{self.mean:g} ± {self.mean * self.cv:.0f}"
+        return f"{self.low}" if self.low == self.high else f"{self.low}-{self.high}"
+
     def draw(self, rng: np.random.Generator) -> int:
         """Return one length, at least 1."""
         if not self.mean:

@@ -104,8 +104,18 @@ def http_server(options: Namespace) -> Server:
     Raises:
         ConfigError: the CA file cannot be read, or contains no certificate.
     """
+    return http_server_at(options, options.target, tls=bool(options.tls_ca))
+
+
+def http_server_at(options: Namespace, address: str, *, tls: bool) -> Server:
+    """Return the server at another address than the target, with the CA of the flags or the system's.
+
+    Raises:
+        ConfigError: the CA file cannot be read, or contains no certificate.
+    """
     headers = {"authorization": f"Bearer {token()}"} if token() else {}
-    return Server(options.target, _tls_context(options), headers)
+    context = (_tls_context(options) or ssl.create_default_context()) if tls else None
+    return Server(address, context, headers)
 
 
 def _tls_context(options: Namespace) -> ssl.SSLContext | None:

@@ -14,7 +14,7 @@ from quire_server.cli._parser import Namespace, OneLineParser
 from quire_server.http_client import Server, problem_of, read_object
 
 if TYPE_CHECKING:
-    from quire_server.cli._top_view import Scrape
+    from quire_server.scrape import Scrape
 
 EXAMPLES = """
   quire top
@@ -67,7 +67,7 @@ def _read(server: Server) -> "Scrape":
     Raises:
         CommandError: the server does not answer, or is not a Quire server.
     """
-    from quire_server.cli._top_view import Scrape, parse
+    from quire_server.scrape import Scrape, parse
 
     connection = server.connect(_TIMEOUT_S)
     try:

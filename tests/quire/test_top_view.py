@@ -2,7 +2,8 @@
 
 import pytest
 
-from quire_server.cli._top_view import Scrape, bar, parse, quantile, render
+from quire_server.cli._top_view import bar, quantile, render
+from quire_server.scrape import Scrape, parse
 
 TEXT = """
 # TYPE vllm:num_requests_running gauge

@@ -14,7 +14,7 @@ from smg_grpc_proto import vllm_engine_pb2_grpc as pb_grpc
 from protos.quire.link.v1 import link_pb2
 from protos.quire.plan.v1 import plan_pb2
 from quire.v1 import generation_pb2 as v1
-from quire_server.cli._top_view import parse
+from quire_server.scrape import parse
 from services.calls.embeddings import MAX_IN_PROGRESS
 from shared.columns import from_column
 from tests.services.stack import MODEL, TestCore, running_stack

@@ -14,7 +14,7 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
 from protos.quire.link.v1 import link_pb2
 from quire.v1 import generation_pb2 as v1
-from quire_server.cli._top_view import parse
+from quire_server.scrape import parse
 from services.calls.delivery import Delivery
 from services.grpc.boundary import Context
 from services.grpc.health import HealthServicer

@@ -1,0 +1,83 @@
+"""What the server says about a run: its metrics before and after, and its gauges meanwhile. Pure.
+
+The names are those that vLLM made common and Quire also reports; figures of Quire's own names exist for Quire only.
+"""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from quire_server.scrape import Scrape
+
+_RUNNING, _WAITING, _KV_USAGE = "vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc"
+
+
+def gauges_of(page: str) -> str:
+    """Return the lines of a page of metrics that are of interest during a run. Parsing all of them would take long."""
+    return "".join(f"{line}\n" for line in page.splitlines() if line.startswith((_RUNNING, _WAITING, _KV_USAGE)))
+
+
+@dataclass(frozen=True, slots=True)
+class ServerFigures:
+    """Figures of the server during a run, warm-up included. None: the server does not report it."""
+
+    prompt_tokens: float | None
+    generation_tokens: float | None
+    preemptions: float | None
+    prefix_hit_share: float | None
+    """Share of the tokens of admitted sequences that the prefix cache had."""
+    running: float | None
+    """Mean number of running requests."""
+    waiting: float | None
+    """Mean number of waiting requests."""
+    waiting_max: float | None
+    kv_usage_max: float | None
+    """Largest share of the KV cache that requests held, 0 to 1."""
+    steps: float | None
+    rows_per_step: float | None
+    """Mean occupancy: sequences in a step."""
+    idle_share: float | None
+    """Share of the time in which workers had no step."""
+
+    @classmethod
+    def of(cls, before: Scrape, after: Scrape, meanwhile: Sequence[Scrape]) -> "ServerFigures":
+        """Return the figures between two scrapes, with those taken in between."""
+
+        def increase(name: str, **labels: str) -> float | None:
+            # A counter that had no value before began at 0.
+            if not any(each == name for each, _ in after.values):
+                return None
+            return after.sum(name, **labels) - before.sum(name, **labels)
+
+        def share(part: float | None, whole: float | None) -> float | None:
+            return None if part is None or not whole else part / whole
+
+        def gauges(name: str) -> list[float]:
+            return [each.sum(name) for each in meanwhile if any(key == name for key, _ in each.values)]
+
+        def mean(values: Sequence[float]) -> float | None:
+            return sum(values) / len(values) if values else None
+
+        steps = increase("quire_steps_total")
+        waiting = gauges(_WAITING)
+        return cls(
+            prompt_tokens=increase("vllm:prompt_tokens_total"),
+            generation_tokens=increase("vllm:generation_tokens_total"),
+            preemptions=increase("vllm:num_preemptions_total"),
+            prefix_hit_share=share(
+                increase("vllm:prefix_cache_hits_total"), increase("vllm:prefix_cache_queries_total")
+            ),
+            running=mean(gauges(_RUNNING)),
+            waiting=mean(waiting),
+            waiting_max=max(waiting, default=None),
+            kv_usage_max=max(gauges(_KV_USAGE), default=None),
+            steps=steps,
+            rows_per_step=share(increase("quire_scheduled_rows_total"), steps),
+            idle_share=share(
+                increase("quire_worker_seconds_total", phase="idle"), increase("quire_worker_seconds_total")
+            ),
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the figures that exist, by name."""
+        return {name: value for name, value in asdict(self).items() if value is not None}

@@ -1,0 +1,55 @@
+"""Values of a page of metrics in Prometheus' text format, and how counters changed between two pages. Pure."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from prometheus_client.parser import text_string_to_metric_families
+
+Labels = tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Scrape:
+    """One scrape of all metrics."""
+
+    values: Mapping[tuple[str, Labels], float] = field(default_factory=dict)
+
+    @property
+    def is_quire(self) -> bool:
+        """Whether the metrics are those of a Quire service."""
+        return any(name.startswith("quire_") for name, _ in self.values)
+
+    def sum(self, name: str, **labels: str) -> float:
+        """Return the sum over all samples of this name that carry these labels."""
+        return sum(
+            value for (each, own), value in self.values.items() if each == name and labels.items() <= dict(own).items()
+        )
+
+    def increase(self, name: str, before: "Scrape", **labels: str) -> float:
+        """Return the increase of counters with these labels since `before`, summed.
+
+        Each counter is treated as in Prometheus: a decreased counter was reset, a new one may be an old one that was
+        away, and a missing one does not reduce the sum.
+        """
+        return sum(
+            value - then if value >= then else value
+            for (each, own), value in self.values.items()
+            if each == name
+            and labels.items() <= dict(own).items()
+            and (then := before.values.get((each, own))) is not None
+        )
+
+    def labels(self, name: str, label: str) -> list[str]:
+        """Return the values of one label of a metric."""
+        return sorted({dict(own)[label] for each, own in self.values if each == name and label in dict(own)})
+
+
+def parse(text: str) -> Scrape:
+    """Parse the text of /metrics."""
+    return Scrape(
+        {
+            (sample.name, tuple(sorted(sample.labels.items()))): sample.value
+            for family in text_string_to_metric_families(text)
+            for sample in family.samples
+        }
+    )

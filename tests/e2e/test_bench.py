@@ -1,0 +1,129 @@
+"""`quire bench serve` against a real service: both protocols, its counts beside those of the server."""
+
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e.harness import Served
+from tests.e2e.test_commands import quire
+
+COUNTED = ("vllm:prompt_tokens_total", "vllm:generation_tokens_total", "quire_requests_ended_total")
+LOADS = {
+    "open loop over gRPC": ("--rate=20", "--requests=20", "--input=8-40"),
+    "closed loop over gRPC, sessions": ("--concurrency=3", "--requests=6", "--turns=2", "--input=8-20"),
+    "open loop over HTTP, text": ("--rate=20", "--constant", "--requests=12", "--input=20"),
+    "closed loop over HTTP, token ids": ("--concurrency=3", "--requests=12", "--prompts=tokens", "--input=8-40"),
+    "two processes over gRPC": ("--rate=20", "--requests=12", "--input=8", "--processes=2", "--metrics={http}"),
+}
+
+
+def _bench(served: Served, file: Path, *flags: str, http: bool = False) -> dict[str, Any]:
+    server = f"--url=http://{served.http}" if http else f"--target={served.grpc}"
+    given = [flag.format(http=served.http) for flag in flags]
+    quire("bench", "serve", server, "--output=4-12", *given, f"--json={file}")
+    report: dict[str, Any] = json.loads(file.read_text())
+    return report
+
+
+@pytest.mark.parametrize("load", LOADS)
+def test_counts_are_those_of_the_server(demo: Served, tmp_path: Path, load: str) -> None:
+    """Requests, prompt tokens and output tokens of the report are the increases of the server's own counters."""
+    http = "HTTP" in load
+    before = [demo.metric(name) for name in COUNTED]
+    report = _bench(demo, tmp_path / "report.json", *LOADS[load], http=http)
+    demo.wait_until_empty()
+    prompt, output, ended = (demo.metric(name) - was for name, was in zip(COUNTED, before, strict=True))
+    # Over HTTP with texts, two probes come first: they ask for a token each.
+    probes = 2 if "text" in load else 0
+
+    assert report["failed"] == 0
+    assert report["answered"] == report["requests"] == ended - probes
+    assert report["out_tokens"] == output - probes
+    assert probes or report["prompt_tokens"] == prompt
+    assert set(report["ttft_s"]) >= {"mean", "p50", "p90", "p95", "p99", "p99.9", "max"}
+    assert report["ttft_s"]["count"] == report["requests"]
+    assert report["generator_late_s"]["count"] == report["requests"]
+    if "--metrics={http}" in LOADS[load] or (http and not probes):
+        assert report["repeats"][0]["server"]["generation_tokens"] == report["out_tokens"]
+
+
+def test_texts_have_about_the_length_asked_for(demo: Served, tmp_path: Path) -> None:
+    """Words are scaled by what the server counts: within a tenth of 300 tokens on average."""
+    report = _bench(demo, tmp_path / "r.json", "--concurrency=2", "--requests=6", "--input=300", http=True)
+
+    assert report["prompt_tokens"] / report["requests"] == pytest.approx(300, rel=0.1)
+
+
+def test_cancelled_requests_end_on_the_server(demo: Served, tmp_path: Path) -> None:
+    """As many as the report says, and nothing of them is left. With seed 0 none is cancelled close to its end."""
+    before = demo.metric("quire_requests_ended_total", reason="cancelled")
+    flags = ("--concurrency=4", "--requests=20", "--cancel-ratio=0.5", "--output=400")
+    report = _bench(demo, tmp_path / "r.json", *flags)
+    demo.wait_until_empty()
+
+    assert report["cancelled"] == demo.metric("quire_requests_ended_total", reason="cancelled") - before > 0
+    assert report["failed"] == 0
+
+
+def test_a_deadline_is_a_failure_with_its_reason(demo: Served, tmp_path: Path) -> None:
+    """1,500 tokens do not fit into 0.2 s."""
+    flags = ("--concurrency=2", "--requests=2", "--deadline=0.2", "--slo=ttft_ms=60000")
+    server = f"--target={demo.grpc}"
+    file = tmp_path / "r.json"
+    with pytest.raises(AssertionError, match="assert"):  # no request was answered, so the exit code is 1
+        quire("bench", "serve", server, *flags, "--output=1500", f"--json={file}")
+    report = json.loads(file.read_text())
+
+    assert (report["failures"], report["goodput"]) == ({"DEADLINE": 2}, 0.0)
+    assert "no request was answered; latencies are unknown" in report["warnings"]
+
+
+def test_repeats_give_intervals(demo: Served, tmp_path: Path) -> None:
+    """Two repeats with different seeds; each mean lies within its interval."""
+    report = _bench(demo, tmp_path / "r.json", "--concurrency=2", "--requests=4", "--repeats=2", "--slo=e2e_ms=60000")
+
+    assert [each["seed"] for each in report["repeats"]] == [0, 1]
+    assert report["requests"] == 8
+    assert report["goodput_share"] == 1.0
+    assert all(each["low"] <= each["mean"] <= each["high"] for each in report["intervals"].values())
+
+
+class _Page(HTMLParser):
+    """Collects tags and checks that they are closed in order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.tags: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        if tag not in ("meta", "rect", "line", "polyline"):
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+def test_the_page_is_self_contained(demo: Served, tmp_path: Path) -> None:
+    """Charts of latencies, throughput and requests; no script, and nothing is loaded from elsewhere."""
+    file = tmp_path / "report.html"
+    flags = ("--concurrency=4", "--requests=12", "--output=8", f"--html={file}", f"--metrics={demo.http}")
+    table = quire("bench", "serve", f"--target={demo.grpc}", *flags)
+    page = _Page()
+    page.feed(text := file.read_text())
+
+    assert page.open == []
+    assert page.tags.count("svg") == 7
+    assert "script" not in page.tags
+    assert set(re.findall(r"https?://[^\"']*", text)) <= {"http://www.w3.org/2000/svg"}
+    assert not re.search(r"\b(src|href|url\()", text)
+    assert "12 answered, 0 failed, 0 cancelled" in table
+    assert "sequences per step" in table
