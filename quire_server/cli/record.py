@@ -55,6 +55,8 @@ def run(options: Namespace) -> int:
             num_entries = sum(1 for _ in segment)
             began = datetime.datetime.fromtimestamp(segment.opening.unix_ns / 1e9, datetime.UTC)
             can = "yes" if segment.opening.fresh or segment.snapshot else "no"
+            if segment.opening.needs_earlier:
+                can = "no, start at an earlier segment"
             damage = f", {segment.left_out} bytes at the end are no complete frame" if segment.left_out else ""
             print(
                 f"{segment.path.name}  {began:%Y-%m-%d %H:%M:%S}Z  {segment.path.stat().st_size} bytes"

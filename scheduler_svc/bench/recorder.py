@@ -4,10 +4,14 @@
 
 *Loop* is the CPU time of a step in the scheduler's loop, *thread* that of encoding and writing its entries. Scenarios:
 `steady` (all rows decode), `churn` (one request of 500 prompt tokens ends, and one arrives, with 500 tokens to
-generate, as often as the rows sustain). The last line extrapolates a day of 10 requests/s.
+generate, as often as the rows sustain). A line extrapolates a day of 10 requests/s. The last line is the pause at the
+beginning of a segment: the fork of this process, and the step after it, which copies the pages that it changes.
 """
 
 import argparse
+import os
+import resource
+import signal
 import tempfile
 import time
 from collections.abc import Iterator
@@ -28,7 +32,7 @@ from shared.telemetry import Telemetry
 
 _TOKENS = 500
 """Prompt tokens, and generated tokens, of a request."""
-_STEPS_PER_FRAME = 8
+_STEPS_PER_FRAME = 20
 """Steps of 25 ms between two frames."""
 _DAY_S = 86_400
 _REQUESTS_PER_S = 10
@@ -83,6 +87,7 @@ def measure(rows: int, steps: int, *, churn: bool) -> tuple[float, float, float,
             on.tape.items.clear()
             encoder.encode(items)
             writer.write(encoder.take())
+            del items
             return time.thread_time_ns() - began
 
         for _ in range(300):
@@ -97,6 +102,25 @@ def measure(rows: int, steps: int, *, churn: bool) -> tuple[float, float, float,
                 spent += write()
         writer.close()
         return float(np.median(without)), float(np.median(with_tape)), spent / steps / 1e3, (writer.size - size) / steps
+
+
+def measure_forks(rows: int, times: int = 15) -> tuple[list[float], list[float], list[float]]:
+    """Return, sorted, the milliseconds of forks, their CPU time, and the CPU time of the steps after them."""
+    side = _Side(rows, recorded=True, churn=False)
+    forks, spent, after = [], [], []
+    for _ in range(times):
+        for _ in range(50):
+            side.step_us()
+        began, cpu = time.perf_counter(), time.thread_time()
+        pid = os.fork()
+        if not pid:
+            signal.pause()
+        spent.append((time.thread_time() - cpu) * 1e3)
+        forks.append((time.perf_counter() - began) * 1e3)
+        after.append(side.step_us() / 1e3)
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+    return sorted(forks), sorted(spent), sorted(after)
 
 
 def main() -> None:
@@ -115,7 +139,11 @@ def main() -> None:
     per_request = (sizes["churn"] - sizes["steady"]) * max(1, _TOKENS // options.rows)
     # With 20 steps of 256 rows per second, 10 requests/s of 500 tokens are served.
     per_day = _DAY_S * (_REQUESTS_PER_S * per_request + _REQUESTS_PER_S * _TOKENS / options.rows * sizes["steady"])
+    forks = measure_forks(options.rows)
     print(f"a request: {per_request:.0f} bytes; a day of 10 requests/s: {per_day / 2**20:.0f} MiB")
+    texts = [f"{each[len(each) // 2]:.1f} (most {each[-1]:.1f})" for each in forks]
+    size = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
+    print(f"a fork at {size} MiB: {texts[0]} ms, CPU {texts[1]} ms; the step after it: CPU {texts[2]} ms")
 
 
 if __name__ == "__main__":

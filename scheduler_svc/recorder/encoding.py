@@ -12,18 +12,17 @@ from protos.quire.plan.v1 import plan_pb2
 from protos.quire.record.v1 import record_pb2 as pb
 from scheduler_svc.core.interface import effects as ef
 from scheduler_svc.core.interface import events as ev
-from scheduler_svc.core.interface.arrays import IndexArray, Int32Array
-from scheduler_svc.core.interface.plan import BlockCopy
+from scheduler_svc.core.interface.arrays import IndexArray
+from scheduler_svc.core.interface.plan import BlockCopy, Plan
 from scheduler_svc.core.interface.records import Note, NoteKind, Peer, RequestEnded
 from scheduler_svc.recorder.tags import Tagger
 from scheduler_svc.recorder.tape import Handled, Item, Planned, Reported
 from scheduler_svc.recorder.values import Facts
-from shared.columns import to_column
+from shared.columns import from_column, to_column
 from shared.prefix_keys import KEY_BYTES
 from shared.request_spec import RequestSpec
 
 NS = 1e9
-_NO_ROWS: Int32Array = np.zeros(0, np.int32)
 
 
 @dataclass(slots=True)
@@ -42,11 +41,51 @@ class _WorkerState:
     last_step: int = 0
     answered_step: int = 0
     num_decodes: int = 0
-    answered_rows: Int32Array = field(default_factory=lambda: _NO_ROWS)
+    answered_rows: bytes = b""
+    """Column of the rows of its last answer."""
     received_us: int = 0
     rows: dict[int, _Row] = field(default_factory=dict)
     is_gone: bool = False
     """Whether the core has dropped it; its late messages may follow."""
+
+
+@dataclass(slots=True)
+class _DecodeSteps:
+    """Fields of `DecodeSteps`; lists of Python cost less per value than fields of messages."""
+
+    plan_places: list[int] = field(default_factory=list)
+    plan_times: list[float] = field(default_factory=list)
+    plan_workers: list[int] = field(default_factory=list)
+    decodes_changes: list[int] = field(default_factory=list)
+    appends: list[int] = field(default_factory=list)
+    appending: list[Plan] = field(default_factory=list)
+    """The plans that append blocks."""
+    answer_places: list[int] = field(default_factory=list)
+    answer_times: list[float] = field(default_factory=list)
+    answer_workers: list[int] = field(default_factory=list)
+    idle_ns: list[int] = field(default_factory=list)
+    has_timings: list[bool] = field(default_factory=list)
+    timings: list[int] = field(default_factory=list)
+    last_plan: int = 0
+    """Place of the last plan."""
+    last_answer: int = 0
+
+    def write(self, steps: pb.DecodeSteps) -> None:
+        """Fill in the message."""
+        steps.plan_places.extend(self.plan_places)
+        steps.plan_times.extend(self.plan_times)
+        steps.plan_workers.extend(self.plan_workers)
+        steps.decodes_changes.extend(self.decodes_changes)
+        steps.appends.extend(self.appends)
+        if self.appending:
+            steps.append_rows = to_column(np.concatenate([plan.append_rows for plan in self.appending]))
+            steps.append_blocks = _differences(np.concatenate([plan.append_blocks for plan in self.appending]))
+        steps.answer_places.extend(self.answer_places)
+        steps.answer_times.extend(self.answer_times)
+        steps.answer_workers.extend(self.answer_workers)
+        steps.idle_ns.extend(self.idle_ns)
+        steps.has_timings.extend(self.has_timings)
+        steps.timings.extend(self.timings)
 
 
 class Encoder:
@@ -62,7 +101,10 @@ class Encoder:
         """Arrivals of live requests, without what only the core keeps: tokens and block keys."""
         self._ns = 0
         self.num_entries = 0
-        """Entries since the core began."""
+        """Entries since the core began, calls in `DecodeSteps` included."""
+        self._taken = 0
+        """Those of them that are not in the current batch."""
+        self._decodes = _DecodeSteps()
 
     def begin(self, now: float) -> pb.Opening:
         """Begin a segment; return its opening, without the fields that only the caller knows."""
@@ -75,7 +117,7 @@ class Encoder:
             live.CopyFrom(arrived)
             live.frontend = self._peer(frontend)
         for peer, worker in self._workers.items():
-            worker.answered_rows, worker.num_decodes, worker.received_us = _NO_ROWS, 0, 0
+            worker.answered_rows, worker.num_decodes, worker.received_us = b"", 0, 0
             state = opening.workers.add(
                 epoch=worker.epoch, last_step=worker.last_step, answered_step=worker.answered_step
             )
@@ -95,9 +137,11 @@ class Encoder:
         """Add the entries of some calls to the batch."""
         for item in items:
             if isinstance(item, Planned):
-                self._planned(item)
+                if not self._only_decodes(item):
+                    self._planned(item)
             elif isinstance(item, Handled):
-                self._handled(item)
+                if not self._decoded_again(item):
+                    self._handled(item)
             elif isinstance(item, Reported):
                 entry = self._entry(item.now)
                 entry.report.frontend, entry.report.report = self._peer(item.frontend), item.report.SerializeToString()
@@ -127,6 +171,11 @@ class Encoder:
     def take(self) -> pb.Batch:
         """Return the batch since the last call."""
         batch, self._batch = self._batch, pb.Batch()
+        self._taken = self.num_entries
+        decodes = self._decodes
+        if decodes.plan_places or decodes.answer_places:
+            decodes.write(batch.decode_steps)
+            self._decodes = _DecodeSteps()
         return batch
 
     def _note(self, note: Note) -> None:
@@ -169,6 +218,39 @@ class Encoder:
             entry.held.extend(facts.held)
 
     # ---------------------------------------------------------------- plans
+
+    def _only_decodes(self, item: Planned) -> bool:
+        """Add a plan to the decode steps; return False if it holds more than decode rows and their new blocks."""
+        plan = item.plan
+        if plan is None or item.facts is not None:
+            return False
+        worker = self._workers[plan.worker]
+        if (
+            plan.step != worker.last_step + 1
+            or plan.epoch != worker.epoch
+            or plan.admissions
+            or len(plan.leaves)
+            or len(plan.chunk_rows)
+            or len(plan.holds)
+            or len(plan.releases)
+            or plan.swap_outs
+            or plan.swap_ins
+            or len(plan.copy_sources)
+        ):
+            return False
+        decodes, place = self._decodes, self.num_entries - self._taken
+        decodes.plan_places.append(place - decodes.last_plan)
+        decodes.last_plan = place
+        decodes.plan_times.append(item.now)
+        decodes.plan_workers.append(self._peer(plan.worker))
+        decodes.decodes_changes.append(plan.num_decodes - worker.num_decodes)
+        num_appends = len(plan.append_rows)
+        decodes.appends.append(num_appends)
+        if num_appends:
+            decodes.appending.append(plan)
+        worker.last_step, worker.num_decodes = plan.step, plan.num_decodes
+        self.num_entries += 1
+        return True
 
     def _planned(self, item: Planned) -> None:
         entry = self._entry(item.now)
@@ -236,6 +318,44 @@ class Encoder:
             message.copy_targets = _differences(plan.copy_targets)
 
     # ---------------------------------------------------------------- events
+
+    def _decoded_again(self, item: Handled) -> bool:
+        """Add an answer to the decode steps; return False if it says more than that the same rows decoded again."""
+        event = item.event
+        if type(event) is not ev.StepDone:
+            return False
+        worker = self._workers.get(event.worker)
+        if (
+            worker is None
+            or self._with_tokens
+            or item.facts is not None
+            or event.step != worker.answered_step + 1
+            or event.epoch != worker.epoch
+            or event.rows.tobytes() != worker.answered_rows
+            or len(event.tokens) != len(event.rows)
+            or event.failures
+            or event.scores
+            or event.embeddings
+            or event.completed_copies
+            or event.copied_blocks
+            or event.copy_s
+        ):
+            return False
+        idle_ns = round(event.idle_s * NS)
+        if idle_ns / NS != event.idle_s:
+            return False
+        worker.answered_step = event.step
+        decodes, place = self._decodes, self.num_entries - self._taken
+        decodes.answer_places.append(place - decodes.last_answer)
+        decodes.last_answer = place
+        decodes.answer_times.append(item.now)
+        decodes.answer_workers.append(self._peer(event.worker))
+        decodes.idle_ns.append(idle_ns)
+        decodes.has_timings.append(item.timings is not None)
+        if item.timings is not None:
+            decodes.timings += _timed(worker, item.timings)
+        self.num_entries += 1
+        return True
 
     def _handled(self, item: Handled) -> None:
         entry = self._entry(item.now)
@@ -320,14 +440,15 @@ class Encoder:
         if event.step != worker.answered_step + 1:
             message.step_jump = event.step - worker.answered_step - 1
         worker.answered_step = event.step
-        rows, before = event.rows, worker.answered_rows
-        if rows.tobytes() != before.tobytes():
+        rows, column = event.rows, event.rows.tobytes()
+        if column != worker.answered_rows:
+            before = from_column(worker.answered_rows)
             if len(rows) > 1 and not (rows[1:] > rows[:-1]).all():
                 message.rows.extend(rows.tolist())
             else:
                 message.rows_added.extend(np.setdiff1d(rows, before, assume_unique=True).tolist())
                 message.rows_gone.extend(np.setdiff1d(before, rows, assume_unique=True).tolist())
-                worker.answered_rows = rows
+                worker.answered_rows = column
         if len(event.tokens) != len(rows):
             message.num_tokens = len(event.tokens)
         if self._with_tokens:
@@ -431,11 +552,28 @@ def _fill(message: Any, frontend: int, stream: int) -> None:
 
 
 def _add_timings(message: pb.Timings, worker: _WorkerState, timings: plan_pb2.StepTimings) -> None:
+    (
+        message.received_delta_us,
+        message.started_us,
+        message.prepare_us,
+        message.forward_us,
+        message.sample_us,
+        message.num_tokens,
+    ) = _timed(worker, timings)
+
+
+def _timed(worker: _WorkerState, timings: plan_pb2.StepTimings) -> tuple[int, int, int, int, int, int]:
+    """Return the fields of `Timings`."""
     received, started = timings.received_unix_ns // 1000, timings.started_unix_ns // 1000
-    message.received_delta_us, message.started_us = received - worker.received_us, started - received
-    worker.received_us = received
-    message.prepare_us, message.forward_us = timings.prepare_ns // 1000, timings.forward_ns // 1000
-    message.sample_us, message.num_tokens = timings.sample_ns // 1000, timings.num_tokens
+    before, worker.received_us = worker.received_us, received
+    return (
+        received - before,
+        started - received,
+        timings.prepare_ns // 1000,
+        timings.forward_ns // 1000,
+        timings.sample_ns // 1000,
+        timings.num_tokens,
+    )
 
 
 def _differences(values: IndexArray) -> bytes:

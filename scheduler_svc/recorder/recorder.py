@@ -2,8 +2,9 @@
 
 The loop only appends to the tape. The thread wakes twice per second, encodes what is there, and writes one frame,
 so a killed process loses less than a second. When a segment is full, the loop forks a process that has the core's state
-as of one moment and writes it at its leisure; the thread copies it into the new segment. A fork takes tens of
-milliseconds, or more if the state is large; see docs/recorder.md.
+as of one moment and writes it at its leisure; the thread copies it into the new segment. A fork takes milliseconds, or
+more if the state is large. Once a fork was too long, a segment that begins while requests are live has no snapshot; the
+next one begins as soon as the core is idle.
 
 Trouble never reaches the service. While the disk refuses writes, calls are encoded and discarded, and a new segment is
 tried every minute. If the thread falls too far behind, recording ends until the next start.
@@ -37,7 +38,7 @@ from scheduler_svc.recorder.tape import Cut, Item, Reported, Tape
 from shared.logging import get_logger
 
 INTERVAL_S = 0.5
-"""Time between two frames."""
+"""Time between two frames: a killed process loses less than a second, and few frames cost little."""
 _SNAPSHOT_INTERVAL_S = 0.02
 """The same while a snapshot is being copied."""
 _RETRY_S = 60.0
@@ -45,6 +46,8 @@ _MAX_BEHIND = 200_000
 """Items on the tape from which on the thread is too slow."""
 _BATCH_ITEMS = 2_000
 """Most items in one frame: bounds the size of a frame and of one serialisation."""
+_MAX_FORK_S = 0.02
+"""CPU time of a fork from which on forks wait until the core is idle."""
 _PIPE_BYTES = 1 << 20
 _SNAPSHOT_S = 120
 """Longest time that a snapshot may take."""
@@ -117,6 +120,10 @@ class Recorder:
         self._full_at = self._ring.segment_bytes
         """Size of the segment at which the next begins; a snapshot does not count."""
         self._snapshot_pid, self._snapshot_pipe = 0, -1
+        self._fork_s = 0.0
+        """CPU time of the last fork."""
+        self._lacks_snapshot = False
+        """Whether the loop has begun the segment without a snapshot."""
         self._ending = threading.Event()
         self.tape.cut(clock())
         self._is_fresh = True
@@ -132,7 +139,7 @@ class Recorder:
         if len(self.tape.items) > _MAX_BEHIND:
             self.tape.is_off = True
             self._failed("it cannot keep up with the service", "off until the next start")
-        elif self._wants_cut:
+        elif self._wants_cut or (self._lacks_snapshot and core.is_idle):
             self._wants_cut = False
             self._cut(core, now)
 
@@ -150,17 +157,23 @@ class Recorder:
     def _cut(self, core: Scheduler, now: float) -> None:
         began = time.perf_counter()
         core.tidy()
+        self._lacks_snapshot = self._fork_s > _MAX_FORK_S and not core.is_idle
+        if self._lacks_snapshot:
+            self.tape.cut(now)
+            return
         reading, writing = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        spent = time.thread_time()
         try:
             pid = os.fork()
         except OSError as error:
-            log.warning("flight recorder: no snapshot; this segment cannot be replayed", error=str(error))
+            log.warning("flight recorder: no snapshot; a replay cannot start at this segment", error=str(error))
             os.close(reading)
             os.close(writing)
             self.tape.cut(now)
             return
         if not pid:
             _write_snapshot(writing, core, self._tagger, with_tokens=self._with_tokens)
+        self._fork_s = time.thread_time() - spent
         os.close(writing)
         self.stats.snapshots += 1
         self.stats.longest_fork_s = max(self.stats.longest_fork_s, time.perf_counter() - began)
@@ -199,8 +212,9 @@ class Recorder:
                     break
                 items.append(item)
             if items:
+                before = self._encoder.num_entries
                 self._encoder.encode(items)
-                self._write(self._encoder.take())
+                self._write(self._encoder.take(), self._encoder.num_entries - before)
             if cut is not None:
                 self._begin(cut)
         if self._snapshot_pipe >= 0:
@@ -224,6 +238,7 @@ class Recorder:
         opening.version, opening.release, opening.code = FORMAT_VERSION, self._release, code_hash()
         opening.config, opening.incarnation = self._config, self._incarnation
         opening.unix_ns, opening.fresh = self._unix_offset_ns + opening.core_ns, self._is_fresh
+        opening.needs_earlier = not self._is_fresh and not cut.pid
         self._is_fresh = False
         batch.opening.CopyFrom(opening)
         try:
@@ -238,7 +253,7 @@ class Recorder:
             log.info("flight recorder: recording again")
         self._write(batch)
 
-    def _write(self, batch: pb.Batch) -> None:
+    def _write(self, batch: pb.Batch, num_entries: int = 0) -> None:
         if self._writer is None:
             return
         try:
@@ -250,7 +265,7 @@ class Recorder:
             self._writer = None
             self._failed(str(error), "another segment is tried every minute")
             return
-        self.stats.entries += len(batch.entries)
+        self.stats.entries += num_entries
         self.stats.num_bytes = self._ring.num_bytes + self._writer.size
 
     def _failed(self, reason: str, then: str) -> None:
@@ -273,7 +288,9 @@ class Recorder:
             if status == 0:
                 self._write(pb.Batch(snapshot_complete=True))
             else:
-                log.warning("flight recorder: the snapshot failed; this segment cannot be replayed", status=status)
+                log.warning(
+                    "flight recorder: the snapshot failed; a replay cannot start at this segment", status=status
+                )
             return
 
     def _forget_snapshot(self) -> None:

@@ -9,16 +9,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from protos.quire.plan.v1 import plan_pb2
+from protos.quire.record.v1 import record_pb2 as pb
 from scheduler_svc.core.interface import events as ev
 from scheduler_svc.core.interface.config import CoreConfig
+from scheduler_svc.recorder.decoding import Decoder
 from scheduler_svc.recorder.encoding import Encoder
 from scheduler_svc.recorder.reader import Segment, read
 from scheduler_svc.recorder.replay import RecordedFacts, entries, replay
 from scheduler_svc.recorder.segments import UnreadableRecordError
 from scheduler_svc.recorder.snapshot import dump, load
 from scheduler_svc.recorder.tags import Tagger
-from scheduler_svc.recorder.tape import Cut, RecordedScheduler, Tape
-from scheduler_svc.recorder.values import Entry, PlanAsked
+from scheduler_svc.recorder.tape import Cut, Handled, Planned, RecordedScheduler, Tape
+from scheduler_svc.recorder.values import Entry, PlanAsked, digest
 from scheduler_svc.sim.model_worker import ModelWorker
 from scheduler_svc.sim.oracle import grammar_key
 from shared.request_spec import RequestSpec
@@ -150,6 +153,43 @@ def test_a_record_holds_no_tokens_unless_it_should(tmp_path: Path) -> None:
 
     assert tokens("with") > 10
     assert tokens("without") == 0
+
+
+def test_steps_that_only_decode_have_no_entries_of_their_own(tmp_path: Path) -> None:
+    """Plans and answers of such steps are lists in a batch; a reader puts them between the other entries."""
+    tape, cluster = Tape(), Cluster()
+    cluster.core = RecordedScheduler(CoreConfig(), 1, tape)
+    cluster.handle(ev.FrontendJoined(frontend=FRONTEND))
+    worker = ModelWorker(b"w/1", 64, 4, 8)
+    cluster.join(worker)
+    cluster.submit(1, [1, 2, 3], 50)
+    for step in range(20):
+        cluster.plan()
+        tape.timings = plan_pb2.StepTimings(received_unix_ns=step * 10**9, forward_ns=step * 1000)
+        cluster.answer()
+    encoder, decoder = Encoder(Tagger(), with_tokens=False), Decoder()
+    opening = pb.Batch(opening=encoder.begin(0.0))
+    encoder.encode([item for item in tape.items if not isinstance(item, Cut)])
+    batch = encoder.take()
+    decoder.opening(opening)
+
+    found = list(decoder.entries(batch))
+
+    assert len(batch.decode_steps.plan_places) > 10
+    assert len(batch.decode_steps.answer_places) > 10
+    calls = [item for item in tape.items if isinstance(item, Handled | Planned)]
+    made = [entry for entry in found if isinstance(entry.what, PlanAsked | ev.Event)]
+    assert [entry.time for entry in made] == [call.now for call in calls]
+    for entry, call in zip(made, calls, strict=True):
+        if isinstance(call, Planned):
+            assert isinstance(entry.what, PlanAsked)
+            assert entry.what.plan == (None if call.plan is None else digest(call.plan))
+        else:
+            assert type(entry.what) is type(call.event)
+            if call.timings is not None:
+                assert entry.timings is not None
+                assert entry.timings.forward_us == call.timings.forward_ns // 1000
+                assert entry.timings.received_unix_us == call.timings.received_unix_ns // 1000
 
 
 def test_a_segment_without_a_whole_header_is_left_out(tmp_path: Path) -> None:

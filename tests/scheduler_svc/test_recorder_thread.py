@@ -10,13 +10,14 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 import zmq
 
 from protos.quire.record.v1 import record_pb2
 from scheduler_svc.core.interface.config import CoreConfig
 from scheduler_svc.core.interface.effects import Effect
-from scheduler_svc.core.interface.events import Event, TimePassed
+from scheduler_svc.core.interface.events import Event, FrontendJoined, RequestArrived, RequestCancelled, TimePassed
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.recorder import recorder as recorder_module
 from scheduler_svc.recorder.reader import read
@@ -30,6 +31,7 @@ from scheduler_svc.sim.scenario import draw
 from scheduler_svc.sim.simulation import Simulation
 from shared.config import SchedulerConfig
 from shared.frames import LINK_MAX_MESSAGE
+from shared.request_spec import RequestSpec
 from shared.telemetry import Telemetry
 from tests.scheduler_svc.test_service import FrontendPeer
 
@@ -232,6 +234,33 @@ def test_a_segment_is_asked_for_once(resting: Recorder, monkeypatch: pytest.Monk
     resting.turn(core, 4.0)
 
     assert sum(isinstance(item, Cut) for item in resting.tape.items) == 1
+
+
+def test_a_long_fork_waits_until_the_core_is_idle(resting: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While forks are too long, a segment has a snapshot only if no request is live; its opening says so."""
+    core = RecordedScheduler(CoreConfig(), 1, resting.tape)
+    core.handle(FrontendJoined(frontend=b"f"), 1.0)
+    tokens, spec = np.zeros(2, np.int32), RequestSpec("r", num_prompt_tokens=2, max_tokens=9)
+    core.handle(RequestArrived(frontend=b"f", stream=1, spec=spec, token_ids=tokens, credit=1), 1.0)
+    resting._round()
+    monkeypatch.setattr(recorder_module, "_MAX_FORK_S", -1.0)
+
+    resting._wants_cut = True
+    resting.turn(core, 2.0)
+    resting.turn(core, 3.0)
+    core.handle(RequestCancelled(frontend=b"f", stream=1), 4.0)
+    resting._round()
+    resting.turn(core, 5.0)
+    resting.turn(core, 6.0)
+
+    def is_copied() -> bool:
+        resting._round()
+        return resting._snapshot_pipe < 0
+
+    _until(is_copied)
+
+    found = [(each.opening.needs_earlier, bool(each.snapshot)) for each in read(resting.folder)]
+    assert found == [(False, False), (True, False), (False, True)]
 
 
 def test_a_recorder_that_is_off_does_not_claim_to_record(resting: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
