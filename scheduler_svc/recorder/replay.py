@@ -130,8 +130,6 @@ class Outcome:
     difference: Difference | None = None
     skipped: int = 0
     """Segments before the first one with a snapshot."""
-    code: str = ""
-    """Hash of the code that recorded."""
 
 
 def replay(segments: Iterable[Segment], *, to: int | None = None) -> Outcome:
@@ -147,8 +145,6 @@ def replay(segments: Iterable[Segment], *, to: int | None = None) -> Outcome:
     outcome = Outcome()
     run: _Run | None = None
     for segment in segments:
-        opening = segment.opening
-        outcome.code = outcome.code or opening.code
         if run is not None and not run.goes_on_with(segment):
             run = None
         if run is None:

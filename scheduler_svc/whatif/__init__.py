@@ -11,6 +11,7 @@ The modules, in this order:
 * `step_times` – the model of step times, learned by regression;
 * `saved` – settings, workers and step times as a file; `settings` – the changed settings;
 * `simulate` – the event loop over the core;
+* `promises` – the core's promises, checked on a simulation;
 * `page` – the comparison as text and as JSON; `answer` – the whole question of `quire replay --set`.
 
 Only `answer` opens files.

@@ -6,6 +6,8 @@ import subprocess
 import time
 from pathlib import Path
 
+import pytest
+
 from scheduler_svc.core.interface import events as ev
 from scheduler_svc.recorder.reader import read
 from scheduler_svc.recorder.replay import entries, replay
@@ -14,7 +16,10 @@ from tests.scheduler_svc.test_timeline import Timeline
 
 
 def test_a_service_records_itself_without_text(tmp_path: Path) -> None:
-    """`quire serve` records by default; the record replays, has the workers' timings, and holds no token ids."""
+    """`quire serve` records by default; the record replays, has the workers' timings, and holds no token ids.
+
+    A simulation with other settings serves the same requests and generates as many tokens.
+    """
     began = time.time()
     folder = tmp_path / "quire" / "record"
     prompts = [f"Once upon a time there were {count} foxes" for count in range(6)]
@@ -33,6 +38,10 @@ def test_a_service_records_itself_without_text(tmp_path: Path) -> None:
     answers = [entry for entry in found if isinstance(entry.what, ev.StepDone)]
     outcome = replay(read(folder))
     replayed = subprocess.run([*QUIRE, "replay", str(folder)], capture_output=True, text=True, timeout=120)
+    simulated = subprocess.run(
+        [*QUIRE, "replay", str(folder), "--set", "max_num_seqs=2", "--workers=3", "--json"],
+        check=True, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
     exported = subprocess.run(
         [*QUIRE, "record", "export", str(folder)], check=True, capture_output=True, text=True, timeout=120
     )
@@ -45,6 +54,12 @@ def test_a_service_records_itself_without_text(tmp_path: Path) -> None:
     assert outcome.difference is None
     assert replayed.returncode == 0
     assert re.match(r"equal: \d+ entries", replayed.stdout)
+    runs = json.loads(simulated.stdout)
+    assert [runs[name]["requests"] for name in ("recorded", "simulated", "changed")] == [len(prompts)] * 3
+    assert runs["workers"] == {"recorded": 1, "changed": 3}
+    assert runs["step_times"]["steps"] <= len(answers)
+    tokens = [runs[name]["output_tokens_per_s"] * runs[name]["duration_s"] for name in ("recorded", "changed")]
+    assert tokens[0] == pytest.approx(tokens[1])
     assert len(arrivals) == outcome.ends == len(prompts)
     assert not any(arrival.token_ids.any() or arrival.spec.sampling.strip(b"\0") for arrival in arrivals)
     assert not any(entry.what.tokens.any() for entry in answers if isinstance(entry.what, ev.StepDone))
