@@ -59,6 +59,7 @@ COMMANDS = (
     Command("bench kernels", "quire_server.cli.bench_kernels", "measure the worker's kernels on this machine's device"),
     Command("bench scheduler", "quire_server.cli.bench_scheduler", "measure the scheduler's CPU time per step"),
     Command("bench link", "quire_server.cli.bench_link", "measure how long workers wait for plans"),
+    Command("bench strategies", "quire_server.cli.bench_strategies", "compare static and continuous batching"),
     Command("bench frontend", "quire_server.cli.bench_frontend", "measure the front end alone"),
     Command("record", "quire_server.cli.record", "list, show and export the scheduler's flight record"),
     Command("replay", "quire_server.cli.replay", "run the scheduler over a flight record and compare its plans"),

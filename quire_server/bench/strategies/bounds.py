@@ -1,0 +1,42 @@
+"""Bounds: the number of steps that lengths of outputs allow. Pure.
+
+A request with L output tokens takes L steps: the first one computes its prompt and the first token. A step computes one
+token of at most `slots` requests. These bounds hold for requests that are all there at the start.
+"""
+
+import heapq
+from collections.abc import Sequence
+
+
+def static_steps(lengths: Sequence[int], slots: int) -> int:
+    """Return the steps of batches of `slots` requests in order, each of which ends with its longest request."""
+    return sum(max(lengths[begin : begin + slots]) for begin in range(0, len(lengths), slots))
+
+
+def continuous_steps(lengths: Sequence[int], slots: int) -> int:
+    """Return the steps if the next request, in order, starts as soon as a slot is free."""
+    ends = [0] * min(slots, len(lengths))
+    for length in lengths:
+        heapq.heapreplace(ends, ends[0] + length)
+    return max(ends)
+
+
+def fewest_steps(lengths: Sequence[int], slots: int) -> int:
+    """Return a number of steps below which no order of these requests can stay."""
+    return max(*lengths, -(-sum(lengths) // slots))
+
+
+def fewest_steps_in_blocks(
+    lengths: Sequence[int], slots: int, *, prompt_tokens: int, num_blocks: int, block_size: int
+) -> int:
+    """Return such a number if the requests also share `num_blocks` blocks of KV.
+
+    In the step of its k-th token, a request holds the blocks of its prompt and of the k - 1 tokens before it.
+    """
+    held = sum(-(-(prompt_tokens + before) // block_size) for length in lengths for before in range(length))
+    return max(fewest_steps(lengths, slots), -(-held // num_blocks))
+
+
+def slots_for(lengths: Sequence[int], steps: int) -> int:
+    """Return the fewest slots with which so many steps are possible at all."""
+    return -(-sum(lengths) // steps)

@@ -1,0 +1,185 @@
+"""Occupancy: what each slot computed in each step, and how full the blocks were, from the flight record. Pure.
+
+A slot is a row of the worker. The record has the rows that a plan adds, removes and holds out, its chunks and its new
+blocks. Every other row with a complete prompt computes one token.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from scheduler_svc.core.interface import events as ev
+from scheduler_svc.recorder.values import Entry, PlanAsked, PlanDigest
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One step of the worker."""
+
+    computing: tuple[tuple[int, int], ...]
+    """Slot and request of each row that computed; requests are numbered in order of arrival."""
+    busy_s: float
+    """Time for which the worker was busy with it."""
+    num_blocks: int
+    """Blocks that the requests in slots hold."""
+    num_tokens: int
+    """Tokens whose KV is in these blocks after the step."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bar:
+    """Consecutive steps of one request in one slot."""
+
+    slot: int
+    request: int
+    begin: int
+    end: int
+    """The step after the last one."""
+
+
+@dataclass(slots=True)
+class _Row:
+    request: int
+    prefill_left: int
+    num_tokens: int
+    num_blocks: int
+    is_held: bool = False
+
+
+def read_steps(entries: Iterable[Entry]) -> list[Step]:
+    """Return the steps that computed something, in order; the record is of a service with one worker."""
+    numbers: dict[tuple[object, int], int] = {}
+    rows: dict[int, _Row] = {}
+    plans: dict[int, Step] = {}
+    steps: list[Step] = []
+    for entry in entries:
+        what = entry.what
+        if isinstance(what, ev.RequestArrived):
+            numbers.setdefault((what.frontend, what.stream), len(numbers))
+        elif isinstance(what, PlanAsked) and what.plan is not None:
+            plans[what.plan.step] = _apply(what.plan, rows, numbers)
+        elif isinstance(what, ev.StepDone) and (step := plans.pop(what.step, None)) is not None:
+            timings = entry.timings
+            if step.computing:
+                busy = 0 if timings is None else timings.prepare_us + timings.forward_us + timings.sample_us
+                steps.append(replace(step, busy_s=busy / 1e6))
+    return steps
+
+
+def _apply(plan: PlanDigest, rows: dict[int, _Row], numbers: dict[tuple[object, int], int]) -> Step:
+    for number in plan.leaves:
+        rows.pop(number, None)
+    for new in plan.admissions:
+        rows[new.row] = _Row(
+            request=numbers[new.frontend, new.stream],
+            prefill_left=new.num_tokens - new.num_computed_tokens,
+            num_tokens=new.num_computed_tokens,
+            num_blocks=len(new.blocks),
+        )
+    for number in plan.append_rows:
+        rows[number].num_blocks += 1
+    for number in plan.holds:
+        rows[number].is_held = True
+    for number in plan.releases:
+        rows[number].is_held = False
+    chunks = dict(zip(plan.chunk_rows, plan.chunk_lengths, strict=True))
+    computing = []
+    for number, row in sorted(rows.items()):
+        if number in chunks:
+            row.prefill_left -= chunks[number]
+            row.num_tokens += chunks[number]
+        elif row.prefill_left or row.is_held:
+            continue
+        else:
+            row.num_tokens += 1
+        computing.append((number, row.request))
+    return Step(
+        tuple(computing),
+        0.0,
+        sum(row.num_blocks for row in rows.values()),
+        sum(row.num_tokens for row in rows.values()),
+    )
+
+
+def steps_of(steps: Iterable[Step], first: int, count: int) -> list[Step]:
+    """Return the steps that computed `count` requests from number `first` on, which are renumbered from 0.
+
+    No other request may run in these steps.
+    """
+    return [
+        replace(step, computing=tuple((slot, request - first) for slot, request in step.computing))
+        for step in steps
+        if first <= step.computing[0][1] < first + count
+    ]
+
+
+def idle_share(steps: Sequence[Step], slots: int) -> float:
+    """Return the share of all slots in all steps that computed nothing."""
+    return 1 - sum(len(step.computing) for step in steps) / (slots * len(steps))
+
+
+def kv_waste(steps: Sequence[Step], block_size: int) -> float:
+    """Return the share of the held blocks' room that holds no token, over all steps."""
+    return 1 - sum(step.num_tokens for step in steps) / (block_size * sum(step.num_blocks for step in steps))
+
+
+def reserved_waste(steps: Sequence[Step], longest: int) -> float:
+    """Return the same share if each request in a slot reserved room for the longest sequence."""
+    reserved = longest * sum(len(step.computing) for step in steps)
+    return 1 - sum(step.num_tokens for step in steps) / reserved
+
+
+def bars(steps: Sequence[Step]) -> list[Bar]:
+    """Return who used which slot when, in order of the slots."""
+    open_bars: dict[int, Bar] = {}
+    found: list[Bar] = []
+    for index, step in enumerate(steps):
+        for slot, request in step.computing:
+            bar = open_bars.get(slot)
+            if bar is not None and bar.request == request and bar.end == index:
+                open_bars[slot] = Bar(slot, request, bar.begin, index + 1)
+                continue
+            if bar is not None:
+                found.append(bar)
+            open_bars[slot] = Bar(slot, request, index, index + 1)
+    return sorted([*found, *open_bars.values()], key=lambda bar: (bar.slot, bar.begin))
+
+
+@dataclass(frozen=True, slots=True)
+class Padded:
+    """A static run as it would be if finished rows were computed as padding until their batch ends."""
+
+    extra_s: float
+    """Time that the padding adds to the run."""
+    ends_s: tuple[float, ...]
+    """When each batch ends, in seconds since the run began; its requests are answered then."""
+    batch_of: dict[int, int]
+    """Batch of each request."""
+
+
+def padded(steps: Sequence[Step]) -> Padded:
+    """Return the padded form of a static run.
+
+    Every step of a batch takes at least as long as the median of the batch's steps with all rows. Of one batch, no row
+    computes after it has ended, so rows only leave.
+    """
+    batches: list[list[Step]] = []
+    members: set[int] = set()
+    batch_of: dict[int, int] = {}
+    for step in steps:
+        requests = {request for _, request in step.computing}
+        if not batches or not requests & members:
+            batches.append([])
+            members = set()
+        members |= requests
+        batch_of |= dict.fromkeys(requests, len(batches) - 1)
+        batches[-1].append(step)
+    extra, elapsed, ends = 0.0, 0.0, []
+    for batch in batches:
+        most = max(len(step.computing) for step in batch)
+        full = sorted(step.busy_s for step in batch if len(step.computing) == most)
+        usual = full[len(full) // 2]
+        longer = sum(max(0.0, usual - step.busy_s) for step in batch if len(step.computing) < most)
+        extra += longer
+        elapsed += longer + sum(step.busy_s for step in batch)
+        ends.append(elapsed)
+    return Padded(extra, tuple(ends), batch_of)

@@ -1,0 +1,189 @@
+"""Report of `quire bench strategies`: table, JSON, HTML, and the tables of docs/strategies.md. Pure."""
+
+import html as markup
+import json
+import os
+import platform
+from collections.abc import Sequence
+from typing import Any
+
+from quire_server.bench.strategies import cases
+from quire_server.bench.strategies.claims import claims
+from quire_server.bench.svg import Segment, bars, strips
+
+Row = dict[str, Any]
+"""One result, as `measure` makes it and the JSON file holds it."""
+
+PLOTTED = ("50-100-200-500", "10-50-500", "half-short")
+"""Workloads whose slots are drawn."""
+_MOST_STEPS = 2000
+"""Steps that are drawn."""
+_HEADER = (
+    "workload", "strategy", "slots", "steps", "fewest", "x steps", "bound", "tokens/s", "x tokens/s", "p50 s", "p99 s",
+    "idle slots",
+)  # fmt: skip
+
+
+def document(results: Sequence[Row]) -> Row:
+    """Return the results with the command and the machine, as the JSON file holds them."""
+    return {
+        "command": "quire bench strategies",
+        "machine": f"{platform.machine()}, {len(os.sched_getaffinity(0))} cores",
+        "results": list(results),
+    }
+
+
+def to_json(document: Row) -> str:
+    """Return the document as JSON with one result per line."""
+    rows = ",\n".join(json.dumps(row) for row in document["results"])
+    head = json.dumps({name: value for name, value in document.items() if name != "results"}, indent=1)
+    return f'{head[:-2]},\n "results": [\n{rows}\n]}}\n'
+
+
+def strategy_name(row: Row) -> str:
+    """Return the strategy with what distinguishes the run from others of its workload."""
+    more = [row["policy"]] if row["policy"] != "fcfs" else []
+    if row["workload"] == cases.TIGHT.name:
+        more.append(row["capacity"])
+    if row["workload"] == cases.LONG.name:
+        more.append("chunks of 128" if row["step_tokens"] == cases.CHUNKED_TOKENS else "whole prompt in a step")
+    if row["memory"] != "equal slots":
+        more.append(row["memory"])
+    return f"{row['strategy']} ({', '.join(more)})" if more else row["strategy"]
+
+
+def cells(row: Row, results: Sequence[Row]) -> tuple[str, ...]:
+    """Return a result as the cells of a table; factors are relative to `static-held` of the same workload."""
+    static = [each for each in results if each["workload"] == row["workload"] and each["strategy"] == "static-held"]
+    is_low_load = row["workload"] == cases.LOW_LOAD.name
+    steps = f"{static[0]['steps'] / row['steps']:.2f}" if static and not is_low_load else "-"
+    speed = f"{row['out_tok_per_s'] / static[0]['out_tok_per_s']:.2f}" if static else "-"
+    return (
+        row["workload"],
+        strategy_name(row),
+        str(row["slots"]),
+        f"{row['steps']:,}",
+        f"{row['fewest_steps']:,}" if row["fewest_steps"] else "-",
+        steps,
+        f"{row['bound']:.2f}" if static and row["bound"] else "-",
+        f"{row['out_tok_per_s']:,.0f}",
+        speed,
+        f"{row['e2e_s']['p50']:.2f}",
+        f"{row['e2e_s']['p99']:.2f}",
+        "-" if is_low_load else f"{row['idle_slot_share']:.1%}",
+    )
+
+
+def table(results: Sequence[Row]) -> str:
+    """Return the results as a table for a terminal."""
+    rows = [_HEADER, *(cells(row, results) for row in results)]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(_HEADER))]
+    lines = []
+    for row in rows:
+        left = [text.ljust(width) for text, width in zip(row[:2], widths[:2], strict=True)]
+        right = [text.rjust(width) for text, width in zip(row[2:], widths[2:], strict=True)]
+        lines.append("  ".join([*left, *right]).rstrip())
+    return "\n".join(lines)
+
+
+def markdown_table(results: Sequence[Row]) -> str:
+    """Return the results as a table of a Markdown page."""
+    rows = [_HEADER, ("---",) * len(_HEADER), *(cells(row, results) for row in results)]
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+def markdown_claims(results: Sequence[Row]) -> str:
+    """Return claims and figures as a table of a Markdown page."""
+    head = ["| claim | claimed | measured here | why |", "|---|---|---|---|"]
+    lines = [f"| {each.claim} | {each.claimed} | {each.measured} | {each.why} |" for each in claims(results)]
+    return "\n".join(head + lines)
+
+
+def plots(results: Sequence[Row]) -> dict[str, str]:
+    """Return the charts as SVG, by name; workloads that did not run have none."""
+    found = {}
+    for name in PLOTTED:
+        held, continuous = (_find(results, name, strategy) for strategy in ("static-held", "continuous"))
+        if held and continuous:
+            found[name] = _gantt(held, continuous)
+    groups, series = [], dict[str, list[float]](**{"static-padded": [], "static-held": [], "continuous": []})
+    for workload in cases.COMPARED:
+        rows = {name: _find(results, workload.name, name) for name in series}
+        if all(rows.values()):
+            groups.append(workload.name)
+            for name, values in series.items():
+                row = rows[name]
+                assert row is not None
+                values.append(row["out_tok_per_s"])
+    if groups:
+        found["throughput"] = bars("Tokens per second at equal slots", "tokens/s", groups, list(series.items()))
+    return found
+
+
+def _find(results: Sequence[Row], workload: str, strategy: str) -> Row | None:
+    for row in results:
+        if (row["workload"], row["strategy"], row["memory"], row["policy"]) == (
+            workload, strategy, "equal slots", "fcfs",
+        ):  # fmt: skip
+            return row
+    return None
+
+
+def _gantt(held: Row, continuous: Row) -> str:
+    """Return the slots of a static and of a continuous run, one above the other."""
+    slots = held["slots"]
+    rows: list[list[Segment]] = [[] for _ in range(2 * slots + 1)]
+    batch_ends = _batch_ends(held)
+    for run, offset in ((held, 0), (continuous, slots + 1)):
+        for number, (slot, _, begin, end) in enumerate(run["gantt"]):
+            row = rows[offset + slot]
+            if begin >= _MOST_STEPS:
+                continue
+            row.append(Segment(begin, min(end, _MOST_STEPS), number % 2))
+            last = next((each for each in batch_ends if each >= end), end) if run is held else end
+            if last > end:
+                row.append(Segment(end, min(last, _MOST_STEPS), 2))
+    title = f"{held['workload']}: static (above) and continuous (below), {slots} slots"
+    return strips(title, "step", ("request", "next request", "held after its end"), rows)
+
+
+def _batch_ends(held: Row) -> list[int]:
+    """Return the steps after which a static run began a new batch: no request runs across them."""
+    found, latest = [], 0
+    for _, _, begin, end in sorted(held["gantt"], key=lambda bar: bar[2]):
+        if latest and begin >= latest:
+            found.append(latest)
+        latest = max(latest, end)
+    return [*found, latest]
+
+
+def html(document: Row) -> str:
+    """Return a page that needs no other file."""
+    results = document["results"]
+    rows = [cells(row, results) for row in results]
+    told = [(each.claim, each.claimed, each.measured, each.why) for each in claims(results)]
+    figures = "\n".join(f"<figure>{svg}</figure>" for svg in plots(results).values())
+    return f"""<!DOCTYPE html>
+<html lang="en"><head><meta charset="utf-8"><title>Batching strategies</title>
+<style>
+body {{ font: 14px sans-serif; color: #222; margin: 2em auto; max-width: 1150px; }}
+table {{ border-collapse: collapse; margin: 1em 0; }}
+th, td {{ border-bottom: 1px solid #ddd; padding: 4px 8px; text-align: left; vertical-align: top; }}
+figure {{ display: inline-block; margin: 0.5em; }}
+</style></head><body>
+<h1>Batching strategies</h1>
+<p>Made by <code>{markup.escape(document["command"])}</code> on {markup.escape(document["machine"])}. Factors
+(&quot;x&quot;) are relative to <code>static-held</code>. &quot;bound&quot;: the most that the lengths allow.</p>
+{figures}
+<h2>Claims</h2>
+{_html_table(("claim", "claimed", "measured here", "why"), told)}
+<h2>All runs</h2>
+{_html_table(_HEADER, rows)}
+</body></html>
+"""
+
+
+def _html_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    head = "".join(f"<th>{markup.escape(name)}</th>" for name in header)
+    body = "\n".join("<tr>" + "".join(f"<td>{markup.escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
+    return f"<table><tr>{head}</tr>\n{body}</table>"
