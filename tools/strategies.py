@@ -20,7 +20,11 @@ RESULTS = _ROOT / "benchmarks" / "results" / "strategies.json"
 def filled(page: str, document: dict[str, Any]) -> str:
     """Return the page with the tables of these results."""
     results = document["results"]
-    parts = {"claims": report.markdown_claims(results), "runs": report.markdown_table(results)}
+    parts = {
+        "origin": report.origin(document),
+        "claims": report.markdown_claims(results),
+        "runs": report.markdown_table(results),
+    }
     for name, table in parts.items():
         begin, end = f"<!-- {name} -->", f"<!-- end of {name} -->"
         page = re.sub(f"{begin}.*?{end}", lambda _: f"{begin}\n\n{table}\n\n{end}", page, flags=re.DOTALL)  # noqa: B023

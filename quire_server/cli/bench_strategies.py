@@ -13,6 +13,7 @@ machine mean little.
 
 import asyncio
 import json
+import os
 import signal
 import sys
 from pathlib import Path
@@ -47,7 +48,8 @@ def run(options: Namespace) -> int:
     if options.source is not None:
         document = json.loads(options.source.read_text())
     else:
-        document = report.document(asyncio.run(_measure(options.workload)))
+        load_before = os.getloadavg()[0]
+        document = report.document(asyncio.run(_measure(options.workload)), load_before)
     print(report.table(document["results"]))
     if options.json is not None:
         options.json.write_text(report.to_json(document))

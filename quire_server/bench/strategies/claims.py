@@ -84,8 +84,8 @@ def _hundred(results: _Results) -> Iterator[Claim]:
         "500 and about 120, 4.2 times",
         f"{held['steps']} and {continuous['steps']} at 10 slots; {implied['steps']} at {implied['slots']} slots",
         "5,000 tokens at 10 tokens per step take 500 steps in any order. 120 steps need"
-        f" {slots_for(cases.EQUAL.lengths, 120)} slots. 500 static steps imply equal lengths, where no order gains, and which"
-        " take three rounds of 50 steps at 42 slots",
+        f" {slots_for(cases.EQUAL.lengths, 120)} slots. 500 static steps imply equal lengths, where no order gains; at"
+        " 42 slots they take three rounds of 50 steps",
     )
     for workload, lengths in ((cases.UNIFORM, "1 to 99 tokens"), (cases.EXPONENTIAL, "exponential lengths")):
         held, continuous = results.find(workload, "static-held"), results.find(workload, "continuous")
@@ -210,7 +210,7 @@ def _others(results: _Results) -> Iterator[Claim]:
         "23 times",
         f"not run; bound at 8 equal slots {_bound(anyscale, 8):.1f} times, at equal KV memory"
         f" {_bound(anyscale, 8) * 2048 / (512 + 128):.1f} times",
-        "static reserves 2,048 tokens for a request, which at its end has 640 on average; the rest is the engine's speed",
+        "static reserves 2,048 tokens for a request, which has 640 on average at its end; the rest is the engine",
     )
     yield Claim(
         "Sarathi-Serve: capacity under a latency limit",

@@ -16,6 +16,8 @@ Row = dict[str, Any]
 
 PLOTTED = ("50-100-200-500", "10-50-500", "half-short")
 """Workloads whose slots are drawn."""
+_IDLE_LOAD = 0.7
+"""Largest load average before the start at which times mean something."""
 _MOST_STEPS = 2000
 """Steps that are drawn."""
 _HEADER = (
@@ -24,13 +26,30 @@ _HEADER = (
 )  # fmt: skip
 
 
-def document(results: Sequence[Row]) -> Row:
-    """Return the results with the command and the machine, as the JSON file holds them."""
+def document(results: Sequence[Row], load_before: float) -> Row:
+    """Return the JSON document: the results, the command and the machine.
+
+    Args:
+        results: all results.
+        load_before: load average of the machine before the runs.
+    """
     return {
         "command": "quire bench strategies",
         "machine": f"{platform.machine()}, {len(os.sched_getaffinity(0))} cores",
+        "load_before": load_before,
         "results": list(results),
     }
+
+
+def origin(document: Row) -> str:
+    """Return where the figures come from, and whether the machine had other work."""
+    text = f"Measured by `{document['command']}` on {document['machine']}."
+    if document["load_before"] <= _IDLE_LOAD:
+        return text
+    return (
+        f"{text} Other programs used the machine (load average {document['load_before']:.1f} before the start), so"
+        " compare steps, idle slots and bounds, which do not depend on it, and no times."
+    )
 
 
 def to_json(document: Row) -> str:
@@ -172,8 +191,8 @@ th, td {{ border-bottom: 1px solid #ddd; padding: 4px 8px; text-align: left; ver
 figure {{ display: inline-block; margin: 0.5em; }}
 </style></head><body>
 <h1>Batching strategies</h1>
-<p>Made by <code>{markup.escape(document["command"])}</code> on {markup.escape(document["machine"])}. Factors
-(&quot;x&quot;) are relative to <code>static-held</code>. &quot;bound&quot;: the most that the lengths allow.</p>
+<p>{markup.escape(origin(document))} Factors (&quot;x&quot;) are relative to static-held. &quot;bound&quot;: the most
+that the lengths allow.</p>
 {figures}
 <h2>Claims</h2>
 {_html_table(("claim", "claimed", "measured here", "why"), told)}
