@@ -136,6 +136,8 @@ class Figures:
     prompt_tokens: int
     cached_tokens: int
     output_tokens: int
+    outputs: Spread
+    """Output tokens of an answer."""
     ttft: Spread
     itl: Spread
     tpot: Spread
@@ -160,6 +162,7 @@ class Figures:
             prompt_tokens=sum(each.prompt_tokens for each in counted),
             cached_tokens=sum(each.cached_tokens for each in counted),
             output_tokens=sum(each.output_tokens for each in counted),
+            outputs=Spread.of(float(each.output_tokens) for each in done),
             ttft=Spread.of(each.ttft_s for each in done if each.ttft_s is not None),
             itl=Spread.of(gap for each in done for gap in each.gaps_s),
             tpot=Spread.of(each.tpot_s for each in done if each.tpot_s is not None),

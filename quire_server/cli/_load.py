@@ -5,6 +5,7 @@ import asyncio
 import json
 import math
 import ssl
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +18,7 @@ from quire_server.cli._parser import Namespace, OneLineParser
 if TYPE_CHECKING:
     from quire_server.bench.figures import Slo
     from quire_server.bench.plan import Plan
+    from quire_server.bench.run import Progress
     from quire_server.bench.workloads import TraitMix, Workload
     from quire_server.http_client import Server
 
@@ -80,13 +82,13 @@ def add_workload_flags(parser: OneLineParser) -> None:
         metavar="S",
         help="mean pause between turns, such as a tool's, seconds",
     )
-    add("--long-share", type=_share, default=0.0, metavar="P", help="share of sessions that have a long prompt")
+    add("--long-share", type=share, default=0.0, metavar="P", help="share of sessions that have a long prompt")
     add("--long-input", type=_lengths, default="1024", metavar="LENGTH", help="prompt tokens of these (default: 1024)")
     add("--workload", choices=_WORKLOADS, help="lengths and shared prefixes with the published statistics of a trace")
     add("--dataset", type=Path, metavar="FILE", help='prompts from JSON lines: {"prompt": TEXT, "max_tokens": N}')
     add("--tenants", type=_weights, default={}, metavar="A=3,B=1", help="tenants and their weights")
     add("--priorities", type=_weights, default={}, metavar="0=9,5=1", help="priorities and their weights")
-    add("--cancel-ratio", type=_share, default=0.0, metavar="P", help="share of sessions that the client cancels")
+    add("--cancel-ratio", type=share, default=0.0, metavar="P", help="share of sessions that the client cancels")
     add("--deadline", type=positive, metavar="S", help="deadline of each request, seconds")
     add("--temperature", type=float, default=0.0, metavar="T", help="sampling temperature (default: 0)")
     add("--stop-at-eos", action="store_true", help="let the model end an answer before its length")
@@ -240,12 +242,43 @@ def length_of_run(options: Namespace, *, is_finite: bool) -> tuple[float | None,
     return duration_s, options.requests
 
 
+class ProgressLine:
+    """One changing line on a terminal; nothing elsewhere."""
+
+    def __init__(self, *, quiet: bool, prefix: str = "") -> None:
+        self._shown = sys.stderr.isatty() and not quiet
+        self._prefix = prefix
+
+    def update(self, progress: "Progress") -> None:
+        """Show the progress."""
+        if self._shown:
+            counts = f"{progress.begun} sent   {progress.in_flight} in flight   {progress.ended} ended"
+            rest = f"{progress.failed} failed   {progress.tokens_per_s:,.0f} tokens/s"
+            sys.stderr.write(f"\r\x1b[K{self._prefix}{progress.time_s:5.0f} s   {counts}   {rest}")
+            sys.stderr.flush()
+
+    def close(self) -> None:
+        """Remove the line."""
+        if self._shown:
+            sys.stderr.write("\r\x1b[K")
+            sys.stderr.flush()
+
+
 def write_report(options: Namespace, as_json: Mapping[str, Any], as_html: Callable[[], str]) -> None:
     """Write the files that the flags ask for."""
     if options.json is not None:
         options.json.write_text(json.dumps(as_json, indent=1) + "\n")
     if options.html is not None:
         options.html.write_text(as_html(), "utf-8")
+
+
+def what_requests_ask(options: Namespace) -> str:
+    """Return the workload in words."""
+    if options.workload:
+        return str(options.workload)
+    if options.dataset is not None:
+        return str(options.dataset.name)
+    return f"{options.input} prompt and {options.output} output tokens"
 
 
 def run_loop(work: Any) -> Any:
@@ -307,7 +340,8 @@ def positive(text: str) -> float:
     return value
 
 
-def _share(text: str) -> float:
+def share(text: str) -> float:
+    """Parse a number from 0 to 1."""
     value = non_negative(text)
     if value > 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a share; give a number from 0 to 1")

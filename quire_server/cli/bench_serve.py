@@ -8,7 +8,6 @@ Without --url it calls a Quire server over gRPC; with --url, any server with Ope
 the figures.
 """
 
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,6 +15,7 @@ from typing import TYPE_CHECKING
 from quire_server.cli._connection import token
 from quire_server.cli._errors import CommandError
 from quire_server.cli._load import (
+    ProgressLine,
     add_generator_flags,
     add_server_flags,
     add_workload_flags,
@@ -37,7 +37,6 @@ if TYPE_CHECKING:
     from quire_server.bench.arrivals import OpenLoop, Users
     from quire_server.bench.plan import Plan
     from quire_server.bench.report import Report
-    from quire_server.bench.run import Progress
     from quire_server.bench.workloads import Workload
 
 EXAMPLES = """
@@ -169,25 +168,3 @@ def describe_load(options: Namespace) -> str:
         return f"{options.concurrency} users (closed loop), {what}"
     how = "constant" if options.constant else f"ramp to {options.ramp_to:g}" if options.ramp_to else "open loop"
     return f"{options.rate:g} sessions/s ({how}), {what}"
-
-
-class ProgressLine:
-    """One changing line on a terminal; nothing elsewhere."""
-
-    def __init__(self, *, quiet: bool, prefix: str = "") -> None:
-        self._shown = sys.stderr.isatty() and not quiet
-        self._prefix = prefix
-
-    def update(self, progress: "Progress") -> None:
-        """Show the progress."""
-        if self._shown:
-            counts = f"{progress.begun} sent   {progress.in_flight} in flight   {progress.ended} ended"
-            rest = f"{progress.failed} failed   {progress.tokens_per_s:,.0f} tokens/s"
-            sys.stderr.write(f"\r\x1b[K{self._prefix}{progress.time_s:5.0f} s   {counts}   {rest}")
-            sys.stderr.flush()
-
-    def close(self) -> None:
-        """Remove the line."""
-        if self._shown:
-            sys.stderr.write("\r\x1b[K")
-            sys.stderr.flush()

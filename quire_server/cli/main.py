@@ -55,6 +55,7 @@ COMMANDS = (
     Command("drain", "quire_server.cli.drain", "drain a worker, or resume it"),
     Command("log-level", "quire_server.cli.log_level", "change the log level of a running service"),
     Command("bench serve", "quire_server.cli.bench_serve", "measure a running server under load, over gRPC or HTTP"),
+    Command("bench sweep", "quire_server.cli.bench_sweep", "find the highest load that keeps stated limits"),
     Command("bench offline", "quire_server.cli.bench_offline", "send fixed requests to a service that it starts"),
     Command("bench kernels", "quire_server.cli.bench_kernels", "measure the worker's kernels on this machine's device"),
     Command("bench scheduler", "quire_server.cli.bench_scheduler", "measure the scheduler's CPU time per step"),

@@ -61,7 +61,7 @@ def test_texts_have_about_the_length_asked_for(demo: Served, tmp_path: Path) -> 
 def test_cancelled_requests_end_on_the_server(demo: Served, tmp_path: Path) -> None:
     """As many as the report says, and nothing of them is left. With seed 0 none is cancelled close to its end."""
     before = demo.metric("quire_requests_ended_total", reason="cancelled")
-    flags = ("--concurrency=4", "--requests=20", "--cancel-ratio=0.5", "--output=400")
+    flags = ("--concurrency=4", "--requests=12", "--cancel-ratio=0.5", "--output=200")
     report = _bench(demo, tmp_path / "r.json", *flags)
     demo.wait_until_empty()
 
@@ -90,6 +90,19 @@ def test_repeats_give_intervals(demo: Served, tmp_path: Path) -> None:
     assert report["requests"] == 8
     assert report["goodput_share"] == 1.0
     assert all(each["low"] <= each["mean"] <= each["high"] for each in report["intervals"].values())
+
+
+def test_a_sweep_measures_growing_loads(demo: Served, tmp_path: Path) -> None:
+    """Two loads of a closed loop: each has its requests, and the higher one keeps the limit."""
+    file = tmp_path / "sweep.json"
+    flags = ("--users", "--loads=1,2", "--duration=1", "--warmup=0", "--max-repeats=1", "--slo=e2e_ms=60000")
+    table = quire("bench", "sweep", f"--target={demo.grpc}", *flags, "--output=4", f"--json={file}")
+    report = json.loads(file.read_text())
+
+    assert [each["load"] for each in report["results"]] == [1, 2]
+    assert all(each["kept"] and each["requests"] > 0 and not each["failed"] for each in report["results"])
+    assert report["highest_kept"] == 2
+    assert "up to 2 users, at least 95% of the requests keep e2e ≤ 60000 ms" in table
 
 
 class _Page(HTMLParser):

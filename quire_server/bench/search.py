@@ -1,0 +1,102 @@
+"""Search for the highest load that keeps the limits: doubling, then bisection; and the knee of a curve. Pure."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+_Z_95 = 1.96
+
+
+def share_interval(good: int, asked: int) -> tuple[float, float]:
+    """Return the 95 % confidence interval of a share (Wilson's score interval)."""
+    if not asked:
+        return 0.0, 1.0
+    share = good / asked
+    centre = share + _Z_95**2 / (2 * asked)
+    width = _Z_95 * math.sqrt(share * (1 - share) / asked + _Z_95**2 / (4 * asked**2))
+    scale = 1 + _Z_95**2 / asked
+    return max((centre - width) / scale, 0.0), min((centre + width) / scale, 1.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Whether a load keeps the limits."""
+
+    is_kept: bool
+    is_sure: bool
+    """Whether the confidence interval of the share of good requests excludes the share asked for."""
+
+
+def judge(good: int, asked: int, share: float) -> Verdict:
+    """Judge a load by its good requests.
+
+    Args:
+        good: requests within all limits.
+        asked: all requests except cancelled ones.
+        share: the share that must be good.
+    """
+    low, high = share_interval(good, asked)
+    return Verdict(asked > 0 and good >= share * asked, low > share or high < share)
+
+
+@dataclass(slots=True)
+class Search:
+    """State of the search: double the load until the limits break, then halve the interval.
+
+    Loads are positive. The interval is halved in ratio (by the geometric mean), so that the tolerance is relative.
+    """
+
+    first: float
+    last: float
+    """Highest load to try."""
+    tolerance: float = 0.1
+    """The search ends when the broken load is at most this much higher than the kept one, as a share."""
+    is_whole: bool = False
+    """Whether loads are whole numbers, such as users."""
+    kept: float | None = field(default=None, init=False)
+    """Highest load that kept the limits."""
+    broken: float | None = field(default=None, init=False)
+    """Lowest load that broke them."""
+
+    def next(self) -> float | None:
+        """Return the next load to measure; None when the search is over."""
+        if self.kept is None and self.broken is None:
+            return self.first
+        if self.broken is None:
+            assert self.kept is not None
+            return min(2 * self.kept, self.last) if self.kept < self.last else None
+        if self.kept is None:
+            # Even the first load breaks the limits: look below it, down to a sixteenth.
+            return self._usable(self.broken / 2) if self.broken > self.first / 16 else None
+        if self.broken <= self.kept * (1 + self.tolerance):
+            return None
+        return self._usable(math.sqrt(self.kept * self.broken))
+
+    def note(self, load: float, *, is_kept: bool) -> None:
+        """Note the result of a load."""
+        if is_kept:
+            self.kept = max(load, self.kept or 0.0)
+        else:
+            self.broken = min(load, self.broken or math.inf)
+
+    def _usable(self, load: float) -> float | None:
+        if not self.is_whole:
+            return load
+        whole = round(load)
+        return float(whole) if whole >= 1 and whole not in (self.kept, self.broken) else None
+
+
+def knee(points: Sequence[tuple[float, float]]) -> int | None:
+    """Return the index of the knee of a curve of latency over throughput; None with fewer than three points.
+
+    It is the point farthest below the line from the first to the last point, with both axes scaled to [0, 1]. Beyond
+    it, more throughput costs more latency than before it. The points are in the order of the load.
+    """
+    if len(points) < 3:
+        return None
+    (x0, y0), (x1, y1) = points[0], points[-1]
+    if x1 <= x0 or y1 <= y0:
+        # Throughput fell, or latency did not grow: the point of the highest throughput.
+        return max(range(len(points)), key=lambda index: points[index][0])
+    below = [(x - x0) / (x1 - x0) - (y - y0) / (y1 - y0) for x, y in points]
+    return max(range(len(points)), key=lambda index: below[index])
