@@ -23,6 +23,11 @@ from shared.sockets import Protect, SendOutcome, bind_router, send_to
 MAX_BACKLOG = 64 << 20
 """Longest backlog of a front end in bytes. Tokens alone cannot reach it, because streams have credit."""
 
+MAX_VIEW_BYTES = 4 << 20
+"""Most bytes of live views that a front end gets between two of its frames; it sends one about every second."""
+_MAX_VIEW_BACKLOG = 1 << 20
+"""Backlog in bytes from which on a front end gets no parts of live views."""
+
 _MAX_REFUSED = 64
 
 log = get_logger()
@@ -37,6 +42,8 @@ class _Frontend:
     backlog: deque[tuple[int, bytes]] = field(default_factory=deque)
     """(journal position that must be durable before sending, frame)."""
     backlog_bytes: int = 0
+    view_bytes: int = 0
+    """Bytes of live views since its last frame."""
     report: link_pb2.MetricReport = field(default_factory=link_pb2.MetricReport)
 
 
@@ -73,6 +80,7 @@ class FrontendHub:
         if version:
             self.outgoing(peer).set_version(version)
         frontend.last_heard = now
+        frontend.view_bytes = 0
         return True
 
     def send_unknown(self, peer: ev.Peer) -> None:
@@ -103,6 +111,20 @@ class FrontendHub:
         """Yield `outgoing` of every front end."""
         for peer in self._frontends:
             yield self.outgoing(peer)
+
+    def offer(self, peer: ev.Peer, view: link_pb2.View) -> bool:
+        """Add a part of a live view to the messages for `peer`; return False if it does not keep up."""
+        frontend = self._frontends.get(peer)
+        size = len(view.response)
+        if (
+            frontend is None
+            or frontend.backlog_bytes > _MAX_VIEW_BACKLOG
+            or frontend.view_bytes + size > MAX_VIEW_BYTES
+        ):
+            return False
+        frontend.view_bytes += size
+        self.outgoing(peer).add_view(view)
+        return True
 
     def set_report(self, peer: ev.Peer, report: link_pb2.MetricReport) -> None:
         """Replace a front end's metrics."""

@@ -16,6 +16,7 @@ from protos.quire.link.v1 import link_pb2
 from scheduler_svc.core.interface import effects as ef
 from scheduler_svc.core.interface import events as ev
 from shared.columns import MalformedColumnError, from_column, from_columns, to_column
+from shared.errors import InvalidRequestError, QuireError
 from shared.frames import (
     LINK_VERSIONS,
     MAX_PART_BYTES,
@@ -63,6 +64,8 @@ class Incoming:
     """What the front end measured of finished calls."""
     traced: list[link_pb2.TracedStream] = field(default_factory=list)
     """Ended streams whose spans the front end wants."""
+    ended_views: tuple[int, ...] = ()
+    """Numbers of live views that have ended."""
     goodbye: bool = False
     """Whether this is the last frame of a front end that shuts down."""
 
@@ -114,6 +117,7 @@ def _incoming(peer: ev.Peer, message: link_pb2.FrontendMessage, now: float) -> I
     incoming.operator_requests.extend(parts.get("operator_requests", ()))
     incoming.request_reports.extend(parts.get("request_reports", ()))
     incoming.traced.extend(parts.get("traced", ()))
+    incoming.ended_views = tuple(parts.get("ended_views", ()))
     incoming.goodbye = "goodbye" in parts
     return incoming
 
@@ -256,6 +260,10 @@ class Outgoing:
         """Add a reply to an operator."""
         self._message.operator_replies.append(reply)
 
+    def add_view(self, view: link_pb2.View) -> None:
+        """Add a part of a live view."""
+        self._message.views.append(view)
+
     def encode(self, incarnation: int) -> list[bytes]:
         """Encode the messages as frames, in the order in which to read them.
 
@@ -297,6 +305,8 @@ class Outgoing:
         for operator_reply in whole.operator_replies:
             message = packer.message_for(operator_reply.ByteSize(), "the answer to an operator")
             message.operator_replies.append(operator_reply)
+        for view in whole.views:
+            packer.message_for(view.ByteSize(), "a part of a live view").views.append(view)
         return [message.SerializeToString() for message in packer.messages]
 
 
@@ -315,6 +325,16 @@ def _is_part(size: int, what: str) -> bool:
         log.error("part of a frame to a front end dropped: too large", error=str(error))
         return False
     return True
+
+
+def error_reply(number: int, error: QuireError) -> link_pb2.OperatorReply:
+    """Return the reply that an operator request has failed."""
+    reply = link_pb2.OperatorReply(number=number)
+    reply.error.reason, reply.error.message = error.reason, error.message
+    if isinstance(error, InvalidRequestError):
+        (violation,) = error.violations
+        reply.error.field, reply.error.message = violation.field, violation.description
+    return reply
 
 
 def to_submission(spec: RequestSpec, tokens: bytes) -> link_pb2.Submission:

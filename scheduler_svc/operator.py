@@ -19,6 +19,7 @@ from scheduler_svc.core.interface import events as ev
 from scheduler_svc.core.lifecycle.statistics import RequestStats, WorkerStats
 from scheduler_svc.core.requests.history import Story
 from scheduler_svc.core.scheduler import Scheduler
+from scheduler_svc.frontend_link import error_reply
 from shared.errors import (
     FieldViolation,
     InvalidRequestError,
@@ -73,16 +74,13 @@ class Operator:
             else:
                 reply.response.Pack(self._answer(_unpacked(request.call), now))
         except QuireError as error:
-            reply.error.reason, reply.error.message = error.reason, error.message
-            if isinstance(error, InvalidRequestError):
-                (violation,) = error.violations
-                reply.error.field, reply.error.message = violation.field, violation.description
+            return error_reply(request.number, error)
         return reply
 
     def _answer(self, request: Message, now: float) -> Message:
         match request:
             case admin.ListWorkersRequest():
-                return admin.ListWorkersResponse(workers=map(_worker, self._core.stats().workers))
+                return admin.ListWorkersResponse(workers=map(to_worker, self._core.stats().workers))
             case admin.DrainWorkerRequest():
                 self._order(ev.DrainRequested(worker_id=request.worker_id, move=request.move_requests), now)
                 return admin.DrainWorkerResponse(worker=self._worker_named(request.worker_id))
@@ -112,7 +110,7 @@ class Operator:
     def _worker_named(self, worker_id: str) -> admin.Worker:
         for worker in self._core.stats().workers:
             if worker.worker_id == worker_id:
-                return _worker(worker)
+                return to_worker(worker)
         raise WorkerNotFoundError("worker_id: no usable worker has this name; ListWorkers returns the usable ones")
 
     def _cancel(self, request_id: str, now: float) -> admin.CancelRequestResponse:
@@ -136,7 +134,7 @@ class Operator:
             waiting_requests=stats.waiting,
             frontends=stats.frontends,
             ended_requests={reason.value: count for reason, count in stats.ended.items()},
-            workers=map(_worker, stats.workers),
+            workers=map(to_worker, stats.workers),
         )
 
     def _change_log_level(self, level: admin.LogLevel.ValueType) -> admin.SetLogLevelResponse:
@@ -158,7 +156,8 @@ def _unpacked(call: AnyMessage) -> Message:
         raise InvalidRequestError(FieldViolation("request", "not a valid serialized message")) from None
 
 
-def _worker(worker: WorkerStats) -> admin.Worker:
+def to_worker(worker: WorkerStats) -> admin.Worker:
+    """Return a worker's figures as operators get them."""
     return admin.Worker(
         worker_id=worker.worker_id,
         draining=worker.draining,

@@ -21,6 +21,7 @@ from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.explain.live import LiveExplanations
 from scheduler_svc.frontend_hub import FrontendHub
 from scheduler_svc.journal.journal import Journal
+from scheduler_svc.live_views import LiveViews
 from scheduler_svc.metrics import SchedulerMetrics
 from scheduler_svc.operator import Operator
 from scheduler_svc.recorder.recorder import Recorder
@@ -93,6 +94,8 @@ class SchedulerService:
         )
         self._operator = Operator(self._core, apply=self._apply, set_log_level=self._set_log_level)
         self._explanations = LiveExplanations(recorder.folder if recorder is not None else None)
+        wall_ns = time.time_ns() - time.monotonic_ns()
+        self._views = LiveViews(recorder, self._frontends, self._core.stats, wall_ns)
         self._journal = open_journal(config)
         self._pulse = Pulse()
         self._ticked_at = self._looked_at = -math.inf
@@ -328,12 +331,21 @@ class SchedulerService:
             self._frontends.outgoing(peer).set_snapshot(incoming.snapshot_request, families)
 
         for request in incoming.operator_requests:
-            asks = LiveExplanations.asked(request)
-            reply = self._explanations.ask(peer, request, now) if asks else self._operator.reply(request, now)
+            reply = self._operate(peer, request, now)
             if reply is not None:
                 self._frontends.outgoing(peer).add_reply(reply)
+        if incoming.ended_views:
+            self._views.end(peer, incoming.ended_views)
         if incoming.goodbye:
             self._lose_frontend(peer, "goodbye", now, orderly=True)
+
+    def _operate(self, peer: ev.Peer, request: link_pb2.OperatorRequest, now: float) -> link_pb2.OperatorReply | None:
+        """Carry out an operator's request; return None if the reply follows later."""
+        if LiveExplanations.asked(request):
+            return self._explanations.ask(peer, request, now)
+        if LiveViews.asked(request):
+            return self._views.ask(peer, request)
+        return self._operator.reply(request, now)
 
     def _apply(self, event: ev.Event, now: float) -> None:
         self._carry_out(self._core.handle(event, now), now)
@@ -351,6 +363,7 @@ class SchedulerService:
 
     def _lose_frontend(self, peer: ev.Peer, reason: str, now: float, *, orderly: bool = False) -> None:
         self._frontends.forget(peer, reason, orderly=orderly)
+        self._views.forget(peer)
         self._apply(ev.FrontendLost(frontend=peer), now)
 
     # ---------------------------------------------------------------- time and effects
@@ -361,6 +374,7 @@ class SchedulerService:
         self._gone |= dict.fromkeys(self._workers.ping(now), "its connection was closed")
         for peer, reply in self._explanations.replies(now):
             self._frontends.outgoing(peer).add_reply(reply)
+        self._views.publish(now)
         if self._allowed is not None:
             self._allowed.refresh()
         self._apply(ev.TimePassed(), now)

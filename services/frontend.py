@@ -150,6 +150,7 @@ class Frontend:
     async def stop(self) -> None:
         """Shut down in order; return when every part has ended."""
         self._health.stop()
+        self.link.end_views("watch: this front end is shutting down; watch through another one")
         grace_s = self._config.grace_period_s
         # Call `stop` exactly once: overlapping calls crash grpcio.
         await asyncio.gather(self._grpc.stop(grace_s), self._api.drain(grace_s))

@@ -20,6 +20,7 @@ from protos.quire.link.v1 import link_pb2
 from quire.admin.v1 import admin_pb2 as admin
 from scheduler_svc.core.interface.records import Peer
 from scheduler_svc.explain.answers import answer, check
+from scheduler_svc.frontend_link import error_reply
 from scheduler_svc.recorder.segments import UnreadableRecordError
 from shared.errors import FieldViolation, InvalidRequestError, OverloadedError, QuireError, UnsupportedMethodError
 
@@ -71,9 +72,9 @@ class LiveExplanations:
             if len(self._waiting) >= _MAX_WAITING:
                 raise OverloadedError("explain: too many explanations are asked for at once; try again later")
         except DecodeError:
-            return _refused(request.number, InvalidRequestError(FieldViolation("request", "not a valid message")))
+            return error_reply(request.number, InvalidRequestError(FieldViolation("request", "not a valid message")))
         except QuireError as error:
-            return _refused(request.number, error)
+            return error_reply(request.number, error)
         self._waiting.append(_Question(peer, request.number, request.call.value, now + _MAX_S))
         return None
 
@@ -90,7 +91,7 @@ class LiveExplanations:
             process.is_killed = True
         while self._waiting and now > self._waiting[0].ends_at:
             question = self._waiting.popleft()
-            found.append((question.peer, _refused(question.number, OverloadedError(_FAILED))))
+            found.append((question.peer, error_reply(question.number, OverloadedError(_FAILED))))
         if self._process is None and self._waiting:
             self._process = self._start(self._waiting.popleft())
         return found
@@ -118,17 +119,8 @@ def _reply(process: _Process) -> link_pb2.OperatorReply:
     if process.child.returncode == 0:
         reply.ParseFromString(written)
     else:
-        reply = _refused(0, OverloadedError(_FAILED))
+        reply = error_reply(0, OverloadedError(_FAILED))
     reply.number = process.question.number
-    return reply
-
-
-def _refused(number: int, error: QuireError) -> link_pb2.OperatorReply:
-    reply = link_pb2.OperatorReply(number=number)
-    reply.error.reason, reply.error.message = error.reason, error.message
-    if isinstance(error, InvalidRequestError):
-        (violation,) = error.violations
-        reply.error.field, reply.error.message = violation.field, violation.description
     return reply
 
 
@@ -140,9 +132,9 @@ def main() -> int:
     try:
         reply.response.Pack(answer(admin.ExplainRequest.FromString(payload), place).message())
     except QuireError as error:
-        reply = _refused(0, error)
+        reply = error_reply(0, error)
     except (OSError, UnreadableRecordError) as error:
-        reply = _refused(0, OverloadedError(f"explain: the record cannot be read: {error}"))
+        reply = error_reply(0, OverloadedError(f"explain: the record cannot be read: {error}"))
     sys.stdout.buffer.write(reply.SerializeToString())
     return 0
 

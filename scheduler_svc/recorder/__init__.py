@@ -10,6 +10,7 @@ full or slow disk ends the recording, never the service.
 * `segments`: files of checksummed frames; the ring of them.
 * `snapshot`: the core's state as a tree of plain values, so that a replay can start at any segment.
 * `recorder`: the thread; `replay`: the core run over a record.
+* `step_view`: what the thread makes of the steps while somebody watches.
 * `timeline`: a record as a trace of Perfetto; `perfetto`: the writer of such a trace.
 * `worker_clock`: alignment of a worker's clock with the core's.
 """

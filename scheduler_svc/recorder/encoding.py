@@ -15,6 +15,7 @@ from scheduler_svc.core.interface import events as ev
 from scheduler_svc.core.interface.arrays import IndexArray
 from scheduler_svc.core.interface.plan import BlockCopy, Plan
 from scheduler_svc.core.interface.records import Note, NoteKind, Peer, RequestEnded
+from scheduler_svc.recorder.step_view import About, StepView
 from scheduler_svc.recorder.tags import Tagger
 from scheduler_svc.recorder.tape import Handled, Item, Planned, Reported
 from scheduler_svc.recorder.values import Facts
@@ -105,6 +106,8 @@ class Encoder:
         self._taken = 0
         """Those of them that are not in the current batch."""
         self._decodes = _DecodeSteps()
+        self.view: StepView | None = None
+        """Gets the plans and answers while somebody watches."""
 
     def begin(self, now: float) -> pb.Opening:
         """Begin a segment; return its opening, without the fields that only the caller knows."""
@@ -149,6 +152,8 @@ class Encoder:
             else:
                 self._facts(self._entry(item.now), item.facts)
                 continue
+            if self.view is not None:
+                self._show(self.view, item)
             for note in item.notes:
                 self._note(note)
             for effect in item.effects:
@@ -177,6 +182,23 @@ class Encoder:
             decodes.write(batch.decode_steps)
             self._decodes = _DecodeSteps()
         return batch
+
+    def show_load(self, view: StepView, now: float) -> None:
+        """Give a view the live requests and the rows."""
+        live = {key: _about(arrived.spec) for key, arrived in self._live.items()}
+        rows = [row for worker in self._workers.values() if not worker.is_gone for row in worker.rows.values()]
+        view.add_load(now, rows, live)
+
+    def _show(self, view: StepView, item: Planned | Handled) -> None:
+        """Give a view a call that has been encoded."""
+        if isinstance(item, Planned):
+            if item.plan is not None:
+                worker = self._workers[item.plan.worker]
+                view.planned(item.plan, worker.hello.worker_id, worker.rows, item.now)
+        elif isinstance(item.event, ev.StepDone):
+            view.answered(item.event, item.timings, item.now)
+        elif isinstance(item.event, ev.WorkerHello | ev.WorkerLost):
+            view.lost(item.event.worker)
 
     def _note(self, note: Note) -> None:
         message = self._entry(note.time).note
@@ -581,6 +603,10 @@ def _differences(values: IndexArray) -> bytes:
     column = values.astype(np.int32)
     column[1:] -= values[:-1]
     return column.tobytes()
+
+
+def _about(spec: pb.Spec) -> About:
+    return About(spec.request_id, spec.tenant, spec.num_prompt_tokens, spec.max_tokens)
 
 
 def _add_copies(into: Any, copies: Sequence[BlockCopy]) -> None:

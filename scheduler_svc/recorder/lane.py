@@ -136,16 +136,18 @@ class Lane:
         start, end = planned, now
         times: dict[str, Value] = {"copy_us": round(done.copy_s * 1e6), "idle_us": round(done.idle_s * 1e6)}
         if timings is not None:
-            busy = (timings.forward_us + timings.sample_us) / 1e6
-            before = timings.prepare_us / 1e6 + done.copy_s
-            began = timings.started_unix_us / 1e6
-            self._clock.learn(planned, now, timings.received_unix_us / 1e6, began + busy)
-            start = self._clock.to_core(began - before)
-            end = start + before + busy
+            start, end = self._clock.place(
+                planned,
+                now,
+                received=timings.received_unix_us / 1e6,
+                forward_began=timings.started_unix_us / 1e6,
+                before_s=timings.prepare_us / 1e6 + done.copy_s,
+                busy_s=(timings.forward_us + timings.sample_us) / 1e6,
+            )
             times |= {"prepare_us": timings.prepare_us, "forward_us": timings.forward_us}
             times |= {"sample_us": timings.sample_us}
-        start = max(min(start, now), planned, self._end)
-        self._step(plan, admitted, start, max(start, min(end, now)), times)
+        start = max(start, self._end)
+        self._step(plan, admitted, start, max(start, end), times)
 
     def leave(self, now: float) -> None:
         """End all slices: the worker is lost, or the record ends. Steps without an answer end here too."""

@@ -20,12 +20,14 @@ import select
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from protos.quire.link.v1 import link_pb2
 from protos.quire.record.v1 import record_pb2 as pb
+from quire.admin.v1 import admin_pb2 as admin
 from scheduler_svc.core.interface.config import CoreConfig
 from scheduler_svc.core.interface.records import Peer
 from scheduler_svc.core.scheduler import Scheduler
@@ -33,12 +35,15 @@ from scheduler_svc.recorder.code import code_hash
 from scheduler_svc.recorder.encoding import Encoder
 from scheduler_svc.recorder.segments import FORMAT_VERSION, Ring, SegmentWriter
 from scheduler_svc.recorder.snapshot import dump
+from scheduler_svc.recorder.step_view import StepView
 from scheduler_svc.recorder.tags import Tagger
 from scheduler_svc.recorder.tape import Cut, Item, Reported, Tape
 from shared.logging import get_logger
 
 INTERVAL_S = 0.5
 """Time between two frames: a killed process loses less than a second, and few frames cost little."""
+_WATCHED_INTERVAL_S = 0.2
+"""The same while somebody watches."""
 _SNAPSHOT_INTERVAL_S = 0.02
 """The same while a snapshot is being copied."""
 _RETRY_S = 60.0
@@ -48,6 +53,8 @@ _BATCH_ITEMS = 2_000
 """Most items in one frame: bounds the size of a frame and of one serialisation."""
 _MAX_FORK_S = 0.02
 """CPU time of a fork from which on forks wait until the core is idle."""
+_MAX_PARTS = 64
+"""Parts of live views that may wait for the loop."""
 _PIPE_BYTES = 1 << 20
 _SNAPSHOT_S = 120
 """Longest time that a snapshot may take."""
@@ -124,6 +131,12 @@ class Recorder:
         """CPU time of the last fork."""
         self._lacks_snapshot = False
         """Whether the loop has begun the segment without a snapshot."""
+        self._clock = clock
+        self._is_watched = False
+        # Appending and popping are atomic, so the loop may take the parts.
+        self._parts: deque[admin.WatchStepsResponse] = deque()
+        self._dropped_steps = 0
+        """Steps that were left out of live views since the last part."""
         self._ending = threading.Event()
         self.tape.cut(clock())
         self._is_fresh = True
@@ -146,6 +159,15 @@ class Recorder:
     def reported(self, frontend: Peer, report: link_pb2.RequestReport, now: float) -> None:
         """Record a front end's report."""
         self.tape.append(Reported(frontend, report, now))
+
+    def watch(self, is_on: bool) -> None:
+        """Begin or end to make parts of live views."""
+        self._is_watched = is_on
+
+    def take_views(self) -> Iterator[admin.WatchStepsResponse]:
+        """Yield the parts of live views that have been made since the last call."""
+        while self._parts:
+            yield self._parts.popleft()
 
     def close(self) -> None:
         """Write what is left and stop the thread."""
@@ -186,7 +208,8 @@ class Recorder:
             is_last = False
             while not is_last:
                 copies = self._snapshot_pipe >= 0
-                is_last = self._ending.wait(_SNAPSHOT_INTERVAL_S if copies else INTERVAL_S)
+                interval_s = _WATCHED_INTERVAL_S if self._is_watched else INTERVAL_S
+                is_last = self._ending.wait(_SNAPSHOT_INTERVAL_S if copies else interval_s)
                 self._round()
         except Exception as error:
             self.tape.is_off = True
@@ -199,6 +222,10 @@ class Recorder:
 
     def _round(self) -> None:
         tape = self.tape.items
+        encoder = self._encoder
+        if self._is_watched is (encoder.view is None):
+            encoder.view = StepView(self._unix_offset_ns) if self._is_watched else None
+            self._parts.clear()
         # What comes meanwhile is for the next round, so that a busy loop cannot keep a segment open.
         pending = len(tape)
         while pending:
@@ -212,11 +239,16 @@ class Recorder:
                     break
                 items.append(item)
             if items:
-                before = self._encoder.num_entries
-                self._encoder.encode(items)
-                self._write(self._encoder.take(), self._encoder.num_entries - before)
+                before = encoder.num_entries
+                encoder.encode(items)
+                self._write(encoder.take(), encoder.num_entries - before)
+                self._show(encoder.view)
             if cut is not None:
                 self._begin(cut)
+        now = self._clock()
+        if encoder.view is not None and encoder.view.is_load_due(now):
+            encoder.show_load(encoder.view, now)
+            self._show(encoder.view)
         if self._snapshot_pipe >= 0:
             self._copy_snapshot()
         if self._writer is None:
@@ -225,6 +257,17 @@ class Recorder:
             is_due = self._writer.size > self._full_at and self._snapshot_pipe < 0
         if is_due and not self._cut_asked:
             self._cut_asked = self._wants_cut = True
+
+    def _show(self, view: StepView | None) -> None:
+        """Hand a part of the live views to the loop, or drop it if the loop does not take them."""
+        part = None if view is None else view.take()
+        if part is None:
+            return
+        if len(self._parts) >= _MAX_PARTS:
+            self._dropped_steps += len(part.steps)
+            return
+        part.dropped_steps, self._dropped_steps = self._dropped_steps, 0
+        self._parts.append(part)
 
     def _begin(self, cut: Cut) -> None:
         self._cut_asked = False

@@ -20,6 +20,23 @@ class WorkerClock:
         if self._lowest > self._highest:  # a clock was set: start over
             self._lowest, self._highest = finished - answered, received - planned
 
+    def place(
+        self, planned: float, answered: float, *, received: float, forward_began: float, before_s: float, busy_s: float
+    ) -> tuple[float, float]:
+        """Learn from a step; return when it began and ended, on the core's clock.
+
+        Args:
+            planned: when its plan was made, on the core's clock.
+            answered: when its answer came, on the core's clock.
+            received: when the worker received the plan, on its clock.
+            forward_began: when the forward pass began, on its clock.
+            before_s: how long the worker was busy with the step before the forward pass.
+            busy_s: the same from the beginning of the forward pass on.
+        """
+        self.learn(planned, answered, received, forward_began + busy_s)
+        start = self.to_core(forward_began - before_s)
+        return max(min(start, answered), planned), min(start + before_s + busy_s, answered)
+
     def to_core(self, time: float) -> float:
         """Translate a time of the worker's clock."""
         return time - (self._lowest + self._highest) / 2

@@ -1,4 +1,7 @@
-"""`quire.admin.v1.AdminService`: passes every call on to the core, unread (`scheduler_svc/operator.py` answers it)."""
+"""`quire.admin.v1.AdminService`: passes every call on to the core, unread.
+
+`scheduler_svc/operator.py` answers it, and `scheduler_svc/live_views.py` answers a call with many responses.
+"""
 
 from collections.abc import Awaitable, Callable
 
@@ -23,9 +26,14 @@ def add_admin_service(server: aio.Server, link: CoreLink) -> None:
     handlers = {}
     for method in SERVICE.methods:
         request, response = GetMessageClass(method.input_type), GetMessageClass(method.output_type)
-        handlers[method.name] = grpc.unary_unary_rpc_method_handler(
-            _forward(link, response), request.FromString, response.SerializeToString
-        )
+        if method.server_streaming:
+            handlers[method.name] = grpc.unary_stream_rpc_method_handler(
+                _watch(link), request.FromString, response.SerializeToString
+            )
+        else:
+            handlers[method.name] = grpc.unary_unary_rpc_method_handler(
+                _forward(link, response), request.FromString, response.SerializeToString
+            )
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE.full_name, handlers),))
 
 
@@ -38,5 +46,20 @@ def _forward(link: CoreLink, response_type: type[Message]) -> Callable[[Message,
         if not reply.response.Unpack(response):
             raise UnsupportedMethodError("scheduler: does not know this call; upgrade it to the front end's version")
         return response
+
+    return handler
+
+
+def _watch(link: CoreLink) -> Callable[[Message, Context], Awaitable[None]]:
+    async def handler(request: Message, context: Context) -> None:
+        order = link_pb2.OperatorRequest()
+        order.call.Pack(request)
+        async with link.watch(order) as view:
+            await context.write(admin_pb2.WatchStepsResponse())
+            while True:
+                part, dropped = await view.next()
+                response = admin_pb2.WatchStepsResponse.FromString(part)
+                response.dropped_steps += dropped
+                await context.write(response)
 
     return handler

@@ -15,7 +15,8 @@ keep their streams; after `GIVE_UP_S` these end with an error.
 import asyncio
 import itertools
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from typing import TypeVar
 
 from google.protobuf.message import DecodeError
@@ -24,6 +25,7 @@ from protos.quire.link.v1 import link_pb2
 from services.errors import RETRY_MS, InternalError, operator_error
 from services.link.core_socket import CoreSocket
 from services.link.incoming import tokens_by_stream
+from services.link.live_view import LiveView
 from services.link.outgoing import Outgoing
 from services.streams.logprobs import read_scores
 from services.streams.stream import Received, Stream
@@ -90,6 +92,7 @@ class CoreLink:
         self._snapshots: dict[int, asyncio.Future[Families]] = {}
         self._replies: dict[int, asyncio.Future[link_pb2.OperatorReply]] = {}
         self._resumes: dict[int, asyncio.Future[link_pb2.ResumeReply]] = {}
+        self._views: dict[int, LiveView] = {}
         self._question_numbers = itertools.count(1)
         self._core = 0
         """Incarnation of the core that has accepted this front end."""
@@ -205,7 +208,7 @@ class CoreLink:
         """
         reply = None
         if not self._in_handshake:
-            request.number = next(self._question_numbers)
+            request.number = request.number or next(self._question_numbers)
             self._outgoing.operate(request)
             reply = await self._answer(self._replies, request.number, timeout_s)
         if reply is None:
@@ -213,6 +216,31 @@ class CoreLink:
         if reply.HasField("error"):
             raise operator_error(reply.error)
         return reply
+
+    @asynccontextmanager
+    async def watch(self, request: link_pb2.OperatorRequest) -> AsyncIterator[LiveView]:
+        """Begin a live view with an operator request; the view ends with the block.
+
+        Raises:
+            NotReadyError: the core did not answer in time.
+            QuireError: the error that the core reports instead of an answer.
+        """
+        number = request.number = next(self._question_numbers)
+        view = self._views[number] = LiveView()
+        try:
+            await self.operate(request)
+            yield view
+        finally:
+            self._views.pop(number, None)
+            if not self._in_handshake:
+                self._outgoing.end_view(number)
+                self._socket.flush_soon()
+
+    def end_views(self, reason: str) -> None:
+        """End all live views with an error."""
+        while self._views:
+            _, view = self._views.popitem()
+            view.fail(NotReadyError(reason, retry_ms=RETRY_MS))
 
     async def ask_resume(self, identity: bytes, timeout_s: float) -> link_pb2.ResumeReply | None:
         """Return what the core keeps of a request, or None on timeout."""
@@ -239,6 +267,7 @@ class CoreLink:
 
     def _send_hello(self, core: int) -> None:
         self._in_handshake, self._hello_core = True, core
+        self.end_views("watch: the connection to the scheduler was lost; watch again")
         # Messages for the previous incarnation are dropped; live streams are submitted again.
         self._socket.forget_unsent()
         for submission in self._outgoing.submissions:
@@ -328,6 +357,10 @@ class CoreLink:
             _resolve(self._resumes, resumed.number, resumed)
         for reply in message.operator_replies:
             _resolve(self._replies, reply.number, reply)
+        for part in message.views:
+            view = self._views.get(part.number)
+            if view is not None:
+                view.put(part)
 
     def _take_state(self, message: link_pb2.CoreMessage, now: float) -> None:
         model = message.state.model

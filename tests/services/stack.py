@@ -129,6 +129,11 @@ class TestCore(EchoCore):
         """Sends bytes to every front end before the next step."""
         self._sayings.append(payload)
 
+    @property
+    def unsaid(self) -> int:
+        """Number of payloads that `say` has not sent yet."""
+        return len(self._sayings)
+
     def kill(self) -> None:
         """Ends like a process that was killed."""
         self._stop.set()

@@ -393,6 +393,267 @@ class ExplainResponse(_message.Message):
 Global___ExplainResponse: _TypeAlias = ExplainResponse  # noqa: Y015
 
 @_typing.final
+class WatchStepsRequest(_message.Message):
+    """Asks for a live view."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WatchStepsRequest: _TypeAlias = WatchStepsRequest  # noqa: Y015
+
+@_typing.final
+class WatchStepsResponse(_message.Message):
+    """What has happened since the message before; the first message is empty and says that the view has begun."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STEPS_FIELD_NUMBER: _builtins.int
+    REQUESTS_FIELD_NUMBER: _builtins.int
+    LOAD_FIELD_NUMBER: _builtins.int
+    DROPPED_STEPS_FIELD_NUMBER: _builtins.int
+    dropped_steps: _builtins.int
+    """Steps that were left out since the message before, because this reader or a process between was too slow."""
+    @_builtins.property
+    def steps(self) -> _containers.RepeatedCompositeFieldContainer[Global___WatchedStep]:
+        """Steps that were answered, in the order of their answers."""
+
+    @_builtins.property
+    def requests(self) -> _containers.RepeatedCompositeFieldContainer[Global___WatchedRequest]:
+        """Names of requests that were admitted; in a message with `load`, of all requests that hold a row."""
+
+    @_builtins.property
+    def load(self) -> Global___SchedulerLoad:
+        """The queue and the workers, about once per second."""
+
+    def __init__(
+        self,
+        *,
+        steps: _abc.Iterable[Global___WatchedStep] | None = ...,
+        requests: _abc.Iterable[Global___WatchedRequest] | None = ...,
+        load: Global___SchedulerLoad | None = ...,
+        dropped_steps: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["load", b"load"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dropped_steps", b"dropped_steps", "load", b"load", "requests", b"requests", "steps", b"steps"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WatchStepsResponse: _TypeAlias = WatchStepsResponse  # noqa: Y015
+
+@_typing.final
+class WatchedStep(_message.Message):
+    """A step of a worker. Each row that took part is in the `decode` or in the `prefill` columns; those of one group have
+    equal length.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKER_ID_FIELD_NUMBER: _builtins.int
+    STEP_FIELD_NUMBER: _builtins.int
+    START_FIELD_NUMBER: _builtins.int
+    DURATION_FIELD_NUMBER: _builtins.int
+    DECODE_ROWS_FIELD_NUMBER: _builtins.int
+    DECODE_REQUESTS_FIELD_NUMBER: _builtins.int
+    PREFILL_ROWS_FIELD_NUMBER: _builtins.int
+    PREFILL_REQUESTS_FIELD_NUMBER: _builtins.int
+    PREFILL_TOKENS_FIELD_NUMBER: _builtins.int
+    worker_id: _builtins.str
+    """The worker's name."""
+    step: _builtins.int
+    """Number of the step, counted per worker."""
+    @_builtins.property
+    def start(self) -> _timestamp_pb2.Timestamp:
+        """When the worker began with it, on the scheduler's clock."""
+
+    @_builtins.property
+    def duration(self) -> _duration_pb2.Duration:
+        """How long the worker was busy with it."""
+
+    @_builtins.property
+    def decode_rows(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Rows that got one token without a chunk of their prompt."""
+
+    @_builtins.property
+    def decode_requests(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Their requests, by number."""
+
+    @_builtins.property
+    def prefill_rows(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Rows with a chunk of their prompt."""
+
+    @_builtins.property
+    def prefill_requests(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Their requests, by number."""
+
+    @_builtins.property
+    def prefill_tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Tokens of their chunks."""
+
+    def __init__(
+        self,
+        *,
+        worker_id: _builtins.str = ...,
+        step: _builtins.int = ...,
+        start: _timestamp_pb2.Timestamp | None = ...,
+        duration: _duration_pb2.Duration | None = ...,
+        decode_rows: _abc.Iterable[_builtins.int] | None = ...,
+        decode_requests: _abc.Iterable[_builtins.int] | None = ...,
+        prefill_rows: _abc.Iterable[_builtins.int] | None = ...,
+        prefill_requests: _abc.Iterable[_builtins.int] | None = ...,
+        prefill_tokens: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["duration", b"duration", "start", b"start"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_requests", b"decode_requests", "decode_rows", b"decode_rows", "duration", b"duration", "prefill_requests", b"prefill_requests", "prefill_rows", b"prefill_rows", "prefill_tokens", b"prefill_tokens", "start", b"start", "step", b"step", "worker_id", b"worker_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WatchedStep: _TypeAlias = WatchedStep  # noqa: Y015
+
+@_typing.final
+class WatchedRequest(_message.Message):
+    """A request that a step names by number."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUMBER_FIELD_NUMBER: _builtins.int
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
+    PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    MAX_TOKENS_FIELD_NUMBER: _builtins.int
+    number: _builtins.int
+    """Its number; it stays the same until the call ends, also after a preemption."""
+    request_id: _builtins.str
+    """Its ID; choices of one call share it."""
+    tenant: _builtins.str
+    """Its tenant."""
+    prompt_tokens: _builtins.int
+    """Tokens of its prompt."""
+    max_tokens: _builtins.int
+    """Most tokens it will generate."""
+    def __init__(
+        self,
+        *,
+        number: _builtins.int = ...,
+        request_id: _builtins.str = ...,
+        tenant: _builtins.str = ...,
+        prompt_tokens: _builtins.int = ...,
+        max_tokens: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_tokens", b"max_tokens", "number", b"number", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "tenant", b"tenant"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WatchedRequest: _TypeAlias = WatchedRequest  # noqa: Y015
+
+@_typing.final
+class SchedulerLoad(_message.Message):
+    """The scheduler's load at one moment."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class WaitingByReasonEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.int
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.int = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    TIME_FIELD_NUMBER: _builtins.int
+    RUNNING_REQUESTS_FIELD_NUMBER: _builtins.int
+    WAITING_REQUESTS_FIELD_NUMBER: _builtins.int
+    WAITING_BY_REASON_FIELD_NUMBER: _builtins.int
+    WAITING_BY_TENANT_FIELD_NUMBER: _builtins.int
+    WORKERS_FIELD_NUMBER: _builtins.int
+    running_requests: _builtins.int
+    """Requests that hold a row."""
+    waiting_requests: _builtins.int
+    """Requests that wait."""
+    @_builtins.property
+    def time(self) -> _timestamp_pb2.Timestamp:
+        """The moment."""
+
+    @_builtins.property
+    def waiting_by_reason(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
+        """The waiting requests by what they wait for, as `reason` of the metric quire_queue_requests."""
+
+    @_builtins.property
+    def waiting_by_tenant(self) -> _containers.RepeatedCompositeFieldContainer[Global___TenantQueue]:
+        """The tenants with most waiting requests, at most 100. The scheduler counts them up to 0.2 s before `time`."""
+
+    @_builtins.property
+    def workers(self) -> _containers.RepeatedCompositeFieldContainer[Global___Worker]:
+        """The usable workers with their blocks."""
+
+    def __init__(
+        self,
+        *,
+        time: _timestamp_pb2.Timestamp | None = ...,
+        running_requests: _builtins.int = ...,
+        waiting_requests: _builtins.int = ...,
+        waiting_by_reason: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
+        waiting_by_tenant: _abc.Iterable[Global___TenantQueue] | None = ...,
+        workers: _abc.Iterable[Global___Worker] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["time", b"time"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["running_requests", b"running_requests", "time", b"time", "waiting_by_reason", b"waiting_by_reason", "waiting_by_tenant", b"waiting_by_tenant", "waiting_requests", b"waiting_requests", "workers", b"workers"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SchedulerLoad: _TypeAlias = SchedulerLoad  # noqa: Y015
+
+@_typing.final
+class TenantQueue(_message.Message):
+    """Waiting requests of one tenant."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TENANT_FIELD_NUMBER: _builtins.int
+    WAITING_REQUESTS_FIELD_NUMBER: _builtins.int
+    tenant: _builtins.str
+    """The tenant."""
+    waiting_requests: _builtins.int
+    """Its waiting requests."""
+    def __init__(
+        self,
+        *,
+        tenant: _builtins.str = ...,
+        waiting_requests: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["tenant", b"tenant", "waiting_requests", b"waiting_requests"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TenantQueue: _TypeAlias = TenantQueue  # noqa: Y015
+
+@_typing.final
 class GetSchedulerStateRequest(_message.Message):
     """Asks for the scheduler's state."""
 

@@ -70,6 +70,11 @@ class AdminServiceStub(object):
                 request_serializer=quire_dot_admin_dot_v1_dot_admin__pb2.ExplainRequest.SerializeToString,
                 response_deserializer=quire_dot_admin_dot_v1_dot_admin__pb2.ExplainResponse.FromString,
                 _registered_method=True)
+        self.WatchSteps = channel.unary_stream(
+                '/quire.admin.v1.AdminService/WatchSteps',
+                request_serializer=quire_dot_admin_dot_v1_dot_admin__pb2.WatchStepsRequest.SerializeToString,
+                response_deserializer=quire_dot_admin_dot_v1_dot_admin__pb2.WatchStepsResponse.FromString,
+                _registered_method=True)
         self.GetSchedulerState = channel.unary_unary(
                 '/quire.admin.v1.AdminService/GetSchedulerState',
                 request_serializer=quire_dot_admin_dot_v1_dot_admin__pb2.GetSchedulerStateRequest.SerializeToString,
@@ -138,6 +143,16 @@ class AdminServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def WatchSteps(self, request, context):
+        """Streams, a few times per second, the composition of the workers' steps, and about once per second the queue and the
+        blocks; no text and no token IDs. A slow reader misses steps and is told how many. UNIMPLEMENTED if the scheduler
+        keeps no record; RESOURCE_EXHAUSTED while 8 others watch; UNAVAILABLE when the front end has lost the scheduler, so
+        that numbers of requests begin anew.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetSchedulerState(self, request, context):
         """Returns the numbers of running, waiting and ended requests.
         """
@@ -190,6 +205,11 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.Explain,
                     request_deserializer=quire_dot_admin_dot_v1_dot_admin__pb2.ExplainRequest.FromString,
                     response_serializer=quire_dot_admin_dot_v1_dot_admin__pb2.ExplainResponse.SerializeToString,
+            ),
+            'WatchSteps': grpc.unary_stream_rpc_method_handler(
+                    servicer.WatchSteps,
+                    request_deserializer=quire_dot_admin_dot_v1_dot_admin__pb2.WatchStepsRequest.FromString,
+                    response_serializer=quire_dot_admin_dot_v1_dot_admin__pb2.WatchStepsResponse.SerializeToString,
             ),
             'GetSchedulerState': grpc.unary_unary_rpc_method_handler(
                     servicer.GetSchedulerState,
@@ -392,6 +412,33 @@ class AdminService(object):
             '/quire.admin.v1.AdminService/Explain',
             quire_dot_admin_dot_v1_dot_admin__pb2.ExplainRequest.SerializeToString,
             quire_dot_admin_dot_v1_dot_admin__pb2.ExplainResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def WatchSteps(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/quire.admin.v1.AdminService/WatchSteps',
+            quire_dot_admin_dot_v1_dot_admin__pb2.WatchStepsRequest.SerializeToString,
+            quire_dot_admin_dot_v1_dot_admin__pb2.WatchStepsResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -53,6 +53,12 @@ class AdminServiceStub:
     """Explains why requests took as long as they did, from the scheduler's record: one request, the slowest ones, or a
     step. NOT_FOUND if the record has no such request; UNIMPLEMENTED if the scheduler keeps no record.
     """
+    WatchSteps: _grpc.UnaryStreamMultiCallable[_admin_pb2.WatchStepsRequest, _admin_pb2.WatchStepsResponse]
+    """Streams, a few times per second, the composition of the workers' steps, and about once per second the queue and the
+    blocks; no text and no token IDs. A slow reader misses steps and is told how many. UNIMPLEMENTED if the scheduler
+    keeps no record; RESOURCE_EXHAUSTED while 8 others watch; UNAVAILABLE when the front end has lost the scheduler, so
+    that numbers of requests begin anew.
+    """
     GetSchedulerState: _grpc.UnaryUnaryMultiCallable[_admin_pb2.GetSchedulerStateRequest, _admin_pb2.GetSchedulerStateResponse]
     """Returns the numbers of running, waiting and ended requests."""
     SetLogLevel: _grpc.UnaryUnaryMultiCallable[_admin_pb2.SetLogLevelRequest, _admin_pb2.SetLogLevelResponse]
@@ -84,6 +90,12 @@ class AdminServiceAsyncStub(AdminServiceStub):
     Explain: _aio.UnaryUnaryMultiCallable[_admin_pb2.ExplainRequest, _admin_pb2.ExplainResponse]  # type: ignore[assignment]
     """Explains why requests took as long as they did, from the scheduler's record: one request, the slowest ones, or a
     step. NOT_FOUND if the record has no such request; UNIMPLEMENTED if the scheduler keeps no record.
+    """
+    WatchSteps: _aio.UnaryStreamMultiCallable[_admin_pb2.WatchStepsRequest, _admin_pb2.WatchStepsResponse]  # type: ignore[assignment]
+    """Streams, a few times per second, the composition of the workers' steps, and about once per second the queue and the
+    blocks; no text and no token IDs. A slow reader misses steps and is told how many. UNIMPLEMENTED if the scheduler
+    keeps no record; RESOURCE_EXHAUSTED while 8 others watch; UNAVAILABLE when the front end has lost the scheduler, so
+    that numbers of requests begin anew.
     """
     GetSchedulerState: _aio.UnaryUnaryMultiCallable[_admin_pb2.GetSchedulerStateRequest, _admin_pb2.GetSchedulerStateResponse]  # type: ignore[assignment]
     """Returns the numbers of running, waiting and ended requests."""
@@ -155,6 +167,18 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_admin_pb2.ExplainResponse, _abc.Awaitable[_admin_pb2.ExplainResponse]]:
         """Explains why requests took as long as they did, from the scheduler's record: one request, the slowest ones, or a
         step. NOT_FOUND if the record has no such request; UNIMPLEMENTED if the scheduler keeps no record.
+        """
+
+    @_abc_1.abstractmethod
+    def WatchSteps(
+        self,
+        request: _admin_pb2.WatchStepsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_admin_pb2.WatchStepsResponse], _abc.AsyncIterator[_admin_pb2.WatchStepsResponse]]:
+        """Streams, a few times per second, the composition of the workers' steps, and about once per second the queue and the
+        blocks; no text and no token IDs. A slow reader misses steps and is told how many. UNIMPLEMENTED if the scheduler
+        keeps no record; RESOURCE_EXHAUSTED while 8 others watch; UNAVAILABLE when the front end has lost the scheduler, so
+        that numbers of requests begin anew.
         """
 
     @_abc_1.abstractmethod

@@ -128,6 +128,7 @@ class FrontendMessage(_message.Message):
     GOODBYE_FIELD_NUMBER: _builtins.int
     REQUEST_REPORTS_FIELD_NUMBER: _builtins.int
     TRACED_FIELD_NUMBER: _builtins.int
+    ENDED_VIEWS_FIELD_NUMBER: _builtins.int
     cancelled: _builtins.bytes
     """Column of streams whose client disconnected or whose deadline has passed."""
     credit_streams: _builtins.bytes
@@ -172,6 +173,10 @@ class FrontendMessage(_message.Message):
     def traced(self) -> _containers.RepeatedCompositeFieldContainer[Global___TracedStream]:
         """Ended streams whose spans are wanted although their requests were not sampled."""
 
+    @_builtins.property
+    def ended_views(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Live views that have ended, by the numbers of their operator requests. A lost front end ends all of its views."""
+
     def __init__(
         self,
         *,
@@ -189,10 +194,11 @@ class FrontendMessage(_message.Message):
         goodbye: _builtins.bool = ...,
         request_reports: _abc.Iterable[Global___RequestReport] | None = ...,
         traced: _abc.Iterable[Global___TracedStream] | None = ...,
+        ended_views: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["hello", b"hello", "report", b"report"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cancelled", b"cancelled", "credit_bytes", b"credit_bytes", "credit_streams", b"credit_streams", "detached", b"detached", "goodbye", b"goodbye", "hello", b"hello", "operator_requests", b"operator_requests", "report", b"report", "request_reports", b"request_reports", "resume_questions", b"resume_questions", "snapshot_request", b"snapshot_request", "stop_matches", b"stop_matches", "submissions", b"submissions", "traced", b"traced"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cancelled", b"cancelled", "credit_bytes", b"credit_bytes", "credit_streams", b"credit_streams", "detached", b"detached", "ended_views", b"ended_views", "goodbye", b"goodbye", "hello", b"hello", "operator_requests", b"operator_requests", "report", b"report", "request_reports", b"request_reports", "resume_questions", b"resume_questions", "snapshot_request", b"snapshot_request", "stop_matches", b"stop_matches", "submissions", b"submissions", "traced", b"traced"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -690,6 +696,7 @@ class CoreMessage(_message.Message):
     RESUME_REPLIES_FIELD_NUMBER: _builtins.int
     PROTOCOL_VERSION_FIELD_NUMBER: _builtins.int
     REFUSED_FIELD_NUMBER: _builtins.int
+    VIEWS_FIELD_NUMBER: _builtins.int
     incarnation: _builtins.int
     """The core's incarnation."""
     streams: _builtins.bytes
@@ -730,6 +737,10 @@ class CoreMessage(_message.Message):
     def resume_replies(self) -> _containers.RepeatedCompositeFieldContainer[Global___ResumeReply]:
         """Answers to resume questions."""
 
+    @_builtins.property
+    def views(self) -> _containers.RepeatedCompositeFieldContainer[Global___View]:
+        """Parts of live views."""
+
     def __init__(
         self,
         *,
@@ -747,14 +758,47 @@ class CoreMessage(_message.Message):
         resume_replies: _abc.Iterable[Global___ResumeReply] | None = ...,
         protocol_version: _builtins.int = ...,
         refused: _builtins.str = ...,
+        views: _abc.Iterable[Global___View] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["snapshot", b"snapshot", "state", b"state"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["counts", b"counts", "ends", b"ends", "first_indices", b"first_indices", "incarnation", b"incarnation", "operator_replies", b"operator_replies", "protocol_version", b"protocol_version", "refused", b"refused", "resume_replies", b"resume_replies", "scores", b"scores", "snapshot", b"snapshot", "state", b"state", "streams", b"streams", "tokens", b"tokens", "unknown", b"unknown"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["counts", b"counts", "ends", b"ends", "first_indices", b"first_indices", "incarnation", b"incarnation", "operator_replies", b"operator_replies", "protocol_version", b"protocol_version", "refused", b"refused", "resume_replies", b"resume_replies", "scores", b"scores", "snapshot", b"snapshot", "state", b"state", "streams", b"streams", "tokens", b"tokens", "unknown", b"unknown", "views", b"views"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___CoreMessage: _TypeAlias = CoreMessage  # noqa: Y015
+
+@_typing.final
+class View(_message.Message):
+    """Part of a live view, which an operator's WatchSteps has begun. Parts are dropped when the front end does not keep up:
+    between two frames of a front end, the core sends it at most 4 MiB of views.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUMBER_FIELD_NUMBER: _builtins.int
+    RESPONSE_FIELD_NUMBER: _builtins.int
+    STEPS_FIELD_NUMBER: _builtins.int
+    number: _builtins.int
+    """Number of the operator request."""
+    response: _builtins.bytes
+    """A serialized quire.admin.v1.WatchStepsResponse."""
+    steps: _builtins.int
+    """Steps in it, and steps that were dropped before it; what counts as dropped if this part is dropped as well."""
+    def __init__(
+        self,
+        *,
+        number: _builtins.int = ...,
+        response: _builtins.bytes = ...,
+        steps: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["number", b"number", "response", b"response", "steps", b"steps"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___View: _TypeAlias = View  # noqa: Y015
 
 @_typing.final
 class StreamScores(_message.Message):

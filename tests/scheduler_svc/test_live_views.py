@@ -1,0 +1,213 @@
+"""Live views of a recorded core: complete, bounded per front end, and without cost while nobody watches."""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import zmq
+
+from protos.quire.link.v1 import link_pb2
+from quire.admin.v1 import admin_pb2 as admin
+from scheduler_svc import frontend_hub
+from scheduler_svc.core.interface import events as ev
+from scheduler_svc.core.interface.config import CoreConfig
+from scheduler_svc.frontend_hub import FrontendHub
+from scheduler_svc.live_views import MAX_VIEWS, LiveViews
+from scheduler_svc.recorder.recorder import Recorder
+from scheduler_svc.recorder.tape import RecordedScheduler
+from scheduler_svc.sim.model_worker import ModelWorker
+from shared.frames import LINK_MAX_MESSAGE
+from shared.sockets import connect_dealer, receive_from
+from tests.scheduler_svc.cluster import FRONTEND, Cluster
+
+PATIENCE_S = 60.0
+WATCHER = b"watcher/1"
+
+
+class _Service(Cluster):
+    """A recorded core with a front end that watches over a real socket."""
+
+    def __init__(self, folder: Path, context: "zmq.Context[zmq.Socket[bytes]]", **limits: object) -> None:
+        super().__init__(**limits)
+        config = CoreConfig(**limits)  # type: ignore[arg-type]
+        self.recorder = Recorder(
+            folder / "record", max_bytes=8 << 20, config=config, incarnation=1, release="test", clock=lambda: self.now
+        )
+        self.core = RecordedScheduler(config, 1 << 40, self.recorder.tape)
+        self.handle(ev.FrontendJoined(frontend=FRONTEND))
+        address = f"ipc://{folder}/f"
+        self.hub = FrontendHub(context, address, incarnation=1, lease_s=1e9)
+        self.dealer = connect_dealer(context, address, identity=WATCHER, max_message=LINK_MAX_MESSAGE)
+        self.dealer.send(b"")
+        assert self.hub.socket.poll(20_000)
+        receive_from(self.hub.socket)
+        self.hub.heard(WATCHER, 0.0, version=1)
+        self.views = LiveViews(self.recorder, self.hub, self.core.stats, 0)
+        self.join(ModelWorker(b"w/1", 64, 4, 8))
+
+    def watch(self) -> None:
+        """Begins a view; returns when the recorder's thread makes its parts."""
+        assert not _ask(self.views, 1).HasField("error")
+        self.until(lambda: self.recorder._encoder.view is not None)
+
+    def until(self, condition: Callable[[], bool]) -> None:
+        """Publishes until a condition holds."""
+        end = time.monotonic() + PATIENCE_S
+        while not condition():
+            assert time.monotonic() < end, f"not after {PATIENCE_S} s"
+            self.views.publish(self.now)
+            self.hub.flush()
+            time.sleep(0.005)
+
+    def received(self) -> Iterator[tuple[admin.WatchStepsResponse, int]]:
+        """Yields what has arrived at the front end: parts, and the numbers that it would count if it dropped them."""
+        while self.dealer.poll(500):
+            for view in link_pb2.CoreMessage.FromString(self.dealer.recv()).views:
+                assert view.number == 1
+                yield admin.WatchStepsResponse.FromString(view.response), view.steps
+
+    def settle(self) -> None:
+        """Returns when the recorder's thread has handed over all steps, and the load after them."""
+        self.until(lambda: not self.recorder.tape.items)
+        view = self.recorder._encoder.view
+        assert view is not None
+        for _ in range(2):  # when the second load is made, the first one and all steps have been handed over
+            self.now += 10.0
+            self.until(lambda: not view.is_load_due(self.now))
+        self.until(lambda: not self.recorder._parts)
+
+
+@contextmanager
+def _service(folder: Path, **limits: object) -> Iterator[_Service]:
+    with zmq.Context() as context:
+        service = _Service(folder, context, **limits)
+        try:
+            yield service
+        finally:
+            service.recorder.close()
+            service.dealer.close()
+            service.hub.socket.close()
+
+
+def _ask(views: LiveViews, number: int, peer: bytes = WATCHER) -> link_pb2.OperatorReply:
+    request = link_pb2.OperatorRequest(number=number)
+    request.call.Pack(admin.WatchStepsRequest())
+    assert LiveViews.asked(request)
+    return views.ask(peer, request)
+
+
+def _work(service: _Service) -> None:
+    """Requests that are preempted and held out."""
+    for stream in range(1, 7):
+        service.submit(stream, [stream] * (2 * stream), 12, priority=stream // 3, credit=20, tenant=f"t{stream % 2}")
+        for _ in range(3):
+            service.plan()
+            service.answer()
+            service.handle(ev.CreditGranted(frontend=FRONTEND, stream=1 + stream // 2, credit=24))
+    for stream in range(1, 7):
+        service.handle(ev.CreditGranted(frontend=FRONTEND, stream=stream, credit=1000))
+
+
+def test_a_view_has_every_row_of_every_step(tmp_path: Path) -> None:
+    """Steps hold the rows that the plans computed, with requests that are named; the load is the core's."""
+    with _service(tmp_path, max_num_seqs=3, max_num_batched_tokens=8, policy="priority") as service:
+        service.submit(9, [1, 2, 3], 30)
+        service.plan()
+        service.answer()
+        begun = len(service.plans)
+        service.watch()
+        _work(service)
+        waiting = service.core.stats().waiting
+        service.settle()
+        found = [part for part, _ in service.received()]
+        service.run()
+
+    steps = {step.step: step for part in found for step in part.steps}
+    names = {request.number: request for part in found for request in part.requests}
+    plans = [plan for plan in service.plans[begun:] if plan.step in steps]
+    assert len(plans) > 15
+    assert [step.step for part in found for step in part.steps] == sorted(steps)
+    for plan in plans:
+        step = steps[plan.step]
+        assert step.worker_id == "w"
+        assert len(step.decode_rows) == len(step.decode_requests) == plan.num_decodes
+        assert list(step.prefill_rows) == plan.chunk_rows.tolist()
+        assert list(step.prefill_tokens) == plan.chunk_lengths.tolist()
+        assert {*step.decode_requests, *step.prefill_requests} <= names.keys()
+        for admission in plan.admissions:
+            number = dict(zip(step.prefill_rows, step.prefill_requests, strict=True))[admission.row]
+            assert names[number].request_id == admission.spec.request_id
+            assert names[number].tenant == admission.spec.tenant
+    assert {each.request_id for each in names.values()} == {"r9", *(f"r{stream}" for stream in range(1, 7))}
+    load = [part.load for part in found if part.HasField("load")][-1]
+    assert load.waiting_requests == waiting > 0
+    assert sum(each.waiting_requests for each in load.waiting_by_tenant) == waiting
+    assert {each.tenant for each in load.waiting_by_tenant} <= {"", "t0", "t1"}
+    (worker,) = load.workers
+    assert worker.total_blocks == 64
+    assert not any(part.dropped_steps for part in found)
+
+
+def test_a_front_end_that_does_not_keep_up_learns_what_it_missed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between two frames of a front end so many bytes are sent at most; the steps that it missed are counted."""
+    monkeypatch.setattr(frontend_hub, "MAX_VIEW_BYTES", 1000)
+    with _service(tmp_path, max_num_seqs=3) as service:
+        service.watch()
+        _work(service)
+        service.settle()
+        service.submit(20, [1, 2], 60)
+        service.run()
+        service.settle()
+        early = list(service.received())
+        service.hub.heard(WATCHER, 1.0)
+        service.submit(21, [1, 2], 3)
+        service.run()
+        service.settle()
+        late = list(service.received())
+
+    seen = sum(len(part.steps) for part, _ in early + late)
+    missed = sum(part.dropped_steps for part, _ in early + late)
+    assert sum(len(part.SerializeToString()) for part, _ in early) <= 1000
+    assert missed > 0
+    assert seen + missed == len(service.plans) == sum(steps for _, steps in early + late)
+
+
+def test_nothing_is_made_while_nobody_watches(tmp_path: Path) -> None:
+    """Without a view, and after its end or its front end's, the recorder makes no parts and nothing is sent."""
+    with _service(tmp_path) as service:
+        ends: list[Callable[[], None]] = [
+            lambda: None,
+            lambda: service.views.end(WATCHER, [1]),
+            lambda: service.views.forget(WATCHER),
+        ]
+        for end in ends:
+            end()
+            service.until(lambda: service.recorder._encoder.view is None)
+            list(service.received())
+            num_plans = len(service.plans)
+            service.submit(30 + num_plans, [1, 2], 5)
+            service.run()
+            service.until(lambda: not service.recorder.tape.items)
+            assert len(service.plans) > num_plans
+            assert list(service.recorder.take_views()) == []
+            assert list(service.received()) == []
+            service.watch()
+
+
+def test_views_are_few_and_need_a_record(tmp_path: Path) -> None:
+    """One more view than allowed is refused; a lost front end frees its own; without a record there is no view."""
+    with _service(tmp_path) as service:
+        for number in range(MAX_VIEWS):
+            assert not _ask(service.views, number + 1, WATCHER if number % 2 else b"other/1").HasField("error")
+        assert _ask(service.views, 99).error.reason == "OVERLOADED"
+        service.views.forget(b"other/1")
+        for number in range(MAX_VIEWS // 2):
+            assert not _ask(service.views, 100 + number).HasField("error")
+        assert _ask(service.views, 200).error.reason == "OVERLOADED"
+        without = LiveViews(None, service.hub, service.core.stats, 0)
+        assert _ask(without, 1).error.reason == "UNSUPPORTED_METHOD"
+        without.publish(0.0)
