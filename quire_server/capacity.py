@@ -22,6 +22,8 @@ _ALIASES = {
     "intermediate_size": ("n_inner",),
 }
 """Names of the same sizes in older classes."""
+_RULES_BYTES = 33
+"""Bytes per row and token of the vocabulary of a row with rules: its state, and temporary tensors of its penalties."""
 _UNKNOWN_STEP = 1 << 30
 """Bytes of a step's activations where the sizes for an estimate are missing."""
 
@@ -241,14 +243,16 @@ def weights_bytes(sizes: ModelSizes, quantization: str, num_positions: int) -> i
 def step_bytes(sizes: ModelSizes, serving: Serving) -> int:
     """Estimate the bytes of the largest step's activations, logits and sampling on one card.
 
-    A worker on a GPU measures them at start.
+    A worker on a GPU measures them at start: with logits of all tokens, as log-probabilities of prompts need, and with
+    rules in all rows. Activations are released before sampling.
     """
     if not (sizes.hidden_size and sizes.intermediate_size and sizes.vocab_size):
         return _UNKNOWN_STEP
     element = KV_ELEMENTS[sizes.dtype][0]
     inner = 3 * sizes.intermediate_size // serving.tensor_parallel_size
     activations = serving.max_tokens_per_step * (inner + 4 * sizes.hidden_size) * element
-    return activations + serving.max_rows * sizes.vocab_size * (element + 12)
+    logits = serving.max_tokens_per_step * sizes.vocab_size * element
+    return max(activations, logits + serving.max_rows * sizes.vocab_size * (element + _RULES_BYTES))
 
 
 def fit(card_bytes: int, sizes: ModelSizes, serving: Serving, weights: int, step: int) -> Memory:
