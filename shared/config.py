@@ -171,7 +171,7 @@ class SchedulerConfig(_Checked):
         10.0, "a front end that is silent for this long is considered lost", unit="s", least=3
     )
     trace_steps: float = _option(
-        1.0, "fraction of the steps with a traced request that get a step trace, 0 to 1", least=0, most=1
+        0.1, "fraction of the steps with a traced request that get a step trace, 0 to 1", least=0, most=1
     )
 
 

@@ -27,7 +27,7 @@ def test_one_trace_across_three_processes_and_links_both_ways(tmp_path: Path) ->
     tracer = TracerProvider().get_tracer("client")
     with otlp_receiver() as receiver:
         environ = {"OTEL_EXPORTER_OTLP_ENDPOINT": receiver.endpoint, "OTEL_BSP_SCHEDULE_DELAY": "200"}
-        with serve(checkpoint, "--num-threads=1", environ=environ) as served:
+        with serve(checkpoint, "--num-threads=1", "--trace-steps=1", environ=environ) as served:
             with Client(served.grpc) as client, tracer.start_as_current_span("client") as root:
                 client.generate(PROMPT, max_tokens=8, temperature=0, ignore_eos=True).result()
             context = root.get_span_context()
