@@ -1,4 +1,4 @@
-"""The front-end benchmark runs to its end and cannot block; its figures are not tested."""
+"""The benchmarks run to their end and cannot block; their figures are not tested."""
 
 import json
 from pathlib import Path
@@ -7,6 +7,7 @@ import pytest
 
 from services.bench.child import Child, ChildError
 from services.bench.frontend import BenchOptions, run_bench
+from services.bench.tracing import run_bench as run_tracing
 
 
 def test_the_benchmark_measures_every_scenario(tmp_path: Path) -> None:
@@ -49,3 +50,16 @@ def test_a_child_that_says_nothing_is_an_error(tmp_path: Path) -> None:
             child.line(0.01)
     with pytest.raises(ChildError, match="ended with status 0"):
         child.line()
+
+
+@pytest.mark.release  # starts three services
+def test_the_cost_of_traces_is_measured_in_turn() -> None:
+    """One short round gives figures for each share of sampled requests, beside those without traces."""
+    result = run_tracing(rounds=1, seconds=0.5, streams=4)
+
+    assert [row["sampled"] for row in result["results"]] == [0.0, 0.01, 1.0]
+    for row in result["results"]:
+        assert row["cpu_us_per_token"]["median"] > 0
+        assert row["tokens_per_s"]["median"] > 0
+        assert row["cpu_to_off"]["median"] > 0
+    assert result["results"][0]["cpu_to_off"]["median"] == 1
