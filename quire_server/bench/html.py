@@ -21,6 +21,7 @@ body { font: 15px/1.5 system-ui, sans-serif; color: #222; max-width: 1100px; mar
 h1 { font-size: 1.4em; } h2 { font-size: 1.1em; margin-top: 2em; }
 table { border-collapse: collapse; margin: 0.5em 0; } th, td { padding: 0.2em 0.8em; border-bottom: 1px solid #ddd; }
 th { text-align: left; font-weight: 600; } td { text-align: right; font-variant-numeric: tabular-nums; }
+.words td { text-align: left; vertical-align: top; } .words th { vertical-align: top; }
 .charts { display: flex; flex-wrap: wrap; gap: 1em; } .warning { background: #fff3cd; padding: 0.5em 1em; }
 """
 

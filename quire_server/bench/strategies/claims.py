@@ -171,6 +171,24 @@ def _chunks(results: _Results) -> Iterator[Claim]:
     )
 
 
+def _capacity(results: _Results) -> Iterator[Claim]:
+    full, safe = (
+        results.find(cases.TIGHT, "continuous", capacity=name) for name in ("max_utilization", "guaranteed_no_evict")
+    )
+    yield Claim(
+        "max_utilization runs more requests at once, guaranteed_no_evict interrupts none",
+        "a trade-off",
+        f"{full['steps']:,} steps, up to {full['most_rows']} rows, {_interruptions(full)} interruptions against"
+        f" {safe['steps']:,} steps, up to {safe['most_rows']} rows, {_interruptions(safe)} interruptions",
+        "without the guarantee, a request may have to leave its slot and compute its tokens again",
+    )
+
+
+def _interruptions(row: Row) -> int:
+    """Return how often a request did not compute in a step after its first and before its last one."""
+    return len(row["gantt"]) - len({request for _, request, _, _ in row["gantt"]})
+
+
 def _memory(results: _Results) -> Iterator[Claim]:
     held = results.find(cases.FOUR, "static-held")
     short = results.find(cases.EQUAL, "continuous")
@@ -225,5 +243,5 @@ def _bound(lengths: list[int], slots: int) -> float:
 
 
 _CLAIMS: tuple[Callable[[_Results], Iterator[Claim]], ...] = (
-    _pictures, _hundred, _halves, _scaling, _low_load, _chunks, _memory, _others,
+    _pictures, _hundred, _halves, _scaling, _low_load, _chunks, _capacity, _memory, _others,
 )  # fmt: skip

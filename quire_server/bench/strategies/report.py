@@ -7,6 +7,7 @@ import platform
 from collections.abc import Sequence
 from typing import Any
 
+from quire_server.bench import html as page
 from quire_server.bench.strategies import cases
 from quire_server.bench.strategies.claims import claims
 from quire_server.bench.svg import Segment, bars, strips
@@ -16,6 +17,8 @@ Row = dict[str, Any]
 
 PLOTTED = ("50-100-200-500", "10-50-500", "half-short")
 """Workloads whose slots are drawn."""
+_IN_BARS = (cases.FOUR, cases.UNIFORM, cases.EXPONENTIAL, cases.HALVES)
+"""Workloads whose gains are drawn."""
 _IDLE_LOAD = 0.7
 """Largest load average before the start at which times mean something."""
 _MOST_STEPS = 2000
@@ -125,17 +128,20 @@ def plots(results: Sequence[Row]) -> dict[str, str]:
         held, continuous = (_find(results, name, strategy) for strategy in ("static-held", "continuous"))
         if held and continuous:
             found[name] = _gantt(held, continuous)
-    groups, series = [], dict[str, list[float]](**{"static-padded": [], "static-held": [], "continuous": []})
-    for workload in cases.COMPARED:
-        rows = {name: _find(results, workload.name, name) for name in series}
-        if all(rows.values()):
-            groups.append(workload.name)
-            for name, values in series.items():
-                row = rows[name]
-                assert row is not None
-                values.append(row["out_tok_per_s"])
+    groups = [
+        (workload.name, held, continuous)
+        for workload in _IN_BARS
+        if (held := _find(results, workload.name, "static-held"))
+        and (continuous := _find(results, workload.name, "continuous"))
+    ]
     if groups:
-        found["throughput"] = bars("Tokens per second at equal slots", "tokens/s", groups, list(series.items()))
+        series = [
+            ("bound", [held["bound"] for _, held, _ in groups]),
+            ("steps", [held["steps"] / continuous["steps"] for _, held, continuous in groups]),
+            ("tokens/s", [continuous["out_tok_per_s"] / held["out_tok_per_s"] for _, held, continuous in groups]),
+        ]
+        title = "Continuous against static-held at equal slots"
+        found["gain"] = bars(title, "factor", [name for name, _, _ in groups], series)
     return found
 
 
@@ -179,30 +185,16 @@ def _batch_ends(held: Row) -> list[int]:
 def html(document: Row) -> str:
     """Return a page that needs no other file."""
     results = document["results"]
-    rows = [cells(row, results) for row in results]
     told = [(each.claim, each.claimed, each.measured, each.why) for each in claims(results)]
-    figures = "\n".join(f"<figure>{svg}</figure>" for svg in plots(results).values())
-    return f"""<!DOCTYPE html>
-<html lang="en"><head><meta charset="utf-8"><title>Batching strategies</title>
-<style>
-body {{ font: 14px sans-serif; color: #222; margin: 2em auto; max-width: 1150px; }}
-table {{ border-collapse: collapse; margin: 1em 0; }}
-th, td {{ border-bottom: 1px solid #ddd; padding: 4px 8px; text-align: left; vertical-align: top; }}
-figure {{ display: inline-block; margin: 0.5em; }}
-</style></head><body>
-<h1>Batching strategies</h1>
-<p>{markup.escape(origin(document))} Factors (&quot;x&quot;) are relative to static-held. &quot;bound&quot;: the most
-that the lengths allow.</p>
-{figures}
-<h2>Claims</h2>
-{_html_table(("claim", "claimed", "measured here", "why"), told)}
-<h2>All runs</h2>
-{_html_table(_HEADER, rows)}
-</body></html>
-"""
-
-
-def _html_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    head = "".join(f"<th>{markup.escape(name)}</th>" for name in header)
-    body = "\n".join("<tr>" + "".join(f"<td>{markup.escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
-    return f"<table><tr>{head}</tr>\n{body}</table>"
+    body = [
+        "<h1>Batching strategies</h1>",
+        f"<p>{markup.escape(origin(document))}</p>",
+        "<p>Factors (x) are relative to static-held of the same workload; the bound is what the lengths allow.</p>",
+        '<div class="charts">',
+        *plots(results).values(),
+        '</div><h2>Claims</h2><div class="words">',
+        page.table(("claim", "claimed", "measured here", "why"), told),
+        "</div><h2>All runs</h2>",
+        page.table(_HEADER, [cells(row, results) for row in results]),
+    ]
+    return page.document("Batching strategies", body)
