@@ -347,7 +347,10 @@ def rules() -> dict[str, Any]:
             ),
             (
                 "QuireStalledReaders",
-                'sum(rate(gen_ai_server_request_duration_seconds_count{error_type="STALLED_READER"}[5m])) > 0',
+                # The first metric begins at 0, so the first such client fires. The second one also has clients who do
+                # not take the last message of a request that has ended.
+                'sum(rate(quire_requests_ended_total{reason="stalled"}[5m])) > 0'
+                ' or sum(rate(gen_ai_server_request_duration_seconds_count{error_type="STALLED_READER"}[5m])) > 0',
                 "0s",
                 "ticket",
                 "Requests end because their clients do not read",

@@ -98,6 +98,12 @@ def test_burn_alerts_end_with_the_burn(slo: str, tmp_path: Path) -> None:
         ),
         (
             "QuireStalledReaders",
+            {'quire_requests_ended_total{reason="stalled"}': "0 1x20"},
+            {'quire_requests_ended_total{reason="stalled"}': "1x20"},
+            {},
+        ),
+        (
+            "QuireStalledReaders",
             {_DURATIONS + '{error_type="STALLED_READER"}': "0 1x20"},
             {_DURATIONS: "0+5x20"},
             {},
