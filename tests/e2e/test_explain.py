@@ -105,6 +105,7 @@ def test_a_planted_cause_is_named_first(served: Served, name: str) -> None:
 
 
 @pytest.mark.release
+@pytest.mark.timeout(1800)
 def test_ten_planted_causes_are_named_first(served: Served, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Ten causes in an order and with parameters drawn from a seed; `quire explain` names each of them first."""
     rng = random.Random(SEED)

@@ -89,6 +89,7 @@ class _Given(Segment):
 
 
 @pytest.mark.release
+@pytest.mark.timeout(3600)
 def test_a_million_steps_replay(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A record of a million steps, with lost workers and preemptions, replays bit for bit."""
     began = time.monotonic()
