@@ -90,7 +90,9 @@ class Frontend:
             api_keys=read_api_keys(os.environ.get(API_KEY_VARIABLE, ""), config.api_key_file),
             anonymous_is_admin=not is_routable(config.host),
         )
-        tail = TailTracing(telemetry.forced_tracer, self.link.trace) if telemetry.traces_tail else None
+        tail = None
+        if telemetry.traces_tail:
+            tail = TailTracing(telemetry.forced_tracer, telemetry.forced_ids, self.link.trace)
         services = Services(config, self.link, tokenizer, self._grammars, self._metrics, telemetry.tracer, tail)
         prompts = Prompts(tokenizer, telemetry.tracer)
         self._live = LiveRequests(self._metrics)

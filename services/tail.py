@@ -23,7 +23,7 @@ from opentelemetry.trace import NonRecordingSpan, Span, SpanContext, SpanKind, S
 from opentelemetry.util.types import AttributeValue
 
 from services.metrics import Output
-from shared.telemetry import from_traceparent, to_traceparent
+from shared.telemetry import ReusableIds, from_traceparent, to_traceparent
 
 WINDOW = 1000
 """Number of recent values from which a percentile is taken."""
@@ -141,14 +141,15 @@ class TailSpan(NonRecordingSpan):
 class TailTracing:
     """The tail rule with what it needs of a front end."""
 
-    def __init__(self, tracer: Tracer, report: Callable[[int, str], None]) -> None:
+    def __init__(self, tracer: Tracer, ids: ReusableIds, report: Callable[[int, str], None]) -> None:
         """Start with no recent calls.
 
         Args:
             tracer: tracer without sampling.
+            ids: source of its ids.
             report: asks the scheduler for the spans of a stream, given its number and the traceparent of its call.
         """
-        self._tracer = tracer
+        self._tracer, self._ids = tracer, ids
         self._report = report
         self._rule = TailRule()
 
@@ -175,6 +176,7 @@ class TailTracing:
         reason = self._rule.reason(call.outputs, is_failed=is_failed, now=time.monotonic())
         if not reason:
             return
+        self._ids.reuse(call.get_span_context())
         root = self._tracer.start_span(
             call.name,
             context=from_traceparent(call.traceparent),

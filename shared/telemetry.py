@@ -21,6 +21,7 @@ from opentelemetry import trace
 from opentelemetry.sdk.resources import OTELResourceDetector, Resource
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
+from opentelemetry.sdk.trace.id_generator import RandomIdGenerator
 from opentelemetry.sdk.trace.sampling import ALWAYS_OFF, ALWAYS_ON
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
@@ -70,10 +71,12 @@ class Telemetry:
         resource = Resource.create({"service.name": service, "process.pid": os.getpid()})
         resource = resource.merge(OTELResourceDetector().detect())  # the arguments of `create` override the environment
         self.exports = exporting()
+        self.forced_ids = ReusableIds()
+        """Gives the spans of `forced_tracer` their ids."""
         if self.exports:
             self._processor = _CountingProcessor()
             provider = TracerProvider(resource=resource)
-            always = TracerProvider(resource=resource, sampler=ALWAYS_ON)
+            always = TracerProvider(resource=resource, sampler=ALWAYS_ON, id_generator=self.forced_ids)
             for each in (provider, always):
                 each.add_span_processor(self._processor)
         else:
@@ -123,6 +126,26 @@ class Telemetry:
             thread.start()
         for thread in ending:
             thread.join(max(deadline - time.monotonic(), 0.0))
+
+
+class ReusableIds(RandomIdGenerator):
+    """Random ids, except for the span after `reuse`."""
+
+    def __init__(self) -> None:
+        self._next: trace.SpanContext | None = None
+
+    def reuse(self, context: trace.SpanContext) -> None:
+        """Give the next span the ids of a span that was not sampled, which are in log lines already."""
+        self._next = context
+
+    def generate_trace_id(self) -> int:
+        """See the base class."""
+        return super().generate_trace_id() if self._next is None else self._next.trace_id
+
+    def generate_span_id(self) -> int:
+        """See the base class."""
+        context, self._next = self._next, None
+        return super().generate_span_id() if context is None else context.span_id
 
 
 class _CountingProcessor(BatchSpanProcessor):

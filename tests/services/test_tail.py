@@ -10,8 +10,10 @@ from opentelemetry.sdk.trace.sampling import ALWAYS_OFF
 from opentelemetry.trace import StatusCode, format_span_id, format_trace_id
 
 from protos.quire.link.v1 import link_pb2
+from services.calls.tracing import request_span, rpc
+from services.errors import InternalError
 from services.metrics import Output
-from services.tail import BURST, MIN_VALUES, PER_S, TailRule
+from services.tail import BURST, MIN_VALUES, PER_S, TailRule, TailTracing, part_span
 from tests.services.stack import TestCore, running_stack, tokens_request
 from tests.services.test_tracing import PARENT_ID, TRACE_ID, KeptTelemetry
 
@@ -118,6 +120,27 @@ def test_a_failed_call_is_exported(tmp_path: Path) -> None:
         assert list(times) == sorted(each for each in times if each is not None)
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize("traceparent", ["", UNSAMPLED[1]])
+def test_the_exported_span_has_the_ids_that_are_in_the_log(traceparent: str) -> None:
+    """A log line of the call leads to its trace; its parts have ids of their own."""
+    telemetry = UnsampledTelemetry()
+    tail = TailTracing(telemetry.forced_tracer, telemetry.forced_ids, lambda _number, _traceparent: None)
+    with (
+        pytest.raises(InternalError),
+        request_span(telemetry.tracer, traceparent, rpc("Generate"), tail) as call,
+        part_span(telemetry.tracer, "quire.tokenize"),
+    ):
+        raise InternalError("e")
+    spans = telemetry.spans()
+    server, tokenize = spans["quire.v1.GenerationService/Generate"], spans["quire.tokenize"]
+    logged = call.get_span_context()
+
+    assert not logged.trace_flags.sampled
+    assert (server.context.trace_id, server.context.span_id) == (logged.trace_id, logged.span_id)
+    assert tokenize.context.trace_id == logged.trace_id
+    assert tokenize.context.span_id != logged.span_id
 
 
 def test_a_call_that_missed_its_target_is_exported(tmp_path: Path) -> None:

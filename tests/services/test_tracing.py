@@ -15,7 +15,7 @@ from protos.quire.link.v1 import link_pb2
 from quire.v1 import generation_pb2 as v1
 from services.calls import tracing
 from shared.otlp_metrics import Families
-from shared.telemetry import Telemetry
+from shared.telemetry import ReusableIds, Telemetry
 from tests.services.stack import TestCore, running_stack, tokens_request
 from tests.services.tokenizers_for_tests import byte_level
 
@@ -30,7 +30,8 @@ class KeptTelemetry(Telemetry):
     def __init__(self) -> None:
         self.exporter = InMemorySpanExporter()
         self.tracer = self._tracer(TracerProvider())
-        self.forced_tracer = self._tracer(TracerProvider(sampler=ALWAYS_ON))
+        self.forced_ids = ReusableIds()
+        self.forced_tracer = self._tracer(TracerProvider(sampler=ALWAYS_ON, id_generator=self.forced_ids))
 
     def _tracer(self, provider: TracerProvider) -> Tracer:
         provider.add_span_processor(SimpleSpanProcessor(self.exporter))
