@@ -8,7 +8,7 @@ import numpy as np
 
 from quire_server.bench.figures import Spread
 from quire_server.bench.outcomes import Outcome
-from quire_server.bench.report import Report, describe_server, number, spreads
+from quire_server.bench.report import RATES, Report, describe_server, number, spreads
 from quire_server.bench.run import token_rates
 from quire_server.bench.svg import Segment, Series, lines, strips
 
@@ -16,6 +16,8 @@ STRIPS = 60
 """Most requests in the Gantt chart."""
 _POINTS = 200
 """Points of a distribution's curve."""
+_STEPS = 2000
+"""Most points of a curve with steps."""
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; color: #222; max-width: 1100px; margin: 2em auto; padding: 0 1em; }
 h1 { font-size: 1.4em; } h2 { font-size: 1.1em; margin-top: 2em; }
@@ -29,7 +31,7 @@ th { text-align: left; font-weight: 600; } td { text-align: right; font-variant-
 def page(report: Report) -> str:
     """Return the page of a benchmark."""
     figures = report.figures
-    intervals = report.intervals()
+    intervals, repeated = report.intervals(), len(report.runs) > 1
     counts = [
         ("requests", f"{figures.requests}"),
         ("answered", f"{figures.done}"),
@@ -38,8 +40,8 @@ def page(report: Report) -> str:
         ("prompt tokens", f"{figures.prompt_tokens} ({figures.cached_tokens} cached)"),
         ("output tokens", f"{figures.output_tokens}"),
         *(
-            (name.replace("_", " "), number(each.mean) + (f" ± {number(each.half_width)}" if each.half_width else ""))
-            for name, each in intervals.items()
+            (title, number(intervals[name].mean) + (f" ± {number(intervals[name].half_width)}" if repeated else ""))
+            for title, name, _ in RATES
         ),
     ]
     outcomes = [each for each in report.runs[-1].outcomes if each.counted]
@@ -48,7 +50,7 @@ def page(report: Report) -> str:
         _cdf("Time between tokens (ITL)", [gap for each in outcomes for gap in each.gaps_s]),
         _cdf("Time per output token (TPOT)", [each.tpot_s for each in outcomes if each.tpot_s is not None]),
         _cdf("End to end", [each.e2e_s for each in outcomes]),
-        lines("Output over time", "s", "tokens/s", [Series("output tokens/s", token_rates(report.runs[-1].outcomes))]),
+        lines("Output over time", "s", "tokens/s", [Series("", token_rates(report.runs[-1].outcomes))]),
         _in_flight(report.runs[-1].outcomes),
     ]
     limits = report.slo.describe()
@@ -81,11 +83,12 @@ def document(title: str, body: Sequence[str]) -> str:
     return "\n".join(["<!doctype html>", f'<html lang="en"><head>{head}</head><body>', *body, "</body></html>", ""])
 
 
-def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return a table whose first column has names."""
+def table(head: Sequence[str], rows: Sequence[Sequence[str]], *, of_words: bool = False) -> str:
+    """Return a table whose first column has names; its cells have numbers, or words."""
     titles = "".join(f"<th>{escape(each)}</th>" for each in head) if any(head) else ""
     cells = ["".join([f"<th>{escape(row[0])}</th>", *(f"<td>{escape(each)}</td>" for each in row[1:])]) for row in rows]
-    return "<table>" + "".join(f"<tr>{each}</tr>" for each in ([titles] if titles else []) + cells) + "</table>"
+    kind = ' class="words"' if of_words else ""
+    return f"<table{kind}>" + "".join(f"<tr>{each}</tr>" for each in ([titles] if titles else []) + cells) + "</table>"
 
 
 def gantt(outcomes: Sequence[Outcome]) -> str:
@@ -98,24 +101,27 @@ def gantt(outcomes: Sequence[Outcome]) -> str:
         times = [each.intended_s, each.sent_s, first, each.ended_s]
         rows.append([Segment(a - begin, b - begin, kind) for kind, (a, b) in enumerate(pairwise(times))])
     title = f"{len(picked)} of {len(outcomes)} requests"
-    return strips(title, "s", ("late in the generator", "waiting for the first token", "receiving tokens"), rows)
+    return strips(title, "s", ("generator late", "waiting", "receiving tokens"), rows)
 
 
 def _cdf(title: str, values: Sequence[float]) -> str:
     """Return the cumulative distribution of values up to their 99.9th percentile."""
     shares = np.linspace(0, 99.9, _POINTS)
     points = list(zip((1000 * np.percentile(values, shares)).tolist(), shares.tolist(), strict=True)) if values else []
-    return lines(title, "ms", "% of values", [Series("", points)])
+    return lines(title, "ms", "% of values", [Series("", points)], top=100.0)
 
 
 def _in_flight(outcomes: Sequence[Outcome]) -> str:
     changes = sorted([(each.sent_s, 1) for each in outcomes] + [(each.ended_s, -1) for each in outcomes])
-    points, count = [], 0
+    points: list[tuple[float, float]] = []
+    count = 0
     for time_s, change in changes:
+        points.append((max(time_s, 0.0), float(count)))
         count += change
         points.append((max(time_s, 0.0), float(count)))
-    kept = points[:: max(len(points) // 500, 1)]
-    return lines("Requests in flight", "s", "requests", [Series("in flight", kept)])
+    if len(points) > _STEPS:  # steps are too narrow to be seen
+        points = points[:: len(points) // (_STEPS // 4)]
+    return lines("Requests in flight", "s", "requests", [Series("", points)])
 
 
 def _cells(spread: Spread) -> list[str]:

@@ -9,7 +9,7 @@ from quire_server.bench.figures import Figures, Interval, Slo, Spread
 from quire_server.bench.outcomes import Outcome
 from quire_server.bench.run import Run
 
-_RATES: tuple[tuple[str, str, Callable[[Figures], float]], ...] = (
+RATES: tuple[tuple[str, str, Callable[[Figures], float]], ...] = (
     ("requests/s", "requests_per_s", lambda figures: figures.request_rate),
     ("goodput, requests/s", "goodput", lambda figures: figures.goodput),
     ("goodput, share", "goodput_share", lambda figures: figures.good_share),
@@ -40,7 +40,7 @@ class Report:
 
     def intervals(self) -> dict[str, Interval]:
         """Return the means over the repeats, by name."""
-        return {name: Interval.of([value(run.figures) for run in self.runs]) for _, name, value in _RATES}
+        return {name: Interval.of([value(run.figures) for run in self.runs]) for _, name, value in RATES}
 
     def warnings(self) -> list[str]:
         """Return what a reader must know before using the figures."""
@@ -103,7 +103,7 @@ class Report:
             "",
         ]
         intervals = self.intervals()
-        for title, name, _ in _RATES[: 5 if len(self.runs) == 1 else len(_RATES)]:
+        for title, name, _ in RATES[: 5 if len(self.runs) == 1 else len(RATES)]:
             interval = intervals[name]
             spread = f" ± {number(interval.half_width)}" if len(self.runs) > 1 else ""
             lines.append(f"{title:<22}{number(interval.mean):>10}{spread}")

@@ -20,10 +20,10 @@ class Series:
     """Whether it is drawn grey and dashed: a promise, not a measurement."""
 
 
-def lines(title: str, x_title: str, y_title: str, series: Sequence[Series]) -> str:
-    """Return a chart of lines; both axes begin at zero."""
+def lines(title: str, x_title: str, y_title: str, series: Sequence[Series], top: float | None = None) -> str:
+    """Return a chart of lines; both axes begin at zero. `top` is the end of the y axis, by default above all points."""
     right = max((x for each in series for x, _ in each.points), default=0.0) or 1.0
-    top = 1.08 * max((y for each in series for _, y in each.points), default=0.0) or 1.0
+    top = top or 1.08 * max((y for each in series for _, y in each.points), default=0.0) or 1.0
     parts = [*_frame(title, x_title, y_title, top)]
     for number in range(6):
         value = right * number / 5
@@ -33,7 +33,7 @@ def lines(title: str, x_title: str, y_title: str, series: Sequence[Series]) -> s
         colour, dash = (_GREY, ' stroke-dasharray="5 4"') if each.is_bound else (next(colours), "")
         points = " ".join(f"{_x(x / right):.1f},{_y(y / top):.1f}" for x, y in each.points)
         parts.append(f'<polyline fill="none" stroke="{colour}" stroke-width="1.8"{dash} points="{points}"/>')
-        parts += _legend(index, len(series), each.name, colour)
+        parts += _legend(index, len(series), each.name, colour) if each.name else []
     return _svg(parts)
 
 

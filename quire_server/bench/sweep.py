@@ -226,7 +226,7 @@ class SweepReport:
 
         def curve(title: str, y: str, value: Callable[[Figures], float]) -> str:
             points = [(point.figures.output_rate, 1000 * value(point.figures)) for point in self.points]
-            return lines(title, "output tokens/s", y, [Series(title, points)])
+            return lines(title, "output tokens/s", y, [Series("", points)])
 
         by_load = [Series("all", [(point.load, point.figures.request_rate) for point in self.points])]
         by_load.append(Series("good", [(point.load, point.figures.goodput) for point in self.points]))
@@ -246,7 +246,7 @@ class SweepReport:
         ]
         if self.suggestions():
             rows = [[each.setting, each.value, each.reason] for each in self.suggestions()]
-            body += ["<h2>Suggested settings</h2>", table(["setting", "value", "reason"], rows)]
+            body += ["<h2>Suggested settings</h2>", table(["setting", "value", "reason"], rows, of_words=True)]
         shown = self.best or self.knee
         if shown is not None:
             run = shown.runs[-1]

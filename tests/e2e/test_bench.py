@@ -2,6 +2,8 @@
 
 import json
 import re
+import shutil
+import subprocess
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -140,3 +142,19 @@ def test_the_page_is_self_contained(demo: Served, tmp_path: Path) -> None:
     assert not re.search(r"\b(src|href|url\()", text)
     assert "12 answered, 0 failed, 0 cancelled" in table
     assert "sequences per step" in table
+
+
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), "")
+
+
+@pytest.mark.skipif(not CHROMIUM, reason="Chromium is not installed")
+def test_a_browser_shows_the_page_without_errors(demo: Served, tmp_path: Path) -> None:
+    """Headless Chromium lays out every chart and writes nothing to its console."""
+    file = tmp_path / "report.html"
+    quire("bench", "serve", f"--target={demo.grpc}", "--concurrency=2", "--requests=4", "--output=4", f"--html={file}")
+    arguments = [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--dump-dom"]
+    arguments += ["--disable-dev-shm-usage", f"--user-data-dir={tmp_path / 'profile'}"]
+    browser = subprocess.run([*arguments, file.as_uri()], capture_output=True, text=True, timeout=120, check=True)
+
+    assert browser.stdout.count("<svg") == 7
+    assert "CONSOLE" not in browser.stderr
