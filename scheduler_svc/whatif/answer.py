@@ -44,7 +44,7 @@ def from_record(place: Path, step_times: Path | None = None) -> Case:
     """
     recorded = read_load(read(place))
     load = recorded.load
-    times = learn(recorded.samples) if step_times is None else read_service(step_times).times
+    times = learn(recorded.samples, recorded.begin) if step_times is None else read_service(step_times).times
     skipped = recorded.skipped_parts
     return Case(
         arrivals=load.arrivals,
@@ -73,6 +73,8 @@ def save(service: Service, path: Path) -> None:
     Raises:
         OSError: the file cannot be written.
     """
+    # Another load meets other disturbances.
+    service = dataclasses.replace(service, times=dataclasses.replace(service.times, pace=()))
     path.write_text(to_json(service) + "\n", encoding="utf-8")
 
 

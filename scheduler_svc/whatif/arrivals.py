@@ -41,6 +41,8 @@ class Recorded:
     figures: Figures
     samples: list[Sample]
     """Answered steps."""
+    begin: float
+    """Core time at the beginning of the load."""
     skipped_parts: int = 0
     """Parts of the record that are not used."""
 
@@ -269,7 +271,7 @@ class _Pass:
         arrivals.sort(key=lambda arrival: arrival.at)
         load = Load(config=self._config, arrivals=arrivals, members=members, duration=self._now - self._begin)
         figures = self._timeline.figures(most_members(members))
-        return Recorded(load, figures, self._samples)
+        return Recorded(load, figures, self._samples, self._begin)
 
     def _arrival(self, request: _Request, following: bytes, mean_outputs: int) -> Arrival:
         event, spec, end = request.event, request.event.spec, request.end

@@ -355,7 +355,7 @@ class _Simulation:
         assert work.shape.decodes == plan.num_decodes, "the plan counts other rows than the worker"
         self._steps += 1
         self._extrapolated += times.extrapolates(work.shape)
-        seconds = times.scattered(work.shape, self._rng.random())
+        seconds = times.scattered(work.shape, self._rng.random()) * times.pace_at(self._now - _START_S)
         earliest = self._now + times.link_s
         idle = max(0.0, earliest - worker.is_answered_at) if worker.is_answered_at else 0.0
         worker.is_answered_at = max(worker.is_answered_at, earliest) + seconds

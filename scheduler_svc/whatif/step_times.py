@@ -6,6 +6,9 @@ and Hanson, Solving Least Squares Problems, 1974). What is not linear, such as t
 afterwards: steps of about the same size have a common factor. Around this mean, steps scatter; the scatter of the
 record is part of the model.
 
+A machine that other processes use is slower at some times than at others. The pace of the record, by half second, is
+learned as well, so that a simulation meets the same disturbances at the same times.
+
 A step begins when its plan has reached the worker and the step before is answered. So the time of the link is learned
 from steps that were planned for an idle worker.
 """
@@ -31,6 +34,10 @@ _LEAST_SHARE = 0.05
 """Share of the median step that a prediction counts at least, so that no step has too much weight."""
 _LARGEST_RATIO = 20.0
 """Ratio to the median model from which on a step is left out of the fit: it was interrupted, or compiled a kernel."""
+_PACE_S = 0.5
+"""Length of one value of the pace."""
+_PACE_STEPS = 5.0
+"""Undisturbed steps that are added to those of a value, so that a few steps that scatter are no pace."""
 _VERSION = 1
 
 
@@ -87,6 +94,8 @@ class StepTimes:
 
     The quantiles have equal distances, and their mean is 1. The first time is 0.
     """
+    pace: tuple[float, ...] = ()
+    """By time since the beginning of the load: the ratio of the time of steps to the mean; 1 after the last one."""
     largest: Shape = _NOTHING
     """The largest values in the record; beyond them the model extrapolates."""
     fit: Fit | None = None
@@ -94,6 +103,11 @@ class StepTimes:
     def seconds(self, shape: Shape) -> float:
         """Return the mean time of a step."""
         return self._linear(shape) * self.factors.get(_class(shape), 1.0)
+
+    def pace_at(self, time: float) -> float:
+        """Return the pace at a time since the beginning of the load, s."""
+        at = int(time / _PACE_S)
+        return self.pace[at] if at < len(self.pace) else 1.0
 
     def scattered(self, shape: Shape, share: float) -> float:
         """Return the time of a step that is longer than this share of such steps, 0 to 1."""
@@ -138,6 +152,7 @@ def from_json(text: str) -> StepTimes:
             raise StepTimesError("step times: written by another release; learn them again with --learn-step-times")
         values["largest"] = Shape(*values["largest"])
         values["spreads"] = tuple((begin, tuple(quantiles)) for begin, quantiles in values["spreads"])
+        values["pace"] = tuple(values["pace"])
         values["fit"] = None if values["fit"] is None else Fit(**values["fit"])
         return StepTimes(**values)
     except (ValueError, TypeError, KeyError, AttributeError) as error:
@@ -148,8 +163,12 @@ def from_json(text: str) -> StepTimes:
         ) from None
 
 
-def learn(samples: Sequence[Sample]) -> StepTimes:
-    """Learn a model from answered steps.
+def learn(samples: Sequence[Sample], begin: float | None = None) -> StepTimes:
+    """Learn a model.
+
+    Args:
+        samples: answered steps.
+        begin: core time at the beginning of the load, to learn the pace from then on; None: no pace.
 
     Raises:
         StepTimesError: there are too few steps.
@@ -177,6 +196,10 @@ def learn(samples: Sequence[Sample]) -> StepTimes:
     factors = _factors(classes, durations, linear, keep)
     mean = linear * np.array([factors.get(each, 1.0) for each in classes])
     errors = np.abs(durations / mean - 1)
+    pace: tuple[float, ...] = ()
+    of_steps = np.ones(len(samples))
+    if begin is not None:
+        pace, of_steps = _pace(answered - durations - begin, durations, mean)
     return StepTimes(
         constant_s=float(coefficients[0]),
         decode_s=float(coefficients[1]),
@@ -186,7 +209,8 @@ def learn(samples: Sequence[Sample]) -> StepTimes:
         block_copy_s=float(coefficients[5]),
         link_s=link_s,
         factors=factors,
-        spreads=_spreads(mean[keep], (durations / mean)[keep]),
+        spreads=_spreads(mean[keep], (durations / mean / of_steps)[keep]),
+        pace=pace,
         largest=Shape(*(max(each.shape[at] for each in samples) for at in range(len(Shape._fields)))),
         fit=Fit(
             steps=len(samples),
@@ -262,6 +286,24 @@ def _factors(
         each: float(durations[found].sum() / linear[found].sum()) if len(found) >= _CLASS_STEPS else common
         for each, found in members.items()
     }
+
+
+def _pace(times: Floats, durations: Floats, mean: Floats) -> tuple[tuple[float, ...], Floats]:
+    """Return the pace by time, and that of each step.
+
+    Args:
+        times: begin of each step since the beginning of the load, `[n]`.
+        durations: time of each step, `[n]`.
+        mean: mean time of such steps, `[n]`.
+    """
+    at = np.maximum(times / _PACE_S, 0).astype(np.int64)
+    prior = _PACE_STEPS * float(mean.mean())
+    number = int(at.max()) + 1
+    measured = np.bincount(at, durations, number) + prior
+    pace = measured / (np.bincount(at, mean, number) + prior)
+    # The pace of all steps together is 1, so that the sum of their times stays right.
+    pace *= float(durations.sum() / (mean * pace[at]).sum())
+    return tuple(pace.tolist()), pace[at]
 
 
 def _spreads(mean: Floats, ratios: Floats) -> tuple[tuple[float, tuple[float, ...]], ...]:

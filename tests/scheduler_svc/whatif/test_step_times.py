@@ -76,6 +76,30 @@ def test_a_jump_between_sizes_is_learned() -> None:
         assert times.seconds(shape) == pytest.approx(_known(shape) * (2 if shape.decodes > 31 else 1), rel=0.15)
 
 
+def test_a_disturbance_is_met_at_its_time() -> None:
+    """While another process makes steps take twice as long, so does the model; the scatter does not contain it."""
+    samples, shift, found = _samples(_known), 0.0, []
+    for each in samples:
+        busy = each.answered - max(each.previous, each.planned)
+        slow = busy if 20.0 < each.planned < 25.0 else 0.0
+        found.append(
+            each._replace(
+                planned=each.planned + shift, previous=each.previous + shift, answered=each.answered + shift + slow
+            )
+        )
+        shift += slow
+
+    times = learn(found, begin=10.0)
+
+    shape = Shape(30, 0, 30_000, 0)
+    during, before = times.pace_at(12.0), times.pace_at(5.0)
+    assert 1.5 < during / before < 2.2
+    assert times.scattered(shape, 0.95) < 1.5 * times.scattered(shape, 0.05)
+    without = learn(found)
+    assert without.scattered(shape, 0.95) > 1.5 * without.scattered(shape, 0.05)
+    assert times.pace_at(1e9) == 1.0
+
+
 def test_no_coefficient_is_negative() -> None:
     """A feature that would need a negative coefficient gets none, and the others describe the target best."""
     rng = np.random.default_rng(1)
