@@ -96,7 +96,7 @@ def test_the_engine_takes_the_steps_that_the_lengths_imply() -> None:
 
     async def run() -> list[dict[str, Any]]:
         done: list[Case] = []
-        found = [await run_cases(group, done.append) for group in grouped(runs)]
+        found = [await run_cases(group, done.append, repeats=2) for group in grouped(runs)]
         assert done == runs
         return [row for group in found for rows in group for row in rows]
 

@@ -100,6 +100,20 @@ def _hundred(results: _Results) -> Iterator[Claim]:
         )
 
 
+def _near_the_bound(results: _Results) -> Iterator[Claim]:
+    shares = {}
+    for workload in cases.COMPARED:
+        row = results.find(workload, "continuous")
+        shares[workload.name] = row["fewest_steps"] / row["steps"]
+    yield Claim(
+        "Quire's own aim: continuous batching takes few more steps than the bound at equal slots",
+        "at least 90 % of the bound",
+        ", ".join(f"{name} {share:.0%}" for name, share in shares.items()),
+        "with exponential lengths a long request that comes late runs on alone. An order that knew all lengths could"
+        " start it first",
+    )
+
+
 def _halves(results: _Results) -> Iterator[Claim]:
     held, continuous = results.find(cases.HALVES, "static-held"), results.find(cases.HALVES, "continuous")
     yield Claim(
@@ -166,7 +180,7 @@ def _chunks(results: _Results) -> Iterator[Claim]:
         "no stall",
         f"longest time between two tokens {1e3 * whole['itl_s']['max']:.0f} ms in one step,"
         f" {1e3 * chunked['itl_s']['max']:.0f} ms in chunks of 128; time to the prompt's first token"
-        f" {whole['ttft_s']['p99']:.2f} s and {chunked['ttft_s']['p99']:.2f} s",
+        f" {whole['ttft_s']['max']:.2f} s and {chunked['ttft_s']['max']:.2f} s",
         "each step takes a chunk and every decode row; the prompt itself pays for it",
     )
 
@@ -243,5 +257,5 @@ def _bound(lengths: list[int], slots: int) -> float:
 
 
 _CLAIMS: tuple[Callable[[_Results], Iterator[Claim]], ...] = (
-    _pictures, _hundred, _halves, _scaling, _low_load, _chunks, _capacity, _memory, _others,
+    _pictures, _hundred, _near_the_bound, _halves, _scaling, _low_load, _chunks, _capacity, _memory, _others,
 )  # fmt: skip

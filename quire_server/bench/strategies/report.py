@@ -51,7 +51,7 @@ def origin(document: Row) -> str:
         return text
     return (
         f"{text} Other programs used the machine (load average {document['load_before']:.1f} before the start), so"
-        " compare steps, idle slots and bounds, which do not depend on it, and no times."
+        " compare steps, idle slots and bounds, which hardly depend on it, and no times."
     )
 
 
