@@ -301,8 +301,10 @@ def concurrency(
     longest = serving.max_model_len or sizes.max_positions
     if longest and context > longest:
         raise ConfigError(f"--context: {context} exceeds the model's {longest} positions; lower it")
+    if context < 1:
+        raise ConfigError(f"--context: {context} is too small; give at least 1")
     if not 0 <= output <= context:
-        raise ConfigError(f"--output: {output} exceeds the context of {context} tokens; lower it")
+        raise ConfigError(f"--output: {output} is not between 0 and the context of {context} tokens; change it")
     if not 0 <= shared_prefix <= context - output:
         raise ConfigError(f"--shared-prefix: {shared_prefix} exceeds the prompt of {context - output} tokens; lower it")
     shared = shared_prefix // serving.block_size

@@ -64,6 +64,10 @@ def run(options: Namespace) -> int:
     for name in ("block_size", "max_num_seqs", "max_num_batched_tokens", "tensor_parallel_size"):
         if getattr(options, name) < 1:
             raise CommandError(f"--{name.replace('_', '-')}: {getattr(options, name)} is too small; give at least 1")
+    if not 0 < options.gpu_memory_utilization <= 1:
+        raise CommandError(
+            f"--gpu-memory-utilization: {options.gpu_memory_utilization:g} is not a share; give more than 0, at most 1"
+        )
     sizes = _model(options)
     if options.dtype != "auto":
         sizes = dataclasses.replace(sizes, dtype=options.dtype)

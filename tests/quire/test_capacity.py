@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from quire_server.capacity import sizes_from_params, weights_bytes
 from quire_server.cli.main import main
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "capacity.md").read_text("utf-8")
@@ -52,6 +53,22 @@ def test_the_claim_of_40_gb(capsys: pytest.CaptureFixture[str], tmp_path: Path) 
 
 
 @pytest.mark.parametrize(
+    ("params", "billions"),
+    [
+        (_MODELS["7B, one KV head per query head (Llama 2)"], 6.74),
+        (_MODELS["8B (Llama 3.1)"], 8.03),
+        (_MODELS["70B (Llama 3.1)"], 70.55),
+        ("layers=32,hidden=4096,heads=32,kv_heads=8,intermediate=14336,vocab=32000,experts=8", 46.70),
+    ],
+)
+def test_weights_are_as_many_as_published(params: str, billions: float) -> None:
+    """The formula gives the published numbers of parameters, also of a mixture of experts (Mixtral 8x7B)."""
+    weights = weights_bytes(sizes_from_params(params), "none", num_positions=0)
+
+    assert weights / 2 / 1e9 == pytest.approx(billions, abs=0.01)
+
+
+@pytest.mark.parametrize(
     ("flags", "message"),
     [
         (["--params", "layers=2,head_dim=64"], "kv_heads is missing"),
@@ -60,6 +77,8 @@ def test_the_claim_of_40_gb(capsys: pytest.CaptureFixture[str], tmp_path: Path) 
         (["--model", "demo"], "--gpu-memory is missing"),
         (["--model", "demo", "--gpu-memory", "1MB"], "weights take"),
         (["--model", "demo", "--gpu-memory", "1GB", "--context", "4096"], "exceeds the model's 2048 positions"),
+        (["--model", "demo", "--gpu-memory", "1GB", "--context", "100"], "--output: 256 is not between 0 and"),
+        (["--model", "demo", "--gpu-memory", "1GB", "--gpu-memory-utilization", "90"], "90 is not a share"),
         (["--model", "demo", "--gpu-memory", "1GB", "--tensor-parallel-size", "3"], "does not divide"),
     ],
 )
