@@ -8,10 +8,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from quire_server.bench.http1 import HttpPool, Url
-from quire_server.bench.prompts import Prompt, TextScale, words
+from quire_server.bench.prompts import Prompt
 from quire_server.bench.targets import Answer, Request, RequestCancelledError, RequestFailedError
-
-_PROBE_WORDS = (50, 250)
 
 
 class _Events:
@@ -148,19 +146,15 @@ class HttpTarget:
         except (KeyError, IndexError, TypeError):
             raise RequestFailedError("/v1/models lists no model; give its name with --model") from None
 
-    async def scale(self, chat: bool) -> TextScale:
-        """Return how many tokens the server counts for words; one per word if it reports no usage.
+    async def count_tokens(self, prompt: Prompt, *, ignore_eos: bool) -> int:
+        """Return how many tokens the server counts for a prompt, by a request for one token; 0 if it does not say.
 
         Raises:
-            RequestFailedError: the server refused the probe.
+            RequestFailedError: the server refused the request.
         """
-        probes = []
-        for count in _PROBE_WORDS:
-            text, answer = words(range(count)), Answer()
-            prompt: Prompt = ({"role": "user", "content": text},) if chat else text
-            await self.stream(Request(prompt, 1, ignore_eos=False), answer)
-            probes.append((count, answer.prompt_tokens))
-        return TextScale.of_probes(probes[0], probes[1])
+        answer = Answer()
+        await self.stream(Request(prompt, 1, ignore_eos=ignore_eos), answer)
+        return answer.prompt_tokens
 
     async def _get(self, path: str) -> dict[str, Any]:
         parts: list[bytes] = []

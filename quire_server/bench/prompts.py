@@ -69,6 +69,21 @@ class Prompts:
     scale: TextScale = TextScale()
 
 
+PROBE_WORDS = (50, 250)
+"""Lengths of the two texts from which the scale follows."""
+
+
+def probe(style: Style, count: int) -> Prompt:
+    """Return a prompt of a number of words or token ids."""
+    match style:
+        case Style.TOKENS:
+            return tuple(range(FIRST_ID, FIRST_ID + count))
+        case Style.CHAT:
+            return ({"role": "user", "content": words(range(count))},)
+        case Style.TEXT:
+            return words(range(count))
+
+
 def words(units: Sequence[int]) -> str:
     """Return one word per unit."""
     return " ".join(WORDS[unit % len(WORDS)] for unit in units)

@@ -2,6 +2,7 @@
 
 import argparse
 import asyncio
+import contextlib
 import json
 import math
 import ssl
@@ -17,7 +18,8 @@ from quire_server.cli._parser import Namespace, OneLineParser
 
 if TYPE_CHECKING:
     from quire_server.bench.figures import Slo
-    from quire_server.bench.plan import Plan
+    from quire_server.bench.plan import Address, Plan
+    from quire_server.bench.prompts import Prompts
     from quire_server.bench.run import Progress
     from quire_server.bench.workloads import TraitMix, Workload
     from quire_server.http_client import Server
@@ -179,7 +181,7 @@ async def base_plan(options: Namespace) -> "Plan":
     from quire_server.bench.workloads import Listed
 
     if options.url:
-        address, prompts = await _ask_http(options)
+        address, prompts, ignore_eos = await _ask_http(options)
         max_model_len = options.max_model_len
     else:
         from quire.aio import AsyncClient
@@ -188,7 +190,7 @@ async def base_plan(options: Namespace) -> "Plan":
             model = await client.get_model(timeout=10)
         address = Address(grpc=options.target, tls_ca=options.tls_ca or "", connections=options.connections)
         prompts = Prompts(Style(options.prompts or "tokens"), model.vocab_size)
-        max_model_len = model.max_model_len
+        max_model_len, ignore_eos = model.max_model_len, not options.stop_at_eos
     return Plan(
         address=address,
         arrivals=Users(1),
@@ -199,34 +201,49 @@ async def base_plan(options: Namespace) -> "Plan":
         timeout_s=options.deadline,
         drain_s=options.drain,
         temperature=options.temperature,
-        ignore_eos=not options.stop_at_eos,
+        ignore_eos=ignore_eos,
     )
 
 
-async def _ask_http(options: Namespace) -> "tuple[Any, Any]":
+async def _ask_http(options: Namespace) -> "tuple[Address, Prompts, bool]":
+    """Return the server, its prompts, and whether it accepts `ignore_eos`, as far as the flags want it."""
     from quire_server.bench.generator import open_target
     from quire_server.bench.http_target import HttpTarget
     from quire_server.bench.plan import Address
-    from quire_server.bench.prompts import Prompts, Style
+    from quire_server.bench.prompts import PROBE_WORDS, Prompts, Style, TextScale, probe
     from quire_server.bench.targets import RequestFailedError
 
     address = Address(url=options.url, model=options.model, tls_ca=options.tls_ca or "", extra=options.extra_body)
-    style = Style(options.prompts or "text")
+    style, ignore_eos = Style(options.prompts or "text"), not options.stop_at_eos
+    prompts = Prompts(style, options.vocab_size)
     try:
-        target = open_target(address, token())
-        assert isinstance(target, HttpTarget)
-        address = replace(address, model=address.model or await target.model())
-        await target.close()
-        target = open_target(address, token())
-        assert isinstance(target, HttpTarget)
-        prompts = Prompts(style, options.vocab_size)
-        if style is not Style.TOKENS:
-            prompts = replace(prompts, scale=await target.scale(chat=style is Style.CHAT))
-        await target.close()
+        async with contextlib.AsyncExitStack() as stack:
+            if not address.model:
+                listing = open_target(address, token())
+                stack.push_async_callback(listing.close)
+                assert isinstance(listing, HttpTarget)
+                address = replace(address, model=await listing.model())
+            target = open_target(address, token())
+            stack.push_async_callback(target.close)
+            assert isinstance(target, HttpTarget)
+            short, long = (probe(style, count) for count in PROBE_WORDS)
+            try:
+                tokens = await target.count_tokens(short, ignore_eos=ignore_eos)
+            except RequestFailedError as error:
+                if not ignore_eos or not str(error).startswith("HTTP 4"):
+                    raise
+                ignore_eos = False
+                tokens = await target.count_tokens(short, ignore_eos=False)
+                note = "does not accept ignore_eos; answers may end before the length that --output asks for"
+                print(f"{options.url}: {note}", file=sys.stderr)
+            if style is not Style.TOKENS:
+                counted = await target.count_tokens(long, ignore_eos=ignore_eos)
+                scale = TextScale.of_probes((PROBE_WORDS[0], tokens), (PROBE_WORDS[1], counted))
+                prompts = replace(prompts, scale=scale)
     except (RequestFailedError, OSError, ssl.SSLError) as error:
-        remedy = "give the URL of a server with OpenAI's API, without /v1, with --url"
+        remedy = "give the URL of a server with OpenAI's API, without /v1, with --url, and maybe --model"
         raise CommandError(f"{options.url}: {one_line(str(error) or type(error).__name__)}; {remedy}") from None
-    return address, prompts
+    return address, prompts, ignore_eos
 
 
 def length_of_run(options: Namespace, *, is_finite: bool) -> tuple[float | None, int | None]:

@@ -16,6 +16,8 @@ from quire_server.bench.plan import Address, Counters, Plan, Share
 from quire_server.bench.prompts import Prompts, Style
 from quire_server.bench.run import Run, run_plan
 from quire_server.bench.workloads import Drawn, Lengths, TraitMix, Workload
+from quire_server.cli._load import add_generator_flags, add_server_flags, add_workload_flags, base_plan
+from quire_server.cli._parser import OneLineParser
 from tests.quire_server.openai_server import Answer, Reply, Server, answer_all, openai_server
 
 FIXED = Lengths.fixed
@@ -264,6 +266,32 @@ def test_users_never_have_more_requests_than_they_are() -> None:
 
     assert most == 3
     assert (len(server.bodies), run.figures.done) == (20, 20)
+
+
+def test_a_server_that_refuses_unknown_fields_is_measured_without_them() -> None:
+    """The probe finds out, says so, and no request has the field; texts are scaled by what the server counts."""
+
+    async def strict(body: dict[str, Any], reply: Reply) -> None:
+        if "ignore_eos" in body:
+            reply.refuse(422, "unknown_field")
+            return
+        for _ in range(body["max_tokens"]):
+            await reply.token()
+        await reply.end(5 + 2 * len(body["prompt"].split()), body["max_tokens"])
+
+    async def work() -> tuple[Plan, Server]:
+        async with openai_server(strict) as server:
+            parser = OneLineParser("bench", description="", examples="")
+            for add_flags in (add_server_flags, add_workload_flags, add_generator_flags):
+                add_flags(parser)
+            return await base_plan(parser.parse([f"--url={server.url}"])), server
+
+    plan, server = asyncio.run(work())
+
+    assert not plan.ignore_eos
+    assert plan.address.model == "small"
+    assert (plan.prompts.scale.per_word, plan.prompts.scale.fixed) == (2.0, 5.0)
+    assert len(server.bodies) == 3
 
 
 @pytest.mark.release
