@@ -19,7 +19,7 @@ PLOTTED = ("50-100-200-500", "10-50-500", "half-short")
 """Workloads whose slots are drawn."""
 _IN_BARS = (cases.FOUR, cases.UNIFORM, cases.EXPONENTIAL, cases.HALVES)
 """Workloads whose gains are drawn."""
-_IDLE_LOAD = 0.7
+_IDLE_LOAD = 1.0
 """Largest load average before the start at which times mean something."""
 _MOST_STEPS = 2000
 """Steps that are drawn."""
