@@ -121,7 +121,7 @@ def test_a_change_is_predicted(tmp_path: Path) -> None:
 @pytest.mark.release
 @pytest.mark.parametrize("seed", [1, 4, 6, 7])
 def test_a_run_of_the_simulator_is_reproduced(seed: int, tmp_path: Path) -> None:
-    """Throughput is within 5 % and the mean TTFT within 10 %, although the simulator's steps scatter by half."""
+    """Throughput is within 5 % and the mean TTFT within 15 %, although the simulator's steps scatter by half."""
     scenario = draw(seed, faults=False)
     traffic = replace(scenario.traffic, credit_tokens=0, grammars=0.0, identified=0.0)
     scenario = replace(scenario, pace=replace(scenario.pace, turn=0.0), traffic=traffic)
@@ -134,7 +134,7 @@ def test_a_run_of_the_simulator_is_reproduced(seed: int, tmp_path: Path) -> None
     recorded, simulated = found.recorded, found.simulated.figures
     assert recorded.requests > 50
     assert simulated.requests_per_s == pytest.approx(recorded.requests_per_s, rel=0.05)
-    assert simulated.ttft.mean == pytest.approx(recorded.ttft.mean, rel=0.10)
+    assert simulated.ttft.mean == pytest.approx(recorded.ttft.mean, rel=0.15)
 
 
 def test_every_way_to_end_is_simulated() -> None:
