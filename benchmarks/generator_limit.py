@@ -2,10 +2,9 @@
 
     python -m benchmarks.generator_limit [--tokens N] [--processes N] [--seconds S] [--json FILE]
 
-Two bare servers in processes of their own answer each request at once with N tokens, one message for each: an HTTP
-server that writes ready-made bytes, and a bare grpc.aio server. The rate grows by a quarter until the 99th percentile
-of the generator's delay, or that of its event loop, exceeds 1 ms. Give it cores that do nothing else. The CPU time for
-each token depends less on what else runs.
+Two bare servers in processes of their own answer each request with N tokens, one every 10 ms: an HTTP server that
+writes ready-made bytes, and a bare grpc.aio server. The rate grows by a quarter until the 99th percentile of the
+generator's delay, or that of its event loop, exceeds 1 ms. Give it cores that do nothing else.
 """
 
 import argparse
@@ -31,7 +30,9 @@ from services.bench.child import Child
 from services.bench.servicer_bare_echo import BareEcho
 from services.grpc.boundary import Context
 
-FIRST_RATE, GROWTH = 50.0, 1.25
+FIRST_RATE, GROWTH = 10.0, 1.25
+GAP_S = 0.01
+"""Time between two tokens of an answer; without it, each answer would be one burst that no real server makes."""
 
 
 async def serve_http() -> None:
@@ -49,7 +50,7 @@ async def serve_http() -> None:
                 writer.write(head)
                 for _ in range(body.get("max_tokens", 0)):
                     writer.write(token)
-                    await asyncio.sleep(0)
+                    await asyncio.sleep(GAP_S)
                 writer.write(end)
         except (asyncio.IncompleteReadError, ConnectionError):
             writer.close()
@@ -72,6 +73,7 @@ class CompleteEcho(BareEcho):
     async def Generate(self, request: v1.GenerateRequest, context: Context) -> AsyncIterator[v1.GenerateResponse]:
         """Stream one message per token, then the end."""
         async for response in super().Generate(request, context):
+            await asyncio.sleep(GAP_S)
             yield response
         end = v1.Finished(reason=v1.FINISH_REASON_LENGTH)
         end.usage.completion_tokens = request.stop.max_tokens
