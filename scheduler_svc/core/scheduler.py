@@ -172,7 +172,8 @@ class Scheduler:
 
     def due_workers(self, now: float) -> list[ev.Peer]:
         """Return the workers whose plan is due, or nearly due and worth sending together; longest due first."""
-        due = self._schedule.due(now, requests_wait=self._requests.backlog.may_start)
+        backlog = self._requests.backlog
+        due = self._schedule.due(now, for_any=backlog.may_start, for_each=backlog.assigned_workers)
         return [worker.peer for worker in due]
 
     def workers(self) -> list[ev.Peer]:

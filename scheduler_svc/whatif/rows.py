@@ -71,20 +71,16 @@ class Rows:
         """Tokens to compute before the row decodes."""
         self._held: BoolArray = np.zeros(size, np.bool_)
         self._samples: BoolArray = np.ones(size, np.bool_)
-        self.num_occupied = 0
-        """Rows that have a request."""
 
     def leave(self, rows: Sequence[int] | IndexArray) -> None:
         """Free rows."""
         if len(rows):
-            self.num_occupied -= int((self._request[rows] != FREE).sum())
             self._request[rows] = FREE
 
     def admit(self, admissions: Iterable[Admitted]) -> None:
         """Give rows to requests."""
         for each in admissions:
             row = each.row
-            self.num_occupied += int(self._request[row] == FREE)
             self._request[row] = each.request
             self._generation[row] = each.generation
             self._length[row] = each.num_computed

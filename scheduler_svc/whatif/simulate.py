@@ -42,8 +42,6 @@ _START_S = 1000.0
 """Core time at the beginning."""
 _JOIN_AGAIN_S = 1.0
 """Time after which a worker that the core gave up connects again."""
-_MANY_DUE = 64
-"""Due workers from which on idle ones are asked for plans only after an event that may have work for them."""
 _MOST_TURNS_WITHOUT_PROGRESS = 2_000_000
 
 MakeCore = Callable[[CoreConfig, int, TokenFacts], Scheduler]
@@ -100,12 +98,6 @@ class _Worker:
     rows: Rows
     is_answered_at: float = 0.0
     """When its newest step will be answered."""
-    num_in_flight: int = 0
-
-    @property
-    def is_idle(self) -> bool:
-        """Whether it has no row and no plan."""
-        return not self.num_in_flight and not self.rows.num_occupied
 
 
 @dataclass(slots=True)
@@ -177,8 +169,6 @@ class _Simulation:
         self._now = _START_S
         self._steps = self._extrapolated = 0
         self._next_arrival = 0
-        self._has_news = True
-        """Whether something has happened since the last plans that may give an idle worker work."""
         self._carry_out: dict[type, Callable[[Any], None]] = {
             ef.TokensReady: self._tokens,
             ef.RequestEnded: self._ended,
@@ -220,15 +210,9 @@ class _Simulation:
                 act(*arguments)
             if self._now >= ticked_at + PING_INTERVAL_S:
                 ticked_at = self._now
-                self._has_news = True
                 self._feed(ev.TimePassed())
             planned_at = self._now
-            due_now = core.due_workers(planned_at)
-            if len(due_now) > _MANY_DUE and not self._has_news:
-                # The core would ask every idle worker while a request waits for the next plan of a busy one.
-                due_now = [peer for peer in due_now if not self._workers[peer].is_idle]
-            self._has_news = False
-            for peer in due_now:
+            for peer in core.due_workers(planned_at):
                 self._plan(peer)
             idle_turns = 0 if steps != self._steps or self._next_arrival < len(self._state.arrivals) else idle_turns + 1
             if idle_turns > _MOST_TURNS_WITHOUT_PROGRESS:
@@ -255,7 +239,6 @@ class _Simulation:
     def _arrive(self) -> None:
         arrival = self._state.arrivals[self._next_arrival]
         self._next_arrival += 1
-        self._has_news = True
         self._schedule_arrival()
         now, spec = self._now, arrival.spec
         number = self._timeline.arrived(now, spec.num_prompt_tokens, left_out=arrival.left_out)
@@ -299,7 +282,6 @@ class _Simulation:
             self._feed(ev.RequestCancelled(frontend=_FRONTEND, stream=number))
 
     def _ended(self, end: ef.RequestEnded) -> None:
-        self._has_news = True
         self._timeline.ended(
             end.stream,
             self._now,
@@ -313,7 +295,6 @@ class _Simulation:
 
     def _join(self, member: Member) -> None:
         self._num_members += 1
-        self._has_news = True
         peer = b"whatif-worker/%d" % self._num_members
         facts = dataclasses.replace(member.hello.model, vocab_size=_VOCAB)
         hello = dataclasses.replace(
@@ -329,7 +310,6 @@ class _Simulation:
             self._at(max(self._now, _START_S + member.lost), self._lose, peer)
 
     def _lose(self, peer: Peer) -> None:
-        self._has_news = True
         if self._workers.pop(peer, None) is not None:
             self._feed(ev.WorkerLost(worker=peer, reason="it was lost in the record"))
 
@@ -354,7 +334,6 @@ class _Simulation:
     def _execute(self, plan: Plan) -> None:
         worker, times = self._workers[plan.worker], self._times
         rows = worker.rows
-        worker.num_in_flight += 1
         rows.leave(plan.leaves)
         rows.admit(
             [
@@ -401,9 +380,7 @@ class _Simulation:
         self._at(worker.is_answered_at, self._answer, answer)
 
     def _answer(self, answer: ev.StepDone) -> None:
-        worker = self._workers.get(answer.worker)
-        if worker is not None:
-            worker.num_in_flight -= 1
+        if answer.worker in self._workers:
             self._feed(answer)
 
 

@@ -86,6 +86,28 @@ def test_a_cached_prefix_draws_requests_until_its_worker_is_busy(home: str, othe
     _check_all(cluster)
 
 
+def test_idle_workers_are_not_asked_for_a_request_that_waits_for_a_busy_one() -> None:
+    """A turn costs nothing for idle workers while the only waiting request is assigned to another worker."""
+    cluster = _cluster()
+    _serve_at(cluster, "w1", "w0")
+    cluster.submit(1, [*PREFIX, 2], 20)
+    cluster.plan()
+    assert _running(cluster) == {"w0": 0, "w1": 1}
+    cluster.submit(2, [*PREFIX, 3], 20)
+    assert b"w/0" in cluster.core.due_workers(cluster.now)
+    cluster.plan_for(b"w/0")
+    assert _running(cluster) == {"w0": 0, "w1": 1}
+
+    assert b"w/0" not in cluster.core.due_workers(cluster.now)
+
+    cluster.answer()
+    assert cluster.core.due_workers(cluster.now) == [b"w/1"]
+    cluster.plan()
+    assert _running(cluster) == {"w0": 0, "w1": 2}
+    cluster.run()
+    _check_all(cluster)
+
+
 def test_a_request_is_not_left_to_a_worker_that_makes_no_plan() -> None:
     """A worker that would do less work for a request, and makes no plan, is waited for within a bound."""
     cluster = _cluster()

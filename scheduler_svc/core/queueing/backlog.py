@@ -111,8 +111,13 @@ class Backlog:
 
     @property
     def may_start(self) -> bool:
-        """Whether a worker may be able to take a request."""
-        return len(self) > len(self._over_quota)
+        """Whether any worker may be able to take a request, whichever workers requests are assigned to."""
+        return len(self) > len(self._over_quota) + len(self._assigned)
+
+    @property
+    def assigned_workers(self) -> Iterable[Worker]:
+        """The workers for whose next plan requests wait."""
+        return self._assigned.keys()
 
     @property
     def kinds(self) -> tuple[Kind, ...]:
@@ -121,7 +126,7 @@ class Backlog:
 
     def has_for(self, worker: Worker) -> bool:
         """Return whether a plan for the worker may admit a request."""
-        if self.num_ready or len(self._for_prefix):
+        if len(self._competing) or len(self._for_prefix) or self._assigned.count(worker):
             return True
         # A loop, because `any` takes several times as long when there is no key, and every plan comes here.
         for key in islice(self._for_grammar.keys(), _MAX_KEYS):

@@ -5,6 +5,7 @@ takes time in proportion to their number only, however many workers there are.
 """
 
 import heapq
+from collections.abc import Iterable
 
 from scheduler_svc.core.workers.step_clock import EARLY_S
 from scheduler_svc.core.workers.worker import Worker
@@ -45,18 +46,19 @@ class PlanSchedule:
         self._ready.pop(worker, None)
         self._idle.pop(worker, None)
 
-    def due(self, now: float, *, requests_wait: bool) -> list[Worker]:
+    def due(self, now: float, *, for_any: bool, for_each: Iterable[Worker]) -> list[Worker]:
         """Return the workers whose plan is due, or nearly due and worth sending together; longest due first.
 
         Args:
             now: the time, s.
-            requests_wait: whether workers without work may take a request.
+            for_any: whether requests wait that a worker without work may take, whichever it is.
+            for_each: the workers that may take a request in any case.
         """
         self._advance(now + EARLY_S)
         for worker in [worker for worker in self._ready if not (worker.has_work or worker.in_flight)]:
             del self._ready[worker]
             self._idle[worker] = None
-        return [*self._ready, *self._idle] if requests_wait else [*self._ready]
+        return [*self._ready, *(self._idle if for_any else (worker for worker in for_each if worker in self._idle))]
 
     def next_due(self, now: float) -> float | None:
         """Return the next time after `now` at which a plan becomes due, or None."""

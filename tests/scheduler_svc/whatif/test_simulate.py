@@ -16,7 +16,6 @@ from scheduler_svc.core.memory.token_facts import TokenFacts
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.recorder.reader import read
 from scheduler_svc.sim.scenario import draw
-from scheduler_svc.whatif import simulate as simulation
 from scheduler_svc.whatif.answer import compare, from_record, read_service, save
 from scheduler_svc.whatif.arrivals import WhatIfError, read_load
 from scheduler_svc.whatif.load import Arrival, Member
@@ -170,16 +169,6 @@ def test_idle_workers_cost_no_steps() -> None:
 
     assert replace(many, busy_share=0.0) == replace(few, busy_share=0.0)
     assert many.busy_share == pytest.approx(few.busy_share / 20)
-
-
-def test_idle_workers_are_asked_less_often_without_effect(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a large fleet, idle workers are asked for plans only when there is news; the figures stay the same."""
-    arrivals = [_arrival(number, outputs=30, at=0.003 * number) for number in range(60)]
-
-    fast = _simulate(arrivals, workers=100).figures
-    monkeypatch.setattr(simulation, "_MANY_DUE", 1 << 30)
-
-    assert fast == _simulate(arrivals, workers=100).figures
 
 
 def test_shared_prefixes_are_found_again() -> None:
