@@ -235,7 +235,8 @@ class _Walk:
         else:
             kind = _OF_REASON[reason]
             by = self._life.went_first if kind in _BLOCKED_BY_OTHERS else ()
-            self._charge(kind, end - self._at, reason.value, by)
+            detail = "" if kind.value.endswith(reason.value) else reason.value
+            self._charge(kind, end - self._at, detail, by)
         self._at = max(self._at, end)
 
     def _skip_steps(self) -> None:
