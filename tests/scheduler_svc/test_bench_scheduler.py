@@ -53,6 +53,6 @@ def test_the_json_keeps_its_fields(telemetry: Telemetry) -> None:
 @pytest.mark.parametrize("churn", [False, True])
 def test_the_recorder_is_measured_beside_the_same_steps_without_it(churn: bool) -> None:
     """The recorder's benchmark gives the cost of a step on both sides, and the bytes that a step takes on disk."""
-    off, on, thread, size = measure(4, 16, churn=churn)
+    off, on, thread, size = measure(4, 40, churn=churn)
 
     assert min(off, on, thread, size) > 0

@@ -80,7 +80,7 @@ def test_every_claim_has_its_plot_in_the_docs() -> None:
     """docs/scheduling.md shows exactly the plots that `make plots` draws; no plot lies in docs that no page shows."""
     docs = Path(__file__).resolve().parents[2] / "docs"
     shown = {
-        page.name: sorted(re.findall(r"!\[[^\]]+\]\(plots/(\w+)\.svg\)", page.read_text()))
+        page.name: sorted(re.findall(r"!\[[^\]]+\]\(plots/([\w-]+)\.svg\)", page.read_text()))
         for page in docs.glob("*.md")
     }
     assert shown["scheduling.md"] == sorted(CLAIMS)
