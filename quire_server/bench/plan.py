@@ -36,7 +36,7 @@ class Plan:
     traits: TraitMix = field(default_factory=TraitMix)
     prompts: Prompts = field(default_factory=Prompts)
     max_model_len: int | None = None
-    """Longest prompt and answer together, tokens; None: unknown."""
+    """Maximum number of tokens of prompt and answer together; None if the server does not state it."""
     seed: int = 0
     warmup_s: float = 0.0
     """Sessions that begin earlier are not counted."""

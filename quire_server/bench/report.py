@@ -25,7 +25,7 @@ RATES: tuple[tuple[str, str, Callable[[Figures], float]], ...] = (
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """One benchmark: a run, or several repeats of it."""
+    """Report of a benchmark: one run, or several repeats with different seeds."""
 
     title: str
     load: str

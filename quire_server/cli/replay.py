@@ -73,7 +73,7 @@ def _what_if(options: Namespace) -> int:
     from scheduler_svc.whatif.step_times import StepTimesError
 
     if options.to is not None:
-        raise CommandError("to: a simulation serves the whole record; remove --to")
+        raise CommandError("--to: a simulation serves the whole record; remove --to")
     try:
         is_trace = options.place.suffix in _TRACES
         case = _from_trace(options) if is_trace else from_record(options.place, options.step_times)

@@ -24,7 +24,7 @@ from tests.e2e.planted import ADMISSION, CAUSES, FLAGS, MAX_LENGTH, Planted, Sce
 SEED = int(os.environ.get("QUIRE_SEED") or random.SystemRandom().getrandbits(32))
 """What the release test draws from."""
 _BRIEF = ("a tenant's limit", "neighbours with long prompts", "a cold prefix")
-"""Causes that are planted in the default suite; the release test plants all ten."""
+"""Causes of slowness that the default suite produces; the release test produces all ten."""
 
 
 def _explain(served: Served, *arguments: str) -> str:

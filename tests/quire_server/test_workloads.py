@@ -176,7 +176,7 @@ def test_mooncake_traces_are_read_with_their_shared_blocks(tmp_path: Path) -> No
 
 
 def test_a_prompt_longer_than_its_blocks_is_filled() -> None:
-    """The recorded length counts, whatever the number of hashes."""
+    """A prompt has its recorded length, even if it has too many or too few block hashes."""
     assert len(_turns(Trace((Recorded(0.0, 700, 1, (9,)),)), 1)[0].prompt) == 700
 
 
