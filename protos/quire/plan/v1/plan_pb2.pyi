@@ -15,7 +15,9 @@ incarnation. The scheduler then re-plans the requests of that worker from their 
 
 Rows: the worker keeps a table of rows. A plan lists only the changes. A row is in prefill until all its admitted tokens
 are computed; then it samples once and is a decode row. Each decode row is computed in every step, one token each,
-unless it is held. A prefill row is computed only in steps whose plan has a chunk for it. A row that *pools* does not
+unless it is held. With a draft limit above 0, the worker may also compute draft tokens that it proposes for the row.
+A draft is accepted if it equals the token sampled at its place; the row advances by the accepted drafts and one
+token more. A prefill row is computed only in steps whose plan has a chunk for it. A row that *pools* does not
 sample: when all its tokens are computed, the step's result has its vector, and later steps ignore the row.
 
 Order inside a plan: leaves, swap-outs, copies, admissions, appends, holds and releases, swap-ins, forward, sample.
@@ -285,6 +287,7 @@ class Hello(_message.Message):
     NUM_KV_GROUPS_FIELD_NUMBER: _builtins.int
     DEVICE_FIELD_NUMBER: _builtins.int
     PID_FIELD_NUMBER: _builtins.int
+    MAX_DRAFT_TOKENS_FIELD_NUMBER: _builtins.int
     PROCESS_FIELD_NUMBER: _builtins.int
     NEWEST_PROTOCOL_VERSION_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
@@ -312,6 +315,8 @@ class Hello(_message.Message):
     """The device, "cpu" or "cuda:0 NVIDIA H100" for example."""
     pid: _builtins.int
     """Operating system process id, for the operator."""
+    max_draft_tokens: _builtins.int
+    """Most draft tokens that the worker can verify per row and step. 0: the worker does not speculate."""
     process: _builtins.str
     """Identifies the process on its machine: "BOOT_ID/PID_NAMESPACE/PID/START_TIME", as reported by Linux. A scheduler on
     the same machine and in the same namespace uses it to detect the death of the process. Empty: not known.
@@ -341,13 +346,14 @@ class Hello(_message.Message):
         num_kv_groups: _builtins.int = ...,
         device: _builtins.str = ...,
         pid: _builtins.int = ...,
+        max_draft_tokens: _builtins.int = ...,
         process: _builtins.str = ...,
         newest_protocol_version: _builtins.int = ...,
         reason: Global___HelloReason.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["model", b"model"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "device", b"device", "incarnation", b"incarnation", "max_rows", b"max_rows", "max_tokens_per_step", b"max_tokens_per_step", "model", b"model", "newest_protocol_version", b"newest_protocol_version", "num_blocks", b"num_blocks", "num_host_blocks", b"num_host_blocks", "num_kv_groups", b"num_kv_groups", "pid", b"pid", "process", b"process", "protocol_version", b"protocol_version", "reason", b"reason", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "device", b"device", "incarnation", b"incarnation", "max_draft_tokens", b"max_draft_tokens", "max_rows", b"max_rows", "max_tokens_per_step", b"max_tokens_per_step", "model", b"model", "newest_protocol_version", b"newest_protocol_version", "num_blocks", b"num_blocks", "num_host_blocks", b"num_host_blocks", "num_kv_groups", b"num_kv_groups", "pid", b"pid", "process", b"process", "protocol_version", b"protocol_version", "reason", b"reason", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -672,6 +678,8 @@ class Plan(_message.Message):
     COPY_IDS_FIELD_NUMBER: _builtins.int
     COPY_SOURCES_FIELD_NUMBER: _builtins.int
     COPY_TARGETS_FIELD_NUMBER: _builtins.int
+    DRAFT_ROWS_FIELD_NUMBER: _builtins.int
+    DRAFT_LIMITS_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     """Number of the step within the epoch, from 1 without gaps."""
     leaves: _builtins.bytes
@@ -709,6 +717,12 @@ class Plan(_message.Message):
     """
     copy_targets: _builtins.bytes
     """See copy_sources."""
+    draft_rows: _builtins.bytes
+    """Columns of rows whose draft limit changes from this step on: row, most draft tokens that the row verifies in each
+    decode step. The limit is 0 at admission. The worker verifies at most as many drafts as fit in the row's blocks.
+    """
+    draft_limits: _builtins.bytes
+    """See draft_rows."""
     @_builtins.property
     def admissions(self) -> _containers.RepeatedCompositeFieldContainer[Global___Admission]:
         """Admitted rows."""
@@ -734,10 +748,12 @@ class Plan(_message.Message):
         copy_ids: _builtins.bytes = ...,
         copy_sources: _builtins.bytes = ...,
         copy_targets: _builtins.bytes = ...,
+        draft_rows: _builtins.bytes = ...,
+        draft_limits: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["admissions", b"admissions", "append_blocks", b"append_blocks", "append_groups", b"append_groups", "append_rows", b"append_rows", "chunk_lengths", b"chunk_lengths", "chunk_rows", b"chunk_rows", "copy_ids", b"copy_ids", "copy_sources", b"copy_sources", "copy_targets", b"copy_targets", "holds", b"holds", "leaves", b"leaves", "releases", b"releases", "step", b"step", "swap_in_blocks", b"swap_in_blocks", "swap_in_host_blocks", b"swap_in_host_blocks", "swap_out_blocks", b"swap_out_blocks", "swap_out_host_blocks", b"swap_out_host_blocks", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["admissions", b"admissions", "append_blocks", b"append_blocks", "append_groups", b"append_groups", "append_rows", b"append_rows", "chunk_lengths", b"chunk_lengths", "chunk_rows", b"chunk_rows", "copy_ids", b"copy_ids", "copy_sources", b"copy_sources", "copy_targets", b"copy_targets", "draft_limits", b"draft_limits", "draft_rows", b"draft_rows", "holds", b"holds", "leaves", b"leaves", "releases", b"releases", "step", b"step", "swap_in_blocks", b"swap_in_blocks", "swap_in_host_blocks", b"swap_in_host_blocks", "swap_out_blocks", b"swap_out_blocks", "swap_out_host_blocks", b"swap_out_host_blocks", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -925,6 +941,7 @@ class StepResult(_message.Message):
     COMPLETED_COPIES_FIELD_NUMBER: _builtins.int
     SCORES_FIELD_NUMBER: _builtins.int
     EMBEDDINGS_FIELD_NUMBER: _builtins.int
+    DRAFT_COUNTS_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     """The plan's step."""
     rows: _builtins.bytes
@@ -935,6 +952,10 @@ class StepResult(_message.Message):
     """Column with the number of tokens per row. Empty: one each."""
     completed_copies: _builtins.bytes
     """Column of the IDs of completed copies."""
+    draft_counts: _builtins.bytes
+    """Column with the number of draft tokens that each row verified, in the order of `rows`. Empty: none. A row's count is
+    at most this number plus one.
+    """
     @_builtins.property
     def failures(self) -> _containers.RepeatedCompositeFieldContainer[Global___RowFailure]:
         """Rows that failed alone. They do not appear in `rows`."""
@@ -963,10 +984,11 @@ class StepResult(_message.Message):
         completed_copies: _builtins.bytes = ...,
         scores: _abc.Iterable[Global___RowScores] | None = ...,
         embeddings: _abc.Iterable[Global___RowEmbedding] | None = ...,
+        draft_counts: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["timings", b"timings"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["completed_copies", b"completed_copies", "counts", b"counts", "embeddings", b"embeddings", "failures", b"failures", "rows", b"rows", "scores", b"scores", "step", b"step", "timings", b"timings", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["completed_copies", b"completed_copies", "counts", b"counts", "draft_counts", b"draft_counts", "embeddings", b"embeddings", "failures", b"failures", "rows", b"rows", "scores", b"scores", "step", b"step", "timings", b"timings", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
