@@ -1,8 +1,11 @@
-"""Run the tests in one pytest session and print how long each folder and the slowest tests took.
+"""Run the tests in two processes and print how long each folder and the slowest tests took.
 
     python -m tests.run                     what `make test` runs: all but the tests marked `release`
     python -m tests.run --all               what `make test-all` runs: every test
     python -m tests.run tests/quire -k cli  the tests that pytest selects by these arguments
+
+Two processes take the tests, a file at a time. `tests/conftest.py` says which tests never run beside each other. Tests
+selected by arguments run in one process, unless `-n` is among the arguments.
 
 The duration of every test is written to build/test-durations.json. The exit code is pytest's own: 0 only when every
 test that was found passed. The last line is `N passed, N failed`.
@@ -20,6 +23,8 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 DURATIONS = ROOT / "build" / "test-durations.json"
 _NUM_SLOWEST = 20
+_NUM_PROCESSES = 2
+"""One for the tests that start services, one for the others."""
 
 
 @dataclass(slots=True)
@@ -43,9 +48,10 @@ class TimeTable:
         self._started = time.monotonic()
         self._collected_s = 0.0
 
-    def pytest_collection_finish(self) -> None:
+    def pytest_runtest_logstart(self) -> None:
         """Collecting imports torch and transformers; that time belongs to no folder."""
-        self._collected_s = time.monotonic() - self._started
+        if not self._collected_s:
+            self._collected_s = time.monotonic() - self._started
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         """A module that cannot be imported is a failure of its folder."""
@@ -54,15 +60,16 @@ class TimeTable:
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Set-up and tear-down count too; a test that fails in both fails once."""
-        folder = self.folders[_folder(report.nodeid)]
+        test = _test(report.nodeid)
+        folder = self.folders[_folder(test)]
         folder.seconds += report.duration
-        self.tests[report.nodeid] += report.duration
-        if report.failed and report.nodeid not in self._failed:
-            self._failed.add(report.nodeid)
+        self.tests[test] += report.duration
+        if report.failed and test not in self._failed:
+            self._failed.add(test)
             folder.failed += 1
         elif report.skipped:
             folder.skipped += 1
-        elif report.when == "teardown" and report.passed and report.nodeid not in self._failed:
+        elif report.when == "teardown" and report.passed and test not in self._failed:
             folder.passed += 1
 
     def render(self) -> str:
@@ -90,6 +97,7 @@ def main(arguments: list[str]) -> int:
     chosen = [argument for argument in arguments if argument != "--all"]
     selects = any(not argument.startswith("-") for argument in chosen)
     if not selects:
+        chosen += ["-n", str(_NUM_PROCESSES), "--dist", "loadgroup"]
         chosen += [str(ROOT / "tests")] if "--all" in arguments else ["-m", "not release", str(ROOT / "tests")]
     code = int(pytest.main([f"--rootdir={ROOT}", *chosen], plugins=[table]))
     if not selects:
@@ -98,6 +106,11 @@ def main(arguments: list[str]) -> int:
         DURATIONS.write_text(json.dumps(durations, indent=1) + "\n", encoding="utf-8")
     print(table.render(), flush=True)
     return code
+
+
+def _test(node: str) -> str:
+    """Return the name of a test without its group, which pytest-xdist appends as "@group"."""
+    return node.rpartition("@")[0] if node.rfind("@") > node.rfind("]") else node
 
 
 def _folder(node: str) -> str:
