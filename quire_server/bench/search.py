@@ -1,4 +1,4 @@
-"""Search for the highest load that keeps the limits: doubling, then bisection; and the knee of a curve. Pure."""
+"""Search for the highest load that keeps the limits, by doubling and bisection; knee and Pareto front. Pure."""
 
 import math
 from collections.abc import Sequence
@@ -100,3 +100,19 @@ def knee(points: Sequence[tuple[float, float]]) -> int | None:
         return max(range(len(points)), key=lambda index: points[index][0])
     below = [(x - x0) / (x1 - x0) - (y - y0) / (y1 - y0) for x, y in points]
     return max(range(len(points)), key=lambda index: below[index])
+
+
+def pareto_front(points: Sequence[tuple[float, float]], *, less_x_is_better: bool = False) -> list[int]:
+    """Return the indices of the points that no other point beats in one figure without losing in the other.
+
+    More of y is better; more of x as well, unless `less_x_is_better`. The indices are in the order of x. Of equal
+    points, the first one is returned.
+    """
+    sign = -1.0 if less_x_is_better else 1.0
+    # From the best x on, a point belongs to the front if its y exceeds all before it.
+    order = sorted(range(len(points)), key=lambda index: (-sign * points[index][0], -points[index][1], index))
+    front: list[int] = []
+    for index in order:
+        if not front or points[index][1] > points[front[-1]][1]:
+            front.append(index)
+    return sorted(front, key=lambda index: points[index][0])

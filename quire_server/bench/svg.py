@@ -1,4 +1,4 @@
-"""Charts as SVG text: lines over numbers, bars over names, and strips over time. Pure; no external assets."""
+"""Charts as SVG text: lines and dots over numbers, bars over names, and strips over time. Pure; no external assets."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -6,6 +6,8 @@ from dataclasses import dataclass
 _WIDTH, _HEIGHT = 520, 260
 _LEFT, _RIGHT, _TOP, _BOTTOM = 62, 14, 40, 46
 _STRIPS_HEIGHT = 460
+_LETTER, _LINE = 6.0, 11.0
+"""About the width of a letter and the height of a line."""
 _COLOURS = ("#0b6e99", "#d9730d", "#448361", "#9065b0")
 _GREY = "#777777"
 
@@ -18,6 +20,10 @@ class Series:
     points: Sequence[tuple[float, float]]
     is_bound: bool = False
     """Whether it is drawn grey and dashed: a promise, not a measurement."""
+    labels: Sequence[str] = ()
+    """Texts at the points, which are then drawn as dots; empty: only the line."""
+    is_line: bool = True
+    """Whether neighbouring points are connected."""
 
 
 def lines(title: str, x_title: str, y_title: str, series: Sequence[Series], top: float | None = None) -> str:
@@ -31,8 +37,11 @@ def lines(title: str, x_title: str, y_title: str, series: Sequence[Series], top:
     colours = iter(_COLOURS)
     for index, each in enumerate(series):
         colour, dash = (_GREY, ' stroke-dasharray="5 4"') if each.is_bound else (next(colours), "")
-        points = " ".join(f"{_x(x / right):.1f},{_y(y / top):.1f}" for x, y in each.points)
-        parts.append(f'<polyline fill="none" stroke="{colour}" stroke-width="1.8"{dash} points="{points}"/>')
+        places = [(_x(x / right), _y(y / top)) for x, y in each.points]
+        if each.is_line:
+            points = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
+            parts.append(f'<polyline fill="none" stroke="{colour}" stroke-width="1.8"{dash} points="{points}"/>')
+        parts += _dots(places, each.labels, colour) if each.labels else []
         parts += _legend(index, len(series), each.name, colour) if each.name else []
     return _svg(parts)
 
@@ -84,6 +93,26 @@ def strips(title: str, x_title: str, kinds: Sequence[str], rows: Sequence[Sequen
     for index, kind in enumerate(kinds):
         parts += _legend(index, len(kinds), kind, _COLOURS[index])
     return _svg(parts, height)
+
+
+def _dots(places: Sequence[tuple[float, float]], labels: Sequence[str], colour: str) -> list[str]:
+    """Return dots with their labels; a label that would cover another one is left out."""
+    parts = [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{colour}"/>' for x, y in places]
+    taken: list[tuple[float, float, float]] = []
+    for (x, y), label in zip(places, labels, strict=True):
+        width = _LETTER * len(label)
+        for text_y, begin in ((y - 4, x + 6), (y - 4, x - 6 - width), (y + 12, x + 6), (y + 12, x - 6 - width)):
+            end = begin + width
+            is_inside = begin >= _LEFT and end <= _WIDTH - _RIGHT and text_y <= _HEIGHT - _BOTTOM
+            is_free = all(
+                abs(text_y - other_y) >= _LINE or end <= other or other_end <= begin
+                for other, other_end, other_y in taken
+            )
+            if label and is_inside and is_free:
+                taken.append((begin, end, text_y))
+                parts.append(_text(begin if begin > x else end, text_y, label, "start" if begin > x else "end"))
+                break
+    return parts
 
 
 def _x(share: float) -> float:

@@ -10,7 +10,7 @@ from quire_server.bench.figures import Figures, Slo
 from quire_server.bench.html import document, gantt, table
 from quire_server.bench.report import describe_server, merged, number
 from quire_server.bench.run import Run
-from quire_server.bench.search import Search, judge, knee, share_interval
+from quire_server.bench.search import Search, judge, knee, pareto_front, share_interval
 from quire_server.bench.svg import Series, lines
 
 
@@ -220,13 +220,28 @@ class SweepReport:
             *(["", "suggested settings:", *advice] if advice else []),
         ]
 
+    def _pareto(self) -> str:
+        """Return the chart of the tokens per second that one user sees against those of all users."""
+        shown = [point for point in self.points if point.figures.tpot.mean > 0]
+        places = [(1 / point.figures.tpot.mean, point.figures.output_rate) for point in shown]
+        loads = [number(point.load) for point in shown]
+        front = [places[index] for index in pareto_front(places)]
+        return lines(
+            "Pareto front: no other load is better in both",
+            "output tokens/s of one request (1 / mean TPOT)",
+            "output tokens/s",
+            [Series("loads", places, labels=loads, is_line=False), Series("front", front, labels=[""] * len(front))],
+        )
+
     def page(self) -> str:
         """Return the page with plots."""
         head, rows = self.rows()
 
         def curve(title: str, y: str, value: Callable[[Figures], float]) -> str:
             points = [(point.figures.output_rate, 1000 * value(point.figures)) for point in self.points]
-            return lines(title, "output tokens/s", y, [Series("", points)])
+            return lines(title, "output tokens/s", y, [Series("", points, labels=loads)])
+
+        loads = [number(point.load) for point in self.points]
 
         by_load = [Series("all", [(point.load, point.figures.request_rate) for point in self.points])]
         by_load.append(Series("good", [(point.load, point.figures.goodput) for point in self.points]))
@@ -241,6 +256,11 @@ class SweepReport:
             curve("End to end, p99", "ms", lambda figures: figures.e2e.p99),
             curve("Time to first token, p99", "ms", lambda figures: figures.ttft.p99),
             curve("Time between tokens, p99", "ms", lambda figures: figures.itl.p99),
+            "</div>",
+            f"<p>Numbers at the points: {escape(self.unit)}.</p>",
+            "<h2>Choice between speed and throughput</h2>",
+            '<div class="charts">',
+            self._pareto(),
             lines("Answered requests", self.unit, "requests/s", by_load),
             "</div>",
         ]

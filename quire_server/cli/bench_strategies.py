@@ -44,15 +44,17 @@ def configure(parser: OneLineParser) -> None:
 
 def run(options: Namespace) -> int:
     """Run the cases, print the table and write the files."""
-    from quire_server.bench.strategies import report
+    from quire_server.bench.strategies import other_work, report
 
     if options.repeats < 1:
         raise CommandError(f"--repeats: {options.repeats} is too small; give at least 1")
     if options.source is not None:
         document = json.loads(options.source.read_text())
     else:
-        load_before = os.getloadavg()[0]
-        document = report.document(asyncio.run(_measure(options.workload, options.repeats)), load_before)
+        before = other_work.now()
+        results = asyncio.run(_measure(options.workload, options.repeats))
+        by_others = other_work.share_of_others(before, other_work.now(), os.cpu_count() or 1)
+        document = report.document(results, by_others)
     print(report.table(document["results"]))
     if options.json is not None:
         options.json.write_text(report.to_json(document))

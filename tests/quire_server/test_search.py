@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire_server.bench.search import Search, judge, knee, share_interval
+from quire_server.bench.search import Search, judge, knee, pareto_front, share_interval
 
 
 def _search(capacity: float, **options: float) -> tuple[Search, list[float]]:
@@ -80,3 +80,12 @@ def test_a_knee_needs_three_points() -> None:
     """Two points have none; when throughput falls, the knee is its maximum."""
     assert knee([(1, 1), (2, 2)]) is None
     assert knee([(1, 1), (5, 2), (0.5, 9)]) == 1
+
+
+def test_the_pareto_front_has_what_nothing_beats() -> None:
+    """A point that another one equals or exceeds in both figures is left out."""
+    points = [(1.0, 9.0), (2.0, 7.0), (2.0, 8.0), (3.0, 8.0), (4.0, 1.0), (4.0, 1.0)]
+
+    assert pareto_front(points) == [0, 3, 4]
+    assert pareto_front([(-x, y) for x, y in points], less_x_is_better=True) == [4, 3, 0]
+    assert pareto_front([]) == []

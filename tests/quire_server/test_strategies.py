@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 import json
+import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire_server.bench.strategies import cases, report
+from quire_server.bench.strategies import cases, other_work, report
 from quire_server.bench.strategies.bounds import (
     continuous_steps,
     fewest_steps,
@@ -24,6 +25,7 @@ from quire_server.bench.strategies.cases import Asked, Case, Workload, all_cases
 from quire_server.bench.strategies.claims import claims
 from quire_server.bench.strategies.measure import grouped, run_cases
 from quire_server.bench.strategies.occupancy import Bar, Step, bars, idle_share, kv_waste, padded, steps_of
+from quire_server.bench.strategies.other_work import Moment
 from quire_server.cli.main import main
 from tests.examples import examples
 from tools.strategies import PAGE, PLOTS, RESULTS, filled
@@ -64,6 +66,24 @@ def test_memory_bounds_steps_too() -> None:
 
 def _steps(*computing: Sequence[tuple[int, int]], busy_s: float = 0.01) -> list[Step]:
     return [Step(tuple(each), busy_s, num_blocks=len(each), num_tokens=12 * len(each)) for each in computing]
+
+
+def test_only_the_work_of_others_counts(tmp_path: Path) -> None:
+    """Of 12 busy seconds of two processors in ten seconds, eight were those of the own processes."""
+    before, after = Moment(100.0, 50.0, 1.0), Moment(110.0, 62.0, 9.0)
+    (stat := tmp_path / "stat").write_text("cpu 100 20 30 4000 5000 6 7 8 90 91\ncpu0 1 1\n")
+
+    assert other_work.share_of_others(before, after, processors=2) == pytest.approx(0.2)
+    assert other_work.share_of_others(before, None, processors=2) is None
+    assert (found := other_work.now(stat)) is not None
+    assert found.busy_s * os.sysconf("SC_CLK_TCK") == pytest.approx(100 + 20 + 30 + 6 + 7 + 8)
+    assert other_work.now(tmp_path / "none") is None
+
+
+@pytest.mark.parametrize(("share", "said"), [(None, "not known"), (0.01, "used 1.0%"), (0.4, "no times")])
+def test_the_origin_says_what_others_used(share: float | None, said: str) -> None:
+    """The page tells whether times may be compared."""
+    assert said in report.origin(report.document([], share))
 
 
 def test_slots_are_counted_and_drawn() -> None:
@@ -145,7 +165,7 @@ def test_the_report_is_one_file(tmp_path: Path, capsys: pytest.CaptureFixture[st
     text = page.read_text("utf-8")
     assert not re.search(r"(?:src|href)=|url\(|@import", text)
     assert text.count("<tr>") == 2 + len(claims(_results()["results"])) + len(_results()["results"])
-    assert text.count("<svg") == len(report.PLOTTED) + 1
+    assert text.count("<svg") == len(report.PLOTTED) + 1 + 7  # slots, gains, and throughput against latency
     assert len(capsys.readouterr().out.splitlines()) == 1 + len(_results()["results"])
 
 

@@ -92,9 +92,9 @@ def test_suggestions_have_their_reasons() -> None:
 
 
 def test_the_page_and_the_table_have_every_load() -> None:
-    """A row for each, and four charts besides the requests."""
+    """A row for each, and five charts besides the requests."""
     report = _report(_sweep([4.0, 8.0, 12.0]))
 
     assert [row[0] for row in report.rows()[1]] == ["4", "8", "12"]
-    assert report.page().count("<svg") == 5
+    assert report.page().count("<svg") == 6
     assert "<script" not in report.page()

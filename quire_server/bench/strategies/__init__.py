@@ -2,5 +2,6 @@
 
 Modules, in reading order: `bounds` (the fewest steps that lengths allow), `cases` (requests and settings), `occupancy`
 (steps, slots and blocks, from the flight record), `measure` (runs one case), `claims` (claims of the literature beside
-the figures), `report` (table, JSON, HTML and the page docs/strategies.md). Only `measure` starts processes.
+the figures), `other_work` (what other programs used), `report` (table, JSON, HTML and the page docs/strategies.md).
+Only `measure` starts processes.
 """

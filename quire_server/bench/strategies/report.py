@@ -4,13 +4,15 @@ import html as markup
 import json
 import os
 import platform
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
 from quire_server.bench import html as page
+from quire_server.bench.search import pareto_front
 from quire_server.bench.strategies import cases
 from quire_server.bench.strategies.claims import claims
-from quire_server.bench.svg import Segment, bars, strips
+from quire_server.bench.svg import Segment, Series, bars, lines, strips
 
 Row = dict[str, Any]
 """One result, as `measure` makes it and the JSON file holds it."""
@@ -19,8 +21,8 @@ PLOTTED = ("50-100-200-500", "10-50-500", "half-short")
 """Workloads whose slots are drawn."""
 _IN_BARS = (cases.FOUR, cases.UNIFORM, cases.EXPONENTIAL, cases.HALVES)
 """Workloads whose gains are drawn."""
-_IDLE_LOAD = 1.0
-"""Largest load average before the start at which times mean something."""
+_MOST_BY_OTHERS = 0.05
+"""Largest share of the processors' time used by other programs at which times mean something."""
 _MOST_STEPS = 2000
 """Steps that are drawn."""
 _HEADER = (
@@ -29,17 +31,17 @@ _HEADER = (
 )  # fmt: skip
 
 
-def document(results: Sequence[Row], load_before: float) -> Row:
+def document(results: Sequence[Row], by_others: float | None) -> Row:
     """Return the JSON document: the results, the command and the machine.
 
     Args:
         results: all results.
-        load_before: load average of the machine before the runs.
+        by_others: share of the processors' time that other programs used meanwhile; None: not known.
     """
     return {
         "command": "quire bench strategies",
         "machine": f"{platform.machine()}, {len(os.sched_getaffinity(0))} cores",
-        "load_before": load_before,
+        "cpu_share_of_other_programs": by_others,
         "results": list(results),
     }
 
@@ -47,11 +49,14 @@ def document(results: Sequence[Row], load_before: float) -> Row:
 def origin(document: Row) -> str:
     """Return where the figures come from, and whether the machine had other work."""
     text = f"Measured by `{document['command']}` on {document['machine']}."
-    if document["load_before"] <= _IDLE_LOAD:
-        return text
+    share = document["cpu_share_of_other_programs"]
+    if share is None:
+        return f"{text} It is not known how much other programs used the machine meanwhile."
+    if share <= _MOST_BY_OTHERS:
+        return f"{text} Other programs used {share:.1%} of the processors' time meanwhile."
     return (
-        f"{text} Other programs used the machine (load average {document['load_before']:.1f} before the start), so"
-        " compare steps, idle slots and bounds, which hardly depend on it, and no times."
+        f"{text} Other programs used {share:.0%} of the processors' time meanwhile, so compare steps, idle slots and"
+        " bounds, which hardly depend on it, and no times."
     )
 
 
@@ -145,6 +150,26 @@ def plots(results: Sequence[Row]) -> dict[str, str]:
     return found
 
 
+def _in_pareto(results: Sequence[Row]) -> list[str]:
+    """Return the workloads with runs to choose between."""
+    counts = Counter(row["workload"] for row in results)
+    return [name for name, count in counts.items() if count > 2]
+
+
+def _pareto(workload: str, results: Sequence[Row]) -> str:
+    """Return the chart of tokens per second over p99 latency, for each run of a workload."""
+    rows = [row for row in results if row["workload"] == workload]
+    places = [(row["e2e_s"]["p99"], row["out_tok_per_s"]) for row in rows]
+    labels = [f"{strategy_name(row)}, {row['slots']}" for row in rows]
+    front = [places[index] for index in pareto_front(places, less_x_is_better=True)]
+    return lines(
+        f"{workload}: strategy, slots",
+        "end to end, p99, s",
+        "output tokens/s",
+        [Series("runs", places, labels=labels, is_line=False), Series("front", front, labels=[""] * len(front))],
+    )
+
+
 def _find(results: Sequence[Row], workload: str, strategy: str) -> Row | None:
     for row in results:
         if (row["workload"], row["strategy"], row["memory"], row["policy"]) == (
@@ -196,5 +221,10 @@ def html(document: Row) -> str:
         page.table(("claim", "claimed", "measured here", "why"), told),
         "</div><h2>All runs</h2>",
         page.table(_HEADER, [cells(row, results) for row in results]),
+        "<h2>Throughput against latency</h2>",
+        "<p>The front has the runs that no other run beats in both.</p>",
+        '<div class="charts">',
+        *(_pareto(name, results) for name in _in_pareto(results)),
+        "</div>",
     ]
     return page.document("Batching strategies", body)
