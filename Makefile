@@ -32,7 +32,7 @@ FUZZED := tests/worker_svc/test_session.py tests/worker_svc/test_malformed_plans
   tests/services/test_api_fuzz.py tests/services/test_fuzz.py tests/services/test_stop_strings.py tests/services/test_detokenizer.py
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run node-packages dist test test-all test-levels cpu-levels gpu gpu-wheels load-test router-test chaos frames overload sim mutants plots dashboards fuzz schemas kernels-all lint format protos protos-check protos-breaking model clean
+.PHONY: help setup run node-packages dist test test-all test-levels cpu-levels gpu gpu-wheels load-test other-server router-test chaos frames overload sim mutants plots dashboards fuzz schemas kernels-all lint format protos protos-check protos-breaking model clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sort | awk -F ':.*## ' '{printf "  make %-16s %s\n", $$1, $$2}'
@@ -92,6 +92,22 @@ build/guidellm/.installed:
 
 load-test: setup build/guidellm/.installed ## guidellm, an independent load tool, drives the OpenAI API
 	@exec $(BIN)/python -m tests.e2e.load_tool build/guidellm/bin/guidellm
+
+# Servers that know nothing of Quire: llama-cpp-python compiles for a quarter of an hour or more; xllamacpp needs no compiler.
+OTHER_SERVER ?= llama-cpp-python
+LLAMA_CPP_PYTHON := llama-cpp-python[server]==0.3.36
+XLLAMACPP := xllamacpp==2026.10.11549
+build/other/llama-cpp-python/.installed: OTHER_PACKAGE = $(LLAMA_CPP_PYTHON)
+build/other/xllamacpp/.installed: OTHER_PACKAGE = $(XLLAMACPP)
+build/other/llama-cpp-python/.installed build/other/xllamacpp/.installed:
+	@echo "installing $(OTHER_PACKAGE) into $(@D)"
+	@$(PYTHON) -m venv $(@D)
+	@CMAKE_ARGS="-DLLAVA_BUILD=OFF -DMTMD_BUILD=OFF -DLLAMA_CURL=OFF -DLLAMA_OPENSSL=OFF" \
+	  $(@D)/bin/pip install --quiet --disable-pip-version-check "$(OTHER_PACKAGE)" gguf safetensors
+	@touch $@
+
+other-server: setup build/other/$(OTHER_SERVER)/.installed ## quire bench measures llama-cpp-python, or OTHER_SERVER=xllamacpp
+	@exec $(BIN)/python -m tests.e2e.other_server $(OTHER_SERVER) build/other/$(OTHER_SERVER)/bin/python
 
 # A router that speaks the engines' protocol, in a venv of its own as well.
 SMG := smg==1.13.0

@@ -101,10 +101,12 @@ def _policy(best: Measured, slo: Slo, has_tenants: bool, has_priorities: bool) -
         return Suggestion("--policy", "priority", "the requests have priorities, which other policies ignore")
     if has_tenants:
         return Suggestion("--policy", "fair", "the requests have tenants; fair divides the service between them")
-    waiting = server.waiting_max if server is not None and server.waiting_max is not None else 0.0
-    if waiting < 1:
+    if server is None or server.waiting_max is None:
+        reason = "it is not known whether requests wait; give the server's --metrics"
+        return Suggestion("--policy", "fcfs", reason)
+    if server.waiting_max < 1:
         return Suggestion("--policy", "fcfs", "hardly a request waits at this load, so the order makes no difference")
-    if server is not None and (server.prefix_hit_share or 0.0) > 0.2:
+    if (server.prefix_hit_share or 0.0) > 0.2:
         share = server.prefix_hit_share or 0.0
         reason = f"{share:.0%} of the prompt tokens were cached; lpm starts requests while their prefix is still there"
         return Suggestion("--policy", "lpm", reason)

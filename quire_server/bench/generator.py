@@ -272,6 +272,7 @@ class _Generator:
             prompt_tokens=answer.prompt_tokens,
             cached_tokens=answer.cached_tokens,
             output_tokens=answer.output_tokens,
+            asked_tokens=request.max_tokens,
             tenant=traits.tenant,
             priority=traits.priority,
         )

@@ -2,6 +2,9 @@
 
 The body is passed on as it arrives, inside the event loop's callback, so that the time of arrival is not that at which
 some task gets its turn.
+
+A server may close a connection that it seemed to keep, without a word. A request that meets such an end, before any
+byte of its answer, is sent again on a new connection, as curl does.
 """
 
 import asyncio
@@ -52,11 +55,14 @@ class _Connection(asyncio.Protocol):
         self._take: Callable[[int, bytes], None] = lambda status, body: None
         self._done: asyncio.Future[int] | None = None
         self.reusable = False
+        self.has_answer = False
+        """Whether any byte of the answer to the newest request has arrived."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)  # uvloop's has the methods, but not the class
 
     def data_received(self, data: bytes) -> None:
+        self.has_answer = True
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserError as error:
@@ -81,7 +87,7 @@ class _Connection(asyncio.Protocol):
         """Send a request; return the future of the status, which is complete after the last part of the body."""
         assert self._transport is not None
         self._parser = httptools.HttpResponseParser(self)
-        self._take, self.reusable = take, False
+        self._take, self.reusable, self.has_answer = take, False, False
         self._done = asyncio.get_running_loop().create_future()
         self._transport.write(request)
         return self._done
@@ -117,9 +123,17 @@ class HttpPool:
         request = "\r\n".join([*lines, "", ""]).encode() + body
         while self._free and not self._free[-1].reusable:
             self._free.pop()
-        connection = self._free.pop() if self._free else await self._connect()
+        is_used = bool(self._free)
+        connection = self._free.pop() if is_used else await self._connect()
         try:
-            status = await connection.send(request, take)
+            try:
+                status = await connection.send(request, take)
+            except ConnectionError:
+                if not is_used or connection.has_answer:
+                    raise
+                connection.close()
+                connection = await self._connect()
+                status = await connection.send(request, take)
         except BaseException:
             connection.close()
             raise

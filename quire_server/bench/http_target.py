@@ -93,7 +93,7 @@ class HttpTarget:
     async def connect(self) -> None:
         """Open one connection; further ones are opened by the requests that need them."""
         with contextlib.suppress(OSError, RequestFailedError):
-            await self._get("/v1/models")
+            await self._ask("GET", "/v1/models")
 
     async def stream(self, request: Request, answer: Answer) -> None:
         """Send a request and fill in the answer; see `Target`."""
@@ -140,7 +140,7 @@ class HttpTarget:
             OSError: the server cannot be reached.
             RequestFailedError: it does not list models.
         """
-        body = await self._get("/v1/models")
+        body = await self._ask("GET", "/v1/models")
         try:
             return str(body["data"][0]["id"])
         except (KeyError, IndexError, TypeError):
@@ -154,11 +154,17 @@ class HttpTarget:
         """
         answer = Answer()
         await self.stream(Request(prompt, 1, ignore_eos=ignore_eos), answer)
-        return answer.prompt_tokens
+        if answer.prompt_tokens:
+            return answer.prompt_tokens
+        # Some servers say it only in an answer that is no stream.
+        body = self._common | {"max_tokens": 1, "temperature": 0.0}
+        path = _set_prompt(body, prompt)
+        usage = (await self._ask("POST", path, json.dumps(body).encode())).get("usage")
+        return int(usage.get("prompt_tokens") or 0) if isinstance(usage, dict) else 0
 
-    async def _get(self, path: str) -> dict[str, Any]:
+    async def _ask(self, method: str, path: str, body: bytes = b"") -> dict[str, Any]:
         parts: list[bytes] = []
-        status = await self._pool.call("GET", path, b"", lambda status, body: parts.append(body))
+        status = await self._pool.call(method, path, body, lambda status, body: parts.append(body))
         if status != 200:
             raise RequestFailedError(_error_kind(f"{path} answers {status}", _object(b"".join(parts))))
         return _object(b"".join(parts))

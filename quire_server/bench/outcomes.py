@@ -38,6 +38,8 @@ class Outcome:
     cached_tokens: int = 0
     """Prompt tokens that the server found in its cache, as far as it says."""
     output_tokens: int = 0
+    asked_tokens: int = 0
+    """Output tokens that the request asked for at most."""
     turn: int = 0
     tenant: str = ""
     priority: int = 0
@@ -65,6 +67,11 @@ class Outcome:
         if self.output_tokens < 2 or len(self.message_times_s) < 2:
             return None
         return (self.message_times_s[-1] - self.message_times_s[0]) / (self.output_tokens - 1)
+
+    @property
+    def is_short(self) -> bool:
+        """Whether a complete answer has fewer tokens than the request asked for."""
+        return self.ending is Ending.DONE and self.output_tokens < self.asked_tokens
 
     @property
     def gaps_s(self) -> Sequence[float]:

@@ -1,6 +1,7 @@
 """The load generator over HTTP: no coordinated omission, every failure by its kind, sessions with their history."""
 
 import asyncio
+import json
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -14,6 +15,7 @@ from quire_server.bench.generator import Generated, generate, open_target
 from quire_server.bench.outcomes import Ending, Outcome
 from quire_server.bench.plan import Address, Counters, Plan, Share
 from quire_server.bench.prompts import Prompts, Style
+from quire_server.bench.report import Report
 from quire_server.bench.run import Run, run_plan
 from quire_server.bench.workloads import Drawn, Lengths, TraitMix, Workload
 from quire_server.cli._load import add_generator_flags, add_server_flags, add_workload_flags, base_plan
@@ -88,7 +90,27 @@ def _refuse(reply: Reply) -> None:
 
 
 def _hang_up(reply: Reply) -> None:
+    reply.writer.write(b"HTTP/1.1 200 OK\r\n")
     reply.hang_up()
+
+
+def test_a_connection_that_the_server_closes_is_replaced() -> None:
+    """A kept connection ends without an answer to the next request, which is sent again; a new one that ends, fails."""
+    answered: set[asyncio.StreamWriter] = set()
+    hung_up: list[asyncio.StreamWriter] = []
+
+    async def once(body: dict[str, Any], reply: Reply) -> None:
+        if reply.writer in answered or len(hung_up) >= 3:
+            hung_up.append(reply.writer)
+            reply.hang_up()
+        else:
+            answered.add(reply.writer)
+            await answer_all(body, reply)
+
+    run, _ = _run(_plan(Users(1), sessions=5), once)
+
+    assert (run.figures.done, run.figures.failures) == (3, {"connection: ConnectionResetError": 2})
+    assert len(hung_up) == 5  # three kept connections; then two new ones
 
 
 @pytest.mark.parametrize(
@@ -292,6 +314,37 @@ def test_a_server_that_refuses_unknown_fields_is_measured_without_them() -> None
     assert plan.address.model == "small"
     assert (plan.prompts.scale.per_word, plan.prompts.scale.fixed) == (2.0, 5.0)
     assert len(server.bodies) == 3
+
+
+def test_a_server_that_counts_only_outside_of_streams_is_measured() -> None:
+    """Texts are scaled by what answers without a stream count, and the report says what is not known or not heeded."""
+
+    async def terse(body: dict[str, Any], reply: Reply) -> None:
+        if not body.get("stream"):
+            usage = {"prompt_tokens": 3 * len(body["prompt"].split())}
+            answer = json.dumps({"choices": [{"text": " a"}], "usage": usage}).encode()
+            reply.writer.write(f"HTTP/1.1 200 OK\r\ncontent-length: {len(answer)}\r\n\r\n".encode() + answer)
+            return
+        await reply.token()
+        await reply.event({"choices": [{"index": 0, "text": "", "finish_reason": "stop"}]})
+        await reply.raw(b"data: [DONE]\n\n")
+        reply.writer.write(b"0\r\n\r\n")
+
+    async def work() -> Run:
+        async with openai_server(terse) as server:
+            parser = OneLineParser("bench", description="", examples="")
+            for add_flags in (add_server_flags, add_workload_flags, add_generator_flags):
+                add_flags(parser)
+            plan = await base_plan(parser.parse([f"--url={server.url}"]))
+            assert plan.prompts.scale.per_word == 3.0
+            return await run_plan(replace(plan, arrivals=Users(2), workload=WORKLOAD, sessions=4), Slo())
+
+    run = asyncio.run(work())
+    warnings = Report("", "", Slo(), (run,)).warnings()
+
+    assert run.figures.done == 4
+    assert any(each.startswith("4 of 4 answers have fewer tokens than asked for") for each in warnings)
+    assert any(each.startswith("the server does not report prompt tokens") for each in warnings)
 
 
 @pytest.mark.release
