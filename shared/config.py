@@ -227,6 +227,12 @@ class WorkerConfig(_Checked):
     max_model_len: int = _option(
         0, "maximum length of a sequence, prompt and output; 0: the model's own limit", least=0, most=1 << 30
     )
+    speculation: str = _option(
+        "off",
+        "speculative decoding; 'ngram': propose draft tokens from the text of the same request",
+        choices=("off", "ngram"),
+    )
+    speculative_tokens: int = _option(8, "most draft tokens per request and step", least=1, most=64)
     cuda_graphs: bool = _option(True, "capture steps as CUDA graphs at start (GPU only)")
     num_threads: int = _option(0, "CPU threads for torch; 0: all cores", least=0, most=4096)
 

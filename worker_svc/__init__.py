@@ -17,6 +17,7 @@ Read the packages in this order; each imports only those before it:
 * `memory` – the KV cache: size, tensors, copies between blocks, and host memory.
 * `outputs` – what each row asks of its output: sampling parameters, rules, grammars, log-probabilities, embeddings.
 * `rows` – the row table, which each plan updates.
+* `speculation` – draft tokens that a decode step verifies.
 * `execution` – one step: batch, forward pass, sampling, result.
 * `link` – the connection to the scheduler; only this package knows protobuf.
 * `loop` – passes plans from the link to the engine and results back.

@@ -5,6 +5,7 @@ leaves) goes into the next plan exactly as asked.
 """
 
 import time
+from collections import deque
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -75,6 +76,9 @@ class Row:
     computed: int = 0
     blocks: list[int] = field(default_factory=list)
     held: bool = False
+    draft_limit: int = 0
+    ahead: int = 0
+    """Most drafts that the steps in flight may accept."""
 
     @property
     def in_prefill(self) -> bool:
@@ -92,6 +96,10 @@ class Driver:
         self.plan = plan_pb2.Plan(step=1)
         """The next plan as far as it is made."""
         self.last_result = plan_pb2.StepResult()
+        self.num_drafted = self.num_accepted = 0
+        """Drafts that all rows verified and accepted."""
+        self._limits: deque[dict[int, int]] = deque()
+        """Draft limits of the rows that decode in each step in flight."""
         self._generations: dict[int, int] = {}
         self._free = [int(block) for block in self.rng.permutation(engine.limits.num_blocks)]
 
@@ -142,6 +150,12 @@ class Driver:
         self.rows[row].held = False
         self.plan.releases += to_column([row])
 
+    def speculate(self, row: int, draft_limit: int) -> None:
+        """Sets the draft limit of a row, from the next plan on."""
+        self.rows[row].draft_limit = draft_limit
+        self.plan.draft_rows += to_column([row])
+        self.plan.draft_limits += to_column([draft_limit])
+
     def chunk(self, row: int, length: int) -> None:
         """Computes the next `length` admitted tokens of a row."""
         self.plan.chunk_rows += to_column([row])
@@ -151,26 +165,48 @@ class Driver:
         """Appends the blocks that the plan needs, counts its tokens as computed, and begins the next plan."""
         plan = self.plan
         chunks = dict(zip(from_column(plan.chunk_rows).tolist(), from_column(plan.chunk_lengths).tolist(), strict=True))
+        limits = {}
         for number, row in self.rows.items():
-            count = chunks.get(number, 0 if row.in_prefill or row.held else 1)
+            decodes = not row.in_prefill and not row.held
+            if decodes and row.draft_limit:
+                limits[number] = row.draft_limit
+                row.ahead += row.draft_limit
+            count = chunks.get(number, 1 if decodes else 0)
             row.computed += count
-            while count and len(row.blocks) * self.engine.limits.block_size < row.computed:
+            reach = min(row.computed + row.ahead, max(row.computed, self.engine.limits.max_model_len))
+            while count and len(row.blocks) * self.engine.limits.block_size < reach:
                 row.blocks.append(self._free.pop())
                 plan.append_rows += to_column([number])
                 plan.append_blocks += to_column([row.blocks[-1]])
+        self._limits.append(limits)
         self.plan = plan_pb2.Plan(step=plan.step + 1)
         return plan
 
     def take(self, result: plan_pb2.StepResult) -> dict[int, int]:
-        """Books a result; returns the token of each row that sampled."""
+        """Books a result; returns the last token of each row that sampled."""
         self.last_result = result
-        sampled = dict(zip(from_column(result.rows).tolist(), from_column(result.tokens).tolist(), strict=True))
-        for row, token in sampled.items():
-            self.rows[row].tokens.append(token)
+        rows, tokens = from_column(result.rows).tolist(), from_column(result.tokens).tolist()
+        counts = from_column(result.counts).tolist() or [1] * len(rows)
+        drafted = from_column(result.draft_counts).tolist() or [0] * len(rows)
+        limits = self._limits.popleft()
+        sampled = {}
+        for row, count, num_drafts in zip(rows, counts, drafted, strict=True):
+            assert 1 <= count <= num_drafts + 1
+            assert num_drafts <= limits.get(row, 0)
+            self.num_drafted += num_drafts
+            self.num_accepted += count - 1
+            self.rows[row].computed += count - 1
+            self.rows[row].tokens += tokens[:count]
+            sampled[row] = tokens[count - 1]
+            del tokens[:count]
+        assert not tokens
+        for row, limit in limits.items():
+            if row in self.rows:
+                self.rows[row].ahead -= limit
         return sampled
 
     def step(self) -> dict[int, int]:
-        """Sends the plan as it is; returns the token of each row that sampled."""
+        """Sends the plan as it is; returns the last token of each row that sampled."""
         return self.take(execute(self.engine, self.finish_plan()))
 
     def generate(self, tokens: list[int], count: int, *, sampling: plan_pb2.SamplingParams = GREEDY) -> list[int]:
@@ -179,4 +215,4 @@ class Driver:
         self.chunk(row, len(tokens))
         while len(self.rows[row].tokens) < len(tokens) + count:
             self.step()
-        return self.leave(row)[len(tokens) :]
+        return self.leave(row)[len(tokens) :][:count]

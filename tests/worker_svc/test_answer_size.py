@@ -30,7 +30,7 @@ def _packed(num_lines: int) -> Int32Array:
 def test_log_probabilities_of_a_long_chunk_come_in_parts() -> None:
     """All of a chunk's tokens are there, in order, in messages that a front end's frame takes; so is what follows."""
     parts = (PromptPart(3, 1, MAX_LOGPROBS, 1, 100_000), PromptPart(4, 2, 5, 7, 10))
-    messages = list(encode_scores(sections(_packed(100_010), None, set(), parts)))
+    messages = list(encode_scores(sections(_packed(100_010), None, np.ones(0, np.bool_), parts)))
 
     assert max(message.ByteSize() for message in messages) <= MAX_PART_BYTES
     found = {
@@ -49,9 +49,8 @@ def test_the_largest_answer_fits_into_a_frame() -> None:
     """
     num_rows = MAX_STEP_TOKENS // 2
     rows = tuple(range(num_rows))
-    wanted = Wanted(None, rows, (LARGEST,) * num_rows, (MAX_LOGPROBS,) * num_rows)  # type: ignore[arg-type]
+    wanted = Wanted(None, np.arange(num_rows), rows, (LARGEST,) * num_rows, (MAX_LOGPROBS,) * num_rows)  # type: ignore[arg-type]
     prompt = PromptPart(num_rows, LARGEST, MAX_LOGPROBS, LARGEST - MAX_STEP_TOKENS, MAX_STEP_TOKENS - num_rows)
-    alive = {(row, LARGEST) for row in rows}
     vector = np.zeros(1024, np.float32)
     result = StepResult(
         step=1 << 60,
@@ -59,7 +58,7 @@ def test_the_largest_answer_fits_into_a_frame() -> None:
         tokens=np.full(num_rows, LARGEST, np.int32),
         timings=_timings(),
         completed_copies=NO_IDS,
-        scores=sections(_packed(MAX_STEP_TOKENS), wanted, alive, (prompt,)),
+        scores=sections(_packed(MAX_STEP_TOKENS), wanted, np.ones(num_rows, np.bool_), (prompt,)),
         embeddings=tuple(RowEmbedding(row, LARGEST, vector) for row in range(MAX_STEP_VECTOR_BYTES // vector.nbytes)),
     )
     message = encode_result(result)

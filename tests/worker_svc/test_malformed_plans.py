@@ -28,7 +28,13 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
     """Return an engine for all tests of this file."""
     folder = make_checkpoint("LlamaForCausalLM", tmp_path_factory.mktemp("llama"))
     return make_engine(
-        folder, max_num_seqs=MAX_ROWS, block_size=BLOCK_SIZE, max_num_batched_tokens=32, max_model_len=64
+        folder,
+        max_num_seqs=MAX_ROWS,
+        block_size=BLOCK_SIZE,
+        max_num_batched_tokens=32,
+        max_model_len=64,
+        speculation="ngram",
+        speculative_tokens=3,
     )
 
 
@@ -114,6 +120,12 @@ def test_the_plan_that_the_others_change_is_valid(engine: Engine) -> None:
     ("broken", "reason"),
     [
         (set_columns(leaves=[3]), "leave: a row is not in use"),
+        (set_columns(draft_rows=[3], draft_limits=[1]), "draft limit: a row is not in use"),
+        (set_columns(draft_rows=[0], draft_limits=[4]), "draft limit: a limit is outside \\[0, 3\\]"),
+        (set_columns(draft_rows=[0], draft_limits=[-1]), "draft limit: a limit is outside"),
+        (set_columns(draft_rows=[4], draft_limits=[1]), "draft limit: a row is outside"),
+        (set_columns(draft_rows=[0, 0], draft_limits=[1, 1]), "draft limit: a row appears twice"),
+        (set_columns(draft_rows=[0]), "lengths differ"),
         (set_columns(leaves=[-1]), "leave: a row is outside"),
         (set_columns(leaves=[0, 0]), "leave: a row appears twice"),
         (set_columns(leaves=b"abc"), "not a multiple of 4"),

@@ -21,6 +21,7 @@ from worker_svc.memory.kv_pool import allocate, block_bytes, cuda_memory_for_kv
 from worker_svc.model.base import Model
 from worker_svc.model.loader import ModelDescription
 from worker_svc.outputs.grammars import GrammarStore
+from worker_svc.speculation.ngram import NgramProposer
 
 
 def build_engine(
@@ -58,6 +59,7 @@ def build_engine(
         num_blocks=0,
         vocab_size=description.vocab_size,
         hidden_size=model.hidden_size,
+        max_draft_tokens=0 if config.speculation == "off" else config.speculative_tokens,
     )
     decode: tuple[int, ...] = ()
     mixed: tuple[int, ...] = ()
@@ -91,6 +93,7 @@ def build_engine(
         accelerator=accelerator,
         decode_sizes=decode,
         mixed_sizes=mixed,
+        make_proposer=None if config.speculation == "off" else NgramProposer,
     )
 
 

@@ -2,7 +2,8 @@
 
 Decode rows come first, ascending, with one token each. Rows with a prefill chunk follow, ascending. The host uploads
 positions, slots and lengths. The input tokens of decode rows are read from `last_token` on the device, where the
-previous step wrote them.
+previous step wrote them. A decode row with drafts is like a chunk of several tokens: its base token, which the host
+knows, and its drafts. It comes after the other decode rows and samples at every one of its tokens.
 
 For a captured decode step the host uploads nothing: the device computes the inputs from its lanes (`decode_graphs`).
 For a captured step with chunks, `mixed_graphs` copies the tensors of the batch.
@@ -16,12 +17,38 @@ import torch
 
 from worker_svc.device.upload import upload
 from worker_svc.execution.decode_graphs import DecodeLanes
-from worker_svc.interface.arrays import NO_ROWS, IntArray
+from worker_svc.interface.arrays import NO_ROWS, Int32Array, IntArray
 from worker_svc.interface.errors import PlanError
 from worker_svc.model.base import AttentionInputs
 from worker_svc.outputs.pooling import PooledPart
 from worker_svc.outputs.scores import PromptPart
 from worker_svc.rows.table import RowTable
+from worker_svc.speculation.drafts import NO_DRAFTS, Drafts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verification:
+    """Drafts of a step as the sampler verifies them: S sampled tokens of Q rows, grouped by row."""
+
+    rows: IntArray
+    """`[Q]`: the sampling rows, ascending."""
+    firsts: IntArray
+    """`[Q]`: place of each row's first sampled token."""
+    expected: IntArray
+    """`[S]`: the draft that a sampled token must equal, so that the row's next one counts; -1 at a row's last place."""
+    rows_on_device: torch.Tensor
+    """`[Q] int64`."""
+    firsts_on_device: torch.Tensor
+    """`[Q] int64`."""
+    expected_on_device: torch.Tensor
+    """`[S] int64`."""
+    row_index: torch.Tensor
+    """`[S] int64`: the place in `rows` of each sampled token's row."""
+
+    @property
+    def draft_counts(self) -> IntArray:
+        """`[Q]`: drafts of each row."""
+        return np.diff(self.firsts, append=len(self.expected)) - 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +64,7 @@ class StepBatch:
     """`[S + P] int64`: the last token of each sampling row, rows ascending, then the tokens that predict the tokens of
     `prompt_parts`; None: logits of all tokens."""
     sample_rows: IntArray
-    """`[S]`: the sampling rows, ascending."""
+    """`[S]`: the row of each sampled token, ascending; a row with drafts occurs several times."""
     sample_rows_on_device: torch.Tensor
     """`[S] int64`: `sample_rows` on the device."""
     sample_positions: torch.Tensor
@@ -56,6 +83,8 @@ class StepBatch:
     """All rows of the step, in batch order."""
     num_tokens: int
     num_prefill_tokens: int
+    verification: Verification | None = None
+    """None: no row has drafts."""
     bucket: int = 0
     """Bucket of the graph of a decode step, which also computes the tensors above; 0: no decode graph."""
 
@@ -74,10 +103,10 @@ class BatchBuilder:
         self._rows_on_device = torch.zeros(0, dtype=torch.int64, device=device)
         self._query_start = torch.zeros(1, dtype=torch.int32, device=device)
 
-    def build(self, chunk_rows: IntArray, chunk_lengths: IntArray) -> StepBatch | None:
+    def build(self, chunk_rows: IntArray, chunk_lengths: IntArray, drafts: Drafts | None = None) -> StepBatch | None:
         """Build the batch of all decode rows and the given chunks; return None if there is nothing to compute.
 
-        The row table then counts the tokens of the batch as computed.
+        The row table then counts the tokens of the batch as computed, except the drafts.
 
         Raises:
             PlanError: a chunk does not fit its row, a row lacks blocks, or the step has too many tokens.
@@ -87,6 +116,7 @@ class BatchBuilder:
             table.check_chunks(chunk_rows, chunk_lengths)
         decode_rows = table.decode_rows()
         num_tokens = len(decode_rows) + (int(chunk_lengths.sum()) if len(chunk_rows) else 0)
+        num_tokens += 0 if drafts is None else len(drafts.tokens)
         if num_tokens > table.limits.max_tokens_per_step:
             raise PlanError(f"step: {num_tokens} tokens exceed max_tokens_per_step {table.limits.max_tokens_per_step}")
         if num_tokens == 0:
@@ -94,15 +124,18 @@ class BatchBuilder:
             return None
         bucket = None
         if self._lanes is not None:
-            bucket = self._lanes.bucket(len(decode_rows)) if len(chunk_rows) == 0 else None
+            alone = len(chunk_rows) == 0 and drafts is None
+            bucket = self._lanes.bucket(len(decode_rows)) if alone else None
             if bucket is None:
                 self._lanes.fall_behind()
             else:
                 return self._captured(self._lanes, decode_rows, bucket)
         table.publish()
+        if drafts is not None:
+            return self._mixed(decode_rows, chunk_rows, chunk_lengths, drafts)
         if len(chunk_rows) == 0:
             return self._decode_only(decode_rows)
-        return self._mixed(decode_rows, chunk_rows, chunk_lengths)
+        return self._mixed(decode_rows, chunk_rows, chunk_lengths, NO_DRAFTS)
 
     def _captured(self, lanes: DecodeLanes, rows: IntArray, bucket: int) -> StepBatch:
         table = self._table
@@ -159,10 +192,13 @@ class BatchBuilder:
             num_prefill_tokens=0,
         )
 
-    def _mixed(self, decode_rows: IntArray, chunk_rows: IntArray, chunk_lengths: IntArray) -> StepBatch:
+    def _mixed(self, decode_rows: IntArray, chunk_rows: IntArray, chunk_lengths: IntArray, drafts: Drafts) -> StepBatch:
         table = self._table
-        rows = np.concatenate((decode_rows, chunk_rows))
-        lengths = np.concatenate((np.ones_like(decode_rows), chunk_lengths))
+        if len(drafts.rows):
+            decode_rows = decode_rows[~np.isin(decode_rows, drafts.rows)]
+        num_singles = len(decode_rows)
+        rows = np.concatenate((decode_rows, drafts.rows, chunk_rows))
+        lengths = np.concatenate((np.ones_like(decode_rows), drafts.counts + 1, chunk_lengths))
         starts = table.num_computed[rows]
         ends = starts + lengths
         table.check_room(rows, ends)
@@ -170,15 +206,19 @@ class BatchBuilder:
         num_tokens = int(query_start[-1])
         positions = np.repeat(starts - query_start[:-1], lengths) + np.arange(num_tokens)
         slots = self._slots(np.repeat(rows, lengths), positions)
-        chunk_ids = np.concatenate(
+        known_ids = np.concatenate(
             [
-                table.chunk_tokens(row, length)
-                for row, length in zip(chunk_rows.tolist(), chunk_lengths.tolist(), strict=True)
+                *self._with_base_tokens(drafts),
+                *(
+                    table.chunk_tokens(row, length)
+                    for row, length in zip(chunk_rows.tolist(), chunk_lengths.tolist(), strict=True)
+                ),
             ]
         )
-        parts, predicting, targets = self._prompt_parts(decode_rows, chunk_rows, chunk_lengths)
+        num_decodes = num_singles + len(drafts.rows)
+        num_prefill_tokens = int(chunk_lengths.sum())
+        parts, predicting, targets = self._prompt_parts(num_tokens - num_prefill_tokens, chunk_rows, chunk_lengths)
         finished = table.advance(chunk_rows, chunk_lengths)
-        num_decodes = len(decode_rows)
         pooled = table.pooling.parts(
             chunk_rows.tolist(),
             table.generation[chunk_rows].tolist(),
@@ -189,22 +229,25 @@ class BatchBuilder:
         )
         hidden_index_ = [np.arange(part.first, part.first + part.num_tokens) for part in pooled]
 
+        # The tokens at the end of each row that sample.
         generating = finished & ~table.pooling.pools(chunk_rows)
-        samples = np.concatenate((np.ones(num_decodes, np.bool_), generating)).nonzero()[0]
-        samples = samples[np.argsort(rows[samples])]
-        sample_rows = rows[samples]
-        logits_index_ = np.concatenate((query_start[samples + 1] - 1, predicting))
+        sampled = np.concatenate((lengths[:num_decodes], generating.astype(np.int64)))
+        order = np.argsort(rows)
+        counts = sampled[order]
+        places = np.repeat(query_start[order + 1] - np.cumsum(counts), counts) + np.arange(int(counts.sum()))
+        sample_rows, ends_sampled = np.repeat(rows[order], counts), positions[places] + 1
+        logits_index_ = np.concatenate((places, predicting))
         wide = (
-            positions, slots, chunk_ids, rows, logits_index_, sample_rows, targets,
+            positions, slots, known_ids, rows, logits_index_, sample_rows, targets,
             np.concatenate(hidden_index_) if pooled else NO_ROWS,
         )  # fmt: skip
-        narrow = (query_start, ends, ends[samples])
-        positions_, slots_, chunk_ids_, rows_, logits_index, sample_rows_, targets_, hidden_index = self._upload(
+        narrow = (query_start, ends, ends_sampled)
+        positions_, slots_, known_ids_, rows_, logits_index, sample_rows_, targets_, hidden_index = self._upload(
             wide, np.int64
         )
         query_start_, context_lens, sample_positions = self._upload(narrow, np.int32)
         return StepBatch(
-            input_ids=torch.cat((table.last_token.index_select(0, rows_[:num_decodes]), chunk_ids_)),
+            input_ids=torch.cat((table.last_token.index_select(0, rows_[:num_singles]), known_ids_)),
             positions=positions_,
             attention=AttentionInputs(
                 slot_mapping=slots_,
@@ -213,26 +256,58 @@ class BatchBuilder:
                 context_lens=context_lens,
                 max_query_len=int(lengths.max()),
                 min_query_len=int(lengths.min()),
-                num_leading_decodes=len(decode_rows),
+                num_leading_decodes=num_singles,
             ),
             logits_index=logits_index,
             sample_rows=sample_rows,
             sample_rows_on_device=sample_rows_,
             sample_positions=sample_positions,
-            positions_on_host=ends[samples],
+            positions_on_host=ends_sampled,
             prompt_parts=parts,
             prompt_targets=targets_ if parts else None,
             pooled_parts=pooled,
             hidden_index=hidden_index if pooled else None,
             rows=rows,
             num_tokens=num_tokens,
-            num_prefill_tokens=num_tokens - num_decodes,
+            num_prefill_tokens=num_prefill_tokens,
+            verification=None if not len(drafts.rows) else self._verification(drafts, rows[order], counts),
+        )
+
+    def _with_base_tokens(self, drafts: Drafts) -> list[Int32Array]:
+        """Return the input tokens of the rows with drafts."""
+        if not len(drafts.rows):
+            return []
+        bases = [self._table.known_tokens(row)[-1] for row in drafts.rows.tolist()]
+        firsts = np.cumsum(drafts.counts) - drafts.counts
+        return [np.insert(drafts.tokens, firsts, bases)]
+
+    def _verification(self, drafts: Drafts, rows: IntArray, counts: IntArray) -> Verification:
+        """Return how the sampler verifies the drafts; `counts[i]` tokens of `rows[i]` are sampled."""
+        rows, counts = rows[counts > 0], counts[counts > 0]
+        firsts = np.cumsum(counts) - counts
+        expected = np.full(int(counts.sum()), -1)
+        of_drafts = np.repeat(
+            firsts[np.isin(rows, drafts.rows)] - np.cumsum(drafts.counts) + drafts.counts, drafts.counts
+        )
+        expected[of_drafts + np.arange(len(drafts.tokens))] = drafts.tokens
+        row_index = np.repeat(np.arange(len(rows)), counts)
+        on_device = self._upload((rows, firsts, expected, row_index), np.int64)
+        return Verification(
+            rows=rows,
+            firsts=firsts,
+            expected=expected,
+            rows_on_device=on_device[0],
+            firsts_on_device=on_device[1],
+            expected_on_device=on_device[2],
+            row_index=on_device[3],
         )
 
     def _prompt_parts(
-        self, decode_rows: IntArray, chunk_rows: IntArray, chunk_lengths: IntArray
+        self, place: int, chunk_rows: IntArray, chunk_lengths: IntArray
     ) -> tuple[tuple[PromptPart, ...], IntArray, IntArray]:
         """Return the prompt tokens of the chunks that need log-probabilities; call this before `RowTable.advance`.
+
+        The first chunk begins at `place` in the batch.
 
         Returns:
             The parts, the places in the batch of the tokens that predict them, and the prompt tokens.
@@ -242,7 +317,6 @@ class BatchBuilder:
         if (counts < 0).all():
             return (), NO_ROWS, NO_ROWS
         parts, places, targets = [], [], []
-        place = len(decode_rows)
         for row, length, count in zip(chunk_rows.tolist(), chunk_lengths.tolist(), counts.tolist(), strict=True):
             start = int(table.num_computed[row])
             num_tokens = min(start + length, int(table.num_prompt[row]) - 1) - start

@@ -1,7 +1,8 @@
 """Engine: executes a plan and returns its result, without a socket.
 
 `launch` applies a plan and starts its step. `collect` waits for the oldest step and returns its result. On an
-asynchronous device several steps can be launched before the first is collected; they run in order.
+asynchronous device several steps can be launched before the first is collected; they run in order. If a step has
+drafts, the next launch waits for its tokens, because the number of accepted drafts places the next tokens.
 """
 
 import time
@@ -9,6 +10,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from opentelemetry.trace import Span, Tracer
 
@@ -28,7 +30,7 @@ from worker_svc.execution.executor import (
     make_executor,
 )
 from worker_svc.execution.mixed_graphs import MixedGraphs
-from worker_svc.execution.sampler import NOT_FINITE, NOTHING_ALLOWED, Sampler
+from worker_svc.execution.sampler import NOT_FINITE, NOT_REACHED, NOTHING_ALLOWED, Sampler
 from worker_svc.execution.tracing import Tracing
 from worker_svc.interface.arrays import NO_IDS, NO_ROWS, Int32Array, IntArray
 from worker_svc.interface.limits import Limits
@@ -41,6 +43,7 @@ from worker_svc.outputs import pooling
 from worker_svc.outputs.grammars import GrammarStore
 from worker_svc.outputs.scores import PromptPart, Wanted, sections
 from worker_svc.rows.table import RowTable
+from worker_svc.speculation.drafts import Proposer, propose
 
 
 @dataclass(slots=True, kw_only=True)
@@ -49,7 +52,11 @@ class _Launched:
 
     step: int
     sample_rows: IntArray
+    """The row of each sampled token."""
     generations: IntArray
+    """Their generations."""
+    firsts: IntArray | None
+    """Place of the first sampled token of each row; None: no row has drafts."""
     left_out: tuple[IntArray, IntArray]
     """Rows and their generations that the plan expects but that were not computed because they have failed."""
     num_tokens: int
@@ -63,6 +70,8 @@ class _Launched:
     """Rows that need log-probabilities of their sampled tokens."""
     prompt_parts: tuple[PromptPart, ...]
     pooled_parts: tuple[pooling.PooledPart, ...]
+    is_settled: bool = False
+    """Whether the row table has the sampled tokens and counts the accepted drafts."""
 
 
 class Engine:
@@ -80,6 +89,7 @@ class Engine:
         decode_sizes: Sequence[int] = (),
         mixed_sizes: Sequence[int] = (),
         grammars: GrammarStore | None = None,
+        make_proposer: Callable[[RowTable], Proposer] | None = None,
     ) -> None:
         """Create an engine, and capture its graphs.
 
@@ -93,6 +103,7 @@ class Engine:
             grammars: the compiled grammars; None: grammars are not supported.
             decode_sizes: numbers of rows to capture decode steps for, ascending; none without an accelerator.
             mixed_sizes: numbers of tokens to capture steps with chunks for, ascending; none without an accelerator.
+            make_proposer: makes the source of drafts; None: the worker does not speculate.
         """
         self._accelerator = accelerator
         state = None
@@ -121,6 +132,7 @@ class Engine:
             mixed_graphs = MixedGraphs(accelerator, limits, model, caches, mixed_sizes)
             if _captured("steps with chunks", mixed_graphs.capture):
                 self._mixed_graphs = mixed_graphs
+        self._proposer = None if make_proposer is None else make_proposer(self._rows)
         self._batches = BatchBuilder(self._rows, device, lanes)
         self._sampler = Sampler(self._rows, device, accelerator)
         self._executor = make_executor(accelerator)
@@ -161,6 +173,9 @@ class Engine:
             PlanError: the plan does not fit the rows' state; call `reset` next.
         """
         began, began_unix_ns = time.perf_counter_ns(), time.time_ns()
+        if self._proposer is not None:
+            self._settle(plan)
+            self._proposer.leave(plan.leaves)
         self._tracing.rows_left(self._rows.leave(plan), self._rows.num_computed, began_unix_ns)
         swapped_out = self._host_pool.swap_out(plan)
         if plan.block_copies is not None:
@@ -169,15 +184,20 @@ class Engine:
         swapped_in = self._host_pool.swap_in(plan)
         self._tracing.rows_admitted(plan, began_unix_ns)
         failed_rows = self._rows.failed_rows()
-        batch = self._batches.build(plan.chunk_rows, plan.chunk_lengths)
+        drafts = None
+        if self._proposer is not None and self._rows.speculates:
+            drafts = propose(self._rows, self._proposer, int(plan.chunk_lengths.sum()))
+        batch = self._batches.build(plan.chunk_rows, plan.chunk_lengths, drafts)
         prepare_ns = time.perf_counter_ns() - began
         in_flight = self._submit(batch)
         sample_rows = NO_ROWS if batch is None else batch.sample_rows
+        verification = None if batch is None else batch.verification
         self._launched.append(
             _Launched(
                 step=plan.step,
                 sample_rows=sample_rows,
                 generations=self._rows.generation[sample_rows],
+                firsts=None if verification is None else verification.firsts,
                 left_out=(failed_rows, self._rows.generation[failed_rows]),
                 num_tokens=0 if batch is None else batch.num_tokens,
                 received_unix_ns=received_unix_ns,
@@ -204,20 +224,24 @@ class Engine:
         launched = self._launched.popleft()
         output, times = launched.in_flight.result()
         tokens = output.tokens
+        if self._proposer is not None:
+            self._take_tokens(launched, tokens)
         self._tracing.end_step(launched.spans, times.ended_unix_ns)
         rows, generations = launched.sample_rows, launched.generations
         failures: list[RowFailure] = []
+        counted = tokens != NOT_REACHED
         # A row that failed in an earlier step may have been launched again before its failure was known.
-        failed = tokens < 0
+        failed = (tokens < 0) & counted
         if self._rows.any_failed:
-            failed |= self._rows.has_failed(rows, generations)
+            failed |= self._rows.has_failed(rows, generations) & counted
         if failed.any():
-            failures += self._fail(rows[failed], generations[failed], tokens[failed])
-            rows, generations, tokens = rows[~failed], generations[~failed], tokens[~failed]
+            places = np.flatnonzero(failed)
+            places = places[np.unique(rows[places], return_index=True)[1]]
+            failures += self._fail(rows[places], generations[places], tokens[places])
+            counted &= ~failed
         scores = None
         if output.scores is not None:
-            alive = set(zip(rows.tolist(), generations.tolist(), strict=True))
-            scores = sections(output.scores, launched.scored, alive, launched.prompt_parts)
+            scores = sections(output.scores, launched.scored, counted, launched.prompt_parts)
         embeddings, not_finite = pooling.completed(output.embeddings, launched.pooled_parts)
         for part in not_finite:
             failures.append(_not_finite(part.row, part.generation, pooling.NOT_FINITE))
@@ -226,10 +250,17 @@ class Engine:
             failures.append(self._failure(row, generation))
         for copies in launched.copies:
             copies.wait()
+        kept, counts, draft_counts = rows[counted], None, None
+        if launched.firsts is not None:
+            kept, counts = np.unique(kept, return_counts=True)
+            all_counts = np.diff(launched.firsts, append=len(rows)) - 1
+            draft_counts = all_counts[np.isin(rows[launched.firsts], kept)]
         return StepResult(
             step=launched.step,
-            rows=rows,
-            tokens=tokens,
+            rows=kept,
+            tokens=tokens[counted],
+            counts=counts,
+            draft_counts=draft_counts,
             failures=tuple(failures),
             timings=_timings(launched, times),
             completed_copies=launched.copy_ids,
@@ -246,9 +277,31 @@ class Engine:
             self._tracing.end_step(self._launched.popleft().spans, now)
         self._tracing.rows_left(self._rows.clear(), self._rows.num_computed, now)
         self._sampler.clear()
+        if self._proposer is not None:
+            self._proposer.clear()
         if self.grammars is not None:
             self.grammars.forget_reports()
         self._failures.clear()
+
+    def _settle(self, plan: Plan) -> None:
+        """Give the tokens of the steps in flight to the row table if the plan's step depends on them.
+
+        It does if it may have drafts itself, or follows a step with drafts.
+        """
+        waiting = [launched for launched in self._launched if not launched.is_settled]
+        if not waiting:
+            return
+        if self._rows.speculates or len(plan.draft_rows) or any(each.firsts is not None for each in waiting):
+            for launched in waiting:
+                self._take_tokens(launched, launched.in_flight.tokens())
+
+    def _take_tokens(self, launched: _Launched, tokens: Int32Array) -> None:
+        """Give the sampled tokens of a step to the row table, once; steps come in order."""
+        if not launched.is_settled:
+            launched.is_settled = True
+            rows = launched.sample_rows
+            current = (tokens >= 0) & self._rows.uses(rows, launched.generations)
+            self._rows.take_tokens(rows[current], tokens[current])
 
     def _fail(self, rows: IntArray, generations: IntArray, tokens: Int32Array) -> list[RowFailure]:
         """Exclude rows from all further steps, log each row that has not failed before, and return the failures."""

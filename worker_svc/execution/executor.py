@@ -76,6 +76,10 @@ class StepInFlight(Protocol):
         """Return whether `result` would not wait."""
         ...
 
+    def tokens(self) -> Int32Array:
+        """Return the sampled tokens; wait for the device if necessary."""
+        ...
+
     def result(self) -> tuple[StepOutput, DeviceTimes]:
         """Return the sampled tokens and the times; wait for the device if necessary."""
         ...
@@ -109,6 +113,10 @@ class DoneStep:
     def ready(self) -> bool:
         """Return True."""
         return True
+
+    def tokens(self) -> Int32Array:
+        """See `StepInFlight.tokens`."""
+        return self.output.tokens
 
     def result(self) -> tuple[StepOutput, DeviceTimes]:
         """See `StepInFlight.result`."""
@@ -213,6 +221,12 @@ class EnqueuedStep:
     def ready(self) -> bool:
         """See `StepInFlight.ready`."""
         return self._events[-1].query()
+
+    def tokens(self) -> Int32Array:
+        """See `StepInFlight.tokens`."""
+        self._events[-1].synchronize()
+        tokens: Int32Array = self._on_host.tokens.numpy()
+        return tokens
 
     def result(self) -> tuple[StepOutput, DeviceTimes]:
         """See `StepInFlight.result`."""

@@ -8,7 +8,7 @@ of the block tables.
 
 Unlike in `decode_graphs`, the host sends the inputs of each step. They are copied into tensors at fixed addresses.
 Padding rows have no tokens and come first, so that the rows with chunks are the last ones. Padding tokens come last
-and belong to no row. Some steps are not captured: larger ones, and steps with many chunks, embeddings or
+and belong to no row. Some steps are not captured: larger ones, and steps with many chunks or drafts, embeddings or
 log-probabilities of prompts.
 """
 
@@ -124,6 +124,8 @@ class MixedGraphs:
         if captured is None or batch.logits_index is None or batch.prompt_parts or batch.pooled_parts:
             return None
         if len(batch.rows) - batch.attention.num_leading_decodes > captured.shape.num_chunks:
+            return None
+        if len(batch.sample_rows) > captured.shape.num_rows:
             return None
         self._send(captured.shape, batch, batch.logits_index)
         captured.graph.replay()

@@ -3,6 +3,11 @@
 A step takes log-probabilities from the model's own logits first. Then rules change the logits of the rows that have
 rules (`outputs.logits`), and grammars mask the logits of their rows (`outputs.grammars`). Last, all rows sample
 together. The sampling parameters of a batch are kept on the device until its rows change.
+
+A row with drafts is sampled at its base token and at each draft. A draft is accepted if it equals the token that was
+sampled before it; the row's tokens up to the first other one count. The noise depends on positions only, so these are
+the tokens that the row would have without drafts. The places of rows without restrictions are sampled together. The
+rules or the grammar of a row need each token before the next one, so such a row is sampled place after place.
 """
 
 from dataclasses import dataclass, replace
@@ -13,9 +18,10 @@ import torch
 from kernels.sampling import SamplingTensors, greedy, nonfinite_rows, sample_checked
 from worker_svc.device.accelerator import Accelerator
 from worker_svc.device.upload import upload
-from worker_svc.execution.batch import StepBatch
+from worker_svc.execution.batch import StepBatch, Verification
 from worker_svc.execution.executor import Sampled
 from worker_svc.execution.host_tokens import HostTokens
+from worker_svc.interface.arrays import IntArray
 from worker_svc.outputs.logits import LogitsBatch
 from worker_svc.outputs.scores import Wanted, score
 from worker_svc.rows.table import RowTable
@@ -24,6 +30,8 @@ NOT_FINITE = -1
 """Code instead of a token: the model's logits are not finite."""
 NOTHING_ALLOWED = -2
 """Code instead of a token: the row's rules and grammar allow no token."""
+NOT_REACHED = -3
+"""Code instead of a token: the token does not count, because a draft before it was not accepted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,13 +48,12 @@ class _Gathered:
     """`[G] int64`: `grammar_rows` on the device."""
     restricted: torch.Tensor | None
     """`[R] int64`: the places of rows with rules or a grammar, which may allow no token; None: no such row."""
-    wanted: Wanted | None
     needs_host_tokens: bool
     """Whether a row needs its last token on the host."""
 
 
 class Sampler:
-    """Sampler of one token per sampling row of a batch."""
+    """Sampler of the tokens of a batch."""
 
     def __init__(self, table: RowTable, device: torch.device, accelerator: Accelerator | None = None) -> None:
         """Create a sampler for the rows of `table`; `accelerator` is that of `device`, None on a CPU."""
@@ -55,12 +62,17 @@ class Sampler:
         self._accelerator = accelerator
         self._gathered_for: tuple[int, bytes] = (-1, b"")
         self._gathered: _Gathered | None = None
+        self._wanted_for: tuple[int, bytes] = (-1, b"")
+        self._wanted: Wanted | None = None
         self._pending: HostTokens | None = None
         """Tokens of the last step, if one of its rows needs them on the host."""
 
     def wanted(self, batch: StepBatch) -> Wanted | None:
         """Return the rows of a batch that need log-probabilities of their sampled tokens."""
-        return self._gather_once(batch).wanted
+        key = (self._table.membership, batch.sample_rows.tobytes())
+        if self._wanted_for != key:
+            self._wanted, self._wanted_for = self._find_wanted(batch), key
+        return self._wanted
 
     def clear(self) -> None:
         """Forget the last step, for a new epoch."""
@@ -71,44 +83,102 @@ class Sampler:
 
         A row that cannot sample gets the code `NOT_FINITE` or `NOTHING_ALLOWED` instead of a token.
         """
-        gathered = self._gather_once(batch)
         self._note_last_tokens()
-        params, rules, wanted = gathered.params, gathered.rules, gathered.wanted
-        if params.any_random:
-            params = replace(params, position=batch.sample_positions)
-        num_rows = len(batch.sample_rows)
+        num_rows, wanted = len(batch.sample_rows), self.wanted(batch)
         own, of_prompts = logits[:num_rows], logits[num_rows:]
-        restricted = gathered.restricted
-        if restricted is None and wanted is None and batch.prompt_targets is None and not params.any_random:
-            return Sampled(self._sample_greedily(own, batch))
-        failed = None if restricted is None else nonfinite_rows(own)
         raw = None if wanted is None else own[wanted.index]
-        if restricted is not None:
-            own = self._restrict(own, gathered, batch)
-        checked = sample_checked(own, params)
-        tokens = checked.clamp(min=0)
-        self._table.last_token.index_copy_(0, batch.sample_rows_on_device, tokens)
+        if batch.verification is None:
+            gathered = self._gather_once(batch)
+            outcome = self._pick(own, gathered, batch.sample_positions, batch.positions_on_host)
+            self._table.last_token.index_copy_(0, batch.sample_rows_on_device, outcome.clamp(min=0))
+            if gathered.needs_host_tokens:
+                generations = self._table.generation[batch.sample_rows]
+                self._pending = HostTokens(outcome.to(torch.int32), batch.sample_rows, generations, self._accelerator)
+        else:
+            outcome = self._verify(own, batch, batch.verification)
+        scores = None
+        if raw is not None or batch.prompt_targets is not None:
+            scores = self._scores(raw, wanted, outcome.clamp(min=0), of_prompts, batch)
+        return Sampled(outcome.to(torch.int32), scores)
+
+    def _pick(
+        self, logits: torch.Tensor, gathered: _Gathered, positions: torch.Tensor, positions_on_host: IntArray
+    ) -> torch.Tensor:
+        """Sample one token from each line of logits `[S, vocab_size]`, which may change.
+
+        Returns:
+            Tokens or codes, `[S] int64`.
+        """
+        params, rules = gathered.params, gathered.rules
+        if gathered.restricted is None:
+            return sample_checked(logits, replace(params, position=positions)) if params.any_random else greedy(logits)
+        failed = nonfinite_rows(logits)
+        checked = sample_checked(
+            self._restrict(logits, gathered, positions_on_host), replace(params, position=positions)
+        )
         if rules is not None:
-            self._table.rules.count_sampled(rules, tokens)
-        outcome = checked.to(torch.int32)  # contains NOT_FINITE codes
-        if failed is not None:
-            outcome = outcome.masked_fill(outcome < 0, NOTHING_ALLOWED).masked_fill(failed, NOT_FINITE)
-        if gathered.needs_host_tokens:
-            generations = self._table.generation[batch.sample_rows]
-            self._pending = HostTokens(outcome, batch.sample_rows, generations, self._accelerator)
-        return Sampled(outcome, self._scores(raw, wanted, tokens, of_prompts, batch))
+            self._table.rules.count_sampled(rules, checked.clamp(min=0))
+        return checked.masked_fill(checked < 0, NOTHING_ALLOWED).masked_fill(failed, NOT_FINITE)
 
-    def _sample_greedily(self, logits: torch.Tensor, batch: StepBatch) -> torch.Tensor:
-        """Sample a batch of greedy rows without rules, grammars or log-probabilities, in one pass over the logits."""
-        outcome = greedy(logits)
-        self._table.last_token.index_copy_(0, batch.sample_rows_on_device, outcome.clamp(min=0))
-        return outcome.to(torch.int32)
+    def _verify(self, logits: torch.Tensor, batch: StepBatch, verification: Verification) -> torch.Tensor:
+        """Sample a batch with drafts from logits `[S, vocab_size]`, and write the rows' last tokens.
 
-    def _restrict(self, logits: torch.Tensor, gathered: _Gathered, batch: StepBatch) -> torch.Tensor:
+        Returns:
+            Tokens or codes, `[S] int64`; only the first token of a row may be a code other than `NOT_REACHED`.
+        """
+        rows, expected = batch.sample_rows, verification.expected
+        restricted = self._table.restricted(rows)
+        if not restricted.any():
+            gathered = self._gather_once(batch)
+            picked = self._pick(logits, gathered, batch.sample_positions, batch.positions_on_host)
+            return self._accept(picked, verification)
+        outcome = torch.full((len(rows),), NOT_REACHED, dtype=torch.int64, device=self._device)
+        first = np.zeros(len(rows), np.bool_)
+        first[verification.firsts] = True
+        places = np.flatnonzero(first | ~restricted)
+        while True:
+            self._pick_at(places, logits, batch, outcome)
+            places = places[restricted[places]]
+            if not len(places):
+                break
+            # The host waits here, because the rules and grammars of the next place need these tokens.
+            tokens = outcome[upload(places, self._device)].cpu().numpy()
+            for row, token in zip(rows[places].tolist(), tokens.tolist(), strict=True):
+                if token >= 0 and self._table.needs_host_tokens(row):
+                    self._table.note_token(row, token)
+            places = places[(tokens == expected[places]) & (tokens >= 0)] + 1
+            if not len(places):
+                break
+        return self._accept(outcome, verification)
+
+    def _pick_at(self, places: IntArray, logits: torch.Tensor, batch: StepBatch, outcome: torch.Tensor) -> None:
+        """Sample at some places of a batch; `places` has a row with rules or a grammar at most once."""
+        index = upload(places, self._device)
+        gathered = self._gather(batch.sample_rows[places], batch.sample_positions[index])
+        own = logits[index]
+        outcome[index] = self._pick(own, gathered, gathered.params.position, batch.positions_on_host[places])
+
+    def _accept(self, outcome: torch.Tensor, verification: Verification) -> torch.Tensor:
+        """Mark the tokens after each row's first draft that is not accepted, and write the rows' last tokens.
+
+        A row that can sample no token at a draft has only the tokens before it; the next step finds the failure.
+        """
+        firsts, row_index = verification.firsts_on_device, verification.row_index
+        follows = torch.zeros_like(outcome, dtype=torch.bool)
+        follows[1:] = (outcome[:-1] == verification.expected_on_device[:-1]) & (outcome[1:] >= 0)
+        follows[firsts] = True
+        breaks = (~follows).cumsum(0)
+        counted = breaks == breaks[firsts][row_index]
+        counts = torch.zeros_like(firsts).index_add_(0, row_index, counted.long())
+        last = outcome[firsts + counts - 1].clamp(min=0)
+        self._table.last_token.index_copy_(0, verification.rows_on_device, last)
+        return outcome.masked_fill(~counted, NOT_REACHED)
+
+    def _restrict(self, logits: torch.Tensor, gathered: _Gathered, positions: IntArray) -> torch.Tensor:
         """Return the logits after rules and grammars, in float32 if there are rules; may change `logits`."""
         rules = gathered.rules
         if rules is not None:
-            changed = self._table.rules.apply(logits, rules, batch.positions_on_host)
+            changed = self._table.rules.apply(logits, rules, positions)
             logits = logits.to(torch.float32)
             logits[rules.index] = changed
         if gathered.grammar_rows:
@@ -147,11 +217,11 @@ class Sampler:
         """Return the parameters of the batch's rows; gather them again only if `membership` or the rows changed."""
         key = (self._table.membership, batch.sample_rows.tobytes())
         if self._gathered is None or self._gathered_for != key:
-            self._gathered, self._gathered_for = self._gather(batch), key
+            self._gathered, self._gathered_for = self._gather(batch.sample_rows, batch.sample_positions), key
         return self._gathered
 
-    def _gather(self, batch: StepBatch) -> _Gathered:
-        columns, rows = self._table.sampling, batch.sample_rows
+    def _gather(self, rows: IntArray, positions: torch.Tensor) -> _Gathered:
+        columns = self._table.sampling
         random = columns.temperature[rows] > 0
         truncated = (columns.top_k[rows] > 0) | (columns.top_p[rows] < 1) | (columns.min_p[rows] > 0)
         typical = random & (columns.typical_p[rows] < 1)
@@ -177,7 +247,7 @@ class Sampler:
                 min_p=min_p,
                 seed=upload(columns.seed[rows], self._device),
                 choice=choice,
-                position=batch.sample_positions,
+                position=positions,
                 any_random=bool(random.any()),
                 any_truncation=bool((random & truncated).any()),
                 typical_p=upload(columns.typical_p[rows], self._device) if typical.any() else None,
@@ -187,11 +257,10 @@ class Sampler:
             grammar_index,
             grammar_lines,
             restricted if len(restricted) else None,
-            self._wanted(batch),
             restricted.numel() > 0 and any(map(self._table.needs_host_tokens, rows.tolist())),
         )
 
-    def _wanted(self, batch: StepBatch) -> Wanted | None:
+    def _find_wanted(self, batch: StepBatch) -> Wanted | None:
         rows = batch.sample_rows
         counts = self._table.sampling.logprobs[rows]
         places = np.flatnonzero(counts >= 0)
@@ -199,6 +268,7 @@ class Sampler:
             return None
         return Wanted(
             index=upload(places, self._device),
+            places=places,
             rows=tuple(rows[places].tolist()),
             generations=tuple(self._table.generation[rows[places]].tolist()),
             counts=tuple(counts[places].tolist()),

@@ -116,3 +116,7 @@ class Plan:
     """On the device, before the plan writes any block."""
     copy_ids: Int32Array
     """IDs of the plan's swaps, which the result lists."""
+    draft_rows: IntArray
+    """Rows whose draft limit changes."""
+    draft_limits: IntArray
+    """Most draft tokens that each of `draft_rows` verifies per decode step, from this step on."""

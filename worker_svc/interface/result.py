@@ -84,9 +84,13 @@ class StepResult:
 
     step: int
     rows: IntArray
-    """The rows that sampled."""
+    """`[R]`: the rows that sampled."""
     tokens: Int32Array
-    """One per row."""
+    """`[sum of counts]`, grouped by row in the order of `rows`."""
+    counts: IntArray | None = None
+    """`[R]`: tokens of each row; None: one each."""
+    draft_counts: IntArray | None = None
+    """`[R]`: draft tokens that each row verified; None: none."""
     failures: tuple[RowFailure, ...] = ()
     timings: StepTimings
     completed_copies: Int32Array

@@ -31,6 +31,7 @@ def decode_plan(message: plan_pb2.Plan, limits: Limits) -> Plan:
     try:
         chunk_rows, chunk_lengths = _chunks(message, limits)
         append_rows, append_blocks, append_groups = _appends(message, limits)
+        draft_rows, draft_limits = _draft_limits(message, limits)
         return Plan(
             step=message.step,
             leaves=_rows(message.leaves, "leave", limits),
@@ -47,6 +48,8 @@ def decode_plan(message: plan_pb2.Plan, limits: Limits) -> Plan:
             swap_in=_swap_in(message, limits),
             block_copies=_block_copies(message, limits),
             copy_ids=_ids(message.copy_ids),
+            draft_rows=draft_rows,
+            draft_limits=draft_limits,
         )
     except MalformedColumnError as error:
         raise PlanError(str(error)) from None
@@ -106,6 +109,15 @@ def _appends(message: plan_pb2.Plan, limits: Limits) -> tuple[IntArray, Int32Arr
     if groups is not None and _outside(groups, limits.num_kv_groups):
         raise PlanError(f"append: a KV group is outside [0, {limits.num_kv_groups})")
     return narrow.astype(np.int64), blocks, groups
+
+
+def _draft_limits(message: plan_pb2.Plan, limits: Limits) -> tuple[IntArray, IntArray]:
+    if not message.draft_rows and not message.draft_limits:
+        return NO_ROWS, NO_ROWS
+    values = from_columns(message.draft_rows, message.draft_limits)[1]
+    if _outside(values, limits.max_draft_tokens + 1):
+        raise PlanError(f"draft limit: a limit is outside [0, {limits.max_draft_tokens}]")
+    return _rows(message.draft_rows, "draft limit", limits), values.astype(np.int64)
 
 
 def _check_blocks(blocks: Int32Array, limits: Limits) -> None:

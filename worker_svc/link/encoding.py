@@ -42,6 +42,7 @@ def encode_hello(identity: Identity, incarnation: int, reason: HelloReason) -> p
         max_rows=limits.max_rows,
         max_tokens_per_step=limits.max_tokens_per_step,
         num_kv_groups=limits.num_kv_groups,
+        max_draft_tokens=limits.max_draft_tokens,
         device=identity.device,
         pid=identity.pid,
         process=identity.process,
@@ -58,6 +59,10 @@ def encode_result(result: StepResult) -> plan_pb2.StepResult:
         timings=_timings(result.timings),
         completed_copies=to_column(result.completed_copies),
     )
+    if result.counts is not None:
+        message.counts = to_column(result.counts)
+    if result.draft_counts is not None:
+        message.draft_counts = to_column(result.draft_counts)
     if result.failures:
         message.failures.extend(map(_failure, result.failures))
     if result.scores is not None:

@@ -92,6 +92,9 @@ class LogitsRules:
     def __len__(self) -> int:
         return len(self._rules)
 
+    def __contains__(self, row: int) -> bool:
+        return row in self._rules
+
     def needs_host_tokens(self, row: int) -> bool:
         """Return whether the host must know the row's last token before the next one is sampled."""
         rules = self._rules.get(row)

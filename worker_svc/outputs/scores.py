@@ -5,9 +5,11 @@ They are computed from the model's own logits, before rules and grammars change 
 
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
-from worker_svc.interface.arrays import Int32Array
+from worker_svc.interface.arrays import Int32Array, IntArray
 from worker_svc.interface.result import Scores
 
 _LINES = 256
@@ -21,7 +23,9 @@ class Wanted:
     """Sampling rows of a batch that need log-probabilities; valid until the rows of the batch change."""
 
     index: torch.Tensor
-    """`[R] int64`: places of the rows in the batch."""
+    """`[R] int64`: places of the rows' tokens in the batch; a row with drafts has several."""
+    places: IntArray
+    """`index` on the host."""
     rows: tuple[int, ...]
     generations: tuple[int, ...]
     counts: tuple[int, ...]
@@ -89,21 +93,24 @@ def _score(logits: torch.Tensor, tokens: torch.Tensor, count: int) -> DeviceScor
 
 
 def sections(
-    lines: Int32Array, sampled: Wanted | None, alive: "set[tuple[int, int]]", prompts: tuple[PromptPart, ...]
+    lines: Int32Array, sampled: Wanted | None, counted: npt.NDArray[np.bool_], prompts: tuple[PromptPart, ...]
 ) -> Scores:
-    """Return packed scores with their sections: first one per sampling row, then those of the prompts.
+    """Return packed scores with their sections: first one per sampled token, then those of the prompts.
 
     Args:
         lines: `[n, 2 + 2k] int32`, the result of `DeviceScores.packed`.
         sampled: the rows whose sampled token was scored.
-        alive: (row, generation) of the rows that have not failed.
+        counted: `[S]`: which of the sampled tokens count, because their row has not failed and no draft before them.
         prompts: the parts of prompts that were scored.
     """
     found = []
     line = 0
     if sampled is not None:
-        for row, generation, count in zip(sampled.rows, sampled.generations, sampled.counts, strict=True):
-            if (row, generation) in alive:
+        kept = counted[sampled.places].tolist()
+        for row, generation, count, is_kept in zip(
+            sampled.rows, sampled.generations, sampled.counts, kept, strict=True
+        ):
+            if is_kept:
                 found.append((row, generation, 0, count, line, 1))
             line += 1
     for part in prompts:

@@ -3,7 +3,8 @@
 A plan lists changes. `leave` and `change` check them against the rows' state, and apply them in the protocol's order:
 leaves, admissions, appends, holds and releases. The host knows this state without waiting for the device, because the
 plan fixes the number of tokens by which a row advances. Only the last sampled token of each row is kept on the device,
-so that step N + 1 can start from step N without the host.
+so that step N + 1 can start from step N without the host. A row with draft tokens is the exception: the host must know
+how many were accepted before it builds the next batch.
 
 A row is free, in prefill until all its admitted tokens are computed, and then in decode, or done if it pools. A row in
 prefill is computed in the steps that have a chunk for it. A row in decode is computed in every step, unless it is held
@@ -11,6 +12,7 @@ or has failed.
 """
 
 import enum
+from array import array
 
 import numpy as np
 import numpy.typing as npt
@@ -27,6 +29,7 @@ from worker_svc.outputs.logits import LogitsRules
 from worker_svc.outputs.pooling import PoolingRows
 from worker_svc.outputs.sampling_columns import SamplingColumns
 from worker_svc.rows.block_tables import BlockTables
+from worker_svc.rows.history import TokenHistory
 
 _NO_FLAGS = np.zeros(0, np.bool_)
 
@@ -69,6 +72,8 @@ class RowTable:
         self._num_tokens = np.zeros(rows, np.int64)
         self._num_computed = np.zeros(rows, np.int64)
         self._num_prompt = np.zeros(rows, np.int64)
+        self._draft_limit = np.zeros(rows, np.int64)
+        self._speculates = False
         self._prompts: dict[int, Int32Array] = {}
         self._request_ids = [""] * rows
         self._membership = 0
@@ -78,6 +83,7 @@ class RowTable:
         self.rules = LogitsRules(limits.vocab_size, device)
         self.grammars = GrammarRows(grammars, limits.vocab_size, rows, device)
         self.pooling = PoolingRows(rows)
+        self._history = TokenHistory() if limits.max_draft_tokens else None
         self.last_token = torch.zeros(rows + 1, dtype=torch.int64, device=device)
         """`[max_rows + 1] int64` on the device: the last sampled token of each row; the last element is padding."""
 
@@ -111,9 +117,46 @@ class RowTable:
         """`[max_rows]`: prompt tokens of each row."""
         return self._num_prompt
 
+    @property
+    def speculates(self) -> bool:
+        """Whether a row has a draft limit above 0."""
+        return self._speculates
+
+    def draft_room(self, rows: IntArray) -> tuple[IntArray, IntArray]:
+        """Return the decode rows among `rows` that may have drafts in the next step, and the most drafts of each."""
+        ends = self._num_computed[rows] + 1
+        most = np.minimum(self._draft_limit[rows], self._limits.max_model_len - ends - 1)
+        for tables in self.tables:
+            most = np.minimum(most, tables.lengths[rows] * self._limits.block_size - ends)
+        may = most > 0
+        return rows[may], most[may]
+
+    def take_tokens(self, rows: IntArray, tokens: Int32Array) -> None:
+        """Take the sampled tokens of a step, in order, on a worker that speculates.
+
+        A row with several tokens had drafts. All of its tokens but the first are accepted drafts, which are computed.
+        """
+        if self._history is None:
+            return
+        for row, token in zip(rows.tolist(), tokens.tolist(), strict=True):
+            self._history.append(row, token)
+        np.add.at(self._num_computed, rows[1:][rows[1:] == rows[:-1]], 1)
+
+    def known_tokens(self, row: int) -> "array[int]":
+        """Return all tokens of a row that the host knows, on a worker that speculates; do not change them."""
+        if self._history is None:
+            raise RuntimeError("token history: this worker does not speculate")
+        return self._history.tokens(row)
+
     def needs_host_tokens(self, row: int) -> bool:
         """Return whether the host must know the row's last token before the next one is sampled."""
         return row in self.grammars or self.rules.needs_host_tokens(row)
+
+    def restricted(self, rows: IntArray) -> npt.NDArray[np.bool_]:
+        """Return for each row whether it has rules or a grammar."""
+        if not len(self.rules) and not len(self.grammars):
+            return np.zeros(len(rows), np.bool_)
+        return np.array([row in self.rules or row in self.grammars for row in rows.tolist()], np.bool_)
 
     def note_token(self, row: int, token: int) -> None:
         """Note the last token of a row, for rules and grammars that need it on the host."""
@@ -162,6 +205,9 @@ class RowTable:
             self._set_held(plan.holds, held=True)
         if len(plan.releases):
             self._set_held(plan.releases, held=False)
+        if len(plan.draft_rows):
+            self._check_used(plan.draft_rows, "draft limit")
+            self._set_draft_limits(plan.draft_rows, plan.draft_limits)
 
     def check_chunks(self, rows: IntArray, lengths: IntArray) -> None:
         """Check a plan's prefill chunks. Call after `change`.
@@ -232,10 +278,14 @@ class RowTable:
 
     def fail(self, rows: IntArray, generations: IntArray) -> None:
         """Exclude rows from all further steps until they leave; ignores rows that another request uses by now."""
-        alive = (self._state[rows] != RowState.FREE) & (self._generation[rows] == generations)
-        self._failed[rows[alive]] = True
+        self._failed[rows[self.uses(rows, generations)]] = True
         self._any_failed = True
         self._membership += 1
+
+    def uses(self, rows: IntArray, generations: IntArray) -> npt.NDArray[np.bool_]:
+        """Return for each row whether it is in use and still has the given generation."""
+        in_use: npt.NDArray[np.bool_] = (self._state[rows] != RowState.FREE) & (self._generation[rows] == generations)
+        return in_use
 
     def has_failed(self, rows: IntArray, generations: IntArray) -> npt.NDArray[np.bool_]:
         """Return for each row whether it has failed and still has the given generation."""
@@ -271,13 +321,21 @@ class RowTable:
         if (self._state[rows] == RowState.FREE).any():
             raise PlanError(f"{what}: a row is not in use")
 
+    def _set_draft_limits(self, rows: IntArray, limits: IntArray | int) -> None:
+        self._draft_limit[rows] = limits
+        self._speculates = bool(self._draft_limit.any())
+
     def _remove(self, rows: IntArray) -> None:
         self._state[rows] = RowState.FREE
+        if self._speculates:
+            self._set_draft_limits(rows, 0)
         for row in rows.tolist():
             self._prompts.pop(row, None)
             self.rules.leave(row)
             self.grammars.leave(row)
             self.pooling.leave(row)
+            if self._history is not None:
+                self._history.leave(row)
         self._membership += 1
 
     def _admit(self, admission: Admission) -> None:
@@ -294,6 +352,8 @@ class RowTable:
         self._num_prompt[row] = admission.num_prompt_tokens
         self._prompts[row] = tokens
         self._request_ids[row] = admission.request_id
+        if self._history is not None:
+            self._history.admit(row, tokens)
         for tables, blocks in zip(self.tables, admission.block_tables, strict=True):
             tables.replace(row, blocks)
         self.pooling.admit(row, admission.pooling)

@@ -1,0 +1,70 @@
+"""The drafts of one step: which rows have some, how many, and which tokens.
+
+A row has at most as many drafts as its draft limit, the room in its blocks, `max_model_len` and the tokens left to the
+step allow.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from worker_svc.interface.arrays import NO_IDS, NO_ROWS, Int32Array, IntArray
+from worker_svc.rows.table import RowTable
+
+
+class Proposer(Protocol):
+    """Source of drafts."""
+
+    def propose(self, rows: IntArray, most: IntArray) -> Sequence[Sequence[int]]:
+        """Return at most `most[i]` draft tokens for each row `rows[i]`; it may be none."""
+        ...
+
+    def leave(self, rows: IntArray) -> None:
+        """Forget rows that leave."""
+        ...
+
+    def clear(self) -> None:
+        """Forget all rows, for a new epoch."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Drafts:
+    """Drafts of one step."""
+
+    rows: IntArray
+    """`[D]`: the rows with drafts, ascending."""
+    counts: IntArray
+    """`[D]`: drafts of each row, at least one."""
+    tokens: Int32Array
+    """`[sum of counts]`: the draft tokens, grouped by row."""
+
+
+NO_DRAFTS = Drafts(NO_ROWS, NO_ROWS, NO_IDS)
+
+
+def propose(table: RowTable, proposer: Proposer, num_chunk_tokens: int) -> Drafts | None:
+    """Return the drafts of the next step of the decode rows; None if there are none.
+
+    Args:
+        table: the rows, with the changes of the step's plan applied.
+        proposer: the source of drafts.
+        num_chunk_tokens: tokens of the step's chunks.
+    """
+    decode_rows = table.decode_rows()
+    rows, most = table.draft_room(decode_rows)
+    left = table.limits.max_tokens_per_step - num_chunk_tokens - len(decode_rows)
+    if not len(rows) or left <= 0:
+        return None
+    found_rows, counts, tokens = [], [], list[int]()
+    for row, proposed in zip(rows.tolist(), proposer.propose(rows, np.minimum(most, left)), strict=True):
+        kept = proposed[: left - len(tokens)]
+        if len(kept):
+            found_rows.append(row)
+            counts.append(len(kept))
+            tokens.extend(kept)
+    if not found_rows:
+        return None
+    return Drafts(np.array(found_rows), np.array(counts), np.array(tokens, np.int32))
