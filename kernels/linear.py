@@ -26,10 +26,14 @@ import torch
 from kernels.native.library import Native
 from kernels.native.structures import BFLOAT16, FLOAT32, FORMATS, INT4, INT8, STORE_BFLOAT16, STORE_FLOAT, CLinear
 
+INT4_GROUP = 64
+"""Inputs of a group of int4 weights."""
 _BLOCK = 16
-_GROUP = 64
+_GROUP = INT4_GROUP
 _GROUP_BYTES = 9 * 64
 """Of 16 outputs: one line of scales and zero points, and eight of weights."""
+_MOST_ZERO = 16
+"""Largest zero point of an int4 group: the difference to a code fits a signed byte, and bfloat16 holds it."""
 _SYMMETRIC = 0
 """Argument of the library: groups have zero points."""
 
@@ -128,6 +132,55 @@ def quantise_int4(weight: torch.Tensor, bias: torch.Tensor | None = None, *, ker
         FORMATS[weight.dtype], weight.data_ptr(), weight.stride(0), outputs, inputs, _SYMMETRIC, packed.data_ptr()
     )
     return _packed(INT4, outputs, inputs, packed, bias)
+
+
+def pack_int8(codes: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None = None) -> PackedLinear:
+    """Return int8 weights with given values.
+
+    Args:
+        codes: ``[outputs, inputs]`` int8.
+        scales: ``[outputs]``; a weight is its code times the scale of its output.
+        bias: ``[outputs]``.
+    """
+    outputs, inputs = codes.shape
+    blocks, steps = -(-outputs // _BLOCK), -(-inputs // 4)
+    padded = torch.nn.functional.pad(codes, (0, steps * 4 - inputs, 0, blocks * _BLOCK - outputs))
+    packed = padded.view(blocks, _BLOCK, steps, 4).transpose(1, 2).contiguous()
+    sums = padded.sum(1, dtype=torch.int32)
+    wide_scales = torch.nn.functional.pad(scales.float(), (0, blocks * _BLOCK - outputs)).contiguous()
+    return _packed(INT8, outputs, inputs, packed, bias, wide_scales, sums)
+
+
+def fits_int4(codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor) -> bool:
+    """Return whether `pack_int4` keeps these values exactly."""
+    within = [bool((x >= 0).all() and (x <= most).all()) for x, most in ((codes, 15), (zeros, _MOST_ZERO))]
+    return all(within) and bool((scales.to(torch.bfloat16).to(scales.dtype) == scales).all())
+
+
+def pack_int4(
+    codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor, bias: torch.Tensor | None = None
+) -> PackedLinear:
+    """Return int4 weights with given values; `fits_int4` must accept them.
+
+    Args:
+        codes: ``[outputs, inputs]`` uint8, from 0 to 15.
+        scales: ``[outputs, groups]``; a weight is (its code - zero point of its group) * scale of its group.
+        zeros: ``[outputs, groups]``.
+        bias: ``[outputs]``.
+    """
+    outputs, inputs = codes.shape
+    blocks, groups = -(-outputs // _BLOCK), -(-inputs // _GROUP)
+    missing = blocks * _BLOCK - outputs
+    padded = torch.nn.functional.pad(codes, (0, groups * _GROUP - inputs, 0, missing))
+    # Of [blocks, 16, groups, 8 lines, 2 halves of a byte, 4]: a line has four inputs of each output, twice.
+    halves = padded.view(blocks, _BLOCK, groups, 8, 2, 4)
+    lines = (halves[:, :, :, :, 0] | halves[:, :, :, :, 1] << 4).permute(0, 2, 3, 1, 4)
+    header = torch.stack([torch.nn.functional.pad(x.float(), (0, 0, 0, missing)) for x in (scales, zeros)])
+    header = header.view(2, blocks, _BLOCK, groups).permute(1, 3, 0, 2).to(torch.bfloat16).contiguous()
+    packed = torch.empty(blocks, groups, 9, 64, dtype=torch.uint8)
+    packed[:, :, 0] = header.view(torch.uint8).view(blocks, groups, 64)
+    packed[:, :, 1:] = lines.reshape(blocks, groups, 8, 64)
+    return _packed(INT4, outputs, inputs, packed.flatten(), bias)
 
 
 def dequantised(linear: PackedLinear) -> torch.Tensor:

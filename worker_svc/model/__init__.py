@@ -8,6 +8,9 @@
 * `llama_packed`: the family on a CPU, with weights packed for the native kernels
 * `rope`: its rotary tables
 * `weights`: reads safetensors files, one tensor at a time
+* `scheme`: how the weights of a quantised checkpoint are stored, from config.json
+* `quantised`: weights of a quantised checkpoint, packed as they are stored or dequantised
+* `gguf`: reads GGUF files
 * `fingerprint`: identifies a loaded model
 * `hf`: decoders of `transformers` with our paged KV cache
 * `hf_attention`: the attention function that they call

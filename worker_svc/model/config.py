@@ -8,6 +8,7 @@ import torch
 from transformers import AutoConfig, PretrainedConfig
 
 from shared.config import ConfigError
+from worker_svc.model.scheme import read_quantisation
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -26,10 +27,8 @@ def read_config(folder: Path) -> PretrainedConfig:
     except Exception as error:  # unknown model types, bad JSON and failed validation have no common type
         detail = str(error).strip().splitlines() or [type(error).__name__]
         raise ConfigError(f"model: {folder}/config.json is not valid: {detail[0]}") from None
-    if getattr(config, "quantization_config", None) is not None:
-        raise ConfigError(
-            f"model: {folder} is a quantised checkpoint, which is not supported; give one with unquantised weights"
-        )
+    if read_quantisation(folder) is not None:
+        vars(config).pop("quantization_config", None)  # `weights` reads such checkpoints; `transformers` must not
     if getattr(config, "is_heterogeneous", False):
         raise ConfigError(
             "model: config.json has layers of different sizes (per_layer_config), which is not supported; use another"

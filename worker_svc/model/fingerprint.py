@@ -18,6 +18,7 @@ from typing import BinaryIO
 import torch
 
 from shared.config import ConfigError
+from worker_svc.model import gguf
 from worker_svc.model.weights import weight_files
 
 SAMPLE_BYTES = 4096
@@ -44,7 +45,7 @@ def fingerprint(
         quantization: quantization of the weights at load: "none", "int8" or "int4".
 
     Raises:
-        ConfigError: there are no weights, or a file is not a safetensors file.
+        ConfigError: there are no weights, or a file is damaged.
     """
     digest = hashlib.sha256()
     _add(digest, (folder / "config.json").read_bytes())
@@ -72,7 +73,10 @@ def _add(digest: "hashlib._Hash", piece: bytes) -> None:
 
 
 def _pieces(file: Path, opened: BinaryIO) -> Iterator[bytes]:
-    """Yield the header, then the samples of each tensor in file order."""
+    """Yield the header, then the samples of each tensor in file order; of a GGUF file, the samples of the whole."""
+    if file.suffix == gguf.SUFFIX:
+        yield from _samples(opened, 0, file.stat().st_size)
+        return
     length = int.from_bytes(opened.read(8), "little")
     if length > _MAX_HEADER:
         raise ConfigError(
@@ -92,8 +96,12 @@ def _pieces(file: Path, opened: BinaryIO) -> Iterator[bytes]:
             raise ConfigError(
                 f"model: {file} is damaged: a tensor has the byte range [{begin}, {end}); download the file again"
             )
-        for offset in range(begin, end, STRIDE_BYTES):
-            opened.seek(8 + length + offset)
-            # A small tensor, and the last part of a large one, is read to its end.
-            rest = end - offset
-            yield opened.read(rest if rest <= STRIDE_BYTES else SAMPLE_BYTES)
+        yield from _samples(opened, 8 + length + begin, 8 + length + end)
+
+
+def _samples(opened: BinaryIO, begin: int, end: int) -> Iterator[bytes]:
+    """Yield samples of a range of bytes; a small range, and the last part of a large one, is read to its end."""
+    for offset in range(begin, end, STRIDE_BYTES):
+        opened.seek(offset)
+        rest = end - offset
+        yield opened.read(rest if rest <= STRIDE_BYTES else SAMPLE_BYTES)

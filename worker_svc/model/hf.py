@@ -24,6 +24,9 @@ from worker_svc.model import hf_trial, llama
 from worker_svc.model.base import AttentionInputs, KVCache, KVShape
 from worker_svc.model.config import text_config
 from worker_svc.model.hf_attention import PAGED, PROBE, LayerCall, PagedStep, recording, running
+from worker_svc.model.quantised import log_form
+from worker_svc.model.scheme import read_quantisation
+from worker_svc.model.weights import read_tensors
 
 _STATELESS_LAYERS = {"full_attention", "sliding_attention"}
 
@@ -132,7 +135,7 @@ def load(
         ConfigError: the decoder does not support a paged KV cache, or the weights do not match config.json.
     """
     try:
-        decoder = _read(folder, dtype) if seed is None else _draw(config, seed, dtype)
+        decoder = _read(folder, config, dtype) if seed is None else _draw(config, seed, dtype)
     except ConfigError:
         raise
     except Exception as error:  # constructors and weight readers raise errors of many types
@@ -181,11 +184,19 @@ def check_class(architecture: str, config: PretrainedConfig) -> None:
         raise _refusal(architecture, "some of its layers share keys and values")
 
 
-def _read(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
+def _read(folder: Path, config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     loader: Any = AutoModelForCausalLM
+    source: dict[str, Any] = {"pretrained_model_name_or_path": folder}
+    if read_quantisation(folder) is not None:
+        loader = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]  # the automatic class needs a folder
+        source = {
+            "pretrained_model_name_or_path": None,
+            "config": config,
+            "state_dict": _dequantised(folder, dtype),
+        }
     decoder, report = loader.from_pretrained(
-        folder,
+        **source,
         dtype=dtype,
         attn_implementation=PAGED,
         local_files_only=True,
@@ -206,6 +217,20 @@ def _read(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
                 " use a checkpoint that matches config.json"
             )
     return cast(PreTrainedModel, decoder)
+
+
+def _dequantised(folder: Path, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """Return the tensors of a quantised checkpoint, with its quantised weights in `dtype`."""
+    tensors: dict[str, torch.Tensor] = {}
+    num_dequantised = 0
+    for name, tensor in read_tensors(folder):
+        if isinstance(tensor, torch.Tensor):
+            tensors[name] = tensor
+        else:
+            tensors[name] = tensor.dequantised().to(dtype)
+            num_dequantised += 1
+    log_form(num_packed=0, num_dequantised=num_dequantised, dtype=dtype)
+    return tensors
 
 
 def _draw(config: PretrainedConfig, seed: int, dtype: torch.dtype) -> PreTrainedModel:

@@ -27,6 +27,7 @@ from kernels.qkv import rotate_and_cache
 from worker_svc.model import llama_packed
 from worker_svc.model.base import AttentionInputs, KVCache, KVShape
 from worker_svc.model.llama_layer import Layer, Linear
+from worker_svc.model.quantised import StoredWeights, log_form
 from worker_svc.model.rope import can_tabulate, rope_tables
 from worker_svc.model.weights import copy_weights, holds_different
 
@@ -234,8 +235,12 @@ class LlamaModel:
             self._tied = False
             self._embedding = self._empty(*self._head.shape)
         tied = frozenset({_HEAD}) if self._tied else frozenset[str]()
-        copy_weights(folder, dict(self._named_weights()), optional=tied)
-        self._pack()
+        # With a quantization of its own, a quantised checkpoint is dequantised first.
+        stored = StoredWeights()
+        keeps = self._cpu_kernels is not None and self._quantization == "none"
+        copy_weights(folder, dict(self._named_weights()), optional=tied, stored=stored if keeps else None)
+        self._pack(stored)
+        log_form(num_packed=stored.num_packed, num_dequantised=stored.num_dequantised, dtype=self._dtype)
 
     def randomise(self, seed: int) -> None:
         """Draw random weights on the device: matrices from a normal distribution, norms 1, biases 0."""
@@ -247,9 +252,9 @@ class LlamaModel:
                 weight.zero_()
             else:
                 weight.normal_(0.0, self._config.initializer_range, generator=generator)
-        self._pack()
+        self._pack(StoredWeights())
 
-    def _pack(self) -> None:
+    def _pack(self, stored: StoredWeights) -> None:
         """Pack the weights for the native CPU kernels, if they are used, and drop the matrices."""
         if self._cpu_kernels is None:
             return
@@ -263,6 +268,7 @@ class LlamaModel:
             cos=self._cos,
             sin=self._sin,
             quantization=self._quantization,
+            stored=stored,
         )
         self._layers.clear()
         del self._embedding, self._head

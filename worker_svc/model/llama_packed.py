@@ -14,6 +14,7 @@ from kernels.native.library import Native
 from kernels.native.serving import native
 from shared.config import ConfigError
 from worker_svc.model.llama_layer import Layer, Linear
+from worker_svc.model.quantised import StoredWeights
 
 
 def shape_of(config: PretrainedConfig) -> DecoderShape:
@@ -68,14 +69,18 @@ def pack(
     cos: torch.Tensor,
     sin: torch.Tensor,
     quantization: str,
+    stored: StoredWeights,
 ) -> PackedDecoder:
-    """Pack all weights: in place, or quantised.
+    """Pack all weights: in place, quantised, or as a quantised checkpoint stores them.
 
     `layers` is emptied layer by layer, so that quantised weights need little extra memory. With int4 the LM head, which
     may also be the embedding, has int8 weights: it affects the answers most.
     """
 
     def convert(linear: Linear, kind: str = quantization) -> PackedLinear:
+        as_stored = stored.pack(linear.weight, linear.bias)
+        if as_stored is not None:
+            return as_stored
         if kind == "int4":
             return packed_linear.quantise_int4(linear.weight, linear.bias, kernels=kernels)
         if kind == "int8":

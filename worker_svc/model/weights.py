@@ -1,26 +1,42 @@
-"""Reader of safetensors checkpoints, one tensor at a time.
+"""Reader of safetensors and GGUF checkpoints, one tensor at a time.
+
+A quantised linear layer has several tensors, which are read together. Its weight is a `QuantisedWeight` under the name
+that it would have unquantised.
 
 Pickle checkpoints are not supported, because loading them can execute code.
 """
 
 import json
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 
 from shared.config import ConfigError
+from worker_svc.model import gguf
+from worker_svc.model.quantised import (
+    MAIN_PARTS,
+    OTHER_PARTS,
+    SCALES,
+    QuantisedWeight,
+    StoredWeights,
+    log_form,
+    read_weight,
+)
+from worker_svc.model.scheme import Quantisation, read_quantisation
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 
 
 def weight_files(folder: Path) -> tuple[Path, ...]:
-    """Return the weight files, sorted by name.
+    """Return the weight files, sorted by name: safetensors, or one GGUF file.
 
     Raises:
-        ConfigError: there are none, or a file of the index is missing.
+        ConfigError: there are none, a file of the index is missing, or there are several GGUF files.
     """
     if (folder / _INDEX).is_file():
         try:
@@ -35,25 +51,33 @@ def weight_files(folder: Path) -> tuple[Path, ...]:
         return tuple(folder / name for name in names)
     if (folder / _SINGLE).is_file():
         return (folder / _SINGLE,)
+    if (file := gguf.find(folder)) is not None:
+        return (file,)
     raise ConfigError(f"model: {folder} has no {_SINGLE}; give a checkpoint with safetensors weights")
 
 
-def copy_weights(folder: Path, destinations: Mapping[str, torch.Tensor], optional: frozenset[str]) -> None:
+def copy_weights(
+    folder: Path,
+    destinations: Mapping[str, torch.Tensor],
+    optional: frozenset[str],
+    stored: StoredWeights | None = None,
+) -> None:
     """Copy each tensor of the checkpoint to its destination, without a second copy of the model in memory.
 
     Args:
         folder: the checkpoint.
         destinations: the tensor, or view of a tensor, that each tensor of the checkpoint is copied to, by name.
         optional: names in the checkpoint to ignore.
+        stored: keeps the quantised weights instead of their destinations; None: dequantise them.
 
     Raises:
         ConfigError: a tensor is missing, unknown, or has the wrong shape.
     """
-    missing = set(destinations)
-    for name, tensor in _tensors(folder):
+    missing, num_dequantised = set(destinations), 0
+    for name, tensor in read_tensors(folder):
         destination = destinations.get(name)
         if destination is None:
-            if name in optional or name.endswith("rotary_emb.inv_freq"):
+            if name in optional or name.endswith("rotary_emb.inv_freq") or _is_padding(name, tensor):
                 continue
             raise ConfigError(
                 f"model: the checkpoint has a tensor {name}, which its architecture does not have; use a checkpoint"
@@ -64,27 +88,102 @@ def copy_weights(folder: Path, destinations: Mapping[str, torch.Tensor], optiona
                 f"model: {name} has shape {tuple(tensor.shape)}, but config.json requires"
                 f" {tuple(destination.shape)}; use a checkpoint that matches config.json"
             )
-        destination.copy_(tensor)
+        if isinstance(tensor, torch.Tensor):
+            destination.copy_(tensor)
+        elif stored is None:
+            destination.copy_(tensor.dequantised())
+            num_dequantised += 1
+        else:
+            stored.put(destination, tensor)
         missing.discard(name)
     if missing:
         raise ConfigError(
             f"model: the checkpoint lacks {min(missing)} ({len(missing)} tensors missing); use a complete checkpoint"
         )
+    if num_dequantised:
+        log_form(num_packed=0, num_dequantised=num_dequantised, dtype=next(iter(destinations.values())).dtype)
 
 
 def holds_different(folder: Path, first: str, second: str) -> bool:
     """Return whether the checkpoint has both tensors and they differ."""
-    found = [tensor for name, tensor in _tensors(folder, only=(first, second))]
+    found = [
+        tensor if isinstance(tensor, torch.Tensor) else tensor.dequantised()
+        for _, tensor in read_tensors(folder, only=(first, second))
+    ]
     return len(found) == 2 and not torch.equal(*found)
 
 
-def _tensors(folder: Path, only: Collection[str] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the name and value of each tensor of the checkpoint; only those in `only`, if given."""
-    for file in weight_files(folder):
-        try:
-            with safe_open(file, framework="pt", device="cpu") as opened:
-                for name in opened.keys():  # noqa: SIM118 (not a mapping)
-                    if only is None or name in only:
-                        yield name, opened.get_tensor(name)
-        except SafetensorError as error:
-            raise ConfigError(f"model: {file} is damaged: {error}; download the file again") from None
+def read_tensors(
+    folder: Path, only: Collection[str] | None = None
+) -> Iterator[tuple[str, torch.Tensor | QuantisedWeight]]:
+    """Yield the name and value of each tensor of the checkpoint; only those in `only`, if given.
+
+    Raises:
+        ConfigError: a file is damaged, or the tensors of a quantised layer do not match config.json.
+    """
+    files = weight_files(folder)
+    if files[0].suffix == gguf.SUFFIX:
+        yield from gguf.read_tensors(files[0], folder, only)
+        return
+    quantisation = read_quantisation(folder)
+    with ExitStack() as stack:
+        places: dict[str, Any] = {}
+        for file in files:
+            try:
+                opened = stack.enter_context(safe_open(file, framework="pt", device="cpu"))
+            except SafetensorError as error:
+                raise _damaged(file, error) from None
+            places |= dict.fromkeys(opened.keys(), (file, opened))
+
+        def value(name: str) -> torch.Tensor:
+            file, opened = places[name]
+            try:
+                tensor: torch.Tensor = opened.get_tensor(name)
+            except SafetensorError as error:
+                raise _damaged(file, error) from None
+            return tensor
+
+        if quantisation is not None and not any(_is_main(*_split(name), places) for name in places):
+            raise ConfigError(
+                f"model: config.json has a quantization_config ({quantisation.method}), but the checkpoint has no"
+                " quantised weight; remove the field, or use a checkpoint that matches config.json"
+            )
+        for name in places:
+            layer, part = _split(name)
+            quantised = quantisation is not None and _is_main(layer, part, places)
+            if quantisation is not None and part in OTHER_PARTS and not quantised:
+                continue
+            plain = f"{layer}.weight" if quantised else name
+            if only is not None and plain not in only:
+                continue
+            if quantised and quantisation is not None:
+                yield plain, _read_layer(layer, places, value, quantisation)
+            else:
+                yield plain, value(name)
+
+
+def _split(name: str) -> tuple[str, str]:
+    """Split the name of a tensor into those of the layer and of the part."""
+    layer, _, part = name.rpartition(".")
+    return layer, part
+
+
+def _is_main(layer: str, part: str, names: Collection[str]) -> bool:
+    """Return whether a tensor holds the codes of a quantised layer."""
+    return part in MAIN_PARTS or (part == "weight" and any(f"{layer}.{scales}" in names for scales in SCALES))
+
+
+def _read_layer(
+    layer: str, names: Collection[str], value: Callable[[str], torch.Tensor], quantisation: Quantisation
+) -> QuantisedWeight:
+    parts = [part for part in ("weight", *MAIN_PARTS, *OTHER_PARTS) if f"{layer}.{part}" in names]
+    return read_weight(layer, {part: value(f"{layer}.{part}") for part in parts}, quantisation.scheme_of(layer))
+
+
+def _is_padding(name: str, tensor: torch.Tensor | QuantisedWeight) -> bool:
+    """Return whether a tensor is a bias of zeros, which tools for GPTQ add to layers without a bias."""
+    return name.endswith(".bias") and isinstance(tensor, torch.Tensor) and not bool(tensor.any())
+
+
+def _damaged(file: Path, error: SafetensorError) -> ConfigError:
+    return ConfigError(f"model: {file} is damaged: {error}; download the file again")

@@ -1,0 +1,238 @@
+"""Quantised checkpoints compute what the same checkpoint with dequantised weights computes."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from structlog.testing import capture_logs
+from transformers import AutoModelForCausalLM
+
+from kernels.linear import PackedLinear, dequantised
+from kernels.native.library import native_levels
+from kernels.native.serving import native
+from shared.config import ConfigError
+from tests.checkpoints import VOCAB_SIZE, edit_config, make_checkpoint
+from tests.cpu_kernels import cpu_kernels
+from tests.quantised_checkpoints import LAYOUTS, make_gguf, make_pair, rounds_activations
+from tests.worker_svc.test_packed import load, logits_of
+from worker_svc.model.quantised import StoredWeights
+from worker_svc.model.weights import read_tensors
+
+TOKENS = [list(range(5, 45)), [7], list(range(60, 63))]
+AS_STORED = ("ct-int8-channel", "ct-int8-tensor", "ct-int8-packed", "ct-int4", "ct-int4-zeros", "gptq-int8")
+"""Layouts that the CPU kernels hold exactly."""
+
+
+@pytest.fixture(autouse=True)
+def _inference() -> Iterator[None]:
+    with torch.inference_mode():
+        yield
+
+
+def distance(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """Relative distance of logits."""
+    return float((found - expected).norm() / expected.norm())
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_dequantised_weights_are_those_of_the_layout(layout: str, tmp_path: Path) -> None:
+    """Every weight equals that of an independent reader or writer of the layout, up to one rounding of float32."""
+    pair = make_pair(layout, tmp_path)
+    plain = load_file(pair.plain / "model.safetensors")
+    found = {
+        name: tensor if isinstance(tensor, torch.Tensor) else tensor.dequantised()
+        for name, tensor in read_tensors(pair.quantised)
+        if not name.endswith(".bias")
+    }
+
+    assert found.keys() == plain.keys()
+    for name, expected in plain.items():
+        torch.testing.assert_close(found[name], expected, rtol=3e-7, atol=1e-9, msg=name)
+
+
+@pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "Gemma2ForCausalLM"])
+@pytest.mark.parametrize("layout", ["ct-int4", "ct-int8-channel", "gptq-int4-order", "awq", "fp8-block"])
+def test_a_quantised_checkpoint_computes_what_its_dequantised_weights_do(
+    layout: str, architecture: str, tmp_path: Path
+) -> None:
+    """Quire's own code and decoders of transformers read each layout; torch computes with dequantised weights."""
+    pair = make_pair(layout, tmp_path, architecture)
+    with cpu_kernels("off"):
+        expected, found = (
+            logits_of(load(folder, dtype="float32"), TOKENS, torch.float32) for folder in (pair.plain, pair.quantised)
+        )
+
+    assert distance(found, expected) < 1e-6
+
+
+@pytest.mark.skipif(native() is None, reason="needs the native CPU kernels")
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_kernels_hold_codes_and_scales_exactly_or_dequantised_weights(layout: str, tmp_path: Path) -> None:
+    """A packed matrix of several layers has their codes and scales unchanged; other layouts fill the matrix."""
+    pair = make_pair(layout, tmp_path)
+    plain = load_file(pair.plain / "model.safetensors")
+    names = [f"model.layers.0.self_attn.{name}_proj.weight" for name in "qkv"]
+    expected = torch.cat([plain[name] for name in names])
+    matrix = torch.zeros_like(expected)
+    stored, row = StoredWeights(), 0
+    for _, tensor in sorted(read_tensors(pair.quantised, only=names), key=lambda item: names.index(item[0])):
+        assert not isinstance(tensor, torch.Tensor)
+        stored.put(matrix[row : row + tensor.shape[0]], tensor)
+        row += tensor.shape[0]
+
+    packed = stored.pack(matrix, None)
+
+    assert (packed is not None) == (layout in AS_STORED)
+    held = matrix if packed is None else _weights_of(packed)
+    torch.testing.assert_close(held, expected, rtol=3e-7, atol=1e-9)
+
+
+def _weights_of(packed: PackedLinear) -> torch.Tensor:
+    """The weights that packed int8 or int4 weights stand for."""
+    if packed.structure.scales is None:
+        return dequantised(packed)
+    codes, scales, _ = packed.tensors
+    rows = codes.transpose(1, 2).reshape(len(scales), -1)[: packed.outputs, : packed.inputs]
+    return rows.float() * scales[: packed.outputs, None]
+
+
+@pytest.mark.parametrize("level", [kernels.level_name for kernels in native_levels()])
+@pytest.mark.parametrize("layout", ["ct-int8-channel", "ct-int4-zeros"])
+def test_the_kernels_compute_with_weights_as_stored(layout: str, level: str, tmp_path: Path) -> None:
+    """At every level, logits are those of the dequantised weights with activations rounded to eight bits.
+
+    An activation that lies between two codes may be rounded either way, which moves the logits of its token.
+    """
+    pair = make_pair(layout, tmp_path)
+    oracle = rounds_activations(AutoModelForCausalLM.from_pretrained(pair.plain, dtype=torch.float32))
+    rows = [[token] for token in range(5, 65)]
+    expected = oracle(torch.tensor(rows)).logits[:, 0]
+    with cpu_kernels(level), capture_logs() as logs:
+        found = logits_of(load(pair.quantised, dtype="float32"), rows, torch.float32)
+    distances = (found - expected).norm(dim=1) / expected.norm(dim=1)
+
+    assert [(log["as_stored"], log["dequantised"]) for log in logs if "as_stored" in log] == [(14, 0)]
+    assert float((distances < 1e-5).double().mean()) > 0.8
+    assert float(distances.max()) < 0.05
+
+
+@pytest.mark.parametrize(
+    ("kind", "architecture"),
+    [
+        ("Q8_0", "LlamaForCausalLM"),
+        ("Q4_K", "LlamaForCausalLM"),
+        ("Q6_K", "Qwen2ForCausalLM"),
+        ("F16", "Qwen3ForCausalLM"),
+        ("BF16", "MistralForCausalLM"),
+    ],
+)
+def test_a_gguf_file_computes_what_its_dequantised_weights_do(kind: str, architecture: str, tmp_path: Path) -> None:
+    """Names, the order of rows for the rotation, and each type of blocks are those that `gguf` writes."""
+    pair = make_gguf(kind, tmp_path, architecture)
+    with cpu_kernels("off"):
+        expected, found = (
+            logits_of(load(folder, dtype="float32"), TOKENS, torch.float32) for folder in (pair.plain, pair.quantised)
+        )
+
+    assert distance(found, expected) < 1e-6
+
+
+@pytest.mark.skipif(native() is None, reason="needs the native CPU kernels")
+def test_a_quantised_checkpoint_can_be_quantised_again(tmp_path: Path) -> None:
+    """`--quantization` applies to the dequantised weights, for example of FP8 and GGUF, as to any others."""
+    pair = make_pair("fp8-block", tmp_path)
+    expected, found = (
+        logits_of(load(folder, dtype="float32", quantization="int8"), TOKENS, torch.float32)
+        for folder in (pair.plain, pair.quantised)
+    )
+
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "method bitsandbytes .*is not supported; use"),
+        ({"quant_method": "gptq", "bits": 3, "group_size": 128}, "GPTQ with 3 bits, which is not supported; use"),
+        ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}, "the GPTQ format marlin"),
+        ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "the AWQ version gemv"),
+        ({"quant_method": "fp8", "fmt": "e5m2"}, "FP8 in e5m2"),
+        ({"quant_method": "fp8"}, "the checkpoint has no quantised weight; remove the field"),
+        ({"quant_method": "gptq"}, "not valid for gptq: 'bits'; correct"),
+        (
+            {"quant_method": "compressed-tensors", "config_groups": {"group_0": {"weights": {"num_bits": 4}}}},
+            "not valid",
+        ),
+        (
+            {
+                "quant_method": "compressed-tensors",
+                "format": "nvfp4-pack-quantized",
+                "config_groups": {"group_0": {"targets": ["Linear"], "weights": {"num_bits": 4, "type": "float"}}},
+            },
+            "the format nvfp4-pack-quantized with 4 bits",
+        ),
+    ],
+)
+def test_unknown_methods_are_refused(config: dict[str, Any], message: str, tmp_path: Path) -> None:
+    """One line names the method or the option, and what to use instead."""
+    folder = make_checkpoint("LlamaForCausalLM", tmp_path)
+    edit_config(folder, lambda values: values.update(quantization_config=config))
+
+    with pytest.raises(ConfigError, match=f"^model: .*{message}") as refused:
+        load(folder)
+    assert "\n" not in str(refused.value)
+
+
+def test_tensors_that_do_not_match_the_config_are_refused(tmp_path: Path) -> None:
+    """A missing tensor, scales of another group size, and an unknown layout name the layer."""
+    pair = make_pair("awq", tmp_path)
+    tensors = load_file(pair.quantised / "model.safetensors")
+    name = "model.layers.1.mlp.up_proj"
+
+    save_file(
+        {key: value for key, value in tensors.items() if key != f"{name}.qzeros"}, pair.quantised / "model.safetensors"
+    )
+    with pytest.raises(ConfigError, match=rf"lacks {name}\.qzeros, .*; use a complete checkpoint"):
+        load(pair.quantised)
+
+    save_file(tensors, pair.quantised / "model.safetensors")
+    edit_config(pair.quantised, lambda values: values["quantization_config"].update(group_size=64))
+    with pytest.raises(ConfigError, match=r"model\.layers\.\d.*does not match quantization_config"):
+        load(pair.quantised)
+
+
+def test_gguf_files_that_cannot_be_served_are_refused(tmp_path: Path) -> None:
+    """Several files, a damaged one, and one without config.json are refused by what is wrong and what to do."""
+    folder = make_gguf("Q8_0", tmp_path).quantised
+    file = folder / "model.gguf"
+    content = file.read_bytes()
+
+    (folder / "second.gguf").write_bytes(content)
+    with pytest.raises(ConfigError, match="has 2 GGUF files; leave the one to serve"):
+        load(folder)
+    (folder / "second.gguf").unlink()
+    file.write_bytes(b"GGML" + content[4:])
+    with pytest.raises(ConfigError, match=r"is damaged: .*; download the file again"):
+        load(folder)
+    file.write_bytes(content)
+    (folder / "config.json").unlink()
+    with pytest.raises(ConfigError, match=r"no config\.json; .*"):
+        load(folder)
+
+
+def test_the_config_of_a_quantised_checkpoint_is_part_of_its_fingerprint(tmp_path: Path) -> None:
+    """Workers with different weights do not share KV: a GGUF file is sampled as safetensors are."""
+    from worker_svc.model.fingerprint import fingerprint
+
+    folder = make_gguf("Q8_0", tmp_path).quantised
+    before = fingerprint(folder, torch.float32, with_weights=True)
+    content = bytearray((folder / "model.gguf").read_bytes())
+    content[-1] ^= 1
+    (folder / "model.gguf").write_bytes(bytes(content))
+
+    assert fingerprint(folder, torch.float32, with_weights=True) != before
+    assert json.loads((folder / "config.json").read_text())["vocab_size"] == VOCAB_SIZE

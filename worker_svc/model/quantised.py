@@ -1,0 +1,319 @@
+"""Quantised weights of a checkpoint: one form for all layouts, read from the tensors that a `scheme` describes.
+
+A weight is `(codes - zeros) * scales`, where a block of outputs and inputs shares a scale and a zero point. Where
+`kernels.linear` has a matching layout, `StoredWeights` packs the codes and scales into it as they are. Anything else is
+dequantised.
+"""
+
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from kernels.linear import INT4_GROUP, PackedLinear, fits_int4, pack_int4, pack_int8
+from shared.config import ConfigError
+from shared.logging import get_logger
+from worker_svc.model.scheme import Layout, Scheme
+
+MAIN_PARTS = ("weight_packed", "qweight")
+"""Last parts of the names of tensors that hold the codes of a quantised layer, besides `weight`."""
+SCALES = ("weight_scale", "weight_scale_inv")
+"""Scales that stand beside a `weight` in int8 or e4m3."""
+OTHER_PARTS = frozenset(
+    {
+        *SCALES,
+        "weight_zero_point",
+        "weight_shape",
+        "weight_g_idx",
+        "scales",
+        "qzeros",
+        "g_idx",
+        # Constants for activations and KV, which Quire quantises by the values at hand.
+        "input_scale",
+        "input_zero_point",
+        "input_scale_ub",
+        "k_scale",
+        "v_scale",
+        "q_scale",
+    }
+)
+"""Last parts of the names of all other tensors of a quantised layer."""
+_AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
+"""Place in a word of AWQ of each of its eight outputs."""
+
+
+@dataclass(frozen=True, slots=True)
+class QuantisedWeight:
+    """Weight `[outputs, inputs]` of a linear layer."""
+
+    codes: torch.Tensor
+    """`[outputs, inputs]` int8, uint8 or float8_e4m3fn."""
+    scales: torch.Tensor
+    """`[output blocks, groups]`, any float dtype."""
+    zeros: torch.Tensor | None
+    """As `scales`, int16; None: 0."""
+    block: tuple[int, int]
+    """Outputs and inputs that share a scale."""
+    group_of: torch.Tensor | None = None
+    """`[inputs]` int64: group of each input; None: the groups are consecutive."""
+
+    @property
+    def shape(self) -> torch.Size:
+        """`[outputs, inputs]`."""
+        return self.codes.shape
+
+    def dequantised(self) -> torch.Tensor:
+        """Return the weight in float32."""
+        values = self.codes.float()
+        if self.zeros is not None:
+            values -= self._spread(self.zeros.float())
+        return values * self._spread(self.scales.float())
+
+    def narrow(self, dim: int, begin: int, length: int) -> "QuantisedWeight | None":
+        """Return some of the outputs (`dim` 0) or inputs (1); None if the part does not begin with a block."""
+        size = self.block[dim]
+        if self.scales.shape[dim] > 1 and begin % size:
+            return None
+        if dim == 1 and self.group_of is not None:
+            return replace(self, codes=self.codes[:, begin:][:, :length], group_of=self.group_of[begin:][:length])
+        first, end = begin // size, -(-(begin + length) // size)
+
+        def cut(x: torch.Tensor) -> torch.Tensor:
+            return x.narrow(dim, first, end - first) if x.shape[dim] > 1 else x
+
+        return replace(
+            self,
+            codes=self.codes.narrow(dim, begin, length),
+            scales=cut(self.scales),
+            zeros=None if self.zeros is None else cut(self.zeros),
+        )
+
+    def _spread(self, x: torch.Tensor) -> torch.Tensor:
+        """Repeat a value of each block for all of its weights."""
+        outputs, inputs = self.shape
+        high, wide = self.block
+        rows = x.repeat_interleave(high, 0)[:outputs] if high > 1 else x
+        if self.group_of is not None:
+            return rows[:, self.group_of]
+        return rows.repeat_interleave(wide, 1)[:, :inputs]
+
+
+def read_weight(layer: str, tensors: Mapping[str, torch.Tensor], scheme: Scheme) -> QuantisedWeight:
+    """Return the weight of a layer.
+
+    Args:
+        layer: name of the layer in the checkpoint.
+        tensors: the tensors of the layer, by the last parts of their names.
+        scheme: what config.json says about them.
+
+    Raises:
+        ConfigError: a tensor is missing, or its shape does not match the others.
+    """
+    try:
+        return _CHECKED[scheme.layout](tensors, scheme)
+    except KeyError as error:
+        raise ConfigError(
+            f"model: the checkpoint lacks {layer}.{error.args[0]}, which its quantised weight needs; use a complete"
+            " checkpoint"
+        ) from None
+    except (ValueError, RuntimeError) as error:
+        raise ConfigError(
+            f"model: the quantised weight {layer} does not match quantization_config in config.json:"
+            f" {str(error).splitlines()[0]}; use a checkpoint that matches config.json"
+        ) from None
+
+
+class StoredWeights:
+    """Quantised weights that wait to be packed, by the rows of the matrices that they stand for.
+
+    A matrix of the model may concatenate the outputs of several layers of the checkpoint. Its memory is allocated, and
+    not filled as long as its weights wait here; a system commits no memory for it.
+    """
+
+    def __init__(self) -> None:
+        self._weights: dict[int, QuantisedWeight] = {}
+        self._addresses: list[int] = []
+        self.num_packed = 0
+        """Weights that were packed as they are stored."""
+        self.num_dequantised = 0
+        """Weights that match no layout of the kernels."""
+
+    def put(self, rows: torch.Tensor, weight: QuantisedWeight) -> None:
+        """Keep a weight instead of filling `rows`, whole rows of a matrix."""
+        self._weights[rows.data_ptr()] = weight
+        self._addresses.clear()
+
+    def pack(self, matrix: torch.Tensor, bias: torch.Tensor | None) -> PackedLinear | None:
+        """Pack the weights of a matrix `[outputs, inputs]`, without its content.
+
+        Returns:
+            The packed weights; None if `matrix` holds them, because no layout of the kernels holds them exactly.
+        """
+        parts = self._pop_all(matrix)
+        rows = sum(part.shape[0] for part in parts.values())
+        result = _packed(list(parts.values()), bias) if rows == matrix.shape[0] else None
+        if result is not None:
+            self.num_packed += len(parts)
+            return result
+        self.num_dequantised += len(parts)
+        for row, part in parts.items():
+            matrix[row : row + part.shape[0]].copy_(part.dequantised())
+        return None
+
+    def _pop_all(self, matrix: torch.Tensor) -> dict[int, QuantisedWeight]:
+        """Remove and return the weights of a matrix, by their first row, ascending."""
+        if not self._addresses:
+            self._addresses = sorted(self._weights)
+        row_bytes = matrix.stride(0) * matrix.element_size()
+        first, end = matrix.data_ptr(), matrix.data_ptr() + matrix.shape[0] * row_bytes
+        found = self._addresses[bisect_left(self._addresses, first) : bisect_left(self._addresses, end)]
+        return {(address - first) // row_bytes: self._weights.pop(address) for address in found}
+
+
+def log_form(*, num_packed: int, num_dequantised: int, dtype: torch.dtype) -> None:
+    """Log in which form the quantised layers of a checkpoint are served."""
+    if num_packed + num_dequantised:
+        get_logger().info(
+            "weights: layers of a quantised checkpoint are served as stored where the kernels have a layout for them,"
+            " and dequantised otherwise",
+            as_stored=num_packed,
+            dequantised=num_dequantised,
+            dtype=str(dtype).removeprefix("torch."),
+        )
+
+
+def _packed(parts: Sequence[QuantisedWeight], bias: torch.Tensor | None) -> PackedLinear | None:
+    """Concatenate the outputs of `parts` in a layout of the CPU kernels with the same codes and scales.
+
+    Returns:
+        The weights; None if no layout of the kernels holds all parts exactly.
+    """
+    if all(map(_fits_int8, parts)):
+        scales = [part.scales.float().flatten().repeat_interleave(part.block[0])[: part.shape[0]] for part in parts]
+        return pack_int8(torch.cat([part.codes for part in parts]), torch.cat(scales), bias)
+    grouped = [each for each in map(_in_groups, parts) if each is not None]
+    if len(grouped) < len(parts):
+        return None
+    codes, group_scales, zeros = (torch.cat(each) for each in zip(*grouped, strict=True))
+    return pack_int4(codes, group_scales, zeros, bias)
+
+
+def _fits_int8(part: QuantisedWeight) -> bool:
+    """Return whether each output has one scale, and no zero point."""
+    return (
+        part.codes.dtype == torch.int8
+        and part.scales.shape[1] == 1
+        and (part.zeros is None or not bool(part.zeros.any()))
+    )
+
+
+def _in_groups(part: QuantisedWeight) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
+    """Return codes from 0 to 15, and scales and zero points of the kernels' groups; None if they do not fit."""
+    outputs, inputs = part.shape
+    high, wide = part.block
+    if part.codes.dtype not in (torch.int8, torch.uint8) or part.group_of is not None:
+        return None
+    if part.scales.shape[1] > 1 and wide % INT4_GROUP:
+        return None
+    groups = -(-inputs // INT4_GROUP)
+    repeats = groups if part.scales.shape[1] == 1 else wide // INT4_GROUP
+
+    def of_groups(x: torch.Tensor) -> torch.Tensor:
+        return x.repeat_interleave(high, 0)[:outputs].repeat_interleave(repeats, 1)[:, :groups]
+
+    scales = of_groups(part.scales.float())
+    zeros = of_groups(torch.zeros_like(scales[:1, :1]).expand_as(part.scales) if part.zeros is None else part.zeros)
+    # A symmetric code from -8 to 7 is one from 0 to 15 with the zero point 8.
+    shift = 8 if int(part.codes.min()) < 0 else 0
+    codes, zeros = part.codes.short() + shift, zeros.float() + shift
+    return (codes.byte(), scales, zeros) if fits_int4(codes, scales, zeros) else None
+
+
+def _plain(tensors: Mapping[str, torch.Tensor], scheme: Scheme) -> QuantisedWeight:
+    codes = tensors["weight"]
+    scales = tensors["weight_scale_inv"] if "weight_scale_inv" in tensors else tensors["weight_scale"]
+    if codes.dtype not in (torch.int8, torch.float8_e4m3fn):
+        raise ValueError(f"its weight has the type {codes.dtype}, not int8 or e4m3")
+    if scales.dim() < 2:
+        scales = scales.reshape(-1, 1)
+    zeros = tensors.get("weight_zero_point")
+    if zeros is not None:
+        zeros = zeros.reshape(scales.shape).short()
+    return _consistent(codes, scales, zeros, scheme, None)
+
+
+def _compressed(tensors: Mapping[str, torch.Tensor], scheme: Scheme) -> QuantisedWeight:
+    outputs, inputs = (int(size) for size in tensors["weight_shape"].tolist())
+    scales, offset = tensors["weight_scale"], 1 << (scheme.bits - 1)
+    codes = _fields(tensors["weight_packed"], scheme.bits)[:, :inputs].short() - offset
+    if codes.shape != (outputs, inputs):
+        raise ValueError(f"weight_packed holds {tuple(codes.shape)}, weight_shape says {(outputs, inputs)}")
+    zeros = tensors.get("weight_zero_point")
+    if zeros is not None:
+        if zeros.dtype == torch.int32:  # packed along the outputs
+            zeros = _fields(zeros.t().contiguous(), scheme.bits).t()[:outputs].short() - offset
+        zeros = zeros.reshape(scales.shape).short()
+    return _consistent(codes.to(torch.int8), scales, zeros, scheme, tensors.get("weight_g_idx"))
+
+
+def _gptq(tensors: Mapping[str, torch.Tensor], scheme: Scheme) -> QuantisedWeight:
+    # [inputs / fields of a word, outputs] -> [outputs, inputs]
+    codes = _fields(tensors["qweight"].t().contiguous(), scheme.bits)
+    scales = tensors["scales"].t().contiguous()
+    zeros = _fields(tensors["qzeros"], scheme.bits)[:, : codes.shape[0]].t().short() + scheme.zeros_stored_less_one
+    if scheme.bits == 8:  # signed codes, so that symmetric weights have no zero points
+        codes, zeros = (codes.short() - 128).to(torch.int8), zeros - 128
+    return _consistent(codes, scales, zeros.contiguous(), scheme, tensors.get("g_idx"))
+
+
+def _awq(tensors: Mapping[str, torch.Tensor], scheme: Scheme) -> QuantisedWeight:
+    # [inputs, outputs / 8] -> [outputs, inputs]
+    codes, zeros = (
+        _fields(tensors[name], 4).view(len(tensors[name]), -1, 8)[:, :, _AWQ_ORDER].flatten(1).t().contiguous()
+        for name in ("qweight", "qzeros")
+    )
+    return _consistent(codes, tensors["scales"].t().contiguous(), zeros.short(), scheme, None)
+
+
+_CHECKED = {Layout.PLAIN: _plain, Layout.PACKED: _compressed, Layout.GPTQ: _gptq, Layout.AWQ: _awq}
+
+
+def _fields(words: torch.Tensor, bits: int) -> torch.Tensor:
+    """Split int32 words `[rows, n]` into unsigned fields `[rows, n * 32 / bits]` uint8, the lowest bits first."""
+    if words.dtype != torch.int32:
+        raise ValueError(f"packed codes have the type {words.dtype}, not int32")
+    octets = words.contiguous().view(torch.uint8)
+    return octets if bits == 8 else torch.stack((octets & 15, octets >> 4), 2).flatten(1)
+
+
+def _consistent(
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+    zeros: torch.Tensor | None,
+    scheme: Scheme,
+    group_of: torch.Tensor | None,
+) -> QuantisedWeight:
+    """Find the size of a block, and check the shapes.
+
+    Raises:
+        ValueError: the shapes do not match.
+    """
+    outputs, inputs = codes.shape
+    rows, groups = scales.shape
+    high, wide = scheme.block or (-(-outputs // rows), scheme.group_size or -(-inputs // groups))
+    if groups == 1:
+        wide = max(wide, inputs)
+    if rows == 1:
+        high = max(high, outputs)
+    if (rows, groups) != (-(-outputs // high), -(-inputs // wide)):
+        raise ValueError(f"scales {(rows, groups)} do not match a weight {(outputs, inputs)} in blocks {(high, wide)}")
+    if zeros is not None and zeros.shape != scales.shape:
+        raise ValueError(f"zero points {tuple(zeros.shape)} do not match scales {(rows, groups)}")
+    if group_of is not None:
+        if group_of.shape != (inputs,) or int(group_of.max()) >= groups or int(group_of.min()) < 0:
+            raise ValueError(f"the groups of {inputs} inputs are not valid")
+        group_of = group_of.long()
+        if bool((group_of == torch.arange(inputs) // wide).all()):
+            group_of = None
+    return QuantisedWeight(codes, scales, zeros, (high, wide), group_of)

@@ -1,0 +1,207 @@
+"""Quantised checkpoints: the form in which config.json says that weights are stored.
+
+A *scheme* describes the tensors of one quantised linear layer. Which layers are quantised shows in the names of the
+checkpoint's tensors, so lists of ignored layers are not needed. `quantised` reads the tensors that a scheme describes.
+
+compressed-tensors has its own library, which is imported only for its checkpoints because that takes seconds. GPTQ, AWQ
+and the plain FP8 layout have a few fields, which are read here.
+"""
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+from shared.config import ConfigError
+
+
+class Layout(Enum):
+    """Names and packing of the tensors of one layer."""
+
+    PLAIN = "plain"
+    """`weight` in int8 or e4m3, `weight_scale` or `weight_scale_inv`, perhaps `weight_zero_point`."""
+    PACKED = "packed"
+    """`weight_packed` int32 along the inputs, `weight_scale`, perhaps `weight_zero_point` and `weight_g_idx`."""
+    GPTQ = "gptq"
+    """`qweight` int32 along the inputs, transposed; `qzeros`, `scales`, `g_idx`."""
+    AWQ = "awq"
+    """`qweight` int32 along the outputs, transposed and interleaved; `qzeros`, `scales`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scheme:
+    """Stored form of a linear layer's weight."""
+
+    layout: Layout
+    bits: int
+    group_size: int = 0
+    """Inputs that share a scale; 0: as the shapes of the scales say."""
+    block: tuple[int, int] | None = None
+    """Outputs and inputs of a block that shares a scale; None: no blocks."""
+    zeros_stored_less_one: bool = False
+    """Whether `qzeros` hold the zero points minus one, as in the first version of GPTQ."""
+
+
+@dataclass(frozen=True, slots=True)
+class Quantisation:
+    """Schemes of a checkpoint."""
+
+    method: str
+    """Method as config.json names it, such as "gptq"."""
+    rules: tuple[tuple[str, Scheme], ...]
+    """Targets and their schemes; the first target that matches a layer applies."""
+
+    def scheme_of(self, layer: str) -> Scheme:
+        """Return the scheme of a quantised layer, by its name in the checkpoint.
+
+        Raises:
+            ConfigError: no target matches the layer.
+        """
+        for target, scheme in self.rules:
+            if _matches(layer, target):
+                return scheme
+        raise ConfigError(
+            f"model: {layer} is quantised in the checkpoint, but no group of quantization_config in config.json matches"
+            " it; use a checkpoint that matches config.json"
+        )
+
+
+def read_quantisation(folder: Path) -> Quantisation | None:
+    """Return how the checkpoint's weights are quantised; None: they are not.
+
+    Raises:
+        ConfigError: the method, or an option of it, is not supported.
+    """
+    try:
+        config = json.loads((folder / "config.json").read_text())
+        found = [part.get("quantization_config") for part in (config, config.get("text_config") or {})]
+    except (OSError, ValueError, AttributeError):
+        return None  # `read_config` has a message for it
+    raw = next((each for each in found if isinstance(each, dict)), None)
+    if raw is None:
+        return None
+    method = str(raw.get("quant_method", "")).lower().replace("_", "-")
+    reader = _READERS.get(method)
+    if reader is None:
+        raise ConfigError(
+            f"model: the quantisation method {method or '(none)'} of config.json is not supported; use a checkpoint in"
+            " the layout of compressed-tensors, GPTQ, AWQ, FP8 or GGUF, or an unquantised one with --quantization"
+        )
+    try:
+        return Quantisation(method, reader(raw))
+    except (TypeError, ValueError, KeyError, AttributeError) as error:
+        raise ConfigError(
+            f"model: quantization_config of config.json is not valid for {method}: {_first_line(error)}; correct it, or"
+            " use another checkpoint"
+        ) from None
+
+
+def _compressed_tensors(raw: Mapping[str, Any]) -> tuple[tuple[str, Scheme], ...]:
+    from compressed_tensors.quantization import QuantizationConfig, QuantizationScheme
+
+    if raw.get("transform_config"):
+        raise _unsupported("transforms of weights (transform_config)")
+    if (raw.get("sparsity_config") or {}).get("format", "dense") != "dense":
+        raise _unsupported("sparse weights (sparsity_config)")
+    parsed = QuantizationConfig.model_validate(dict(raw))
+    if str(parsed.quantization_status.value) not in ("compressed", "frozen", "initialized"):
+        raise _unsupported(f"the status {parsed.quantization_status.value}")
+    rules: list[tuple[str, Scheme]] = []
+    for group in parsed.config_groups.values():
+        assert isinstance(group, QuantizationScheme)
+        if group.weights is None:
+            continue
+        stored = group.format or parsed.format
+        scheme = _of_arguments(str(getattr(stored, "value", stored)), group.weights)
+        rules += [(target, scheme) for target in group.targets]
+    # A target that names a layer goes before one that names a class.
+    return tuple(sorted(rules, key=lambda rule: _is_class(rule[0])))
+
+
+def _of_arguments(stored: str, weights: Any) -> Scheme:
+    """Return the scheme of one group of layers, from `QuantizationArgs`."""
+    bits, is_float = int(weights.num_bits), str(weights.type) == "float"
+    block = tuple(weights.block_structure) if weights.block_structure else None
+    group_size = weights.group_size if isinstance(weights.group_size, int) and weights.group_size > 0 else 0
+    if stored == "pack-quantized" and bits in (4, 8) and not is_float:
+        return Scheme(layout=Layout.PACKED, bits=bits, group_size=group_size)
+    if stored in ("int-quantized", "float-quantized", "naive-quantized") and bits == 8:
+        return Scheme(layout=Layout.PLAIN, bits=8, group_size=group_size, block=block)
+    raise _unsupported(f"the format {stored} with {bits} bits ({'float' if is_float else 'int'})")
+
+
+def _gptq(raw: Mapping[str, Any]) -> tuple[tuple[str, Scheme], ...]:
+    form = str(raw.get("checkpoint_format") or "gptq")
+    if form not in ("gptq", "gptq_v2"):
+        raise _unsupported(f"the GPTQ format {form}")
+    if raw.get("dynamic"):
+        raise _unsupported("options per layer (dynamic)")
+    scheme = Scheme(
+        layout=Layout.GPTQ,
+        bits=_four_or_eight(raw["bits"]),
+        group_size=max(0, int(raw.get("group_size", 128))),
+        zeros_stored_less_one=form == "gptq",
+    )
+    return (("", scheme),)
+
+
+def _awq(raw: Mapping[str, Any]) -> tuple[tuple[str, Scheme], ...]:
+    version = str(raw.get("version", "gemm")).lower()
+    if version != "gemm":
+        raise _unsupported(f"the AWQ version {version}")
+    bits = int(raw.get("bits", raw.get("w_bit", 4)))
+    if bits != 4:
+        raise _unsupported(f"AWQ with {bits} bits")
+    size = int(raw.get("group_size", raw.get("q_group_size", 128)))
+    return (("", Scheme(layout=Layout.AWQ, bits=4, group_size=max(0, size))),)
+
+
+def _fp8(raw: Mapping[str, Any]) -> tuple[tuple[str, Scheme], ...]:
+    if str(raw.get("fmt", "e4m3")) != "e4m3":
+        raise _unsupported(f"FP8 in {raw['fmt']}")
+    size = raw.get("weight_block_size")
+    block = (int(size[0]), int(size[1])) if size else None
+    return (("", Scheme(layout=Layout.PLAIN, bits=8, block=block)),)
+
+
+_READERS = {
+    "compressed-tensors": _compressed_tensors,
+    "gptq": _gptq,
+    "awq": _awq,
+    "fp8": _fp8,
+    "fbgemm-fp8": _fp8,
+}
+
+
+def _four_or_eight(bits: object) -> int:
+    if bits not in (4, 8):
+        raise _unsupported(f"GPTQ with {bits} bits")
+    return int(str(bits))
+
+
+def _matches(layer: str, target: str) -> bool:
+    """Return whether a target of compressed-tensors matches a layer; an empty target or a class matches all."""
+    if not target or _is_class(target):
+        return True
+    if target.startswith("re:"):
+        return re.match(target.removeprefix("re:"), layer) is not None
+    return layer == target or layer.endswith(f".{target}")
+
+
+def _is_class(target: str) -> bool:
+    """Return whether a target is the name of a class, such as "Linear"."""
+    return not target.startswith("re:") and target[:1].isupper() and "." not in target
+
+
+def _unsupported(what: str) -> ConfigError:
+    return ConfigError(
+        f"model: quantization_config of config.json has {what}, which is not supported; use int8, 4-bit or e4m3 weights"
+        " in the layout of compressed-tensors, GPTQ, AWQ or FP8, or an unquantised checkpoint with --quantization"
+    )
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
