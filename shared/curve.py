@@ -70,7 +70,7 @@ def load_keys(folder: str, role: str) -> CurveKeys | None:
     public, secret = _load(secret_file)
     if secret is None:
         raise ConfigError(f"keys: {secret_file} contains no secret key; create one with quire keys create")
-    if secret_file.stat().st_mode & 0o077:
+    if _readable_by_others(secret_file.stat(), {os.getgid(), *os.getgroups()}):
         raise ConfigError(f"keys: {secret_file} is readable by other users; run chmod 600 on it")
     return CurveKeys(path, public, secret)
 
@@ -154,6 +154,17 @@ def is_routable(address: str) -> bool:
         return not ipaddress.ip_address(host).is_loopback
     except ValueError:
         return True  # a name, an interface or "*"
+
+
+def _readable_by_others(status: os.stat_result, own_groups: set[int]) -> bool:
+    """Return whether other users can read a file.
+
+    Reading by the group is accepted where root owns the file and the group is one of this process: so Kubernetes mounts
+    a secret for a process that is not root (`fsGroup`).
+    """
+    if status.st_uid == 0 and status.st_gid != 0 and status.st_gid in own_groups:
+        return bool(status.st_mode & 0o037)
+    return bool(status.st_mode & 0o077)
 
 
 def _load(path: Path) -> tuple[bytes, bytes | None]:

@@ -1,4 +1,4 @@
-"""Write the Grafana dashboards in deploy/grafana and Prometheus's rules in deploy/prometheus.
+"""Write the Grafana dashboards in deploy/grafana and Prometheus's rules in deploy/prometheus and deploy/kubernetes.
 
     python -m tools.dashboards           write all files
     python -m tools.dashboards --check   fail if a file is out of date
@@ -17,6 +17,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 GRAFANA = ROOT / "deploy" / "grafana"
 RULES = ROOT / "deploy" / "prometheus" / "quire-rules.yaml"
+RULE_OBJECT = ROOT / "deploy" / "kubernetes" / "components" / "monitoring" / "rules.yaml"
 INTERVAL = "$__rate_interval"
 """Grafana's variable for the range of a rate."""
 
@@ -394,14 +395,33 @@ def rules() -> dict[str, Any]:
     }
 
 
+_HEADING = "# Made by `python -m tools.dashboards`: recording rules and alerts of Quire.\n"
+_RULE_OBJECT_HEAD = """apiVersion: monitoring.coreos.com/v1
+kind: PrometheusRule
+metadata:
+  name: quire
+spec:
+"""
+
+
 def rules_text() -> str:
     """Return the rule file."""
-    lines = ["# Made by `python -m tools.dashboards`: recording rules and alerts of Quire.", "groups:"]
+    return _HEADING + "".join(_rule_text())
+
+
+def rule_object_text() -> str:
+    """Return the same rules as an object of the Prometheus operator."""
+    return _HEADING + _RULE_OBJECT_HEAD + "".join(f"  {line}" for line in _rule_text())
+
+
+def _rule_text() -> list[str]:
+    """Return the lines of the groups."""
+    lines = ["groups:"]
     for group in rules()["groups"]:
         lines += [f"  - name: {group['name']}", f"    interval: {group['interval']}", "    rules:"]
         for rule in group["rules"]:
             lines += [f"      {'-' if number == 0 else ' '} {line}" for number, line in enumerate(_rule_lines(rule))]
-    return "\n".join(lines) + "\n"
+    return [f"{line}\n" for line in lines]
 
 
 def _rule_lines(rule: dict[str, Any]) -> Iterator[str]:
@@ -446,7 +466,9 @@ def board_text(board: Board) -> str:
 
 def main() -> int:
     """Write the files, or check them; return the exit code."""
-    files = {RULES: rules_text()} | {GRAFANA / f"{board.name}.json": board_text(board) for board in BOARDS}
+    files = {RULES: rules_text(), RULE_OBJECT: rule_object_text()} | {
+        GRAFANA / f"{board.name}.json": board_text(board) for board in BOARDS
+    }
     stale = [path for path, text in files.items() if not path.exists() or path.read_text("utf-8") != text]
     if "--check" in sys.argv[1:]:
         for path in stale:

@@ -1,5 +1,6 @@
 """Keys between processes: only listed peers are accepted, and others neither send nor receive a byte."""
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -174,3 +175,19 @@ def test_an_open_address_without_keys_is_refused(address: str) -> None:
 def test_addresses_on_this_machine_need_no_keys(address: str) -> None:
     """Loopback and Unix sockets are the default."""
     check_bind("host", address, protected=False, insecure=False)
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can give a file to root and to another group")
+def test_a_secret_of_root_for_a_group_of_the_process_is_accepted(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kubernetes mounts a secret as root:fsGroup with mode 0440; a stranger's group and other users stay refused."""
+    secret = folder / WORKER / "own.key_secret"
+    os.chown(secret, 0, 10001)
+    monkeypatch.setattr(os, "getgroups", lambda: [10001])
+    secret.chmod(0o440)
+
+    assert load_keys(str(folder), WORKER) is not None
+    for mode, groups in ((0o444, [10001]), (0o460, [10001]), (0o440, [10002])):
+        secret.chmod(mode)
+        monkeypatch.setattr(os, "getgroups", lambda found=groups: found)
+        with pytest.raises(ConfigError, match="is readable by other users"):
+            load_keys(str(folder), WORKER)

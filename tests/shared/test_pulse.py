@@ -1,0 +1,24 @@
+"""The pulse of a process, and the probe of a container that reads it."""
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from shared.pulse import ENVIRONMENT, Pulse, main
+
+
+def test_the_probe_fails_until_the_first_beat(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that still loads has no pulse; one that beats has; one whose last beat is old hangs."""
+    file = tmp_path / "pulse"
+    monkeypatch.setenv(ENVIRONMENT, str(file))
+    pulse = Pulse()
+    monkeypatch.setenv(ENVIRONMENT, str(file))
+    before = main(["60"])
+    pulse.beat()
+    alive = main(["60"])
+    old = time.time() - 61
+    os.utime(file, (old, old))
+
+    assert (before, alive, main(["60"])) == (1, 0, 1)
