@@ -5,8 +5,8 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from quire import _calls, _requests, _responses
-from quire.types import BatchAnswer, Delta
+from quire import _calls, _requests, _responses, errors
+from quire.types import BatchAnswer, Delta, GenerateOptions
 from quire.v1 import generation_pb2 as pb
 
 _EVERY_S = 0.1
@@ -25,18 +25,32 @@ class BatchAnswers:
             progress: whether to print progress.
 
         Raises:
-            InvalidRequestError: a field cannot hold its value.
+            TypeError: an option of all requests does not exist.
         """
-        self._messages = [
-            pb.GenerateBatchRequest(key=key, request=_build(request, options)) for key, request in enumerate(requests)
-        ]
-        self._events = [_responses.Events() for _ in self._messages]
-        self._deltas: list[list[Delta]] = [[] for _ in self._messages]
-        self._progress = Progress(len(self._messages)) if progress else None
+        _requests.check_options(options)
+        self._messages: list[pb.GenerateBatchRequest] = []
+        self._invalid: list[BatchAnswer] = []
+        num_requests = 0
+        for key, request in enumerate(requests):
+            num_requests += 1
+            try:
+                self._messages.append(pb.GenerateBatchRequest(key=key, request=_build(key, request, options)))
+            except errors.InvalidRequestError as error:
+                self._invalid.append(BatchAnswer(key, None, error))
+        self._events = [_responses.Events() for _ in range(num_requests)]
+        self._deltas: list[list[Delta]] = [[] for _ in range(num_requests)]
+        self._progress = Progress(num_requests) if progress else None
 
     def messages(self) -> Iterator[pb.GenerateBatchRequest]:
         """Return the request messages."""
         return iter(self._messages)
+
+    def invalid(self) -> Iterator[BatchAnswer]:
+        """Yield the answers of the requests that cannot be sent."""
+        for answer in self._invalid:
+            if self._progress is not None:
+                self._progress.advance(failed=True)
+            yield answer
 
     def take(self, response: pb.GenerateBatchResponse) -> BatchAnswer | None:
         """Add the next message; return the answer that it completes, or None."""
@@ -77,8 +91,16 @@ class Progress:
             print(f"\r[{'#' * filled:30}] {self._done}/{self._total}{failures}", end=end, file=sys.stderr, flush=True)
 
 
-def _build(request: str | Mapping[str, Any], options: Mapping[str, Any]) -> pb.GenerateRequest:
+def _build(key: int, request: str | Mapping[str, Any], options: Mapping[str, Any]) -> pb.GenerateRequest:
     if isinstance(request, str):
         return _requests.build_generate(request, **options)
+    if not isinstance(request, Mapping):
+        raise _requests.invalid(
+            f"requests[{key}]", f"must be a text or a dict of options, not {type(request).__name__}"
+        )
     own = dict(request)
-    return _requests.build_generate(own.pop("prompt", None), **{**options, **own})
+    prompt = own.pop("prompt", None)
+    for name in own:
+        if name not in GenerateOptions.__optional_keys__:
+            raise _requests.invalid(f"requests[{key}]", _requests.unknown_option(name))
+    return _requests.build_generate(prompt, **{**options, **own})

@@ -4,18 +4,57 @@ A value that its field cannot hold (a negative count, invalid Unicode) is reject
 server would do it.
 """
 
+import difflib
 import json
-from collections.abc import Callable, Collection, Mapping, Sequence
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.duration_pb2 import Duration
 
 from quire import errors
 from quire._resume import make_resumable
-from quire.types import Message, SchedulingOptions
+from quire.types import GenerateOptions, Message, SchedulingOptions
 from quire.v1 import generation_pb2 as pb
 
 _POOLING = {"last": pb.POOLING_LAST, "mean": pb.POOLING_MEAN}
+_TYPES = {
+    FieldDescriptor.CPPTYPE_STRING: ("a string", "strings"),
+    FieldDescriptor.CPPTYPE_FLOAT: ("a number", "numbers"),
+    FieldDescriptor.CPPTYPE_BOOL: ("True or False", "booleans"),
+}
+"""What a field takes, in singular and plural; fields of other types take integers."""
+
+
+def check_options(options: Mapping[str, object]) -> None:
+    """Check the names of the options of `generate`.
+
+    Raises:
+        TypeError: an option does not exist.
+    """
+    for name in options:
+        if name not in GenerateOptions.__optional_keys__:
+            raise TypeError(f"generate() got {unknown_option(name)}")
+
+
+def unknown_option(name: str) -> str:
+    """Describe an option that does not exist, with the name that was probably meant."""
+    close = difflib.get_close_matches(name, GenerateOptions.__optional_keys__, n=1)
+    return f"an unknown option {name!r}; " + (f"did you mean {close[0]!r}?" if close else "see quire.GenerateOptions")
+
+
+def check_timeout(timeout: float | None) -> float | None:
+    """Return a valid timeout.
+
+    Raises:
+        InvalidRequestError: it is not a number of seconds.
+    """
+    if timeout is None:
+        return None
+    if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not 0 < timeout < math.inf:
+        raise invalid("timeout", f"{timeout!r} is not a positive number of seconds; give one, or None for no timeout")
+    return timeout
 
 
 def build_generate(
@@ -82,7 +121,7 @@ def build_generate(
         _set(request.chat, "continue_final_message", continue_final_message, "chat.")
     if token_ids is not None:
         request.token_ids.SetInParent()
-        _extend("token_ids.ids", request.token_ids.ids.extend, token_ids)
+        _extend(request.token_ids, "ids", token_ids, "token_ids.")
     sampling, stops, output = request.sampling, request.stop, request.output
     values = {
         "temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p, "seed": seed, "n": n,
@@ -90,17 +129,17 @@ def build_generate(
         "frequency_penalty": frequency_penalty,
     }  # fmt: skip
     _set_all(sampling, values, "sampling.")
-    _extend("sampling.logit_bias", sampling.logit_bias.update, logit_bias or {})
-    _extend("sampling.allowed_token_ids", sampling.allowed_token_ids.extend, allowed_token_ids)
-    _extend("sampling.banned_token_ids", sampling.banned_token_ids.extend, banned_token_ids)
-    _extend("sampling.bad_words", sampling.bad_words.extend, bad_words)
+    _set_biases(sampling, logit_bias)
+    _extend(sampling, "allowed_token_ids", allowed_token_ids, "sampling.")
+    _extend(sampling, "banned_token_ids", banned_token_ids, "sampling.")
+    _extend(sampling, "bad_words", bad_words, "sampling.")
     values = {
         "max_tokens": max_tokens, "min_tokens": min_tokens, "ignore_eos": ignore_eos,
         "include_stop_string": include_stop_string,
     }  # fmt: skip
     _set_all(stops, values, "stop.")
-    _extend("stop.stop_strings", stops.stop_strings.extend, [stop] if isinstance(stop, str) else stop)
-    _extend("stop.stop_token_ids", stops.stop_token_ids.extend, stop_token_ids)
+    _extend(stops, "stop_strings", [stop] if isinstance(stop, str) else stop, "stop.")
+    _extend(stops, "stop_token_ids", stop_token_ids, "stop.")
     values = {
         "logprobs": logprobs, "prompt_logprobs": prompt_logprobs, "echo": echo,
         "truncate_prompt_tokens": truncate_prompt_tokens, "include_special_tokens": include_special_tokens,
@@ -139,7 +178,7 @@ def build_detokenize(token_ids: Sequence[int], *, model: str, include_special_to
     """
     request = pb.DetokenizeRequest(include_special_tokens=include_special_tokens)
     _set(request, "model", model)
-    _extend("token_ids", request.token_ids.extend, token_ids)
+    _extend(request, "token_ids", token_ids)
     return request
 
 
@@ -159,9 +198,9 @@ def build_embed(
         InvalidRequestError: the pooling is unknown, or a field cannot hold its value.
     """
     if pooling not in _POOLING:
-        raise _invalid("pooling", f"unknown value {pooling!r}; give one of {', '.join(map(repr, _POOLING))}")
-    if isinstance(inputs, str):
-        raise _invalid("inputs", "must be a list; put a single text into a list as well")
+        raise invalid("pooling", f"unknown value {pooling!r}; give one of {', '.join(map(repr, _POOLING))}")
+    if isinstance(inputs, str) or not isinstance(inputs, Sequence):
+        raise invalid("inputs", f"must be a list, not {type(inputs).__name__}; put a single text into a list as well")
     request = pb.EmbedRequest(pooling=_POOLING[pooling], omit_normalization=not normalize)
     _set(request, "model", model)
     _set(request, "request_id", request_id)
@@ -172,7 +211,7 @@ def build_embed(
             _set(added, "text", each, f"inputs[{index}].")
         else:
             added.token_ids.SetInParent()
-            _extend(f"inputs[{index}].token_ids", added.token_ids.ids.extend, each)
+            _extend(added.token_ids, "ids", each, f"inputs[{index}].token_ids.")
     if scheduling is not None:
         _set_scheduling(request.scheduling, scheduling)
     return request
@@ -182,7 +221,7 @@ def _exactly_one(**inputs: object) -> None:
     given = [name for name, value in inputs.items() if value is not None]
     if len(given) != 1:
         what = f"{' and '.join(given)} are given" if given else "none of them is given"
-        raise _invalid("input", f"{what}; give exactly one of {', '.join(inputs)}")
+        raise invalid("input", f"{what}; give exactly one of {', '.join(inputs)}")
 
 
 def _set(message: Any, field: str, value: object, parent: str = "") -> None:
@@ -192,7 +231,8 @@ def _set(message: Any, field: str, value: object, parent: str = "") -> None:
     try:
         setattr(message, field, value)
     except (ValueError, TypeError) as error:
-        raise _invalid(parent + field, _wrong_value(value, error)) from None
+        expected = _TYPES.get(message.DESCRIPTOR.fields_by_name[field].cpp_type, ("an integer", ""))[0]
+        raise invalid(parent + field, _wrong_value(value, error, expected)) from None
 
 
 def _set_all(message: Any, values: Mapping[str, object], parent: str) -> None:
@@ -201,16 +241,36 @@ def _set_all(message: Any, values: Mapping[str, object], parent: str) -> None:
         _set(message, field, value, parent)
 
 
-def _extend(field: str, extend: Callable[[Any], object], values: Collection[object]) -> None:
-    if not values:
-        return  # accessing a list of a sub-message would make the sub-message present
+def _extend(message: Any, field: str, values: Any, parent: str = "") -> None:
+    """Append to a list of a message; no values: leave a sub-message absent."""
+    if isinstance(values, list | tuple) and not values:
+        return
+    expected = f"a list of {_TYPES.get(message.DESCRIPTOR.fields_by_name[field].cpp_type, ('', 'integers'))[1]}"
+    if isinstance(values, str | bytes):
+        raise invalid(parent + field, f"must be {expected}, not {type(values).__name__}")
     try:
-        extend(values)
+        getattr(message, field).extend(values)
     except (ValueError, TypeError) as error:
-        raise _invalid(field, _wrong_value(values, error)) from None
+        raise invalid(parent + field, _wrong_value(values, error, expected)) from None
+
+
+def _set_biases(sampling: pb.SamplingOptions, biases: Mapping[int, float] | None) -> None:
+    if biases is None:
+        return
+    expected = "a dict of numbers by token id"
+    if not isinstance(biases, Mapping):
+        raise invalid("sampling.logit_bias", f"must be {expected}, not {type(biases).__name__}")
+    try:
+        if biases:
+            sampling.logit_bias.update(biases)
+    except (ValueError, TypeError) as error:
+        raise invalid("sampling.logit_bias", _wrong_value(biases, error, expected)) from None
 
 
 def _set_scheduling(message: pb.SchedulingOptions, options: SchedulingOptions) -> None:
+    if not isinstance(options, SchedulingOptions):
+        what = f"must be a SchedulingOptions, not {type(options).__name__}"
+        raise invalid("scheduling", f"{what}; give quire.SchedulingOptions(priority=1), for example")
     plain = {
         "priority": options.priority or None,
         "tenant": options.tenant,
@@ -229,17 +289,21 @@ def _set_duration(duration: Duration, seconds: float, field: str) -> None:
     try:
         duration.FromNanoseconds(round(seconds * 1e9))
     except (ValueError, TypeError, OverflowError):
-        raise _invalid(field, f"{seconds!r} is not a valid number of seconds") from None
+        raise invalid(field, f"{seconds!r} is not a valid number of seconds") from None
     duration.SetInParent()  # 0 s is not the same as unset; the server checks it
 
 
 def _set_chat(chat: pb.ChatInput, messages: Sequence[Message]) -> None:
     chat.SetInParent()
+    if isinstance(messages, str) or not isinstance(messages, Sequence):
+        raise invalid("chat.messages", f"must be a list of dicts, not {type(messages).__name__}")
     for index, message in enumerate(messages):
+        if not isinstance(message, Mapping):
+            raise invalid(f"chat.messages[{index}]", f"must be a dict, not {type(message).__name__}")
         unknown = set(message) - {"role", "content", "name", "tool_calls", "tool_call_id"}
         if unknown or "role" not in message or not ("content" in message or "tool_calls" in message):
             what = "invalid keys; give 'role' and 'content' and, optionally, 'name', 'tool_calls' and 'tool_call_id'"
-            raise _invalid(f"chat.messages[{index}]", what)
+            raise invalid(f"chat.messages[{index}]", what)
         turn = chat.messages.add()
         for field in ("role", "content", "name", "tool_call_id"):
             _set(turn, field, message.get(field), f"chat.messages[{index}].")
@@ -258,7 +322,7 @@ def _set_grammar(
     given = {"json_schema": json_schema, "regex": regex, "ebnf": ebnf, "choice": choice}
     names = [name for name, value in given.items() if value is not None and value is not False]
     if len(names) > 1:
-        raise _invalid("grammar", f"several constraints are given; give at most one of {', '.join(given)}")
+        raise invalid("grammar", f"several constraints are given; give at most one of {', '.join(given)}")
     if json_schema is True:
         request.grammar.json_object = True
     elif json_schema:
@@ -266,7 +330,7 @@ def _set_grammar(
         _set(request.grammar, "json_schema", text, "grammar.")
     elif choice is not None:
         request.grammar.choice.SetInParent()
-        _extend("grammar.choice.choices", request.grammar.choice.choices.extend, choice)
+        _extend(request.grammar.choice, "choices", choice, "grammar.choice.")
     for field, value in (("regex", regex), ("ebnf", ebnf)):
         if value is not None:
             _set(request.grammar, field, value, "grammar.")
@@ -278,11 +342,11 @@ def _to_json(field: str, value: object) -> str | None:
     try:
         return json.dumps(value)
     except (TypeError, ValueError):
-        raise _invalid(field, "cannot be written as JSON; use dict, list, str, int, float, bool and None") from None
+        raise invalid(field, "cannot be written as JSON; use dict, list, str, int, float, bool and None") from None
 
 
-def _wrong_value(value: object, error: Exception) -> str:
-    """Describe why a field cannot hold a value, without the content of texts."""
+def _wrong_value(value: object, error: Exception, expected: str) -> str:
+    """Describe why a field cannot hold a value, without the content of texts; `expected` is what it takes."""
     match error:
         case UnicodeEncodeError():
             return "not valid Unicode text; remove lone surrogates"
@@ -290,10 +354,15 @@ def _wrong_value(value: object, error: Exception) -> str:
             return f"{value} is out of range"
         case ValueError():
             return "contains a value that is out of range"
-    return f"{type(value).__name__} is the wrong type, or contains a value of the wrong type"
+    if isinstance(value, Sequence | Mapping) and expected.startswith(
+        "a list" if isinstance(value, Sequence) else "a dict"
+    ):
+        return f"must be {expected}; one of its values is of another type"
+    return f"must be {expected}, not {type(value).__name__}"
 
 
-def _invalid(field: str, description: str) -> errors.InvalidRequestError:
+def invalid(field: str, description: str) -> errors.InvalidRequestError:
+    """Return the error about a field."""
     return errors.InvalidRequestError(
         f"{field}: {description}",
         code="INVALID_ARGUMENT",

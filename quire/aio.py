@@ -195,8 +195,11 @@ class AsyncClient:
             options: see `quire.GenerateOptions`.
 
         Raises:
+            TypeError: an option does not exist.
             InvalidRequestError: a field cannot hold its value. All other errors are raised while iterating.
         """
+        _requests.check_options(options)
+        timeout = _requests.check_timeout(timeout)
         request = _requests.build_generate(prompt, **options)
         if request.resumable:
             return AsyncGeneration(_Resumable(self._connection, request, timeout))
@@ -219,6 +222,7 @@ class AsyncClient:
             from_text_bytes: number of known UTF-8 bytes of text per choice; by default those of the known tokens.
             timeout: seconds until the iteration raises `DeadlineError`.
         """
+        timeout = _requests.check_timeout(timeout)
         request = pb.ResumeRequest(request_id=request_id, from_tokens=from_tokens, from_text_bytes=from_text_bytes)
         call = self._connection.generation.Resume(request, timeout=timeout, metadata=self._connection.metadata())
         return AsyncGeneration(_Resumed(Stream(call)))
@@ -248,9 +252,10 @@ class AsyncClient:
             options: options of all requests; a request's own options override them.
 
         Raises:
-            InvalidRequestError: a field cannot hold its value.
+            TypeError: an option of all requests does not exist.
             QuireError: the call failed. The error of a single request is in its answer.
         """
+        timeout = _requests.check_timeout(timeout)
         answers = BatchAnswers(requests, options, progress)
         call = self._connection.generation.GenerateBatch(
             answers.messages(), timeout=timeout, metadata=self._connection.metadata()
@@ -261,6 +266,8 @@ class AsyncClient:
     async def _read_batch(
         stream: Stream[pb.GenerateBatchResponse], answers: BatchAnswers
     ) -> AsyncIterator[BatchAnswer]:
+        for invalid in answers.invalid():
+            yield invalid
         while (response := await stream.read()) is not None:
             answer = answers.take(response)
             if answer is not None:
@@ -349,6 +356,7 @@ class AsyncClient:
     async def _ask(
         self, method: "UnaryMethod[_RequestT, _ResponseT]", request: _RequestT, timeout: float | None
     ) -> _ResponseT:
+        timeout = _requests.check_timeout(timeout)
         try:
             return await method(request, timeout=timeout, metadata=self._connection.metadata())
         except grpc.RpcError as error:

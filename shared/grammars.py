@@ -35,7 +35,7 @@ MAX_STRINGS = 2000
 """Maximum number of values of an enum, or strings of a choice."""
 
 _WHITESPACE = r"[ \t\n\r]{0,12}"
-"""Whitespace between the tokens of JSON: enough to indent, and bounded so that the output cannot go on for ever."""
+"""Whitespace between the tokens of JSON, if allowed: enough to indent, and bounded so that the output ends."""
 _OPTIONS = '\n%llguidance {"no_forcing": true}\n'
 _TOO_MUCH = re.compile(r"too (big|large|many)|fuel|; max is|Unable to determine")
 """Matches the library's messages about its limits."""
@@ -167,6 +167,18 @@ def check_matcher(matcher: LLMatcher) -> None:
         raise GrammarError(f"too complex: {reason}; simplify it" if _TOO_MUCH.search(reason) else reason)
 
 
+def with_whitespace(schema: str) -> str:
+    """Return a JSON schema that allows whitespace between the tokens of the output.
+
+    Raises:
+        GrammarError: the text is not a JSON object.
+    """
+    parsed = _parsed_schema(schema)
+    options = parsed.get("x-guidance")
+    parsed["x-guidance"] = {"whitespace_pattern": _WHITESPACE} | (options if isinstance(options, dict) else {})
+    return json.dumps(parsed)
+
+
 def lark_of_choices(choices: Sequence[str]) -> str:
     """Return the Lark grammar for one of several strings."""
     # Use one terminal, because each alternative of a rule would be a parser item.
@@ -192,7 +204,7 @@ def _source(kind: str, text: str) -> str:
         case "json_schema":
             schema = _checked_schema(text)
             options = schema.get("x-guidance")
-            schema["x-guidance"] = {"whitespace_pattern": _WHITESPACE} | (options if isinstance(options, dict) else {})
+            schema["x-guidance"] = {"whitespace_pattern": ""} | (options if isinstance(options, dict) else {})
             parts = [{"lark_grammar": f"start: @schema{_OPTIONS}"}, {"name": "schema", "json_schema": schema}]
         case "regex":
             _check_repetitions(text)
@@ -205,13 +217,18 @@ def _source(kind: str, text: str) -> str:
     return json.dumps({"grammars": parts})
 
 
-def _checked_schema(text: str) -> dict[str, Any]:
+def _parsed_schema(text: str) -> dict[str, Any]:
     try:
         schema = json.loads(text)
     except ValueError as error:
         raise GrammarError(describe_json_error(error)) from None
     if not isinstance(schema, dict):
         raise GrammarError("must be a JSON object; give a schema as an object")
+    return schema
+
+
+def _checked_schema(text: str) -> dict[str, Any]:
+    schema = _parsed_schema(text)
     for part in _parts(schema):
         for key in _MINIMA:
             minimum = part.get(key)

@@ -29,6 +29,7 @@ _RULES = (
     (r"\bStopAsyncIteration\b", "StopIteration"),
     (r"\b__a(next|enter|exit)__\b", r"__\1__"),
     (r"\b_calls_async\b", "_calls_sync"),
+    (r"for (\w+) in (.+):\n +yield \1\n", r"yield from \2\n"),
 )
 
 

@@ -586,6 +586,7 @@ class Grammar(_message.Message):
     EBNF_FIELD_NUMBER: _builtins.int
     CHOICE_FIELD_NUMBER: _builtins.int
     JSON_OBJECT_FIELD_NUMBER: _builtins.int
+    WHITESPACE_FIELD_NUMBER: _builtins.int
     json_schema: _builtins.str
     """A JSON schema as text, at most 128 KiB."""
     regex: _builtins.str
@@ -594,6 +595,10 @@ class Grammar(_message.Message):
     """A grammar in EBNF, in the notation of Lark (a rule `start:`) or of GBNF (a rule `root ::=`)."""
     json_object: _builtins.bool
     """Any JSON object."""
+    whitespace: _builtins.bool
+    """Allow whitespace between the tokens of JSON, at most 12 characters at a place. By default JSON is compact, so that
+    the model spends no tokens on it.
+    """
     @_builtins.property
     def choice(self) -> Global___ChoiceGrammar:
         """One of several strings."""
@@ -606,10 +611,11 @@ class Grammar(_message.Message):
         ebnf: _builtins.str = ...,
         choice: Global___ChoiceGrammar | None = ...,
         json_object: _builtins.bool = ...,
+        whitespace: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["choice", b"choice", "ebnf", b"ebnf", "json_object", b"json_object", "json_schema", b"json_schema", "kind", b"kind", "regex", b"regex"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["choice", b"choice", "ebnf", b"ebnf", "json_object", b"json_object", "json_schema", b"json_schema", "kind", b"kind", "regex", b"regex"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["choice", b"choice", "ebnf", b"ebnf", "json_object", b"json_object", "json_schema", b"json_schema", "kind", b"kind", "regex", b"regex", "whitespace", b"whitespace"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["json_schema", "regex", "ebnf", "choice", "json_object"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015

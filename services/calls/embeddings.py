@@ -64,6 +64,7 @@ class Embedder:
             model = services.served_model()
             if not model.hidden_size:
                 raise UnsupportedMethodError(_NOT_SUPPORTED)
+            check_model(request.model, model)
             violations = list(_violations(request, model))
             if violations:
                 raise InvalidRequestError(*violations)
@@ -173,7 +174,6 @@ def _spec(request: v1.EmbedRequest, request_id: str, model: link_pb2.ServedModel
 
 def _violations(request: v1.EmbedRequest, model: link_pb2.ServedModel) -> Violations:
     yield from check_request_id(request.request_id)
-    yield from check_model(request.model, model)
     if not 1 <= len(request.inputs) <= MAX_INPUTS:
         yield FieldViolation("inputs", f"must hold 1 to {MAX_INPUTS} inputs, not {len(request.inputs)}")
     for index, each in enumerate(request.inputs[:MAX_INPUTS]):

@@ -22,7 +22,8 @@ class Texts:
             QuireError: the request is invalid, or no model is served.
         """
         model, tokenizer = self._services.served_model(), self._services.tokenizer
-        violations = [*check_model(request.model, model)]
+        check_model(request.model, model)
+        violations: list[FieldViolation] = []
         match request.WhichOneof("input"):
             case "text":
                 violations += check_text(request.text, "text", may_be_empty=True)
@@ -46,7 +47,8 @@ class Texts:
         """
         model = self._services.served_model()
         ids = list(request.token_ids)
-        violations = [*check_model(request.model, model), *check_token_ids(ids, model.vocab_size, "token_ids")]
+        check_model(request.model, model)
+        violations = [*check_token_ids(ids, model.vocab_size, "token_ids")]
         if violations:
             raise InvalidRequestError(*violations)
         skip_special_tokens = not request.include_special_tokens

@@ -196,6 +196,8 @@ def check_grammar(request: v1.GenerateRequest) -> Iterator[FieldViolation]:
     if kind is None:
         yield FieldViolation("grammar", "missing; give one of `json_schema`, `regex`, `ebnf`, `choice`, `json_object`")
         return
+    if grammar.whitespace and kind not in ("json_schema", "json_object"):
+        yield FieldViolation("grammar.whitespace", "only JSON has whitespace to allow; leave it unset")
     if kind == "choice":
         choices = list(grammar.choice.choices)
         if not 0 < len(choices) <= MAX_STRINGS or not all(choices):

@@ -34,6 +34,7 @@ from shared.grammars import (
     compile_grammar,
     lark_of_choices,
     lark_of_ebnf,
+    with_whitespace,
 )
 
 TRIAL = struct.Struct("<fI")
@@ -175,7 +176,7 @@ def to_plan(grammar: v1.Grammar) -> plan_pb2.Grammar:
     match grammar.WhichOneof("kind"):
         case "json_schema":
             check_text(grammar.json_schema)
-            return plan_pb2.Grammar(json_schema=grammar.json_schema)
+            schema = grammar.json_schema
         case "regex":
             return plan_pb2.Grammar(regex=grammar.regex)
         case "ebnf":
@@ -183,7 +184,8 @@ def to_plan(grammar: v1.Grammar) -> plan_pb2.Grammar:
         case "choice":
             return plan_pb2.Grammar(lark=lark_of_choices(grammar.choice.choices))
         case _:
-            return plan_pb2.Grammar(json_schema='{"type": "object"}')
+            schema = '{"type": "object"}'
+    return plan_pb2.Grammar(json_schema=with_whitespace(schema) if grammar.whitespace else schema)
 
 
 def _receive(lane: socket.socket, length: int) -> bytes:

@@ -4,7 +4,7 @@ from protos.quire.link.v1 import link_pb2
 from quire.v1 import model_pb2, model_pb2_grpc
 from services.calls.context import Services
 from services.grpc.boundary import Context
-from shared.errors import ModelNotFoundError
+from services.requests.validation import check_model
 
 
 class ModelServicer(model_pb2_grpc.ModelServiceServicer):
@@ -21,8 +21,7 @@ class ModelServicer(model_pb2_grpc.ModelServiceServicer):
     async def GetModel(self, request: model_pb2.GetModelRequest, context: Context) -> model_pb2.GetModelResponse:
         """Return the description of one model."""
         model = self._services.served_model()
-        if request.name not in ("", model.name):
-            raise ModelNotFoundError(f"no such model; this server serves {model.name!r}")
+        check_model(request.name, model)
         return model_pb2.GetModelResponse(model=self._describe(model))
 
     def _describe(self, model: link_pb2.ServedModel) -> model_pb2.Model:

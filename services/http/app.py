@@ -25,6 +25,9 @@ from services.http.probes import Families, probe_routes
 from services.http.texts import TextEndpoints
 from services.http.tool_calls import style_of
 
+_OPENAI_PATHS = {"/v1/models", "/v1/completions", "/v1/chat/completions", "/v1/embeddings"}
+"""Paths that clients of OpenAI's API append to a base URL."""
+
 
 @dataclass(frozen=True, slots=True)
 class HttpApi:
@@ -92,7 +95,11 @@ async def _docs(_request: Request) -> Response:
 async def _refuse(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     if error.status_code == 404:
-        message = f"{request.url.path}: not found; /docs lists all paths"
+        path = request.url.path
+        if f"/v1{path}" in _OPENAI_PATHS:
+            message = f"{path}: not found; use /v1{path}, that is, a base URL that ends with /v1"
+        else:
+            message = f"{path}: not found; /docs lists all paths"
     elif error.status_code == 405:
         allowed = (error.headers or {}).get("Allow", "another method")
         message = f"{request.method}: not allowed for {request.url.path}; use {allowed}"

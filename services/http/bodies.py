@@ -1,9 +1,11 @@
 """Parses and checks request bodies; errors name the field as the client wrote it."""
 
 import difflib
+import re
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
+import jiter
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails, from_json
 
@@ -46,6 +48,11 @@ _VALUES = {
 }
 """Messages for a missing value, or one that is out of range."""
 
+_DUPLICATE = re.compile(r'key "(.*)" at (line \d+ column \d+)$', re.DOTALL)
+"""Matches the message of the parser about a duplicate key."""
+_SHOWN_KEY = 64
+"""Characters of a duplicate key that an error repeats."""
+
 BodyT = TypeVar("BodyT", bound=Body)
 
 
@@ -56,11 +63,24 @@ def parse(kind: type[BodyT], raw: bytes) -> BodyT:
         InvalidRequestError: the body is invalid; the violations name the fields.
     """
     try:
-        return kind.model_validate_json(raw)
+        body = kind.model_validate_json(raw)
     except ValidationError as error:
         raise InvalidRequestError(
             *_violations(kind, raw, error.errors(include_url=False, include_input=False))
         ) from None
+    _refuse_duplicates(raw)
+    return body
+
+
+def _refuse_duplicates(raw: bytes) -> None:
+    """Refuse a valid body in which an object has a key twice; pydantic keeps the last one silently."""
+    try:
+        jiter.from_json(raw, catch_duplicate_keys=True)
+    except ValueError as error:
+        found = _DUPLICATE.search(str(error))
+        place = f" (second at {found[2]})" if found else ""
+        field = found[1][:_SHOWN_KEY] if found else "body"
+        raise InvalidRequestError(FieldViolation(field, f"given twice{place}; give it once")) from None
 
 
 def _violations(kind: type[Body], raw: bytes, errors: Sequence[ErrorDetails]) -> list[FieldViolation]:

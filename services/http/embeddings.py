@@ -10,7 +10,7 @@ from services.calls.embeddings import Embedder
 from services.http.bodies import parse
 from services.http.endpoint import Exchange
 from services.http.errors import with_http_names
-from services.http.identity import check_model, choose_request_id
+from services.http.identity import choose_model, choose_request_id
 from services.http.prompts import prompts_of
 from services.http.sampling import FieldNames, field_names, fill_scheduling
 from services.http.schema import EmbeddingBody
@@ -30,7 +30,7 @@ class EmbeddingEndpoint:
         """Serve `/v1/embeddings`."""
         body = parse(EmbeddingBody, await exchange.body())
         request_id = choose_request_id(exchange, body)
-        model = check_model(self._services, body.model)
+        model = choose_model(self._services, body.model)
         self._check_dimensions(body.dimensions)
         request = v1.EmbedRequest(
             request_id=request_id, pooling=_POOLING[body.pooling], omit_normalization=not body.normalize

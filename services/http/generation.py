@@ -14,7 +14,7 @@ from services.http.answers import Answer
 from services.http.bodies import parse
 from services.http.endpoint import Exchange
 from services.http.errors import with_http_names
-from services.http.identity import check_model, choose_request_id
+from services.http.identity import choose_model, choose_request_id
 from services.http.logprobs import Logprobs
 from services.http.prompts import Prepared, prepare_chat, prepare_completion, prompts_of
 from services.http.schema import ChatBody, CompletionBody, SamplingBody, StreamOptions
@@ -72,7 +72,7 @@ class GenerationEndpoints:
     ) -> Answer:
         if body.stream_options is not None and not body.stream:
             raise InvalidRequestError(FieldViolation("stream_options", "requires stream; set stream to true"))
-        check_model(self._services, body.model)
+        choose_model(self._services, body.model)
         calls = prepared[0].calls
         parsers = ForcedCalls if calls == "forced" else partial(parser_of, calls)
         logprobs = None

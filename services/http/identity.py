@@ -3,24 +3,23 @@
 from services.calls.context import Services
 from services.http.endpoint import Exchange
 from services.http.schema import QueuedBody
-from services.requests.validation import check_request_id
-from shared.errors import InvalidRequestError, ModelNotFoundError
+from services.requests.validation import check_model, check_request_id
+from shared.errors import InvalidRequestError
 from shared.ids import draw_request_id
 
 REQUEST_ID_HEADER = "x-request-id"
 
 
-def check_model(services: Services, name: str) -> str:
+def choose_model(services: Services, name: str) -> str:
     """Return the name of the served model.
 
     Raises:
         ModelNotFoundError: `name` is another model.
         NotReadyError: no model is served yet.
     """
-    served = services.served_model().name
-    if name not in ("", served):
-        raise ModelNotFoundError(f"model: {name!r} does not exist; use {served!r}")
-    return served
+    served = services.served_model()
+    check_model(name, served)
+    return served.name
 
 
 def choose_request_id(exchange: Exchange, body: QueuedBody) -> str:

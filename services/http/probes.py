@@ -1,4 +1,4 @@
-"""Probes and metrics: `/health`, `/ready`, `/metrics`, `/version`.
+"""Probes and metrics: `/health` (also as `/ping`), `/ready`, `/metrics`, `/version`.
 
 `/metrics` shows the whole scheduler service on every front end, because the core merges the metrics of all processes.
 If the core does not answer, the front end shows only its own. A reader that accepts OpenMetrics gets it, with
@@ -47,6 +47,7 @@ def probe_routes(
 
     return [
         Route("/health", health),
+        Route("/ping", health),
         Route("/ready", ready),
         Route("/metrics", metrics),
         Route("/version", version),

@@ -189,7 +189,7 @@ def _variables(body: ChatBody) -> JsonObject:
 
 
 def _grammar(constraint: str) -> dict[str, str]:
-    kinds = ("json_schema", "regex", "ebnf", "choice", "choice.choices", "json_object")
+    kinds = ("json_schema", "regex", "ebnf", "choice", "choice.choices", "json_object", "whitespace")
     names = {f"grammar.{kind}": constraint for kind in kinds} | {"grammar": constraint}
     return names if constraint else {}
 

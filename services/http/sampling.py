@@ -110,24 +110,27 @@ def fill_grammar(request: v1.GenerateRequest, body: SamplingBody) -> str:
 def _constraints(body: SamplingBody) -> Iterator[tuple[str, v1.Grammar]]:
     form = body.response_format
     if form is not None and form.type == "json_object":
-        yield "response_format", v1.Grammar(json_object=True)
+        yield "response_format", v1.Grammar(json_object=True, whitespace=form.whitespace)
     elif form is not None and form.type == "json_schema":
         if form.json_schema is None:
             raise InvalidRequestError(FieldViolation("response_format.json_schema", "missing; it is required"))
-        yield "response_format", v1.Grammar(json_schema=json.dumps(form.json_schema.schema_))
+        schema = json.dumps(form.json_schema.schema_)
+        yield "response_format", v1.Grammar(json_schema=schema, whitespace=form.whitespace)
     yield from _from_vllm(
         "guided_", body.guided_json, body.guided_regex, body.guided_choice, body.guided_grammar, json_object=None
     )
     outputs = body.structured_outputs
     if outputs is not None:
-        yield from _from_vllm(
+        for name, grammar in _from_vllm(
             "structured_outputs.",
             outputs.json_,
             outputs.regex,
             outputs.choice,
             outputs.grammar,
             json_object=outputs.json_object,
-        )
+        ):
+            grammar.whitespace = outputs.whitespace
+            yield name, grammar
 
 
 def _from_vllm(

@@ -17,6 +17,8 @@ from services.text.chat import MAX_MESSAGES
 _MAX_PROMPTS = 256
 _MAX_UINT32 = 0xFFFFFFFF
 
+_WHITESPACE = "allow whitespace between the tokens of JSON; by default JSON is compact"
+
 Uint32 = Annotated[int, Field(ge=0, le=_MAX_UINT32)]
 TokenId = Annotated[int, Field(ge=0, le=_MAX_UINT32)]
 JsonObject = dict[str, JsonValue]
@@ -128,6 +130,7 @@ class ResponseFormat(Body):
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: NamedSchema | None = None
+    whitespace: bool = Field(default=False, description=_WHITESPACE)
 
 
 class StructuredOutputs(Body):
@@ -138,6 +141,7 @@ class StructuredOutputs(Body):
     choice: list[str] | None = None
     grammar: str | None = None
     json_object: bool | None = None
+    whitespace: bool = Field(default=False, description=_WHITESPACE)
 
 
 class StreamOptions(Body):

@@ -10,11 +10,12 @@ from services.calls.texts import Texts
 from services.http.bodies import parse
 from services.http.endpoint import Exchange
 from services.http.errors import with_http_names
-from services.http.identity import check_model
+from services.http.identity import choose_model
 from services.http.prompts import fill_chat
 from services.http.sampling import field_names
 from services.http.schema import DetokenizeBody, TokenizeBody
-from shared.errors import FieldViolation, InvalidRequestError, ModelNotFoundError, QuireError
+from services.requests.validation import check_model
+from shared.errors import FieldViolation, InvalidRequestError, QuireError
 
 _TOKENIZE_NAMES = field_names(
     {
@@ -45,14 +46,13 @@ class TextEndpoints:
         """Serve `/v1/models/NAME`."""
         name = exchange.params["name"]
         model = self._services.served_model()
-        if name != model.name:
-            raise ModelNotFoundError(f"model: {name!r} does not exist; use {model.name!r}")
+        check_model(name, model)
         await exchange.answer(self._model(model))
 
     async def tokenize(self, exchange: Exchange) -> None:
         """Serve `/tokenize`."""
         body = parse(TokenizeBody, await exchange.body())
-        check_model(self._services, body.model)
+        choose_model(self._services, body.model)
         if (body.prompt is None) == (body.messages is None):
             raise InvalidRequestError(FieldViolation("prompt", "give exactly one of prompt and messages"))
         request = v1.TokenizeRequest(omit_special_tokens=not body.add_special_tokens)
@@ -72,7 +72,7 @@ class TextEndpoints:
     async def detokenize(self, exchange: Exchange) -> None:
         """Serve `/detokenize`."""
         body = parse(DetokenizeBody, await exchange.body())
-        check_model(self._services, body.model)
+        choose_model(self._services, body.model)
         request = v1.DetokenizeRequest(token_ids=body.tokens, include_special_tokens=True)
         try:
             response = await self._texts.detokenize(request)

@@ -16,15 +16,19 @@ from services.requests.output import OutputRules, output_rules
 from services.requests.scheduling import check_scheduling
 from services.text.chat import check_chat
 from shared.columns import to_column
-from shared.errors import ContextLengthError, FieldViolation, InvalidRequestError, UnsupportedFieldError
+from shared.errors import (
+    ContextLengthError,
+    FieldViolation,
+    InvalidRequestError,
+    ModelNotFoundError,
+    UnsupportedFieldError,
+)
 from shared.frames import MAX_LOGPROBS, MAX_PART_BYTES, MAX_SERVED_SEQUENCE, TOKEN_BYTES
 from shared.ids import draw_request_id, draw_seed
 from shared.request_spec import RequestSpec
 
 MAX_REQUEST_ID = 128
 """Maximum length of a request id, bytes."""
-MAX_MODEL_NAME = 256
-"""Maximum length of a model name, bytes."""
 MAX_TEXT = 4 << 20
 """Maximum length of a text prompt, bytes."""
 MAX_TOKEN_IDS = MAX_SERVED_SEQUENCE
@@ -54,6 +58,8 @@ MAX_BAD_WORDS = 64
 MAX_BAD_WORD = 256
 """Maximum length of a bad word, bytes."""
 
+_SHOWN_NAME = 64
+"""Characters of an unknown model's name that an error repeats."""
 _LOG_OVERHEAD = 4096
 """Maximum size of a request's log beside its long fields, bytes."""
 _SCORES_OVERHEAD = 40
@@ -86,12 +92,13 @@ def validate(request: v1.GenerateRequest, model: link_pb2.ServedModel, *, has_ch
     """Check everything that does not need the prompt's tokens.
 
     Raises:
+        ModelNotFoundError: the request names another model.
         InvalidRequestError: lists every invalid field.
         UnsupportedFieldError: a field is set that this version does not support.
     """
+    check_model(request.model, model)
     violations = [
         *check_request_id(request.request_id),
-        *check_model(request.model, model),
         *_check_input(request, model, has_chat_template),
         *_check_sampling(request.sampling, model),
         *_check_stop(request.stop, model),
@@ -198,12 +205,14 @@ def max_scores_bytes(count: int) -> int:
     return _SCORES_OVERHEAD + 2 * TOKEN_BYTES * (1 + count)
 
 
-def check_model(name: str, model: link_pb2.ServedModel) -> Violations:
-    """Check that the name is empty or that of the served model."""
-    if len(name.encode()) > MAX_MODEL_NAME:
-        yield FieldViolation("model", f"too long; give at most {MAX_MODEL_NAME} bytes")
-    elif name not in ("", model.name):
-        yield FieldViolation("model", f"no such model; this server serves {model.name!r}")
+def check_model(name: str, model: link_pb2.ServedModel) -> None:
+    """Check that the name is empty or that of the served model.
+
+    Raises:
+        ModelNotFoundError: it is another model's.
+    """
+    if name not in ("", model.name):
+        raise ModelNotFoundError(f"model: {name[:_SHOWN_NAME]!r} does not exist; use {model.name!r}")
 
 
 def check_text(text: str, field: str, *, may_be_empty: bool = False) -> Violations:

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator
+from typing import Any
 
 import grpc
 import pytest
@@ -393,7 +394,7 @@ def test_a_cancelled_resumable_generation_is_dropped_by_the_server(server: Scrip
 
 
 def test_a_batch_brings_every_answer_with_its_key(server: ScriptedServer, client: Client) -> None:
-    """Each request has an answer; a field that cannot hold its value is refused before anything is sent."""
+    """Each request has an answer under its place in the list."""
     server.script = lambda request, _context: [delta(0, [1], request.text.upper()), finished()]
 
     answers = {
@@ -401,8 +402,44 @@ def test_a_batch_brings_every_answer_with_its_key(server: ScriptedServer, client
     }
 
     assert {index: answer.text for index, answer in answers.items() if answer is not None} == {0: "A", 1: "B"}
-    with pytest.raises(errors.InvalidRequestError, match="max_tokens"):
-        client.generate_batch(["a"], max_tokens=-1)
+
+
+def test_a_request_that_cannot_be_sent_fails_alone(server: ScriptedServer, client: Client) -> None:
+    """Its answer has its place and an error that says what is wrong; the others are sent."""
+    server.script = lambda request, _context: [delta(0, [1], request.text.upper()), finished()]
+    requests = ["a", {"prompt": "b", "max_token": 1}, 5, {"prompt": "c", "max_tokens": -1}, {"prompt": "d"}]
+
+    answers = {answer.index: answer for answer in client.generate_batch(requests)}  # type: ignore[arg-type]
+
+    assert {index for index, answer in answers.items() if answer.completion is not None} == {0, 4}
+    messages = {index: str(answer.error) for index, answer in answers.items() if answer.error is not None}
+    assert messages == {
+        1: "requests[1]: an unknown option 'max_token'; did you mean 'max_tokens'?",
+        2: "requests[2]: must be a text or a dict of options, not int",
+        3: "stop.max_tokens: -1 is out of range",
+    }
+
+
+@pytest.mark.parametrize("timeout", [-1, 0, float("nan"), float("inf"), True, "5"])
+def test_a_timeout_is_a_positive_number(client: Client, timeout: Any) -> None:
+    """Every call refuses another value by the name of the argument."""
+    calls = (
+        lambda: client.generate("a", timeout=timeout),
+        lambda: client.generate_batch(["a"], timeout=timeout),
+        lambda: client.resume("id", timeout=timeout),
+        lambda: client.get_model(timeout=timeout),
+    )
+    for call in calls:
+        with pytest.raises(errors.InvalidRequestError, match=r"^timeout: .* is not a positive number of seconds"):
+            call()
+
+
+def test_a_misspelt_option_is_named(client: Client) -> None:
+    """The TypeError suggests the option that was probably meant."""
+    with pytest.raises(TypeError, match=r"unknown option 'max_token'; did you mean 'max_tokens'\?"):
+        client.generate("a", max_token=5)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match=r"unknown option 'xyzzy'; see quire\.GenerateOptions"):
+        client.generate_batch(["a"], xyzzy=5)  # type: ignore[call-arg]
 
 
 def test_tokenize_and_detokenize(client: Client) -> None:

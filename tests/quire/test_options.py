@@ -83,6 +83,30 @@ def test_a_value_out_of_range_is_refused_by_the_client(options: dict[str, object
         _requests.build_generate("text", **options)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"prompt": 5}, "text: must be a string, not int"),
+        ({"temperature": "hot"}, "sampling.temperature: must be a number, not str"),
+        ({"top_k": "all"}, "sampling.top_k: must be an integer, not str"),
+        ({"stop": 5}, "stop.stop_strings: must be a list of strings, not int"),
+        ({"stop": ["a", 5]}, "stop.stop_strings: must be a list of strings; one of its values is of another type"),
+        ({"prompt": None, "token_ids": "12"}, "token_ids.ids: must be a list of integers, not str"),
+        ({"logit_bias": [1]}, "sampling.logit_bias: must be a dict of numbers by token id, not list"),
+        ({"prompt": None, "messages": "hi"}, "chat.messages: must be a list of dicts, not str"),
+        ({"prompt": None, "messages": ["hi"]}, "chat.messages[0]: must be a dict, not str"),
+        ({"scheduling": {"priority": 1}},
+         "scheduling: must be a SchedulingOptions, not dict; give quire.SchedulingOptions(priority=1), for example"),
+    ],
+)  # fmt: skip
+def test_a_value_of_the_wrong_type_is_named(options: dict[str, object], message: str) -> None:
+    """The message names the field, what it takes, and what was given."""
+    with pytest.raises(errors.InvalidRequestError) as error:
+        _requests.build_generate(**{"prompt": "text"} | options)  # type: ignore[arg-type]
+
+    assert str(error.value) == message
+
+
 def test_events_become_a_completion() -> None:
     """Deltas are joined by choice, log-probabilities and the prompt come along."""
     events = _responses.Events()

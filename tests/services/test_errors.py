@@ -68,12 +68,11 @@ def test_wrong_fields_are_named_in_the_status(tmp_path: Path) -> None:
         async with running_stack(tmp_path) as stack:
             request = tokens_request(1, max_tokens=0)
             request.sampling.temperature = float("nan")
-            request.model = "unknown"
             refusal = await refused(stack.generate(request))
 
             assert refusal.code == grpc.StatusCode.INVALID_ARGUMENT
             assert (refusal.info.domain, refusal.info.reason) == ("quire", "INVALID_REQUEST")
-            assert refusal.fields == ["model", "sampling.temperature", "stop.max_tokens"]
+            assert refusal.fields == ["sampling.temperature", "stop.max_tokens"]
             assert "grpc-retry-pushback-ms" not in refusal.trailing
             await still_serves(stack)
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from quire.v1 import generation_pb2 as v1
 from services.requests.validation import ValidRequest, validate
-from shared.errors import InvalidRequestError, UnsupportedFieldError
+from shared.errors import InvalidRequestError, ModelNotFoundError, UnsupportedFieldError
 from tests.services.stack import MODEL
 
 UINT32 = st.integers(0, 3) | st.integers(0, 2**32 - 1)
@@ -71,14 +71,16 @@ def test_any_request_is_valid_or_refused_by_name(data: st.DataObject, has_chat_t
             assert all(violation.field and violation.description for violation in violations)
         case UnsupportedFieldError(field=field):
             assert field
+        case ModelNotFoundError():
+            assert request.model != MODEL.name
 
 
 def _outcome(
     request: v1.GenerateRequest, has_chat_template: bool
-) -> ValidRequest | InvalidRequestError | UnsupportedFieldError:
+) -> ValidRequest | InvalidRequestError | UnsupportedFieldError | ModelNotFoundError:
     try:
         return validate(request, MODEL, has_chat_template=has_chat_template)
-    except (InvalidRequestError, UnsupportedFieldError) as error:
+    except (InvalidRequestError, UnsupportedFieldError, ModelNotFoundError) as error:
         return error
 
 

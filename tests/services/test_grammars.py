@@ -48,6 +48,7 @@ def chain(length: int) -> str:
 
 
 BAD: list[tuple[str, v1.Grammar, str]] = [
+    ("grammar.whitespace", v1.Grammar(regex="a", whitespace=True), "only JSON has whitespace"),
     ("grammar.json_schema", v1.Grammar(json_schema="{"), "invalid JSON at line 1 column 2"),
     ("grammar.json_schema", v1.Grammar(json_schema="[1]"), "give a schema as an object"),
     ("grammar.json_schema", schema({"type": "nonsense"}), "nonsense"),

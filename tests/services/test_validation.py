@@ -22,7 +22,7 @@ from services.requests.validation import (
     resolve_max_tokens,
     validate,
 )
-from shared.errors import InvalidRequestError, UnsupportedFieldError
+from shared.errors import InvalidRequestError, ModelNotFoundError, UnsupportedFieldError
 from shared.frames import MAX_LOGPROBS, MAX_PART_BYTES, MAX_SERVED_SEQUENCE
 from shared.grammars import MAX_GRAMMAR
 from shared.request_spec import RequestSpec
@@ -84,8 +84,6 @@ INVALID: list[tuple[str, v1.GenerateRequest]] = [
     ("chat.messages[1].role", chat(("user", "hi"), ("", "hi"))),
     ("chat.messages[0].role", chat(("x" * 65, "hi"))),
     ("chat.messages[0].content", chat(("user", "x" * (4 * 1024 * 1024 + 1)))),
-    ("model", request(model="other")),
-    ("model", request(model="m" * 257)),
     ("request_id", request(request_id="x" * 129)),
     ("request_id", request(request_id="naïve")),
     ("request_id", request(request_id="a\nb")),
@@ -223,7 +221,6 @@ def test_all_violations_are_reported_together() -> None:
     """A client learns of every wrong field at once."""
     wrong = request(
         request_id="é",
-        model="x",
         sampling=v1.SamplingOptions(temperature=-1, top_p=2),
         stop=v1.StopOptions(max_tokens=0),
     )
@@ -231,7 +228,15 @@ def test_all_violations_are_reported_together() -> None:
         validate(wrong, MODEL, has_chat_template=True)
 
     fields = {violation.field for violation in error.value.violations}
-    assert fields == {"request_id", "model", "sampling.temperature", "sampling.top_p", "stop.max_tokens"}
+    assert fields == {"request_id", "sampling.temperature", "sampling.top_p", "stop.max_tokens"}
+
+
+def test_another_model_is_not_found() -> None:
+    """The error repeats the name, shortened, and says which model is served."""
+    with pytest.raises(ModelNotFoundError) as error:
+        validate(request(model="m" * 300), MODEL, has_chat_template=True)
+
+    assert error.value.message == f"model: {'m' * 64!r} does not exist; use 'echo'"
 
 
 def test_chat_needs_a_template() -> None:

@@ -114,6 +114,9 @@ def test_constraints_in_every_spelling_become_grammars() -> None:
     assert json.loads(chat(guided_json=schema).grammar.json_schema) == schema
     assert json.loads(chat(structured_outputs={"json": json.dumps(schema)}).grammar.json_schema) == schema
     assert chat(response_format={"type": "json_object"}).grammar.json_object
+    assert not chat(response_format={"type": "json_object"}).grammar.whitespace
+    assert chat(response_format={"type": "json_object", "whitespace": True}).grammar.whitespace
+    assert chat(structured_outputs={"json": {}, "whitespace": True}).grammar.whitespace
     assert not chat(response_format={"type": "text"}).HasField("grammar")
     assert chat(guided_regex="a+").grammar.regex == "a+"
     assert list(chat(structured_outputs={"choice": ["x", "y"]}).grammar.choice.choices) == ["x", "y"]
@@ -200,6 +203,9 @@ def test_a_wrong_field_is_named_with_its_remedy(fields: dict[str, Any], message:
     assert error.value.message == message
 
 
+TURN = b'[{"role": "user", "content": "a"}]'
+
+
 @pytest.mark.parametrize(
     ("raw", "message"),
     [
@@ -213,6 +219,8 @@ def test_a_wrong_field_is_named_with_its_remedy(fields: dict[str, Any], message:
         (b"[1]", "body: must be a JSON object"),
         (b"null", "body: must be a JSON object"),
         (b'{"messages": NaN}', "messages: must be a list"),
+        (b'{"messages": %s, "seed": 1, "seed": 2}' % TURN, "seed: given twice (second at line 1 column "),
+        (b'{"messages": [{"role": "a", "content": "", "role": "b"}]}', "role: given twice"),
     ],
 )
 def test_a_body_that_is_no_json_object_is_refused(raw: bytes, message: str) -> None:

@@ -388,6 +388,27 @@ def test_what_does_not_fit_into_the_context_has_openais_code(tmp_path: Path) -> 
     asyncio.run(main())
 
 
+def test_a_base_url_without_v1_gets_a_hint(tmp_path: Path) -> None:
+    """A client whose base URL lacks /v1 learns so; other unknown paths are listed in /docs."""
+
+    async def main() -> None:
+        async with running_stack(tmp_path) as stack:
+            messages = {
+                path: (await stack.http.post(path, json={})).json()["error"]["message"]
+                for path in ("/chat/completions", "/nothing")
+            }
+            ping = await stack.http.get("/ping")
+
+            assert messages == {
+                "/chat/completions": "/chat/completions: not found; use /v1/chat/completions, that is, a base URL that"
+                " ends with /v1",
+                "/nothing": "/nothing: not found; /docs lists all paths",
+            }
+            assert ping.status_code == 200
+
+    asyncio.run(main())
+
+
 def test_calls_of_both_protocols_share_one_bound(tmp_path: Path) -> None:
     """When the limit of calls in progress is reached, HTTP gets 429, like gRPC."""
 
