@@ -13,8 +13,8 @@ less often than these operations do in bfloat16. There is no return to Python be
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
-from ctypes import c_int64, c_void_p
+from collections.abc import Callable, Sequence
+from ctypes import CFUNCTYPE, c_float, c_int32, c_int64, c_void_p
 from dataclasses import dataclass
 
 import torch
@@ -22,6 +22,10 @@ import torch
 from kernels.linear import PackedLinear
 from kernels.native.library import Native
 from kernels.native.structures import FORMATS, KV_FORMATS, CDecoder, CLayer, CLinear, CStep
+
+_Reduce = CFUNCTYPE(c_int32, c_void_p, c_int64)
+_MOST_REDUCED = 256
+"""Tensors over the memory that is added up, which are kept for further steps."""
 
 PHASES = ("embed", "norm", "qkv", "rotate", "attend", "output", "gate_up", "activate", "down", "head")
 """Phases of a step for the time measurement, in the order of `decoder.h`."""
@@ -57,6 +61,17 @@ class DecoderShape:
     scale: float
 
 
+@dataclass(frozen=True, slots=True)
+class DecoderPart:
+    """The part of a decoder that one rank of a group computes: some heads, a part of the MLPs and of the vocabulary."""
+
+    rank: int
+    all_reduce: Callable[[torch.Tensor], object]
+    """Adds up a float32 vector over all ranks, in place."""
+    first_token: int
+    """Vocabulary index of the first row of the embedding and of the LM head."""
+
+
 def why_unsupported(shape: DecoderShape, dtype: torch.dtype, kv_dtype: torch.dtype) -> str | None:
     """Return why the kernels do not support a decoder; None if they do."""
     for what, given, formats in (("weights", dtype, FORMATS), ("KV", kv_dtype, KV_FORMATS)):
@@ -84,6 +99,7 @@ class PackedDecoder:
         head: PackedLinear,
         cos: torch.Tensor,
         sin: torch.Tensor,
+        part: DecoderPart | None = None,
     ) -> None:
         """Create a decoder from packed weights, without a copy.
 
@@ -96,8 +112,14 @@ class PackedDecoder:
             head: LM head, which maps hidden states to logits.
             cos: ``[positions, rotary_dim / 2]`` float32.
             sin: as ``cos``.
+            part: the part of the decoder that ``shape`` and the weights are; None: all of it.
         """
         self._kernels = kernels
+        self._part = part
+        self._reduced: dict[tuple[int, int], torch.Tensor] = {}
+        self._failure: BaseException | None = None
+        # Kept here, because the library calls it without a reference.
+        self._reduce = _Reduce(self._add_up) if part is not None else None
         self._kept: list[object] = [layers, embedding, head]
         self._vocab_size = head.outputs
         self._hidden_size = shape.hidden_size
@@ -120,6 +142,9 @@ class PackedDecoder:
             rotary_half=cos.shape[1],
             eps=shape.eps,
             scale=shape.scale,
+            reduce=ctypes.cast(self._reduce, c_void_p) if self._reduce is not None else None,
+            rank=0 if part is None else part.rank,
+            first_token=0 if part is None else part.first_token,
         )
         self._caches: tuple[object, ctypes.Array[c_void_p], ctypes.Array[c_void_p]] | None = None
         self._nanoseconds: ctypes.Array[c_int64] | None = None
@@ -144,6 +169,8 @@ class PackedDecoder:
             or an int8 cache of `kernels.kv_int8`.
         kept_index: ``[K]`` int64, tokens to return logits or hidden states for; None: every token.
         num_logits: number of tokens at the front of ``kept_index`` to return logits for.
+
+        Raises whatever the sum over the ranks raises.
 
         Returns:
             Logits ``[num_logits, vocab]``, and the last hidden states of the other tokens after the final norm,
@@ -175,8 +202,26 @@ class PackedDecoder:
             hidden=hidden.data_ptr(),
         )
         counted = None if self._nanoseconds is None else ctypes.addressof(self._nanoseconds)
-        self._kernels.decoder(self._structure, step, counted)
+        if not self._kernels.decoder(self._structure, step, counted):
+            failure, self._failure = self._failure, None
+            raise failure or RuntimeError("decoder: the sum over the ranks failed")
         return logits, hidden
+
+    def _add_up(self, address: int, count: int) -> int:
+        """Add up ``count`` float32 numbers over all ranks; return 1 after an exception, which cannot pass through C."""
+        try:
+            vector = self._reduced.get((address, count))
+            if vector is None:
+                if len(self._reduced) >= _MOST_REDUCED:
+                    self._reduced.clear()
+                vector = torch.frombuffer((c_float * count).from_address(address), dtype=torch.float32)
+                self._reduced[address, count] = vector
+            assert self._part is not None
+            self._part.all_reduce(vector)
+        except BaseException as error:
+            self._failure = error
+            return 1
+        return 0
 
     def count_time(self) -> None:
         """Start measuring the time of each phase."""

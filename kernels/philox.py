@@ -57,13 +57,16 @@ def philox4x32(counter: Words, key: tuple[torch.Tensor, torch.Tensor]) -> Words:
     return c0, c1, c2, c3
 
 
-def random_words(seed: torch.Tensor, position: torch.Tensor, choice: torch.Tensor, vocab_size: int) -> torch.Tensor:
-    """Return the word of every vocabulary index: ``[num_rows, vocab_size]`` int64 with unsigned 32-bit values.
+def random_words(
+    seed: torch.Tensor, position: torch.Tensor, choice: torch.Tensor, vocab_size: int, first: int = 0
+) -> torch.Tensor:
+    """Return the words of ``vocab_size`` vocabulary indices from ``first`` on, which is a multiple of 4.
 
-    seed ``[num_rows]`` int64, position and choice ``[num_rows]`` int32.
+    seed ``[num_rows]`` int64, position and choice ``[num_rows]`` int32; result ``[num_rows, vocab_size]`` int64 with
+    unsigned 32-bit values.
     """
     num_counters = (vocab_size + 3) // 4
-    group = torch.arange(num_counters, device=seed.device, dtype=torch.int64).unsqueeze(0)
+    group = (torch.arange(num_counters, device=seed.device, dtype=torch.int64) + first // 4).unsqueeze(0)
     words = _words_of_group(seed, position, choice, group)
     return torch.stack(words, dim=-1).view(seed.shape[0], 4 * num_counters)[:, :vocab_size]
 

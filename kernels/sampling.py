@@ -45,6 +45,7 @@ from kernels.sampling_triton import draw_triton, greedy_triton, sample_triton
 __all__ = [
     "SamplingTensors",
     "greedy",
+    "native_for",
     "nonfinite_rows",
     "process_logits_reference",
     "sample",
@@ -94,7 +95,7 @@ def greedy(logits: torch.Tensor) -> torch.Tensor:
     """Return the most likely token of each row, ``[num_rows]`` int64; -1 for the rows of `nonfinite_rows`."""
     if runs_on_triton(logits):
         return greedy_triton(logits)
-    kernels = _kernels_for(logits)
+    kernels = native_for(logits)
     if kernels is not None:
         return argmax_native(logits, kernels)
     return logits.argmax(dim=-1).masked_fill(nonfinite_rows(logits), -1)
@@ -104,7 +105,7 @@ def nonfinite_rows(logits: torch.Tensor) -> torch.Tensor:
     """Return ``[num_rows]`` bool: whether a row has a NaN or +inf, or only -inf, so that it cannot be sampled."""
     if runs_on_triton(logits):
         return greedy_triton(logits) < 0
-    kernels = _kernels_for(logits)
+    kernels = native_for(logits)
     if kernels is not None:
         return argmax_native(logits, kernels) < 0
     # One pass: the maximum is NaN or +inf if an element is, and -inf only if all elements are.
@@ -115,11 +116,11 @@ def _argmax(logits: torch.Tensor) -> torch.Tensor:
     """Return the index of each row's largest logit; any index for a row without one."""
     if runs_on_triton(logits):
         return greedy_triton(logits).clamp_(min=0)
-    kernels = _kernels_for(logits)
+    kernels = native_for(logits)
     return logits.argmax(dim=-1) if kernels is None else argmax_native(logits, kernels).clamp_(min=0)
 
 
-def _kernels_for(logits: torch.Tensor) -> Native | None:
+def native_for(logits: torch.Tensor) -> Native | None:
     """Return the native kernels if they support these logits: ``[rows, vocab]`` float32 on a CPU, contiguous rows."""
     if logits.device.type != "cpu" or logits.dtype != torch.float32 or logits.dim() != 2 or logits.stride(1) != 1:
         return None
@@ -130,7 +131,7 @@ def _sample_cpu(logits: torch.Tensor, params: SamplingTensors) -> torch.Tensor:
     """Compute `sample_checked` on a CPU, with the native kernels if available."""
     if logits.device.type == "cpu":
         logits = logits.to(torch.float32)
-    kernels = _kernels_for(logits)
+    kernels = native_for(logits)
     if kernels is None:
         return _sample_by_torch(logits, params)
     if params.typical_p is None:

@@ -233,8 +233,19 @@ class WorkerConfig(_Checked):
         choices=("off", "ngram"),
     )
     speculative_tokens: int = _option(8, "most draft tokens per request and step", least=1, most=64)
-    cuda_graphs: bool = _option(True, "capture steps as CUDA graphs at start (GPU only)")
-    num_threads: int = _option(0, "CPU threads for torch; 0: all cores", least=0, most=4096)
+    cuda_graphs: bool = _option(
+        True, "capture steps as CUDA graphs at start (GPU only; not with tensor_parallel_size above 1)"
+    )
+    num_threads: int = _option(
+        0, "CPU threads of a rank; 0: all cores, divided among the ranks on this machine", least=0, most=4096
+    )
+    tensor_parallel_size: int = _option(
+        1,
+        "number of ranks (processes, each with a GPU of its own or a share of the cores) that share the model and"
+        " serve as one worker; memory settings are per rank",
+        least=1,
+        most=1024,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,6 +13,7 @@ Read the packages in this order; each imports only those before it:
 
 * `interface` – plans, results and limits, as plain values.
 * `device` – the choice of the device, streams and events, copies to it, and state on it.
+* `ranks` – tensor parallelism: the part of a rank, collectives, and commands from rank 0 to the others.
 * `model` – decoders that compute logits over the paged KV cache.
 * `memory` – the KV cache: size, tensors, copies between blocks, and host memory.
 * `outputs` – what each row asks of its output: sampling parameters, rules, grammars, log-probabilities, embeddings.
@@ -21,6 +22,7 @@ Read the packages in this order; each imports only those before it:
 * `execution` – one step: batch, forward pass, sampling, result.
 * `link` – the connection to the scheduler; only this package knows protobuf.
 * `loop` – passes plans from the link to the engine and results back.
+* `follower` – the loop of all ranks but the first.
 * `main` – the process: configuration, model, KV cache, signals, exit code.
 
 The worker may import `shared`, `protos` and `kernels`, never the scheduler or the front end.

@@ -15,7 +15,6 @@ from shared.pulse import Pulse
 from worker_svc.execution.engine import Engine
 from worker_svc.interface.errors import PlanError
 from worker_svc.interface.grammar import GrammarFailureCause, GrammarReport, GrammarRequest
-from worker_svc.interface.plan import Plan
 from worker_svc.link.connection import Link
 from worker_svc.link.session import (
     GrammarRequested,
@@ -26,6 +25,8 @@ from worker_svc.link.session import (
     RefusedForGood,
     Welcomed,
 )
+from worker_svc.ranks.commands import Followers
+from worker_svc.ranks.group import RankLostError
 
 _IDLE_POLL_MS = 250
 """Longest wait for a frame when idle, which bounds the delay to notice a signal or a timeout."""
@@ -42,12 +43,13 @@ class RefusedError(Exception):
 class WorkerLoop:
     """Loop that runs one engine over one link."""
 
-    def __init__(self, link: Link, engine: Engine, pulse: Pulse) -> None:
+    def __init__(self, link: Link, engine: Engine, pulse: Pulse, followers: Followers) -> None:
         self._link = link
         self._pulse = pulse
         self._engine = engine
+        self._followers = followers
         self._stop = threading.Event()
-        self._waiting: deque[tuple[Plan, int]] = deque()
+        self._waiting: deque[tuple[PlanArrived, int]] = deque()
         self._max_launched = 0
 
     def stop(self) -> None:
@@ -59,10 +61,12 @@ class WorkerLoop:
 
         Raises:
             RefusedError: the scheduler refused this worker for good.
+            RankLostError: a follower was lost, or a step failed on one of several ranks.
         """
         self._link.open()
         while not self._stop.is_set():
             self._pulse.beat()
+            self._followers.beat()
             lost = self._receive() or self._step()
             if lost is not None:
                 self._reconnect(lost)
@@ -75,8 +79,8 @@ class WorkerLoop:
         self._report_grammars()
         for event in self._link.receive(self._idle_poll_ms() if idle else 0):
             match event:
-                case PlanArrived(plan):
-                    self._waiting.append((plan, time.time_ns()))
+                case PlanArrived():
+                    self._waiting.append((event, time.time_ns()))
                 case Welcomed(epoch, max_in_flight, version):
                     self._max_launched = min(max_in_flight, self._engine.max_in_flight)
                     bind_contextvars(epoch=f"{epoch:016x}")
@@ -112,7 +116,8 @@ class WorkerLoop:
         """Launch waiting plans while the device has room, and send the result of a finished step."""
         try:
             while self._waiting and self._engine.num_in_flight < self._max_launched:
-                plan, received_unix_ns = self._waiting.popleft()
+                arrived, received_unix_ns = self._waiting.popleft()
+                plan = arrived.plan
                 bind_contextvars(step=plan.step)
                 for admission in plan.admissions:
                     get_logger().debug(
@@ -121,15 +126,20 @@ class WorkerLoop:
                         row=admission.row,
                         computed=admission.num_computed_tokens,
                     )
+                self._followers.launch(arrived.frame)
                 self._engine.launch(plan, received_unix_ns)
             if self._engine.ready():
                 bind_contextvars(step=self._engine.oldest_step)
                 lost = self._link.send_result(self._engine.collect())
+                self._followers.collected()
                 self._pulse.served()
                 return lost
         except PlanError as error:
             return Lost(f"invalid plan: {error}", HelloReason.PROTOCOL_ERROR)
         except Exception as error:
+            if self._followers:
+                # The others may wait for this rank within the step, so all of them end.
+                raise RankLostError(f"a step failed on rank 0: {type(error).__name__}: {error}") from error
             # After any error the scheduler can compute the rows again from their tokens.
             get_logger().error("step failed", exc_info=error)
             return Lost(f"step failed: {type(error).__name__}", HelloReason.STEP_FAILED)
@@ -155,4 +165,5 @@ class WorkerLoop:
         unbind_contextvars("epoch", "step")
         self._waiting.clear()
         self._engine.reset()
+        self._followers.reset()
         self._link.open(lost.hello_reason)

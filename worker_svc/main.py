@@ -7,6 +7,7 @@ import sys
 from types import FrameType
 
 import torch
+from opentelemetry.trace import NoOpTracer
 
 from kernels.native.serving import native
 from shared.config import ConfigError, WorkerConfig
@@ -20,18 +21,21 @@ from worker_svc.device.choice import alone_on, choose_device, describe_device, s
 from worker_svc.device.compiling import announce_compiling
 from worker_svc.execution.assembly import build_engine
 from worker_svc.execution.engine import Engine
+from worker_svc.follower import follow
 from worker_svc.link.connection import Link
 from worker_svc.link.identity import Identity, worker_id
 from worker_svc.loop import RefusedError, WorkerLoop
 from worker_svc.model.loader import ModelDescription, load_model
+from worker_svc.ranks.commands import Followers
+from worker_svc.ranks.group import RankLostError, join, meet, place_of
 
 
 def run(config: WorkerConfig) -> int:
     """Run one worker until SIGTERM or SIGINT.
 
     Returns:
-        The exit code: 0 after a signal; 1, with one line on stderr, if the configuration is not valid or the
-        scheduler refuses this worker.
+        The exit code: 0 after a signal; 1, with one line on stderr, if the configuration is not valid, the scheduler
+        refuses this worker, or another rank of it was lost.
     """
     configure_logging("quire-worker")
     try:
@@ -40,7 +44,7 @@ def run(config: WorkerConfig) -> int:
             _serve(config, telemetry)
         finally:
             telemetry.shutdown()
-    except (ConfigError, RefusedError) as error:
+    except (ConfigError, RefusedError, RankLostError) as error:
         kind = "refused by the scheduler: " if isinstance(error, RefusedError) else ""
         print(f"quire worker: {kind}{error}", file=sys.stderr)
         return 1
@@ -54,32 +58,48 @@ def run(config: WorkerConfig) -> int:
 
 
 class _StopOnSignal:
-    """Signal handler: exits at once while the model loads, afterwards asks the loop to stop."""
+    """Signal handler: exits at once while the model loads, afterwards asks the loop to stop.
+
+    A follower ignores signals once its model is loaded: it stops when rank 0 does.
+    """
 
     def __init__(self) -> None:
         self.loop: WorkerLoop | None = None
+        self.follows = False
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self)
 
     def __call__(self, _number: int, _frame: FrameType | None) -> None:
-        if self.loop is None:
+        if self.loop is not None:
+            self.loop.stop()
+        elif not self.follows:
             raise SystemExit(0)
-        self.loop.stop()
 
 
 def _serve(config: WorkerConfig, telemetry: Telemetry) -> None:
     stop = _StopOnSignal()
+    place = place_of(config.tensor_parallel_size, os.environ)
+    shard = place.shard
     name = worker_id(config.worker_id, platform.node(), os.getpid())
     keys = load_keys(config.keys, WORKER)
-    set_threads(config.num_threads)
-    device = choose_device(config.device)
+    set_threads(config.num_threads, place.local_size)
+    device = choose_device(config.device, place.local_rank)
+    group = join(place, device)
     with alone_on(device):
-        model, description = load_model(config, device)
-        engine = build_engine(config, model, description, device, telemetry.tracer, make_accelerator(device))
+        model, description = load_model(config, device, group)
+        group = meet(group, device)
+        tracer = telemetry.tracer if group.rank == 0 else NoOpTracer()
+        engine = build_engine(config, model, description, device, tracer, make_accelerator(device), group)
+    if group.rank > 0:
+        stop.follows = True
+        get_logger().info("rank ready", rank=shard.rank, ranks=shard.size, device=str(device))
+        follow(group, engine)
+        return
     protect = (lambda _socket: None) if keys is None else keys.protect_client
-    link = Link(config.worker_address, _identity(name, engine, description, device), protect)
+    link = Link(config.worker_address, _identity(name, engine, description, device, group.size), protect)
     pulse = Pulse()
-    stop.loop = loop = WorkerLoop(link, engine, pulse)
+    followers = Followers(group)
+    stop.loop = loop = WorkerLoop(link, engine, pulse, followers)
     get_logger().info(
         "worker ready",
         worker=name,
@@ -91,6 +111,7 @@ def _serve(config: WorkerConfig, telemetry: Telemetry) -> None:
         num_blocks=engine.limits.num_blocks,
         block_size=engine.limits.block_size,
         max_model_len=description.max_model_len,
+        ranks=group.size,
     )
 
     def send_compiling(expected_ms: int) -> None:
@@ -100,6 +121,7 @@ def _serve(config: WorkerConfig, telemetry: Telemetry) -> None:
     try:
         with announce_compiling(send_compiling):
             loop.run()
+            followers.stop()
     finally:
         engine.reset()  # ends the spans of rows
 
@@ -112,7 +134,9 @@ def _cpu_kernels(device: torch.device) -> str | None:
     return "torch" if kernels is None else kernels.level_name
 
 
-def _identity(name: str, engine: Engine, description: ModelDescription, device: torch.device) -> Identity:
+def _identity(
+    name: str, engine: Engine, description: ModelDescription, device: torch.device, num_ranks: int
+) -> Identity:
     return Identity(
         worker_id=name,
         limits=engine.limits,
@@ -122,7 +146,7 @@ def _identity(name: str, engine: Engine, description: ModelDescription, device: 
         dtype=description.dtype_name,
         eos_token_ids=description.eos_token_ids,
         break_even_context=description.break_even_context,
-        device=describe_device(device),
+        device=describe_device(device, num_ranks),
         pid=os.getpid(),
         process=own_process(),
     )

@@ -11,7 +11,7 @@ import torch
 
 from kernels.native.structures import CAttention, CDecoder, CLinear, CSampling, CStep
 
-ABI = 5
+ABI = 6
 """Required result of the library's `quire_abi`."""
 LEVELS = {"portable": 0, "avx2": 1, "avx512": 2, "amx": 3}
 _log = logging.getLogger(__name__)
@@ -45,9 +45,9 @@ class Native:
         """Call `quire_sample`."""
         self.library.quire_sample(self.level, byref(sampling))
 
-    def decoder(self, decoder: CDecoder, step: CStep, nanoseconds: int | None) -> None:
-        """Call `quire_decoder`."""
-        self.library.quire_decoder(self.level, byref(decoder), byref(step), nanoseconds)
+    def decoder(self, decoder: CDecoder, step: CStep, nanoseconds: int | None) -> bool:
+        """Call `quire_decoder`; return whether the step has a result."""
+        return bool(self.library.quire_decoder(self.level, byref(decoder), byref(step), nanoseconds) == 0)
 
 
 def native_levels() -> tuple[Native, ...]:
@@ -104,5 +104,6 @@ def declare(library: CDLL) -> None:
         function.argtypes = argtypes
         function.restype = None
     library.quire_levels.restype = c_int
+    library.quire_decoder.restype = c_int
     library.quire_activation_stride.restype = c_int64
     library.quire_read.restype = c_uint64

@@ -20,10 +20,19 @@ def argmax_native(logits: torch.Tensor, kernels: Native) -> torch.Tensor:
     return found
 
 
-def sample_native(logits: torch.Tensor, params: SamplingTensors, kernels: Native) -> torch.Tensor:
+def sample_native(
+    logits: torch.Tensor,
+    params: SamplingTensors,
+    kernels: Native,
+    *,
+    first: int = 0,
+    sums: torch.Tensor | None = None,
+) -> torch.Tensor:
     """Compute `kernels.sampling.sample` without ``typical_p``: ``[rows]`` int64, -1 as in `argmax_native`.
 
-    Noise is computed only for tokens that may win, so that no array of the vocabulary's size is written.
+    Noise is computed only for tokens that may win, so that no array of the vocabulary's size is written. ``first`` is
+    the vocabulary index of the first logit, a multiple of 32; tokens count from it. ``sums`` ``[rows]`` float32 gets
+    the sum of score and noise of each token.
     """
     tokens = torch.empty(len(logits), dtype=torch.int64)
     columns = {"temperature": params.temperature, "seed": params.seed}
@@ -38,6 +47,8 @@ def sample_native(logits: torch.Tensor, params: SamplingTensors, kernels: Native
             stride=logits.stride(0),
             vocab=logits.shape[1],
             tokens=tokens.data_ptr(),
+            first=first,
+            sums=None if sums is None else sums.data_ptr(),
             **{name: column.data_ptr() for name, column in contiguous.items()},
         )
     )

@@ -70,6 +70,8 @@ class CSampling(Structure):
         ("choice", c_void_p),
         ("position", c_void_p),
         ("tokens", c_void_p),
+        ("first", c_int64),
+        ("sums", c_void_p),
     )
 
 
@@ -111,6 +113,9 @@ class CDecoder(Structure):
         ("block_size", c_int64),
         ("eps", c_float),
         ("scale", c_float),
+        ("reduce", c_void_p),
+        ("rank", c_int64),
+        ("first_token", c_int64),
     )
 
 

@@ -26,6 +26,6 @@ are ordered by their token. So the same logits give the same token in every batc
 unsigned integers in the order of the floats. If top-p cuts between equal scores, lower indices stay.
 """
 
-from kernels.sampling_triton.launch import draw_triton, greedy_triton, sample_triton
+from kernels.sampling_triton.launch import draw_best_triton, draw_triton, greedy_triton, sample_triton
 
-__all__ = ["draw_triton", "greedy_triton", "sample_triton"]
+__all__ = ["draw_best_triton", "draw_triton", "greedy_triton", "sample_triton"]

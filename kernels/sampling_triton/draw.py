@@ -10,7 +10,7 @@ from kernels.sampling_triton.candidates import FIELDS, LAST, THRESHOLD
 from kernels.sampling_triton.scores import NO_TOKEN, best_score, logits_tile, score_of, scores_of, sort_key
 
 
-@kernel_with(varying=("temperature_ptr", "min_p_ptr", "seed_ptr", "choice_ptr", "position_ptr"))
+@kernel_with(varying=("temperature_ptr", "min_p_ptr", "seed_ptr", "choice_ptr", "position_ptr", "first_group"))
 def draw_tiles_kernel(
     logits_ptr: tl.tensor,
     temperature_ptr: tl.tensor,
@@ -25,11 +25,15 @@ def draw_tiles_kernel(
     row_stride: tl.tensor,
     vocab_size: tl.tensor,
     num_tiles: tl.tensor,
+    first_group: tl.tensor,
     SCALED: tl.constexpr,
     TILE: tl.constexpr,
     MOST_TILES: tl.constexpr,
 ) -> None:
-    """Find the largest sum of score and noise in one tile of one row per program, ties to the lowest index."""
+    """Find the largest sum of score and noise in one tile of one row per program, ties to the lowest index.
+
+    The noise is that of the vocabulary indices from 4 * first_group on.
+    """
     row = tl.program_id(0)
     tile = tl.program_id(1)
     place = row * num_tiles + tile
@@ -68,7 +72,7 @@ def draw_tiles_kernel(
             tl.load(seed_ptr + row),
             tl.load(position_ptr + row),
             tl.load(choice_ptr + row),
-            tile * (TILE // 4),
+            first_group + tile * (TILE // 4),
             TILE,
         )
         score += gumbel_tile(words)

@@ -25,7 +25,7 @@ def sample_triton(logits: torch.Tensor, params: SamplingTensors) -> torch.Tensor
     if not params.any_truncation:
         return draw_triton(logits, params)
     maxima, tokens, rows = select_triton(logits, params)
-    return _draw(logits, params, maxima, tokens, rows, scaled=False)
+    return _draw(logits, params, maxima, tokens, rows, scaled=False)[1]
 
 
 def select_triton(logits: torch.Tensor, params: SamplingTensors) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -71,7 +71,19 @@ def greedy_triton(logits: torch.Tensor) -> torch.Tensor:
 def draw_triton(logits: torch.Tensor, params: SamplingTensors, *, scaled: bool = False) -> torch.Tensor:
     """Draw without filters; if ``scaled``, from processed float32 scores, without temperature."""
     maxima, tokens = _per_tile(logits)
-    return _draw(logits, params, maxima, tokens, None, scaled=scaled)
+    return _draw(logits, params, maxima, tokens, None, scaled=scaled)[1]
+
+
+def draw_best_triton(logits: torch.Tensor, params: SamplingTensors, first: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Draw without filters from a part of the vocabulary that begins at index ``first``, a multiple of 4.
+
+    Returns:
+        The largest sum of score and noise of each row, ``[num_rows]`` float32; and its token, ``[num_rows]`` int64,
+        counted from the beginning of the part, -1 for a row that cannot be sampled.
+    """
+    maxima, tokens = _per_tile(logits)
+    sums, found = _draw(logits, params, maxima, tokens, None, scaled=False, first=first)
+    return sums.amax(dim=1), found
 
 
 def _per_tile(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -98,8 +110,9 @@ def _draw(
     rows: torch.Tensor | None,
     *,
     scaled: bool,
-) -> torch.Tensor:
-    """Draw a token per row.
+    first: int = 0,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Draw a token per row; return the largest sum of each tile, and the tokens.
 
     With ``rows``, the filters' results, ``maxima`` and ``tokens`` are those of `maxima_kernel`. Without, this writes
     them.
@@ -121,11 +134,12 @@ def _draw(
         logits.stride(0),
         vocab_size,
         num_tiles,
+        first // 4,
         SCALED=scaled,
         TILE=TILE,
         MOST_TILES=next_power_of_2(num_tiles),
     )
-    return _best_tile(maxima, sums, tokens)
+    return sums, _best_tile(maxima, sums, tokens)
 
 
 def _best_tile(maxima: torch.Tensor, sums: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:

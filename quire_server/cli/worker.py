@@ -1,6 +1,8 @@
 """Runs one worker process: the model, its KV cache and the sampler.
 
-It connects to the scheduler at --worker-address, which may start later. Run one worker per GPU. It requires the extra
+It connects to the scheduler at --worker-address, which may start later. Run one worker per GPU. With
+--tensor-parallel-size N, N ranks share the model and serve as one worker. This process starts the others, unless
+torchrun's variables (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT) say that it is one of them. It requires the extra
 `worker`: pip install 'quire[worker]'.
 """
 
@@ -11,11 +13,14 @@ import sys
 from quire_server.cli._config import add_config_flags
 from quire_server.cli._parser import Namespace, OneLineParser
 from quire_server.serve import lifeline
+from quire_server.serve.ranks import start_followers
 from shared.config import WorkerConfig
 from shared.config_sources import from_options
 
 EXAMPLES = """
   quire worker --keys keys/worker --worker-address tcp://scheduler:5702 --worker-id gpu-0 --model /models/my-model
+  quire worker --tensor-parallel-size 4 --model /models/large
+  torchrun --nproc-per-node 4 -m quire_server.cli.main worker --tensor-parallel-size 4 --model /models/large
 """
 
 
@@ -28,6 +33,7 @@ def run(options: Namespace) -> int:
     """Run until SIGTERM or SIGINT."""
     config = from_options(WorkerConfig, options)
     lifeline.attach()
+    start_followers(config)
     # The import of torch and transformers creates a million objects and hardly any garbage. Searching for it would take
     # a tenth of the time of the import.
     gc.disable()

@@ -77,19 +77,20 @@ def plan_children(config: ServeConfig, *, socket_dir: Path, ports: Ports, cores:
         config: the service.
         socket_dir: private folder for the ZeroMQ sockets; an address that is not the default is kept.
         ports: the reserved ports.
-        cores: CPU cores to divide among the workers that set no number of threads.
+        cores: CPU cores to divide among the ranks of the workers that set no number of threads.
     """
     frontend_address = _address(config.scheduler, "frontend_address", socket_dir / "frontends")
     worker_address = _address(config.scheduler, "worker_address", socket_dir / "workers")
     scheduler = replace(config.scheduler, frontend_address=frontend_address, worker_address=worker_address)
+    ranks = config.worker.tensor_parallel_size
     workers = [
         replace(
             config.worker,
             worker_address=worker_address,
             # Keep the name over restarts: drains and metrics refer to it.
             worker_id=_numbered(config.worker.worker_id or "worker-0", index),
-            num_threads=config.worker.num_threads or max(1, cores // config.workers),
-            device=_device(config.worker.device, index),
+            num_threads=config.worker.num_threads or max(1, cores // (config.workers * ranks)),
+            device=_device(config.worker.device, index * ranks),
         )
         for index in range(config.workers)
     ]
@@ -136,7 +137,7 @@ def _address(config: SchedulerConfig, setting: str, private: Path) -> str:
 
 
 def _device(wanted: str, index: int) -> str:
-    """Return the device of worker number `index`; without a number all workers would use the first GPU.
+    """Return the device number `index`; without a number all workers would use the first GPU.
 
     The worker itself finds out the number of GPUs, because the supervisor must not import torch.
     """

@@ -123,7 +123,8 @@ ORDERS = {
         "http", "frontend", "bench"
     ),
     "worker_svc": (
-        "interface", "device", "model", "memory", "outputs", "rows", "speculation", "execution", "link", "loop", "main"
+        "interface", "device", "ranks", "model", "memory", "outputs", "rows", "speculation", "execution", "link",
+        "loop", "follower", "main",
     ),
 }  # fmt: skip
 """The packages and top modules of a package, in reading order; each imports only itself and those before it."""

@@ -23,6 +23,7 @@ from worker_svc.execution.engine import Engine
 from worker_svc.link.decoding import decode_plan
 from worker_svc.link.encoding import encode_result
 from worker_svc.model.loader import load_model
+from worker_svc.ranks.group import Group
 
 CPU = torch.device("cpu")
 GREEDY = plan_pb2.SamplingParams()
@@ -33,12 +34,17 @@ _SETTINGS: dict[str, Any] = {"kv_cache_memory": "32MiB", "max_num_batched_tokens
 
 
 def make_engine(
-    folder: Path, *, tracer: Tracer | None = None, accelerator: Accelerator | None = None, **settings: Any
+    folder: Path,
+    *,
+    tracer: Tracer | None = None,
+    accelerator: Accelerator | None = None,
+    group: Group | None = None,
+    **settings: Any,
 ) -> Engine:
     """An engine on the CPU over a checkpoint; with an accelerator it works as on a GPU."""
     config = WorkerConfig(model=str(folder), device="cpu", num_threads=1, **(_SETTINGS | settings))
-    model, description = load_model(config, CPU)
-    return build_engine(config, model, description, CPU, tracer or NoOpTracer(), accelerator)
+    model, description = load_model(config, CPU, group)
+    return build_engine(config, model, description, CPU, tracer or NoOpTracer(), accelerator, group)
 
 
 def launch(engine: Engine, message: plan_pb2.Plan) -> None:

@@ -237,7 +237,7 @@ def test_a_worker_without_a_tokenizer_leaves_grammars_to_others(tmp_path: Path) 
 
     store = make_grammar_store(description, max_rows=1)
     link = Mock()
-    WorkerLoop(link, Mock(grammars=store), Mock())._prepare_grammar(GrammarRequest(decode_grammar(b"g", REGEX)))
+    WorkerLoop(link, Mock(grammars=store), Mock(), Mock())._prepare_grammar(GrammarRequest(decode_grammar(b"g", REGEX)))
 
     (report,) = link.send_grammar_report.call_args.args
     assert (report.key, report.cause) == (b"g", GrammarFailureCause.WORKER)

@@ -15,13 +15,16 @@ from shared.config import ConfigError
 from shared.logging import get_logger
 
 
-def choose_device(wanted: str) -> torch.device:
+def choose_device(wanted: str, local_rank: int = 0) -> torch.device:
     """Return the device that the setting names, and make a GPU the current device.
+
+    Rank `local_rank` of this machine's ranks takes the GPU that is as many places after the named one.
 
     Raises:
         ConfigError: the setting is invalid, the device does not exist, or torch's allocator is not supported.
     """
-    device = torch.device(name_device(wanted, torch.cuda.device_count() if torch.cuda.is_available() else 0))
+    num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    device = torch.device(name_device(wanted, num_gpus, local_rank))
     if device.type == "cuda":
         torch.cuda.set_device(device)
         check_allocator(torch.cuda.get_allocator_backend())
@@ -70,11 +73,11 @@ def check_allocator(backend: str) -> None:
         )
 
 
-def name_device(wanted: str, num_gpus: int) -> str:
+def name_device(wanted: str, num_gpus: int, local_rank: int = 0) -> str:
     """Return the device name, "cpu" or "cuda:N", for a setting on a machine with `num_gpus` GPUs.
 
     "auto:N" is GPU N modulo the number of GPUs, so that several workers share the GPUs. Without a GPU, "auto" and
-    "auto:N" are the CPU. "cuda:N" requires that GPU. N is 0 if it is missing.
+    "auto:N" are the CPU. "cuda:N" requires that GPU. N is 0 if it is missing. `local_rank` is added to N.
 
     Raises:
         ConfigError: the setting is invalid or the GPU does not exist.
@@ -82,7 +85,7 @@ def name_device(wanted: str, num_gpus: int) -> str:
     match = re.fullmatch(r"(auto|cpu|cuda)(?::(\d{1,4}))?", wanted)
     if match is None or wanted.startswith("cpu:"):
         raise ConfigError(f"device: invalid device {wanted!r}; use auto, auto:N, cpu, cuda or cuda:N")
-    kind, index = match[1], int(match[2] or 0)
+    kind, index = match[1], int(match[2] or 0) + local_rank
     if kind == "auto" and num_gpus:
         return f"cuda:{index % num_gpus}"
     if kind != "cuda":
@@ -93,13 +96,17 @@ def name_device(wanted: str, num_gpus: int) -> str:
     return f"cuda:{index}"
 
 
-def describe_device(device: torch.device) -> str:
-    """Return the device's name for the operator: "cpu", or "cuda:0 NVIDIA H100" for example."""
-    return "cpu" if device.type == "cpu" else f"{device} {torch.cuda.get_device_name(device)}"
+def describe_device(device: torch.device, num_ranks: int = 1) -> str:
+    """Return the device's name for the operator: "cpu", "cuda:0 NVIDIA H100", or "2 ranks, cpu" for example."""
+    ranks = f"{num_ranks} ranks, " if num_ranks > 1 else ""
+    return ranks + ("cpu" if device.type == "cpu" else f"{device} {torch.cuda.get_device_name(device)}")
 
 
-def set_threads(num_threads: int) -> None:
-    """Set the number of threads of torch and of the native CPU kernels; 0: all cores that this process may use."""
-    count = num_threads or len(os.sched_getaffinity(0))
+def set_threads(num_threads: int, num_processes: int = 1) -> None:
+    """Set the number of threads of torch and of the native CPU kernels.
+
+    0: an equal share of the cores that this process may use with `num_processes` of its kind.
+    """
+    count = num_threads or max(1, len(os.sched_getaffinity(0)) // num_processes)
     torch.set_num_threads(count)
     native_threads(count)

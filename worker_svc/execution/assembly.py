@@ -21,6 +21,7 @@ from worker_svc.memory.kv_pool import allocate, block_bytes, cuda_memory_for_kv
 from worker_svc.model.base import Model
 from worker_svc.model.loader import ModelDescription
 from worker_svc.outputs.grammars import GrammarStore
+from worker_svc.ranks.group import Group
 from worker_svc.speculation.ngram import NgramProposer
 
 
@@ -31,6 +32,7 @@ def build_engine(
     device: torch.device,
     tracer: Tracer,
     accelerator: Accelerator | None,
+    group: Group | None = None,
 ) -> Engine:
     """Build the engine that serves `model` within the memory that `config` allows.
 
@@ -41,6 +43,7 @@ def build_engine(
         device: the device of `model`.
         tracer: creates the spans of steps and rows.
         accelerator: the result of `make_accelerator` for `device`.
+        group: the ranks that share the model, which all build their engines now; None: this process has all of it.
 
     Raises:
         ConfigError: a size is invalid, or the memory does not hold a single block.
@@ -63,7 +66,9 @@ def build_engine(
     )
     decode: tuple[int, ...] = ()
     mixed: tuple[int, ...] = ()
-    if config.cuda_graphs and accelerator is not None:
+    group = group or Group()
+    # The collectives of a step with several ranks are not captured.
+    if config.cuda_graphs and accelerator is not None and group.size == 1:
         decode = buckets(limits.max_rows)
         if model.capturable:
             mixed = mixed_sizes(largest_captured(gpu, num_weights, num_layers, max_tokens))
@@ -81,6 +86,7 @@ def build_engine(
             max_model_len=limits.max_model_len,
         )
     num_host_blocks = parse_bytes(config.swap_space) // bytes_per_block
+    num_blocks, num_host_blocks = group.least((num_blocks, num_host_blocks))
     limits = dataclasses.replace(limits, num_blocks=num_blocks, num_host_blocks=num_host_blocks)
     caches = allocate(model.kv_shapes, num_blocks, limits.block_size, description.kv_dtype, device, setting)
     return Engine(
@@ -89,11 +95,12 @@ def build_engine(
         limits,
         device,
         tracer,
-        grammars=make_grammar_store(description, limits.max_rows),
+        grammars=make_grammar_store(description, limits.max_rows) if group.rank == 0 else None,
         accelerator=accelerator,
         decode_sizes=decode,
         mixed_sizes=mixed,
         make_proposer=None if config.speculation == "off" else NgramProposer,
+        group=group,
     )
 
 

@@ -31,6 +31,7 @@ from worker_svc.execution.executor import (
 )
 from worker_svc.execution.mixed_graphs import MixedGraphs
 from worker_svc.execution.sampler import NOT_FINITE, NOT_REACHED, NOTHING_ALLOWED, Sampler
+from worker_svc.execution.split_logits import SplitLogits
 from worker_svc.execution.tracing import Tracing
 from worker_svc.interface.arrays import NO_IDS, NO_ROWS, Int32Array, IntArray
 from worker_svc.interface.limits import Limits
@@ -42,6 +43,7 @@ from worker_svc.model.base import KVCache, Model
 from worker_svc.outputs import pooling
 from worker_svc.outputs.grammars import GrammarStore
 from worker_svc.outputs.scores import PromptPart, Wanted, sections
+from worker_svc.ranks.group import Group
 from worker_svc.rows.table import RowTable
 from worker_svc.speculation.drafts import Proposer, propose
 
@@ -90,6 +92,7 @@ class Engine:
         mixed_sizes: Sequence[int] = (),
         grammars: GrammarStore | None = None,
         make_proposer: Callable[[RowTable], Proposer] | None = None,
+        group: Group | None = None,
     ) -> None:
         """Create an engine, and capture its graphs.
 
@@ -104,6 +107,7 @@ class Engine:
             decode_sizes: numbers of rows to capture decode steps for, ascending; none without an accelerator.
             mixed_sizes: numbers of tokens to capture steps with chunks for, ascending; none without an accelerator.
             make_proposer: makes the source of drafts; None: the worker does not speculate.
+            group: the ranks that share the model; None: this process has all of it.
         """
         self._accelerator = accelerator
         state = None
@@ -115,7 +119,8 @@ class Engine:
         self._pool = BlockPool([tensor for pair in caches for tensor in pair], device)
         self._host_pool = HostPool(caches, limits.num_host_blocks, accelerator)
         self._device = device
-        self._rows = RowTable(limits, device, state, grammars)
+        follows = group is not None and group.rank > 0
+        self._rows = RowTable(limits, device, state, grammars, follows=follows)
         self.grammars = grammars
         """The compiled grammars; None: grammars are not supported."""
         self._decode_graphs: DecodeGraphs | None = None
@@ -134,7 +139,8 @@ class Engine:
                 self._mixed_graphs = mixed_graphs
         self._proposer = None if make_proposer is None else make_proposer(self._rows)
         self._batches = BatchBuilder(self._rows, device, lanes)
-        self._sampler = Sampler(self._rows, device, accelerator)
+        split = SplitLogits(group, limits.vocab_size) if group is not None and group.size > 1 else None
+        self._sampler = Sampler(self._rows, device, accelerator, split)
         self._executor = make_executor(accelerator)
         self._tracing = Tracing(tracer, limits.max_rows)
         self._launched: deque[_Launched] = deque()

@@ -21,6 +21,7 @@ from worker_svc.device.upload import upload
 from worker_svc.execution.batch import StepBatch, Verification
 from worker_svc.execution.executor import Sampled
 from worker_svc.execution.host_tokens import HostTokens
+from worker_svc.execution.split_logits import SplitLogits
 from worker_svc.interface.arrays import IntArray
 from worker_svc.outputs.logits import LogitsBatch
 from worker_svc.outputs.scores import Wanted, score
@@ -50,13 +51,31 @@ class _Gathered:
     """`[R] int64`: the places of rows with rules or a grammar, which may allow no token; None: no such row."""
     needs_host_tokens: bool
     """Whether a row needs its last token on the host."""
+    whole: torch.Tensor | None = None
+    """`[n] int64`: places of the rows that need the logits of the whole vocabulary; None: this process has them."""
+    single: torch.Tensor | None = None
+    """`[m] int64`: places of all other rows; None as `whole`."""
 
 
 class Sampler:
     """Sampler of the tokens of a batch."""
 
-    def __init__(self, table: RowTable, device: torch.device, accelerator: Accelerator | None = None) -> None:
-        """Create a sampler for the rows of `table`; `accelerator` is that of `device`, None on a CPU."""
+    def __init__(
+        self,
+        table: RowTable,
+        device: torch.device,
+        accelerator: Accelerator | None = None,
+        split: SplitLogits | None = None,
+    ) -> None:
+        """Create a sampler.
+
+        Args:
+            table: the rows.
+            device: the device of the logits.
+            accelerator: the accelerator of `device`; None on a CPU.
+            split: the exchange of logits among ranks; None: the logits are those of the whole vocabulary.
+        """
+        self._split = split
         self._table = table
         self._device = device
         self._accelerator = accelerator
@@ -81,8 +100,37 @@ class Sampler:
     def sample(self, logits: torch.Tensor, batch: StepBatch) -> Sampled:
         """Sample tokens from logits `[S + P, vocab_size]` and write them to the rows' `last_token`.
 
-        A row that cannot sample gets the code `NOT_FINITE` or `NOTHING_ALLOWED` instead of a token.
+        With `split`, the logits are those of the rank's part of the vocabulary. A row that cannot sample gets the code
+        `NOT_FINITE` or `NOTHING_ALLOWED` instead of a token.
         """
+        return self._sample(logits, batch) if self._split is None else self._sample_split(logits, batch, self._split)
+
+    def _sample_split(self, logits: torch.Tensor, batch: StepBatch, split: SplitLogits) -> Sampled:
+        """Sample as `_sample` does, together with the other ranks; only rank 0 has log-probabilities."""
+        gathered = self._gather_once(batch)
+        whole, single = gathered.whole, gathered.single
+        assert whole is not None
+        assert single is not None
+        num_rows, num_prompt = len(batch.sample_rows), len(logits) - len(batch.sample_rows)
+        params = replace(gathered.params, position=batch.sample_positions)
+        if num_prompt:
+            whole = torch.cat((whole, torch.arange(num_rows, len(logits), device=whole.device)))
+        if len(whole):
+            together = split.gather(logits, whole, single, params)
+            sampled = None if together is None else self._sample(together, batch)
+            tokens = split.share(None if sampled is None else sampled.tokens, num_rows, logits.device)
+            if sampled is not None:
+                return sampled
+            outcome = tokens.to(torch.int64)
+        else:
+            outcome = split.sample(logits, params)
+        if batch.verification is None:
+            self._table.last_token.index_copy_(0, batch.sample_rows_on_device, outcome.clamp(min=0))
+        else:
+            outcome = self._accept(outcome, batch.verification)
+        return Sampled(outcome.to(torch.int32))
+
+    def _sample(self, logits: torch.Tensor, batch: StepBatch) -> Sampled:
         self._note_last_tokens()
         num_rows, wanted = len(batch.sample_rows), self.wanted(batch)
         own, of_prompts = logits[:num_rows], logits[num_rows:]
@@ -238,6 +286,10 @@ class Sampler:
         grammar_rows = rows[grammar_places]
         grammar_columns = np.stack((np.array(grammar_places, np.int64), grammar_rows)).astype(np.int64)
         grammar_index, grammar_lines = upload(grammar_columns, self._device)
+        whole = single = None
+        if self._split is not None:
+            needed = self._table.needs_all_logits[rows]
+            whole, single = (upload(np.flatnonzero(part), self._device) for part in (needed, ~needed))
         restricted = torch.cat([grammar_index] if rules is None else [rules.index, grammar_index])
         return _Gathered(
             SamplingTensors(
@@ -258,6 +310,8 @@ class Sampler:
             grammar_lines,
             restricted if len(restricted) else None,
             restricted.numel() > 0 and any(map(self._table.needs_host_tokens, rows.tolist())),
+            whole,
+            single,
         )
 
     def _find_wanted(self, batch: StepBatch) -> Wanted | None:

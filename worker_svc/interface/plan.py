@@ -82,6 +82,19 @@ class Admission:
     grammar: Grammar | None
     pooling: Pooling
 
+    @property
+    def needs_all_logits(self) -> bool:
+        """Whether the row's tokens depend on more than each token's own logit and noise."""
+        sampling = self.sampling
+        truncated = sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0 or sampling.typical_p < 1
+        return (
+            (sampling.temperature > 0 and truncated)
+            or sampling.logprobs != NO_LOGPROBS
+            or sampling.rules is not None
+            or self.grammar is not None
+            or bool(self.sampling_fault)
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class BlockCopies:

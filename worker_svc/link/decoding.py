@@ -55,6 +55,15 @@ def decode_plan(message: plan_pb2.Plan, limits: Limits) -> Plan:
         raise PlanError(str(error)) from None
 
 
+def decode_frame(frame: bytes, limits: Limits) -> Plan:
+    """Decode the plan in a frame of the scheduler, which another rank has received and checked.
+
+    Raises:
+        PlanError: the plan violates the protocol.
+    """
+    return decode_plan(plan_pb2.SchedulerMessage.FromString(frame).plan, limits)
+
+
 def decode_grammar_request(message: plan_pb2.PrepareGrammar) -> GrammarRequest:
     """Decode a request to compile a grammar."""
     return GrammarRequest(decode_grammar(message.key, message.grammar), tuple(message.drop))

@@ -50,6 +50,8 @@ class PlanArrived:
     """The next plan of the epoch."""
 
     plan: Plan
+    frame: bytes
+    """The frame that contains it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +142,7 @@ class Session:
         self._heard = now
         match message.WhichOneof("body"):
             case "plan":
-                return self._plan(message.plan)
+                return self._plan(message.plan, frame)
             case "prepare_grammar":
                 return GrammarRequested(decode_grammar_request(message.prepare_grammar))
             case "ping" if message.ping.log_level:
@@ -162,7 +164,7 @@ class Session:
         self._max_in_flight = welcome.max_in_flight
         return Welcomed(self.epoch, welcome.max_in_flight, version)
 
-    def _plan(self, message: plan_pb2.Plan) -> Event:
+    def _plan(self, message: plan_pb2.Plan, frame: bytes) -> Event:
         if message.step != self._next_step:
             return Lost(f"received plan {message.step}, expected {self._next_step}", HelloReason.PROTOCOL_ERROR)
         if self._unanswered >= self._max_in_flight:
@@ -173,4 +175,4 @@ class Session:
             return Lost(f"invalid plan {message.step}: {error}", HelloReason.PROTOCOL_ERROR)
         self._next_step += 1
         self._unanswered += 1
-        return PlanArrived(plan)
+        return PlanArrived(plan, frame)

@@ -9,7 +9,7 @@ as `sliding_window` in a Llama, are ignored here too.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
 
@@ -18,7 +18,7 @@ from torch.nn.functional import embedding, linear
 from transformers import PretrainedConfig
 
 from kernels.activation import silu_mul
-from kernels.decoder import PackedDecoder
+from kernels.decoder import DecoderPart, PackedDecoder
 from kernels.linear import empty_weight
 from kernels.native.library import Native
 from kernels.norm import rms_norm
@@ -30,6 +30,8 @@ from worker_svc.model.llama_layer import Layer, Linear
 from worker_svc.model.quantised import StoredWeights, log_form
 from worker_svc.model.rope import can_tabulate, rope_tables
 from worker_svc.model.weights import copy_weights, holds_different
+from worker_svc.ranks.group import Group
+from worker_svc.ranks.shard import Cut
 
 
 class Window(Enum):
@@ -103,15 +105,22 @@ class LlamaModel:
         num_positions: int,
         cpu_kernels: Native | None = None,
         quantization: str = "none",
+        group: Group | None = None,
     ) -> None:
         self._config = config
+        self._group = group or Group()
+        shard = self._group.shard
         self._cpu_kernels = cpu_kernels
         self._quantization = quantization
         self._packed: PackedDecoder | None = None
         self._dtype = dtype
         self._device = device
-        self._num_heads: int = config.num_attention_heads
-        self._num_kv_heads: int = config.num_key_value_heads
+        # Of this rank's part of the model.
+        self._heads = shard.span(config.num_attention_heads)
+        self._kv_heads = shard.kv_heads(config.num_key_value_heads)
+        self._inner = shard.span(config.intermediate_size)
+        self._tokens = shard.vocabulary(config.vocab_size)
+        self._num_kv_heads = self._kv_heads.length
         self._head_dim = _head_dim(config)
         self._scale = self._head_dim**-0.5
         self._eps: float = config.rms_norm_eps
@@ -119,8 +128,8 @@ class LlamaModel:
         self._cos, self._sin = rope_tables(config, self._head_dim, num_positions, device)
 
         hidden: int = config.hidden_size
-        self._head = self._empty_weight(config.vocab_size, hidden)
-        self._embedding = self._head if self._tied else self._empty(config.vocab_size, hidden)
+        self._head = self._empty_weight(self._tokens.length, hidden)
+        self._embedding = self._head if self._tied else self._empty(self._tokens.length, hidden)
         self._final_norm = self._empty(hidden)
         family = FAMILIES[config.model_type]
         slides = _sliding_layers(family, config)
@@ -204,7 +213,7 @@ class LlamaModel:
     ) -> torch.Tensor:
         """Return the last hidden states, after the final norm, of the tokens in `index`; None: of all tokens."""
         cos, sin = self._cos[positions], self._sin[positions]
-        update = embedding(input_ids, self._embedding)
+        update = self._embed(input_ids)
         residual: torch.Tensor | None = None
         windows = {layer.sliding_window for layer in self._layers}
         schedules = {window: attention.schedule(window, self._num_kv_heads) for window in windows}
@@ -212,7 +221,7 @@ class LlamaModel:
             normed, residual = self._add_norm(update, layer.input_norm, residual)
             attended = self._attend(layer, normed, cos, sin, attention, cache, schedules[layer.sliding_window])
             normed, residual = self._add_norm(attended, layer.mlp_norm, residual)
-            update = layer.down(silu_mul(layer.gate_up(normed)))
+            update = self._group.all_reduce(layer.down(silu_mul(layer.gate_up(normed))))
         if index is not None:
             update = update[index]
             residual = None if residual is None else residual[index]
@@ -235,32 +244,46 @@ class LlamaModel:
             self._tied = False
             self._embedding = self._empty(*self._head.shape)
         tied = frozenset({_HEAD}) if self._tied else frozenset[str]()
-        # With a quantization of its own, a quantised checkpoint is dequantised first.
+        # With a quantization of its own, a quantised checkpoint is dequantised first; so is the part of a rank.
         stored = StoredWeights()
-        keeps = self._cpu_kernels is not None and self._quantization == "none"
-        copy_weights(folder, dict(self._named_weights()), optional=tied, stored=stored if keeps else None)
+        keeps = self._cpu_kernels is not None and self._quantization == "none" and self._group.size == 1
+        weights, cuts = dict(self._named_weights()), self._cuts()
+        copy_weights(folder, weights, optional=tied, stored=stored if keeps else None, cuts=cuts)
         self._pack(stored)
         log_form(num_packed=stored.num_packed, num_dequantised=stored.num_dequantised, dtype=self._dtype)
 
     def randomise(self, seed: int) -> None:
         """Draw random weights on the device: matrices from a normal distribution, norms 1, biases 0."""
         generator = torch.Generator(self._device).manual_seed(seed)
+        cuts = self._cuts()
         for name, weight in self._named_weights():
             if name.endswith("norm.weight"):
                 weight.fill_(1.0)
             elif name.endswith(".bias"):
                 weight.zero_()
-            else:
+            elif (cut := cuts.get(name)) is None:
                 weight.normal_(0.0, self._config.initializer_range, generator=generator)
+            else:
+                whole = self._empty(*(cut.whole if dim == cut.dim else n for dim, n in enumerate(weight.shape)))
+                whole.normal_(0.0, self._config.initializer_range, generator=generator)
+                weight.copy_(cut.of(whole))
         self._pack(StoredWeights())
 
     def _pack(self, stored: StoredWeights) -> None:
         """Pack the weights for the native CPU kernels, if they are used, and drop the matrices."""
+        if self._group.rank > 0:  # only one rank adds the biases of the sums over all ranks
+            for layer in self._layers:
+                for bias in (layer.output.bias, layer.down.bias):
+                    if bias is not None:
+                        bias.zero_()
         if self._cpu_kernels is None:
             return
+        part = None
+        if self._group.size > 1:
+            part = DecoderPart(self._group.rank, self._group.all_reduce, self._tokens.begin)
         self._packed = llama_packed.pack(
             self._cpu_kernels,
-            llama_packed.shape_of(self._config),
+            llama_packed.shape_of(self._config, self._group.shard),
             self._layers,
             embedding=None if self._tied else self._embedding,
             final_norm=self._final_norm,
@@ -269,6 +292,7 @@ class LlamaModel:
             sin=self._sin,
             quantization=self._quantization,
             stored=stored,
+            part=part,
         )
         self._layers.clear()
         del self._embedding, self._head
@@ -317,12 +341,20 @@ class LlamaModel:
             sliding_window=layer.sliding_window,
             schedule=schedule,
         )
-        return layer.output(attended.view(hidden.shape[0], -1))
+        return self._group.all_reduce(layer.output(attended.view(hidden.shape[0], -1)))
+
+    def _embed(self, input_ids: torch.Tensor) -> torch.Tensor:
+        if self._group.size == 1:
+            return embedding(input_ids, self._embedding)
+        places = input_ids - self._tokens.begin
+        elsewhere = (places < 0) | (places >= self._tokens.length)
+        found = embedding(places.clamp(0, self._tokens.length - 1), self._embedding)
+        return self._group.all_reduce(found.masked_fill_(elsewhere.unsqueeze(1), 0))
 
     def _allocate_layer(self, family: Family, *, sliding_window: int | None) -> Layer:
         config = self._config
-        hidden, intermediate = config.hidden_size, config.intermediate_size
-        query_size = self._num_heads * self._head_dim
+        hidden, intermediate = config.hidden_size, self._inner.length
+        query_size = self._heads.length * self._head_dim
         qkv_bias = config.attention_bias if family.qkv_bias is None else family.qkv_bias
         output_bias = config.attention_bias if family.output_bias is None else family.output_bias
         mlp_bias = config.mlp_bias if family.mlp_bias is None else family.mlp_bias
@@ -341,8 +373,8 @@ class LlamaModel:
     def _named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the name of each tensor of a checkpoint, and the view of the weights that it fills."""
         kv_size = self._num_kv_heads * self._head_dim
-        qkv_parts = (self._num_heads * self._head_dim, kv_size, kv_size)
-        gate_up_parts = (self._config.intermediate_size,) * 2
+        qkv_parts = (self._heads.length * self._head_dim, kv_size, kv_size)
+        gate_up_parts = (self._inner.length,) * 2
         yield _EMBEDDING, self._embedding
         if not self._tied:
             yield _HEAD, self._head
@@ -359,6 +391,27 @@ class LlamaModel:
             if layer.query_norm is not None and layer.key_norm is not None:
                 yield f"{attention}.q_norm.weight", layer.query_norm
                 yield f"{attention}.k_norm.weight", layer.key_norm
+
+    def _cuts(self) -> dict[str, Cut]:
+        """Return the part of each tensor of a checkpoint that this rank has; tensors that are not listed are whole."""
+        config = self._config
+        if self._group.size == 1:
+            return {}
+        tokens = Cut(0, self._tokens, config.vocab_size)
+        cuts = {_EMBEDDING: tokens, _HEAD: tokens}
+        heads = Cut(0, self._heads, config.num_attention_heads).times(self._head_dim)
+        kv_heads = Cut(0, self._kv_heads, config.num_key_value_heads).times(self._head_dim)
+        inner = Cut(0, self._inner, config.intermediate_size)
+        for index in range(config.num_hidden_layers):
+            prefix = f"model.layers.{index}"
+            attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
+            outputs = {f"{attention}.q_proj": heads, f"{attention}.k_proj": kv_heads, f"{attention}.v_proj": kv_heads}
+            outputs |= {f"{mlp}.gate_proj": inner, f"{mlp}.up_proj": inner}
+            for name, cut in outputs.items():
+                cuts[f"{name}.weight"] = cuts[f"{name}.bias"] = cut
+            cuts[f"{attention}.o_proj.weight"] = replace(heads, dim=1)
+            cuts[f"{mlp}.down_proj.weight"] = replace(inner, dim=1)
+        return cuts
 
     def _linear(self, inputs: int, outputs: int, *, bias: bool) -> Linear:
         return Linear(self._empty_weight(outputs, inputs), self._empty(outputs) if bias else None)

@@ -8,23 +8,24 @@ import torch
 from transformers import PretrainedConfig
 
 from kernels import linear as packed_linear
-from kernels.decoder import DecoderShape, LayerWeights, PackedDecoder, why_unsupported
+from kernels.decoder import DecoderPart, DecoderShape, LayerWeights, PackedDecoder, why_unsupported
 from kernels.linear import PackedLinear
 from kernels.native.library import Native
 from kernels.native.serving import native
 from shared.config import ConfigError
 from worker_svc.model.llama_layer import Layer, Linear
 from worker_svc.model.quantised import StoredWeights
+from worker_svc.ranks.shard import WHOLE, Shard
 
 
-def shape_of(config: PretrainedConfig) -> DecoderShape:
-    """Return the sizes of the model for the kernels."""
+def shape_of(config: PretrainedConfig, shard: Shard = WHOLE) -> DecoderShape:
+    """Return the sizes of the model, or of the part of one rank, for the kernels."""
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return DecoderShape(
         hidden_size=config.hidden_size,
-        intermediate_size=config.intermediate_size,
-        num_heads=config.num_attention_heads,
-        num_kv_heads=config.num_key_value_heads,
+        intermediate_size=shard.span(config.intermediate_size).length,
+        num_heads=shard.span(config.num_attention_heads).length,
+        num_kv_heads=shard.kv_heads(config.num_key_value_heads).length,
         head_dim=head_dim,
         eps=config.rms_norm_eps,
         scale=head_dim**-0.5,
@@ -70,6 +71,7 @@ def pack(
     sin: torch.Tensor,
     quantization: str,
     stored: StoredWeights,
+    part: DecoderPart | None,
 ) -> PackedDecoder:
     """Pack all weights: in place, quantised, or as a quantised checkpoint stores them.
 
@@ -114,4 +116,5 @@ def pack(
         head=convert(Linear(head, None), "int8" if quantization == "int4" else quantization),
         cos=cos,
         sin=sin,
+        part=part,
     )

@@ -11,6 +11,7 @@ from worker_svc.model import config as model_config
 from worker_svc.model.base import Model
 from worker_svc.model.fingerprint import fingerprint
 from worker_svc.model.registry import build_model, check_supported
+from worker_svc.ranks.group import Group
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,8 +42,10 @@ class ModelDescription:
         return str(self.dtype).removeprefix("torch.")
 
 
-def load_model(config: WorkerConfig, device: torch.device) -> tuple[Model, ModelDescription]:
-    """Load the model that `config` names, on `device`.
+def load_model(
+    config: WorkerConfig, device: torch.device, group: Group | None = None
+) -> tuple[Model, ModelDescription]:
+    """Load the model that `config` names, on `device`; with a group, this rank's part of it.
 
     Raises:
         ConfigError: the folder is invalid, the architecture is not supported, the weights do not match config.json, or
@@ -83,5 +86,6 @@ def load_model(config: WorkerConfig, device: torch.device) -> tuple[Model, Model
         num_positions=description.max_model_len,
         quantization=config.quantization,
         kv_dtype=kv_dtype,
+        group=group,
     )
     return model, description

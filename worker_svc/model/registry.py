@@ -11,6 +11,7 @@ from transformers import PretrainedConfig
 from shared.config import ConfigError
 from worker_svc.model import llama, llama_packed
 from worker_svc.model.base import Model
+from worker_svc.ranks.group import Group
 
 _RANDOM_SEED = 0
 
@@ -38,6 +39,7 @@ def build_model(
     num_positions: int,
     quantization: str = "none",
     kv_dtype: torch.dtype | None = None,
+    group: Group | None = None,
 ) -> Model:
     """Build the model with its weights on `device`; call `check_supported` before.
 
@@ -51,6 +53,7 @@ def build_model(
         num_positions: length of the longest sequence in tokens.
         quantization: quantization of the weights: "none", "int8" or "int4".
         kv_dtype: type of the KV cache; None: `dtype`.
+        group: the ranks that share the model; None: this process has all of it.
 
     Raises:
         ConfigError: no implementation supports the model, or the weights do not match config.json.
@@ -62,6 +65,8 @@ def build_model(
             raise ConfigError(f"quantization: {quantization} is not supported for {architecture}; use none")
         if kv_dtype == torch.int8:
             raise ConfigError(f"kv_cache_dtype: int8 is not supported for {architecture}; use auto or fp8")
+        if group is not None and group.size > 1:
+            raise ConfigError(f"tensor_parallel_size: {group.size} is not supported for {architecture}; use 1")
         return hf.load(
             architecture,
             config,
@@ -70,6 +75,13 @@ def build_model(
             dtype=dtype,
             device=device,
         )
+    if group is not None:
+        group.shard.check(
+            num_heads=config.num_attention_heads,
+            num_kv_heads=config.num_key_value_heads,
+            intermediate_size=config.intermediate_size,
+            vocab_size=config.vocab_size,
+        )
     model = llama.LlamaModel(
         config,
         dtype=dtype,
@@ -77,6 +89,7 @@ def build_model(
         num_positions=num_positions,
         cpu_kernels=llama_packed.choose_kernels(config, dtype, kv_dtype or dtype, device, quantization),
         quantization=quantization,
+        group=group,
     )
     if random_weights:
         model.randomise(_RANDOM_SEED)

@@ -27,6 +27,7 @@ from worker_svc.model.quantised import (
     read_weight,
 )
 from worker_svc.model.scheme import Quantisation, read_quantisation
+from worker_svc.ranks.shard import Cut
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
@@ -61,6 +62,7 @@ def copy_weights(
     destinations: Mapping[str, torch.Tensor],
     optional: frozenset[str],
     stored: StoredWeights | None = None,
+    cuts: Mapping[str, Cut] | None = None,
 ) -> None:
     """Copy each tensor of the checkpoint to its destination, without a second copy of the model in memory.
 
@@ -69,6 +71,7 @@ def copy_weights(
         destinations: the tensor, or view of a tensor, that each tensor of the checkpoint is copied to, by name.
         optional: names in the checkpoint to ignore.
         stored: keeps the quantised weights instead of their destinations; None: dequantise them.
+        cuts: the parts of tensors to copy, by name; the others are copied whole.
 
     Raises:
         ConfigError: a tensor is missing, unknown, or has the wrong shape.
@@ -83,15 +86,18 @@ def copy_weights(
                 f"model: the checkpoint has a tensor {name}, which its architecture does not have; use a checkpoint"
                 " that matches config.json"
             )
-        if destination.shape != tensor.shape:
+        cut = (cuts or {}).get(name)
+        required = tuple(cut.whole if cut and dim == cut.dim else n for dim, n in enumerate(destination.shape))
+        if required != tensor.shape:
             raise ConfigError(
-                f"model: {name} has shape {tuple(tensor.shape)}, but config.json requires"
-                f" {tuple(destination.shape)}; use a checkpoint that matches config.json"
+                f"model: {name} has shape {tuple(tensor.shape)}, but config.json requires {required}; use a checkpoint"
+                " that matches config.json"
             )
         if isinstance(tensor, torch.Tensor):
-            destination.copy_(tensor)
+            destination.copy_(cut.of(tensor) if cut else tensor)
         elif stored is None:
-            destination.copy_(tensor.dequantised())
+            whole = tensor.dequantised()
+            destination.copy_(cut.of(whole) if cut else whole)
             num_dequantised += 1
         else:
             stored.put(destination, tensor)

@@ -52,6 +52,8 @@ class RowTable:
         device: torch.device,
         state: DeviceState | None = None,
         grammars: GrammarStore | None = None,
+        *,
+        follows: bool = False,
     ) -> None:
         """Create a table of free rows.
 
@@ -60,7 +62,9 @@ class RowTable:
             device: the device of the last tokens and the block tables.
             state: holds the device's copy of the block tables; None on a CPU.
             grammars: the compiled grammars; None: rows with a grammar can sample no token.
+            follows: whether another rank applies the rules and grammars, so that they are not needed here.
         """
+        self._follows = follows
         rows = limits.max_rows
         self._state_on_device = state
         self._limits = limits
@@ -80,6 +84,8 @@ class RowTable:
         self._decode_rows: tuple[int, IntArray] = (-1, np.zeros(0, np.int64))
         self.tables = tuple(BlockTables(rows, limits.max_blocks_per_row, state) for _ in range(limits.num_kv_groups))
         self.sampling = SamplingColumns(rows)
+        self.needs_all_logits = np.zeros(rows, np.bool_)
+        """`[max_rows]`: see `Admission.needs_all_logits`."""
         self.rules = LogitsRules(limits.vocab_size, device)
         self.grammars = GrammarRows(grammars, limits.vocab_size, rows, device)
         self.pooling = PoolingRows(rows)
@@ -358,13 +364,16 @@ class RowTable:
             tables.replace(row, blocks)
         self.pooling.admit(row, admission.pooling)
         self.sampling.set(row, admission.sampling)
+        self.needs_all_logits[row] = admission.needs_all_logits
+        self._membership += 1
+        if self._follows:
+            return
         self.rules.admit(row, admission.sampling, tokens, admission.num_prompt_tokens)
         if admission.sampling_fault:
             self.grammars.refuse(row, admission.sampling_fault)
         else:
             output = tokens[admission.num_prompt_tokens :]
             self.grammars.admit(row, admission.grammar, admission.sampling.stop_token_ids, output)
-        self._membership += 1
 
     def _append(self, plan: Plan) -> None:
         rows, blocks, groups = plan.append_rows, plan.append_blocks, plan.append_groups

@@ -23,7 +23,7 @@ namespace {
 using namespace quire;
 
 // Version of the ABI: increased with every change of a structure or function, together with ABI in library.py.
-constexpr int kAbi = 5;
+constexpr int kAbi = 6;
 
 const Kernels* kernels_of(int level) {
   switch (level) {
@@ -159,6 +159,7 @@ QUIRE_API void quire_argmax(int level, const float* x, int64_t rows, int64_t str
 QUIRE_API void quire_sample(int level, const Sampling* sampling) { sample_rows(*kernels_of(level), *sampling); }
 
 // nanoseconds: [kNumPhases], to which the times are added; or null.
-QUIRE_API void quire_decoder(int level, const Decoder* decoder, const Step* step, int64_t* nanoseconds) {
-  run_decoder(*kernels_of(level), *decoder, *step, nanoseconds);
+// Returns 0, or 1 if the sum over the ranks failed.
+QUIRE_API int quire_decoder(int level, const Decoder* decoder, const Step* step, int64_t* nanoseconds) {
+  return run_decoder(*kernels_of(level), *decoder, *step, nanoseconds) ? 0 : 1;
 }

@@ -80,11 +80,12 @@ class Run {
   Run(const Kernels& kernels, const Decoder& decoder, const Step& step, int64_t* nanoseconds)
       : k_(kernels), d_(decoder), s_(step), clock_(nanoseconds) {}
 
-  void all() {
+  bool all() {
     int64_t tokens = s_.num_tokens;
     const int64_t* index_of = nullptr;  // the token of each row of the residual stream; null: row i is token i
     residual_ = space_.residual.of<float>(tokens * d_.hidden);
     embed();
+    if (!add_up(tokens)) return false;
     clock_.count(kEmbed);
     const int64_t query_size = d_.num_heads * d_.head_dim, qkv_size = query_size + 2 * d_.num_kv_heads * d_.head_dim;
     const int64_t wide = qkv_size > 2 * d_.intermediate ? qkv_size : 2 * d_.intermediate;
@@ -108,7 +109,9 @@ class Run {
       activate(layer.output, tokens, query_size, [=](int64_t row, float*) {
         return attended + (index_of == nullptr ? row : index_of[row]) * query_size;
       });
+      begin_sum(tokens);
       product(layer.output, residual_, d_.hidden, kAddFloat, tokens);
+      if (!add_up(tokens)) return false;
       clock_.count(kOutput);
       norm(layer.gate_up, layer.mlp_norm, tokens);
       clock_.count(kNorm);
@@ -119,7 +122,9 @@ class Run {
         return scratch;
       });
       clock_.count(kActivate);
+      begin_sum(tokens);
       product(layer.down, residual_, d_.hidden, kAddFloat, tokens);
+      if (!add_up(tokens)) return false;
       clock_.count(kDown);
     }
     norm(d_.head, d_.final_norm, s_.num_logits);
@@ -127,15 +132,28 @@ class Run {
     clock_.count(kNorm);
     product(d_.head, s_.logits, d_.head.outputs, kStoreFloat, s_.num_logits);
     clock_.count(kHead);
+    return true;
   }
 
  private:
+  // The residual stream is equal on all ranks. In a sum over the ranks only rank 0 has it; the others add their parts
+  // to zeros.
+  void begin_sum(int64_t rows) {
+    if (d_.reduce != nullptr && d_.rank != 0) std::memset(residual_, 0, rows * d_.hidden * sizeof(float));
+  }
+
+  bool add_up(int64_t rows) {
+    return d_.reduce == nullptr || rows == 0 || d_.reduce(residual_, rows * d_.hidden) == 0;
+  }
+
   void embed() {
     parallel_chunks(s_.num_tokens, kGrain / d_.hidden, [&](int64_t begin, int64_t end) {
       for (int64_t token = begin; token < end; ++token) {
         float* const out = residual_ + token * d_.hidden;
-        const int64_t id = s_.token_ids[token];
-        if (d_.embedding == nullptr)
+        const int64_t id = s_.token_ids[token] - d_.first_token;
+        if (id < 0 || id >= d_.head.outputs)  // another rank has this token
+          std::memset(out, 0, d_.hidden * sizeof(float));
+        else if (d_.embedding == nullptr)
           unpack_row(d_.head, id, out);
         else
           k_.load(d_.embedding_format,
@@ -263,8 +281,8 @@ class Run {
 
 }  // namespace
 
-void run_decoder(const Kernels& kernels, const Decoder& decoder, const Step& step, int64_t* nanoseconds) {
-  Run(kernels, decoder, step, nanoseconds).all();
+bool run_decoder(const Kernels& kernels, const Decoder& decoder, const Step& step, int64_t* nanoseconds) {
+  return Run(kernels, decoder, step, nanoseconds).all();
 }
 
 }  // namespace quire

@@ -18,6 +18,10 @@ struct Layer {
   int64_t sliding_window;  // 0: none
 };
 
+// Adds up `count` floats over all ranks, in place; returns 0, or another number if that failed.
+using Reduce = int32_t (*)(float* data, int64_t count);
+
+// Of a rank that computes a part of each layer (tensor parallelism), the heads, the MLP and the vocabulary are its part.
 struct Decoder {
   int64_t num_layers;
   const Layer* layers;
@@ -33,6 +37,9 @@ struct Decoder {
   int64_t block_size;
   float eps;
   float scale;
+  Reduce reduce;        // null: there is one rank
+  int64_t rank;         // 0 also adds what is not divided: the residual stream and the biases
+  int64_t first_token;  // token of the first row of `embedding` and `head`
 };
 
 // T tokens of R rows, decode rows and chunks; see worker_svc/model/base.py.
@@ -57,7 +64,8 @@ struct Step {
 // Phases of a step for the time measurement.
 enum Phase : int { kEmbed, kNorm, kQkv, kRotate, kAttend, kOutput, kGateUp, kActivate, kDown, kHead, kNumPhases };
 
-// Runs the step. Adds the times to nanoseconds[phase] if it is not null.
-void run_decoder(const Kernels& kernels, const Decoder& decoder, const Step& step, int64_t* nanoseconds);
+// Runs the step; returns false, with no result, if `reduce` failed. Adds the times to nanoseconds[phase] if it is not
+// null.
+bool run_decoder(const Kernels& kernels, const Decoder& decoder, const Step& step, int64_t* nanoseconds);
 
 }  // namespace quire

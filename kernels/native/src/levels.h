@@ -49,6 +49,7 @@ struct Attention {
 struct Draw {
   const float* logits;  // of the whole row
   int64_t begin, end;   // range of tokens; `begin` is a multiple of 32
+  int64_t first;        // vocabulary index of token 0, a multiple of 32, for the noise
   float temperature;    // a score is a logit divided by it
   uint32_t position, choice;
   uint64_t seed;

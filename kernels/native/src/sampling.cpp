@@ -172,6 +172,7 @@ Draw begin_draw(const Kernels& kernels, const Sampling& s, int64_t row, const fl
   }
   draw.best = -kInfinity;
   draw.token = likeliest;
+  draw.first = s.first;
   draw.begin = likeliest / 32 * 32;
   draw.end = std::min(draw.begin + 32, s.vocab);
   kernels.draw(draw);
@@ -187,6 +188,7 @@ void sample_rows(const Kernels& kernels, const Sampling& s) {
     bool finite = false;
     const int64_t likeliest = kernels.argmax(x, s.vocab, &finite);
     s.tokens[row] = finite ? likeliest : -1;
+    if (s.sums != nullptr) s.sums[row] = x[likeliest];
     if (finite && s.temperature[row] > 0.0f) begun[row] = begin_draw(kernels, s, row, x, likeliest);
   });
   const int64_t parts = ceil_div(s.vocab, kPart);
@@ -205,6 +207,7 @@ void sample_rows(const Kernels& kernels, const Sampling& s) {
     for (const Draw* part = best + 1; part < &drawn[row * parts] + parts; ++part)
       if (part->best > best->best || (part->best == best->best && part->token < best->token)) best = part;
     s.tokens[row] = best->token;
+    if (s.sums != nullptr) s.sums[row] = best->best;
   }
 }
 

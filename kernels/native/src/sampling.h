@@ -16,7 +16,9 @@ struct Sampling {
   const int64_t* seed;
   const int32_t* choice;
   const int32_t* position;
-  int64_t* tokens;  // the result; -1 if no logit can be chosen
+  int64_t* tokens;  // the result, from 0; -1 if no logit can be chosen
+  int64_t first;    // vocabulary index of the first logit, a multiple of 32
+  float* sums;      // the logit, or score and noise, of each token; null: not needed
 };
 
 void sample_rows(const Kernels& kernels, const Sampling& sampling);

@@ -1,0 +1,80 @@
+"""Sampling of tokens by several ranks, each of which has the logits of a part of the vocabulary.
+
+The noise of a token depends on its vocabulary index only (`kernels.philox`). So the largest sum of score and noise of
+the whole vocabulary is the largest of the parts' largest sums. Each rank finds the best token of its part
+(`best_in_part`), the ranks exchange the results, and every rank computes the same choice (`best_of_parts`). The token
+is the one that `kernels.sampling.sample_checked` finds in the whole logits. This holds for rows without top-k, top-p,
+min-p and typical-p, which depend on the distribution of the whole vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from kernels._triton import runs_on_triton
+from kernels.native.sampling import sample_native
+from kernels.philox import gumbel_from_words, random_words
+from kernels.sampling import greedy, native_for, nonfinite_rows
+from kernels.sampling_reference import SamplingTensors, process_logits_reference
+from kernels.sampling_triton import draw_best_triton
+
+_NOT_FINITE = -1
+"""Code instead of a token: the part has a NaN or +inf, so that the row cannot be sampled."""
+_ONLY_LOW = -2
+"""Code instead of a token: the part has only -inf; other parts may have a token."""
+
+
+def best_in_part(logits: torch.Tensor, params: SamplingTensors, first: int) -> torch.Tensor:
+    """Find the best token of each row in a part of the vocabulary.
+
+    Args:
+        logits: ``[num_rows, part_size]`` of any float dtype: the part.
+        params: the parameters of the rows; their filters are not applied.
+        first: vocabulary index of the first logit, a multiple of 32.
+
+    Returns:
+        ``[num_rows, 2]`` int32, for `best_of_parts`: the bits of the sum in float32, and the vocabulary index.
+    """
+    params = replace(params, any_truncation=False, typical_p=None)
+    if not params.any_random:
+        tokens = greedy(logits)
+        sums = logits.gather(1, tokens.clamp(min=0).unsqueeze(1)).squeeze(1).to(torch.float32)
+    elif runs_on_triton(logits):
+        sums, tokens = draw_best_triton(logits, params, first)
+    else:
+        sums, tokens = _draw_cpu(logits.to(torch.float32), params, first)
+    if logits.device.type != "cpu" or bool((tokens < 0).any()):
+        tokens = tokens.masked_fill((tokens < 0) & (logits.amax(dim=1) == -torch.inf), _ONLY_LOW)
+    tokens = torch.where(tokens < 0, tokens, tokens + first)
+    return torch.stack((sums.view(torch.int32), tokens.to(torch.int32)), dim=1)
+
+
+def best_of_parts(found: torch.Tensor) -> torch.Tensor:
+    """Choose the best token of each row, ties to the lowest index.
+
+    Args:
+        found: ``[num_parts, num_rows, 2]`` int32: the results of `best_in_part`, ascending by vocabulary index.
+
+    Returns:
+        ``[num_rows]`` int64; -1 for the rows of `kernels.sampling.nonfinite_rows`.
+    """
+    sums, tokens = found[..., 0].contiguous().view(torch.float32), found[..., 1].to(torch.int64)
+    best, token = sums[0], tokens[0]
+    for other_sum, other in zip(sums[1:], tokens[1:], strict=True):
+        better = (other >= 0) & ((token < 0) | (other_sum > best))
+        best, token = torch.where(better, other_sum, best), torch.where(better, other, token)
+    return token.masked_fill((tokens == _NOT_FINITE).any(dim=0), -1).clamp(min=-1)
+
+
+def _draw_cpu(logits: torch.Tensor, params: SamplingTensors, first: int) -> tuple[torch.Tensor, torch.Tensor]:
+    kernels = native_for(logits)
+    if kernels is not None:
+        sums = torch.empty(len(logits))
+        return sums, sample_native(logits, params, kernels, first=first, sums=sums)
+    scores = process_logits_reference(logits, params)
+    noise = gumbel_from_words(random_words(params.seed, params.position, params.choice, logits.shape[1], first))
+    random = (params.temperature > 0).unsqueeze(1)
+    sums, tokens = torch.where(random, scores + noise, scores).max(dim=1)
+    return sums, tokens.masked_fill(nonfinite_rows(logits), -1)

@@ -1,0 +1,59 @@
+"""Followers of a worker with tensor parallelism, when the worker itself starts them.
+
+`quire worker --tensor-parallel-size N` without torchrun's variables is rank 0. It starts ranks 1 .. N - 1 on the same
+machine as processes with the same settings. They find each other through a file, so that no port is opened to other
+machines. The death of a follower ends rank 0 at once, even while it waits for the follower in a collective. The death
+of rank 0 ends the followers (`lifeline`).
+"""
+
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+from quire_server.serve import lifeline
+from quire_server.serve.layout import child_environment
+from shared import pulse
+from shared.config import WorkerConfig, to_flags
+
+_RENDEZVOUS = "QUIRE_RENDEZVOUS_FILE"
+_GRACE_S = 2.0
+"""Time in which rank 0 may report an error that a follower has reported, such as an invalid setting."""
+
+
+def start_followers(config: WorkerConfig) -> None:
+    """Start the other ranks, unless there are none or somebody else starts them (RANK is set)."""
+    size = config.tensor_parallel_size
+    if size == 1 or "RANK" in os.environ:
+        return
+    folder = Path(tempfile.mkdtemp(prefix="quire-ranks-"))
+    os.environ |= {"RANK": "0", "WORLD_SIZE": str(size), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": str(size)}
+    os.environ[_RENDEZVOUS] = str(folder / "rendezvous")
+    if sys.platform == "linux":
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    environment = child_environment(os.environ, os.getpid())
+    environment.pop(pulse.ENVIRONMENT, None)
+    command = [sys.executable, "-P", "-m", "quire_server.cli.main", "worker", *to_flags(config)]
+    for rank in range(1, size):
+        process = subprocess.Popen(
+            command,
+            env=environment | {"RANK": str(rank), "LOCAL_RANK": str(rank), lifeline.ENVIRONMENT: str(os.getpid())},
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,  # Ctrl-C stops rank 0, which stops the others
+        )
+        threading.Thread(target=_watch, args=(rank, process), name=f"rank-{rank}", daemon=True).start()
+
+
+def _watch(rank: int, process: "subprocess.Popen[bytes]") -> None:
+    """Wait for the end of a follower; end this process too, unless the follower has stopped in order."""
+    exit_code = process.wait()
+    if exit_code == 0:
+        return
+    if exit_code > 0:
+        time.sleep(_GRACE_S)
+    how = f"exit code {exit_code}" if exit_code > 0 else f"killed by signal {-exit_code}"
+    print(f"quire worker: rank {rank} ended ({how}), so the worker ends", file=sys.stderr, flush=True)
+    os._exit(1)

@@ -1,0 +1,105 @@
+"""Groups of ranks for tests: the test's own process is rank 0, the followers are processes of their own.
+
+python -m tests.worker_svc.ranks RANK SIZE reads one job per line from stdin: the settings of an engine, as JSON. It
+follows rank 0 with this engine until it says stop, then takes the next job.
+"""
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from protos.quire.plan.v1 import plan_pb2
+from tests.worker_svc.driver import CPU, Driver, collect, launch, make_engine
+from worker_svc.follower import follow
+from worker_svc.ranks.commands import Followers
+from worker_svc.ranks.group import RENDEZVOUS, Group, Place, join, meet
+from worker_svc.ranks.shard import Shard
+
+
+class LeadingDriver(Driver):
+    """A driver of rank 0, which passes its plans to the followers."""
+
+    def __init__(self, engine: Any, followers: Followers, *, seed: int = 0) -> None:
+        super().__init__(engine, seed=seed)
+        self.followers = followers
+
+    def step(self) -> dict[int, int]:
+        """Send the plan to all ranks."""
+        plan = self.finish_plan()
+        self.followers.launch(plan_pb2.SchedulerMessage(epoch=1, plan=plan).SerializeToString())
+        launch(self.engine, plan)
+        result = collect(self.engine)
+        self.followers.collected()
+        return self.take(result)
+
+
+@dataclass(slots=True)
+class Ranks:
+    """Rank 0 of a group, and its followers."""
+
+    group: Group
+    processes: "list[subprocess.Popen[str]]"
+
+    @contextlib.contextmanager
+    def driver(self, folder: Path, *, seed: int = 0, **settings: Any) -> Iterator[LeadingDriver]:
+        """A driver of an engine on all ranks."""
+        for process in self.processes:
+            assert process.stdin is not None
+            process.stdin.write(json.dumps({"folder": str(folder), **settings}) + "\n")
+            process.stdin.flush()
+        followers = Followers(self.group)
+        yield LeadingDriver(make_engine(folder, group=self.group, **settings), followers, seed=seed)
+        followers.stop()
+
+
+@contextlib.contextmanager
+def ranks(size: int, **environ: str) -> Iterator[Ranks]:
+    """Start a group."""
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ |= {RENDEZVOUS: f"{folder}/ranks", "GLOO_SOCKET_IFNAME": "lo"}
+        processes = [
+            subprocess.Popen(
+                [sys.executable, "-m", "tests.worker_svc.ranks", str(rank), str(size)],
+                stdin=subprocess.PIPE,
+                text=True,
+                env=os.environ | environ,
+            )
+            for rank in range(1, size)
+        ]
+        try:
+            yield Ranks(meet(join(Place(Shard(0, size)), CPU), CPU), processes)
+            for process in processes:
+                assert process.stdin is not None
+                process.stdin.close()
+                assert process.wait(60) == 0
+        finally:
+            for process in processes:
+                process.kill()
+                process.wait()
+            if dist.is_initialized():
+                dist.destroy_process_group()
+            del os.environ[RENDEZVOUS]
+
+
+def main() -> int:
+    """Be a follower."""
+    torch.set_num_threads(1)
+    group = meet(join(Place(Shard(int(sys.argv[1]), int(sys.argv[2]))), CPU), CPU)
+    for line in sys.stdin:
+        settings = json.loads(line)
+        follow(group, make_engine(Path(settings.pop("folder")), group=group, **settings))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
