@@ -3,9 +3,12 @@
 The recorder's thread makes the parts; the loop passes them on at its ticks, with the present load. A front end that
 does not keep up gets no part: the steps in it are counted, and the next part says how many were dropped. While nobody
 watches, no part is made.
+
+The queues and the KV blocks are the core's own, so the loop itself takes a bounded snapshot of them, twice per second
+and only for views that asked.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from google.protobuf.message import DecodeError
@@ -13,18 +16,26 @@ from google.protobuf.message import DecodeError
 from protos.quire.link.v1 import link_pb2
 from quire.admin.v1 import admin_pb2 as admin
 from scheduler_svc.core.interface.records import Peer
-from scheduler_svc.core.lifecycle.statistics import SchedulerStats
+from scheduler_svc.core.lifecycle.tables import BlockMap, Blocks, Queued, Tables
+from scheduler_svc.core.requests.request import RequestKey
+from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.frontend_hub import FrontendHub
 from scheduler_svc.frontend_link import error_reply
 from scheduler_svc.operator import to_worker
 from scheduler_svc.recorder.recorder import Recorder
+from scheduler_svc.recorder.step_view import RequestNumbers
 from shared.errors import FieldViolation, InvalidRequestError, OverloadedError, QuireError, UnsupportedMethodError
 
 MAX_VIEWS = 8
+_TABLES_INTERVAL_S = 0.5
+_SLACK_S = 0.05
+"""Snapshots are taken at ticks, which may come a little early."""
 
 
 @dataclass(slots=True)
 class _View:
+    tables: bool = False
+    """Whether it gets the queues and the blocks."""
     dropped: int = 0
     """Steps that were dropped since the last part."""
 
@@ -33,20 +44,23 @@ class LiveViews:
     """The views of all front ends."""
 
     def __init__(
-        self, recorder: Recorder | None, frontends: FrontendHub, stats: Callable[[], SchedulerStats], wall_ns: int
+        self, recorder: Recorder | None, frontends: FrontendHub, core: Scheduler, wall_ns: int, policy: str
     ) -> None:
         """Create without views.
 
         Args:
             recorder: makes the parts; None: nobody can watch.
             frontends: carries the parts.
-            stats: returns the core's figures.
+            core: the core, which is only read here.
             wall_ns: wall clock at time 0 of the core's clock, ns.
+            policy: the order of admission.
         """
         self._recorder = recorder
         self._frontends = frontends
-        self._stats = stats
+        self._core = core
         self._wall_ns = wall_ns
+        self._policy = policy
+        self._tables_due = 0.0
         self._views: dict[tuple[Peer, int], _View] = {}
 
     @staticmethod
@@ -57,16 +71,18 @@ class LiveViews:
     def ask(self, peer: Peer, request: link_pb2.OperatorRequest) -> link_pb2.OperatorReply:
         """Begin a view; return the reply that it has begun, or why not."""
         try:
-            admin.WatchStepsRequest.FromString(request.call.value)
+            asked = admin.WatchStepsRequest.FromString(request.call.value)
             if self._recorder is None:
                 raise UnsupportedMethodError("watch: the scheduler keeps no record; start it with --record-dir")
+            if self._recorder.tape.is_off:
+                raise UnsupportedMethodError("watch: the scheduler records no more; see its log, and restart it")
             if len(self._views) >= MAX_VIEWS:
                 raise OverloadedError(f"watch: {MAX_VIEWS} others watch already; end another live view first")
         except DecodeError:
             return error_reply(request.number, InvalidRequestError(FieldViolation("request", "not a valid message")))
         except QuireError as error:
             return error_reply(request.number, error)
-        self._views[peer, request.number] = _View()
+        self._views[peer, request.number] = _View(asked.tables)
         self._recorder.watch(True)
         reply = link_pb2.OperatorReply(number=request.number)
         reply.response.Pack(admin.WatchStepsResponse())
@@ -99,14 +115,78 @@ class LiveViews:
                     response += admin.WatchStepsResponse(dropped_steps=dropped).SerializeToString()
                 message = link_pb2.View(number=number, response=response, steps=steps + view.dropped)
                 view.dropped = 0 if self._frontends.offer(peer, message) else message.steps
+        self._publish_tables(now)
+
+    def _publish_tables(self, now: float) -> None:
+        """Send a snapshot to the views that asked, if it is time; the next one replaces one that is dropped."""
+        if now < self._tables_due - _SLACK_S:
+            return
+        asking = [key for key, view in self._views.items() if view.tables]
+        if not asking or self._recorder is None:
+            return
+        self._tables_due = now + _TABLES_INTERVAL_S
+        part = admin.WatchStepsResponse()
+        part.tables.CopyFrom(to_tables(self._core.tables(), self._recorder.numbers, self._policy, now))
+        part.tables.time.FromNanoseconds(self._wall_ns + round(now * 1e9))
+        data = part.SerializeToString()
+        for peer, number in asking:
+            self._frontends.offer(peer, link_pb2.View(number=number, response=data))
 
     def _stop_if_idle(self) -> None:
         if not self._views and self._recorder is not None:
             self._recorder.watch(False)
 
     def _fill(self, load: admin.SchedulerLoad, now: float) -> None:
-        stats = self._stats()
+        stats = self._core.stats()
         load.time.FromNanoseconds(self._wall_ns + round(now * 1e9))
         load.running_requests, load.waiting_requests = stats.running, stats.waiting
         load.waiting_by_reason.update(stats.waiting_by_reason)
         load.workers.extend(map(to_worker, stats.workers))
+
+
+def to_tables(tables: Tables, numbers: RequestNumbers, policy: str, now: float) -> admin.SchedulerTables:
+    """Return a snapshot of the core as operators get it.
+
+    Args:
+        tables: the snapshot.
+        numbers: the numbers of requests in live views.
+        policy: the order of admission.
+        now: its time on the core's clock, s.
+    """
+    message = admin.SchedulerTables(policy=policy)
+    for each in tables.block_maps:
+        _fill_map(message.block_maps.add(), each, numbers)
+    for queue in tables.queues:
+        shown = message.queues.add(reason=queue.reason, length=queue.length)
+        shown.first.extend(_queued(request, numbers, now) for request in queue.first)
+    return message
+
+
+def _fill_map(message: admin.BlockMap, found: BlockMap, numbers: RequestNumbers) -> None:
+    message.worker_id, message.block_size = found.worker_id, found.block_size
+    message.owners.extend(_number(key, numbers) for key in found.owners)
+    for blocks, into in ((found.device, message.device), (found.host, message.host)):
+        _fill_blocks(into, blocks)
+
+
+def _fill_blocks(message: admin.Blocks, blocks: Blocks) -> None:
+    message.total, message.stride = blocks.total, blocks.stride
+    message.lengths.extend(blocks.lengths.tolist())
+    message.states.extend(blocks.states.tolist())
+
+
+def _queued(request: Queued, numbers: RequestNumbers, now: float) -> admin.QueuedRequest:
+    return admin.QueuedRequest(
+        number=_number(request.key, numbers),
+        request_id=request.request_id,
+        tenant=request.tenant,
+        request_class=request.request_class,
+        priority=request.priority,
+        tokens=request.num_tokens,
+        waited_seconds=max(0.0, now - request.since),
+        waits_for=request.waits_for.value,
+    )
+
+
+def _number(key: RequestKey, numbers: RequestNumbers) -> int:
+    return numbers.of(key.frontend, key.stream)

@@ -169,6 +169,9 @@ def to_worker(worker: WorkerStats) -> admin.Worker:
         last_step_tokens=worker.last_step_tokens,
         device=worker.device,
         pid=worker.pid,
+        rows=worker.rows_total,
+        host_blocks=worker.host_blocks_total,
+        held_host_blocks=worker.host_blocks_held,
     )
 
 

@@ -95,7 +95,7 @@ class SchedulerService:
         self._operator = Operator(self._core, apply=self._apply, set_log_level=self._set_log_level)
         self._explanations = LiveExplanations(recorder.folder if recorder is not None else None)
         wall_ns = time.time_ns() - time.monotonic_ns()
-        self._views = LiveViews(recorder, self._frontends, self._core.stats, wall_ns)
+        self._views = LiveViews(recorder, self._frontends, self._core, wall_ns, config.policy)
         self._journal = open_journal(config)
         self._pulse = Pulse()
         self._ticked_at = self._looked_at = -math.inf

@@ -283,6 +283,13 @@ class FrontendConfig(_Checked):
         "origins of web pages that may call HTTP, separated by commas, such as https://app.example.org, or * for every "
         "origin; empty: no pages but the service's own",
     )
+    console: bool = _option(
+        True, "serve the console, a web page for operators, at / of HTTP; its data needs the rights of an operator"
+    )
+    console_trace_url: str = _option(
+        "",
+        "link of the console to a request's trace, with {trace_id}, such as https://jaeger.example.org/trace/{trace_id}",
+    )
     tls_cert: str = _option("", "PEM file with the server's certificate chain; enables TLS for gRPC and HTTP")
     tls_key: str = _option("", "PEM file with the private key of tls_cert")
     tls_client_ca: str = _option(

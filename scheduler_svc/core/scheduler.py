@@ -32,6 +32,7 @@ from scheduler_svc.core.interface.plan import Plan
 from scheduler_svc.core.interface.records import Note, NoteKind
 from scheduler_svc.core.lifecycle.registry import RequestRegistry
 from scheduler_svc.core.lifecycle.statistics import RequestStats, SchedulerStats, worker_stats
+from scheduler_svc.core.lifecycle.tables import Tables, tables
 from scheduler_svc.core.memory.token_facts import TokenFacts
 from scheduler_svc.core.planning.batch_selection import grammars_to_compile
 from scheduler_svc.core.planning.delivery import Frontends
@@ -192,6 +193,11 @@ class Scheduler:
             ended=dict(self._requests.ended),
             workers=[worker_stats(worker) for worker in self._fleet],
         )
+
+    def tables(self) -> Tables:
+        """Return the queues and the KV blocks at this moment."""
+        self.tidy()
+        return tables(self._fleet, self._requests.backlog, self._requests)
 
     def story(self, frontend: ev.Peer, stream: int) -> Story | None:
         """Return the history of a stream's request, live or ended recently; None: it is not known."""

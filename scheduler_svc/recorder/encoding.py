@@ -143,6 +143,8 @@ class Encoder:
                 if not self._only_decodes(item):
                     self._planned(item)
             elif isinstance(item, Handled):
+                if self.view is not None and isinstance(item.event, ev.WorkerLost):
+                    self._show_lost(self.view, item.event, item.now)
                 if not self._decoded_again(item):
                     self._handled(item)
             elif isinstance(item, Reported):
@@ -197,8 +199,22 @@ class Encoder:
                 view.planned(item.plan, worker.hello.worker_id, worker.rows, item.now)
         elif isinstance(item.event, ev.StepDone):
             view.answered(item.event, item.timings, item.now)
-        elif isinstance(item.event, ev.WorkerHello | ev.WorkerLost):
-            view.lost(item.event.worker)
+        elif isinstance(item.event, ev.RequestArrived):
+            view.arrived(item.event, item.now)
+        elif isinstance(item.event, ev.WorkerHello):
+            view.joined(item.event.worker, item.event.worker_id, item.now)
+        for note in item.notes:
+            arrived = self._live.get((note.frontend, note.stream))
+            view.noted(note, "" if arrived is None else arrived.spec.request_id)
+        for effect in item.effects:
+            if isinstance(effect, RequestEnded):
+                view.ended(effect, item.now)
+
+    def _show_lost(self, view: StepView, event: ev.WorkerLost, now: float) -> None:
+        """Give a view the loss of a worker, which is forgotten when it has been encoded."""
+        worker = self._workers.get(event.worker)
+        if worker is not None:
+            view.lost(event.worker, worker.hello.worker_id, event.reason, now)
 
     def _note(self, note: Note) -> None:
         message = self._entry(note.time).note
@@ -606,7 +622,7 @@ def _differences(values: IndexArray) -> bytes:
 
 
 def _about(spec: pb.Spec) -> About:
-    return About(spec.request_id, spec.tenant, spec.num_prompt_tokens, spec.max_tokens)
+    return About(spec.request_id, spec.tenant, spec.num_prompt_tokens, spec.max_tokens, spec.traceparent)
 
 
 def _add_copies(into: Any, copies: Sequence[BlockCopy]) -> None:

@@ -35,7 +35,7 @@ from scheduler_svc.recorder.code import code_hash
 from scheduler_svc.recorder.encoding import Encoder
 from scheduler_svc.recorder.segments import FORMAT_VERSION, Ring, SegmentWriter
 from scheduler_svc.recorder.snapshot import dump
-from scheduler_svc.recorder.step_view import StepView
+from scheduler_svc.recorder.step_view import RequestNumbers, StepView
 from scheduler_svc.recorder.tags import Tagger
 from scheduler_svc.recorder.tape import Cut, Item, Reported, Tape
 from shared.logging import get_logger
@@ -112,6 +112,7 @@ class Recorder:
         self.tape = Tape()
         self.stats = RecorderStats()
         self.folder = folder
+        self.numbers = RequestNumbers()
         self._ring = Ring(folder, max_bytes)
         self._tagger = Tagger()
         self._with_tokens = with_tokens
@@ -224,7 +225,7 @@ class Recorder:
         tape = self.tape.items
         encoder = self._encoder
         if self._is_watched is (encoder.view is None):
-            encoder.view = StepView(self._unix_offset_ns) if self._is_watched else None
+            encoder.view = StepView(self._unix_offset_ns, self.numbers) if self._is_watched else None
             self._parts.clear()
         # What comes meanwhile is for the next round, so that a busy loop cannot keep a segment open.
         pending = len(tape)

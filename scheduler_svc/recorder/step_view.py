@@ -4,6 +4,7 @@ The recorder's encoder knows which request occupies each row, so a view can begi
 scheduler's loop, and nothing at all while nobody watches.
 """
 
+import itertools
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -13,13 +14,17 @@ from protos.quire.plan.v1 import plan_pb2
 from quire.admin.v1 import admin_pb2 as admin
 from scheduler_svc.core.interface import events as ev
 from scheduler_svc.core.interface.plan import Plan
-from scheduler_svc.core.interface.records import Peer
+from scheduler_svc.core.interface.records import EndReason, Note, NoteKind, Peer, RequestArrived, RequestEnded
+from scheduler_svc.recorder.served import Served
 from scheduler_svc.recorder.worker_clock import WorkerClock
 
 _NS = 1e9
 _LOAD_INTERVAL_S = 1.0
 _MAX_TENANTS = 100
 _STREAM_BITS = 31
+_MAX_INCIDENTS = 100
+_MAX_DETAIL = 200
+_FAILURES = {EndReason.ROW_FAILED, EndReason.NO_WORKER, EndReason.STALLED}
 
 
 class Row(Protocol):
@@ -40,6 +45,23 @@ class About:
     tenant: str
     num_prompt_tokens: int
     max_tokens: int
+    traceparent: str = ""
+
+
+class RequestNumbers:
+    """The numbers that stand for requests in all live views of one scheduler. Two threads may ask for them."""
+
+    def __init__(self) -> None:
+        self._frontends: dict[Peer, int] = {}
+        self._unused = itertools.count()
+
+    def of(self, frontend: Peer, stream: int) -> int:
+        """Return the number of a stream's request."""
+        known = self._frontends.get(frontend)
+        if known is None:
+            # `setdefault` is atomic, so both threads get the same number.
+            known = self._frontends.setdefault(frontend, next(self._unused))
+        return known << _STREAM_BITS | stream
 
 
 Key = tuple[Peer, int]
@@ -56,18 +78,26 @@ class _Worker:
     """End of the last step, core time."""
     decodes: tuple[list[int], list[int]] | None = None
     """Rows that decode and their requests; None: the rows have changed."""
+    waiting: tuple[list[int], list[int]] = ([], [])
+    """Rows that take no part and their requests, with `decodes`."""
 
 
 class StepView:
     """Parts of live views, collected from the calls of the core."""
 
-    def __init__(self, unix_offset_ns: int) -> None:
-        """Begin; `unix_offset_ns` is the wall clock at time 0 of the core's clock."""
+    def __init__(self, unix_offset_ns: int, numbers: RequestNumbers) -> None:
+        """Begin.
+
+        Args:
+            unix_offset_ns: wall clock at time 0 of the core's clock, ns.
+            numbers: the numbers of requests.
+        """
         self._offset_ns = unix_offset_ns
+        self._numbers = numbers
         self._part = admin.WatchStepsResponse()
-        self._frontends: dict[Peer, int] = {}
         self._workers: dict[Peer, _Worker] = {}
         self._load_due = 0.0
+        self._served = Served()
 
     def planned(self, plan: Plan, worker_id: str, rows: Mapping[int, Row], now: float) -> None:
         """Take a plan; `rows` are the worker's rows after it."""
@@ -87,14 +117,19 @@ class StepView:
             left_out = set(chunks)
             decoding = [row for row in decoding if row not in left_out]
             worker.decodes = decoding, [self._number(rows[row]) for row in decoding]
+            left_out.update(decoding)
+            waiting = [row for row in rows if row not in left_out]
+            worker.waiting = waiting, [self._number(rows[row]) for row in waiting]
         step.decode_rows.extend(worker.decodes[0])
         step.decode_requests.extend(worker.decodes[1])
+        step.waiting_rows.extend(worker.waiting[0])
+        step.waiting_requests.extend(worker.waiting[1])
         if chunks:
             worker.decodes = None
         worker.plans[plan.step] = step, now
         for admission in plan.admissions:
             spec = admission.spec
-            about = About(spec.request_id, spec.tenant, spec.num_prompt_tokens, spec.max_tokens)
+            about = About(spec.request_id, spec.tenant, spec.num_prompt_tokens, spec.max_tokens, spec.traceparent)
             self._name(rows[admission.row], about)
 
     def answered(self, done: ev.StepDone, timings: plan_pb2.StepTimings | None, now: float) -> None:
@@ -114,14 +149,46 @@ class StepView:
                 busy_s=(timings.forward_ns + timings.sample_ns) / _NS,
             )
         start = max(start, worker.end)
+        self._served.step(
+            num_prompt=sum(step.prefill_tokens),
+            num_outputs=len(done.tokens),
+            num_again=min(len(step.decode_rows), len(done.rows)),
+            gap_s=max(start, end) - worker.end if worker.end else 0.0,
+        )
         worker.end = end = max(start, end)
         step.start.FromNanoseconds(round(start * _NS) + self._offset_ns)
         step.duration.FromNanoseconds(round((end - start) * _NS))
         self._part.steps.append(step)
 
-    def lost(self, peer: Peer) -> None:
+    def joined(self, peer: Peer, worker_id: str, now: float) -> None:
+        """Take the greeting of a worker."""
+        self._workers.pop(peer, None)
+        self._incident(admin.Incident.KIND_WORKER_JOINED, now, worker_id=worker_id)
+
+    def lost(self, peer: Peer, worker_id: str, reason: str, now: float) -> None:
         """Forget a worker."""
         self._workers.pop(peer, None)
+        self._incident(admin.Incident.KIND_WORKER_LOST, now, worker_id=worker_id, detail=reason)
+
+    def arrived(self, event: RequestArrived, now: float) -> None:
+        """Take the arrival of a request."""
+        self._served.arrived((event.frontend, event.stream), now, event.ttft_deadline, event.total_deadline)
+
+    def noted(self, note: Note, request_id: str) -> None:
+        """Take a line of a request's history."""
+        if note.kind is NoteKind.FIRST_TOKEN:
+            self._served.first_token((note.frontend, note.stream), note.time)
+        elif note.kind in (NoteKind.PREEMPTED, NoteKind.SWAPPED):
+            self._incident(admin.Incident.KIND_PREEMPTED, note.time, request_id=request_id, detail=note.text)
+
+    def ended(self, end: RequestEnded, now: float) -> None:
+        """Take the end of a request."""
+        self._served.ended((end.frontend, end.stream), end.reason, now)
+        if end.reason is EndReason.POISON:
+            self._incident(admin.Incident.KIND_POISON, now, request_id=end.request_id)
+        elif end.reason in _FAILURES:
+            kind = admin.Incident.KIND_FAILED
+            self._incident(kind, now, request_id=end.request_id, detail=end.reason.value)
 
     def is_load_due(self, now: float) -> bool:
         """Return whether `add_load` should be called."""
@@ -148,18 +215,32 @@ class StepView:
         for tenant, count in waiting.most_common(_MAX_TENANTS):
             if count > 0:
                 load.waiting_by_tenant.add(tenant=tenant, waiting_requests=count)
+        load.rates.CopyFrom(self._served.take(now))
 
     def take(self) -> admin.WatchStepsResponse | None:
         """Return what was collected since the last call; None if there is nothing."""
-        if not (self._part.steps or self._part.HasField("load")):
+        if not (self._part.steps or self._part.incidents or self._part.HasField("load")):
             return None
         part, self._part = self._part, admin.WatchStepsResponse()
         return part
 
     def _number(self, row: Row) -> int:
-        """Return a number that stands for a request as long as this view exists."""
-        frontend = self._frontends.setdefault(row.frontend, len(self._frontends))
-        return frontend << _STREAM_BITS | row.stream
+        return self._numbers.of(row.frontend, row.stream)
+
+    def _incident(
+        self,
+        kind: "admin.Incident.Kind.ValueType",
+        now: float,
+        *,
+        worker_id: str = "",
+        request_id: str = "",
+        detail: str = "",
+    ) -> None:
+        if len(self._part.incidents) < _MAX_INCIDENTS:
+            incident = self._part.incidents.add(
+                kind=kind, worker_id=worker_id, request_id=request_id, detail=detail[:_MAX_DETAIL]
+            )
+            incident.time.FromNanoseconds(round(now * _NS) + self._offset_ns)
 
     def _name(self, row: Row, about: About) -> None:
         self._part.requests.add(
@@ -168,4 +249,5 @@ class StepView:
             tenant=about.tenant,
             prompt_tokens=about.num_prompt_tokens,
             max_tokens=about.max_tokens,
+            trace_id=about.traceparent[3:35],
         )

@@ -15,6 +15,8 @@ from services.calls.context import Services
 from services.calls.embeddings import Embedder
 from services.calls.generation import Generator
 from services.calls.texts import Texts
+from services.http.console.endpoints import ConsoleEndpoints
+from services.http.console.page import page_routes
 from services.http.cross_origin import CrossOriginPolicy, middleware_of
 from services.http.embeddings import EmbeddingEndpoint
 from services.http.endpoint import Endpoints, Handler
@@ -65,9 +67,13 @@ def make_api(
         ("POST", "/tokenize", text.tokenize),
         ("POST", "/detokenize", text.detokenize),
     ]
+    if services.config.console:
+        served += ConsoleEndpoints(services.link, trace_url=services.config.console_trace_url).served()
     routes = [Route(path, endpoints.endpoint(path, handler), methods=[method]) for method, path, handler in served]
     routes += probe_routes(is_ready=is_ready, snapshot=snapshot, own_families=own_families)
     routes += [Route("/openapi.json", _openapi), Route("/docs", _docs)]
+    if services.config.console:
+        routes += page_routes()
     app = Starlette(routes=routes, exception_handlers={HTTPException: _refuse}, middleware=middleware_of(policy))
     return HttpApi(app, endpoints.drain)
 

@@ -44,7 +44,7 @@ class _Service(Cluster):
         assert self.hub.socket.poll(20_000)
         receive_from(self.hub.socket)
         self.hub.heard(WATCHER, 0.0, version=1)
-        self.views = LiveViews(self.recorder, self.hub, self.core.stats, 0)
+        self.views = LiveViews(self.recorder, self.hub, self.core, 0, config.policy)
         self.join(ModelWorker(b"w/1", 64, 4, 8))
 
     def watch(self) -> None:
@@ -208,6 +208,6 @@ def test_views_are_few_and_need_a_record(tmp_path: Path) -> None:
         for number in range(MAX_VIEWS // 2):
             assert not _ask(service.views, 100 + number).HasField("error")
         assert _ask(service.views, 200).error.reason == "OVERLOADED"
-        without = LiveViews(None, service.hub, service.core.stats, 0)
+        without = LiveViews(None, service.hub, service.core, 0, "fcfs")
         assert _ask(without, 1).error.reason == "UNSUPPORTED_METHOD"
         without.publish(0.0)

@@ -647,3 +647,27 @@ def test_tenants_take_turns_within_a_fair_class() -> None:
     served = queue.take(lambda _: 0)
     assert served is not None
     assert served.spec.tenant == "b"
+
+
+@given(
+    st.sampled_from(["fcfs", "priority", "sjf", "edf", "fair", "lpm"]),
+    st.lists(st.integers(0, 9), min_size=1, max_size=40),
+    st.integers(1, 50),
+    st.data(),
+)
+@settings(max_examples=examples(60))
+def test_a_queue_shows_the_order_in_which_it_is_taken(
+    name: str, priorities: list[int], most: int, data: st.DataObject
+) -> None:
+    """Without further service, requests are taken as `first_ones` lists them; finished ones are not listed."""
+    policy = make_policy(name, {}, {})
+    queue = policy.make_queue()
+    requests = [make_request(number, tenant=f"t{number % 3}", priority=p) for number, p in enumerate(priorities)]
+    for request in requests:
+        queue.push(request)
+    for request in data.draw(st.lists(st.sampled_from(requests), unique_by=id, max_size=5)):
+        request.state = RequestState.FINISHED
+        queue.discard(request)
+    shown = queue.first_ones(most)
+    taken = list(iter(lambda: queue.take(lambda _: 0), None))
+    assert shown == taken[:most]

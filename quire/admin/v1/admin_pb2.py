@@ -26,7 +26,7 @@ from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb
 from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1aquire/admin/v1/admin.proto\x12\x0equire.admin.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\"\x14\n\x12ListWorkersRequest\">\n\x13ListWorkersResponse\x12\'\n\x07workers\x18\x01 \x03(\x0b\x32\x16.quire.admin.v1.Worker\">\n\x12\x44rainWorkerRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x15\n\rmove_requests\x18\x02 \x01(\x08\"=\n\x13\x44rainWorkerResponse\x12&\n\x06worker\x18\x01 \x01(\x0b\x32\x16.quire.admin.v1.Worker\"(\n\x13ResumeWorkerRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\">\n\x14ResumeWorkerResponse\x12&\n\x06worker\x18\x01 \x01(\x0b\x32\x16.quire.admin.v1.Worker\"$\n\x13ListRequestsRequest\x12\r\n\x05limit\x18\x01 \x01(\r\"E\n\x14ListRequestsResponse\x12-\n\x08requests\x18\x01 \x03(\x0b\x32\x1b.quire.admin.v1.LiveRequest\"*\n\x14\x43\x61ncelRequestRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"*\n\x15\x43\x61ncelRequestResponse\x12\x11\n\tcancelled\x18\x01 \x01(\r\"%\n\x0fGetStoryRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\":\n\x10GetStoryResponse\x12&\n\x07stories\x18\x01 \x03(\x0b\x32\x15.quire.admin.v1.Story\"{\n\x0e\x45xplainRequest\x12\x14\n\nrequest_id\x18\x01 \x01(\tH\x00\x12\x11\n\x07slowest\x18\x02 \x01(\rH\x00\x12\x0e\n\x04step\x18\x03 \x01(\tH\x00\x12(\n\x05since\x18\x04 \x01(\x0b\x32\x19.google.protobuf.DurationB\x06\n\x04what\"-\n\x0f\x45xplainResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x0c\n\x04json\x18\x02 \x01(\t\"\x13\n\x11WatchStepsRequest\"\xb6\x01\n\x12WatchStepsResponse\x12*\n\x05steps\x18\x01 \x03(\x0b\x32\x1b.quire.admin.v1.WatchedStep\x12\x30\n\x08requests\x18\x02 \x03(\x0b\x32\x1e.quire.admin.v1.WatchedRequest\x12+\n\x04load\x18\x03 \x01(\x0b\x32\x1d.quire.admin.v1.SchedulerLoad\x12\x15\n\rdropped_steps\x18\x04 \x01(\x04\"\xfc\x01\n\x0bWatchedStep\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0c\n\x04step\x18\x02 \x01(\x04\x12)\n\x05start\x18\x03 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12+\n\x08\x64uration\x18\x04 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x13\n\x0b\x64\x65\x63ode_rows\x18\x05 \x03(\r\x12\x17\n\x0f\x64\x65\x63ode_requests\x18\x06 \x03(\x04\x12\x14\n\x0cprefill_rows\x18\x07 \x03(\r\x12\x18\n\x10prefill_requests\x18\x08 \x03(\x04\x12\x16\n\x0eprefill_tokens\x18\t \x03(\r\"o\n\x0eWatchedRequest\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x0e\n\x06tenant\x18\x03 \x01(\t\x12\x15\n\rprompt_tokens\x18\x04 \x01(\r\x12\x12\n\nmax_tokens\x18\x05 \x01(\r\"\xd5\x02\n\rSchedulerLoad\x12(\n\x04time\x18\x01 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x18\n\x10running_requests\x18\x02 \x01(\r\x12\x18\n\x10waiting_requests\x18\x03 \x01(\r\x12M\n\x11waiting_by_reason\x18\x04 \x03(\x0b\x32\x32.quire.admin.v1.SchedulerLoad.WaitingByReasonEntry\x12\x36\n\x11waiting_by_tenant\x18\x05 \x03(\x0b\x32\x1b.quire.admin.v1.TenantQueue\x12\'\n\x07workers\x18\x06 \x03(\x0b\x32\x16.quire.admin.v1.Worker\x1a\x36\n\x14WaitingByReasonEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\r:\x02\x38\x01\"7\n\x0bTenantQueue\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\x18\n\x10waiting_requests\x18\x02 \x01(\r\"\x1a\n\x18GetSchedulerStateRequest\"\x97\x02\n\x19GetSchedulerStateResponse\x12\x18\n\x10running_requests\x18\x01 \x01(\r\x12\x18\n\x10waiting_requests\x18\x02 \x01(\r\x12\x11\n\tfrontends\x18\x03 \x01(\r\x12T\n\x0e\x65nded_requests\x18\x04 \x03(\x0b\x32<.quire.admin.v1.GetSchedulerStateResponse.EndedRequestsEntry\x12\'\n\x07workers\x18\x05 \x03(\x0b\x32\x16.quire.admin.v1.Worker\x1a\x34\n\x12\x45ndedRequestsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\"=\n\x12SetLogLevelRequest\x12\'\n\x05level\x18\x01 \x01(\x0e\x32\x18.quire.admin.v1.LogLevel\"A\n\x13SetLogLevelResponse\x12*\n\x08previous\x18\x01 \x01(\x0e\x32\x18.quire.admin.v1.LogLevel\"\xfe\x01\n\x0bLiveRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05state\x18\x02 \x01(\t\x12\x11\n\tworker_id\x18\x03 \x01(\t\x12\x0e\n\x06tenant\x18\x04 \x01(\t\x12\x15\n\rrequest_class\x18\x05 \x01(\t\x12\x10\n\x08priority\x18\x06 \x01(\x11\x12\x15\n\rprompt_tokens\x18\x07 \x01(\r\x12\x18\n\x10generated_tokens\x18\x08 \x01(\r\x12\x12\n\nmax_tokens\x18\t \x01(\r\x12\x13\n\x0bpreemptions\x18\n \x01(\r\x12&\n\x03\x61ge\x18\x0b \x01(\x0b\x32\x19.google.protobuf.Duration\"A\n\x05Story\x12\x0c\n\x04live\x18\x01 \x01(\x08\x12*\n\x06\x65vents\x18\x02 \x03(\x0b\x32\x1a.quire.admin.v1.StoryEvent\"D\n\nStoryEvent\x12(\n\x04time\x18\x01 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x0c\n\x04what\x18\x02 \x01(\t\"\xd9\x01\n\x06Worker\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x10\n\x08\x64raining\x18\x02 \x01(\x08\x12\x18\n\x10running_requests\x18\x03 \x01(\r\x12\x17\n\x0fplans_in_flight\x18\x04 \x01(\r\x12\x13\n\x0b\x66ree_blocks\x18\x05 \x01(\r\x12\x15\n\rcached_blocks\x18\x06 \x01(\r\x12\x14\n\x0ctotal_blocks\x18\x07 \x01(\r\x12\x18\n\x10last_step_tokens\x18\x08 \x01(\r\x12\x0e\n\x06\x64\x65vice\x18\t \x01(\t\x12\x0b\n\x03pid\x18\n \x01(\r*z\n\x08LogLevel\x12\x19\n\x15LOG_LEVEL_UNSPECIFIED\x10\x00\x12\x13\n\x0fLOG_LEVEL_DEBUG\x10\x01\x12\x12\n\x0eLOG_LEVEL_INFO\x10\x02\x12\x15\n\x11LOG_LEVEL_WARNING\x10\x03\x12\x13\n\x0fLOG_LEVEL_ERROR\x10\x04\x32\x86\x07\n\x0c\x41\x64minService\x12V\n\x0bListWorkers\x12\".quire.admin.v1.ListWorkersRequest\x1a#.quire.admin.v1.ListWorkersResponse\x12V\n\x0b\x44rainWorker\x12\".quire.admin.v1.DrainWorkerRequest\x1a#.quire.admin.v1.DrainWorkerResponse\x12Y\n\x0cResumeWorker\x12#.quire.admin.v1.ResumeWorkerRequest\x1a$.quire.admin.v1.ResumeWorkerResponse\x12Y\n\x0cListRequests\x12#.quire.admin.v1.ListRequestsRequest\x1a$.quire.admin.v1.ListRequestsResponse\x12\\\n\rCancelRequest\x12$.quire.admin.v1.CancelRequestRequest\x1a%.quire.admin.v1.CancelRequestResponse\x12M\n\x08GetStory\x12\x1f.quire.admin.v1.GetStoryRequest\x1a .quire.admin.v1.GetStoryResponse\x12J\n\x07\x45xplain\x12\x1e.quire.admin.v1.ExplainRequest\x1a\x1f.quire.admin.v1.ExplainResponse\x12U\n\nWatchSteps\x12!.quire.admin.v1.WatchStepsRequest\x1a\".quire.admin.v1.WatchStepsResponse0\x01\x12h\n\x11GetSchedulerState\x12(.quire.admin.v1.GetSchedulerStateRequest\x1a).quire.admin.v1.GetSchedulerStateResponse\x12V\n\x0bSetLogLevel\x12\".quire.admin.v1.SetLogLevelRequest\x1a#.quire.admin.v1.SetLogLevelResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1aquire/admin/v1/admin.proto\x12\x0equire.admin.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\"\x14\n\x12ListWorkersRequest\">\n\x13ListWorkersResponse\x12\'\n\x07workers\x18\x01 \x03(\x0b\x32\x16.quire.admin.v1.Worker\">\n\x12\x44rainWorkerRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x15\n\rmove_requests\x18\x02 \x01(\x08\"=\n\x13\x44rainWorkerResponse\x12&\n\x06worker\x18\x01 \x01(\x0b\x32\x16.quire.admin.v1.Worker\"(\n\x13ResumeWorkerRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\">\n\x14ResumeWorkerResponse\x12&\n\x06worker\x18\x01 \x01(\x0b\x32\x16.quire.admin.v1.Worker\"$\n\x13ListRequestsRequest\x12\r\n\x05limit\x18\x01 \x01(\r\"E\n\x14ListRequestsResponse\x12-\n\x08requests\x18\x01 \x03(\x0b\x32\x1b.quire.admin.v1.LiveRequest\"*\n\x14\x43\x61ncelRequestRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"*\n\x15\x43\x61ncelRequestResponse\x12\x11\n\tcancelled\x18\x01 \x01(\r\"%\n\x0fGetStoryRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\":\n\x10GetStoryResponse\x12&\n\x07stories\x18\x01 \x03(\x0b\x32\x15.quire.admin.v1.Story\"{\n\x0e\x45xplainRequest\x12\x14\n\nrequest_id\x18\x01 \x01(\tH\x00\x12\x11\n\x07slowest\x18\x02 \x01(\rH\x00\x12\x0e\n\x04step\x18\x03 \x01(\tH\x00\x12(\n\x05since\x18\x04 \x01(\x0b\x32\x19.google.protobuf.DurationB\x06\n\x04what\"-\n\x0f\x45xplainResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x0c\n\x04json\x18\x02 \x01(\t\"#\n\x11WatchStepsRequest\x12\x0e\n\x06tables\x18\x01 \x01(\x08\"\x94\x02\n\x12WatchStepsResponse\x12*\n\x05steps\x18\x01 \x03(\x0b\x32\x1b.quire.admin.v1.WatchedStep\x12\x30\n\x08requests\x18\x02 \x03(\x0b\x32\x1e.quire.admin.v1.WatchedRequest\x12+\n\x04load\x18\x03 \x01(\x0b\x32\x1d.quire.admin.v1.SchedulerLoad\x12\x15\n\rdropped_steps\x18\x04 \x01(\x04\x12/\n\x06tables\x18\x05 \x01(\x0b\x32\x1f.quire.admin.v1.SchedulerTables\x12+\n\tincidents\x18\x06 \x03(\x0b\x32\x18.quire.admin.v1.Incident\"\xac\x02\n\x0bWatchedStep\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0c\n\x04step\x18\x02 \x01(\x04\x12)\n\x05start\x18\x03 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12+\n\x08\x64uration\x18\x04 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x13\n\x0b\x64\x65\x63ode_rows\x18\x05 \x03(\r\x12\x17\n\x0f\x64\x65\x63ode_requests\x18\x06 \x03(\x04\x12\x14\n\x0cprefill_rows\x18\x07 \x03(\r\x12\x18\n\x10prefill_requests\x18\x08 \x03(\x04\x12\x16\n\x0eprefill_tokens\x18\t \x03(\r\x12\x14\n\x0cwaiting_rows\x18\n \x03(\r\x12\x18\n\x10waiting_requests\x18\x0b \x03(\x04\"\x81\x01\n\x0eWatchedRequest\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x0e\n\x06tenant\x18\x03 \x01(\t\x12\x15\n\rprompt_tokens\x18\x04 \x01(\r\x12\x12\n\nmax_tokens\x18\x05 \x01(\r\x12\x10\n\x08trace_id\x18\x06 \x01(\t\"\x9b\x02\n\x08Incident\x12(\n\x04time\x18\x01 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12+\n\x04kind\x18\x02 \x01(\x0e\x32\x1d.quire.admin.v1.Incident.Kind\x12\x11\n\tworker_id\x18\x03 \x01(\t\x12\x12\n\nrequest_id\x18\x04 \x01(\t\x12\x0e\n\x06\x64\x65tail\x18\x05 \x01(\t\"\x80\x01\n\x04Kind\x12\x14\n\x10KIND_UNSPECIFIED\x10\x00\x12\x14\n\x10KIND_WORKER_LOST\x10\x01\x12\x16\n\x12KIND_WORKER_JOINED\x10\x02\x12\x12\n\x0eKIND_PREEMPTED\x10\x03\x12\x0f\n\x0bKIND_POISON\x10\x04\x12\x0f\n\x0bKIND_FAILED\x10\x05\"\x82\x03\n\rSchedulerLoad\x12(\n\x04time\x18\x01 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x18\n\x10running_requests\x18\x02 \x01(\r\x12\x18\n\x10waiting_requests\x18\x03 \x01(\r\x12M\n\x11waiting_by_reason\x18\x04 \x03(\x0b\x32\x32.quire.admin.v1.SchedulerLoad.WaitingByReasonEntry\x12\x36\n\x11waiting_by_tenant\x18\x05 \x03(\x0b\x32\x1b.quire.admin.v1.TenantQueue\x12\'\n\x07workers\x18\x06 \x03(\x0b\x32\x16.quire.admin.v1.Worker\x12+\n\x05rates\x18\x07 \x01(\x0b\x32\x1c.quire.admin.v1.ServiceRates\x1a\x36\n\x14WaitingByReasonEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\r:\x02\x38\x01\"\xeb\x01\n\x0cServiceRates\x12\x0f\n\x07seconds\x18\x01 \x01(\x01\x12\x18\n\x10\x61rrived_requests\x18\x02 \x01(\r\x12\x1a\n\x12\x63ompleted_requests\x18\x03 \x01(\r\x12\x15\n\rgood_requests\x18\x04 \x01(\r\x12\x15\n\rprompt_tokens\x18\x05 \x01(\x04\x12\x15\n\routput_tokens\x18\x06 \x01(\x04\x12\'\n\x04ttft\x18\x07 \x01(\x0b\x32\x19.quire.admin.v1.Quantiles\x12&\n\x03itl\x18\x08 \x01(\x0b\x32\x19.quire.admin.v1.Quantiles\"4\n\tQuantiles\x12\r\n\x05\x63ount\x18\x01 \x01(\x04\x12\x0b\n\x03p50\x18\x02 \x01(\x01\x12\x0b\n\x03p99\x18\x03 \x01(\x01\"\xa0\x01\n\x0fSchedulerTables\x12(\n\x04time\x18\x01 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12,\n\nblock_maps\x18\x02 \x03(\x0b\x32\x18.quire.admin.v1.BlockMap\x12\x0e\n\x06policy\x18\x03 \x01(\t\x12%\n\x06queues\x18\x04 \x03(\x0b\x32\x15.quire.admin.v1.Queue\"\x8f\x01\n\x08\x42lockMap\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x12\n\nblock_size\x18\x02 \x01(\r\x12&\n\x06\x64\x65vice\x18\x03 \x01(\x0b\x32\x16.quire.admin.v1.Blocks\x12$\n\x04host\x18\x04 \x01(\x0b\x32\x16.quire.admin.v1.Blocks\x12\x0e\n\x06owners\x18\x05 \x03(\x04\"H\n\x06\x42locks\x12\r\n\x05total\x18\x01 \x01(\r\x12\x0e\n\x06stride\x18\x02 \x01(\r\x12\x0f\n\x07lengths\x18\x03 \x03(\r\x12\x0e\n\x06states\x18\x04 \x03(\r\"U\n\x05Queue\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12\x0e\n\x06length\x18\x02 \x01(\r\x12,\n\x05\x66irst\x18\x03 \x03(\x0b\x32\x1d.quire.admin.v1.QueuedRequest\"\xa7\x01\n\rQueuedRequest\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x0e\n\x06tenant\x18\x03 \x01(\t\x12\x15\n\rrequest_class\x18\x04 \x01(\t\x12\x10\n\x08priority\x18\x05 \x01(\x11\x12\x0e\n\x06tokens\x18\x06 \x01(\r\x12\x16\n\x0ewaited_seconds\x18\x07 \x01(\x01\x12\x11\n\twaits_for\x18\x08 \x01(\t\"7\n\x0bTenantQueue\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\x18\n\x10waiting_requests\x18\x02 \x01(\r\"\x1a\n\x18GetSchedulerStateRequest\"\x97\x02\n\x19GetSchedulerStateResponse\x12\x18\n\x10running_requests\x18\x01 \x01(\r\x12\x18\n\x10waiting_requests\x18\x02 \x01(\r\x12\x11\n\tfrontends\x18\x03 \x01(\r\x12T\n\x0e\x65nded_requests\x18\x04 \x03(\x0b\x32<.quire.admin.v1.GetSchedulerStateResponse.EndedRequestsEntry\x12\'\n\x07workers\x18\x05 \x03(\x0b\x32\x16.quire.admin.v1.Worker\x1a\x34\n\x12\x45ndedRequestsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\"=\n\x12SetLogLevelRequest\x12\'\n\x05level\x18\x01 \x01(\x0e\x32\x18.quire.admin.v1.LogLevel\"A\n\x13SetLogLevelResponse\x12*\n\x08previous\x18\x01 \x01(\x0e\x32\x18.quire.admin.v1.LogLevel\"\xfe\x01\n\x0bLiveRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05state\x18\x02 \x01(\t\x12\x11\n\tworker_id\x18\x03 \x01(\t\x12\x0e\n\x06tenant\x18\x04 \x01(\t\x12\x15\n\rrequest_class\x18\x05 \x01(\t\x12\x10\n\x08priority\x18\x06 \x01(\x11\x12\x15\n\rprompt_tokens\x18\x07 \x01(\r\x12\x18\n\x10generated_tokens\x18\x08 \x01(\r\x12\x12\n\nmax_tokens\x18\t \x01(\r\x12\x13\n\x0bpreemptions\x18\n \x01(\r\x12&\n\x03\x61ge\x18\x0b \x01(\x0b\x32\x19.google.protobuf.Duration\"A\n\x05Story\x12\x0c\n\x04live\x18\x01 \x01(\x08\x12*\n\x06\x65vents\x18\x02 \x03(\x0b\x32\x1a.quire.admin.v1.StoryEvent\"D\n\nStoryEvent\x12(\n\x04time\x18\x01 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x0c\n\x04what\x18\x02 \x01(\t\"\x96\x02\n\x06Worker\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x10\n\x08\x64raining\x18\x02 \x01(\x08\x12\x18\n\x10running_requests\x18\x03 \x01(\r\x12\x17\n\x0fplans_in_flight\x18\x04 \x01(\r\x12\x13\n\x0b\x66ree_blocks\x18\x05 \x01(\r\x12\x15\n\rcached_blocks\x18\x06 \x01(\r\x12\x14\n\x0ctotal_blocks\x18\x07 \x01(\r\x12\x18\n\x10last_step_tokens\x18\x08 \x01(\r\x12\x0e\n\x06\x64\x65vice\x18\t \x01(\t\x12\x0b\n\x03pid\x18\n \x01(\r\x12\x0c\n\x04rows\x18\x0b \x01(\r\x12\x13\n\x0bhost_blocks\x18\x0c \x01(\r\x12\x18\n\x10held_host_blocks\x18\r \x01(\r*z\n\x08LogLevel\x12\x19\n\x15LOG_LEVEL_UNSPECIFIED\x10\x00\x12\x13\n\x0fLOG_LEVEL_DEBUG\x10\x01\x12\x12\n\x0eLOG_LEVEL_INFO\x10\x02\x12\x15\n\x11LOG_LEVEL_WARNING\x10\x03\x12\x13\n\x0fLOG_LEVEL_ERROR\x10\x04\x32\x86\x07\n\x0c\x41\x64minService\x12V\n\x0bListWorkers\x12\".quire.admin.v1.ListWorkersRequest\x1a#.quire.admin.v1.ListWorkersResponse\x12V\n\x0b\x44rainWorker\x12\".quire.admin.v1.DrainWorkerRequest\x1a#.quire.admin.v1.DrainWorkerResponse\x12Y\n\x0cResumeWorker\x12#.quire.admin.v1.ResumeWorkerRequest\x1a$.quire.admin.v1.ResumeWorkerResponse\x12Y\n\x0cListRequests\x12#.quire.admin.v1.ListRequestsRequest\x1a$.quire.admin.v1.ListRequestsResponse\x12\\\n\rCancelRequest\x12$.quire.admin.v1.CancelRequestRequest\x1a%.quire.admin.v1.CancelRequestResponse\x12M\n\x08GetStory\x12\x1f.quire.admin.v1.GetStoryRequest\x1a .quire.admin.v1.GetStoryResponse\x12J\n\x07\x45xplain\x12\x1e.quire.admin.v1.ExplainRequest\x1a\x1f.quire.admin.v1.ExplainResponse\x12U\n\nWatchSteps\x12!.quire.admin.v1.WatchStepsRequest\x1a\".quire.admin.v1.WatchStepsResponse0\x01\x12h\n\x11GetSchedulerState\x12(.quire.admin.v1.GetSchedulerStateRequest\x1a).quire.admin.v1.GetSchedulerStateResponse\x12V\n\x0bSetLogLevel\x12\".quire.admin.v1.SetLogLevelRequest\x1a#.quire.admin.v1.SetLogLevelResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -37,8 +37,8 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SCHEDULERLOAD_WAITINGBYREASONENTRY']._serialized_options = b'8\001'
   _globals['_GETSCHEDULERSTATERESPONSE_ENDEDREQUESTSENTRY']._loaded_options = None
   _globals['_GETSCHEDULERSTATERESPONSE_ENDEDREQUESTSENTRY']._serialized_options = b'8\001'
-  _globals['_LOGLEVEL']._serialized_start=2927
-  _globals['_LOGLEVEL']._serialized_end=3049
+  _globals['_LOGLEVEL']._serialized_start=4428
+  _globals['_LOGLEVEL']._serialized_end=4550
   _globals['_LISTWORKERSREQUEST']._serialized_start=111
   _globals['_LISTWORKERSREQUEST']._serialized_end=131
   _globals['_LISTWORKERSRESPONSE']._serialized_start=133
@@ -68,37 +68,55 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_EXPLAINRESPONSE']._serialized_start=851
   _globals['_EXPLAINRESPONSE']._serialized_end=896
   _globals['_WATCHSTEPSREQUEST']._serialized_start=898
-  _globals['_WATCHSTEPSREQUEST']._serialized_end=917
-  _globals['_WATCHSTEPSRESPONSE']._serialized_start=920
-  _globals['_WATCHSTEPSRESPONSE']._serialized_end=1102
-  _globals['_WATCHEDSTEP']._serialized_start=1105
-  _globals['_WATCHEDSTEP']._serialized_end=1357
-  _globals['_WATCHEDREQUEST']._serialized_start=1359
-  _globals['_WATCHEDREQUEST']._serialized_end=1470
-  _globals['_SCHEDULERLOAD']._serialized_start=1473
-  _globals['_SCHEDULERLOAD']._serialized_end=1814
-  _globals['_SCHEDULERLOAD_WAITINGBYREASONENTRY']._serialized_start=1760
-  _globals['_SCHEDULERLOAD_WAITINGBYREASONENTRY']._serialized_end=1814
-  _globals['_TENANTQUEUE']._serialized_start=1816
-  _globals['_TENANTQUEUE']._serialized_end=1871
-  _globals['_GETSCHEDULERSTATEREQUEST']._serialized_start=1873
-  _globals['_GETSCHEDULERSTATEREQUEST']._serialized_end=1899
-  _globals['_GETSCHEDULERSTATERESPONSE']._serialized_start=1902
-  _globals['_GETSCHEDULERSTATERESPONSE']._serialized_end=2181
-  _globals['_GETSCHEDULERSTATERESPONSE_ENDEDREQUESTSENTRY']._serialized_start=2129
-  _globals['_GETSCHEDULERSTATERESPONSE_ENDEDREQUESTSENTRY']._serialized_end=2181
-  _globals['_SETLOGLEVELREQUEST']._serialized_start=2183
-  _globals['_SETLOGLEVELREQUEST']._serialized_end=2244
-  _globals['_SETLOGLEVELRESPONSE']._serialized_start=2246
-  _globals['_SETLOGLEVELRESPONSE']._serialized_end=2311
-  _globals['_LIVEREQUEST']._serialized_start=2314
-  _globals['_LIVEREQUEST']._serialized_end=2568
-  _globals['_STORY']._serialized_start=2570
-  _globals['_STORY']._serialized_end=2635
-  _globals['_STORYEVENT']._serialized_start=2637
-  _globals['_STORYEVENT']._serialized_end=2705
-  _globals['_WORKER']._serialized_start=2708
-  _globals['_WORKER']._serialized_end=2925
-  _globals['_ADMINSERVICE']._serialized_start=3052
-  _globals['_ADMINSERVICE']._serialized_end=3954
+  _globals['_WATCHSTEPSREQUEST']._serialized_end=933
+  _globals['_WATCHSTEPSRESPONSE']._serialized_start=936
+  _globals['_WATCHSTEPSRESPONSE']._serialized_end=1212
+  _globals['_WATCHEDSTEP']._serialized_start=1215
+  _globals['_WATCHEDSTEP']._serialized_end=1515
+  _globals['_WATCHEDREQUEST']._serialized_start=1518
+  _globals['_WATCHEDREQUEST']._serialized_end=1647
+  _globals['_INCIDENT']._serialized_start=1650
+  _globals['_INCIDENT']._serialized_end=1933
+  _globals['_INCIDENT_KIND']._serialized_start=1805
+  _globals['_INCIDENT_KIND']._serialized_end=1933
+  _globals['_SCHEDULERLOAD']._serialized_start=1936
+  _globals['_SCHEDULERLOAD']._serialized_end=2322
+  _globals['_SCHEDULERLOAD_WAITINGBYREASONENTRY']._serialized_start=2268
+  _globals['_SCHEDULERLOAD_WAITINGBYREASONENTRY']._serialized_end=2322
+  _globals['_SERVICERATES']._serialized_start=2325
+  _globals['_SERVICERATES']._serialized_end=2560
+  _globals['_QUANTILES']._serialized_start=2562
+  _globals['_QUANTILES']._serialized_end=2614
+  _globals['_SCHEDULERTABLES']._serialized_start=2617
+  _globals['_SCHEDULERTABLES']._serialized_end=2777
+  _globals['_BLOCKMAP']._serialized_start=2780
+  _globals['_BLOCKMAP']._serialized_end=2923
+  _globals['_BLOCKS']._serialized_start=2925
+  _globals['_BLOCKS']._serialized_end=2997
+  _globals['_QUEUE']._serialized_start=2999
+  _globals['_QUEUE']._serialized_end=3084
+  _globals['_QUEUEDREQUEST']._serialized_start=3087
+  _globals['_QUEUEDREQUEST']._serialized_end=3254
+  _globals['_TENANTQUEUE']._serialized_start=3256
+  _globals['_TENANTQUEUE']._serialized_end=3311
+  _globals['_GETSCHEDULERSTATEREQUEST']._serialized_start=3313
+  _globals['_GETSCHEDULERSTATEREQUEST']._serialized_end=3339
+  _globals['_GETSCHEDULERSTATERESPONSE']._serialized_start=3342
+  _globals['_GETSCHEDULERSTATERESPONSE']._serialized_end=3621
+  _globals['_GETSCHEDULERSTATERESPONSE_ENDEDREQUESTSENTRY']._serialized_start=3569
+  _globals['_GETSCHEDULERSTATERESPONSE_ENDEDREQUESTSENTRY']._serialized_end=3621
+  _globals['_SETLOGLEVELREQUEST']._serialized_start=3623
+  _globals['_SETLOGLEVELREQUEST']._serialized_end=3684
+  _globals['_SETLOGLEVELRESPONSE']._serialized_start=3686
+  _globals['_SETLOGLEVELRESPONSE']._serialized_end=3751
+  _globals['_LIVEREQUEST']._serialized_start=3754
+  _globals['_LIVEREQUEST']._serialized_end=4008
+  _globals['_STORY']._serialized_start=4010
+  _globals['_STORY']._serialized_end=4075
+  _globals['_STORYEVENT']._serialized_start=4077
+  _globals['_STORYEVENT']._serialized_end=4145
+  _globals['_WORKER']._serialized_start=4148
+  _globals['_WORKER']._serialized_end=4426
+  _globals['_ADMINSERVICE']._serialized_start=4553
+  _globals['_ADMINSERVICE']._serialized_end=5455
 # @@protoc_insertion_point(module_scope)

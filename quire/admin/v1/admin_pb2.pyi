@@ -398,12 +398,17 @@ class WatchStepsRequest(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    TABLES_FIELD_NUMBER: _builtins.int
+    tables: _builtins.bool
+    """Also send `tables`. They take the scheduler up to some milliseconds per second."""
     def __init__(
         self,
+        *,
+        tables: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["tables", b"tables"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -419,6 +424,8 @@ class WatchStepsResponse(_message.Message):
     REQUESTS_FIELD_NUMBER: _builtins.int
     LOAD_FIELD_NUMBER: _builtins.int
     DROPPED_STEPS_FIELD_NUMBER: _builtins.int
+    TABLES_FIELD_NUMBER: _builtins.int
+    INCIDENTS_FIELD_NUMBER: _builtins.int
     dropped_steps: _builtins.int
     """Steps that were left out since the message before, because this reader or a process between was too slow."""
     @_builtins.property
@@ -433,6 +440,14 @@ class WatchStepsResponse(_message.Message):
     def load(self) -> Global___SchedulerLoad:
         """The queue and the workers, about once per second."""
 
+    @_builtins.property
+    def tables(self) -> Global___SchedulerTables:
+        """The queues and the KV blocks, about twice per second, if asked."""
+
+    @_builtins.property
+    def incidents(self) -> _containers.RepeatedCompositeFieldContainer[Global___Incident]:
+        """What went wrong, in order of time; at most 100 per message."""
+
     def __init__(
         self,
         *,
@@ -440,10 +455,12 @@ class WatchStepsResponse(_message.Message):
         requests: _abc.Iterable[Global___WatchedRequest] | None = ...,
         load: Global___SchedulerLoad | None = ...,
         dropped_steps: _builtins.int = ...,
+        tables: Global___SchedulerTables | None = ...,
+        incidents: _abc.Iterable[Global___Incident] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["load", b"load"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["load", b"load", "tables", b"tables"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["dropped_steps", b"dropped_steps", "load", b"load", "requests", b"requests", "steps", b"steps"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dropped_steps", b"dropped_steps", "incidents", b"incidents", "load", b"load", "requests", b"requests", "steps", b"steps", "tables", b"tables"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -466,6 +483,8 @@ class WatchedStep(_message.Message):
     PREFILL_ROWS_FIELD_NUMBER: _builtins.int
     PREFILL_REQUESTS_FIELD_NUMBER: _builtins.int
     PREFILL_TOKENS_FIELD_NUMBER: _builtins.int
+    WAITING_ROWS_FIELD_NUMBER: _builtins.int
+    WAITING_REQUESTS_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     """The worker's name."""
     step: _builtins.int
@@ -498,6 +517,14 @@ class WatchedStep(_message.Message):
     def prefill_tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Tokens of their chunks."""
 
+    @_builtins.property
+    def waiting_rows(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Rows whose requests took no part: no budget was left for their prompt, or their reader takes no more output."""
+
+    @_builtins.property
+    def waiting_requests(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Their requests, by number."""
+
     def __init__(
         self,
         *,
@@ -510,10 +537,12 @@ class WatchedStep(_message.Message):
         prefill_rows: _abc.Iterable[_builtins.int] | None = ...,
         prefill_requests: _abc.Iterable[_builtins.int] | None = ...,
         prefill_tokens: _abc.Iterable[_builtins.int] | None = ...,
+        waiting_rows: _abc.Iterable[_builtins.int] | None = ...,
+        waiting_requests: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["duration", b"duration", "start", b"start"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_requests", b"decode_requests", "decode_rows", b"decode_rows", "duration", b"duration", "prefill_requests", b"prefill_requests", "prefill_rows", b"prefill_rows", "prefill_tokens", b"prefill_tokens", "start", b"start", "step", b"step", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_requests", b"decode_requests", "decode_rows", b"decode_rows", "duration", b"duration", "prefill_requests", b"prefill_requests", "prefill_rows", b"prefill_rows", "prefill_tokens", b"prefill_tokens", "start", b"start", "step", b"step", "waiting_requests", b"waiting_requests", "waiting_rows", b"waiting_rows", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -530,6 +559,7 @@ class WatchedRequest(_message.Message):
     TENANT_FIELD_NUMBER: _builtins.int
     PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     MAX_TOKENS_FIELD_NUMBER: _builtins.int
+    TRACE_ID_FIELD_NUMBER: _builtins.int
     number: _builtins.int
     """Its number; it stays the same until the call ends, also after a preemption."""
     request_id: _builtins.str
@@ -540,6 +570,8 @@ class WatchedRequest(_message.Message):
     """Tokens of its prompt."""
     max_tokens: _builtins.int
     """Most tokens it will generate."""
+    trace_id: _builtins.str
+    """ID of its trace, 32 hexadecimal digits; empty if it is not traced."""
     def __init__(
         self,
         *,
@@ -548,14 +580,90 @@ class WatchedRequest(_message.Message):
         tenant: _builtins.str = ...,
         prompt_tokens: _builtins.int = ...,
         max_tokens: _builtins.int = ...,
+        trace_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_tokens", b"max_tokens", "number", b"number", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "tenant", b"tenant"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_tokens", b"max_tokens", "number", b"number", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "tenant", b"tenant", "trace_id", b"trace_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___WatchedRequest: _TypeAlias = WatchedRequest  # noqa: Y015
+
+@_typing.final
+class Incident(_message.Message):
+    """Something that went wrong."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    class _Kind:
+        ValueType = _typing.NewType("ValueType", _builtins.int)
+        V: _TypeAlias = ValueType  # noqa: Y015
+
+    class _KindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[Incident._Kind.ValueType], _builtins.type):
+        DESCRIPTOR: _descriptor.EnumDescriptor
+        KIND_UNSPECIFIED: Incident._Kind.ValueType  # 0
+        """Not used."""
+        KIND_WORKER_LOST: Incident._Kind.ValueType  # 1
+        """A worker was lost."""
+        KIND_WORKER_JOINED: Incident._Kind.ValueType  # 2
+        """A worker joined."""
+        KIND_PREEMPTED: Incident._Kind.ValueType  # 3
+        """A request lost its row, because others needed its memory or rank before it."""
+        KIND_POISON: Incident._Kind.ValueType  # 4
+        """A request was rejected because workers died while they computed it."""
+        KIND_FAILED: Incident._Kind.ValueType  # 5
+        """A request failed: its row failed, no worker can serve it, or its reader stalled."""
+
+    class Kind(_Kind, metaclass=_KindEnumTypeWrapper):
+        """Kinds of incidents."""
+
+    KIND_UNSPECIFIED: Incident.Kind.ValueType  # 0
+    """Not used."""
+    KIND_WORKER_LOST: Incident.Kind.ValueType  # 1
+    """A worker was lost."""
+    KIND_WORKER_JOINED: Incident.Kind.ValueType  # 2
+    """A worker joined."""
+    KIND_PREEMPTED: Incident.Kind.ValueType  # 3
+    """A request lost its row, because others needed its memory or rank before it."""
+    KIND_POISON: Incident.Kind.ValueType  # 4
+    """A request was rejected because workers died while they computed it."""
+    KIND_FAILED: Incident.Kind.ValueType  # 5
+    """A request failed: its row failed, no worker can serve it, or its reader stalled."""
+
+    TIME_FIELD_NUMBER: _builtins.int
+    KIND_FIELD_NUMBER: _builtins.int
+    WORKER_ID_FIELD_NUMBER: _builtins.int
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    DETAIL_FIELD_NUMBER: _builtins.int
+    kind: Global___Incident.Kind.ValueType
+    """What."""
+    worker_id: _builtins.str
+    """Name of the worker, if it is about one."""
+    request_id: _builtins.str
+    """ID of the request, if it is about one."""
+    detail: _builtins.str
+    """Details in one line; may be empty."""
+    @_builtins.property
+    def time(self) -> _timestamp_pb2.Timestamp:
+        """When."""
+
+    def __init__(
+        self,
+        *,
+        time: _timestamp_pb2.Timestamp | None = ...,
+        kind: Global___Incident.Kind.ValueType = ...,
+        worker_id: _builtins.str = ...,
+        request_id: _builtins.str = ...,
+        detail: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["time", b"time"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["detail", b"detail", "kind", b"kind", "request_id", b"request_id", "time", b"time", "worker_id", b"worker_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Incident: _TypeAlias = Incident  # noqa: Y015
 
 @_typing.final
 class SchedulerLoad(_message.Message):
@@ -589,6 +697,7 @@ class SchedulerLoad(_message.Message):
     WAITING_BY_REASON_FIELD_NUMBER: _builtins.int
     WAITING_BY_TENANT_FIELD_NUMBER: _builtins.int
     WORKERS_FIELD_NUMBER: _builtins.int
+    RATES_FIELD_NUMBER: _builtins.int
     running_requests: _builtins.int
     """Requests that hold a row."""
     waiting_requests: _builtins.int
@@ -609,6 +718,10 @@ class SchedulerLoad(_message.Message):
     def workers(self) -> _containers.RepeatedCompositeFieldContainer[Global___Worker]:
         """The usable workers with their blocks."""
 
+    @_builtins.property
+    def rates(self) -> Global___ServiceRates:
+        """What was served since the load before."""
+
     def __init__(
         self,
         *,
@@ -618,14 +731,307 @@ class SchedulerLoad(_message.Message):
         waiting_by_reason: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
         waiting_by_tenant: _abc.Iterable[Global___TenantQueue] | None = ...,
         workers: _abc.Iterable[Global___Worker] | None = ...,
+        rates: Global___ServiceRates | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["time", b"time"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["rates", b"rates", "time", b"time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["running_requests", b"running_requests", "time", b"time", "waiting_by_reason", b"waiting_by_reason", "waiting_by_tenant", b"waiting_by_tenant", "waiting_requests", b"waiting_requests", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["rates", b"rates", "running_requests", b"running_requests", "time", b"time", "waiting_by_reason", b"waiting_by_reason", "waiting_by_tenant", b"waiting_by_tenant", "waiting_requests", b"waiting_requests", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___SchedulerLoad: _TypeAlias = SchedulerLoad  # noqa: Y015
+
+@_typing.final
+class ServiceRates(_message.Message):
+    """What was served in an interval."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SECONDS_FIELD_NUMBER: _builtins.int
+    ARRIVED_REQUESTS_FIELD_NUMBER: _builtins.int
+    COMPLETED_REQUESTS_FIELD_NUMBER: _builtins.int
+    GOOD_REQUESTS_FIELD_NUMBER: _builtins.int
+    PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    OUTPUT_TOKENS_FIELD_NUMBER: _builtins.int
+    TTFT_FIELD_NUMBER: _builtins.int
+    ITL_FIELD_NUMBER: _builtins.int
+    seconds: _builtins.float
+    """Length of the interval, s."""
+    arrived_requests: _builtins.int
+    """Requests that arrived."""
+    completed_requests: _builtins.int
+    """Requests that were served completely."""
+    good_requests: _builtins.int
+    """Those of them that met their deadline and targets; one without any counts."""
+    prompt_tokens: _builtins.int
+    """Computed tokens of prompts."""
+    output_tokens: _builtins.int
+    """Generated tokens."""
+    @_builtins.property
+    def ttft(self) -> Global___Quantiles:
+        """From the arrival at the scheduler to the first token."""
+
+    @_builtins.property
+    def itl(self) -> Global___Quantiles:
+        """Between two steps of a worker in which a row got tokens."""
+
+    def __init__(
+        self,
+        *,
+        seconds: _builtins.float = ...,
+        arrived_requests: _builtins.int = ...,
+        completed_requests: _builtins.int = ...,
+        good_requests: _builtins.int = ...,
+        prompt_tokens: _builtins.int = ...,
+        output_tokens: _builtins.int = ...,
+        ttft: Global___Quantiles | None = ...,
+        itl: Global___Quantiles | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["itl", b"itl", "ttft", b"ttft"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arrived_requests", b"arrived_requests", "completed_requests", b"completed_requests", "good_requests", b"good_requests", "itl", b"itl", "output_tokens", b"output_tokens", "prompt_tokens", b"prompt_tokens", "seconds", b"seconds", "ttft", b"ttft"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ServiceRates: _TypeAlias = ServiceRates  # noqa: Y015
+
+@_typing.final
+class Quantiles(_message.Message):
+    """Distribution of a duration."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    COUNT_FIELD_NUMBER: _builtins.int
+    P50_FIELD_NUMBER: _builtins.int
+    P99_FIELD_NUMBER: _builtins.int
+    count: _builtins.int
+    """Number of samples; without any, the quantiles are 0."""
+    p50: _builtins.float
+    """Median, s."""
+    p99: _builtins.float
+    """99th percentile, s."""
+    def __init__(
+        self,
+        *,
+        count: _builtins.int = ...,
+        p50: _builtins.float = ...,
+        p99: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["count", b"count", "p50", b"p50", "p99", b"p99"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Quantiles: _TypeAlias = Quantiles  # noqa: Y015
+
+@_typing.final
+class SchedulerTables(_message.Message):
+    """The queues and the KV blocks at one moment."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TIME_FIELD_NUMBER: _builtins.int
+    BLOCK_MAPS_FIELD_NUMBER: _builtins.int
+    POLICY_FIELD_NUMBER: _builtins.int
+    QUEUES_FIELD_NUMBER: _builtins.int
+    policy: _builtins.str
+    """The order in which requests are admitted."""
+    @_builtins.property
+    def time(self) -> _timestamp_pb2.Timestamp:
+        """The moment."""
+
+    @_builtins.property
+    def block_maps(self) -> _containers.RepeatedCompositeFieldContainer[Global___BlockMap]:
+        """The KV blocks of the workers, in the order in which they joined; at most 64 workers."""
+
+    @_builtins.property
+    def queues(self) -> _containers.RepeatedCompositeFieldContainer[Global___Queue]:
+        """The waiting requests by what they wait for; none is empty."""
+
+    def __init__(
+        self,
+        *,
+        time: _timestamp_pb2.Timestamp | None = ...,
+        block_maps: _abc.Iterable[Global___BlockMap] | None = ...,
+        policy: _builtins.str = ...,
+        queues: _abc.Iterable[Global___Queue] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["time", b"time"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_maps", b"block_maps", "policy", b"policy", "queues", b"queues", "time", b"time"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SchedulerTables: _TypeAlias = SchedulerTables  # noqa: Y015
+
+@_typing.final
+class BlockMap(_message.Message):
+    """The KV blocks of a worker."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKER_ID_FIELD_NUMBER: _builtins.int
+    BLOCK_SIZE_FIELD_NUMBER: _builtins.int
+    DEVICE_FIELD_NUMBER: _builtins.int
+    HOST_FIELD_NUMBER: _builtins.int
+    OWNERS_FIELD_NUMBER: _builtins.int
+    worker_id: _builtins.str
+    """The worker's name."""
+    block_size: _builtins.int
+    """Tokens of a block."""
+    @_builtins.property
+    def device(self) -> Global___Blocks:
+        """The blocks of its device."""
+
+    @_builtins.property
+    def host(self) -> Global___Blocks:
+        """The blocks in host memory, which hold the KV of preempted requests."""
+
+    @_builtins.property
+    def owners(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Requests that hold blocks, by number."""
+
+    def __init__(
+        self,
+        *,
+        worker_id: _builtins.str = ...,
+        block_size: _builtins.int = ...,
+        device: Global___Blocks | None = ...,
+        host: Global___Blocks | None = ...,
+        owners: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["device", b"device", "host", b"host"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "device", b"device", "host", b"host", "owners", b"owners", "worker_id", b"worker_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___BlockMap: _TypeAlias = BlockMap  # noqa: Y015
+
+@_typing.final
+class Blocks(_message.Message):
+    """The states of blocks in order of their physical numbers. Equal neighbours are one run. A state is 0: free; 1: in the
+    prefix cache only; 2: released, but a step in flight may still use it; 3 + 2 i: held by `owners[i]`; 4 + 2 i: shared
+    by several requests, of which `owners[i]` is one. A held block whose request is not known has the state 3 + 2 n,
+    where n is the number of owners.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOTAL_FIELD_NUMBER: _builtins.int
+    STRIDE_FIELD_NUMBER: _builtins.int
+    LENGTHS_FIELD_NUMBER: _builtins.int
+    STATES_FIELD_NUMBER: _builtins.int
+    total: _builtins.int
+    """Blocks in all."""
+    stride: _builtins.int
+    """Every how many blocks one is shown; 1 unless there are very many."""
+    @_builtins.property
+    def lengths(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Lengths of the runs."""
+
+    @_builtins.property
+    def states(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Their states."""
+
+    def __init__(
+        self,
+        *,
+        total: _builtins.int = ...,
+        stride: _builtins.int = ...,
+        lengths: _abc.Iterable[_builtins.int] | None = ...,
+        states: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["lengths", b"lengths", "states", b"states", "stride", b"stride", "total", b"total"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Blocks: _TypeAlias = Blocks  # noqa: Y015
+
+@_typing.final
+class Queue(_message.Message):
+    """Requests that wait for one reason."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REASON_FIELD_NUMBER: _builtins.int
+    LENGTH_FIELD_NUMBER: _builtins.int
+    FIRST_FIELD_NUMBER: _builtins.int
+    reason: _builtins.str
+    """The reason, as `reason` of the metric quire_queue_requests: "room", for example."""
+    length: _builtins.int
+    """Their number."""
+    @_builtins.property
+    def first(self) -> _containers.RepeatedCompositeFieldContainer[Global___QueuedRequest]:
+        """The first ones, at most 64; for "room" in the policy's order, otherwise in the order of arrival."""
+
+    def __init__(
+        self,
+        *,
+        reason: _builtins.str = ...,
+        length: _builtins.int = ...,
+        first: _abc.Iterable[Global___QueuedRequest] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["first", b"first", "length", b"length", "reason", b"reason"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Queue: _TypeAlias = Queue  # noqa: Y015
+
+@_typing.final
+class QueuedRequest(_message.Message):
+    """A waiting request."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUMBER_FIELD_NUMBER: _builtins.int
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
+    REQUEST_CLASS_FIELD_NUMBER: _builtins.int
+    PRIORITY_FIELD_NUMBER: _builtins.int
+    TOKENS_FIELD_NUMBER: _builtins.int
+    WAITED_SECONDS_FIELD_NUMBER: _builtins.int
+    WAITS_FOR_FIELD_NUMBER: _builtins.int
+    number: _builtins.int
+    """Its number, as in the steps."""
+    request_id: _builtins.str
+    """Its ID."""
+    tenant: _builtins.str
+    """Its tenant."""
+    request_class: _builtins.str
+    """Its request class."""
+    priority: _builtins.int
+    """Higher runs first, if the policy looks at it."""
+    tokens: _builtins.int
+    """Tokens that it has: its prompt, and what it has generated."""
+    waited_seconds: _builtins.float
+    """Time since it began to wait, s."""
+    waits_for: _builtins.str
+    """What it waits for, in words."""
+    def __init__(
+        self,
+        *,
+        number: _builtins.int = ...,
+        request_id: _builtins.str = ...,
+        tenant: _builtins.str = ...,
+        request_class: _builtins.str = ...,
+        priority: _builtins.int = ...,
+        tokens: _builtins.int = ...,
+        waited_seconds: _builtins.float = ...,
+        waits_for: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["number", b"number", "priority", b"priority", "request_class", b"request_class", "request_id", b"request_id", "tenant", b"tenant", "tokens", b"tokens", "waited_seconds", b"waited_seconds", "waits_for", b"waits_for"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___QueuedRequest: _TypeAlias = QueuedRequest  # noqa: Y015
 
 @_typing.final
 class TenantQueue(_message.Message):
@@ -912,6 +1318,9 @@ class Worker(_message.Message):
     LAST_STEP_TOKENS_FIELD_NUMBER: _builtins.int
     DEVICE_FIELD_NUMBER: _builtins.int
     PID_FIELD_NUMBER: _builtins.int
+    ROWS_FIELD_NUMBER: _builtins.int
+    HOST_BLOCKS_FIELD_NUMBER: _builtins.int
+    HELD_HOST_BLOCKS_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     """Its name."""
     draining: _builtins.bool
@@ -932,6 +1341,12 @@ class Worker(_message.Message):
     """Device: "cpu" or "cuda:0 NVIDIA H100", for example."""
     pid: _builtins.int
     """Process ID on its machine, or in its container."""
+    rows: _builtins.int
+    """Rows: the most requests that it runs at once."""
+    host_blocks: _builtins.int
+    """KV blocks in host memory in all."""
+    held_host_blocks: _builtins.int
+    """Those of them that hold KV."""
     def __init__(
         self,
         *,
@@ -945,10 +1360,13 @@ class Worker(_message.Message):
         last_step_tokens: _builtins.int = ...,
         device: _builtins.str = ...,
         pid: _builtins.int = ...,
+        rows: _builtins.int = ...,
+        host_blocks: _builtins.int = ...,
+        held_host_blocks: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_blocks", b"cached_blocks", "device", b"device", "draining", b"draining", "free_blocks", b"free_blocks", "last_step_tokens", b"last_step_tokens", "pid", b"pid", "plans_in_flight", b"plans_in_flight", "running_requests", b"running_requests", "total_blocks", b"total_blocks", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_blocks", b"cached_blocks", "device", b"device", "draining", b"draining", "free_blocks", b"free_blocks", "held_host_blocks", b"held_host_blocks", "host_blocks", b"host_blocks", "last_step_tokens", b"last_step_tokens", "pid", b"pid", "plans_in_flight", b"plans_in_flight", "rows", b"rows", "running_requests", b"running_requests", "total_blocks", b"total_blocks", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -144,8 +144,8 @@ class AdminServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def WatchSteps(self, request, context):
-        """Streams, a few times per second, the composition of the workers' steps, and about once per second the queue and the
-        blocks; no text and no token IDs. A slow reader misses steps and is told how many. UNIMPLEMENTED if the scheduler
+        """Streams, a few times per second, the composition of the workers' steps and what went wrong, about once per second
+        the load, and if asked, twice per second the queues and the KV blocks; no text and no token IDs. A slow reader misses steps and is told how many. UNIMPLEMENTED if the scheduler
         keeps no record; RESOURCE_EXHAUSTED while 8 others watch; UNAVAILABLE when the front end has lost the scheduler, so
         that numbers of requests begin anew.
         """

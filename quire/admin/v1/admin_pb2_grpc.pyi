@@ -54,8 +54,8 @@ class AdminServiceStub:
     step. NOT_FOUND if the record has no such request; UNIMPLEMENTED if the scheduler keeps no record.
     """
     WatchSteps: _grpc.UnaryStreamMultiCallable[_admin_pb2.WatchStepsRequest, _admin_pb2.WatchStepsResponse]
-    """Streams, a few times per second, the composition of the workers' steps, and about once per second the queue and the
-    blocks; no text and no token IDs. A slow reader misses steps and is told how many. UNIMPLEMENTED if the scheduler
+    """Streams, a few times per second, the composition of the workers' steps and what went wrong, about once per second
+    the load, and if asked, twice per second the queues and the KV blocks; no text and no token IDs. A slow reader misses steps and is told how many. UNIMPLEMENTED if the scheduler
     keeps no record; RESOURCE_EXHAUSTED while 8 others watch; UNAVAILABLE when the front end has lost the scheduler, so
     that numbers of requests begin anew.
     """
@@ -92,8 +92,8 @@ class AdminServiceAsyncStub(AdminServiceStub):
     step. NOT_FOUND if the record has no such request; UNIMPLEMENTED if the scheduler keeps no record.
     """
     WatchSteps: _aio.UnaryStreamMultiCallable[_admin_pb2.WatchStepsRequest, _admin_pb2.WatchStepsResponse]  # type: ignore[assignment]
-    """Streams, a few times per second, the composition of the workers' steps, and about once per second the queue and the
-    blocks; no text and no token IDs. A slow reader misses steps and is told how many. UNIMPLEMENTED if the scheduler
+    """Streams, a few times per second, the composition of the workers' steps and what went wrong, about once per second
+    the load, and if asked, twice per second the queues and the KV blocks; no text and no token IDs. A slow reader misses steps and is told how many. UNIMPLEMENTED if the scheduler
     keeps no record; RESOURCE_EXHAUSTED while 8 others watch; UNAVAILABLE when the front end has lost the scheduler, so
     that numbers of requests begin anew.
     """
@@ -175,8 +175,8 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _admin_pb2.WatchStepsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_admin_pb2.WatchStepsResponse], _abc.AsyncIterator[_admin_pb2.WatchStepsResponse]]:
-        """Streams, a few times per second, the composition of the workers' steps, and about once per second the queue and the
-        blocks; no text and no token IDs. A slow reader misses steps and is told how many. UNIMPLEMENTED if the scheduler
+        """Streams, a few times per second, the composition of the workers' steps and what went wrong, about once per second
+        the load, and if asked, twice per second the queues and the KV blocks; no text and no token IDs. A slow reader misses steps and is told how many. UNIMPLEMENTED if the scheduler
         keeps no record; RESOURCE_EXHAUSTED while 8 others watch; UNAVAILABLE when the front end has lost the scheduler, so
         that numbers of requests begin anew.
         """

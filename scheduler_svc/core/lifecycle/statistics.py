@@ -20,6 +20,7 @@ class WorkerStats:
     blocks_cached: int
     blocks_held: int
     rows_running: int
+    rows_total: int
     draining: bool
     host_blocks_total: int
     host_blocks_held: int
@@ -97,6 +98,7 @@ def worker_stats(worker: Worker) -> WorkerStats:
         blocks_cached=worker.pool.num_cached,
         blocks_held=worker.pool.num_held,
         rows_running=worker.rows.num_running,
+        rows_total=worker.rows.max_rows,
         draining=worker.draining,
         host_blocks_total=worker.swap.pool.num_blocks,
         host_blocks_held=worker.swap.pool.num_held,

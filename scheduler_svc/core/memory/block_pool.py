@@ -28,7 +28,9 @@ from scheduler_svc.core.memory.recency import RecencyQueue
 
 _RESERVE_PART = 32
 """Largest part of all blocks to evict before the memory is needed: one in this many."""
-_CACHED = -1
+CACHED, RETIRED = -1, -2
+"""States of blocks in `BlockPool.references`."""
+_CACHED = CACHED
 _FREE = 0
 _RETIRED = 1 << 40
 """Boundary of claims: from 1 on a claim is a reference count, from here on it names an entry of retired blocks."""
@@ -70,6 +72,12 @@ class BlockPool:
     def num_held(self) -> int:
         """Number of blocks that are neither free nor cached."""
         return self.num_blocks - self.num_available
+
+    @property
+    def references(self) -> IndexArray:
+        """By block: the number of tables that hold it; `RETIRED` and `CACHED` for blocks in these states."""
+        found: IndexArray = np.where(self._claims >= _RETIRED, RETIRED, self._claims).astype(np.intp)
+        return found
 
     def take(self, count: int) -> IndexArray:
         """Take `count` blocks, each with one reference; the caller has checked `num_available`."""

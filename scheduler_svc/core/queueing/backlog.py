@@ -99,6 +99,26 @@ class Backlog:
             "assigned_worker": len(self._assigned),
         }
 
+    def first_by_reason(self, most: int) -> dict[str, list[Request]]:
+        """Return the first requests that wait for each reason, at most `most` each.
+
+        Those that compete are in the order of the policy; suspects, which run alone, come first. Held ones are in the
+        order in which they were held.
+        """
+        queues = [self._common, *self._restricted.values()]
+        competing = [request for queue in queues for request in queue.first_ones(most)]
+        if len(queues) > 1:
+            competing.sort(key=self.policy.place)
+        held = (islice(holding, most) for holding in self._holdings())
+        tenant_limit, grammar, prefix, assigned = map(list, held)
+        return {
+            "room": [*self._suspects.first_ones(most), *competing][:most],
+            "tenant_limit": tenant_limit,
+            "grammar": grammar,
+            "prefix": prefix,
+            "assigned_worker": assigned,
+        }
+
     @property
     def num_ready(self) -> int:
         """Number of requests that may start as soon as there is room."""

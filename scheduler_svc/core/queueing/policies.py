@@ -72,6 +72,13 @@ class WaitingQueue(ABC):
     def discard(self, request: Request) -> None:
         """Remove a request that has finished."""
 
+    @abstractmethod
+    def first_ones(self, most: int) -> list[Request]:
+        """Return at most `most` requests in the present order, without taking them; the cost depends on `most` only.
+
+        The order may change until they are taken, if it depends on service or on the worker.
+        """
+
 
 class Policy(ABC):
     """An order of admission, with the state that it needs."""
@@ -163,6 +170,19 @@ class KeyedQueue(WaitingQueue):
             self._heap = [entry for entry in self._heap if entry[2].state is not RequestState.FINISHED]
             heapq.heapify(self._heap)
             self._num_gone = 0
+
+    def first_ones(self, most: int) -> list[Request]:
+        # The next entry is always a child of an entry that came before.
+        found: list[Request] = []
+        reached = [(self._heap[0], 0)] if self._heap else []
+        while reached and len(found) < most:
+            (_, _, request), place = heapq.heappop(reached)
+            if request.state is not RequestState.FINISHED:
+                found.append(request)
+            for child in (2 * place + 1, 2 * place + 2):
+                if child < len(self._heap):
+                    heapq.heappush(reached, (self._heap[child], child))
+        return found
 
 
 class FairPolicy(Policy):
@@ -264,6 +284,17 @@ class FairQueue(WaitingQueue):
             self._order = [(self._policy.ledger.service(group), group) for group in self._queues]
             heapq.heapify(self._order)
 
+    def first_ones(self, most: int) -> list[Request]:
+        least_served = heapq.nsmallest(
+            most,
+            (group for group, queue in self._queues.items() if len(queue)),
+            key=lambda group: (self._policy.ledger.service(group), group),
+        )
+        found: list[Request] = []
+        for group in least_served:
+            found += self._queues[group].first_ones(most - len(found))
+        return found
+
 
 class LongestPrefixPolicy(Policy):
     """The oldest requests in the order of their cached tokens, most first; see `LongestPrefixQueue`."""
@@ -322,6 +353,9 @@ class LongestPrefixQueue(WaitingQueue):
             self._window.remove(request)
         else:
             self._rest.discard(request)
+
+    def first_ones(self, most: int) -> list[Request]:
+        return [*self._window[:most], *self._rest.first_ones(most - len(self._window))]
 
 
 def fcfs_key(request: Request) -> float:

@@ -1,0 +1,173 @@
+"""Snapshot of the queues and of the KV blocks, for operators who watch.
+
+Everything here reads and changes nothing. A snapshot of a large service is bounded: of very many blocks every n-th one
+is shown, of long queues the first requests.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+
+from scheduler_svc.core.interface.arrays import NO_INDICES, IndexArray
+from scheduler_svc.core.interface.records import WaitReason
+from scheduler_svc.core.memory.block_pool import CACHED, RETIRED, BlockPool
+from scheduler_svc.core.queueing.backlog import Backlog
+from scheduler_svc.core.requests.request import Request, RequestKey
+from scheduler_svc.core.workers.worker import Worker
+
+MAX_WORKERS = 64
+MAX_CELLS = 16384
+"""Most blocks that are shown, of all workers together."""
+MAX_QUEUED = 64
+"""Most waiting requests that are shown for each reason."""
+
+FREE_STATE, CACHED_STATE, RETIRED_STATE, HELD_STATE, SHARED_STATE = range(5)
+"""States of shown blocks. The last two are those of the first owner; those of the next owners are two higher each."""
+
+
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """Blocks in order of their numbers; equal neighbours are one run."""
+
+    total: int
+    stride: int
+    """Every how many blocks one is shown."""
+    lengths: IndexArray
+    states: IndexArray
+
+    def cells(self) -> IndexArray:
+        """Return the state of each shown block."""
+        cells: IndexArray = np.repeat(self.states, self.lengths)
+        return cells
+
+
+@dataclass(frozen=True, slots=True)
+class BlockMap:
+    """The blocks of a worker."""
+
+    worker_id: str
+    block_size: int
+    device: Blocks
+    host: Blocks
+    owners: list[RequestKey]
+    """The requests that hold blocks; those of the device come first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Queued:
+    """A waiting request."""
+
+    key: RequestKey
+    request_id: str
+    tenant: str
+    request_class: str
+    priority: int
+    num_tokens: int
+    since: float
+    """Core time at which it began to wait, s."""
+    waits_for: WaitReason
+
+
+@dataclass(frozen=True, slots=True)
+class Queue:
+    """Requests that wait for one reason."""
+
+    reason: str
+    length: int
+    first: list[Queued]
+
+
+@dataclass(frozen=True, slots=True)
+class Tables:
+    """The queues and the blocks at one moment."""
+
+    block_maps: list[BlockMap]
+    queues: list[Queue]
+
+
+def tables(workers: Iterable[Worker], backlog: Backlog, live: Iterable[Request]) -> Tables:
+    """Return a snapshot.
+
+    Args:
+        workers: the fleet.
+        backlog: the waiting requests.
+        live: all live requests.
+    """
+    shown = list(workers)[:MAX_WORKERS]
+    most = MAX_CELLS // max(1, len(shown))
+    swapped: list[Request] = []
+    if any(worker.swap.pool.num_held for worker in shown):
+        swapped = [request for request in live if request.swapped is not None]
+    return Tables([block_map(worker, swapped, most) for worker in shown], queues(backlog))
+
+
+def block_map(worker: Worker, swapped: Iterable[Request], most: int) -> BlockMap:
+    """Return the blocks of a worker.
+
+    Args:
+        worker: the worker.
+        swapped: requests with KV in host memory, of this worker or another.
+        most: most blocks of the device to show, and most of the host.
+    """
+    rows = worker.rows
+    owners: list[RequestKey] = []
+    tables: list[IndexArray] = []
+    for row in rows.occupied():
+        request = rows.requests[row]
+        assert request is not None
+        owners.append(request.key)
+        tables.append(rows.blocks(row))
+    device_tables = tables.copy()
+    for request in swapped:
+        kept = worker.swapped_here(request)
+        if kept is not None:
+            owners.append(request.key)
+            tables.append(kept.host_blocks)
+    count = len(device_tables)
+    device = _blocks(worker.pool, device_tables, 0, len(owners), most)
+    host = _blocks(worker.swap.pool, tables[count:], count, len(owners), most)
+    return BlockMap(worker.worker_id, rows.block_size, device, host, owners)
+
+
+def queues(backlog: Backlog) -> list[Queue]:
+    """Return the waiting requests by what they wait for."""
+    lengths = backlog.by_reason
+    return [
+        Queue(reason, lengths[reason], [_queued(request) for request in first])
+        for reason, first in backlog.first_by_reason(MAX_QUEUED).items()
+        if lengths[reason]
+    ]
+
+
+def _queued(request: Request) -> Queued:
+    spec = request.spec
+    return Queued(
+        key=request.key,
+        request_id=spec.request_id,
+        tenant=spec.tenant,
+        request_class=spec.request_class,
+        priority=spec.priority,
+        num_tokens=len(request.tokens),
+        since=request.wait.since,
+        waits_for=request.wait.reason,
+    )
+
+
+def _blocks(pool: BlockPool, tables: list[IndexArray], first_owner: int, num_owners: int, most: int) -> Blocks:
+    """Return the blocks of a pool that these tables hold; the owner of the first table has the number `first_owner`."""
+    total = pool.num_blocks
+    stride = max(1, -(-total // most))
+    if not total:
+        return Blocks(0, 1, NO_INDICES, NO_INDICES)
+    owners = np.full(total, num_owners, np.intp)
+    if tables:
+        # Backwards, so that a shared block has its first owner.
+        numbers = np.arange(first_owner, first_owner + len(tables))[::-1]
+        owners[np.concatenate(tables[::-1])] = np.repeat(numbers, [len(table) for table in tables[::-1]])
+    references, owners = pool.references[::stride], owners[::stride]
+    states = np.where(references > 1, SHARED_STATE, HELD_STATE) + 2 * owners
+    for reference, state in ((0, FREE_STATE), (CACHED, CACHED_STATE), (RETIRED, RETIRED_STATE)):
+        states[references == reference] = state
+    begins = np.flatnonzero(np.concatenate([[True], states[1:] != states[:-1]]))
+    return Blocks(total, stride, np.diff(np.append(begins, len(states))), states[begins])

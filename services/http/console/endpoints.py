@@ -1,0 +1,127 @@
+"""What the console's page asks for: the live view, workers to drain or resume, and explanations.
+
+All of it needs the rights of an operator, as the operator API over gRPC does. Every path takes POST with a JSON body
+only, which a page of another origin cannot send without a preflight.
+"""
+
+import asyncio
+import json
+from typing import Any, TypeVar
+
+from google.protobuf.message import Message
+
+from protos.quire.link.v1 import link_pb2
+from quire.admin.v1 import admin_pb2 as admin
+from services.access.principals import CURRENT
+from services.http.console.feed import Feed, worker
+from services.http.endpoint import Exchange, Handler
+from services.link.core_link import OPERATOR_TIMEOUT_S, CoreLink
+from shared.errors import FieldViolation, InvalidRequestError, StalledReaderError, UnsupportedMethodError
+
+_EXPLAIN_TIMEOUT_S = 60.0
+_STALLED_S = 30.0
+"""Time without room for one event after which a viewer is dropped; the stream has an event at least every second."""
+ResponseT = TypeVar("ResponseT", bound=Message)
+
+
+class ConsoleEndpoints:
+    """The endpoints of one front end."""
+
+    def __init__(self, link: CoreLink, *, trace_url: str) -> None:
+        """Create the endpoints.
+
+        Args:
+            link: the link to the core.
+            trace_url: link to a trace with `{trace_id}` in it; empty: none.
+        """
+        self._link = link
+        self._trace_url = trace_url
+
+    def served(self) -> list[tuple[str, str, Handler]]:
+        """Return method, path and handler of each endpoint."""
+        return [
+            ("POST", "/console/api/watch", self.watch),
+            ("POST", "/console/api/drain", self.drain),
+            ("POST", "/console/api/resume", self.resume),
+            ("POST", "/console/api/explain", self.explain),
+        ]
+
+    async def watch(self, exchange: Exchange) -> None:
+        """Stream the live view. A reader that is too slow misses steps, and is told how many."""
+        asked = await _question(exchange)
+        request = admin.WatchStepsRequest(tables=bool(asked.get("tables")))
+        await exchange.run_until_disconnect(self._watch(exchange, request))
+
+    async def _watch(self, exchange: Exchange, request: admin.WatchStepsRequest) -> None:
+        order = link_pb2.OperatorRequest()
+        order.call.Pack(request)
+        feed = Feed()
+        async with self._link.watch(order) as view:
+            await _send(exchange, {"traceUrl": self._trace_url})
+            while True:
+                data, dropped = await view.next()
+                part = admin.WatchStepsResponse.FromString(data)
+                part.dropped_steps += dropped
+                await _send(exchange, feed.message(part))
+
+    async def drain(self, exchange: Exchange) -> None:
+        """Drain a worker."""
+        asked = await _question(exchange)
+        request = admin.DrainWorkerRequest(worker_id=_text(asked, "worker"), move_requests=bool(asked.get("move")))
+        response = await self._ask(request, admin.DrainWorkerResponse())
+        await exchange.answer({"worker": worker(response.worker)})
+
+    async def resume(self, exchange: Exchange) -> None:
+        """End the drain of a worker."""
+        asked = await _question(exchange)
+        request = admin.ResumeWorkerRequest(worker_id=_text(asked, "worker"))
+        response = await self._ask(request, admin.ResumeWorkerResponse())
+        await exchange.answer({"worker": worker(response.worker)})
+
+    async def explain(self, exchange: Exchange) -> None:
+        """Explain why a request took as long as it did."""
+        asked = await _question(exchange)
+        request = admin.ExplainRequest(request_id=_text(asked, "request"))
+        response = await self._ask(request, admin.ExplainResponse(), _EXPLAIN_TIMEOUT_S)
+        await exchange.answer({"text": response.text, "values": json.loads(response.json)})
+
+    async def _ask(self, request: Message, response: ResponseT, timeout_s: float = OPERATOR_TIMEOUT_S) -> ResponseT:
+        order = link_pb2.OperatorRequest()
+        order.call.Pack(request)
+        reply = await self._link.operate(order, timeout_s)
+        if not reply.response.Unpack(response):
+            raise UnsupportedMethodError("scheduler: does not know this call; upgrade it to the front end's version")
+        return response
+
+
+async def _question(exchange: Exchange) -> dict[str, Any]:
+    """Return the body of an operator's request.
+
+    Raises:
+        PermissionDeniedError: the caller is no operator.
+        InvalidRequestError: the body is not a JSON object.
+    """
+    CURRENT.get().check_admin()
+    try:
+        asked = json.loads(await exchange.body())
+    except (ValueError, RecursionError):
+        asked = None
+    if not isinstance(asked, dict):
+        raise InvalidRequestError(FieldViolation("body", "not a JSON object; send {}"))
+    return asked
+
+
+def _text(asked: dict[str, Any], name: str) -> str:
+    value = asked.get(name)
+    if not isinstance(value, str) or not 0 < len(value) <= 512:
+        raise InvalidRequestError(FieldViolation(name, "must be a text of 1 to 512 characters"))
+    return value
+
+
+async def _send(exchange: Exchange, content: dict[str, Any]) -> None:
+    """Send an event; drop a reader that takes nothing."""
+    try:
+        async with asyncio.timeout(_STALLED_S):
+            await exchange.event(content)
+    except TimeoutError:
+        raise StalledReaderError("console: this reader takes no events; open the page again") from None

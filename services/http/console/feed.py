@@ -1,0 +1,169 @@
+"""Parts of a live view as compact JSON for the console.
+
+Columns of a step that equal those of its worker's step before are left out: rows decode in the same order for hundreds
+of steps, and a step of a thousand rows would take ten kilobytes.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from google.protobuf.timestamp_pb2 import Timestamp
+
+from quire.admin.v1 import admin_pb2 as admin
+
+_Columns = tuple[list[int], list[int], list[int], list[int]]
+_KINDS = {number: name.removeprefix("KIND_").lower() for name, number in admin.Incident.Kind.items()}
+
+
+class Feed:
+    """JSON of one viewer's parts, in order."""
+
+    def __init__(self) -> None:
+        self._last: dict[str, _Columns] = {}
+        """By worker: decode rows and requests, waiting rows and requests of its newest step."""
+
+    def message(self, part: admin.WatchStepsResponse) -> dict[str, Any]:
+        """Return a part as the values of a JSON object; absent entries are empty."""
+        found: dict[str, Any] = {}
+        if part.steps:
+            found["steps"] = [self._step(step) for step in part.steps]
+        if part.requests:
+            found["requests"] = [
+                [each.number, each.request_id, each.tenant, each.prompt_tokens, each.max_tokens, each.trace_id]
+                for each in part.requests
+            ]
+        if part.HasField("load"):
+            found["load"] = _load(part.load)
+        if part.HasField("tables"):
+            found["tables"] = _tables(part.tables)
+        if part.incidents:
+            found["incidents"] = [
+                {
+                    "time": _seconds(each.time),
+                    "kind": _KINDS.get(each.kind, "unknown"),
+                    "worker": each.worker_id,
+                    "request": each.request_id,
+                    "detail": each.detail,
+                }
+                for each in part.incidents
+            ]
+        if part.dropped_steps:
+            found["dropped"] = part.dropped_steps
+        return found
+
+    def _step(self, step: admin.WatchedStep) -> dict[str, Any]:
+        columns = (
+            list(step.decode_rows),
+            list(step.decode_requests),
+            list(step.waiting_rows),
+            list(step.waiting_requests),
+        )
+        found: dict[str, Any] = {
+            "worker": step.worker_id,
+            "step": step.step,
+            "start": _seconds(step.start),
+            "seconds": round(step.duration.seconds + step.duration.nanos / 1e9, 6),
+        }
+        if columns != self._last.get(step.worker_id):
+            self._last[step.worker_id] = columns
+            found["decode"], found["waiting"] = columns[:2], columns[2:]
+        if step.prefill_rows:
+            found["prefill"] = [list(step.prefill_rows), list(step.prefill_requests), list(step.prefill_tokens)]
+        return found
+
+
+def worker(message: admin.Worker) -> dict[str, Any]:
+    """Return a worker as the values of a JSON object."""
+    return {
+        "id": message.worker_id,
+        "device": message.device,
+        "pid": message.pid,
+        "draining": message.draining,
+        "running": message.running_requests,
+        "rows": message.rows,
+        "plans": message.plans_in_flight,
+        "blocks": message.total_blocks,
+        "free": message.free_blocks,
+        "cached": message.cached_blocks,
+        "hostBlocks": message.host_blocks,
+        "heldHostBlocks": message.held_host_blocks,
+        "stepTokens": message.last_step_tokens,
+    }
+
+
+def _load(load: admin.SchedulerLoad) -> dict[str, Any]:
+    rates = load.rates
+    return {
+        "time": _seconds(load.time),
+        "running": load.running_requests,
+        "waiting": load.waiting_requests,
+        "byReason": dict(load.waiting_by_reason),
+        "byTenant": [[each.tenant, each.waiting_requests] for each in load.waiting_by_tenant],
+        "workers": [worker(each) for each in load.workers],
+        "rates": {
+            "seconds": rates.seconds,
+            "arrived": rates.arrived_requests,
+            "completed": rates.completed_requests,
+            "good": rates.good_requests,
+            "promptTokens": rates.prompt_tokens,
+            "outputTokens": rates.output_tokens,
+            "ttft": _quantiles(rates.ttft),
+            "itl": _quantiles(rates.itl),
+        },
+    }
+
+
+def _quantiles(found: admin.Quantiles) -> list[float] | None:
+    """Return median and 99th percentile, s; None without samples."""
+    return [round(found.p50, 6), round(found.p99, 6)] if found.count else None
+
+
+def _tables(tables: admin.SchedulerTables) -> dict[str, Any]:
+    return {
+        "time": _seconds(tables.time),
+        "policy": tables.policy,
+        "maps": [
+            {
+                "worker": each.worker_id,
+                "blockSize": each.block_size,
+                "owners": list(each.owners),
+                "device": _blocks(each.device),
+                "host": _blocks(each.host),
+            }
+            for each in tables.block_maps
+        ],
+        "queues": [
+            {
+                "reason": queue.reason,
+                "length": queue.length,
+                "first": [
+                    {
+                        "number": each.number,
+                        "id": each.request_id,
+                        "tenant": each.tenant,
+                        "class": each.request_class,
+                        "priority": each.priority,
+                        "tokens": each.tokens,
+                        "waited": round(each.waited_seconds, 3),
+                        "waitsFor": each.waits_for,
+                    }
+                    for each in queue.first
+                ],
+            }
+            for queue in tables.queues
+        ],
+    }
+
+
+def _blocks(blocks: admin.Blocks) -> dict[str, int | Sequence[int]]:
+    return {
+        "total": blocks.total,
+        "stride": blocks.stride,
+        "lengths": list(blocks.lengths),
+        "states": list(blocks.states),
+    }
+
+
+def _seconds(moment: Timestamp) -> float:
+    """Return the seconds since 1970."""
+    return round(moment.seconds + moment.nanos / 1e9, 6)

@@ -1,0 +1,66 @@
+// The workers, with drain and resume.
+
+import { ask } from "./server.js";
+
+export class Workers {
+  constructor(body, status, model) {
+    this.body = body;
+    this.status = status;
+    this.model = model;
+    this.shown = new Map();
+  }
+
+  /** Shows the newest load; rows are kept, so that the focus stays on a button. */
+  update() {
+    const workers = this.model.load?.workers ?? [];
+    const present = new Set(workers.map((each) => each.id));
+    for (const [id, line] of this.shown) {
+      if (!present.has(id)) {
+        line.row.remove();
+        this.shown.delete(id);
+      }
+    }
+    for (const worker of workers) {
+      const line = this.shown.get(worker.id) ?? this.add(worker.id);
+      const held = worker.blocks - worker.free - worker.cached;
+      line.device.textContent = `${worker.device} (process ${worker.pid})`;
+      line.state.textContent = worker.draining ? (worker.running ? "draining" : "drained") : worker.running ? "running" : "idle";
+      line.rows.textContent = `${worker.running} of ${worker.rows}`;
+      line.blocks.textContent = `${held} of ${worker.blocks}, ${worker.cached} cached` + (worker.hostBlocks ? `; host ${worker.heldHostBlocks} of ${worker.hostBlocks}` : "");
+      line.tokens.textContent = worker.stepTokens;
+      line.button.textContent = worker.draining ? "Resume" : "Drain";
+      line.button.setAttribute("aria-label", `${line.button.textContent} ${worker.id}`);
+      line.draining = worker.draining;
+    }
+  }
+
+  add(id) {
+    const row = document.createElement("tr");
+    const name = document.createElement("th");
+    name.scope = "row";
+    name.textContent = id;
+    row.append(name);
+    const line = { row, draining: false };
+    for (const column of ["device", "state", "rows", "blocks", "tokens", "action"]) row.append((line[column] = document.createElement("td")));
+    line.button = document.createElement("button");
+    line.button.type = "button";
+    line.button.addEventListener("click", () => this.order(id, line));
+    line.action.append(line.button);
+    this.body.append(row);
+    this.shown.set(id, line);
+    return line;
+  }
+
+  async order(id, line) {
+    const path = line.draining ? "resume" : "drain";
+    line.button.disabled = true;
+    try {
+      await ask(`/console/api/${path}`, { worker: id });
+      this.status.textContent = path === "drain" ? `${id} admits no new requests.` : `${id} admits requests again.`;
+    } catch (error) {
+      this.status.textContent = `${path} ${id}: ${error.message}`;
+    } finally {
+      line.button.disabled = false;
+    }
+  }
+}

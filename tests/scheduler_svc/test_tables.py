@@ -1,0 +1,142 @@
+"""Snapshots of queues and blocks for operators: equal to the core's own tables, and bounded."""
+
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from scheduler_svc.core.interface import events as ev
+from scheduler_svc.core.lifecycle import tables
+from scheduler_svc.core.lifecycle.tables import BlockMap, Blocks
+from scheduler_svc.core.workers.worker import Worker
+from scheduler_svc.sim.model_worker import ModelWorker
+from tests.scheduler_svc.cluster import FRONTEND, Cluster
+
+
+def _cluster(**limits: object) -> Cluster:
+    cluster = Cluster(**({"max_num_seqs": 6, "max_num_batched_tokens": 32} | limits))
+    cluster.join(ModelWorker(b"w/1", 20, 4, 8, num_host_blocks=40))
+    return cluster
+
+
+def _expected(worker: Worker) -> list[tuple[str, set[int]]]:
+    """Returns by block its state and the streams of the requests that hold it, read block by block."""
+    holders: dict[int, set[int]] = {}
+    for row in range(worker.rows.max_rows):
+        request = worker.rows.requests[row]
+        for block in worker.rows.blocks(row).tolist() if request is not None else ():
+            assert request is not None
+            holders.setdefault(block, set()).add(request.key.stream)
+    pool = worker.pool
+    free = set(pool._free[: pool.num_free].tolist())
+    cached = set(pool._cached.validate())
+    found = []
+    for block in range(pool.num_blocks):
+        held = holders.get(block, set())
+        state = "free" if block in free else "cached" if block in cached else "retired"
+        found.append((("shared" if len(held) > 1 else "held") if held else state, held))
+    return found
+
+
+def _shown(found: BlockMap, blocks: Blocks) -> list[tuple[str, int | None]]:
+    """Returns by block its state and the stream of its owner, as a viewer reads a map."""
+    result: list[tuple[str, int | None]] = []
+    for state in blocks.cells().tolist():
+        if state < tables.HELD_STATE:
+            result.append((("free", "cached", "retired")[state], None))
+        else:
+            owner = (state - tables.HELD_STATE) // 2
+            stream = found.owners[owner].stream if owner < len(found.owners) else None
+            result.append(("shared" if (state - tables.HELD_STATE) % 2 else "held", stream))
+    return result
+
+
+def test_a_block_map_is_the_pool_and_the_block_tables() -> None:
+    """At every step each block has the state of the pool, and an owner whose table holds it; all states occur."""
+    cluster = _cluster()
+    seen: Counter[str] = Counter()
+    for stream in range(9):
+        cluster.submit(stream, [1, 2, 3, 4, 5, 6, 7, 8, stream], 12)
+    for _ in range(60):
+        cluster.plan()
+        (worker,) = cluster.core._fleet
+        (found,) = cluster.core.tables().block_maps
+        expected = _expected(worker)
+        assert found.device.total == len(expected) == 20
+        for (state, owner), (expected_state, holders) in zip(_shown(found, found.device), expected, strict=True):
+            assert state == expected_state
+            assert (owner in holders) if holders else owner is None
+            seen[state] += 1
+        cluster.answer()
+    assert set(seen) == {"free", "cached", "retired", "held", "shared"}
+
+
+def test_the_host_tier_names_the_requests_whose_kv_it_keeps() -> None:
+    """Each host block belongs to the swapped request that will copy it back."""
+    cluster = _cluster(prefix_cache="off")
+    for stream in range(8):
+        cluster.submit(stream, [stream, 1, 2, 3, 4], 25)
+    while not cluster.core.stats().workers[0].host_blocks_held:
+        cluster.plan()
+        cluster.answer()
+    (found,) = cluster.core.tables().block_maps
+    shown = [owner for state, owner in _shown(found, found.host) if state == "held"]
+    expected = {
+        request.key.stream: len(request.swapped.host_blocks)
+        for request in cluster.core._requests
+        if request.swapped is not None
+    }
+    assert expected
+    assert Counter(shown) == expected
+
+
+def test_a_large_pool_is_sampled() -> None:
+    """Of very many blocks every n-th is shown, with the state that it has in the complete map."""
+    cluster = Cluster(max_num_seqs=6, max_num_batched_tokens=32)
+    cluster.join(ModelWorker(b"w/1", 500, 4, 8))
+    for stream in range(6):
+        cluster.submit(stream, [stream, *range(30)], 12)
+    cluster.plan()
+    (worker,) = cluster.core._fleet
+    whole, part = (tables.block_map(worker, [], most) for most in (500, 64))
+    assert (part.device.total, part.device.stride) == (500, 8)
+    assert np.array_equal(part.device.cells(), whole.device.cells()[::8])
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "priority", "sjf", "edf", "fair", "lpm"])
+def test_ready_requests_are_shown_in_the_order_of_admission(policy: str) -> None:
+    """While nothing else happens, requests are admitted in the order that the queue shows."""
+    cluster = Cluster(max_num_seqs=1, max_num_batched_tokens=64, policy=policy, policy_preemption="off")
+    cluster.join(ModelWorker(b"w/1", 64, 4, 8))
+    for stream in range(8):
+        cluster.submit(
+            stream,
+            [stream, 1, 2],
+            4 + (stream * 5) % 7,
+            priority=(stream * 3) % 4,
+            tenant=f"t{stream % 3}",
+            total_deadline=300.0 - 20 * ((stream * 3) % 5),
+        )
+    cluster.plan()
+    for _ in range(6):
+        (queue,) = cluster.core.tables().queues
+        assert (queue.reason, queue.length) == ("room", len(queue.first))
+        first = queue.first[0].key.stream
+        waiting = {each.key.stream for each in queue.first}
+        (running,) = {request.key.stream for request in cluster.core._requests} - waiting
+        cluster.handle(ev.RequestCancelled(frontend=FRONTEND, stream=running))
+        for _ in range(4):
+            cluster.answer()
+            cluster.plan()
+        (after,) = cluster.core.tables().queues
+        assert waiting - {each.key.stream for each in after.first} == {first}
+
+
+def test_long_queues_are_cut() -> None:
+    """Of many waiting requests the first ones are shown, and their number is told."""
+    cluster = Cluster(max_num_seqs=1, max_num_batched_tokens=64)
+    for stream in range(200):
+        cluster.submit(stream, [stream, 1, 2], 4)
+    (queue,) = cluster.core.tables().queues
+    assert queue.length == 200
+    assert [each.key.stream for each in queue.first] == list(range(tables.MAX_QUEUED))

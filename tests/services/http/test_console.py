@@ -1,0 +1,249 @@
+"""The console's page and data: served to operators only, from this server only, bounded for each viewer."""
+
+import asyncio
+import hashlib
+import json
+import re
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from html.parser import HTMLParser
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from protos.quire.link.v1 import link_pb2
+from quire.admin.v1 import admin_pb2 as admin
+from services.http.console import page
+from services.http.console.feed import Feed
+from services.link.live_view import MAX_UNREAD_PARTS
+from tests.services.stack import PATIENCE_S, Stack, running_stack
+
+JSON = {"content-type": "application/json"}
+PRINCIPALS = f"""
+[principals.search]
+tokens = ["{hashlib.sha256(b"s3cret").hexdigest()}"]
+[principals.operator]
+tokens = ["{hashlib.sha256(b"0p").hexdigest()}"]
+admin = true
+"""
+STATIC = resources.files(page.__package__) / "static"
+
+
+class _Page(HTMLParser):
+    """The addresses that a page loads, and what a strict policy would refuse."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.loaded: list[str] = []
+        self.inline: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        """Collects."""
+        values = dict(attrs)
+        address = values.get("src") or (values.get("href") if tag == "link" else None)
+        if address:
+            self.loaded.append(address)
+        if (tag == "script" and "src" not in values) or tag == "style":
+            self.inline.append(tag)
+        self.inline += [name for name in values if name == "style" or name.startswith("on")]
+
+
+@asynccontextmanager
+async def _watching(stack: Stack, **headers: str) -> AsyncIterator[tuple[httpx.Response, AsyncIterator[Any]]]:
+    """A view over HTTP and its events."""
+    async with stack.http.stream(
+        "POST", "/console/api/watch", content='{"tables": true}', headers=JSON | headers, timeout=PATIENCE_S
+    ) as response:
+
+        async def events() -> AsyncIterator[Any]:
+            async for line in response.aiter_lines():
+                if line.startswith("data: ") and line != "data: [DONE]":
+                    yield json.loads(line.removeprefix("data: "))
+
+        yield response, events()
+
+
+def _say(stack: Stack, part: admin.WatchStepsResponse) -> None:
+    number = [request.number for message in stack.core.messages for request in message.operator_requests][-1]
+    view = link_pb2.View(number=number, response=part.SerializeToString(), steps=len(part.steps))
+    stack.core.say(link_pb2.CoreMessage(incarnation=stack.core.incarnation, views=[view]).SerializeToString())
+
+
+def test_the_page_loads_only_its_own_files(tmp_path: Path) -> None:
+    """Every file that the page and its modules name is served under a policy that allows nothing else."""
+
+    async def main() -> None:
+        async with running_stack(tmp_path) as stack:
+            first = await stack.http.get("/")
+            assert first.headers["content-type"] == "text/html; charset=utf-8"
+            found = _Page()
+            found.feed(first.text)
+            assert found.inline == []
+            todo, seen = ["/", *found.loaded], set[str]()
+            while todo:
+                path = todo.pop()
+                if path in seen:
+                    continue
+                seen.add(path)
+                response = await stack.http.get(path)
+                assert response.status_code == 200, path
+                assert response.headers["content-security-policy"] == page.CONTENT_SECURITY_POLICY
+                assert response.headers["x-content-type-options"] == "nosniff"
+                todo += ["/console/" + name for name in re.findall(r'from "\./([^"]+)"', response.text)]
+                again = await stack.http.get(path, headers={"if-none-match": response.headers["etag"]})
+                assert (again.status_code, again.content) == (304, b"")
+            files = {"/" if file.name == "index.html" else f"/console/{file.name}" for file in STATIC.iterdir()}
+            assert seen == files
+
+    asyncio.run(main())
+    policy = dict(part.split(" ", 1) for part in page.CONTENT_SECURITY_POLICY.split("; "))
+    assert policy["default-src"] == policy["frame-ancestors"] == "'none'"
+    assert {policy["script-src"], policy["style-src"], policy["connect-src"]} == {"'self'"}
+
+
+def test_no_file_names_another_server() -> None:
+    """The page has no address outside of this server, and no module writes HTML."""
+    for file in STATIC.iterdir():
+        text = file.read_text().replace("http://www.w3.org/2000/svg", "")
+        assert not re.search(r"https?://[\w.]|url\(", text), file.name
+        assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(", text), file.name
+
+
+@pytest.mark.parametrize("path", ["watch", "drain", "resume", "explain"])
+def test_data_is_for_operators_only(tmp_path: Path, path: str) -> None:
+    """Without a token and with that of a client the data is refused, while the page itself holds none."""
+    (tmp_path / "principals.toml").write_text(PRINCIPALS)
+
+    async def main() -> None:
+        async with running_stack(tmp_path, principals=str(tmp_path / "principals.toml")) as stack:
+            assert (await stack.http.get("/")).status_code == 200
+            for headers, status in (({}, 401), ({"authorization": "Bearer s3cret"}, 403)):
+                response = await stack.http.post(f"/console/api/{path}", content="{}", headers=JSON | headers)
+                assert response.status_code == status
+            assert not any(message.operator_requests for message in stack.core.messages)
+            async with _watching(stack, authorization="Bearer 0p") as (response, events):
+                assert response.status_code == 200
+                assert await anext(events) == {"traceUrl": ""}
+
+    asyncio.run(main())
+
+
+def test_an_api_key_opens_the_console_of_a_loopback_service(tmp_path: Path) -> None:
+    """With API keys, the data needs one of them."""
+    (tmp_path / "keys").write_text("first\n")
+
+    async def main() -> None:
+        async with running_stack(tmp_path, api_key_file=str(tmp_path / "keys")) as stack:
+            refused = await stack.http.post("/console/api/watch", content="{}", headers=JSON)
+            assert refused.status_code == 401
+            async with _watching(stack, authorization="Bearer first") as (response, _):
+                assert response.status_code == 200
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("headers", "expected"),
+    [
+        ({"host": "evil.example:8000"}, 403),
+        ({"origin": "http://evil.example"}, 403),
+        ({"origin": "null"}, 403),
+        ({"content-type": "text/plain"}, 415),
+        ({}, 400),
+    ],
+)
+def test_other_pages_reach_no_data(tmp_path: Path, headers: dict[str, str], expected: int) -> None:
+    """Foreign hosts and origins, and bodies that a page can send without a preflight, are refused."""
+
+    async def main() -> None:
+        async with running_stack(tmp_path) as stack:
+            response = await stack.http.post("/console/api/watch", content="[]", headers=JSON | headers)
+            assert response.status_code == expected
+            assert "access-control-allow-origin" not in response.headers
+            if "host" in headers:
+                assert (await stack.http.get("/", headers=headers)).status_code == 403
+
+    asyncio.run(main())
+
+
+def test_the_console_can_be_turned_off(tmp_path: Path) -> None:
+    """Without the console, neither its page nor its data is there."""
+
+    async def main() -> None:
+        async with running_stack(tmp_path, console=False) as stack:
+            for path in ("/", "/console/main.js"):
+                assert (await stack.http.get(path)).status_code == 404
+            assert (await stack.http.post("/console/api/watch", content="{}", headers=JSON)).status_code == 404
+
+    asyncio.run(main())
+
+
+def test_a_viewer_that_pauses_learns_how_many_steps_it_has_missed(tmp_path: Path) -> None:
+    """What a viewer does not read is dropped and counted; what it gets and what it missed are all steps."""
+    num_parts = 40 * MAX_UNREAD_PARTS
+
+    async def main() -> None:
+        async with running_stack(tmp_path) as stack, _watching(stack) as (_, events), asyncio.timeout(PATIENCE_S):
+            await anext(events)
+            for number in range(num_parts):
+                part = admin.WatchStepsResponse()
+                # Other rows in every step, so that none is left out as equal.
+                part.steps.add(worker_id="w", step=number, decode_rows=range(number, number + 3000))
+                _say(stack, part)
+            # An answer comes after all that the core has sent before.
+            while stack.core.unsaid:
+                await stack.http.post("/console/api/resume", content='{"worker": "w"}', headers=JSON)
+            last = seen = dropped = 0
+            while last < num_parts - 1:
+                event = await anext(events)
+                for step in event.get("steps", ()):
+                    last = step["step"]
+                    seen += 1
+                dropped += event.get("dropped", 0)
+            assert dropped > 0
+            assert seen + dropped == num_parts
+
+    asyncio.run(main())
+
+
+def test_a_viewer_that_leaves_ends_its_view(tmp_path: Path) -> None:
+    """The core learns that nobody watches any more."""
+
+    async def main() -> None:
+        async with running_stack(tmp_path) as stack, asyncio.timeout(PATIENCE_S):
+            async with _watching(stack) as (_, events):
+                await anext(events)
+            await stack.core.saw(lambda core: any(message.ended_views for message in core.messages))
+
+    asyncio.run(main())
+
+
+ROWS = st.lists(st.integers(0, 4), max_size=3)
+
+
+@given(st.lists(st.tuples(st.sampled_from("ab"), ROWS, ROWS), max_size=12))
+def test_a_viewer_can_restore_the_columns_that_are_left_out(steps: list[tuple[str, list[int], list[int]]]) -> None:
+    """Equal columns are sent once, and a viewer that keeps the last ones has every step."""
+    feed, known = Feed(), dict[str, tuple[Any, Any]]()
+    for worker, decode, waiting in steps:
+        part = admin.WatchStepsResponse()
+        part.steps.add(
+            worker_id=worker,
+            decode_rows=decode,
+            decode_requests=[each + 10 for each in decode],
+            waiting_rows=waiting,
+            waiting_requests=[each + 20 for each in waiting],
+        )
+        (step,) = feed.message(part)["steps"]
+        assert ("decode" in step) == ("waiting" in step)
+        if "decode" in step:
+            known[worker] = step["decode"], step["waiting"]
+        assert known[worker] == (
+            (decode, [each + 10 for each in decode]),
+            (waiting, [each + 20 for each in waiting]),
+        )
