@@ -10,11 +10,13 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any
 
+import numpy as np
 from google.protobuf.message import DecodeError
 
 from protos.quire.link.v1 import link_pb2
 from scheduler_svc.core.interface import effects as ef
 from scheduler_svc.core.interface import events as ev
+from scheduler_svc.core.interface.arrays import Int32Array
 from shared.columns import MalformedColumnError, from_column, from_columns, to_column
 from shared.errors import InvalidRequestError, QuireError
 from shared.frames import (
@@ -277,12 +279,19 @@ class Outgoing:
         )
         if tokens:
             self._message.streams, self._message.first_indices, self._message.tokens = streams, first_indices, tokens
+            if any(effect.counts is not None for effect in self._tokens):
+                self._message.counts = b"".join([to_column(_counts(effect)) for effect in self._tokens])
         frame = self._message.SerializeToString()
-        return [frame] if len(frame) <= PACKED_BYTES else self._split(incarnation, streams, first_indices, tokens)
+        return [frame] if len(frame) <= PACKED_BYTES else self._split(incarnation)
 
-    def _split(self, incarnation: int, streams: bytes, first_indices: bytes, tokens: bytes) -> list[bytes]:
+    def _split(self, incarnation: int) -> list[bytes]:
         """Encode several frames: log-probabilities before their tokens, ends after the tokens."""
         whole = self._message
+        # One entry per token can be cut anywhere.
+        each = [effect.each() for effect in self._tokens]
+        streams = b"".join([to_column(column) for column, _ in each])
+        first_indices = b"".join([to_column(column) for _, column in each])
+        tokens = whole.tokens
         packer = Packer(lambda: link_pb2.CoreMessage(incarnation=incarnation))
         head = packer.messages[0]
         head.protocol_version = whole.protocol_version
@@ -315,6 +324,10 @@ _TOKEN_WIDTH = TOKEN_BYTES * len(_TOKEN_COLUMNS)
 """Size of a token in a frame, in bytes."""
 _PART_OVERHEAD = 64
 """Upper bound of the overhead of log-probabilities in a frame, in bytes."""
+
+
+def _counts(effect: ef.TokensReady) -> Int32Array:
+    return np.ones(len(effect.streams), np.int32) if effect.counts is None else effect.counts
 
 
 def _is_part(size: int, what: str) -> bool:

@@ -28,6 +28,8 @@ _MAX_ROWS = 1 << 16
 _MAX_BLOCKS = 1 << 22
 _MAX_BLOCK_SIZE = 1 << 16
 _MAX_HIDDEN = 1 << 20
+_MAX_DRAFTS = 64
+"""Most draft tokens per row and step."""
 _MAX_DEVICE = 128
 """Longest device name in characters; it is only displayed."""
 _MAX_FIELD = 128
@@ -103,6 +105,8 @@ def encode_plan(plan: Plan, *, step_traceparent: str, attempt_traceparents: dict
         message.releases = to_column(plan.releases)
     if len(plan.copy_sources):
         message.copy_sources, message.copy_targets = to_column(plan.copy_sources), to_column(plan.copy_targets)
+    if len(plan.draft_rows):
+        message.draft_rows, message.draft_limits = to_column(plan.draft_rows), to_column(plan.draft_limits)
     if plan.swap_outs or plan.swap_ins:
         message.swap_out_blocks, message.swap_out_host_blocks = map(to_column, joined(plan.swap_outs))
         message.swap_in_host_blocks, message.swap_in_blocks = map(to_column, joined(plan.swap_ins))
@@ -164,10 +168,17 @@ def _encode_admission(message: plan_pb2.Admission, admission: RowAdmission, trac
 def _step_done(peer: ev.Peer, epoch: int, result: plan_pb2.StepResult) -> ev.StepDone:
     # Nearly all results have none of these fields; checking each one would double the cost.
     parts: dict[str, Any] = {field.name: value for field, value in result.ListFields()}
-    if "counts" in parts:
-        raise MalformedFrameError("counts: a plan asks for at most one token per row")
+    counts = draft_counts = None
     try:
-        rows, tokens = from_columns(result.rows, result.tokens)
+        if "counts" in parts:
+            rows, counts = from_columns(result.rows, result.counts)
+            tokens = from_column(result.tokens)
+            if int(counts.sum()) != len(tokens):
+                raise MalformedFrameError(f"counts: {int(counts.sum())} tokens are counted, {len(tokens)} were sent")
+        else:
+            rows, tokens = from_columns(result.rows, result.tokens)
+        if "draft_counts" in parts:
+            _, draft_counts = from_columns(result.rows, result.draft_counts)
         completed_copies = from_column(result.completed_copies).tolist() if "completed_copies" in parts else ()
     except MalformedColumnError as error:
         raise MalformedFrameError(str(error)) from None
@@ -178,6 +189,8 @@ def _step_done(peer: ev.Peer, epoch: int, result: plan_pb2.StepResult) -> ev.Ste
         step=result.step,
         rows=rows,
         tokens=tokens,
+        counts=counts,
+        draft_counts=draft_counts,
         failures=[
             ev.FailedRow(
                 row=failure.row,
@@ -226,8 +239,11 @@ def _hello(peer: ev.Peer, hello: plan_pb2.Hello) -> ev.WorkerHello:
         and model.max_model_len <= MAX_SEQUENCE
         and model.vocab_size <= MAX_VOCABULARY
         and model.hidden_size <= _MAX_HIDDEN
+        and hello.max_draft_tokens <= _MAX_DRAFTS
     ):
-        raise MalformedFrameError("Hello: worker_id, max_rows, num_blocks, block_size or model is out of range")
+        raise MalformedFrameError(
+            "Hello: worker_id, max_rows, num_blocks, block_size, max_draft_tokens or model is out of range"
+        )
     longest = min(hello.num_blocks, -(-model.max_model_len // max(hello.block_size, 1)))
     if hello.max_rows * longest > _MAX_TABLE:
         raise UnsupportedVersionError(
@@ -253,6 +269,7 @@ def _hello(peer: ev.Peer, hello: plan_pb2.Hello) -> ev.WorkerHello:
         max_rows=hello.max_rows,
         max_tokens_per_step=hello.max_tokens_per_step,
         num_host_blocks=min(hello.num_host_blocks, _MAX_BLOCKS),
+        max_draft_tokens=hello.max_draft_tokens,
         device=" ".join(hello.device.split())[:_MAX_DEVICE],
         pid=hello.pid,
         process=hello.process,

@@ -45,6 +45,7 @@ from scheduler_svc.core.requests.request import Request, RequestState
 from scheduler_svc.core.workers.fleet import Fleet
 from scheduler_svc.core.workers.plan_schedule import PlanSchedule
 from scheduler_svc.core.workers.quarantine import REJECTED, Quarantine
+from scheduler_svc.core.workers.rows import FREE
 from scheduler_svc.core.workers.step_clock import EARLY_S
 from scheduler_svc.core.workers.worker import Worker
 
@@ -391,7 +392,10 @@ class Scheduler:
             return
         if settled.num_prefill_tokens:
             worker.gate.prefill_measured(settled.duration)
-        self._requests.forecast.step_measured(settled.num_tokens, settled.num_prefill_tokens, settled.duration)
+        token_s = settled.duration
+        if settled.counts is not None and len(settled.tokens):
+            token_s *= len(settled.rows) / len(settled.tokens)
+        self._requests.forecast.step_measured(settled.num_tokens, settled.num_prefill_tokens, token_s)
         for request, index, of_prompt, scores in settled.scores:
             if request.is_logged and not of_prompt:
                 request.scores.append((index, scores))
@@ -418,6 +422,10 @@ class Scheduler:
             self._requests.end(request, EndReason.STOP, now, stop_token_id=token)
         for request in settled.at_limit:
             self._requests.end(request, EndReason.LENGTH, now)
+        for row in settled.ending:
+            # Another request of the step may have ended for this one, or its row failed.
+            if worker.rows.state[row] != FREE:
+                self._requests.last_step_planned(worker.vacate(row))
         for request, values in settled.embedded:
             self._requests.end(request, EndReason.EMBEDDED, now, embedding=values)
 

@@ -185,11 +185,12 @@ class Journal:
                 self._model = model.fingerprint
 
     def _note_tokens(self, effect: ef.TokensReady, streams: dict[int, int]) -> None:
-        numbers = np.array([streams.get(stream, 0) for stream in effect.streams.tolist()], np.int32)
-        columns = (numbers, effect.first_indices, effect.tokens)
+        of_tokens, indices = effect.each()
+        numbers = np.array([streams.get(stream, 0) for stream in of_tokens.tolist()], np.int32)
+        columns = (numbers, indices, effect.tokens)
         covered = numbers > 0
         if not covered.all():
-            columns = (numbers[covered], effect.first_indices[covered], effect.tokens[covered])
+            columns = (numbers[covered], indices[covered], effect.tokens[covered])
         for column, values in zip(self._columns, columns, strict=True):
             column.append(to_column(values))
 

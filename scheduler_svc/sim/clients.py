@@ -238,9 +238,8 @@ class Clients:
         if frontend is None:
             raise ViolationError("frontend.gone", f"tokens for {effect.frontend!r}, which is gone")
         now = self._world.now
-        for number, index, token in zip(
-            effect.streams.tolist(), effect.first_indices.tolist(), effect.tokens.tolist(), strict=True
-        ):
+        streams, indices = effect.each()
+        for number, index, token in zip(streams.tolist(), indices.tolist(), effect.tokens.tolist(), strict=True):
             stream = frontend.streams.get(number)
             if stream is None:
                 raise ViolationError("stream.unknown", f"a token for stream {number} of {effect.frontend!r}")

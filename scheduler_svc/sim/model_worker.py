@@ -11,11 +11,15 @@ wrote. The cost of the checks is proportional to the changes of a step:
 
 By induction, no slot that a row relies on ever changes.
 
+With `max_draft_tokens`, decode rows also verify drafts. The generator decides how many drafts are proposed and which of
+them equal the row's next tokens. The KV of a rejected draft is invalid, and must be written again before it is read.
+
 Rows fail on demand. With `spoil`, their KV becomes invalid (NaN), and every row that reads it fails as well. Without
 it, only their sampling fails. After the scheduler knows of a failure with NaN, no row may get KV that the failed row
 wrote.
 """
 
+import random
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -30,6 +34,9 @@ from shared.request_spec import Pooling
 _NOTHING = -1
 """Content of a slot that was never written."""
 _SPOILT = -2
+_REJECTED = -3
+"""Content of a slot that a rejected draft has written."""
+_ACCEPTED_SHARE = 0.7
 
 
 @dataclass(slots=True, eq=False)
@@ -59,6 +66,7 @@ class Row:
     """Number of those tokens whose KV was already computed."""
     decoding: bool = False
     held: bool = False
+    draft_limit: int = 0
     fails: bool = False
     spoil: Spoil | None = None
     reported_step: int | None = None
@@ -67,6 +75,11 @@ class Row:
     """Whether the request asks for log-probabilities."""
     num_prompt_unscored: int = 0
     """Number of prompt tokens whose log-probabilities are not yet sent; all are sent with the first token."""
+
+    def append(self, token: int) -> None:
+        """Append a sampled token."""
+        self.values.append(extend(self.values[-1], token, len(self.tokens)))
+        self.tokens.append(token)
 
 
 @dataclass(slots=True)
@@ -88,6 +101,9 @@ class ModelWorker:
     num_host_blocks: int = 0
     copy_s: float = 0.0
     """Seconds to copy one block; 0: the worker does not report it."""
+    max_draft_tokens: int = 0
+    rng: random.Random = field(default_factory=lambda: random.Random(1))
+    """Decides about drafts."""
     num_usable: int = 0
     """Number of blocks that the scheduler has agreed to use; 0: all."""
     rows: dict[int, Row] = field(default_factory=dict)
@@ -127,6 +143,7 @@ class ModelWorker:
             max_rows=self.max_rows,
             max_tokens_per_step=self.max_tokens_per_step,
             num_host_blocks=self.num_host_blocks,
+            max_draft_tokens=self.max_draft_tokens,
             reason=reason,
         )
 
@@ -187,6 +204,12 @@ class ModelWorker:
             if not row.held:
                 raise ViolationError("plan.hold", f"release of row {index}, which is not held", row.name)
             row.held = False
+        for index, limit in zip(plan.draft_rows.tolist(), plan.draft_limits.tolist(), strict=True):
+            row = self._row(index, "draft limit")
+            if not 0 <= limit <= self.max_draft_tokens or limit == row.draft_limit:
+                what = f"draft limit {limit} of row {index}, of at most {self.max_draft_tokens}"
+                raise ViolationError("plan.drafts", what, row.name)
+            row.draft_limit = limit
         for sources, targets in ins:
             self._copy(sources, targets)
             for row, _ in admitted:
@@ -328,6 +351,9 @@ class ModelWorker:
             num_tokens += length
         if num_tokens != plan.num_tokens or num_tokens > self.max_tokens_per_step:
             raise ViolationError("plan.tokens", f"{num_tokens} tokens, the plan counts {plan.num_tokens}")
+        num_drafts = sum(row.draft_limit for row, _ in work if row.decoding)
+        if num_tokens + num_drafts > self.max_tokens_per_step:
+            raise ViolationError("plan.tokens", f"{num_tokens} tokens and {num_drafts} drafts in a step")
         if not num_tokens and not plan.swap_outs and not len(plan.leaves):
             raise ViolationError("plan.tokens", "a plan without work")
         # As in every layer of a real model, all KV of the batch is written before any of it is read.
@@ -361,6 +387,25 @@ class ModelWorker:
                 self._values[slot : slot + count] = [_SPOILT] * count
                 self._spoils[block] = row.spoil
             position += count
+
+    def _propose(self, row: Row) -> int:
+        """Return the number of drafts of a row: at most its limit, and as many as its blocks and positions hold."""
+        most = min(len(row.blocks) * self.block_size, self.max_model_len) - row.computed
+        return min(self.rng.randint(0, row.draft_limit), most)
+
+    def _verify(self, row: Row, num_drafts: int) -> int:
+        """Write the KV of drafts behind the row's newest token; return how many of them were accepted."""
+        num_accepted = 0
+        while num_accepted < num_drafts and self.rng.random() < _ACCEPTED_SHARE:
+            self._write(row, 1)
+            row.append(token_after(row.values[-1]))
+            num_accepted += 1
+        for position in range(row.computed, row.computed + num_drafts - num_accepted):
+            block = row.blocks[position // self.block_size]
+            if self._writer[block] is not row:
+                raise ViolationError("kv.exclusive", f"a draft in block {block}, which is shared", row.name)
+            self._values[block * self.block_size + position % self.block_size] = _REJECTED
+        return num_accepted
 
     def _read_prefix(self, row: Row, given: int) -> None:
         """Compare the KV of the `given` tokens, which the row did not have to compute, with the expected values."""
@@ -404,10 +449,13 @@ class ModelWorker:
         rows.sort(key=lambda row: row.index)
         sampled: list[int] = []
         tokens: list[int] = []
+        counts: list[int] = []
+        draft_counts: list[int] = []
         failures: list[ev.FailedRow] = []
         scores: list[ev.RowScores] = []
         embeddings: list[ev.RowEmbedding] = []
         for row in rows:
+            is_decode = row.decoding
             row.decoding = row.pooling is Pooling.NONE
             token = token_after(row.values[-1])
             if row.fails:
@@ -425,14 +473,26 @@ class ModelWorker:
                     scores += self._scores(row, token)
             if not row.decoding:
                 continue
-            row.values.append(extend(row.values[-1], token, len(row.tokens)))
-            row.tokens.append(token)
+            row.append(token)
+            if row.fails:
+                continue
+            num_drafts = self._propose(row) if is_decode and row.draft_limit else 0
+            num_accepted = self._verify(row, num_drafts)
+            if num_accepted:
+                tokens += row.tokens[-num_accepted:]
+                if row.scored:
+                    for accepted in row.tokens[-num_accepted:]:
+                        scores += self._scores(row, accepted)
+            counts.append(num_accepted + 1)
+            draft_counts.append(num_drafts)
         return ev.StepDone(
             worker=self.peer,
             epoch=self.epoch,
             step=step,
             rows=np.array(sampled, np.int32),
             tokens=np.array(tokens, np.int32),
+            counts=np.array(counts, np.int32) if any(draft_counts) else None,
+            draft_counts=np.array(draft_counts, np.int32) if any(draft_counts) else None,
             failures=tuple(failures),
             scores=scores,
             embeddings=embeddings,

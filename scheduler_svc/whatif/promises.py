@@ -123,7 +123,8 @@ class _Watched(Scheduler):
                 self._check_end(effect)
 
     def _check_tokens(self, effect: ef.TokensReady) -> None:
-        for stream, index in zip(effect.streams.tolist(), effect.first_indices.tolist(), strict=True):
+        streams, indices = effect.each()
+        for stream, index in zip(streams.tolist(), indices.tolist(), strict=True):
             name = StreamName(effect.frontend, stream)
             if self._num_tokens.get(name) != index:
                 expected = self._num_tokens.get(name, "none: it is not live")

@@ -175,8 +175,9 @@ class Cluster:
         self.effects.extend(effects)
         for effect in effects:
             if isinstance(effect, ef.TokensReady):
+                streams, indices = effect.each()
                 for stream, index, token in zip(
-                    effect.streams.tolist(), effect.first_indices.tolist(), effect.tokens.tolist(), strict=True
+                    streams.tolist(), indices.tolist(), effect.tokens.tolist(), strict=True
                 ):
                     reader = self.readers[stream]
                     assert reader.end is None, "a token after the end"

@@ -14,6 +14,7 @@ from scheduler_svc.core.interface import effects as ef
 from scheduler_svc.core.interface import events as ev
 from scheduler_svc.core.interface.plan import Plan, RowAdmission
 from scheduler_svc.frontend_link import Outgoing
+from services.link.incoming import tokens_by_stream
 from shared.columns import from_column, to_column
 from shared.frames import PLAN_VERSIONS, MalformedFrameError
 from shared.request_spec import Pooling, RequestSpec
@@ -94,6 +95,44 @@ def test_tokens_for_a_front_end_are_columns() -> None:
     assert len(frame) <= 256 * 12 + 40
     message = link_pb2.CoreMessage.FromString(frame)
     assert from_column(message.tokens).tolist() == column.tolist()
+
+
+@pytest.mark.parametrize("num_streams", [3, 400_000], ids=["one frame", "several frames"])
+def test_several_tokens_of_a_stream_reach_the_front_end_in_order(num_streams: int) -> None:
+    """Tokens of steps with and without drafts arrive at the front end with the right stream and index."""
+    streams = np.arange(num_streams, dtype=np.int32)
+    counts = 1 + streams % 3
+    tokens = np.arange(int(counts.sum()), dtype=np.int32)
+    outgoing = Outgoing()
+    outgoing.add_tokens(ef.TokensReady(frontend=b"f", streams=streams, first_indices=streams, tokens=streams))
+    outgoing.add_tokens(
+        ef.TokensReady(frontend=b"f", streams=streams, first_indices=streams + 1, tokens=tokens, counts=counts)
+    )
+    received: dict[int, list[int]] = {}
+    frames = outgoing.encode(1)
+    assert (len(frames) > 1) == (num_streams > 3)
+    for frame in frames:
+        for stream, index, part in tokens_by_stream(link_pb2.CoreMessage.FromString(frame)):
+            known = received.setdefault(stream, [])
+            assert index == stream + len(known)
+            known += part
+    ends = counts.cumsum()
+    for stream in (0, 1, 2, num_streams - 1):
+        assert received[stream] == [stream, *range(ends[stream] - counts[stream], ends[stream])]
+
+
+def test_counts_and_drafts_of_an_answer_are_decoded() -> None:
+    """An answer with several tokens per row has its counts and its drafts; their columns fit the rows."""
+    result = plan_pb2.StepResult(step=1, rows=to_column([2, 5]), tokens=to_column([7, 8, 9]))
+    result.counts, result.draft_counts = to_column([1, 2]), to_column([0, 3])
+    event, _ = worker_link.decode(b"w", plan_pb2.WorkerMessage(epoch=1, result=result).SerializeToString())
+    assert isinstance(event, ev.StepDone)
+    assert event.counts is not None
+    assert event.draft_counts is not None
+    assert (event.counts.tolist(), event.draft_counts.tolist()) == ([1, 2], [0, 3])
+    result.draft_counts = to_column([1])
+    with pytest.raises(MalformedFrameError):
+        worker_link.decode(b"w", plan_pb2.WorkerMessage(epoch=1, result=result).SerializeToString())
 
 
 def test_the_field_of_an_invalid_end_is_on_the_wire() -> None:

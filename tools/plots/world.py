@@ -146,7 +146,7 @@ def _note(effects: list[ef.Effect], jobs: list[Job], now: float) -> int:
     ended = 0
     for effect in effects:
         if isinstance(effect, ef.TokensReady):
-            for stream in effect.streams.tolist():
+            for stream in effect.each()[0].tolist():
                 job = jobs[stream]
                 job.first_token = now if job.first_token is None else job.first_token
                 job.token_times.append(now)

@@ -2,7 +2,9 @@
 
 from dataclasses import dataclass
 
-from scheduler_svc.core.interface.arrays import Int32Array
+import numpy as np
+
+from scheduler_svc.core.interface.arrays import Int32Array, spread
 from scheduler_svc.core.interface.events import ModelFacts
 from scheduler_svc.core.interface.records import EndReason as EndReason
 from scheduler_svc.core.interface.records import Log, Peer
@@ -12,13 +14,23 @@ from shared.request_spec import RequestSpec
 
 @dataclass(slots=True, kw_only=True)
 class TokensReady:
-    """New tokens for one front end, one per stream."""
+    """New tokens for one front end."""
 
     frontend: Peer
     streams: Int32Array
+    """Streams with new tokens, `[n]`."""
     first_indices: Int32Array
-    """Index of each token within the generated tokens of its stream, `[n]`."""
+    """Index of each stream's first token here within its generated tokens, `[n]`."""
     tokens: Int32Array
+    """Tokens, grouped by stream in the order of `streams`, `[sum(counts)]`."""
+    counts: Int32Array | None = None
+    """Number of tokens per stream, `[n]`; None: one each."""
+
+    def each(self) -> tuple[Int32Array, Int32Array]:
+        """Return the stream of each token, and the token's index among the generated tokens of its stream."""
+        if self.counts is None:
+            return self.streams, self.first_indices
+        return np.repeat(self.streams, self.counts), spread(self.first_indices, self.counts)
 
 
 @dataclass(slots=True, kw_only=True)

@@ -125,6 +125,8 @@ class WorkerHello:
     max_rows: int
     max_tokens_per_step: int
     num_host_blocks: int = 0
+    max_draft_tokens: int = 0
+    """Most draft tokens that it verifies per row and step; 0: it does not speculate."""
     protocol_version: int = 0
     """Version of the plan protocol to use with it."""
     device: str = ""
@@ -198,7 +200,8 @@ class RowScores:
     row: int
     generation: int
     prompt_index: int
-    """0: those of the token sampled in this step. Otherwise: the index in the prompt of the first of them."""
+    """0: those of a token sampled in this step, the row's tokens in order. Otherwise: the index in the prompt of the
+    first of them."""
     scores: bytes
 
 
@@ -221,7 +224,11 @@ class StepDone:
     rows: Int32Array
     """Rows that sampled, ascending, `[n]`."""
     tokens: Int32Array
-    """One token per row, `[n]`."""
+    """Tokens, grouped by row in the order of `rows`, `[sum(counts)]`."""
+    counts: Int32Array | None = None
+    """Number of tokens per row, `[n]`; None: one each."""
+    draft_counts: Int32Array | None = None
+    """Number of draft tokens that each row verified, `[n]`; None: none."""
     failures: Sequence[FailedRow] = ()
     scores: Sequence[RowScores] = ()
     embeddings: Sequence[RowEmbedding] = ()

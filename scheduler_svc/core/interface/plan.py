@@ -62,9 +62,13 @@ class Plan:
     """Targets of copies on the device, after the swap-outs and before anything else touches the targets."""
     swap_ins: tuple[BlockCopy, ...] = ()
     """Copies from host to device, before the forward pass."""
+    draft_rows: IndexArray = field(default_factory=lambda: NO_INDICES)
+    """Rows whose draft limit changes from this step on."""
+    draft_limits: IndexArray = field(default_factory=lambda: NO_INDICES)
+    """Their new draft limits."""
     num_decodes: int
     """Number of decode rows in the step."""
     num_tokens: int
-    """Number of tokens that the step computes."""
+    """Number of tokens that the step computes, without draft tokens."""
     traced_rows: tuple[tuple[Peer, int], ...]
     """(front end, stream) of the traced requests in the step."""

@@ -1,6 +1,6 @@
 """Front ends: their numbers in the rows of their requests, and the delivery of a step's tokens.
 
-A step may give a token to thousands of rows of a few front ends. With the front end's number in the row, tokens are
+A step may give tokens to thousands of rows of a few front ends. With the front end's number in the row, tokens are
 distributed as arrays, one batch per front end.
 """
 
@@ -49,20 +49,37 @@ class Frontends:
         streams = rows.stream[settled.rows]
         if len(self.numbers) == 1 and len(streams):
             (peer,) = self.numbers
-            self._tell(peer, streams, settled.first_indices, settled.tokens)
+            self._tell(peer, streams, settled.first_indices, settled.tokens, settled.counts)
         elif len(streams):
             owners = rows.frontend[settled.rows]
             for number in np.unique(owners).tolist():
                 mine = owners == number
                 owner = self._peers[number]
                 assert owner is not None, "the rows of a front end that left are vacated"
-                self._tell(owner, streams[mine], settled.first_indices[mine], settled.tokens[mine])
+                counts = settled.counts
+                of_mine = mine if counts is None else np.repeat(mine, counts)
+                self._tell(
+                    owner,
+                    streams[mine],
+                    settled.first_indices[mine],
+                    settled.tokens[of_mine],
+                    None if counts is None else counts[mine],
+                )
         late: dict[Peer, list[tuple[int, int, int]]] = {}
         for request, index, token in settled.late:
             late.setdefault(request.key.frontend, []).append((request.key.stream, index, token))
         for peer, entries in late.items():
             streams, first_indices, tokens = np.array(entries, np.int32).T
-            self._tell(peer, streams, first_indices, tokens)
+            self._tell(peer, streams, first_indices, tokens, None)
 
-    def _tell(self, peer: Peer, streams: Int32Array, first_indices: Int32Array, tokens: Int32Array) -> None:
-        self._effects.append(TokensReady(frontend=peer, streams=streams, first_indices=first_indices, tokens=tokens))
+    def _tell(
+        self,
+        peer: Peer,
+        streams: Int32Array,
+        first_indices: Int32Array,
+        tokens: Int32Array,
+        counts: Int32Array | None,
+    ) -> None:
+        self._effects.append(
+            TokensReady(frontend=peer, streams=streams, first_indices=first_indices, tokens=tokens, counts=counts)
+        )

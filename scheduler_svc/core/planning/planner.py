@@ -2,7 +2,7 @@
 
 A step has one token budget (Sarathi-Serve, OSDI 2024), spent in this order:
 
-* Every decode row that can continue gets one token.
+* Every decode row that can continue gets one token, and the drafts that it may verify (`speculation`).
 * Prompts under way get chunks (`chunks`), in order of arrival. Chunks take less than the rest of the budget if the step
   would exceed its target time (`step_budget`).
 * Waiting requests are admitted while rows, blocks and budget last (iteration-level batching, Orca, OSDI 2022).
@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from scheduler_svc.core.interface.arrays import NO_INDICES, ONE, IndexArray, any_of, where
+from scheduler_svc.core.interface.arrays import NO_INDICES, ONE, IndexArray, Int32Array, all_of, any_of, where
 from scheduler_svc.core.interface.config import CoreConfig
 from scheduler_svc.core.interface.plan import BlockCopy, Plan, RowAdmission
 from scheduler_svc.core.interface.records import NoteKind, WaitReason
@@ -95,6 +95,10 @@ class Planner:
         self._chunk_rows: list[int] = []
         self._chunk_lengths: list[int] = []
         self._chunks_cost = 0
+        self._num_drafts = 0
+        """Most drafts that the step verifies in all."""
+        self._draft_limits: tuple[IndexArray, Int32Array] | None = None
+        """Decode rows and their draft limits from this step on; None: unchanged."""
         self._vector_bytes = 0
         """Bytes of the embeddings that the step completes."""
         self._outcome = Outcome(None, [], self._allocation.preempted, [], [], [], [], [])
@@ -157,6 +161,8 @@ class Planner:
             self._add_chunk(row)
             return NO_INDICES
         alone = np.array([row], np.intp)
+        if worker.speculation.max_drafts:
+            self._draft_limits = alone, np.zeros(1, np.int32)
         if rows.length[row] < rows.allowed[row] and rows.length[row] > rows.capacity[row] and self._pool.num_available:
             self._allocation.append(alone)
         if rows.length[row] < rows.allowed[row] and rows.length[row] <= rows.capacity[row]:
@@ -169,6 +175,8 @@ class Planner:
 
     def _schedule_decodes(self) -> IndexArray:
         """Return the decode rows of the step, ascending; give a block to each row that needs one."""
+        if self._worker.speculation.max_drafts:
+            return self._schedule_drafts()
         rows = self._rows
         candidates = rows.decoding
         length = rows.length[candidates]
@@ -191,6 +199,53 @@ class Planner:
             self._allocation.append(needy)
         return candidates[~without_credit] if starved else candidates
 
+    def _schedule_drafts(self) -> IndexArray:
+        """Do the same for a worker that verifies drafts, and set the draft limits.
+
+        A row needs a block for its next token even if all drafts in flight are accepted. It gets blocks for the drafts
+        of this step only while many are available. Drafts preempt no request: when memory is short, all limits become
+        0, and a row whose steps in flight may or may not fill its blocks waits for their answers.
+        """
+        rows, pool, worker = self._rows, self._pool, self._worker
+        candidates = rows.decoding
+        num_candidates = len(candidates)
+        if not num_candidates:
+            return candidates
+        spare = max(0, self._budget - num_candidates)
+        if worker.prefilling or self._backlog.has_for(worker):
+            spare //= 2
+        limits = worker.speculation.limits(rows, candidates, spare)
+        reach, most = rows.reach(candidates), rows.limit[candidates] - ONE
+        room = rows.allowed[candidates] - reach
+        limits = np.where(limits < room, limits, np.int32(0))
+        has_credit = room > 0
+        if not all_of(has_credit):
+            worker.starves = True
+            self._note_held(candidates[~has_credit], WaitReason.CREDIT)
+        # A row that has blocks up to its limit, and may have filled them, may have ended: it waits for the answers.
+        needy = has_credit & (reach > rows.capacity[candidates]) & (rows.capacity[candidates] < most)
+        if any_of(needy):
+            if int(np.count_nonzero(needy)) <= pool.num_available:
+                self._allocation.append(candidates[needy])
+            else:
+                limits = np.zeros(num_candidates, np.int32)
+                certain = candidates[needy & (rows.length[candidates] > rows.capacity[candidates])]
+                if len(certain):
+                    self._allocation.append_by_rank(certain)
+                still = needy & (rows.state[candidates] == DECODE) & (reach > rows.capacity[candidates])
+                self._note_held(candidates[still], WaitReason.MEMORY)
+        active = has_credit & (rows.state[candidates] == DECODE) & (reach <= rows.capacity[candidates])
+        self._draft_limits = candidates, limits
+        wanted = np.minimum(reach + limits, most)
+        for _ in range(worker.speculation.max_drafts):
+            short = candidates[active & (wanted > rows.capacity[candidates])]
+            if not len(short) or len(short) + num_candidates > pool.num_available:
+                break
+            self._allocation.append(short)
+        self._num_drafts = int(limits[active].sum())
+        decodes: IndexArray = candidates if all_of(active) else candidates[active]
+        return decodes
+
     def _note_held(self, held: IndexArray, reason: WaitReason) -> None:
         """Note why rows are held out, once per row until it gets what it lacks."""
         new = held[~self._rows.hold_noted[held]]
@@ -202,7 +257,7 @@ class Planner:
 
     def _spend_decodes(self, num_decodes: int) -> None:
         """Take the tokens of decode rows from the budget, and limit the rest to what the step's target allows."""
-        self._budget -= num_decodes
+        self._budget -= num_decodes + self._num_drafts
         for_chunks = self._worker.step_budget.for_chunks(decodes=num_decodes > 0)
         if for_chunks is not None and for_chunks < self._budget:
             self._budget = for_chunks
@@ -327,6 +382,7 @@ class Planner:
         # Advance decode rows first: prefill rows become decode rows below.
         length = rows.length[decodes] + ONE
         rows.length[decodes] = length
+        draft_rows, draft_limits = self._set_draft_limits(decodes)
         prefilled, pooled = self._advance_prefills()
         sampling, chunk_rows = decodes, _indices(self._chunk_rows)
         if prefilled:
@@ -334,7 +390,7 @@ class Planner:
             sampling.sort()
             length = rows.length[sampling]
         num_tokens = len(decodes) + sum(self._chunk_lengths)
-        cost = len(decodes) + self._chunks_cost
+        cost = len(decodes) + self._num_drafts + self._chunks_cost
         leaves = worker.pending_leaves
         worker.pending_leaves = []
         worker.last_step += 1
@@ -344,6 +400,7 @@ class Planner:
                 step=worker.last_step,
                 rows=sampling,
                 generations=rows.generation[sampling],
+                draft_limits=rows.draft_limit[sampling] if self._num_drafts else None,
                 prefilled=prefilled,
                 pooled=[(row, int(rows.generation[row])) for row in pooled],
                 num_tokens=num_tokens,
@@ -382,6 +439,8 @@ class Planner:
             swap_ins=tuple(self._swap_ins),
             copy_sources=_indices(self._copy_sources),
             copy_targets=_indices(self._copy_targets),
+            draft_rows=draft_rows,
+            draft_limits=draft_limits,
             num_decodes=len(decodes),
             num_tokens=num_tokens,
             traced_rows=self._traced() if rows.traced else (),
@@ -389,6 +448,18 @@ class Planner:
         at_limit = length >= rows.limit[sampling]
         self._outcome.ending += (sampling[at_limit].tolist() if any_of(at_limit) else []) + pooled
         return plan
+
+    def _set_draft_limits(self, decodes: IndexArray) -> tuple[IndexArray, IndexArray]:
+        """Set the draft limits, count the drafts of the step; return the changed rows and their limits."""
+        if self._draft_limits is None:
+            return NO_INDICES, NO_INDICES
+        rows = self._rows
+        of_limits, limits = self._draft_limits
+        changed = (limits != rows.draft_limit[of_limits]) & (rows.state[of_limits] == DECODE)
+        draft_rows: IndexArray = of_limits[changed]
+        rows.draft_limit[draft_rows] = limits[changed]
+        rows.drafts[decodes] += rows.draft_limit[decodes]
+        return draft_rows, limits[changed].astype(np.intp)
 
     def _update_held(self, decodes: IndexArray) -> tuple[IndexArray, IndexArray]:
         """Return the rows that become held out with this step, and the rows that are released."""

@@ -5,13 +5,14 @@ the worker's departures. It has left because its last step was planned, it was p
 ended request are discarded and counted: they are the price of planning ahead.
 """
 
+from collections import Counter
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from scheduler_svc.core.interface.arrays import IndexArray, Int32Array, any_of
+from scheduler_svc.core.interface.arrays import ONE, IndexArray, Int32Array, any_of, spread, where
 from scheduler_svc.core.interface.errors import ProtocolViolationError
-from scheduler_svc.core.interface.events import FailedRow, StepDone
+from scheduler_svc.core.interface.events import FailedRow, RowScores, StepDone
 from scheduler_svc.core.interface.records import NoteKind
 from scheduler_svc.core.planning.row_failures import FailedRequest
 from scheduler_svc.core.requests.request import Request, RequestState
@@ -24,9 +25,13 @@ class Settled:
     """The outcome of one step."""
 
     rows: IndexArray
-    """Rows that got a token and are still occupied by the same request."""
+    """Rows that got tokens and are still occupied by the same request."""
     tokens: Int32Array
+    """Their tokens, grouped by row."""
     first_indices: Int32Array
+    """Index of each row's first token here among the row's generated tokens."""
+    counts: Int32Array | None = None
+    """Number of tokens per row; None: one each."""
     num_tokens: int = 0
     """Tokens that the step computed."""
     num_prefill_tokens: int = 0
@@ -38,6 +43,8 @@ class Settled:
     stopped: list[tuple[Request, int]] = field(default_factory=list)
     """Requests whose newest token is one of their stop tokens, with that token."""
     at_limit: list[Request] = field(default_factory=list)
+    ending: list[int] = field(default_factory=list)
+    """Rows that reach their limit with the steps in flight, because drafts were accepted: no further step is due."""
     failed: list[FailedRequest] = field(default_factory=list)
     prefilled: list[Request] = field(default_factory=list)
     scores: list[tuple[Request, int, bool, bytes]] = field(default_factory=list)
@@ -56,12 +63,17 @@ def settle(worker: Worker, event: StepDone, now: float) -> Settled:
         expected = worker.in_flight[0].step if worker.in_flight else None
         raise ProtocolViolationError(f"answer to step {event.step}: step {expected} was expected")
     record = worker.in_flight[0]
-    answered, generations = record.rows, record.generations
+    answered, generations, limits = record.rows, record.generations, record.draft_limits
     if event.failures:
         kept = ~np.isin(answered, [failure.row for failure in event.failures])
         answered, generations = answered[kept], generations[kept]
-    if not _are_same(answered, event.rows) or len(event.tokens) != len(event.rows):
+        limits = limits[kept] if limits is not None else None
+    if not _are_same(answered, event.rows):
         raise ProtocolViolationError(f"answer to step {event.step}: its rows are not those of the plan")
+    speculates = limits is not None or event.counts is not None or event.draft_counts is not None
+    drafts = _drafts(event, limits) if speculates else None
+    if drafts is None and len(event.tokens) != len(event.rows):
+        raise ProtocolViolationError(f"answer to step {event.step}: {len(event.tokens)} tokens for its rows")
     # As unsigned numbers, negative ids are large, so one comparison checks both bounds.
     if worker.facts.holds(any_of(event.tokens.view(np.uint32) >= worker.model.vocab_size)):
         raise ProtocolViolationError(f"answer to step {event.step}: a sampled token is outside the vocabulary")
@@ -82,14 +94,22 @@ def settle(worker: Worker, event: StepDone, now: float) -> Settled:
         next_step = worker.in_flight[0]
         next_step.started = now
         next_step.successor_due = now + worker.clock.lead(next_step.cost)
-    scores = _scores(worker, event) if event.scores else []
-    settled = _settle_rows(worker, answered, generations, event.tokens, now)
-    settled.scores = scores
+    before = {(each.row, each.generation): _find(worker, each) for each in event.scores} if event.scores else {}
+    if drafts is None:
+        settled = _settle_rows(worker, answered, generations, event.tokens, now)
+    else:
+        settled = _settle_drafts(worker, answered, generations, drafts, event.tokens, now)
+    settled.scores = _scores(worker, event, before)
     _settle_embeddings(worker, event, settled)
     if record.prefilled and worker.pool.cache.partial is not None:
         worker.prove_prefilled(np.intersect1d(record.prefilled, settled.rows))
     settled.num_tokens, settled.num_prefill_tokens = record.num_tokens, record.num_prefill_tokens
     settled.duration = now - record.started
+    if worker.speculation.max_drafts:
+        num_drafts = 0 if drafts is None else drafts.num_verified
+        settled.num_tokens += num_drafts
+        if not record.chunk_rows:
+            worker.speculation.measured(len(record.rows), num_drafts, settled.duration)
     if event.failures:
         # Count a row that fails in two ways at once as one failure.
         failures = {(failure.row, failure.generation): failure for failure in event.failures}
@@ -109,6 +129,37 @@ def settle(worker: Worker, event: StepDone, now: float) -> Settled:
     if event.copied_blocks:
         worker.swap.copy_measured(event.copied_blocks, event.copy_s)
     return settled
+
+
+@dataclass(slots=True)
+class _Drafts:
+    """The part of an answer about drafts, checked; columns in the order of the answered rows."""
+
+    counts: Int32Array
+    verified: Int32Array
+    limits: Int32Array
+    num_verified: int
+
+
+def _drafts(event: StepDone, limits: Int32Array | None) -> _Drafts:
+    """Check the columns about drafts against the limits of the rows.
+
+    Raises:
+        ProtocolViolationError: the columns contradict each other or the limits.
+    """
+    num_rows = len(event.rows)
+    limits = np.zeros(num_rows, np.int32) if limits is None else limits
+    counts = np.ones(num_rows, np.int32) if event.counts is None else event.counts
+    verified = np.zeros(num_rows, np.int32) if event.draft_counts is None else event.draft_counts
+    if len(counts) != num_rows or len(verified) != num_rows or int(counts.sum()) != len(event.tokens):
+        raise ProtocolViolationError(
+            f"answer to step {event.step}: the numbers of tokens and drafts do not fit its rows"
+        )
+    if any_of((verified < 0) | (verified > limits) | (counts < ONE) | (counts > verified + ONE)):
+        raise ProtocolViolationError(
+            f"answer to step {event.step}: a row has more tokens or drafts than the plan allows"
+        )
+    return _Drafts(counts, verified, limits, int(verified.sum()))
 
 
 def _are_same(planned: IndexArray, answered: Int32Array) -> bool:
@@ -139,10 +190,73 @@ def _settle_rows(
     return settled
 
 
-def _settle_late(worker: Worker, request: Request, token: int, settled: Settled, now: float) -> None:
+def _settle_drafts(
+    worker: Worker, answered: IndexArray, generations: Int32Array, drafts: _Drafts, tokens: Int32Array, now: float
+) -> Settled:
+    """Apply the tokens of a step in which rows may have verified drafts."""
+    rows, counts, verified, limits = worker.rows, drafts.counts, drafts.verified, drafts.limits
+    worker.counters.draft_tokens += drafts.num_verified
+    worker.counters.accepted_draft_tokens += len(tokens) - len(answered)
+    late: list[tuple[int, int, int, list[int]]] = []
+    if worker.departed:
+        alive = (rows.generation[answered] == generations) & (rows.state[answered] != FREE)
+        ends = counts.cumsum()
+        for at in where(~alive).tolist():
+            end, count = int(ends[at]), int(counts[at])
+            own = tokens[end - count : end].tolist()
+            late.append((int(answered[at]), int(generations[at]), int(verified[at]), own))
+        tokens = tokens[np.repeat(alive, counts)]
+        answered, counts, verified, limits = answered[alive], counts[alive], verified[alive], limits[alive]
+    rows.verified(answered, verified, counts - ONE)
+    rows.drafts[answered] -= limits
+    # Only the tokens up to a stop token, and up to the request's limit, count.
+    owner = np.repeat(np.arange(len(answered)), counts)
+    place = spread(np.zeros_like(counts), counts)
+    kept = np.minimum(counts, rows.limit[answered] - rows.committed[answered])
+    stops: list[tuple[int, int]] = []
+    for position in worker.facts.stopped(rows.stopped(answered[owner], tokens)).tolist():
+        at = int(owner[position])
+        if place[position] < kept[at]:
+            kept[at] = place[position] + 1
+            stops.append((at, int(tokens[position])))
+    if len(tokens) > int(kept.sum()):
+        worker.counters.discarded_tokens += len(tokens) - int(kept.sum())
+        tokens = tokens[place < kept[owner]]
+    rows.length[answered] = np.minimum(rows.length[answered] + kept - ONE, rows.limit[answered])
+    settled = Settled(answered, tokens, rows.commit(answered, tokens, kept), kept)
+    worker.counters.generated_tokens += len(tokens)
+    for at, token in stops:
+        request = rows.requests[int(answered[at])]
+        assert request is not None
+        settled.stopped.append((request, token))
+    stopped = {int(answered[at]) for at, _ in stops}
+    for row in answered[rows.length[answered] == rows.limit[answered]].tolist():
+        request = rows.requests[row]
+        assert request is not None
+        if row in stopped:
+            continue
+        if rows.committed[row] == rows.limit[row]:
+            settled.at_limit.append(request)
+        else:
+            settled.ending.append(row)
+    for row, generation, num_verified, own in late:
+        departure = worker.departed[row, generation]
+        worker.prove_departed(departure)
+        request = departure.request
+        request.drafted_tokens += num_verified
+        request.accepted_tokens += len(own) - 1
+        for number, token in enumerate(own):
+            if not _settle_late(worker, request, token, settled, now):
+                worker.counters.discarded_tokens += len(own) - number - 1
+                break
+    return settled
+
+
+def _settle_late(worker: Worker, request: Request, token: int, settled: Settled, now: float) -> bool:
+    """Apply a token of a request that has left its row; return whether a further token of the step may follow."""
     if request.state is RequestState.FINISHED:
         worker.counters.discarded_tokens += 1
-        return
+        return False
     index = request.num_generated
     if not index:
         request.note(now, NoteKind.FIRST_TOKEN, "first token")
@@ -151,8 +265,11 @@ def _settle_late(worker: Worker, request: Request, token: int, settled: Settled,
     worker.counters.generated_tokens += 1
     if worker.facts.holds(token in request.stop_token_ids):
         settled.stopped.append((request, token))
-    elif len(request.tokens) >= request.limit:
+        return False
+    if len(request.tokens) >= request.limit:
         settled.at_limit.append(request)
+        return False
+    return True
 
 
 def _check_embeddings(worker: Worker, record: StepInFlight, event: StepDone) -> None:
@@ -178,22 +295,45 @@ def _settle_embeddings(worker: Worker, event: StepDone, settled: Settled) -> Non
             settled.embedded.append((departure.request, embedding.values))
 
 
-def _scores(worker: Worker, event: StepDone) -> list[tuple[Request, int, bool, bytes]]:
-    """Return the log-probabilities with their requests; call before the step's tokens are booked."""
+def _find(worker: Worker, scores: RowScores) -> tuple[Request, int] | None:
+    """Return the request of log-probabilities and the number of its generated tokens; None: it has ended."""
+    row = scores.row
+    if 0 <= row < worker.rows.max_rows and worker.rows.generation[row] == scores.generation:
+        request = worker.rows.requests[row]
+        if request is not None:
+            return request, worker.rows.num_generated(row)
+    departure = worker.departed.get((row, scores.generation))
+    if departure is None or departure.request.state is RequestState.FINISHED:
+        return None
+    return departure.request, departure.request.num_generated
+
+
+def _scores(
+    worker: Worker, event: StepDone, before: dict[tuple[int, int], tuple[Request, int] | None]
+) -> list[tuple[Request, int, bool, bytes]]:
+    """Return the log-probabilities with their requests, without those of discarded tokens.
+
+    Args:
+        worker: the worker, after the step's tokens were applied.
+        event: the answer.
+        before: what `_find` returned before the tokens were applied, by row and generation.
+    """
     found = []
+    taken: Counter[tuple[int, int]] = Counter()
     for scores in event.scores:
-        request, num_generated = None, 0
-        if 0 <= scores.row < worker.rows.max_rows and worker.rows.generation[scores.row] == scores.generation:
-            request = worker.rows.requests[scores.row]
-            num_generated = worker.rows.num_generated(scores.row) if request is not None else 0
-        if request is None:
-            departure = worker.departed.get((scores.row, scores.generation))
-            if departure is None or departure.request.state is RequestState.FINISHED:
-                continue
-            request = departure.request
-            num_generated = request.num_generated
-        of_prompt = scores.prompt_index > 0
-        found.append((request, scores.prompt_index if of_prompt else num_generated, of_prompt, scores.scores))
+        key = scores.row, scores.generation
+        known = before[key]
+        if known is None:
+            continue
+        request, index = known
+        if scores.prompt_index:
+            found.append((request, scores.prompt_index, True, scores.scores))
+            continue
+        index += taken[key]
+        taken[key] += 1
+        now = _find(worker, scores)
+        if now is not None and index < now[1]:
+            found.append((request, index, False, scores.scores))
     return found
 
 

@@ -36,7 +36,7 @@ class Forecast:
         self._prefill_token: _Mean | None = None
 
     def step_measured(self, num_tokens: int, num_prefill_tokens: int, duration: float) -> None:
-        """Record that a step took `duration` seconds."""
+        """Record the duration of a step, seconds; of a decode step, per token of a row."""
         if not num_tokens:
             return
         if num_prefill_tokens * 2 > num_tokens:

@@ -147,6 +147,10 @@ class Request:
     preemptions: int = 0
     preempted_at: int = -1
     """Generated tokens when it was last preempted; it is not preempted again before it has more."""
+    drafted_tokens: int = 0
+    """Draft tokens that earlier attempts, and steps that it has left, verified for it."""
+    accepted_tokens: int = 0
+    """Those of `drafted_tokens` that were accepted."""
     swapped: SwappedKV | None = None
     """Its KV in a worker's host memory, while it waits after a swap-out."""
     unsettled: bool = False

@@ -27,6 +27,7 @@ from scheduler_svc.core.requests.request import Request, RequestState
 from scheduler_svc.core.workers.batching import BatchGate
 from scheduler_svc.core.workers.capacity import Capacity
 from scheduler_svc.core.workers.rows import RowTable
+from scheduler_svc.core.workers.speculation import Speculation
 from scheduler_svc.core.workers.step_budget import StepBudget
 from scheduler_svc.core.workers.step_clock import StepClock
 from scheduler_svc.core.workers.worker import Worker
@@ -165,6 +166,7 @@ class Fleet:
             pool=BlockPool(num_blocks, PrefixCache(num_blocks, partial, self.directory, self._next_epoch, self._facts)),
             clock=StepClock(config.step_deadline_s),
             step_budget=StepBudget(config.itl_target_s),
+            speculation=Speculation(hello.max_draft_tokens),
             capacity=Capacity(config.capacity, num_blocks),
             gate=BatchGate(config.batching),
             shares_prefixes=config.prefix_cache != "off",

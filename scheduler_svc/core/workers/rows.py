@@ -3,18 +3,33 @@
 The cost of a steady decode step must depend on what changes, not on the number of rows. So all data that every step
 reads are numpy arrays indexed by row. Python objects are touched only for rows that arrive, leave or need a new block.
 
-The central array is `length`: the number of tokens of a row *as planned*, that is, when all steps in flight have been
-answered. A decode step of a row writes the KV of its token `length - 1` and adds one token.
+The central array is `length`: the number of tokens that a row has at least *as planned*, that is, when all steps in
+flight have been answered. A decode step of a row writes the KV of its token `length - 1` and adds one token.
+
+A step with draft tokens may add more: one for each accepted draft. `drafts` counts the tokens that the steps in flight
+may add in this way, so a row has at most `length + drafts` tokens. A worker verifies no draft without a place in a
+block, so the row also has at most `capacity + 1` tokens. `reach` is the smaller bound. Credit and blocks are compared
+with it. It equals `length` in a table whose worker does not speculate.
 
 Invariants, for rows that are not free:
-    num_prompt <= committed <= length <= limit
-    PREFILL: computed < length == committed;  DECODE: computed is not kept, it is length - 1
+    num_prompt <= committed <= length <= limit;  0 <= drafts;  0 <= draft_limit
+    PREFILL: computed < length == committed, drafts == draft_limit == 0
+    DECODE: computed is not kept, it is length - 1
     capacity == number of blocks * block_size >= published * block_size and shared * block_size
 """
 
 import numpy as np
 
-from scheduler_svc.core.interface.arrays import NO_INDICES, ONE, BoolArray, IndexArray, Int32Array, any_of, where
+from scheduler_svc.core.interface.arrays import (
+    NO_INDICES,
+    ONE,
+    BoolArray,
+    IndexArray,
+    Int32Array,
+    any_of,
+    spread,
+    where,
+)
 from scheduler_svc.core.requests.accounts import Account, AccountNumbers
 from scheduler_svc.core.requests.request import Request
 
@@ -30,6 +45,8 @@ _RECENT = 1024 + _LINE // 4
 _FLUSH_EVERY = _RECENT // 2
 """Steps in which the tokens of every row are moved to its log; spread over the steps, so no step moves all."""
 _ONE_BLOCK = np.array(1, np.intp)
+_ACCEPTANCE_DECAY = np.float32(0.9)
+"""Weight of the earlier steps of a row in its measured acceptance, per step with drafts."""
 _STOPS = 4
 """Stop tokens per row that are compared as arrays; requests with more are compared one by one."""
 _NO_TOKEN = -1
@@ -63,6 +80,18 @@ class RowTable:
         self.held = np.zeros(max_rows, np.bool_)
         self.hold_noted = np.zeros(max_rows, np.bool_)
         """Rows whose request has a note that it is held out, and has got neither credit nor a block since."""
+        self.draft_limit = np.zeros(max_rows, np.int32)
+        """Most draft tokens that the worker verifies for the row in a step."""
+        self.drafts = np.zeros(max_rows, np.int32)
+        """Most tokens that drafts of steps in flight may add to `length`."""
+        self.hits = np.zeros(max_rows, np.float32)
+        """Accepted drafts of recent steps, with decay."""
+        self.tries = np.zeros(max_rows, np.float32)
+        """Drafts of recent steps up to the first rejected one of each step, with decay."""
+        self.drafted = np.zeros(max_rows, np.int32)
+        """Drafts verified since the request was admitted."""
+        self.accepted = np.zeros(max_rows, np.int32)
+        """Those of `drafted` that were accepted."""
         self.num_prompt = np.zeros(max_rows, np.int32)
         self.stream = np.zeros(max_rows, np.int32)
         self.frontend = np.zeros(max_rows, np.int32)
@@ -163,6 +192,10 @@ class RowTable:
         self._flush(row, request)
         blocks = self.blocks(row).copy()
         request.accounted_tokens = self._charged.item(row)
+        request.drafted_tokens += self.drafted.item(row)
+        request.accepted_tokens += self.accepted.item(row)
+        self.draft_limit[row] = self.drafts[row] = self.drafted[row] = self.accepted[row] = 0
+        self.hits[row] = self.tries[row] = 0.0
         self._accounts.leave(self._account.item(row))
         self._decoding = None
         self.requests[row] = None
@@ -201,16 +234,31 @@ class RowTable:
         self.num_table_blocks += len(rows)
         self.hold_noted[rows] = False
 
-    def commit(self, rows: IndexArray, tokens: Int32Array) -> Int32Array:
-        """Append one token to each row; the rows are distinct.
+    def reach(self, rows: IndexArray) -> Int32Array:
+        """Return the most tokens that each row has when all steps in flight are answered."""
+        reach: Int32Array = np.minimum(self.length[rows] + self.drafts[rows], self.capacity[rows] + ONE)
+        return reach
+
+    def commit(self, rows: IndexArray, tokens: Int32Array, counts: Int32Array | None = None) -> Int32Array:
+        """Append tokens to each row; the rows are distinct.
+
+        Args:
+            rows: the rows, `[n]`.
+            tokens: tokens, grouped by row in the order of `rows`.
+            counts: number of tokens per row, `[n]`; None: one each.
 
         Returns:
-            the index of each token among the generated tokens of its row.
+            the index of each row's first token among the generated tokens of the row, `[n]`.
         """
         length = self.committed[rows]
-        self._recent[self._places[rows] + length] = tokens
-        self.committed[rows] = length + ONE
-        self._flush_due += self.max_rows
+        if counts is None:
+            self._recent[self._places[rows] + length] = tokens
+            self.committed[rows] = length + ONE
+            self._flush_due += self.max_rows
+        else:
+            self._recent[np.repeat(self._places[rows], counts) + spread(length, counts)] = tokens
+            self.committed[rows] = length + counts
+            self._flush_due += self.max_rows * int(counts.max(initial=1))
         while self._flush_due >= _FLUSH_EVERY:
             self._flush_due -= _FLUSH_EVERY
             row = self._next_flush
@@ -219,6 +267,17 @@ class RowTable:
             if request is not None:
                 self._flush(row, request)
         return length - self.num_prompt[rows]
+
+    def verified(self, rows: IndexArray, drafted: Int32Array, accepted: Int32Array) -> None:
+        """Record how many drafts each row verified and accepted in a step; the rows are distinct."""
+        self.drafted[rows] += drafted
+        self.accepted[rows] += accepted
+        tried = where(drafted > 0)
+        if len(tried):
+            rows, drafted, accepted = rows[tried], drafted[tried], accepted[tried]
+            # Drafts behind the first rejected one say nothing.
+            self.tries[rows] = _ACCEPTANCE_DECAY * self.tries[rows] + np.minimum(accepted + ONE, drafted)
+            self.hits[rows] = _ACCEPTANCE_DECAY * self.hits[rows] + accepted
 
     def stopped(self, rows: IndexArray, tokens: Int32Array) -> IndexArray:
         """Return the positions within `rows` at which the token ends the row's request."""
@@ -272,8 +331,12 @@ class RowTable:
             assert 0 <= self.shared[row] <= len(self.blocks(row))
             num_recent = self._places[row] + self.committed[row] - row * _RECENT
             assert 0 <= num_recent == self.committed[row] - len(request.tokens) <= _RECENT
+            assert self.drafts[row] >= 0
+            assert self.draft_limit[row] >= 0
             if self.state[row] == PREFILL:
                 assert self.computed[row] < self.length[row] == self.committed[row]
+                assert not self.drafts[row]
+                assert not self.draft_limit[row]
             else:
                 assert self.capacity[row] >= self.length[row] - 1
         assert self.decoding.tolist() == where(self.state == DECODE).tolist()

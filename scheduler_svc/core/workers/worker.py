@@ -9,6 +9,8 @@ from collections import Counter, deque
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import numpy as np
+
 from scheduler_svc.core.interface.arrays import NO_INDICES, IndexArray, Int32Array
 from scheduler_svc.core.interface.events import ModelFacts
 from scheduler_svc.core.interface.plan import BlockCopy
@@ -22,7 +24,8 @@ from scheduler_svc.core.workers.batching import BatchGate
 from scheduler_svc.core.workers.capacity import Capacity
 from scheduler_svc.core.workers.grammars import Grammars
 from scheduler_svc.core.workers.quarantine import PROBATION, clear_suspect
-from scheduler_svc.core.workers.rows import PREFILL, RowTable
+from scheduler_svc.core.workers.rows import DECODE, PREFILL, RowTable
+from scheduler_svc.core.workers.speculation import Speculation
 from scheduler_svc.core.workers.step_budget import StepBudget
 from scheduler_svc.core.workers.step_clock import StepClock
 from shared.prefix_keys import KEY_BYTES, BlockKey, root_key
@@ -37,6 +40,8 @@ class StepInFlight:
     """Rows that sample in the step, ascending."""
     generations: Int32Array
     """Generations of the rows when the step was planned."""
+    draft_limits: Int32Array | None
+    """Most drafts that each of `rows` verifies; None: no row verifies any."""
     prefilled: list[int]
     """Those of `rows` that sample the first token of this attempt."""
     pooled: list[tuple[int, int]]
@@ -121,6 +126,10 @@ class WorkerCounters:
     """Those of `prompt_tokens` whose KV was copied back from the host."""
     generated_tokens: int = 0
     discarded_tokens: int = 0
+    draft_tokens: int = 0
+    """Draft tokens that rows verified."""
+    accepted_draft_tokens: int = 0
+    """Those of `draft_tokens` that were accepted."""
     preemptions: int = 0
     swapped: int = 0
     """Those of `preemptions` whose KV was copied to the host."""
@@ -158,6 +167,7 @@ class Worker:
     pool: BlockPool
     clock: StepClock
     step_budget: StepBudget
+    speculation: Speculation
     capacity: Capacity
     gate: BatchGate
     shares_prefixes: bool
@@ -431,3 +441,11 @@ class Worker:
         assert len(self.prefilling) == len(set(self.prefilling)) == int((self.rows.state == PREFILL).sum())
         assert [entry.step for entry in self.in_flight] == list(range(self.answered_step + 1, self.last_step + 1))
         assert all(departure.last_step > self.answered_step for departure in self.departed.values())
+        drafts = np.zeros_like(self.rows.drafts)
+        for entry in self.in_flight:
+            if entry.draft_limits is not None:
+                present = self.rows.generation[entry.rows] == entry.generations
+                drafts[entry.rows[present]] += entry.draft_limits[present]
+        drafts[self.rows.state != DECODE] = 0
+        assert drafts.tolist() == self.rows.drafts.tolist(), "drafts of rows differ from those of the steps in flight"
+        assert int(self.rows.draft_limit.max(initial=0)) <= self.speculation.max_drafts
