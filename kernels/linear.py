@@ -8,8 +8,8 @@ With int8 the weights of an output share a scale, ``max |w| / 127``, and so do t
 The integer product is exact. `quantised_linear_reference` defines it in plain torch.
 
 With int4 the weights of an output share a scale and a zero point in each group of 64 inputs: ``w = (q - zero) * scale``
-with q and zero from 0 to 15, and a scale in bfloat16. So a weight takes 4.5 bits. The activations are those of int8.
-The integer product of a group is exact, and `dequantised` returns the weights.
+with q from 0 to 15, and a scale of 24 bits, which holds every bfloat16 and float16. So a weight takes 4.5 bits. The
+activations are those of int8. The integer product of a group is exact, and `dequantised` returns the weights.
 
 The sum over the inputs (or groups) is computed in float32 (int32 for int8), in their order. The result of a row
 therefore does not depend on the other rows of the batch. Results of int4 are equal at every level.
@@ -33,7 +33,7 @@ _GROUP = INT4_GROUP
 _GROUP_BYTES = 9 * 64
 """Of 16 outputs: one line of scales and zero points, and eight of weights."""
 _MOST_ZERO = 16
-"""Largest zero point of an int4 group: the difference to a code fits a signed byte, and bfloat16 holds it."""
+"""Largest zero point of an int4 group: that of GPTQ, which counts from 1."""
 _SYMMETRIC = 0
 """Argument of the library: groups have zero points."""
 
@@ -154,7 +154,7 @@ def pack_int8(codes: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | No
 def fits_int4(codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor) -> bool:
     """Return whether `pack_int4` keeps these values exactly."""
     within = [bool((x >= 0).all() and (x <= most).all()) for x, most in ((codes, 15), (zeros, _MOST_ZERO))]
-    return all(within) and bool((scales.to(torch.bfloat16).to(scales.dtype) == scales).all())
+    return all(within) and not bool((scales.float().view(torch.int32) & 0xFF).any())
 
 
 def pack_int4(
@@ -175,10 +175,15 @@ def pack_int4(
     # Of [blocks, 16, groups, 8 lines, 2 halves of a byte, 4]: a line has four inputs of each output, twice.
     halves = padded.view(blocks, _BLOCK, groups, 8, 2, 4)
     lines = (halves[:, :, :, :, 0] | halves[:, :, :, :, 1] << 4).permute(0, 2, 3, 1, 4)
-    header = torch.stack([torch.nn.functional.pad(x.float(), (0, 0, 0, missing)) for x in (scales, zeros)])
-    header = header.view(2, blocks, _BLOCK, groups).permute(1, 3, 0, 2).to(torch.bfloat16).contiguous()
+    wide_scales, wide_zeros = (
+        torch.nn.functional.pad(x.float(), (0, 0, 0, missing)).view(blocks, _BLOCK, groups).transpose(1, 2).contiguous()
+        for x in (scales, zeros)
+    )
+    octets = wide_scales.view(torch.uint8).view(blocks, groups, _BLOCK, 4)  # of a float32, the lowest first
     packed = torch.empty(blocks, groups, 9, 64, dtype=torch.uint8)
-    packed[:, :, 0] = header.view(torch.uint8).view(blocks, groups, 64)
+    packed[:, :, 0, :32] = octets[..., 2:].flatten(2)
+    packed[:, :, 0, 32:48] = octets[..., 1]
+    packed[:, :, 0, 48:] = wide_zeros.byte()
     packed[:, :, 1:] = lines.reshape(blocks, groups, 8, 64)
     return _packed(INT4, outputs, inputs, packed.flatten(), bias)
 
@@ -186,8 +191,12 @@ def pack_int4(
 def dequantised(linear: PackedLinear) -> torch.Tensor:
     """Return the weights ``[outputs, inputs]`` that the result of `quantise_int4` stands for, in float32."""
     groups = linear.tensors[0].view(-1, -(-linear.inputs // _GROUP), 9, 64)
-    header = groups[:, :, 0].contiguous().view(torch.bfloat16).float()  # [blocks, groups, 32]
-    scales, zeros = header[..., None, None, :_BLOCK, None], header[..., None, None, _BLOCK:, None]
+    header = groups[:, :, 0]  # [blocks, groups, 64]
+    octets = torch.zeros(*header.shape[:2], _BLOCK, 4, dtype=torch.uint8)
+    octets[..., 2:] = header[..., :32].unflatten(-1, (_BLOCK, 2))  # type: ignore[no-untyped-call]
+    octets[..., 1] = header[..., 32:48]
+    scales = octets.view(torch.float32)[..., None, None, :, :]
+    zeros = header[..., None, None, 48:, None].float()
     lines = groups[:, :, 1:].reshape(*groups.shape[:2], 8, _BLOCK, 4)
     values = torch.stack((lines & 15, lines >> 4), 3).float()  # [blocks, groups, 8, 2, 16, 4]
     weights: torch.Tensor = (values - zeros) * scales

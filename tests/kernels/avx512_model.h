@@ -311,6 +311,15 @@ inline __m512i model_widen_bytes(__m128i x) {
   return avx512_model::ints([&](int i) { return bytes[i]; });
 }
 #define _mm512_cvtepi8_epi32(x) model_widen_bytes(x)
+// VPMOVZXBD: sixteen unsigned bytes to 32 bits.
+inline __m512i model_widen_unsigned_bytes(__m128i x) {
+  std::uint8_t bytes[16];
+  std::memcpy(bytes, &x, sizeof bytes);
+  return avx512_model::ints([&](int i) { return bytes[i]; });
+}
+#define _mm512_cvtepu8_epi32(x) model_widen_unsigned_bytes(x)
+#define _mm512_slli_epi32(x, by) \
+  avx512_model::ints([&](int i) { return static_cast<std::int32_t>(static_cast<std::uint32_t>((x).lane[i]) << (by)); })
 #define _mm512_castsi256_si512(x) avx512_model::wider(x)
 #define _mm512_maskz_permutexvar_epi16(mask, index, x) avx512_model::permuted_words(mask, index, x)
 #define _mm512_cvtneps_pbh(x) avx512_model::narrow(x)

@@ -23,7 +23,10 @@ from worker_svc.model.quantised import StoredWeights
 from worker_svc.model.weights import read_tensors
 
 TOKENS = [list(range(5, 45)), [7], list(range(60, 63))]
-AS_STORED = ("ct-int8-channel", "ct-int8-tensor", "ct-int8-packed", "ct-int4", "ct-int4-zeros", "gptq-int8")
+AS_STORED = (
+    *("ct-int8-channel", "ct-int8-tensor", "ct-int8-packed", "ct-int4", "ct-int4-zeros", "ct-int4-fp16"),
+    *("gptq-int4", "gptq-int4-zeros", "gptq-int8", "awq"),
+)
 """Layouts that the CPU kernels hold exactly."""
 
 
@@ -101,7 +104,7 @@ def _weights_of(packed: PackedLinear) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("level", [kernels.level_name for kernels in native_levels()])
-@pytest.mark.parametrize("layout", ["ct-int8-channel", "ct-int4-zeros"])
+@pytest.mark.parametrize("layout", ["ct-int8-channel", "ct-int4-zeros", "awq"])
 def test_the_kernels_compute_with_weights_as_stored(layout: str, level: str, tmp_path: Path) -> None:
     """At every level, logits are those of the dequantised weights with activations rounded to eight bits.
 

@@ -12,8 +12,9 @@
 // operand order of vdpbf16ps and vpdpbusd; without these instructions shifts widen the lanes. A block has the size of
 // its 16 rows, so that float32 and bf16 are packed in place.
 //
-// int4: 64 inputs are a group, in which each output has a scale and a zero point. The first line of a group has the 16
-// scales, then the 16 zero points, both in bf16. Each of the eight lines after it has two lines of int8: byte [o][k] of
+// int4: 64 inputs are a group, in which each output has a scale and a zero point. The first line of a group has the
+// upper 16 bits of the 16 scales in float32, their next 8 bits (the lowest 8 are zero), and the zero points as bytes. So
+// a scale may be any bf16 or float16. Each of the eight lines after it has two lines of int8: byte [o][k] of
 // line i has the unsigned weight of input 8 i + k in its lower half, and that of input 8 i + 4 + k in its upper half.
 #pragma once
 

@@ -54,9 +54,8 @@ void quantise_group(const float* weight, int64_t count, bool symmetric, int64_t 
   const uint16_t rounded = narrow(symmetric ? (high > -low ? high : low) / -8.0f : (high - low) / 15.0f);
   const float scale = widen(rounded), inverse = scale != 0.0f ? 1.0f / scale : 0.0f;
   const long zero_point = symmetric ? 8 : std::clamp(std::lrintf(-low * inverse), 0L, 15L);
-  uint16_t header[2] = {rounded, narrow(static_cast<float>(zero_point))};
-  std::memcpy(group + 2 * lane, header, 2);
-  std::memcpy(group + 2 * (kBlock + lane), header + 1, 2);
+  std::memcpy(group + 2 * lane, &rounded, sizeof rounded);  // a bf16: the further bits are zero
+  group[3 * kBlock + lane] = static_cast<uint8_t>(zero_point);
   for (int64_t i = 0; i < count; ++i) {
     const long value = std::clamp(std::lrintf(weight[i] * inverse) + zero_point, 0L, 15L);
     group[(1 + i / 8) * kLine + 4 * lane + i % 4] |= static_cast<uint8_t>(value << (i / 4 % 2 * 4));
@@ -69,7 +68,12 @@ float int4_weight(const Linear& linear, int64_t output, int64_t input) {
                                output / kBlock * num_lines(kInt4, linear.inputs) * kLine +
                                input / kGroup * kGroupLines * kLine;
   const int value = group[(1 + i / 8) * kLine + 4 * lane + i % 4] >> (i / 4 % 2 * 4) & 15;
-  return (static_cast<float>(value) - element(kBFloat16, group, kBlock + lane)) * element(kBFloat16, group, lane);
+  uint16_t high;
+  std::memcpy(&high, group + 2 * lane, sizeof high);
+  const uint32_t bits = static_cast<uint32_t>(high) << 16 | static_cast<uint32_t>(group[2 * kBlock + lane]) << 8;
+  float scale;
+  std::memcpy(&scale, &bits, sizeof scale);
+  return static_cast<float>(value - group[3 * kBlock + lane]) * scale;
 }
 
 }  // namespace

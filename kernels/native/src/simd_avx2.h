@@ -34,6 +34,22 @@ inline V load(const int8_t* p) {
   };
   return {eight(p), eight(p + 8)};
 }
+// Scales and zero points of a group of int4 weights (format.h).
+inline V load_scales(const char* header) {
+  const auto eight = [=](int first) {
+    const __m256i high = _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(header + 2 * first)));
+    const __m256i low = _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(header + 32 + first)));
+    return _mm256_castsi256_ps(_mm256_or_si256(_mm256_slli_epi32(high, 16), _mm256_slli_epi32(low, 8)));
+  };
+  return {eight(0), eight(8)};
+}
+inline V load_zero_points(const char* header) {
+  const auto eight = [=](int first) {
+    return _mm256_cvtepi32_ps(
+        _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(header + 48 + first))));
+  };
+  return {eight(0), eight(8)};
+}
 // Rounds to nearest, ties to even; NaN stays NaN.
 inline __m256i round_bf16(__m256 x) {
   const __m256i bits = _mm256_castps_si256(x);

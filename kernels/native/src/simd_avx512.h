@@ -28,6 +28,16 @@ inline V load(const uint16_t* p) {
 inline V load(const int8_t* p) {
   return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
 }
+// Sixteen bytes as integers of 32 bits.
+inline __m512i bytes_of(const char* p) {
+  return _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+}
+// Scales and zero points of a group of int4 weights (format.h).
+inline V load_scales(const char* header) {
+  const __m512i high = _mm512_castps_si512(load(reinterpret_cast<const uint16_t*>(header)));
+  return _mm512_castsi512_ps(_mm512_or_si512(high, _mm512_slli_epi32(bytes_of(header + 32), 8)));
+}
+inline V load_zero_points(const char* header) { return _mm512_cvtepi32_ps(bytes_of(header + 48)); }
 inline void store(uint16_t* p, V x) {
   const __m256bh rounded = _mm512_cvtneps_pbh(x);
   std::memcpy(p, &rounded, sizeof rounded);
@@ -192,8 +202,7 @@ inline V int_to_float(const int32_t* p) { return _mm512_cvtepi32_ps(_mm512_load_
 
 // Unpacks one group of a block of int4 weights to 16 lines of int8, without the zero points.
 inline void unpack_group(const char* group, char* out) {
-  const __m512i ints = _mm512_cvtps_epi32(load(reinterpret_cast<const uint16_t*>(group) + kBlock));
-  const __m512i zero_points = _mm512_mullo_epi32(ints, _mm512_set1_epi32(0x01010101));
+  const __m512i zero_points = _mm512_mullo_epi32(bytes_of(group + 48), _mm512_set1_epi32(0x01010101));
   for (int line = 0; line < kGroupLines - 1; ++line)
     for (int half = 0; half < 2; ++half)
       _mm512_store_si512(out + (2 * line + half) * kLine,

@@ -43,6 +43,19 @@ inline V load(const uint16_t* p) { return each([=](int i) { return widen1(p[i]);
 inline V load(const int8_t* p) {
   return each([&](int i) { return static_cast<float>(p[i]); });
 }
+inline V load_scales(const char* header) {
+  return each([=](int i) {
+    uint16_t high;
+    std::memcpy(&high, header + 2 * i, sizeof high);
+    const uint32_t bits = static_cast<uint32_t>(high) << 16 | static_cast<uint32_t>(static_cast<uint8_t>(header[32 + i])) << 8;
+    float scale;
+    std::memcpy(&scale, &bits, sizeof scale);
+    return scale;
+  });
+}
+inline V load_zero_points(const char* header) {
+  return each([=](int i) { return static_cast<float>(static_cast<uint8_t>(header[48 + i])); });
+}
 inline void store(uint16_t* p, V x) {
   for (int i = 0; i < 16; ++i) p[i] = narrow1(x.lane[i]);
 }
