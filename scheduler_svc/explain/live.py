@@ -1,4 +1,4 @@
-"""Explanations for operators of a running service.
+"""Answers from the record for operators of a running service: explanations, and comparisons of strategies.
 
 Reading a record takes seconds, so a short-lived process of low priority does it. It gets the question as an argument,
 and leaves the reply in a file. The loop only starts it and looks whether it has ended.
@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from google.protobuf.message import DecodeError
+from google.protobuf.any_pb2 import Any as AnyMessage
+from google.protobuf.message import DecodeError, Message
 
 from protos.quire.link.v1 import link_pb2
 from quire.admin.v1 import admin_pb2 as admin
@@ -22,6 +23,7 @@ from scheduler_svc.core.interface.records import Peer
 from scheduler_svc.explain.answers import answer, check
 from scheduler_svc.frontend_link import error_reply
 from scheduler_svc.recorder.segments import UnreadableRecordError
+from scheduler_svc.whatif.strategies import check_comparison, compare_strategies
 from shared.errors import FieldViolation, InvalidRequestError, OverloadedError, QuireError, UnsupportedMethodError
 
 _MAX_WAITING = 8
@@ -29,8 +31,10 @@ _MAX_S = 55.0
 """Longest time from a question to its reply, s; a little less than the front end waits for it."""
 
 _FAILED = (
-    "explain: reading the record took too long or failed; see the scheduler's log, or read the files with --record-dir"
+    "record: reading it took too long or failed; ask for less, see the scheduler's log, or read the files with"
+    " --record-dir"
 )
+_QUESTIONS = (admin.ExplainRequest, admin.CompareStrategiesRequest)
 
 
 @dataclass(slots=True)
@@ -38,6 +42,7 @@ class _Question:
     peer: Peer
     number: int
     payload: bytes
+    """The serialized call."""
     ends_at: float
 
 
@@ -60,13 +65,13 @@ class LiveExplanations:
 
     @staticmethod
     def asked(request: link_pb2.OperatorRequest) -> bool:
-        """Return whether an operator asks for an explanation."""
-        return request.HasField("call") and request.call.Is(admin.ExplainRequest.DESCRIPTOR)
+        """Return whether an operator asks for an explanation or a comparison."""
+        return request.HasField("call") and any(request.call.Is(each.DESCRIPTOR) for each in _QUESTIONS)
 
     def ask(self, peer: Peer, request: link_pb2.OperatorRequest, now: float) -> link_pb2.OperatorReply | None:
         """Take a question; return a reply only if it is refused."""
         try:
-            check(admin.ExplainRequest.FromString(request.call.value))
+            _check(_unpacked(request.call))
             if self._folder is None:
                 raise UnsupportedMethodError("explain: the scheduler keeps no record; start it with --record-dir")
             if len(self._waiting) >= _MAX_WAITING:
@@ -75,7 +80,7 @@ class LiveExplanations:
             return error_reply(request.number, InvalidRequestError(FieldViolation("request", "not a valid message")))
         except QuireError as error:
             return error_reply(request.number, error)
-        self._waiting.append(_Question(peer, request.number, request.call.value, now + _MAX_S))
+        self._waiting.append(_Question(peer, request.number, request.call.SerializeToString(), now + _MAX_S))
         return None
 
     def replies(self, now: float) -> list[tuple[Peer, link_pb2.OperatorReply]]:
@@ -124,13 +129,44 @@ def _reply(process: _Process) -> link_pb2.OperatorReply:
     return reply
 
 
+def _unpacked(call: AnyMessage) -> Message:
+    """Return the question of a call.
+
+    Raises:
+        DecodeError: it is not a valid message.
+    """
+    kind = next(each for each in _QUESTIONS if call.Is(each.DESCRIPTOR))
+    return kind.FromString(call.value)
+
+
+def _check(question: Message) -> None:
+    """Check a question, as far as that is possible without the record.
+
+    Raises:
+        InvalidRequestError: the question is not valid.
+    """
+    if isinstance(question, admin.CompareStrategiesRequest):
+        check_comparison(question)
+    else:
+        assert isinstance(question, admin.ExplainRequest)
+        check(question)
+
+
+def _answer(question: Message, place: Path) -> Message:
+    """Answer a question from the record in a folder."""
+    if isinstance(question, admin.CompareStrategiesRequest):
+        return compare_strategies(question, place)
+    assert isinstance(question, admin.ExplainRequest)
+    return answer(question, place).message()
+
+
 def main() -> int:
     """Answer one question; the process of `LiveExplanations`."""
     os.nice(10)
     place, payload = Path(sys.argv[1]), base64.b64decode(sys.argv[2])
     reply = link_pb2.OperatorReply()
     try:
-        reply.response.Pack(answer(admin.ExplainRequest.FromString(payload), place).message())
+        reply.response.Pack(_answer(_unpacked(AnyMessage.FromString(payload)), place))
     except QuireError as error:
         reply = error_reply(0, error)
     except (OSError, UnreadableRecordError) as error:

@@ -12,7 +12,8 @@ The modules, in this order:
 * `saved` – settings, workers and step times as a file; `settings` – the changed settings;
 * `simulate` – the event loop over the core;
 * `promises` – the core's promises, checked on a simulation;
-* `page` – the comparison as text and as JSON; `answer` – the whole question of `quire replay --set`.
+* `page` – the comparison as text and as JSON; `answer` – the whole question of `quire replay --set`;
+* `strategies` – the last minutes under static, dynamic and continuous batching, for the console.
 
-Only `answer` opens files.
+Only `answer` and `strategies` open files.
 """

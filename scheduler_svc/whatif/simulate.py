@@ -38,7 +38,7 @@ _FRONTEND: Peer = b"whatif/1"
 _VOCAB = (1 << 31) - 1
 _STOP = _VOCAB - 1
 """Stop token of every request that ends with one; no other token has this number."""
-_START_S = 1000.0
+START_S = 1000.0
 """Core time at the beginning."""
 _JOIN_AGAIN_S = 1.0
 """Time after which a worker that the core gave up connects again."""
@@ -166,7 +166,7 @@ class _Simulation:
         self._workers: dict[Peer, _Worker] = {}
         self._agenda: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self._num_acts = self._num_members = 0
-        self._now = _START_S
+        self._now = START_S
         self._steps = self._extrapolated = 0
         self._next_arrival = 0
         self._carry_out: dict[type, Callable[[Any], None]] = {
@@ -181,7 +181,7 @@ class _Simulation:
         began = time.process_time()
         self._core.handle(ev.FrontendJoined(frontend=_FRONTEND), self._now)
         for member in self._members:
-            self._at(_START_S + member.joined, self._join, member)
+            self._at(START_S + member.joined, self._join, member)
         self._schedule_arrival()
         self._loop()
         return Simulated(
@@ -234,7 +234,7 @@ class _Simulation:
 
     def _schedule_arrival(self) -> None:
         if self._next_arrival < len(self._state.arrivals):
-            self._at(_START_S + self._state.arrivals[self._next_arrival].at, self._arrive)
+            self._at(START_S + self._state.arrivals[self._next_arrival].at, self._arrive)
 
     def _arrive(self) -> None:
         arrival = self._state.arrivals[self._next_arrival]
@@ -307,7 +307,7 @@ class _Simulation:
         self._workers[peer] = _Worker(hello, Rows(hello.max_rows))
         self._feed(hello)
         if member.lost is not None:
-            self._at(max(self._now, _START_S + member.lost), self._lose, peer)
+            self._at(max(self._now, START_S + member.lost), self._lose, peer)
 
     def _lose(self, peer: Peer) -> None:
         if self._workers.pop(peer, None) is not None:
@@ -355,7 +355,7 @@ class _Simulation:
         assert work.shape.decodes == plan.num_decodes, "the plan counts other rows than the worker"
         self._steps += 1
         self._extrapolated += times.extrapolates(work.shape)
-        seconds = times.scattered(work.shape, self._rng.random()) * times.pace_at(self._now - _START_S)
+        seconds = times.scattered(work.shape, self._rng.random()) * times.pace_at(self._now - START_S)
         earliest = self._now + times.link_s
         idle = max(0.0, earliest - worker.is_answered_at) if worker.is_answered_at else 0.0
         worker.is_answered_at = max(worker.is_answered_at, earliest) + seconds

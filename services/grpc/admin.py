@@ -16,7 +16,7 @@ from services.grpc.boundary import Context
 from services.link.core_link import OPERATOR_TIMEOUT_S, CoreLink
 from shared.errors import UnsupportedMethodError
 
-_SLOW = {"ExplainRequest": 60.0}
+_SLOW = {"ExplainRequest": 60.0, "CompareStrategiesRequest": 60.0}
 """Calls that read the scheduler's record, with the time to wait for their answers, s."""
 SERVICE = admin_pb2.DESCRIPTOR.services_by_name["AdminService"]
 

@@ -26,8 +26,9 @@ def opened(address: str, *, expected: str = "", width: int = 1280, height: int =
     errors: list[str] = []
 
     def heard(message: ConsoleMessage) -> None:
-        if message.type in ("error", "warning") and not (expected and expected in message.text):
-            errors.append(message.text)
+        text = f"{message.text} ({message.location['url']})"
+        if message.type in ("error", "warning") and not (expected and expected in text):
+            errors.append(text)
 
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--no-proxy-server"])
@@ -40,7 +41,7 @@ def opened(address: str, *, expected: str = "", width: int = 1280, height: int =
             yield page
         finally:
             browser.close()
-    assert errors == []
+    assert not errors, f"the browser reports {errors}"
 
 
 def until(page: Page, condition: str) -> None:

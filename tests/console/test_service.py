@@ -69,6 +69,13 @@ def test_a_person_sends_a_request_and_follows_it(tmp_path: Path) -> None:
         shoot(page, "details")
         page.keyboard.press("Escape")
 
+        # The same requests under the three strategies.
+        page.fill("#strategy-rows", "4")
+        page.click("#strategies button")
+        page.locator("#strategies-table tr").nth(2).wait_for()
+        assert page.locator("#strategies-table th").all_inner_texts() == ["static", "dynamic", "continuous"]
+        assert page.inner_text("#strategies-status").startswith("12 requests that arrived within")
+
         # Drain and resume.
         page.click("button[aria-label^='Drain']")
         page.wait_for_selector("button[aria-label^='Resume']")

@@ -393,6 +393,168 @@ class ExplainResponse(_message.Message):
 Global___ExplainResponse: _TypeAlias = ExplainResponse  # noqa: Y015
 
 @_typing.final
+class CompareStrategiesRequest(_message.Message):
+    """Which requests to serve again, and with how many rows."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SINCE_FIELD_NUMBER: _builtins.int
+    ROWS_FIELD_NUMBER: _builtins.int
+    rows: _builtins.int
+    """Rows of each worker, which is also the size of a batch, 1 to 256. 0: 8."""
+    @_builtins.property
+    def since(self) -> _duration_pb2.Duration:
+        """Requests that arrived within this time before the newest entry of the record, at most 15 minutes. Not set: three
+        minutes. Of more than 1,000 requests or 60,000 generated tokens, the newest are used.
+        """
+
+    def __init__(
+        self,
+        *,
+        since: _duration_pb2.Duration | None = ...,
+        rows: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["since", b"since"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["rows", b"rows", "since", b"since"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CompareStrategiesRequest: _TypeAlias = CompareStrategiesRequest  # noqa: Y015
+
+@_typing.final
+class CompareStrategiesResponse(_message.Message):
+    """The same requests under each strategy."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUNS_FIELD_NUMBER: _builtins.int
+    REQUESTS_FIELD_NUMBER: _builtins.int
+    ARRIVAL_SECONDS_FIELD_NUMBER: _builtins.int
+    ROWS_FIELD_NUMBER: _builtins.int
+    requests: _builtins.int
+    """Number of requests."""
+    arrival_seconds: _builtins.float
+    """Time from the first arrival to the last, s."""
+    rows: _builtins.int
+    """Rows of each worker."""
+    @_builtins.property
+    def runs(self) -> _containers.RepeatedCompositeFieldContainer[Global___StrategyRun]:
+        """Static, dynamic and continuous batching, in this order."""
+
+    def __init__(
+        self,
+        *,
+        runs: _abc.Iterable[Global___StrategyRun] | None = ...,
+        requests: _builtins.int = ...,
+        arrival_seconds: _builtins.float = ...,
+        rows: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arrival_seconds", b"arrival_seconds", "requests", b"requests", "rows", b"rows", "runs", b"runs"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CompareStrategiesResponse: _TypeAlias = CompareStrategiesResponse  # noqa: Y015
+
+@_typing.final
+class StrategyRun(_message.Message):
+    """A simulated run."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    SECONDS_FIELD_NUMBER: _builtins.int
+    OUTPUT_TOKENS_PER_SECOND_FIELD_NUMBER: _builtins.int
+    TTFT_FIELD_NUMBER: _builtins.int
+    ITL_FIELD_NUMBER: _builtins.int
+    LATENCY_FIELD_NUMBER: _builtins.int
+    ROW_SHARE_FIELD_NUMBER: _builtins.int
+    STAYS_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """"static", "dynamic" or "continuous"."""
+    seconds: _builtins.float
+    """Time from the first arrival to the last end, s."""
+    output_tokens_per_second: _builtins.float
+    """Generated tokens per second."""
+    row_share: _builtins.float
+    """Share of the rows that computed something, mean over the steps."""
+    @_builtins.property
+    def ttft(self) -> Global___Quantiles:
+        """From the arrival to the first token."""
+
+    @_builtins.property
+    def itl(self) -> Global___Quantiles:
+        """Between two tokens of a request."""
+
+    @_builtins.property
+    def latency(self) -> Global___Quantiles:
+        """From the arrival to the end."""
+
+    @_builtins.property
+    def stays(self) -> _containers.RepeatedCompositeFieldContainer[Global___RowStay]:
+        """Which request was in which row of the first worker; at most 2,000, the first ones."""
+
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        seconds: _builtins.float = ...,
+        output_tokens_per_second: _builtins.float = ...,
+        ttft: Global___Quantiles | None = ...,
+        itl: Global___Quantiles | None = ...,
+        latency: Global___Quantiles | None = ...,
+        row_share: _builtins.float = ...,
+        stays: _abc.Iterable[Global___RowStay] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["itl", b"itl", "latency", b"latency", "ttft", b"ttft"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["itl", b"itl", "latency", b"latency", "name", b"name", "output_tokens_per_second", b"output_tokens_per_second", "row_share", b"row_share", "seconds", b"seconds", "stays", b"stays", "ttft", b"ttft"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StrategyRun: _TypeAlias = StrategyRun  # noqa: Y015
+
+@_typing.final
+class RowStay(_message.Message):
+    """A request's time in a row; times in seconds since the first arrival."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROW_FIELD_NUMBER: _builtins.int
+    REQUEST_FIELD_NUMBER: _builtins.int
+    BEGIN_FIELD_NUMBER: _builtins.int
+    DECODE_FIELD_NUMBER: _builtins.int
+    END_FIELD_NUMBER: _builtins.int
+    row: _builtins.int
+    """The row."""
+    request: _builtins.int
+    """Number of the request in order of arrival."""
+    begin: _builtins.float
+    """When it got the row."""
+    decode: _builtins.float
+    """When it began to decode; equal to `end` if it did not."""
+    end: _builtins.float
+    """When it left the row."""
+    def __init__(
+        self,
+        *,
+        row: _builtins.int = ...,
+        request: _builtins.int = ...,
+        begin: _builtins.float = ...,
+        decode: _builtins.float = ...,
+        end: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["begin", b"begin", "decode", b"decode", "end", b"end", "request", b"request", "row", b"row"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RowStay: _TypeAlias = RowStay  # noqa: Y015
+
+@_typing.final
 class WatchStepsRequest(_message.Message):
     """Asks for a live view."""
 

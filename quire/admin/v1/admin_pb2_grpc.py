@@ -70,6 +70,11 @@ class AdminServiceStub(object):
                 request_serializer=quire_dot_admin_dot_v1_dot_admin__pb2.ExplainRequest.SerializeToString,
                 response_deserializer=quire_dot_admin_dot_v1_dot_admin__pb2.ExplainResponse.FromString,
                 _registered_method=True)
+        self.CompareStrategies = channel.unary_unary(
+                '/quire.admin.v1.AdminService/CompareStrategies',
+                request_serializer=quire_dot_admin_dot_v1_dot_admin__pb2.CompareStrategiesRequest.SerializeToString,
+                response_deserializer=quire_dot_admin_dot_v1_dot_admin__pb2.CompareStrategiesResponse.FromString,
+                _registered_method=True)
         self.WatchSteps = channel.unary_stream(
                 '/quire.admin.v1.AdminService/WatchSteps',
                 request_serializer=quire_dot_admin_dot_v1_dot_admin__pb2.WatchStepsRequest.SerializeToString,
@@ -143,6 +148,14 @@ class AdminServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def CompareStrategies(self, request, context):
+        """Serves the requests of the last minutes again, in a simulation, under static, dynamic and continuous batching.
+        NOT_FOUND if the record has too little to simulate; UNIMPLEMENTED if the scheduler keeps no record.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def WatchSteps(self, request, context):
         """Streams, a few times per second, the composition of the workers' steps and what went wrong, about once per second
         the load, and if asked, twice per second the queues and the KV blocks; no text and no token IDs. A slow reader misses steps and is told how many. UNIMPLEMENTED if the scheduler
@@ -205,6 +218,11 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.Explain,
                     request_deserializer=quire_dot_admin_dot_v1_dot_admin__pb2.ExplainRequest.FromString,
                     response_serializer=quire_dot_admin_dot_v1_dot_admin__pb2.ExplainResponse.SerializeToString,
+            ),
+            'CompareStrategies': grpc.unary_unary_rpc_method_handler(
+                    servicer.CompareStrategies,
+                    request_deserializer=quire_dot_admin_dot_v1_dot_admin__pb2.CompareStrategiesRequest.FromString,
+                    response_serializer=quire_dot_admin_dot_v1_dot_admin__pb2.CompareStrategiesResponse.SerializeToString,
             ),
             'WatchSteps': grpc.unary_stream_rpc_method_handler(
                     servicer.WatchSteps,
@@ -412,6 +430,33 @@ class AdminService(object):
             '/quire.admin.v1.AdminService/Explain',
             quire_dot_admin_dot_v1_dot_admin__pb2.ExplainRequest.SerializeToString,
             quire_dot_admin_dot_v1_dot_admin__pb2.ExplainResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def CompareStrategies(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/quire.admin.v1.AdminService/CompareStrategies',
+            quire_dot_admin_dot_v1_dot_admin__pb2.CompareStrategiesRequest.SerializeToString,
+            quire_dot_admin_dot_v1_dot_admin__pb2.CompareStrategiesResponse.FromString,
             options,
             channel_credentials,
             insecure,

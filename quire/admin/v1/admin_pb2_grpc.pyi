@@ -53,6 +53,10 @@ class AdminServiceStub:
     """Explains why requests took as long as they did, from the scheduler's record: one request, the slowest ones, or a
     step. NOT_FOUND if the record has no such request; UNIMPLEMENTED if the scheduler keeps no record.
     """
+    CompareStrategies: _grpc.UnaryUnaryMultiCallable[_admin_pb2.CompareStrategiesRequest, _admin_pb2.CompareStrategiesResponse]
+    """Serves the requests of the last minutes again, in a simulation, under static, dynamic and continuous batching.
+    NOT_FOUND if the record has too little to simulate; UNIMPLEMENTED if the scheduler keeps no record.
+    """
     WatchSteps: _grpc.UnaryStreamMultiCallable[_admin_pb2.WatchStepsRequest, _admin_pb2.WatchStepsResponse]
     """Streams, a few times per second, the composition of the workers' steps and what went wrong, about once per second
     the load, and if asked, twice per second the queues and the KV blocks; no text and no token IDs. A slow reader misses steps and is told how many. UNIMPLEMENTED if the scheduler
@@ -90,6 +94,10 @@ class AdminServiceAsyncStub(AdminServiceStub):
     Explain: _aio.UnaryUnaryMultiCallable[_admin_pb2.ExplainRequest, _admin_pb2.ExplainResponse]  # type: ignore[assignment]
     """Explains why requests took as long as they did, from the scheduler's record: one request, the slowest ones, or a
     step. NOT_FOUND if the record has no such request; UNIMPLEMENTED if the scheduler keeps no record.
+    """
+    CompareStrategies: _aio.UnaryUnaryMultiCallable[_admin_pb2.CompareStrategiesRequest, _admin_pb2.CompareStrategiesResponse]  # type: ignore[assignment]
+    """Serves the requests of the last minutes again, in a simulation, under static, dynamic and continuous batching.
+    NOT_FOUND if the record has too little to simulate; UNIMPLEMENTED if the scheduler keeps no record.
     """
     WatchSteps: _aio.UnaryStreamMultiCallable[_admin_pb2.WatchStepsRequest, _admin_pb2.WatchStepsResponse]  # type: ignore[assignment]
     """Streams, a few times per second, the composition of the workers' steps and what went wrong, about once per second
@@ -167,6 +175,16 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_admin_pb2.ExplainResponse, _abc.Awaitable[_admin_pb2.ExplainResponse]]:
         """Explains why requests took as long as they did, from the scheduler's record: one request, the slowest ones, or a
         step. NOT_FOUND if the record has no such request; UNIMPLEMENTED if the scheduler keeps no record.
+        """
+
+    @_abc_1.abstractmethod
+    def CompareStrategies(
+        self,
+        request: _admin_pb2.CompareStrategiesRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.CompareStrategiesResponse, _abc.Awaitable[_admin_pb2.CompareStrategiesResponse]]:
+        """Serves the requests of the last minutes again, in a simulation, under static, dynamic and continuous batching.
+        NOT_FOUND if the record has too little to simulate; UNIMPLEMENTED if the scheduler keeps no record.
         """
 
     @_abc_1.abstractmethod

@@ -13,12 +13,13 @@ from google.protobuf.message import Message
 from protos.quire.link.v1 import link_pb2
 from quire.admin.v1 import admin_pb2 as admin
 from services.access.principals import CURRENT
-from services.http.console.feed import Feed, worker
+from services.http.console.feed import Feed, comparison, worker
 from services.http.endpoint import Exchange, Handler
 from services.link.core_link import OPERATOR_TIMEOUT_S, CoreLink
 from shared.errors import FieldViolation, InvalidRequestError, StalledReaderError, UnsupportedMethodError
 
-_EXPLAIN_TIMEOUT_S = 60.0
+_READING_TIMEOUT_S = 60.0
+"""Time to wait for answers from the scheduler's record, s."""
 _STALLED_S = 30.0
 """Time without room for one event after which a viewer is dropped; the stream has an event at least every second."""
 ResponseT = TypeVar("ResponseT", bound=Message)
@@ -44,6 +45,7 @@ class ConsoleEndpoints:
             ("POST", "/console/api/drain", self.drain),
             ("POST", "/console/api/resume", self.resume),
             ("POST", "/console/api/explain", self.explain),
+            ("POST", "/console/api/strategies", self.strategies),
         ]
 
     async def watch(self, exchange: Exchange) -> None:
@@ -82,8 +84,16 @@ class ConsoleEndpoints:
         """Explain why a request took as long as it did."""
         asked = await _question(exchange)
         request = admin.ExplainRequest(request_id=_text(asked, "request"))
-        response = await self._ask(request, admin.ExplainResponse(), _EXPLAIN_TIMEOUT_S)
+        response = await self._ask(request, admin.ExplainResponse(), _READING_TIMEOUT_S)
         await exchange.answer({"text": response.text, "values": json.loads(response.json)})
+
+    async def strategies(self, exchange: Exchange) -> None:
+        """Compare static, dynamic and continuous batching for the requests of the last minutes."""
+        asked = await _question(exchange)
+        request = admin.CompareStrategiesRequest(rows=_number(asked, "rows", 256))
+        request.since.FromSeconds(_number(asked, "seconds", 900))
+        response = await self._ask(request, admin.CompareStrategiesResponse(), _READING_TIMEOUT_S)
+        await exchange.answer(comparison(response))
 
     async def _ask(self, request: Message, response: ResponseT, timeout_s: float = OPERATOR_TIMEOUT_S) -> ResponseT:
         order = link_pb2.OperatorRequest()
@@ -115,6 +125,13 @@ def _text(asked: dict[str, Any], name: str) -> str:
     value = asked.get(name)
     if not isinstance(value, str) or not 0 < len(value) <= 512:
         raise InvalidRequestError(FieldViolation(name, "must be a text of 1 to 512 characters"))
+    return value
+
+
+def _number(asked: dict[str, Any], name: str, most: int) -> int:
+    value = asked.get(name)
+    if not isinstance(value, int) or not 1 <= value <= most:
+        raise InvalidRequestError(FieldViolation(name, f"must be a whole number from 1 to {most}"))
     return value
 
 

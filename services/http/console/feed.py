@@ -81,13 +81,33 @@ def worker(message: admin.Worker) -> dict[str, Any]:
         "draining": message.draining,
         "running": message.running_requests,
         "rows": message.rows,
-        "plans": message.plans_in_flight,
         "blocks": message.total_blocks,
         "free": message.free_blocks,
         "cached": message.cached_blocks,
         "hostBlocks": message.host_blocks,
         "heldHostBlocks": message.held_host_blocks,
-        "stepTokens": message.last_step_tokens,
+    }
+
+
+def comparison(found: admin.CompareStrategiesResponse) -> dict[str, Any]:
+    """Return a comparison of strategies as the values of a JSON object."""
+    return {
+        "requests": found.requests,
+        "arrivalSeconds": found.arrival_seconds,
+        "rows": found.rows,
+        "runs": [
+            {
+                "name": run.name,
+                "seconds": run.seconds,
+                "tokensPerSecond": run.output_tokens_per_second,
+                "ttft": _quantiles(run.ttft),
+                "itl": _quantiles(run.itl),
+                "latency": _quantiles(run.latency),
+                "rowShare": run.row_share,
+                "stays": [[each.row, each.request, each.begin, each.decode, each.end] for each in run.stays],
+            }
+            for run in found.runs
+        ],
     }
 
 

@@ -114,7 +114,7 @@ def test_no_file_names_another_server() -> None:
         assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(", text), file.name
 
 
-@pytest.mark.parametrize("path", ["watch", "drain", "resume", "explain"])
+@pytest.mark.parametrize("path", ["watch", "drain", "resume", "explain", "strategies"])
 def test_data_is_for_operators_only(tmp_path: Path, path: str) -> None:
     """Without a token and with that of a client the data is refused, while the page itself holds none."""
     (tmp_path / "principals.toml").write_text(PRINCIPALS)

@@ -9,7 +9,7 @@ const per = (count, rates) => (rates.seconds > 0 ? count / rates.seconds : 0);
 const sum = (load, name) => load.workers.reduce((total, each) => total + each[name], 0);
 const share = (part, whole) => (whole > 0 ? part / whole : 0);
 const percent = (value) => `${Math.round(value * 100)} %`;
-const duration = (value) => (value < 1 ? `${(value * 1000).toPrecision(3)} ms` : `${value.toPrecision(3)} s`);
+export const duration = (value) => (value < 1 ? `${(value * 1000).toPrecision(3)} ms` : `${value.toPrecision(3)} s`);
 const number = (value) => (value < 10 ? value.toFixed(1) : Math.round(value).toLocaleString("en"));
 
 /** Title, lines as functions of a load (undefined: nothing to show), and how to write a value. */

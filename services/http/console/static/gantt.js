@@ -144,7 +144,6 @@ export class Gantt {
     context.imageSmoothingEnabled = false;
     context.fillStyle = colour("idle");
     context.fillRect(0, 0, this.plotWidth, this.height);
-    context.clearRect(this.plotWidth, 0, this.width, this.height);
     const first = Math.max(steps.first, Math.floor(this.shown - this.plotWidth / this.columnWidth));
     const last = Math.min(steps.count, Math.ceil(this.shown));
     const bottom = this.rows * this.rowHeight;
@@ -155,6 +154,7 @@ export class Gantt {
       index += count;
     }
     this.paintGrid(context, bottom);
+    context.clearRect(this.plotWidth, 0, this.width, this.height);
     this.paintLabels(context, steps, last - 1);
     this.paintIncidents(context, steps, bottom);
     this.paintCursor(context);

@@ -8,6 +8,7 @@ import { Model, cell } from "./model.js";
 import { Playground } from "./playground.js";
 import { Queues } from "./queues.js";
 import { Refusal, events, send, setToken } from "./server.js";
+import { Strategies } from "./strategies.js";
 import { chooseTheme } from "./theme.js";
 import { Workers } from "./workers.js";
 
@@ -26,6 +27,9 @@ const blocks = new BlockMaps(part("blocks"), model, { readout: (text) => say("bl
 const figures = new Figures(part("figures"), model);
 const workers = new Workers(part("workers"), part("order"), model);
 const queues = new Queues(part("queues"), part("policy"), model, choose);
+const strategies = new Strategies(part("strategies"), {
+  status: part("strategies-status"), result: part("strategies-result"), table: part("strategies-table"), charts: part("strategies-charts"),
+});
 new Playground(part("playground"), {
   stop: part("stop"), status: part("sent"), answers: part("answers"), followed: gantt.followed,
 });
@@ -184,6 +188,7 @@ chooseTheme(part("theme"), () => {
   gantt.reset();
   figures.update();
   blocks.update();
+  strategies.draw();
 });
 setInterval(() => {
   const seconds = (performance.now() - heardAt) / 1000;

@@ -39,8 +39,8 @@ export class Queues {
     this.policy.textContent = `Policy ${tables.policy}: ${ORDERS[tables.policy] ?? tables.policy}.`;
     const listed = new Map(tables.queues.map((queue) => [queue.reason, queue]));
     const boxes = [];
-    for (const [reason, length] of Object.entries(load.byReason)) {
-      const queue = listed.get(reason) ?? { reason, length, first: [] };
+    for (const reason of new Set([...Object.keys(TITLES), ...Object.keys(load.byReason)])) {
+      const queue = listed.get(reason) ?? { reason, length: load.byReason[reason] ?? 0, first: [] };
       if (queue.length) boxes.push(box(queue));
     }
     if (load.byTenant.length) boxes.push(tenants(load));

@@ -27,7 +27,6 @@ export class Workers {
       line.state.textContent = worker.draining ? (worker.running ? "draining" : "drained") : worker.running ? "running" : "idle";
       line.rows.textContent = `${worker.running} of ${worker.rows}`;
       line.blocks.textContent = `${held} of ${worker.blocks}, ${worker.cached} cached` + (worker.hostBlocks ? `; host ${worker.heldHostBlocks} of ${worker.hostBlocks}` : "");
-      line.tokens.textContent = worker.stepTokens;
       line.button.textContent = worker.draining ? "Resume" : "Drain";
       line.button.setAttribute("aria-label", `${line.button.textContent} ${worker.id}`);
       line.draining = worker.draining;
@@ -41,7 +40,7 @@ export class Workers {
     name.textContent = id;
     row.append(name);
     const line = { row, draining: false };
-    for (const column of ["device", "state", "rows", "blocks", "tokens", "action"]) row.append((line[column] = document.createElement("td")));
+    for (const column of ["device", "state", "rows", "blocks", "action"]) row.append((line[column] = document.createElement("td")));
     line.button = document.createElement("button");
     line.button.type = "button";
     line.button.addEventListener("click", () => this.order(id, line));
