@@ -14,6 +14,7 @@ it. A reference that the self-test of `native` also needs has its own module (``
     qkv               QK norm, rotary and KV write of a packed projection at once
     fp8               conversion of KV to and from fp8 e4m3
     activation        SiLU-gated product of the MLP
+    experts           mixture of experts: routing, and a product of each expert with its tokens
     philox            the counter-based random numbers that sampling draws from
     sampling          temperature, top-k, top-p, min-p, typical-p and the draw of tokens
     block_copy        copies of whole blocks: on the device, or between device and host

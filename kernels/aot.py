@@ -32,6 +32,7 @@ from kernels._triton import HAVE_TRITON, Launch, record_launches, triton
 from kernels.activation import silu_mul
 from kernels.block_copy import BlockPool, copy_blocks
 from kernels.decode_inputs import DecodeInputs, prepare_decode
+from kernels.experts import mix_experts
 from kernels.kv_cache import write_kv
 from kernels.machine_code import copies_ahead, disassemble, loop_instructions, num_instructions, resource_usage
 from kernels.norm import rms_norm
@@ -124,6 +125,10 @@ def cases() -> list[Case]:
     found.append(Case("qkv 32+8 heads of 128, page 16, fp8", partial(_qkv, 32, False, torch.uint8), False))
     found.append(Case("qkv 16+8 heads of 128, page 16, norms", partial(_qkv, 16, True), True))
     found.append(Case("silu_mul 14336", _silu_mul, True))
+    for tokens in (8, 512, 8192):
+        in_ci = tokens == 512
+        found.append(Case(f"experts 128 of 2048x768, 8 of {tokens} tokens", partial(_experts, 128, 8, tokens), in_ci))
+    found.append(Case("experts fp32 8 of 2048x768, 2 of 64 tokens", partial(_experts, 8, 2, 64, torch.float32), False))
     found.append(Case("sample 128256", _sample, True))
     found.append(Case("sample 128256, no truncation", partial(_sample, any_truncation=False), True))
     found.append(Case("sample 128256, greedy", partial(_sample, any_random=False), True))
@@ -191,6 +196,12 @@ def _qkv(num_heads: int, normed: bool, kv_dtype: torch.dtype = torch.bfloat16) -
 
 def _silu_mul() -> None:
     silu_mul(_meta(32, 2 * 14336))
+
+
+def _experts(count: int, top_k: int, num_tokens: int, dtype: torch.dtype = torch.bfloat16) -> None:
+    gate_up, down = _meta(count, 2 * 768, 2048, dtype=dtype), _meta(count, 2048, 768, dtype=dtype)
+    x, logits = _meta(num_tokens, 2048, dtype=dtype), _meta(num_tokens, count, dtype=dtype)
+    mix_experts(x, logits, gate_up, down, top_k=top_k, renormalise=True)
 
 
 def _sample(any_random: bool = True, any_truncation: bool = True) -> None:

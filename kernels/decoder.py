@@ -7,6 +7,7 @@ less often than these operations do in bfloat16. There is no return to Python be
     x = embedding[token]
     per layer:  x += output(attention(rotary(qk_norm(qkv(norm(x))))))
                 x += down(silu(gate) * up),  gate, up = gate_up(norm(x))
+                or, in a mixture of experts (`kernels.experts`), the weighted sum of this of several experts
     logits = head(norm(x))
 """
 
@@ -21,14 +22,38 @@ import torch
 
 from kernels.linear import PackedLinear
 from kernels.native.library import Native
-from kernels.native.structures import FORMATS, KV_FORMATS, CDecoder, CLayer, CLinear, CStep
+from kernels.native.structures import FORMATS, KV_FORMATS, CDecoder, CLayer, CLinear, CMixture, CStep
 
 _Reduce = CFUNCTYPE(c_int32, c_void_p, c_int64)
 _MOST_REDUCED = 256
 """Tensors over the memory that is added up, which are kept for further steps."""
 
-PHASES = ("embed", "norm", "qkv", "rotate", "attend", "output", "gate_up", "activate", "down", "head")
+PHASES = ("embed", "norm", "qkv", "rotate", "attend", "output", "route", "gate_up", "activate", "down", "head")
 """Phases of a step for the time measurement, in the order of `decoder.h`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MlpWeights:
+    """Weights of a gated MLP."""
+
+    gate_up: PackedLinear
+    """Rows: gate, then up."""
+    down: PackedLinear
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MixtureWeights:
+    """Weights of a mixture of experts."""
+
+    router: PackedLinear
+    experts: Sequence[MlpWeights]
+    top_k: int
+    renormalise: bool
+    """Whether the weights of a token's experts are divided by their sum."""
+    shared: MlpWeights | None
+    """Expert of all tokens."""
+    shared_gate: PackedLinear | None
+    """Logit of the weight of the shared expert."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,9 +67,7 @@ class LayerWeights:
     key_norm: torch.Tensor | None
     output: PackedLinear
     mlp_norm: torch.Tensor
-    gate_up: PackedLinear
-    """Rows: gate, then up."""
-    down: PackedLinear
+    mlp: MlpWeights | MixtureWeights
     sliding_window: int | None
 
 
@@ -53,7 +76,6 @@ class DecoderShape:
     """Sizes of a decoder."""
 
     hidden_size: int
-    intermediate_size: int
     num_heads: int
     num_kv_heads: int
     head_dim: int
@@ -133,7 +155,6 @@ class PackedDecoder:
             embedding=None if embedding is None else embedding.data_ptr(),
             embedding_format=0 if embedding is None else FORMATS[embedding.dtype],
             hidden=shape.hidden_size,
-            intermediate=shape.intermediate_size,
             num_heads=shape.num_heads,
             num_kv_heads=shape.num_kv_heads,
             head_dim=shape.head_dim,
@@ -243,6 +264,8 @@ class PackedDecoder:
         return ctypes.addressof(keys), ctypes.addressof(values)
 
     def _layer(self, layer: LayerWeights) -> CLayer:
+        mixture = layer.mlp if isinstance(layer.mlp, MixtureWeights) else None
+        mlp = layer.mlp if isinstance(layer.mlp, MlpWeights) else layer.mlp.shared
         return CLayer(
             input_norm=self._floats(layer.input_norm),
             mlp_norm=self._floats(layer.mlp_norm),
@@ -250,10 +273,27 @@ class PackedDecoder:
             key_norm=self._floats(layer.key_norm),
             qkv=_copy(layer.qkv),
             output=_copy(layer.output),
-            gate_up=_copy(layer.gate_up),
-            down=_copy(layer.down),
+            gate_up=CLinear() if mlp is None else _copy(mlp.gate_up),
+            down=CLinear() if mlp is None else _copy(mlp.down),
+            mixture=None if mixture is None else self._mixture(mixture),
             sliding_window=layer.sliding_window or 0,
         )
+
+    def _mixture(self, mixture: MixtureWeights) -> int:
+        """Return the address of a mixture's structure."""
+        experts = len(mixture.experts)
+        gate_up = (CLinear * experts)(*(_copy(expert.gate_up) for expert in mixture.experts))
+        down = (CLinear * experts)(*(_copy(expert.down) for expert in mixture.experts))
+        structure = CMixture(
+            router=_copy(mixture.router),
+            gate_up=ctypes.addressof(gate_up),
+            down=ctypes.addressof(down),
+            shared_gate=CLinear() if mixture.shared_gate is None else _copy(mixture.shared_gate),
+            top_k=mixture.top_k,
+            renormalise=mixture.renormalise,
+        )
+        self._kept += (gate_up, down, structure)
+        return ctypes.addressof(structure)
 
     def _floats(self, tensor: torch.Tensor | None) -> int | None:
         """Convert a tensor to float32, keep it alive, and return its address."""

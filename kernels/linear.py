@@ -77,18 +77,23 @@ def _rounded(x: torch.Tensor) -> torch.Tensor:
 
 
 def empty_weight(outputs: int, inputs: int, dtype: torch.dtype) -> torch.Tensor:
-    """Allocate an uninitialised weight ``[outputs, inputs]`` for `pack`; its padding is zero.
+    """Allocate an uninitialised weight ``[outputs, inputs]`` for `pack`; its padding is zero."""
+    return empty_weights(1, outputs, inputs, dtype)[0]
+
+
+def empty_weights(count: int, outputs: int, inputs: int, dtype: torch.dtype) -> torch.Tensor:
+    """Allocate uninitialised weights ``[count, outputs, inputs]``, each for `pack`; their padding is zero.
 
     The memory uses huge pages if possible, which saves page walks because weights are streamed once per step.
     """
     per_step = 4 // dtype.itemsize
-    padded = (-(-outputs // _BLOCK) * _BLOCK, -(-inputs // per_step) * per_step)
-    if padded == (outputs, inputs):
-        weight = torch.empty(padded, dtype=dtype)
-        advise_huge_pages(weight)
+    padded = (count, -(-outputs // _BLOCK) * _BLOCK, -(-inputs // per_step) * per_step)
+    if padded == (count, outputs, inputs):
+        weights = torch.empty(padded, dtype=dtype)
+        advise_huge_pages(weights)
     else:
-        weight = torch.zeros(padded, dtype=dtype)
-    return weight[:outputs, :inputs]
+        weights = torch.zeros(padded, dtype=dtype)
+    return weights[:, :outputs, :inputs]
 
 
 def pack(weight: torch.Tensor, bias: torch.Tensor | None = None, *, kernels: Native) -> PackedLinear:

@@ -31,6 +31,13 @@ _SIZES: dict[str, Any] = {
     "pad_token_id": 0,
 }
 _GROUPED: dict[str, Any] = _SIZES | {"num_key_value_heads": 2}
+_EXPERTS: dict[str, Any] = _GROUPED | {
+    "num_hidden_layers": 3,
+    "mlp_only_layers": [1],
+    "num_experts": 6,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 48,
+}
 _LAYER_TYPES = ["sliding_attention", "full_attention", "sliding_attention"]
 
 _CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -38,6 +45,10 @@ _CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "MistralForCausalLM": ("MistralConfig", _GROUPED | {"sliding_window": SLIDING_WINDOW}),
     "Qwen2ForCausalLM": ("Qwen2Config", _GROUPED),
     "Qwen3ForCausalLM": ("Qwen3Config", _GROUPED | {"head_dim": 32, "tie_word_embeddings": True}),
+    "MinistralForCausalLM": ("MinistralConfig", _GROUPED | {"head_dim": 32, "sliding_window": SLIDING_WINDOW}),
+    "MixtralForCausalLM": ("MixtralConfig", _GROUPED | {"num_local_experts": 4, "sliding_window": SLIDING_WINDOW}),
+    "Qwen2MoeForCausalLM": ("Qwen2MoeConfig", _EXPERTS | {"shared_expert_intermediate_size": 80}),
+    "Qwen3MoeForCausalLM": ("Qwen3MoeConfig", _EXPERTS | {"head_dim": 32, "norm_topk_prob": True}),
     "Gemma2ForCausalLM": (
         "Gemma2Config",
         _GROUPED

@@ -75,6 +75,19 @@ class CSampling(Structure):
     )
 
 
+class CMixture(Structure):
+    """`Mixture`."""
+
+    _fields_ = (
+        ("router", CLinear),
+        ("gate_up", c_void_p),
+        ("down", c_void_p),
+        ("shared_gate", CLinear),
+        ("top_k", c_int64),
+        ("renormalise", c_int64),
+    )
+
+
 class CLayer(Structure):
     """`Layer`."""
 
@@ -87,6 +100,7 @@ class CLayer(Structure):
         ("output", CLinear),
         ("gate_up", CLinear),
         ("down", CLinear),
+        ("mixture", c_void_p),
         ("sliding_window", c_int64),
     )
 
@@ -102,7 +116,6 @@ class CDecoder(Structure):
         ("embedding", c_void_p),
         ("embedding_format", c_int64),
         ("hidden", c_int64),
-        ("intermediate", c_int64),
         ("num_heads", c_int64),
         ("num_kv_heads", c_int64),
         ("head_dim", c_int64),

@@ -132,6 +132,7 @@ def test_ci_specialisations_compile(tmp_path: Path) -> None:
         "rms_norm_kernel",
         "rotary_kernel",
         "silu_mul_kernel",
+        "grouped_product_kernel",
         "rotate_and_cache_kernel",
         "maxima_kernel",
         "pivots_kernel",

@@ -16,6 +16,7 @@ from tests.worker_svc.driver import CPU, Driver, make_engine
 from worker_svc.memory.kv_pool import allocate
 from worker_svc.model.base import AttentionInputs, Model
 from worker_svc.model.config import read_config
+from worker_svc.model.families import ARCHITECTURES
 from worker_svc.model.llama_packed import choose_kernels
 from worker_svc.model.loader import load_model
 
@@ -61,11 +62,12 @@ def logits_of(
 
 
 @pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize(
-    "architecture", ["LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"]
-)
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_a_packed_model_computes_what_torch_does(architecture: str, level: str, tmp_path: Path) -> None:
-    """Biases, norms of queries and keys, windows, tied and untied embeddings: the same logits at every level."""
+    """Biases, norms of queries and keys, windows, experts, tied and untied embeddings: equal logits at every level.
+
+    In bfloat16 this is asked of half of the tokens, because rounding may choose another expert for a few.
+    """
     folder = make_checkpoint(architecture, tmp_path)
     generator = torch.Generator().manual_seed(0)
     tokens = [torch.randint(VOCAB_SIZE, (length,), generator=generator).tolist() for length in LENGTHS]
@@ -75,7 +77,8 @@ def test_a_packed_model_computes_what_torch_does(architecture: str, level: str, 
         with cpu_kernels(level):
             got = logits_of(load(folder, dtype=dtype), tokens, getattr(torch, dtype))
 
-        assert float((got - expected).norm() / expected.norm()) < tolerance, dtype
+        distances = (got - expected).norm(dim=-1) / expected.norm(dim=-1)
+        assert float(distances.max() if dtype == "float32" else distances.median()) < tolerance, dtype
 
 
 @pytest.mark.parametrize("chosen", [[], [0], [132, 0, 132, 40]])
@@ -134,10 +137,25 @@ def test_int8_kv_keeps_the_embedded_models_answers(level: str) -> None:
     assert float(divergence.mean()) < 1e-3, "nats per token"
 
 
+def test_quantised_experts_are_near_the_exact_ones(tmp_path: Path) -> None:
+    """Logits with int8 experts are near; all experts are chosen, because rounding may change a choice."""
+    folder = make_checkpoint(
+        "Qwen2MoeForCausalLM", tmp_path, num_experts_per_tok=6, num_hidden_layers=1, mlp_only_layers=[]
+    )
+    tokens = [list(range(5, 5 + length)) for length in LENGTHS]
+    with cpu_kernels(LEVELS[-1]):
+        exact, rounded = (
+            logits_of(load(folder, quantization=chosen), tokens, torch.float32) for chosen in ("none", "int8")
+        )
+
+    assert 0 < float(((rounded - exact).norm(dim=-1) / exact.norm(dim=-1)).max()) < 0.1
+
+
+@pytest.mark.parametrize("architecture", ["Qwen3ForCausalLM", "Qwen3MoeForCausalLM"])
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
-def test_quantised_weights_serve(quantization: str, tmp_path: Path) -> None:
+def test_quantised_weights_serve(quantization: str, architecture: str, tmp_path: Path) -> None:
     """An engine with quantised weights generates, prompts in chunks included, the same as it does alone."""
-    folder = make_checkpoint("Qwen3ForCausalLM", tmp_path)
+    folder = make_checkpoint(architecture, tmp_path)
     with cpu_kernels(LEVELS[-1]):
         driver = Driver(make_engine(folder, quantization=quantization))
     prompt = driver.rng.integers(0, VOCAB_SIZE, 50).tolist()

@@ -12,7 +12,7 @@ from tests.worker_svc.driver import Driver, make_engine
 from tests.worker_svc.oracle import Oracle, Verdict
 from tests.worker_svc.ranks import Ranks, ranks
 from tests.worker_svc.test_oracle import generate_all
-from worker_svc.model.llama import ARCHITECTURES
+from worker_svc.model.families import ARCHITECTURES
 
 PROMPT_LENGTHS = (1, 5, 33, 130)
 
@@ -24,7 +24,7 @@ def pair() -> Iterator[Ranks]:
         yield started
 
 
-@pytest.mark.parametrize("architecture", [name for name in ARCHITECTURES if name != "MinistralForCausalLM"])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_greedy_tokens_equal_generate(architecture: str, pair: Ranks, tmp_path: Path) -> None:
     """Every family of our own code gives the oracle's tokens on two ranks, whatever the plans look like."""
     folder = make_checkpoint(architecture, tmp_path)

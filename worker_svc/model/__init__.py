@@ -3,6 +3,7 @@
 * `config`: reads config.json
 * `base`: the interface between a model and the rest of the worker
 * `registry`: chooses between the two implementations below
+* `families`: the model families of `llama`
 * `llama`: native implementation of the Llama/Qwen family
 * `llama_layer`: the weights of one of its layers
 * `llama_packed`: the family on a CPU, with weights packed for the native kernels

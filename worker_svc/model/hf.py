@@ -20,7 +20,7 @@ from transformers.utils import logging as transformers_logging
 
 from shared.config import ConfigError
 from shared.logging import get_logger
-from worker_svc.model import hf_trial, llama
+from worker_svc.model import families, hf_trial
 from worker_svc.model.base import AttentionInputs, KVCache, KVShape
 from worker_svc.model.config import text_config
 from worker_svc.model.hf_attention import PAGED, PROBE, LayerCall, PagedStep, recording, running
@@ -271,6 +271,6 @@ def _first_line(error: Exception) -> str:
 
 def _refusal(architecture: str, why: str) -> ConfigError:
     return ConfigError(
-        f"model: {architecture} is not supported: {why}; use {', '.join(llama.ARCHITECTURES)} or a decoder of"
+        f"model: {architecture} is not supported: {why}; use {', '.join(families.ARCHITECTURES)} or a decoder of"
         " transformers with attention-backend support, such as Gemma2ForCausalLM, Phi3ForCausalLM or GPT2LMHeadModel"
     )

@@ -1,93 +1,37 @@
-"""Native implementation of the Llama family over `kernels`: Llama, Mistral, Ministral, Qwen2 and Qwen3.
+"""Native implementation of the Llama family over `kernels`: Llama, Mistral, Mixtral, Qwen2 and Qwen3.
 
-One decoder implements all of them. They differ only in biases on the projections (Qwen2), a norm on queries and keys
-(Qwen3), a sliding window per layer (all but Llama), and tied embeddings. The query, key and value projections are
-one matrix, gate and up another, so that a layer has four GEMMs. The residual addition is fused with the next norm.
-
-`FAMILIES` lists the fields of config.json that each class of `transformers` reads. Fields that the class ignores, such
-as `sliding_window` in a Llama, are ignored here too.
+One decoder implements all `families`. They differ only in biases on the projections (Qwen2), a norm on queries and
+keys (Qwen3), a sliding window per layer (all but Llama), mixtures of experts instead of MLPs (Mixtral, Qwen-MoE), and
+tied embeddings. The query, key and value projections are one matrix, gate and up another, so that a layer has four
+GEMMs. The residual addition is fused with the next norm.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from enum import Enum
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from torch.nn.functional import embedding, linear
 from transformers import PretrainedConfig
 
-from kernels.activation import silu_mul
 from kernels.decoder import DecoderPart, PackedDecoder
-from kernels.linear import empty_weight
+from kernels.linear import empty_weights
 from kernels.native.library import Native
 from kernels.norm import rms_norm
 from kernels.paged_attention import DecodeSchedule, paged_attention
 from kernels.qkv import rotate_and_cache
+from shared.config import ConfigError
 from worker_svc.model import llama_packed
 from worker_svc.model.base import AttentionInputs, KVCache, KVShape
-from worker_svc.model.llama_layer import Layer, Linear
+from worker_svc.model.families import FAMILIES, Experts, Family, has_bias, head_dim, mixture_layers, mlps, windows
+from worker_svc.model.llama_layer import Layer, Linear, Mixture, Mlp
 from worker_svc.model.quantised import StoredWeights, log_form
-from worker_svc.model.rope import can_tabulate, rope_tables
-from worker_svc.model.weights import copy_weights, holds_different
+from worker_svc.model.rope import rope_tables
+from worker_svc.model.weights import copy_weights, holds_different, tensor_names
 from worker_svc.ranks.group import Group
 from worker_svc.ranks.shard import Cut
 
-
-class Window(Enum):
-    """Layers that attend over `sliding_window` tokens only."""
-
-    NO_LAYER = "none"
-    EVERY_LAYER = "every"
-    BY_LAYER_TYPE = "by layer_types"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Family:
-    """Properties of a model family that its `transformers` class defines, not config.json."""
-
-    architectures: tuple[str, ...]
-    """Class names in config.json."""
-    qkv_bias: bool | None = False
-    """Whether query, key and value projections have biases; None: as in the field `attention_bias`."""
-    output_bias: bool | None = False
-    """Whether the output projection of attention has a bias; None: as in the field `attention_bias`."""
-    mlp_bias: bool | None = False
-    """Whether the projections of the MLP have biases; None: as in the field `mlp_bias`."""
-    qk_norm: bool = False
-    window: Window
-
-
-FAMILIES = {
-    "llama": Family(
-        architectures=("LlamaForCausalLM",), qkv_bias=None, output_bias=None, mlp_bias=None, window=Window.NO_LAYER
-    ),
-    "mistral": Family(architectures=("MistralForCausalLM",), window=Window.EVERY_LAYER),
-    # `transformers` treats a Mistral with `layer_types` as a Ministral.
-    "ministral": Family(architectures=("MinistralForCausalLM", "MistralForCausalLM"), window=Window.BY_LAYER_TYPE),
-    "qwen2": Family(architectures=("Qwen2ForCausalLM",), qkv_bias=True, window=Window.BY_LAYER_TYPE),
-    "qwen3": Family(
-        architectures=("Qwen3ForCausalLM",), qkv_bias=None, output_bias=None, qk_norm=True, window=Window.BY_LAYER_TYPE
-    ),
-}
-"""Families by the `model_type` of config.json."""
-ARCHITECTURES = tuple(dict.fromkeys(name for family in FAMILIES.values() for name in family.architectures))
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
-
-
-def supports(architecture: str, config: PretrainedConfig) -> bool:
-    """Return whether this module implements the model as configured; if not, `hf` may support it."""
-    family = FAMILIES.get(config.model_type)
-    return (
-        family is not None
-        and architecture in family.architectures
-        and config.hidden_act == "silu"
-        and getattr(config, "is_causal", True)
-        and config.num_key_value_heads > 0
-        and config.num_attention_heads % config.num_key_value_heads == 0
-        and can_tabulate(config, _head_dim(config))
-        and _has_usable_windows(family, config)
-    )
 
 
 class LlamaModel:
@@ -118,10 +62,9 @@ class LlamaModel:
         # Of this rank's part of the model.
         self._heads = shard.span(config.num_attention_heads)
         self._kv_heads = shard.kv_heads(config.num_key_value_heads)
-        self._inner = shard.span(config.intermediate_size)
         self._tokens = shard.vocabulary(config.vocab_size)
         self._num_kv_heads = self._kv_heads.length
-        self._head_dim = _head_dim(config)
+        self._head_dim = head_dim(config)
         self._scale = self._head_dim**-0.5
         self._eps: float = config.rms_norm_eps
         self._tied: bool = config.tie_word_embeddings
@@ -131,11 +74,10 @@ class LlamaModel:
         self._head = self._empty_weight(self._tokens.length, hidden)
         self._embedding = self._head if self._tied else self._empty(self._tokens.length, hidden)
         self._final_norm = self._empty(hidden)
-        family = FAMILIES[config.model_type]
-        slides = _sliding_layers(family, config)
+        self._family = FAMILIES[config.model_type]
         self._layers = [
-            self._allocate_layer(family, sliding_window=config.sliding_window if slides[index] else None)
-            for index in range(config.num_hidden_layers)
+            self._allocate_layer(self._family, sliding_window=window, mixture=mixture)
+            for window, mixture in zip(windows(config), mixture_layers(config), strict=True)
         ]
 
     @property
@@ -221,7 +163,7 @@ class LlamaModel:
             normed, residual = self._add_norm(update, layer.input_norm, residual)
             attended = self._attend(layer, normed, cos, sin, attention, cache, schedules[layer.sliding_window])
             normed, residual = self._add_norm(attended, layer.mlp_norm, residual)
-            update = self._group.all_reduce(layer.down(silu_mul(layer.gate_up(normed))))
+            update = self._group.all_reduce(layer.mlp(normed))
         if index is not None:
             update = update[index]
             residual = None if residual is None else residual[index]
@@ -247,7 +189,7 @@ class LlamaModel:
         # With a quantization of its own, a quantised checkpoint is dequantised first; so is the part of a rank.
         stored = StoredWeights()
         keeps = self._cpu_kernels is not None and self._quantization == "none" and self._group.size == 1
-        weights, cuts = dict(self._named_weights()), self._cuts()
+        weights, cuts = dict(self._named_weights(tensor_names(folder))), self._cuts()
         copy_weights(folder, weights, optional=tied, stored=stored if keeps else None, cuts=cuts)
         self._pack(stored)
         log_form(num_packed=stored.num_packed, num_dequantised=stored.num_dequantised, dtype=self._dtype)
@@ -256,7 +198,7 @@ class LlamaModel:
         """Draw random weights on the device: matrices from a normal distribution, norms 1, biases 0."""
         generator = torch.Generator(self._device).manual_seed(seed)
         cuts = self._cuts()
-        for name, weight in self._named_weights():
+        for name, weight in self._named_weights(frozenset()):
             if name.endswith("norm.weight"):
                 weight.fill_(1.0)
             elif name.endswith(".bias"):
@@ -273,7 +215,7 @@ class LlamaModel:
         """Pack the weights for the native CPU kernels, if they are used, and drop the matrices."""
         if self._group.rank > 0:  # only one rank adds the biases of the sums over all ranks
             for layer in self._layers:
-                for bias in (layer.output.bias, layer.down.bias):
+                for bias in (layer.output.bias, layer.mlp.down.bias if isinstance(layer.mlp, Mlp) else None):
                     if bias is not None:
                         bias.zero_()
         if self._cpu_kernels is None:
@@ -351,30 +293,49 @@ class LlamaModel:
         found = embedding(places.clamp(0, self._tokens.length - 1), self._embedding)
         return self._group.all_reduce(found.masked_fill_(elsewhere.unsqueeze(1), 0))
 
-    def _allocate_layer(self, family: Family, *, sliding_window: int | None) -> Layer:
+    def _allocate_layer(self, family: Family, *, sliding_window: int | None, mixture: bool) -> Layer:
         config = self._config
-        hidden, intermediate = config.hidden_size, self._inner.length
+        hidden = config.hidden_size
         query_size = self._heads.length * self._head_dim
-        qkv_bias = config.attention_bias if family.qkv_bias is None else family.qkv_bias
-        output_bias = config.attention_bias if family.output_bias is None else family.output_bias
-        mlp_bias = config.mlp_bias if family.mlp_bias is None else family.mlp_bias
+        qkv_bias = has_bias(family.qkv_bias, config)
         return Layer(
             input_norm=self._empty(hidden),
             qkv=self._linear(hidden, query_size + 2 * self._num_kv_heads * self._head_dim, bias=qkv_bias),
             query_norm=self._empty(self._head_dim) if family.qk_norm else None,
             key_norm=self._empty(self._head_dim) if family.qk_norm else None,
-            output=self._linear(query_size, hidden, bias=output_bias),
+            output=self._linear(query_size, hidden, bias=has_bias(family.output_bias, config)),
             mlp_norm=self._empty(hidden),
-            gate_up=self._linear(hidden, 2 * intermediate, bias=mlp_bias),
-            down=self._linear(intermediate, hidden, bias=mlp_bias),
+            mlp=self._mixture(family.experts)
+            if mixture and family.experts is not None
+            else self._mlp(config.intermediate_size, bias=has_bias(family.mlp_bias, config)),
             sliding_window=sliding_window,
         )
 
-    def _named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the name of each tensor of a checkpoint, and the view of the weights that it fills."""
+    def _mlp(self, intermediate: int, *, bias: bool) -> Mlp:
+        hidden, inner = self._config.hidden_size, self._group.shard.span(intermediate).length
+        return Mlp(self._linear(hidden, 2 * inner, bias=bias), self._linear(inner, hidden, bias=bias))
+
+    def _mixture(self, experts: Experts) -> Mixture:
+        config = self._config
+        hidden, count = config.hidden_size, config.num_experts
+        inner = self._group.shard.span(getattr(config, experts.intermediate_size)).length
+        return Mixture(
+            router=self._linear(hidden, count, bias=False),
+            gate_up=self._empty_weights(count, 2 * inner, hidden),
+            down=self._empty_weights(count, hidden, inner),
+            top_k=config.num_experts_per_tok,
+            renormalise=config.norm_topk_prob if experts.renormalise is None else experts.renormalise,
+            shared=self._mlp(config.shared_expert_intermediate_size, bias=False) if experts.shared else None,
+            shared_gate=self._linear(hidden, 1, bias=False) if experts.shared else None,
+        )
+
+    def _named_weights(self, given: frozenset[str]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the name of each tensor of a checkpoint, and the view of the weights that it fills.
+
+        `given` are the names in the checkpoint, which show the layout of its experts.
+        """
         kv_size = self._num_kv_heads * self._head_dim
         qkv_parts = (self._heads.length * self._head_dim, kv_size, kv_size)
-        gate_up_parts = (self._inner.length,) * 2
         yield _EMBEDDING, self._embedding
         if not self._tied:
             yield _HEAD, self._head
@@ -383,14 +344,26 @@ class LlamaModel:
             prefix = f"model.layers.{index}"
             yield f"{prefix}.input_layernorm.weight", layer.input_norm
             yield f"{prefix}.post_attention_layernorm.weight", layer.mlp_norm
-            attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
+            attention = f"{prefix}.self_attn"
             yield from _named_parts(attention, ("q_proj", "k_proj", "v_proj"), layer.qkv, qkv_parts)
             yield from _named_parts(attention, ("o_proj",), layer.output, (layer.output.weight.shape[0],))
-            yield from _named_parts(mlp, ("gate_proj", "up_proj"), layer.gate_up, gate_up_parts)
-            yield from _named_parts(mlp, ("down_proj",), layer.down, (layer.down.weight.shape[0],))
             if layer.query_norm is not None and layer.key_norm is not None:
                 yield f"{attention}.q_norm.weight", layer.query_norm
                 yield f"{attention}.k_norm.weight", layer.key_norm
+            if isinstance(layer.mlp, Mlp):
+                yield from _named_mlp(f"{prefix}.mlp", layer.mlp, Experts())
+            elif f"{prefix}.mlp.experts.gate_up_proj" in given:  # as the classes of `transformers` hold them
+                if self._group.size > 1:
+                    raise ConfigError(
+                        f"tensor_parallel_size: {self._group.size} is not supported for a checkpoint with all experts"
+                        " in one tensor (experts.gate_up_proj); use 1, or a checkpoint with a tensor for each expert"
+                    )
+                yield f"{prefix}.mlp.gate.weight", layer.mlp.router.weight
+                yield f"{prefix}.mlp.experts.gate_up_proj", layer.mlp.gate_up
+                yield f"{prefix}.mlp.experts.down_proj", layer.mlp.down
+                yield from _named_shared(f"{prefix}.mlp", layer.mlp)
+            elif self._family.experts is not None:
+                yield from _named_mixture(prefix, layer.mlp, self._family.experts)
 
     def _cuts(self) -> dict[str, Cut]:
         """Return the part of each tensor of a checkpoint that this rank has; tensors that are not listed are whole."""
@@ -401,28 +374,53 @@ class LlamaModel:
         cuts = {_EMBEDDING: tokens, _HEAD: tokens}
         heads = Cut(0, self._heads, config.num_attention_heads).times(self._head_dim)
         kv_heads = Cut(0, self._kv_heads, config.num_key_value_heads).times(self._head_dim)
-        inner = Cut(0, self._inner, config.intermediate_size)
-        for index in range(config.num_hidden_layers):
+        for index, mixed in enumerate(mixture_layers(config)):
             prefix = f"model.layers.{index}"
-            attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
+            attention = f"{prefix}.self_attn"
             outputs = {f"{attention}.q_proj": heads, f"{attention}.k_proj": kv_heads, f"{attention}.v_proj": kv_heads}
-            outputs |= {f"{mlp}.gate_proj": inner, f"{mlp}.up_proj": inner}
+            inputs = {f"{attention}.o_proj": heads}
+            for mlp, names, size in mlps(prefix, config, mixed=mixed):
+                inner = Cut(0, self._group.shard.span(size), size)
+                outputs |= {f"{mlp}.{names.gate}": inner, f"{mlp}.{names.up}": inner}
+                inputs[f"{mlp}.{names.down}"] = inner
             for name, cut in outputs.items():
                 cuts[f"{name}.weight"] = cuts[f"{name}.bias"] = cut
-            cuts[f"{attention}.o_proj.weight"] = replace(heads, dim=1)
-            cuts[f"{mlp}.down_proj.weight"] = replace(inner, dim=1)
+            cuts |= {f"{name}.weight": replace(cut, dim=1) for name, cut in inputs.items()}
         return cuts
 
     def _linear(self, inputs: int, outputs: int, *, bias: bool) -> Linear:
         return Linear(self._empty_weight(outputs, inputs), self._empty(outputs) if bias else None)
 
     def _empty_weight(self, outputs: int, inputs: int) -> torch.Tensor:
+        return self._empty_weights(1, outputs, inputs)[0]
+
+    def _empty_weights(self, count: int, outputs: int, inputs: int) -> torch.Tensor:
         if self._cpu_kernels is not None:
-            return empty_weight(outputs, inputs, self._dtype)
-        return self._empty(outputs, inputs)
+            return empty_weights(count, outputs, inputs, self._dtype)
+        return self._empty(count, outputs, inputs)
 
     def _empty(self, *shape: int) -> torch.Tensor:
         return torch.empty(shape, dtype=self._dtype, device=self._device)
+
+
+def _named_mlp(prefix: str, mlp: Mlp, names: Experts) -> Iterator[tuple[str, torch.Tensor]]:
+    half = mlp.gate_up.weight.shape[0] // 2
+    yield from _named_parts(prefix, (names.gate, names.up), mlp.gate_up, (half, half))
+    yield from _named_parts(prefix, (names.down,), mlp.down, (mlp.down.weight.shape[0],))
+
+
+def _named_mixture(layer: str, mixture: Mixture, names: Experts) -> Iterator[tuple[str, torch.Tensor]]:
+    block = f"{layer}.{names.block}"
+    yield f"{block}.gate.weight", mixture.router.weight
+    for number, (gate_up, down) in enumerate(zip(mixture.gate_up, mixture.down, strict=True)):
+        yield from _named_mlp(f"{block}.experts.{number}", Mlp(Linear(gate_up, None), Linear(down, None)), names)
+    yield from _named_shared(block, mixture)
+
+
+def _named_shared(block: str, mixture: Mixture) -> Iterator[tuple[str, torch.Tensor]]:
+    if mixture.shared is not None and mixture.shared_gate is not None:
+        yield from _named_mlp(f"{block}.shared_expert", mixture.shared, Experts())
+        yield f"{block}.shared_expert_gate.weight", mixture.shared_gate.weight
 
 
 def _named_parts(
@@ -433,22 +431,3 @@ def _named_parts(
     if merged.bias is not None:
         for name, bias in zip(names, torch.split(merged.bias, list(sizes)), strict=True):
             yield f"{prefix}.{name}.bias", bias
-
-
-def _head_dim(config: PretrainedConfig) -> int:
-    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
-
-
-def _sliding_layers(family: Family, config: PretrainedConfig) -> list[bool]:
-    """Return for each layer whether it attends over `sliding_window` tokens only."""
-    if family.window is Window.BY_LAYER_TYPE:
-        return [kind == "sliding_attention" for kind in config.layer_types]
-    every = family.window is Window.EVERY_LAYER and config.sliding_window is not None
-    return [every] * int(config.num_hidden_layers)
-
-
-def _has_usable_windows(family: Family, config: PretrainedConfig) -> bool:
-    """Return whether all layer types are known, and a window size is given if a layer needs one."""
-    if family.window is Window.BY_LAYER_TYPE and not set(config.layer_types) <= {"full_attention", "sliding_attention"}:
-        return False
-    return not any(_sliding_layers(family, config)) or (config.sliding_window or 0) > 0

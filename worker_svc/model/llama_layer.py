@@ -5,6 +5,9 @@ from dataclasses import dataclass
 import torch
 from torch.nn.functional import linear
 
+from kernels.activation import silu_mul
+from kernels.experts import mix_experts
+
 
 @dataclass(frozen=True, slots=True)
 class Linear:
@@ -19,6 +22,45 @@ class Linear:
 
 
 @dataclass(frozen=True, slots=True)
+class Mlp:
+    """Gated MLP."""
+
+    gate_up: Linear
+    """Rows: gate, then up."""
+    down: Linear
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Apply the MLP to `x` `[T, hidden]`."""
+        return self.down(silu_mul(self.gate_up(x)))
+
+
+@dataclass(frozen=True, slots=True)
+class Mixture:
+    """Mixture of experts: each token is computed by the experts that the router chooses."""
+
+    router: Linear
+    gate_up: torch.Tensor
+    """`[experts, 2 * intermediate, hidden]`; rows of an expert: gate, then up."""
+    down: torch.Tensor
+    """`[experts, hidden, intermediate]`."""
+    top_k: int
+    """Experts of a token."""
+    renormalise: bool
+    """Whether the weights of a token's experts are divided by their sum."""
+    shared: Mlp | None
+    """Expert of all tokens."""
+    shared_gate: Linear | None
+    """Logit of the weight of the shared expert."""
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Apply the mixture to `x` `[T, hidden]`."""
+        mixed = mix_experts(x, self.router(x), self.gate_up, self.down, top_k=self.top_k, renormalise=self.renormalise)
+        if self.shared is None or self.shared_gate is None:
+            return mixed
+        return mixed + torch.sigmoid(self.shared_gate(x)) * self.shared(x)
+
+
+@dataclass(frozen=True, slots=True)
 class Layer:
     """Weights of one decoder layer."""
 
@@ -29,8 +71,6 @@ class Layer:
     key_norm: torch.Tensor | None
     output: Linear
     mlp_norm: torch.Tensor
-    gate_up: Linear
-    """Rows: gate, then up."""
-    down: Linear
+    mlp: Mlp | Mixture
     sliding_window: int | None
     """Number of tokens that the layer attends over; None: all."""

@@ -8,12 +8,20 @@ import torch
 from transformers import PretrainedConfig
 
 from kernels import linear as packed_linear
-from kernels.decoder import DecoderPart, DecoderShape, LayerWeights, PackedDecoder, why_unsupported
+from kernels.decoder import (
+    DecoderPart,
+    DecoderShape,
+    LayerWeights,
+    MixtureWeights,
+    MlpWeights,
+    PackedDecoder,
+    why_unsupported,
+)
 from kernels.linear import PackedLinear
 from kernels.native.library import Native
 from kernels.native.serving import native
 from shared.config import ConfigError
-from worker_svc.model.llama_layer import Layer, Linear
+from worker_svc.model.llama_layer import Layer, Linear, Mixture, Mlp
 from worker_svc.model.quantised import StoredWeights
 from worker_svc.ranks.shard import WHOLE, Shard
 
@@ -23,7 +31,6 @@ def shape_of(config: PretrainedConfig, shard: Shard = WHOLE) -> DecoderShape:
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return DecoderShape(
         hidden_size=config.hidden_size,
-        intermediate_size=shard.span(config.intermediate_size).length,
         num_heads=shard.span(config.num_attention_heads).length,
         num_kv_heads=shard.kv_heads(config.num_key_value_heads).length,
         head_dim=head_dim,
@@ -76,7 +83,8 @@ def pack(
     """Pack all weights: in place, quantised, or as a quantised checkpoint stores them.
 
     `layers` is emptied layer by layer, so that quantised weights need little extra memory. With int4 the LM head, which
-    may also be the embedding, has int8 weights: it affects the answers most.
+    may also be the embedding, has int8 weights: it affects the answers most. Routers and the gates of shared experts
+    are not quantised: they are small, and a rounded router chooses other experts.
     """
 
     def convert(linear: Linear, kind: str = quantization) -> PackedLinear:
@@ -88,6 +96,20 @@ def pack(
         if kind == "int8":
             return packed_linear.quantise(linear.weight, linear.bias, kernels=kernels)
         return packed_linear.pack(linear.weight, linear.bias, kernels=kernels)
+
+    def convert_mlp(mlp: Mlp) -> MlpWeights:
+        return MlpWeights(gate_up=convert(mlp.gate_up), down=convert(mlp.down))
+
+    def convert_mixture(mixture: Mixture) -> MixtureWeights:
+        experts = zip(mixture.gate_up, mixture.down, strict=True)
+        return MixtureWeights(
+            router=convert(mixture.router, "none"),
+            experts=[convert_mlp(Mlp(Linear(gate_up, None), Linear(down, None))) for gate_up, down in experts],
+            top_k=mixture.top_k,
+            renormalise=mixture.renormalise,
+            shared=None if mixture.shared is None else convert_mlp(mixture.shared),
+            shared_gate=None if mixture.shared_gate is None else convert(mixture.shared_gate, "none"),
+        )
 
     packed = []
     layers.reverse()
@@ -101,8 +123,7 @@ def pack(
                 key_norm=layer.key_norm,
                 output=convert(layer.output),
                 mlp_norm=layer.mlp_norm,
-                gate_up=convert(layer.gate_up),
-                down=convert(layer.down),
+                mlp=convert_mlp(layer.mlp) if isinstance(layer.mlp, Mlp) else convert_mixture(layer.mlp),
                 sliding_window=layer.sliding_window,
             )
         )

@@ -9,7 +9,7 @@ import torch
 from transformers import PretrainedConfig
 
 from shared.config import ConfigError
-from worker_svc.model import llama, llama_packed
+from worker_svc.model import families, llama, llama_packed
 from worker_svc.model.base import Model
 from worker_svc.ranks.group import Group
 
@@ -22,7 +22,7 @@ def check_supported(architecture: str, config: PretrainedConfig) -> None:
     Raises:
         ConfigError: neither implementation does; the message has the reason and alternatives.
     """
-    if not llama.supports(architecture, config):
+    if not families.supports(architecture, config):
         from worker_svc.model import hf
 
         hf.check_class(architecture, config)
@@ -58,7 +58,7 @@ def build_model(
     Raises:
         ConfigError: no implementation supports the model, or the weights do not match config.json.
     """
-    if not llama.supports(architecture, config):
+    if not families.supports(architecture, config):
         from worker_svc.model import hf
 
         if quantization != "none":
@@ -76,12 +76,14 @@ def build_model(
             device=device,
         )
     if group is not None:
-        group.shard.check(
-            num_heads=config.num_attention_heads,
-            num_kv_heads=config.num_key_value_heads,
-            intermediate_size=config.intermediate_size,
-            vocab_size=config.vocab_size,
-        )
+        for mixed in set(families.mixture_layers(config)):
+            for size in {size for _, _, size in families.mlps("", config, mixed=mixed)}:
+                group.shard.check(
+                    num_heads=config.num_attention_heads,
+                    num_kv_heads=config.num_key_value_heads,
+                    intermediate_size=size,
+                    vocab_size=config.vocab_size,
+                )
     model = llama.LlamaModel(
         config,
         dtype=dtype,

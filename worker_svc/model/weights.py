@@ -8,7 +8,7 @@ Pickle checkpoints are not supported, because loading them can execute code.
 
 import json
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +110,20 @@ def copy_weights(
         log_form(num_packed=0, num_dequantised=num_dequantised, dtype=next(iter(destinations.values())).dtype)
 
 
+def tensor_names(folder: Path) -> frozenset[str]:
+    """Return the names of all tensors of a checkpoint in safetensors.
+
+    Raises:
+        ConfigError: there are no weights, or a file is damaged.
+    """
+    names: set[str] = set()
+    for file in weight_files(folder):
+        if file.suffix != gguf.SUFFIX:
+            with _opened(file) as opened:
+                names.update(opened.keys())
+    return frozenset(names)
+
+
 def holds_different(folder: Path, first: str, second: str) -> bool:
     """Return whether the checkpoint has both tensors and they differ."""
     found = [
@@ -135,10 +149,7 @@ def read_tensors(
     with ExitStack() as stack:
         places: dict[str, Any] = {}
         for file in files:
-            try:
-                opened = stack.enter_context(safe_open(file, framework="pt", device="cpu"))
-            except SafetensorError as error:
-                raise _damaged(file, error) from None
+            opened = stack.enter_context(_opened(file))
             places |= dict.fromkeys(opened.keys(), (file, opened))
 
         def value(name: str) -> torch.Tensor:
@@ -189,6 +200,16 @@ def _read_layer(
 def _is_padding(name: str, tensor: torch.Tensor | QuantisedWeight) -> bool:
     """Return whether a tensor is a bias of zeros, which tools for GPTQ add to layers without a bias."""
     return name.endswith(".bias") and isinstance(tensor, torch.Tensor) and not bool(tensor.any())
+
+
+@contextmanager
+def _opened(file: Path) -> Iterator[Any]:
+    try:
+        opened: Any = safe_open(file, framework="pt", device="cpu")
+    except SafetensorError as error:
+        raise _damaged(file, error) from None
+    with opened:
+        yield opened
 
 
 def _damaged(file: Path, error: SafetensorError) -> ConfigError:

@@ -23,7 +23,7 @@ namespace {
 using namespace quire;
 
 // Version of the ABI: increased with every change of a structure or function, together with ABI in library.py.
-constexpr int kAbi = 6;
+constexpr int kAbi = 7;
 
 const Kernels* kernels_of(int level) {
   switch (level) {

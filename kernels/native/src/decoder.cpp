@@ -4,9 +4,12 @@
 // layer is one parallel loop; a phase that is too small to share runs on the calling thread.
 #include "decoder.h"
 
+#include <algorithm>
 #include <chrono>
+#include <cmath>
 #include <cstdlib>
 #include <cstring>
+#include <vector>
 
 #include "attention.h"
 #include "levels.h"
@@ -44,6 +47,9 @@ class Buffer {
 // Buffers kept between steps; there is one worker per process, and one step at a time.
 struct Workspace {
   Buffer residual, kept, wide, attended, activations, scales;
+  // Of a mixture: inputs and outputs of experts, logits of the router, and pairs of token and expert.
+  Buffer normed, outputs, logits, shared, chosen, weights, places, sorted;
+  std::vector<LinearTask> products;
 };
 
 Workspace& workspace() {
@@ -88,8 +94,7 @@ class Run {
     if (!add_up(tokens)) return false;
     clock_.count(kEmbed);
     const int64_t query_size = d_.num_heads * d_.head_dim, qkv_size = query_size + 2 * d_.num_kv_heads * d_.head_dim;
-    const int64_t wide = qkv_size > 2 * d_.intermediate ? qkv_size : 2 * d_.intermediate;
-    float* const wide_rows = space_.wide.of<float>(tokens * wide);
+    float* const wide_rows = space_.wide.of<float>(tokens * widest(qkv_size));
     float* const attended = space_.attended.of<float>(tokens * query_size);
     for (int64_t index = 0; index < d_.num_layers; ++index) {
       const Layer& layer = d_.layers[index];
@@ -113,17 +118,14 @@ class Run {
       product(layer.output, residual_, d_.hidden, kAddFloat, tokens);
       if (!add_up(tokens)) return false;
       clock_.count(kOutput);
-      norm(layer.gate_up, layer.mlp_norm, tokens);
-      clock_.count(kNorm);
-      product(layer.gate_up, wide_rows, 2 * d_.intermediate, kStoreFloat, tokens);
-      clock_.count(kGateUp);
-      activate(layer.down, tokens, 2 * d_.intermediate, [&](int64_t row, float* scratch) {
-        k_.silu_mul(wide_rows + row * 2 * d_.intermediate, d_.intermediate, scratch);
-        return scratch;
-      });
-      clock_.count(kActivate);
-      begin_sum(tokens);
-      product(layer.down, residual_, d_.hidden, kAddFloat, tokens);
+      if (layer.mixture == nullptr) {
+        norm(layer.gate_up, layer.mlp_norm, tokens);
+        clock_.count(kNorm);
+        begin_sum(tokens);
+        mlp(layer, tokens, wide_rows, residual_, kAddFloat);
+      } else {
+        add_mixture(layer, tokens, wide_rows);
+      }
       if (!add_up(tokens)) return false;
       clock_.count(kDown);
     }
@@ -144,6 +146,17 @@ class Run {
 
   bool add_up(int64_t rows) {
     return d_.reduce == nullptr || rows == 0 || d_.reduce(residual_, rows * d_.hidden) == 0;
+  }
+
+  // Returns the elements per token that a layer needs for its widest activations.
+  int64_t widest(int64_t qkv_size) const {
+    int64_t result = qkv_size;
+    for (const Layer* layer = d_.layers; layer < d_.layers + d_.num_layers; ++layer) {
+      result = std::max(result, layer->gate_up.outputs);
+      if (layer->mixture != nullptr)
+        result = std::max(result, layer->mixture->top_k * layer->mixture->gate_up[0].outputs);
+    }
+    return result;
   }
 
   void embed() {
@@ -167,14 +180,29 @@ class Run {
   // elements.
   template <class Make>
   void activate(const Linear& linear, int64_t rows, int64_t cost, const Make& make) {
-    const int64_t padded = round_up(linear.inputs, 16);
     stride_ = activation_stride(k_, linear.format, linear.inputs);
+    activate_each(linear.inputs, rows, cost, [&](int64_t) { return linear.format; }, make);
+  }
+
+  // The same for rows of several experts; weights of a quantised checkpoint may have different formats.
+  template <class ExpertOf, class Make>
+  void activate_experts(const Linear* linears, int64_t count, int64_t rows, int64_t cost, const ExpertOf& expert_of,
+                        const Make& make) {
+    stride_ = 0;
+    for (const Linear* linear = linears; linear < linears + count; ++linear)
+      stride_ = std::max(stride_, activation_stride(k_, linear->format, linear->inputs));
+    activate_each(linears->inputs, rows, cost, [&](int64_t row) { return linears[expert_of(row)].format; }, make);
+  }
+
+  template <class FormatOf, class Make>
+  void activate_each(int64_t inputs, int64_t rows, int64_t cost, const FormatOf& format_of, const Make& make) {
+    const int64_t padded = round_up(inputs, 16);
     char* const out = space_.activations.of<char>(rows * stride_);
     float* const scales = space_.scales.of<float>(rows);
     parallel_chunks(rows, kGrain / cost, [&](int64_t begin, int64_t end) {
       float* const scratch = thread_row(padded);
       for (int64_t row = begin; row < end; ++row)
-        k_.to_activations(linear.format, make(row, scratch), linear.inputs, padded, out + row * stride_, scales + row);
+        k_.to_activations(format_of(row), make(row, scratch), inputs, padded, out + row * stride_, scales + row);
     });
     activations_ = out;
     scales_ = scales;
@@ -206,6 +234,127 @@ class Run {
 
   void product(const Linear& linear, float* out, int64_t out_stride, Store store, int64_t rows) {
     multiply(k_, {&linear, activations_, stride_, scales_, out, out_stride, store, 0, rows, 0, 0});
+  }
+
+  // Returns a function that gates row `row` of `gate_up`.
+  auto gated(const float* gate_up, int64_t inputs) const {
+    return [=](int64_t row, float* scratch) {
+      k_.silu_mul(gate_up + row * 2 * inputs, inputs, scratch);
+      return scratch;
+    };
+  }
+
+  // Computes the MLP of a layer, or its shared expert, whose input is activated.
+  void mlp(const Layer& layer, int64_t rows, float* wide_rows, float* out, Store store) {
+    product(layer.gate_up, wide_rows, layer.gate_up.outputs, kStoreFloat, rows);
+    clock_.count(kGateUp);
+    activate(layer.down, rows, 2 * layer.down.inputs, gated(wide_rows, layer.down.inputs));
+    clock_.count(kActivate);
+    product(layer.down, out, d_.hidden, store, rows);
+    clock_.count(kDown);
+  }
+
+  // Adds the output of a layer's experts to the residual stream. The pairs of token and expert are sorted by expert, so
+  // that the rows of an expert are adjacent, and one product per expert with rows computes them.
+  void add_mixture(const Layer& layer, int64_t tokens, float* wide_rows) {
+    const Mixture& m = *layer.mixture;
+    const int64_t hidden = d_.hidden, top_k = m.top_k, experts = m.router.outputs, pairs = tokens * top_k;
+    float* const normed = space_.normed.of<float>(tokens * hidden);
+    float* const outputs = space_.outputs.of<float>(pairs * hidden);
+    parallel_chunks(tokens, kGrain / hidden, [&](int64_t begin, int64_t end) {
+      for (int64_t row = begin; row < end; ++row)
+        k_.rms_norm(residual_ + row * hidden, layer.mlp_norm, d_.eps, hidden, normed + row * hidden);
+    });
+    begin_sum(tokens);
+    const auto row_of_token = [=](int64_t row, float*) { return normed + row * hidden; };
+    clock_.count(kNorm);
+    if (layer.gate_up.outputs > 0) {
+      float* const shared = space_.shared.of<float>(tokens);
+      activate(m.shared_gate, tokens, hidden, row_of_token);
+      product(m.shared_gate, shared, 1, kStoreFloat, tokens);
+      activate(layer.gate_up, tokens, hidden, row_of_token);
+      clock_.count(kRoute);
+      mlp(layer, tokens, wide_rows, outputs, kStoreFloat);
+      parallel_chunks(tokens, kGrain / hidden, [&](int64_t begin, int64_t end) {
+        for (int64_t row = begin; row < end; ++row)
+          add_weighted(outputs + row * hidden, 1.0f / (1.0f + std::exp(-shared[row])), row);
+      });
+      clock_.count(kDown);
+    }
+
+    float* const logits = space_.logits.of<float>(tokens * experts);
+    activate(m.router, tokens, hidden, row_of_token);
+    product(m.router, logits, experts, kStoreFloat, tokens);
+    int64_t* const chosen = space_.chosen.of<int64_t>(pairs);
+    float* const weights = space_.weights.of<float>(pairs);
+    parallel_chunks(tokens, kGrain / (experts * top_k), [&](int64_t begin, int64_t end) {
+      for (int64_t row = begin; row < end; ++row)
+        choose(m, logits + row * experts, chosen + row * top_k, weights + row * top_k);
+    });
+    // The place of each pair in the order of experts, and the pair of each place.
+    int64_t* const places = space_.places.of<int64_t>(pairs + experts + 1);
+    int64_t* const starts = places + pairs;
+    int64_t* const sorted = space_.sorted.of<int64_t>(pairs);
+    std::fill(starts, starts + experts + 1, 0);
+    for (int64_t pair = 0; pair < pairs; ++pair) ++starts[chosen[pair] + 1];
+    for (int64_t expert = 0; expert < experts; ++expert) starts[expert + 1] += starts[expert];
+    for (int64_t pair = 0; pair < pairs; ++pair) {
+      const int64_t place = starts[chosen[pair]]++;  // afterwards the start of the next expert
+      places[pair] = place;
+      sorted[place] = pair;
+    }
+    const auto expert_of = [=](int64_t place) { return chosen[sorted[place]]; };
+    activate_experts(m.gate_up, experts, pairs, hidden, expert_of,
+                     [=](int64_t place, float*) { return normed + sorted[place] / top_k * hidden; });
+    clock_.count(kRoute);
+    products_of_experts(m.gate_up, starts, experts, wide_rows, kStoreFloat);
+    clock_.count(kGateUp);
+    activate_experts(m.down, experts, pairs, 2 * m.down->inputs, expert_of, gated(wide_rows, m.down->inputs));
+    clock_.count(kActivate);
+    products_of_experts(m.down, starts, experts, outputs, kStoreFloat);
+    parallel_chunks(tokens, kGrain / (hidden * top_k), [&](int64_t begin, int64_t end) {
+      for (int64_t pair = begin * top_k; pair < end * top_k; ++pair)
+        add_weighted(outputs + places[pair] * hidden, weights[pair], pair / top_k);
+    });
+    clock_.count(kDown);
+  }
+
+  // Chooses the experts of a token. Of equal logits the first is chosen.
+  static void choose(const Mixture& m, const float* logits, int64_t* chosen, float* weights) {
+    const int64_t experts = m.router.outputs;
+    for (int64_t i = 0; i < m.top_k; ++i) {
+      int64_t best = -1;
+      for (int64_t expert = 0; expert < experts; ++expert)
+        if ((best < 0 || logits[expert] > logits[best]) && std::find(chosen, chosen + i, expert) == chosen + i)
+          best = expert;
+      chosen[i] = best;
+    }
+    const float top = logits[chosen[0]];
+    float total = 0.0f;
+    for (int64_t i = 0; i < m.top_k; ++i) weights[i] = std::exp(logits[chosen[i]] - top);
+    if (m.renormalise != 0)
+      for (int64_t i = 0; i < m.top_k; ++i) total += weights[i];
+    else
+      for (int64_t expert = 0; expert < experts; ++expert) total += std::exp(logits[expert] - top);
+    for (int64_t i = 0; i < m.top_k; ++i) weights[i] /= total;
+  }
+
+  // Multiplies the activated rows of each expert. `ends[e]` is the row after the last one of expert e.
+  void products_of_experts(const Linear* linears, const int64_t* ends, int64_t experts, float* out, Store store) {
+    space_.products.clear();
+    for (int64_t expert = 0, row = 0; expert < experts; row = ends[expert++]) {
+      const int64_t outputs = linears[expert].outputs;
+      if (ends[expert] > row)
+        space_.products.push_back({&linears[expert], activations_ + row * stride_, stride_, scales_ + row,
+                                   out + row * outputs, outputs, store, 0, ends[expert] - row, 0, 0});
+    }
+    multiply_all(k_, space_.products.data(), static_cast<int64_t>(space_.products.size()));
+  }
+
+  // Adds `weight` times a row to row `row` of the residual stream.
+  void add_weighted(const float* x, float weight, int64_t row) {
+    float* const out = residual_ + row * d_.hidden;
+    for (int64_t i = 0; i < d_.hidden; ++i) out[i] += weight * x[i];
   }
 
   void rotate_and_write(const Layer& layer, int64_t index, float* qkv, int64_t stride) {

@@ -6,6 +6,17 @@
 
 namespace quire {
 
+// Experts of a layer (Shazeer et al., 2017). A token is computed by the `top_k` experts with the largest logits of the
+// router; its output is the sum of theirs, each times its probability.
+struct Mixture {
+  Linear router;          // an output per expert
+  const Linear* gate_up;  // [experts], as in Layer
+  const Linear* down;     // [experts]
+  Linear shared_gate;     // one output: the logit of the shared expert's weight; not used without a shared expert
+  int64_t top_k;
+  int64_t renormalise;  // not 0: the weights of a token's experts are divided by their sum
+};
+
 struct Layer {
   const float* input_norm;  // [hidden]
   const float* mlp_norm;    // [hidden]
@@ -13,8 +24,9 @@ struct Layer {
   const float* key_norm;    // [head_dim], or null
   Linear qkv;               // rows: query heads, key heads, value heads
   Linear output;
-  Linear gate_up;  // rows: gate, then up
+  Linear gate_up;  // rows: gate, then up; in a mixture those of the shared expert, without outputs if there is none
   Linear down;
+  const Mixture* mixture;  // null: every token is computed by `gate_up` and `down`
   int64_t sliding_window;  // 0: none
 };
 
@@ -29,7 +41,7 @@ struct Decoder {
   const float* final_norm;   // [hidden]
   const void* embedding;     // plain [vocab][hidden] in `embedding_format`; null: the rows of `head`
   int64_t embedding_format;  // kFloat32 or kBFloat16
-  int64_t hidden, intermediate, num_heads, num_kv_heads, head_dim;
+  int64_t hidden, num_heads, num_kv_heads, head_dim;
   const float* cos;  // [positions][rotary_half]
   const float* sin;
   int64_t rotary_half;
@@ -62,7 +74,7 @@ struct Step {
 };
 
 // Phases of a step for the time measurement.
-enum Phase : int { kEmbed, kNorm, kQkv, kRotate, kAttend, kOutput, kGateUp, kActivate, kDown, kHead, kNumPhases };
+enum Phase : int { kEmbed, kNorm, kQkv, kRotate, kAttend, kOutput, kRoute, kGateUp, kActivate, kDown, kHead, kNumPhases };
 
 // Runs the step; returns false, with no result, if `reduce` failed. Adds the times to nanoseconds[phase] if it is not
 // null.

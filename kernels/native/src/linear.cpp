@@ -84,27 +84,62 @@ int64_t activation_stride(const Kernels& kernels, int format, int64_t inputs) {
   return round_up(bytes, kLine) + kLine;  // the additional line spreads rows over cache sets
 }
 
-void multiply(const Kernels& kernels, const LinearTask& whole) {
+namespace {
+
+// Split of one product into tasks: columns of blocks, and chunks of rows.
+struct Split {
+  int64_t num_columns, blocks, num_chunks, rows;
+};
+
+// `num_products` are computed at once.
+Split split_of(const Kernels& kernels, const LinearTask& whole, int64_t num_products) {
   const Linear& linear = *whole.linear;
   const int64_t rows = whole.last_row, tall = kernels.max_tile_rows;
-  if (rows <= 0) return;
+  if (rows <= 0) return {};
   // Many rows are split into chunks that fit into a core's cache; each chunk reads all weights.
   const int64_t in_cache = std::max(tall, kernels.chunk_bytes / whole.x_stride / tall * tall);
   const int64_t num_chunks = ceil_div(rows, in_cache), chunk = ceil_div(ceil_div(rows, num_chunks), tall) * tall;
   // Enough tasks, so that a core with other work does not delay the others.
   const int64_t num_blocks = ceil_div(linear.outputs, kBlock);
   const int64_t block_bytes = num_lines(linear.format, linear.inputs) * kLine;
-  const int64_t wanted = num_threads() == 1 ? 1 : 8 * num_threads();
+  const int64_t wanted = num_threads() == 1 ? 1 : ceil_div(8 * num_threads(), num_products);
   const int64_t smallest = std::max<int64_t>(4, kTaskBytes / block_bytes);
   const int64_t per_task = round_up(std::max(smallest, ceil_div(num_blocks, wanted)), 4);
-  const int64_t num_columns = ceil_div(num_blocks, per_task);
-  parallel_for(num_columns * num_chunks, [&](int64_t task) {
-    LinearTask part = whole;
-    part.first_row = task / num_columns * chunk;
-    part.last_row = std::min(rows, part.first_row + chunk);
-    part.begin_block = task % num_columns * per_task;
-    part.end_block = std::min(num_blocks, part.begin_block + per_task);
-    if (part.first_row < part.last_row) kernels.linear(part);
+  return {ceil_div(num_blocks, per_task), per_task, num_chunks, chunk};
+}
+
+void run_part(const Kernels& kernels, const LinearTask& whole, const Split& split, int64_t task) {
+  LinearTask part = whole;
+  part.first_row = task / split.num_columns * split.rows;
+  part.last_row = std::min(whole.last_row, part.first_row + split.rows);
+  part.begin_block = task % split.num_columns * split.blocks;
+  part.end_block = std::min(ceil_div(whole.linear->outputs, kBlock), part.begin_block + split.blocks);
+  if (part.first_row < part.last_row) kernels.linear(part);
+}
+
+}  // namespace
+
+void multiply(const Kernels& kernels, const LinearTask& whole) {
+  const Split split = split_of(kernels, whole, 1);
+  parallel_for(split.num_columns * split.num_chunks, [&](int64_t task) { run_part(kernels, whole, split, task); });
+}
+
+void multiply_all(const Kernels& kernels, const LinearTask* wholes, int64_t count) {
+  struct Planned {
+    Split split;
+    int64_t first_task;
+  };
+  std::vector<Planned> planned(count);
+  int64_t num_tasks = 0;
+  for (int64_t i = 0; i < count; ++i) {
+    planned[i] = {split_of(kernels, wholes[i], count), num_tasks};
+    num_tasks += planned[i].split.num_columns * planned[i].split.num_chunks;
+  }
+  parallel_for(num_tasks, [&](int64_t task) {
+    const auto after = std::upper_bound(planned.begin(), planned.end(), task,
+                                        [](int64_t value, const Planned& each) { return value < each.first_task; });
+    const int64_t i = after - planned.begin() - 1;
+    run_part(kernels, wholes[i], planned[i].split, task - planned[i].first_task);
   });
 }
 

@@ -11,6 +11,9 @@ int64_t activation_stride(const Kernels& kernels, int format, int64_t inputs);
 // Computes all of `whole`: rows 0 .. last_row; its block range is ignored.
 void multiply(const Kernels& kernels, const LinearTask& whole);
 
+// Computes several products as `multiply` does, in one parallel loop.
+void multiply_all(const Kernels& kernels, const LinearTask* wholes, int64_t count);
+
 // Packs float32 or bf16 weights [outputs][inputs] in place, with both sizes padded (with zeros) to 16 and to whole
 // steps.
 void pack_in_place(int format, void* weight, int64_t outputs, int64_t inputs);

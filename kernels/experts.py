@@ -1,0 +1,204 @@
+"""Mixture of experts (Shazeer et al., 2017): each token is computed by the experts that a router chooses.
+
+    x           [T, hidden]
+    logits      [T, num_experts], the router's; any dtype
+    gate_up     [num_experts, 2 · intermediate, hidden]: of each expert the gate, then up
+    down        [num_experts, hidden, intermediate]
+    result      [T, hidden]: the sum over a token's ``top_k`` experts e of  p_e · down_e(silu(gate_e(x)) · up_e(x))
+
+``p`` is the softmax of the logits. The experts with the largest p are chosen. With ``renormalise`` these p are divided
+by their sum.
+
+The T · top_k *pairs* of token and expert are sorted by expert. A product over an expert's rows is then a product of
+adjacent rows, and one kernel computes those of all experts (a *grouped* product): the first reads the rows of the
+tokens, the second writes the rows of the pairs. The number of rows of each expert stays on the device: the grid is
+large enough for every distribution, and programs without rows end at once. So the shapes do not depend on the routing,
+and a step can be captured in a CUDA graph. No token is dropped.
+
+A pair's result does not depend on the other rows, and a token's sum is in the order of its experts' p. On a CPU the
+worker calls `kernels.decoder` instead; this module's CPU path is the reference.
+"""
+
+# ruff: noqa: N803 - compile-time parameters of kernels are upper case, as everywhere in Triton
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch.nn.functional import linear
+
+from kernels._triton import kernel, next_power_of_2, runs_on_triton, tl
+from kernels.activation import silu_mul
+
+
+@dataclass(frozen=True, slots=True)
+class Pairs:
+    """Pairs of token and expert, sorted by expert."""
+
+    order: torch.Tensor
+    """``[T * top_k] int64``: token · top_k + choice of each pair."""
+    starts: torch.Tensor
+    """``[num_experts + 1] int64``: the pairs of expert e are ``starts[e] .. starts[e + 1]``."""
+    top_k: int
+
+
+def mix_experts(
+    x: torch.Tensor,
+    logits: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    *,
+    top_k: int,
+    renormalise: bool,
+) -> torch.Tensor:
+    """Compute the mixture of every token (shapes and rules: see the module)."""
+    if not runs_on_triton(x):
+        return mix_experts_reference(x, logits, gate_up, down, top_k=top_k, renormalise=renormalise)
+    weights, experts = route(logits, top_k, renormalise)
+    pairs = sort_pairs(experts, gate_up.shape[0])
+    inner = silu_mul(_grouped_product(x, gate_up, pairs, None))
+    outputs = _grouped_product(inner, down, pairs, weights)
+    return outputs.view(x.shape[0], top_k, -1).sum(1)
+
+
+def mix_experts_reference(
+    x: torch.Tensor,
+    logits: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    *,
+    top_k: int,
+    renormalise: bool,
+) -> torch.Tensor:
+    """Plain torch form of `mix_experts`, expert by expert; also the CPU path."""
+    weights, experts = route(logits, top_k, renormalise)
+    out = torch.zeros_like(x)
+    for number in range(gate_up.shape[0]):
+        tokens, choices = (experts == number).nonzero(as_tuple=True)
+        gate, up = linear(x[tokens], gate_up[number]).chunk(2, dim=-1)
+        found = linear(torch.nn.functional.silu(gate) * up, down[number])
+        out.index_add_(0, tokens, (found * weights[tokens, choices, None]).to(x.dtype))
+    return out
+
+
+def route(logits: torch.Tensor, top_k: int, renormalise: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the weights and the numbers of each token's experts, each ``[T, top_k]``, the largest weight first.
+
+    The weights are float32, or float64 for float64 logits.
+    """
+    probabilities = logits.softmax(-1, dtype=torch.promote_types(logits.dtype, torch.float32))
+    weights, experts = probabilities.topk(top_k, dim=-1)
+    return (weights / weights.sum(-1, keepdim=True) if renormalise else weights), experts
+
+
+def sort_pairs(experts: torch.Tensor, num_experts: int) -> Pairs:
+    """Sort the pairs of the experts ``[T, top_k]`` of tokens by expert, on the device."""
+    found, order = experts.flatten().sort(stable=True)
+    starts = torch.searchsorted(found, torch.arange(num_experts + 1, device=experts.device))
+    return Pairs(order, starts, experts.shape[1])
+
+
+def _grouped_product(x: torch.Tensor, weight: torch.Tensor, pairs: Pairs, factors: torch.Tensor | None) -> torch.Tensor:
+    """Multiply the rows of each expert with its weight ``[num_experts, outputs, inputs]``.
+
+    Without ``factors``, ``x`` has a row per token, and the result has a row per pair in sorted order. With ``factors``
+    ``[T, top_k]``, ``x`` has a row per pair in sorted order. The result has the rows of token · top_k + choice, times
+    their factors.
+    """
+    num_experts, outputs, inputs = weight.shape
+    num_pairs = pairs.order.shape[0]
+    out = torch.empty(num_pairs, outputs, dtype=x.dtype, device=x.device)
+    tall = _tile_rows(num_pairs, num_experts)
+    wide, deep = (64, 32) if x.dtype == torch.float32 else (128, 64)
+    # Every expert with rows has at most one tile that is not full.
+    num_tiles = num_pairs // tall + min(num_experts, num_pairs)
+    _grouped_product_kernel[(num_tiles, -(-outputs // wide))](
+        x,
+        weight,
+        factors,
+        pairs.order,
+        pairs.starts,
+        out,
+        x.stride(0),
+        num_experts,
+        outputs,
+        inputs,
+        TOP_K=pairs.top_k,
+        EXPERTS=next_power_of_2(num_experts),
+        SCATTERS=factors is not None,
+        TALL=tall,
+        WIDE=wide,
+        DEEP=deep,
+        num_warps=8 if tall > 32 else 4,
+    )
+    return out
+
+
+def _tile_rows(num_pairs: int, num_experts: int) -> int:
+    """Return the rows of a tile: many if experts have many rows when routing is even.
+
+    There are only two sizes, so that the first steps of a worker compile both.
+    """
+    return 128 if num_pairs > 32 * num_experts else 16
+
+
+@kernel
+def _grouped_product_kernel(
+    x_ptr: tl.tensor,
+    weight_ptr: tl.tensor,
+    factors_ptr: tl.tensor,
+    order_ptr: tl.tensor,
+    starts_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    x_stride: tl.tensor,
+    num_experts: tl.tensor,
+    outputs: tl.tensor,
+    inputs: tl.tensor,
+    TOP_K: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    SCATTERS: tl.constexpr,
+    TALL: tl.constexpr,
+    WIDE: tl.constexpr,
+    DEEP: tl.constexpr,
+) -> None:
+    """Compute one tile of rows of one expert by one tile of outputs per program.
+
+    Each program finds its expert: it counts the experts whose tiles all come before it.
+    """
+    tile = tl.program_id(0)
+    number = tl.arange(0, EXPERTS)
+    begins = tl.load(starts_ptr + number, mask=number < num_experts, other=0)
+    ends = tl.load(starts_ptr + number + 1, mask=number < num_experts, other=0)
+    tiles = (ends - begins + TALL - 1) // TALL
+    expert = tl.sum((tl.cumsum(tiles, 0) <= tile).to(tl.int32), 0)
+    if expert >= num_experts:
+        return
+    before = tl.sum(tl.where(number < expert, tiles, 0), 0)
+    begin = tl.sum(tl.where(number == expert, begins, 0), 0)
+    end = tl.sum(tl.where(number == expert, ends, 0), 0)
+    place = begin + (tile - before) * TALL + tl.arange(0, TALL)
+    inside = place < end
+    pair = tl.load(order_ptr + place, mask=inside, other=0)
+    source = place if SCATTERS else pair // TOP_K
+    target = pair if SCATTERS else place
+
+    output = tl.program_id(1) * WIDE + tl.arange(0, WIDE)
+    deep = tl.arange(0, DEEP)
+    x_base = x_ptr + source.to(tl.int64)[:, None] * x_stride
+    weight_base = weight_ptr + (expert.to(tl.int64) * outputs + output)[None, :] * inputs
+    total = tl.zeros([TALL, WIDE], dtype=tl.float32)
+    for start in range(0, inputs, DEEP):
+        left = inputs - start
+        x = tl.load(x_base + (start + deep)[None, :], mask=inside[:, None] & (deep < left)[None, :], other=0.0)
+        weight = tl.load(
+            weight_base + (start + deep)[:, None], mask=(output < outputs)[None, :] & (deep < left)[:, None], other=0.0
+        )
+        total = tl.dot(x, weight, total, input_precision="ieee")
+    if SCATTERS:
+        total *= tl.load(factors_ptr + pair, mask=inside, other=0.0)[:, None]
+    tl.store(
+        out_ptr + target.to(tl.int64)[:, None] * outputs + output[None, :],
+        total.to(out_ptr.dtype.element_ty),
+        mask=inside[:, None] & (output < outputs)[None, :],
+    )

@@ -1,0 +1,179 @@
+"""Model families that `llama` implements: what their `transformers` classes define, not config.json.
+
+`FAMILIES` lists the fields of config.json that each class reads. Fields that the class ignores, such as
+`sliding_window` in a Llama, are ignored here too.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import Enum
+
+from transformers import PretrainedConfig
+
+from worker_svc.model.rope import can_tabulate
+
+
+class Window(Enum):
+    """Layers that attend over `sliding_window` tokens only."""
+
+    NO_LAYER = "none"
+    EVERY_LAYER = "every"
+    BY_LAYER_TYPE = "by layer_types"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Experts:
+    """Mixture of experts of a family."""
+
+    block: str = "mlp"
+    """Name of the mixture in a layer; its experts are `{block}.experts.{number}`."""
+    gate: str = "gate_proj"
+    up: str = "up_proj"
+    down: str = "down_proj"
+    intermediate_size: str = "moe_intermediate_size"
+    """Field with the size of an expert."""
+    renormalise: bool | None = None
+    """Whether the weights of a token's experts are divided by their sum; None: as in the field `norm_topk_prob`."""
+    some_layers: bool = True
+    """Whether `mlp_only_layers` and `decoder_sparse_step` select the layers; False: all layers."""
+    shared: bool = False
+    """Whether one more expert computes all tokens."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """Properties of a model family that its `transformers` class defines, not config.json."""
+
+    architectures: tuple[str, ...]
+    """Class names in config.json."""
+    qkv_bias: bool | str = False
+    """Whether query, key and value projections have biases, or the field that says so."""
+    output_bias: bool | str = False
+    """Whether the output projection of attention has a bias, or the field that says so."""
+    mlp_bias: bool | str = False
+    """Whether the projections of the MLP have biases, or the field that says so."""
+    qk_norm: bool = False
+    window: Window
+    experts: Experts | None = None
+
+
+FAMILIES = {
+    "llama": Family(
+        architectures=("LlamaForCausalLM",),
+        qkv_bias="attention_bias",
+        output_bias="attention_bias",
+        mlp_bias="mlp_bias",
+        window=Window.NO_LAYER,
+    ),
+    "mistral": Family(architectures=("MistralForCausalLM",), window=Window.EVERY_LAYER),
+    # `transformers` treats a Mistral with `layer_types` as a Ministral.
+    "ministral": Family(architectures=("MinistralForCausalLM", "MistralForCausalLM"), window=Window.BY_LAYER_TYPE),
+    "mixtral": Family(
+        architectures=("MixtralForCausalLM",),
+        window=Window.EVERY_LAYER,
+        experts=Experts(
+            block="block_sparse_moe",
+            gate="w1",
+            up="w3",
+            down="w2",
+            intermediate_size="intermediate_size",
+            renormalise=True,
+            some_layers=False,
+        ),
+    ),
+    "qwen2": Family(architectures=("Qwen2ForCausalLM",), qkv_bias=True, window=Window.BY_LAYER_TYPE),
+    "qwen2_moe": Family(
+        architectures=("Qwen2MoeForCausalLM",),
+        qkv_bias="qkv_bias",
+        window=Window.BY_LAYER_TYPE,
+        experts=Experts(shared=True),
+    ),
+    "qwen3": Family(
+        architectures=("Qwen3ForCausalLM",),
+        qkv_bias="attention_bias",
+        output_bias="attention_bias",
+        qk_norm=True,
+        window=Window.BY_LAYER_TYPE,
+    ),
+    "qwen3_moe": Family(
+        architectures=("Qwen3MoeForCausalLM",),
+        qkv_bias="attention_bias",
+        output_bias="attention_bias",
+        qk_norm=True,
+        window=Window.EVERY_LAYER,
+        experts=Experts(),
+    ),
+}
+"""Families by the `model_type` of config.json."""
+ARCHITECTURES = tuple(dict.fromkeys(name for family in FAMILIES.values() for name in family.architectures))
+
+
+def supports(architecture: str, config: PretrainedConfig) -> bool:
+    """Return whether `llama` implements the model as configured; if not, `hf` may support it."""
+    family = FAMILIES.get(config.model_type)
+    return (
+        family is not None
+        and architecture in family.architectures
+        and config.hidden_act == "silu"
+        and getattr(config, "is_causal", True)
+        and config.num_key_value_heads > 0
+        and config.num_attention_heads % config.num_key_value_heads == 0
+        and can_tabulate(config, head_dim(config))
+        and _has_usable_windows(family, config)
+        and (family.experts is None or 0 < config.num_experts_per_tok <= config.num_experts)
+    )
+
+
+def head_dim(config: PretrainedConfig) -> int:
+    """Return the number of elements of a head."""
+    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+
+
+def has_bias(given: bool | str, config: PretrainedConfig) -> bool:
+    """Return the value of `Family.qkv_bias` and its like for a configuration."""
+    return bool(getattr(config, given)) if isinstance(given, str) else given
+
+
+def windows(config: PretrainedConfig) -> list[int | None]:
+    """Return for each layer the number of tokens that it attends over; None: all."""
+    family = FAMILIES[config.model_type]
+    return [config.sliding_window if slides else None for slides in _sliding_layers(family, config)]
+
+
+def mixture_layers(config: PretrainedConfig) -> list[bool]:
+    """Return for each layer whether it has a mixture of experts instead of an MLP."""
+    experts = FAMILIES[config.model_type].experts
+    layers = range(int(config.num_hidden_layers))
+    if experts is None or not experts.some_layers:
+        return [experts is not None for _ in layers]
+    return [
+        layer not in config.mlp_only_layers and config.num_experts > 0 and (layer + 1) % config.decoder_sparse_step == 0
+        for layer in layers
+    ]
+
+
+def mlps(layer: str, config: PretrainedConfig, *, mixed: bool) -> Iterator[tuple[str, Experts, int]]:
+    """Yield the name of each MLP or expert of a layer, the names of its projections, and its inner size."""
+    experts = FAMILIES[config.model_type].experts
+    if experts is None or not mixed:
+        yield f"{layer}.mlp", Experts(), config.intermediate_size
+        return
+    for number in range(config.num_experts):
+        yield f"{layer}.{experts.block}.experts.{number}", experts, getattr(config, experts.intermediate_size)
+    if experts.shared:
+        yield f"{layer}.{experts.block}.shared_expert", Experts(), config.shared_expert_intermediate_size
+
+
+def _sliding_layers(family: Family, config: PretrainedConfig) -> list[bool]:
+    """Return for each layer whether it attends over `sliding_window` tokens only."""
+    if family.window is Window.BY_LAYER_TYPE:
+        return [kind == "sliding_attention" for kind in config.layer_types]
+    every = family.window is Window.EVERY_LAYER and config.sliding_window is not None
+    return [every] * int(config.num_hidden_layers)
+
+
+def _has_usable_windows(family: Family, config: PretrainedConfig) -> bool:
+    """Return whether all layer types are known, and a window size is given if a layer needs one."""
+    if family.window is Window.BY_LAYER_TYPE and not set(config.layer_types) <= {"full_attention", "sliding_attention"}:
+        return False
+    return not any(_sliding_layers(family, config)) or (config.sliding_window or 0) > 0
