@@ -79,6 +79,59 @@ def test_every_level_of_the_cpu_kernels_equals_the_reference(data: st.DataObject
     torch.testing.assert_close(out.double(), reference(batch, window, cap), rtol=tolerance, atol=tolerance)
 
 
+@settings(max_examples=examples(40), deadline=None)
+@given(data=st.data())
+def test_a_few_tokens_have_the_bits_of_each_alone(data: st.DataObject) -> None:
+    """A row with up to 11 tokens, such as drafts, gives each the bits that it has alone, at each level that runs here.
+
+    So tokens do not depend on the drafts beside them, not even on those whose keys or values are not finite.
+    """
+    levels = native_levels()
+    if not levels:
+        pytest.skip("built without a compiler: torch computes")
+    tokens = data.draw(st.integers(2, 11))
+    context = tokens + data.draw(st.integers(0, 400))
+    num_kv_heads = data.draw(st.integers(1, 3))
+    dtype = data.draw(st.sampled_from([torch.float32, torch.bfloat16, torch.int8]))
+    batch = paged_batch(
+        [(context, tokens)],
+        num_heads=num_kv_heads * data.draw(st.integers(1, 7)),
+        num_kv_heads=num_kv_heads,
+        head_dim=data.draw(st.sampled_from([16, 64, 80, 128])),
+        block_size=data.draw(st.sampled_from([8, 16, 24, 128])),
+        dtype=dtype,
+        seed=data.draw(st.integers(0, 1000)),
+    )
+    cap, window = data.draw(st.sampled_from([None, 30.0])), data.draw(st.sampled_from([None, context, 500 + context]))
+    kernels = data.draw(st.sampled_from(levels))
+    query, k_cache, v_cache, block_tables = batch.tensors[:4]
+    finite = tokens
+    if dtype != torch.int8 and data.draw(st.booleans()):
+        block_size, last = k_cache.shape[2], context - 1
+        finite = tokens - 1
+        for cache in (k_cache, v_cache):
+            cache[block_tables[0, last // block_size], :, last % block_size] = torch.nan
+
+    def attend(first: int, end: int) -> torch.Tensor:
+        return paged_attention_native(
+            query[first:end],
+            k_cache,
+            v_cache,
+            block_tables,
+            torch.tensor([0, end - first], dtype=torch.int32),
+            torch.tensor([context - tokens + end], dtype=torch.int32),
+            kernels=kernels,
+            scale=0.125,
+            sliding_window=window,
+            soft_cap=cap,
+        )
+
+    together = attend(0, tokens)
+
+    assert torch.equal(together[:finite], torch.cat([attend(i, i + 1) for i in range(finite)]))
+    assert together[finite:].isnan().all()
+
+
 def test_soft_cap_squashes_the_logits_before_the_mask() -> None:
     """A soft cap c replaces each scaled logit x by c * tanh(x / c), as Gemma 2 does, and nothing else."""
     batch = paged_batch([(20, 1)], num_heads=1, num_kv_heads=1, dtype=torch.float64)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from kernels.native.serving import native
 from protos.quire.plan.v1 import plan_pb2
 from services.streams.logprobs import read_scores
 from shared.columns import to_column
@@ -177,6 +178,33 @@ def test_output_is_that_without_speculation(
     assert len(scores["logprobs"]) >= COUNT
     assert recomputed
     assert 0.2 < driver.num_accepted / driver.num_drafted < 0.9
+
+
+@pytest.mark.parametrize(("quantization", "kv"), [("none", "auto"), ("int8", "int8"), ("int4", "auto")])
+def test_the_native_kernels_give_the_same_bits(quantization: str, kv: str) -> None:
+    """With the CPU's kernels each token has the log-probability, to the last bit, that it has without drafts."""
+    if native() is None:
+        pytest.skip("the native kernels are not built")
+    engine = make_engine(
+        DEMO, dtype="bfloat16", max_num_seqs=2, speculation="ngram", quantization=quantization, kv_cache_dtype=kv
+    )
+    outputs: list[tuple[list[int], list[float]]] = []
+    for limit in (0, 8):
+        engine.reset()
+        if outputs:
+            guess(engine, [outputs[0][0]])
+        driver = Driver(engine)
+        row = driver.admit([5, 6, 7] * 10, sampling=SAMPLINGS["logprobs"])
+        driver.chunk(row, 30)
+        driver.speculate(row, limit)
+        scores: list[float] = []
+        while len(driver.rows[row].tokens) < 30 + 120:
+            driver.step()
+            scores += own_scores(driver, row)
+        outputs.append((driver.rows[row].tokens[:150], scores[:120]))
+
+    assert outputs[0] == outputs[1]
+    assert driver.num_accepted > 50
 
 
 def test_grammars_hold_with_wrong_drafts(engine: Engine, reference: dict[str, tuple[list[int], list[float]]]) -> None:

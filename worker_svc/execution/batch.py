@@ -45,11 +45,6 @@ class Verification:
     row_index: torch.Tensor
     """`[S] int64`: the place in `rows` of each sampled token's row."""
 
-    @property
-    def draft_counts(self) -> IntArray:
-        """`[Q]`: drafts of each row."""
-        return np.diff(self.firsts, append=len(self.expected)) - 1
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepBatch:
@@ -195,7 +190,9 @@ class BatchBuilder:
     def _mixed(self, decode_rows: IntArray, chunk_rows: IntArray, chunk_lengths: IntArray, drafts: Drafts) -> StepBatch:
         table = self._table
         if len(drafts.rows):
-            decode_rows = decode_rows[~np.isin(decode_rows, drafts.rows)]
+            single = np.ones(table.limits.max_rows, np.bool_)
+            single[drafts.rows] = False
+            decode_rows = decode_rows[single[decode_rows]]
         num_singles = len(decode_rows)
         rows = np.concatenate((decode_rows, drafts.rows, chunk_rows))
         lengths = np.concatenate((np.ones_like(decode_rows), drafts.counts + 1, chunk_lengths))
@@ -277,19 +274,24 @@ class BatchBuilder:
         """Return the input tokens of the rows with drafts."""
         if not len(drafts.rows):
             return []
-        bases = [self._table.known_tokens(row)[-1] for row in drafts.rows.tolist()]
-        firsts = np.cumsum(drafts.counts) - drafts.counts
-        return [np.insert(drafts.tokens, firsts, bases)]
+        ends = np.cumsum(drafts.counts + 1)
+        places = ends - drafts.counts - 1
+        tokens = np.empty(int(ends[-1]), np.int32)
+        is_draft = np.ones(len(tokens), np.bool_)
+        is_draft[places] = False
+        tokens[places] = [self._table.known_tokens(row)[-1] for row in drafts.rows.tolist()]
+        tokens[is_draft] = drafts.tokens
+        return [tokens]
 
     def _verification(self, drafts: Drafts, rows: IntArray, counts: IntArray) -> Verification:
         """Return how the sampler verifies the drafts; `counts[i]` tokens of `rows[i]` are sampled."""
         rows, counts = rows[counts > 0], counts[counts > 0]
         firsts = np.cumsum(counts) - counts
-        expected = np.full(int(counts.sum()), -1)
-        of_drafts = np.repeat(
-            firsts[np.isin(rows, drafts.rows)] - np.cumsum(drafts.counts) + drafts.counts, drafts.counts
-        )
-        expected[of_drafts + np.arange(len(drafts.tokens))] = drafts.tokens
+        # All sampled tokens of rows with drafts but the last of each are compared with a draft.
+        compared = np.repeat(counts > 1, counts)
+        compared[firsts + counts - 1] = False
+        expected = np.full(len(compared), -1)
+        expected[compared] = drafts.tokens
         row_index = np.repeat(np.arange(len(rows)), counts)
         on_device = self._upload((rows, firsts, expected, row_index), np.int64)
         return Verification(

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from opentelemetry.trace import Span, Tracer
 
@@ -235,7 +236,7 @@ class Engine:
         self._tracing.end_step(launched.spans, times.ended_unix_ns)
         rows, generations = launched.sample_rows, launched.generations
         failures: list[RowFailure] = []
-        counted = tokens != NOT_REACHED
+        counted: npt.NDArray[np.bool_] = tokens != NOT_REACHED
         # A row that failed in an earlier step may have been launched again before its failure was known.
         failed = (tokens < 0) & counted
         if self._rows.any_failed:
@@ -256,11 +257,12 @@ class Engine:
             failures.append(self._failure(row, generation))
         for copies in launched.copies:
             copies.wait()
-        kept, counts, draft_counts = rows[counted], None, None
-        if launched.firsts is not None:
-            kept, counts = np.unique(kept, return_counts=True)
-            all_counts = np.diff(launched.firsts, append=len(rows)) - 1
-            draft_counts = all_counts[np.isin(rows[launched.firsts], kept)]
+        kept, counts, draft_counts, firsts = rows[counted], None, None, launched.firsts
+        if firsts is not None:
+            counts = np.add.reduceat(counted, firsts, dtype=np.int64)
+            alive = counts > 0
+            kept, counts = rows[firsts][alive], counts[alive]
+            draft_counts = (np.append(firsts[1:], len(rows)) - firsts - 1)[alive]
         return StepResult(
             step=launched.step,
             rows=kept,

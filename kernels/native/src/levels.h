@@ -95,6 +95,9 @@ struct Kernels {
   // Attention of one token that sees `context` keys, for all query heads of the KV heads first .. last.
   void (*attend_token)(const Attention&, int64_t token, int64_t row, int64_t context, int64_t first_kv_head,
                        int64_t last_kv_head);
+  // Attention of a row's few tokens, each as `attend_token` computes it, for all query heads of one KV head. All tokens
+  // see the first key: there is no sliding window, or it is not shorter than the row.
+  void (*attend_few)(const Attention&, int64_t row, int64_t kv_head);
   // Attention of a row's whole chunk, for all query heads of one KV head.
   void (*attend_chunk)(const Attention&, int64_t row, int64_t kv_head);
 };
