@@ -1,64 +1,83 @@
 """Error of `quire replay --set`: each setting of a service is predicted from the records of the others.
 
-.venv/bin/python -m benchmarks.whatif --seeds 3 --json benchmarks/results/whatif.json
+.venv/bin/python -m benchmarks.whatif --json benchmarks/results/whatif.json   # ten minutes; keep the machine idle
+.venv/bin/python -m benchmarks.whatif --records FOLDER    # keep the records there; use those that exist
 
-For each seed, the same requests (Poisson arrivals, log-normal lengths, some shared prefixes) are sent to `quire serve`
-under each setting. Every ordered pair of two settings is one prediction: six pairs per seed. `same` predicts a run from
-its own record. Runs of different seeds show the spread of the service itself.
+Each of five loads is sent to `quire serve` under each of three settings, `--runs` times. A prediction takes a record of
+one setting and asks for another: six pairs per load, 30 in all. What is measured is the mean over the runs of the
+setting asked for. The spread is what these runs differ by, relative to their mean: no prediction can be expected to be
+better. `same` predicts a run from its own record.
+
+`python -m tools.whatif` writes the table and the plot of docs/replay.md.
 """
 
 import argparse
 import asyncio
 import itertools
 import json
+import os
 import random
 import tempfile
 import time
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from quire import AsyncClient
+from quire_server.bench.strategies import other_work
 from scheduler_svc.whatif.answer import Case, compare, from_record
 from scheduler_svc.whatif.figures import Figures
 from tests.e2e.harness import serve
 
-SETTINGS = (
+SETTINGS: tuple[tuple[str, ...], ...] = (
     ("max_num_seqs=64", "policy=fcfs"),
     ("max_num_seqs=8", "policy=fcfs"),
     ("max_num_seqs=4", "policy=sjf"),
 )
-WORDS = [
-    "the",
-    "fox",
-    "ran",
-    "over",
-    "a",
-    "hill",
-    "and",
-    "then",
-    "it",
-    "saw",
-    "the",
-    "old",
-    "man",
-    "who",
-    "sat",
-    "by",
-    "a",
-    "tree",
-]
+FIGURES = ("throughput", "ttft_mean", "ttft_p99", "itl_mean")
+WARM_UP = 20
+"""Requests before the record of the load: the first ones of a service are slower."""
+WORDS = ("the", "fox", "ran", "over", "a", "hill", "and", "then", "it", "saw", "an", "old", "man", "who", "sat", "by")
 
 
-async def drive(target: str, rate: float, count: int, seed: int) -> None:
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Requests at random times with random lengths."""
+
+    name: str
+    rate: float
+    """Requests per second."""
+    burstiness: float = 1.0
+    """Shape of the gamma distribution of the gaps; 1 is a Poisson process."""
+    words: tuple[int, int] = (5, 200)
+    """Bounds of the length of a prompt."""
+    shared: float = 0.4
+    """Share of the prompts that begin with one of three prefixes of 60 words."""
+
+
+LOADS = (
+    Load("steady", 16.0),
+    Load("busy", 24.0),
+    Load("bursts", 16.0, burstiness=0.25),
+    Load("long prompts", 10.0, words=(200, 600)),
+    Load("shared prefixes", 24.0, words=(5, 60), shared=1.0),
+)
+
+
+async def drive(target: str, load: Load, duration_s: float, seed: int) -> None:
     """Send requests at random times; wait for all answers."""
-    rng = random.Random(seed)
+    rng = random.Random(f"{load.name} {seed}")
     prefixes = [" ".join(rng.choices(WORDS, k=60)) + " " for _ in range(3)]
-    begin = time.monotonic()
     async with AsyncClient(target) as client:
+        for _ in range(WARM_UP):
+            await client.generate(" ".join(rng.choices(WORDS, k=100)), max_tokens=8, ignore_eos=True).result()
+        begin = time.monotonic()
+        end = begin + duration_s
         tasks = []
-        for _ in range(count):
-            begin += rng.expovariate(rate)
-            prefix = rng.choice(prefixes) if rng.random() < 0.4 else ""
-            prompt = prefix + " ".join(rng.choices(WORDS, k=rng.randint(5, 200)))
+        while (begin := begin + rng.gammavariate(load.burstiness, 1 / (load.rate * load.burstiness))) < end:
+            prefix = rng.choice(prefixes) if rng.random() < load.shared else ""
+            prompt = prefix + " ".join(rng.choices(WORDS, k=rng.randint(*load.words)))
             tokens = max(4, min(200, int(rng.lognormvariate(3.6, 0.8))))
             await asyncio.sleep(max(0.0, begin - time.monotonic()))
             generation = client.generate(prompt, max_tokens=tokens, ignore_eos=True, seed=seed)
@@ -66,50 +85,103 @@ async def drive(target: str, rate: float, count: int, seed: int) -> None:
         await asyncio.gather(*tasks)
 
 
-def run(settings: tuple[str, ...], rate: float, count: int, seed: int) -> Case:
-    """Serve the requests under settings; return the record."""
-    flags = ["--" + setting.replace("_", "-") for setting in settings]
-    with tempfile.TemporaryDirectory() as folder:
-        with serve("demo", *flags, environ={"XDG_STATE_HOME": folder}) as served:
-            asyncio.run(drive(served.grpc, rate, count, seed))
-        return from_record(Path(folder) / "quire" / "record")
+def record(settings: Sequence[str], load: Load, duration_s: float, folder: Path) -> Path:
+    """Serve the requests under settings; return the folder of the record. One that exists is used."""
+    place = folder / "quire" / "record"
+    if not place.exists():
+        flags = ["--" + setting.replace("_", "-") for setting in settings]
+        folder.mkdir(parents=True, exist_ok=True)
+        with serve("demo", *flags, environ={"XDG_STATE_HOME": str(folder)}) as served:
+            asyncio.run(drive(served.grpc, load, duration_s, seed=1))
+    return place
 
 
-def errors(predicted: Figures, measured: Figures) -> dict[str, float]:
-    """Return the relative errors of a prediction."""
+def values(figures: Figures) -> dict[str, float]:
+    """Return the figures that are predicted."""
     return {
-        "throughput": predicted.output_tokens_per_s / measured.output_tokens_per_s - 1,
-        "ttft_mean": predicted.ttft.mean / measured.ttft.mean - 1,
-        "ttft_p99": predicted.ttft.p99 / measured.ttft.p99 - 1,
-        "itl_mean": predicted.itl.mean / measured.itl.mean - 1,
+        "throughput": figures.output_tokens_per_s,
+        "ttft_mean": figures.ttft.mean,
+        "ttft_p99": figures.ttft.p99,
+        "itl_mean": figures.itl.mean,
     }
+
+
+def mean_and_spread(runs: Sequence[Figures]) -> tuple[dict[str, float], dict[str, float]]:
+    """Return by figure the mean over runs, and half the distance of the extremes from each other relative to it."""
+    found = [values(run) for run in runs]
+    means = {name: sum(each[name] for each in found) / len(found) for name in FIGURES}
+    spreads = {
+        name: (max(each[name] for each in found) - min(each[name] for each in found)) / 2 / means[name]
+        for name in FIGURES
+    }
+    return means, spreads
+
+
+def predict(cases: dict[tuple[str, ...], list[Case]], load: Load) -> list[dict[str, Any]]:
+    """Predict each setting from the first record of each; return one row for each pair."""
+    rows = []
+    for source, target in itertools.product(SETTINGS, SETTINGS):
+        runs = [case.recorded for case in cases[target] if case.recorded is not None]
+        measured, spread = mean_and_spread(runs if source != target else runs[:1])
+        comparison = compare(cases[source][0], list(target) if source != target else [])
+        predicted = values((comparison.changed or comparison.simulated).figures)
+        error = {name: predicted[name] / measured[name] - 1 for name in FIGURES}
+        rows.append(
+            {
+                "load": load.name,
+                "kind": "same" if source == target else "changed",
+                "from": " ".join(source),
+                "to": " ".join(target),
+                "measured": measured,
+                "predicted": predicted,
+                "spread": spread,
+                "error": error,
+            }
+        )
+        text = ", ".join(f"{name} {error[name]:+.1%} (± {spread[name]:.1%})" for name in FIGURES)
+        print(f"{load.name}: {' '.join(source)} -> {' '.join(target)}: {text}", flush=True)
+    return rows
 
 
 def main() -> None:
     """Run and print."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--rate", type=float, default=10.0, help="requests per second (default: 10)")
-    parser.add_argument("--requests", type=int, default=200, help="requests of each run (default: 200)")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--runs", type=int, default=2, help="runs of each load and setting (default: 2)")
+    parser.add_argument("--duration", type=float, default=12.0, help="seconds of each run (default: 12)")
+    parser.add_argument("--loads", type=int, default=len(LOADS), help="only the first loads (default: all)")
+    parser.add_argument("--records", type=Path, help="folder of the records (default: a temporary one)")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    found: list[dict[str, object]] = []
-    for seed in range(1, options.seeds + 1):
-        cases = {settings: run(settings, options.rate, options.requests, seed) for settings in SETTINGS}
-        for source, target in itertools.product(SETTINGS, SETTINGS):
-            measured = cases[target].recorded
-            assert measured is not None
-            comparison = compare(cases[source], list(target) if source != target else [])
-            predicted = (comparison.changed or comparison.simulated).figures
-            kind = "same" if source == target else "changed"
-            shown = errors(predicted, measured)
-            found.append(
-                {"seed": seed, "kind": kind, "from": source, "to": target, "ttft_mean_s": measured.ttft.mean, **shown}
+    rows: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = options.records or Path(temporary)
+        before = other_work.now()
+        places = {
+            (load, settings, number): record(
+                settings,
+                load,
+                options.duration,
+                folder / f"{load.name}, {' '.join(settings)}, {number}".replace(" ", "-"),
             )
-            text = ", ".join(f"{name} {value:+.1%}" for name, value in shown.items())
-            print(f"seed {seed}: {' '.join(source)} -> {' '.join(target)}: {text}", flush=True)
+            for number in range(options.runs)
+            for load in LOADS[: options.loads]
+            for settings in SETTINGS
+        }
+        by_others = other_work.share_of_others(before, other_work.now(), os.cpu_count() or 1)
+        for load in LOADS[: options.loads]:
+            cases = {
+                settings: [from_record(places[load, settings, number]) for number in range(options.runs)]
+                for settings in SETTINGS
+            }
+            rows += predict(cases, load)
+    document = {
+        "runs": options.runs,
+        "duration_s": options.duration,
+        "cpu_share_of_other_programs": by_others,
+        "results": rows,
+    }
     if options.json:
-        options.json.write_text(json.dumps({"results": found}, indent=1) + "\n")
+        options.json.write_text(json.dumps(document, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -4,7 +4,9 @@ The time of a step is a sum of products: a constant, the decode rows, the prompt
 read. No coefficient is negative. They are fitted by least squares of the relative error, iteratively reweighted (Lawson
 and Hanson, Solving Least Squares Problems, 1974). What is not linear, such as the width of vector units, is corrected
 afterwards: steps of about the same size have a common factor. Around this mean, steps scatter; the scatter of the
-record is part of the model.
+record is part of the model. Steps with prompt tokens have a scatter of their own: they are few beside steps that only
+decode, and they decide the time to the first token. Steps that were interrupted are no part of the fit, but of the
+scatter.
 
 A machine that other processes use is slower at some times than at others. The pace of the record, by half second, is
 learned as well, so that a simulation meets the same disturbances at the same times.
@@ -16,7 +18,7 @@ from steps that were planned for an idle worker.
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -28,17 +30,21 @@ MIN_STEPS = 8
 """Fewest steps from which a model is learned."""
 _CLASS_STEPS = 20
 """Steps of a size class from which on it has a factor of its own."""
-_NUM_QUANTILES = 101
+_NUM_QUANTILES = 401
+"""Enough for the 99th percentile of latencies, each of which is made of several steps."""
 _REWEIGHTINGS = 4
 _LEAST_SHARE = 0.05
 """Share of the median step that a prediction counts at least, so that no step has too much weight."""
 _LARGEST_RATIO = 20.0
-"""Ratio to the median model from which on a step is left out of the fit: it was interrupted, or compiled a kernel."""
+"""Ratio to the median model from which on a step is left out of the fit: it was interrupted, or compiled a kernel.
+
+In the scatter it counts with this ratio.
+"""
 _PACE_S = 0.5
 """Length of one value of the pace."""
 _PACE_STEPS = 5.0
 """Undisturbed steps that are added to those of a value, so that a few steps that scatter are no pace."""
-_VERSION = 1
+_VERSION = 2
 
 
 class Sample(NamedTuple):
@@ -51,6 +57,11 @@ class Sample(NamedTuple):
     answered: float
 
 
+Spread: TypeAlias = tuple[tuple[float, tuple[float, ...]], ...]
+"""From this mean time on, the quantiles of the ratio of a step's time to the mean.
+
+The quantiles have equal distances. Their mean is 1 if no step was interrupted. The first time is 0.
+"""
 _NOTHING = Shape(0, 0, 0, 0)
 
 
@@ -89,11 +100,8 @@ class StepTimes:
     """From a plan for an idle worker to its answer, without the step."""
     factors: dict[str, float] = field(default_factory=dict)
     """By size class of steps: the ratio of their time to the linear model."""
-    spreads: tuple[tuple[float, tuple[float, ...]], ...] = ((0.0, (1.0,)),)
-    """Scatter of steps: from this mean time on, the quantiles of the ratio of a step's time to the mean.
-
-    The quantiles have equal distances, and their mean is 1. The first time is 0.
-    """
+    spreads: dict[str, Spread] = field(default_factory=dict)
+    """Scatter of steps that only decode ("decode") and of others ("prefill"), as far as the record has any."""
     pace: tuple[float, ...] = ()
     """By time since the beginning of the load: the ratio of the time of steps to the mean; 1 after the last one."""
     largest: Shape = _NOTHING
@@ -112,8 +120,9 @@ class StepTimes:
     def scattered(self, shape: Shape, share: float) -> float:
         """Return the time of a step that is longer than this share of such steps, 0 to 1."""
         seconds = self.seconds(shape)
-        quantiles = self.spreads[0][1]
-        for begin, following in self.spreads[1:]:
+        spread = self.spreads.get(_kind(shape)) or next(iter(self.spreads.values()), ((0.0, (1.0,)),))
+        quantiles = spread[0][1]
+        for begin, following in spread[1:]:
             if seconds < begin:
                 break
             quantiles = following
@@ -151,7 +160,10 @@ def from_json(text: str) -> StepTimes:
         if values.pop("version") != _VERSION:
             raise StepTimesError("step times: written by another release; learn them again with --learn-step-times")
         values["largest"] = Shape(*values["largest"])
-        values["spreads"] = tuple((begin, tuple(quantiles)) for begin, quantiles in values["spreads"])
+        values["spreads"] = {
+            kind: tuple((begin, tuple(quantiles)) for begin, quantiles in spread)
+            for kind, spread in values["spreads"].items()
+        }
         values["pace"] = tuple(values["pace"])
         values["fit"] = None if values["fit"] is None else Fit(**values["fit"])
         return StepTimes(**values)
@@ -200,6 +212,8 @@ def learn(samples: Sequence[Sample], begin: float | None = None) -> StepTimes:
     of_steps = np.ones(len(samples))
     if begin is not None:
         pace, of_steps = _pace(answered - durations - begin, durations, mean)
+    ratios = np.minimum(durations / mean / of_steps, _LARGEST_RATIO)
+    kinds = np.array([_kind(each.shape) for each in samples])
     return StepTimes(
         constant_s=float(coefficients[0]),
         decode_s=float(coefficients[1]),
@@ -209,7 +223,10 @@ def learn(samples: Sequence[Sample], begin: float | None = None) -> StepTimes:
         block_copy_s=float(coefficients[5]),
         link_s=link_s,
         factors=factors,
-        spreads=_spreads(mean[keep], (durations / mean / of_steps)[keep]),
+        spreads={
+            kind: _spread(mean[kinds == kind], ratios[kinds == kind], keep[kinds == kind])
+            for kind in sorted(set(kinds.tolist()))
+        },
         pace=pace,
         largest=Shape(*(max(each.shape[at] for each in samples) for at in range(len(Shape._fields)))),
         fit=Fit(
@@ -306,17 +323,28 @@ def _pace(times: Floats, durations: Floats, mean: Floats) -> tuple[tuple[float, 
     return tuple(pace.tolist()), pace[at]
 
 
-def _spreads(mean: Floats, ratios: Floats) -> tuple[tuple[float, tuple[float, ...]], ...]:
+def _kind(shape: Shape) -> str:
+    return "prefill" if shape.prefill else "decode"
+
+
+def _spread(mean: Floats, ratios: Floats, keep: npt.NDArray[np.bool_]) -> Spread:
     """Return the scatter of short, middle and long steps.
 
     They differ because an interruption adds time, which is a larger ratio of a short step.
+
+    Args:
+        mean: mean time of such steps, `[n]`.
+        ratios: their time relative to it, `[n]`.
+        keep: whether they were part of the fit, `[n]`.
     """
     bounds = [0.0, *np.quantile(mean, (1 / 3, 2 / 3)).tolist()] if len(mean) >= 3 * _NUM_QUANTILES else [0.0]
     found = []
     for begin, end in zip(bounds, [*bounds[1:], float("inf")], strict=True):
-        inside = ratios[(mean >= begin) & (mean < end)]
-        if not len(inside):
+        inside = (mean >= begin) & (mean < end)
+        if not inside.any():
             continue
-        quantiles = np.quantile(inside, (np.arange(_NUM_QUANTILES) + 0.5) / _NUM_QUANTILES)
-        found.append((begin, tuple((quantiles / quantiles.mean()).tolist())))
+        quantiles = np.quantile(ratios[inside], (np.arange(_NUM_QUANTILES) + 0.5) / _NUM_QUANTILES)
+        # Interrupted steps are no part of the mean time, so they are added to it here.
+        level = float(ratios[inside].mean() / ratios[inside & keep].mean()) if (inside & keep).any() else 1.0
+        found.append((begin, tuple((quantiles * (level / quantiles.mean())).tolist())))
     return tuple(found)

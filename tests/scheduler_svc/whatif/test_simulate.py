@@ -209,7 +209,7 @@ def test_a_worker_that_was_lost_is_lost_again() -> None:
 
 def test_the_same_seed_gives_the_same_figures() -> None:
     """A simulation depends on its arguments only; another seed scatters the steps differently."""
-    scattered = replace(TIMES, spreads=((0.0, (0.5, 1.0, 1.5)),))
+    scattered = replace(TIMES, spreads={"decode": ((0.0, (0.5, 1.0, 1.5)),)})
     arrivals = [_arrival(number) for number in range(30)]
 
     def run(seed: int) -> object:

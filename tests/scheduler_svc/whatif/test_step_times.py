@@ -68,6 +68,23 @@ def test_scatter_does_not_shift_the_mean() -> None:
     assert shares[-1] == pytest.approx(1.5, abs=0.1)
 
 
+def test_steps_with_prompts_scatter_for_themselves() -> None:
+    """One in ten of the few steps with prompts is interrupted; steps that only decode hardly scatter, as before."""
+    number = 0
+
+    def interrupted(shape: Shape) -> float:
+        nonlocal number
+        number += bool(shape.prefill)
+        return _known(shape) * (4 if shape.prefill and number % 10 == 0 else 1)
+
+    samples = [each for each in _samples(interrupted) if not each.shape.prefill or each.shape.decodes % 4 == 0]
+    times = learn(samples)
+
+    decode, prompt = Shape(30, 0, 30_000, 0), Shape(30, 256, 30_000, 40_000)
+    assert times.scattered(decode, 0.99) < 1.1 * times.scattered(decode, 0.5)
+    assert times.scattered(prompt, 0.95) > 2.5 * times.scattered(prompt, 0.5)
+
+
 def test_a_jump_between_sizes_is_learned() -> None:
     """Steps of more than 31 rows take twice as long; the model says so for both sizes."""
     times = learn(_samples(lambda shape: _known(shape) * (2 if shape.decodes > 31 else 1)))
