@@ -173,6 +173,8 @@ def _worker_families(workers: list[WorkerStats], model: str) -> list[link_pb2.Me
         (names.STEPS, lambda w: w.counters.steps),
         (names.SAMPLED_TOKENS, lambda w: w.counters.generated_tokens),
         (names.DISCARDED_TOKENS, lambda w: w.counters.discarded_tokens),
+        (names.DRAFT_TOKENS, lambda w: w.counters.draft_tokens),
+        (names.ACCEPTED_DRAFT_TOKENS, lambda w: w.counters.accepted_draft_tokens),
         (names.HOST_BLOCKS, lambda w: w.host_blocks_total),
         (names.HOST_BLOCKS_HELD, lambda w: w.host_blocks_held),
         (names.SWAPPED_OUT, lambda w: w.swapped_out_blocks),
@@ -209,6 +211,9 @@ def _worker_families(workers: list[WorkerStats], model: str) -> list[link_pb2.Me
         (names.VLLM_PREFIX_QUERIES, lambda w: w.counters.prompt_tokens),
         (names.VLLM_PREFIX_HITS, lambda w: w.counters.cached_tokens),
         (names.VLLM_PREEMPTIONS, lambda w: w.counters.preemptions),
+        (names.VLLM_DRAFTS, lambda w: w.counters.drafting_rows),
+        (names.VLLM_DRAFT_TOKENS, lambda w: w.counters.draft_tokens),
+        (names.VLLM_ACCEPTED_TOKENS, lambda w: w.counters.accepted_draft_tokens),
     )
     return [
         *(make_family(metric, [((w.worker_id,), value(w)) for w in workers]) for metric, value in single),

@@ -140,6 +140,9 @@ VLLM_PREFIX_HITS = Metric(
     "vllm:prefix_cache_hits", _C, "Tokens of admitted sequences whose KV was in the prefix cache", _ENGINE
 )
 VLLM_PREEMPTIONS = Metric("vllm:num_preemptions", _C, "Requests preempted, for memory or by rank", _ENGINE)
+VLLM_DRAFTS = Metric("vllm:spec_decode_num_drafts", _C, "Rows that verified drafts, summed over the steps", _ENGINE)
+VLLM_DRAFT_TOKENS = Metric("vllm:spec_decode_num_draft_tokens", _C, "Draft tokens that rows verified", _ENGINE)
+VLLM_ACCEPTED_TOKENS = Metric("vllm:spec_decode_num_accepted_tokens", _C, "Draft tokens that were accepted", _ENGINE)
 VLLM_ITERATION_TOKENS = Metric(
     "vllm:iteration_tokens_total",
     _H,
@@ -342,6 +345,8 @@ PREFIX_HIT_TOKENS = Metric(
 )
 SAMPLED_TOKENS = Metric("quire.sampled_tokens", _C, "Tokens sampled and delivered", _WORKER, "{token}")
 DISCARDED_TOKENS = Metric("quire.discarded_tokens", _C, "Sampled tokens that were discarded", _WORKER, "{token}")
+DRAFT_TOKENS = Metric("quire.draft_tokens", _C, "Draft tokens that rows verified", _WORKER, "{token}")
+ACCEPTED_DRAFT_TOKENS = Metric("quire.accepted_draft_tokens", _C, "Draft tokens that were accepted", _WORKER, "{token}")
 PREEMPTIONS = Metric("quire.preemptions", _C, "Requests preempted, by remedy: recompute or swap", ("worker", "remedy"))
 HOST_BLOCKS = Metric("quire.host_blocks", _G, "Host KV blocks for swapping", _WORKER)
 HOST_BLOCKS_HELD = Metric("quire.host_blocks_held", _G, "Host KV blocks in use", _WORKER)

@@ -179,6 +179,8 @@ BOARDS = (
                 ),
             ),
             _rates("Discarded tokens", "short", "quire_discarded_tokens_total", "worker"),
+            _rates("Draft tokens", "short", "quire_draft_tokens_total", "worker"),
+            _rates("Accepted draft tokens", "short", "quire_accepted_draft_tokens_total", "worker"),
             _rates("Malformed frames", "short", "quire_malformed_frames_total", "job"),
             _values("Flight record", "bytes", "quire_record_bytes"),
             _rates("Entries of the flight record", "ops", "quire_record_entries_total", "job"),

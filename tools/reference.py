@@ -21,7 +21,7 @@ NO_COUNTERPART = {
     "vllm:engine_sleep_state": "workers do not sleep",
     "vllm:external_prefix_cache_queries, …_hits": "there is no external KV cache",
     "vllm:mm_cache_queries, …_hits": "prompts are text",
-    "vllm:spec_decode_…": "there is no speculative decoding",
+    "vllm:spec_decode_num_accepted_tokens_per_pos": "acceptance is not counted by position",
     "vllm:request_prefill_kv_computed_tokens": "`vllm:prefix_cache_queries` less `vllm:prefix_cache_hits`, as sums",
     "vllm:request_params_n, …_max_tokens": "attributes of spans",
     "http_requests_total": "`http_server_request_duration_seconds_count`",

@@ -98,6 +98,9 @@ class Life:
     num_cached_tokens: int = 0
     """Prompt tokens that its first attempt found in the prefix cache."""
     num_generated: int = 0
+    num_drafted: int = 0
+    """Draft tokens that were verified for it."""
+    num_accepted: int = 0
     notes: tuple[Note, ...]
     """Its history in order; the first is ARRIVED, the last ENDED unless it is live."""
     steps: tuple[Step, ...] = ()

@@ -41,6 +41,8 @@ def as_json(found: Account) -> dict[str, Any]:
         "prompt_tokens": life.num_prompt_tokens,
         "cached_prompt_tokens": life.num_cached_tokens,
         "completion_tokens": life.num_generated,
+        "draft_tokens": life.num_drafted,
+        "accepted_draft_tokens": life.num_accepted,
         "total_s": found.total_s,
         "link_error_s": found.error_s,
         "causes": [
@@ -103,7 +105,8 @@ def _headline(found: Account) -> str:
     cached = f" ({life.num_cached_tokens} cached)" if life.num_cached_tokens else ""
     ended = "" if life.until is not None else f", {life.notes[-1].text}"
     prompt = f"prompt of {life.num_prompt_tokens} tokens{cached}"
-    return f"{life.request_id}: {seconds_text(found.total_s)}{so_far}; {prompt}{ended}"
+    drafts = f", {life.num_accepted} of {life.num_drafted} drafts accepted" if life.num_drafted else ""
+    return f"{life.request_id}: {seconds_text(found.total_s)}{so_far}; {prompt}{drafts}{ended}"
 
 
 def _details(cause: Cause, life: Life) -> list[str]:

@@ -39,12 +39,15 @@ class _Row:
 @dataclass(slots=True)
 class _Worker:
     worker_id: str
+    max_drafts: int = 0
     rows: dict[int, _Row] = field(default_factory=dict)
     plans: dict[int, tuple[float, frozenset[StreamKey], dict[StreamKey, int], int]] = field(default_factory=dict)
     """Plans without an answer, by step: time, decoding requests, chunks, swapped blocks."""
     clock: WorkerClock = field(default_factory=WorkerClock)
     decodes: frozenset[StreamKey] | None = None
     """Requests that decode in the next plan; None: the rows have changed."""
+    drafting: dict[int, dict[int, StreamKey]] = field(default_factory=dict)
+    """Requests by row, of plans without an answer; only of a worker that verifies drafts."""
 
 
 @dataclass(slots=True)
@@ -56,6 +59,8 @@ class _Request:
     report: Report | None = None
     workers: set[str] = field(default_factory=set)
     num_cached: int = -1
+    num_drafted: int = 0
+    num_accepted: int = 0
     went_first: list[StreamKey] = field(default_factory=list)
     known_tokens: int = 0
     known_by: StreamKey | None = None
@@ -196,7 +201,7 @@ class _Pass:
             self._take_over(state)
 
     def _take_over(self, state: WorkerAtStart) -> None:
-        worker = self._workers[state.hello.worker] = _Worker(state.hello.worker_id)
+        worker = self._workers[state.hello.worker] = _Worker(state.hello.worker_id, state.hello.max_draft_tokens)
         for row in state.rows:
             key = self._key(row.frontend, row.stream)
             worker.rows[row.row] = _Row(key, row.prefill_left, row.held)
@@ -317,7 +322,7 @@ class _Pass:
     # ---------------------------------------------------------------- workers
 
     def _hello(self, hello: ev.WorkerHello) -> None:
-        self._workers[hello.worker] = _Worker(hello.worker_id)
+        self._workers[hello.worker] = _Worker(hello.worker_id, hello.max_draft_tokens)
 
     def _lost(self, lost: ev.WorkerLost) -> None:
         self._workers.pop(lost.worker, None)
@@ -344,6 +349,8 @@ class _Pass:
         copies = plan.swap_outs + plan.swap_ins
         swapped = sum(len(copy.sources) for copy in copies)
         worker.plans[plan.step] = self._now, decodes, chunks, swapped
+        if worker.max_drafts:
+            worker.drafting[plan.step] = {number: row.key for number, row in rows.items()}
 
     def _chunks(self, worker: _Worker, plan: PlanDigest) -> dict[StreamKey, int]:
         chunks = {}
@@ -375,6 +382,13 @@ class _Pass:
         if worker is None or plan is None:
             return
         planned, decodes, chunks, swapped = plan
+        of_rows = worker.drafting.pop(done.step, {})
+        if done.counts is not None and done.draft_counts is not None:
+            for number, count, drafted in zip(done.rows, done.counts, done.draft_counts, strict=False):
+                request = self._live.get(of_rows[number]) if number in of_rows else None
+                if request is not None:
+                    request.num_drafted += int(drafted)
+                    request.num_accepted += int(count) - 1
         started = None
         if timings is not None:
             busy = (timings.forward_us + timings.sample_us) / 1e6
@@ -421,6 +435,8 @@ class _Pass:
             num_prompt_tokens=spec.num_prompt_tokens,
             num_cached_tokens=max(0, request.num_cached),
             num_generated=end.completion_tokens if end is not None else 0,
+            num_drafted=request.num_drafted,
+            num_accepted=request.num_accepted,
             notes=tuple(request.notes),
             steps=tuple(request.steps),
             report=request.report,

@@ -215,6 +215,8 @@ class Decoder:
             swap_ins=[],
             copy_sources=[],
             copy_targets=[],
+            draft_rows=[],
+            draft_limits=[],
         )
         return PlanAsked(worker=peer, plan=plan), None
 
@@ -357,6 +359,8 @@ class Decoder:
             swap_ins=_copies(message.swap_ins),
             copy_sources=_sums(message.copy_sources),
             copy_targets=_sums(message.copy_targets),
+            draft_rows=list(message.draft_rows),
+            draft_limits=list(message.draft_limits),
         )
 
     def _step_done(self, message: pb.StepDone) -> ev.StepDone:
@@ -379,6 +383,8 @@ class Decoder:
             step=worker.answered_step,
             rows=rows,
             tokens=from_column(message.tokens) if message.tokens else np.zeros(num_tokens, np.int32),
+            counts=np.array(message.counts, np.int32) if message.counts else None,
+            draft_counts=np.array(message.draft_counts, np.int32) if message.draft_counts else None,
             failures=[
                 ev.FailedRow(
                     row=each.row,

@@ -274,6 +274,7 @@ class Encoder:
             or plan.swap_outs
             or plan.swap_ins
             or len(plan.copy_sources)
+            or len(plan.draft_rows)
         ):
             return False
         decodes, place = self._decodes, self.num_entries - self._taken
@@ -354,6 +355,9 @@ class Encoder:
         if len(plan.copy_sources):
             message.copy_sources = _differences(plan.copy_sources)
             message.copy_targets = _differences(plan.copy_targets)
+        if len(plan.draft_rows):
+            message.draft_rows.extend(plan.draft_rows.tolist())
+            message.draft_limits.extend(plan.draft_limits.tolist())
 
     # ---------------------------------------------------------------- events
 
@@ -371,6 +375,8 @@ class Encoder:
             or event.epoch != worker.epoch
             or event.rows.tobytes() != worker.answered_rows
             or len(event.tokens) != len(event.rows)
+            or event.counts is not None
+            or event.draft_counts is not None
             or event.failures
             or event.scores
             or event.embeddings
@@ -491,6 +497,10 @@ class Encoder:
             message.num_tokens = len(event.tokens)
         if self._with_tokens:
             message.tokens = to_column(event.tokens)
+        if event.counts is not None:
+            message.counts.extend(event.counts.tolist())
+        if event.draft_counts is not None:
+            message.draft_counts.extend(event.draft_counts.tolist())
         if event.failures or event.scores or event.embeddings or event.completed_copies:
             for failure in event.failures:
                 message.failures.add(

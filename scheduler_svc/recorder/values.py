@@ -46,7 +46,7 @@ class PlanDigest:
     step: int
     num_decodes: int
     num_tokens: int
-    """Tokens that the step computes: one per decode row, and the chunks."""
+    """Tokens that the step computes without drafts: one per decode row, and the chunks."""
     leaves: list[int]
     admissions: list[AdmissionDigest]
     append_rows: list[int]
@@ -60,6 +60,9 @@ class PlanDigest:
     swap_ins: list[CopyDigest]
     copy_sources: list[int]
     copy_targets: list[int]
+    draft_rows: list[int]
+    """Rows whose draft limit changes with this step."""
+    draft_limits: list[int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,6 +157,8 @@ def digest(plan: Plan) -> PlanDigest:
         swap_ins=_copies(plan.swap_ins),
         copy_sources=_list(plan.copy_sources),
         copy_targets=_list(plan.copy_targets),
+        draft_rows=_list(plan.draft_rows),
+        draft_limits=_list(plan.draft_limits),
     )
 
 

@@ -67,6 +67,8 @@ class Row:
     decoding: bool = False
     held: bool = False
     draft_limit: int = 0
+    drafted_step: int = 0
+    """The last step in which it may have verified drafts."""
     fails: bool = False
     spoil: Spoil | None = None
     reported_step: int | None = None
@@ -474,6 +476,8 @@ class ModelWorker:
             if not row.decoding:
                 continue
             row.append(token)
+            if row.draft_limit:
+                row.drafted_step = step
             if row.fails:
                 continue
             num_drafts = self._propose(row) if is_decode and row.draft_limit else 0

@@ -36,6 +36,7 @@ class WorkerSize:
     max_model_len: int
     num_host_blocks: int
     break_even_context: int
+    max_draft_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +148,14 @@ def draw_size(rng: random.Random, config: CoreConfig, context: int) -> WorkerSiz
         max_model_len=rng.choice((4096, 4096, context, max(2, context // 2))),
         num_host_blocks=rng.choice((0, 0, num_blocks // 2, 2 * num_blocks)),
         break_even_context=_draw_break_even(num_blocks * block_size, max_rows),
+        max_draft_tokens=_draw_drafts(num_blocks * block_size, max_rows),
     )
+
+
+def _draw_drafts(*facts: int) -> int:
+    """Draw the drafts that a worker verifies per row and step: some in one of three worlds."""
+    rng = random.Random(f"drafts of {facts}")
+    return rng.choice((1, 2, 4, 8)) if rng.random() < 1 / 3 else 0
 
 
 def _draw_break_even(*facts: int) -> int:

@@ -5,6 +5,7 @@ Only the answer depends on the worker. Links keep the order of messages. Faults 
 """
 
 import dataclasses
+import random
 from collections import deque
 from dataclasses import dataclass, field
 
@@ -121,6 +122,8 @@ class Site:
             fingerprint=self.fingerprint,
             num_host_blocks=size.num_host_blocks,
             break_even_context=size.break_even_context,
+            max_draft_tokens=size.max_draft_tokens,
+            rng=random.Random(f"drafts of {peer!r}"),
             copy_s=self._world.scenario.pace.copy,
         )
         self._world.feed(self.model.hello(self.worker_id, self.hello_reason))
@@ -223,7 +226,10 @@ class Site:
                 world.coverage.limit(Limit.INNOCENT)
         jitter = 0.5 + world.rng.random()
         start = max(world.now + pace.latency, self._busy_until)
-        end = start + jitter * (pace.step + pace.per_token * plan.num_tokens) + answer.copy_s
+        num_tokens = plan.num_tokens
+        if answer.draft_counts is not None:
+            num_tokens += int(answer.draft_counts.sum())
+        end = start + jitter * (pace.step + pace.per_token * num_tokens) + answer.copy_s
         if self.epoch is not epoch or start > epoch.dead_from:
             return failed
         if fault is not None:

@@ -176,15 +176,17 @@ class Stream:
         )
 
     def take_scores(self, effect: ef.ScoresReady) -> None:
-        """Check log-probabilities from the core: of its prompt, or of the next token."""
+        """Check log-probabilities from the core: of its prompt, or of the next token without any."""
         if self.end is not None or not self.known or not self.demand.scored:
             raise ViolationError("scores.unasked", f"scores of token {effect.first_index}", self.name)
         if effect.of_prompt:
             sound = (effect.first_index, effect.scores) == (1, scores_of(self.demand.prompt[1:]))
         else:
-            expected = len(self.tokens), scores_of([token_after(self._value)])
-            sound = (effect.first_index, effect.scores) == expected
-            self.num_scored = effect.first_index + 1
+            index, value = max(self.num_scored, len(self.tokens)), self._value
+            for position in range(len(self.tokens), index):
+                value = extend(value, token_after(value), len(self.demand.prompt) + position)
+            sound = (effect.first_index, effect.scores) == (index, scores_of([token_after(value)]))
+            self.num_scored = index + 1
         if not sound:
             raise ViolationError("scores.wrong", f"{effect} after {len(self.tokens)} tokens", self.name)
 
@@ -212,7 +214,7 @@ class Stream:
             raise ViolationError("stream.token", f"token {index} is {token}, not {expected}", self.name)
         self._value = extend(self._value, token, len(self.demand.prompt) + index)
         self.tokens.append(token)
-        if self.demand.scored and self.num_scored != len(self.tokens):
+        if self.demand.scored and self.num_scored < len(self.tokens):
             raise ViolationError("scores.missing", f"token {index} came without", self.name)
         self.last_move = now
         self.must_end = token in self.demand.stops or len(self.tokens) >= self.demand.max_tokens
@@ -226,6 +228,9 @@ class Stream:
         """
         if self.end is not None or not self.known:
             raise ViolationError("stream.ends_once", f"{effect.reason} after {self.end}", self.name)
+        if self.num_scored > len(self.tokens):
+            what = f"scores of {self.num_scored} tokens, {len(self.tokens)} were delivered"
+            raise ViolationError("scores.discarded", what, self.name)
         objection = self._objection(effect) or justified(effect.reason)
         if objection is not None:
             raise ViolationError("stream.reason", f"{effect.reason.name} ({effect.message}): {objection}", self.name)

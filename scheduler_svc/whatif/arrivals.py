@@ -25,6 +25,8 @@ from scheduler_svc.whatif.step_times import Sample
 from shared.prefix_keys import KEY_BYTES
 from shared.request_spec import Pooling, RequestSpec
 
+_MOST_ACCEPTED = 0.01
+"""Largest share of accepted drafts among the tokens of a record that is simulated."""
 _NEVER_RUN = frozenset({EndReason.INVALID, EndReason.DUPLICATE})
 """Requests that would be refused under all settings; they are left out."""
 
@@ -108,6 +110,8 @@ class _Pass:
         self._workers: dict[Peer, _Worker] = {}
         self._members: list[Member] = []
         self._samples: list[Sample] = []
+        self._num_tokens = self._num_accepted = 0
+        """Tokens of answered steps, and the accepted drafts among them."""
         self._core_keys: dict[bytes, float] = {}
         """Keys that the core computed, with the time of the first one."""
         self._handlers: dict[type, Callable[..., None]] = {
@@ -240,6 +244,9 @@ class _Pass:
             self._timeline.step(work.num_rows, now - started)
         worker.answered = now
         requests = work.requests
+        self._num_tokens += len(done.tokens)
+        if done.counts is not None:
+            self._num_accepted += len(done.tokens) - len(done.rows)
         self._timeline.tokens(requests, now)
         for number in requests.tolist():
             self._requests[number].num_sampled += 1
@@ -247,7 +254,16 @@ class _Pass:
     # ---------------------------------------------------------------- the load
 
     def recorded(self) -> Recorded:
-        """Return the run."""
+        """Return the run.
+
+        Raises:
+            WhatIfError: many of its tokens are accepted drafts.
+        """
+        if self._num_accepted > _MOST_ACCEPTED * self._num_tokens:
+            raise WhatIfError(
+                f"record: {self._num_accepted} of {self._num_tokens} tokens are accepted drafts, which are not"
+                " simulated; use a record of workers with --speculation off"
+            )
         members = [*self._members, *(worker.member for worker in self._workers.values())]
         members.sort(key=lambda member: member.joined)
         # Workers that leave when everything has ended would leave a slower simulation early.

@@ -302,6 +302,7 @@ class _Simulation:
             worker=peer,
             worker_id=f"worker-{self._num_members}",
             model=facts,
+            max_draft_tokens=0,
             reason=ev.HelloReason.STARTED,
         )
         self._workers[peer] = _Worker(hello, Rows(hello.max_rows))

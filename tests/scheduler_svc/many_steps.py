@@ -21,34 +21,56 @@ _MODEL = ev.ModelFacts(
     name="m", architecture="x", fingerprint="f", max_model_len=512, vocab_size=100, dtype="bf16", eos_token_ids=(2,)
 )
 _ROWS = 4
+_BLOCK_SIZE = 4
 
 
 class _Worker:
-    """A worker that answers at once with random tokens."""
+    """A worker that answers at once with random tokens, and accepts some of its drafts."""
 
     def __init__(self, rng: random.Random) -> None:
         self._rng = rng
         self.epoch = 0
         self._left: dict[int, int] = {}
         self._held: set[int] = set()
+        self._limits: dict[int, int] = {}
+        self._room: dict[int, int] = {}
+        """Places of the row's blocks behind its newest token."""
 
     def answer(self, plan: Plan) -> ev.StepDone:
         for row in plan.leaves.tolist():
             self._left.pop(row, None)
             self._held.discard(row)
+            self._limits.pop(row, None)
         for admission in plan.admissions:
             self._left[admission.row] = len(admission.token_ids) - admission.num_computed_tokens
+            self._room[admission.row] = _BLOCK_SIZE * len(admission.blocks) - len(admission.token_ids)
+        for row in plan.append_rows.tolist():
+            self._room[row] += _BLOCK_SIZE
         decoding = {row for row, left in self._left.items() if not left}
         self._held = (self._held | set(plan.holds.tolist())) - set(plan.releases.tolist())
         for row, length in zip(plan.chunk_rows.tolist(), plan.chunk_lengths.tolist(), strict=True):
             self._left[row] -= length
             if not self._left[row]:
                 decoding.add(row)
+        self._limits.update(zip(plan.draft_rows.tolist(), plan.draft_limits.tolist(), strict=True))
         rows = np.array(sorted(decoding - self._held), np.int32)
-        tokens = np.array([self._rng.randrange(100) for _ in range(len(rows))], np.int32)
+        drafts, counts = [], []
+        for row in rows.tolist():
+            most = min(self._limits.get(row, 0), max(0, self._room[row]))
+            drafts.append(self._rng.randint(0, most))
+            counts.append(1 + self._rng.randint(0, drafts[-1]))
+            self._room[row] -= counts[-1]
+        tokens = np.array([self._rng.randrange(100) for _ in range(sum(counts))], np.int32)
         copies = [copy.copy_id for copy in (*plan.swap_outs, *plan.swap_ins)]
         return ev.StepDone(
-            worker=plan.worker, epoch=plan.epoch, step=plan.step, rows=rows, tokens=tokens, completed_copies=copies
+            worker=plan.worker,
+            epoch=plan.epoch,
+            step=plan.step,
+            rows=rows,
+            tokens=tokens,
+            counts=np.array(counts, np.int32) if any(drafts) else None,
+            draft_counts=np.array(drafts, np.int32) if any(drafts) else None,
+            completed_copies=copies,
         )
 
 
@@ -79,8 +101,8 @@ def record_steps(folder: Path, num_steps: int, seed: int = 1) -> int:
             peer = b"w/%d" % incarnation
             workers[peer] = _Worker(rng)
             hello = ev.WorkerHello(
-                worker=peer, worker_id=f"w{incarnation}", model=_MODEL, block_size=4, num_blocks=150, max_rows=_ROWS,
-                max_tokens_per_step=64, num_host_blocks=40,
+                worker=peer, worker_id=f"w{incarnation}", model=_MODEL, block_size=_BLOCK_SIZE, num_blocks=150,
+                max_rows=_ROWS, max_tokens_per_step=64, num_host_blocks=40, max_draft_tokens=3 * (incarnation % 2),
             )  # fmt: skip
             carry_out(core.handle(hello, now))
         # Most of the time there is no queue; a tenth of the time requests wait and are preempted.

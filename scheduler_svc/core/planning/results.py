@@ -195,6 +195,7 @@ def _settle_drafts(
 ) -> Settled:
     """Apply the tokens of a step in which rows may have verified drafts."""
     rows, counts, verified, limits = worker.rows, drafts.counts, drafts.verified, drafts.limits
+    worker.counters.drafting_rows += int(np.count_nonzero(verified))
     worker.counters.draft_tokens += drafts.num_verified
     worker.counters.accepted_draft_tokens += len(tokens) - len(answered)
     late: list[tuple[int, int, int, list[int]]] = []

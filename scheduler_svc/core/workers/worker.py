@@ -126,6 +126,8 @@ class WorkerCounters:
     """Those of `prompt_tokens` whose KV was copied back from the host."""
     generated_tokens: int = 0
     discarded_tokens: int = 0
+    drafting_rows: int = 0
+    """Rows that verified drafts, summed over the steps."""
     draft_tokens: int = 0
     """Draft tokens that rows verified."""
     accepted_draft_tokens: int = 0

@@ -28,8 +28,10 @@ class StepLimits(Promise):
         if num_rows == most_rows:
             self.seen(Limit.ROWS)
         most_tokens = most_tokens_of(self, model)
-        if plan.num_tokens > most_tokens:
-            raise ViolationError("limit.tokens", f"{plan.num_tokens} tokens of at most {most_tokens}")
+        num_drafts = drafts_of(model)
+        if plan.num_tokens + num_drafts > most_tokens:
+            what = f"{plan.num_tokens} tokens and {num_drafts} drafts of at most {most_tokens}"
+            raise ViolationError("limit.tokens", what)
         if plan.num_tokens == most_tokens:
             self.seen(Limit.TOKENS)
         if len(epoch.in_flight) > config.max_plans_in_flight:
@@ -138,6 +140,11 @@ class PromptsInOrder(Promise):
                 stream = self.clients.live.get(row.name)
                 if stream is not None and not stream.starved:
                     raise ViolationError("order.prompts", f"row {row.index} gets no chunk, a later one does", row.name)
+
+
+def drafts_of(model: ModelWorker) -> int:
+    """Return the most drafts that the worker's newest step verifies."""
+    return sum(row.draft_limit for row in model.step_rows)
 
 
 def most_tokens_of(promise: Promise, model: ModelWorker) -> int:

@@ -5,7 +5,7 @@ from scheduler_svc.sim.coverage import Limit
 from scheduler_svc.sim.promises.base import Promise, Watched
 from scheduler_svc.sim.promises.blame import Suspects
 from scheduler_svc.sim.promises.eligible import Eligibility, Obstacle, assigned_s
-from scheduler_svc.sim.promises.limits import most_tokens_of
+from scheduler_svc.sim.promises.limits import drafts_of, most_tokens_of
 from scheduler_svc.sim.sites import Epoch
 from scheduler_svc.sim.stream import Stream
 from scheduler_svc.sim.violation import ViolationError
@@ -19,7 +19,8 @@ _REFILL_S = 0.02
 class RowsGoOn(Promise):
     """Every decode row whose reader has credit is in every step, unless it needs a block and no block is free.
 
-    While a suspect runs alone, the other rows wait.
+    A row with drafts in unanswered steps may wait, because their number of tokens is not known. While a suspect runs
+    alone, the other rows wait.
     """
 
     def __init__(self, watched: Watched, suspects: Suspects) -> None:
@@ -33,6 +34,8 @@ class RowsGoOn(Promise):
                 continue
             stream = self.clients.live.get(row.name)
             if stream is None or stream.epoch is not epoch or len(row.tokens) - row.num_prompt >= stream.allowed:
+                continue
+            if row.drafted_step > epoch.model.answered_step:
                 continue
             if row.computed >= len(row.blocks) * epoch.model.block_size or self._suspects.may_try_alone:
                 continue
@@ -61,7 +64,7 @@ class WorkConservation(Promise):
         """
 
     def plan_made(self, plan: Plan, epoch: Epoch) -> None:
-        if plan.num_tokens >= most_tokens_of(self, epoch.model) or not self.book.waiting:
+        if not self.book.waiting or plan.num_tokens + drafts_of(epoch.model) >= most_tokens_of(self, epoch.model):
             self._chances.pop(epoch, None)
         elif (epoch.model.break_even_context or self.config.itl_target_s) and len(plan.chunk_rows):
             self._chances.pop(epoch, None)  # attention or the target may have taken what is left

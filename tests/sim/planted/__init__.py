@@ -2,11 +2,22 @@
 
 * `bug`: what one is
 * `aims`: scenarios that meet a rare situation more often
-* `memory`, `streams`, `planning`, `workers`, `sharing`, `fates`, `growth`: the bugs, by what they spoil; importing a
-  module registers them
+* `memory`, `streams`, `planning`, `workers`, `sharing`, `fates`, `growth`, `speculation`: the bugs, by what they spoil;
+  importing a module registers them
 """
 
-from tests.sim.planted import fates, growth, memory, planning, sharing, streams, workers
+from tests.sim.planted import fates, growth, memory, planning, sharing, speculation, streams, workers
 from tests.sim.planted.bug import BUGS, PlantedBug
 
-__all__ = ["BUGS", "PlantedBug", "fates", "growth", "memory", "planning", "sharing", "streams", "workers"]
+__all__ = [
+    "BUGS",
+    "PlantedBug",
+    "fates",
+    "growth",
+    "memory",
+    "planning",
+    "sharing",
+    "speculation",
+    "streams",
+    "workers",
+]

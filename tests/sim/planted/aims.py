@@ -73,6 +73,41 @@ def with_extras(scenario: Scenario) -> Scenario:
     return dataclasses.replace(scenario, traffic=traffic, config=config)
 
 
+def with_drafts(scenario: Scenario) -> Scenario:
+    """Few rows that decode for long with free drafts, and not enough memory for all of them."""
+    config = dataclasses.replace(
+        scenario.config,
+        **CONTINUOUS,
+        max_num_seqs=3,
+        max_num_batched_tokens=40,
+        max_queued_tokens=1 << 24,
+        max_tokens_in_paged_kv_cache=0,
+        step_deadline_s=5.0,
+    )
+    size = dataclasses.replace(
+        scenario.workers[0], block_size=2, num_blocks=100, max_rows=3, max_tokens_per_step=40, max_model_len=400,
+        max_draft_tokens=4,
+    )  # fmt: skip
+    traffic = dataclasses.replace(
+        scenario.traffic, longest_prompt=20, longest_output=90, context=120, most_live=6, giants=0.0, embeds=0.0,
+        traced=1.0,
+    )  # fmt: skip
+    pace = dataclasses.replace(scenario.pace, per_token=0.0)
+    return dataclasses.replace(scenario, config=config, workers=(size,), traffic=traffic, pace=pace)
+
+
+def with_swaps(scenario: Scenario) -> Scenario:
+    """Urgent requests preempt others, whose KV is swapped out at nearly no cost."""
+    limits = with_limits(
+        policy="priority", policy_preemption="on", capacity="max_utilization", preempt_threshold=0.0,
+        prefix_cache="off", max_plans_in_flight=2,
+    )  # fmt: skip
+    scenario = limits(scenario)
+    workers = tuple(dataclasses.replace(size, num_host_blocks=400) for size in scenario.workers)
+    pace = dataclasses.replace(scenario.pace, copy=scenario.pace.step / 1e4, per_token=scenario.pace.step / 100)
+    return dataclasses.replace(scenario, workers=workers, pace=pace)
+
+
 def with_few_words(scenario: Scenario) -> Scenario:
     """Prompts repeat themselves, and the cache is on."""
     return dataclasses.replace(

@@ -542,6 +542,8 @@ class Plan(_message.Message):
     SWAP_INS_FIELD_NUMBER: _builtins.int
     COPY_SOURCES_FIELD_NUMBER: _builtins.int
     COPY_TARGETS_FIELD_NUMBER: _builtins.int
+    DRAFT_ROWS_FIELD_NUMBER: _builtins.int
+    DRAFT_LIMITS_FIELD_NUMBER: _builtins.int
     EPOCH_FIELD_NUMBER: _builtins.int
     worker: _builtins.int
     """Peer index of the worker."""
@@ -591,6 +593,14 @@ class Plan(_message.Message):
     def swap_ins(self) -> _containers.RepeatedCompositeFieldContainer[Global___BlockCopy]:
         """See swap_outs."""
 
+    @_builtins.property
+    def draft_rows(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Rows whose draft limit changes, and the limits; since version 3."""
+
+    @_builtins.property
+    def draft_limits(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """See draft_rows."""
+
     def __init__(
         self,
         *,
@@ -609,11 +619,13 @@ class Plan(_message.Message):
         swap_ins: _abc.Iterable[Global___BlockCopy] | None = ...,
         copy_sources: _builtins.bytes = ...,
         copy_targets: _builtins.bytes = ...,
+        draft_rows: _abc.Iterable[_builtins.int] | None = ...,
+        draft_limits: _abc.Iterable[_builtins.int] | None = ...,
         epoch: _builtins.int | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_epoch", b"_epoch", "epoch", b"epoch"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_epoch", b"_epoch", "admissions", b"admissions", "append_blocks", b"append_blocks", "append_rows", b"append_rows", "chunk_lengths", b"chunk_lengths", "chunk_rows", b"chunk_rows", "copy_sources", b"copy_sources", "copy_targets", b"copy_targets", "decodes_change", b"decodes_change", "epoch", b"epoch", "holds", b"holds", "leaves", b"leaves", "releases", b"releases", "step_jump", b"step_jump", "swap_ins", b"swap_ins", "swap_outs", b"swap_outs", "worker", b"worker"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_epoch", b"_epoch", "admissions", b"admissions", "append_blocks", b"append_blocks", "append_rows", b"append_rows", "chunk_lengths", b"chunk_lengths", "chunk_rows", b"chunk_rows", "copy_sources", b"copy_sources", "copy_targets", b"copy_targets", "decodes_change", b"decodes_change", "draft_limits", b"draft_limits", "draft_rows", b"draft_rows", "epoch", b"epoch", "holds", b"holds", "leaves", b"leaves", "releases", b"releases", "step_jump", b"step_jump", "swap_ins", b"swap_ins", "swap_outs", b"swap_outs", "worker", b"worker"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__epoch: _TypeAlias = _typing.Literal["epoch"]  # noqa: Y015
     _WhichOneofArgType__epoch: _TypeAlias = _typing.Literal["_epoch", b"_epoch"]  # noqa: Y015
@@ -725,6 +737,8 @@ class StepDone(_message.Message):
     COPY_S_FIELD_NUMBER: _builtins.int
     IDLE_S_FIELD_NUMBER: _builtins.int
     TIMINGS_FIELD_NUMBER: _builtins.int
+    COUNTS_FIELD_NUMBER: _builtins.int
+    DRAFT_COUNTS_FIELD_NUMBER: _builtins.int
     worker: _builtins.int
     """Peer index of the worker."""
     step_jump: _builtins.int
@@ -777,6 +791,14 @@ class StepDone(_message.Message):
     def timings(self) -> Global___Timings:
         """The worker's own timings; absent if it sent none."""
 
+    @_builtins.property
+    def counts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Numbers of tokens per row, and of drafts that each row verified, if the answer has them; since version 3."""
+
+    @_builtins.property
+    def draft_counts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """See counts."""
+
     def __init__(
         self,
         *,
@@ -798,10 +820,12 @@ class StepDone(_message.Message):
         copy_s: _builtins.float | None = ...,
         idle_s: _builtins.float | None = ...,
         timings: Global___Timings | None = ...,
+        counts: _abc.Iterable[_builtins.int] | None = ...,
+        draft_counts: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_copy_s", b"_copy_s", "_epoch", b"_epoch", "_idle_s", b"_idle_s", "_num_tokens", b"_num_tokens", "copy_s", b"copy_s", "epoch", b"epoch", "idle_s", b"idle_s", "num_tokens", b"num_tokens", "timings", b"timings"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_copy_s", b"_copy_s", "_epoch", b"_epoch", "_idle_s", b"_idle_s", "_num_tokens", b"_num_tokens", "copied_blocks", b"copied_blocks", "copies", b"copies", "copy_ns", b"copy_ns", "copy_s", b"copy_s", "embeddings", b"embeddings", "epoch", b"epoch", "failures", b"failures", "idle_ns", b"idle_ns", "idle_s", b"idle_s", "num_tokens", b"num_tokens", "rows", b"rows", "rows_added", b"rows_added", "rows_gone", b"rows_gone", "scores", b"scores", "step_jump", b"step_jump", "timings", b"timings", "tokens", b"tokens", "worker", b"worker"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_copy_s", b"_copy_s", "_epoch", b"_epoch", "_idle_s", b"_idle_s", "_num_tokens", b"_num_tokens", "copied_blocks", b"copied_blocks", "copies", b"copies", "copy_ns", b"copy_ns", "copy_s", b"copy_s", "counts", b"counts", "draft_counts", b"draft_counts", "embeddings", b"embeddings", "epoch", b"epoch", "failures", b"failures", "idle_ns", b"idle_ns", "idle_s", b"idle_s", "num_tokens", b"num_tokens", "rows", b"rows", "rows_added", b"rows_added", "rows_gone", b"rows_gone", "scores", b"scores", "step_jump", b"step_jump", "timings", b"timings", "tokens", b"tokens", "worker", b"worker"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__copy_s: _TypeAlias = _typing.Literal["copy_s"]  # noqa: Y015
     _WhichOneofArgType__copy_s: _TypeAlias = _typing.Literal["_copy_s", b"_copy_s"]  # noqa: Y015
