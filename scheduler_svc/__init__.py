@@ -5,6 +5,7 @@ service         the loop: passes events to the core, and sends its effects and p
 frontend_hub    the ZeroMQ ROUTER of the front ends; frontend_link: encodes and decodes their frames
 worker_hub      the ZeroMQ ROUTER of the workers; worker_link: encodes and decodes their frames
 journal         stores resumable requests on disk
+cache_changes   changes of the prefix caches; kv_events: reports them to endpoint pickers
 live_views      streams of steps, queues and blocks to operators who watch
 operator        requests of operators; metrics, tracing: Prometheus metrics and OpenTelemetry spans
 admission_file  reads limits of tenants and request classes

@@ -112,6 +112,11 @@ class FrontendHub:
         for peer in self._frontends:
             yield self.outgoing(peer)
 
+    def names(self) -> Iterator[str]:
+        """Yield the names of the connected front ends."""
+        for peer in self._frontends:
+            yield peer.decode(errors="replace").partition("/")[0]
+
     def offer(self, peer: ev.Peer, view: link_pb2.View) -> bool:
         """Add a part of a live view to the messages for `peer`; return False if it does not keep up."""
         frontend = self._frontends.get(peer)

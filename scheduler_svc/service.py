@@ -21,6 +21,7 @@ from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.explain.live import LiveExplanations
 from scheduler_svc.frontend_hub import FrontendHub
 from scheduler_svc.journal.journal import Journal
+from scheduler_svc.kv_events import KvEvents
 from scheduler_svc.live_views import LiveViews
 from scheduler_svc.metrics import SchedulerMetrics
 from scheduler_svc.operator import Operator
@@ -97,6 +98,9 @@ class SchedulerService:
         wall_ns = time.time_ns() - time.monotonic_ns()
         self._views = LiveViews(recorder, self._frontends, self._core, wall_ns, config.policy)
         self._journal = open_journal(config)
+        if config.kv_events:
+            check_bind("kv_events", config.kv_events, protected=False, insecure=config.insecure)
+        self._kv_events = KvEvents(self._context, config.kv_events) if config.kv_events else None
         self._pulse = Pulse()
         self._ticked_at = self._looked_at = -math.inf
         self._planned_at = 0.0
@@ -145,6 +149,8 @@ class SchedulerService:
         """Close the sockets."""
         self._explanations.close()
         self._workers.close()
+        if self._kv_events is not None:
+            self._kv_events.close()
         # Frames that were just flushed are still being sent.
         self._frontends.socket.close(linger=SHUTDOWN_LINGER_MS)
         if self._allowed is not None:
@@ -246,6 +252,8 @@ class SchedulerService:
             self._carry_out(effects, now)
             if plan is None:
                 return
+            if self._kv_events is not None and (worker := self._core.worker(peer)) is not None:
+                self._kv_events.changes.observe(worker, [admission.row for admission in plan.admissions])
             for admission in plan.admissions:
                 log.debug(
                     "request admitted",
@@ -375,6 +383,8 @@ class SchedulerService:
         for peer, reply in self._explanations.replies(now):
             self._frontends.outgoing(peer).add_reply(reply)
         self._views.publish(now)
+        if self._kv_events is not None:
+            self._kv_events.publish(self._metrics.model, self._frontends.names(), self._core.epochs())
         if self._allowed is not None:
             self._allowed.refresh()
         self._apply(ev.TimePassed(), now)

@@ -25,6 +25,7 @@ from services.access.tls import server_tls
 from services.calls.context import LiveRequests, Services
 from services.calls.embeddings import Embedder
 from services.calls.generation import Generator
+from services.calls.load_reports import LoadReports, to_report
 from services.calls.texts import Texts
 from services.grammars.checker import GrammarChecker
 from services.grpc.admin import SERVICE as ADMIN_SERVICE
@@ -58,6 +59,8 @@ _GC_THRESHOLD = 50_000
 """Allocations between two collections of the youngest generation."""
 _FINAL_CANCEL_TIMEOUT_S = 1.0
 """Maximum wait at shutdown for cancelled handlers, seconds."""
+_REPORT_EVERY_S = 1.0
+"""Interval of load reports, seconds."""
 _BEAT_EVERY_S = 0.5
 """Interval of the pulse, seconds."""
 
@@ -99,6 +102,7 @@ class Frontend:
         self._generator = Generator(services, prompts, self._live)
         self._embedder = Embedder(services, prompts, self._live)
         self._texts = Texts(services, prompts)
+        self._reports = LoadReports()
         calls = CallsInProgress(config.max_concurrent_requests)
         policy = cross_origin_policy(config)
         self._grpc = self._make_grpc_server(services, calls, principals)
@@ -110,6 +114,7 @@ class Frontend:
             calls,
             principals,
             policy,
+            self._reports,
             is_ready=lambda: self._health.ready,
             snapshot=self.link.snapshot,
             own_families=self._metrics.families,
@@ -123,6 +128,7 @@ class Frontend:
         )
         self._probes = HttpServer(probes) if config.health_port >= 0 else None
         self._serving: list[asyncio.Task[None]] = []
+        self._reporting: asyncio.Task[None] | None = None
 
     async def start(self) -> tuple[int, int]:
         """Listen and connect to the core; return the ports of gRPC and HTTP.
@@ -147,6 +153,8 @@ class Frontend:
         self.link.start()
         await self._grpc.start()
         self._serving = [asyncio.create_task(server.serve([listener])) for server, listener in listeners]
+        if self._config.load_reports:
+            self._reporting = asyncio.create_task(self._report_load())
         return grpc_port, http_port
 
     async def stop(self) -> None:
@@ -171,14 +179,23 @@ class Frontend:
 
     async def close(self) -> None:
         """Close the link, the tokenizer, the grammar checker and the tracer."""
+        if self._reporting is not None:
+            self._reporting.cancel()
         await self.link.close()
         self._tokenizer.close()
         await self._grammars.close()
         await asyncio.to_thread(self._telemetry.shutdown, self._metrics.own_families())
 
+    async def _report_load(self) -> None:
+        """Keep the load report up to date."""
+        while True:
+            families = await self.link.snapshot(_REPORT_EVERY_S)
+            self._reports.newest = to_report(families) if families is not None else None
+            await asyncio.sleep(_REPORT_EVERY_S)
+
     def _make_grpc_server(self, services: Services, calls: CallsInProgress, principals: Principals) -> aio.Server:
         server = aio.server(
-            interceptors=[Boundary(self._metrics.rpc_ended, calls, principals)],
+            interceptors=[Boundary(self._metrics.rpc_ended, calls, principals, self._reports)],
             options=[
                 ("grpc.so_reuseport", 1),
                 # Detects a client whose machine has died before its reader counts as stalled.

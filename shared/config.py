@@ -167,6 +167,11 @@ class SchedulerConfig(_Checked):
         256 << 20, "maximum size of the flight record; the oldest part is deleted first", unit="bytes", least=8 << 20
     )
     record_tokens: bool = _option(False, "also record token ids, so that the record contains prompts and outputs")
+    kv_events: str = _option(
+        "",
+        "ZeroMQ address of an endpoint picker that gets KV events in vLLM's form (tcp://picker:5557), in the clear, "
+        "with the token ids of prompts that no principal or cache scope protects; empty: none",
+    )
     frontend_lease_s: float = _option(
         10.0, "a front end that is silent for this long is considered lost", unit="s", least=3
     )
@@ -299,6 +304,9 @@ class FrontendConfig(_Checked):
     api_key_file: str = _option("", "file with API keys, one per line: accept only callers with one as bearer token")
     health_port: int = _option(
         -1, "separate port for /health, /ready and /metrics, without TLS; -1: none", least=-1, most=65535
+    )
+    load_reports: bool = _option(
+        False, "add the load of the service to responses as ORCA reports (endpoint-load-metrics), for load balancers"
     )
     grace_period_s: float = _option(10.0, "how long running requests may continue after SIGTERM", unit="s", least=0)
 

@@ -11,6 +11,8 @@ import hashlib
 BlockKey = bytes
 KEY_BYTES = 32
 """Size of a key."""
+SHARED_SCOPE = b"principal\0anonymous"
+"""Cache scope of requests without a principal and without a scope of their own: the blocks of all callers."""
 
 
 def root_key(fingerprint: str, scope: bytes) -> BlockKey:

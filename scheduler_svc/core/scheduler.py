@@ -182,6 +182,14 @@ class Scheduler:
         """Return the workers that can get plans."""
         return [worker.peer for worker in self._fleet]
 
+    def worker(self, peer: ev.Peer) -> Worker | None:
+        """Return a worker's state, for reading only."""
+        return self._fleet.get(peer)
+
+    def epochs(self) -> set[int]:
+        """Return the epochs of the connected workers."""
+        return {worker.epoch for worker in self._fleet}
+
     def stats(self) -> SchedulerStats:
         """Return the figures for metrics."""
         self.tidy()

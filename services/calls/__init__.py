@@ -4,5 +4,6 @@
 * `wakeup`, `delivery` – a request's streams to its reader, at the reader's speed.
 * `resuming` – streams restored from the core's log.
 * `generation`, `embeddings`, `texts` – the calls: generate, embed, tokenise and detokenise.
+* `load_reports` – the load of the service, in responses, for load balancers.
 * `collect` – joins the messages of one answer into a single response.
 """

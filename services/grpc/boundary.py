@@ -22,6 +22,7 @@ from services.access.call_limit import CallsInProgress
 from services.access.principals import CURRENT, Principals
 from services.access.tls import grpc_names
 from services.calls.context import Caller
+from services.calls.load_reports import TRAILER, LoadReports
 from services.calls.tracing import TRACEPARENT_KEY, Operation
 from services.errors import InternalError, to_status
 from shared.errors import FieldViolation, InvalidRequestError, QuireError, UnsupportedMethodError
@@ -55,7 +56,11 @@ class Boundary(aio.ServerInterceptor):
     """Server interceptor that wraps every handler of Quire's own services."""
 
     def __init__(
-        self, on_outcome: Callable[[str, str, str, float], None], calls: CallsInProgress, principals: Principals
+        self,
+        on_outcome: Callable[[str, str, str, float], None],
+        calls: CallsInProgress,
+        principals: Principals,
+        reports: LoadReports,
     ) -> None:
         """Create the interceptor.
 
@@ -63,7 +68,9 @@ class Boundary(aio.ServerInterceptor):
             on_outcome: called with method, status code, type of error and seconds of each finished RPC.
             calls: limits the number of concurrent calls.
             principals: authenticates callers.
+            reports: the newest load report, if reports are on; responses get it as a trailer.
         """
+        self._reports = reports
         self._principals = principals
         self._on_outcome = on_outcome
         self._calls = calls
@@ -118,6 +125,8 @@ class Boundary(aio.ServerInterceptor):
                     if isinstance(request, MalformedRequest):
                         raise InvalidRequestError(FieldViolation(request.field, request.description))
                     response = await handler(request, context)
+                if self._reports.newest is not None:
+                    context.set_trailing_metadata(((TRAILER, self._reports.newest.to_bytes()),))
                 code = "OK"
                 return response
             except QuireError as error:

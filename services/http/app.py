@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
@@ -14,6 +15,7 @@ from services.access.principals import Principals
 from services.calls.context import Services
 from services.calls.embeddings import Embedder
 from services.calls.generation import Generator
+from services.calls.load_reports import LoadReports
 from services.calls.texts import Texts
 from services.http.console.endpoints import ConsoleEndpoints
 from services.http.console.page import page_routes
@@ -22,6 +24,7 @@ from services.http.embeddings import EmbeddingEndpoint
 from services.http.endpoint import Endpoints, Handler
 from services.http.errors import make_answer
 from services.http.generation import GenerationEndpoints
+from services.http.load_header import LoadHeader
 from services.http.openapi import PAGE, describe
 from services.http.probes import Families, probe_routes
 from services.http.texts import TextEndpoints
@@ -48,6 +51,7 @@ def make_api(
     calls: CallsInProgress,
     principals: Principals,
     policy: CrossOriginPolicy,
+    reports: LoadReports,
     *,
     is_ready: Callable[[], bool],
     snapshot: Callable[[float], Awaitable[Families | None]],
@@ -74,7 +78,8 @@ def make_api(
     routes += [Route("/openapi.json", _openapi), Route("/docs", _docs)]
     if services.config.console:
         routes += page_routes()
-    app = Starlette(routes=routes, exception_handlers={HTTPException: _refuse}, middleware=middleware_of(policy))
+    middleware = [*middleware_of(policy), Middleware(LoadHeader, reports=reports)]
+    app = Starlette(routes=routes, exception_handlers={HTTPException: _refuse}, middleware=middleware)
     return HttpApi(app, endpoints.drain)
 
 
