@@ -269,8 +269,8 @@ def their_logits(folder: Path) -> torch.Tensor:
 
 
 def our_logits(folder: Path) -> torch.Tensor:
-    """The same by the worker's model."""
-    model, description = load_model(WorkerConfig(model=str(folder), device="cpu"), CPU)
+    """The same by the worker's model, for sequences below any original length of longrope."""
+    model, description = load_model(WorkerConfig(model=str(folder), device="cpu", max_model_len=32), CPU)
     return logits_of(model, PROMPTS, description.dtype)
 
 

@@ -10,7 +10,7 @@ import transformers
 
 from shared.config import WorkerConfig
 from shared.kv_sizes import count_blocks
-from tests.checkpoints import SLIDING_WINDOW, VOCAB_SIZE, edit_config, make_checkpoint
+from tests.checkpoints import MAX_POSITIONS, SLIDING_WINDOW, VOCAB_SIZE, edit_config, make_checkpoint
 from tests.worker_svc.driver import CPU, Driver, make_engine
 from tests.worker_svc.oracle import Oracle, Verdict
 from worker_svc.memory.kv_pool import block_bytes
@@ -107,3 +107,36 @@ def test_scaled_rotary_embeddings_equal_generate(rope: dict[str, Any], tmp_path:
     answer = Driver(make_engine(folder)).generate(prompt, 16)
 
     Oracle(folder).judge(prompt, answer, Verdict())
+
+
+@pytest.mark.parametrize("architecture", ["Phi3ForCausalLM", "LlamaForCausalLM"])
+def test_longrope_has_one_set_of_factors_for_all_lengths(architecture: str, tmp_path: Path) -> None:
+    """The long factors if longer sequences than the original ones are allowed, otherwise the short ones.
+
+    `transformers` uses the long factors from the original length on. So its tokens are ours for long prompts; for
+    short ones they are, if its short factors are the long ones.
+    """
+    short, long = [1.0 + i / 8 for i in range(8)], [2.0 + i for i in range(8)]
+    rope = {"rope_type": "longrope", "rope_theta": 10000.0, "short_factor": short, "long_factor": long}
+    folder, all_long = (
+        make_checkpoint(
+            architecture,
+            tmp_path / name,
+            rope_parameters=rope | {"original_max_position_embeddings": 64, "short_factor": factors},
+            original_max_position_embeddings=64,
+        )
+        for name, factors in (("model", short), ("all_long", long))
+    )
+    prompts = {length: [(7 * i) % VOCAB_SIZE for i in range(length)] for length in (20, 150)}
+
+    driver = Driver(make_engine(folder))
+    assert driver.engine.limits.max_model_len == MAX_POSITIONS
+    Oracle(folder).judge(prompts[150], driver.generate(prompts[150], 12), Verdict())
+    long_answer = driver.generate(prompts[20], 12)
+    Oracle(all_long).judge(prompts[20], long_answer, Verdict())
+    short_answer = Driver(make_engine(folder, max_model_len=64)).generate(prompts[20], 12)
+    Oracle(folder).judge(prompts[20], short_answer, Verdict())
+
+    assert short_answer != long_answer
+    prints = {load_model(WorkerConfig(model=str(folder), max_model_len=n), CPU)[1].fingerprint for n in (64, 65, 0)}
+    assert len(prints) == 2, "KV of other factors is never shared"

@@ -60,21 +60,40 @@ def text_config(config: PretrainedConfig) -> PretrainedConfig:
 
 
 def position_limit(config: PretrainedConfig) -> int:
-    """Return the length of the longest sequence whose result does not depend on the other rows of a batch.
+    """Return the length of the longest sequence.
 
     Raises:
         ConfigError: config.json gives no limit.
     """
-    text = text_config(config)
-    limit = getattr(text, "max_position_embeddings", None)
+    limit = getattr(text_config(config), "max_position_embeddings", None)
     if not isinstance(limit, int) or limit <= 0:
         raise ConfigError("model: config.json has no max_position_embeddings; give a decoder-only model")
-    rope = getattr(text, "rope_parameters", None) or {}
-    if rope.get("rope_type") == "longrope":
-        # Beyond the original length `transformers` changes the frequencies of *all* tokens of a batch, depending on
-        # its longest row, so that the tokens of a request would depend on other requests.
-        limit = min(limit, rope.get("original_max_position_embeddings", limit))
     return limit
+
+
+def fix_long_rope(config: PretrainedConfig, num_positions: int) -> int:
+    """Use one set of factors of a longrope scaling for all lengths, by a change of `config`.
+
+    `transformers` uses the long factors for all rows of a batch if its longest row exceeds the original length. The
+    tokens of a request would then depend on other requests, and cached keys on the length of their row. Therefore the
+    long factors are used for every row if the longest allowed row exceeds the original length, as in vLLM.
+
+    Args:
+        config: all of config.json.
+        num_positions: length of the longest allowed sequence in tokens.
+
+    Returns:
+        The original length in tokens if the long factors are used; 0 if not, or if there is no longrope scaling.
+    """
+    text = text_config(config)
+    rope = getattr(text, "rope_parameters", None) or {}
+    if rope.get("rope_type") != "longrope":
+        return 0
+    original: int = rope.get("original_max_position_embeddings", text.max_position_embeddings)
+    if num_positions <= original:
+        return 0
+    text.rope_parameters = rope | {"short_factor": rope["long_factor"]}
+    return original
 
 
 def break_even_context(config: PretrainedConfig) -> int:

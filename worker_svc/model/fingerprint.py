@@ -34,6 +34,7 @@ def fingerprint(
     with_weights: bool,
     kv_dtype: torch.dtype | None = None,
     quantization: str = "none",
+    long_rope: bool = False,
 ) -> str:
     """Return the SHA-256 (hex) of config.json, the dtypes, and each weight file's name, size, header and samples.
 
@@ -43,6 +44,7 @@ def fingerprint(
         kv_dtype: type of the KV cache; None: `dtype`.
         with_weights: whether the weights are read from the checkpoint; False if they are drawn at random.
         quantization: quantization of the weights at load: "none", "int8" or "int4".
+        long_rope: whether the long factors of a longrope scaling apply to all lengths.
 
     Raises:
         ConfigError: there are no weights, or a file is damaged.
@@ -54,6 +56,8 @@ def fingerprint(
         _add(digest, f"KV {kv_dtype}".encode())
     if quantization != "none":
         _add(digest, quantization.encode())
+    if long_rope:
+        _add(digest, b"long factors")
     if not with_weights:
         _add(digest, b"random weights")
         return digest.hexdigest()

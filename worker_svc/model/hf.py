@@ -187,7 +187,7 @@ def check_class(architecture: str, config: PretrainedConfig) -> None:
 def _read(folder: Path, config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     loader: Any = AutoModelForCausalLM
-    source: dict[str, Any] = {"pretrained_model_name_or_path": folder}
+    source: dict[str, Any] = {"pretrained_model_name_or_path": folder, "config": config}
     if read_quantisation(folder) is not None:
         loader = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]  # the automatic class needs a folder
         source = {

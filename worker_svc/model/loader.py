@@ -6,6 +6,7 @@ from pathlib import Path
 import torch
 
 from shared.config import ConfigError, WorkerConfig
+from shared.logging import get_logger
 from shared.model_path import resolve_model, served_name
 from worker_svc.model import config as model_config
 from worker_svc.model.base import Model
@@ -59,15 +60,29 @@ def load_model(
     limit = model_config.position_limit(hf_config)
     if config.max_model_len > limit:
         raise ConfigError(f"max_model_len: {config.max_model_len} exceeds the model's {limit} positions; lower it")
+    max_model_len = config.max_model_len or limit
+    original_length = model_config.fix_long_rope(hf_config, max_model_len)
+    if original_length:
+        get_logger().info(
+            "positions: max_model_len exceeds the model's original length, so the long factors of longrope apply to all"
+            " requests; lower max_model_len to the original length for the short ones",
+            max_model_len=max_model_len,
+            original_length=original_length,
+        )
     dtype = model_config.choose_dtype(hf_config, config.dtype, device)
     kv_dtype = {"fp8": torch.uint8, "int8": torch.int8}.get(config.kv_cache_dtype, dtype)
     description = ModelDescription(
         name=config.served_model_name or served_name(config.model),
         architecture=architecture,
         fingerprint=fingerprint(
-            folder, dtype, with_weights=not random_weights, kv_dtype=kv_dtype, quantization=config.quantization
+            folder,
+            dtype,
+            with_weights=not random_weights,
+            kv_dtype=kv_dtype,
+            quantization=config.quantization,
+            long_rope=original_length > 0,
         ),
-        max_model_len=config.max_model_len or limit,
+        max_model_len=max_model_len,
         vocab_size=model_config.text_config(hf_config).vocab_size,
         dtype=dtype,
         kv_dtype=kv_dtype,
