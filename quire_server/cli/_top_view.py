@@ -1,72 +1,154 @@
-"""Screen of `quire top`, computed from two scrapes of /metrics. Pure: texts and seconds in, lines out."""
+"""Screen of `quire top`, from the messages of `WatchSteps`. Pure: messages in, lines out."""
 
+from collections import deque
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 
-from quire_server.scrape import Scrape
+from quire.admin.v1 import admin_pb2 as admin
 
 _BAR = 24
+_CURVE = 60
+"""Seconds that a curve shows."""
+_ROWS = 128
+"""Most rows of a worker that are drawn."""
+_QUEUED = 5
+_INCIDENTS = 5
+_LEVELS = " ▁▂▃▄▅▆▇█"
 
 
-def render(before: Scrape, now: Scrape, seconds: float, address: str) -> list[str]:
-    """Return the lines of the screen. Rates and latencies are those between the two scrapes, `seconds` apart."""
+@dataclass(slots=True)
+class _Worker:
+    """What the steps since the last screen tell of a worker."""
 
-    def rate(name: str, **labels: str) -> float:
-        return now.increase(name, before, **labels) / seconds
+    steps: int = 0
+    tokens: int = 0
+    busy_s: float = 0.0
+    batch: str = ""
+    """Its newest step, one character per row."""
 
-    def times(name: str) -> str:
-        counts = [
-            (float(bound), now.increase(f"{name}_bucket", before, le=bound))
-            for bound in now.labels(f"{name}_bucket", "le")
+
+@dataclass(slots=True)
+class Top:
+    """The figures on the screen; rates and latencies are those since the screen before."""
+
+    address: str
+    _rates: list[admin.ServiceRates] = field(default_factory=list)
+    """Of the loads since the last screen."""
+    _load: admin.SchedulerLoad | None = None
+    _tables: admin.SchedulerTables | None = None
+    _workers: dict[str, _Worker] = field(default_factory=dict)
+    _incidents: "deque[admin.Incident]" = field(default_factory=lambda: deque(maxlen=_INCIDENTS))
+    _dropped: int = 0
+    _curves: dict[str, "deque[float]"] = field(default_factory=dict)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the figures cover an interval, and the tables have come."""
+        return self._tables is not None and any(rates.seconds > 0 for rates in self._rates)
+
+    def take(self, part: admin.WatchStepsResponse) -> None:
+        """Take a message."""
+        for step in part.steps:
+            worker = self._workers.setdefault(step.worker_id, _Worker())
+            worker.steps += 1
+            worker.tokens += len(step.decode_rows) + sum(step.prefill_tokens)
+            worker.busy_s += step.duration.ToNanoseconds() / 1e9
+            worker.batch = batch_line(step)
+        self._dropped += part.dropped_steps
+        self._incidents.extend(part.incidents)
+        if part.HasField("tables"):
+            self._tables = part.tables
+        if part.HasField("load"):
+            self._load = part.load
+            self._rates.append(part.load.rates)
+            self._draw_on(part.load)
+
+    def lines(self) -> list[str]:
+        """Return the lines of the screen, and begin the next interval."""
+        load, rates = self._load or admin.SchedulerLoad(), self._rates
+        seconds = sum(each.seconds for each in rates) or 1.0
+        lines = [
+            f"quire {self.address}   {len(load.workers)} workers"
+            + (f"   {self._dropped} steps were left out" if self._dropped else ""),
+            "",
+            f"requests   {load.running_requests:>8} running   {load.waiting_requests:>8} waiting   "
+            f"{sum(each.arrived_requests for each in rates) / seconds:>8.1f} arrived/s",
+            f"completed  {sum(each.completed_requests for each in rates) / seconds:>8.1f} /s        "
+            f"{sum(each.good_requests for each in rates) / seconds:>8.1f} /s within their targets",
+            f"tokens/s   {sum(each.output_tokens for each in rates) / seconds:>8.0f} output    "
+            f"{sum(each.prompt_tokens for each in rates) / seconds:>8.0f} prompt    {self._curve('tokens')}",
+            f"TTFT       {_times(each.ttft for each in rates):<24} {self._curve('ttft')}",
+            f"ITL        {_times(each.itl for each in rates):<24} {self._curve('itl')}",
+            "",
+            f"{'worker':<16} {'state':<8} {'KV held, cached':<{_BAR + 2}}  used     rows  steps/s  tokens/s  busy",
         ]
-        p50, p99 = (quantile(counts, share) for share in (0.5, 0.99))
-        return "-" if p50 is None or p99 is None else f"{1000 * p50:.0f} / {1000 * p99:.0f} ms"
+        for worker in load.workers:
+            lines += self._worker_lines(worker, seconds)
+        lines += self._queue_lines(load)
+        for incident in self._incidents:
+            lines.append(f"{incident.time.ToDatetime():%H:%M:%S} UTC  {_incident(incident)}")
+        self._rates = []
+        for seen in self._workers.values():
+            seen.steps = seen.tokens = 0
+            seen.busy_s = 0.0
+        return lines
 
-    running, waiting = now.sum("vllm:num_requests_running"), now.sum("vllm:num_requests_waiting")
-    streams = now.sum("quire_live_streams")
-    output, prompt = rate("vllm:generation_tokens_total"), rate("vllm:prompt_tokens_total")
-    cached_prompt = rate("quire_prefix_cache_hit_tokens_total")
-    ended, preempted = rate("quire_requests_ended_total"), rate("quire_preemptions_total")
-    lines = [
-        f"quire {address}   {now.sum('quire_workers'):.0f} workers, {now.sum('quire_frontends'):.0f} front ends",
-        "",
-        f"requests   {running:>8.0f} running   {waiting:>8.0f} waiting   {streams:>8.0f} streams",
-        f"tokens/s   {output:>8.0f} output    {prompt:>8.0f} prompt    {cached_prompt:>8.0f} from the prefix cache",
-        f"ended/s    {ended:>8.1f}           {preempted:>8.1f} preemptions/s",
-        f"TTFT       {times('gen_ai_server_time_to_first_token_seconds')}  (p50 / p99)",
-        f"ITL        {times('vllm:inter_token_latency_seconds')}  (p50 / p99)",
-        "",
-        f"{'worker':<16} {'KV held, cached':<{_BAR + 2}}  used   rows  steps/s  tokens/s  busy",
-    ]
-    for worker in now.labels("quire_kv_blocks", "worker"):
-        total = now.sum("quire_kv_blocks", worker=worker, state="total") or 1.0
-        held, cached = (now.sum("quire_kv_blocks", worker=worker, state=state) for state in ("held", "cached"))
-        phases = ("prepare", "forward", "sample")
-        busy = sum(rate("quire_worker_seconds_total", worker=worker, phase=phase) for phase in phases)
-        lines.append(
-            f"{worker[:16]:<16} {bar(held / total, cached / total)} {held / total:>5.0%}"
-            f" {now.sum('quire_batch_rows', worker=worker):>6.0f} {rate('quire_steps_total', worker=worker):>8.1f}"
-            f" {rate('quire_sampled_tokens_total', worker=worker):>9.0f} {min(busy, 1.0):>5.0%}"
+    def _draw_on(self, load: admin.SchedulerLoad) -> None:
+        rates = load.rates
+        values = {
+            "tokens": rates.output_tokens / rates.seconds if rates.seconds else 0.0,
+            "ttft": rates.ttft.p50,
+            "itl": rates.itl.p50,
+        }
+        for name, value in values.items():
+            self._curves.setdefault(name, deque(maxlen=_CURVE)).append(value)
+
+    def _curve(self, name: str) -> str:
+        return curve(self._curves.get(name, ()))
+
+    def _worker_lines(self, worker: admin.Worker, seconds: float) -> list[str]:
+        seen = self._workers.get(worker.worker_id, _Worker())
+        total = worker.total_blocks or 1
+        held = (total - worker.free_blocks - worker.cached_blocks) / total
+        state = "draining" if worker.draining else "serving"
+        line = (
+            f"{worker.worker_id[:16]:<16} {state:<8} {bar(held, worker.cached_blocks / total)} {held:>5.0%}"
+            f" {worker.running_requests:>4}/{worker.rows:<4} {seen.steps / seconds:>6.1f}"
+            f" {seen.tokens / seconds:>9.0f} {min(seen.busy_s / seconds, 1.0):>5.0%}"
         )
-    return lines
+        return [line, f"  {seen.batch}"] if seen.batch and worker.running_requests else [line]
+
+    def _queue_lines(self, load: admin.SchedulerLoad) -> list[str]:
+        reasons = [f"{count} {reason}" for reason, count in sorted(load.waiting_by_reason.items()) if count]
+        if not reasons or self._tables is None:
+            return [""]
+        lines = ["", f"waiting ({self._tables.policy}): {', '.join(reasons)}"]
+        tenants = [f"{each.waiting_requests} {each.tenant or '(none)'}" for each in load.waiting_by_tenant]
+        if tenants:
+            lines.append(f"by tenant: {', '.join(tenants[:8])}")
+        for queue in self._tables.queues:
+            if queue.reason == "room":
+                for place, each in enumerate(queue.first[:_QUEUED], 1):
+                    lines.append(
+                        f"{place:>3}. {each.request_id[:40]:<40} {each.tokens:>7} tokens {each.waited_seconds:>6.1f} s"
+                        f"  {each.waits_for}"
+                    )
+        return lines
 
 
-def quantile(counts: Iterable[tuple[float, float]], share: float) -> float | None:
-    """Return the quantile of a histogram; `counts` are cumulative counts by upper bound.
+def batch_line(step: admin.WatchedStep) -> str:
+    """Return a step as one character per row: P prefill, # decode, - held out, . idle."""
+    shown = dict.fromkeys(step.decode_rows, "#") | dict.fromkeys(step.waiting_rows, "-")
+    shown |= dict.fromkeys(step.prefill_rows, "P")
+    count = min(max(shown, default=-1) + 1, _ROWS)
+    return "".join(shown.get(row, ".") for row in range(count))
 
-    Values are interpolated linearly within a bucket, as in Prometheus; beyond the last bound the result is that bound.
-    """
-    buckets = sorted(counts)
-    total = buckets[-1][1] if buckets else 0.0
-    if total <= 0:
-        return None
-    below, lower = 0.0, 0.0
-    for bound, count in buckets:
-        if count >= share * total:
-            if bound == float("inf"):
-                return lower
-            return lower + (bound - lower) * (share * total - below) / (count - below)
-        below, lower = count, bound
-    return lower
+
+def curve(values: Iterable[float]) -> str:
+    """Return values as blocks of eight heights; the largest is the highest."""
+    found = list(values)
+    most = max(found, default=0.0)
+    return "".join(_LEVELS[round(8 * value / most)] if most > 0 else _LEVELS[0] for value in found)
 
 
 def bar(held: float, cached: float) -> str:
@@ -74,3 +156,18 @@ def bar(held: float, cached: float) -> str:
     filled = round(held * _BAR)
     kept = min(round((held + cached) * _BAR), _BAR) - filled
     return "[" + "#" * filled + "-" * kept + " " * (_BAR - filled - kept) + "]"
+
+
+def _times(found: Iterable[admin.Quantiles]) -> str:
+    """Return the mean of the medians, and the largest 99th percentile, of the seconds that have samples."""
+    counts = [each for each in found if each.count]
+    if not counts:
+        return "-"
+    median = sum(each.p50 * each.count for each in counts) / sum(each.count for each in counts)
+    return f"{1000 * median:.0f} / {1000 * max(each.p99 for each in counts):.0f} ms  (p50 / p99)"
+
+
+def _incident(incident: admin.Incident) -> str:
+    kind = admin.Incident.Kind.Name(incident.kind).removeprefix("KIND_").replace("_", " ").lower()
+    about = (incident.worker_id, incident.request_id, incident.detail)
+    return f"{kind}: {', '.join(filter(None, about))}"

@@ -106,7 +106,7 @@ def test_requests_that_nobody_knows(demo: Served) -> None:
 
 def test_top_shows_the_service(demo: Served) -> None:
     """One reading names the worker and its blocks."""
-    text = quire("top", "--once", "--every", "0.1", "--target", demo.http)
+    text = quire("top", "--once", "--every", "0.1", "--target", demo.grpc)
 
-    assert "1 workers, 1 front ends" in text
-    assert "worker-0" in text
+    assert "1 workers" in text
+    assert "worker-0         serving  [" in text

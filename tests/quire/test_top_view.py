@@ -1,84 +1,100 @@
-"""What `quire top` makes of two scrapes."""
+"""What `quire top` makes of the messages of a live view."""
+
+from collections.abc import Sequence
 
 import pytest
 
-from quire_server.cli._top_view import bar, quantile, render
-from quire_server.scrape import Scrape, parse
-
-TEXT = """
-# TYPE vllm:num_requests_running gauge
-vllm:num_requests_running 3
-# TYPE vllm:generation_tokens counter
-vllm:generation_tokens_total{{frontend="a"}} {a}
-vllm:generation_tokens_total{{frontend="b"}} 10
-# TYPE quire_kv_blocks gauge
-quire_kv_blocks{{state="held",worker="w0"}} 50
-quire_kv_blocks{{state="cached",worker="w0"}} 25
-quire_kv_blocks{{state="total",worker="w0"}} 100
-# TYPE gen_ai_server_time_to_first_token_seconds histogram
-gen_ai_server_time_to_first_token_seconds_bucket{{le="0.1"}} {fast}
-gen_ai_server_time_to_first_token_seconds_bucket{{le="1"}} {all}
-gen_ai_server_time_to_first_token_seconds_bucket{{le="+Inf"}} {all}
-"""
+from quire.admin.v1 import admin_pb2 as admin
+from quire_server.cli._top_view import Top, bar, batch_line, curve
 
 
-def test_rates_are_those_between_two_scrapes() -> None:
-    """200 tokens in 4 s are 50 a second, over all front ends; latencies are those of the time between."""
-    before, now = (parse(TEXT.format(a=a, fast=fast, all=all_)) for a, fast, all_ in ((100, 90, 100), (300, 90, 110)))
-    text = "\n".join(render(before, now, 4.0, "host:1"))
-
-    assert "3 running" in text
-    assert "    50 output" in text
-    assert "550 / 991 ms" in text
-    assert "w0" in text
-    assert "[############------      ]   50%" in text
-
-
-WORKERS = """
-# TYPE quire_preemptions counter
-{}
-"""
+def _load(
+    seconds: float, *, output: int = 0, p50: float = 0.0, p99: float = 0.0, count: int = 0
+) -> admin.SchedulerLoad:
+    load = admin.SchedulerLoad(running_requests=3, waiting_requests=2)
+    load.workers.add(
+        worker_id="w0", draining=True, running_requests=3, rows=8, free_blocks=25, cached_blocks=25, total_blocks=100
+    )
+    load.waiting_by_reason.update({"room": 2, "grammar": 0})
+    load.waiting_by_tenant.add(tenant="search", waiting_requests=2)
+    rates = load.rates
+    rates.seconds, rates.output_tokens, rates.completed_requests, rates.good_requests = seconds, output, 4, 2
+    rates.ttft.count, rates.ttft.p50, rates.ttft.p99 = count, p50, p99
+    return load
 
 
-def test_workers_that_join_or_leave_do_not_distort_totals() -> None:
-    """Workers that leave, restart or join between two scrapes do not distort the totals.
-
-    Only workers in both scrapes count. One that left subtracts nothing, one that restarted counts from 0, and a new one
-    adds nothing.
-    """
-
-    def scrape(**counts: int) -> Scrape:
-        lines = [f'quire_preemptions_total{{worker="{name}"}} {count}' for name, count in counts.items()]
-        return parse(WORKERS.format("\n".join(lines)))
-
-    before, now = scrape(left=1000, stayed=10, anew=500), scrape(stayed=14, anew=2, come=70)
-
-    assert now.increase("quire_preemptions_total", before) == 6
-    assert now.increase("quire_preemptions_total", before, worker="stayed") == 4
+def _tables() -> admin.SchedulerTables:
+    tables = admin.SchedulerTables(policy="fair")
+    queue = tables.queues.add(reason="room", length=2)
+    for name in ("first", "second"):
+        queue.first.add(request_id=name, tokens=12, waited_seconds=0.5, waits_for="a free row")
+    return tables
 
 
-def test_nothing_happened() -> None:
-    """Without any request there is no latency, and with no worker no line."""
-    empty = parse("")
-
-    assert "-  (p50" in "\n".join(render(empty, empty, 1.0, "host:1"))
-
-
-@pytest.mark.parametrize(
-    ("counts", "share", "value"),
-    [
-        ([(1.0, 10), (2.0, 20), (float("inf"), 20)], 0.5, 1.0),
-        ([(1.0, 10), (2.0, 20), (float("inf"), 20)], 0.75, 1.5),
-        ([(1.0, 0), (float("inf"), 5)], 0.5, 1.0),
-        ([], 0.5, None),
-        ([(1.0, 0), (float("inf"), 0)], 0.5, None),
-    ],
-)
-def test_quantiles_are_prometheus_own(counts: list[tuple[float, float]], share: float, value: float | None) -> None:
-    """Linear within a bucket; beyond the last bound, that bound."""
-    assert quantile(counts, share) == value
+def _step(decode: list[int], prefill: Sequence[int] = (), waiting: Sequence[int] = ()) -> admin.WatchedStep:
+    step = admin.WatchedStep(worker_id="w0", decode_rows=decode, prefill_rows=prefill, waiting_rows=waiting)
+    step.prefill_tokens.extend([10] * len(prefill))
+    step.duration.FromMilliseconds(500)
+    return step
 
 
-def test_a_bar_has_a_constant_length() -> None:
-    """Two shares that are both rounded up do not make the bar longer."""
-    assert {len(bar(held / 7, (7 - held) / 7)) for held in range(8)} == {26}
+def test_the_screen_shows_what_happened_since_the_one_before() -> None:
+    """Rates are those of the interval; the batch is the newest step; a new screen begins a new interval."""
+    top = Top("host:1")
+    top.take(admin.WatchStepsResponse(load=_load(0.0, output=9), tables=_tables()))
+    assert not top.is_complete, "the first load covers no time"
+    top.take(admin.WatchStepsResponse(steps=[_step([0, 1]), _step([0], [2], [3])], dropped_steps=7))
+    top.take(admin.WatchStepsResponse(load=_load(2.0, output=191, p50=0.5, p99=0.9, count=3)))
+    assert top.is_complete
+    text = "\n".join(top.lines())
+
+    for part in (
+        "quire host:1   1 workers   7 steps were left out",
+        "       3 running          2 waiting",
+        "     4.0 /s             2.0 /s within their targets",
+        "     100 output",
+        "500 / 900 ms  (p50 / p99)",
+        "w0               draining [############------      ]   50%    3/8       1.0         6   50%",
+        "  #.P-",
+        "waiting (fair): 2 room",
+        "by tenant: 2 search",
+        "  1. first ",
+        "  2. second ",
+    ):
+        assert part in text
+    assert not top.is_complete
+    top.take(admin.WatchStepsResponse(load=_load(1.0, output=5)))
+    after = "\n".join(top.lines())
+    assert "       5 output" in after
+    assert "TTFT       - " in after
+
+
+def test_incidents_are_listed() -> None:
+    """The newest five incidents, each in one line."""
+    top = Top("host:1")
+    for number in range(9):
+        part = admin.WatchStepsResponse()
+        part.incidents.add(kind=admin.Incident.KIND_WORKER_LOST, worker_id=f"w{number}", detail="gone")
+        top.take(part)
+    found = [line for line in top.lines() if "worker lost" in line]
+    assert [line.rpartition("  ")[2] for line in found] == [f"worker lost: w{number}, gone" for number in range(4, 9)]
+
+
+def test_a_batch_is_one_character_per_row() -> None:
+    """Rows without a request are dots; very many rows are cut."""
+    assert batch_line(_step([0, 4], [2], [1])) == "#-P.#"
+    assert len(batch_line(_step(list(range(500))))) == 128
+    assert batch_line(_step([])) == ""
+
+
+def test_a_curve_is_as_high_as_its_largest_value() -> None:
+    """Nothing is a blank; all equal values are full blocks."""
+    assert curve([0.0, 4.0, 8.0]) == " ▄█"
+    assert curve([]) == ""
+    assert curve([0.0, 0.0]) == "  "
+
+
+@pytest.mark.parametrize(("held", "cached"), [(0.0, 0.0), (1.0, 0.0), (0.5, 0.5), (0.97, 0.03), (0.26, 0.74)])
+def test_a_bar_is_always_as_long_as_a_bar(held: float, cached: float) -> None:
+    """Rounding never makes a bar longer or shorter."""
+    assert len(bar(held, cached)) == len(bar(0.0, 0.0))

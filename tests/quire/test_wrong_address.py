@@ -2,6 +2,7 @@
 
 import http.server
 import importlib
+import json
 import os
 import socket
 import ssl
@@ -22,8 +23,8 @@ from quire_server.cli.main import main
 from tests.e2e.harness import QUIRE, ROOT
 from tests.quire.scripted_server import scripted_server
 
-HTTP_COMMANDS = ("top", "batch")
-GRPC_COMMANDS = ("generate", "chat", "models", "workers", "requests", "drain", "log-level")
+HTTP_COMMANDS = ("batch",)
+GRPC_COMMANDS = ("generate", "chat", "models", "workers", "requests", "drain", "log-level", "top")
 GIVE_HTTP = "give the service's HTTP address with --target"
 GIVE_GRPC = "give the service's gRPC address with --target"
 
@@ -170,10 +171,13 @@ def test_http_commands_at_another_http_server(command: str, status: int, body: b
         assert shell.complaint(command, target) == f"answers {status}, which is not an answer of Quire; {GIVE_HTTP}"
 
 
-def test_an_error_of_the_server_is_shown(shell: Shell) -> None:
-    """An error in OpenAI's form is shown in the server's own words."""
+def test_an_error_of_the_server_is_kept(tmp_path: Path) -> None:
+    """An error in OpenAI's form is in the answers in the server's own words."""
+    requests, answers = tmp_path / "requests.jsonl", tmp_path / "answers.jsonl"
+    requests.write_text('{"prompt": "x"}\n')
     with http_server(403, b'{"error": {"message": "Host: not allowed"}}') as target:
-        assert shell.complaint("top", target) == "answers 403: Host: not allowed"
+        assert main(["batch", str(requests), str(answers), "--target", target]) == 1
+    assert json.loads(answers.read_text())["error"] == {"message": "Host: not allowed"}
 
 
 @pytest.mark.parametrize("command", [*HTTP_COMMANDS, "generate", "workers"])
@@ -211,19 +215,22 @@ def test_tls_at_the_other_protocols_port(shell: Shell, papers: Papers) -> None:
     """With the right CA, the message says that the port speaks another protocol."""
     ca = ["--tls-ca", str(papers.ca)]
     with grpc_server_with_tls(papers) as target:
-        complaint = shell.complaint("top", target, *ca)
-    assert complaint == f"closed the connection; {GIVE_HTTP}, not the gRPC one"
+        complaint = shell.complaint("batch", target, *ca, "--patience", "0.1")
+    assert complaint.startswith(f"closed the connection; {GIVE_HTTP}, not the gRPC one")
 
     with http_server(papers=papers) as target:
         complaint = shell.complaint("workers", target, *ca)
     assert complaint == f"does not speak gRPC; {GIVE_GRPC}, not the HTTP one"
 
 
-@pytest.mark.parametrize("command", ["top", "workers"])
-def test_tls_at_a_port_without(command: str, papers: Papers) -> None:
+@pytest.mark.parametrize("command", ["batch", "workers"])
+def test_tls_at_a_port_without(command: str, papers: Papers, tmp_path: Path) -> None:
     """The remedy is to remove the flag; gRPC's own lines about the handshake are not shown."""
-    arguments = [command, "--tls-ca", str(papers.ca), *(["--once"] if command == "top" else [])]
-    with http_server() if command == "top" else grpc_server() as target:
+    requests = tmp_path / "requests.jsonl"
+    requests.write_text('{"prompt": "x"}\n')
+    files = [str(requests), str(tmp_path / "answers.jsonl")] if command == "batch" else []
+    arguments = [command, *files, "--tls-ca", str(papers.ca)]
+    with http_server() if command == "batch" else grpc_server() as target:
         environ = {name: value for name, value in os.environ.items() if name != "GRPC_VERBOSITY"}
         ended = subprocess.run(
             [*QUIRE, *arguments, "--target", target],
@@ -241,10 +248,14 @@ def test_tls_at_a_port_without(command: str, papers: Papers) -> None:
 @pytest.mark.parametrize(
     ("command", "target", "complaint"),
     [
-        ("top", "localhost", "'localhost' is not HOST:PORT with a port from 1 to 65535"),
-        ("top", "https://127.0.0.1:8000", "'https://127.0.0.1:8000': give HOST:PORT, and the CA of TLS with --tls-ca"),
+        ("batch", "localhost", "'localhost' is not HOST:PORT with a port from 1 to 65535"),
         (
-            "top",
+            "batch",
+            "https://127.0.0.1:8000",
+            "'https://127.0.0.1:8000': give HOST:PORT, and the CA of TLS with --tls-ca",
+        ),
+        (
+            "batch",
             "grpc://127.0.0.1:50051",
             "'grpc://127.0.0.1:50051' is the address of gRPC; this command uses HTTP: give HOST:PORT of the HTTP port",
         ),
@@ -272,8 +283,8 @@ def test_an_address_of_the_wrong_form(
 @pytest.mark.parametrize(
     ("command", "given", "target"),
     [
-        ("top", "http://127.0.0.1:8000/", "127.0.0.1:8000"),
-        ("top", "[::1]:8000", "[::1]:8000"),
+        ("batch", "http://127.0.0.1:8000/", "127.0.0.1:8000"),
+        ("batch", "[::1]:8000", "[::1]:8000"),
         ("workers", "grpc://127.0.0.1:50051", "127.0.0.1:50051"),
         ("workers", "dns:///localhost:50051", "dns:///localhost:50051"),
         ("workers", "unix:/run/quire.sock", "unix:/run/quire.sock"),
@@ -285,4 +296,5 @@ def test_a_url_of_the_right_protocol_is_an_address(command: str, given: str, tar
     parser = OneLineParser(command, description="", examples="")
     importlib.import_module(f"quire_server.cli.{command}").configure(parser)
 
-    assert parser.parse(["--target", given]).target == target
+    files = ["a", "b"] if command == "batch" else []
+    assert parser.parse([*files, "--target", given]).target == target
