@@ -1,0 +1,129 @@
+"""Tool calls as JSON objects: {"name": …, "arguments": {…}}, with the keys in any order."""
+
+import json
+import secrets
+from collections.abc import Callable, Generator
+
+from services.parsers.events import CallArguments, CallBegun, Emit
+from services.parsers.reader import Reader, Step
+
+_NAMES = ("name",)
+_ARGUMENTS = ("arguments", "parameters")
+
+
+class Calls:
+    """The tool calls of one output: numbers them and emits their events."""
+
+    def __init__(self, emit: Emit, new_id: Callable[[], str]) -> None:
+        self._emit = emit
+        self._new_id = new_id
+        self.count = 0
+        """Number of calls so far."""
+
+    def begin(self, name: str) -> None:
+        """Begin the next call."""
+        self._emit(CallBegun(self.count, self._new_id(), name))
+        self.count += 1
+
+    def arguments(self, text: str) -> None:
+        """Add to the arguments of the latest call."""
+        if text:
+            self._emit(CallArguments(self.count - 1, text))
+
+
+def random_id() -> str:
+    """Return a random id of a call."""
+    return f"call_{secrets.token_hex(12)}"
+
+
+def read_object(reader: Reader, calls: Calls) -> Generator[None, None, str]:
+    """Read a call from a JSON object at this place.
+
+    Returns:
+        the text that was read if it is no call, so that the caller can show it; empty after a call.
+    """
+    read = ""
+    """Everything up to the name: shown if there is no name."""
+    waiting = ""
+    """Arguments that came before the name."""
+    begun = False
+
+    def keep(text: str) -> None:
+        nonlocal read
+        if not begun:
+            read += text
+
+    def wait(text: str) -> None:
+        nonlocal waiting
+        waiting += text
+        keep(text)
+
+    if (yield from reader.peek()) != "{":
+        return ""
+    keep(reader.take())
+    while True:
+        keep((yield from reader.skip_space()))
+        character = yield from reader.peek()
+        if character in ("}", ","):
+            keep(reader.take())
+            if character == ",":
+                continue
+            break
+        if character != '"':
+            break
+        key = yield from _string(reader, keep)
+        keep((yield from reader.skip_space()))
+        if (yield from reader.peek()) != ":":
+            break
+        keep(reader.take())
+        keep((yield from reader.skip_space()))
+        if key in _NAMES and not begun:
+            name = yield from _string(reader, keep)
+            if name is None:
+                break
+            calls.begin(name)
+            begun = True
+            calls.arguments(waiting)
+        elif key in _ARGUMENTS:
+            complete = yield from reader.json_value(calls.arguments if begun else wait)
+            if not complete:
+                break
+        elif not (yield from reader.json_value(keep)):
+            break
+    return "" if begun else read
+
+
+def read_objects(reader: Reader, calls: Calls, show: Callable[[str], None]) -> Step:
+    """Read calls from a JSON array of objects at this place; `show` receives objects that are no calls."""
+    if (yield from reader.peek()) == "[":
+        reader.take()
+    while True:
+        yield from reader.skip_space()
+        character = yield from reader.peek()
+        if character == "{":
+            show((yield from read_object(reader, calls)))
+        elif character == ",":
+            reader.take()
+        else:
+            if character == "]":
+                reader.take()
+            return
+
+
+def _string(reader: Reader, keep: Callable[[str], None]) -> Generator[None, None, str | None]:
+    """Read a JSON string and return its value; None if there is none."""
+    if (yield from reader.peek()) != '"':
+        return None
+    text = ""
+
+    def add(piece: str) -> None:
+        nonlocal text
+        text += piece
+        keep(piece)
+
+    if not (yield from reader.json_value(add)):
+        return None
+    try:
+        return str(json.loads(text, strict=False))
+    except ValueError:
+        return text[1:-1]

@@ -1,0 +1,57 @@
+"""What a parser finds in a model's output: reasoning, content and tool calls, as pieces in order."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+
+
+@dataclass(frozen=True, slots=True)
+class Reasoning:
+    """Text that the model thinks before it answers."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Content:
+    """Text of the answer."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallBegun:
+    """The start of a tool call, with the name of its function."""
+
+    index: int
+    id: str
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallArguments:
+    """More of the arguments of the latest call, as JSON text."""
+
+    index: int
+    text: str
+
+
+Event = Reasoning | Content | CallBegun | CallArguments
+Emit = Callable[[Event], None]
+
+
+def merged(events: Iterable[Event]) -> list[Event]:
+    """Return the events with neighbouring pieces of the same text joined. How the output was cut shows no more."""
+    joined: list[Event] = []
+    for event in events:
+        last = joined[-1] if joined else None
+        if (
+            not isinstance(event, CallBegun)
+            and not isinstance(last, CallBegun)
+            and last is not None
+            and type(last) is type(event)
+            and (not isinstance(event, CallArguments) or event.index == getattr(last, "index", None))
+        ):
+            joined[-1] = replace(last, text=last.text + event.text)
+        else:
+            joined.append(event)
+    return joined

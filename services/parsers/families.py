@@ -1,0 +1,458 @@
+"""How each family of models writes reasoning and tool calls. One generator reads one family's output.
+
+| family | models | reasoning | tool calls |
+|---|---|---|---|
+| hermes | Qwen 2.5 and 3, Hermes, Granite 4 | <think> | <tool_call>{"name": …, "arguments": …}</tool_call> |
+| qwen3_coder | Qwen3-Coder | <think> | <tool_call><function=NAME><parameter=KEY>VALUE</parameter>… |
+| llama3_json | Llama 3.1 to 3.3 | – | the whole answer: {"name": …, "parameters": …}; … |
+| pythonic | Llama 3.2, Llama 4 | – | the whole answer: [NAME(KEY=VALUE, …), …] |
+| mistral | Mistral, Magistral | [THINK] | [TOOL_CALLS][{"name": …, …}] or [TOOL_CALLS]NAME[ARGS]{…} |
+| deepseek | DeepSeek V3, V3.1, R1 | <think> | <｜tool▁call▁begin｜>…<｜tool▁sep｜>…<｜tool▁call▁end｜> |
+| harmony | GPT-OSS | channel analysis | channel commentary to=functions.NAME |
+| glm4 | GLM-4.5 and later | <think> | <tool_call>NAME<arg_key>KEY</arg_key><arg_value>VALUE</arg_value>… |
+| granite | Granite 3 | – | <|tool_call|>[{"name": …, "arguments": …}] |
+
+Text that only looks like a call is content. A call that the output's end cuts off keeps what there is of its arguments.
+"""
+
+# ruff: noqa: RUF001, RUF002  (DeepSeek writes its markers with these characters)
+
+import ast
+import json
+import re
+from collections.abc import Callable, Generator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from services.parsers.calls import Calls, read_object, read_objects
+from services.parsers.events import Content, Emit, Reasoning
+from services.parsers.reader import SPACE, Reader, Step
+
+Schemas = Mapping[str, Mapping[str, Any]]
+"""JSON schema of the arguments of each function, by its name."""
+
+_THINK, _END_THINK = "<think>", "</think>"
+_CALL, _END_CALL = "<tool_call>", "</tool_call>"
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """Where a family's parser puts what it finds."""
+
+    emit: Emit
+    calls: Calls
+    schemas: Schemas
+    reasons: bool
+    """Whether the output begins within reasoning, because the prompt ends with its opening marker."""
+
+    def content(self, text: str) -> None:
+        """Emit content."""
+        if text:
+            self.emit(Content(text))
+
+    def reasoning(self, text: str) -> None:
+        """Emit reasoning."""
+        if text:
+            self.emit(Reasoning(text))
+
+
+Family = Callable[[Reader, Output], Step]
+ReadCall = Callable[[Reader, Output], Generator[None, None, bool]]
+"""Reads a call behind its opening tag; returns whether it is one. If not, its text is content."""
+
+
+def _think(reader: Reader, output: Output, end: str = _END_THINK) -> Step:
+    """Read reasoning behind its opening marker."""
+    yield from reader.until(output.reasoning, end, trim_start=True, trim_end=True)
+
+
+def _tagged(reader: Reader, output: Output, read_call: ReadCall) -> Step:
+    """Read content with reasoning and calls between the tags that most families use."""
+    if output.reasons:
+        yield from _think(reader, output)
+    trim = output.reasons
+    while marker := (yield from reader.until(output.content, _THINK, _CALL, trim_start=trim, trim_end=True)):
+        trim = True
+        if marker == _THINK:
+            yield from _think(reader, output)
+        else:
+            trim = yield from read_call(reader, output)
+
+
+def hermes(reader: Reader, output: Output) -> Step:
+    """Read the output of Qwen, Hermes and Granite 4."""
+    yield from _tagged(reader, output, _hermes_call)
+
+
+def _hermes_call(reader: Reader, output: Output) -> Generator[None, None, bool]:
+    opening = reader.trimmed + _CALL + (yield from reader.skip_space())
+    if (yield from reader.peek()) != "{":
+        return (yield from _as_content(reader, output, opening))
+    rejected = yield from read_object(reader, output.calls)
+    if rejected:
+        return (yield from _as_content(reader, output, opening + rejected))
+    yield from reader.until(output.content, _END_CALL, trim_start=True, trim_end=True)
+    return True
+
+
+def _as_content(reader: Reader, output: Output, begun: str) -> Generator[None, None, bool]:
+    """Show text that looked like a call, up to its closing tag; return False."""
+    output.content(begun)
+    output.content((yield from reader.until(output.content, _END_CALL)))
+    return False
+
+
+def qwen3_coder(reader: Reader, output: Output) -> Step:
+    """Read the output of Qwen3-Coder."""
+    yield from _tagged(reader, output, _coder_call)
+
+
+def _coder_call(reader: Reader, output: Output) -> Generator[None, None, bool]:
+    opening = reader.trimmed + _CALL + (yield from reader.skip_space())
+    if not (yield from reader.starts_with("<function=")):
+        return (yield from _as_content(reader, output, opening))
+    name, complete = yield from _collect(reader, ">")
+    if not complete:
+        output.content(opening + "<function=" + name)
+        return False
+    output.calls.begin(name)
+    writer = _Arguments(output, name)
+    while True:
+        yield from reader.skip_space()
+        if not (yield from reader.starts_with("<parameter=")):
+            break
+        key, complete = yield from _collect(reader, ">")
+        if not complete:
+            break
+        yield from writer.value(reader, key, "</parameter>", newlines=True)
+    writer.end()
+    yield from reader.starts_with("</function>")
+    yield from reader.until(output.content, _END_CALL, trim_start=True, trim_end=True)
+    return True
+
+
+def glm4(reader: Reader, output: Output) -> Step:
+    """Read the output of GLM-4.5 and later."""
+    yield from _tagged(reader, output, _glm_call)
+
+
+def _glm_call(reader: Reader, output: Output) -> Generator[None, None, bool]:
+    opening = reader.trimmed + _CALL
+    name, marker = yield from _collect(reader, "<arg_key>", _END_CALL)
+    if not name.strip(SPACE) or not marker:
+        output.content(opening + name + marker)
+        return False
+    output.calls.begin(name.strip(SPACE))
+    writer = _Arguments(output, name.strip(SPACE))
+    while marker == "<arg_key>":
+        key, complete = yield from _collect(reader, "</arg_key>")
+        yield from reader.skip_space()
+        if not complete or not (yield from reader.starts_with("<arg_value>")):
+            break
+        yield from writer.value(reader, key.strip(SPACE), "</arg_value>", newlines=False)
+        yield from reader.skip_space()
+        marker = yield from reader.starts_with("<arg_key>")
+    writer.end()
+    if marker != _END_CALL:
+        yield from reader.until(output.content, _END_CALL, trim_start=True, trim_end=True)
+    return True
+
+
+def llama3_json(reader: Reader, output: Output) -> Step:
+    """Read the output of Llama 3: the whole answer is calls, or it is content."""
+    yield from reader.starts_with("<|python_tag|>")
+    yield from _whole_objects(reader, output, "")
+
+
+def _whole_objects(reader: Reader, output: Output, shown: str) -> Step:
+    space = yield from reader.skip_space()
+    if (yield from reader.peek()) != "{":
+        output.content(shown + space)
+        yield from reader.until(output.content)
+        return
+    while True:
+        rejected = yield from read_object(reader, output.calls)
+        if rejected:
+            output.content(shown + space + rejected)
+            yield from reader.until(output.content)
+            return
+        shown = space = ""
+        yield from reader.skip_space()
+        if not (yield from reader.starts_with(";")):
+            break
+        yield from reader.skip_space()
+        if (yield from reader.peek()) != "{":
+            break
+    yield from reader.until(output.content, trim_start=True)
+
+
+def pythonic(reader: Reader, output: Output) -> Step:
+    """Read the output of Llama 4: the whole answer is a list of calls in Python's notation, or it is content.
+
+    The arguments of a call are converted at its end, because Python's literals are not JSON's.
+    """
+    opening = yield from reader.starts_with("<|python_start|>")
+    space = yield from reader.skip_space()
+    if (yield from reader.peek()) != "[":
+        output.content(space)
+        yield from reader.until(output.content, "<|python_end|>")
+        yield from reader.until(output.content)
+        return
+    read = space + reader.take()
+    while True:
+        read += yield from reader.skip_space()
+        call = yield from _python_call(reader)
+        parsed = _parse_python(call)
+        if parsed is None:
+            output.content((opening if not output.calls.count else "") + read + call)
+            yield from reader.until(output.content)
+            return
+        output.calls.begin(parsed[0])
+        output.calls.arguments(parsed[1])
+        read = ""
+        yield from reader.skip_space()
+        if not (yield from reader.starts_with(",")):
+            break
+    yield from reader.starts_with("]")
+    yield from reader.skip_space()
+    yield from reader.starts_with("<|python_end|>")
+    yield from reader.until(output.content, trim_start=True)
+
+
+def _python_call(reader: Reader) -> Generator[None, None, str]:
+    """Return the text up to the parenthesis that closes a call; up to a character that cannot begin one."""
+    text, depth, quote, escaped = "", 0, "", False
+    while True:
+        character = yield from reader.peek()
+        if not character or (not depth and not (character.isalnum() or character in "_.-(")):
+            return text
+        text += reader.take()
+        if quote:
+            quote = quote if escaped or character != quote else ""
+            escaped = character == "\\" and not escaped
+        elif character in "'\"":
+            quote = character
+        elif character in "([{":
+            depth += 1
+        elif character in ")]}":
+            depth -= 1
+            if depth <= 0:
+                return text
+
+
+def _parse_python(call: str) -> tuple[str, str] | None:
+    """Return the name and the arguments as JSON of a call in Python's notation; None if it is none."""
+    name, opening, rest = call.partition("(")
+    if not opening or not re.fullmatch(r"[\w.-]+", name):
+        return None
+    try:
+        node = ast.parse(f"f({rest}", mode="eval").body
+        if not isinstance(node, ast.Call) or node.args:
+            return None
+        arguments = {each.arg: ast.literal_eval(each.value) for each in node.keywords if each.arg is not None}
+        return name, json.dumps(arguments, ensure_ascii=False)
+    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+        return None
+
+
+def mistral(reader: Reader, output: Output) -> Step:
+    """Read the output of Mistral and Magistral."""
+    if output.reasons:
+        yield from _think(reader, output, "[/THINK]")
+    trim = output.reasons
+    while marker := (
+        yield from reader.until(output.content, "[TOOL_CALLS]", "[THINK]", trim_start=trim, trim_end=True)
+    ):
+        trim = True
+        if marker == "[THINK]":
+            yield from _think(reader, output, "[/THINK]")
+            continue
+        yield from reader.skip_space()
+        if (yield from reader.peek()) in ("[", "{"):
+            yield from read_objects(reader, output.calls, output.content)
+        else:
+            yield from _mistral_call(reader, output)
+
+
+def _mistral_call(reader: Reader, output: Output) -> Step:
+    """Read NAME[ARGS]{…}, NAME[CALL_ID]ID[ARGS]{…} or NAME{…}."""
+    name = ""
+    while True:
+        character = yield from reader.peek()
+        if not character or not (character.isalnum() or character in "_.-"):
+            break
+        name += reader.take()
+    if not name:
+        output.content("[TOOL_CALLS]")
+        return
+    if (yield from reader.starts_with("[CALL_ID]", "[ARGS]")) == "[CALL_ID]":
+        yield from reader.until(lambda _: None, "[ARGS]")
+    output.calls.begin(name)
+    yield from reader.skip_space()
+    if (yield from reader.peek()) == "{":
+        yield from reader.json_value(output.calls.arguments)
+
+
+DEEPSEEK_CALL = "<｜tool▁call"
+"""What all of DeepSeek's markers of calls begin with."""
+_DS_CALLS, _DS_CALLS_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
+_DS_CALL, _DS_SEP, _DS_CALL_END = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
+
+
+def deepseek(reader: Reader, output: Output) -> Step:
+    """Read the output of DeepSeek V3 and R1 (function, name and a block of JSON) and of V3.1 (name and JSON)."""
+    if output.reasons:
+        yield from _think(reader, output)
+    trim = output.reasons
+    while marker := (
+        yield from reader.until(output.content, _THINK, _DS_CALLS, _DS_CALL, trim_start=trim, trim_end=True)
+    ):
+        trim = True
+        if marker == _THINK:
+            yield from _think(reader, output)
+            continue
+        if marker == _DS_CALLS:
+            yield from reader.skip_space()
+            marker = yield from reader.starts_with(_DS_CALL)
+        while marker == _DS_CALL:
+            yield from _deepseek_call(reader, output)
+            yield from reader.skip_space()
+            marker = yield from reader.starts_with(_DS_CALL)
+        yield from reader.starts_with(_DS_CALLS_END)
+
+
+def _deepseek_call(reader: Reader, output: Output) -> Step:
+    head, complete = yield from _collect(reader, _DS_SEP)
+    if not complete:
+        output.content(_DS_CALL + head)
+        return
+    if head.strip(SPACE) == "function":
+        head, _ = yield from _collect(reader, "\n")
+        yield from reader.skip_space()
+        yield from reader.starts_with("```json", "```")
+    output.calls.begin(head.strip(SPACE))
+    yield from reader.skip_space()
+    if (yield from reader.peek()) == "{":
+        yield from reader.json_value(output.calls.arguments)
+    yield from reader.skip_space()
+    yield from reader.starts_with("```")
+    yield from reader.until(output.content, _DS_CALL_END, trim_start=True, trim_end=True)
+
+
+_CHANNEL, _MESSAGE, _START = "<|channel|>", "<|message|>", "<|start|>"
+_ENDS = ("<|end|>", "<|return|>", "<|call|>")
+_RECIPIENT = re.compile(r"to=(?:functions\.)?([\w.-]+)")
+
+
+def harmony(reader: Reader, output: Output) -> Step:
+    """Read the output of GPT-OSS: messages in channels, the first header without its start."""
+    opening = yield from reader.starts_with(_START, _CHANNEL)
+    if not opening:
+        yield from reader.until(output.content)
+        return
+    while opening:
+        header, complete = yield from _collect(reader, _MESSAGE)
+        if not complete:
+            output.content(opening + header)
+            return
+        recipient = _RECIPIENT.search(header)
+        channel = header.partition(_CHANNEL)[2] if opening == _START else header
+        if recipient is not None:
+            output.calls.begin(recipient[1])
+            yield from reader.until(output.calls.arguments, *_ENDS, trim_start=True, trim_end=True)
+        elif channel.strip(SPACE).startswith("analysis"):
+            yield from reader.until(output.reasoning, *_ENDS)
+        else:
+            yield from reader.until(output.content, *_ENDS)
+        opening = yield from reader.until(output.content, _START, _CHANNEL, trim_start=True)
+
+
+def granite(reader: Reader, output: Output) -> Step:
+    """Read the output of Granite 3."""
+    trim = False
+    while (yield from reader.until(output.content, "<|tool_call|>", "<tool_call>", trim_start=trim, trim_end=True)):
+        trim = True
+        yield from reader.skip_space()
+        yield from read_objects(reader, output.calls, output.content)
+
+
+def plain(reader: Reader, output: Output) -> Step:
+    """Read the output of a model without tool calls and reasoning."""
+    yield from reader.until(output.content)
+
+
+def reasoning_only(reader: Reader, output: Output) -> Step:
+    """Read the output of a model that thinks between tags and calls no tools."""
+    if output.reasons:
+        yield from _think(reader, output)
+    trim = output.reasons
+    while (yield from reader.until(output.content, _THINK, trim_start=trim, trim_end=True)):
+        trim = True
+        yield from _think(reader, output)
+
+
+def forced_json(reader: Reader, output: Output) -> Step:
+    """Read the JSON array of calls that a grammar forces, whatever the family; text around it is not shown."""
+    yield from reader.until(lambda _: None, "[")
+    yield from read_objects(reader, output.calls, lambda _: None)
+    yield from reader.until(lambda _: None)
+
+
+def _collect(reader: Reader, *ends: str) -> Generator[None, None, tuple[str, str]]:
+    """Return the text up to the first of `ends`, and which it is; empty at the end of the output."""
+    pieces: list[str] = []
+    end = yield from reader.until(pieces.append, *ends)
+    return "".join(pieces), end
+
+
+class _Arguments:
+    """Writes the arguments of a call that gives its values as text, as one JSON object."""
+
+    def __init__(self, output: Output, name: str) -> None:
+        self._calls = output.calls
+        properties = output.schemas.get(name, {}).get("properties")
+        self._properties = properties if isinstance(properties, Mapping) else {}
+        self._empty = True
+
+    def value(self, reader: Reader, key: str, end: str, *, newlines: bool) -> Step:
+        """Read the value of a key up to its closing tag.
+
+        Args:
+            reader: the output.
+            key: the name of the argument.
+            end: the closing tag.
+            newlines: whether a newline right after the opening and before the closing tag belongs to the tags.
+        """
+        self._calls.arguments(("{" if self._empty else ", ") + json.dumps(key, ensure_ascii=False) + ": ")
+        self._empty = False
+        if newlines:
+            yield from reader.starts_with("\n")
+        ends = ("\n" + end, end) if newlines else (end,)
+        if self._is_string(key):
+            self._calls.arguments('"')
+            if (yield from reader.until(lambda text: self._calls.arguments(_escaped(text)), *ends)):
+                self._calls.arguments('"')
+            return
+        text, _ = yield from _collect(reader, *ends)
+        self._calls.arguments(_as_json(text))
+
+    def end(self) -> None:
+        """Close the object."""
+        self._calls.arguments("{}" if self._empty else "}")
+
+    def _is_string(self, key: str) -> bool:
+        schema = self._properties.get(key)
+        return isinstance(schema, Mapping) and schema.get("type") == "string"
+
+
+def _escaped(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)[1:-1]
+
+
+def _as_json(text: str) -> str:
+    """Return a value as JSON: itself if it is JSON, otherwise a string."""
+    try:
+        json.loads(text)
+    except (ValueError, RecursionError):
+        return json.dumps(text, ensure_ascii=False)
+    return text
