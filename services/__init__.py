@@ -6,6 +6,7 @@ Read the packages in this order; each imports only those before it:
 * `tail` – which calls are traced although they were not sampled.
 * `access` – who calls, and how many calls at a time: principals, TLS, the limit of concurrent calls.
 * `text` – text and conversations to token ids, and token ids to text.
+* `parsers` – a model's output to reasoning, content and tool calls, one incremental parser per family of models.
 * `grammars` – compiles new grammars on trial, in a process that may die.
 * `requests` – one request: checked fields, scheduling options, prompts as token ids.
 * `streams` – one stream between the core and its reader, without I/O.

@@ -288,6 +288,24 @@ class FrontendConfig(_Checked):
         "origins of web pages that may call HTTP, separated by commas, such as https://app.example.org, or * for every "
         "origin; empty: no pages but the service's own",
     )
+    parser: str = _option(
+        "auto",
+        "how the model writes reasoning and tool calls; auto: as its chat template shows",
+        choices=(
+            "auto",
+            "hermes",
+            "qwen3_coder",
+            "llama3_json",
+            "pythonic",
+            "mistral",
+            "deepseek",
+            "harmony",
+            "glm4",
+            "granite",
+            "reasoning",
+            "plain",
+        ),
+    )
     console: bool = _option(
         True, "serve the console, a web page for operators, at / of HTTP; its data needs the rights of an operator"
     )

@@ -35,7 +35,8 @@ REMEDIES = {
     "--guided-decoding-backend": "grammars need no setting",
     "--structured-outputs-config": "grammars need no setting",
     "--enable-auto-tool-choice": "tools need no setting",
-    "--tool-call-parser": "tools need no setting",
+    "--tool-call-parser": "use --parser; by default the chat template decides",
+    "--reasoning-parser": "use --parser; by default the chat template decides",
     "--seed": "give the seed in the request",
     "-q": "use --quantization",
 }

@@ -72,7 +72,7 @@ class Generator:
         send: Send,
         *,
         begun: Callable[[str], Awaitable[object]] | None = None,
-        prompt_counted: Callable[[int], None] | None = None,
+        prompt_encoded: Callable[[Sequence[int]], None] | None = None,
     ) -> None:
         """Run a request and send its messages: deltas and other events, then one `Finished`.
 
@@ -81,7 +81,7 @@ class Generator:
             caller: its caller.
             send: writes a message.
             begun: called with the request's id before the first message.
-            prompt_counted: called once with the number of prompt tokens, before the first message.
+            prompt_encoded: called once with the prompt's token ids, before the first message.
 
         Raises:
             QuireError: the request is invalid or failed; messages sent before remain valid.
@@ -102,17 +102,19 @@ class Generator:
             ):
                 if begun is not None:
                     await begun(valid.request_id)
-                await self._run(_Accepted(request, valid, model, caller, span), send, prompt_counted)
+                await self._run(_Accepted(request, valid, model, caller, span), send, prompt_encoded)
 
-    async def _run(self, accepted: _Accepted, send: Send, prompt_counted: Callable[[int], None] | None) -> None:
+    async def _run(
+        self, accepted: _Accepted, send: Send, prompt_encoded: Callable[[Sequence[int]], None] | None
+    ) -> None:
         services, valid, model = self._services, accepted.valid, accepted.model
         began = time.monotonic()
         prompt = await self._prompts.encode(accepted.request, model, accepted.form)
         tokenise_s = time.monotonic() - began
         if valid.truncate_prompt_tokens is not None:
             prompt = prompt[-valid.truncate_prompt_tokens :]
-        if prompt_counted is not None:
-            prompt_counted(len(prompt))
+        if prompt_encoded is not None:
+            prompt_encoded(prompt)
         wakeup = Wakeup()
         first = await self._first_choice(accepted, prompt, tokenise_s)
         streams = [

@@ -5,15 +5,16 @@ stream and returns the resulting chunks. `whole_answer` adds them up for request
 """
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, NotRequired, TypedDict
 
 from quire import __version__
 from quire.v1 import generation_pb2 as v1
 from services.http.logprobs import Logprobs, TextOffsets, prompt_logprobs
+from services.http.prompts import NewParser
 from services.http.schema import StreamOptions
-from services.http.tool_calls import AnswerParser, CallArguments, CallBegun, Content, Piece
+from services.parsers import CallArguments, CallBegun, Content, Event, OutputParser, Reasoning
 
 SYSTEM_FINGERPRINT = f"quire-{__version__}"
 """Tells clients that results may differ after an upgrade, also with the same seed."""
@@ -46,7 +47,7 @@ class ChoiceState:
     """State of one choice."""
 
     index: int
-    parser: AnswerParser | None
+    parser: OutputParser | None
     role_sent: bool = False
     called: bool = False
     ended: bool = False
@@ -64,7 +65,7 @@ class Answer:
         model: name of the model.
         n: choices per prompt.
         prompts: number of prompts.
-        parsers: creates a parser for each choice, if the answer may contain tool calls.
+        new_parser: makes a parser for each choice; None: all text is content.
         logprobs: form of log-probabilities; None: none.
         prompt_logprobs: whether log-probabilities of the prompt are requested separately.
         echo: the prompt is part of the text.
@@ -78,7 +79,7 @@ class Answer:
     model: str
     n: int
     prompts: int
-    parsers: Callable[[], AnswerParser] | None = None
+    new_parser: NewParser | None = None
     logprobs: Logprobs | None = None
     prompt_logprobs: bool = False
     echo: bool = False
@@ -88,9 +89,11 @@ class Answer:
     created: int = field(default_factory=lambda: int(time.time()))
     _choices: dict[int, ChoiceState] = field(default_factory=dict)
     _usage: list[PromptUsage] = field(init=False)
+    _reasons: list[bool] = field(init=False)
 
     def __post_init__(self) -> None:
         self._usage = [PromptUsage() for _ in range(self.prompts)]
+        self._reasons = [False] * self.prompts
 
     @property
     def object(self) -> str:
@@ -114,9 +117,10 @@ class Answer:
                 self._usage[prompt] = PromptUsage(usage.prompt_tokens, completed, usage.cached_prompt_tokens)
                 yield from self._end(prompt, 0, finished)
 
-    def count_prompt(self, prompt: int, tokens: int) -> None:
-        """Record the number of tokens of a prompt, before its first message."""
+    def begin_prompt(self, prompt: int, tokens: int, *, reasons: bool) -> None:
+        """Record a prompt: its number of tokens, and whether its outputs begin within reasoning."""
         self._usage[prompt].prompt_tokens = tokens
+        self._reasons[prompt] = reasons
 
     def usage(self) -> UsageAnswer:
         """Return the usage so far of all prompts and choices. Cached tokens are known only at the end."""
@@ -151,7 +155,8 @@ class Answer:
         index = prompt * self.n + choice
         state = self._choices.get(index)
         if state is None:
-            state = self._choices[index] = ChoiceState(index, self.parsers() if self.parsers else None)
+            parser = self.new_parser(self._reasons[prompt]) if self.new_parser else None
+            state = self._choices[index] = ChoiceState(index, parser)
         return state
 
     # Beginning
@@ -203,8 +208,13 @@ class Answer:
         if state.parser is None:
             contents = [{"content": text}] if text else []
         else:
-            contents = [_content_of(piece) for piece in state.parser.push(text)]
-            state.called = state.called or any("tool_calls" in content for content in contents)
+            contents = [_content_of(event) for event in state.parser.push(text)]
+        return self._noted(state, contents)
+
+    @staticmethod
+    def _noted(state: ChoiceState, contents: list[Json]) -> list[Json]:
+        """Note the contents in the state of their choice; the first of a choice has the role."""
+        state.called = state.called or any("tool_calls" in content for content in contents)
         if contents and not state.role_sent:
             state.role_sent = True
             contents[0] = {"role": "assistant", "content": "", **contents[0]}
@@ -226,13 +236,10 @@ class Answer:
         if state.ended:
             return
         state.ended = True
-        content: Json = {}
-        if self.chat and not state.role_sent:
-            content = {"role": "assistant", "content": ""}
-        for piece in state.parser.finish() if state.parser else ():
-            last = _content_of(piece)
-            state.called = state.called or "tool_calls" in last
-            content = {**content, **last}
+        held = state.parser.finish() if state.parser else []
+        for content in self._noted(state, [_content_of(event) for event in held]):
+            yield self._chunk({"index": state.index, "delta": content, "logprobs": None, "finish_reason": None})
+        content = {} if not self.chat or state.role_sent else {"role": "assistant", "content": ""}
         reason = "length" if self.only_prompt or end.reason == v1.FINISH_REASON_LENGTH else "stop"
         choice: Json = {
             "index": state.index,
@@ -244,15 +251,17 @@ class Answer:
         yield self._chunk(choice)
 
 
-def _content_of(piece: Piece) -> Json:
-    match piece:
+def _content_of(event: Event) -> Json:
+    match event:
         case Content():
-            return {"content": piece.text}
+            return {"content": event.text}
+        case Reasoning():
+            return {"reasoning_content": event.text}
         case CallBegun():
-            function = {"name": piece.name, "arguments": ""}
-            return {"tool_calls": [{"index": piece.index, "id": piece.id, "type": "function", "function": function}]}
+            function = {"name": event.name, "arguments": ""}
+            return {"tool_calls": [{"index": event.index, "id": event.id, "type": "function", "function": function}]}
         case CallArguments():
-            return {"tool_calls": [{"index": piece.index, "function": {"arguments": piece.text}}]}
+            return {"tool_calls": [{"index": event.index, "function": {"arguments": event.text}}]}
 
 
 def _stop_reason(end: v1.ChoiceFinished | v1.Finished) -> str | int | None:

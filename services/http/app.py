@@ -1,7 +1,7 @@
 """The ASGI applications and their routes."""
 
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -28,7 +28,7 @@ from services.http.load_header import LoadHeader
 from services.http.openapi import PAGE, describe
 from services.http.probes import Families, probe_routes
 from services.http.texts import TextEndpoints
-from services.http.tool_calls import style_of
+from services.parsers import FAMILIES, Family, choose_family
 
 _OPENAI_PATHS = {"/v1/models", "/v1/completions", "/v1/chat/completions", "/v1/embeddings"}
 """Paths that clients of OpenAI's API append to a base URL."""
@@ -59,7 +59,7 @@ def make_api(
 ) -> HttpApi:
     """Return the application of one front-end process."""
     endpoints = Endpoints(calls, services.metrics.http_ended, principals)
-    generation = GenerationEndpoints(services, generator, style_of(services.tokenizer.chat_template_source))
+    generation = GenerationEndpoints(services, generator, _family_of(services))
     embedding = EmbeddingEndpoint(services, embedder)
     text = TextEndpoints(services, texts)
     served: list[tuple[str, str, Handler]] = [
@@ -93,6 +93,14 @@ def make_probes(
     """Return the application of the separate port for probes and metrics."""
     routes = probe_routes(is_ready=is_ready, snapshot=snapshot, own_families=own_families)
     return Starlette(routes=routes, middleware=middleware_of(policy))
+
+
+def _family_of(services: Services) -> Family:
+    """Return how the served model writes: as configured, or as its chat template shows."""
+    chosen, template = services.config.parser, services.tokenizer.chat_template_source
+    family = FAMILIES[choose_family(template) if chosen == "auto" else chosen]
+    # A template that does not render tools cannot show them to the model.
+    return family if "tools" in template else replace(family, calls_tools=False)
 
 
 async def _openapi(_request: Request) -> Response:

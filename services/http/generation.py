@@ -18,20 +18,23 @@ from services.http.identity import choose_model, choose_request_id
 from services.http.logprobs import Logprobs
 from services.http.prompts import Prepared, prepare_chat, prepare_completion, prompts_of
 from services.http.schema import ChatBody, CompletionBody, SamplingBody, StreamOptions
-from services.http.tool_calls import ForcedCalls, parser_of
 from services.http.whole_answer import WholeAnswer
+from services.parsers import Family
 from shared import span_names
 from shared.errors import FieldViolation, InvalidRequestError, QuireError, StalledReaderError
+
+_MARKER_TOKENS = 12
+"""Tokens at the end of a prompt that are searched for the marker at which reasoning begins."""
 
 
 class GenerationEndpoints:
     """Endpoints of completions and chat completions."""
 
-    def __init__(self, services: Services, generator: Generator, tool_style: str) -> None:
-        """Create the endpoints; `tool_style` is the model's form of tool calls, empty for none."""
+    def __init__(self, services: Services, generator: Generator, family: Family) -> None:
+        """Create the endpoints; `family` is how the model writes reasoning and tool calls."""
         self._services = services
         self._generator = generator
-        self._tool_style = tool_style
+        self._family = family
 
     async def complete(self, exchange: Exchange) -> None:
         """Serve `/v1/completions`."""
@@ -54,7 +57,7 @@ class GenerationEndpoints:
         """Serve `/v1/chat/completions`."""
         body = parse(ChatBody, await exchange.body())
         request_id = choose_request_id(exchange, body)
-        prepared = prepare_chat(body, request_id, style=self._tool_style)
+        prepared = prepare_chat(body, request_id, self._family)
         top_logprobs = (body.top_logprobs or 0) if body.logprobs else None
         answer = self._answer(body, f"chatcmpl-{request_id}", [prepared], top_logprobs=top_logprobs, chat=True)
         await exchange.run_until_disconnect(self._run(exchange, body, answer, [prepared]))
@@ -73,8 +76,6 @@ class GenerationEndpoints:
         if body.stream_options is not None and not body.stream:
             raise InvalidRequestError(FieldViolation("stream_options", "requires stream; set stream to true"))
         choose_model(self._services, body.model)
-        calls = prepared[0].calls
-        parsers = ForcedCalls if calls == "forced" else partial(parser_of, calls)
         logprobs = None
         if top_logprobs is not None:
             tokenizer = self._services.tokenizer
@@ -86,7 +87,7 @@ class GenerationEndpoints:
             model=body.model or self._services.served_model().name,
             n=body.n,
             prompts=len(prepared),
-            parsers=parsers if calls else None,
+            new_parser=prepared[0].new_parser,
             logprobs=logprobs,
             prompt_logprobs=body.prompt_logprobs is not None,
             echo=echo,
@@ -107,13 +108,13 @@ class GenerationEndpoints:
 
         caller = exchange.caller()
         if len(prepared) == 1:
-            await self._generate(caller, prepared[0], partial(write, 0), partial(answer.count_prompt, 0))
+            await self._generate(caller, prepared[0], partial(write, 0), partial(self._begin, answer, 0))
         else:
             with request_span(self._services.tracer, caller.traceparent, caller.operation):
                 part = replace(caller, operation=part_of(caller.operation, span_names.PROMPT))
                 await self._generate_all(
                     [
-                        self._generate(part, each, partial(write, number), partial(answer.count_prompt, number))
+                        self._generate(part, each, partial(write, number), partial(self._begin, answer, number))
                         for number, each in enumerate(prepared)
                     ]
                 )
@@ -131,11 +132,19 @@ class GenerationEndpoints:
                 "the client read no data for too long; read the stream without long pauses"
             ) from None
 
+    def _begin(self, answer: Answer, prompt: int, token_ids: Sequence[int]) -> None:
+        """Record the prompt of a stream: its length, and whether the output begins within reasoning."""
+        think = self._family.think
+        token_bytes = self._services.tokenizer.token_bytes
+        # A marker is one token or a few, and templates write a newline behind it.
+        end = b"".join(token_bytes(token) for token in token_ids[-_MARKER_TOKENS:]).decode(errors="replace")
+        answer.begin_prompt(prompt, len(token_ids), reasons=bool(think) and end.rstrip().endswith(think))
+
     async def _generate(
-        self, caller: Caller, prepared: Prepared, send: Send, prompt_counted: Callable[[int], None]
+        self, caller: Caller, prepared: Prepared, send: Send, prompt_encoded: Callable[[Sequence[int]], None]
     ) -> None:
         try:
-            await self._generator.run(prepared.request, caller, send, prompt_counted=prompt_counted)
+            await self._generator.run(prepared.request, caller, send, prompt_encoded=prompt_encoded)
         except QuireError as error:
             raise with_http_names(error, prepared.names) from None
 

@@ -44,9 +44,10 @@ _MESSAGE = _object(
         "role": {"const": "assistant"},
         "content": {"type": ["string", "null"]},
         "refusal": {"type": "null"},
+        "reasoning_content": _STRING,
         "tool_calls": _list(_TOOL_CALL),
     },
-    optional=("tool_calls",),
+    optional=("reasoning_content", "tool_calls"),
 )
 _CHOICE = {
     "index": _INT,

@@ -1,16 +1,19 @@
 """Converts completion and chat requests to `GenerateRequest`."""
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from quire.v1 import generation_pb2 as v1
 from services.http.sampling import FieldNames, field_names, fill_common, fill_grammar
 from services.http.schema import ChatBody, CompletionBody, JsonObject, Message, NamedTool, Tool
 from services.http.tool_calls import forced_calls
+from services.parsers import Family, OutputParser, forced_json
 from shared.errors import FieldViolation, InvalidRequestError
 
 Prompt = str | list[int]
+NewParser = Callable[[bool], OutputParser]
+"""Makes a parser; the argument says whether the output begins within reasoning."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,8 +22,8 @@ class Prepared:
 
     request: v1.GenerateRequest
     names: FieldNames
-    calls: str = ""
-    """Tool calls in the answer: empty for none, "forced", or the model's own style."""
+    new_parser: NewParser | None = None
+    """Makes the parser of a choice; None: all text is content."""
 
 
 def prompts_of(prompt: str | list[int] | list[str] | list[list[int]]) -> list[Prompt]:
@@ -61,8 +64,8 @@ def prepare_completion(body: CompletionBody, prompt: Prompt, request_id: str) ->
     )
 
 
-def prepare_chat(body: ChatBody, request_id: str, *, style: str) -> Prepared:
-    """Return the request for a conversation; `style` is the model's form of tool calls, empty for none.
+def prepare_chat(body: ChatBody, request_id: str, family: Family) -> Prepared:
+    """Return the request for a conversation; `family` is how the model writes reasoning and tool calls.
 
     Raises:
         InvalidRequestError: fields contradict each other.
@@ -90,7 +93,7 @@ def prepare_chat(body: ChatBody, request_id: str, *, style: str) -> Prepared:
     if body.return_token_ids:
         request.output.echo = True
     constraint = fill_grammar(request, body)
-    calls = ""
+    new_parser = _parser_of(family, shown, constrained=bool(constraint))
     if forced:
         if constraint:
             raise InvalidRequestError(
@@ -98,17 +101,17 @@ def prepare_chat(body: ChatBody, request_id: str, *, style: str) -> Prepared:
             )
         schema = forced_calls([tool.function for tool in forced], parallel=_parallel(body))
         request.grammar.json_schema = json.dumps(schema)
-        constraint, calls = "tools", "forced"
-    elif shown:
-        if not style:
-            raise InvalidRequestError(
-                FieldViolation(
-                    "tools",
-                    "the served model's chat template does not support tools; set tool_choice to 'required' or to a"
-                    " named function",
-                )
+        constraint, new_parser = "tools", lambda _reasons: OutputParser(forced_json)
+    elif shown and not family.calls_tools:
+        raise InvalidRequestError(
+            FieldViolation(
+                "tools",
+                "the served model's chat template does not support tools; set tool_choice to 'required' or to a"
+                " named function",
             )
-        calls = style
+        )
+    if family.has_special_markers and new_parser is not None and not forced:
+        request.output.include_special_tokens = True
     names = field_names(
         {
             "chat.tools_json": "tools",
@@ -121,7 +124,16 @@ def prepare_chat(body: ChatBody, request_id: str, *, style: str) -> Prepared:
         }
         | _grammar(constraint)
     )
-    return Prepared(request, names, calls)
+    return Prepared(request, names, new_parser)
+
+
+def _parser_of(family: Family, tools: Sequence[Tool], *, constrained: bool) -> NewParser | None:
+    """Return what makes the parsers of a conversation's answer."""
+    if constrained and not tools:
+        return None  # the grammar leaves no room for markers
+    read = family.read if tools else family.read_without_tools
+    schemas = {tool.function.name: tool.function.parameters or {} for tool in tools}
+    return lambda reasons: OutputParser(read, schemas=schemas, reasons=reasons and not constrained)
 
 
 def fill_chat(

@@ -44,6 +44,8 @@ class WholeAnswer:
 
 def _add_delta(whole: Json, delta: Json) -> None:
     whole["text"] += delta.get("content") or ""
+    if "reasoning_content" in delta:
+        whole["reasoning_content"] = whole.get("reasoning_content", "") + delta["reasoning_content"]
     calls = whole.setdefault("tool_calls", [])
     for call in delta.get("tool_calls", ()):
         if "id" in call:
@@ -54,8 +56,11 @@ def _add_delta(whole: Json, delta: Json) -> None:
 
 def _message_choice(choice: Json) -> Json:
     calls = choice.pop("tool_calls", [])
+    reasoning = choice.pop("reasoning_content", None)
     text = choice.pop("text")
     message: Json = {"role": "assistant", "content": text or (None if calls else ""), "refusal": None}
+    if reasoning is not None:
+        message["reasoning_content"] = reasoning
     if calls:
         message["tool_calls"] = calls
     return {**choice, "message": message}

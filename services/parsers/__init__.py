@@ -6,7 +6,8 @@ certain, and how the text was cut changes nothing but the cuts of the events' ow
 """
 
 from services.parsers.events import CallArguments, CallBegun, Content, Event, Reasoning, merged
-from services.parsers.parser import FAMILIES, OutputParser, choose_family
+from services.parsers.families import forced_json
+from services.parsers.parser import FAMILIES, Family, OutputParser, choose_family
 
 __all__ = [
     "FAMILIES",
@@ -14,8 +15,10 @@ __all__ = [
     "CallBegun",
     "Content",
     "Event",
+    "Family",
     "OutputParser",
     "Reasoning",
     "choose_family",
+    "forced_json",
     "merged",
 ]

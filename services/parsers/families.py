@@ -15,7 +15,7 @@
 Text that only looks like a call is content. A call that the output's end cuts off keeps what there is of its arguments.
 """
 
-# ruff: noqa: RUF001, RUF002  (DeepSeek writes its markers with these characters)
+# ruff: noqa: RUF001  (DeepSeek writes its markers with these characters)
 
 import ast
 import json
@@ -31,7 +31,7 @@ from services.parsers.reader import SPACE, Reader, Step
 Schemas = Mapping[str, Mapping[str, Any]]
 """JSON schema of the arguments of each function, by its name."""
 
-_THINK, _END_THINK = "<think>", "</think>"
+THINK, _END_THINK = "<think>", "</think>"
 _CALL, _END_CALL = "<tool_call>", "</tool_call>"
 
 
@@ -56,7 +56,8 @@ class Output:
             self.emit(Reasoning(text))
 
 
-Family = Callable[[Reader, Output], Step]
+Read = Callable[[Reader, Output], Step]
+"""Reads the outputs of one family."""
 ReadCall = Callable[[Reader, Output], Generator[None, None, bool]]
 """Reads a call behind its opening tag; returns whether it is one. If not, its text is content."""
 
@@ -71,9 +72,9 @@ def _tagged(reader: Reader, output: Output, read_call: ReadCall) -> Step:
     if output.reasons:
         yield from _think(reader, output)
     trim = output.reasons
-    while marker := (yield from reader.until(output.content, _THINK, _CALL, trim_start=trim, trim_end=True)):
+    while marker := (yield from reader.until(output.content, THINK, _CALL, trim_start=trim, trim_end=True)):
         trim = True
-        if marker == _THINK:
+        if marker == THINK:
             yield from _think(reader, output)
         else:
             trim = yield from read_call(reader, output)
@@ -274,6 +275,11 @@ def mistral(reader: Reader, output: Output) -> Step:
             yield from _mistral_call(reader, output)
 
 
+def mistral_reasoning(reader: Reader, output: Output) -> Step:
+    """Read the output of Magistral to a request without tools."""
+    yield from _reasoning_and_content(reader, output, "[THINK]", "[/THINK]")
+
+
 def _mistral_call(reader: Reader, output: Output) -> Step:
     """Read NAME[ARGS]{…}, NAME[CALL_ID]ID[ARGS]{…} or NAME{…}."""
     name = ""
@@ -305,10 +311,10 @@ def deepseek(reader: Reader, output: Output) -> Step:
         yield from _think(reader, output)
     trim = output.reasons
     while marker := (
-        yield from reader.until(output.content, _THINK, _DS_CALLS, _DS_CALL, trim_start=trim, trim_end=True)
+        yield from reader.until(output.content, THINK, _DS_CALLS, _DS_CALL, trim_start=trim, trim_end=True)
     ):
         trim = True
-        if marker == _THINK:
+        if marker == THINK:
             yield from _think(reader, output)
             continue
         if marker == _DS_CALLS:
@@ -359,7 +365,10 @@ def harmony(reader: Reader, output: Output) -> Step:
         channel = header.partition(_CHANNEL)[2] if opening == _START else header
         if recipient is not None:
             output.calls.begin(recipient[1])
-            yield from reader.until(output.calls.arguments, *_ENDS, trim_start=True, trim_end=True)
+            yield from reader.skip_space()
+            if (yield from reader.peek()) == "{":
+                yield from reader.json_value(output.calls.arguments)
+            yield from reader.until(output.content, *_ENDS, trim_start=True, trim_end=True)
         elif channel.strip(SPACE).startswith("analysis"):
             yield from reader.until(output.reasoning, *_ENDS)
         else:
@@ -383,12 +392,16 @@ def plain(reader: Reader, output: Output) -> Step:
 
 def reasoning_only(reader: Reader, output: Output) -> Step:
     """Read the output of a model that thinks between tags and calls no tools."""
+    yield from _reasoning_and_content(reader, output, THINK, _END_THINK)
+
+
+def _reasoning_and_content(reader: Reader, output: Output, opening: str, closing: str) -> Step:
     if output.reasons:
-        yield from _think(reader, output)
+        yield from _think(reader, output, closing)
     trim = output.reasons
-    while (yield from reader.until(output.content, _THINK, trim_start=trim, trim_end=True)):
+    while (yield from reader.until(output.content, opening, trim_start=trim, trim_end=True)):
         trim = True
-        yield from _think(reader, output)
+        yield from _think(reader, output, closing)
 
 
 def forced_json(reader: Reader, output: Output) -> Step:

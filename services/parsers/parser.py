@@ -1,25 +1,43 @@
 """Parser of one output, and the choice of its family."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from services.parsers import families
 from services.parsers.calls import Calls, random_id
 from services.parsers.events import Event
-from services.parsers.families import Family, Output, Schemas
+from services.parsers.families import Output, Read, Schemas
 from services.parsers.reader import Reader
 
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """Models that write reasoning and tool calls in the same way."""
+
+    read: Read
+    """Reads an output that may call tools."""
+    read_without_tools: Read
+    """Reads the output of a request without tools, in which the markers of calls are content."""
+    has_special_markers: bool = False
+    """Whether the markers are special tokens, which outputs show only on request."""
+    think: str = ""
+    """The marker at which reasoning begins; a prompt may end with it."""
+    calls_tools: bool = True
+    """Whether the family has a form of tool calls."""
+
+
 FAMILIES: dict[str, Family] = {
-    "hermes": families.hermes,
-    "qwen3_coder": families.qwen3_coder,
-    "llama3_json": families.llama3_json,
-    "pythonic": families.pythonic,
-    "mistral": families.mistral,
-    "deepseek": families.deepseek,
-    "harmony": families.harmony,
-    "glm4": families.glm4,
-    "granite": families.granite,
-    "reasoning": families.reasoning_only,
-    "plain": families.plain,
+    "hermes": Family(families.hermes, families.reasoning_only, think=families.THINK),
+    "qwen3_coder": Family(families.qwen3_coder, families.reasoning_only, think=families.THINK),
+    "llama3_json": Family(families.llama3_json, families.plain, has_special_markers=True),
+    "pythonic": Family(families.pythonic, families.plain, has_special_markers=True),
+    "mistral": Family(families.mistral, families.mistral_reasoning, has_special_markers=True, think="[THINK]"),
+    "deepseek": Family(families.deepseek, families.reasoning_only, has_special_markers=True, think=families.THINK),
+    "harmony": Family(families.harmony, families.harmony, has_special_markers=True),
+    "glm4": Family(families.glm4, families.reasoning_only, think=families.THINK),
+    "granite": Family(families.granite, families.plain, has_special_markers=True),
+    "reasoning": Family(families.reasoning_only, families.reasoning_only, think=families.THINK, calls_tools=False),
+    "plain": Family(families.plain, families.plain, calls_tools=False),
 }
 """All families, by the name that `--parser` takes."""
 
@@ -49,7 +67,7 @@ class OutputParser:
 
     def __init__(
         self,
-        family: Family,
+        read: Read,
         *,
         schemas: Schemas | None = None,
         reasons: bool = False,
@@ -58,7 +76,7 @@ class OutputParser:
         """Start at the beginning of an output.
 
         Args:
-            family: how the model writes.
+            read: how the model writes.
             schemas: JSON schemas of the arguments of the functions, by name; some families give values as text, and
                 the schema tells a string from a number.
             reasons: whether the prompt ends with the opening marker of reasoning.
@@ -67,7 +85,7 @@ class OutputParser:
         self._reader = Reader()
         self._events: list[Event] = []
         output = Output(self._events.append, Calls(self._events.append, new_id), schemas or {}, reasons)
-        self._steps = family(self._reader, output)
+        self._steps = read(self._reader, output)
 
     def push(self, text: str) -> list[Event]:
         """Return the events that are certain after `text` has arrived."""

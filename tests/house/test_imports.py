@@ -119,8 +119,8 @@ ORDERS = {
         "interface", "memory", "requests", "workers", "queueing", "lifecycle", "planning", "scheduler"
     ),
     "services": (
-        "errors", "metrics", "tail", "access", "text", "grammars", "requests", "streams", "link", "calls", "grpc",
-        "http", "frontend", "bench"
+        "errors", "metrics", "tail", "access", "text", "parsers", "grammars", "requests", "streams", "link", "calls",
+        "grpc", "http", "frontend", "bench"
     ),
     "worker_svc": (
         "interface", "device", "ranks", "model", "memory", "outputs", "rows", "speculation", "execution", "link",

@@ -9,6 +9,7 @@ from quire.v1 import generation_pb2 as v1
 from services.http.bodies import parse
 from services.http.prompts import prepare_chat, prepare_completion, prompts_of
 from services.http.schema import ChatBody, CompletionBody
+from services.parsers import FAMILIES
 from shared.errors import InvalidRequestError
 
 MESSAGES = [{"role": "user", "content": "hello"}]
@@ -18,10 +19,10 @@ WEATHER = {
 }
 
 
-def chat(style: str = "hermes", **fields: Any) -> v1.GenerateRequest:
+def chat(family: str = "hermes", **fields: Any) -> v1.GenerateRequest:
     """The request that a conversation with these fields becomes."""
     body = parse(ChatBody, json.dumps({"messages": MESSAGES, **fields}).encode())
-    return prepare_chat(body, "id", style=style).request
+    return prepare_chat(body, "id", FAMILIES[family]).request
 
 
 def completion(**fields: Any) -> v1.GenerateRequest:
@@ -125,12 +126,12 @@ def test_constraints_in_every_spelling_become_grammars() -> None:
 
 def test_a_call_that_must_be_made_is_a_grammar() -> None:
     """`required` and a named function constrain the answer, whatever the model knows; `none` hides the tools."""
-    named = chat("", tools=[WEATHER], tool_choice={"type": "function", "function": {"name": "weather"}})
-    required = chat("", tools=[WEATHER], tool_choice="required")
+    named = chat("plain", tools=[WEATHER], tool_choice={"type": "function", "function": {"name": "weather"}})
+    required = chat("plain", tools=[WEATHER], tool_choice="required")
 
     assert json.loads(named.grammar.json_schema)["maxItems"] == 1
     assert "maxItems" not in json.loads(required.grammar.json_schema)
-    assert chat("", tools=[WEATHER], tool_choice="none").chat.tools_json == ""
+    assert chat("plain", tools=[WEATHER], tool_choice="none").chat.tools_json == ""
 
 
 @pytest.mark.parametrize(
@@ -198,7 +199,7 @@ def test_a_call_that_must_be_made_is_a_grammar() -> None:
 def test_a_wrong_field_is_named_with_its_remedy(fields: dict[str, Any], message: str) -> None:
     """The message names the field as the sender wrote it, says what is wrong with it, and what to do."""
     with pytest.raises(InvalidRequestError) as error:
-        chat("", **fields)
+        chat("plain", **fields)
 
     assert error.value.message == message
 
@@ -252,7 +253,7 @@ def test_of_several_forms_the_one_that_was_meant_is_explained(prompt: object, me
 def test_names_of_the_proto_are_names_of_http() -> None:
     """Where the request's checks speak of the proto's fields, the client hears of its own."""
     body = parse(ChatBody, json.dumps({"messages": MESSAGES, "max_completion_tokens": 5, "guided_regex": "a"}).encode())
-    names = prepare_chat(body, "id", style="").names
+    names = prepare_chat(body, "id", FAMILIES["plain"]).names
 
     assert names("stop.max_tokens") == "max_completion_tokens"
     assert names("sampling.temperature") == "temperature"

@@ -34,7 +34,7 @@ Calls = list[tuple[str, dict[str, object]]]
 def read(family: str, text: str, cuts: Iterable[int] = (), *, reasons: bool = False) -> list[Event]:
     """Return the events of a text that arrives in pieces."""
     ids = count()
-    parser = OutputParser(FAMILIES[family], schemas=SCHEMAS, reasons=reasons, new_id=lambda: f"call_{next(ids)}")
+    parser = OutputParser(FAMILIES[family].read, schemas=SCHEMAS, reasons=reasons, new_id=lambda: f"call_{next(ids)}")
     events: list[Event] = []
     last = 0
     for cut in [*sorted(cuts), len(text)]:
@@ -178,7 +178,7 @@ def test_a_call_that_is_cut_off_keeps_its_arguments() -> None:
 
 def test_arguments_stream() -> None:
     """Arguments are passed on before the call is complete."""
-    parser = OutputParser(FAMILIES["qwen3_coder"], schemas=SCHEMAS, new_id=lambda: "id")
+    parser = OutputParser(FAMILIES["qwen3_coder"].read, schemas=SCHEMAS, new_id=lambda: "id")
 
     first = parser.push("<tool_call>\n<function=f>\n<parameter=s>\nSome long te")
     second = parser.push("xt\n</parameter>\n</function>\n</tool_call>")
