@@ -41,6 +41,7 @@ from kernels.qkv import rotate_and_cache
 from kernels.rotary import apply_rotary
 from kernels.sampling import SamplingTensors, sample
 from kernels.scatter import scatter_words
+from kernels.split_sampling import best_in_part
 from kernels.token_masks import mask_tokens
 
 ARCHITECTURES = (80, 90)
@@ -132,6 +133,7 @@ def cases() -> list[Case]:
     found.append(Case("sample 128256", _sample, True))
     found.append(Case("sample 128256, no truncation", partial(_sample, any_truncation=False), True))
     found.append(Case("sample 128256, greedy", partial(_sample, any_random=False), True))
+    found.append(Case("sample 64128 of 128256, no truncation", _sample_part, True))
     found.append(Case("mask_tokens 128256", _mask_tokens, True))
     found.append(Case("copy_blocks", _copy_blocks, True))
     found.append(Case("scatter_words", _scatter_words, True))
@@ -205,9 +207,17 @@ def _experts(count: int, top_k: int, num_tokens: int, dtype: torch.dtype = torch
 
 
 def _sample(any_random: bool = True, any_truncation: bool = True) -> None:
+    sample(_meta(32, 128256), _sampling(any_random, any_truncation))
+
+
+def _sample_part() -> None:
+    best_in_part(_meta(32, 64128), _sampling(any_random=True, any_truncation=False), 64128)
+
+
+def _sampling(any_random: bool, any_truncation: bool) -> SamplingTensors:
     floats = _meta(32, dtype=torch.float32)
     ints = _meta(32, dtype=torch.int32)
-    params = SamplingTensors(
+    return SamplingTensors(
         temperature=floats,
         top_k=ints,
         top_p=floats,
@@ -218,7 +228,6 @@ def _sample(any_random: bool = True, any_truncation: bool = True) -> None:
         any_random=any_random,
         any_truncation=any_truncation,
     )
-    sample(_meta(32, 128256), params)
 
 
 def _mask_tokens() -> None:

@@ -18,12 +18,14 @@ def main() -> int:
     parser.add_argument("--faults-of-each-kind", type=int, default=15)
     parser.add_argument("--max-tokens", type=int, default=300)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--ranks", type=int, default=1, help="processes of each worker (tensor parallelism)")
     options = parser.parse_args()
     campaign = Campaign(
         num_streams=options.streams,
         faults_of_each_kind=options.faults_of_each_kind,
         max_tokens=options.max_tokens,
         seed=options.seed,
+        ranks=options.ranks,
     )
     with tempfile.TemporaryDirectory(prefix="quire-chaos-") as folder:
         command.tell(run(campaign, Path(folder)).figures(), options.json)

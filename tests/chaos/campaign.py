@@ -19,6 +19,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from tests.chaos.load import Load, Streamed, check
 from tests.chaos.proxy import Wires
 from tests.checkpoints import make_checkpoint
@@ -53,6 +55,8 @@ class Campaign:
     pause_s: float = 2.0
     seed: int = 0
     frontends: int = 1
+    ranks: int = 1
+    """Processes of each worker. Faults other than a cut strike any of them."""
 
 
 @dataclass(slots=True)
@@ -217,6 +221,7 @@ def run(campaign: Campaign, folder: Path) -> Outcome:
         # Steps of a tiny model cost the same whatever they hold.
         "--max-num-batched-tokens=2048",
         f"--frontends={campaign.frontends}",
+        f"--tensor-parallel-size={campaign.ranks}",
     ) as (served, wires):
         load = Load(served.grpc, campaign.num_streams, oracle.vocab_size, campaign.max_tokens, campaign.seed)
         strikes = asyncio.run(_strike_under_load(campaign, served, wires, load))
@@ -242,6 +247,8 @@ async def _strike_under_load(campaign: Campaign, served: Served, wires: Wires, l
         for fault in faults:
             workers = await _serving(served, streaming)
             name, pid = rng.choice(workers)
+            if campaign.ranks > 1:
+                pid = rng.choice([pid, *(child.pid for child in psutil.Process(pid).children())])
             strikes.append(Strike(fault, name, time.time()))
             healing.append(asyncio.create_task(_strike(fault, name, pid, wires, stays=rng.random() < 0.5)))
             await asyncio.wait({streaming}, timeout=campaign.pause_s)

@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+import pytest
+
 from tests.chaos.campaign import Campaign, Fault, preemptions, run
 
 
@@ -14,4 +16,14 @@ def test_faults_of_every_kind_lose_and_repeat_nothing(tmp_path: Path) -> None:
 
     print(outcome.figures())
     assert len(outcome.strikes) == len(Fault)
+    assert sum(preemptions(streamed) for streamed in outcome.streams) > 0
+
+
+@pytest.mark.release
+def test_faults_of_ranks_lose_and_repeat_nothing(tmp_path: Path) -> None:
+    """The same with workers of two ranks, when a fault strikes either of them."""
+    outcome = run(Campaign(num_streams=8, faults_of_each_kind=2, max_tokens=80, pause_s=1.0, ranks=2), tmp_path)
+
+    print(outcome.figures())
+    assert len(outcome.strikes) == 2 * len(Fault)
     assert sum(preemptions(streamed) for streamed in outcome.streams) > 0

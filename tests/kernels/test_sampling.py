@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any
 
@@ -26,8 +27,11 @@ from kernels.sampling import (
     nonfinite_rows,
     process_logits_reference,
     sample,
+    sample_checked,
     sample_reference,
 )
+from kernels.split_sampling import best_in_part, best_of_parts
+from tests.cpu_kernels import cpu_kernels
 from tests.examples import examples
 from tests.kernels.rounding import assert_drawn, assert_survivors
 
@@ -334,3 +338,27 @@ def test_cpu_kernels_draw_from_logits_of_any_size(kernels: Native) -> None:
 
         assert found[:4] == sample_reference(logits, params).tolist()[:4], temperature
         assert found[4] == -1
+
+
+@pytest.mark.parametrize("level", ["off", *(kernels.level_name for kernels in native_levels())])
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_ranks_draw_what_one_process_draws(level: str, temperature: float) -> None:
+    """The best token of the best part is the token of the whole vocabulary, whichever part has ties or is empty."""
+    vocab_size, borders = 5003, (0, 1728, 3456, 5003)
+    logits = torch.randn(8, vocab_size, generator=torch.Generator().manual_seed(7)) * 3
+    logits[1] = logits[1].round()  # many ties
+    logits[2, 1728:] = -torch.inf
+    logits[3] = -torch.inf
+    logits[4, 4000] = torch.nan
+    logits[5, 2] = torch.inf
+    logits[6, :4000] = -torch.inf
+    rows = torch.arange(8)
+    params = sampling(8, temperature=temperature, seed=(rows << 60) + 5, choice=rows % 2)
+    with cpu_kernels(level):
+        expected = sample_checked(logits, params)
+        parts = [
+            best_in_part(logits[:, begin:end].contiguous(), params, begin) for begin, end in itertools.pairwise(borders)
+        ]
+
+    assert best_of_parts(torch.stack(parts)).tolist() == expected.tolist()
+    assert expected.tolist()[3:6] == [-1, -1, -1]

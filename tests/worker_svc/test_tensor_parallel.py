@@ -12,9 +12,11 @@ from tests.worker_svc.driver import Driver, make_engine
 from tests.worker_svc.oracle import Oracle, Verdict
 from tests.worker_svc.ranks import Ranks, ranks
 from tests.worker_svc.test_oracle import generate_all
+from tests.worker_svc.test_speculation import SAMPLINGS as OTHER_SAMPLINGS
 from worker_svc.model.families import ARCHITECTURES
 
 PROMPT_LENGTHS = (1, 5, 33, 130)
+COUNT = 20
 
 
 @pytest.fixture(scope="module")
@@ -40,34 +42,43 @@ def test_greedy_tokens_equal_generate(architecture: str, pair: Ranks, tmp_path: 
 
 
 SAMPLINGS = {
-    "plain": plan_pb2.SamplingParams(temperature=1.5, seed=7),
-    "top_p": plan_pb2.SamplingParams(temperature=1.5, seed=7, top_p=0.8, top_k=50),
-    "logprobs": plan_pb2.SamplingParams(temperature=0.9, seed=8, logprobs=3, prompt_logprobs=2),
-    "penalties": plan_pb2.SamplingParams(
-        temperature=1.0, seed=9, repetition_penalty=1.4, banned_token_ids=to_column(list(range(0, VOCAB_SIZE, 2)))
+    "plain": plan_pb2.SamplingParams(temperature=1.5, top_p=1, seed=7),
+    "cold": plan_pb2.SamplingParams(temperature=0.2, top_p=1, seed=1 << 63, choice=2),
+    "banned": plan_pb2.SamplingParams(
+        temperature=1.0, top_p=1, seed=9, banned_token_ids=to_column(list(range(0, VOCAB_SIZE, 2)))
     ),
-    "greedy": plan_pb2.SamplingParams(),
+    **{name: sampling for name, sampling in OTHER_SAMPLINGS.items() if "grammar" not in name},
 }
 
 
-def test_sampled_tokens_equal_those_of_one_process(pair: Ranks, tmp_path: Path) -> None:
-    """Rows with and without filters, rules and log-probabilities, alone and in one batch, get the same tokens."""
+@pytest.mark.parametrize("speculation", ["off", "ngram"])
+@pytest.mark.parametrize("names", [["plain", "cold", "greedy"], list(SAMPLINGS)], ids=["exchanged", "gathered"])
+def test_sampled_tokens_equal_those_of_one_process(
+    names: list[str], speculation: str, pair: Ranks, tmp_path: Path
+) -> None:
+    """Rows with and without filters, rules and log-probabilities in one batch get the tokens and scores of one process.
+
+    So do rows with drafts.
+    """
     folder = make_checkpoint("LlamaForCausalLM", tmp_path)
 
-    def generate(driver: Driver) -> tuple[list[list[int]], list[list[int]], list[bytes]]:
-        alone = [driver.generate([5, 6, 7, 8], 8, sampling=sampling) for sampling in SAMPLINGS.values()]
-        scores = []
-        rows = [driver.admit([9, 10, 11], sampling=sampling) for sampling in SAMPLINGS.values()]
+    def generate(driver: Driver) -> tuple[list[list[int]], int]:
+        prompts = [[9, 10, 11, number] * 3 for number in range(len(names))]
+        rows = [driver.admit(prompt, sampling=SAMPLINGS[name]) for prompt, name in zip(prompts, names, strict=True)]
         for row in rows:
-            driver.chunk(row, 3)
-        for _ in range(8):
+            driver.chunk(row, 12)
+        num_scores = 0
+        while min(len(driver.rows[row].tokens) for row in rows) < 12 + COUNT:
             driver.step()
-            scores += [section.SerializeToString() for section in driver.last_result.scores]
-        return alone, [driver.leave(row) for row in rows], scores
+            num_scores += len(driver.last_result.scores)
+            if speculation != "off" and driver.plan.step == 3:
+                for row in rows:
+                    driver.speculate(row, 3)
+        return [driver.leave(row)[: 12 + COUNT] for row in rows], num_scores
 
-    expected = generate(Driver(make_engine(folder)))
-    with pair.driver(folder) as driver:
+    expected = generate(Driver(make_engine(folder, speculation=speculation)))
+    with pair.driver(folder, speculation=speculation) as driver:
         found = generate(driver)
 
-    assert found[:2] == expected[:2]
-    assert len(found[2]) == len(expected[2]) > 0
+    assert found == expected
+    assert (driver.num_drafted > 0) == (speculation != "off")

@@ -21,6 +21,7 @@ from kernels.paged_attention import paged_attention, paged_attention_reference, 
 from kernels.qkv import rotate_and_cache
 from kernels.sampling import SamplingTensors, sample, sample_reference
 from kernels.scatter import scatter_words
+from kernels.split_sampling import best_in_part, best_of_parts
 from kernels.token_masks import mask_tokens, mask_tokens_reference
 from tools.gpu.results import Figures
 from worker_svc.device.accelerator import make_accelerator
@@ -58,6 +59,7 @@ def smoke(device: torch.device, dtype: torch.dtype, sizes: Sizes) -> Iterator[tu
         ("attention with window and cap", partial(attention, [(600, 300), (400, 1)], window=100, cap=30.0)),
         ("maxima_kernel, pivots_kernel, gather_kernel, select_kernel", partial(_sampling, at, True)),
         ("draw_tiles_kernel, draw_rows_kernel", partial(_sampling, at, False)),
+        ("draw_tiles_kernel over parts of the vocabulary", partial(_sampling_parts, at)),
         ("mask_tokens_kernel", partial(_mask, at)),
         ("copy_blocks_kernel", partial(_copy, at, pinned=False)),
     ]
@@ -194,6 +196,25 @@ def _silu_mul(at: At) -> float:
 
 def _sampling(at: At, truncated: bool) -> float:
     """Return the share of draws that differ from the reference's."""
+    logits, params = _draws(at, truncated)
+    return _few_differ(sample(logits, params), sample_reference(logits, params))
+
+
+def _sampling_parts(at: At) -> float:
+    """Return the share of draws over two parts of the vocabulary, as two ranks have them, that differ."""
+    logits, params = _draws(at, truncated=False)
+    border = at.sizes.vocab_size // 128 * 64
+    parts = [best_in_part(logits[:, :border], params, 0), best_in_part(logits[:, border:], params, border)]
+    return _few_differ(best_of_parts(torch.stack(parts)), sample_reference(logits, params))
+
+
+def _few_differ(found: torch.Tensor, expected: torch.Tensor) -> float:
+    differing = float((found != expected).float().mean())
+    assert differing <= 1 / len(found), f"{differing:.0%} of the draws differ"
+    return differing
+
+
+def _draws(at: At, truncated: bool) -> tuple[torch.Tensor, SamplingTensors]:
     rows = 33  # odd: the columns of a packed upload are not aligned
     floats, ints = (
         torch.ones(rows + 1, device=at.device)[1:],
@@ -210,10 +231,7 @@ def _sampling(at: At, truncated: bool) -> float:
         any_random=True,
         any_truncation=truncated,
     )
-    logits = 3 * torch.randn(rows, at.sizes.vocab_size, device=at.device)
-    differing = float((sample(logits, params) != sample_reference(logits, params)).float().mean())
-    assert differing <= 1 / rows, f"{differing:.0%} of the draws differ"
-    return differing
+    return 3 * torch.randn(rows, at.sizes.vocab_size, device=at.device), params
 
 
 def _mask(at: At) -> float:

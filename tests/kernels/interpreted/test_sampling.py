@@ -32,6 +32,7 @@ from kernels.sampling import (
     sample_reference,
 )
 from kernels.sampling_triton import launch
+from kernels.split_sampling import best_in_part, best_of_parts
 from tests.examples import examples
 from tests.kernels.rounding import assert_drawn, possible_scores
 from tests.kernels.test_philox import KNOWN_ANSWERS
@@ -120,6 +121,29 @@ def test_draws_are_the_references(vocab_size: int) -> None:
     logits = torch.randn(8, vocab_size, generator=torch.Generator().manual_seed(vocab_size)) * 2
 
     assert_drawn(sample(logits, params), logits, params, noise_error=1e-5)
+
+
+def test_ranks_draw_what_one_process_draws() -> None:
+    """The best token of the best part of the vocabulary is the token of the whole, with greedy and random rows."""
+    rows = torch.arange(6)
+    params = SamplingTensors(
+        temperature=torch.tensor([0.0, 1.0, 0.7, 1.5, 1.0, 0.0]),
+        top_k=torch.zeros(6).int(),
+        top_p=torch.ones(6),
+        min_p=torch.zeros(6),
+        seed=rows * 0x1234567890ABCDE - 7,
+        choice=(rows % 3).int(),
+        position=(rows + 100).int(),
+        any_random=True,
+        any_truncation=False,
+    )
+    logits = torch.randn(6, 2500, generator=torch.Generator().manual_seed(3)) * 2
+    logits[3, :1280] = -torch.inf
+    logits[4, 2000] = torch.nan
+    for given_params in (params, replace(params, any_random=False)):
+        parts = [best_in_part(logits[:, :1280], given_params, 0), best_in_part(logits[:, 1280:], given_params, 1280)]
+
+        assert best_of_parts(torch.stack(parts)).tolist() == sample_checked(logits, given_params).tolist()
 
 
 def test_ties_and_nan() -> None:
