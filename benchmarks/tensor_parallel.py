@@ -10,6 +10,7 @@ is its own, so that a slow moment of the machine affects both sides.
 import argparse
 import json
 import os
+import socket
 import statistics
 import subprocess
 import sys
@@ -26,6 +27,7 @@ from opentelemetry.trace import NoOpTracer
 from protos.quire.plan.v1 import plan_pb2
 from shared.columns import to_column
 from shared.config import WorkerConfig
+from shared.logging import configure_logging
 from worker_svc.device.choice import set_threads
 from worker_svc.execution.assembly import build_engine
 from worker_svc.execution.engine import Engine
@@ -139,7 +141,21 @@ def _compare(options: argparse.Namespace, folder: Path, group: Group) -> dict[st
             for name, (of_one, of_ranks) in found.items()
         }
     followers.stop()
-    return {"ranks": group.size, "cores": cores, "rounds": options.rounds, "steps": options.steps, "cases": cases}
+    how = "sockets" if options.sockets else "shared memory"
+    return {
+        "ranks": group.size,
+        "sums": how,
+        "cores": cores,
+        "rounds": options.rounds,
+        "steps": options.steps,
+        "cases": cases,
+    }
+
+
+def _free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
 
 
 def main() -> int:
@@ -150,10 +166,12 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=20, help="decode steps per measurement")
     parser.add_argument("--layers", type=int, default=_MODEL["num_hidden_layers"])
+    parser.add_argument("--sockets", action="store_true", help="add up through gloo, as on several machines")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--rank", type=int, default=0, help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
+    configure_logging("benchmark")
     set_threads(0, options.ranks)
     if options.rank:
         group = meet(join(Place(Shard(options.rank, options.ranks), options.rank, options.ranks), _CPU), _CPU)
@@ -162,7 +180,10 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "config.json").write_text(json.dumps(_MODEL | {"num_hidden_layers": options.layers}))
-        os.environ |= {RENDEZVOUS: f"{name}/ranks", "GLOO_SOCKET_IFNAME": "lo"}
+        os.environ |= {"GLOO_SOCKET_IFNAME": "lo", RENDEZVOUS: f"{name}/ranks"}
+        if options.sockets:
+            del os.environ[RENDEZVOUS]
+            os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
         command = [sys.executable, "-m", "benchmarks.tensor_parallel", f"--ranks={options.ranks}", f"--folder={name}"]
         processes = [subprocess.Popen([*command, f"--rank={rank}"]) for rank in range(1, options.ranks)]
         try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from ctypes import CDLL, POINTER, byref, c_int, c_int64, c_uint64, c_void_p
+from ctypes import CDLL, POINTER, byref, c_double, c_int, c_int64, c_uint64, c_void_p
 from functools import cache
 from pathlib import Path
 
@@ -11,7 +11,7 @@ import torch
 
 from kernels.native.structures import CAttention, CDecoder, CLinear, CSampling, CStep
 
-ABI = 7
+ABI = 8
 """Required result of the library's `quire_abi`."""
 LEVELS = {"portable": 0, "avx2": 1, "avx512": 2, "amx": 3}
 _log = logging.getLogger(__name__)
@@ -97,6 +97,8 @@ def declare(library: CDLL) -> None:
         "quire_attention": [c_int, POINTER(CAttention)],
         "quire_argmax": [c_int, c_void_p, c_int64, c_int64, c_int64, c_void_p],
         "quire_sample": [c_int, POINTER(CSampling)],
+        "quire_shared_sum_bytes": [c_int64],
+        "quire_shared_sum": [c_void_p, c_int64, c_int64, c_void_p, c_int64, c_double],
         "quire_decoder": [c_int, POINTER(CDecoder), POINTER(CStep), c_void_p],
     }
     for name, argtypes in declared.items():
@@ -105,5 +107,7 @@ def declare(library: CDLL) -> None:
         function.restype = None
     library.quire_levels.restype = c_int
     library.quire_decoder.restype = c_int
+    library.quire_shared_sum.restype = c_int
+    library.quire_shared_sum_bytes.restype = c_int64
     library.quire_activation_stride.restype = c_int64
     library.quire_read.restype = c_uint64

@@ -7,6 +7,7 @@ follows rank 0 with this engine until it says stop, then takes the next job.
 import contextlib
 import json
 import os
+import socket
 import subprocess
 import sys
 import tempfile
@@ -63,16 +64,19 @@ class Ranks:
 
 
 @contextlib.contextmanager
-def ranks(size: int, **environ: str) -> Iterator[Ranks]:
-    """Start a group."""
-    with tempfile.TemporaryDirectory() as folder:
-        os.environ |= {RENDEZVOUS: f"{folder}/ranks", "GLOO_SOCKET_IFNAME": "lo"}
+def ranks(size: int, *, one_machine: bool = True) -> Iterator[Ranks]:
+    """Start a group: as a worker does on its own machine, or as torchrun does on several."""
+    with tempfile.TemporaryDirectory() as folder, socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+        free.close()
+        place = {RENDEZVOUS: f"{folder}/ranks"} if one_machine else {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        os.environ |= place | {"GLOO_SOCKET_IFNAME": "lo"}
         processes = [
             subprocess.Popen(
                 [sys.executable, "-m", "tests.worker_svc.ranks", str(rank), str(size)],
                 stdin=subprocess.PIPE,
                 text=True,
-                env=os.environ | environ,
             )
             for rank in range(1, size)
         ]
@@ -88,7 +92,8 @@ def ranks(size: int, **environ: str) -> Iterator[Ranks]:
                 process.wait()
             if dist.is_initialized():
                 dist.destroy_process_group()
-            del os.environ[RENDEZVOUS]
+            for name in place:
+                del os.environ[name]
 
 
 def main() -> int:

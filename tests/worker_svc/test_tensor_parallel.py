@@ -19,10 +19,10 @@ PROMPT_LENGTHS = (1, 5, 33, 130)
 COUNT = 20
 
 
-@pytest.fixture(scope="module")
-def pair() -> Iterator[Ranks]:
-    """Two ranks."""
-    with ranks(2) as started:
+@pytest.fixture(scope="module", params=["one machine", pytest.param("several machines", marks=pytest.mark.release)])
+def pair(request: pytest.FixtureRequest) -> Iterator[Ranks]:
+    """Two ranks, which add up through shared memory or through sockets."""
+    with ranks(2, one_machine=request.param == "one machine") as started:
         yield started
 
 

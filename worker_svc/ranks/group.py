@@ -1,18 +1,25 @@
 """The ranks of one worker, and collectives among them: gloo for tensors on CPUs, NCCL for tensors on GPUs.
 
+Ranks that a worker has started on its own machine add up float32 tensors through shared memory: a step on a CPU has two
+sums per layer, and a sum over sockets wakes several threads.
+
 All ranks must call the same methods in the same order with tensors of the same shapes. A collective fails as soon as
 the connection to another rank breaks, and at the latest after `TIMEOUT_S`. No rank can continue after that.
 """
 
+import contextlib
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
+from kernels.native.shared_sum import SharedSum
 from shared.config import ConfigError
+from shared.logging import get_logger
 from worker_svc.ranks.shard import Shard
 
 TIMEOUT_S = 120.0
@@ -62,10 +69,22 @@ def place_of(tensor_parallel_size: int, environ: Mapping[str, str]) -> Place:
 class Group:
     """The ranks of one worker; by default one rank, for which every collective is empty."""
 
-    def __init__(self, shard: Shard | None = None, processes: dist.ProcessGroup | None = None) -> None:
-        """Create a group over `processes`; None: of one rank."""
+    def __init__(
+        self,
+        shard: Shard | None = None,
+        processes: dist.ProcessGroup | None = None,
+        shared_sum: SharedSum | None = None,
+    ) -> None:
+        """Create a group.
+
+        Args:
+            shard: the place of this rank; None: it is the only one.
+            processes: the ranks, for torch; None: torch's default group.
+            shared_sum: adds up float32 tensors on CPUs; None: `processes` does.
+        """
         self.shard = shard or Shard()
         self._processes = processes
+        self._shared_sum = shared_sum
 
     @property
     def rank(self) -> int:
@@ -79,7 +98,11 @@ class Group:
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         """Add up a contiguous tensor over all ranks, in place, and return it."""
-        if self.size > 1 and tensor.numel():
+        if self.size == 1 or not tensor.numel():
+            return tensor
+        if self._shared_sum is not None and tensor.dtype == torch.float32 and tensor.device.type == "cpu":
+            self._shared_sum.add_up(tensor, TIMEOUT_S)
+        else:
             dist.all_reduce(tensor, group=self._processes)
         return tensor
 
@@ -145,12 +168,38 @@ def meet(group: Group, device: torch.device) -> Group:
     if group.size == 1:
         return group
     try:
-        group.least((0,))
+        shared_sum = _share_sums(group) if device.type == "cpu" else None
         backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
         processes = dist.new_group(backend=backend, timeout=timedelta(seconds=TIMEOUT_S))
     except RuntimeError as error:
         raise RankLostError(f"a rank ended while it loaded the model: {_one_line(error)}") from None
-    return Group(group.shard, processes)
+    return Group(group.shard, processes, shared_sum)
+
+
+def _share_sums(group: Group) -> SharedSum | None:
+    """Return the shared memory of ranks on one machine; None if it is not available to all of them.
+
+    The file is removed as soon as all ranks have opened it, so that it does not outlive them.
+    """
+    rendezvous = os.environ.get(RENDEZVOUS)
+    if rendezvous is None:
+        group.least((0,))
+        return None
+    memory = Path("/dev/shm")
+    file = (memory if memory.is_dir() else Path(rendezvous).parent) / f"quire-{Path(rendezvous).parent.name}"
+    shared_sum = None
+    try:
+        if group.rank == 0:
+            SharedSum.create(file, group.size)
+    except OSError as error:
+        get_logger().info("ranks add up through sockets: no shared memory", reason=str(error))
+    group.least((0,))  # the file is there, or it will not be
+    with contextlib.suppress(OSError):
+        shared_sum = SharedSum(file, group.rank, group.size)
+    (all_have_it,) = group.least((int(shared_sum is not None),))
+    if group.rank == 0:
+        file.unlink(missing_ok=True)
+    return shared_sum if all_have_it else None
 
 
 def _one_line(error: Exception) -> str:

@@ -14,6 +14,7 @@
 #include "levels.h"
 #include "linear.h"
 #include "sampling.h"
+#include "shared_sum.h"
 #include "threads.h"
 
 #define QUIRE_API extern "C" __attribute__((visibility("default")))
@@ -23,7 +24,7 @@ namespace {
 using namespace quire;
 
 // Version of the ABI: increased with every change of a structure or function, together with ABI in library.py.
-constexpr int kAbi = 7;
+constexpr int kAbi = 8;
 
 const Kernels* kernels_of(int level) {
   switch (level) {
@@ -162,4 +163,12 @@ QUIRE_API void quire_sample(int level, const Sampling* sampling) { sample_rows(*
 // Returns 0, or 1 if the sum over the ranks failed.
 QUIRE_API int quire_decoder(int level, const Decoder* decoder, const Step* step, int64_t* nanoseconds) {
   return run_decoder(*kernels_of(level), *decoder, *step, nanoseconds) ? 0 : 1;
+}
+
+QUIRE_API int64_t quire_shared_sum_bytes(int64_t ranks) { return shared_sum_bytes(ranks); }
+
+// Returns 1, or 0 after a timeout.
+QUIRE_API int quire_shared_sum(void* shared, int64_t rank, int64_t ranks, float* data, int64_t count,
+                               double timeout_s) {
+  return shared_sum(shared, rank, ranks, data, count, timeout_s) ? 1 : 0;
 }
