@@ -16,6 +16,7 @@ from tests.services.stack import Stack, running_stack
 STEPS_PER_S = 50
 PARTS_PER_S = 5
 NUM_BLOCKS = 16384
+TRACES = "https://traces.example/trace/"
 _TENANTS = ("search", "chat", "batch", "mail")
 
 
@@ -75,6 +76,7 @@ class _Batch:
             tenant=_TENANTS[number % len(_TENANTS)],
             prompt_tokens=100,
             max_tokens=430,
+            trace_id=f"{number:032x}",
         )
 
     def _add_load(self, part: admin.WatchStepsResponse) -> None:
@@ -157,7 +159,7 @@ def big_batch(num_rows: int) -> Iterator[str]:
     async def main() -> None:
         nonlocal address
         with tempfile.TemporaryDirectory() as folder:
-            async with running_stack(Path(folder)) as stack:
+            async with running_stack(Path(folder), console_trace_url=TRACES + "{trace_id}") as stack:
                 address = f"127.0.0.1:{stack.http.base_url.port}"
                 ready.set()
                 await _stream(stack, _Batch(num_rows), ended)

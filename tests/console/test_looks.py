@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 from playwright.sync_api import Page
 
-from tests.console.big_batch import NUM_BLOCKS, big_batch
+from tests.console.big_batch import NUM_BLOCKS, TRACES, big_batch
 from tests.console.browser import needs_chromium, opened, shoot, until
 
 pytestmark = [needs_chromium, pytest.mark.release]
@@ -84,3 +84,5 @@ def test_a_block_that_is_clicked_opens_its_owner(address: str) -> None:
         page.locator("#blocks canvas").first.click(position={"x": place[0], "y": place[1]})
         assert place[2] in page.inner_text("#block-hover")
         assert place[2] in page.inner_text("#details-title")
+        number = int(place[2].removeprefix("request-"))
+        assert page.get_attribute("#trace a", "href") == f"{TRACES}{number:032x}"

@@ -211,3 +211,110 @@ def test_views_are_few_and_need_a_record(tmp_path: Path) -> None:
         without = LiveViews(None, service.hub, service.core, 0, "fcfs")
         assert _ask(without, 1).error.reason == "UNSUPPORTED_METHOD"
         without.publish(0.0)
+
+
+def test_rows_that_take_no_part_are_shown(tmp_path: Path) -> None:
+    """Each occupied row is in exactly one group of columns: decode, prefill or waiting."""
+    with _service(tmp_path, max_num_seqs=3, max_num_batched_tokens=8, policy="priority") as service:
+        service.watch()
+        _work(service)
+        service.settle()
+        service.run()
+        service.settle()
+        found = [part for part, _ in service.received()]
+
+    occupied: set[int] = set()
+    held: set[int] = set()
+    steps = {step.step: step for part in found for step in part.steps}
+    for plan in service.plans:
+        occupied = (occupied - set(plan.leaves.tolist())) | {each.row for each in plan.admissions}
+        held = ((held | set(plan.holds.tolist())) - set(plan.releases.tolist())) & occupied
+        held -= {each.row for each in plan.admissions}
+        step = steps[plan.step]
+        groups = [*step.decode_rows, *step.prefill_rows, *step.waiting_rows]
+        assert sorted(groups) == sorted(occupied)
+        assert held <= set(step.waiting_rows)
+        assert len(step.waiting_rows) == len(step.waiting_requests)
+    assert any(step.waiting_rows for step in steps.values())
+
+
+def test_what_went_wrong_is_shown(tmp_path: Path) -> None:
+    """Preemptions, and workers that are lost or join, are incidents with the names of those concerned."""
+    with _service(tmp_path, max_num_seqs=3, max_num_batched_tokens=8, policy="priority") as service:
+        service.watch()
+        _work(service)
+        service.settle()
+        service.lose(b"w/1")
+        service.join(ModelWorker(b"w/2", 64, 4, 8), "successor")
+        service.run()
+        service.settle()
+        found = [incident for part, _ in service.received() for incident in part.incidents]
+
+    kinds = admin.Incident
+    workers = [(each.kind, each.worker_id) for each in found if each.worker_id]
+    # The first worker has joined before or after the recorder's thread began with the view.
+    assert workers[-2:] == [(kinds.KIND_WORKER_LOST, "w"), (kinds.KIND_WORKER_JOINED, "successor")]
+    victims = {each.request_id for each in found if each.kind == kinds.KIND_PREEMPTED}
+    assert victims
+    assert victims <= {f"r{stream}" for stream in range(1, 7)}
+    times = [each.time.ToNanoseconds() for each in found]
+    assert times == sorted(times)
+
+
+def test_the_rates_are_those_of_the_core(tmp_path: Path) -> None:
+    """Arrivals, ends, tokens and met targets are counted once, over all loads."""
+    with _service(tmp_path, max_num_seqs=3, max_num_batched_tokens=8) as service:
+        service.watch()
+        for stream in range(1, 7):
+            late = service.now - 1.0 if stream in (2, 3) else None
+            service.submit(stream, [stream] * 5, 4, ttft_deadline=late if stream == 2 else None, total_deadline=late)
+        service.handle(ev.RequestCancelled(frontend=FRONTEND, stream=6))
+        service.run()
+        service.settle()
+        rates = [part.load.rates for part, _ in service.received() if part.HasField("load")]
+
+    assert sum(each.arrived_requests for each in rates) == 6
+    assert sum(each.completed_requests for each in rates) == 5
+    assert sum(each.good_requests for each in rates) == 3
+    assert sum(each.output_tokens for each in rates) == 5 * 4
+    assert sum(each.prompt_tokens for each in rates) == sum(
+        plan.chunk_lengths.sum() for plan in service.plans if len(plan.chunk_rows)
+    )
+    assert sum(each.ttft.count for each in rates) == 5
+    assert all(0 < each.ttft.p50 <= each.ttft.p99 for each in rates if each.ttft.count)
+    assert sum(each.itl.count for each in rates) > 0
+
+
+def test_tables_are_for_views_that_ask(tmp_path: Path) -> None:
+    """A view that asked gets the core's queues and blocks, at most twice per second; others get none."""
+    with _service(tmp_path, max_num_seqs=2, max_num_batched_tokens=64) as service:
+        for stream in range(5):
+            service.submit(stream, [stream, 1, 2, 3, 4], 9)
+        service.plan()
+        service.watch()
+        service.settle()
+        assert not any(part.HasField("tables") for part, _ in service.received())
+
+        service.views.end(WATCHER, [1])
+        request = link_pb2.OperatorRequest(number=1)
+        request.call.Pack(admin.WatchStepsRequest(tables=True))
+        assert not service.views.ask(WATCHER, request).HasField("error")
+        for _ in range(20):
+            service.now += 0.1
+            service.views.publish(service.now)
+        service.hub.flush()
+        found = [part.tables for part, _ in service.received() if part.HasField("tables")]
+
+    assert 3 <= len(found) <= 5
+    (blocks,) = found[-1].block_maps
+    assert (blocks.worker_id, blocks.device.total, len(blocks.owners)) == ("w", 64, 2)
+    (worker,) = service.core.stats().workers
+    counts = dict.fromkeys(range(3), 0)
+    for length, state in zip(blocks.device.lengths, blocks.device.states, strict=True):
+        counts[min(state, 3)] = counts.get(min(state, 3), 0) + length
+    assert counts == {0: worker.blocks_free, 1: worker.blocks_cached, 2: 0, 3: worker.blocks_held}
+    (queue,) = found[-1].queues
+    assert found[-1].policy == "fcfs"
+    assert (queue.reason, queue.length) == ("room", 3)
+    assert [each.request_id for each in queue.first] == ["r2", "r3", "r4"]
+    assert len({each.number for each in queue.first} | set(blocks.owners)) == 5

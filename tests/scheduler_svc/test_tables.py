@@ -8,8 +8,8 @@ import pytest
 from scheduler_svc.core.interface import events as ev
 from scheduler_svc.core.lifecycle import tables
 from scheduler_svc.core.lifecycle.tables import BlockMap, Blocks
-from scheduler_svc.core.workers.worker import Worker
 from scheduler_svc.sim.model_worker import ModelWorker
+from tests.scheduler_svc.block_states import states_of
 from tests.scheduler_svc.cluster import FRONTEND, Cluster
 
 
@@ -17,25 +17,6 @@ def _cluster(**limits: object) -> Cluster:
     cluster = Cluster(**({"max_num_seqs": 6, "max_num_batched_tokens": 32} | limits))
     cluster.join(ModelWorker(b"w/1", 20, 4, 8, num_host_blocks=40))
     return cluster
-
-
-def _expected(worker: Worker) -> list[tuple[str, set[int]]]:
-    """Returns by block its state and the streams of the requests that hold it, read block by block."""
-    holders: dict[int, set[int]] = {}
-    for row in range(worker.rows.max_rows):
-        request = worker.rows.requests[row]
-        for block in worker.rows.blocks(row).tolist() if request is not None else ():
-            assert request is not None
-            holders.setdefault(block, set()).add(request.key.stream)
-    pool = worker.pool
-    free = set(pool._free[: pool.num_free].tolist())
-    cached = set(pool._cached.validate())
-    found = []
-    for block in range(pool.num_blocks):
-        held = holders.get(block, set())
-        state = "free" if block in free else "cached" if block in cached else "retired"
-        found.append((("shared" if len(held) > 1 else "held") if held else state, held))
-    return found
 
 
 def _shown(found: BlockMap, blocks: Blocks) -> list[tuple[str, int | None]]:
@@ -61,7 +42,7 @@ def test_a_block_map_is_the_pool_and_the_block_tables() -> None:
         cluster.plan()
         (worker,) = cluster.core._fleet
         (found,) = cluster.core.tables().block_maps
-        expected = _expected(worker)
+        expected = states_of(worker)
         assert found.device.total == len(expected) == 20
         for (state, owner), (expected_state, holders) in zip(_shown(found, found.device), expected, strict=True):
             assert state == expected_state
