@@ -101,10 +101,10 @@ def _policy(best: Measured, slo: Slo, has_tenants: bool, has_priorities: bool) -
         return Suggestion("--policy", "priority", "the requests have priorities, which other policies ignore")
     if has_tenants:
         return Suggestion("--policy", "fair", "the requests have tenants; fair divides the service between them")
-    if server is None or server.waiting_max is None:
+    if server is None or server.waiting is None:
         reason = "it is not known whether requests wait; give the server's --metrics"
         return Suggestion("--policy", "fcfs", reason)
-    if server.waiting_max < 1:
+    if server.waiting < 0.5:
         return Suggestion("--policy", "fcfs", "hardly a request waits at this load, so the order makes no difference")
     if (server.prefix_hit_share or 0.0) > 0.2:
         share = server.prefix_hit_share or 0.0

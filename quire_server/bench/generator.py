@@ -47,6 +47,8 @@ class Generated:
     """Turns that were cut or left out because they exceed the model's context."""
     cpu_s: float
     """CPU time of the process."""
+    held_back: int
+    """Sessions that waited because too many were open."""
 
 
 def open_target(address: Address, token: str) -> GrpcTarget | HttpTarget:
@@ -90,14 +92,15 @@ async def generate(plan: Plan, share: Share, target: Target, counters: Counters,
         await generator.run()
     finally:
         probe.cancel()
-    return Generated(generator.outcomes, generator.loop_late_s, generator.shortened, time.process_time() - cpu_s)
+    cpu_s = time.process_time() - cpu_s
+    return Generated(generator.outcomes, generator.loop_late_s, generator.shortened, cpu_s, generator.held_back)
 
 
 class _Generator:
     def __init__(self, plan: Plan, share: Share, target: Target, counters: Counters, start: float) -> None:
         self.outcomes: list[Outcome] = []
         self.loop_late_s = array("d")
-        self.shortened = 0
+        self.shortened = self.held_back = 0
         self._plan, self._share, self._target, self._counters, self._start = plan, share, target, counters, start
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -134,6 +137,7 @@ class _Generator:
                 index, due_s, session = item
                 await self._sleep_until(due_s)
                 # Beyond the limit the generator waits here; the session's intended start remains.
+                self.held_back += free.locked()
                 await free.acquire()
                 if self._now() - due_s > _HELD_BACK_S and self._plan.stops_early:
                     self._counters.stop()

@@ -49,6 +49,11 @@ class Report:
             repeat = f"repeat {number}: " if len(self.runs) > 1 else ""
             if run.bottleneck:
                 found.append(f"{repeat}the generator was the bottleneck: {run.bottleneck}; use more --processes")
+            if run.held_back:
+                found.append(
+                    f"{repeat}{run.held_back} sessions began late, because --max-in-flight {run.plan.max_in_flight}"
+                    " sessions were open; the delay counts as latency"
+                )
             if run.saturated_at_s is not None:
                 found.append(
                     f"{repeat}over-saturated: stopped after {run.saturated_at_s:.0f} s, because requests arrived faster"
@@ -168,7 +173,7 @@ def describe_server(run: Run) -> str:
         (server.kv_usage_max, "{:.0%} of the KV cache at most"),
         (server.prefix_hit_share, "{:.1%} prefix hits"),
         (server.preemptions, "{:.0f} preemptions"),
-        (server.idle_share, "workers idle {:.0%}"),
+        (server.device_idle_share, "device idle {:.0%}"),
     ]
     return ", ".join(text.format(value) for value, text in parts if value is not None) or "no known metrics"
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
+from pathlib import Path
 from typing import Any
 
 import uvloop
@@ -19,6 +20,7 @@ from quire_server.bench.figures import Figures, Sample, Slo, Spread, is_saturate
 from quire_server.bench.generator import Generated, generate, get_ready, open_target
 from quire_server.bench.outcomes import Outcome
 from quire_server.bench.plan import ANSWERED, BEGUN, ENDED, FAILED, TOKENS, Counters, Plan, Share
+from quire_server.bench.recorded import FLUSH_S, run_in_record
 from quire_server.bench.server import ServerFigures, gauges_of
 from quire_server.http_client import Server
 from quire_server.scrape import parse
@@ -70,12 +72,14 @@ class Run:
     saturated_at_s: float | None
     """When the arrivals ended early because the server was over-saturated."""
     server: ServerFigures | None
+    held_back: int = 0
+    """Sessions that waited because `max_in_flight` sessions were open."""
 
     @property
     def bottleneck(self) -> str:
         """Why the figures are those of the generator and not of the server; empty if they are not."""
         limit_s = max(LATE_S, self.figures.ttft.p50 / 20)
-        if self.figures.late.p99 > limit_s:
+        if self.figures.late.p99 > limit_s and not self.held_back:
             return f"requests were sent {1000 * self.figures.late.p99:.1f} ms late (p99)"
         if self.loop_late.p99 > limit_s:
             return f"tokens were noted {1000 * self.loop_late.p99:.1f} ms late (p99)"
@@ -89,6 +93,7 @@ async def run_plan(
     token: str = "",
     processes: int = 1,
     metrics: Server | None = None,
+    record: Path | None = None,
     watch: Callable[[Progress], None] = lambda _: None,
 ) -> Run:
     """Carry out a plan.
@@ -98,17 +103,20 @@ async def run_plan(
         slo: limits of good requests.
         token: bearer token.
         processes: number of generating processes; 1: this one.
-        metrics: server of `/metrics`; None: the server's figures are unknown.
+        metrics: server of `/metrics`; None: its figures are unknown.
+        record: folder of the server's flight record; None: its figures are unknown.
         watch: called with the progress twice per second.
 
     Raises:
         GeneratorError: a process failed.
-        OSError: the CA file cannot be read.
+        OSError: the CA file or the record cannot be read.
+        UnreadableRecordError: the record is not one, or of a newer version.
     """
     size = Counters.size(processes)
     values: Any = array("q", [0] * size) if processes == 1 else multiprocessing.RawArray("q", size)
     counters = Counters(values, Share())
     before = await asyncio.to_thread(_metrics_page, metrics) if metrics else None
+    scraped_at = time.perf_counter()
     watcher = _Watcher(plan, counters, metrics if before is not None else None, watch)
     if processes == 1:
         parts = [await _in_this_process(plan, token, counters, watcher)]
@@ -117,8 +125,14 @@ async def run_plan(
     after = await asyncio.to_thread(_metrics_page, metrics) if metrics and before is not None else None
     server = None
     if before is not None and after is not None:
-        server = ServerFigures.of(parse(before), parse(after), [parse(page) for page in watcher.pages])
+        between_s = time.perf_counter() - scraped_at
+        server = ServerFigures.of(parse(before), parse(after), [parse(page) for page in watcher.pages], between_s)
     outcomes = sorted((each for part in parts for each in part.outcomes), key=lambda each: each.intended_s)
+    if record is not None and outcomes:
+        await asyncio.sleep(FLUSH_S)
+        counted = [each for each in outcomes if each.counted] or outcomes
+        begin, end = (watcher.began_unix_s + at for at in (counted[0].intended_s, max(e.ended_s for e in counted)))
+        server = ServerFigures.with_record(server, await asyncio.to_thread(run_in_record, record, begin, end))
     return Run(
         plan=plan,
         outcomes=tuple(outcomes),
@@ -129,6 +143,7 @@ async def run_plan(
         processes=processes,
         saturated_at_s=watcher.saturated_at_s,
         server=server,
+        held_back=sum(part.held_back for part in parts),
     )
 
 
@@ -143,6 +158,8 @@ class _Watcher:
         watch: Callable[[Progress], None],
     ) -> None:
         self.saturated_at_s: float | None = None
+        self.began_unix_s = 0.0
+        """Wall clock at the begin of the run."""
         self.pages: list[str] = []
         """Gauges of the server, as text; parsing would delay the generator."""
         self._plan, self._counters, self._metrics, self._watch = plan, counters, metrics, watch
@@ -151,6 +168,7 @@ class _Watcher:
     async def run(self, start: float) -> None:
         """Watch the run that begins at `start`, until cancelled."""
         tokens, last_s = 0, 0.0
+        self.began_unix_s = time.time() - (time.perf_counter() - start)
         await asyncio.sleep(max(start - time.perf_counter(), 0.0))
         while True:
             await asyncio.sleep(_LOOK_EVERY_S)

@@ -1,12 +1,13 @@
-"""What the server says about a run: its metrics before and after, and its gauges meanwhile. Pure.
+"""What the server says about a run: its metrics before and after, its gauges meanwhile, and its flight record. Pure.
 
 The names are those that vLLM made common and Quire also reports; figures of Quire's own names exist for Quire only.
 """
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
+from quire_server.bench.recorded import RecordedRun
 from quire_server.scrape import Scrape
 
 _RUNNING, _WAITING, _KV_USAGE = "vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc"
@@ -36,12 +37,12 @@ class ServerFigures:
     steps: float | None
     rows_per_step: float | None
     """Mean occupancy: sequences in a step."""
-    idle_share: float | None
-    """Share of the time in which workers had no step."""
+    device_idle_share: float | None
+    """Share of the time in which the workers' devices computed no step."""
 
     @classmethod
-    def of(cls, before: Scrape, after: Scrape, meanwhile: Sequence[Scrape]) -> "ServerFigures":
-        """Return the figures between two scrapes, with those taken in between."""
+    def of(cls, before: Scrape, after: Scrape, meanwhile: Sequence[Scrape], seconds: float) -> "ServerFigures":
+        """Return the figures between two scrapes that are this far apart, with those taken in between."""
 
         def increase(name: str, **labels: str) -> float | None:
             # A counter that had no value before began at 0.
@@ -58,6 +59,11 @@ class ServerFigures:
         def mean(values: Sequence[float]) -> float | None:
             return sum(values) / len(values) if values else None
 
+        def busy_s() -> float | None:
+            phases = [increase("quire_worker_seconds_total", phase=phase) for phase in ("forward", "sample")]
+            return None if None in phases else sum(each or 0.0 for each in phases)
+
+        busy = share(busy_s(), seconds * after.sum("quire_workers"))
         steps = increase("quire_steps_total")
         waiting = gauges(_WAITING)
         return cls(
@@ -73,10 +79,14 @@ class ServerFigures:
             kv_usage_max=max(gauges(_KV_USAGE), default=None),
             steps=steps,
             rows_per_step=share(increase("quire_scheduled_rows_total"), steps),
-            idle_share=share(
-                increase("quire_worker_seconds_total", phase="idle"), increase("quire_worker_seconds_total")
-            ),
+            device_idle_share=None if busy is None else max(0.0, 1 - busy),
         )
+
+    @classmethod
+    def with_record(cls, scraped: "ServerFigures | None", recorded: RecordedRun) -> "ServerFigures":
+        """Return what metrics say, if there are any, with the figures that a record has of the run itself."""
+        values = asdict(scraped) if scraped is not None else dict.fromkeys(each.name for each in fields(cls))
+        return cls(**values | {name: value for name, value in asdict(recorded).items() if value is not None})
 
     def to_json(self) -> dict[str, Any]:
         """Return the figures that exist, by name."""

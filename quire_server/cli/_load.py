@@ -66,6 +66,12 @@ def add_server_flags(parser: OneLineParser) -> None:
         metavar="HOST:PORT",
         help="HTTP address of the server's /metrics (default: that of --url; none over gRPC)",
     )
+    add(
+        "--record",
+        type=_folder,
+        metavar="FOLDER",
+        help="folder of the flight record of a Quire server on this machine, such as ~/.local/state/quire/record",
+    )
 
 
 def add_workload_flags(parser: OneLineParser) -> None:
@@ -315,6 +321,13 @@ def _url(text: str) -> str:
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} is not a URL; give http://HOST:PORT") from None
     return text.rstrip("/").removesuffix("/v1")
+
+
+def _folder(text: str) -> Path:
+    folder = Path(text).expanduser()
+    if not folder.is_dir():
+        raise argparse.ArgumentTypeError(f"{text!r} is no folder; give the --record-dir of the server's scheduler")
+    return folder
 
 
 def _lengths(text: str) -> Any:

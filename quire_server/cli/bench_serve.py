@@ -83,6 +83,7 @@ def run(options: Namespace) -> int:
 async def _measure(options: Namespace) -> "Report":
     from quire_server.bench.report import Report
     from quire_server.bench.run import GeneratorError, run_plan
+    from scheduler_svc.recorder.segments import UnreadableRecordError
 
     slo = slo_of(options)
     _check_loop(options)
@@ -98,9 +99,10 @@ async def _measure(options: Namespace) -> "Report":
                 token=token(),
                 processes=options.processes,
                 metrics=metrics_of(options),
+                record=options.record,
                 watch=progress.update,
             )
-        except GeneratorError as error:
+        except (GeneratorError, UnreadableRecordError) as error:
             raise CommandError(str(error)) from None
         finally:
             progress.close()

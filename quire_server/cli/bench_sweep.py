@@ -82,6 +82,7 @@ async def _measure(options: Namespace) -> "SweepReport":
     from quire_server.bench.arrivals import Gamma, Users
     from quire_server.bench.run import GeneratorError, run_plan
     from quire_server.bench.sweep import SweepReport, sweep
+    from scheduler_svc.recorder.segments import UnreadableRecordError
 
     slo = slo_of(options)
     unit = "users" if options.users else "sessions/s"
@@ -108,9 +109,10 @@ async def _measure(options: Namespace) -> "SweepReport":
                 token=token(),
                 processes=options.processes,
                 metrics=metrics_of(options),
+                record=options.record,
                 watch=progress.update,
             )
-        except GeneratorError as error:
+        except (GeneratorError, UnreadableRecordError) as error:
             raise CommandError(str(error)) from None
         finally:
             progress.close()

@@ -107,6 +107,35 @@ def test_a_sweep_measures_growing_loads(demo: Served, tmp_path: Path) -> None:
     assert "up to 2 users, at least 95% of the requests keep e2e ≤ 60000 ms" in table
 
 
+def test_the_record_gives_the_figures_of_the_run_alone(demo: Served, tmp_path: Path) -> None:
+    """Steps, occupancy, prefix hits and idle time of the device; requests before the run do not count."""
+    record = demo.log.parent / "quire" / "record"
+    _bench(demo, tmp_path / "before.json", "--concurrency=2", "--requests=6")
+    before = demo.metric("quire_steps_total")
+    flags = ("--concurrency=2", "--requests=8", "--input=16", "--seed=7", f"--record={record}")
+    report = _bench(demo, tmp_path / "r.json", *flags)
+    steps = demo.metric("quire_steps_total") - before
+    (server,) = (repeat["server"] for repeat in report["repeats"])
+
+    # Plans that add no row and compute nothing are counted by the metric only.
+    assert 0 < server["steps"] <= steps
+    assert 1 <= server["rows_per_step"] <= 2
+    assert 0 <= server["device_idle_share"] < 1
+    assert (server["preemptions"], server["prefix_hit_share"]) == (0, 0.0)
+
+
+@pytest.mark.release
+def test_an_over_saturated_service_ends_the_arrivals(demo: Served, tmp_path: Path) -> None:
+    """400 requests per second of 128 tokens are more than two cores serve; the report says so in words."""
+    flags = ("--rate=400", "--duration=600", "--input=64", "--output=128", "--drain=1")
+    file = tmp_path / "r.json"
+    quire("bench", "serve", f"--target={demo.grpc}", *flags, f"--json={file}")
+    report = json.loads(file.read_text())
+
+    assert report["repeats"][0]["saturated_at_s"] < 120
+    assert any("over-saturated: stopped after" in each for each in report["warnings"])
+
+
 class _Page(HTMLParser):
     """Collects tags and checks that they are closed in order."""
 

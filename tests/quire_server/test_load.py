@@ -82,7 +82,22 @@ def test_a_request_that_the_generator_could_not_send_counts_from_its_intended_st
     assert last.ttft_s is not None
     assert last.ttft_s >= 20 * 0.05 - 0.39
     assert last.late_s >= 19 * 0.05 - 0.39
-    assert "late" in run.bottleneck
+    assert run.held_back >= 30
+    assert "requests were sent" not in run.bottleneck
+    assert any("sessions began late" in each for each in Report("", "", Slo(), (run,)).warnings())
+
+
+def test_a_generator_that_cannot_keep_up_says_so() -> None:
+    """The generator's event loop is blocked for 30 ms by each of 20 requests per second."""
+
+    async def blocking(body: dict[str, Any], reply: Reply) -> None:
+        time.sleep(0.03)  # noqa: ASYNC251 (the server shares the generator's loop)
+        await answer_all(body, reply)
+
+    run, _ = _run(_plan(Constant(20.0), sessions=20), blocking)
+
+    assert run.bottleneck
+    assert any(each.endswith("use more --processes") for each in Report("", "", Slo(), (run,)).warnings())
 
 
 def _refuse(reply: Reply) -> None:
