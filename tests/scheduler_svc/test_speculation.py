@@ -107,6 +107,16 @@ def test_a_row_that_advances_faster_than_planned_leaves_before_its_last_answer()
     assert steps < 60
 
 
+def test_no_step_computes_a_token_beyond_the_longest_sequence() -> None:
+    """A row that may have passed the model's length with its drafts in flight waits for the answers."""
+    cluster = Cluster(max_num_seqs=2, max_num_batched_tokens=64, max_plans_in_flight=2)
+    cluster.join(ModelWorker(b"w/1", 200, 8, 2, max_model_len=40, max_draft_tokens=8))
+    for stream in range(40):
+        cluster.submit(stream, [stream, 2, 3], 100)
+    cluster.run()
+    assert all(len(reader.tokens) == 37 for reader in cluster.readers.values())
+
+
 def _decoding(max_draft_tokens: int = 4) -> tuple[Cluster, ModelWorker]:
     """A cluster with one request that decodes, a draft limit, and the answer to its last plan."""
     cluster = Cluster(max_num_seqs=1, max_num_batched_tokens=64, max_plans_in_flight=1)

@@ -222,8 +222,9 @@ class Planner:
         if not all_of(has_credit):
             worker.starves = True
             self._note_held(candidates[~has_credit], WaitReason.CREDIT)
-        # A row that has blocks up to its limit, and may have filled them, may have ended: it waits for the answers.
-        needy = has_credit & (reach > rows.capacity[candidates]) & (rows.capacity[candidates] < most)
+        # A row that may be beyond its limit, or may have filled the blocks up to it, waits: it may have ended.
+        goes_on = has_credit & (reach <= rows.limit[candidates])
+        needy = goes_on & (reach > rows.capacity[candidates]) & (rows.capacity[candidates] < most)
         if any_of(needy):
             if int(np.count_nonzero(needy)) <= pool.num_available:
                 self._allocation.append(candidates[needy])
@@ -234,7 +235,7 @@ class Planner:
                     self._allocation.append_by_rank(certain)
                 still = needy & (rows.state[candidates] == DECODE) & (reach > rows.capacity[candidates])
                 self._note_held(candidates[still], WaitReason.MEMORY)
-        active = has_credit & (rows.state[candidates] == DECODE) & (reach <= rows.capacity[candidates])
+        active = goes_on & (rows.state[candidates] == DECODE) & (reach <= rows.capacity[candidates])
         self._draft_limits = candidates, limits
         wanted = np.minimum(reach + limits, most)
         for _ in range(worker.speculation.max_drafts):

@@ -99,7 +99,8 @@ def settle(worker: Worker, event: StepDone, now: float) -> Settled:
         settled = _settle_rows(worker, answered, generations, event.tokens, now)
     else:
         settled = _settle_drafts(worker, answered, generations, drafts, event.tokens, now)
-    settled.scores = _scores(worker, event, before)
+    if event.scores:
+        settled.scores = _scores(worker, event, before)
     _settle_embeddings(worker, event, settled)
     if record.prefilled and worker.pool.cache.partial is not None:
         worker.prove_prefilled(np.intersect1d(record.prefilled, settled.rows))
